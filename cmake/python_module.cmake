@@ -1,0 +1,47 @@
+# The module crossrail._core and its stub, from native/bindings/*.cc.
+
+# SABIModule tells the suffix of the stable ABI; CMake before 3.26 does not know it, and nanobind then asks Python.
+find_package(
+  Python 3.10 REQUIRED
+  COMPONENTS Interpreter Development.Module
+  OPTIONAL_COMPONENTS Development.SABIModule)
+
+if(NOT nanobind_DIR AND NOT nanobind_ROOT)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -m nanobind --cmake_dir
+    OUTPUT_VARIABLE nanobind_ROOT
+    OUTPUT_STRIP_TRAILING_WHITESPACE
+    RESULT_VARIABLE CROSSRAIL_NANOBIND_RESULT)
+  if(NOT CROSSRAIL_NANOBIND_RESULT EQUAL 0)
+    message(FATAL_ERROR "nanobind is missing: ${Python_EXECUTABLE} -m pip install nanobind")
+  endif()
+endif()
+find_package(nanobind CONFIG REQUIRED)
+
+file(GLOB CROSSRAIL_BINDINGS_SOURCES CONFIGURE_DEPENDS native/bindings/*.cc)
+set(CROSSRAIL_MODULE_OPTIONS STABLE_ABI NB_STATIC NB_SUPPRESS_WARNINGS NOMINSIZE)
+if(CROSSRAIL_DEV OR CROSSRAIL_SANITIZE)
+  list(APPEND CROSSRAIL_MODULE_OPTIONS NOSTRIP)
+endif()
+nanobind_add_module(_core ${CROSSRAIL_MODULE_OPTIONS} ${CROSSRAIL_BINDINGS_SOURCES})
+target_link_libraries(_core PRIVATE crossrail_core)
+crossrail_warnings(_core)
+
+# One module for any machine, next to any other module: it carries its own C++ runtime and exports PyInit__core alone.
+if(NOT CROSSRAIL_SANITIZE)
+  target_link_options(_core PRIVATE -static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL)
+endif()
+
+install(TARGETS _core LIBRARY DESTINATION crossrail)
+
+# Writing the stub imports the module, so it is left out where that cannot work or needs a preloaded runtime.
+if(NOT CMAKE_CROSSCOMPILING AND NOT CROSSRAIL_SANITIZE)
+  nanobind_add_stub(
+    crossrail_stub
+    MODULE _core
+    OUTPUT _core.pyi
+    MARKER_FILE py.typed
+    PYTHON_PATH $<TARGET_FILE_DIR:_core>
+    DEPENDS _core)
+  install(FILES "${CMAKE_CURRENT_BINARY_DIR}/_core.pyi" "${CMAKE_CURRENT_BINARY_DIR}/py.typed" DESTINATION crossrail)
+endif()

@@ -1,0 +1,15 @@
+# Applies CROSSRAIL_SANITIZE to every target made after this file is included.
+
+if(CROSSRAIL_SANITIZE STREQUAL "")
+  return()
+elseif(CROSSRAIL_SANITIZE STREQUAL "address")
+  # Undefined behaviour ends the program too: a report that scrolls by is a report nobody reads.
+  set(CROSSRAIL_SANITIZE_FLAGS -fsanitize=address,undefined -fno-sanitize-recover=all)
+elseif(CROSSRAIL_SANITIZE STREQUAL "thread")
+  set(CROSSRAIL_SANITIZE_FLAGS -fsanitize=thread)
+else()
+  message(FATAL_ERROR "CROSSRAIL_SANITIZE is '${CROSSRAIL_SANITIZE}'; it must be empty, 'address' or 'thread'")
+endif()
+
+add_compile_options(${CROSSRAIL_SANITIZE_FLAGS} -fno-omit-frame-pointer -g)
+add_link_options(${CROSSRAIL_SANITIZE_FLAGS})

@@ -1,0 +1,40 @@
+#include "bench/guard.h"
+
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "util/errors.h"
+
+namespace crossrail::bench {
+
+Guard::Guard(const char* what, double timeout_s, InterruptCheck interrupted)
+    : what_(what),
+      timeout_s_(timeout_s),
+      deadline_(deadline_in(timeout_s)),
+      interrupted_(std::move(interrupted)),
+      interrupt_due_ns_(now_ns() + kInterruptPeriodNs) {}
+
+void Guard::look() {
+  const int64_t now = now_ns();
+  if (now > deadline_) check(WaitResult::kTimeout);
+  if (now < interrupt_due_ns_) return;
+  interrupt_due_ns_ = now + kInterruptPeriodNs;
+  if (interrupted_ && interrupted_()) throw Interrupted();
+}
+
+void Guard::check(WaitResult result) const {
+  switch (result) {
+    case WaitResult::kReady:
+      return;
+    case WaitResult::kInterrupted:
+      throw Interrupted();
+    case WaitResult::kClosed:
+      throw EngineClosedError(std::string("the engine was closed during ") + what_);
+    case WaitResult::kTimeout:
+      throw TransportError(what_, ETIMEDOUT, "did not end within " + std::to_string(timeout_s_) + " s",
+                           "look whether the other process still runs");
+  }
+}
+
+}  // namespace crossrail::bench

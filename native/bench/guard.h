@@ -1,0 +1,51 @@
+// What keeps a measuring loop from spinning for ever when the other process is gone.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+
+#include "engine/waiting.h"
+#include "util/clock.h"
+
+namespace crossrail::bench {
+
+// The interrupt check said stop. Whoever gave the check knows why.
+class Interrupted : public std::exception {
+ public:
+  const char* what() const noexcept override { return "interrupted"; }
+};
+
+// Deadline and interrupt check of one measuring loop.
+// Threads: the loop's.
+class Guard {
+ public:
+  // what: the loop's name, for the message when time is up; must outlive the guard.
+  Guard(const char* what, double timeout_s, InterruptCheck interrupted);
+
+  // One turn of a spin loop. Looks at the clock every 4096th turn, so that it costs nothing beside what is measured.
+  // Throws TransportError past the deadline and Interrupted when the check says so.
+  void tick() {
+    if ((++turns_ & kTurnsMask) == 0) look();
+  }
+
+  // Throws what a wait that ended with `result` deserves; returns on kReady.
+  void check(WaitResult result) const;
+
+  Deadline deadline() const { return deadline_; }
+  const InterruptCheck& interrupted() const { return interrupted_; }
+
+ private:
+  static constexpr uint32_t kTurnsMask = 4095;
+  static constexpr int64_t kInterruptPeriodNs = 50'000'000;
+
+  void look();
+
+  const char* what_;
+  double timeout_s_;
+  Deadline deadline_;
+  InterruptCheck interrupted_;
+  int64_t interrupt_due_ns_;
+  uint32_t turns_ = 0;
+};
+
+}  // namespace crossrail::bench

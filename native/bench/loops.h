@@ -1,0 +1,88 @@
+// The measured loops: the engine driven through its public interface, with no Python inside the clock.
+//
+// Each loop runs on the caller's thread. With Polling::kManual that thread is also the worker, which is how the small
+// operations are measured: on two cores, a spinning worker beside a spinning caller in each process would measure the
+// scheduler. All return nanoseconds and throw when a transfer fails, the time is up or the user interrupts.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "bench/guard.h"
+#include "engine/engine.h"
+
+namespace crossrail::bench {
+
+// Where an answer is awaited: the clock of a loop stops when the receiver has counted everything and said so.
+// No counter: the transport moves nothing, and the clock stops with the last completion.
+struct Ack {
+  ImmCounter* counter = nullptr;
+};
+
+// `op_count` writes of `length_bytes`, `window` of them in flight, each at the next place of a span of `span_bytes`,
+// so that a span far larger than the caches is walked through.
+struct WriteLoop {
+  Region* src = nullptr;
+  RemoteRegion* dst = nullptr;
+  uint64_t length_bytes = 0;
+  uint64_t span_bytes = 0;
+  uint64_t op_count = 0;
+  uint32_t window = 1;
+  uint32_t imm = kNoImm;
+};
+int64_t run_writes(Engine& engine, const WriteLoop& loop, Ack ack, Guard& guard);
+
+// All pages given, in calls of `batch_pages`, `window` calls in flight; the whole `rounds` times.
+struct PagedLoop {
+  Region* src = nullptr;
+  RemoteRegion* dst = nullptr;
+  std::span<const int64_t> src_pages;
+  std::span<const int64_t> dst_pages;
+  uint64_t page_bytes = 0;
+  uint64_t batch_pages = 0;
+  uint64_t rounds = 1;
+  uint32_t window = 1;
+  uint32_t imm = kNoImm;
+};
+int64_t run_paged_writes(Engine& engine, const PagedLoop& loop, Ack ack, Guard& guard);
+
+// `op_count` scatters of one slice of `slice_bytes` to each of `dsts`, `window` in flight. Call i sends to peer k the
+// slice i * dsts.size() + k of the source, to slice i of the target, both modulo what fits in `span_bytes`.
+struct ScatterLoop {
+  Region* src = nullptr;
+  std::span<RemoteRegion* const> dsts;
+  PeerGroup* group = nullptr;
+  uint64_t slice_bytes = 0;
+  uint64_t span_bytes = 0;
+  uint64_t op_count = 0;
+  uint32_t window = 1;
+  uint32_t imm = kNoImm;
+};
+int64_t run_scatters(Engine& engine, const ScatterLoop& loop, Ack ack, Guard& guard);
+
+// `rounds` round trips of an 8-byte write with an immediate. With `verify`, the word is a running number and the side
+// that it arrives at checks it once it was counted; that pass is not for timing.
+struct PingPong {
+  Region* src = nullptr;
+  RemoteRegion* dst = nullptr;
+  Region* landing = nullptr;  // where the other side writes to
+  uint32_t imm_out = kNoImm;
+  ImmCounter* in = nullptr;
+  uint64_t rounds = 0;
+  bool first = false;
+  bool verify = false;
+};
+int64_t run_ping_pong(Engine& engine, const PingPong& loop, Guard& guard);
+
+// One engine and the counter that the other process counts up.
+struct Receiver {
+  Engine* engine = nullptr;
+  ImmCounter* counter = nullptr;
+};
+// Waits until each receiver counted `count`, then writes an empty write with `reply_imm` from the first one.
+// More than one receiver: all must be of Polling::kManual, for this thread drives them in turn.
+int64_t run_receivers(std::span<const Receiver> receivers, uint64_t count, Region& reply_src, RemoteRegion& reply_dst,
+                      uint32_t reply_imm, Guard& guard);
+
+}  // namespace crossrail::bench

@@ -1,0 +1,41 @@
+// Arrays of numbers that come with a call: looked at in place, never walked element by element in Python's own types
+// unless they are plain sequences of a few ints.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "bindings/convert.h"
+#include "engine/engine.h"
+
+namespace crossrail::bindings {
+
+// Page indices: a one-dimensional contiguous array of int32, uint32, int64 or uint64.
+// Owner: the caller; the buffer is held for the life of this object.
+class IndexArray {
+ public:
+  IndexArray(nb::handle array, const char* argument);
+  const PageIndices& get() const { return indices_; }
+
+ private:
+  nb::object array_;
+  BufferView view_;
+  PageIndices indices_;
+};
+
+// Lengths or offsets, `count` of them: an array of int64 or uint64, a sequence of ints, or one int for all.
+class SizeArray {
+ public:
+  SizeArray(nb::handle values, const char* argument, size_t count);
+  std::span<const uint64_t> get() const { return values_; }
+
+ private:
+  BufferView view_;
+  std::vector<uint64_t> copy_;
+  std::span<const uint64_t> values_;
+};
+
+}  // namespace crossrail::bindings

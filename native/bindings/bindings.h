@@ -1,0 +1,22 @@
+// The parts of crossrail._core, one register function per public header. They convert and forward, nothing more.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace crossrail::bindings {
+
+class EngineHandle;
+
+void register_errors(nanobind::module_& module);
+void register_descriptor(nanobind::module_& module);
+void register_notifier(nanobind::module_& module);
+void register_transfer(nanobind::module_& module);
+void register_region(nanobind::module_& module);
+void register_imm_counter(nanobind::module_& module);
+void register_recv_pool(nanobind::module_& module);
+void register_watcher(nanobind::module_& module);
+void register_engine(nanobind::module_& module);
+void register_operations(nanobind::class_<EngineHandle>& engine);  // the submits of engine.h
+void register_bench(nanobind::module_& module);
+
+}  // namespace crossrail::bindings

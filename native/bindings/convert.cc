@@ -1,0 +1,107 @@
+#include "bindings/convert.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/engine.h"
+
+namespace crossrail::bindings {
+
+namespace {
+
+[[noreturn]] void throw_out_of_range(nb::handle value, const char* argument, uint64_t max) {
+  PyErr_Clear();
+  throw UsageError(std::string(argument) + " is " + nb::str(value).c_str() + ", must be 0.." + std::to_string(max));
+}
+
+}  // namespace
+
+std::string type_name_of(nb::handle object) { return nb::type_name(object.type()).c_str(); }
+
+uint64_t to_u64(nb::handle value, const char* argument, uint64_t max) {
+  nb::object index;  // keeps what __index__ made
+  if (!PyLong_Check(value.ptr())) {
+    index = nb::steal(PyNumber_Index(value.ptr()));
+    if (!index.is_valid()) {
+      PyErr_Clear();
+      throw UsageError(std::string(argument) + " must be a whole number, not " + type_name_of(value));
+    }
+    value = index;
+  }
+  const unsigned long long number = PyLong_AsUnsignedLongLong(value.ptr());
+  if (number == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) {
+    throw_out_of_range(value, argument, max);
+  }
+  if (number > max) throw_out_of_range(value, argument, max);
+  return number;
+}
+
+uint32_t to_rail(nb::handle value) { return value.is_none() ? kAnyRail : to_u32(value, "rail", kRailsMax - 1); }
+
+double to_seconds(double value, const char* argument, double max_seconds) {
+  if (!(value >= 0.0 && value <= max_seconds)) {  // also false for NaN
+    throw UsageError(std::string(argument) + " is " + std::to_string(value) + " s, must be 0.." +
+                     std::to_string(max_seconds) + " s");
+  }
+  return value;
+}
+
+Deadline to_deadline(nb::handle timeout_s) {
+  constexpr double kForEverSeconds = 1e9;  // 30 years; more would overflow nanoseconds in 64 bits
+  if (timeout_s.is_none()) return kNoDeadline;
+  const double seconds = PyFloat_AsDouble(timeout_s.ptr());
+  if (seconds == -1.0 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw UsageError("timeout_s must be a number of seconds or None, not " + type_name_of(timeout_s));
+  }
+  if (std::isnan(seconds) || seconds < 0.0) {
+    throw UsageError("timeout_s is " + std::to_string(seconds) + ", must be 0 or more, or None to wait for ever");
+  }
+  return seconds >= kForEverSeconds ? kNoDeadline : deadline_in(seconds);
+}
+
+const char* access_name(Access access) {
+  switch (access) {
+    case Access::kLocal: return "local";
+    case Access::kRemoteRead: return "read";
+    case Access::kRemoteWrite: return "write";
+  }
+  return "invalid";
+}
+
+Access to_access(const std::string& name) {
+  for (Access access : {Access::kLocal, Access::kRemoteRead, Access::kRemoteWrite}) {
+    if (name == access_name(access)) return access;
+  }
+  throw UsageError("access is '" + name + "', must be 'local', 'read' or 'write'");
+}
+
+std::span<const uint8_t> bytes_of(nb::handle bytes) {
+  char* data = nullptr;
+  Py_ssize_t size = 0;
+  if (PyBytes_AsStringAndSize(bytes.ptr(), &data, &size) != 0) throw nb::python_error();
+  return {reinterpret_cast<const uint8_t*>(data), static_cast<size_t>(size)};
+}
+
+nb::bytes to_bytes(std::span<const uint8_t> bytes) {
+  return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+bool BufferView::acquire(nb::handle object, int flags) {
+  release();
+  if (PyObject_GetBuffer(object.ptr(), &view_, flags) == 0) return true;
+  PyErr_Clear();
+  view_ = Py_buffer{};
+  return false;
+}
+
+void BufferView::release() {
+  if (view_.obj != nullptr) PyBuffer_Release(&view_);
+}
+
+bool interrupted() {
+  nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+}  // namespace crossrail::bindings

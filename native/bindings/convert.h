@@ -1,0 +1,78 @@
+// From Python's values to the core's, with errors that name the argument, what was given and the bound.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/waiting.h"
+#include "transport/types.h"
+#include "util/clock.h"
+#include "util/errors.h"
+
+namespace nb = nanobind;
+
+namespace crossrail::bindings {
+
+std::string type_name_of(nb::handle object);
+
+// A whole number (anything with __index__) in [0, max].
+uint64_t to_u64(nb::handle value, const char* argument, uint64_t max = std::numeric_limits<uint64_t>::max());
+inline uint32_t to_u32(nb::handle value, const char* argument, uint32_t max = std::numeric_limits<uint32_t>::max()) {
+  return static_cast<uint32_t>(to_u64(value, argument, max));
+}
+// None is kNoImm.
+inline uint32_t to_imm(nb::handle value) { return value.is_none() ? kNoImm : to_u32(value, "imm", kImmMax); }
+// None is kAnyRail. The engine knows how many rails there are.
+uint32_t to_rail(nb::handle value);
+
+double to_seconds(double value, const char* argument, double max_seconds);
+// None waits for ever; zero looks once.
+Deadline to_deadline(nb::handle timeout_s);
+
+const char* access_name(Access access);
+Access to_access(const std::string& name);
+
+// Of a bytes object.
+std::span<const uint8_t> bytes_of(nb::handle bytes);
+nb::bytes to_bytes(std::span<const uint8_t> bytes);
+
+// An exported buffer, released at the end of the scope.
+class BufferView {
+ public:
+  BufferView() = default;
+  ~BufferView() { release(); }
+  BufferView(const BufferView&) = delete;
+  BufferView& operator=(const BufferView&) = delete;
+  // False, without a Python error, when the object exports no such buffer.
+  bool acquire(nb::handle object, int flags);
+  void release();
+  const Py_buffer& get() const { return view_; }
+  std::span<const uint8_t> bytes() const {
+    return {static_cast<const uint8_t*>(view_.buf), static_cast<size_t>(view_.len)};
+  }
+
+ private:
+  Py_buffer view_{};
+};
+
+// InterruptCheck: Ctrl-C and other signals, on the main thread. The Python error stays set when it says stop.
+bool interrupted();
+
+// Waits with the GIL released; throws what a signal handler raised.
+template <typename Wait>
+WaitResult wait_without_gil(Wait wait) {
+  WaitResult result;
+  {
+    nb::gil_scoped_release no_gil;
+    result = wait();
+  }
+  if (result == WaitResult::kInterrupted) throw nb::python_error();
+  return result;
+}
+
+}  // namespace crossrail::bindings

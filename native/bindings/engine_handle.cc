@@ -1,0 +1,93 @@
+#include "bindings/engine_handle.h"
+
+#include <algorithm>
+
+#include "bindings/convert.h"
+
+namespace crossrail::bindings {
+
+namespace {
+
+template <typename T>
+void drop_all(RingNode* ring) {
+  while (!ring->alone()) static_cast<CacheSlot<T>*>(ring->next)->drop();
+}
+
+}  // namespace
+
+EngineHandle::EngineHandle(PyObject* self, const EngineOptions& options) : self_(self) {
+  {
+    nb::gil_scoped_release no_gil;
+    engine_ = Held<Engine>(Engine::open(options));
+  }
+  address_ = std::make_shared<const Address>(engine_->address());
+}
+
+// The Python class closes earlier, in __del__; this is for an engine whose __init__ did not come to its end.
+EngineHandle::~EngineHandle() {
+  close(0);
+  // A peer is still at this memory, and nobody will ask again: it is never freed.
+  for (Retired& retired : retired_) retired.buffer.release();
+}
+
+PeerRef EngineHandle::peer(nb::handle address) {
+  const EngineRef& engine = core();
+  if (nb::isinstance<AddressHandle>(address)) {
+    auto& handle = *nb::inst_ptr<AddressHandle>(address);
+    const PeerRef* known = handle.peer.find(this);
+    return known != nullptr ? *known : handle.peer.fill(this, &peers_, engine->peer(*handle.value));
+  }
+  if (PyBytes_Check(address.ptr())) return engine->peer(Address::decode(bytes_of(address)));
+  throw UsageError(std::string("peer must be an Address or the bytes of one, not ") + type_name_of(address));
+}
+
+void EngineHandle::close(Deadline deadline) {
+  if (!engine_ || engine_.inherited()) return;
+  const EngineRef engine = engine_.ref();
+  {
+    nb::gil_scoped_release no_gil;
+    engine->close(deadline);
+  }
+  drop_caches();
+  reap();
+  std::vector<nb::object> buffers;  // the end of one may run any Python code: when the ring is not looked at
+  for (RingNode* node = regions_.next; node != &regions_; node = node->next) {
+    auto* region = static_cast<RegionHandle*>(node);
+    if (is_quiet(*region->core())) buffers.push_back(region->take_quiet_buffer());
+  }
+}
+
+void EngineHandle::forget_peer(Peer& peer) {
+  drop_caches();
+  core()->forget_peer(peer);
+}
+
+void EngineHandle::retire(RegionRef region, nb::object buffer) {
+  if (is_quiet(*region)) return;
+  retired_.push_back({Held<Region>(std::move(region)), std::move(buffer)});
+}
+
+void EngineHandle::reap() {
+  std::vector<Retired> done;  // ends when retired_ is whole again, see close()
+  for (size_t i = 0; i < retired_.size();) {
+    if (!retired_[i].region.inherited() && !is_quiet(*retired_[i].region)) {
+      i++;
+      continue;
+    }
+    std::swap(retired_[i], retired_.back());
+    done.push_back(std::move(retired_.back()));
+    retired_.pop_back();
+  }
+}
+
+int EngineHandle::traverse(visitproc visit, void* arg) const {
+  for (const Retired& retired : retired_) Py_VISIT(retired.buffer.ptr());
+  return 0;
+}
+
+void EngineHandle::drop_caches() {
+  drop_all<RemoteRegion>(&remotes_);
+  drop_all<Peer>(&peers_);
+}
+
+}  // namespace crossrail::bindings

@@ -1,0 +1,69 @@
+// What an instance of crossrail._core.Engine holds.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/handles.h"
+
+namespace crossrail::bindings {
+
+// Lifecycle: 1. open. 2. close() under way, GIL released: calls fail with EngineClosed as the core says so. 3. closed:
+// caches are empty, buffers of registered regions are let go. 4. the Python object dies.
+// Invariant: `remotes` and `peers` ring exactly the slots that hold something resolved by this engine, `regions` all
+// RegionHandles of it.
+class EngineHandle {
+ public:
+  EngineHandle(PyObject* self, const EngineOptions& options);
+  ~EngineHandle();
+  EngineHandle(const EngineHandle&) = delete;
+  EngineHandle& operator=(const EngineHandle&) = delete;
+
+  // Throws in a forked child.
+  const EngineRef& core() {
+    if (!retired_.empty()) [[unlikely]]
+      reap();
+    return engine_.ref();
+  }
+  bool inherited() const { return engine_.inherited(); }
+  bool closed() const { return engine_.inherited() || engine_->closed(); }
+  const std::shared_ptr<const Address>& address() const { return address_; }
+  nb::object self() const { return nb::borrow(self_); }
+
+  RemoteRegionRef remote(DescriptorHandle& descriptor) {
+    const RemoteRegionRef* known = descriptor.remote.find(this);
+    return known != nullptr ? *known : descriptor.remote.fill(this, &remotes_, core()->remote_region(*descriptor.value));
+  }
+  // Of an Address or of its bytes.
+  PeerRef peer(nb::handle address);
+
+  // No-op in a forked child: what there is to close is the parent's.
+  void close(Deadline deadline);
+  void forget_peer(Peer& peer);
+
+  void adopt(RegionHandle* region) { region->insert_after(&regions_); }
+  // Takes over a region whose Python object is gone, and its buffer, until nothing uses them.
+  void retire(RegionRef region, nb::object buffer);
+  // Drops the retired regions that nothing uses any more.
+  void reap();
+
+  int traverse(visitproc visit, void* arg) const;
+
+ private:
+  struct Retired {
+    Held<Region> region;
+    nb::object buffer;
+  };
+  void drop_caches();
+
+  PyObject* const self_;  // borrowed: we live inside of it
+  Held<Engine> engine_;
+  std::shared_ptr<const Address> address_;
+  RingNode remotes_;
+  RingNode peers_;
+  RingNode regions_;
+  std::vector<Retired> retired_;
+};
+
+}  // namespace crossrail::bindings

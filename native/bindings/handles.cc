@@ -1,0 +1,69 @@
+#include "bindings/handles.h"
+
+#include "bindings/engine_handle.h"
+
+namespace crossrail::bindings {
+
+bool is_quiet(Region& region) { return region.close(0, {}) == WaitResult::kReady; }
+
+RegionHandle::RegionHandle(nb::pointer_and_handle<EngineHandle> engine, RegionRef region, nb::object owner,
+                           bool writable)
+    : engine_(engine.p),
+      engine_object_(nb::borrow(engine.h)),
+      region_(std::move(region)),
+      buffer_(std::move(owner)),
+      writable_(writable) {
+  engine_->adopt(this);
+}
+
+const RegionRef& RegionHandle::core() const {
+  if (!region_) throw UsageError("this Region was already finalized");
+  return region_.ref();
+}
+
+nb::object RegionHandle::descriptor() {
+  if (!descriptor_.is_valid()) {
+    descriptor_ = nb::cast(DescriptorHandle(std::make_shared<const RegionDescriptor>(core()->descriptor())));
+  }
+  return descriptor_;
+}
+
+nb::object RegionHandle::take_quiet_buffer() {
+  quiet_ = true;
+  if (exports_ > 0) return {};
+  return std::move(buffer_);
+}
+
+void RegionHandle::export_view(PyObject* self, Py_buffer* view, int flags) {
+  const RegionRef& region = core();
+  if (region->closed()) throw UsageError("a view of a closed region: its memory may belong to somebody else by now");
+  if (PyBuffer_FillInfo(view, self, region->base(), static_cast<Py_ssize_t>(region->length_bytes()), writable_ ? 0 : 1,
+                        flags) != 0) {
+    throw nb::python_error();
+  }
+  exports_++;
+}
+
+void RegionHandle::unexport_view() {
+  exports_--;
+  if (quiet_) take_quiet_buffer();
+}
+
+int RegionHandle::traverse(visitproc visit, void* arg) const {
+  Py_VISIT(engine_object_.ptr());
+  Py_VISIT(buffer_.ptr());
+  return 0;
+}
+
+void RegionHandle::detach() {
+  unlink();
+  const nb::object engine_object = std::move(engine_object_);  // lives until we are through
+  nb::object buffer = std::move(buffer_);
+  if (!region_ || region_.inherited()) return;
+  RegionRef region = region_.ref();
+  region_.reset();
+  region->begin_close();
+  engine_->retire(std::move(region), std::move(buffer));
+}
+
+}  // namespace crossrail::bindings

@@ -1,0 +1,19 @@
+#include "bindings/bindings.h"
+#include "bindings/fork.h"
+
+NB_MODULE(_core, module) {
+  using namespace crossrail::bindings;
+  module.attr("__doc__") = "The native half of crossrail. Use the package; names that start with an underscore are its own.";
+  module.attr("__version__") = CROSSRAIL_VERSION;
+  watch_forks();
+  register_errors(module);
+  register_descriptor(module);
+  register_notifier(module);
+  register_transfer(module);
+  register_region(module);
+  register_imm_counter(module);
+  register_recv_pool(module);
+  register_watcher(module);
+  register_engine(module);
+  register_bench(module);
+}

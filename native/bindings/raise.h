@@ -1,0 +1,22 @@
+// What the bindings raise on their own. Messages are written in Python, in crossrail/_raise.py.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "engine/transfer.h"
+
+namespace nb = nanobind;
+
+namespace crossrail::bindings {
+
+// An attribute of a module of the package, imported at first use: the package imports us first. Borrowed, never dropped.
+nb::handle package_attribute(const char* module, const char* name);
+
+// Raises the exception that function `name` of crossrail._raise makes of the arguments.
+[[noreturn]] void raise_object(nb::object exception);
+template <typename... Args>
+nb::object make_error(const char* name, Args&&... args) {
+  return package_attribute("crossrail._raise", name)(std::forward<Args>(args)...);
+}
+
+}  // namespace crossrail::bindings

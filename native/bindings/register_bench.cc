@@ -1,0 +1,323 @@
+// crossrail._core.bench: the measuring loops, for `crossrail bench` and `crossrail demo`. Not a public API.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <optional>
+#include <span>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bench/guard.h"
+#include "bench/limits.h"
+#include "bench/loops.h"
+#include "bench/rig.h"
+#include "util/errors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace crossrail::bindings {
+namespace {
+
+using bench::Guard;
+using bench::Rig;
+
+using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstMemory = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Memory = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+std::span<const int64_t> as_span(const Indices& pages) { return {pages.data(), pages.size()}; }
+std::span<const std::byte> as_span(const ConstMemory& memory) {
+  return std::as_bytes(std::span(memory.data(), memory.size()));
+}
+std::span<std::byte> as_span(const Memory& memory) {
+  return std::as_writable_bytes(std::span(memory.data(), memory.size()));
+}
+std::span<const uint8_t> as_span(const nb::bytes& bytes) {
+  return {static_cast<const uint8_t*>(bytes.data()), bytes.size()};
+}
+nb::bytes to_bytes(const Bytes& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
+Bytes from_bytes(const nb::bytes& bytes) {
+  const std::span<const uint8_t> span = as_span(bytes);
+  return Bytes(span.begin(), span.end());
+}
+
+// The Python error is set when this says stop; Interrupted carries nothing.
+bool python_interrupted() {
+  nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+Guard make_guard(const char* what, double timeout_s) { return Guard(what, timeout_s, python_interrupted); }
+
+template <typename T>
+struct Choice {
+  const char* word;
+  T value;
+};
+
+template <typename T, size_t N>
+T choose(const char* argument, const std::string& word, const Choice<T> (&choices)[N]) {
+  std::string allowed;
+  for (const Choice<T>& choice : choices) {
+    if (word == choice.word) return choice.value;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(choice.word);
+  }
+  throw UsageError(std::string(argument) + " is \"" + word + "\" and must be one of " + allowed);
+}
+
+constexpr Choice<TransportKind> kTransports[] = {{"shm", TransportKind::kShm}, {"null", TransportKind::kNull}};
+constexpr Choice<Polling> kPollings[] = {
+    {"adaptive", Polling::kAdaptive}, {"spin", Polling::kSpin}, {"manual", Polling::kManual}};
+constexpr Choice<PrivatePath> kPrivatePaths[] = {
+    {"auto", PrivatePath::kAuto}, {"staged", PrivatePath::kStaged}, {"cma", PrivatePath::kCrossMemoryAttach}};
+
+void open_rig(Rig* self, const std::string& name, const std::string& transport, uint32_t rails,
+              const std::string& polling, const std::string& private_path) {
+  EngineOptions options;
+  options.name = name;
+  options.transport = choose("transport", transport, kTransports);
+  options.rail_count = rails;
+  options.polling = choose("polling", polling, kPollings);
+  options.private_path = choose("private_path", private_path, kPrivatePaths);
+  nb::gil_scoped_release released;
+  new (self) Rig(options);
+}
+
+bench::Ack ack_of(Rig& rig, std::optional<uint32_t> imm) { return {imm ? rig.counter(*imm) : nullptr}; }
+
+int64_t run_writes(Rig& rig, size_t src, size_t dst, uint64_t nbytes, uint64_t span_bytes, uint64_t count,
+                   uint32_t window, std::optional<uint32_t> imm, std::optional<uint32_t> ack, double timeout_s) {
+  Guard guard = make_guard("writes", timeout_s);
+  const bench::WriteLoop loop{.src = &rig.region(src),
+                              .dst = &rig.remote_region(dst),
+                              .length_bytes = nbytes,
+                              .span_bytes = span_bytes,
+                              .op_count = count,
+                              .window = window,
+                              .imm = imm.value_or(kNoImm)};
+  return bench::run_writes(rig.engine(), loop, ack_of(rig, ack), guard);
+}
+
+int64_t run_paged_writes(Rig& rig, size_t src, const Indices& src_pages, size_t dst, const Indices& dst_pages,
+                         uint64_t page_bytes, uint64_t batch_pages, uint64_t rounds, uint32_t window,
+                         std::optional<uint32_t> imm, std::optional<uint32_t> ack, double timeout_s) {
+  nb::gil_scoped_release released;
+  Guard guard = make_guard("paged writes", timeout_s);
+  const bench::PagedLoop loop{.src = &rig.region(src),
+                              .dst = &rig.remote_region(dst),
+                              .src_pages = as_span(src_pages),
+                              .dst_pages = as_span(dst_pages),
+                              .page_bytes = page_bytes,
+                              .batch_pages = batch_pages,
+                              .rounds = rounds,
+                              .window = window,
+                              .imm = imm.value_or(kNoImm)};
+  return bench::run_paged_writes(rig.engine(), loop, ack_of(rig, ack), guard);
+}
+
+int64_t run_scatters(Rig& rig, size_t src, const std::vector<size_t>& dsts, std::optional<size_t> group,
+                     uint64_t slice_bytes, uint64_t span_bytes, uint64_t count, uint32_t window,
+                     std::optional<uint32_t> imm, std::optional<uint32_t> ack, double timeout_s) {
+  Guard guard = make_guard("scatters", timeout_s);
+  std::vector<RemoteRegion*> targets;
+  targets.reserve(dsts.size());
+  for (const size_t dst : dsts) targets.push_back(&rig.remote_region(dst));
+  const bench::ScatterLoop loop{.src = &rig.region(src),
+                                .dsts = targets,
+                                .group = group ? &rig.peer_group(*group) : nullptr,
+                                .slice_bytes = slice_bytes,
+                                .span_bytes = span_bytes,
+                                .op_count = count,
+                                .window = window,
+                                .imm = imm.value_or(kNoImm)};
+  return bench::run_scatters(rig.engine(), loop, ack_of(rig, ack), guard);
+}
+
+int64_t run_ping_pong(Rig& rig, size_t src, size_t dst, size_t landing, uint32_t imm_out, uint32_t imm_in,
+                      uint64_t rounds, bool first, bool verify, double timeout_s) {
+  Guard guard = make_guard("ping-pong", timeout_s);
+  const bench::PingPong loop{.src = &rig.region(src),
+                             .dst = &rig.remote_region(dst),
+                             .landing = &rig.region(landing),
+                             .imm_out = imm_out,
+                             .in = rig.counter(imm_in),
+                             .rounds = rounds,
+                             .first = first,
+                             .verify = verify};
+  return bench::run_ping_pong(rig.engine(), loop, guard);
+}
+
+int64_t run_receivers(const std::vector<Rig*>& rigs, uint32_t imm, uint64_t count, size_t reply_src, size_t reply_dst,
+                      uint32_t reply_imm, double timeout_s) {
+  Guard guard = make_guard("receivers", timeout_s);
+  std::vector<bench::Receiver> receivers;
+  receivers.reserve(rigs.size());
+  for (Rig* rig : rigs) receivers.push_back({&rig->engine(), rig->counter(imm)});
+  if (rigs.empty()) throw UsageError("rigs is empty and must hold at least one");
+  return bench::run_receivers(receivers, count, rigs[0]->region(reply_src), rigs[0]->remote_region(reply_dst),
+                              reply_imm, guard);
+}
+
+// Memory that two processes share through an inherited memfd, mapped while a loop runs. One page of flags, then a ring.
+class SharedMapping {
+ public:
+  static constexpr size_t kFlagBytes = 4096;
+  static constexpr size_t kBytes = kFlagBytes + bench::kStreamBytes;
+
+  explicit SharedMapping(int fd) : base_(mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)) {
+    if (base_ == MAP_FAILED) throw_errno("mmap", "cannot map the memory of the bare loops");
+  }
+  ~SharedMapping() { munmap(base_, kBytes); }
+  SharedMapping(const SharedMapping&) = delete;
+  SharedMapping& operator=(const SharedMapping&) = delete;
+
+  std::span<std::byte> flags() { return {static_cast<std::byte*>(base_), kFlagBytes}; }
+  std::span<std::byte> ring() { return {static_cast<std::byte*>(base_) + kFlagBytes, bench::kStreamBytes}; }
+
+ private:
+  void* base_;
+};
+
+int64_t flag_ping_pong(int fd, bool first, uint64_t start, uint64_t rounds, double timeout_s) {
+  SharedMapping shared(fd);
+  Guard guard = make_guard("flag ping-pong", timeout_s);
+  return bench::flag_ping_pong(shared.flags(), first, start, rounds, guard);
+}
+
+int64_t slot_stream(int fd, bool producer, uint64_t start, uint64_t count, double timeout_s) {
+  SharedMapping shared(fd);
+  Guard guard = make_guard("bare ring", timeout_s);
+  return bench::slot_stream(shared.ring(), producer, start, count, guard);
+}
+
+nb::object view(nb::handle self, size_t index) {
+  const std::span<std::byte> memory = nb::cast<Rig&>(self).memory(index);
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(memory.data(), {memory.size()}, self));
+}
+
+// (what, path, reason, GB/s) of each pair of memories that were used with this peer.
+std::vector<std::tuple<std::string, std::string, std::string, double>> paths(Rig& rig, const nb::bytes& address) {
+  const PeerRef peer = rig.engine().peer(Address::decode(as_span(address)));
+  std::vector<std::tuple<std::string, std::string, std::string, double>> rows;
+  for (const PathExplanation& path : rig.engine().explain(*peer).paths) {
+    rows.emplace_back(path.what, path.path, path.reason, path.gb_per_s);
+  }
+  return rows;
+}
+
+void translate_interrupted(const std::exception_ptr& raised, void*) {
+  try {
+    std::rethrow_exception(raised);
+  } catch (const bench::Interrupted&) {
+    // PyErr_CheckSignals has set the Python error already.
+    if (PyErr_Occurred() == nullptr) PyErr_SetNone(PyExc_KeyboardInterrupt);
+  }
+}
+
+void register_rig(nb::module_& module) {
+  using release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Rig>(module, "Rig", "One engine with its memory, for measuring: handles are indices, descriptors bytes.")
+      .def("__init__", &open_rig, "name"_a, nb::kw_only(), "transport"_a = "shm", "rails"_a = 1, "polling"_a = "manual",
+           "private_path"_a = "auto")
+      .def("close", &Rig::close, release())
+      .def_prop_ro("address", [](Rig& rig) { return to_bytes(rig.address()); })
+      .def("alloc", &Rig::alloc, "nbytes"_a, release())
+      .def("map_private", &Rig::map_private, "nbytes"_a, release())
+      .def(
+          "descriptor", [](const Rig& rig, size_t index) { return to_bytes(rig.region(index).descriptor().encode()); },
+          "index"_a)
+      .def(
+          "remote", [](Rig& rig, const nb::bytes& descriptor) { return rig.remote(as_span(descriptor)); },
+          "descriptor"_a)
+      .def(
+          "group",
+          [](Rig& rig, const std::vector<nb::bytes>& addresses) {
+            std::vector<Bytes> encoded;
+            encoded.reserve(addresses.size());
+            for (const nb::bytes& address : addresses) encoded.push_back(from_bytes(address));
+            return rig.group(encoded);
+          },
+          "addresses"_a)
+      .def(
+          "view", [](nb::pointer_and_handle<Rig> self, size_t index) { return view(self.h, index); }, "index"_a)
+      .def("paths", &paths, "address"_a)
+      .def(
+          "drive",
+          [](Rig& rig, double seconds) {
+            Guard guard = make_guard("drive", seconds + 1.0);
+            rig.drive(seconds, guard);
+          },
+          "seconds"_a, release());
+}
+
+void register_loops(nb::module_& module) {
+  using release = nb::call_guard<nb::gil_scoped_release>;
+  module.def("run_writes", &run_writes, "rig"_a, "src"_a, "dst"_a, nb::kw_only(), "nbytes"_a, "span_bytes"_a, "count"_a,
+             "window"_a, "imm"_a = nb::none(), "ack"_a = nb::none(), "timeout_s"_a = 60.0, release());
+  module.def("run_paged_writes", &run_paged_writes, "rig"_a, "src"_a, "src_pages"_a, "dst"_a, "dst_pages"_a,
+             nb::kw_only(), "page_bytes"_a, "batch_pages"_a, "rounds"_a = 1, "window"_a = 1, "imm"_a = nb::none(),
+             "ack"_a = nb::none(), "timeout_s"_a = 60.0);
+  module.def("run_scatters", &run_scatters, "rig"_a, "src"_a, "dsts"_a, "group"_a = nb::none(), nb::kw_only(),
+             "slice_bytes"_a, "span_bytes"_a, "count"_a, "window"_a, "imm"_a = nb::none(), "ack"_a = nb::none(),
+             "timeout_s"_a = 60.0, release());
+  module.def("run_ping_pong", &run_ping_pong, "rig"_a, "src"_a, "dst"_a, "landing"_a, nb::kw_only(), "imm_out"_a,
+             "imm_in"_a, "rounds"_a, "first"_a, "verify"_a = false, "timeout_s"_a = 60.0, release());
+  module.def("run_receivers", &run_receivers, "rigs"_a, nb::kw_only(), "imm"_a, "count"_a, "reply_src"_a, "reply_dst"_a,
+             "reply_imm"_a, "timeout_s"_a = 60.0, release());
+}
+
+void register_limits(nb::module_& module) {
+  using release = nb::call_guard<nb::gil_scoped_release>;
+  module.def(
+      "copy_in_calls",
+      [](const Memory& dst, const ConstMemory& src, uint64_t call_bytes) {
+        nb::gil_scoped_release released;
+        return bench::copy_in_calls(as_span(dst), as_span(src), call_bytes);
+      },
+      "dst"_a, "src"_a, "call_bytes"_a);
+  module.def(
+      "copy_pages",
+      [](const Memory& dst, const ConstMemory& src, const Indices& dst_pages, const Indices& src_pages,
+         uint64_t page_bytes) {
+        nb::gil_scoped_release released;
+        return bench::copy_pages(as_span(dst), as_span(src), as_span(dst_pages), as_span(src_pages), page_bytes);
+      },
+      "dst"_a, "src"_a, "dst_pages"_a, "src_pages"_a, "page_bytes"_a);
+  module.def(
+      "fill_work_requests",
+      [](const Indices& dst_pages, const Indices& src_pages, uint64_t page_bytes, uint64_t rounds) {
+        nb::gil_scoped_release released;
+        return bench::fill_work_requests(as_span(dst_pages), as_span(src_pages), page_bytes, rounds);
+      },
+      "dst_pages"_a, "src_pages"_a, "page_bytes"_a, "rounds"_a);
+  module.def("flag_ping_pong", &flag_ping_pong, "fd"_a, nb::kw_only(), "first"_a, "start"_a, "rounds"_a,
+             "timeout_s"_a = 60.0, release());
+  module.def("slot_stream", &slot_stream, "fd"_a, nb::kw_only(), "producer"_a, "start"_a, "count"_a,
+             "timeout_s"_a = 60.0, release());
+  module.attr("SHARED_BYTES") = SharedMapping::kBytes;
+  // The least that submit_write can cost from Python: the same arguments, nothing done.
+  module.def(
+      "nothing", [](nb::handle, nb::handle, uint64_t, uint64_t, uint64_t) {}, "src"_a, "dst"_a, "length"_a,
+      nb::kw_only(), "src_offset"_a = 0, "dst_offset"_a = 0);
+}
+
+}  // namespace
+
+void register_bench(nb::module_& module) {
+  nb::module_ bench = module.def_submodule("bench", "Measuring loops of `crossrail bench`; not a public API.");
+  nb::register_exception_translator(translate_interrupted);
+  register_rig(bench);
+  register_loops(bench);
+  register_limits(bench);
+}
+
+}  // namespace crossrail::bindings

@@ -1,0 +1,237 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/convert.h"
+#include "bindings/engine_handle.h"
+#include "bindings/handles.h"
+#include "bindings/raise.h"
+
+namespace crossrail::bindings {
+
+namespace {
+
+using Self = nb::pointer_and_handle<EngineHandle>;
+
+template <typename T>
+using Choice = std::pair<const char*, T>;
+
+template <typename T, size_t N>
+T choose(const char* argument, const std::string& given, const Choice<T> (&choices)[N]) {
+  std::string names;
+  for (const auto& [name, value] : choices) {
+    if (given == name) return value;
+    names += std::string(names.empty() ? "" : ", ") + "'" + name + "'";
+  }
+  throw UsageError(std::string(argument) + " is '" + given + "', must be one of " + names);
+}
+
+constexpr Choice<TransportKind> kTransports[] = {{"shm", TransportKind::kShm}, {"null", TransportKind::kNull}};
+constexpr Choice<Polling> kPollings[] = {
+    {"adaptive", Polling::kAdaptive}, {"spin", Polling::kSpin}, {"manual", Polling::kManual}};
+constexpr Choice<PrivatePath> kPrivatePaths[] = {{"auto", PrivatePath::kAuto},
+                                                 {"staged", PrivatePath::kStaged},
+                                                 {"cma", PrivatePath::kCrossMemoryAttach}};
+
+void init(Self self, const std::string& name, const std::string& transport, nb::handle rails,
+          const std::string& polling, double spin_us, nb::handle worker_cpu, nb::handle submit_queue_depth,
+          nb::handle imm_counters_max, nb::handle message_bytes_max, double watcher_poll_us, double connect_timeout_s,
+          const std::string& private_path) {
+  EngineOptions options;
+  options.name = name;
+  options.transport = choose("transport", transport, kTransports);
+  options.rail_count = to_u32(rails, "rails");
+  options.polling = choose("polling", polling, kPollings);
+  options.spin_ns = static_cast<int64_t>(1e9 * to_seconds(spin_us / 1e6, "spin_us", 3600));
+  if (!worker_cpu.is_none()) options.worker_cpu = static_cast<int32_t>(to_u32(worker_cpu, "worker_cpu", 1 << 20));
+  options.submit_queue_depth = to_u32(submit_queue_depth, "submit_queue_depth");
+  options.imm_counters_max = to_u32(imm_counters_max, "imm_counters_max");
+  options.message_bytes_max = to_u32(message_bytes_max, "message_bytes_max");
+  options.watcher_poll_ns = static_cast<int64_t>(1e9 * to_seconds(watcher_poll_us / 1e6, "watcher_poll_us", 3600));
+  options.connect_timeout_ns =
+      static_cast<int64_t>(1e9 * to_seconds(connect_timeout_s, "connect_timeout_s", 1e6));
+  options.private_path = choose("private_path", private_path, kPrivatePaths);
+  new (self.p) EngineHandle(self.h.ptr(), options);
+}
+
+void connect(Self self, nb::handle address, nb::handle timeout_s) {
+  const EngineRef engine = self.p->core();
+  const PeerRef peer = self.p->peer(address);
+  const Deadline deadline = to_deadline(timeout_s);
+  const WaitResult result = wait_without_gil([&] { return engine->connect(*peer, deadline, interrupted); });
+  if (result == WaitResult::kReady) return;
+  const Address& target = peer->address();
+  if (result == WaitResult::kTimeout) {
+    raise_object(make_error("connect_timeout", self.h, target.name, target.pid, timeout_s));
+  }
+  raise_object(make_error("connect_failed", self.h, target.name, target.pid, engine->explain(*peer).note));
+}
+
+nb::object explain(Self self, nb::handle address) {
+  const EngineRef engine = self.p->core();
+  const PeerRef peer = self.p->peer(address);
+  PeerExplanation found;
+  {
+    nb::gil_scoped_release no_gil;
+    found = engine->explain(*peer);
+  }
+  nb::list rails;
+  for (const RailExplanation& rail : found.rails) rails.append(nb::make_tuple(rail.rail, rail.peer_rail));
+  nb::list paths;
+  for (const PathExplanation& path : found.paths) {
+    paths.append(nb::make_tuple(path.what, path.path, path.reason, path.gb_per_s, path.bytes));
+  }
+  return nb::make_tuple(found.peer, found.transport, peer_state_name(found.state), found.note, rails, paths);
+}
+
+nb::list peers(Self self) {
+  nb::list list;
+  for (const PeerRef& peer : self.p->core()->peers()) list.append(AddressHandle(peer->shared_address()));
+  return list;
+}
+
+PeerGroupHandle add_peer_group(Self self, nb::sequence peers) {
+  const EngineRef engine = self.p->core();
+  std::vector<Address> addresses;
+  for (nb::handle peer : peers) addresses.push_back(self.p->peer(peer)->address());
+  return PeerGroupHandle{Held<PeerGroup>(engine->add_peer_group(addresses)), nb::borrow(self.h)};
+}
+
+const char* event_name(EngineEvent::Kind kind) {
+  switch (kind) {
+    case EngineEvent::Kind::kImmOverflow: return "imm-overflow";
+    case EngineEvent::Kind::kPeerConnected: return "peer-connected";
+    case EngineEvent::Kind::kPeerLost: return "peer-lost";
+    case EngineEvent::Kind::kPeerFrozen: return "peer-frozen";
+    case EngineEvent::Kind::kPeerThawed: return "peer-thawed";
+    case EngineEvent::Kind::kProtocolError: return "protocol-error";
+  }
+  return "unknown";
+}
+
+nb::list take_events(Self self) {
+  nb::list list;
+  for (const EngineEvent& event : self.p->core()->take_events()) {
+    list.append(nb::make_tuple(event_name(event.kind), event.peer, event.detail));
+  }
+  return list;
+}
+
+nb::dict stats(Self self) {
+  const EngineStats stats = self.p->core()->stats();
+  nb::dict dict;
+#define CROSSRAIL_STAT(name) dict[#name] = stats.name
+  CROSSRAIL_STAT(transfers_submitted);
+  CROSSRAIL_STAT(transfers_done);
+  CROSSRAIL_STAT(transfers_failed);
+  CROSSRAIL_STAT(transfers_cancelled);
+  CROSSRAIL_STAT(transfers_inflight);
+  CROSSRAIL_STAT(bytes_written);
+  CROSSRAIL_STAT(bytes_read);
+  CROSSRAIL_STAT(messages_sent);
+  CROSSRAIL_STAT(messages_received);
+  CROSSRAIL_STAT(imm_units_received);
+  CROSSRAIL_STAT(imm_overflow_units);
+  CROSSRAIL_STAT(work_requests_posted);
+  CROSSRAIL_STAT(work_requests_retried);
+  CROSSRAIL_STAT(worker_rounds);
+  CROSSRAIL_STAT(worker_sleeps);
+  CROSSRAIL_STAT(peers_connected);
+  CROSSRAIL_STAT(peers_lost);
+  CROSSRAIL_STAT(regions_open);
+#undef CROSSRAIL_STAT
+  return dict;
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<EngineHandle>(self)->traverse(visit, arg) : 0;
+}
+
+PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {0, nullptr}};
+
+void register_peers(nb::class_<EngineHandle>& engine) {
+  engine
+      .def("connect", &connect, nb::arg("peer"), nb::arg("timeout_s") = 5.0,
+           nb::sig("def connect(self, peer: Address | bytes, timeout_s: float | None = 5.0) -> None"),
+           R"(Connects now instead of at the first operation. Optional. Blocks, GIL released; any thread.
+
+Raises PeerLost when the peer is gone or of an older incarnation, WaitTimeout, EngineClosed.)")
+      .def("peer_state",
+           [](Self self, nb::handle peer) { return peer_state_name(self.p->peer(peer)->state()); }, nb::arg("peer"),
+           nb::sig("def peer_state(self, peer: Address | bytes) -> str"),
+           "'unknown', 'connecting', 'connected', 'frozen' (does not move while something waits for it, may come back)\n"
+           "or 'lost'. Any thread, never blocks.")
+      .def("peers", &peers, nb::sig("def peers(self) -> list[Address]"), "The peers known to this engine, in no order.")
+      .def("forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(*self.p->peer(peer)); },
+           nb::arg("peer"), nb::sig("def forget_peer(self, peer: Address | bytes) -> None"),
+           "Fails every transfer to it with PeerLost and drops what is held of it. The address may connect anew later.")
+      .def("add_peer_group", &add_peer_group, nb::arg("peers"),
+           nb::sig("def add_peer_group(self, peers: collections.abc.Sequence[Address | bytes]) -> PeerGroup"),
+           "Resolves peers beforehand for submit_scatter and submit_barrier. Order is kept.")
+      .def("remove_peer_group", [](Self, PeerGroupHandle& group) { group.removed = true; }, nb::arg("group"),
+           "Later use of the group raises UsageError; what is in flight goes on.")
+      .def("_explain", &explain, nb::arg("peer"),
+           nb::sig("def _explain(self, peer: Address | bytes) -> tuple[str, str, str, str, list[tuple[int, int]], "
+                   "list[tuple[str, str, str, float, int]]]"));
+}
+
+}  // namespace
+
+void register_engine(nb::module_& module) {
+  nb::class_<PeerGroupHandle>(module, "PeerGroup", nb::is_final(), nb::type_slots(engine_slots<PeerGroupHandle>),
+                              "Peers resolved beforehand, in the caller's order. Immutable.")
+      .def("__len__", [](const PeerGroupHandle& self) { return self.group->size(); })
+      .def_prop_ro("peers",
+                   [](const PeerGroupHandle& self) {
+                     nb::list list;
+                     for (const PeerRef& peer : self.group->peers()) list.append(AddressHandle(peer->shared_address()));
+                     return list;
+                   },
+                   nb::sig("def peers(self) -> list[Address]"));
+
+  nb::class_<EngineHandle> engine(module, "Engine", nb::type_slots(slots));
+  engine
+      .def("__init__", &init, nb::arg("name"), nb::arg("transport"), nb::arg("rails"), nb::arg("polling"),
+           nb::arg("spin_us"), nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"),
+           nb::arg("imm_counters_max"), nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"),
+           nb::arg("connect_timeout_s"), nb::arg("private_path"),
+           nb::sig("def __init__(self, name: str, transport: str, rails: int, polling: str, spin_us: float, "
+                   "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
+                   "watcher_poll_us: float, connect_timeout_s: float, private_path: str) -> None"))
+      .def_prop_ro("name", [](Self self) { return self.p->address()->name; })
+      .def_prop_ro("address", [](Self self) { return AddressHandle(self.p->address()); },
+                   "What peers need to reach this engine.")
+      .def_prop_ro("rails", [](Self self) { return self.p->address()->rail_count; })
+      .def_prop_ro("closed", [](Self self) { return self.p->closed(); }, "Also true in a forked child.")
+      .def_prop_ro("_inherited", [](Self self) { return self.p->inherited(); }, "In a forked child.")
+      .def("_close", [](Self self, nb::handle timeout_s) { self.p->close(to_deadline(timeout_s)); },
+           nb::arg("timeout_s"), nb::sig("def _close(self, timeout_s: float | None) -> None"))
+      .def("release_imm",
+           [](Self self, nb::handle imm) { self.p->core()->release_imm(to_u32(imm, "imm", kImmMax)); }, nb::arg("imm"),
+           nb::sig("def release_imm(self, imm: int) -> None"),
+           "Says that no peer sends this number any more: drops its counter, and alloc_imm may hand it out again.")
+      .def("progress",
+           [](Self self) {
+             const EngineRef core = self.p->core();
+             nb::gil_scoped_release no_gil;
+             return core->progress();
+           },
+           "One round of the engine's work; True when anything moved. Needed only with polling='manual'. Any thread.")
+      .def("stats", &stats, nb::sig("def stats(self) -> dict[str, int]"), "Counts since the engine opened.")
+      .def("_set_event_notifier",
+           [](Self self, const NotifierHandle& notifier, uint64_t cookie) {
+             self.p->core()->set_event_notifier(notifier.notifier.ref().get(), cookie);
+           },
+           nb::arg("notifier"), nb::arg("cookie"))
+      .def("_take_events", &take_events, nb::sig("def _take_events(self) -> list[tuple[str, str, str]]"));
+  register_peers(engine);
+  register_operations(engine);
+}
+
+}  // namespace crossrail::bindings

@@ -1,0 +1,55 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <map>
+#include <string>
+#include <utility>
+
+#include "bindings/bindings.h"
+#include "bindings/raise.h"
+#include "util/errors.h"
+
+namespace crossrail::bindings {
+
+nb::handle package_attribute(const char* module, const char* name) {
+  // Never freed: after the interpreter's end there is nobody to give the references back to.
+  static auto& known = *new std::map<std::pair<std::string, std::string>, nb::object>;
+  nb::object& found = known[{module, name}];
+  if (!found.is_valid()) found = nb::module_::import_(module).attr(name);
+  return found;
+}
+
+void raise_object(nb::object exception) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+  throw nb::python_error();
+}
+
+namespace {
+
+void set_error(const char* name, const auto&... arguments) {
+  try {
+    const nb::handle type = package_attribute("crossrail.errors", name);
+    const nb::object error = type(arguments...);
+    PyErr_SetObject(type.ptr(), error.ptr());
+  } catch (nb::python_error& error) {
+    error.restore();  // an import that failed says more than we could
+  }
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const UsageError& error) {
+    set_error("UsageError", error.what());
+  } catch (const TransportError& error) {
+    set_error("TransportError", error.call(), error.code(), error.text(), error.remedy());
+  } catch (const EngineClosedError& error) {
+    set_error("EngineClosed", error.what());
+  }
+}
+
+}  // namespace
+
+void register_errors(nb::module_&) { nb::register_exception_translator(translate); }
+
+}  // namespace crossrail::bindings

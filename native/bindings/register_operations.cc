@@ -1,0 +1,230 @@
+// The submits of engine.h: convert, let the GIL go, forward.
+//
+// Numbers come as plain objects and are converted here: the error then names argument, value and bound, and the call is
+// faster than through nanobind's optional casters.
+#include <nanobind/nanobind.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/bindings.h"
+#include "bindings/convert.h"
+#include "bindings/engine_handle.h"
+#include "bindings/handles.h"
+
+namespace crossrail::bindings {
+
+namespace {
+
+using Self = nb::pointer_and_handle<EngineHandle>;
+
+// Owner between here and the end of the submit: the Refs of the caller's frame; afterwards the core's own.
+template <typename Submit>
+TransferHandle submit(Self self, Submit submit_now) {
+  TransferRef transfer;
+  {
+    nb::gil_scoped_release no_gil;
+    transfer = submit_now();
+  }
+  return TransferHandle{Held<Transfer>(std::move(transfer)), nb::borrow(self.h)};
+}
+
+const RegionRef& own_region(Self self, const RegionHandle& region, const char* argument) {
+  if (region.engine() != self.p) {
+    throw UsageError(std::string(argument) + " is a region of another engine ('" +
+                     region.engine()->address()->name + "')");
+  }
+  return region.core();
+}
+
+// None: all that is left of the local region behind the offset.
+uint64_t to_length(nb::handle length, const Region& local, uint64_t local_offset) {
+  if (!length.is_none()) return to_u64(length, "length");
+  return local.length_bytes() > local_offset ? local.length_bytes() - local_offset : 0;
+}
+
+TransferHandle submit_write(Self self, const RegionHandle& src, DescriptorHandle& dst, nb::handle length,
+                            nb::handle src_offset, nb::handle dst_offset, nb::handle imm, nb::handle rail) {
+  const EngineRef engine = self.p->core();
+  const RegionRef source = own_region(self, src, "src");
+  const RemoteRegionRef target = self.p->remote(dst);
+  WriteRequest request;
+  request.src = source.get();
+  request.src_offset = to_u64(src_offset, "src_offset");
+  request.dst = target.get();
+  request.dst_offset = to_u64(dst_offset, "dst_offset");
+  request.length_bytes = to_length(length, *source, request.src_offset);
+  request.imm = to_imm(imm);
+  request.rail = to_rail(rail);
+  return submit(self, [&] { return engine->submit_write(request); });
+}
+
+TransferHandle submit_read(Self self, const RegionHandle& dst, DescriptorHandle& src, nb::handle length,
+                           nb::handle dst_offset, nb::handle src_offset, nb::handle rail) {
+  const EngineRef engine = self.p->core();
+  const RegionRef target = own_region(self, dst, "dst");
+  if (!dst.writable()) throw UsageError("dst is a region of read-only memory: it cannot be the target of a read");
+  const RemoteRegionRef source = self.p->remote(src);
+  ReadRequest request;
+  request.dst = target.get();
+  request.dst_offset = to_u64(dst_offset, "dst_offset");
+  request.src = source.get();
+  request.src_offset = to_u64(src_offset, "src_offset");
+  request.length_bytes = to_length(length, *target, request.dst_offset);
+  request.rail = to_rail(rail);
+  return submit(self, [&] { return engine->submit_read(request); });
+}
+
+TransferHandle submit_paged_writes(Self self, const RegionHandle& src, nb::handle src_pages, DescriptorHandle& dst,
+                                   nb::handle dst_pages, nb::handle page_bytes, nb::handle src_stride,
+                                   nb::handle dst_stride, nb::handle src_offset, nb::handle dst_offset, nb::handle imm,
+                                   nb::handle rail) {
+  const EngineRef engine = self.p->core();
+  const RegionRef source = own_region(self, src, "src");
+  const RemoteRegionRef target = self.p->remote(dst);
+  const IndexArray src_indices(src_pages, "src_pages");
+  const IndexArray dst_indices(dst_pages, "dst_pages");
+  PagedWriteRequest request;
+  request.page_bytes = to_u64(page_bytes, "page_bytes");
+  request.src = source.get();
+  request.src_offset = to_u64(src_offset, "src_offset");
+  request.src_stride_bytes = src_stride.is_none() ? request.page_bytes : to_u64(src_stride, "src_stride");
+  request.src_pages = src_indices.get();
+  request.dst = target.get();
+  request.dst_offset = to_u64(dst_offset, "dst_offset");
+  request.dst_stride_bytes = dst_stride.is_none() ? request.page_bytes : to_u64(dst_stride, "dst_stride");
+  request.dst_pages = dst_indices.get();
+  request.imm = to_imm(imm);
+  request.rail = to_rail(rail);
+  return submit(self, [&] { return engine->submit_paged_writes(request); });
+}
+
+std::vector<RemoteRegionRef> resolve_targets(Self self, nb::sequence dsts) {
+  std::vector<RemoteRegionRef> targets;
+  targets.reserve(nb::len(dsts));
+  for (nb::handle item : dsts) {
+    if (!nb::isinstance<DescriptorHandle>(item)) {
+      throw UsageError("dsts[" + std::to_string(targets.size()) + "] must be a RegionDescriptor, not " +
+                       type_name_of(item));
+    }
+    targets.push_back(self.p->remote(*nb::inst_ptr<DescriptorHandle>(item)));
+  }
+  return targets;
+}
+
+const Ref<PeerGroup>& usable(const PeerGroupHandle& group) {
+  if (group.removed) throw UsageError("group was removed");
+  return group.group.ref();
+}
+
+TransferHandle submit_scatter(Self self, const RegionHandle& src, nb::sequence dsts, nb::handle lengths,
+                              nb::handle src_offsets, nb::handle dst_offsets, const PeerGroupHandle* group,
+                              nb::handle imm) {
+  const EngineRef engine = self.p->core();
+  const RegionRef source = own_region(self, src, "src");
+  const std::vector<RemoteRegionRef> targets = resolve_targets(self, dsts);
+  std::vector<RemoteRegion*> pointers;
+  pointers.reserve(targets.size());
+  for (const RemoteRegionRef& target : targets) pointers.push_back(target.get());
+  const SizeArray length_array(lengths, "lengths", targets.size());
+  const SizeArray src_array(src_offsets, "src_offsets", targets.size());
+  const SizeArray dst_array(dst_offsets, "dst_offsets", targets.size());
+  const Ref<PeerGroup> peers = group == nullptr ? nullptr : usable(*group);
+  ScatterRequest request;
+  request.src = source.get();
+  request.dsts = pointers;
+  request.lengths = length_array.get();
+  request.src_offsets = src_array.get();
+  request.dst_offsets = dst_array.get();
+  request.group = peers.get();
+  request.imm = to_imm(imm);
+  return submit(self, [&] { return engine->submit_scatter(request); });
+}
+
+TransferHandle submit_barrier(Self self, const PeerGroupHandle& group, nb::handle imm) {
+  const EngineRef engine = self.p->core();
+  const Ref<PeerGroup> peers = usable(group);
+  const uint32_t number = to_u32(imm, "imm", kImmMax);
+  return submit(self, [&] { return engine->submit_barrier(*peers, number); });
+}
+
+TransferHandle submit_send(Self self, nb::handle peer, nb::handle message) {
+  const EngineRef engine = self.p->core();
+  const PeerRef target = self.p->peer(peer);
+  BufferView view;
+  std::span<const uint8_t> payload;
+  if (PyBytes_CheckExact(message.ptr())) {
+    payload = bytes_of(message);
+  } else {
+    if (!view.acquire(message, PyBUF_SIMPLE)) {
+      throw UsageError("message must be bytes or another contiguous buffer, not " + type_name_of(message));
+    }
+    payload = view.bytes();
+  }
+  return submit(self, [&] { return engine->submit_send(*target, payload); });
+}
+
+}  // namespace
+
+void register_operations(nb::class_<EngineHandle>& engine) {
+  engine
+      .def("submit_write", &submit_write, nb::arg("src"), nb::arg("dst"), nb::arg("length") = nb::none(),
+           nb::kw_only(), nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0, nb::arg("imm") = nb::none(),
+           nb::arg("rail") = nb::none(),
+           nb::sig("def submit_write(self, src: Region, dst: RegionDescriptor, length: int | None = None, *, "
+                   "src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, rail: int | None = None) "
+                   "-> Transfer"),
+           R"(Writes length bytes (None: all from src_offset on) of src into a peer's region. Counts 1 there with imm.
+
+Any thread. Returns at once; blocks, GIL released, only while the submit queue is full. src must stay unchanged until
+the transfer is done. imm is 0..2**28-1; length 0 moves nothing and counts all the same. Long writes are split over
+all rails unless rail says which. Not ordered with anything else. UsageError for what can be checked now: ranges, access.)")
+      .def("submit_read", &submit_read, nb::arg("dst"), nb::arg("src"), nb::arg("length") = nb::none(), nb::kw_only(),
+           nb::arg("dst_offset") = 0, nb::arg("src_offset") = 0, nb::arg("rail") = nb::none(),
+           nb::sig("def submit_read(self, dst: Region, src: RegionDescriptor, length: int | None = None, *, "
+                   "dst_offset: int = 0, src_offset: int = 0, rail: int | None = None) -> Transfer"),
+           R"(Reads length bytes (None: all that dst has from dst_offset on) of a peer's region into dst.
+
+Any thread; blocks only while the submit queue is full. dst belongs to the transfer until it is done, then the bytes are
+there. The peer is not told. Not ordered with anything else.)")
+      .def("submit_paged_writes", &submit_paged_writes, nb::arg("src"), nb::arg("src_pages"), nb::arg("dst"),
+           nb::arg("dst_pages"), nb::arg("page_bytes"), nb::kw_only(), nb::arg("src_stride") = nb::none(),
+           nb::arg("dst_stride") = nb::none(), nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0,
+           nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(),
+           nb::sig("def submit_paged_writes(self, src: Region, src_pages: typing.Any, dst: RegionDescriptor, "
+                   "dst_pages: typing.Any, page_bytes: int, *, src_stride: int | None = None, "
+                   "dst_stride: int | None = None, src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, "
+                   "rail: int | None = None) -> Transfer"),
+           R"(Writes page src_pages[i] of src to page dst_pages[i] of a peer's region, for all i. Counts 1 a page with imm.
+
+A page index p names page_bytes bytes at offset + stride * p; strides default to page_bytes. src_pages and dst_pages are
+one-dimensional contiguous arrays (numpy, torch on CPU, any buffer) of int32, uint32, int64 or uint64 and of equal
+length; they are copied before this returns. Target pages may overlap: which write lands last is then undefined.
+Any thread; blocks only while the submit queue is full. Pages are not ordered.)")
+      .def("submit_scatter", &submit_scatter, nb::arg("src"), nb::arg("dsts"), nb::kw_only(), nb::arg("lengths"),
+           nb::arg("src_offsets"), nb::arg("dst_offsets"), nb::arg("group").none() = nb::none(),
+           nb::arg("imm") = nb::none(),
+           nb::sig("def submit_scatter(self, src: Region, dsts: collections.abc.Sequence[RegionDescriptor], *, "
+                   "lengths: typing.Any, src_offsets: typing.Any, dst_offsets: typing.Any, "
+                   "group: PeerGroup | None = None, imm: int | None = None) -> Transfer"),
+           R"(Writes slice i of src, lengths[i] bytes at src_offsets[i], into dsts[i] at dst_offsets[i]. Counts 1 a target with imm.
+
+lengths and offsets are each a one-dimensional array of int64 or uint64 (fastest), a sequence of ints, or one int for
+all targets; bytes. With a group, dsts[i] belongs to its i-th peer. Any thread; blocks only while the submit queue is
+full. Targets are not ordered among each other; the transfer is done when all are, and fails with the first that does.)")
+      .def("submit_barrier", &submit_barrier, nb::arg("group"), nb::arg("imm"),
+           nb::sig("def submit_barrier(self, group: PeerGroup, imm: int) -> Transfer"),
+           "Sends imm alone to each member of the group: counts 1 at each. Not ordered with other operations: wait for\n"
+           "those that it should follow. Any thread; blocks only while the submit queue is full.")
+      .def("submit_send", &submit_send, nb::arg("peer"), nb::arg("message"),
+           nb::sig("def submit_send(self, peer: Address | bytes, message: typing.Any) -> Transfer"),
+           R"(Sends a message (bytes or any contiguous buffer, at most message_bytes_max) into the peer's receive pool.
+
+The payload is copied before this returns. Any thread; blocks only while the submit queue is full. While the peer's pool
+is full or not open yet the transfer stays pending; MessageTooLong when its buffers are shorter. Messages of one sender
+are not ordered.)");
+}
+
+}  // namespace crossrail::bindings

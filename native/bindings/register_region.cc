@@ -1,0 +1,123 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include "bindings/bindings.h"
+#include "bindings/convert.h"
+#include "bindings/engine_handle.h"
+#include "bindings/handles.h"
+#include "bindings/raise.h"
+
+namespace crossrail::bindings {
+
+namespace {
+
+using EngineArgument = nb::pointer_and_handle<EngineHandle>;
+
+void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address, uint64_t nbytes,
+                     const std::string& access, bool writable, nb::object owner) {
+  const Access wanted = to_access(access);
+  const EngineRef core = engine.p->core();
+  RegionRef region;
+  {
+    nb::gil_scoped_release no_gil;
+    // An address, as Python has it, becomes a pointer here and nowhere else.
+    region = core->register_memory(reinterpret_cast<void*>(address), nbytes, wanted);  // NOLINT(performance-no-int-to-ptr)
+  }
+  new (self) RegionHandle(engine, std::move(region), std::move(owner), writable);
+}
+
+void init_allocated(RegionHandle* self, EngineArgument engine, uint64_t nbytes, bool populate) {
+  const EngineRef core = engine.p->core();
+  RegionRef region;
+  {
+    nb::gil_scoped_release no_gil;
+    region = core->alloc(nbytes, populate);
+  }
+  new (self) RegionHandle(engine, std::move(region), nb::object(), true);
+}
+
+void close(RegionHandle& self, nb::handle timeout_s) {
+  const RegionRef region = self.core();
+  const Deadline deadline = to_deadline(timeout_s);
+  const WaitResult result = wait_without_gil([&] { return region->close(deadline, interrupted); });
+  if (result == WaitResult::kTimeout) {
+    raise_object(make_error("region_in_use", self.owner_engine(), region->length_bytes(), region->inflight_ops(), timeout_s));
+  }
+  self.take_quiet_buffer();
+}
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+  try {
+    nb::inst_ptr<RegionHandle>(self)->export_view(self, view, flags);
+    return 0;
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_BufferError, error.what());
+  }
+  view->obj = nullptr;
+  return -1;
+}
+
+void release_buffer(PyObject* self, Py_buffer*) { nb::inst_ptr<RegionHandle>(self)->unexport_view(); }
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<RegionHandle>(self)->traverse(visit, arg) : 0;
+}
+
+int clear(PyObject* self) {
+  if (nb::inst_ready(self)) nb::inst_ptr<RegionHandle>(self)->detach();
+  return 0;
+}
+
+PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+                       {Py_tp_clear, reinterpret_cast<void*>(clear)},
+                       {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
+                       {Py_bf_releasebuffer, reinterpret_cast<void*>(release_buffer)},
+                       {0, nullptr}};
+
+}  // namespace
+
+void register_region(nb::module_& module) {
+  module.def(
+      "_buffer_address",
+      [](nb::handle buffer) {
+        BufferView view;
+        if (!view.acquire(buffer, PyBUF_SIMPLE)) throw UsageError("buffer is not one contiguous range of memory");
+        return reinterpret_cast<uint64_t>(view.get().buf);
+      },
+      nb::arg("buffer"), nb::sig("def _buffer_address(buffer: object) -> int"));
+
+  nb::class_<RegionHandle>(module, "Region", nb::type_slots(slots))
+      .def("__init__", &init_registered, nb::arg("engine"), nb::arg("address"), nb::arg("nbytes"), nb::arg("access"),
+           nb::arg("writable"), nb::arg("owner").none(),
+           nb::sig("def __init__(self, engine: Engine, address: int, nbytes: int, access: str, writable: bool, "
+                   "owner: object) -> None"))
+      .def("__init__", &init_allocated, nb::arg("engine"), nb::arg("nbytes"), nb::arg("populate"),
+           nb::sig("def __init__(self, engine: Engine, nbytes: int, populate: bool) -> None"))
+      .def_prop_ro("nbytes", [](const RegionHandle& self) { return self.core()->length_bytes(); })
+      .def_prop_ro("base", [](const RegionHandle& self) { return reinterpret_cast<uint64_t>(self.core()->base()); },
+                   "Address of the first byte in this process.")
+      .def_prop_ro("access", [](const RegionHandle& self) { return access_name(self.core()->access()); },
+                   nb::sig("def access(self) -> str"), "What peers may do: 'local' (nothing), 'read' or 'write'.")
+      .def_prop_ro("descriptor", [](RegionHandle& self) { return self.descriptor(); },
+                   nb::sig("def descriptor(self) -> RegionDescriptor"), "What peers need to name this region.")
+      .def_prop_ro("mapped", [](const RegionHandle& self) { return self.core()->is_mapped(); },
+                   "Whether peers on this host can map the memory: then bytes are copied once.")
+      .def_prop_ro("closed", [](const RegionHandle& self) { return self.core()->closed(); },
+                   "Whether it refuses new use. That nothing touches the memory any more, only close() can say.")
+      .def_prop_ro("inflight", [](const RegionHandle& self) { return self.core()->inflight_ops(); },
+                   "Transfers of this engine that use it now.")
+      .def_prop_ro("writable", [](const RegionHandle& self) { return self.writable(); },
+                   "False for memory that Python holds to be read-only: no target of a read.")
+      .def_prop_ro("_engine", [](const RegionHandle& self) { return self.owner_engine(); },
+                   nb::sig("def _engine(self) -> Engine"))
+      .def("_close", &close, nb::arg("timeout_s"), nb::sig("def _close(self, timeout_s: float | None) -> None"))
+      .def("_memoryview", [](nb::pointer_and_handle<RegionHandle> self) { return nb::steal(PyMemoryView_FromObject(self.h.ptr())); },
+           nb::sig("def _memoryview(self) -> memoryview"));
+}
+
+}  // namespace crossrail::bindings

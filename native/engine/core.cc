@@ -1,0 +1,435 @@
+#include "engine/core.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <set>
+
+#include "util/errors.h"
+
+namespace crossrail {
+
+namespace {
+
+// Engines of this process, so that fork can be survived. Never destroyed: engines may outlive static destructors.
+struct LiveEngines {
+  std::mutex mutex;
+  std::set<EngineCore*> cores;
+  std::atomic<uint64_t> fork_generation{0};
+};
+LiveEngines& live_engines() {
+  static auto* instance = new LiveEngines;
+  return *instance;
+}
+
+// The mutex is held over fork, so that the child finds the set whole.
+void before_fork() { live_engines().mutex.lock(); }
+void after_fork_in_parent() { live_engines().mutex.unlock(); }
+void after_fork_in_child() {
+  LiveEngines& live = live_engines();
+  live.fork_generation.fetch_add(1, std::memory_order_relaxed);
+  for (EngineCore* core : live.cores) core->abandon_after_fork();
+  live.cores.clear();
+  live.mutex.unlock();
+}
+
+uint64_t register_core(EngineCore* core) {
+  static const int hooked = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  (void)hooked;
+  LiveEngines& live = live_engines();
+  std::lock_guard lock(live.mutex);
+  live.cores.insert(core);
+  return live.fork_generation.load(std::memory_order_relaxed);
+}
+
+TransportOptions transport_options(const EngineOptions& options) {
+  return {.name = options.name,
+          .rail_count = options.rail_count,
+          .message_bytes_max = options.message_bytes_max,
+          .connect_timeout_ns = options.connect_timeout_ns,
+          .private_path = static_cast<int>(options.private_path)};
+}
+
+}  // namespace
+
+EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
+    : engine_(engine),
+      options_(options),
+      fork_generation_(register_core(this)),
+      transfers_(engine, this),
+      submits_(options.submit_queue_depth),
+      imms_(options.imm_counters_max),
+      watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns)),
+      transport_(open_transport(options.transport, transport_options(options), this)) {
+  if (options_.polling != Polling::kManual) worker_ = std::thread([this] { worker_main(); });
+}
+
+EngineCore::~EngineCore() {
+  LiveEngines& live = live_engines();
+  std::lock_guard lock(live.mutex);
+  live.cores.erase(this);
+}
+
+bool EngineCore::forked() const {
+  return live_engines().fork_generation.load(std::memory_order_relaxed) != fork_generation_;
+}
+
+void EngineCore::check_usable() const {
+  if (forked()) {
+    throw EngineClosedError("engine '" + options_.name + "' belongs to process " + std::to_string(transport_->address().pid) +
+                            "; this is its forked child " + std::to_string(getpid()) +
+                            ". Open an engine here, or start children with the spawn method");
+  }
+  if (closed()) throw EngineClosedError("engine '" + options_.name + "' is closed");
+}
+
+// The threads are not in the child, and whatever lock they held stays locked: nothing here may be used any more.
+void EngineCore::abandon_after_fork() {
+  if (worker_.joinable()) worker_.detach();
+  watchers_->abandon_after_fork();
+  transport_->abandon_after_fork();
+}
+
+// --- driving ---
+
+bool EngineCore::try_enter() {
+  if (!progress_lock_.try_lock()) return false;
+  transport_->disarm();
+  return true;
+}
+
+// Something that a round would move. May say yes too often, never no too often.
+bool EngineCore::has_work() {
+  return !submits_.empty() || runnable_ || cancel_scan_.load(std::memory_order_acquire) || transport_->has_arrivals();
+}
+
+// Gives the progress lock up such that nothing is left lying: from arm() on, everybody with news rings the bell, and
+// what came before is seen by has_work(). A ring that fell between arm() and unlock() may have woken a worker that
+// found the lock taken and slept again: then the bell is no longer armed, and we ring once more.
+void EngineCore::leave() {
+  transport_->arm();
+  const bool work = has_work();
+  if (work) transport_->disarm();
+  progress_lock_.unlock();
+  if (!worker_.joinable()) return;
+  if (work || !transport_->is_armed()) transport_->wake_always();
+}
+
+uint32_t EngineCore::round() {
+  bump(counters_.rounds);
+  if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
+  uint32_t moved = take_submits();
+  moved += post_backlogs();
+  moved += transport_->poll();
+  imms_.flush_arrivals();
+  return moved;
+}
+
+void EngineCore::worker_main() {
+  pthread_setname_np(pthread_self(), "crossrail-work");
+  if (options_.worker_cpu >= 0) {
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    CPU_SET(static_cast<size_t>(options_.worker_cpu), &cpus);
+    const int failure = pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus);
+    if (failure != 0) {
+      add_event({EngineEvent::Kind::kProtocolError, "", "worker_cpu = " + std::to_string(options_.worker_cpu) + " cannot be used: the worker is not pinned"});
+    }
+  }
+  constexpr int64_t kLookAgainNs = 50'000'000; // while something is under way, so that frozen peers are noticed
+  while (!stopping_.load(std::memory_order_acquire)) {
+    uint32_t ticket = transport_->ticket();
+    const bool wanted = guests_.load(std::memory_order_relaxed) != 0;
+    if (wanted && !progress_lock_.is_locked()) {
+      std::this_thread::yield(); // a guest is about to enter, or to go
+      continue;
+    }
+    // When somebody else holds the lock, its leave() rings us if it leaves work behind: sleep.
+    if (!wanted && try_enter()) {
+      drive_until_idle();
+      ticket = transport_->ticket();
+      transport_->arm();
+      const bool work = has_work();
+      if (work) transport_->disarm();
+      progress_lock_.unlock();
+      if (work || !transport_->is_armed() || guests_.load(std::memory_order_relaxed) != 0) continue;
+    }
+    bump(counters_.sleeps);
+    const bool under_way = inflight_.load(std::memory_order_relaxed) > 0;
+    transport_->sleep(ticket, under_way ? now_ns() + kLookAgainNs : kNoDeadline);
+  }
+}
+
+// The worker's turn: until nothing has moved for spin_ns, a guest asks, or the engine stops.
+void EngineCore::drive_until_idle() {
+  const bool spins = options_.polling == Polling::kSpin;
+  int64_t idle_since = 0;
+  while (!stopping_.load(std::memory_order_relaxed) && guests_.load(std::memory_order_relaxed) == 0) {
+    if (round() > 0) {
+      idle_since = 0;
+      continue;
+    }
+    cpu_relax();
+    if (spins) continue;
+    const int64_t now = now_ns();
+    if (idle_since == 0) idle_since = now;
+    if (now - idle_since >= options_.spin_ns) return;
+  }
+}
+
+void EngineCore::run_as_holder(const std::function<void()>& work) {
+  guests_.fetch_add(1, std::memory_order_relaxed);
+  while (!try_enter()) std::this_thread::yield();
+  guests_.fetch_sub(1, std::memory_order_relaxed);
+  work();
+  leave();
+}
+
+bool EngineCore::progress() {
+  if (!try_enter()) return false;
+  const bool moved = round() > 0;
+  progress_lock_.unlock();
+  return moved;
+}
+
+void EngineCore::submit(Transfer* transfer, bool short_work) {
+  inflight_.fetch_add(1, std::memory_order_relaxed);
+  int attempts = 0;
+  while (!submits_.try_push(transfer)) {
+    // Back-pressure: help until there is room. The engine cannot close under us for good: close() empties the queue.
+    if (try_enter()) {
+      round();
+      leave();
+    } else if (++attempts % 64 == 0) {
+      std::this_thread::yield();
+    } else {
+      cpu_relax();
+    }
+  }
+  if (short_work && options_.polling != Polling::kSpin && try_enter()) {
+    take_submits();
+    if (worker_.joinable()) {
+      leave();
+    } else {
+      transport_->disarm();
+      progress_lock_.unlock();
+    }
+  } else {
+    transport_->wake(); // a full fence: the look at closed_ below comes after the push
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst); // pairs with the seq_cst store of closed_ in close()
+  if (closed()) drain_after_close();
+}
+
+// A submit that raced with close(): its transfer completes here.
+void EngineCore::drain_after_close() {
+  while (!progress_lock_.try_lock()) std::this_thread::yield();
+  Transfer* transfer;
+  while (submits_.try_pop(&transfer)) {
+    transfer->work_->open_items = 0;
+    finish(transfer, Status::kEngineClosed);
+  }
+  progress_lock_.unlock();
+}
+
+void EngineCore::request_cancel_scan() {
+  cancel_scan_.store(true, std::memory_order_release);
+  transport_->wake();
+}
+
+void EngineCore::close(Deadline drain_deadline) {
+  if (forked()) return;
+  std::call_once(close_once_, [&] {
+    // 1. What is under way may finish until the deadline.
+    if (inflight_.load(std::memory_order_relaxed) > 0 && drain_deadline > now_ns()) {
+      const auto drained = [this] { return inflight_.load(std::memory_order_relaxed) == 0; };
+      const auto nap = [](Deadline until) {
+        std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, 200'000)));
+      };
+      wait_until(drained, nap, drain_deadline, {});
+    }
+    // 2. No new submit, no worker.
+    closed_.store(true, std::memory_order_seq_cst);
+    stopping_.store(true, std::memory_order_release);
+    if (worker_.joinable()) {
+      transport_->wake_always();
+      worker_.join();
+    }
+    watchers_->stop();
+    // 3. Everything that is left completes.
+    while (!progress_lock_.try_lock()) std::this_thread::yield();
+    Transfer* transfer;
+    while (submits_.try_pop(&transfer)) {
+      transfer->work_->open_items = 0;
+      finish(transfer, Status::kEngineClosed);
+    }
+    std::map<Incarnation, PeerRef> peers;
+    {
+      std::lock_guard lock(tables_mutex_);
+      peers = peers_;
+    }
+    for (auto& [incarnation, peer] : peers) fail_backlogs(*peer, Status::kEngineClosed, "the engine was closed");
+    transport_->close();
+    imms_.flush_arrivals();
+    for (auto& [incarnation, peer] : peers) peer->link_ = nullptr;
+    busy_.clear();
+    pool_in_use_ = nullptr;
+    progress_lock_.unlock();
+    // 4. Everybody who waits hears of it; cycles of references are cut.
+    imms_.close_all();
+    Ref<ReceivePool> pool;
+    {
+      std::lock_guard lock(tables_mutex_);
+      pool = pool_;
+      remote_regions_.clear();
+      peers_.clear();
+    }
+    if (pool) pool->close();
+    add_event({EngineEvent::Kind::kPeerLost, "", ""}); // wakes who waits for events
+  });
+}
+
+// --- peers ---
+
+Peer& EngineCore::peer_of(const std::shared_ptr<const Address>& address) {
+  std::lock_guard lock(tables_mutex_);
+  PeerRef& peer = peers_[address->incarnation];
+  if (!peer) peer = PeerRef::adopt(new Peer(address));
+  return *peer;
+}
+
+void EngineCore::start_connect(Peer& peer) {
+  if (peer.link_ != nullptr || peer.state() == PeerState::kLost || closed()) return;
+  peer.state_.store(PeerState::kConnecting, std::memory_order_release);
+  try {
+    peer.link_ = transport_->connect(peer.address_);
+    peer.link_->user = &peer;
+  } catch (const TransportError& error) { // no memory or descriptors for a link: the peer is out of reach
+    peer.work_->note = error.what();
+    peer.state_.store(PeerState::kLost, std::memory_order_release);
+    add_event({EngineEvent::Kind::kPeerLost, peer.address().name, error.what()});
+  }
+}
+
+void EngineCore::forget_peer(Peer& peer) {
+  run_as_holder([&] {
+    if (peer.link_ != nullptr) {
+      transport_->disconnect(*peer.link_);
+      peer.link_ = nullptr;
+    }
+    fail_backlogs(peer, Status::kPeerLost, "forgotten on request");
+    peer.work_->note.clear();
+    peer.state_.store(PeerState::kUnknown, std::memory_order_release);
+    std::lock_guard lock(tables_mutex_);
+    for (auto& [id, region] : remote_regions_) {
+      if (region->peer() == &peer) region->key_.reset();
+    }
+    std::erase_if(remote_regions_, [&](const auto& item) { return item.second->peer() == &peer; });
+    peers_.erase(peer.address().incarnation);
+  });
+}
+
+PeerExplanation EngineCore::explain(Peer& peer) {
+  PeerExplanation explanation{.peer = peer.address().name, .transport = {}, .state = peer.state(), .note = {}, .rails = {}, .paths = {}};
+  run_as_holder([&] {
+    explanation.state = peer.state();
+    explanation.note = peer.work_->note;
+    if (peer.link_ == nullptr || closed()) return;
+    for (PathReport& path : transport_->explain(*peer.link_)) {
+      explanation.paths.push_back({std::move(path.what), std::move(path.path), std::move(path.reason), path.gb_per_s, path.bytes});
+    }
+  });
+  return explanation;
+}
+
+// --- what the transport reports ---
+
+void EngineCore::on_link_up(Link& link) {
+  auto& peer = *static_cast<Peer*>(link.user);
+  peer.state_.store(PeerState::kConnected, std::memory_order_release);
+  bump(counters_.connected);
+  runnable_ = true;
+  add_event({EngineEvent::Kind::kPeerConnected, peer.address().name, ""});
+}
+
+void EngineCore::on_link_down(Link& link, const std::string& reason) {
+  const PeerRef peer = PeerRef::share(static_cast<Peer*>(link.user));
+  peer->link_ = nullptr;
+  peer->work_->note = reason;
+  peer->state_.store(PeerState::kLost, std::memory_order_release);
+  bump(counters_.lost);
+  fail_backlogs(*peer, Status::kPeerLost, reason);
+  {
+    std::lock_guard lock(tables_mutex_);
+    for (auto& [id, region] : remote_regions_) {
+      if (region->peer() == peer.get()) region->key_.reset();
+    }
+  }
+  add_event({EngineEvent::Kind::kPeerLost, peer->address().name, reason});
+}
+
+void EngineCore::on_link_frozen(Link& link, bool frozen, const std::string& detail) {
+  auto& peer = *static_cast<Peer*>(link.user);
+  peer.state_.store(frozen ? PeerState::kFrozen : PeerState::kConnected, std::memory_order_release);
+  peer.work_->note = frozen ? detail : "";
+  add_event({frozen ? EngineEvent::Kind::kPeerFrozen : EngineEvent::Kind::kPeerThawed, peer.address().name, detail});
+}
+
+void EngineCore::on_protocol_error(const std::string& peer, const std::string& detail) {
+  add_event({EngineEvent::Kind::kProtocolError, peer, detail});
+}
+
+void EngineCore::on_imm(uint32_t imm, uint64_t units) {
+  bump(counters_.imm_units, units);
+  if (imms_.note_arrival(engine_, imm, units)) return;
+  bump(counters_.imm_overflow, units);
+  if (std::exchange(overflow_reported_, true)) return;
+  add_event({EngineEvent::Kind::kImmOverflow, "",
+             "immediate " + std::to_string(imm) + " arrived when imm_counters_max = " + std::to_string(options_.imm_counters_max) +
+                 " counters existed; it is lost, and so are further ones (stats: imm_overflow_units). Release numbers no longer used, or raise it"});
+}
+
+Sink::Offer EngineCore::on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) {
+  const uint64_t version = pool_version_.load(std::memory_order_acquire);
+  if (version != pool_version_seen_) {
+    std::lock_guard lock(tables_mutex_);
+    pool_in_use_ = pool_;
+    pool_version_seen_ = version;
+  }
+  if (!pool_in_use_) return Offer::kHold;
+  switch (pool_in_use_->offer(sender, payload)) {
+    case ReceivePool::Offer::kTaken:
+      bump(counters_.received);
+      return Offer::kTaken;
+    case ReceivePool::Offer::kTooLong:
+      return Offer::kTooLong;
+    case ReceivePool::Offer::kFull:
+    case ReceivePool::Offer::kClosed:
+      return Offer::kHold;
+  }
+  return Offer::kHold;
+}
+
+void EngineCore::pool_closed(ReceivePool* pool) {
+  {
+    std::lock_guard lock(tables_mutex_);
+    if (pool_.get() != pool) return;
+    pool_ = nullptr;
+  }
+  pool_version_.fetch_add(1, std::memory_order_release);
+}
+
+void EngineCore::add_event(EngineEvent event) {
+  constexpr size_t kEventsKept = 1024; // for a user who never asks; the newest tell most
+  std::lock_guard lock(tables_mutex_);
+  if (!event.detail.empty() || !event.peer.empty()) {
+    if (events_.size() == kEventsKept) events_.erase(events_.begin());
+    events_.push_back(std::move(event));
+  }
+  if (event_notifier_) event_notifier_->post(event_cookie_);
+}
+
+}  // namespace crossrail

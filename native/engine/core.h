@@ -1,0 +1,251 @@
+// The running half of an engine: who drives it, what waits for which peer, what the transport reports.
+//
+// One thread at a time drives: the *progress holder*, whoever has the progress lock. Usually that is the worker thread.
+// A thread that waits (or submits something short) while the worker sleeps takes the lock and does the work itself
+// rather than wake the worker: this saves two context switches, and with two cores decides whether a round trip costs
+// one or ten microseconds. Whoever leaves makes sure that somebody will see what comes next (leave()).
+// Everything marked "progress holder" is guarded by the progress lock.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/imm_table.h"
+#include "engine/transfer_pool.h"
+#include "engine/transfer_work.h"
+#include "engine/watcher_thread.h"
+#include "transport/open.h"
+#include "util/mpsc_queue.h"
+#include "util/spinlock.h"
+
+namespace crossrail {
+
+// One transfer's (or one scatter target's) turn to post towards a peer.
+struct PostItem {
+  Transfer* transfer;
+  uint32_t target; // of scatter and barrier
+};
+
+// What waits for a peer. Progress holder.
+// Invariant: is_busy exactly when the peer is in EngineCore::busy_.
+struct PeerWork {
+  std::deque<PostItem> backlog;  // one-sided
+  std::deque<PostItem> messages; // kept apart: a receiver without buffers holds back messages only
+  bool is_busy = false;
+  std::string note;              // why lost or frozen
+};
+
+class EngineCore final : public Sink {
+ public:
+  EngineCore(Engine* engine, const EngineOptions& options);
+  ~EngineCore();
+
+  // Throws EngineClosedError when closed, or in a forked child.
+  void check_usable() const;
+  bool forked() const;
+  void close(Deadline drain_deadline);
+  bool closed() const { return closed_.load(std::memory_order_seq_cst); }
+  void abandon_after_fork();
+
+  // Hands a filled transfer over. `short_work`: posting it costs no more than waking the worker would.
+  void submit(Transfer* transfer, bool short_work);
+  void request_cancel_scan();
+  // Runs `work` as the progress holder.
+  void run_as_holder(const std::function<void()>& work);
+  bool progress();
+  void wake() { transport_->wake_always(); }
+
+  // Blocks until ready(), driving the engine when no worker does. sleep(until) blocks at most until then, and returns
+  // early once ready() may have become true. ready() must not have effects while false.
+  template <typename Ready, typename Sleep>
+  WaitResult wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted);
+
+  Peer& peer_of(const std::shared_ptr<const Address>& address);
+  void forget_peer(Peer& peer);
+  PeerExplanation explain(Peer& peer);
+  void start_connect(Peer& peer); // progress holder
+  void pool_closed(ReceivePool* pool);
+  void add_event(EngineEvent event);
+
+  // Sink, progress holder
+  void on_retired(void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) override;
+  void on_imm(uint32_t imm, uint64_t units) override;
+  Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
+  void on_link_up(Link& link) override;
+  void on_link_down(Link& link, const std::string& reason) override;
+  void on_link_frozen(Link& link, bool frozen, const std::string& detail) override;
+  void on_protocol_error(const std::string& peer, const std::string& detail) override;
+
+  // From the submitting thread: an empty transfer, and its way into the queue.
+  TransferRef make_transfer(OpKind kind);
+  static TransferWork& work_of(Transfer& transfer) { return *transfer.work_; }
+  TransferRef hand_over(TransferRef transfer, bool short_work);
+  void region_made() { counters_.regions.fetch_add(1, std::memory_order_relaxed); }
+  void region_gone() { counters_.regions.fetch_sub(1, std::memory_order_relaxed); }
+
+  TransferPool& transfers() { return transfers_; }
+  Transport& transport() { return *transport_; }
+
+ private:
+  friend class Engine;
+  enum class Progress : uint8_t { kAllPosted, kMore, kBlocked };
+
+  // --- driving (core.cc) ---
+  void worker_main();
+  void drive_until_idle();
+  bool try_enter();
+  void leave();
+  uint32_t round();
+  bool has_work();
+  void drain_after_close();
+
+  // --- posting (posting.cc), progress holder ---
+  uint32_t take_submits();
+  void start(Transfer* transfer);
+  void start_item(Peer& peer, Transfer* transfer, uint32_t target);
+  uint32_t post_backlogs();
+  uint32_t post_backlog(Peer& peer, std::deque<PostItem>& backlog);
+  Progress advance(Peer& peer, const PostItem& item);
+  Progress post_range(Peer& peer, Transfer* transfer);
+  Progress post_pages(Peer& peer, Transfer* transfer);
+  Progress post_target(Peer& peer, Transfer* transfer, ScatterTarget& target);
+  Progress post_message(Peer& peer, Transfer* transfer);
+  uint32_t post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, Transfer* transfer);
+  RemoteKey* key_of(Peer& peer, RemoteRegion& region);
+  void close_item(Transfer* transfer);
+  void fail(Transfer* transfer, Status status, const std::string& peer, const std::string& detail);
+  void finish_if_done(Transfer* transfer);
+  void finish(Transfer* transfer, Status status);
+  void fail_backlogs(Peer& peer, Status status, const std::string& detail);
+  void scan_cancels();
+  void mark_busy(Peer& peer);
+
+  Engine* const engine_;
+  const EngineOptions options_;
+  const uint64_t fork_generation_;
+  TransferPool transfers_;
+  MpscQueue<Transfer*> submits_;
+  ImmTable imms_;
+  std::shared_ptr<WatcherThread> watchers_;
+
+  // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
+  SpinLock progress_lock_;
+  std::atomic<uint32_t> guests_{0};   // threads that want the lock: the worker makes way
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> closed_{false};
+  std::once_flag close_once_;
+  std::atomic<bool> cancel_scan_{false};
+  std::atomic<uint64_t> inflight_{0}; // transfers accepted and not complete
+
+  std::mutex tables_mutex_; // guards peers_, remote_regions_, pool_, events_
+  std::map<Incarnation, PeerRef> peers_;
+  std::map<std::pair<Incarnation, uint64_t>, RemoteRegionRef> remote_regions_;
+  Ref<ReceivePool> pool_;
+  std::atomic<uint64_t> pool_version_{0};
+  std::vector<EngineEvent> events_;
+  Ref<Notifier> event_notifier_;
+  uint64_t event_cookie_ = 0;
+
+  // Progress holder:
+  std::vector<PeerRef> busy_;
+  bool runnable_ = false;      // the last pass posted something, or something new arrived
+  uint32_t next_rail_ = 0;
+  uint64_t round_bytes_ = 0;   // posted in this round
+  Ref<ReceivePool> pool_in_use_;
+  uint64_t pool_version_seen_ = 0;
+  bool overflow_reported_ = false;
+
+  struct Counters {
+    std::atomic<uint64_t> done{0}, failed{0}, cancelled{0}, bytes_written{0}, bytes_read{0}, sent{0},
+        received{0}, imm_units{0}, imm_overflow{0}, posted{0}, retried{0}, rounds{0}, sleeps{0}, connected{0}, lost{0},
+        regions{0};
+  } counters_;
+
+  std::unique_ptr<Transport> transport_; // calls us from its control thread (wake): built after what that needs
+  std::thread worker_;
+};
+
+// Counts of the engine's own threads: written by one thread at a time, read by any.
+inline void bump(std::atomic<uint64_t>& counter, uint64_t by = 1) {
+  counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_relaxed);
+}
+
+template <typename Ready, typename Sleep>
+WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted) {
+  constexpr int64_t kInterruptEveryNs = 50'000'000;
+  constexpr int kRoundsPerClock = 32;
+  const bool manual = options_.polling == Polling::kManual;
+  const bool assists = options_.polling != Polling::kSpin && !forked();
+  bool holding = false;
+  WaitResult result = WaitResult::kReady;
+  int64_t spin_until = 0;
+  int64_t next_interrupt = now_ns() + kInterruptEveryNs;
+  if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
+  for (int rounds = 0;; ++rounds) {
+    if (ready()) break;
+    if (closed()) {
+      result = ready() ? WaitResult::kReady : WaitResult::kClosed;
+      break;
+    }
+    if (!holding && assists) holding = try_enter();
+    if (holding) {
+      if (round() > 0) {
+        spin_until = 0;
+        continue;
+      }
+    }
+    cpu_relax();
+    if (rounds % kRoundsPerClock != 0) continue;
+    const int64_t now = now_ns();
+    if (now >= deadline) {
+      result = WaitResult::kTimeout;
+      break;
+    }
+    if (now >= next_interrupt) {
+      next_interrupt = now + kInterruptEveryNs;
+      if (holding) {
+        leave();
+        holding = false;
+      }
+      if (interrupted && interrupted()) {
+        result = WaitResult::kInterrupted;
+        break;
+      }
+    }
+    if (spin_until == 0) spin_until = now + options_.spin_ns;
+    if (now < spin_until) continue;
+    // Idle for long enough: sleep.
+    const Deadline until = std::min(deadline, next_interrupt);
+    const uint32_t ticket = transport_->ticket();
+    if (holding) {
+      leave();
+      holding = false;
+    }
+    if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
+    if (manual) {
+      // Nobody else drives: sleep where the worker would, and look again soon in case another waiter took our ring.
+      if (!ready() && !closed()) transport_->sleep(ticket, std::min(until, now + 1'000'000));
+    } else {
+      sleep(until);
+    }
+    if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
+    spin_until = 1; // after a sleep: look, help once, sleep again
+    rounds = -1;
+  }
+  if (holding) leave();
+  if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
+  return result;
+}
+
+}  // namespace crossrail

@@ -1,0 +1,494 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "engine/core.h"
+#include "engine/sharding.h"
+
+namespace crossrail {
+
+namespace {
+
+// Short enough that posting it on the caller's thread beats waking the worker.
+constexpr uint64_t kShortBytes = 16 << 10;
+constexpr uint64_t kShortPages = 64;
+// From here on a copy would only push everything else out of the caches.
+constexpr uint64_t kBulkBytes = uint64_t{1} << 20;
+
+std::string text(uint64_t value) { return std::to_string(value); }
+
+void check_option(bool ok, const char* name, const std::string& value, const char* bound) {
+  if (!ok) throw UsageError(std::string(name) + " = " + value + " is not in " + bound);
+}
+
+void check_options(const EngineOptions& options) {
+  check_option(!options.name.empty() && options.name.size() <= 64, "name", "'" + options.name + "'", "1..64 bytes");
+  check_option(options.rail_count >= 1 && options.rail_count <= kRailsMax, "rails", text(options.rail_count), "1..16");
+  check_option(options.submit_queue_depth >= 16 && options.submit_queue_depth <= 65536 && std::has_single_bit(options.submit_queue_depth),
+               "submit_queue_depth", text(options.submit_queue_depth), "the powers of two 16..65536");
+  check_option(options.imm_counters_max >= 1 && options.imm_counters_max <= (1u << 24), "imm_counters_max", text(options.imm_counters_max), "1..2**24");
+  check_option(options.message_bytes_max >= 1 && options.message_bytes_max <= 256 * 1024, "message_bytes_max", text(options.message_bytes_max), "1..262144");
+  check_option(options.spin_ns >= 0 && options.spin_ns <= 10'000'000'000, "spin", std::to_string(options.spin_ns) + " ns", "0..10 s");
+  check_option(options.watcher_poll_ns >= 0 && options.watcher_poll_ns <= 1'000'000'000, "watcher_poll", std::to_string(options.watcher_poll_ns) + " ns", "0..1 s");
+  check_option(options.connect_timeout_ns > 0, "connect_timeout", std::to_string(options.connect_timeout_ns) + " ns", "more than 0");
+  check_option(options.worker_cpu >= -1 && options.worker_cpu < 1024, "worker_cpu", std::to_string(options.worker_cpu), "-1..1023");
+}
+
+// offset + length within bound, without overflow. `what` names the arguments.
+void check_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
+  if (length <= bound && offset <= bound - length) return;
+  throw UsageError(std::string(what) + ": offset " + text(offset) + " + length " + text(length) + " exceeds the region's " + text(bound) + " bytes");
+}
+
+void check_imm(uint32_t imm) {
+  if (imm != kNoImm && imm > kImmMax) throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
+}
+
+void check_rail(uint32_t rail, uint32_t rail_count) {
+  if (rail != kAnyRail && rail >= rail_count) {
+    throw UsageError("rail = " + text(rail) + " is not in 0.." + text(rail_count - 1) + ": the engine has " + text(rail_count) + " rails");
+  }
+}
+
+void check_local(const Region* region, const char* name, const Engine* engine, const Engine* owner) {
+  if (region == nullptr) throw UsageError(std::string(name) + " is missing");
+  if (engine != owner) throw UsageError(std::string(name) + " is a region of another engine");
+  if (region->closed()) throw UsageError(std::string(name) + " is closed");
+}
+
+template <typename Index>
+uint64_t convert_indices(const void* data, uint64_t count, const char* name, uint32_t* out) {
+  const auto* indices = static_cast<const Index*>(data);
+  // Copied first and checked on the copy: the caller's array may change under us.
+  bool fits = true;
+  uint32_t largest = 0;
+  for (uint64_t i = 0; i < count; ++i) {
+    const Index index = indices[i];
+    if constexpr (sizeof(Index) == 8) fits &= static_cast<uint64_t>(index) <= std::numeric_limits<uint32_t>::max();
+    if constexpr (std::is_signed_v<Index>) fits &= index >= 0;
+    out[i] = static_cast<uint32_t>(index);
+    largest = std::max(largest, out[i]);
+  }
+  if (!fits) {
+    for (uint64_t i = 0; i < count; ++i) {
+      const Index index = indices[i];
+      bool bad = static_cast<uint64_t>(index) > std::numeric_limits<uint32_t>::max();
+      if constexpr (std::is_signed_v<Index>) bad |= index < 0;
+      if (bad) throw UsageError(std::string(name) + "[" + text(i) + "] = " + std::to_string(index) + " is not in 0..2**32-1");
+    }
+    throw UsageError(std::string(name) + " changed while it was read");
+  }
+  return largest;
+}
+
+// Copies page indices and checks that the furthest page ends within the region.
+void take_pages(const PageIndices& pages, const char* name, uint64_t offset, uint64_t stride, uint64_t page_bytes, uint64_t bound, uint32_t* out) {
+  uint64_t largest = 0;
+  switch (pages.type) {
+    case IndexType::kInt32: largest = convert_indices<int32_t>(pages.data, pages.count, name, out); break;
+    case IndexType::kUint32: largest = convert_indices<uint32_t>(pages.data, pages.count, name, out); break;
+    case IndexType::kInt64: largest = convert_indices<int64_t>(pages.data, pages.count, name, out); break;
+    case IndexType::kUint64: largest = convert_indices<uint64_t>(pages.data, pages.count, name, out); break;
+  }
+  // Strides and offsets are at most 2^56 by the checks of the caller, indices 2^32: 128 bits hold the product.
+  const auto end = static_cast<unsigned __int128>(largest) * stride + offset + page_bytes;
+  if (end <= bound) return;
+  uint64_t at = 0;
+  while (out[at] != largest) ++at;
+  throw UsageError(std::string(name) + "[" + text(at) + "] = " + text(largest) + ": the page ends past the region's " + text(bound) +
+                   " bytes (stride " + text(stride) + ", offset " + text(offset) + ", page " + text(page_bytes) + " bytes)");
+}
+
+}  // namespace
+
+const char* peer_state_name(PeerState state) {
+  switch (state) {
+    case PeerState::kUnknown: return "unknown";
+    case PeerState::kConnecting: return "connecting";
+    case PeerState::kConnected: return "connected";
+    case PeerState::kFrozen: return "frozen";
+    case PeerState::kLost: return "lost";
+  }
+  return "?";
+}
+
+Peer::Peer(std::shared_ptr<const Address> address) : address_(std::move(address)), work_(std::make_unique<PeerWork>()) {}
+Peer::~Peer() = default;
+
+Engine::Engine(const EngineOptions& options) : core_(std::make_unique<EngineCore>(this, options)) {}
+
+Engine::~Engine() {
+  if (core_->forked()) {
+    core_.release(); // threads and locks in it are the parent's
+    return;
+  }
+  core_->close(0);
+}
+
+Ref<Engine> Engine::open(const EngineOptions& options) {
+  check_options(options);
+  return Ref<Engine>::adopt(new Engine(options));
+}
+
+void Engine::close(Deadline drain_deadline) { core_->close(drain_deadline); }
+bool Engine::closed() const { return core_->closed() || core_->forked(); }
+const EngineOptions& Engine::options() const { return core_->options_; }
+const Address& Engine::address() const { return core_->transport_->address(); }
+
+// --- memory ---
+
+RegionRef Engine::register_memory(void* base, uint64_t length_bytes, Access access) {
+  core_->check_usable();
+  if (base == nullptr) throw UsageError("the buffer's address is null");
+  if (length_bytes == 0) throw UsageError("the buffer is empty: a region has at least one byte");
+  if (length_bytes > (uint64_t{1} << 48)) throw UsageError("the buffer's length " + text(length_bytes) + " exceeds 2**48");
+  auto local = core_->transport_->register_memory(static_cast<std::byte*>(base), length_bytes, access);
+  core_->region_made();
+  return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), access));
+}
+
+RegionRef Engine::alloc(uint64_t length_bytes, bool populate) {
+  core_->check_usable();
+  if (length_bytes == 0) throw UsageError("nbytes = 0: a region has at least one byte");
+  if (length_bytes > (uint64_t{1} << 48)) throw UsageError("nbytes = " + text(length_bytes) + " exceeds 2**48");
+  auto local = core_->transport_->allocate(length_bytes, populate);
+  core_->region_made();
+  return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite));
+}
+
+RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
+  core_->check_usable();
+  const Address& own = address();
+  if (descriptor.owner.transport != own.transport) throw UsageError("the region descriptor is of another transport than this engine");
+  const PeerRef owner = peer(descriptor.owner);
+  std::lock_guard lock(core_->tables_mutex_);
+  RemoteRegionRef& region = core_->remote_regions_[{descriptor.owner.incarnation, descriptor.region_id}];
+  if (!region) {
+    region = RemoteRegionRef::adopt(new RemoteRegion(owner, descriptor));
+  } else if (!(region->descriptor() == descriptor)) {
+    // Same id, other bounds: a forged or stale copy. It gets an object of its own; the target checks the truth.
+    return RemoteRegionRef::adopt(new RemoteRegion(owner, descriptor));
+  }
+  return region;
+}
+
+// --- peers ---
+
+PeerRef Engine::peer(const Address& peer_address) {
+  core_->check_usable();
+  const Address& own = address();
+  if (peer_address.transport != own.transport) throw UsageError("peer '" + peer_address.name + "' is on another transport than this engine");
+  if (peer_address.host != own.host) {
+    throw UsageError("peer '" + peer_address.name + "' is on another host; this release reaches peers on the same host only (transport shm)");
+  }
+  {
+    std::lock_guard lock(core_->tables_mutex_);
+    const auto found = core_->peers_.find(peer_address.incarnation);
+    if (found != core_->peers_.end()) return found->second;
+  }
+  return PeerRef::share(&core_->peer_of(std::make_shared<const Address>(peer_address)));
+}
+
+WaitResult Engine::connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted) {
+  core_->check_usable();
+  core_->run_as_holder([&] { core_->start_connect(peer); });
+  const auto settled = [&] { return peer.state() != PeerState::kConnecting && peer.state() != PeerState::kUnknown; };
+  const auto nap = [](Deadline until) {
+    std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, 200'000)));
+  };
+  const WaitResult result = core_->wait_until(settled, nap, deadline, interrupted);
+  if (result != WaitResult::kReady) return result;
+  return peer.state() == PeerState::kLost ? WaitResult::kClosed : WaitResult::kReady;
+}
+
+void Engine::forget_peer(Peer& peer) {
+  core_->check_usable();
+  core_->forget_peer(peer);
+}
+
+std::vector<PeerRef> Engine::peers() const {
+  std::lock_guard lock(core_->tables_mutex_);
+  std::vector<PeerRef> peers;
+  for (const auto& [incarnation, peer] : core_->peers_) peers.push_back(peer);
+  return peers;
+}
+
+PeerExplanation Engine::explain(Peer& peer) {
+  core_->check_usable();
+  PeerExplanation explanation = core_->explain(peer);
+  switch (address().transport) {
+    case TransportKind::kShm: explanation.transport = "shm"; break;
+    case TransportKind::kNull: explanation.transport = "null"; break;
+  }
+  const uint32_t rails = options().rail_count;
+  for (uint32_t rail = 0; rail < rails; ++rail) explanation.rails.push_back({rail, peer_rail(rail, rails, peer.address().rail_count)});
+  return explanation;
+}
+
+PeerGroupRef Engine::add_peer_group(std::span<const Address> addresses) {
+  std::vector<PeerRef> peers;
+  for (const Address& member : addresses) peers.push_back(peer(member));
+  core_->run_as_holder([&] {
+    for (const PeerRef& member : peers) core_->start_connect(*member);
+  });
+  return PeerGroupRef::adopt(new PeerGroup(std::move(peers)));
+}
+
+// --- operations ---
+
+TransferRef EngineCore::make_transfer(OpKind kind) {
+  Transfer* transfer = transfers_.take(1);
+  transfer->work_->kind = kind;
+  return TransferRef::adopt(transfer);
+}
+
+TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
+  if (Region* local = transfer->work_->local.get()) local->inflight_ops_.fetch_add(1, std::memory_order_relaxed);
+  transfer->add_ref(); // the engine's, until completion
+  submit(transfer.get(), short_work);
+  return transfer;
+}
+
+TransferRef Engine::submit_write(const WriteRequest& request) {
+  core_->check_usable();
+  check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
+  if (request.dst == nullptr) throw UsageError("dst is missing");
+  check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
+  check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
+  check_imm(request.imm);
+  check_rail(request.rail, options().rail_count);
+  TransferRef transfer = core_->make_transfer(OpKind::kWrite);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  work.local = RegionRef::share(request.src);
+  work.remote = RemoteRegionRef::share(request.dst);
+  work.peer = PeerRef::share(request.dst->peer());
+  work.local_offset = request.src_offset;
+  work.remote_offset = request.dst_offset;
+  work.length_bytes = request.length_bytes;
+  work.imm = request.imm;
+  work.rail = request.rail;
+  work.bulk = request.length_bytes >= kBulkBytes;
+  return core_->hand_over(std::move(transfer), request.length_bytes <= kShortBytes);
+}
+
+TransferRef Engine::submit_read(const ReadRequest& request) {
+  core_->check_usable();
+  check_local(request.dst, "dst", request.dst ? request.dst->engine_.get() : nullptr, this);
+  if (request.src == nullptr) throw UsageError("src is missing");
+  check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
+  check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
+  check_rail(request.rail, options().rail_count);
+  TransferRef transfer = core_->make_transfer(OpKind::kRead);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  work.local = RegionRef::share(request.dst);
+  work.remote = RemoteRegionRef::share(request.src);
+  work.peer = PeerRef::share(request.src->peer());
+  work.local_offset = request.dst_offset;
+  work.remote_offset = request.src_offset;
+  work.length_bytes = request.length_bytes;
+  work.rail = request.rail;
+  work.bulk = request.length_bytes >= kBulkBytes;
+  return core_->hand_over(std::move(transfer), request.length_bytes <= kShortBytes);
+}
+
+TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
+  core_->check_usable();
+  check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
+  if (request.dst == nullptr) throw UsageError("dst is missing");
+  if (request.src_pages.count != request.dst_pages.count) {
+    throw UsageError("src_pages has " + text(request.src_pages.count) + " indices, dst_pages " + text(request.dst_pages.count) + ": they must be as many");
+  }
+  check_imm(request.imm);
+  check_rail(request.rail, options().rail_count);
+  constexpr uint64_t kLimit = uint64_t{1} << 56;
+  if (std::max({request.page_bytes, request.src_stride_bytes, request.dst_stride_bytes, request.src_offset, request.dst_offset}) > kLimit) {
+    throw UsageError("page_bytes, strides and offsets must be at most 2**56");
+  }
+  TransferRef transfer = core_->make_transfer(OpKind::kPagedWrites);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  const uint64_t count = request.src_pages.count;
+  if (count > work.page_capacity) {
+    const uint64_t capacity = std::max<uint64_t>(256, std::bit_ceil(count));
+    work.local_pages.reset(new uint32_t[capacity]);
+    work.remote_pages.reset(new uint32_t[capacity]);
+    work.page_capacity = capacity;
+  }
+  if (count > 0) {
+    take_pages(request.src_pages, "src_pages", request.src_offset, request.src_stride_bytes, request.page_bytes, request.src->length_bytes(), work.local_pages.get());
+    take_pages(request.dst_pages, "dst_pages", request.dst_offset, request.dst_stride_bytes, request.page_bytes, request.dst->length_bytes(), work.remote_pages.get());
+  }
+  work.local = RegionRef::share(request.src);
+  work.remote = RemoteRegionRef::share(request.dst);
+  work.peer = PeerRef::share(request.dst->peer());
+  work.local_offset = request.src_offset;
+  work.remote_offset = request.dst_offset;
+  work.page_count = count;
+  work.page_bytes = request.page_bytes;
+  work.local_stride_bytes = request.src_stride_bytes;
+  work.remote_stride_bytes = request.dst_stride_bytes;
+  work.length_bytes = count * request.page_bytes;
+  work.imm = request.imm;
+  work.rail = request.rail;
+  work.bulk = work.length_bytes >= kBulkBytes;
+  return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes && count <= kShortPages);
+}
+
+TransferRef Engine::submit_scatter(const ScatterRequest& request) {
+  core_->check_usable();
+  check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
+  const size_t count = request.dsts.size();
+  if (request.lengths.size() != count || request.src_offsets.size() != count || request.dst_offsets.size() != count) {
+    throw UsageError("dsts has " + text(count) + " entries, lengths " + text(request.lengths.size()) + ", src_offsets " +
+                     text(request.src_offsets.size()) + ", dst_offsets " + text(request.dst_offsets.size()) + ": they must be as many");
+  }
+  if (request.group != nullptr && request.group->size() != count) {
+    throw UsageError("dsts has " + text(count) + " entries, the group " + text(request.group->size()) + " peers: they must be as many");
+  }
+  check_imm(request.imm);
+  for (size_t i = 0; i < count; ++i) {
+    if (request.dsts[i] == nullptr) throw UsageError("dsts[" + text(i) + "] is missing");
+    check_range("src", request.src_offsets[i], request.lengths[i], request.src->length_bytes());
+    check_range("dsts", request.dst_offsets[i], request.lengths[i], request.dsts[i]->length_bytes());
+    if (request.group != nullptr && request.group->peers()[i].get() != request.dsts[i]->peer()) {
+      throw UsageError("dsts[" + text(i) + "] belongs to '" + request.dsts[i]->peer()->address().name + "', the group's peer there is '" +
+                       request.group->peers()[i]->address().name + "'");
+    }
+  }
+  TransferRef transfer = core_->make_transfer(OpKind::kScatter);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  work.targets.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    ScatterTarget& target = work.targets[i];
+    target.dst = RemoteRegionRef::share(request.dsts[i]);
+    target.peer = PeerRef::share(request.dsts[i]->peer());
+    target.src_offset = request.src_offsets[i];
+    target.dst_offset = request.dst_offsets[i];
+    target.length_bytes = request.lengths[i];
+    target.posted_bytes = 0;
+    work.length_bytes += request.lengths[i];
+  }
+  work.targets_total = count;
+  work.local = RegionRef::share(request.src);
+  work.imm = request.imm;
+  work.bulk = work.length_bytes >= kBulkBytes;
+  return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes);
+}
+
+TransferRef Engine::submit_barrier(PeerGroup& group, uint32_t imm) {
+  core_->check_usable();
+  if (imm == kNoImm) throw UsageError("imm is missing: a barrier is nothing but its immediate");
+  check_imm(imm);
+  TransferRef transfer = core_->make_transfer(OpKind::kBarrier);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  work.targets.resize(group.size());
+  for (size_t i = 0; i < group.size(); ++i) {
+    work.targets[i].peer = group.peers()[i];
+    work.targets[i].length_bytes = work.targets[i].posted_bytes = 0;
+  }
+  work.targets_total = group.size();
+  work.imm = imm;
+  return core_->hand_over(std::move(transfer), true);
+}
+
+TransferRef Engine::submit_send(Peer& peer, std::span<const uint8_t> payload) {
+  core_->check_usable();
+  if (payload.size() > options().message_bytes_max) {
+    throw UsageError("message of " + text(payload.size()) + " bytes exceeds message_bytes_max = " + text(options().message_bytes_max) +
+                     "; write it instead, or raise the engine's option (at most 262144)");
+  }
+  TransferRef transfer = core_->make_transfer(OpKind::kSend);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  work.payload.assign(payload.begin(), payload.end());
+  work.peer = PeerRef::share(&peer);
+  work.length_bytes = payload.size();
+  return core_->hand_over(std::move(transfer), payload.size() <= kShortBytes);
+}
+
+Ref<ReceivePool> Engine::submit_recvs(uint32_t buffer_count, uint32_t buffer_bytes) {
+  core_->check_usable();
+  if (buffer_count == 0 || buffer_count > (1u << 20)) throw UsageError("count = " + text(buffer_count) + " is not in 1..2**20");
+  if (buffer_bytes == 0 || buffer_bytes > 256 * 1024) throw UsageError("nbytes = " + text(buffer_bytes) + " is not in 1..262144");
+  auto pool = Ref<ReceivePool>::adopt(new ReceivePool(Ref<Engine>::share(this), buffer_count, buffer_bytes));
+  {
+    std::lock_guard lock(core_->tables_mutex_);
+    if (core_->pool_) throw UsageError("the engine has an open receive pool already: close it first");
+    core_->pool_ = pool;
+  }
+  // release: pairs with the acquire in on_message.
+  core_->pool_version_.fetch_add(1, std::memory_order_release);
+  core_->wake(); // messages may have been waiting for a pool
+  return pool;
+}
+
+// --- counting ---
+
+Ref<ImmCounter> Engine::imm_counter(uint32_t imm) {
+  core_->check_usable();
+  if (imm > kImmMax) throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
+  Ref<ImmCounter> counter = core_->imms_.find_or_add(Ref<Engine>::share(this), imm);
+  if (!counter) {
+    throw UsageError("imm_counters_max = " + text(options().imm_counters_max) + " counters exist already: release some, or raise it");
+  }
+  return counter;
+}
+
+Ref<ImmCounter> Engine::alloc_imm() {
+  core_->check_usable();
+  return core_->imms_.allocate(Ref<Engine>::share(this));
+}
+
+void Engine::release_imm(uint32_t imm) { core_->imms_.release(imm); }
+
+Ref<Watcher> Engine::alloc_watcher(Notifier* notifier, uint64_t cookie) {
+  core_->check_usable();
+  return core_->watchers_->add(core_->watchers_, notifier, cookie);
+}
+
+// --- running it ---
+
+bool Engine::progress() {
+  core_->check_usable();
+  return core_->progress();
+}
+
+void Engine::set_event_notifier(Notifier* notifier, uint64_t cookie) {
+  std::lock_guard lock(core_->tables_mutex_);
+  core_->event_notifier_ = Ref<Notifier>::share(notifier);
+  core_->event_cookie_ = cookie;
+  if (!core_->events_.empty() && notifier != nullptr) notifier->post(cookie);
+}
+
+std::vector<EngineEvent> Engine::take_events() {
+  std::lock_guard lock(core_->tables_mutex_);
+  return std::exchange(core_->events_, {});
+}
+
+EngineStats Engine::stats() const {
+  const auto& counters = core_->counters_;
+  const auto get = [](const std::atomic<uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
+  EngineStats stats{};
+  stats.transfers_done = get(counters.done);
+  stats.transfers_failed = get(counters.failed);
+  stats.transfers_cancelled = get(counters.cancelled);
+  stats.transfers_inflight = get(core_->inflight_);
+  stats.transfers_submitted = stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled + stats.transfers_inflight;
+  stats.bytes_written = get(counters.bytes_written);
+  stats.bytes_read = get(counters.bytes_read);
+  stats.messages_sent = get(counters.sent);
+  stats.messages_received = get(counters.received);
+  stats.imm_units_received = get(counters.imm_units);
+  stats.imm_overflow_units = get(counters.imm_overflow);
+  stats.work_requests_posted = get(counters.posted);
+  stats.work_requests_retried = get(counters.retried);
+  stats.worker_rounds = get(counters.rounds);
+  stats.worker_sleeps = get(counters.sleeps);
+  stats.peers_connected = get(counters.connected);
+  stats.peers_lost = get(counters.lost);
+  stats.regions_open = get(counters.regions);
+  return stats;
+}
+
+}  // namespace crossrail

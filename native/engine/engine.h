@@ -1,0 +1,267 @@
+// The engine: every operation of the contract, over whatever transport carries it.
+//
+// Contract: reliable and unordered. No two operations are ordered, not even on one rail; all synchronisation is counting
+// of immediates at the receiver. Every accepted submit completes exactly once. The interface follows the paper's
+// TransferEngine (arXiv 2510.27656, figure 2) in spirit; counting, cancel and peer life are our own.
+//
+// Threads: everything here may be called from any thread, except inside InterruptCheck. Nothing calls back into the
+// user: completions are posted to Notifiers.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/imm_counter.h"
+#include "engine/notifier.h"
+#include "engine/recv_pool.h"
+#include "engine/region.h"
+#include "engine/transfer.h"
+#include "engine/watcher.h"
+#include "transport/descriptor.h"
+#include "transport/types.h"
+#include "util/errors.h"
+
+namespace crossrail {
+
+class EngineCore;  // worker side, in engine/core.h
+struct PeerWork;   // what waits for a peer, in engine/core.h
+
+enum class Polling : uint8_t {
+  kAdaptive, // the worker spins briefly, then sleeps; a thread that waits drives the engine itself meanwhile
+  kSpin,     // the worker never sleeps: for a dedicated core
+  kManual    // no worker thread: submit, wait and progress() of the caller's threads drive the engine
+};
+
+// How bytes reach memory that the peer cannot map.
+enum class PrivatePath : uint8_t { kAuto, kStaged, kCrossMemoryAttach };
+
+struct EngineOptions {
+  std::string name;                     // 1..64 bytes
+  TransportKind transport = TransportKind::kShm;
+  uint32_t rail_count = 1;              // 1..kRailsMax
+  Polling polling = Polling::kAdaptive;
+  int64_t spin_ns = 50'000;             // how long an idle worker or waiter spins before it sleeps
+  int32_t worker_cpu = -1;              // core to pin the worker to, or -1
+  uint32_t submit_queue_depth = 4096;   // power of two, 16..65536: submits not yet taken over by the worker
+  uint32_t imm_counters_max = 65536;    // distinct immediate numbers kept at once
+  uint32_t message_bytes_max = 64 * 1024;  // longest submit_send, at most 256 KiB
+  int64_t watcher_poll_ns = 5'000;      // pause between looks at watched words; 0 spins
+  int64_t connect_timeout_ns = 5'000'000'000;  // a peer that does not answer the handshake by then is lost
+  PrivatePath private_path = PrivatePath::kAuto;
+};
+
+// Something that happened outside of any transfer.
+struct EngineEvent {
+  enum class Kind : uint8_t {
+    kImmOverflow,   // arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken
+    kPeerConnected,
+    kPeerLost,
+    kPeerFrozen,    // has not moved while something waits for it; may come back
+    kPeerThawed,
+    kProtocolError  // malformed bytes from a peer; it was cut off
+  };
+  Kind kind;
+  std::string peer;
+  std::string detail;
+};
+
+enum class PeerState : uint8_t { kUnknown, kConnecting, kConnected, kFrozen, kLost };
+const char* peer_state_name(PeerState state);
+
+// An engine we can reach: one per incarnation. Made by Engine::peer.
+class Peer : public RefCounted<Peer> {
+ public:
+  const Address& address() const { return *address_; }
+  const std::shared_ptr<const Address>& shared_address() const { return address_; }
+  PeerState state() const { return state_.load(std::memory_order_acquire); }
+
+ private:
+  friend class Engine;
+  friend class EngineCore;
+  friend class RefCounted<Peer>;
+  explicit Peer(std::shared_ptr<const Address> address);
+  ~Peer();
+  const std::shared_ptr<const Address> address_;
+  std::atomic<PeerState> state_{PeerState::kUnknown};
+  // Progress holder only:
+  Link* link_ = nullptr;
+  std::unique_ptr<PeerWork> work_;
+};
+using PeerRef = Ref<Peer>;
+
+// Peers resolved beforehand, for scatter and barrier. Immutable; order is the caller's.
+class PeerGroup : public RefCounted<PeerGroup> {
+ public:
+  size_t size() const { return peers_.size(); }
+  const std::vector<PeerRef>& peers() const { return peers_; }
+
+ private:
+  friend class Engine;
+  explicit PeerGroup(std::vector<PeerRef> peers) : peers_(std::move(peers)) {}
+  std::vector<PeerRef> peers_;
+};
+using PeerGroupRef = Ref<PeerGroup>;
+
+inline constexpr uint32_t kAnyRail = ~0u;
+
+// Contiguous range, `length_bytes` from src.base + src_offset to dst.base + dst_offset. Counts 1 if it carries an
+// immediate. Zero length is allowed: only the immediate travels.
+struct WriteRequest {
+  Region* src = nullptr;
+  uint64_t src_offset = 0;
+  RemoteRegion* dst = nullptr;
+  uint64_t dst_offset = 0;
+  uint64_t length_bytes = 0;
+  uint32_t imm = kNoImm;
+  uint32_t rail = kAnyRail; // kAnyRail: split over all rails when long enough
+};
+
+// Contiguous range pulled from src to dst.
+struct ReadRequest {
+  Region* dst = nullptr;
+  uint64_t dst_offset = 0;
+  RemoteRegion* src = nullptr;
+  uint64_t src_offset = 0;
+  uint64_t length_bytes = 0;
+  uint32_t rail = kAnyRail;
+};
+
+// Page i goes from src.base + src_offset + src_stride_bytes*src_pages[i] to the like at dst. Index arrays are copied at
+// submit. Counts page_count. Target pages may overlap: which write lands last is then undefined.
+// Index types are given as pointers to the first element and the element's kind.
+enum class IndexType : uint8_t { kInt32, kUint32, kInt64, kUint64 };
+struct PageIndices {
+  const void* data = nullptr;
+  uint64_t count = 0;
+  IndexType type = IndexType::kInt64;
+};
+struct PagedWriteRequest {
+  Region* src = nullptr;
+  uint64_t src_offset = 0;
+  uint64_t src_stride_bytes = 0;
+  PageIndices src_pages;
+  RemoteRegion* dst = nullptr;
+  uint64_t dst_offset = 0;
+  uint64_t dst_stride_bytes = 0;
+  PageIndices dst_pages;
+  uint64_t page_bytes = 0;
+  uint32_t imm = kNoImm;
+  uint32_t rail = kAnyRail;
+};
+
+// Slice i: lengths[i] bytes from src + src_offsets[i] to dsts[i] + dst_offsets[i]. Each target counts 1.
+// Arrays are copied at submit. With a group, dsts[i] must belong to the group's i-th peer.
+struct ScatterRequest {
+  Region* src = nullptr;
+  std::span<RemoteRegion* const> dsts;
+  std::span<const uint64_t> src_offsets;
+  std::span<const uint64_t> dst_offsets;
+  std::span<const uint64_t> lengths;
+  PeerGroup* group = nullptr;
+  uint32_t imm = kNoImm;
+};
+
+// What engine.explain shows.
+struct RailExplanation {
+  uint32_t rail;
+  uint32_t peer_rail;
+};
+struct PathExplanation {
+  std::string what;   // "region 3 (1.0 GiB)" or "private memory"
+  std::string path;   // "mapped", "local", "staged", "cross-memory-attach", "unresolved"
+  std::string reason;
+  double gb_per_s;    // measured, 0 when not measured
+  uint64_t bytes;     // moved this way so far
+};
+struct PeerExplanation {
+  std::string peer;
+  std::string transport;
+  PeerState state;
+  std::string note;   // why lost or frozen, may be empty
+  std::vector<RailExplanation> rails;
+  std::vector<PathExplanation> paths;
+};
+
+struct EngineStats {
+  uint64_t transfers_submitted, transfers_done, transfers_failed, transfers_cancelled;
+  uint64_t bytes_written, bytes_read, messages_sent, messages_received;
+  uint64_t imm_units_received, imm_overflow_units, work_requests_posted, work_requests_retried;
+  uint64_t worker_rounds, worker_sleeps, peers_connected, peers_lost, regions_open, transfers_inflight;
+};
+
+class Engine : public RefCounted<Engine> {
+ public:
+  static Ref<Engine> open(const EngineOptions& options);
+  // Completes every transfer, wakes every waiter, tells peers, joins threads. Transfers still running after
+  // `drain_deadline` complete as kEngineClosed. Idempotent; concurrent calls wait for the first.
+  void close(Deadline drain_deadline = 0);
+  bool closed() const;
+
+  const EngineOptions& options() const;
+  const Address& address() const;
+
+  // --- memory ---
+  RegionRef register_memory(void* base, uint64_t length_bytes, Access access);
+  // Zeroed memory, page aligned, that peers of this host map: the fast target and source. populate: fault it in now.
+  RegionRef alloc(uint64_t length_bytes, bool populate);
+  // Cached: the same descriptor gives the same object. Does not connect.
+  RemoteRegionRef remote_region(const RegionDescriptor& descriptor);
+
+  // --- peers ---
+  PeerRef peer(const Address& address); // starts connecting at first use
+  WaitResult connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted); // kClosed: lost
+  // Ends every transfer to it as kPeerLost and drops what we hold of it. The same address connects anew later.
+  void forget_peer(Peer& peer);
+  std::vector<PeerRef> peers() const;
+  PeerExplanation explain(Peer& peer);
+  PeerGroupRef add_peer_group(std::span<const Address> addresses);
+
+  // --- operations; all throw UsageError for what can be checked now, and block only while the queue is full ---
+  TransferRef submit_write(const WriteRequest& request);
+  TransferRef submit_read(const ReadRequest& request);
+  TransferRef submit_paged_writes(const PagedWriteRequest& request);
+  TransferRef submit_scatter(const ScatterRequest& request);
+  TransferRef submit_barrier(PeerGroup& group, uint32_t imm);
+  TransferRef submit_send(Peer& peer, std::span<const uint8_t> payload); // payload copied
+  // One pool receives at a time; throws UsageError while another is open.
+  Ref<ReceivePool> submit_recvs(uint32_t buffer_count, uint32_t buffer_bytes);
+
+  // --- counting ---
+  // The one counter of this number; kept by the engine until release_imm.
+  Ref<ImmCounter> imm_counter(uint32_t imm);
+  // A number that nobody uses, from the upper half of the number space, and its counter.
+  Ref<ImmCounter> alloc_imm();
+  // The user says: quiesced, no peer will send it any more. Drops the counter; alloc_imm may hand the number out again.
+  void release_imm(uint32_t imm);
+  Ref<Watcher> alloc_watcher(Notifier* notifier, uint64_t cookie);
+
+  // --- running it ---
+  // One round: takes submits, posts, polls. True when anything moved. Needed only with Polling::kManual.
+  bool progress();
+  void set_event_notifier(Notifier* notifier, uint64_t cookie);
+  std::vector<EngineEvent> take_events();
+  EngineStats stats() const;
+
+  // For the engine's own parts.
+  EngineCore& core() { return *core_; }
+
+ private:
+  friend class RefCounted<Engine>;
+  friend class EngineCore;
+  friend class TransferPool;
+  friend class Transfer;
+  friend class ImmCounter;
+  friend class ReceivePool;
+  friend class Region;
+  explicit Engine(const EngineOptions& options);
+  ~Engine();
+  std::unique_ptr<EngineCore> core_;
+};
+
+using EngineRef = Ref<Engine>;
+
+}  // namespace crossrail

@@ -1,0 +1,134 @@
+#include "engine/imm_counter.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "engine/core.h"
+#include "engine/engine.h"
+#include "util/futex.h"
+
+namespace crossrail {
+
+namespace {
+constexpr uint32_t kServed = 1;
+constexpr uint32_t kClosed = 2;
+}  // namespace
+
+ImmCounter::ImmCounter(Ref<Engine> engine, uint32_t imm) : engine_(std::move(engine)), imm_(imm) {}
+ImmCounter::~ImmCounter() = default;
+
+uint64_t ImmCounter::poll() const { return poll_units() / kUnitsPerCount; }
+
+bool ImmCounter::try_consume(uint64_t count) {
+  const uint64_t needed = count * kUnitsPerCount;
+  // acquire: what the writers put in memory before their immediates is visible behind a successful wait.
+  if (units_.load(std::memory_order_acquire) < needed) return false;
+  std::lock_guard lock(lock_);
+  if (!waiters_.empty() || units_.load(std::memory_order_acquire) < needed) return false;
+  units_.fetch_sub(needed, std::memory_order_acq_rel);
+  return true;
+}
+
+void ImmCounter::arrive(uint64_t units) {
+  // seq_cst, as is the flag's store in the enqueuers: either we see their flag, or they see our units in serve().
+  units_.fetch_add(units, std::memory_order_seq_cst);
+  if (has_waiters_.load(std::memory_order_seq_cst)) serve();
+}
+
+// First come, first served: a big wait at the head holds back small ones behind it, and starves never.
+void ImmCounter::serve() {
+  std::lock_guard lock(lock_);
+  while (!waiters_.empty()) {
+    Waiter& waiter = waiters_.front();
+    if (units_.load(std::memory_order_seq_cst) < waiter.units) return;
+    units_.fetch_sub(waiter.units, std::memory_order_acq_rel);
+    if (waiter.futex != nullptr) {
+      // release: pairs with the acquire of the woken thread. It may return from wait() at once, so its word is not
+      // touched after the wake-up call, which itself is harmless on a word that is gone.
+      std::atomic<uint32_t>* word = waiter.futex;
+      word->store(kServed, std::memory_order_release);
+      futex_wake_all(word, FutexScope::kProcess);
+    } else {
+      waiter.notifier->post(waiter.cookie);
+    }
+    waiters_.pop_front();
+  }
+  has_waiters_.store(false, std::memory_order_seq_cst);
+}
+
+void ImmCounter::close() {
+  std::lock_guard lock(lock_);
+  closed_.store(true, std::memory_order_release);
+  for (Waiter& waiter : waiters_) {
+    if (waiter.futex != nullptr) {
+      waiter.futex->store(kClosed, std::memory_order_release);
+      futex_wake_all(waiter.futex, FutexScope::kProcess);
+    } else {
+      waiter.notifier->post(waiter.cookie);
+    }
+  }
+  waiters_.clear();
+  has_waiters_.store(false, std::memory_order_seq_cst);
+}
+
+uint64_t ImmCounter::notify(uint64_t count, Notifier* notifier, uint64_t cookie) {
+  uint64_t ticket;
+  {
+    std::lock_guard lock(lock_);
+    ticket = next_ticket_++;
+    if (closed()) {
+      notifier->post(cookie);
+      return ticket;
+    }
+    waiters_.push_back({ticket, count * kUnitsPerCount, Ref<Notifier>::share(notifier), nullptr, cookie});
+    has_waiters_.store(true, std::memory_order_seq_cst);
+  }
+  serve();
+  return ticket;
+}
+
+bool ImmCounter::cancel_notify(uint64_t ticket) {
+  {
+    std::lock_guard lock(lock_);
+    const auto found = std::find_if(waiters_.begin(), waiters_.end(), [&](const Waiter& waiter) { return waiter.ticket == ticket; });
+    if (found == waiters_.end()) return false;
+    waiters_.erase(found);
+    if (waiters_.empty()) has_waiters_.store(false, std::memory_order_seq_cst);
+  }
+  serve(); // it may have held back smaller ones
+  return true;
+}
+
+WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCheck& interrupted) {
+  if (try_consume(count)) return WaitResult::kReady;
+  if (closed()) return WaitResult::kClosed;
+  std::atomic<uint32_t> word{0};
+  uint64_t ticket = 0; // not queued yet
+  const auto ready = [&] { return ticket == 0 ? try_consume(count) || closed() : word.load(std::memory_order_acquire) != 0; };
+  const auto sleep = [&](Deadline until) {
+    if (ticket == 0) {
+      {
+        std::lock_guard lock(lock_);
+        if (closed()) {
+          word.store(kClosed, std::memory_order_relaxed);
+          ticket = ~uint64_t{0};
+          return;
+        }
+        ticket = next_ticket_++;
+        waiters_.push_back({ticket, count * kUnitsPerCount, nullptr, &word, 0});
+        has_waiters_.store(true, std::memory_order_seq_cst);
+      }
+      serve();
+    }
+    if (word.load(std::memory_order_acquire) == 0) futex_wait(&word, 0, until, FutexScope::kProcess);
+  };
+  const WaitResult result = engine_->core().wait_until(ready, sleep, deadline, interrupted);
+  if (ticket == 0) return result == WaitResult::kReady && closed() ? WaitResult::kClosed : result;
+  // Queued: our word is on this stack, so leave the queue before returning. Served in the last moment counts.
+  if (word.load(std::memory_order_acquire) == 0 && cancel_notify(ticket)) return result;
+  // acquire: pairs with the release in serve().
+  while (word.load(std::memory_order_acquire) == 0) cpu_relax();
+  return word.load(std::memory_order_acquire) == kServed ? WaitResult::kReady : WaitResult::kClosed;
+}
+
+}  // namespace crossrail

@@ -1,0 +1,74 @@
+// Counting immediates: all synchronisation of the contract.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+
+#include "engine/notifier.h"
+#include "engine/waiting.h"
+#include "transport/types.h"
+#include "util/clock.h"
+#include "util/spinlock.h"
+
+namespace crossrail {
+
+class Engine;
+
+// Arrivals of one immediate number. Credit semantics: a wait of n consumes n, and arrivals before anyone asks are kept.
+// Threads: everything from any thread; arrive() from the progress holder.
+// Invariant: units_ = 48 * (arrived - consumed) >= 0.
+// Invariant: waiters_ not empty implies has_waiters_, and no prefix of waiters_ could be served from units_ once the
+// thread that last changed either has left serve().
+class ImmCounter : public RefCounted<ImmCounter> {
+ public:
+  ImmCounter(Ref<Engine> engine, uint32_t imm);
+  ~ImmCounter();
+
+  uint32_t imm() const { return imm_; }
+
+  // Whole counts available now, not consumed.
+  uint64_t poll() const;
+  // The same in 1/48ths: a write split over rails arrives in parts.
+  uint64_t poll_units() const { return units_.load(std::memory_order_acquire); }
+
+  // Takes n whole counts if they are there and nobody queues before us.
+  bool try_consume(uint64_t count);
+
+  // Blocks until n counts were taken. Drives the engine meanwhile when no worker does.
+  WaitResult wait(uint64_t count, Deadline deadline, const InterruptCheck& interrupted);
+
+  // Once n counts are there, takes them and posts `cookie`; served first come, first served. The ticket is for
+  // cancel_notify. If the engine closes first, the cookie is posted and outcome(ticket) says kClosed.
+  uint64_t notify(uint64_t count, Notifier* notifier, uint64_t cookie);
+  // True: withdrawn, nothing was taken and no cookie comes. False: served already, the cookie comes or came.
+  bool cancel_notify(uint64_t ticket);
+  // True once the engine was closed: notified waiters then got nothing.
+  bool closed() const { return closed_.load(std::memory_order_acquire); }
+
+  // Progress holder: adds arrivals and serves waiters.
+  void arrive(uint64_t units);
+  // Engine::close: serves every waiter with "closed".
+  void close();
+
+ private:
+  struct Waiter {
+    uint64_t ticket;
+    uint64_t units;
+    Ref<Notifier> notifier;        // or
+    std::atomic<uint32_t>* futex;  // of a blocked thread: 1 = served, 2 = closed
+    uint64_t cookie;
+  };
+  void serve();
+
+  const Ref<Engine> engine_;
+  const uint32_t imm_;
+  std::atomic<uint64_t> units_{0};
+  std::atomic<bool> has_waiters_{false};
+  std::atomic<bool> closed_{false};
+  mutable SpinLock lock_; // guards waiters_, next_ticket_, and every decrease of units_
+  std::deque<Waiter> waiters_;
+  uint64_t next_ticket_ = 1;
+};
+
+}  // namespace crossrail

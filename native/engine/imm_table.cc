@@ -1,0 +1,90 @@
+#include "engine/imm_table.h"
+
+#include <mutex>
+
+#include "engine/engine.h"
+#include "util/errors.h"
+
+namespace crossrail {
+
+Ref<ImmCounter> ImmTable::find_or_add(const Ref<Engine>& engine, uint32_t imm) {
+  std::lock_guard lock(lock_);
+  const auto found = counters_.find(imm);
+  if (found != counters_.end()) return found->second;
+  if (counters_.size() >= capacity_) return nullptr;
+  auto counter = Ref<ImmCounter>::adopt(new ImmCounter(engine, imm));
+  if (closed_) {
+    counter->close();
+  } else {
+    counters_.emplace(imm, counter);
+  }
+  return counter;
+}
+
+Ref<ImmCounter> ImmTable::allocate(const Ref<Engine>& engine) {
+  uint32_t imm;
+  {
+    std::lock_guard lock(lock_);
+    while (next_ <= kImmMax && counters_.contains(next_)) ++next_;
+    if (next_ <= kImmMax) {
+      imm = next_++;
+    } else if (!released_.empty()) {
+      imm = released_.front();
+      released_.pop_front();
+    } else {
+      throw UsageError("all " + std::to_string(kImmMax - kFirstAllocated + 1) + " immediate numbers are in use: release some");
+    }
+  }
+  Ref<ImmCounter> counter = find_or_add(engine, imm);
+  if (!counter) {
+    throw UsageError("imm_counters_max = " + std::to_string(capacity_) + " counters exist already: release some, or raise it");
+  }
+  return counter;
+}
+
+void ImmTable::release(uint32_t imm) {
+  Ref<ImmCounter> dropped;
+  {
+    std::lock_guard lock(lock_);
+    const auto found = counters_.find(imm);
+    if (found == counters_.end()) return;
+    dropped = found->second;
+    counters_.erase(found);
+    if (imm >= kFirstAllocated && next_ > imm) released_.push_back(imm);
+    // release: pairs with the acquire in note_arrival; the holder then forgets its remembered counter.
+    releases_.fetch_add(1, std::memory_order_release);
+  }
+  dropped->close();
+}
+
+void ImmTable::close_all() {
+  std::unordered_map<uint32_t, Ref<ImmCounter>> counters;
+  {
+    std::lock_guard lock(lock_);
+    closed_ = true;
+    counters.swap(counters_);
+    releases_.fetch_add(1, std::memory_order_release);
+  }
+  for (auto& [imm, counter] : counters) counter->close();
+  gathered_units_ = 0;
+  last_ = nullptr;
+}
+
+bool ImmTable::note_arrival(Engine* engine, uint32_t imm, uint64_t units) {
+  const uint64_t releases = releases_.load(std::memory_order_acquire);
+  if (!last_ || last_->imm() != imm || last_releases_ != releases) {
+    flush_arrivals();
+    last_ = find_or_add(Ref<Engine>::share(engine), imm);
+    last_releases_ = releases;
+    if (!last_) return false;
+  }
+  gathered_units_ += units;
+  return true;
+}
+
+void ImmTable::flush_arrivals() {
+  if (gathered_units_ == 0) return;
+  last_->arrive(std::exchange(gathered_units_, 0));
+}
+
+}  // namespace crossrail

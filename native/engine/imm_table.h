@@ -1,0 +1,47 @@
+// The engine's counters by immediate number.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <unordered_map>
+
+#include "engine/imm_counter.h"
+#include "util/spinlock.h"
+
+namespace crossrail {
+
+// Invariant: at most capacity counters; arrivals of further numbers are refused by find_or_add, never dropped silently.
+// Threads: any. flush_arrivals, note_arrival: progress holder.
+class ImmTable {
+ public:
+  explicit ImmTable(uint32_t capacity) : capacity_(capacity) {}
+
+  // Null when the table is full.
+  Ref<ImmCounter> find_or_add(const Ref<Engine>& engine, uint32_t imm);
+  // A number from the upper half that has no counter.
+  Ref<ImmCounter> allocate(const Ref<Engine>& engine);
+  void release(uint32_t imm);
+  void close_all();
+
+  // Gathers arrivals of one number after the other, so that a burst costs one look-up and one atomic.
+  // False: the table is full and the arrival is lost.
+  bool note_arrival(Engine* engine, uint32_t imm, uint64_t units);
+  void flush_arrivals();
+
+ private:
+  static constexpr uint32_t kFirstAllocated = 1u << (kImmBits - 1);
+
+  const uint32_t capacity_;
+  SpinLock lock_; // guards counters_, next_, released_
+  std::unordered_map<uint32_t, Ref<ImmCounter>> counters_;
+  uint32_t next_ = kFirstAllocated;
+  std::deque<uint32_t> released_; // reused only when all numbers were handed out once: the oldest first
+  std::atomic<uint64_t> releases_{0};
+  bool closed_ = false;
+  // Progress holder: the counter of the last arrival.
+  Ref<ImmCounter> last_;
+  uint64_t last_releases_ = 0;
+  uint64_t gathered_units_ = 0;
+};
+
+}  // namespace crossrail

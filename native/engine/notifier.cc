@@ -1,0 +1,60 @@
+#include "engine/notifier.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "util/clock.h"
+#include "util/errors.h"
+
+namespace crossrail {
+
+Notifier::Notifier() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (fd_ < 0) throw_errno("eventfd", "cannot make a notifier", "raise the limit on open files (ulimit -n)");
+}
+
+Notifier::~Notifier() {
+  std::vector<uint64_t> rest;
+  drain(&rest);
+  close(fd_);
+}
+
+void Notifier::post(uint64_t cookie) {
+  auto* node = new Node{head_.load(std::memory_order_relaxed), cookie};
+  // release: pairs with the acquire in drain(), so that what happened before the post is seen by who drains it.
+  while (!head_.compare_exchange_weak(node->next, node, std::memory_order_release, std::memory_order_relaxed)) {
+  }
+  if (node->next == nullptr) { // it was empty: whoever drains may be asleep
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof one); // cannot fill up: drain() resets it
+  }
+}
+
+void Notifier::drain(std::vector<uint64_t>* cookies) {
+  // The reset comes first: a post after it makes the descriptor readable again.
+  uint64_t count;
+  [[maybe_unused]] const ssize_t got = read(fd_, &count, sizeof count);
+  Node* node = head_.exchange(nullptr, std::memory_order_acquire);
+  const auto begin = static_cast<ptrdiff_t>(cookies->size());
+  while (node != nullptr) {
+    cookies->push_back(node->cookie);
+    delete std::exchange(node, node->next);
+  }
+  std::reverse(cookies->begin() + begin, cookies->end());
+}
+
+bool Notifier::wait(int64_t deadline_ns) {
+  pollfd item{.fd = fd_, .events = POLLIN, .revents = 0};
+  timespec limit{};
+  timespec* limit_pointer = nullptr;
+  if (deadline_ns != kNoDeadline) {
+    const int64_t rest = std::max<int64_t>(0, deadline_ns - now_ns());
+    limit = {.tv_sec = rest / 1'000'000'000, .tv_nsec = rest % 1'000'000'000};
+    limit_pointer = &limit;
+  }
+  return ppoll(&item, 1, limit_pointer, nullptr) > 0;
+}
+
+}  // namespace crossrail

@@ -1,0 +1,41 @@
+// From worker to whoever wants to know: a lock-free stack of cookies and an eventfd that becomes readable when it fills.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "util/ref.h"
+
+namespace crossrail {
+
+// One consumer: an asyncio loop (add_reader on fd()) or a thread (wait()).
+// Threads: post() from any; drain() and wait() from one thread at a time.
+// Invariant: while the stack is not empty the eventfd is readable or a drain is running.
+class Notifier : public RefCounted<Notifier> {
+ public:
+  Notifier();
+  ~Notifier();
+
+  // Readable (POLLIN) when there is something to drain. Owned by the notifier.
+  int fd() const { return fd_; }
+
+  // Never blocks, never allocates more than one node; never lost.
+  void post(uint64_t cookie);
+
+  // Appends the cookies posted so far, oldest first.
+  void drain(std::vector<uint64_t>* cookies);
+
+  // Blocks until readable or deadline (now_ns clock); true when readable. EINTR returns false early.
+  bool wait(int64_t deadline_ns);
+
+ private:
+  struct Node {
+    Node* next;
+    uint64_t cookie;
+  };
+  std::atomic<Node*> head_{nullptr};
+  int fd_ = -1;
+};
+
+}  // namespace crossrail

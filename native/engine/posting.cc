@@ -1,0 +1,405 @@
+// From transfers to work requests: which rail, how long, worth how much of a count.
+#include <algorithm>
+
+#include "engine/core.h"
+#include "engine/sharding.h"
+#include "util/errors.h"
+
+namespace crossrail {
+
+namespace {
+
+constexpr uint32_t kSubmitsPerRound = 64;
+constexpr uint32_t kBatch = 64;                        // work requests handed to the transport at once
+constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // of one transfer before others get a turn
+constexpr uint32_t kItemsPerTurn = 32;                 // of one peer in a round,
+constexpr uint64_t kBytesPerRound = uint64_t{1} << 20; // and bytes in all: then arrivals are looked at again
+constexpr uint32_t kBatchesPerTurn = 8;                // of one paged transfer
+constexpr uint64_t kRailPieceBytesMin = 16 << 10;      // a piece for another rail is worth its overhead from here on
+constexpr uint64_t kCutAlign = 4096;                   // pieces begin at multiples: whole pages and lines
+
+// Largest power of two <= value, value in 1..256: its log2.
+constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t>(__builtin_clzll(value)); }
+
+}  // namespace
+
+uint32_t EngineCore::take_submits() {
+  uint32_t taken = 0;
+  Transfer* transfer;
+  while (taken < kSubmitsPerRound && submits_.try_pop(&transfer)) {
+    start(transfer);
+    ++taken;
+  }
+  return taken;
+}
+
+void EngineCore::start(Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  if (closed()) {
+    finish(transfer, Status::kEngineClosed);
+    return;
+  }
+  if (transfer->cancel_requested_.load(std::memory_order_acquire)) {
+    finish(transfer, Status::kCancelled);
+    return;
+  }
+  work.first_rail = work.rail != kAnyRail ? work.rail : next_rail_++ % options_.rail_count;
+  if (work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier) {
+    work.open_items = static_cast<uint32_t>(work.targets.size());
+    for (uint32_t i = 0; i < work.targets.size(); ++i) start_item(*work.targets[i].peer, transfer, i);
+    // A group may be empty, and every target may have been posted and done already.
+    finish_if_done(transfer);
+    return;
+  }
+  if (work.kind == OpKind::kWrite || work.kind == OpKind::kRead) {
+    work.pieces = work.rail != kAnyRail ? 1 : pieces_for(work.length_bytes, options_.rail_count, kRailPieceBytesMin);
+  }
+  work.open_items = 1;
+  start_item(*work.peer, transfer, 0);
+  finish_if_done(transfer);
+}
+
+// Posts at once what nothing else is queued before; queues the rest.
+void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
+  if (peer.link_ == nullptr) start_connect(peer);
+  if (peer.state() == PeerState::kLost) {
+    fail(transfer, Status::kPeerLost, peer.address().name, peer.work_->note);
+    close_item(transfer);
+    return;
+  }
+  const PostItem item{transfer, target};
+  auto& backlog = transfer->work_->kind == OpKind::kSend ? peer.work_->messages : peer.work_->backlog;
+  if (backlog.empty() && advance(peer, item) == Progress::kAllPosted) {
+    close_item(transfer);
+    return;
+  }
+  backlog.push_back(item);
+  mark_busy(peer);
+  runnable_ = true;
+}
+
+void EngineCore::mark_busy(Peer& peer) {
+  if (std::exchange(peer.work_->is_busy, true)) return;
+  busy_.push_back(PeerRef::share(&peer));
+}
+
+uint32_t EngineCore::post_backlogs() {
+  round_bytes_ = 0;
+  if (busy_.empty()) return 0;
+  uint32_t moved = 0;
+  for (size_t i = 0; i < busy_.size(); ++i) {
+    const PeerRef peer = busy_[i]; // posting may lose the peer
+    moved += post_backlog(*peer, peer->work_->messages);
+    moved += post_backlog(*peer, peer->work_->backlog);
+  }
+  std::erase_if(busy_, [](const PeerRef& peer) {
+    peer->work_->is_busy = !peer->work_->backlog.empty() || !peer->work_->messages.empty();
+    return !peer->work_->is_busy;
+  });
+  runnable_ = moved > 0;
+  return moved;
+}
+
+// One round over a peer's queue, each item a turn; ends when everything that was tried is blocked.
+uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
+  uint32_t moved = 0;
+  uint32_t blocked = 0;
+  for (uint32_t turn = 0; turn < kItemsPerTurn && blocked < backlog.size() && round_bytes_ < kBytesPerRound; ++turn) {
+    const PostItem item = backlog.front();
+    const uint32_t posted_before = item.transfer->work_->posted;
+    const Progress progress = advance(peer, item);
+    if (backlog.empty()) return moved + 1; // the link went down meanwhile
+    backlog.pop_front();
+    if (progress == Progress::kAllPosted) {
+      ++moved;
+      close_item(item.transfer);
+      finish_if_done(item.transfer);
+      continue;
+    }
+    backlog.push_back(item);
+    if (item.transfer->work_->posted != posted_before) {
+      ++moved;
+      blocked = 0;
+    } else {
+      ++blocked;
+    }
+    // Messages keep their place: one blocked means the channel is full.
+    if (&backlog == &peer.work_->messages && progress == Progress::kBlocked) {
+      backlog.push_front(backlog.back());
+      backlog.pop_back();
+      break;
+    }
+  }
+  return moved;
+}
+
+EngineCore::Progress EngineCore::advance(Peer& peer, const PostItem& item) {
+  TransferWork& work = *item.transfer->work_;
+  if (work.failure != Status::kDone || work.cut_short) return Progress::kAllPosted; // post no more of it
+  if (peer.link_ == nullptr || peer.state() == PeerState::kConnecting) return Progress::kBlocked;
+  switch (work.kind) {
+    case OpKind::kWrite:
+    case OpKind::kRead:
+      return post_range(peer, item.transfer);
+    case OpKind::kPagedWrites:
+      return post_pages(peer, item.transfer);
+    case OpKind::kScatter:
+    case OpKind::kBarrier:
+      return post_target(peer, item.transfer, work.targets[item.target]);
+    case OpKind::kSend:
+      return post_message(peer, item.transfer);
+  }
+  return Progress::kAllPosted;
+}
+
+uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  uint32_t completed = 0;
+  // Counted before: the transport may retire some through the sink while it posts.
+  work.posted += static_cast<uint32_t>(requests.size());
+  const uint32_t accepted = transport_->post(*peer.link_, rail, requests, &completed);
+  work.posted -= static_cast<uint32_t>(requests.size()) - accepted;
+  work.retired += completed;
+  bump(counters_.posted, accepted);
+  if (accepted < requests.size()) bump(counters_.retried);
+  return accepted;
+}
+
+RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
+  if (!region.key_) region.key_ = transport_->resolve(*peer.link_, region.descriptor());
+  return region.key_.get();
+}
+
+// A contiguous range: cut into one piece per rail, each piece into slices. The last slice of a piece carries the
+// piece's share of the immediate; on rails without order it waits until everything before it is done.
+EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  const Traits& traits = transport_->traits();
+  const Shares shares = split_count(work.pieces);
+  RemoteKey* key = key_of(peer, *work.remote);
+  uint64_t turn_bytes = 0;
+  const uint64_t longest = piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
+  while (work.slice_offset < longest || work.slice_offset == 0) {
+    for (; work.piece < work.pieces; ++work.piece) {
+      const Range range = piece_of(work.length_bytes, work.pieces, work.piece, kCutAlign);
+      if (work.slice_offset >= range.length_bytes && work.slice_offset > 0) continue;
+      if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
+      const uint64_t length = std::min(range.length_bytes - work.slice_offset, traits.slice_bytes_max);
+      const bool last = work.slice_offset + length == range.length_bytes;
+      const bool has_imm = work.imm != kNoImm && last;
+      if (has_imm && !traits.fifo_rails && longest > traits.slice_bytes_max && work.retired < work.posted) return Progress::kBlocked;
+      WorkRequest request;
+      request.op = work.kind == OpKind::kRead ? WorkOp::kRead : WorkOp::kWrite;
+      request.has_imm = has_imm;
+      request.bulk = work.bulk;
+      request.wire_imm = has_imm ? wire_imm(work.imm, shares.codes[work.piece]) : 0;
+      request.local = work.local->base() + work.local_offset + range.offset + work.slice_offset;
+      request.length_bytes = length;
+      request.remote = key;
+      request.remote_offset = work.remote_offset + range.offset + work.slice_offset;
+      request.local_region = work.local->local_.get();
+      request.context = transfer;
+      const uint32_t rail = (work.first_rail + work.piece) % options_.rail_count;
+      const uint32_t retired_before = work.retired;
+      if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
+      if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
+      if (work.failure != Status::kDone) return Progress::kAllPosted;
+      turn_bytes += length;
+      round_bytes_ += length;
+    }
+    work.piece = 0;
+    work.slice_offset += traits.slice_bytes_max;
+  }
+  return Progress::kAllPosted;
+}
+
+// Pages: neighbours on both sides travel as one request worth a power of two of counts; batches go round the rails.
+EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  RemoteKey* key = key_of(peer, *work.remote);
+  const bool can_join = work.local_stride_bytes == work.page_bytes && work.remote_stride_bytes == work.page_bytes;
+  const uint64_t fits = std::max<uint64_t>(1, transport_->traits().slice_bytes_max / std::max<uint64_t>(1, work.page_bytes));
+  const uint64_t run_max = can_join ? std::min<uint64_t>(kPagesPerRequestMax, fits) : 1;
+  const uint32_t* local_pages = work.local_pages.get();
+  const uint32_t* remote_pages = work.remote_pages.get();
+  std::byte* const local = work.local->base() + work.local_offset;
+  uint64_t turn_bytes = 0;
+  std::array<WorkRequest, kBatch> batch;
+  for (uint32_t turn = 0; work.page < work.page_count; ++turn) {
+    if (turn == kBatchesPerTurn || turn_bytes >= kBytesPerTurn) return Progress::kMore;
+    uint32_t filled = 0;
+    uint64_t page = work.page;
+    for (; filled < kBatch && page < work.page_count && turn_bytes < kBytesPerTurn; ++filled) {
+      uint64_t run = 1;
+      const uint64_t limit = std::min(run_max, work.page_count - page);
+      while (run < limit && local_pages[page + run] == local_pages[page] + run && remote_pages[page + run] == remote_pages[page] + run) ++run;
+      uint32_t code = 0;
+      if (work.imm != kNoImm && run > 1) {
+        const uint32_t log2 = floor_log2(run);
+        run = uint64_t{1} << log2;
+        code = share_code_of_pages(log2);
+      }
+      WorkRequest& request = batch[filled];
+      request.op = WorkOp::kWrite;
+      request.has_imm = work.imm != kNoImm;
+      request.bulk = work.bulk;
+      request.wire_imm = request.has_imm ? wire_imm(work.imm, code) : 0;
+      request.local = local + local_pages[page] * work.local_stride_bytes;
+      request.length_bytes = run * work.page_bytes;
+      request.remote = key;
+      request.remote_offset = work.remote_offset + remote_pages[page] * work.remote_stride_bytes;
+      request.local_region = work.local->local_.get();
+      request.context = transfer;
+      request.reserved = run;
+      page += run;
+      turn_bytes += request.length_bytes;
+    }
+    const uint32_t retired_before = work.retired;
+    const uint32_t accepted = post(peer, work.first_rail, {batch.data(), filled}, transfer);
+    const bool at_once = work.retired == retired_before + accepted && work.failure == Status::kDone;
+    for (uint32_t i = 0; i < accepted; ++i) {
+      work.page += batch[i].reserved;
+      round_bytes_ += batch[i].length_bytes;
+      if (at_once) work.bytes_retired += batch[i].length_bytes;
+    }
+    if (work.failure != Status::kDone) return Progress::kAllPosted;
+    if (work.rail == kAnyRail) work.first_rail = (work.first_rail + 1) % options_.rail_count;
+    if (accepted < filled) return Progress::kBlocked;
+  }
+  return Progress::kAllPosted;
+}
+
+// One target of a scatter or barrier: on one rail, in slices, the last one with the immediate.
+EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, ScatterTarget& target) {
+  TransferWork& work = *transfer->work_;
+  const Traits& traits = transport_->traits();
+  const auto index = static_cast<uint32_t>(&target - work.targets.data());
+  const uint32_t rail = work.rail != kAnyRail ? work.rail : (work.first_rail + index) % options_.rail_count;
+  RemoteKey* key = target.dst ? key_of(peer, *target.dst) : nullptr;
+  uint64_t turn_bytes = 0;
+  do {
+    if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
+    const uint64_t length = std::min(target.length_bytes - target.posted_bytes, traits.slice_bytes_max);
+    const bool has_imm = work.imm != kNoImm && target.posted_bytes + length == target.length_bytes;
+    if (has_imm && !traits.fifo_rails && target.length_bytes > traits.slice_bytes_max && work.retired < work.posted) return Progress::kBlocked;
+    WorkRequest request;
+    request.op = WorkOp::kWrite;
+    request.has_imm = has_imm;
+    request.bulk = work.bulk;
+    request.wire_imm = has_imm ? wire_imm(work.imm, 0) : 0;
+    request.local = work.local ? work.local->base() + target.src_offset + target.posted_bytes : nullptr;
+    request.length_bytes = length;
+    request.remote = key;
+    request.remote_offset = target.dst_offset + target.posted_bytes;
+    request.local_region = work.local ? work.local->local_.get() : nullptr;
+    request.context = transfer;
+    const uint32_t retired_before = work.retired;
+    if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
+    if (work.failure != Status::kDone) return Progress::kAllPosted;
+    if (work.retired != retired_before) work.bytes_retired += length;
+    target.posted_bytes += length;
+    turn_bytes += length;
+    round_bytes_ += length;
+  } while (target.posted_bytes < target.length_bytes);
+  return Progress::kAllPosted;
+}
+
+EngineCore::Progress EngineCore::post_message(Peer& peer, Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  WorkRequest request;
+  request.op = WorkOp::kSend;
+  request.local = reinterpret_cast<std::byte*>(work.payload.data());
+  request.length_bytes = work.payload.size();
+  request.context = transfer;
+  if (post(peer, 0, {&request, 1}, transfer) == 0) return Progress::kBlocked;
+  bump(counters_.sent);
+  return Progress::kAllPosted;
+}
+
+// --- ends ---
+
+void EngineCore::on_retired(void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) {
+  auto* transfer = static_cast<Transfer*>(context);
+  TransferWork& work = *transfer->work_;
+  work.retired += count;
+  work.bytes_retired += bytes;
+  if (status != Status::kDone) fail(transfer, status, "", detail);
+  finish_if_done(transfer);
+}
+
+void EngineCore::close_item(Transfer* transfer) { --transfer->work_->open_items; }
+
+// Notes the first failure. The transfer completes once nothing of it is under way any more.
+void EngineCore::fail(Transfer* transfer, Status status, const std::string& peer, const std::string& detail) {
+  TransferWork& work = *transfer->work_;
+  if (work.failure != Status::kDone) return;
+  work.failure = status;
+  work.failed_peer = peer;
+  work.detail = detail;
+}
+
+void EngineCore::finish_if_done(Transfer* transfer) {
+  const TransferWork& work = *transfer->work_;
+  if (work.open_items > 0 || work.retired < work.posted || transfer->done()) return;
+  if (work.failure != Status::kDone) {
+    finish(transfer, work.failure);
+  } else {
+    finish(transfer, work.cut_short ? Status::kCancelled : Status::kDone);
+  }
+}
+
+void EngineCore::finish(Transfer* transfer, Status status) {
+  TransferWork& work = *transfer->work_;
+  if (status == Status::kDone) {
+    bump(counters_.done);
+    if (work.kind == OpKind::kRead) {
+      bump(counters_.bytes_read, work.length_bytes);
+    } else if (work.kind != OpKind::kSend) {
+      bump(counters_.bytes_written, work.length_bytes);
+    }
+    work.bytes_retired = work.length_bytes;
+  } else {
+    bump(status == Status::kCancelled ? counters_.cancelled : counters_.failed);
+  }
+  // release: pairs with the acquire in Region::inflight_ops: close() sees our copies finished.
+  if (work.local) work.local->inflight_ops_.fetch_sub(1, std::memory_order_release);
+  work.drop_references();
+  inflight_.fetch_sub(1, std::memory_order_relaxed);
+  transfer->complete(status);
+  transfer->release();
+}
+
+void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {
+  for (auto* backlog : {&peer.work_->backlog, &peer.work_->messages}) {
+    std::deque<PostItem> items;
+    items.swap(*backlog);
+    for (const PostItem& item : items) {
+      fail(item.transfer, status, peer.address().name, detail);
+      close_item(item.transfer);
+      finish_if_done(item.transfer);
+    }
+  }
+}
+
+// Takes cancelled transfers out of the queues. What is posted already runs to its end: that is what makes the
+// cancellation safe to act on.
+void EngineCore::scan_cancels() {
+  cancel_scan_.store(false, std::memory_order_release);
+  for (const PeerRef& peer : busy_) {
+    for (auto* backlog : {&peer->work_->backlog, &peer->work_->messages}) {
+      std::deque<PostItem> kept;
+      std::deque<PostItem> cut;
+      for (const PostItem& item : *backlog) {
+        (item.transfer->cancel_requested_.load(std::memory_order_acquire) ? cut : kept).push_back(item);
+      }
+      backlog->swap(kept);
+      for (const PostItem& item : cut) {
+        item.transfer->work_->cut_short = true;
+        close_item(item.transfer);
+        finish_if_done(item.transfer);
+      }
+    }
+  }
+}
+
+}  // namespace crossrail

@@ -1,0 +1,67 @@
+// Two-sided messages: a bounded pool of receive buffers of one engine.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/notifier.h"
+#include "engine/waiting.h"
+#include "transport/descriptor.h"
+#include "util/clock.h"
+#include "util/spinlock.h"
+
+namespace crossrail {
+
+class Engine;
+
+struct Message {
+  std::shared_ptr<const Address> sender;
+  Bytes payload;
+};
+
+// Invariant: ready_.size() <= buffer_count_: a message is taken from a peer only while a buffer is free, so
+// an exhausted pool holds the senders back and loses nothing.
+// Threads: everything from any thread; offer() from the progress holder.
+class ReceivePool : public RefCounted<ReceivePool> {
+ public:
+  ReceivePool(Ref<Engine> engine, uint32_t buffer_count, uint32_t buffer_bytes);
+  ~ReceivePool();
+
+  uint32_t buffer_bytes() const { return buffer_bytes_; }
+  uint32_t buffer_count() const { return buffer_count_; }
+
+  // Takes up to `limit` messages, oldest first, appending to `out`; frees their buffers. Never blocks.
+  void poll(size_t limit, std::vector<Message>* out);
+  // Blocks until at least one message is there (not taken) or deadline.
+  WaitResult wait(Deadline deadline, const InterruptCheck& interrupted);
+  // Posts `cookie` once, when messages are there (at once if they are) or the engine closed. Re-arm after draining.
+  void notify(Notifier* notifier, uint64_t cookie);
+  // Stops receiving into this pool; messages already in it can still be polled. Idempotent.
+  void close();
+  bool closed() const;
+
+  // Progress holder.
+  enum class Offer : uint8_t { kTaken, kFull, kTooLong, kClosed };
+  Offer offer(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload);
+
+ private:
+  void wake_locked();
+
+  const Ref<Engine> engine_;
+  const uint32_t buffer_count_;
+  const uint32_t buffer_bytes_;
+  mutable SpinLock lock_;
+  std::deque<Message> ready_;
+  bool closed_ = false;
+  bool starved_ = false;     // a sender was held back since the last poll
+  Ref<Notifier> notifier_;
+  uint64_t cookie_ = 0;
+  std::atomic<uint32_t> futex_{0};
+  std::atomic<uint32_t> sleepers_{0};
+};
+
+}  // namespace crossrail

@@ -1,0 +1,82 @@
+// Registered memory, ours and our peers'.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "engine/waiting.h"
+#include "transport/descriptor.h"
+#include "transport/transport.h"
+#include "util/clock.h"
+#include "util/ref.h"
+
+namespace crossrail {
+
+class Engine;
+class EngineCore;
+class Peer;
+
+// Local memory that transfers may use as source, and peers as target.
+// Lifecycle: 1. open. 2. closing: no new submit, peers refused. 3. closed: nothing touches the memory any more.
+// Owner of the memory: the caller, from registration until close() returned kReady; the engine for alloc().
+// Threads: any.
+class Region : public RefCounted<Region> {
+ public:
+  ~Region();
+  std::byte* base() const { return base_; }
+  uint64_t length_bytes() const { return length_bytes_; }
+  Access access() const { return access_; }
+  uint64_t id() const { return descriptor_.region_id; }
+  // Engine-owned or shared memory: peers of this host can map it.
+  bool is_mapped() const;
+  const RegionDescriptor& descriptor() const { return descriptor_; }
+  // Transfers of ours that read from (or, for reads, write to) it now.
+  uint32_t inflight_ops() const { return inflight_ops_.load(std::memory_order_acquire); }
+  bool closed() const;
+
+  // Refuses new use and blocks until neither our worker nor a peer touches the memory. Idempotent. kTimeout: still in
+  // use, and still refusing: call again.
+  WaitResult close(Deadline deadline, const InterruptCheck& interrupted);
+  // The first half of close() without the wait.
+  void begin_close();
+
+ private:
+  friend class Engine;
+  friend class EngineCore;
+  Region(Ref<Engine> engine, std::unique_ptr<LocalRegion> local, Access access);
+
+  const Ref<Engine> engine_; // the transport must outlive local_
+  std::unique_ptr<LocalRegion> local_; // the transport's half
+  std::byte* const base_;
+  const uint64_t length_bytes_;
+  const Access access_;
+  RegionDescriptor descriptor_;
+  std::atomic<uint32_t> inflight_ops_{0};
+  enum : uint8_t { kOpen, kClosing, kClosed };
+  std::atomic<uint8_t> phase_{kOpen};
+};
+
+using RegionRef = Ref<Region>;
+
+// Memory of a peer, resolved once from its descriptor.
+class RemoteRegion : public RefCounted<RemoteRegion> {
+ public:
+  const RegionDescriptor& descriptor() const { return descriptor_; }
+  uint64_t length_bytes() const { return descriptor_.length_bytes; }
+  Peer* peer() const { return peer_.get(); }
+
+ private:
+  friend class Engine;
+  friend class EngineCore;
+  friend class RefCounted<RemoteRegion>;
+  RemoteRegion(Ref<Peer> peer, RegionDescriptor descriptor);
+  ~RemoteRegion();
+  const Ref<Peer> peer_;
+  const RegionDescriptor descriptor_;
+  std::unique_ptr<RemoteKey> key_; // the transport's half; progress holder only
+};
+
+using RemoteRegionRef = Ref<RemoteRegion>;
+
+}  // namespace crossrail

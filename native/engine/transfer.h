@@ -1,0 +1,89 @@
+// One accepted submit, from submit to its single completion.
+//
+// Lifecycle: 1. made by Engine::submit_* (kPending). 2. the progress holder posts its pieces. 3. every posted piece has
+// retired (done, failed, or flushed). 4. completes exactly once: status, wake-ups, notifications, in this order.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "engine/notifier.h"
+#include "engine/waiting.h"
+#include "transport/types.h"
+#include "util/clock.h"
+
+namespace crossrail {
+
+class Engine;
+class EngineCore;
+class TransferPool;
+struct TransferWork; // what the progress holder knows of it, in engine/transfer_work.h
+
+enum class OpKind : uint8_t { kWrite, kRead, kPagedWrites, kScatter, kBarrier, kSend };
+const char* op_kind_name(OpKind kind);
+
+// Everything an error message needs.
+struct TransferInfo {
+  OpKind kind;
+  Status status;
+  std::string peer;       // name of the peer, of the failing one for scatter/barrier
+  uint64_t bytes;         // asked for
+  uint64_t bytes_retired; // of these, known to have moved
+  uint32_t imm;           // or kNoImm
+  std::string detail;     // more about a failure, may be empty
+};
+
+// Threads: everything here from any thread.
+class Transfer {
+ public:
+  bool done() const { return status() != Status::kPending; }
+  // acquire: pairs with the release store at completion, so that what the transfer read may be reused.
+  Status status() const { return static_cast<Status>(status_.load(std::memory_order_acquire) & kStatusMask); }
+
+  // Blocks until complete. Drives the engine meanwhile when no worker does.
+  WaitResult wait(Deadline deadline, const InterruptCheck& interrupted);
+
+  // Asks for cancellation and returns at once. The transfer completes as kCancelled once no piece of it can touch
+  // memory any more, or as what it became before. False when it was complete already.
+  bool cancel();
+
+  // Posts `cookie` to `notifier` once at completion. False (and nothing will be posted) when complete already.
+  bool notify(Notifier* notifier, uint64_t cookie);
+
+  TransferInfo info() const;
+
+  // relaxed: whoever adds a reference already holds one.
+  void add_ref() { refs_.fetch_add(1, std::memory_order_relaxed); }
+  void release();
+
+ private:
+  friend class EngineCore;
+  friend class TransferPool;
+  struct Listener {
+    Listener* next;
+    Ref<Notifier> notifier;
+    uint64_t cookie;
+  };
+  static constexpr uint32_t kStatusMask = 0xff;
+  static constexpr uint32_t kHasSleeper = 0x100; // some thread sleeps on status_ as a futex
+
+  explicit Transfer(EngineCore* core);
+  ~Transfer();
+  // Progress holder: the single completion.
+  void complete(Status status);
+
+  EngineCore* const core_; // outlives the transfer: the pool keeps the engine while transfers are out
+  const std::unique_ptr<TransferWork> work_;
+  Transfer* next_free_ = nullptr;
+  std::atomic<uint32_t> status_{0};
+  std::atomic<uint32_t> refs_{0};
+  std::atomic<bool> cancel_requested_{false};
+  // Stack of who wants to know; kListenersClosed once completed.
+  std::atomic<Listener*> listeners_{nullptr};
+};
+
+using TransferRef = Ref<Transfer>;
+
+}  // namespace crossrail

@@ -1,0 +1,31 @@
+// Transfers are recycled: no allocation per submit once the pool is warm.
+#pragma once
+
+#include <cstdint>
+
+#include "engine/transfer.h"
+#include "util/spinlock.h"
+
+namespace crossrail {
+
+// Threads: any.
+// Invariant: while out_ > 0 the pool holds one reference to the engine, so that a transfer outlives everything else the
+// user has dropped.
+class TransferPool {
+ public:
+  explicit TransferPool(Engine* engine, EngineCore* core) : engine_(engine), core_(core) {}
+  ~TransferPool();
+
+  // A pending transfer with `refs` references.
+  Transfer* take(uint32_t refs);
+  void give_back(Transfer* transfer);
+
+ private:
+  Engine* const engine_;
+  EngineCore* const core_;
+  SpinLock lock_;
+  Transfer* free_ = nullptr;
+  uint64_t out_ = 0;
+};
+
+}  // namespace crossrail

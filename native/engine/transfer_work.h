@@ -1,0 +1,84 @@
+// What the progress holder knows of a transfer.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/transfer.h"
+
+namespace crossrail {
+
+// Recycled transfers keep index arrays up to this size.
+inline constexpr uint64_t kPagesKept = 16384;
+
+struct ScatterTarget {
+  RemoteRegionRef dst; // null for a barrier
+  PeerRef peer;
+  uint64_t src_offset = 0;
+  uint64_t dst_offset = 0;
+  uint64_t length_bytes = 0;
+  uint64_t posted_bytes = 0;
+};
+
+// Filled by the submitting thread before the transfer is queued; afterwards the progress holder's alone. The fields of
+// TransferInfo are final once the transfer is complete.
+// Invariant: complete when open_items == 0 and retired == posted.
+struct TransferWork {
+  OpKind kind = OpKind::kWrite;
+  bool bulk = false;
+  uint32_t imm = kNoImm;
+  uint32_t rail = kAnyRail;
+  RegionRef local;        // source, or target of a read
+  RemoteRegionRef remote; // target, or source of a read
+  PeerRef peer;           // of single-peer operations; kept after completion, for messages
+  uint64_t local_offset = 0;
+  uint64_t remote_offset = 0;
+  uint64_t length_bytes = 0; // in all
+
+  // paged
+  std::unique_ptr<uint32_t[]> local_pages;
+  std::unique_ptr<uint32_t[]> remote_pages;
+  uint64_t page_capacity = 0; // of the two arrays, kept when the transfer is recycled
+  uint64_t page_count = 0;
+  uint64_t page_bytes = 0;
+  uint64_t local_stride_bytes = 0;
+  uint64_t remote_stride_bytes = 0;
+
+  std::vector<ScatterTarget> targets; // scatter, barrier
+  std::vector<uint8_t> payload;       // send
+
+  // posting
+  uint32_t pieces = 1;       // of a contiguous range, one per rail
+  uint32_t first_rail = 0;
+  uint32_t piece = 0;        // next piece to post a slice of
+  uint64_t slice_offset = 0; // within the pieces
+  uint64_t page = 0;         // next page
+  uint32_t open_items = 0;   // entries in peers' backlogs
+  uint32_t posted = 0;
+  uint32_t retired = 0;
+  bool cut_short = false;    // cancelled with something left unposted
+  bool started = false;
+
+  uint64_t targets_total = 0; // kept for messages after the targets are dropped
+
+  // outcome
+  uint64_t bytes_retired = 0;
+  Status failure = Status::kDone;
+  std::string failed_peer;
+  std::string detail;
+
+  // Drops what keeps other objects alive; the outcome stays readable.
+  void drop_references() {
+    local = nullptr;
+    remote = nullptr;
+    targets.clear();
+  }
+  // Ready for the next transfer; keeps storage.
+  void recycle();
+};
+
+}  // namespace crossrail

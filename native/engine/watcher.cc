@@ -1,0 +1,117 @@
+#include "engine/watcher.h"
+
+#include "engine/watcher_thread.h"
+#include "util/clock.h"
+#include "util/errors.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+
+#include <ctime>
+
+#include "util/spinlock.h"
+
+namespace crossrail {
+
+Watcher::Watcher(std::shared_ptr<WatcherThread> thread, std::atomic<uint64_t>* word, uint32_t slot,
+                 Ref<Notifier> notifier, uint64_t cookie)
+    : thread_(std::move(thread)), word_(word), slot_(slot), notifier_(std::move(notifier)), cookie_(cookie) {}
+
+Watcher::~Watcher() {
+  close();
+  thread_->free_slot(slot_);
+}
+
+Watcher::Change Watcher::take() {
+  const uint64_t now = value();
+  return {taken_.exchange(now, std::memory_order_acq_rel), now};
+}
+
+void Watcher::close() { thread_->remove(this); }
+
+WatcherThread::WatcherThread(int64_t poll_ns) : poll_ns_(poll_ns) {
+  void* memory = mmap(nullptr, kWords * sizeof(uint64_t), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate watched words");
+  words_ = static_cast<std::atomic<uint64_t>*>(memory);
+  for (uint32_t slot = kWords; slot > 0; --slot) free_slots_.push_back(slot - 1);
+}
+
+WatcherThread::~WatcherThread() {
+  stop();
+  munmap(words_, kWords * sizeof(uint64_t));
+}
+
+Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie) {
+  std::lock_guard lock(mutex_);
+  if (stopping_) throw EngineClosedError("the engine is closed");
+  if (free_slots_.empty()) throw UsageError("an engine has at most " + std::to_string(kWords) + " watchers: close some");
+  const uint32_t slot = free_slots_.back();
+  free_slots_.pop_back();
+  words_[slot].store(0, std::memory_order_release);
+  auto watcher = Ref<Watcher>::adopt(new Watcher(self, &words_[slot], slot, Ref<Notifier>::share(notifier), cookie));
+  watchers_.push_back(watcher.get());
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  changed_.notify_all();
+  return watcher;
+}
+
+void WatcherThread::remove(Watcher* watcher) {
+  std::lock_guard lock(mutex_); // the polling thread looks at watchers only under it
+  std::erase(watchers_, watcher);
+}
+
+void WatcherThread::free_slot(uint32_t slot) {
+  std::lock_guard lock(mutex_);
+  free_slots_.push_back(slot);
+}
+
+void WatcherThread::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+  std::lock_guard lock(mutex_);
+  look_at_all(); // the last value is always reported
+  watchers_.clear();
+}
+
+void WatcherThread::abandon_after_fork() { thread_.detach(); }
+
+bool WatcherThread::look_at_all() {
+  bool changed = false;
+  for (Watcher* watcher : watchers_) {
+    // acquire: what the incrementing side wrote before is visible to the callback.
+    const uint64_t value = watcher->word_->load(std::memory_order_acquire);
+    if (value == watcher->seen_) continue;
+    watcher->seen_ = value;
+    watcher->notifier_->post(watcher->cookie_);
+    changed = true;
+  }
+  return changed;
+}
+
+void WatcherThread::run() {
+  pthread_setname_np(pthread_self(), "crossrail-watch");
+  prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0); // the default of 50 us would swallow short pauses
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    if (watchers_.empty()) {
+      changed_.wait(lock);
+      continue;
+    }
+    look_at_all();
+    lock.unlock();
+    if (poll_ns_ > 0) {
+      const timespec pause{.tv_sec = poll_ns_ / 1'000'000'000, .tv_nsec = poll_ns_ % 1'000'000'000};
+      nanosleep(&pause, nullptr);
+    } else {
+      cpu_relax();
+    }
+    lock.lock();
+  }
+}
+
+}  // namespace crossrail

@@ -1,0 +1,52 @@
+// 64-bit words that a GPU kernel or the CPU increments, watched by one polling thread per engine.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine/notifier.h"
+
+namespace crossrail {
+
+class Engine;
+class WatcherThread;
+
+// One watched word. Intermediate values may be skipped; none is reported twice and the last one is always reported.
+// Threads: add()/store()/value()/take() from any thread.
+class Watcher : public RefCounted<Watcher> {
+ public:
+  ~Watcher();
+  // Address of the word, 8-byte aligned, valid while the watcher lives: for kernels and other writers.
+  std::atomic<uint64_t>* word() { return word_; }
+  uint64_t value() const { return word_->load(std::memory_order_acquire); }
+  void store(uint64_t value) { word_->store(value, std::memory_order_release); }
+  void add(uint64_t delta) { word_->fetch_add(delta, std::memory_order_acq_rel); }
+
+  // After a notification: the value last taken and the current one; equal when another take was faster.
+  struct Change {
+    uint64_t old_value;
+    uint64_t new_value;
+  };
+  Change take();
+
+  // Stops watching. Idempotent.
+  void close();
+
+ private:
+  friend class WatcherThread;
+  Watcher(std::shared_ptr<WatcherThread> thread, std::atomic<uint64_t>* word, uint32_t slot, Ref<Notifier> notifier,
+          uint64_t cookie);
+  std::shared_ptr<WatcherThread> thread_;
+  std::atomic<uint64_t>* word_;
+  uint32_t slot_;
+  Ref<Notifier> notifier_;
+  uint64_t cookie_;
+  uint64_t seen_ = 0;                  // polling thread only
+  std::atomic<uint64_t> taken_{0};
+};
+
+}  // namespace crossrail

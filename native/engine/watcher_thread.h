@@ -1,0 +1,46 @@
+// The thread that looks at watched words: apart from the worker, so that a long copy does not delay a callback and a
+// sleeping worker does not need to wake for words that no one can sleep on.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine/watcher.h"
+
+namespace crossrail {
+
+// Lifecycle: 1. made at the first alloc_watcher; no thread. 2. runs while there is something to watch. 3. stop().
+// Threads: any.
+class WatcherThread {
+ public:
+  explicit WatcherThread(int64_t poll_ns);
+  ~WatcherThread();
+
+  Ref<Watcher> add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie);
+  void remove(Watcher* watcher);
+  void free_slot(uint32_t slot);
+  void stop();
+  void abandon_after_fork();
+
+ private:
+  static constexpr uint32_t kWords = 512; // a page, as the paper's watcher has
+
+  void run();
+  bool look_at_all();
+
+  const int64_t poll_ns_;
+  std::atomic<uint64_t>* words_;
+  std::mutex mutex_; // guards everything below
+  std::condition_variable changed_;
+  std::vector<Watcher*> watchers_;
+  std::vector<uint32_t> free_slots_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace crossrail

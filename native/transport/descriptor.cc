@@ -1,0 +1,161 @@
+#include "transport/descriptor.h"
+
+#include "util/codec.h"
+#include "util/errors.h"
+
+namespace crossrail {
+
+namespace {
+
+constexpr uint32_t kAddressMagic = 0x41415258;    // "XRAA"
+constexpr uint32_t kDescriptorMagic = 0x44525258; // "XRRD"
+constexpr uint16_t kVersion = 1;
+constexpr size_t kNameBytesMax = 64;
+constexpr size_t kEncodedBytesMax = 512;
+
+// FNV-1a: catches truncation and flipped bits; it is no defence against an attacker, and none is needed: the fields are
+// checked one by one.
+uint32_t checksum(std::span<const uint8_t> bytes) {
+  uint32_t hash = 2166136261u;
+  for (const uint8_t byte : bytes) hash = (hash ^ byte) * 16777619u;
+  return hash;
+}
+
+Bytes seal(Writer& writer) {
+  writer.put(checksum(writer.bytes()));
+  return std::move(writer.bytes());
+}
+
+[[noreturn]] void malformed(const char* what, const std::string& why) {
+  throw UsageError(std::string(what) + " bytes are malformed: " + why);
+}
+
+// Checks size, checksum, magic and version; leaves the reader behind them.
+Reader open_sealed(const char* what, uint32_t magic, std::span<const uint8_t> bytes) {
+  if (bytes.size() < 10) malformed(what, std::to_string(bytes.size()) + " bytes, at least 10 expected");
+  if (bytes.size() > kEncodedBytesMax) {
+    malformed(what, std::to_string(bytes.size()) + " bytes, at most " + std::to_string(kEncodedBytesMax) + " expected");
+  }
+  Reader reader(bytes.first(bytes.size() - 4));
+  if (reader.get<uint32_t>() != magic) malformed(what, "they do not begin as a crossrail " + std::string(what));
+  const auto version = reader.get<uint16_t>();
+  if (version != kVersion) {
+    malformed(what, "version " + std::to_string(version) + ", this build speaks version " + std::to_string(kVersion) +
+                        "; use the same crossrail release on both sides");
+  }
+  Reader tail(bytes.last(4));
+  if (tail.get<uint32_t>() != checksum(bytes.first(bytes.size() - 4))) malformed(what, "checksum differs, they were cut or changed");
+  return reader;
+}
+
+void put_address(Writer& writer, const Address& address) {
+  writer.put(static_cast<uint8_t>(address.transport));
+  writer.put_bytes(address.incarnation);
+  writer.put_text(address.name);
+  writer.put_text(address.host);
+  writer.put(address.pid);
+  writer.put(address.rail_count);
+}
+
+Address get_address(const char* what, Reader& reader) {
+  Address address;
+  const auto transport = reader.get<uint8_t>();
+  reader.get_bytes(address.incarnation);
+  address.name = reader.get_text();
+  address.host = reader.get_text();
+  address.pid = reader.get<uint32_t>();
+  address.rail_count = reader.get<uint8_t>();
+  if (!reader.ok()) malformed(what, "they end too early");
+  if (transport != static_cast<uint8_t>(TransportKind::kShm) && transport != static_cast<uint8_t>(TransportKind::kNull)) {
+    malformed(what, "transport kind " + std::to_string(transport) + " is unknown to this build");
+  }
+  address.transport = static_cast<TransportKind>(transport);
+  if (address.name.empty() || address.name.size() > kNameBytesMax) malformed(what, "engine name is empty or too long");
+  if (address.host.size() > kNameBytesMax) malformed(what, "host identity is too long");
+  if (address.rail_count < 1 || address.rail_count > kRailsMax) {
+    malformed(what, "rail count " + std::to_string(address.rail_count) + " is not in 1..16");
+  }
+  return address;
+}
+
+}  // namespace
+
+std::string to_hex(std::span<const uint8_t> bytes) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  text.reserve(2 * bytes.size());
+  for (const uint8_t byte : bytes) {
+    text += kDigits[byte >> 4];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
+Bytes Address::encode() const {
+  Writer writer;
+  writer.put(kAddressMagic);
+  writer.put(kVersion);
+  put_address(writer, *this);
+  return seal(writer);
+}
+
+Address Address::decode(std::span<const uint8_t> bytes) {
+  Reader reader = open_sealed("address", kAddressMagic, bytes);
+  Address address = get_address("address", reader);
+  if (!reader.finished()) malformed("address", "there is more after the end");
+  return address;
+}
+
+Bytes RegionDescriptor::encode() const {
+  Writer writer;
+  writer.put(kDescriptorMagic);
+  writer.put(kVersion);
+  put_address(writer, owner);
+  writer.put(region_id);
+  writer.put(length_bytes);
+  writer.put(static_cast<uint8_t>(access));
+  return seal(writer);
+}
+
+RegionDescriptor RegionDescriptor::decode(std::span<const uint8_t> bytes) {
+  constexpr const char* kWhat = "region descriptor";
+  Reader reader = open_sealed(kWhat, kDescriptorMagic, bytes);
+  RegionDescriptor descriptor;
+  descriptor.owner = get_address(kWhat, reader);
+  descriptor.region_id = reader.get<uint64_t>();
+  descriptor.length_bytes = reader.get<uint64_t>();
+  const auto access = reader.get<uint8_t>();
+  if (!reader.finished()) malformed(kWhat, reader.ok() ? "there is more after the end" : "they end too early");
+  switch (access) {
+    case static_cast<uint8_t>(Access::kLocal):
+    case static_cast<uint8_t>(Access::kRemoteRead):
+    case static_cast<uint8_t>(Access::kRemoteWrite):
+      descriptor.access = static_cast<Access>(access);
+      break;
+    default: // a byte from outside, not an enum
+      malformed(kWhat, "access " + std::to_string(access) + " is unknown");
+  }
+  if (descriptor.region_id == 0) malformed(kWhat, "region id is zero");
+  if (descriptor.length_bytes == 0 || descriptor.length_bytes > (uint64_t{1} << 56)) {
+    malformed(kWhat, "length " + std::to_string(descriptor.length_bytes) + " is out of range");
+  }
+  return descriptor;
+}
+
+const char* status_name(Status status) {
+  switch (status) {
+    case Status::kPending: return "pending";
+    case Status::kDone: return "done";
+    case Status::kCancelled: return "cancelled";
+    case Status::kPeerLost: return "peer-lost";
+    case Status::kRegionClosed: return "region-closed";
+    case Status::kOutOfBounds: return "out-of-bounds";
+    case Status::kAccessDenied: return "access-denied";
+    case Status::kMessageTooLong: return "message-too-long";
+    case Status::kEngineClosed: return "engine-closed";
+    case Status::kTransportFailed: return "transport-failed";
+  }
+  return "?";
+}
+
+}  // namespace crossrail

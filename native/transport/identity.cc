@@ -1,0 +1,36 @@
+#include "transport/identity.h"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <fstream>
+
+#include "util/errors.h"
+
+namespace crossrail {
+
+Address make_address(TransportKind transport, const std::string& name, uint32_t rail_count) {
+  Address address;
+  address.transport = transport;
+  address.name = name;
+  address.host = host_identity();
+  address.pid = static_cast<uint32_t>(getpid());
+  address.rail_count = static_cast<uint8_t>(rail_count);
+  if (getrandom(address.incarnation.data(), address.incarnation.size(), 0) !=
+      static_cast<ssize_t>(address.incarnation.size())) {
+    throw_errno("getrandom", "cannot draw an incarnation");
+  }
+  return address;
+}
+
+const std::string& host_identity() {
+  static const std::string identity = [] {
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::string text;
+    std::getline(file, text);
+    return text.empty() ? std::string("unknown-host") : text.substr(0, 64);
+  }();
+  return identity;
+}
+
+}  // namespace crossrail

@@ -1,0 +1,53 @@
+// A rail that completes everything at once and moves nothing: measures what the engine itself costs.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace crossrail {
+
+class NullTransport final : public Transport {
+ public:
+  NullTransport(const TransportOptions& options, Sink* sink);
+
+  const Traits& traits() const override { return traits_; }
+  const Address& address() const override { return address_; }
+  std::unique_ptr<LocalRegion> register_memory(std::byte* base, uint64_t length_bytes, Access access) override;
+  std::unique_ptr<LocalRegion> allocate(uint64_t length_bytes, bool populate) override;
+  void revoke_region(LocalRegion&) override {}
+  bool is_region_quiet(const LocalRegion&) override { return true; }
+  Link* connect(const std::shared_ptr<const Address>& address) override;
+  void disconnect(Link& link) override;
+  std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) override;
+  std::vector<PathReport> explain(Link& link) override;
+  uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
+  uint32_t poll() override;
+  uint32_t ticket() const override { return ticket_.load(std::memory_order_acquire); }
+  void arm() override { armed_.store(1, std::memory_order_seq_cst); }
+  void disarm() override { armed_.store(0, std::memory_order_relaxed); }
+  bool is_armed() const override { return armed_.load(std::memory_order_seq_cst) != 0; }
+  bool has_arrivals() override { return !coming_up_.empty(); }
+  void sleep(uint32_t ticket, Deadline deadline) override;
+  void wake() override;
+  void wake_always() override;
+  void close() override;
+  void abandon_after_fork() override {}
+
+ private:
+  struct NullLink final : Link {};
+  Sink* const sink_;
+  Traits traits_;
+  Address address_;
+  std::atomic<uint64_t> next_region_{1};
+  std::atomic<uint32_t> ticket_{0};
+  std::atomic<uint32_t> armed_{0};
+  std::vector<std::unique_ptr<NullLink>> links_;
+  std::vector<NullLink*> coming_up_;
+  // Requests are copied here as a NIC's queue would take them, so that posting costs what filling a queue costs.
+  std::vector<WorkRequest> queue_;
+  size_t queue_at_ = 0;
+};
+
+}  // namespace crossrail

@@ -1,0 +1,18 @@
+#include "transport/open.h"
+
+#include "transport/null/null_transport.h"
+#include "transport/shm/shm_transport.h"
+
+namespace crossrail {
+
+std::unique_ptr<Transport> open_transport(TransportKind kind, const TransportOptions& options, Sink* sink) {
+  switch (kind) {
+    case TransportKind::kShm:
+      return std::make_unique<shm::ShmTransport>(options, sink);
+    case TransportKind::kNull:
+      return std::make_unique<NullTransport>(options, sink);
+  }
+  return nullptr;
+}
+
+}  // namespace crossrail

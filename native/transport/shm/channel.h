@@ -1,0 +1,118 @@
+// The two ends of a Channel.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "transport/shm/layout.h"
+
+namespace crossrail::shm {
+
+// Where the consumer is. One thread at a time.
+class ChannelReader {
+ public:
+  ChannelReader() = default;
+  explicit ChannelReader(Channel* channel) : channel_(channel) {}
+
+  bool has_entry() const { return peek() != nullptr; }
+
+  // The next entry, or null. The entry stays in place until pop().
+  // acquire: pairs with the release in ChannelWriter::publish, so that the body and staged bytes are seen whole.
+  const Entry* peek() const {
+    const Entry& entry = channel_->entries[position_ % kRingEntries];
+    const uint32_t sequence = entry.sequence.load(std::memory_order_acquire);
+    return sequence == static_cast<uint32_t>(position_ + 1) ? &entry : nullptr;
+  }
+
+  // Done with the current entry. status 0 is success.
+  void pop(uint8_t status) {
+    if (status != 0) channel_->entries[position_ % kRingEntries].status.store(status, std::memory_order_relaxed);
+    ++position_;
+  }
+
+  // Tells the producer what was popped since the last call. True when there was something.
+  // release: pairs with the acquire in ChannelWriter::refresh; the producer then reuses entries and staging, and reads
+  // statuses.
+  bool publish() {
+    if (published_ == position_) return false;
+    channel_->consumed.store(position_, std::memory_order_release);
+    published_ = position_;
+    return true;
+  }
+
+  // A staged block, or null when the offsets do not make sense.
+  const std::byte* block(uint64_t stage_at, uint64_t bytes) const {
+    if (bytes > kStageBytes || stage_at > kStageBytes - bytes) return nullptr;
+    return channel_->stage + stage_at;
+  }
+
+ private:
+  Channel* channel_ = nullptr;
+  uint64_t position_ = 0;
+  uint64_t published_ = 0;
+};
+
+// Where the producer is. One thread at a time.
+// Invariant: entries in [consumed_, position_) are with the consumer; stage bytes in [stage_tail_, stage_head_) (counted
+// without wrapping) belong to them.
+class ChannelWriter {
+ public:
+  ChannelWriter() = default;
+  explicit ChannelWriter(Channel* channel) : channel_(channel) {}
+
+  uint64_t position() const { return position_; }
+  uint64_t consumed() const { return consumed_; }
+  uint8_t status_of(uint64_t position) const {
+    return channel_->entries[position % kRingEntries].status.load(std::memory_order_relaxed);
+  }
+
+  // Learns how far the consumer is. A consumer that claims more than it was given is ignored.
+  void refresh() {
+    const uint64_t consumed = channel_->consumed.load(std::memory_order_acquire);
+    if (consumed > consumed_ && consumed <= position_) consumed_ = consumed;
+  }
+
+  bool has_room() {
+    if (position_ - consumed_ < kRingEntries) return true;
+    refresh();
+    return position_ - consumed_ < kRingEntries;
+  }
+
+  // The entry to fill, after has_room().
+  Entry& next() {
+    Entry& entry = channel_->entries[position_ % kRingEntries];
+    entry.status.store(0, std::memory_order_relaxed);
+    entry.has_imm = 0;
+    return entry;
+  }
+
+  void publish(Entry& entry) {
+    ++position_;
+    entry.sequence.store(static_cast<uint32_t>(position_), std::memory_order_release);
+  }
+
+  // A contiguous block of the staging ring, or null when there is no room now. *stage_at is its offset; commit with
+  // stage_head() remembered by the caller, free with release_stage().
+  std::byte* reserve(uint64_t bytes, uint64_t* stage_at) {
+    uint64_t head = stage_head_;
+    const uint64_t in_ring = head % kStageBytes;
+    if (in_ring + bytes > kStageBytes) head += kStageBytes - in_ring; // does not fit before the end: skip to the start
+    if (head + bytes - stage_tail_ > kStageBytes) return nullptr;
+    stage_head_ = head + bytes;
+    *stage_at = head % kStageBytes;
+    return channel_->stage + *stage_at;
+  }
+  uint64_t stage_head() const { return stage_head_; }
+  // Everything reserved up to `head` is free again.
+  void release_stage(uint64_t head) { stage_tail_ = head; }
+
+ private:
+  Channel* channel_ = nullptr;
+  uint64_t position_ = 0;
+  uint64_t consumed_ = 0;
+  uint64_t stage_head_ = 0;
+  uint64_t stage_tail_ = 0;
+};
+
+}  // namespace crossrail::shm

@@ -1,0 +1,122 @@
+// The control plane of the shm transport: one thread that accepts and makes connections, passes file descriptors,
+// answers questions about regions and notices death. No payload goes this way.
+//
+// Peers meet at an abstract unix socket named after the incarnation: nothing in any file system, nothing left behind by
+// SIGKILL. Only processes of the same user (or root) are let in.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "transport/shm/layout.h"
+#include "transport/shm/region_table.h"
+#include "transport/transport.h"
+#include "util/memory_map.h"
+
+namespace crossrail::shm {
+
+// What the control thread tells the progress holder.
+struct ControlEvent {
+  enum class Kind : uint8_t { kOutUp, kOutDown, kInUp, kInDown, kImported, kRegionClosed, kPong, kProtocolError };
+  Kind kind;
+  uint64_t link_id = 0;
+  std::shared_ptr<const Address> peer = {}; // kInUp
+  std::shared_ptr<MemoryMap> home = {};     // kOutUp: the target's; kInUp: the initiator's
+  std::shared_ptr<MemoryMap> segment = {};  // kInUp
+  uint32_t rail_count = 0;             // kInUp
+  uint32_t pid = 0;                    // kOutUp: in our pid namespace, 0 when invisible
+  bool same_process = false;           // kOutUp
+  uint64_t region_id = 0;              // kImported, kRegionClosed
+  RegionFacts facts = {};                   // kImported
+  std::string text = {};                    // reason of kOutDown, kInDown, kProtocolError
+};
+
+class Control {
+ public:
+  // wake_holder: called from the control thread when there are events.
+  Control(const Address& address, std::shared_ptr<MemoryMap> home, RegionTable* regions, int64_t connect_timeout_ns,
+          Transport* waker);
+  ~Control();
+
+  // --- progress holder; none of these blocks ---
+  // Starts connecting; kOutUp or kOutDown follows.
+  void connect(uint64_t link_id, const std::shared_ptr<const Address>& address, std::shared_ptr<MemoryMap> segment,
+               uint32_t rail_count);
+  void import_region(uint64_t link_id, uint64_t region_id);
+  void ping(uint64_t link_id);
+  void drop(uint64_t link_id);
+
+  bool has_events() const { return has_events_.load(std::memory_order_acquire); }
+  std::vector<ControlEvent> take_events();
+
+  // --- any thread ---
+  void region_closed(uint64_t region_id);
+  // Says goodbye and joins. Idempotent.
+  void stop();
+  void abandon_after_fork();
+
+ private:
+  struct Connection;
+  struct Command {
+    enum class Kind : uint8_t { kConnect, kImport, kPing, kDrop, kRegionClosed, kStop };
+    Kind kind;
+    uint64_t link_id = 0;
+    uint64_t region_id = 0;
+    std::shared_ptr<const Address> address = {};
+    std::shared_ptr<MemoryMap> segment = {};
+    uint32_t rail_count = 0;
+  };
+
+  void submit(Command command);
+  void emit(ControlEvent event);
+  void run();
+  int next_timeout_ms() const;
+  void handle_commands();
+  void handle_command(Command& command);
+  void start_connect(Connection& connection);
+  void accept_all();
+  void on_readable(Connection& connection);
+  void on_message(Connection& connection, std::span<const uint8_t> bytes, std::vector<Fd> fds);
+  void on_hello(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds);
+  void on_welcome(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds);
+  void on_import(Connection& connection, std::span<const uint8_t> body);
+  void on_imported(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds);
+  void send(Connection& connection, uint8_t type, std::span<const uint8_t> body, std::span<const int> fds = {});
+  void flush(Connection& connection);
+  void watch_process(Connection& connection);
+  void lose(Connection& connection, const std::string& reason);
+  void check_timeouts();
+  void sweep();
+  Connection& add_connection(Fd fd);
+  Connection* find(uint64_t link_id);
+
+  const Address address_;
+  const Bytes address_bytes_;
+  const std::shared_ptr<MemoryMap> home_;
+  RegionTable* const regions_;
+  const int64_t connect_timeout_ns_;
+  Transport* const waker_;
+  Fd listener_;
+  Fd epoll_;
+  Fd command_event_;
+  std::mutex mutex_; // guards commands_ and events_
+  std::deque<Command> commands_;
+  std::vector<ControlEvent> events_;
+  std::atomic<bool> has_events_{false};
+  // Control thread only:
+  std::map<uint64_t, std::unique_ptr<Connection>> connections_; // by token
+  std::map<uint64_t, uint64_t> token_of_link_;                  // of links that we initiated
+  uint64_t next_token_ = 16;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace crossrail::shm

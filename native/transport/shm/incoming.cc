@@ -1,0 +1,188 @@
+// The target's side: executing what peers left in their rings. Peers are not trusted: every field is copied out of
+// shared memory once and checked before use.
+#include <algorithm>
+#include <cstring>
+
+#include "transport/shm/shm_transport.h"
+#include "transport/wire_imm.h"
+#include "util/copy.h"
+
+namespace crossrail::shm {
+
+namespace {
+
+constexpr uint32_t kEntriesPerPoll = 256; // per rail, so that no peer starves the others
+constexpr uint32_t kMessagesPerPoll = 64;
+
+constexpr uint8_t code(Status status) { return status == Status::kDone ? 0 : static_cast<uint8_t>(status); }
+
+}  // namespace
+
+uint32_t ShmTransport::poll_incoming(Incoming& link) {
+  uint32_t moved = drain_messages(link);
+  for (ChannelReader& reader : link.rails) moved += drain_rail(link, reader);
+  if (moved > 0) ring(*link.home);
+  return moved;
+}
+
+uint32_t ShmTransport::drain_messages(Incoming& link) {
+  uint32_t taken = 0;
+  link.message_held = false;
+  while (taken < kMessagesPerPoll) {
+    const Entry* entry = link.messages.peek();
+    if (entry == nullptr) break;
+    const uint64_t bytes = entry->work.stage_bytes;
+    const std::byte* block = link.messages.block(entry->work.stage_at, bytes);
+    Status status = Status::kDone;
+    if (entry->kind != EntryKind::kMessage || block == nullptr || bytes > traits_.message_bytes_max * 4) {
+      sink_->on_protocol_error(link.peer->name, "malformed message");
+      status = Status::kTransportFailed;
+    } else {
+      switch (sink_->on_message(link.peer, {reinterpret_cast<const uint8_t*>(block), bytes})) {
+        case Sink::Offer::kTaken:
+          break;
+        case Sink::Offer::kTooLong:
+          status = Status::kMessageTooLong;
+          break;
+        case Sink::Offer::kHold:
+          link.message_held = true;
+          break;
+      }
+      if (link.message_held) break;
+    }
+    link.messages.pop(code(status));
+    ++taken;
+  }
+  link.messages.publish();
+  return taken;
+}
+
+uint32_t ShmTransport::drain_rail(Incoming& link, ChannelReader& reader) {
+  uint32_t taken = 0;
+  while (taken < kEntriesPerPoll) {
+    const Entry* entry = reader.peek();
+    if (entry == nullptr) break;
+    Status status = Status::kDone;
+    const EntryKind kind = entry->kind;
+    // acquire: pairs with the store in flush_link; seeing it means the initiator has reported these as not done.
+    const bool revoked = kind != EntryKind::kImms && link.segment->revoked.load(std::memory_order_acquire) != 0;
+    if (revoked) {
+      status = Status::kCancelled;
+    } else if (kind == EntryKind::kImms) {
+      const uint32_t count = std::min<uint32_t>(entry->count, kImmPairsMax);
+      for (uint32_t i = 0; i < count; ++i) sink_->on_imm(entry->imms[i].imm & kImmMax, entry->imms[i].units);
+    } else if (kind == EntryKind::kStagedWrite) {
+      status = execute_write(reader, *entry);
+    } else if (kind == EntryKind::kReadRequest) {
+      if (!answer_read(link, *entry)) break; // no room for the answer: later
+    } else {
+      sink_->on_protocol_error(link.peer->name, "entry of unknown kind");
+      status = Status::kTransportFailed;
+    }
+    reader.pop(code(status));
+    ++taken;
+  }
+  reader.publish();
+  return taken;
+}
+
+Status ShmTransport::execute_write(const ChannelReader& reader, const Entry& entry) {
+  const auto work = entry.work; // one copy: the peer may change its memory while we look
+  const bool has_imm = entry.has_imm != 0;
+  const uint64_t table_bytes = uint64_t{work.pieces} * sizeof(StagedPiece);
+  const std::byte* block = reader.block(work.stage_at, work.stage_bytes);
+  if (block == nullptr || work.pieces == 0 || work.pieces > kStagedPiecesMax || table_bytes > work.stage_bytes || work.stage_at % kLine != 0) {
+    return Status::kTransportFailed;
+  }
+  Status status = Status::kDone;
+  // Same protocol as touch(): announce, then look. Our own close() waits while we execute.
+  regions_.executing.store(work.region_id, std::memory_order_seq_cst);
+  const RegionTable::Target* target = regions_.find(work.region_id);
+  if (target == nullptr) {
+    status = Status::kRegionClosed;
+  } else if (target->access != Access::kRemoteWrite) {
+    status = Status::kAccessDenied;
+  } else {
+    uint64_t data_at = table_bytes;
+    for (uint32_t i = 0; i < work.pieces; ++i) {
+      StagedPiece piece;
+      std::memcpy(&piece, block + i * sizeof piece, sizeof piece);
+      if (piece.length_bytes > work.stage_bytes - data_at || piece.length_bytes > target->length_bytes ||
+          piece.offset > target->length_bytes - piece.length_bytes) {
+        status = Status::kOutOfBounds;
+        break;
+      }
+      if (work.reserved != 0) {
+        copy_streaming(target->base + piece.offset, block + data_at, piece.length_bytes, nullptr, 0);
+      } else {
+        copy_cached(target->base + piece.offset, block + data_at, piece.length_bytes);
+      }
+      data_at += piece.length_bytes;
+    }
+    if (work.reserved != 0) copy_fence();
+  }
+  regions_.executing.store(0, std::memory_order_release); // our copies are finished before close() sees this
+  if (status == Status::kDone && has_imm) sink_->on_imm(work.wire_imm & kImmMax, work.units);
+  return status;
+}
+
+// False: the response channel is full.
+bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
+  const auto work = entry.work;
+  ChannelWriter& writer = link.responses.writer;
+  if (!writer.has_room()) return false;
+  writer.refresh();
+  RailQueue& queue = link.responses;
+  uint64_t stage_at = 0;
+  Status status = Status::kDone;
+  const uint64_t bytes = work.stage_bytes;
+  std::byte* block = nullptr;
+  if (bytes > kReadChunkBytes) {
+    status = Status::kTransportFailed;
+  } else {
+    inflight_slot(queue); // makes the table of staging positions
+    for (; queue.retired < writer.consumed(); ++queue.retired) {
+      writer.release_stage(queue.inflight[queue.retired % kRingEntries].stage_head);
+    }
+    block = writer.reserve((bytes + kLine - 1) / kLine * kLine, &stage_at);
+    if (block == nullptr) return false;
+    regions_.executing.store(work.region_id, std::memory_order_seq_cst);
+    const RegionTable::Target* target = regions_.find(work.region_id);
+    if (target == nullptr) {
+      status = Status::kRegionClosed;
+    } else if (target->access == Access::kLocal) {
+      status = Status::kAccessDenied;
+    } else if (bytes > target->length_bytes || work.offset > target->length_bytes - bytes) {
+      status = Status::kOutOfBounds;
+    } else {
+      std::memcpy(block, target->base + work.offset, bytes);
+    }
+    regions_.executing.store(0, std::memory_order_release);
+  }
+  inflight_slot(queue).stage_head = writer.stage_head();
+  Entry& response = writer.next();
+  response.kind = EntryKind::kReadResponse;
+  response.has_imm = code(status);
+  response.work = {.region_id = 0, .offset = 0, .stage_at = stage_at, .stage_bytes = work.stage_bytes, .pieces = 0,
+                   .wire_imm = 0, .units = 0, .tag = work.tag, .reserved = 0};
+  writer.publish(response);
+  return true;
+}
+
+// Takes what is still valid in the rings of a peer that left, then forgets it.
+void ShmTransport::drop_incoming(uint64_t link_id) {
+  const auto found = std::find_if(incoming_.begin(), incoming_.end(), [&](const auto& link) { return link->id == link_id; });
+  if (found == incoming_.end()) return;
+  Incoming& link = **found;
+  // A ring holds at most kRingEntries entries; more would be a peer that still writes.
+  for (uint32_t round = 0; round <= kRingEntries / kMessagesPerPoll && drain_messages(link) > 0; ++round) {
+  }
+  for (ChannelReader& reader : link.rails) {
+    for (uint32_t round = 0; round <= kRingEntries / kEntriesPerPoll && drain_rail(link, reader) > 0; ++round) {
+    }
+  }
+  std::lock_guard lock(links_mutex_);
+  incoming_.erase(found);
+}
+
+}  // namespace crossrail::shm

@@ -1,0 +1,145 @@
+// What the progress holder keeps per connection. Links are one-way: Outgoing is the initiator's end, Incoming the
+// target's. Two engines that write to each other have two links, so that both may connect at once.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/shm/channel.h"
+#include "transport/shm/layout.h"
+#include "transport/shm/region_table.h"
+#include "transport/transport.h"
+#include "util/memory_map.h"
+
+namespace crossrail::shm {
+
+// A region of the target, as far as the initiator knows it.
+struct Import {
+  enum class State : uint8_t { kPending, kDirect, kPrivate, kRefused };
+  State state = State::kPending;
+  uint64_t region_id = 0;
+  Status status = Status::kPending;  // of kRefused
+  std::string text;                  // of kRefused
+  Access access = Access::kLocal;
+  std::byte* base = nullptr;         // kDirect: where we reach it
+  uint64_t remote_base = 0;          // its address in the target, for cross-memory attach
+  uint64_t length_bytes = 0;
+  bool is_local = false;             // in our own process
+  std::shared_ptr<MemoryMap> map;
+  // For explain(). Rate over pieces long enough to be worth timing.
+  uint64_t bytes_moved = 0;
+  uint64_t timed_bytes = 0;
+  int64_t timed_ns = 0;
+};
+
+class ShmKey final : public RemoteKey {
+ public:
+  explicit ShmKey(std::shared_ptr<Import> import) : import(std::move(import)) {}
+  const std::shared_ptr<Import> import;
+};
+
+// A read of private memory, cut in chunks.
+struct StagedRead {
+  void* context;
+  uint64_t bytes;
+  uint32_t chunks_open;
+  bool all_requested;
+  Status status;
+};
+struct ReadChunk {
+  StagedRead* read = nullptr; // null: free
+  std::byte* local = nullptr;
+  uint32_t bytes = 0;
+};
+inline constexpr uint32_t kReadChunks = 16; // outstanding per link; responses need room in one staging ring
+inline constexpr uint64_t kReadChunkBytes = 64 << 10;
+
+// One staged entry that the target has not confirmed yet.
+struct InFlight {
+  void* context;
+  uint64_t bytes;
+  uint64_t stage_head;  // staging ring position behind this entry
+  uint32_t retires;     // work requests that end with it
+  bool staged;          // false: an immediate entry, nothing to retire
+};
+
+// The initiator's end of a rail: staged work on its way.
+struct RailQueue {
+  ChannelWriter writer;
+  struct Pending {
+    WorkRequest request;
+    uint64_t done_bytes = 0;
+    StagedRead* read = nullptr; // of a read that has begun
+  };
+  std::deque<Pending> pending;              // accepted, not yet (wholly) in the ring
+  std::unique_ptr<InFlight[], decltype(&std::free)> inflight{nullptr, &std::free}; // by position; allocated at first use
+  uint64_t retired = 0;                     // positions before this are retired
+  uint32_t staged_inflight = 0;
+  Status sticky = Status::kDone;            // of the earlier chunks of the request at the head
+  // Immediates whose bytes are in place, not yet published.
+  std::array<ImmPair, kImmPairsMax> open_imms;
+  uint32_t open_imm_count = 0;
+};
+inline constexpr size_t kPendingMax = 256; // work requests per rail waiting for staging room: the send queue's depth
+
+// Which way private memory goes, found by trying both on real traffic.
+struct PrivateChoice {
+  enum class Phase : uint8_t { kTryStaged, kTryAttach, kStaged, kAttach };
+  Phase phase = Phase::kTryStaged;
+  std::string reason = "staged until enough has been moved to compare it with cross-memory attach";
+  uint64_t staged_bytes = 0;
+  int64_t staged_ns = 0;
+  uint64_t attach_bytes = 0;
+  int64_t attach_ns = 0;
+  bool uses_attach() const { return phase == Phase::kTryAttach || phase == Phase::kAttach; }
+};
+
+struct Outgoing final : Link {
+  uint64_t id = 0;
+  std::shared_ptr<const Address> address;
+  bool up = false;
+  bool same_process = false;
+  uint32_t pid = 0;
+  uint32_t rail_count = 0;
+  std::shared_ptr<MemoryMap> segment_map;
+  LinkSegment* segment = nullptr;
+  std::shared_ptr<MemoryMap> home_map;
+  HomeSegment* home = nullptr;
+  uint64_t hazard = 0;       // what segment->hazard holds
+  RailQueue messages;
+  std::vector<RailQueue> rails;
+  ChannelReader responses;
+  std::array<ReadChunk, kReadChunks> read_chunks;
+  uint32_t reads_open = 0;
+  std::map<uint64_t, std::shared_ptr<Import>> imports;
+  uint32_t imports_pending = 0;
+  PrivateChoice choice;
+  uint32_t outstanding = 0;  // staged entries, messages, reads and imports that wait for the target
+  // Liveness: when something outstanding last moved, and the question whether it still lives.
+  int64_t moved_ns = 0;
+  int64_t pinged_ns = 0;     // 0: no ping under way
+  int64_t backlog_ns = 0;    // when the last poll left staged work waiting, or 0: times the staged path
+  bool frozen = false;
+};
+
+struct Incoming {
+  uint64_t id = 0;
+  std::shared_ptr<const Address> peer;
+  uint32_t rail_count = 0;
+  std::shared_ptr<MemoryMap> segment_map;
+  LinkSegment* segment = nullptr;
+  std::shared_ptr<MemoryMap> home_map;
+  HomeSegment* home = nullptr;
+  ChannelReader messages;
+  std::vector<ChannelReader> rails;
+  RailQueue responses;
+  bool message_held = false; // the next message was offered and held back
+};
+
+}  // namespace crossrail::shm

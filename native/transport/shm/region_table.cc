@@ -1,0 +1,122 @@
+#include "transport/shm/region_table.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <new>
+
+#include "util/errors.h"
+
+namespace crossrail::shm {
+
+namespace {
+constexpr uint64_t slot_of(uint64_t region_id) { return region_id & (kRegionSlots - 1); }
+}  // namespace
+
+ShmRegion::~ShmRegion() { table_->remove(*this); }
+
+void RegionTable::Deleter::operator()(Target* targets) const { std::free(targets); }
+
+// calloc: the table is large and mostly untouched, so most of it never becomes resident.
+RegionTable::RegionTable(HomeSegment* home)
+    : home_(home), targets_(static_cast<Target*>(std::calloc(kRegionSlots, sizeof(Target)))) {
+  if (targets_ == nullptr) throw std::bad_alloc();
+}
+
+std::unique_ptr<ShmRegion> RegionTable::add(std::byte* base, uint64_t length_bytes, Access access) {
+  auto region = std::make_unique<ShmRegion>(this, access);
+  region->base = base;
+  region->length_bytes = length_bytes;
+  std::lock_guard lock(mutex_);
+  uint32_t slot;
+  if (!free_slots_.empty()) {
+    slot = free_slots_.back();
+    free_slots_.pop_back();
+  } else if (next_slot_ < kRegionSlots) {
+    slot = next_slot_++;
+  } else {
+    region->id = ~uint64_t{0};
+    throw TransportError("register", 0, "all " + std::to_string(kRegionSlots) + " region slots of the engine are taken",
+                         "register larger regions, or close some");
+  }
+  region->id = next_generation_++ << kRegionSlotBits | slot;
+  // Engine-owned memory, or a part of it: peers can map it.
+  auto after = maps_.upper_bound(base);
+  if (after != maps_.begin()) {
+    const auto candidate = std::prev(after);
+    if (auto map = candidate->second.lock()) {
+      const auto offset = static_cast<uint64_t>(base - candidate->first);
+      if (offset <= map->size() && length_bytes <= map->size() - offset) {
+        region->map = std::move(map);
+        region->map_offset = offset;
+        region->is_mapped = true;
+      }
+    }
+  }
+  targets_[slot] = {base, length_bytes, access};
+  open_[region->id] = region.get();
+  // release: the target entry above is visible to whoever sees the id (find() acquires).
+  home_->region_ids[slot].store(region->id, std::memory_order_release);
+  return region;
+}
+
+std::unique_ptr<ShmRegion> RegionTable::allocate(uint64_t length_bytes, bool populate) {
+  auto map = MemoryMap::create("crossrail-region", length_bytes);
+  if (populate) {
+    const int failure = posix_fallocate(map->fd(), 0, static_cast<off_t>(map->size()));
+    if (failure != 0) {
+      errno = failure;
+      throw_errno("fallocate", "cannot populate " + std::to_string(length_bytes) + " bytes", "ask for less, or populate=False");
+    }
+    // Maps the pages too; older kernels lack it, and then the first touch does it.
+    madvise(map->data(), map->size(), MADV_POPULATE_WRITE);
+  }
+  {
+    std::lock_guard lock(mutex_);
+    std::erase_if(maps_, [](const auto& item) { return item.second.expired(); });
+    maps_[map->data()] = map;
+  }
+  auto region = add(map->data(), length_bytes, Access::kRemoteWrite);
+  CROSSRAIL_ASSERT(region->map == map);
+  return region;
+}
+
+void RegionTable::revoke(const ShmRegion& region) {
+  std::lock_guard lock(mutex_);
+  open_.erase(region.id);
+  uint64_t expected = region.id;
+  // seq_cst: pairs with the seq_cst hazard store and id load of a toucher (ShmTransport::touch, execute): either it
+  // sees the id gone, or our later look at the hazards sees it at work.
+  home_->region_ids[slot_of(region.id)].compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
+}
+
+void RegionTable::remove(const ShmRegion& region) {
+  if (region.id == 0 || region.id == ~uint64_t{0}) return;
+  revoke(region);
+  std::lock_guard lock(mutex_);
+  free_slots_.push_back(static_cast<uint32_t>(slot_of(region.id)));
+}
+
+RegionFacts RegionTable::facts(uint64_t region_id) {
+  std::lock_guard lock(mutex_);
+  RegionFacts facts;
+  const auto found = open_.find(region_id);
+  if (found == open_.end()) return facts;
+  const ShmRegion& region = *found->second;
+  facts.status = Status::kDone;
+  facts.access = region.access;
+  facts.base = reinterpret_cast<uint64_t>(region.base);
+  facts.length_bytes = region.length_bytes;
+  facts.map = region.map;
+  facts.map_offset = region.map_offset;
+  return facts;
+}
+
+const RegionTable::Target* RegionTable::find(uint64_t region_id) const {
+  const uint64_t slot = slot_of(region_id);
+  if (region_id == 0 || home_->region_ids[slot].load(std::memory_order_seq_cst) != region_id) return nullptr;
+  return &targets_[slot];
+}
+
+}  // namespace crossrail::shm

@@ -1,0 +1,83 @@
+// Regions of one engine: which memory is open to peers, under which id.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "transport/shm/layout.h"
+#include "transport/transport.h"
+#include "util/memory_map.h"
+
+namespace crossrail::shm {
+
+class RegionTable;
+
+// Lifecycle: 1. open: id in the home segment. 2. revoked: id gone from it, peers refuse. 3. destroyed: slot free again,
+// under a new generation.
+class ShmRegion final : public LocalRegion {
+ public:
+  ShmRegion(RegionTable* table, Access access) : access(access), table_(table) {}
+  ~ShmRegion() override;
+
+  const Access access;
+  std::shared_ptr<MemoryMap> map; // null: private memory of the process
+  uint64_t map_offset = 0;
+
+ private:
+  RegionTable* const table_;
+};
+
+// What a peer is told about a region.
+struct RegionFacts {
+  Status status = Status::kRegionClosed; // kDone: open
+  Access access = Access::kLocal;
+  uint64_t base = 0;         // address in the owner
+  uint64_t length_bytes = 0;
+  std::shared_ptr<MemoryMap> map;
+  uint64_t map_offset = 0;
+};
+
+// Threads: any, except find(): progress holder.
+class RegionTable {
+ public:
+  explicit RegionTable(HomeSegment* home);
+
+  // Throws TransportError when all slots are taken.
+  std::unique_ptr<ShmRegion> add(std::byte* base, uint64_t length_bytes, Access access);
+  std::unique_ptr<ShmRegion> allocate(uint64_t length_bytes, bool populate);
+  void revoke(const ShmRegion& region);
+  RegionFacts facts(uint64_t region_id);
+
+  // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see is_quiet).
+  struct Target {
+    std::byte* base;
+    uint64_t length_bytes;
+    Access access;
+  };
+  const Target* find(uint64_t region_id) const;
+
+  // Region that the progress holder copies into or out of on behalf of a peer, or 0. Same protocol as
+  // LinkSegment::hazard: store the id, then look whether the region is still open; revoke, then look at this.
+  std::atomic<uint64_t> executing{0};
+
+ private:
+  friend class ShmRegion;
+  void remove(const ShmRegion& region);
+
+  HomeSegment* const home_;
+  std::mutex mutex_;
+  std::vector<uint32_t> free_slots_; // used as a queue: longest unused first is not needed, generations differ
+  uint32_t next_slot_ = 0;
+  uint64_t next_generation_ = 1;
+  std::map<uint64_t, const ShmRegion*> open_;          // by id
+  std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_; // engine-owned memory by address
+  struct Deleter {
+    void operator()(Target* targets) const;
+  };
+  std::unique_ptr<Target[], Deleter> targets_; // by slot; written before the id is published, read after it was seen
+};
+
+}  // namespace crossrail::shm

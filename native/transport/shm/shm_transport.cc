@@ -1,0 +1,303 @@
+#include "transport/shm/shm_transport.h"
+
+#include <algorithm>
+
+#include "transport/identity.h"
+#include "util/clock.h"
+#include "util/errors.h"
+#include "util/futex.h"
+
+namespace crossrail::shm {
+
+namespace {
+
+// A write is cut so that small ones and arrivals get a turn after some 10 us of copying.
+constexpr uint64_t kSliceBytes = uint64_t{256} << 10;
+
+HomeSegment* make_home(MemoryMap& map) {
+  // Not constructed: memfd memory is zero, which is what every field starts as, and writing zeros would make it resident.
+  auto* home = reinterpret_cast<HomeSegment*>(map.data());
+  home->magic = kLayoutMagic;
+  home->version = kLayoutVersion;
+  return home;
+}
+
+}  // namespace
+
+ShmTransport::ShmTransport(const TransportOptions& options, Sink* sink)
+    : sink_(sink),
+      traits_{.rail_count = options.rail_count,
+              .slice_bytes_max = kSliceBytes,
+              .message_bytes_max = options.message_bytes_max,
+              .fifo_rails = true},
+      address_(make_address(TransportKind::kShm, options.name, options.rail_count)),
+      private_path_(options.private_path),
+      home_map_(MemoryMap::create("crossrail-home", sizeof(HomeSegment))),
+      home_(make_home(*home_map_)),
+      regions_(home_),
+      control_(std::make_unique<Control>(address_, home_map_, &regions_, options.connect_timeout_ns, this)) {}
+
+ShmTransport::~ShmTransport() { close(); }
+
+void ShmTransport::close() {
+  if (closed_) return;
+  closed_ = true;
+  for (auto& link : outgoing_) flush_link(*link, Status::kEngineClosed, "the engine was closed");
+  control_->stop();
+  std::lock_guard lock(links_mutex_);
+  outgoing_.clear();
+  incoming_.clear();
+}
+
+void ShmTransport::abandon_after_fork() { control_->abandon_after_fork(); }
+
+// --- memory ---
+
+std::unique_ptr<LocalRegion> ShmTransport::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
+  return regions_.add(base, length_bytes, access);
+}
+
+std::unique_ptr<LocalRegion> ShmTransport::allocate(uint64_t length_bytes, bool populate) {
+  return regions_.allocate(length_bytes, populate);
+}
+
+void ShmTransport::revoke_region(LocalRegion& region) {
+  auto& shm_region = static_cast<ShmRegion&>(region);
+  regions_.revoke(shm_region);
+  control_->region_closed(shm_region.id);
+}
+
+bool ShmTransport::is_region_quiet(const LocalRegion& region) {
+  // seq_cst loads: see RegionTable::revoke for what they pair with.
+  if (regions_.executing.load(std::memory_order_seq_cst) == region.id) return false;
+  std::lock_guard lock(links_mutex_);
+  return std::none_of(incoming_.begin(), incoming_.end(), [&](const auto& link) {
+    return link->segment->hazard.load(std::memory_order_seq_cst) == region.id;
+  });
+}
+
+// --- peers ---
+
+Link* ShmTransport::connect(const std::shared_ptr<const Address>& address) {
+  auto link = std::make_unique<Outgoing>();
+  link->id = next_link_id_++;
+  link->address = address;
+  link->rail_count = traits_.rail_count;
+  link->segment_map = MemoryMap::create("crossrail-link", link_segment_bytes(link->rail_count));
+  link->segment = reinterpret_cast<LinkSegment*>(link->segment_map->data()); // zero, see make_home
+  link->segment->magic = kLayoutMagic;
+  link->segment->version = kLayoutVersion;
+  link->segment->rail_count = link->rail_count;
+  link->messages.writer = ChannelWriter(&link->segment->channels[kMessageChannel]);
+  link->responses = ChannelReader(&link->segment->channels[kResponseChannel]);
+  link->rails.resize(link->rail_count);
+  for (uint32_t rail = 0; rail < link->rail_count; ++rail) {
+    link->rails[rail].writer = ChannelWriter(&link->segment->channels[kFirstRailChannel + rail]);
+  }
+  if (private_path_ == 1) {
+    link->choice.phase = PrivateChoice::Phase::kStaged;
+    link->choice.reason = "asked for by private_path";
+  } else if (private_path_ == 2) {
+    link->choice.phase = PrivateChoice::Phase::kAttach;
+    link->choice.reason = "asked for by private_path";
+  }
+  control_->connect(link->id, address, link->segment_map, link->rail_count);
+  outgoing_.push_back(std::move(link));
+  return outgoing_.back().get();
+}
+
+void ShmTransport::disconnect(Link& link) {
+  auto& outgoing = static_cast<Outgoing&>(link);
+  flush_link(outgoing, Status::kPeerLost, "forgotten on request");
+  control_->drop(outgoing.id);
+  std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == &outgoing; });
+}
+
+std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescriptor& descriptor) {
+  auto& outgoing = static_cast<Outgoing&>(link);
+  auto& import = outgoing.imports[descriptor.region_id];
+  if (!import) {
+    import = std::make_shared<Import>();
+    import->region_id = descriptor.region_id;
+    ++outgoing.imports_pending;
+    ++outgoing.outstanding;
+    if (outgoing.up) control_->import_region(outgoing.id, descriptor.region_id);
+  }
+  return std::make_unique<ShmKey>(import);
+}
+
+Outgoing* ShmTransport::find_outgoing(uint64_t id) {
+  const auto found = std::find_if(outgoing_.begin(), outgoing_.end(), [&](const auto& link) { return link->id == id; });
+  return found == outgoing_.end() ? nullptr : found->get();
+}
+
+uint32_t ShmTransport::handle_control() {
+  if (!control_->has_events()) return 0;
+  std::vector<ControlEvent> events = control_->take_events();
+  for (ControlEvent& event : events) {
+    switch (event.kind) {
+      case ControlEvent::Kind::kOutUp:
+        if (Outgoing* link = find_outgoing(event.link_id)) {
+          link->up = true;
+          link->home_map = std::move(event.home);
+          link->home = reinterpret_cast<HomeSegment*>(link->home_map->data());
+          link->pid = event.pid;
+          link->same_process = event.same_process;
+          link->moved_ns = now_ns();
+          for (const auto& [region_id, import] : link->imports) control_->import_region(link->id, region_id);
+          sink_->on_link_up(*link);
+        }
+        break;
+      case ControlEvent::Kind::kOutDown:
+        if (Outgoing* link = find_outgoing(event.link_id)) {
+          flush_link(*link, Status::kPeerLost, event.text);
+          sink_->on_link_down(*link, event.text);
+          std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == link; });
+        }
+        break;
+      case ControlEvent::Kind::kInUp: {
+        auto link = std::make_unique<Incoming>();
+        link->id = event.link_id;
+        link->peer = std::move(event.peer);
+        link->rail_count = event.rail_count;
+        link->segment_map = std::move(event.segment);
+        link->segment = reinterpret_cast<LinkSegment*>(link->segment_map->data());
+        link->home_map = std::move(event.home);
+        link->home = reinterpret_cast<HomeSegment*>(link->home_map->data());
+        link->messages = ChannelReader(&link->segment->channels[kMessageChannel]);
+        link->responses.writer = ChannelWriter(&link->segment->channels[kResponseChannel]);
+        for (uint32_t rail = 0; rail < link->rail_count; ++rail) {
+          link->rails.emplace_back(&link->segment->channels[kFirstRailChannel + rail]);
+        }
+        std::lock_guard lock(links_mutex_);
+        incoming_.push_back(std::move(link));
+        break;
+      }
+      case ControlEvent::Kind::kInDown:
+        drop_incoming(event.link_id);
+        break;
+      case ControlEvent::Kind::kImported:
+        if (Outgoing* link = find_outgoing(event.link_id)) {
+          const auto found = link->imports.find(event.region_id);
+          if (found == link->imports.end() || found->second->state != Import::State::kPending) break;
+          Import& import = *found->second;
+          --link->imports_pending;
+          --link->outstanding;
+          link->moved_ns = now_ns();
+          import.status = event.facts.status;
+          import.text = event.text;
+          import.access = event.facts.access;
+          import.remote_base = event.facts.base;
+          import.length_bytes = event.facts.length_bytes;
+          if (event.facts.status != Status::kDone) {
+            import.state = Import::State::kRefused;
+          } else if (link->same_process) {
+            import.state = Import::State::kDirect;
+            import.is_local = true;
+            import.base = reinterpret_cast<std::byte*>(event.facts.base);
+          } else if (event.facts.map) {
+            import.state = Import::State::kDirect;
+            import.map = std::move(event.facts.map);
+            import.base = import.map->data() + event.facts.map_offset;
+          } else {
+            import.state = Import::State::kPrivate;
+          }
+        }
+        break;
+      case ControlEvent::Kind::kRegionClosed:
+        if (Outgoing* link = find_outgoing(event.link_id)) {
+          const auto found = link->imports.find(event.region_id);
+          if (found == link->imports.end() || found->second->state == Import::State::kPending) break;
+          if (link->hazard == event.region_id) clear_hazards();
+          found->second->state = Import::State::kRefused;
+          found->second->status = Status::kRegionClosed;
+          found->second->map.reset();
+        }
+        break;
+      case ControlEvent::Kind::kPong:
+        if (Outgoing* link = find_outgoing(event.link_id)) {
+          link->pinged_ns = 0;
+          link->moved_ns = now_ns();
+          if (link->frozen) {
+            link->frozen = false;
+            sink_->on_link_frozen(*link, false, "it answers again");
+          }
+        }
+        break;
+      case ControlEvent::Kind::kProtocolError:
+        sink_->on_protocol_error("", event.text);
+        break;
+    }
+  }
+  return static_cast<uint32_t>(events.size());
+}
+
+// --- running ---
+
+uint32_t ShmTransport::poll() {
+  clear_hazards();
+  uint32_t moved = handle_control();
+  for (size_t i = 0; i < incoming_.size(); ++i) moved += poll_incoming(*incoming_[i]);
+  int64_t now = 0;
+  for (size_t i = 0; i < outgoing_.size(); ++i) {
+    Outgoing& link = *outgoing_[i];
+    if (link.outstanding == 0 || !link.up) continue;
+    if (now == 0) now = now_ns();
+    moved += poll_outgoing(link, now);
+  }
+  return moved;
+}
+
+bool ShmTransport::has_arrivals() {
+  if (control_->has_events()) return true;
+  for (const auto& link : incoming_) {
+    if (!link->message_held && link->messages.has_entry()) return true;
+    for (const ChannelReader& reader : link->rails) {
+      if (reader.has_entry()) return true;
+    }
+  }
+  for (const auto& link : outgoing_) {
+    if (link->outstanding == 0 || !link->up) continue;
+    if (link->responses.has_entry()) return true;
+    const auto confirmed = [](RailQueue& queue) {
+      const uint64_t before = queue.writer.consumed();
+      queue.writer.refresh();
+      return queue.staged_inflight > 0 && queue.writer.consumed() != before;
+    };
+    if (confirmed(link->messages)) return true;
+    for (RailQueue& rail : link->rails) {
+      if (confirmed(rail)) return true;
+    }
+  }
+  return false;
+}
+
+void ShmTransport::arm() {
+  clear_hazards();
+  // seq_cst: pairs with the fence in ring() and wake(): either they see us armed, or we see their news in has_arrivals.
+  home_->bell.armed.store(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+}
+
+void ShmTransport::sleep(uint32_t ticket, Deadline deadline) {
+  futex_wait(&home_->bell.ticket, ticket, deadline, FutexScope::kShared);
+}
+
+void ShmTransport::wake() { ring(*home_); }
+
+void ShmTransport::wake_always() {
+  home_->bell.ticket.fetch_add(1, std::memory_order_release);
+  futex_wake(&home_->bell.ticket, 1, FutexScope::kShared);
+}
+
+// Wakes the progress holder of `home`'s engine if it sleeps. What the news are must have been stored before.
+void ShmTransport::ring(HomeSegment& home) {
+  std::atomic_thread_fence(std::memory_order_seq_cst); // see arm()
+  // The exchange lets one ringer pay for the system call; the sleeper re-arms when it sleeps again.
+  if (home.bell.armed.load(std::memory_order_relaxed) != 0 && home.bell.armed.exchange(0, std::memory_order_acq_rel) != 0) {
+    home.bell.ticket.fetch_add(1, std::memory_order_release);
+    futex_wake(&home.bell.ticket, 1, FutexScope::kShared);
+  }
+}
+
+}  // namespace crossrail::shm

@@ -1,0 +1,106 @@
+// Shared memory between and inside the processes of one host.
+//
+// Paths, chosen per pair of regions and shown by explain():
+//   mapped  the target's region is engine-owned memory: the initiator maps it and copies straight into it.
+//   local   both engines live in one process: the same, for any memory.
+//   staged  private memory: through a ring of cache-sized chunks; the initiator copies in, the target copies out.
+//   cross-memory attach  private memory: process_vm_writev/readv by the initiator, where the kernel allows it.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "transport/shm/control.h"
+#include "transport/shm/layout.h"
+#include "transport/shm/link.h"
+#include "transport/shm/region_table.h"
+#include "transport/transport.h"
+
+namespace crossrail::shm {
+
+class ShmTransport final : public Transport {
+ public:
+  ShmTransport(const TransportOptions& options, Sink* sink);
+  ~ShmTransport() override;
+
+  const Traits& traits() const override { return traits_; }
+  const Address& address() const override { return address_; }
+
+  std::unique_ptr<LocalRegion> register_memory(std::byte* base, uint64_t length_bytes, Access access) override;
+  std::unique_ptr<LocalRegion> allocate(uint64_t length_bytes, bool populate) override;
+  void revoke_region(LocalRegion& region) override;
+  bool is_region_quiet(const LocalRegion& region) override;
+
+  Link* connect(const std::shared_ptr<const Address>& address) override;
+  void disconnect(Link& link) override;
+  std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) override;
+  std::vector<PathReport> explain(Link& link) override;
+
+  uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
+  uint32_t poll() override;
+
+  uint32_t ticket() const override { return home_->bell.ticket.load(std::memory_order_acquire); }
+  void arm() override;
+  void disarm() override { home_->bell.armed.store(0, std::memory_order_relaxed); }
+  bool is_armed() const override { return home_->bell.armed.load(std::memory_order_seq_cst) != 0; }
+  bool has_arrivals() override;
+  void sleep(uint32_t ticket, Deadline deadline) override;
+  void wake() override;
+  void wake_always() override;
+
+  void close() override;
+  void abandon_after_fork() override;
+
+ private:
+  // initiator side (outgoing.cc)
+  bool touch(Outgoing& link, uint64_t region_id);
+  void clear_hazards();
+  bool copy_direct(Outgoing& link, const WorkRequest& request, const WorkRequest* next);
+  bool copy_attached(Outgoing& link, const WorkRequest& request);
+  uint32_t post_messages(Outgoing& link, std::span<const WorkRequest> requests);
+  bool post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next, uint32_t* completed);
+  bool room_for_imm(RailQueue& rail, uint32_t wire);
+  void add_imm(RailQueue& rail, uint32_t wire);
+  void flush_imms(RailQueue& rail);
+  uint32_t push_pending(Outgoing& link, RailQueue& rail);
+  bool push_write_chunk(Outgoing& link, RailQueue& rail);
+  bool push_read_chunks(Outgoing& link, RailQueue& rail);
+  InFlight& inflight_slot(RailQueue& rail);
+  uint32_t retire_staged(Outgoing& link, RailQueue& rail);
+  uint32_t take_responses(Outgoing& link);
+  uint32_t poll_outgoing(Outgoing& link, int64_t now);
+  void check_liveness(Outgoing& link, int64_t now);
+  void flush_link(Outgoing& link, Status status, const std::string& detail);
+  void weigh_private_paths(Outgoing& link);
+  // target side (incoming.cc)
+  uint32_t poll_incoming(Incoming& link);
+  uint32_t drain_messages(Incoming& link);
+  uint32_t drain_rail(Incoming& link, ChannelReader& reader);
+  Status execute_write(const ChannelReader& reader, const Entry& entry);
+  bool answer_read(Incoming& link, const Entry& entry);
+  void drop_incoming(uint64_t link_id);
+  // both
+  uint32_t handle_control();
+  Outgoing* find_outgoing(uint64_t id);
+  void ring(HomeSegment& home);
+
+  Sink* const sink_;
+  Traits traits_;
+  const Address address_;
+  const int private_path_;
+  std::shared_ptr<MemoryMap> home_map_;
+  HomeSegment* home_;
+  RegionTable regions_;
+  std::mutex links_mutex_; // guards the shape of incoming_ against is_region_quiet; the progress holder reads without
+  std::vector<std::unique_ptr<Incoming>> incoming_;
+  std::vector<std::unique_ptr<Outgoing>> outgoing_;
+  Outgoing* hazardous_ = nullptr; // the one link with a hazard set
+  bool streamed_ = false; // streaming stores since the last copy_fence()
+  uint64_t next_link_id_ = 1;
+  bool closed_ = false;
+  std::unique_ptr<Control> control_; // last: its thread uses the above
+};
+
+}  // namespace crossrail::shm

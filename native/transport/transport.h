@@ -1,0 +1,156 @@
+// The contract between the engine and whatever carries its bytes. One instance serves one engine.
+//
+// Threads: calls marked [any] may come from any thread at any time between open and close. All others come from the
+// progress holder: one thread at a time, ordered by the engine's progress lock.
+//
+// What a transport promises: every accepted work request is retired exactly once, by post() or by Sink::on_retired;
+// once it is retired, this side touches neither its source nor its target any more, and, where the status is kDone, the
+// peer has all of it and will count its immediate. Immediates are counted after the bytes they belong to are in place.
+// What it does not promise: any order, unless Traits::fifo_rails.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "transport/descriptor.h"
+#include "transport/types.h"
+#include "util/clock.h"
+
+namespace crossrail {
+
+// One engine that we send to. Owned by the transport, from connect() until Sink::on_link_down or disconnect().
+class Link {
+ public:
+  virtual ~Link() = default;
+  void* user = nullptr; // the engine's Peer
+};
+
+// The transport's half of a local region. Destroyed after close_region said yes.
+class LocalRegion {
+ public:
+  virtual ~LocalRegion() = default;
+  std::byte* base = nullptr;
+  uint64_t length_bytes = 0;
+  uint64_t id = 0;        // goes into the descriptor
+  bool is_mapped = false; // peers of this host can map it
+};
+
+// The transport's half of a peer's region. Owned by the engine; dies before the link does.
+class RemoteKey {
+ public:
+  virtual ~RemoteKey() = default;
+};
+
+enum class WorkOp : uint8_t { kWrite, kRead, kSend };
+
+// One piece of work for one rail. 64 bytes: a cache line per piece.
+struct WorkRequest {
+  WorkOp op = WorkOp::kWrite;
+  bool has_imm = false;     // writes only
+  bool bulk = false;        // part of a transfer much larger than the caches
+  uint32_t wire_imm = 0;    // share code and number (engine/sharding.h)
+  std::byte* local = nullptr;
+  uint64_t length_bytes = 0;
+  RemoteKey* remote = nullptr;  // null for kSend
+  uint64_t remote_offset = 0;
+  LocalRegion* local_region = nullptr; // null for kSend
+  void* context = nullptr;      // given back when retired
+  uint64_t reserved = 0;
+};
+static_assert(sizeof(WorkRequest) == 64);
+
+struct Traits {
+  uint32_t rail_count = 1;
+  uint64_t slice_bytes_max = 0;  // longest work request it likes: longer writes are cut, so that small ones get between
+  uint64_t message_bytes_max = 0;
+  bool fifo_rails = false;       // on one rail of one link, a write's bytes and immediate land no earlier than those of
+                                 // the writes posted before it
+};
+
+// What a transport tells the engine, from inside post() and poll(), on the progress holder.
+class Sink {
+ public:
+  // `count` work requests with this context, `bytes` in all, will not be touched any more. detail: may be empty.
+  virtual void on_retired(void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) = 0;
+  // Immediates arrived: `units` 48ths of the number `imm`.
+  virtual void on_imm(uint32_t imm, uint64_t units) = 0;
+  enum class Offer : uint8_t { kTaken, kHold, kTooLong };
+  // A message arrived. kHold: keep it and offer it again at the next poll.
+  virtual Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
+  virtual void on_link_up(Link& link) = 0;
+  // The peer is gone. Everything posted on the link has been retired before; the link is deleted after the call.
+  virtual void on_link_down(Link& link, const std::string& reason) = 0;
+  virtual void on_link_frozen(Link& link, bool frozen, const std::string& detail) = 0;
+  virtual void on_protocol_error(const std::string& peer, const std::string& detail) = 0;
+
+ protected:
+  ~Sink() = default;
+};
+
+struct PathReport {
+  std::string what;
+  std::string path;
+  std::string reason;
+  double gb_per_s = 0;
+  uint64_t bytes = 0;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual const Traits& traits() const = 0;  // [any]
+  virtual const Address& address() const = 0;  // [any]
+
+  // --- memory [any] ---
+  virtual std::unique_ptr<LocalRegion> register_memory(std::byte* base, uint64_t length_bytes, Access access) = 0;
+  virtual std::unique_ptr<LocalRegion> allocate(uint64_t length_bytes, bool populate) = 0;
+  // Refuses peers from now on.
+  virtual void revoke_region(LocalRegion& region) = 0;
+  // True when neither a peer nor our progress holder touches the revoked region any more.
+  virtual bool is_region_quiet(const LocalRegion& region) = 0;
+
+  // --- peers ---
+  // Starts connecting; on_link_up or on_link_down follows. Work may be posted before that; it is then not accepted.
+  virtual Link* connect(const std::shared_ptr<const Address>& address) = 0;
+  // Retires everything posted on the link as kPeerLost and deletes it, without on_link_down.
+  virtual void disconnect(Link& link) = 0;
+  virtual std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) = 0;
+  virtual std::vector<PathReport> explain(Link& link) = 0;
+
+  // --- data ---
+  // Takes a prefix of `requests`, as many as there is room for. *completed: how many of the accepted are done already
+  // (kDone) and are not retired through the sink. May call sink.on_retired for others.
+  virtual uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) = 0;
+  // Moves everything that can move now. Returns how many things happened; 0 means idle.
+  virtual uint32_t poll() = 0;
+
+  // --- sleeping. A sleeper reads ticket(), arms, looks once more (has_arrivals), and sleeps; wake() ends the sleep ---
+  virtual uint32_t ticket() const = 0;                          // [any]
+  virtual void arm() = 0;
+  virtual void disarm() = 0;
+  virtual bool is_armed() const = 0;                            // [any]
+  virtual bool has_arrivals() = 0;
+  virtual void sleep(uint32_t ticket, Deadline deadline) = 0;   // [any]
+  virtual void wake() = 0;                                      // [any] only costs a system call if somebody sleeps
+  virtual void wake_always() = 0;                               // [any]
+
+  // Tells peers and stops own threads. Everything posted is retired (kEngineClosed) before it returns.
+  virtual void close() = 0;
+  // [any] In the child of a fork: give up what would keep the parent's peers from noticing its death.
+  virtual void abandon_after_fork() = 0;
+};
+
+struct TransportOptions {
+  std::string name;
+  uint32_t rail_count = 1;
+  uint64_t message_bytes_max = 0;
+  int64_t connect_timeout_ns = 0;
+  int private_path = 0; // 0 by measurement, 1 staged, 2 cross-memory attach
+};
+
+}  // namespace crossrail

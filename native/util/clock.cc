@@ -1,0 +1,18 @@
+#include "util/clock.h"
+
+#include <ctime>
+
+namespace crossrail {
+
+int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<int64_t>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+}
+
+Deadline deadline_in(double seconds) {
+  if (seconds < 0 || seconds > 1e9) return kNoDeadline;
+  return now_ns() + static_cast<int64_t>(seconds * 1e9);
+}
+
+}  // namespace crossrail

@@ -1,0 +1,105 @@
+#include "util/copy.h"
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace crossrail {
+
+void copy_cached(void* target, const void* source, size_t bytes) { std::memcpy(target, source, bytes); }
+
+#if defined(__x86_64__)
+
+namespace {
+
+constexpr size_t kLine = 64;
+// How far ahead of the loads we prefetch: a page's worth keeps the line-fill buffers busy across page borders, where
+// the hardware prefetcher stops.
+constexpr size_t kPrefetchAhead = 2048;
+
+inline void prefetch(const uint8_t* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_NTA); }
+
+// Prefetches the line that will be loaded kPrefetchAhead bytes from now: within this copy, or in the next one.
+inline void prefetch_ahead(const uint8_t* source, size_t position, size_t bytes, const uint8_t* next, size_t next_bytes) {
+  const size_t ahead = position + kPrefetchAhead;
+  if (ahead < bytes) {
+    prefetch(source + ahead);
+  } else if (ahead - bytes < next_bytes) {
+    prefetch(next + (ahead - bytes));
+  }
+}
+
+__attribute__((target("avx512f"))) void stream_lines_avx512(uint8_t* target, const uint8_t* source, size_t bytes,
+                                                            const uint8_t* next, size_t next_bytes) {
+  for (size_t i = 0; i < bytes; i += kLine) {
+    prefetch_ahead(source, i, bytes, next, next_bytes);
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), _mm512_loadu_si512(source + i));
+  }
+}
+
+__attribute__((target("avx2"))) void stream_lines_avx2(uint8_t* target, const uint8_t* source, size_t bytes,
+                                                       const uint8_t* next, size_t next_bytes) {
+  for (size_t i = 0; i < bytes; i += kLine) {
+    prefetch_ahead(source, i, bytes, next, next_bytes);
+    const auto* from = reinterpret_cast<const __m256i*>(source + i);
+    auto* to = reinterpret_cast<__m256i*>(target + i);
+    const __m256i a = _mm256_loadu_si256(from);
+    const __m256i b = _mm256_loadu_si256(from + 1);
+    _mm256_stream_si256(to, a);
+    _mm256_stream_si256(to + 1, b);
+  }
+}
+
+void stream_lines_sse2(uint8_t* target, const uint8_t* source, size_t bytes, const uint8_t* next, size_t next_bytes) {
+  for (size_t i = 0; i < bytes; i += kLine) {
+    prefetch_ahead(source, i, bytes, next, next_bytes);
+    for (size_t j = 0; j < kLine; j += 16) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(target + i + j),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i + j)));
+    }
+  }
+}
+
+using StreamLines = void (*)(uint8_t*, const uint8_t*, size_t, const uint8_t*, size_t);
+
+StreamLines choose_stream_lines() {
+  if (__builtin_cpu_supports("avx512f")) return stream_lines_avx512;
+  if (__builtin_cpu_supports("avx2")) return stream_lines_avx2;
+  return stream_lines_sse2;
+}
+
+const StreamLines stream_lines = choose_stream_lines();
+
+}  // namespace
+
+void copy_streaming(void* target, const void* source, size_t bytes, const void* next_source, size_t next_bytes) {
+  auto* to = static_cast<uint8_t*>(target);
+  const auto* from = static_cast<const uint8_t*>(source);
+  // Streaming stores want whole, aligned lines: the ragged ends go through the caches.
+  const size_t head = (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine;
+  if (bytes < head + 4 * kLine) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  std::memcpy(to, from, head);
+  const size_t body = (bytes - head) / kLine * kLine;
+  stream_lines(to + head, from + head, body, static_cast<const uint8_t*>(next_source), next_bytes);
+  std::memcpy(to + head + body, from + head + body, bytes - head - body);
+}
+
+void copy_fence() { _mm_sfence(); }
+
+#else
+
+void copy_streaming(void* target, const void* source, size_t bytes, const void*, size_t) {
+  std::memcpy(target, source, bytes);
+}
+
+void copy_fence() {}
+
+#endif
+
+}  // namespace crossrail

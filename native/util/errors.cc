@@ -1,0 +1,37 @@
+#include "util/errors.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace crossrail {
+
+namespace {
+std::string compose(const std::string& call, int code, const std::string& text, const std::string& remedy) {
+  std::string message = call + ": " + text;
+  if (code != 0) message += " (errno " + std::to_string(code) + ")";
+  if (!remedy.empty()) message += ". Next: " + remedy;
+  return message;
+}
+}  // namespace
+
+TransportError::TransportError(std::string call, int code, std::string text, std::string remedy)
+    : std::runtime_error(compose(call, code, text, remedy)),
+      call_(std::move(call)),
+      code_(code),
+      text_(std::move(text)),
+      remedy_(std::move(remedy)) {}
+
+void throw_errno(const char* call, const std::string& what, const std::string& remedy) {
+  const int code = errno;
+  throw TransportError(call, code, what + ": " + std::strerror(code), remedy);
+}
+
+void fail_assert(const char* expression, const char* file, int line) {
+  std::fprintf(stderr, "crossrail: internal error: %s is false at %s:%d. Please report it.\n", expression, file, line);
+  std::abort();
+}
+
+}  // namespace crossrail

@@ -1,0 +1,48 @@
+// The two kinds of error that are thrown. Data-path failures are never thrown: they are statuses of completions.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace crossrail {
+
+// The caller's mistake: the text names the argument, its value and the bound.
+class UsageError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// Set-up or system failure.
+class TransportError : public std::runtime_error {
+ public:
+  // call: what was attempted ("mmap"); code: errno or 0; text: what happened; remedy: what to do next, may be empty.
+  TransportError(std::string call, int code, std::string text, std::string remedy = {});
+
+  const std::string& call() const { return call_; }
+  int code() const { return code_; }
+  const std::string& text() const { return text_; }
+  const std::string& remedy() const { return remedy_; }
+
+ private:
+  std::string call_;
+  int code_;
+  std::string text_;
+  std::string remedy_;
+};
+
+// The engine was closed, or belongs to the parent of this forked process.
+class EngineClosedError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// Throws TransportError for errno of a failed system call.
+[[noreturn]] void throw_errno(const char* call, const std::string& what, const std::string& remedy = {});
+
+// Our own bug: prints and aborts. Kept on in release builds, off the hot path.
+[[noreturn]] void fail_assert(const char* expression, const char* file, int line);
+
+}  // namespace crossrail
+
+#define CROSSRAIL_ASSERT(expression) \
+  ((expression) ? (void)0 : ::crossrail::fail_assert(#expression, __FILE__, __LINE__))

@@ -1,0 +1,110 @@
+#include "util/memory_map.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "util/errors.h"
+
+namespace crossrail {
+
+Fd::Fd(Fd&& other) noexcept : fd_(other.leak()) {}
+Fd& Fd::operator=(Fd&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = other.leak();
+  }
+  return *this;
+}
+Fd::~Fd() { reset(); }
+int Fd::leak() { return std::exchange(fd_, -1); }
+void Fd::reset() {
+  if (fd_ >= 0) close(std::exchange(fd_, -1));
+}
+
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// Mappings of this process by identity of the file. Never destroyed: engines may outlive static destructors.
+struct Registry {
+  std::mutex mutex;
+  std::map<std::pair<uint64_t, uint64_t>, std::weak_ptr<MemoryMap>> maps;
+};
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+}  // namespace
+
+MemoryMap::MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode)
+    : fd_(std::move(fd)), bytes_(bytes), device_(device), inode_(inode) {
+  void* hint = nullptr;
+  if (bytes >= kHugePage) {
+    // An address that is a multiple of the huge page lets the kernel back us with huge pages.
+    void* room = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED) throw_errno("mmap", "no address space for " + std::to_string(bytes) + " bytes");
+    const auto address = reinterpret_cast<uintptr_t>(room);
+    const uintptr_t aligned = (address + kHugePage - 1) / kHugePage * kHugePage;
+    if (aligned > address) munmap(room, aligned - address);
+    const uintptr_t used_end = aligned + (bytes + 4095) / 4096 * 4096;
+    const uintptr_t room_end = address + bytes + kHugePage;
+    if (room_end / 4096 * 4096 > used_end) munmap(reinterpret_cast<void*>(used_end), room_end - used_end);
+    hint = reinterpret_cast<void*>(aligned);
+  }
+  void* data = mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (hint != nullptr ? MAP_FIXED : 0), fd_.get(), 0);
+  if (data == MAP_FAILED) throw_errno("mmap", "cannot map " + std::to_string(bytes) + " bytes of shared memory");
+  data_ = static_cast<std::byte*>(data);
+  // Advice only: where huge pages for shared memory are off, this fails and 4 KiB pages serve.
+  if (bytes >= kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);
+}
+
+MemoryMap::~MemoryMap() {
+  {
+    std::lock_guard lock(registry().mutex);
+    auto found = registry().maps.find({device_, inode_});
+    // A map() that raced with us may have put a fresh mapping here already.
+    if (found != registry().maps.end() && found->second.expired()) registry().maps.erase(found);
+  }
+  if (data_ != nullptr) munmap(data_, bytes_);
+}
+
+std::shared_ptr<MemoryMap> MemoryMap::create(const char* name, size_t bytes) {
+  Fd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) throw_errno("memfd_create", "cannot make shared memory");
+  const size_t rounded = (bytes + 4095) / 4096 * 4096;
+  if (ftruncate(fd.get(), static_cast<off_t>(rounded)) != 0) {
+    throw_errno("ftruncate", "cannot size shared memory to " + std::to_string(rounded) + " bytes",
+                "free memory, or raise the container's memory limit");
+  }
+  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) throw_errno("fcntl", "cannot seal shared memory");
+  return map(std::move(fd), rounded);
+}
+
+std::shared_ptr<MemoryMap> MemoryMap::map(Fd fd, size_t bytes_min) {
+  struct stat info;
+  if (fstat(fd.get(), &info) != 0) throw_errno("fstat", "cannot look at shared memory");
+  const int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0) {
+    throw TransportError("fcntl", 0, "shared memory from a peer is not sealed against shrinking");
+  }
+  const auto bytes = static_cast<size_t>(info.st_size);
+  if (bytes < bytes_min || bytes == 0) {
+    throw TransportError("fstat", 0, "shared memory from a peer has " + std::to_string(bytes) + " bytes, expected " +
+                                         std::to_string(bytes_min));
+  }
+  std::lock_guard lock(registry().mutex);
+  auto& known = registry().maps[{info.st_dev, info.st_ino}];
+  if (auto existing = known.lock()) return existing;
+  std::shared_ptr<MemoryMap> fresh(new MemoryMap(std::move(fd), bytes, info.st_dev, info.st_ino));
+  known = fresh;
+  return fresh;
+}
+
+}  // namespace crossrail

@@ -1,0 +1,54 @@
+// Shared memory by memfd: no names, nothing to leak when a process is killed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace crossrail {
+
+// An owned file descriptor.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept;
+  Fd& operator=(Fd&& other) noexcept;
+  ~Fd();
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  int leak();
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+// A mapping of a whole memfd, shared and writable; unmapped with the last reference.
+// Within one process the same memfd is mapped once: a second map() gives the same object. Two engines of one process
+// thus see each other's memory at one address, which also lets ThreadSanitizer follow the protocol.
+class MemoryMap {
+ public:
+  MemoryMap(const MemoryMap&) = delete;
+  MemoryMap& operator=(const MemoryMap&) = delete;
+  ~MemoryMap();
+
+  // A new zeroed memfd of `bytes` (rounded up to pages), sealed against shrinking so that no peer can make us fault.
+  static std::shared_ptr<MemoryMap> create(const char* name, size_t bytes);
+  // Maps what a peer sent; `bytes_min`: refuses anything smaller, or not sealed. Throws TransportError.
+  static std::shared_ptr<MemoryMap> map(Fd fd, size_t bytes_min);
+
+  std::byte* data() const { return data_; }
+  size_t size() const { return bytes_; }
+  int fd() const { return fd_.get(); }
+
+ private:
+  MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode);
+  Fd fd_;
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+  uint64_t device_;
+  uint64_t inode_;
+};
+
+}  // namespace crossrail

@@ -1,0 +1,55 @@
+"""Moves tensors between the processes of LLM systems, point to point, over whatever NIC is there.
+
+>>> import crossrail as xr
+>>> engine = xr.Engine("decoder-0")
+"""
+
+from crossrail._core import Address, Message, PeerGroup, RegionDescriptor, Transfer, __version__
+from crossrail.counters import CountTicket, ImmCounter
+from crossrail.engine import Engine
+from crossrail.errors import (
+    CrossrailError,
+    EngineClosed,
+    MessageTooLong,
+    PeerLost,
+    RemoteAccessError,
+    RemoteRegionClosed,
+    TransferCancelled,
+    TransferError,
+    TransportError,
+    UsageError,
+    WaitTimeout,
+)
+from crossrail.messages import ReceivePool
+from crossrail.peers import EngineEvent, Explanation, PathExplanation
+from crossrail.regions import Region
+from crossrail.watchers import Watcher
+
+__all__ = [
+    "Address",
+    "CountTicket",
+    "CrossrailError",
+    "Engine",
+    "EngineClosed",
+    "EngineEvent",
+    "Explanation",
+    "ImmCounter",
+    "Message",
+    "MessageTooLong",
+    "PathExplanation",
+    "PeerGroup",
+    "PeerLost",
+    "ReceivePool",
+    "Region",
+    "RegionDescriptor",
+    "RemoteAccessError",
+    "RemoteRegionClosed",
+    "Transfer",
+    "TransferCancelled",
+    "TransferError",
+    "TransportError",
+    "UsageError",
+    "WaitTimeout",
+    "Watcher",
+    "__version__",
+]

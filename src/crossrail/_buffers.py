@@ -1,0 +1,114 @@
+"""Where the memory of a Python object lies. Nothing is copied, and no array library but numpy is imported here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from crossrail import _core
+from crossrail.errors import TransportError, UsageError
+
+_NO_CUDA = "this build of crossrail moves host memory only: copy to the host first (tensor.cpu()), pinned if you like"
+
+
+class Memory(NamedTuple):
+    """One contiguous range. `owner` keeps it where it is; None: the caller sees to that."""
+
+    address: int
+    nbytes: int
+    writable: bool
+    owner: object
+
+
+def memory_of(buffer: Any) -> Memory:
+    """The memory of a numpy array, torch tensor, (address, nbytes) pair, or whatever exports a buffer or DLPack.
+
+    Raises UsageError when it is not contiguous or not memory at all, TransportError when it is on a GPU.
+    """
+    if isinstance(buffer, np.ndarray):
+        return _of_numpy(buffer)
+    if _is_torch(buffer):
+        return _of_torch(buffer)
+    if isinstance(buffer, tuple):
+        return _of_pair(buffer)
+    _refuse_cuda(buffer)
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        array = as_numpy(buffer)
+        if array is None:
+            raise UsageError(
+                "buffer must be a numpy array, torch tensor, (address, nbytes) pair, or export the buffer protocol "
+                f"or DLPack, not {type(buffer).__name__}"
+            ) from None
+        return _of_numpy(array)._replace(owner=(buffer, array))
+    if not view.c_contiguous:
+        raise UsageError(f"buffer must be C-contiguous, has shape {view.shape} and strides {view.strides}")
+    # The view is the owner: while it lives, a bytearray does not move and a mmap does not close.
+    return Memory(_core._buffer_address(view) if view.nbytes else 0, view.nbytes, not view.readonly, view)
+
+
+def as_numpy(array: Any) -> npt.NDArray[Any] | None:
+    """A numpy view of a torch tensor or of a host array that speaks DLPack; None for anything else."""
+    if isinstance(array, (list, tuple)):
+        return None
+    if _is_torch(array):
+        if array.device.type != "cpu":
+            raise TransportError("numpy view", 0, f"the tensor is on {array.device}", _NO_CUDA)
+        view: npt.NDArray[Any] = array.detach().numpy()
+        return view
+    _refuse_cuda(array)
+    if not hasattr(array, "__dlpack__"):
+        return None
+    return np.from_dlpack(array)
+
+
+def _is_torch(buffer: object) -> bool:
+    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    return torch is not None and isinstance(buffer, torch.Tensor)
+
+
+def _of_numpy(array: npt.NDArray[Any]) -> Memory:
+    if array.dtype.hasobject:
+        raise UsageError(f"buffer of dtype {array.dtype} holds Python objects, not their bytes")
+    if not array.flags.c_contiguous:
+        raise UsageError(
+            f"buffer must be C-contiguous, has shape {array.shape} and strides {array.strides}: "
+            "register the whole array and use offsets, or make numpy.ascontiguousarray(buffer)"
+        )
+    return Memory(array.__array_interface__["data"][0], array.nbytes, bool(array.flags.writeable), array)
+
+
+def _of_torch(tensor: Any) -> Memory:
+    device = tensor.device.type
+    if device not in ("cpu", "meta"):
+        raise TransportError("register", 0, f"the tensor is on {tensor.device}", _NO_CUDA)
+    if device == "meta" or str(tensor.layout) != "torch.strided":
+        raise UsageError(f"buffer must be a dense tensor with memory, not {tensor.layout} on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise UsageError(
+            f"buffer must be contiguous, has shape {tuple(tensor.shape)} and strides {tensor.stride()}: "
+            "register the whole tensor and use offsets, or make buffer.contiguous()"
+        )
+    return Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), True, tensor)
+
+
+def _of_pair(pair: tuple[Any, ...]) -> Memory:
+    if len(pair) != 2 or not all(isinstance(number, int) for number in pair):
+        raise UsageError(f"buffer as a tuple must be (address, nbytes), two ints, not {pair!r:.80}")
+    address, nbytes = pair
+    if address <= 0 or nbytes < 0 or address + nbytes > 2**64:
+        raise UsageError(f"buffer ({address:#x}, {nbytes}) is no range of memory")
+    return Memory(address, nbytes, True, None)
+
+
+def _refuse_cuda(buffer: object) -> None:
+    if hasattr(buffer, "__cuda_array_interface__"):
+        raise TransportError("register", 0, f"{type(buffer).__name__} is in GPU memory", _NO_CUDA)
+    device = getattr(buffer, "__dlpack_device__", None)
+    cpu, pinned = 1, 3  # kDLCPU, kDLCUDAHost
+    if device is not None and int(device()[0]) not in (cpu, pinned):
+        raise TransportError("register", 0, f"{type(buffer).__name__} is on DLPack device {device()}", _NO_CUDA)

@@ -1,0 +1,211 @@
+"""From the engine's worker into Python: queues of cookies, and who looks after each.
+
+The worker never takes the GIL. It posts integers to a native Notifier, whose eventfd wakes either an event loop
+(LoopNotifier: one per asyncio loop) or a thread (CallbackThread: one per engine, started when first needed). A cookie
+names what to do; one that nobody knows any more is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+from crossrail import _core
+
+if TYPE_CHECKING:
+    import asyncio  # slow to import: who runs a loop has done it
+
+log = logging.getLogger("crossrail")
+
+
+class LoopNotifier:
+    """The notifier of one event loop. Threads: that of the loop.
+
+    The loop holds it through its reader, so both end together, also when the loop is closed without a word to us.
+    """
+
+    _of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier] = weakref.WeakKeyDictionary()
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.notifier = _core.Notifier()
+        self._handlers: dict[int, Callable[[], object]] = {}
+        self._cookies = itertools.count(1)
+        self._loop = weakref.ref(loop)
+        loop.add_reader(self.notifier.fd, self._drain)
+
+    @classmethod
+    def running(cls) -> LoopNotifier:
+        """That of the running loop."""
+        from asyncio import get_running_loop
+
+        loop = get_running_loop()
+        found = cls._of_loop.get(loop)
+        if found is None:
+            found = cls._of_loop[loop] = cls(loop)
+        return found
+
+    def register(self, call: Callable[[], object]) -> int:
+        """A cookie at whose arrival `call` runs once. It must not raise."""
+        cookie = next(self._cookies)
+        self._handlers[cookie] = call
+        return cookie
+
+    def expect(self) -> tuple[int, asyncio.Future[bool]]:
+        """A cookie, and a future that becomes True when it arrives. Whoever takes one gives it to forget()."""
+        future = self.future()
+        return self.register(partial(resolve, future, True)), future
+
+    def future(self) -> asyncio.Future[bool]:
+        loop = self._loop()
+        assert loop is not None  # it is running
+        return loop.create_future()
+
+    def forget(self, cookie: int) -> None:
+        self._handlers.pop(cookie, None)
+
+    def _drain(self) -> None:
+        for cookie in self.notifier.drain():
+            call = self._handlers.pop(cookie, None)
+            if call is not None:
+                call()
+
+
+async def arrival(future: asyncio.Future[bool], timeout_s: float | None) -> bool:
+    """Waits for a future of LoopNotifier.expect; False when timeout_s passed first."""
+    if timeout_s is None:
+        return await future
+    timer = future.get_loop().call_later(timeout_s, resolve, future, False)
+    try:
+        return await future
+    finally:
+        timer.cancel()
+
+
+def resolve(future: asyncio.Future[bool], result: bool) -> None:
+    """Sets the result unless it came already, or nobody waits any more."""
+    if not future.done():
+        future.set_result(result)
+
+
+class _Handler(NamedTuple):
+    call: Callable[[], object]
+    once: bool
+
+
+class CallbackThread:
+    """Runs an engine's callbacks on a thread of their own, one at a time, in the order in which they became due.
+
+    Invariant: while a handler is registered and the engine is open, the thread runs. The thread itself holds only the
+    notifier and a weak reference, so callbacks that refer to their engine keep neither alive.
+    Threads: everything from any thread.
+    """
+
+    def __init__(self, engine_name: str) -> None:
+        self.notifier = _core.Notifier()
+        self._name = engine_name
+        self._handlers: dict[int, _Handler] = {}
+        self._cookies = itertools.count(1)  # 0 only wakes the thread
+        self._lock = threading.Lock()  # guards _thread and _closing
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._pid = os.getpid()
+
+    def register(self, call: Callable[[], object], *, once: bool = True) -> int:
+        """A cookie that makes the thread run `call` when posted. Then arm whatever posts it, then start()."""
+        cookie = next(self._cookies)
+        self._handlers[cookie] = _Handler(call, once)
+        return cookie
+
+    def forget(self, cookie: int) -> None:
+        self._handlers.pop(cookie, None)
+
+    def start(self) -> None:
+        """Sees to it that the thread runs. After close() it runs until nothing is due."""
+        if self._thread is not None and not self._closing:
+            return
+        with self._lock:
+            if self._thread is None and self._pid == os.getpid():
+                name = f"crossrail-callbacks:{self._name}"
+                self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self.notifier), name=name, daemon=True)
+                self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Runs what is due and ends the thread. From the thread itself: it ends once the callback returns."""
+        with self._lock:
+            self._closing = True
+            thread = self._thread
+        if thread is None:
+            return
+        self.notifier.post(0)
+        if thread is threading.current_thread():
+            return
+        thread.join(timeout_s)
+        if thread is self._thread and not thread.is_alive():
+            # The garbage collector, which finalizes our engine, has cut the thread's weak reference first.
+            self._thread = None
+            self.start()
+            thread = self._thread
+            thread.join(timeout_s)
+        if thread.is_alive():
+            log.error("engine %r: a callback has not returned within %g s of close()", self._name, timeout_s)
+
+    def dispatch(self) -> bool:
+        """Runs what is due, on the thread. False: the thread ends."""
+        for cookie in self.notifier.drain():
+            self._run_handler(cookie)
+        if not self._closing:
+            return True
+        with self._lock:
+            # Under the lock nobody concludes from _thread that we still look: what is posted later starts a thread.
+            due = self.notifier.drain()
+            if not due:
+                self._thread = None
+        for cookie in due:
+            self._run_handler(cookie)
+        return bool(due)
+
+    def _run_handler(self, cookie: int) -> None:
+        handler = self._handlers.get(cookie)
+        if handler is None:
+            return
+        if handler.once:
+            del self._handlers[cookie]
+        try:
+            handler.call()
+        except BaseException:
+            log.exception("engine %r: a callback raised; the engine goes on", self._name)
+
+    def __del__(self) -> None:
+        if self._thread is not None and self._pid == os.getpid():
+            self.notifier.post(0)  # the thread sees that we are gone
+
+
+def _run(owner: weakref.ref[CallbackThread], notifier: _core.Notifier) -> None:
+    while True:
+        notifier.wait()
+        callbacks = owner()
+        if callbacks is None or not callbacks.dispatch():
+            return
+        del callbacks
+
+
+class _HasCallbacks(Protocol):
+    _callbacks: CallbackThread
+
+
+def callbacks_of(engine: _core.Engine) -> CallbackThread:
+    return cast(_HasCallbacks, engine)._callbacks
+
+
+def _forget_parent() -> None:
+    # An inherited eventfd is the parent's too: whoever drains it here steals the parent's wake-ups.
+    LoopNotifier._of_loop.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

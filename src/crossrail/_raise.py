@@ -1,0 +1,183 @@
+"""The texts of errors that the native half raises: it calls these with plain values and raises what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, cast
+
+from crossrail import errors
+
+if TYPE_CHECKING:
+    from crossrail import _core
+
+# How a transfer ends, in the words of the native half: class, cause, and what to do next.
+_ENDINGS: dict[str, tuple[type[errors.TransferError], str, str]] = {
+    "cancelled": (errors.TransferCancelled, "cancelled", ""),
+    "peer-lost": (
+        errors.PeerLost,
+        "peer lost",
+        "if the peer is restarted, get its new address and descriptors: they are not the old ones",
+    ),
+    "region-closed": (
+        errors.RemoteRegionClosed,
+        "the peer closed the region",
+        "get a descriptor of a region that is open",
+    ),
+    "out-of-bounds": (
+        errors.RemoteAccessError,
+        "refused by the peer: past the end of its region",
+        "check offset and length against descriptor.nbytes",
+    ),
+    "access-denied": (
+        errors.RemoteAccessError,
+        "refused by the peer: the region is not open to this operation",
+        "register it there with access='write' (or 'read' for reads)",
+    ),
+    "message-too-long": (
+        errors.MessageTooLong,
+        "the message is longer than the buffers of the peer's receive pool",
+        "give submit_recvs there a larger nbytes",
+    ),
+}
+
+
+class _LogsEvents(Protocol):
+    def _log_events(self) -> None: ...
+
+
+def _log_events(engine: _core.Engine) -> None:
+    """What happened outside of any transfer belongs into the log before the error that it may explain."""
+    cast(_LogsEvents, engine)._log_events()
+
+
+def _peer(engine: _core.Engine, name: str) -> str:
+    """The peer as messages call it: its name, and its pid where that is certain; "8 peers" of a scatter or barrier."""
+    if name.endswith(" peers"):
+        return name
+    pids = [] if engine.closed else [address.pid for address in engine.peers() if address.name == name]
+    return f"'{name}' (pid {pids[0]})" if len(pids) == 1 else f"'{name}'"
+
+
+def _operation(engine: _core.Engine, op: str, peer: str, nbytes: int, imm: int | None) -> str:
+    with_imm = "" if imm is None else f" with immediate {imm}"
+    return f"{op} of {nbytes} bytes{with_imm} to {_peer(engine, peer)}"
+
+
+def _within(timeout_s: float | None) -> str:
+    return "" if timeout_s is None else f" within {timeout_s:g} s"
+
+
+def transfer_failed(
+    engine: _core.Engine,
+    op: str,
+    status: str,
+    peer: str,
+    nbytes: int,
+    nbytes_retired: int,
+    imm: int | None,
+    detail: str,
+) -> errors.CrossrailError:
+    what = _operation(engine, op, peer, nbytes, imm)
+    because = f": {detail}" if detail else ""
+    if status == "engine-closed":
+        return errors.EngineClosed(f"{what} was not finished: engine '{engine.name}' was closed first{because}")
+    if not engine.closed:
+        _log_events(engine)
+    kind, cause, remedy = _ENDINGS.get(status, (errors.TransferError, status, "see engine.explain(peer)"))
+    then = f". Next: {remedy}" if remedy else ""
+    return kind(
+        f"{what} failed: {cause}{because}; {nbytes_retired} bytes had moved{then}",
+        op=op,
+        peer=peer,
+        nbytes=nbytes,
+        nbytes_retired=nbytes_retired,
+        imm=imm,
+        status=status,
+        detail=detail,
+    )
+
+
+def transfer_timeout(
+    engine: _core.Engine,
+    op: str,
+    peer: str,
+    nbytes: int,
+    nbytes_retired: int,
+    imm: int | None,
+    timeout_s: float | None,
+) -> errors.WaitTimeout:
+    _log_events(engine)
+    what = _operation(engine, op, peer, nbytes, imm)
+    return errors.WaitTimeout(
+        f"{what} is not complete{_within(timeout_s)}: {nbytes_retired} bytes have moved. It goes on. "
+        "Next: wait again, or cancel() it; engine.peer_state(peer) tells a frozen peer"
+    )
+
+
+def counter_timeout(
+    engine: _core.Engine, imm: int, arrived: int, expected: int, timeout_s: float | None
+) -> errors.WaitTimeout:
+    _log_events(engine)
+    return errors.WaitTimeout(
+        f"immediate {imm}: {arrived} of {expected} arrived{_within(timeout_s)}; none was taken", arrived, expected
+    )
+
+
+def counter_closed(engine: _core.Engine, imm: int, arrived: int, expected: int) -> errors.EngineClosed:
+    return errors.EngineClosed(
+        f"engine '{engine.name}' was closed while immediate {imm} was waited for: {arrived} of {expected} had arrived"
+    )
+
+
+def region_in_use(engine: _core.Engine, nbytes: int, inflight: int, timeout_s: float | None) -> errors.WaitTimeout:
+    return errors.WaitTimeout(
+        f"region of {nbytes} bytes of engine '{engine.name}' is still in use{_within(timeout_s)}, by {inflight} "
+        "transfers of our own or by peers. It refuses new use; its memory must stay. Next: close() it again"
+    )
+
+
+def recv_timeout(engine: _core.Engine, timeout_s: float | None) -> errors.WaitTimeout:
+    _log_events(engine)
+    return errors.WaitTimeout(f"engine '{engine.name}' received no message{_within(timeout_s)}")
+
+
+def pool_closed(engine: _core.Engine) -> errors.CrossrailError:
+    if engine.closed:
+        return errors.EngineClosed(f"engine '{engine.name}' was closed: no more messages come")
+    return errors.UsageError("the receive pool was closed and holds no more messages")
+
+
+def connect_timeout(engine: _core.Engine, peer: str, pid: int, timeout_s: float | None) -> errors.WaitTimeout:
+    _log_events(engine)
+    return errors.WaitTimeout(
+        f"no connection to '{peer}' (pid {pid}){_within(timeout_s)}. Next: see whether that process runs; "
+        "engine.explain(peer) says how far it got"
+    )
+
+
+def connect_failed(engine: _core.Engine, peer: str, pid: int, note: str) -> errors.CrossrailError:
+    if engine.closed:
+        return errors.EngineClosed(f"engine '{engine.name}' was closed while it connected to '{peer}' (pid {pid})")
+    _log_events(engine)
+    _, cause, remedy = _ENDINGS["peer-lost"]
+    because = f": {note}" if note else ""
+    return errors.PeerLost(
+        f"connect to '{peer}' (pid {pid}) failed: {cause}{because}. Next: {remedy}",
+        op="connect",
+        peer=peer,
+        status="peer-lost",
+        detail=note,
+    )
+
+
+def describe_array(given: object) -> str:
+    """What somebody gave where an array of whole numbers belongs: the properties that decide, and no contents."""
+    facts = []
+    for name in ("shape", "strides", "dtype", "format", "device"):
+        value = getattr(given, name, None)
+        if value is not None and not isinstance(value, Callable):  # type: ignore[arg-type]
+            facts.append(f"{name} {tuple(value) if name == 'shape' else value}")
+    kind = type(given).__name__
+    if isinstance(given, (list, tuple)):
+        return f"{kind} of length {len(given)} (numpy.asarray(pages, dtype=numpy.int64) makes an array)"
+    return f"{kind} with {', '.join(facts)}" if facts else kind

@@ -1,0 +1,127 @@
+"""`crossrail bench`: choose the measures, run them, show and keep the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from crossrail.cli.bench import api, copies, footprint, posting, report, small
+from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
+from crossrail.cli.bench.spec import Measure, Result
+from crossrail.cli.text import cpu_pair, size
+from crossrail.errors import CrossrailError, UsageError
+
+_QUICK_RUNS = 3
+
+
+def all_measures() -> list[Measure]:
+    """In the order of the table."""
+    return [
+        *copies.measures(),
+        *small.measures(),
+        *posting.measures(),
+        *api.measures(),
+        *footprint.measures(),
+    ]
+
+
+def choose(names: Sequence[str]) -> list[Measure]:
+    """Those whose names begin with one of `names`; all when there are none. UsageError when one fits nothing."""
+    known = all_measures()
+    for name in names:
+        if not any(measure.name.startswith(name) for measure in known):
+            raise UsageError(f"--only {name} fits no measure; there are {', '.join(m.name for m in known)}")
+    return [m for m in known if not names or any(m.name.startswith(name) for name in names)]
+
+
+def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Console) -> list[Result]:
+    """Measure after measure. One that fails is reported and does not stop the others, unless the peer is gone."""
+    results = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Pair(settings) as pair, Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(measures) * runs)
+        for measure in measures:
+            progress.update(task, description=measure.title)
+            result = Result(measure)
+            results.append(result)
+            try:
+                _sample(measure, pair, result, runs, progress, task)
+            except CrossrailError as error:
+                result.error = str(error)
+                console.print(f"{measure.name} failed: {error}", style="red", markup=False)
+                if not pair.child.alive:
+                    raise
+                pair.reset()
+    return results
+
+
+def _sample(measure: Measure, pair: Pair, result: Result, runs: int, progress: Progress, task: TaskID) -> None:
+    # closing: the measure's own clean-up runs now, and not when the generator happens to be collected.
+    with closing(measure.samples(pair)) as samples:
+        for _ in range(runs):
+            result.samples.append(next(samples))
+            progress.advance(task)
+
+
+@click.command("bench")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all samples to this file.")
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw the ratios (needs matplotlib).")
+@click.option("--only", multiple=True, metavar="NAME", help="Only measures whose names begin so; may be repeated.")
+@click.option("--list", "list_only", is_flag=True, help="List the measures and end.")
+@click.option("--runs", type=click.IntRange(1, 1000), help="Samples of each measure [default: 5, quick 3].")
+@click.option("--quick", is_flag=True, help="A tenth of the work: a look, not a figure to quote.")
+@click.option("--cpus", metavar="A,B", type=cpu_pair, help="Cores of the two processes [default: first and last].")
+@click.option(
+    "--pool-bytes",
+    type=size(64 << 20, 1 << 40),
+    default="256M",
+    show_default=True,
+    help="Memory that copies walk through, on each side. Must be far larger than the caches.",
+)
+@click.option("--transport", type=click.Choice(["shm"]), default="shm", show_default=True)
+@click.option("--strict", is_flag=True, help="Exit code 1 when a bar is missed.")
+def command(
+    json_path: Path | None,
+    plot_path: Path | None,
+    only: tuple[str, ...],
+    list_only: bool,
+    runs: int | None,
+    quick: bool,
+    cpus: tuple[int, int] | None,
+    pool_bytes: int,
+    transport: str,
+    strict: bool,
+) -> None:
+    """Measure the engine beside the limits of this machine.
+
+    Two processes, pinned to different cores. Each sample of a measure is taken right after one of the machine's limit
+    for it (one thread's memcpy, a bare flag in shared memory, ...), and ratios are between the two, because machines
+    drift between speeds. Data is verified in a pass that is not timed. benchmarks/README.md says what each measure is.
+    """
+    measures = choose(only)
+    if list_only:
+        for measure in measures:
+            click.echo(f"{measure.name:22} {measure.title}")
+        return
+    if plot_path is not None:
+        report.check_plot()
+    settings = Settings(cpus or choose_cpus(), pool_bytes, transport, quick)
+    check_cpus(settings.cpus)
+    console = Console()
+    console.print(report.describe_machine(), highlight=False, markup=False)
+    if settings.cpus[0] == settings.cpus[1]:
+        console.print("both processes share one core: figures of two processes mean little", style="yellow")
+    results = run(measures, settings, runs or (_QUICK_RUNS if quick else 5), console)
+    console.print(report.make_table(results))
+    if json_path is not None:
+        report.write_json(json_path, results, settings)
+    if plot_path is not None:
+        report.write_plot(plot_path, results)
+    verdicts = {result.verdict for result in results}
+    if "error" in verdicts or (strict and "miss" in verdicts):
+        raise click.exceptions.Exit(1)

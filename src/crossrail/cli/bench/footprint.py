@@ -1,0 +1,111 @@
+"""Measures of what crossrail costs a program before it does anything: memory and import time.
+
+Each sample is a fresh interpreter, as neither can be measured twice in one.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+from crossrail.cli.bench.pair import Pair, python_command
+from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
+from crossrail.errors import CrossrailError
+
+_PEERS = 16
+_SCRIPT_TIMEOUT_S = 60.0
+
+_IMPORT_SCRIPT = """
+import numpy, time
+begun = time.perf_counter()
+import crossrail
+print(1e3 * (time.perf_counter() - begun))
+"""
+
+# Addresses of peers come on standard input. Prints [engine MiB, KiB per peer].
+_MEMORY_SCRIPT = """
+import json, os, sys, time
+import numpy
+
+def resident_bytes():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+addresses = json.load(sys.stdin)
+before = resident_bytes()
+import crossrail
+engine = crossrail.Engine("bench-footprint")
+time.sleep(0.2)
+idle = resident_bytes()
+for address in addresses:
+    engine.connect(crossrail.Address.from_bytes(bytes.fromhex(address)))
+time.sleep(0.2)
+connected = resident_bytes()
+print(json.dumps([(idle - before) / 2**20, (connected - idle) / len(addresses) / 2**10]))
+"""
+
+
+def measures() -> list[Measure]:
+    """In the order of the table."""
+    return [
+        Measure(
+            name="rss-engine",
+            title="resident memory of an idle engine, beyond numpy",
+            unit="MiB",
+            limit="",
+            samples=lambda pair: _memory_samples(pair, 0),
+            bar=Bar("value", "<=", 16.0),
+        ),
+        Measure(
+            name="rss-peer",
+            title="resident memory of each further peer",
+            unit="KiB",
+            limit="",
+            samples=lambda pair: _memory_samples(pair, 1),
+            bar=Bar("value", "<=", 512.0),
+        ),
+        Measure(
+            name="import",
+            title="import of crossrail, beyond numpy",
+            unit="ms",
+            limit="",
+            samples=_import_samples,
+            bar=Bar("value", "<=", 60.0),
+        ),
+    ]
+
+
+def _memory_samples(pair: Pair, column: int) -> SampleStream:
+    """column: 0 for the engine, 1 for a peer."""
+    addresses = pair.child.call("open_engines", count=_PEERS)
+    try:
+        with pair.on_all_cores():
+            while True:
+                yield Sample(_run_script(_MEMORY_SCRIPT, json.dumps(addresses))[column], None)
+    finally:
+        pair.child.call("close_engines")
+
+
+def _import_samples(pair: Pair) -> SampleStream:
+    _run_script(_IMPORT_SCRIPT)  # the first one reads from disk
+    while True:
+        yield Sample(_run_script(_IMPORT_SCRIPT), None)
+
+
+def _run_script(script: str, text: str = "") -> Any:
+    """What the script printed, as JSON."""
+    try:
+        done = subprocess.run(
+            [python_command(), "-c", script],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_SCRIPT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise CrossrailError(f"a fresh interpreter did not end within {_SCRIPT_TIMEOUT_S:g} s") from None
+    if done.returncode != 0:
+        raise CrossrailError(f"a fresh interpreter failed: {done.stderr.strip()}")
+    return json.loads(done.stdout)

@@ -1,0 +1,202 @@
+"""The two processes of a benchmark: this one, which drives and keeps the clock, and peer.py, which receives."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from crossrail.cli.child import Child
+from crossrail.cli.native import BenchRig, Indices, Native, load_native
+from crossrail.errors import CrossrailError, UsageError
+
+_PEER_MODULE = "crossrail.cli.bench.peer"
+_CONTROL_BYTES = 4096
+
+# Immediates. Each side has counters of its own, so the same number in both directions is two counters.
+IMM_DATA = 1
+IMM_ACK = 2
+
+
+def choose_cpus() -> tuple[int, int]:
+    """Two different cores that this process may use; the same one twice when there is only one."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return allowed[0], allowed[-1]
+
+
+def check_cpus(cpus: tuple[int, int]) -> None:
+    """UsageError when this process may not run on both."""
+    allowed = os.sched_getaffinity(0)
+    for cpu in cpus:
+        if cpu not in allowed:
+            names = ", ".join(str(core) for core in sorted(allowed))
+            raise UsageError(f"--cpus names core {cpu}, and this process may use {names}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the options said."""
+
+    cpus: tuple[int, int]
+    pool_bytes: int
+    transport: str
+    quick: bool
+
+    def scaled(self, count: int) -> int:
+        """How many operations a sample takes: a tenth of them for a quick look."""
+        return max(count // 10, 1) if self.quick else count
+
+
+class Link:
+    """A rig here and one there, each with a small control region that the other can write to."""
+
+    def __init__(self, pair: Pair, key: str, **options: Any) -> None:
+        """Opens both. options: of Rig."""
+        self._pair = pair
+        self.key = key
+        self.rig: BenchRig = pair.native.Rig(f"bench-{key}", transport=pair.settings.transport, **options)
+        peer_address = pair.child.call("open_rig", key=key, transport=pair.settings.transport, **options)
+        self.peer_address = bytes.fromhex(peer_address)
+        self.control = self.rig.alloc(_CONTROL_BYTES)
+        self.peer_control, descriptor = self.add_peer_memory(_CONTROL_BYTES, private=False)
+        self.control_there = self.rig.remote(descriptor)
+        own_descriptor = self.rig.descriptor(self.control).hex()
+        self.control_here: int = pair.child.call("add_remote", key=key, descriptor=own_descriptor)
+
+    def add_peer_memory(self, nbytes: int, *, private: bool) -> tuple[int, bytes]:
+        """Memory at the peer. Returns its index there and its descriptor."""
+        index, descriptor = self._pair.child.call("add_memory", key=self.key, nbytes=nbytes, private=private)
+        return index, bytes.fromhex(descriptor)
+
+    def start_receiving(self, count: int, keys: list[str] | None = None) -> None:
+        """The peer counts so many arrivals and then answers with IMM_ACK. End it with `pair.child.finish()`."""
+        self._pair.child.start(
+            "receive",
+            keys=keys or [self.key],
+            imm=IMM_DATA,
+            count=count,
+            reply_src=self.peer_control,
+            reply_dst=self.control_here,
+            reply_imm=IMM_ACK,
+        )
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.rig.close()
+        self._pair.child.call("close_rig", key=self.key)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Large memory on both sides: a source and a place for the plain memcpy here, a target there."""
+
+    src: int
+    own: int
+    target: int
+    remote: int
+    nbytes: int
+
+
+class Pair:
+    """Everything that measures share. A context manager.
+
+    Invariant: this process is pinned to the first core and the peer to the second one while it is open.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Start and pin the peer, and pin this process."""
+        self.settings = settings
+        self.native: Native = load_native()
+        self._affinity = os.sched_getaffinity(0)
+        self.shared_fd = os.memfd_create("crossrail-bench")
+        os.ftruncate(self.shared_fd, self.native.SHARED_BYTES)
+        self.child = Child(_PEER_MODULE, "the receiving process", cpu=settings.cpus[1], pass_fds=(self.shared_fd,))
+        os.sched_setaffinity(0, {settings.cpus[0]})
+        self._links: dict[str, Link] = {}
+        self._pools: dict[str, Pool] = {}
+        self._flag_rounds = 0
+        self._stream_records = 0
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.sched_setaffinity(0, self._affinity)
+        for link in self._links.values():
+            link.rig.close()
+        self.child.close()
+        os.close(self.shared_fd)
+
+    def reset(self) -> None:
+        """After a failure: drop every link, so that counts left over by it cannot be taken for those of another one."""
+        for link in self._links.values():
+            link.rig.close()
+        self._links, self._pools = {}, {}
+        self.child.call("close_everything")
+
+    @contextmanager
+    def on_all_cores(self) -> Iterator[None]:
+        """For what measures a whole program: its threads may spread as they do in real life."""
+        os.sched_setaffinity(0, self._affinity)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, {self.settings.cpus[0]})
+
+    def link(self, polling: str) -> Link:
+        """The link of that polling mode, opened when first asked for."""
+        if polling not in self._links:
+            self._links[polling] = Link(self, polling, polling=polling)
+        return self._links[polling]
+
+    def pool(self, link: Link, *, private: bool) -> Pool:
+        """The pool of that kind of memory, made when first asked for."""
+        key = f"{link.key}-{private}"
+        if key not in self._pools:
+            self._pools[key] = self._make_pool(link, private)
+        return self._pools[key]
+
+    def _make_pool(self, link: Link, private: bool) -> Pool:
+        nbytes = self.settings.pool_bytes
+        make = link.rig.map_private if private else link.rig.alloc
+        src, own = make(nbytes), make(nbytes)
+        target, descriptor = link.add_peer_memory(nbytes, private=private)
+        return Pool(src, own, target, link.rig.remote(descriptor), nbytes)
+
+    def verify(self, link: Link, region: int, expected: str, what: str) -> None:
+        """CrossrailError unless the peer's region has that SHA-256."""
+        if self.child.call("digest", key=link.key, region=region) != expected:
+            raise CrossrailError(f"{what}: what arrived is not what was sent")
+
+    def flag_one_way_ns(self) -> float:
+        """The bare flag between the two processes, one way. Invariant: both sides count the same rounds."""
+        rounds, start = self.settings.scaled(200_000), self._flag_rounds
+        self.child.start("flag_ping_pong", fd=self.shared_fd, start=start, rounds=rounds)
+        took_ns = self.native.flag_ping_pong(self.shared_fd, first=True, start=start, rounds=rounds)
+        self.child.finish()
+        self._flag_rounds += rounds
+        return took_ns / rounds / 2
+
+    def stream_per_s(self) -> float:
+        """Records per second through the bare ring."""
+        count, start = self.settings.scaled(5_000_000), self._stream_records
+        self.child.start("slot_stream", fd=self.shared_fd, start=start, count=count)
+        took_ns = self.native.slot_stream(self.shared_fd, producer=True, start=start, count=count)
+        self.child.finish()
+        self._stream_records += count
+        return count / took_ns * 1e9
+
+
+def python_command() -> str:
+    """The interpreter, for processes of our own."""
+    return sys.executable
+
+
+def permutation(count: int, seed: int) -> Indices:
+    """0 .. count-1 in random order."""
+    import numpy as np
+
+    return np.random.default_rng(seed).permutation(count).astype(np.int64)

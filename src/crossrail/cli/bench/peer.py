@@ -1,0 +1,138 @@
+"""The second process of `crossrail bench`: the receiving side of every measure, driven by the parent's calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from typing import Any
+
+import crossrail as xr
+from crossrail.cli.bench import api_loops
+from crossrail.cli.child import answer_calls
+from crossrail.cli.native import BenchRig, load_native
+
+
+class Peer:
+    """State between calls. Rigs and engines are known by the keys that the parent gave them."""
+
+    def __init__(self) -> None:
+        self._native = load_native()
+        self._rigs: dict[str, BenchRig] = {}
+        self._engines: list[xr.Engine] = []
+        self._side: api_loops.Side | None = None
+
+    # --- native rigs ---
+
+    def open_rig(self, key: str, **options: Any) -> str:
+        """Returns its address."""
+        self._rigs[key] = self._native.Rig(key, **options)
+        return self._rigs[key].address.hex()
+
+    def close_rig(self, key: str) -> None:
+        """Close it and forget the key."""
+        self._rigs.pop(key).close()
+
+    def close_everything(self) -> None:
+        """After a failure: rigs, side and engines."""
+        for rig in self._rigs.values():
+            rig.close()
+        self._rigs = {}
+        if self._side is not None:
+            self.close_side()
+        self.close_engines()
+
+    def add_memory(self, key: str, nbytes: int, private: bool) -> list[Any]:
+        """Returns [index, descriptor]."""
+        rig = self._rigs[key]
+        index = rig.map_private(nbytes) if private else rig.alloc(nbytes)
+        return [index, rig.descriptor(index).hex()]
+
+    def add_remote(self, key: str, descriptor: str) -> int:
+        """Returns its index."""
+        return self._rigs[key].remote(bytes.fromhex(descriptor))
+
+    def clear(self, key: str, region: int) -> None:
+        """Zero a region."""
+        self._rigs[key].view(region)[:] = 0
+
+    def digest(self, key: str, region: int) -> str:
+        """SHA-256 of a region."""
+        return hashlib.sha256(self._rigs[key].view(region).data).hexdigest()
+
+    def receive(self, keys: list[str], **arguments: Any) -> int:
+        """Count arrivals at each rig, then answer from the first one."""
+        return self._native.run_receivers([self._rigs[key] for key in keys], **arguments)
+
+    def ping_pong(self, key: str, src: int, dst: int, landing: int, **arguments: Any) -> int:
+        """The second side of the ping-pong."""
+        return self._native.run_ping_pong(self._rigs[key], src, dst, landing, first=False, **arguments)
+
+    # --- the machine's limits ---
+
+    def flag_ping_pong(self, fd: int, start: int, rounds: int) -> int:
+        """The second side of the bare flag."""
+        return self._native.flag_ping_pong(fd, first=False, start=start, rounds=rounds)
+
+    def slot_stream(self, fd: int, start: int, count: int) -> int:
+        """The consumer of the bare ring."""
+        return self._native.slot_stream(fd, producer=False, start=start, count=count)
+
+    # --- the Python API ---
+
+    def open_side(self) -> list[str]:
+        """An engine with a landing place and a receive pool. Returns [address, descriptor]."""
+        self._side = api_loops.Side("bench-peer")
+        return [self._side.engine.address.to_bytes().hex(), self._side.region.descriptor.to_bytes().hex()]
+
+    def side(self) -> api_loops.Side:
+        """The one opened."""
+        assert self._side is not None
+        return self._side
+
+    def meet(self, descriptor: str) -> None:
+        """Tells the side who its partner is."""
+        self.side().meet(bytes.fromhex(descriptor))
+
+    def api_ping_pong(self, rounds: int, blocking: bool) -> None:
+        """The second side, through the Python API."""
+        if blocking:
+            api_loops.answer_blocking(self.side(), rounds)
+        else:
+            asyncio.run(api_loops.answer_awaiting(self.side(), rounds))
+
+    def take_messages(self, count: int) -> None:
+        """Receive so many, then say so."""
+        api_loops.take_messages(self.side(), count)
+
+    def echo_messages(self, count: int) -> None:
+        """Send each back."""
+        api_loops.echo_messages(self.side(), count)
+
+    def close_side(self) -> None:
+        """Close it."""
+        self.side().close()
+        self._side = None
+
+    def open_engines(self, count: int) -> list[str]:
+        """Idle engines for others to connect to. Returns their addresses."""
+        self._engines = [xr.Engine(f"bench-idle-{index}") for index in range(count)]
+        return [engine.address.to_bytes().hex() for engine in self._engines]
+
+    def close_engines(self) -> None:
+        """Close them all."""
+        for engine in self._engines:
+            engine.close()
+        self._engines = []
+
+
+def main() -> None:
+    """Answer the parent's calls: every public method of Peer that takes and gives JSON."""
+    peer = Peer()
+    names = (name for name in dir(Peer) if not name.startswith("_") and name != "side")
+    with contextlib.suppress(KeyboardInterrupt):
+        answer_calls({name: getattr(peer, name) for name in names})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What posting costs by itself: the engine on a transport whose rails complete at once and move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from crossrail.cli.bench.pair import IMM_DATA, Pair, permutation
+from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
+from crossrail.cli.native import BenchRig
+
+_PAGE_BYTES = 8 << 10
+_PAGE_COUNT = 4096
+_WINDOW = 4
+_SCATTER_PEERS = 56
+_SLICE_BYTES = 256
+_MEMORY_BYTES = _PAGE_BYTES * _PAGE_COUNT
+
+
+def measures() -> list[Measure]:
+    """In the order of the table."""
+    return [
+        Measure(
+            name="post-paged",
+            title="posting alone, paged writes, one worker",
+            unit="M pages/s",
+            limit="bare loop that fills work requests",
+            samples=_paged_samples,
+            bar=Bar("value", ">=", 15.0),
+        ),
+        Measure(
+            name="post-scatter-56",
+            title="posting alone, scatter to 56 peers, per call",
+            unit="us",
+            limit="bare loop that fills work requests",
+            samples=_scatter_samples,
+            bar=Bar("value", "<=", 3.0),
+        ),
+    ]
+
+
+@contextmanager
+def _null_rigs(pair: Pair, count: int) -> Iterator[list[BenchRig]]:
+    rigs = [pair.native.Rig(f"bench-null-{i}", transport="null", polling="manual") for i in range(count)]
+    try:
+        yield rigs
+    finally:
+        for rig in rigs:
+            rig.close()
+
+
+def _paged_samples(pair: Pair) -> SampleStream:
+    src_pages, dst_pages = permutation(_PAGE_COUNT, 1), permutation(_PAGE_COUNT, 2)
+    rounds = pair.settings.scaled(1000)
+    with _null_rigs(pair, 2) as (rig, target):
+        src, dst = rig.alloc(_MEMORY_BYTES), rig.remote(target.descriptor(target.alloc(_MEMORY_BYTES)))
+
+        def post(count: int) -> int:
+            return pair.native.run_paged_writes(
+                rig,
+                src,
+                src_pages,
+                dst,
+                dst_pages,
+                page_bytes=_PAGE_BYTES,
+                batch_pages=_PAGE_COUNT,
+                rounds=count,
+                window=_WINDOW,
+                imm=IMM_DATA,
+            )
+
+        post(10)
+        while True:
+            fill_ns = pair.native.fill_work_requests(dst_pages, src_pages, _PAGE_BYTES, rounds)
+            pages = rounds * _PAGE_COUNT
+            yield Sample(pages / post(rounds) * 1e3, pages / fill_ns * 1e3)
+
+
+def _scatter_samples(pair: Pair) -> SampleStream:
+    count = pair.settings.scaled(200_000)
+    indices = permutation(_SCATTER_PEERS, 3)
+    with _null_rigs(pair, _SCATTER_PEERS + 1) as rigs:
+        rig, targets = rigs[0], rigs[1:]
+        src = rig.alloc(_MEMORY_BYTES)
+        dsts = [rig.remote(target.descriptor(target.alloc(_MEMORY_BYTES // 64))) for target in targets]
+        group = rig.group([target.address for target in targets])
+
+        def post(calls: int) -> int:
+            return pair.native.run_scatters(
+                rig,
+                src,
+                dsts,
+                group,
+                slice_bytes=_SLICE_BYTES,
+                span_bytes=_MEMORY_BYTES // 64,
+                count=calls,
+                window=_WINDOW,
+                imm=IMM_DATA,
+            )
+
+        post(100)
+        while True:
+            fill_ns = pair.native.fill_work_requests(indices, indices, _SLICE_BYTES, count)
+            yield Sample(post(count) / count / 1e3, fill_ns / count / 1e3)

@@ -1,0 +1,93 @@
+"""Measures of small operations, native loops on both sides: latency and rate of 8-byte writes with an immediate."""
+
+from __future__ import annotations
+
+from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Pair
+from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
+
+_WORD_BYTES = 8
+_RATE_WINDOW = 256
+
+
+def measures() -> list[Measure]:
+    """In the order of the table."""
+    return [
+        Measure(
+            name="ping-pong",
+            title="8-byte write + immediate, one way, spinning",
+            unit="ns",
+            limit="bare flag",
+            samples=_ping_pong_samples,
+            bar=Bar("ratio", "<=", 2.5),
+        ),
+        Measure(
+            name="write-rate",
+            title="8-byte writes with immediate, window 256",
+            unit="M/s",
+            limit="bare ring",
+            samples=_rate_samples,
+            bar=Bar("value", ">=", 12.0),
+        ),
+    ]
+
+
+def _ping_pong_samples(pair: Pair) -> SampleStream:
+    link = pair.link("manual")
+    rounds = pair.settings.scaled(200_000)
+
+    def ping_pong(count: int, *, verify: bool) -> float:
+        pair.child.start(
+            "ping_pong",
+            key=link.key,
+            src=link.peer_control,
+            dst=link.control_here,
+            landing=link.peer_control,
+            imm_out=IMM_DATA,
+            imm_in=IMM_DATA,
+            rounds=count,
+            verify=verify,
+        )
+        took_ns = pair.native.run_ping_pong(
+            link.rig,
+            link.control,
+            link.control_there,
+            link.control,
+            imm_out=IMM_DATA,
+            imm_in=IMM_DATA,
+            rounds=count,
+            first=True,
+            verify=verify,
+        )
+        pair.child.finish()
+        return took_ns / count / 2
+
+    ping_pong(max(rounds // 20, 100), verify=True)
+    while True:
+        flag_ns = pair.flag_one_way_ns()
+        yield Sample(ping_pong(rounds, verify=False), flag_ns)
+
+
+def _rate_samples(pair: Pair) -> SampleStream:
+    link = pair.link("manual")
+    count = pair.settings.scaled(2_000_000)
+
+    def write(operations: int) -> int:
+        link.start_receiving(operations)
+        took_ns = pair.native.run_writes(
+            link.rig,
+            link.control,
+            link.control_there,
+            nbytes=_WORD_BYTES,
+            span_bytes=2048,
+            count=operations,
+            window=_RATE_WINDOW,
+            imm=IMM_DATA,
+            ack=IMM_ACK,
+        )
+        pair.child.finish()
+        return took_ns
+
+    write(10_000)
+    while True:
+        limit = pair.stream_per_s() / 1e6
+        yield Sample(count / write(count) * 1e3, limit)

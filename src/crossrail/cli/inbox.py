@@ -1,0 +1,166 @@
+"""The directory that `serve` stores into. Nothing a pusher says makes it store anywhere else, or leave half a file.
+
+Paths are walked component by component with descriptors that refuse symbolic links, so neither ".." nor a link planted
+in the directory leads out of it. A file is written under a name of ours and gets its own in one step when it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from crossrail.errors import CrossrailError
+
+_COMPONENT_BYTES_MAX = 255
+_DEPTH_MAX = 32
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PART_SUFFIX = ".crossrail-part"
+# Left free on the file system: filling it to the last byte harms more than the refused push.
+_SPARE_BYTES = 16 << 20
+
+
+class Refused(CrossrailError):
+    """The push cannot be stored. The text says why, to the pusher."""
+
+
+def split_path(dst: str) -> list[str]:
+    """Components of a relative path, or Refused."""
+    components = dst.split("/")
+    if dst.startswith("/"):
+        raise Refused(f"{dst!r} is an absolute path; give one relative to the served directory")
+    if len(components) > _DEPTH_MAX:
+        raise Refused(f"{dst!r} is deeper than {_DEPTH_MAX} directories")
+    for component in components:
+        if component in ("", ".", ".."):
+            raise Refused(f"{dst!r} has an empty, '.' or '..' component")
+        if len(component.encode()) > _COMPONENT_BYTES_MAX:
+            raise Refused(f"{dst!r} has a component longer than {_COMPONENT_BYTES_MAX} bytes")
+        if not component.isprintable():
+            raise Refused(f"{dst!r} has unprintable characters")
+    if components[-1].endswith(_PART_SUFFIX):
+        raise Refused(f"{dst!r} ends with {_PART_SUFFIX}, which is kept for files that are still coming in")
+    return components
+
+
+class Inbox:
+    """An open directory. A context manager."""
+
+    def __init__(self, root: Path) -> None:
+        """OSError when it is no directory that can be entered."""
+        self.root = root
+        self._fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __enter__(self) -> Inbox:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._fd)
+
+    def create(self, dst: str, nbytes: int, *, force: bool) -> PartFile:
+        """A file that will become `dst`. Refused when it must not or cannot."""
+        components = split_path(dst)
+        status = os.fstatvfs(self._fd)
+        if nbytes + _SPARE_BYTES > status.f_bavail * status.f_frsize:
+            raise Refused(f"{nbytes} bytes do not fit: {status.f_bavail * status.f_frsize} are free at the target")
+        directory_fd = self._enter(components[:-1], dst)
+        try:
+            _check_final(directory_fd, components[-1], dst, force)
+            return PartFile(directory_fd, components[-1], dst, force)
+        except BaseException:
+            os.close(directory_fd)
+            raise
+
+    def _enter(self, directories: list[str], dst: str) -> int:
+        fd = os.dup(self._fd)
+        for directory in directories:
+            try:
+                inner = os.open(directory, _DIRECTORY_FLAGS, dir_fd=fd)
+            except OSError as error:
+                raise Refused(f"{dst!r}: cannot enter {directory!r} at the target: {error.strerror}") from None
+            finally:
+                os.close(fd)
+            fd = inner
+        return fd
+
+
+def _check_final(directory_fd: int, name: str, dst: str, force: bool) -> None:
+    try:
+        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(status.st_mode):
+        raise Refused(f"{dst!r} is a directory at the target; add a slash to store into it")
+    if not force:
+        raise Refused(f"{dst!r} exists at the target; push with --force to replace it")
+
+
+class PartFile:
+    """A file on its way in. Ends with exactly one of commit() and discard(); discard() after either does nothing."""
+
+    def __init__(self, directory_fd: int, name: str, dst: str, force: bool) -> None:
+        """Takes over directory_fd."""
+        self._directory_fd = directory_fd
+        self._name = name
+        self._dst = dst
+        self._force = force
+        self._part = f".{secrets.token_hex(8)}{_PART_SUFFIX}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._fd = os.open(self._part, flags, 0o600, dir_fd=directory_fd)
+        except OSError as error:
+            raise Refused(f"{dst!r}: cannot write there: {error.strerror}") from None
+        self._open = True
+
+    def append(self, data: memoryview) -> None:
+        """Write all of it. Refused when the disk is full or the like."""
+        while data:
+            try:
+                data = data[os.write(self._fd, data) :]
+            except OSError as error:
+                raise Refused(f"{self._dst!r}: cannot write at the target: {error.strerror}") from None
+
+    def commit(self, mode: int) -> None:
+        """Give the file its name, at once and whole. Refused when another took it meanwhile and force is off."""
+        try:
+            os.fchmod(self._fd, mode & 0o777 & ~_umask())
+            self._rename()
+        except OSError as error:
+            raise Refused(f"{self._dst!r}: cannot be given its name: {error.strerror}") from None
+        finally:
+            self.discard()
+
+    def _rename(self) -> None:
+        fd = self._directory_fd
+        if self._force:
+            os.replace(self._part, self._name, src_dir_fd=fd, dst_dir_fd=fd)
+            return
+        try:
+            # Unlike a rename this fails when the name is taken, and does not replace.
+            os.link(self._part, self._name, src_dir_fd=fd, dst_dir_fd=fd)
+        except FileExistsError:
+            raise
+        except OSError:
+            # A file system without hard links. A file that appears between the look and the rename would be replaced.
+            _check_final(self._directory_fd, self._name, self._dst, force=False)
+            os.rename(self._part, self._name, src_dir_fd=fd, dst_dir_fd=fd)
+
+    def discard(self) -> None:
+        """Remove what is there of it. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        with contextlib.suppress(OSError):
+            os.unlink(self._part, dir_fd=self._directory_fd)
+        os.close(self._fd)
+        os.close(self._directory_fd)
+
+
+def _umask() -> int:
+    """The process's mask; Linux can only be asked by setting it, except through /proc."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077

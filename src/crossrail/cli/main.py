@@ -1,0 +1,77 @@
+"""The command group: finds commands by name, and turns our errors into one clear line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from typing import Any
+
+import click
+
+from crossrail.errors import CrossrailError, UsageError
+
+# Exit codes: 0 done, 1 it failed, 2 wrong usage (click's own), 130 interrupted (128 + SIGINT, as shells have it).
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+# name: (module, what `crossrail --help` says). The modules load rich, numpy and the like, so only the one that runs
+# is imported.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("crossrail.cli.demo", "Move a real file between two processes and check it."),
+    "serve": ("crossrail.cli.serve", "Receive files that other shells push."),
+    "push": ("crossrail.cli.push", "Push a file to a `crossrail serve`."),
+    "bench": ("crossrail.cli.bench.command", "Measure the engine beside the limits of this machine."),
+    "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why that way."),
+}
+
+
+class CommandGroup(click.Group):
+    """Loads commands when they are used. A command NAME is the attribute `command` of its module."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, in the order in which a newcomer needs them."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, or None when there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in `--help`, without importing every command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; our errors become one line on stderr and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("\ninterrupted", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+        except BrokenPipeError:
+            # The reader of our output went away (`crossrail bench | head`): nobody is left to tell.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            ctx.exit(1)
+        except UsageError as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(EXIT_USAGE)
+        except (CrossrailError, OSError) as error:
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(1)
+
+
+def quiet_log() -> None:
+    """Commands say themselves what became of a peer; of the engine's log they let only errors through."""
+    logging.getLogger("crossrail").setLevel(logging.ERROR)
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="crossrail", prog_name="crossrail")
+def main() -> None:
+    """Move tensors and files between processes, point to point, over whatever connects them."""
+    quiet_log()

@@ -1,0 +1,126 @@
+"""The types of `crossrail._core.bench`, the native measuring loops. Times are nanoseconds; regions are indices."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+Memory = npt.NDArray[np.uint8]
+Indices = npt.NDArray[np.int64]
+
+
+class BenchRig(Protocol):
+    """One engine with its memory (native/bench/rig.h)."""
+
+    @property
+    def address(self) -> bytes: ...
+    def close(self) -> None: ...
+    def alloc(self, nbytes: int) -> int: ...
+    def map_private(self, nbytes: int) -> int: ...
+    def descriptor(self, index: int) -> bytes: ...
+    def remote(self, descriptor: bytes) -> int: ...
+    def group(self, addresses: Sequence[bytes]) -> int: ...
+    def view(self, index: int) -> Memory: ...
+    def paths(self, address: bytes) -> list[tuple[str, str, str, float]]: ...
+    def drive(self, seconds: float) -> None: ...
+
+
+class Native(Protocol):
+    """native/bench/loops.h and limits.h."""
+
+    SHARED_BYTES: int
+
+    def Rig(  # noqa: N802 - it is a class
+        self,
+        name: str,
+        *,
+        transport: str = ...,
+        rails: int = ...,
+        polling: str = ...,
+        private_path: str = ...,
+    ) -> BenchRig: ...
+    def run_writes(
+        self,
+        rig: BenchRig,
+        src: int,
+        dst: int,
+        *,
+        nbytes: int,
+        span_bytes: int,
+        count: int,
+        window: int,
+        imm: int | None = ...,
+        ack: int | None = ...,
+        timeout_s: float = ...,
+    ) -> int: ...
+    def run_paged_writes(
+        self,
+        rig: BenchRig,
+        src: int,
+        src_pages: Indices,
+        dst: int,
+        dst_pages: Indices,
+        *,
+        page_bytes: int,
+        batch_pages: int,
+        rounds: int = ...,
+        window: int = ...,
+        imm: int | None = ...,
+        ack: int | None = ...,
+        timeout_s: float = ...,
+    ) -> int: ...
+    def run_scatters(
+        self,
+        rig: BenchRig,
+        src: int,
+        dsts: Sequence[int],
+        group: int | None = ...,
+        *,
+        slice_bytes: int,
+        span_bytes: int,
+        count: int,
+        window: int,
+        imm: int | None = ...,
+        ack: int | None = ...,
+        timeout_s: float = ...,
+    ) -> int: ...
+    def run_ping_pong(
+        self,
+        rig: BenchRig,
+        src: int,
+        dst: int,
+        landing: int,
+        *,
+        imm_out: int,
+        imm_in: int,
+        rounds: int,
+        first: bool,
+        verify: bool = ...,
+        timeout_s: float = ...,
+    ) -> int: ...
+    def run_receivers(
+        self,
+        rigs: Sequence[BenchRig],
+        *,
+        imm: int,
+        count: int,
+        reply_src: int,
+        reply_dst: int,
+        reply_imm: int,
+        timeout_s: float = ...,
+    ) -> int: ...
+    def copy_in_calls(self, dst: Memory, src: Memory, call_bytes: int) -> int: ...
+    def copy_pages(self, dst: Memory, src: Memory, dst_pages: Indices, src_pages: Indices, page_bytes: int) -> int: ...
+    def fill_work_requests(self, dst_pages: Indices, src_pages: Indices, page_bytes: int, rounds: int) -> int: ...
+    def flag_ping_pong(self, fd: int, *, first: bool, start: int, rounds: int, timeout_s: float = ...) -> int: ...
+    def slot_stream(self, fd: int, *, producer: bool, start: int, count: int, timeout_s: float = ...) -> int: ...
+    def nothing(self, src: Any, dst: Any, length: int, *, src_offset: int = ..., dst_offset: int = ...) -> None: ...
+
+
+def load_native() -> Native:
+    """The loops of this build."""
+    return cast(Native, importlib.import_module("crossrail._core").bench)

@@ -1,0 +1,238 @@
+"""`crossrail push FILE NAME:DST`: writes a file into the memory of a `crossrail serve`, which stores it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+import crossrail as xr
+from crossrail.cli import wire
+from crossrail.cli.rendezvous import resolve
+from crossrail.cli.source import SourceFile
+from crossrail.cli.text import format_bytes, gb_per_s
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+
+_LOOK_PERIOD_S = 0.25
+_ANSWER_TIMEOUT_S = 60.0
+_ABORT_TIMEOUT_S = 0.5
+_MESSAGES_HELD = 2 * wire.SLOTS_MAX
+
+_M = TypeVar("_M", bound=wire.Message)
+
+
+class Pusher:
+    """One push. Lifecycle: 1. offer. 2. accepted: slots are known. 3. segment after segment. 4. end, checked."""
+
+    def __init__(self, engine: xr.Engine, pool: xr.ReceivePool, server: xr.Address, source: SourceFile) -> None:
+        """The parts, all open; the caller closes them."""
+        self._engine = engine
+        self._pool = pool
+        self._server = server
+        self._source = source
+        self._push = secrets.randbits(62)
+        self._stored: set[int] = set()
+        self._digest = hashlib.sha256()
+        self._transfers: list[xr.Transfer] = []
+
+    def run(self, dst: str, *, force: bool, on_stored: Callable[[int], None]) -> wire.Done:
+        """The whole push. on_stored is called with the bytes of each segment stored."""
+        try:
+            self._send(wire.Offer(self._push, dst, self._source.nbytes, self._source.mode, force))
+            slots = self._accepted(self._receive(wire.Accept))
+            self._write_all(slots, on_stored)
+            self._send(wire.End(self._push, self._digest.hexdigest()))
+            return self._checked(self._receive(wire.Done))
+        except BaseException:
+            self._abort()
+            raise
+
+    def _accepted(self, accept: wire.Accept) -> _Slots:
+        layout = wire.Layout(self._source.nbytes, accept.slot_bytes, accept.page_bytes)
+        region = xr.RegionDescriptor.from_bytes(bytes.fromhex(accept.region)) if accept.region else None
+        if layout.segments > 0:
+            if region is None or region.owner != self._server:
+                raise wire.ProtocolError("the serve accepted with memory that is not its own")
+            if not accept.imms or region.nbytes < len(accept.imms) * accept.slot_bytes:
+                raise wire.ProtocolError("the serve accepted with less memory than it says")
+        return _Slots(self._engine, layout, accept.imms, region)
+
+    def _write_all(self, slots: _Slots, on_stored: Callable[[int], None]) -> None:
+        layout = slots.layout
+        reported: set[int] = set()
+
+        def report() -> None:
+            for index in self._stored - reported:
+                reported.add(index)
+                on_stored(layout.segment_bytes(index))
+
+        for index in range(layout.segments):
+            self._await_stored(index - slots.count, report)
+            data = slots.segment(index)
+            self._source.read_into(data, index * layout.slot_bytes)
+            self._digest.update(data)
+            self._transfers = [t for t in self._transfers if not t.done] + slots.write(index)
+        for transfer in self._transfers:
+            transfer.wait(_ANSWER_TIMEOUT_S)
+        for index in range(layout.segments):
+            self._await_stored(index, report)
+
+    def _await_stored(self, index: int, report: Callable[[], None]) -> None:
+        """Until segment `index` is on disk, so that its slot is free. Negative: the slot was never used."""
+        while index >= 0 and index not in self._stored:
+            self._take(self._next_message())
+            report()
+
+    def _take(self, message: wire.Message) -> None:
+        if isinstance(message, (wire.Refuse, wire.Failed)):
+            raise CrossrailError(f"the serve says: {message.reason}")
+        if isinstance(message, wire.Stored):
+            self._stored.add(message.segment)
+
+    def _receive(self, kind: type[_M]) -> _M:
+        while True:
+            message = self._next_message()
+            if isinstance(message, kind):
+                return message
+            self._take(message)
+
+    def _next_message(self) -> wire.Message:
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                received = self._pool.recv(_LOOK_PERIOD_S)
+            except WaitTimeout:
+                self._raise_if_gone()
+                continue
+            if received.peer == self._server:
+                message = wire.decode(received.data)
+                if message.push == self._push:
+                    return message
+        state = self._engine.peer_state(self._server)
+        raise CrossrailError(f"the serve did not answer for {_ANSWER_TIMEOUT_S:g} s (its state: {state})")
+
+    def _raise_if_gone(self) -> None:
+        if self._engine.peer_state(self._server) == "lost":
+            raise CrossrailError(f"the serve (pid {self._server.pid}) ended; the file was not stored")
+        for transfer in self._transfers:
+            error = transfer.exception() if transfer.done else None
+            if error is not None:
+                raise error
+
+    def _send(self, message: wire.Message) -> None:
+        self._engine.submit_send(self._server, wire.encode(message)).wait(_ANSWER_TIMEOUT_S)
+
+    def _checked(self, done: wire.Done) -> wire.Done:
+        if done.sha256 != self._digest.hexdigest():
+            raise CrossrailError(f"the serve stored {done.path} with another SHA-256 sum than was sent")
+        return done
+
+    def _abort(self) -> None:
+        """Best effort: nothing of ours is under way any more, and the serve knows at once and not by our absence."""
+        with contextlib.suppress(Exception):
+            for transfer in self._transfers:
+                transfer.cancel()
+            for transfer in self._transfers:
+                with contextlib.suppress(CrossrailError):
+                    transfer.wait(_ABORT_TIMEOUT_S)
+            abort = wire.encode(wire.Abort(self._push))
+            self._engine.submit_send(self._server, abort).wait(_ABORT_TIMEOUT_S)
+
+
+class _Slots:
+    """Our copy of the serve's slots: the file is read into it, and written from it to the same places there."""
+
+    def __init__(
+        self, engine: xr.Engine, layout: wire.Layout, imms: list[int], target: xr.RegionDescriptor | None
+    ) -> None:
+        self._engine = engine
+        self.layout = layout
+        self._imms = imms
+        self.count = len(imms)
+        self._target = target
+        self._memory = None if target is None else engine.alloc(self.count * layout.slot_bytes)
+        self._pages_per_slot = layout.slot_bytes // layout.page_bytes
+
+    def segment(self, index: int) -> memoryview:
+        """Where a segment is read to."""
+        assert self._memory is not None
+        start = index % self.count * self.layout.slot_bytes
+        return self._memory.view()[start : start + self.layout.segment_bytes(index)]
+
+    def write(self, index: int) -> list[xr.Transfer]:
+        """Write a segment: its full pages in one call, a short last page in another. Each page counts one."""
+        assert self._memory is not None
+        assert self._target is not None
+        slot = index % self.count
+        page_bytes = self.layout.page_bytes
+        full, tail_bytes = divmod(self.layout.segment_bytes(index), page_bytes)
+        first = slot * self._pages_per_slot
+        imm = self._imms[slot]
+        transfers = []
+        if full > 0:
+            pages = np.arange(first, first + full, dtype=np.int64)
+            submit = self._engine.submit_paged_writes
+            transfers.append(submit(self._memory, pages, self._target, pages, page_bytes, imm=imm))
+        if tail_bytes > 0:
+            at = (first + full) * page_bytes
+            transfers.append(
+                self._engine.submit_write(self._memory, self._target, tail_bytes, src_offset=at, dst_offset=at, imm=imm)
+            )
+        return transfers
+
+
+def destination(dst: str, source: Path) -> str:
+    """As with cp: nothing, or a directory with its slash, keeps the file's own name."""
+    return dst + source.name if dst == "" or dst.endswith("/") else dst
+
+
+def _push(source: SourceFile, server: xr.Address, dst: str, rails: int, *, force: bool, quiet: bool) -> None:
+    console = Console(quiet=quiet)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with (
+        xr.Engine(rails=rails) as engine,
+        engine.submit_recvs(_MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
+        Progress(*columns, console=console, disable=quiet) as progress,
+    ):
+        begun = time.monotonic()
+        engine.connect(server)
+        task = progress.add_task(escape(source.path.name), total=source.nbytes)
+        pusher = Pusher(engine, pool, server, source)
+        done = pusher.run(dst, force=force, on_stored=lambda nbytes: progress.advance(task, nbytes))
+        seconds = time.monotonic() - begun
+    console.print(
+        f"[green]stored[/green] as {escape(done.path)}: {format_bytes(source.nbytes)}, "
+        f"{gb_per_s(source.nbytes, seconds):.2f} GB/s, SHA-256 ok {done.sha256}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+@click.command("push")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("target")
+@click.option("--force", is_flag=True, help="Replace the file if it is there already.")
+@click.option("--rails", type=click.IntRange(1, 16), default=1, show_default=True, help="Rails to open.")
+@click.option("--quiet", "-q", is_flag=True, help="Say nothing unless it fails.")
+def command(file: Path, target: str, force: bool, rails: int, quiet: bool) -> None:
+    """Push FILE to a `crossrail serve` of yours on this host.
+
+    TARGET is NAME:DST. `crossrail serve` prints its NAME when it starts. DST is a path in the served directory; without
+    one, or with a directory and its slash, the file keeps its name.
+    """
+    with SourceFile(file) as source:
+        server, dst = resolve(target)
+        dst = destination(dst, file)
+        if len(dst.encode(errors="surrogateescape")) > wire.PATH_BYTES_MAX:
+            raise UsageError(f"DST is longer than {wire.PATH_BYTES_MAX} bytes")
+        _push(source, server, dst, rails, force=force, quiet=quiet)

@@ -1,0 +1,176 @@
+"""How two shells find each other: a name stands for an address file in a directory that only this user can enter.
+
+A `crossrail serve` holds a lock on its file for as long as it runs; the kernel drops the lock when it dies, however it
+dies. So a file whose lock can be had is a leftover, and whoever meets it removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import crossrail as xr
+from crossrail.errors import CrossrailError, UsageError
+
+_FORMAT = 1
+_FILE_BYTES_MAX = 16 * 1024
+_SUFFIX = ".serve"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_ATTEMPTS_MAX = 100
+
+
+def runtime_dir() -> Path:
+    """The directory, made if missing. CrossrailError when another user could have put files into it."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(base) / "crossrail" if base else Path(tempfile.gettempdir()) / f"crossrail-{os.getuid()}"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise CrossrailError(
+            f"cannot make {directory}: {error.strerror}; set XDG_RUNTIME_DIR to a directory of yours"
+        ) from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise CrossrailError(
+            f"{directory} must be a directory that belongs to you, with mode 0700; remove it and retry"
+        )
+    return directory
+
+
+def check_name(name: str) -> str:
+    """The name, or UsageError."""
+    if _NAME.fullmatch(name) is None:
+        raise UsageError(f"name {name!r} must be 1 to 64 letters, digits, dots, dashes or underscores")
+    return name
+
+
+class Published:
+    """A name that leads to an address, until close(). A context manager."""
+
+    def __init__(self, name: str, path: Path, lock_fd: int) -> None:
+        """Made by `publish`. lock_fd: the open, locked file."""
+        self.name = name
+        self.path = path
+        self._lock_fd = lock_fd
+
+    def __enter__(self) -> Published:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        os.close(self._lock_fd)
+
+
+def publish(name: str | None, address: xr.Address) -> Published:
+    """Make `name` lead to `address`. None: "inbox", or "inbox-2" and so on while that is taken.
+
+    UsageError when a name that was asked for is taken by a running serve.
+    """
+    if name is not None:
+        published = _try_publish(check_name(name), address)
+        if published is None:
+            raise UsageError(f"another crossrail serve runs under the name {name}; choose another one with --name")
+        return published
+    for number in range(1, _ATTEMPTS_MAX):
+        published = _try_publish("inbox" if number == 1 else f"inbox-{number}", address)
+        if published is not None:
+            return published
+    raise CrossrailError(f"{_ATTEMPTS_MAX} serves run already; give this one a name with --name")
+
+
+def _try_publish(name: str, address: xr.Address) -> Published | None:
+    directory = runtime_dir()
+    final = directory / (name + _SUFFIX)
+    draft_fd, draft = tempfile.mkstemp(prefix=".draft-", dir=directory)
+    try:
+        fcntl.flock(draft_fd, fcntl.LOCK_EX)
+        os.write(draft_fd, _encode(address))
+        for _ in range(_ATTEMPTS_MAX):
+            try:
+                os.link(draft, final)  # unlike a rename, this fails when the name is there
+                return Published(name, final, draft_fd)
+            except FileExistsError:
+                if _is_alive(final, remove=True):
+                    break
+        os.close(draft_fd)
+        return None
+    except BaseException:
+        os.close(draft_fd)
+        raise
+    finally:
+        Path(draft).unlink()
+
+
+def _encode(address: xr.Address) -> bytes:
+    content = {"format": _FORMAT, "host": _host_identity(), "pid": os.getpid(), "address": address.to_bytes().hex()}
+    return json.dumps(content).encode()
+
+
+def _host_identity() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _is_alive(path: Path, *, remove: bool) -> bool:
+    """Whether a serve holds the file. remove: a leftover goes away; only for files that are ours by their place."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # We hold the leftover's lock. Remove the name only if it still leads to this file: only a holder may do that.
+        with contextlib.suppress(FileNotFoundError):
+            if remove and path.stat().st_ino == os.fstat(fd).st_ino:
+                path.unlink()
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
+def living_names() -> list[str]:
+    """Names of the serves that run. Leftovers are removed on the way."""
+    paths = sorted(runtime_dir().glob("*" + _SUFFIX))
+    return [path.name.removesuffix(_SUFFIX) for path in paths if _is_alive(path, remove=True)]
+
+
+def resolve(target: str) -> tuple[xr.Address, str]:
+    """`NAME:DST` -> (address of that serve, DST). DST may be empty; without a colon it is.
+
+    NAME is a serve's name, or the path of an address file (it has a slash in it). UsageError when no such serve runs.
+    """
+    name, _, dst = target.partition(":")
+    by_path = "/" in name
+    path = Path(name) if by_path else runtime_dir() / (check_name(name) + _SUFFIX)
+    if not _is_alive(path, remove=not by_path):
+        raise UsageError(_no_such_serve(name))
+    return _read_address(path), dst
+
+
+def _no_such_serve(name: str) -> str:
+    names = living_names()
+    running = f"running: {', '.join(names)}" if names else "none is running; start one with: crossrail serve"
+    return f"no crossrail serve of the name {name} runs on this host ({running}). Other hosts are not reachable yet"
+
+
+def _read_address(path: Path) -> xr.Address:
+    try:
+        content: Any = json.loads(path.read_bytes()[:_FILE_BYTES_MAX])
+        same_format, host, text = content["format"] == _FORMAT, content["host"], content["address"]
+        address = xr.Address.from_bytes(bytes.fromhex(text))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{path} is not an address file of crossrail serve: {error}") from None
+    if not same_format:
+        raise UsageError(f"{path} was written by another version of crossrail; use the same one in both shells")
+    if host != _host_identity():
+        raise UsageError(f"{path} is of another host; crossrail push reaches only serves on this host so far")
+    return address

@@ -1,0 +1,358 @@
+"""`crossrail serve`: receives what other shells push. One asyncio task per push; data comes by counted page writes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+import crossrail as xr
+from crossrail.cli import wire
+from crossrail.cli.inbox import Inbox, PartFile, Refused
+from crossrail.cli.rendezvous import Published, publish
+from crossrail.cli.text import format_bytes, gb_per_s
+from crossrail.errors import CrossrailError, TransferError, UsageError, WaitTimeout
+
+_PAGE_BYTES = 64 << 10
+_SLOT_BYTES = 8 << 20
+_SLOTS = 4
+_LOOK_PERIOD_S = 0.25
+_SEND_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 2.0
+_MESSAGES_HELD = 256
+
+
+class PusherGone(CrossrailError):
+    """The pusher died, left, or gave up: there is nobody to answer to."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one serve takes on."""
+
+    pushes_max: int
+    idle_timeout_s: float
+
+
+class Slots:
+    """The memory that one push writes to: a few slots, each with an immediate of its own."""
+
+    def __init__(self, engine: xr.Engine, nbytes: int) -> None:
+        """nbytes: of the whole file. An empty file needs no memory."""
+        pages = -(-min(nbytes, _SLOT_BYTES) // _PAGE_BYTES)
+        self.layout = wire.Layout(nbytes, max(pages, 1) * _PAGE_BYTES, _PAGE_BYTES)
+        self.counters: list[xr.ImmCounter] = []
+        self._region: xr.Region | None = None
+        count = min(_SLOTS, self.layout.segments)
+        if count > 0:
+            self._region = engine.alloc(count * self.layout.slot_bytes)
+            self.counters = [engine.alloc_imm() for _ in range(count)]
+
+    @property
+    def descriptor(self) -> str:
+        """For the pusher, in hex; empty when there is no memory."""
+        return "" if self._region is None else self._region.descriptor.to_bytes().hex()
+
+    def segment(self, index: int) -> memoryview:
+        """The bytes of a segment that arrived."""
+        assert self._region is not None
+        start = index % len(self.counters) * self.layout.slot_bytes
+        return self._region.view()[start : start + self.layout.segment_bytes(index)]
+
+    def counter(self, index: int) -> xr.ImmCounter:
+        """What counts the pages of a segment."""
+        return self.counters[index % len(self.counters)]
+
+    def close(self, *, quiesced: bool) -> None:
+        """Give memory back. quiesced: no write can be under way, so the immediates may be used for another push."""
+        if self._region is not None:
+            with contextlib.suppress(WaitTimeout):
+                self._region.close(_CLOSE_TIMEOUT_S)
+        if quiesced:
+            for counter in self.counters:
+                counter.release()
+
+
+class Session:
+    """One push, from its offer to its end."""
+
+    def __init__(self, server: Server, peer: xr.Address, offer: wire.Offer) -> None:
+        """offer: checked by wire, not yet by the inbox."""
+        self._server = server
+        self._peer = peer
+        self._offer = offer
+        self._digest = hashlib.sha256()
+        self._end: asyncio.Future[wire.End] = asyncio.get_running_loop().create_future()
+        self._aborted = False
+        self._quiesced = False
+        self._begun = time.monotonic()
+
+    def on_message(self, message: wire.Message) -> None:
+        """A message of this push, after the offer."""
+        if isinstance(message, wire.End) and not self._end.done():
+            self._end.set_result(message)
+        elif isinstance(message, wire.Abort):
+            self._aborted = True
+
+    async def run(self) -> bool:
+        """True when the file was stored. Never raises for what the pusher or the disk does."""
+        try:
+            part = self._server.inbox.create(self._offer.dst, self._offer.nbytes, force=self._offer.force)
+        except Refused as refusal:
+            self._server.say(f"[yellow]refused[/yellow] {escape(str(refusal))}")
+            with contextlib.suppress(PusherGone):
+                await self.send(wire.Refuse(self._offer.push, str(refusal)))
+            return False
+        try:
+            await self._receive(part)
+            return True
+        except PusherGone as gone:
+            self._quiesced = True
+            self._server.say(f"[red]dropped[/red] {escape(self._offer.dst)}: {escape(str(gone))}; nothing was stored")
+        except (CrossrailError, MemoryError) as error:
+            self._server.say(f"[red]failed[/red] {escape(self._offer.dst)}: {escape(str(error))}; nothing was stored")
+            with contextlib.suppress(PusherGone):
+                await self.send(wire.Failed(self._offer.push, str(error)))
+        finally:
+            part.discard()
+        return False
+
+    async def _receive(self, part: PartFile) -> None:
+        slots = Slots(self._server.engine, self._offer.nbytes)
+        task = self._server.progress.add_task(escape(self._offer.dst), total=self._offer.nbytes)
+        try:
+            await self.send(self._accept(slots))
+            for index in range(slots.layout.segments):
+                await self._await_segment(slots, index)
+                await asyncio.to_thread(self._store, part, slots, index)
+                self._server.progress.advance(task, slots.layout.segment_bytes(index))
+                await self.send(wire.Stored(self._offer.push, index))
+            await self._finish(part)
+        finally:
+            self._server.progress.remove_task(task)
+            await asyncio.to_thread(slots.close, quiesced=self._quiesced or self._lost())
+
+    def _accept(self, slots: Slots) -> wire.Accept:
+        imms = [counter.imm for counter in slots.counters]
+        layout = slots.layout
+        return wire.Accept(self._offer.push, slots.descriptor, layout.page_bytes, layout.slot_bytes, imms)
+
+    async def _await_segment(self, slots: Slots, index: int) -> None:
+        counter, pages = slots.counter(index), slots.layout.segment_pages(index)
+        arrived, moved_at = 0, time.monotonic()
+        while True:
+            try:
+                await counter.wait_async(pages, timeout_s=_LOOK_PERIOD_S)
+                return
+            except WaitTimeout:
+                self._raise_if_gone()
+            if counter.poll() != arrived:
+                arrived, moved_at = counter.poll(), time.monotonic()
+            self._raise_if_idle(moved_at)
+
+    def _store(self, part: PartFile, slots: Slots, index: int) -> None:
+        """On a thread of its own: disk and checksum."""
+        data = slots.segment(index)
+        self._digest.update(data)
+        part.append(data)
+
+    async def _finish(self, part: PartFile) -> None:
+        waiting_since = time.monotonic()
+        while not self._end.done():
+            await asyncio.wait([self._end], timeout=_LOOK_PERIOD_S)
+            if not self._end.done():
+                self._raise_if_gone()
+                self._raise_if_idle(waiting_since)
+        self._quiesced = True  # every segment was counted in full, and there are no others
+        sha256 = self._digest.hexdigest()
+        if self._end.result().sha256 != sha256:
+            raise Refused("the SHA-256 of what arrived is not that of what was sent")
+        await asyncio.to_thread(part.commit, self._offer.mode)
+        self._report(sha256)
+        with contextlib.suppress(PusherGone):  # it is stored, whether the pusher still listens or not
+            await self.send(wire.Done(self._offer.push, self._offer.dst, sha256))
+
+    def _report(self, sha256: str) -> None:
+        seconds = time.monotonic() - self._begun
+        rate = gb_per_s(self._offer.nbytes, seconds)
+        self._server.say(
+            f"[green]stored[/green] {escape(self._offer.dst)}: {format_bytes(self._offer.nbytes)} from "
+            f"{escape(self._peer.name)}, {rate:.2f} GB/s, SHA-256 ok {sha256}"
+        )
+
+    async def send(self, message: wire.Message) -> None:
+        """PusherGone when it cannot be delivered."""
+        transfer = self._server.engine.submit_send(self._peer, wire.encode(message))
+        try:
+            await asyncio.wait_for(_completion(transfer), _SEND_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            transfer.cancel()
+            raise PusherGone(f"{self._peer.name} took no message for {_SEND_TIMEOUT_S:g} s") from None
+        except TransferError as error:
+            raise PusherGone(str(error)) from None
+
+    def _lost(self) -> bool:
+        return self._server.engine.peer_state(self._peer) == "lost"
+
+    def _raise_if_gone(self) -> None:
+        if self._aborted:
+            raise PusherGone(f"{self._peer.name} gave up")
+        if self._lost():
+            raise PusherGone(f"{self._peer.name} (pid {self._peer.pid}) ended in the middle")
+
+    def _raise_if_idle(self, since: float) -> None:
+        idle_s = self._server.limits.idle_timeout_s
+        if time.monotonic() - since > idle_s:
+            raise Refused(f"nothing arrived for {idle_s:g} s")
+
+
+async def _completion(transfer: xr.Transfer) -> None:
+    await transfer
+
+
+class Server:
+    """Takes messages and hands them to sessions."""
+
+    def __init__(self, engine: xr.Engine, inbox: Inbox, progress: Progress, limits: Limits) -> None:
+        """The parts, all open; the caller closes them."""
+        self.engine = engine
+        self.inbox = inbox
+        self.progress = progress
+        self.limits = limits
+        self._sessions: dict[tuple[xr.Address, int], Session] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._first_result: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def say(self, markup: str) -> None:
+        """One line above the bars."""
+        self.progress.console.print(markup, soft_wrap=True, highlight=False)
+
+    async def run(self, *, once: bool) -> bool:
+        """Serve until cancelled; with `once`, until the first push ended. Returns whether that one was stored."""
+        receiving = asyncio.ensure_future(self._receive())
+        waited: list[asyncio.Future[bool] | asyncio.Future[None]] = [receiving]
+        if once:
+            waited.append(self._first_result)
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if receiving.done():
+                receiving.result()
+                raise CrossrailError("the engine was closed")
+            return self._first_result.result()
+        finally:
+            await self._cancel_all(receiving)
+
+    async def _cancel_all(self, receiving: asyncio.Future[None]) -> None:
+        tasks = [receiving, *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(self) -> None:
+        with self.engine.submit_recvs(_MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool:
+            async for message in pool:
+                try:
+                    self._dispatch(message.peer, wire.decode(message.data))
+                except wire.ProtocolError as error:
+                    sender = escape(message.peer.name)
+                    self.say(f"[yellow]ignored[/yellow] a message from {sender}: {escape(str(error))}")
+
+    def _dispatch(self, peer: xr.Address, message: wire.Message) -> None:
+        key = (peer, message.push)
+        session = self._sessions.get(key)
+        if isinstance(message, wire.Offer) and session is None:
+            session = Session(self, peer, message)
+            busy = len(self._sessions) >= self.limits.pushes_max
+            self._spawn(self._refuse_busy(session, message) if busy else self._run(session, key))
+            if not busy:
+                self._sessions[key] = session
+        elif session is not None:
+            session.on_message(message)
+
+    def _spawn(self, work: object) -> None:
+        assert asyncio.iscoroutine(work)
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, session: Session, key: tuple[xr.Address, int]) -> None:
+        stored = False
+        try:
+            stored = await session.run()
+        finally:
+            del self._sessions[key]
+            if not self._first_result.done():
+                self._first_result.set_result(stored)
+
+    async def _refuse_busy(self, session: Session, offer: wire.Offer) -> None:
+        reason = f"{self.limits.pushes_max} pushes are under way already; try again later"
+        with contextlib.suppress(PusherGone):
+            await session.send(wire.Refuse(offer.push, reason))
+
+
+def _announce(published: Published, directory: Path, rails: int) -> None:
+    plural = "rail" if rails == 1 else "rails"
+    click.echo(f"serving {directory} as {published.name} over {rails} {plural}. Push from another shell:")
+    click.echo(f"    crossrail push FILE {published.name}:")
+    click.echo("Ctrl-C ends it.", err=True)
+
+
+async def _serve(directory: Path, name: str | None, rails: int, limits: Limits, *, once: bool) -> bool:
+    main_task = asyncio.current_task()
+    assert main_task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with (
+        Inbox(directory) as inbox,
+        xr.Engine("crossrail-serve", rails=rails) as engine,
+        publish(name, engine.address) as published,
+        Progress(*columns, console=Console()) as progress,
+    ):
+        server = Server(engine, inbox, progress, limits)
+        _announce(published, directory, rails)
+        return await server.run(once=once)
+
+
+@click.command("serve")
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    default=".",
+    show_default="the current one",
+    help="Directory to store into.",
+)
+@click.option("--name", help='Name to be found under [default: "inbox"].')
+@click.option("--once", is_flag=True, help="End after the first push; exit code 1 if it was not stored.")
+@click.option("--rails", type=click.IntRange(1, 16), default=1, show_default=True, help="Rails to open.")
+@click.option("--pushes", type=click.IntRange(1, 1024), default=16, show_default=True, help="Most pushes at a time.")
+@click.option(
+    "--idle-timeout",
+    type=click.FloatRange(0.5, 86400),
+    default=60.0,
+    show_default=True,
+    help="Seconds without data after which a push is given up.",
+)
+def command(directory: Path, name: str | None, once: bool, rails: int, pushes: int, idle_timeout: float) -> None:
+    """Receive files that other shells of yours push with `crossrail push`, on the same host.
+
+    A file appears under its name only when it is whole and its SHA-256 sum is right. Existing files are kept unless the
+    pusher says --force. Nothing is ever stored outside the directory.
+    """
+    if not directory.is_dir():
+        raise UsageError(f"--dir {directory} is not a directory")
+    try:
+        stored = asyncio.run(_serve(directory.resolve(), name, rails, Limits(pushes, idle_timeout), once=once))
+    except asyncio.CancelledError:
+        return  # SIGTERM: an orderly end
+    if not stored:
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,56 @@
+"""How figures and words are written for people, the same in every command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import click
+
+_STEPS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgtp]?)(i?b)?", re.IGNORECASE)
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+
+
+def format_bytes(count: int) -> str:
+    """1536 -> "1.5 KiB"; exact below 1 KiB."""
+    value = float(count)
+    for step in _STEPS:
+        if value < 1024 or step == _STEPS[-1]:
+            return f"{count} B" if step == "B" else f"{value:.1f} {step}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_count(count: int, noun: str) -> str:
+    """(1, "page") -> "1 page"; (4112, "page") -> "4,112 pages"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def gb_per_s(nbytes: float, seconds: float) -> float:
+    """Gigabytes (10**9) per second; 0 when no time passed."""
+    return nbytes / seconds / 1e9 if seconds > 0 else 0.0
+
+
+def size(at_least: int, at_most: int) -> Callable[[str], int]:
+    """The type of an option such as `64K`, `1.5GiB` or `4096`: bytes, within bounds. Units are powers of 1024."""
+
+    def size(text: str) -> int:
+        match = _SIZE.fullmatch(text.strip())
+        if match is None:
+            raise click.BadParameter(f"{text!r} is not a size; write for example 4096, 64K or 1.5G")
+        nbytes = int(float(match["number"]) * 1024 ** _UNITS[match["unit"].lower()])
+        if not at_least <= nbytes <= at_most:
+            bounds = f"{format_bytes(at_least)} to {format_bytes(at_most)}"
+            raise click.BadParameter(f"{text!r} is outside {bounds}")
+        return nbytes
+
+    return size  # click shows the function's name
+
+
+def cpu_pair(text: str) -> tuple[int, int]:
+    """The type of an option such as `0,1`: a core for each of two processes."""
+    words = text.split(",")
+    if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
+        raise click.BadParameter(f"{text!r} is not a pair of cores; write for example 0,1")
+    return int(words[0]), int(words[1])

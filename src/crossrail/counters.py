@@ -1,0 +1,86 @@
+"""Counting arrivals: all synchronisation of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from crossrail import _core, _raise
+from crossrail._notify import LoopNotifier, arrival, callbacks_of, log
+
+
+class CountTicket:
+    """A callback that waits for counts, from ImmCounter.on_count."""
+
+    __slots__ = ("_cookie", "_counter", "_ticket")
+
+    def __init__(self, counter: ImmCounter, ticket: int, cookie: int) -> None:
+        self._counter = counter
+        self._ticket = ticket
+        self._cookie = cookie
+
+    def cancel(self) -> bool:
+        """True: withdrawn, nothing was taken and fn is not called. False: too late, it is or was called."""
+        if not self._counter._cancel_notify(self._ticket):
+            return False
+        callbacks_of(self._counter._engine).forget(self._cookie)
+        return True
+
+
+class ImmCounter(_core.ImmCounter):
+    """Arrivals of one immediate number at this engine. Made by Engine.imm_counter and Engine.alloc_imm.
+
+    Credit semantics: a wait of n takes n. Arrivals before anybody asks are kept. One operation counts once, however many
+    rails carried it; paged writes count once a page. Whoever was counted is in place: a count comes after its bytes.
+    wait, wait_async and on_count are served in the order in which they asked. Any thread.
+    """
+
+    __slots__ = ()
+
+    async def wait_async(self, count: int = 1, timeout_s: float | None = None) -> None:
+        """Like wait(), for a task of the running event loop; no polling.
+
+        A task that is cancelled takes nothing: what was served to it at that moment is given back.
+        Raises WaitTimeout having taken none, EngineClosed.
+        """
+        if self.try_consume(count):
+            return
+        loop = LoopNotifier.running()
+        cookie, served = loop.expect()
+        ticket = self._notify(count, loop.notifier, cookie)
+        try:
+            arrived = await arrival(served, timeout_s)
+        except BaseException:
+            if not self._cancel_notify(ticket) and not self.closed:
+                self._give_back(count)
+            raise
+        finally:
+            loop.forget(cookie)
+        if not arrived and self._cancel_notify(ticket):
+            raise _raise.counter_timeout(self._engine, self.imm, self.poll(), count, timeout_s)
+        if self.closed:
+            raise _raise.counter_closed(self._engine, self.imm, self.poll(), count)
+
+    def on_count(self, count: int, fn: Callable[[], object]) -> CountTicket:
+        """Takes count once they are there, then calls fn() once on the engine's callback thread.
+
+        fn may submit, wait and close regions; if it raises, that is logged. It is not called when the engine closes first.
+        """
+        callbacks = callbacks_of(self._engine)
+
+        def served() -> None:
+            if self.closed:
+                log.debug("engine %r closed before %d of immediate %d came", self._engine.name, count, self.imm)
+            else:
+                fn()
+
+        cookie = callbacks.register(served)
+        ticket = CountTicket(self, self._notify(count, callbacks.notifier, cookie), cookie)
+        callbacks.start()
+        return ticket
+
+    def release(self) -> None:
+        """Gives the number back. Call it when no peer will send it any more: it may then be handed out again."""
+        self._engine.release_imm(self.imm)
+
+    def __repr__(self) -> str:
+        return f"<ImmCounter {self.imm}: {self.poll()} arrived>"

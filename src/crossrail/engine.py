@@ -1,0 +1,212 @@
+"""The engine: memory, peers, operations, counting."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from crossrail import _core
+from crossrail._buffers import memory_of
+from crossrail._core import Address, Message
+from crossrail._notify import CallbackThread, log
+from crossrail.counters import ImmCounter
+from crossrail.errors import UsageError
+from crossrail.messages import ReceivePool
+from crossrail.peers import EngineEvent, Explanation, PathExplanation
+from crossrail.regions import Region
+from crossrail.watchers import Watcher
+
+_EVENT_LEVELS = {
+    "peer-connected": logging.DEBUG,
+    "peer-thawed": logging.INFO,
+    "peer-lost": logging.WARNING,
+    "peer-frozen": logging.WARNING,
+    "protocol-error": logging.ERROR,
+    "imm-overflow": logging.ERROR,
+}
+
+_CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a callback under way
+
+
+class Engine(_core.Engine):
+    """Moves bytes between the memory of this process and that of its peers. One engine serves many threads.
+
+    The contract is reliable and unordered: no two operations are ordered, all synchronisation is counting immediates at
+    the receiver. Every accepted submit completes exactly once, also when the engine closes or a peer dies.
+
+    Lifecycle: 1. open: `with Engine("name") as engine`. 2. close(): completes every transfer, wakes every waiter.
+    3. closed. An engine that is dropped is closed with a ResourceWarning; one that is open when the interpreter ends is
+    closed. In a forked child it is unusable and harmless; the parent's goes on.
+
+    name: 1..64 bytes of UTF-8, for people; None: "<program>-<pid>". rails: 1..16 of them.
+    polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive it:
+    in submits, waits and progress()). worker_cpu: core to pin the worker to.
+    submit_queue_depth: power of two, 16..65536; a submit that finds the queue full blocks until there is room.
+    imm_counters_max: distinct immediates kept. message_bytes_max: longest message, up to 256 KiB.
+    watcher_poll_us: pause between looks at watched words. connect_timeout_s: silent peers are lost after that.
+    private_path: "auto" (measured), "staged" or "cma" for memory that the peer cannot map.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        *,
+        transport: str = "shm",
+        rails: int = 1,
+        polling: str = "adaptive",
+        spin_us: float = 50.0,
+        worker_cpu: int | None = None,
+        submit_queue_depth: int = 4096,
+        imm_counters_max: int = 65536,
+        message_bytes_max: int = 65536,
+        watcher_poll_us: float = 5.0,
+        connect_timeout_s: float = 5.0,
+        private_path: str = "auto",
+    ) -> None:
+        if name is None:
+            name = f"{Path(sys.argv[0] if sys.argv else '').stem[:48] or 'python'}-{os.getpid()}"
+        super().__init__(
+            name, transport, rails, polling, spin_us, worker_cpu, submit_queue_depth, imm_counters_max,
+            message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
+        )  # fmt: skip
+        self._on_event: Callable[[EngineEvent], object] | None = None
+        self._callbacks = CallbackThread(name)
+        handle_events = weakref.WeakMethod(self._handle_events)
+        self._event_cookie = self._callbacks.register(lambda: _call(handle_events), once=False)
+        self._set_event_notifier(self._callbacks.notifier, self._event_cookie)
+        self._is_open = True
+        _open_engines.add(self)
+
+    def close(self, timeout_s: float | None = 0.5) -> None:
+        """Closes the engine: any thread, any number of times.
+
+        Transfers get timeout_s seconds to end by themselves, then complete with EngineClosed. Regions, pools, counters
+        and watchers end with the engine; callbacks that are due still run. Does nothing in a forked child.
+        """
+        if self._inherited:
+            return
+        self._close(timeout_s)
+        if self._is_open:
+            self._is_open = False
+            _open_engines.discard(self)
+            self._log_events()
+        self._callbacks.close(_CALLBACK_PATIENCE_S)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_open", False) or self._inherited:
+            return
+        warnings.warn(f"engine {self.name!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+        self.close(0.0)
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.name!r}, {self.rails} rails{', closed' if self.closed else ''}>"
+
+    # ---- memory
+
+    def register(self, buffer: Any, *, access: str | None = None) -> Region:
+        """Makes existing memory usable as source, and by peers. Copies nothing; any thread.
+
+        buffer: numpy array, torch tensor on CPU, anything with the buffer protocol or DLPack, or (address, nbytes); it
+        must be C-contiguous and not empty. The region keeps it alive until it is closed, except for a bare address.
+        access: what peers may do, "local" (nothing), "read" or "write" (both); None: "write", or "read" when read-only.
+        The same memory may be registered several times; the regions are independent.
+        """
+        memory = memory_of(buffer)
+        if access is None:
+            access = "write" if memory.writable else "read"
+        if access == "write" and not memory.writable:
+            raise UsageError("access is 'write' and the buffer is read-only: register it with 'read' or 'local'")
+        if memory.nbytes == 0:
+            raise UsageError("buffer has 0 bytes, at least 1 is needed")
+        return Region(self, memory.address, memory.nbytes, access, memory.writable, memory.owner)
+
+    def alloc(self, nbytes: int, *, populate: bool = False) -> Region:
+        """Zeroed memory of the engine's own, page aligned, that peers of this host map: the fast source and target.
+
+        populate: fault it in now. The memory lives as long as the region or a view of it. Any thread.
+        """
+        return Region(self, nbytes, populate)
+
+    # ---- messages and counting
+
+    def submit_recvs(
+        self, count: int, nbytes: int, on_message: Callable[[Message], object] | None = None
+    ) -> ReceivePool:
+        """Opens a pool of count buffers of nbytes for messages to this engine; one at a time.
+
+        on_message: called with each on the engine's callback thread; if it raises, that is logged.
+        """
+        return ReceivePool(self, count, nbytes, on_message)
+
+    def imm_counter(self, imm: int) -> ImmCounter:
+        """The counter of immediate imm, 0..2**28-1. All objects of one number share its counts. Any thread."""
+        return ImmCounter(self, imm)
+
+    def alloc_imm(self) -> ImmCounter:
+        """A number that nobody uses and its counter, from the upper half of the number space; release() gives it back."""
+        return ImmCounter(self, None)
+
+    def alloc_watcher(self, on_change: Callable[[int, int], object]) -> Watcher:
+        """A 64-bit word, and a call of on_change(old, new) on the callback thread after it changed."""
+        return Watcher(self, on_change)
+
+    # ---- what happens
+
+    def on_event(self, fn: Callable[[EngineEvent], object]) -> None:
+        """Calls fn with each EngineEvent on the engine's callback thread, instead of logging it.
+
+        Without it events go to logging.getLogger("crossrail"): at once while the engine has callbacks of any kind, else
+        when a wait fails and at close.
+        """
+        self._on_event = fn
+        self._callbacks.notifier.post(self._event_cookie)  # for those that came before
+        self._callbacks.start()
+
+    def explain(self, peer: Address | bytes) -> Explanation:
+        """Which way bytes go to this peer, and why: print it. Any thread."""
+        name, transport, state, note, rails, paths = self._explain(peer)
+        return Explanation(name, transport, state, note, rails, [PathExplanation(*path) for path in paths])
+
+    def _log_events(self) -> None:
+        # With a function of the user's, events are its, on the callback thread.
+        if self._on_event is None:
+            self._handle_events()
+
+    def _handle_events(self) -> None:
+        for kind, peer, detail in self._take_events():
+            if self._on_event is not None:
+                self._on_event(EngineEvent(kind, peer, detail))
+            else:
+                about = f" of peer {peer!r}" if peer else ""
+                log.log(_EVENT_LEVELS[kind], "engine %r: %s%s: %s", self.name, kind, about, detail)
+
+
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    bound = method()
+    if bound is not None:
+        bound()
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_open_engines):
+        engine.close()

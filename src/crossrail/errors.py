@@ -1,0 +1,101 @@
+"""What crossrail raises.
+
+- `UsageError`: the caller's mistake, raised by the call; names the argument, what was given and the bound.
+- `TransportError`: set-up or the system failed; says what was attempted and what to do next.
+- `TransferError` and its subclasses: one operation failed, others are unaffected; names peer, operation and bytes.
+- `EngineClosed`, `WaitTimeout`: a wait ended without what it waited for.
+"""
+
+from __future__ import annotations
+
+
+class CrossrailError(Exception):
+    """Base of everything that crossrail raises on its own."""
+
+
+class UsageError(CrossrailError, ValueError):
+    """The caller's mistake."""
+
+
+class EngineClosed(CrossrailError):
+    """The engine was closed, or belongs to the parent of this forked process."""
+
+
+class TransportError(CrossrailError):
+    """Set-up or system failure.
+
+    call: what was attempted ("mmap"); code: errno or 0; text: what happened; remedy: what to do next, may be empty.
+    """
+
+    def __init__(self, call: str, code: int, text: str, remedy: str = "") -> None:
+        super().__init__(call, code, text, remedy)
+        self.call = call
+        self.code = code
+        self.text = text
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        code = f" (errno {self.code})" if self.code else ""
+        remedy = f". Next: {self.remedy}" if self.remedy else ""
+        return f"{self.call}: {self.text}{code}{remedy}"
+
+
+class TransferError(CrossrailError):
+    """One operation failed. By the time this is raised nothing touches its source or target any more.
+
+    op: "write", "read", ...; peer: name of the peer; nbytes: bytes asked for; nbytes_retired: of these, known to have
+    moved; imm: its immediate or None; status: how it ended; detail: more about the cause, may be empty.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        op: str = "",
+        peer: str = "",
+        nbytes: int = 0,
+        nbytes_retired: int = 0,
+        imm: int | None = None,
+        status: str = "",
+        detail: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.op = op
+        self.peer = peer
+        self.nbytes = nbytes
+        self.nbytes_retired = nbytes_retired
+        self.imm = imm
+        self.status = status
+        self.detail = detail
+
+
+class PeerLost(TransferError):
+    """The peer died, left, or is an older incarnation of itself."""
+
+
+class TransferCancelled(TransferError):
+    """Cancelled by its owner."""
+
+
+class RemoteRegionClosed(TransferError):
+    """The peer closed the region, or never had it."""
+
+
+class RemoteAccessError(TransferError):
+    """The target refused: past the region's end, or not open to this operation."""
+
+
+class MessageTooLong(TransferError):
+    """No buffer of the peer's receive pool can hold the message."""
+
+
+class WaitTimeout(CrossrailError, TimeoutError):
+    """The time given to a wait passed first. What was waited for goes on.
+
+    arrived, expected: of a counter, else None.
+    """
+
+    def __init__(self, message: str, arrived: int | None = None, expected: int | None = None) -> None:
+        super().__init__(message)
+        self.arrived = arrived
+        self.expected = expected

@@ -1,0 +1,129 @@
+"""Two-sided messages: a bounded pool of receive buffers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from crossrail import _core, _raise
+from crossrail._core import Message
+from crossrail._notify import LoopNotifier, arrival, callbacks_of, log, resolve
+from crossrail.errors import UsageError
+
+if TYPE_CHECKING:
+    import asyncio
+
+__all__ = ["Message", "ReceivePool"]
+
+_BATCH = 64  # messages per turn on the callback thread, so that other callbacks get theirs
+
+
+class ReceivePool(_core.ReceivePool):
+    """Buffers for messages to this engine. Made by Engine.submit_recvs; one pool is open at a time.
+
+    A pool whose buffers are all taken holds senders back; nothing is lost. Messages are taken by poll, recv, recv_async
+    or `async for`, or by the callback given to submit_recvs and then by nothing else. Each message is delivered once.
+    Any thread; tasks of one event loop at a time.
+    """
+
+    def __init__(
+        self, engine: _core.Engine, count: int, nbytes: int, on_message: Callable[[Message], object] | None
+    ) -> None:
+        super().__init__(engine, count, nbytes, on_message is not None)
+        self._waiters: set[asyncio.Future[bool]] = set()
+        self._loop: LoopNotifier | None = None  # whose tasks are the waiters
+        self._armed: int | None = None  # cookie that _loop will get
+        self._on_message = on_message
+        self._callbacks = callbacks_of(engine)
+        if on_message is not None:
+            self._cookie = self._callbacks.register(self._deliver, once=False)
+            self._notify(self._callbacks.notifier, self._cookie)
+            self._callbacks.start()
+
+    async def recv_async(self, timeout_s: float | None = None) -> Message:
+        """Takes the next message, for a task of the running event loop; no polling.
+
+        A task that is cancelled takes none. Raises WaitTimeout, EngineClosed, UsageError once closed and empty.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            messages = self.poll(1)
+            if messages:
+                return messages[0]
+            if self.closed:
+                raise _raise.pool_closed(self._engine)
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if not await self._ready(left_s) and timeout_s is not None:
+                raise _raise.recv_timeout(self._engine, timeout_s)
+
+    async def _ready(self, timeout_s: float | None) -> bool:
+        """True when it is worth looking again."""
+        loop = LoopNotifier.running()
+        if loop is not self._loop:
+            if self._waiters:
+                raise UsageError("tasks of another event loop wait for messages of this pool: use one loop per pool")
+            self._loop, self._armed = loop, None
+        future = loop.future()
+        self._waiters.add(future)
+        if self._armed is None:
+            self._armed = loop.register(self._wake)
+            self._notify(loop.notifier, self._armed)
+        try:
+            return await arrival(future, timeout_s)
+        finally:
+            self._waiters.discard(future)
+
+    def _wake(self) -> None:
+        # All of them: who finds the pool empty again arms anew.
+        self._armed = None
+        for future in self._waiters:
+            resolve(future, True)
+
+    def __aiter__(self) -> AsyncIterator[Message]:
+        """Messages until the pool is closed. Raises EngineClosed when the engine is closed first."""
+        return self._iterate()
+
+    async def _iterate(self) -> AsyncIterator[Message]:
+        while True:
+            try:
+                message = await self.recv_async()
+            except UsageError:
+                if self.closed:
+                    return
+                raise
+            yield message
+
+    def close(self) -> None:
+        """Stops receiving; senders wait for another pool. Messages in the pool can still be taken. Idempotent.
+
+        With on_message they are still delivered to it.
+        """
+        self._close()
+
+    def _deliver(self) -> None:
+        assert self._on_message is not None
+        messages = self._take(_BATCH)
+        for message in messages:
+            try:
+                self._on_message(message)
+            except BaseException:
+                log.exception("engine %r: on_message raised; the engine goes on", self._engine.name)
+        if not self.closed:
+            self._notify(self._callbacks.notifier, self._cookie)
+        elif messages:
+            self._callbacks.notifier.post(self._cookie)
+        else:
+            self._callbacks.forget(self._cookie)
+
+    def __enter__(self) -> ReceivePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ReceivePool of {self.count} x {self.nbytes} bytes{', closed' if self.closed else ''}>"

@@ -1,0 +1,66 @@
+"""Registered memory, ours."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crossrail import _core
+from crossrail._core import RegionDescriptor
+from crossrail.errors import UsageError
+
+__all__ = ["Region", "RegionDescriptor"]
+
+
+class Region(_core.Region):
+    """Local memory that transfers may use as source, and peers as target. Made by Engine.register and Engine.alloc.
+
+    Lifecycle: 1. open. 2. closing: new use is refused, here and to peers. 3. closed: nothing touches the memory.
+    Owner of the memory: whoever owned it before. The region keeps that Python object alive until it is closed and no
+    view() of it is left. A region that the garbage collector takes is closed, and the engine keeps the object until
+    the last transfer with it has ended.
+    Any thread.
+    """
+
+    __slots__ = ()
+
+    def view(self) -> memoryview:
+        """The bytes as a memoryview of format "B", read-only where the registered object is. Copies nothing.
+
+        The view keeps the memory alive. Peers may write to it at any time: a count says when they have.
+        """
+        return self._memoryview()
+
+    def array(self, dtype: npt.DTypeLike = "uint8", shape: int | tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+        """The memory as a numpy array that shares it; shape None: one dimension, all of it."""
+        of_type = np.dtype(dtype)
+        if shape is None:
+            if self.nbytes % of_type.itemsize:
+                raise UsageError(f"region of {self.nbytes} bytes is no whole number of {of_type} ({of_type.itemsize} bytes)")
+            shape = self.nbytes // of_type.itemsize
+        try:
+            return np.ndarray(shape, of_type, buffer=self._memoryview())
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"region of {self.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
+
+    def close(self, timeout_s: float | None = 5.0) -> None:
+        """Refuses new use and blocks until nothing touches the memory, GIL released. Idempotent.
+
+        Raises WaitTimeout when it is still in use after timeout_s: it goes on refusing; call again.
+        """
+        self._close(timeout_s)
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.access}, {'mapped' if self.mapped else 'private'}"
+        return f"<Region of {self.nbytes} bytes at {self.base:#x}, {state}>"

@@ -1,0 +1,34 @@
+"""Transfers: what a submit returns. Their class is native; here is what of it needs an event loop or the callback thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any
+
+from crossrail._core import Transfer
+from crossrail._notify import LoopNotifier, callbacks_of
+
+__all__ = ["Transfer"]
+
+
+def await_transfer(transfer: Transfer) -> Generator[Any, None, None]:
+    """`await transfer`. A task that is cancelled meanwhile lets go of the transfer and nothing else."""
+    if not transfer.done:
+        loop = LoopNotifier.running()
+        cookie, completed = loop.expect()
+        try:
+            if transfer._notify(loop.notifier, cookie):
+                yield from completed.__await__()
+        finally:
+            loop.forget(cookie)
+    transfer.wait(0)
+
+
+def add_done_callback(transfer: Transfer, fn: Callable[[Transfer], object]) -> None:
+    """`transfer.add_done_callback(fn)`."""
+    callbacks = callbacks_of(transfer._engine)
+    cookie = callbacks.register(partial(fn, transfer))
+    if not transfer._notify(callbacks.notifier, cookie):
+        callbacks.notifier.post(cookie)
+    callbacks.start()

@@ -1,0 +1,59 @@
+"""64-bit words that a GPU kernel or the CPU increments, and callbacks when they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from crossrail import _core
+from crossrail._notify import callbacks_of
+
+
+class Watcher(_core.Watcher):
+    """A word, zero at first, and a call of on_change(old, new) after it changed. Made by Engine.alloc_watcher.
+
+    Values in between may be skipped, none is reported twice, the last is always reported. on_change runs on the engine's
+    callback thread; if it raises, that is logged and watching goes on. Watching ends with close() or with the engine.
+    Any thread.
+    """
+
+    def __init__(self, engine: _core.Engine, on_change: Callable[[int, int], object]) -> None:
+        callbacks = callbacks_of(engine)
+        self._cookie = callbacks.register(self._changed, once=False)
+        self._on_change = on_change
+        try:
+            super().__init__(engine, callbacks.notifier, self._cookie)
+        except BaseException:
+            callbacks.forget(self._cookie)
+            raise
+        self._callbacks = callbacks
+        callbacks.start()
+
+    @property
+    def array(self) -> npt.NDArray[np.uint64]:
+        """The word as a numpy array of shape (1,) that shares it and keeps it alive. Writing to it is not atomic."""
+        return np.frombuffer(self._memoryview(), dtype=np.uint64)
+
+    def close(self) -> None:
+        """Stops watching: on_change is called no more, once a call under way has returned. Idempotent."""
+        self._close()
+        self._callbacks.forget(self._cookie)
+
+    def _changed(self) -> None:
+        old, new = self._take()
+        if old != new:
+            self._on_change(old, new)
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Watcher at {self.address:#x}: {self.value}>"

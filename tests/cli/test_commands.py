@@ -1,0 +1,237 @@
+"""The command line, as a user runs it: in processes of its own."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.limits import WAIT_S
+from tests.support.process import REPOSITORY
+from tests.support.seeds import Seed
+
+COMMAND = [sys.executable, "-m", "crossrail"]
+LONG_S = 50.0
+
+
+def crossrail(*arguments: object, timeout_s: float = LONG_S) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=REPOSITORY,
+        env=os.environ | {"COLUMNS": "160", "NO_COLOR": "1"},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def succeeded(run: subprocess.CompletedProcess[str]) -> str:
+    assert run.returncode == 0, f"status {run.returncode}\n{run.stdout}\n{run.stderr}"
+    assert "leaked" not in run.stderr and "Traceback" not in run.stderr, run.stderr
+    return run.stdout
+
+
+def failed(run: subprocess.CompletedProcess[str]) -> str:
+    """A refusal in words: no traceback."""
+    assert run.returncode != 0, run.stdout
+    assert "Traceback" not in run.stderr, run.stderr
+    return run.stderr
+
+
+@pytest.fixture(autouse=True)
+def nobody_elses_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve` and `push` of this test find each other, and no others."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+
+
+@pytest.fixture
+def payload(tmp_path: Path, seed: Seed) -> Path:
+    """A file whose length nothing divides."""
+    file = tmp_path / "payload.bin"
+    file.write_bytes(seed.rng().bytes(3_000_017))
+    return file
+
+
+def test_help_names_every_command() -> None:
+    text = succeeded(crossrail("--help"))
+
+    for command in ("demo", "serve", "push", "bench"):
+        assert command in text
+
+
+@pytest.mark.parametrize("command", ["demo", "serve", "push", "bench"])
+def test_each_command_has_help(command: str) -> None:
+    assert "--help" in succeeded(crossrail(command, "--help"))
+
+
+def test_version_is_shown() -> None:
+    assert re.search(r"\d+\.\d+", succeeded(crossrail("--version")))
+
+
+def test_unknown_command_is_refused_in_words() -> None:
+    assert "fly" in failed(crossrail("fly"))
+
+
+# --- demo ---
+
+
+def test_demo_moves_a_file_and_verifies_it() -> None:
+    text = succeeded(crossrail("demo"))
+
+    for word in ("SHA-256", "rails", "pages", "GB/s", "memcpy"):
+        assert word.lower() in text.lower(), f"no {word} in:\n{text}"
+
+
+@pytest.mark.parametrize(("rails", "page_bytes"), [(1, 4096), (4, 65_536), (7, 1000), (16, 65_537)])
+def test_demo_with_a_file_rails_and_pages_of_ones_own(payload: Path, rails: int, page_bytes: int) -> None:
+    text = succeeded(crossrail("demo", payload, "--rails", rails, "--page-bytes", page_bytes))
+
+    assert hashlib.sha256(payload.read_bytes()).hexdigest()[:8] in text
+
+
+@pytest.mark.parametrize("nbytes", [0, 1])
+def test_demo_with_a_tiny_file_works_or_says_why_not(tmp_path: Path, nbytes: int) -> None:
+    file = tmp_path / "tiny"
+    file.write_bytes(bytes(nbytes))
+
+    run = crossrail("demo", file)
+
+    if run.returncode == 0:
+        succeeded(run)
+    else:
+        assert "empty" in failed(run).lower()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["/no/such/file"], ["--rails", "0"], ["--rails", "17"], ["--rails", "many"], ["--page-bytes", "0"], ["/"]],
+)
+def test_demo_refuses_nonsense_in_words(arguments: list[str]) -> None:
+    assert failed(crossrail("demo", *arguments)).strip()
+
+
+# --- serve and push ---
+
+
+@contextmanager
+def serving(*arguments: object, cwd: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """`crossrail serve` in `cwd`; yields the target that it tells to push to."""
+    server = subprocess.Popen(
+        [*COMMAND, "serve", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=os.environ | {"COLUMNS": "1000", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        yield target_of(server), server
+    finally:
+        server.kill()
+        server.communicate(timeout=WAIT_S)
+
+
+def target_of(server: "subprocess.Popen[str]") -> str:
+    assert server.stdout is not None
+    for line in server.stdout:
+        if match := re.search(r"crossrail push \S+ (\S+)", line):
+            return match.group(1).strip("'\"`")
+    raise AssertionError(f"serve never said where to push to: {server.communicate(timeout=WAIT_S)}")
+
+
+def test_pushed_file_arrives_whole(payload: Path, tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    with serving("--once", cwd=inbox) as (target, server):
+        succeeded(crossrail("push", payload, target))
+        out, err = server.communicate(timeout=WAIT_S)
+
+    assert server.returncode == 0, f"{out}\n{err}"
+    files = [file for file in inbox.rglob("*") if file.is_file()]
+    assert [file.read_bytes() == payload.read_bytes() for file in files] == [True]
+
+
+def test_server_takes_one_push_after_another(payload: Path, tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    second = tmp_path / "second.bin"
+    second.write_bytes(b"second")
+    with serving(cwd=inbox) as (target, server):
+        succeeded(crossrail("push", payload, target))
+        succeeded(crossrail("push", second, target))
+
+        assert server.poll() is None
+
+    assert {file.read_bytes() for file in inbox.rglob("*") if file.is_file()} >= {payload.read_bytes(), b"second"}
+
+
+def test_push_to_a_server_that_is_gone_is_refused_in_words(payload: Path, tmp_path: Path) -> None:
+    with serving(cwd=tmp_path) as (target, _):
+        pass
+
+    assert failed(crossrail("push", payload, target)).strip()
+
+
+def test_pusher_killed_in_the_middle_leaves_a_whole_file_or_none(tmp_path: Path, seed: Seed) -> None:
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    large, small = tmp_path / "large.bin", tmp_path / "small.bin"
+    large.write_bytes(seed.rng().bytes(64_000_000))
+    small.write_bytes(b"small")
+    with serving(cwd=inbox) as (target, server):
+        pusher = subprocess.Popen([*COMMAND, "push", str(large), target], stdout=subprocess.DEVNULL)
+        time.sleep(float(seed.rng(1).uniform(0.2, 0.5)))
+        pusher.kill()
+        pusher.wait(WAIT_S)
+
+        succeeded(crossrail("push", small, target))
+        assert server.poll() is None
+
+    files = {file.name: file for file in inbox.rglob("*") if file.is_file()}
+    assert files.pop("small.bin").read_bytes() == b"small"
+    if "large.bin" in files:
+        assert files["large.bin"].read_bytes() == large.read_bytes()
+
+
+def test_serve_ends_with_ctrl_c(tmp_path: Path) -> None:
+    with serving(cwd=tmp_path) as (_, server):
+        server.send_signal(signal.SIGINT)
+        out, err = server.communicate(timeout=WAIT_S)
+
+    assert server.returncode in (0, 130), f"{out}\n{err}"
+    assert "Traceback" not in err and "leaked" not in err
+
+
+@pytest.mark.parametrize("target", ["nowhere", "", "127.0.0.1:99999", "00" * 40])
+def test_push_to_nonsense_is_refused_in_words(payload: Path, target: str) -> None:
+    assert failed(crossrail("push", payload, target)).strip()
+
+
+def test_push_of_a_missing_file_is_refused_in_words(tmp_path: Path) -> None:
+    assert "missing" in failed(crossrail("push", tmp_path / "missing", "anywhere"))
+
+
+# --- bench ---
+
+
+@pytest.mark.no_sanitizer
+def test_quick_bench_writes_its_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+
+    text = succeeded(crossrail("bench", "--quick", "--json", file))
+
+    assert text.strip()
+    numbers = json.loads(file.read_text())
+    assert numbers
+    assert "memcpy" in json.dumps(numbers)

@@ -1,0 +1,248 @@
+"""What `serve` and `push` take from each other and from the file system: nothing outside its bounds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import crossrail as xr
+from crossrail.cli import rendezvous, wire
+from crossrail.cli.demo_plan import shuffled_pages, split_file, tail_places
+from crossrail.cli.inbox import Inbox, Refused
+from crossrail.errors import UsageError
+from tests.conftest import EngineFactory
+
+MESSAGES = [
+    wire.Offer(1, "a/b", 5, 0o644, False),
+    wire.Accept(1, "ab", 64, 128, [1, 2]),
+    wire.Refuse(2, "no"),
+    wire.Stored(1, 2),
+    wire.End(1, "aa"),
+    wire.Done(1, "p", "s"),
+    wire.Failed(1, "r"),
+    wire.Abort(3),
+]
+
+# --- messages ---
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_message_survives_its_bytes(message: wire.Message) -> None:
+    assert wire.decode(wire.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 5000,
+        b"9" * 5000,
+        b"{}" + b" " * wire.MESSAGE_BYTES_MAX,
+        b'{"kind": 1}',
+        b'{"kind": "fly", "push": 1}',
+        b'{"kind": "stored", "push": 1}',
+        b'{"kind": "stored", "push": 1, "segment": 1, "more": 2}',
+        b'{"kind": "stored", "push": true, "segment": 1}',
+        b'{"kind": "stored", "push": 1.0, "segment": 1}',
+        b'{"kind": "stored", "push": -1, "segment": 1}',
+        b'{"kind": "stored", "push": 1, "segment": NaN}',
+        b'{"kind": "end", "push": 1, "sha256": "\\ud800"}',
+        b'{"kind": "accept", "push": 1, "region": "", "page_bytes": 3, "slot_bytes": 8, "imms": []}',
+        b'{"kind": "accept", "push": 1, "region": "", "page_bytes": 4, "slot_bytes": 8, "imms": [268435456]}',
+        b'{"kind": "accept", "push": 1, "region": "", "page_bytes": 4, "slot_bytes": 8, "imms": ["1"]}',
+        b'{"kind": "offer", "push": 1, "dst": "x", "nbytes": -1, "mode": 0, "force": false}',
+        b'{"kind": "offer", "push": 1, "dst": "x", "nbytes": 1, "mode": 0, "force": 1}',
+    ],
+)
+def test_malformed_message_refused(data: bytes) -> None:
+    with pytest.raises(wire.ProtocolError):
+        wire.decode(data)
+
+
+@given(st.binary(max_size=200) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
+def test_any_bytes_decode_or_are_refused(data: bytes | str) -> None:
+    try:
+        message = wire.decode(data if isinstance(data, bytes) else data.encode())
+    except wire.ProtocolError:
+        return
+    assert isinstance(message, wire.Message)
+
+
+@given(st.integers(0, 10**9), st.integers(1, 4096), st.integers(1, 64))
+def test_layout_covers_the_file_exactly(nbytes: int, pages_per_slot: int, page_bytes: int) -> None:
+    layout = wire.Layout(nbytes, pages_per_slot * page_bytes, page_bytes)
+
+    last = layout.segments - 1
+    if nbytes > 0:
+        assert last * layout.slot_bytes + layout.segment_bytes(last) == nbytes
+        assert 1 <= layout.segment_bytes(last) <= layout.slot_bytes
+        assert (layout.segment_pages(last) - 1) * page_bytes < layout.segment_bytes(last)
+    else:
+        assert layout.segments == 0
+
+
+# --- the directory ---
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    directory = tmp_path / "root"
+    (directory / "sub").mkdir(parents=True)
+    (directory / "out").symlink_to(tmp_path)
+    (directory / "link").symlink_to(tmp_path / "elsewhere")
+    (directory / "have").write_text("kept")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "dst",
+    ["/x", "../x", "sub/../../x", "sub//x", "", ".", "sub/", "missing/x", "out/x", "have", "link", "sub", "a\nb"]
+    + ["x" * 256, "y/" * 40 + "z", "q.crossrail-part"],
+)
+def test_destination_outside_or_taken_refused(root: Path, dst: str) -> None:
+    before = sorted(root.parent.rglob("*"))
+
+    with Inbox(root) as inbox, pytest.raises(Refused):
+        inbox.create(dst, 1, force=False)
+
+    assert sorted(root.parent.rglob("*")) == before
+    assert (root / "have").read_text() == "kept"
+
+
+def test_file_has_its_name_only_when_whole(root: Path) -> None:
+    with Inbox(root) as inbox:
+        part = inbox.create("sub/new", 5, force=False)
+        part.append(memoryview(b"hello"))
+        assert not (root / "sub/new").exists()
+
+        part.commit(0o4755)
+
+    assert (root / "sub/new").read_text() == "hello"
+    assert os.listdir(root / "sub") == ["new"]
+    assert (root / "sub/new").stat().st_mode & 0o7000 == 0
+
+
+def test_discarded_file_leaves_nothing(root: Path) -> None:
+    with Inbox(root) as inbox:
+        part = inbox.create("sub/new", 5, force=False)
+        part.append(memoryview(b"he"))
+
+        part.discard()
+        part.discard()
+
+    assert os.listdir(root / "sub") == []
+
+
+def test_forced_file_replaces_a_link_and_not_what_it_leads_to(root: Path) -> None:
+    (root.parent / "elsewhere").write_text("kept")
+    with Inbox(root) as inbox:
+        part = inbox.create("link", 3, force=True)
+        part.append(memoryview(b"new"))
+
+        part.commit(0o644)
+
+    assert (root / "link").read_text() == "new"
+    assert not (root / "link").is_symlink()
+    assert (root.parent / "elsewhere").read_text() == "kept"
+
+
+def test_name_taken_in_the_meantime_is_kept(root: Path) -> None:
+    with Inbox(root) as inbox:
+        part = inbox.create("late", 3, force=False)
+        (root / "late").write_text("first")
+
+        with pytest.raises(Refused, match="exists"):
+            part.commit(0o644)
+
+    assert (root / "late").read_text() == "first"
+
+
+def test_file_larger_than_the_disk_refused(root: Path) -> None:
+    with Inbox(root) as inbox, pytest.raises(Refused, match="do not fit"):
+        inbox.create("big", 1 << 49, force=False)
+
+
+# --- names ---
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "crossrail"
+
+
+def test_published_name_resolves_until_it_is_closed(names: Path, engine: xr.Engine) -> None:
+    with rendezvous.publish(None, engine.address) as published:
+        assert rendezvous.resolve(f"{published.name}:a/b:c") == (engine.address, "a/b:c")
+        assert rendezvous.resolve(f"{published.path}:d") == (engine.address, "d")
+
+    with pytest.raises(UsageError, match="none is running"):
+        rendezvous.resolve(published.name)
+
+
+def test_second_serve_gets_another_name_or_a_refusal(names: Path, engine: xr.Engine) -> None:
+    with rendezvous.publish(None, engine.address), rendezvous.publish(None, engine.address) as second:
+        assert second.name == "inbox-2"
+        with pytest.raises(UsageError, match="inbox"):
+            rendezvous.publish("inbox", engine.address)
+
+
+def test_name_of_a_dead_serve_is_taken_over(names: Path, engine: xr.Engine) -> None:
+    script = (
+        "import os, crossrail as xr; from crossrail.cli import rendezvous\n"
+        "rendezvous.publish('dead', xr.Engine('dead').address); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    assert os.listdir(names) == ["dead.serve"]
+
+    with pytest.raises(UsageError, match="dead"):
+        rendezvous.resolve("dead:")
+
+    assert os.listdir(names) == []
+
+
+def test_file_that_is_no_address_is_refused_and_kept(names: Path, tmp_path: Path) -> None:
+    file = tmp_path / "precious"
+    file.write_text("mine")
+
+    with pytest.raises(UsageError):
+        rendezvous.resolve(f"{file}:x")
+
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-x", "x" * 65])
+def test_name_out_of_bounds_refused(names: Path, open_engine: EngineFactory, name: str) -> None:
+    with pytest.raises(UsageError):
+        rendezvous.publish(name, open_engine().address)
+
+
+def test_runtime_directory_open_to_others_refused(names: Path) -> None:
+    names.mkdir()
+    names.chmod(0o755)
+
+    with pytest.raises(xr.CrossrailError, match="0700"):
+        rendezvous.runtime_dir()
+
+
+# --- the demo's pages ---
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, 5000), st.integers(1, 1 << 20), st.integers(0, 100))
+def test_every_page_of_every_copy_has_a_place_of_its_own(nbytes: int, page_bytes: int, pool: int, seed: int) -> None:
+    segments = list(split_file(nbytes, pool, page_bytes, seed))
+
+    assert [s.offset for s in segments] == [i * segments[0].nbytes for i in range(len(segments))]
+    assert sum(segment.nbytes for segment in segments) == nbytes
+    for segment in segments[:1] + segments[-1:]:
+        _, places = shuffled_pages(segment)
+        used = sorted([*places.tolist(), *tail_places(segment).tolist()])
+        assert used == list(range(segment.total_pages))

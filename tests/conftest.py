@@ -1,0 +1,136 @@
+"""What every test gets: a seed, a leak check, engines and peers that are closed at the end, and counted skips."""
+
+import importlib.util
+import os
+import secrets
+import shlex
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import pytest
+
+import crossrail as xr
+from tests.support.leaks import Snapshot
+from tests.support.process import PeerProcess
+from tests.support.seeds import Seed
+
+# Tests of torch tensors are there only where torch is: a skip would be counted.
+collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["*test_torch*.py"]
+
+hypothesis.settings.register_profile(
+    "crossrail",
+    deadline=None,
+    max_examples=60,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("crossrail")
+
+EngineFactory = Callable[..., xr.Engine]
+PeerFactory = Callable[[], PeerProcess]
+
+# --- seeds and skips ---
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=None, help="replay random data and schedules from this number")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--seed") is None:
+        config.option.seed = secrets.randbits(31)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.getoption('--seed')} (replay with --seed)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if report.failed and "seed" in getattr(item, "fixturenames", ()):
+        command = f"./dev test {shlex.quote(item.nodeid)} --seed {item.config.getoption('--seed')}"
+        report.sections.append(("replay", command))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section(f"{len(skipped)} skipped")
+        for report in skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            terminalreporter.write_line(f"{report.nodeid}: {reason}")
+    if (bound := skips_max()) is not None and len(skipped) > bound:
+        terminalreporter.write_line(f"FAILED: {len(skipped)} skipped, CROSSRAIL_SKIPS_MAX={bound}", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    bound = skips_max()
+    if reporter is not None and bound is not None and len(reporter.stats.get("skipped", [])) > bound:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def skips_max() -> int | None:
+    text = os.environ.get("CROSSRAIL_SKIPS_MAX")
+    return None if text is None else int(text)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> Seed:
+    """Where every random number of a test comes from."""
+    return Seed(request.config.getoption("--seed"), request.node.nodeid)
+
+
+# --- nothing stays behind ---
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """After the test and its other fixtures: no more fds, threads or shared memory files of ours than before it."""
+    before = Snapshot.take()
+    yield
+    assert not (leaked := before.leaked_for_good()), f"left behind: {leaked}"
+
+
+# --- engines and peers ---
+
+
+@pytest.fixture
+def open_engine(nothing_leaks: None) -> Iterator[EngineFactory]:
+    """Opens engines that are closed at the end of the test."""
+    opened: list[xr.Engine] = []
+
+    def open_one(name: str = "here", **options: object) -> xr.Engine:
+        opened.append(xr.Engine(name, **options))
+        return opened[-1]
+
+    yield open_one
+    for engine in reversed(opened):
+        engine.close()
+
+
+@pytest.fixture
+def engine(open_engine: EngineFactory) -> xr.Engine:
+    return open_engine()
+
+
+@pytest.fixture
+def other(open_engine: EngineFactory) -> xr.Engine:
+    """A second engine of this process."""
+    return open_engine("other")
+
+
+@pytest.fixture
+def spawn_peer(nothing_leaks: None) -> Iterator[PeerFactory]:
+    """Starts peers in processes of their own, killed at the end of the test if they still run."""
+    spawned: list[PeerProcess] = []
+
+    def spawn() -> PeerProcess:
+        spawned.append(PeerProcess())
+        return spawned[-1]
+
+    yield spawn
+    for peer in spawned:
+        peer.close()

@@ -1,0 +1,106 @@
+"""Runs every contract case over every backend present, on every set-up the case asks for.
+
+A case takes the fixture `pair` and says with `@setups(...)` over which rails and memory it runs.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory
+from tests.contract.setups import DEFAULT, Setup
+from tests.support.limits import WAIT_S, eventually
+from tests.support.node import Caller, LocalNode, RemoteEngine, RemoteMemory
+from tests.support.patterns import CANARY, ByteArray, pattern
+from tests.support.process import PeerProcess
+from tests.support.seeds import Seed
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "setups(list): the set-ups a contract case runs on")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "setup" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("setups")
+        metafunc.parametrize("setup", marker.args[0] if marker else DEFAULT, ids=str)
+
+
+@dataclass
+class Pair:
+    """Two engines: `here` in this process, `there` on the other side, and memory of the set-up's kinds for both."""
+
+    setup: Setup
+    here: xr.Engine
+    there: RemoteEngine
+    caller: Caller
+    seed: Seed
+
+    def __post_init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def source(self, nbytes: int, fill: int | None = None, **how: Any) -> xr.Region:
+        """Memory here, filled with a pattern of its own or with `fill`'s."""
+        region = self.memory(nbytes, **how)
+        region.array()[:] = pattern(self.seed.number(next(self._numbers)) if fill is None else fill, nbytes)
+        return region
+
+    def memory(self, nbytes: int, access: str | None = None) -> xr.Region:
+        """Memory here, filled with the canary."""
+        if self.setup.memory_here == "mapped":
+            region = self.here.alloc(nbytes)
+        else:
+            region = self.here.register(np.empty(nbytes, np.uint8), access=access)
+        region.array()[:] = CANARY
+        return region
+
+    def target(self, nbytes: int, *, fill: int | None = None, access: str | None = None) -> RemoteMemory:
+        """Memory there, filled with the canary or with the pattern of `fill`."""
+        return self.there.memory(nbytes, self.setup.memory_there, access=access, fill=fill)
+
+    def another(self, name: str, **options: Any) -> RemoteEngine:
+        """One more engine on the other side. Closed with the pair."""
+        return RemoteEngine(self.caller, name, **({"transport": self.setup.transport} | options))
+
+
+def bytes_of(region: xr.Region) -> ByteArray:
+    """A copy of what a region holds now."""
+    return region.array().copy()
+
+
+@pytest.fixture(scope="session")
+def shared_process() -> Iterator[list[PeerProcess]]:
+    """One child for all contract cases, since starting one costs more than most cases. Holds the living one."""
+    holder = [PeerProcess()]
+    yield holder
+    holder[0].close()
+
+
+@pytest.fixture
+def caller(setup: Setup, shared_process: list[PeerProcess], nothing_leaks: None) -> Iterator[Caller]:
+    if setup.processes == 1:
+        node = LocalNode()
+        yield node
+        node.shutdown()
+        return
+    if not shared_process[0].alive:  # an earlier case broke it
+        shared_process[0].close()
+        shared_process[0] = PeerProcess()
+    child = shared_process[0]
+    before = child.call("leaks")
+    yield child
+    child.call("close_all")
+    eventually(lambda: child.call("leaks") == before, f"the other side as clean as before: {before}", WAIT_S)
+
+
+@pytest.fixture
+def pair(setup: Setup, caller: Caller, open_engine: EngineFactory, seed: Seed) -> Pair:
+    common = {"transport": setup.transport, "private_path": setup.private_path}
+    here = open_engine(rails=setup.rails_here, **common)
+    there = RemoteEngine(caller, rails=setup.rails_there, **common)
+    return Pair(setup, here, there, caller, seed)

@@ -1,0 +1,73 @@
+"""Over what the contract cases run: backend, processes, rails and memory of both sides."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+
+# Every backend present. A new backend is a line here, and passes every case unchanged.
+TRANSPORTS = ("shm",)
+
+
+@dataclass(frozen=True)
+class Setup:
+    transport: str
+    processes: int
+    rails_here: int
+    rails_there: int
+    memory_here: str
+    memory_there: str
+    private_path: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.transport}-{self.processes}proc-rails{self.rails_here}to{self.rails_there}"
+            f"-{self.memory_here}to{self.memory_there}-{self.private_path}"
+        )
+
+
+Rails = tuple[int, int]
+Memory = tuple[str, str, str]
+
+MAPPED: Memory = ("mapped", "mapped", "auto")
+PRIVATE: tuple[Memory, ...] = tuple(
+    (here, there, path)
+    for here, there in (("mapped", "private"), ("private", "mapped"), ("private", "private"))
+    for path in ("staged", "cma")
+)
+ALL_MEMORY: tuple[Memory, ...] = (MAPPED, *PRIVATE, ("private", "private", "auto"))
+SOME_MEMORY: tuple[Memory, ...] = (MAPPED, ("private", "private", "staged"), ("private", "private", "cma"))
+
+ALL_RAILS: tuple[Rails, ...] = (
+    (1, 1),
+    (2, 2),
+    (3, 3),
+    (4, 4),
+    (16, 16),
+    (1, 4),
+    (4, 1),
+    (3, 5),
+    (16, 1),
+    (1, 16),
+    (7, 16),
+    (12, 8),
+)
+SOME_RAILS: tuple[Rails, ...] = ((1, 1), (4, 4), (4, 1), (3, 5))
+EQUAL_RAILS: tuple[Rails, ...] = tuple((n, n) for n in range(1, 17))
+
+
+def setup_list(rails: Iterable[Rails], memory: Iterable[Memory]) -> list[Setup]:
+    return [
+        Setup(transport, processes, here, there, memory_here, memory_there, path)
+        for transport, processes, (here, there), (memory_here, memory_there, path) in product(
+            TRANSPORTS, (1, 2), rails, memory
+        )
+    ]
+
+
+DEFAULT = setup_list([(1, 1), (4, 3)], [MAPPED, ("private", "private", "auto")])
+
+
+def setups(rails: Iterable[Rails] = ((1, 1), (4, 3)), memory: Iterable[Memory] = (MAPPED,)) -> pytest.MarkDecorator:
+    return pytest.mark.setups(setup_list(rails, memory))

@@ -1,0 +1,120 @@
+"""Peer groups: peers resolved beforehand, in the caller's order."""
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from tests.support.limits import WAIT_S
+
+
+def test_group_keeps_its_order(engine: xr.Engine, other: xr.Engine) -> None:
+    peers = [other.address, engine.address, other.address]
+
+    group = engine.add_peer_group(peers)
+
+    assert len(group) == 3
+    assert list(group.peers) == peers
+
+
+def test_group_takes_addresses_as_bytes(engine: xr.Engine, other: xr.Engine) -> None:
+    group = engine.add_peer_group([other.address.to_bytes()])
+
+    engine.submit_barrier(group, 1).wait(WAIT_S)
+
+    other.imm_counter(1).wait(1, WAIT_S)
+
+
+def test_peer_named_twice_is_counted_twice(engine: xr.Engine, other: xr.Engine) -> None:
+    group = engine.add_peer_group([other.address] * 2)
+
+    engine.submit_barrier(group, 1).wait(WAIT_S)
+
+    other.imm_counter(1).wait(2, WAIT_S)
+
+
+def test_empty_group_is_refused_or_has_an_empty_barrier(engine: xr.Engine) -> None:
+    try:
+        group = engine.add_peer_group([])
+    except xr.UsageError as error:
+        assert "peers" in str(error)
+    else:
+        engine.submit_barrier(group, 1).wait(WAIT_S)
+
+
+@pytest.mark.parametrize("peers", [None, 5, [5], ["name"], [b"short"]])
+def test_group_of_what_is_no_peer_is_refused(engine: xr.Engine, peers: object) -> None:
+    with pytest.raises(xr.UsageError):
+        engine.add_peer_group(peers)
+
+
+def test_removed_group_is_refused(engine: xr.Engine, other: xr.Engine) -> None:
+    group = engine.add_peer_group([other.address])
+
+    engine.remove_peer_group(group)
+
+    with pytest.raises(xr.UsageError, match="group"):
+        engine.submit_barrier(group, 1)
+
+
+def test_group_of_another_engine_is_refused(engine: xr.Engine, other: xr.Engine) -> None:
+    group = other.add_peer_group([engine.address])
+
+    with pytest.raises(xr.UsageError, match="group"):
+        engine.submit_barrier(group, 1)
+
+
+def test_scatter_needs_targets_of_its_group(engine: xr.Engine, other: xr.Engine) -> None:
+    src, here, there = engine.alloc(10), engine.alloc(10), other.alloc(10)
+    group = engine.add_peer_group([engine.address, other.address])
+
+    with pytest.raises(xr.UsageError, match="group"):
+        scatter(engine, src, [there.descriptor, here.descriptor], group=group)
+    with pytest.raises(xr.UsageError, match=r"group|dsts"):
+        scatter(engine, src, [here.descriptor], group=group)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("lengths", [1, 2]),
+        ("lengths", np.zeros((3, 1), np.int64)),
+        ("lengths", [1, -2, 3]),
+        ("lengths", -1),
+        ("lengths", [0.5, 1, 2]),
+        ("lengths", 101),
+        ("src_offsets", [1, 2, 3, 4]),
+        ("src_offsets", [0, 0, 100]),
+        ("src_offsets", 2**64 - 1),
+        ("dst_offsets", []),
+        ("dst_offsets", [0, 0, 91]),
+        ("dst_offsets", [0, 2**63, 0]),
+        ("imm", 2**28),
+        ("dsts", "text"),
+        ("dsts", [b"x"] * 3),
+    ],
+)
+def test_scatter_of_wrong_arguments_names_them(engine: xr.Engine, argument: str, value: object) -> None:
+    src, dst = engine.alloc(100), engine.alloc(100)
+    arguments = {"dsts": [dst.descriptor] * 3, "lengths": 10, "src_offsets": 0, "dst_offsets": 0} | {argument: value}
+
+    with pytest.raises(xr.UsageError, match=argument):
+        engine.submit_scatter(src, arguments.pop("dsts"), **arguments)
+
+    assert not dst.array().any()
+
+
+def test_scatter_to_nobody_is_refused_or_done(engine: xr.Engine) -> None:
+    src = engine.alloc(10)
+
+    try:
+        transfer = scatter(engine, src, [])
+    except xr.UsageError as error:
+        assert "dsts" in str(error)
+    else:
+        transfer.wait(WAIT_S)
+
+
+def scatter(
+    engine: xr.Engine, src: xr.Region, dsts: list[xr.RegionDescriptor], group: xr.PeerGroup | None = None
+) -> xr.Transfer:
+    return engine.submit_scatter(src, dsts, lengths=1, src_offsets=0, dst_offsets=0, group=group, imm=1)

@@ -1,0 +1,369 @@
+"""An engine's life: opening with options, closing in every way, being dropped."""
+
+import asyncio
+import gc
+import os
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory
+from tests.support.leaks import crossrail_threads
+from tests.support.limits import NEVER_S, WAIT_S, eventually
+
+# --- opening ---
+
+
+def test_engine_says_who_it_is(open_engine: EngineFactory) -> None:
+    engine = open_engine("worker 7", rails=3)
+
+    assert engine.name == "worker 7"
+    assert engine.rails == 3
+    assert engine.closed is False
+    assert engine.address.name == "worker 7"
+    assert (engine.address.rails, engine.address.transport, engine.address.pid) == (3, "shm", os.getpid())
+    assert "worker 7" in repr(engine)
+
+
+def test_unnamed_engine_is_named_for_its_process(open_engine: EngineFactory) -> None:
+    with xr.Engine() as engine:
+        assert engine.name.endswith(f"-{os.getpid()}")
+
+
+@pytest.mark.parametrize("name", ["a", "x" * 64, "ünï©ode", 'with space and "quotes"'])
+def test_any_name_of_64_bytes_works(name: str) -> None:
+    with xr.Engine(name) as engine:
+        assert xr.Address.from_bytes(engine.address.to_bytes()).name == name
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("name", ""),
+        ("name", "x" * 65),
+        ("name", "ü" * 33),
+        ("rails", 0),
+        ("rails", -1),
+        ("rails", 17),
+        ("rails", 2**40),
+        ("transport", "carrier-pigeon"),
+        ("polling", "sometimes"),
+        ("private_path", "magic"),
+        ("spin_us", -1.0),
+        ("spin_us", float("nan")),
+        ("worker_cpu", 100_000),
+        ("worker_cpu", -5),
+        ("submit_queue_depth", 0),
+        ("submit_queue_depth", 15),
+        ("submit_queue_depth", 100),
+        ("submit_queue_depth", 2**20),
+        ("imm_counters_max", 0),
+        ("message_bytes_max", 0),
+        ("message_bytes_max", 2**20),
+        ("watcher_poll_us", -1.0),
+        ("connect_timeout_s", 0.0),
+        ("connect_timeout_s", float("nan")),
+    ],
+)
+def test_wrong_option_is_refused_by_name(option: str, value: object) -> None:
+    with pytest.raises(xr.UsageError, match=option):
+        xr.Engine(**({"name": "here"} | {option: value}))
+
+
+def test_unknown_option_is_refused() -> None:
+    with pytest.raises(TypeError):
+        xr.Engine("here", rials=4)
+
+
+def test_worker_can_be_pinned(open_engine: EngineFactory) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    engine = open_engine(worker_cpu=cpu)
+    src, dst = engine.alloc(10), engine.alloc(10)
+
+    engine.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+
+    engine.imm_counter(1).wait(1, WAIT_S)
+
+
+def test_many_engines_live_together(open_engine: EngineFactory) -> None:
+    engines = [open_engine(f"engine-{i}", rails=1 + i % 4) for i in range(12)]
+    group = engines[0].add_peer_group([engine.address for engine in engines])
+
+    engines[0].submit_barrier(group, 1).wait(WAIT_S)
+
+    for engine in engines:
+        engine.imm_counter(1).wait(1, WAIT_S)
+
+
+# --- closing ---
+
+
+def test_closing_is_idempotent_and_shows(engine: xr.Engine) -> None:
+    engine.close()
+    engine.close()
+
+    assert engine.closed is True
+    assert "closed" in repr(engine)
+
+
+def test_engine_is_a_context_manager() -> None:
+    with xr.Engine("here") as engine:
+        assert not engine.closed
+
+    assert engine.closed
+
+
+def test_nothing_works_after_close(engine: xr.Engine, other: xr.Engine) -> None:
+    src, dst, counter = engine.alloc(10), other.alloc(10), engine.imm_counter(1)
+    group = engine.add_peer_group([other.address])
+    watched = engine.alloc_imm()
+    engine.close()
+
+    for call in (
+        lambda: engine.submit_write(src, dst.descriptor),
+        lambda: engine.submit_read(src, dst.descriptor),
+        lambda: engine.submit_send(other.address, b"x"),
+        lambda: engine.submit_barrier(group, 1),
+        lambda: engine.submit_recvs(1, 1),
+        lambda: engine.register(bytearray(10)),
+        lambda: engine.alloc(10),
+        lambda: engine.connect(other.address, 1),
+        lambda: engine.alloc_watcher(lambda _, __: None),
+        lambda: engine.alloc_imm(),
+        lambda: counter.wait(1, WAIT_S),
+        lambda: watched.wait(1, WAIT_S),
+    ):
+        with pytest.raises(xr.EngineClosed):
+            call()
+
+
+def test_closing_wakes_every_kind_of_waiter(engine: xr.Engine, other: xr.Engine) -> None:
+    transfer = engine.submit_send(other.address, b"nobody receives")
+    pool = engine.submit_recvs(1, 16)
+    outcome: dict[str, type[BaseException]] = {}
+
+    def wait(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except xr.CrossrailError as error:
+            outcome[name] = type(error)
+
+    waiters = {
+        "transfer": lambda: transfer.wait(WAIT_S),
+        "counter": lambda: engine.imm_counter(1).wait(1, WAIT_S),
+        "pool": lambda: pool.recv(WAIT_S),
+        "forever": lambda: engine.imm_counter(2).wait(1),
+    }
+    threads = [threading.Thread(target=wait, args=item) for item in waiters.items()]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+
+    engine.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+
+    assert outcome == dict.fromkeys(waiters, xr.EngineClosed)
+    assert transfer.status == "engine-closed"
+
+
+async def test_closing_wakes_what_is_awaited(engine: xr.Engine, other: xr.Engine) -> None:
+    transfer = engine.submit_send(other.address, b"nobody receives")
+    pool = engine.submit_recvs(1, 16)
+    tasks = [
+        asyncio.ensure_future(transfer),
+        asyncio.create_task(engine.imm_counter(1).wait_async(1)),
+        asyncio.create_task(pool.recv_async()),
+    ]
+    await asyncio.sleep(0.05)
+
+    await asyncio.to_thread(engine.close)
+
+    outcomes = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), WAIT_S)
+    assert [type(outcome) for outcome in outcomes] == [xr.EngineClosed] * 3
+
+
+async def test_closing_on_the_loop_itself_wakes_what_is_awaited(engine: xr.Engine, other: xr.Engine) -> None:
+    transfer = engine.submit_send(other.address, b"nobody receives")
+    task = asyncio.ensure_future(transfer)
+    await asyncio.sleep(0.01)
+
+    engine.close()
+
+    with pytest.raises(xr.EngineClosed):
+        await asyncio.wait_for(task, WAIT_S)
+
+
+def test_closing_with_transfers_in_flight_completes_each_exactly_once(engine: xr.Engine, other: xr.Engine) -> None:
+    src, dst = engine.register(np.zeros(8_000_000, np.uint8)), other.register(np.zeros(8_000_000, np.uint8))
+    completions: Counter[int] = Counter()
+    transfers = []
+    for i in range(60):
+        transfers.append(engine.submit_write(src, dst.descriptor, imm=1))
+        transfers[-1].add_done_callback(lambda _, i=i: completions.update([i]))
+
+    engine.close(0.01)
+
+    assert all(transfer.done for transfer in transfers)
+    assert {transfer.status for transfer in transfers} <= {"done", "engine-closed"}
+    eventually(lambda: len(completions) == 60, "every callback")
+    assert completions == Counter(range(60))
+
+
+def test_closing_gives_short_transfers_time_to_finish(engine: xr.Engine, other: xr.Engine) -> None:
+    engine.connect(other.address, WAIT_S)
+    transfers = [engine.submit_write(engine.alloc(1000), other.alloc(1000).descriptor, imm=1) for _ in range(10)]
+
+    engine.close(WAIT_S)
+
+    assert {transfer.status for transfer in transfers} == {"done"}
+    other.imm_counter(1).wait(10, WAIT_S)
+
+
+def test_nothing_of_a_closed_engine_touches_memory_any_more(engine: xr.Engine, other: xr.Engine) -> None:
+    array = np.zeros(16_000_000, np.uint8)
+    dst = other.register(array)
+    src = engine.register(np.ones(16_000_000, np.uint8))
+    for _ in range(10):
+        engine.submit_write(src, dst.descriptor)
+
+    engine.close(0)
+    array[:] = 7
+    time.sleep(0.05)
+
+    assert (array == 7).all()
+
+
+def test_closing_from_many_threads_at_once(open_engine: EngineFactory) -> None:
+    engine = open_engine()
+    threads = [threading.Thread(target=engine.close) for _ in range(8)]
+
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+
+    assert engine.closed
+
+
+def test_closing_while_others_submit(open_engine: EngineFactory) -> None:
+    engine, other = open_engine(), open_engine("other")
+    src, dst = engine.alloc(100), other.alloc(100).descriptor
+    transfers: list[xr.Transfer] = []
+    refused: Counter[str] = Counter()
+
+    def submit() -> None:
+        try:
+            while True:
+                transfers.append(engine.submit_write(src, dst, imm=1))
+        except xr.EngineClosed:
+            refused["closed"] += 1
+
+    threads = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: len(transfers) > 100, "a hundred submits")
+
+    engine.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+
+    assert refused["closed"] == 4
+    assert all(transfer.done for transfer in transfers)
+
+
+def test_closing_from_a_callback(open_engine: EngineFactory) -> None:
+    engine = open_engine()
+    transfer = engine.submit_write(engine.alloc(10), engine.alloc(10).descriptor)
+
+    transfer.add_done_callback(lambda _: engine.close())
+
+    eventually(lambda: engine.closed, "the engine closed by its own callback")
+
+
+def test_regions_of_a_closed_engine_can_be_closed(engine: xr.Engine) -> None:
+    region = engine.register(bytearray(10))
+    engine.close()
+
+    region.close()
+
+    assert region.closed
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
+def test_senseless_close_timeout_is_refused(engine: xr.Engine, timeout_s: float) -> None:
+    with pytest.raises(xr.UsageError, match="timeout_s"):
+        engine.close(timeout_s)
+
+
+# --- being dropped: everything ends, and a warning names the engine that nobody closed ---
+
+unclosed = pytest.mark.filterwarnings("ignore:engine 'dropped' was not closed:ResourceWarning")
+
+
+def test_dropped_engine_warns_with_its_name() -> None:
+    with pytest.warns(ResourceWarning, match="'dropped' was not closed"):
+        xr.Engine("dropped")
+
+
+@unclosed
+def test_dropped_engine_closes_and_its_threads_end() -> None:
+    before = crossrail_threads()
+    engine = xr.Engine("dropped")
+    engine.submit_write(engine.alloc(10), engine.alloc(10).descriptor, imm=1).wait(WAIT_S)
+    gone = weakref.ref(engine)
+
+    del engine
+    gc.collect()
+
+    assert gone() is None
+    eventually(lambda: crossrail_threads() == before, "its threads ended")
+
+
+@unclosed
+def test_engine_in_a_reference_cycle_is_collected() -> None:
+    gone = weakref.ref(cyclic_engine())
+
+    eventually(lambda: gc.collect() is not None and gone() is None, "the engine collected")
+
+
+def cyclic_engine() -> xr.Engine:
+    """An engine whose callbacks, of every kind, hold it."""
+    engine = xr.Engine("dropped")
+    other = engine.add_peer_group([engine.address])
+    engine.on_event(lambda _: engine.close())
+    engine.holder = [engine.alloc_watcher(lambda _, __: engine.close())]
+    engine.imm_counter(1).on_count(1, lambda: engine.close())
+    engine.submit_barrier(other, 2).add_done_callback(lambda _: engine.closed)
+    return engine
+
+
+@unclosed
+def test_a_child_keeps_its_engine_alive() -> None:
+    counter = xr.Engine("dropped").imm_counter(1)
+    gc.collect()
+
+    with pytest.raises(xr.WaitTimeout):
+        counter.wait(1, NEVER_S)
+    assert counter.poll() == 0
+
+
+@unclosed
+def test_dropped_engine_with_transfers_in_flight() -> None:
+    other = xr.Engine("other")
+    dst = other.register(np.zeros(8_000_000, np.uint8))
+    for _ in range(5):
+        engine = xr.Engine("dropped")
+        src = engine.register(np.ones(8_000_000, np.uint8))
+        for _ in range(5):
+            engine.submit_write(src, dst.descriptor)
+        del engine, src
+        gc.collect()
+
+    other.close()

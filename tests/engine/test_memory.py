@@ -1,0 +1,333 @@
+"""Registering memory of any kind, and memory the engine owns."""
+
+import array
+import gc
+import mmap
+import weakref
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory
+from tests.support.limits import NEVER_S, WAIT_S, eventually
+from tests.support.patterns import assert_same_bytes, pattern
+
+
+def moved(engine: xr.Engine, src: xr.Region, dst: xr.Region) -> None:
+    engine.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+    engine.imm_counter(1).wait(1, WAIT_S)
+
+
+def buffers() -> dict[str, object]:
+    return {
+        "numpy": np.arange(1000, dtype=np.float32),
+        "numpy-3d": np.zeros((4, 5, 6), np.int16),
+        "numpy-slice": np.zeros((10, 100), np.uint8)[2:5],
+        "bytearray": bytearray(1000),
+        "memoryview": memoryview(bytearray(1000)),
+        "array": array.array("d", [0.0] * 100),
+        "mmap": mmap.mmap(-1, 4096),
+    }
+
+
+@pytest.mark.parametrize("kind", list(buffers()))
+def test_any_buffer_can_be_source_and_target(engine: xr.Engine, kind: str) -> None:
+    buffer = buffers()[kind]
+    nbytes = memoryview(buffer).nbytes
+    region = engine.register(buffer)
+    fresh = engine.alloc(nbytes)
+    fresh.array()[:] = pattern(1, nbytes)
+
+    moved(engine, fresh, region)
+    back = engine.alloc(nbytes)
+    moved(engine, region, back)
+
+    assert (region.nbytes, region.access, region.closed) == (nbytes, "write", False)
+    assert_same_bytes(np.frombuffer(buffer, np.uint8), pattern(1, nbytes))
+    assert_same_bytes(back.array(), pattern(1, nbytes))
+
+
+def test_dlpack_object_can_be_registered(engine: xr.Engine) -> None:
+    class OnlyDlpack:
+        def __init__(self, owner: np.ndarray) -> None:
+            self.owner = owner
+
+        def __dlpack__(self, **how: object) -> object:
+            return self.owner.__dlpack__(**how)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.owner.__dlpack_device__()
+
+    values = np.arange(100, dtype=np.float64)
+    region = engine.register(OnlyDlpack(values))
+
+    assert region.nbytes == 800
+    assert region.base == values.ctypes.data
+
+
+def test_pointer_and_length_can_be_registered(engine: xr.Engine) -> None:
+    values = np.zeros(100, np.uint8)
+    region = engine.register((values.ctypes.data, 100))
+    src = engine.register(pattern(1, 100))
+
+    moved(engine, src, region)
+
+    assert region.base == values.ctypes.data
+    assert_same_bytes(values, pattern(1, 100))
+
+
+@pytest.mark.parametrize("buffer", [bytes(100), memoryview(bytes(100))])
+def test_read_only_buffer_is_readable_only(engine: xr.Engine, buffer: object) -> None:
+    region = engine.register(buffer)
+
+    assert region.access == "read"
+    assert region.descriptor.access == "read"
+    moved(engine, region, engine.alloc(100))
+
+
+def test_read_only_buffer_cannot_be_registered_as_target(engine: xr.Engine) -> None:
+    values = np.zeros(100, np.uint8)
+    values.flags.writeable = False
+
+    with pytest.raises(xr.UsageError, match="read-only"):
+        engine.register(values, access="write")
+
+
+def test_unknown_access_is_refused(engine: xr.Engine) -> None:
+    with pytest.raises(xr.UsageError, match=r"access.*execute"):
+        engine.register(bytearray(10), access="execute")
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [np.zeros((10, 10))[:, ::2], np.zeros((10, 10)).T, np.zeros(10)[::-1], memoryview(bytearray(10))[::2]],
+    ids=["columns", "transposed", "reversed", "memoryview-step"],
+)
+def test_memory_with_gaps_is_refused(engine: xr.Engine, buffer: object) -> None:
+    with pytest.raises(xr.UsageError, match="contiguous"):
+        engine.register(buffer)
+
+
+@pytest.mark.parametrize("buffer", [b"", bytearray(), np.zeros(0), np.zeros((0, 4)), (1234, 0)])
+def test_empty_buffer_is_refused(engine: xr.Engine, buffer: object) -> None:
+    with pytest.raises(xr.UsageError, match=r"empty|zero|length|0 bytes"):
+        engine.register(buffer)
+
+
+@pytest.mark.parametrize("thing", [None, 17, "text", [1, 2, 3], object(), (1, 2, 3), (-5, 10), (0, 100), ("a", 1)])
+def test_what_is_no_memory_is_refused(engine: xr.Engine, thing: object) -> None:
+    with pytest.raises(xr.UsageError):
+        engine.register(thing)
+
+
+def test_device_memory_without_a_device_says_what_is_missing(engine: xr.Engine) -> None:
+    class OnTheGpu:
+        __cuda_array_interface__ = {
+            "shape": (10,),
+            "typestr": "|u1",
+            "data": (0x7F0000000000, False),
+            "version": 3,
+        }
+
+    with pytest.raises(xr.TransportError, match=r"(?i)cuda|gpu") as failure:
+        engine.register(OnTheGpu())
+
+    assert failure.value.remedy
+
+
+def test_region_keeps_its_buffer_alive(engine: xr.Engine) -> None:
+    values = np.zeros(100, np.uint8)
+    alive = weakref.ref(values)
+    region = engine.register(values)
+
+    del values
+    gc.collect()
+    assert alive() is not None
+
+    region.close()
+    del region
+    gc.collect()
+    assert alive() is None
+
+
+def test_region_dropped_after_submit_lives_until_the_write_is_done(engine: xr.Engine, other: xr.Engine) -> None:
+    dst = other.alloc(4_000_000)
+
+    for i in range(20):
+        engine.submit_write(engine.register(np.full(4_000_000, i, np.uint8)), dst.descriptor, imm=1)
+        gc.collect()
+        other.imm_counter(1).wait(1, WAIT_S)
+
+        assert (dst.array() == i).all()
+
+
+def test_same_buffer_registered_twice_gives_independent_regions(engine: xr.Engine) -> None:
+    values = np.zeros(1000, np.uint8)
+    whole, half = engine.register(values), engine.register(values[:500])
+    src = engine.alloc(1000)
+    assert (whole.nbytes, half.nbytes) == (1000, 500)
+    assert whole.descriptor != half.descriptor
+
+    with pytest.raises(xr.UsageError, match="500"):
+        engine.submit_write(src, half.descriptor, 501)
+    whole.close()
+    engine.submit_write(src, half.descriptor, 500).wait(WAIT_S)
+    with pytest.raises(xr.CrossrailError):
+        engine.submit_write(src, whole.descriptor, 500).wait(WAIT_S)
+
+
+def test_closing_twice_is_harmless(engine: xr.Engine) -> None:
+    region = engine.register(bytearray(10))
+
+    region.close()
+    region.close()
+
+    assert region.closed is True
+
+
+def test_region_is_a_context_manager(engine: xr.Engine) -> None:
+    with engine.register(bytearray(10)) as region:
+        assert region.closed is False
+
+    assert region.closed is True
+
+
+def test_closed_region_can_be_neither_source_nor_described(engine: xr.Engine) -> None:
+    region, target = engine.register(bytearray(10)), engine.alloc(10)
+    region.close()
+
+    with pytest.raises(xr.UsageError, match="closed"):
+        engine.submit_write(region, target.descriptor)
+    with pytest.raises(xr.UsageError, match="closed"):
+        engine.submit_read(region, target.descriptor)
+
+
+def test_closing_a_region_in_use_waits_for_its_transfers(engine: xr.Engine, other: xr.Engine) -> None:
+    values = pattern(1, 32_000_000)
+    src, dst = engine.register(values.copy()), other.register(np.zeros(32_000_000, np.uint8))
+    transfers = [engine.submit_write(src, dst.descriptor, imm=1) for _ in range(8)]
+
+    src.close(WAIT_S)
+
+    assert src.inflight == 0
+    assert all(transfer.done for transfer in transfers)
+    other.imm_counter(1).wait(8, WAIT_S)
+    assert_same_bytes(dst.array(), values)
+
+
+def test_close_that_times_out_says_so_and_can_be_repeated(open_engine: EngineFactory) -> None:
+    engine = open_engine(polling="manual")
+    other = open_engine("other", polling="manual")
+    src, dst = engine.alloc(1000), other.alloc(1000)
+    transfer = engine.submit_write(src, dst.descriptor)  # `other` answers nothing: nobody drives it
+
+    with pytest.raises(xr.WaitTimeout):
+        src.close(0.05)
+    with pytest.raises(xr.UsageError, match="clos"):
+        engine.submit_write(src, dst.descriptor)
+
+    transfer.cancel()
+    src.close(WAIT_S)
+    assert src.closed is True
+    assert transfer.done
+
+
+# --- engine-owned memory ---
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 1_000_003])
+@pytest.mark.parametrize("populate", [False, True])
+def test_allocated_memory_is_zeroed_aligned_and_exact(engine: xr.Engine, nbytes: int, populate: bool) -> None:
+    region = engine.alloc(nbytes, populate=populate)
+
+    assert region.nbytes == nbytes
+    assert region.base % 4096 == 0
+    assert region.mapped is True
+    assert region.access == "write"
+    assert not region.array().any()
+
+
+def test_registered_memory_is_not_mapped(engine: xr.Engine) -> None:
+    assert engine.register(bytearray(10)).mapped is False
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_allocation_of_nothing_is_refused(engine: xr.Engine, nbytes: int) -> None:
+    with pytest.raises(xr.UsageError, match="nbytes"):
+        engine.alloc(nbytes)
+
+
+def test_allocation_beyond_the_machine_is_a_system_failure(engine: xr.Engine) -> None:
+    with pytest.raises((xr.TransportError, xr.UsageError)) as failure:
+        engine.alloc(2**62)
+
+    assert str(2**62) in str(failure.value) or isinstance(failure.value, xr.TransportError)
+    assert engine.alloc(4096).nbytes == 4096
+
+
+@pytest.mark.parametrize("kind", ["alloc", "register"])
+def test_view_and_array_are_the_memory_itself(engine: xr.Engine, kind: str) -> None:
+    region = engine.alloc(4000) if kind == "alloc" else engine.register(bytearray(4000))
+
+    region.view()[10] = 7
+    array = region.array("float32", (10, 100))
+    array[0, 3] = 1.5
+
+    assert region.array()[10] == 7
+    assert (array.shape, array.dtype, array.nbytes) == ((10, 100), np.float32, 4000)
+    assert region.array("float32")[3] == 1.5
+    assert region.view().format == "B" and not region.view().readonly
+
+
+def test_array_that_does_not_fit_is_refused(engine: xr.Engine) -> None:
+    region = engine.alloc(4001)
+
+    with pytest.raises(xr.UsageError, match="4001"):
+        region.array("float32")
+    with pytest.raises(xr.UsageError, match="shape"):
+        region.array("uint8", (4002,))
+
+
+def test_array_outlives_its_region(engine: xr.Engine) -> None:
+    region = engine.alloc(100_000)
+    array = region.array()
+    array[:] = 3
+
+    region.close()
+    del region
+    gc.collect()
+
+    assert (array == 3).all()  # neither a crash nor someone else's memory
+
+
+def test_array_outlives_its_engine() -> None:
+    engine = xr.Engine("here")
+    array = engine.alloc(100_000).array()
+    array[:] = 3
+
+    engine.close()
+    del engine
+    gc.collect()
+
+    assert (array == 3).all()
+
+
+def test_many_allocations_come_and_go(engine: xr.Engine) -> None:
+    before = engine.stats()["regions_open"]
+
+    for _ in range(300):
+        engine.alloc(65_536).close()
+
+    assert engine.stats()["regions_open"] == before
+
+
+def test_dropped_regions_are_closed(engine: xr.Engine) -> None:
+    before = engine.stats()["regions_open"]
+
+    for _ in range(50):
+        engine.alloc(4096)
+        engine.register(bytearray(10))
+    gc.collect()
+
+    eventually(lambda: engine.stats()["regions_open"] == before, "dropped regions closed", WAIT_S + NEVER_S)

@@ -1,0 +1,91 @@
+"""Addresses and descriptors as values: compared, hashed, shown, pickled, sent as bytes or text."""
+
+import pickle
+
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory
+
+
+def test_address_survives_bytes_text_and_pickle(engine: xr.Engine) -> None:
+    address = engine.address
+
+    for copy in (
+        xr.Address.from_bytes(address.to_bytes()),
+        xr.Address.from_bytes(bytes(address)),
+        xr.Address.from_text(str(address)),
+        pickle.loads(pickle.dumps(address)),
+    ):
+        assert copy == address
+        assert hash(copy) == hash(address)
+        assert copy.name == address.name
+        assert copy.incarnation == address.incarnation
+
+
+def test_address_says_whose_it_is(open_engine: EngineFactory) -> None:
+    address = open_engine("worker 7", rails=3).address
+
+    assert len(bytes.fromhex(address.incarnation)) == 16
+    assert "worker 7" in repr(address)
+    assert str(address) == address.to_bytes().hex()
+
+
+def test_addresses_of_two_engines_differ(open_engine: EngineFactory) -> None:
+    one, two = open_engine("same"), open_engine("same")
+
+    assert one.address != two.address
+    assert len({one.address, two.address}) == 2
+    assert one.address != "same"
+
+
+def test_descriptor_survives_bytes_and_pickle(engine: xr.Engine) -> None:
+    descriptor = engine.alloc(12_345).descriptor
+
+    for copy in (
+        xr.RegionDescriptor.from_bytes(descriptor.to_bytes()),
+        xr.RegionDescriptor.from_bytes(bytes(descriptor)),
+        pickle.loads(pickle.dumps(descriptor)),
+    ):
+        assert copy == descriptor
+        assert hash(copy) == hash(descriptor)
+        assert (copy.nbytes, copy.owner, copy.access) == (12_345, engine.address, "write")
+
+
+@pytest.mark.parametrize("access", ["local", "read", "write"])
+def test_descriptor_carries_the_access(engine: xr.Engine, access: str) -> None:
+    descriptor = engine.register(bytearray(10), access=access).descriptor
+
+    assert xr.RegionDescriptor.from_bytes(descriptor.to_bytes()).access == access
+    assert "10" in repr(descriptor)
+
+
+def test_pickle_holds_nothing_but_our_bytes(engine: xr.Engine) -> None:
+    for value in (engine.address, engine.alloc(10).descriptor):
+        assert value.to_bytes() in pickle.dumps(value)
+
+
+def test_descriptors_of_equal_regions_differ(engine: xr.Engine) -> None:
+    assert engine.alloc(10).descriptor != engine.alloc(10).descriptor
+
+
+def test_peers_may_be_named_by_address_or_bytes(engine: xr.Engine, other: xr.Engine) -> None:
+    engine.connect(other.address.to_bytes())
+
+    assert engine.peer_state(other.address) == engine.peer_state(other.address.to_bytes()) == "connected"
+    assert other.address in engine.peers()
+    engine.forget_peer(other.address.to_bytes())
+    assert other.address not in engine.peers()
+
+
+@pytest.mark.parametrize("peer", [None, 5, "other", b"short", b""])
+def test_what_is_no_peer_is_refused(engine: xr.Engine, peer: object) -> None:
+    for call in (engine.connect, engine.peer_state, engine.forget_peer, engine.explain):
+        with pytest.raises(xr.UsageError):
+            call(peer)
+
+
+@pytest.mark.parametrize("text", ["", "zz", "abc", "00" * 20, "päck"])
+def test_text_that_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(xr.UsageError):
+        xr.Address.from_text(text)

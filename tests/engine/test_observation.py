@@ -1,0 +1,157 @@
+"""What an engine tells about itself: stats, explanations, events."""
+
+import logging
+
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory
+from tests.support.limits import WAIT_S, eventually
+
+STATS = {
+    "transfers_submitted",
+    "transfers_done",
+    "transfers_failed",
+    "transfers_cancelled",
+    "bytes_written",
+    "bytes_read",
+    "messages_sent",
+    "messages_received",
+    "imm_units_received",
+    "imm_overflow_units",
+    "work_requests_posted",
+    "work_requests_retried",
+    "worker_rounds",
+    "worker_sleeps",
+    "peers_connected",
+    "peers_lost",
+    "regions_open",
+    "transfers_inflight",
+}
+
+
+def test_stats_of_a_fresh_engine_are_zero(engine: xr.Engine) -> None:
+    stats = engine.stats()
+
+    assert set(stats) >= STATS
+    assert {stats[key] for key in STATS - {"worker_rounds", "worker_sleeps"}} == {0}
+
+
+def test_stats_count_what_happened(engine: xr.Engine, other: xr.Engine) -> None:
+    src, dst = engine.alloc(1000), other.alloc(1000)
+    pool = other.submit_recvs(1, 16)
+
+    for _ in range(3):
+        engine.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+    engine.submit_read(src, dst.descriptor, 500).wait(WAIT_S)
+    engine.submit_send(other.address, b"abc").wait(WAIT_S)
+    pool.recv(WAIT_S)
+    pool.close()
+    pending = engine.submit_send(other.address, b"nobody receives")
+    other.imm_counter(1).wait(3, WAIT_S)
+
+    stats = engine.stats()
+    assert stats["transfers_submitted"] == 6
+    assert stats["transfers_done"] == 5
+    assert stats["transfers_inflight"] == 1
+    assert (stats["bytes_written"], stats["bytes_read"]) == (3000, 500)
+    assert stats["messages_sent"] == 1
+    assert stats["peers_connected"] == 1
+    assert stats["regions_open"] == 1
+    assert other.stats()["imm_units_received"] == 3 * 48
+    assert other.stats()["messages_received"] == 1
+    pending.cancel()
+    eventually(lambda: engine.stats()["transfers_cancelled"] == 1, "the cancelled one counted")
+
+
+def test_every_accepted_submit_is_counted_once_when_it_ends(engine: xr.Engine, other: xr.Engine) -> None:
+    src, dst = engine.alloc(1000), other.alloc(1000)
+    transfers = [engine.submit_write(src, dst.descriptor) for _ in range(100)]
+    transfers += [engine.submit_send(other.address, b"x") for _ in range(10)]
+    for transfer in transfers[100:105]:
+        transfer.cancel()
+    eventually(lambda: all(t.done for t in transfers[:105]), "the writes done")
+    other.close()
+    eventually(lambda: all(t.done for t in transfers), "the messages lost")
+
+    stats = engine.stats()
+
+    assert (stats["transfers_submitted"], stats["transfers_inflight"]) == (110, 0)
+    assert stats["transfers_done"] + stats["transfers_cancelled"] + stats["transfers_failed"] == 110
+    assert (stats["transfers_cancelled"], stats["transfers_failed"]) == (5, 5)
+
+
+def test_explanation_of_an_unknown_peer(engine: xr.Engine, other: xr.Engine) -> None:
+    explanation = engine.explain(other.address)
+
+    assert explanation.state == "unknown"
+    assert other.name in explanation.peer if isinstance(explanation.peer, str) else explanation.peer == other.address
+
+
+def test_explanation_adds_up_the_bytes(open_engine: EngineFactory) -> None:
+    a, b = open_engine("a", rails=2), open_engine("b", rails=3)
+    src, dst = a.alloc(1_000_000), b.alloc(1_000_000)
+
+    for _ in range(4):
+        a.submit_write(src, dst.descriptor).wait(WAIT_S)
+
+    explanation = a.explain(b.address)
+    assert sum(path.bytes for path in explanation.paths) == 4_000_000
+    assert explanation.transport == "shm"
+    assert len(explanation.rails) == 2
+    for word in ("b", "shm", "connected", "local"):
+        assert word in str(explanation)
+
+
+# --- events ---
+
+
+def test_lost_peer_is_an_event(engine: xr.Engine, other: xr.Engine) -> None:
+    events: list[xr.EngineEvent] = []
+    engine.on_event(events.append)
+    engine.connect(other.address, WAIT_S)
+
+    other.close()
+
+    eventually(lambda: any(event.kind == "peer-lost" for event in events), "the event")
+    lost = next(event for event in events if event.kind == "peer-lost")
+    assert other.name in str(lost.peer)
+
+
+def test_events_are_logged_when_nobody_listens(
+    engine: xr.Engine, other: xr.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "crossrail")
+    engine.connect(other.address, WAIT_S)
+
+    other.close()
+
+    eventually(lambda: any("other" in record.getMessage() for record in caplog.records), "the log of it")
+    assert all(record.name.split(".")[0] == "crossrail" for record in caplog.records if "other" in record.getMessage())
+
+
+def test_more_immediates_than_kept_is_an_event_not_silence(open_engine: EngineFactory) -> None:
+    engine = open_engine(imm_counters_max=16)
+    events: list[xr.EngineEvent] = []
+    engine.on_event(events.append)
+    group = engine.add_peer_group([engine.address])
+
+    for imm in range(40):
+        engine.submit_barrier(group, imm).wait(WAIT_S)
+
+    eventually(lambda: any(event.kind == "imm-overflow" for event in events), "the event")
+    eventually(lambda: engine.stats()["imm_overflow_units"] == 24 * 48, "all that was dropped counted")
+
+
+def test_event_callback_that_raises_is_logged(
+    engine: xr.Engine, other: xr.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def on_event(event: xr.EngineEvent) -> None:
+        raise RuntimeError("event callback gone wrong")
+
+    engine.on_event(on_event)
+    engine.connect(other.address, WAIT_S)
+    other.close()
+
+    eventually(lambda: "event callback gone wrong" in caplog.text, "the log of it")
+    engine.submit_write(engine.alloc(10), engine.alloc(10).descriptor).wait(WAIT_S)

@@ -1,0 +1,61 @@
+"""The package as imported: light, typed, complete."""
+
+from pathlib import Path
+
+import pytest
+
+import crossrail as xr
+from tests.support.process import assert_clean, run_script
+
+NAMES = (
+    "Address CrossrailError Engine EngineClosed EngineEvent Explanation ImmCounter Message MessageTooLong "
+    "PathExplanation PeerGroup PeerLost ReceivePool Region RegionDescriptor RemoteAccessError RemoteRegionClosed "
+    "Transfer TransferCancelled TransferError TransportError UsageError WaitTimeout Watcher"
+).split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    thing = getattr(xr, name)
+
+    assert name in xr.__all__
+    assert thing.__doc__
+
+
+def test_errors_form_the_promised_tree() -> None:
+    for error in (xr.PeerLost, xr.TransferCancelled, xr.RemoteRegionClosed, xr.RemoteAccessError, xr.MessageTooLong):
+        assert issubclass(error, xr.TransferError)
+    for error in (xr.UsageError, xr.TransportError, xr.TransferError, xr.EngineClosed, xr.WaitTimeout):
+        assert issubclass(error, xr.CrossrailError)
+    assert issubclass(xr.UsageError, ValueError)
+    assert issubclass(xr.WaitTimeout, TimeoutError)
+
+
+def test_import_pulls_in_nothing_heavy() -> None:
+    script = run_script(
+        """
+        import sys, numpy
+        before = set(sys.modules)
+        import crossrail
+        added = {name.partition(".")[0] for name in set(sys.modules) - before}
+        print(*sorted(added & {"torch", "click", "rich", "asyncio", "multiprocessing", "concurrent", "pytest"}))
+        """
+    )
+
+    assert_clean(script)
+    assert script.stdout.split() == []
+
+
+def test_package_is_typed() -> None:
+    assert (Path(xr.__file__).parent / "py.typed").exists()
+
+
+def test_every_public_call_has_a_docstring() -> None:
+    missing = [
+        f"{name}.{attribute}"
+        for name in NAMES
+        for attribute, value in vars(getattr(xr, name)).items()
+        if not attribute.startswith("_") and callable(value) and not value.__doc__
+    ]
+
+    assert missing == []

@@ -1,0 +1,253 @@
+"""The caller's mistakes: a UsageError at the call that names the argument, its value and the bound; nothing moves."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from tests.support.limits import WAIT_S
+from tests.support.patterns import CANARY, assert_same_bytes, pattern
+
+NBYTES = 1000
+
+
+@dataclass
+class Bench:
+    """Two regions of NBYTES: `src` of our engine, `dst` of another."""
+
+    engine: xr.Engine
+    src: xr.Region
+    dst: xr.Region
+
+    def write(self, **how: object) -> xr.Transfer:
+        return self.engine.submit_write(self.src, self.dst.descriptor, **how)
+
+    def read(self, **how: object) -> xr.Transfer:
+        return self.engine.submit_read(self.src, self.dst.descriptor, **how)
+
+    def paged(
+        self, src_pages: object = None, dst_pages: object = None, page_bytes: int = 100, **how: object
+    ) -> xr.Transfer:
+        src_pages = np.arange(10) if src_pages is None else src_pages
+        dst_pages = np.arange(10) if dst_pages is None else dst_pages
+        return self.engine.submit_paged_writes(self.src, src_pages, self.dst.descriptor, dst_pages, page_bytes, **how)
+
+
+@pytest.fixture
+def bench(engine: xr.Engine, other: xr.Engine) -> Iterator[Bench]:
+    """Afterwards both regions must be as they were, nothing may have been counted, and a write must still work."""
+    src, dst = engine.alloc(NBYTES), other.alloc(NBYTES)
+    src.array()[:] = pattern(1, NBYTES)
+    dst.array()[:] = CANARY
+    yield Bench(engine, src, dst)
+    assert_same_bytes(src.array(), pattern(1, NBYTES), "source")
+    assert (dst.array() == CANARY).all(), "bytes moved although the call was refused"
+    assert engine.stats()["transfers_submitted"] == 0
+    engine.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+    other.imm_counter(1).wait(1, WAIT_S)
+
+
+def refused(call: Callable[[], object], *words: object) -> None:
+    """The call raises a UsageError whose text holds all of `words`."""
+    with pytest.raises(xr.UsageError) as failure:
+        call()
+    for word in words:
+        assert str(word) in str(failure.value)
+
+
+@pytest.mark.parametrize("operation", ["write", "read"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"length": 1001}, ("length", 1001, 1000)),
+        ({"length": 1, "src_offset": 1000}, ("src", "offset", 1000)),
+        ({"length": 1, "dst_offset": 1000}, ("dst", "offset", 1000)),
+        ({"length": 500, "src_offset": 501}, ("src", "offset", 501, 1000)),
+        ({"length": 500, "dst_offset": 501}, ("dst", "offset", 501, 1000)),
+        ({"length": 0, "src_offset": 1001}, ("src", "offset", 1001, 1000)),
+        ({"length": 0, "dst_offset": 1001}, ("dst", "offset", 1001, 1000)),
+        ({"length": 2**64 - 1}, ("length", 2**64 - 1, 1000)),
+        ({"length": 2**63, "src_offset": 2**63}, ("src", "offset", 2**63, 1000)),
+        ({"length": 2, "dst_offset": 2**64 - 1}, ("dst", "offset", 2**64 - 1, 1000)),
+        ({"length": 2**64}, ("length",)),
+        ({"length": -1}, ("length", -1)),
+        ({"src_offset": -1}, ("src_offset", -1)),
+        ({"dst_offset": -1}, ("dst_offset", -1)),
+        ({"length": 1.5}, ("length",)),
+        ({"length": "ten"}, ("length",)),
+        ({"rail": 1}, ("rail", 1)),
+        ({"rail": 16}, ("rail", 16)),
+        ({"rail": -1}, ("rail", -1)),
+    ],
+    ids=str,
+)
+def test_range_past_the_region_rejected(
+    bench: Bench, operation: str, how: dict[str, object], words: tuple[object, ...]
+) -> None:
+    refused(lambda: getattr(bench, operation)(**how), *words)
+
+
+@pytest.mark.parametrize("imm", [-1, 2**28, 2**32 - 1, 2**32, 2**100])
+def test_immediate_past_28_bits_rejected(bench: Bench, imm: int) -> None:
+    group = bench.engine.add_peer_group([bench.dst.descriptor.owner])
+
+    refused(lambda: bench.write(imm=imm), "imm", imm, 2**28 - 1)
+    refused(lambda: bench.paged(imm=imm), "imm", imm, 2**28 - 1)
+    refused(lambda: bench.engine.submit_barrier(group, imm), "imm", imm, 2**28 - 1)
+
+
+@pytest.mark.parametrize("imm", [1.0, "5", b"5"])
+def test_immediate_that_is_no_number_rejected(bench: Bench, imm: object) -> None:
+    refused(lambda: bench.write(imm=imm), "imm")
+
+
+@pytest.mark.parametrize("which", ["src_pages", "dst_pages"])
+@pytest.mark.parametrize("dtype", ["int32", "uint32", "int64", "uint64"])
+def test_page_index_out_of_range_rejected(bench: Bench, which: str, dtype: str) -> None:
+    for index in {10, 11, np.iinfo(dtype).max}:
+        pages = np.arange(10, dtype=dtype)
+        pages[7] = index
+        refused(lambda pages=pages: bench.paged(**{which: pages}), which, index)
+
+
+@pytest.mark.parametrize("which", ["src_pages", "dst_pages"])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_negative_page_index_rejected(bench: Bench, which: str, dtype: str) -> None:
+    for index in (-1, np.iinfo(dtype).min):
+        pages = np.arange(10, dtype=dtype)
+        pages[3] = index
+        refused(lambda pages=pages: bench.paged(**{which: pages}), which, index)
+
+
+@pytest.mark.parametrize("which", ["src_pages", "dst_pages"])
+@pytest.mark.parametrize(
+    "pages",
+    [
+        np.arange(10, dtype=np.float64),
+        np.arange(10, dtype=np.int16),
+        np.arange(10, dtype=np.uint8),
+        np.zeros(10, bool),
+        np.arange(10, dtype=">i8"),
+        np.array([object()] * 10),
+        bytes(80),
+    ],
+    ids=["float64", "int16", "uint8", "bool", "big-endian", "object", "bytes"],
+)
+def test_page_index_of_wrong_dtype_rejected(bench: Bench, which: str, pages: object) -> None:
+    refused(lambda: bench.paged(**{which: pages}), which)
+
+
+@pytest.mark.parametrize("which", ["src_pages", "dst_pages"])
+@pytest.mark.parametrize(
+    "pages",
+    [np.arange(20)[::2], np.arange(10)[::-1], np.arange(10).reshape(2, 5), np.arange(10).reshape(10, 1), np.array(5)],
+    ids=["step", "reversed", "2-d", "column", "0-d"],
+)
+def test_page_index_not_one_contiguous_row_rejected(bench: Bench, which: str, pages: object) -> None:
+    refused(lambda: bench.paged(**{which: pages}), which)
+
+
+@pytest.mark.parametrize("which", ["src_pages", "dst_pages"])
+@pytest.mark.parametrize(
+    "pages", [list(range(10)), range(10), None, 5, "0123"], ids=["list", "range", "none", "int", "str"]
+)
+def test_page_index_that_is_no_array_rejected(bench: Bench, which: str, pages: object) -> None:
+    arguments = {"src_pages": np.arange(10), "dst_pages": np.arange(10)} | {which: pages}
+
+    refused(
+        lambda: bench.engine.submit_paged_writes(
+            bench.src, arguments["src_pages"], bench.dst.descriptor, arguments["dst_pages"], 100
+        ),
+        which,
+    )
+
+
+def test_page_index_arrays_of_different_length_rejected(bench: Bench) -> None:
+    refused(lambda: bench.paged(src_pages=np.arange(9)), "src_pages", "dst_pages", 9, 10)
+    refused(lambda: bench.paged(dst_pages=np.arange(9)), "src_pages", "dst_pages", 9, 10)
+
+
+@pytest.mark.parametrize(
+    ("how", "word"),
+    [
+        ({"page_bytes": 0}, "page_bytes"),
+        ({"page_bytes": -100}, "page_bytes"),
+        ({"page_bytes": 2**64}, "page_bytes"),
+        ({"page_bytes": 101}, "pages"),
+        ({"page_bytes": 2**63}, "page"),
+        ({"src_stride": 101}, "src_pages"),
+        ({"dst_stride": 101}, "dst_pages"),
+        ({"src_stride": 2**61}, "src_"),  # 2**61 * 8 would wrap to 0
+        ({"dst_stride": 2**61}, "dst_"),
+        ({"src_stride": -1}, "src_stride"),
+        ({"dst_stride": -1}, "dst_stride"),
+        ({"src_offset": 1}, "src_"),
+        ({"dst_offset": 1}, "dst_"),
+        ({"src_offset": -1}, "src_offset"),
+        ({"dst_offset": 2**64 - 1}, "dst_"),
+        ({"rail": 1}, "rail"),
+    ],
+    ids=str,
+)
+def test_page_layout_past_the_region_rejected(bench: Bench, how: dict[str, object], word: str) -> None:
+    refused(lambda: bench.paged(**how), word)
+
+
+def test_no_pages_at_all_rejected_or_done(engine: xr.Engine) -> None:
+    region = engine.alloc(NBYTES)
+    none = np.zeros(0, np.int64)
+
+    try:
+        transfer = engine.submit_paged_writes(region, none, region.descriptor, none, 100, imm=1)
+    except xr.UsageError as error:
+        assert "src_pages" in str(error)
+    else:
+        transfer.wait(WAIT_S)
+        assert engine.imm_counter(1).poll() == 0
+
+
+@pytest.mark.parametrize("dst", [None, 5, b"bytes", "text", object()], ids=repr)
+def test_target_that_is_no_descriptor_rejected(bench: Bench, dst: object) -> None:
+    pages = np.arange(10)
+
+    refused(lambda: bench.engine.submit_write(bench.src, dst), "dst")
+    refused(lambda: bench.engine.submit_read(bench.src, dst), "src")
+    refused(lambda: bench.engine.submit_paged_writes(bench.src, pages, dst, pages, 100), "dst")
+
+
+@pytest.mark.parametrize(
+    "src", [None, 5, bytearray(NBYTES), np.zeros(NBYTES, np.uint8)], ids=["none", "int", "bytearray", "numpy"]
+)
+def test_source_that_is_no_region_rejected(bench: Bench, src: object) -> None:
+    refused(lambda: bench.engine.submit_write(src, bench.dst.descriptor), "src")
+
+
+def test_region_of_another_engine_rejected(bench: Bench) -> None:
+    refused(lambda: bench.engine.submit_write(bench.dst, bench.src.descriptor), "src", "engine")
+    refused(lambda: bench.engine.submit_read(bench.dst, bench.src.descriptor), "dst", "engine")
+
+
+def test_read_into_read_only_memory_rejected(bench: Bench) -> None:
+    constant = bench.engine.register(bytes(NBYTES))
+
+    refused(lambda: bench.engine.submit_read(constant, bench.dst.descriptor), "read")
+
+
+@pytest.mark.parametrize("timeout_s", ["soon", float("nan"), -0.5])
+def test_senseless_connect_timeout_rejected(bench: Bench, timeout_s: object) -> None:
+    with pytest.raises((xr.UsageError, TypeError), match="timeout_s"):
+        bench.engine.connect(bench.dst.descriptor.owner, timeout_s)
+
+
+@pytest.mark.parametrize("callback", [5, "text"])
+def test_callback_that_cannot_be_called_rejected(bench: Bench, callback: object) -> None:
+    for call in (
+        lambda: bench.engine.imm_counter(1).on_count(1, callback),
+        lambda: bench.engine.alloc_watcher(callback),
+        lambda: bench.engine.on_event(callback),
+        lambda: bench.engine.submit_recvs(1, 16, callback),
+    ):
+        with pytest.raises((xr.UsageError, TypeError)):
+            call()

@@ -1,0 +1,159 @@
+"""Callbacks that misbehave: raise, submit, block, close, drop. The engine goes on."""
+
+import asyncio
+import gc
+import threading
+
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory
+from tests.support.leaks import crossrail_threads
+from tests.support.limits import WAIT_S, eventually
+
+
+def write(engine: xr.Engine, imm: int | None = None) -> xr.Transfer:
+    return engine.submit_write(engine.alloc(100), engine.alloc(100).descriptor, imm=imm)
+
+
+def test_raising_callback_is_logged_and_the_next_runs(engine: xr.Engine, caplog: pytest.LogCaptureFixture) -> None:
+    ran: list[int] = []
+
+    def bad(_: xr.Transfer) -> None:
+        raise RuntimeError("callback gone wrong")
+
+    for i in range(3):
+        transfer = write(engine)
+        transfer.add_done_callback(bad)
+        transfer.add_done_callback(lambda _, i=i: ran.append(i))
+
+    eventually(lambda: ran == [0, 1, 2], "the callbacks behind the raising ones")
+    assert caplog.text.count("callback gone wrong") >= 3
+    assert {record.name.split(".")[0] for record in caplog.records} == {"crossrail"}
+    write(engine).wait(WAIT_S)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
+def test_callback_raising_more_than_an_exception_does_not_end_the_thread(
+    engine: xr.Engine, error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    ran: list[int] = []
+
+    def bad(_: xr.Transfer) -> None:
+        raise error
+
+    write(engine).add_done_callback(bad)
+    write(engine).add_done_callback(lambda _: ran.append(1))
+
+    eventually(lambda: ran, "the callback behind it")
+
+
+def test_raising_on_count_callback_is_logged(engine: xr.Engine, caplog: pytest.LogCaptureFixture) -> None:
+    ran: list[int] = []
+
+    def bad() -> None:
+        raise RuntimeError("count callback gone wrong")
+
+    engine.imm_counter(1).on_count(1, bad)
+    engine.imm_counter(1).on_count(1, lambda: ran.append(1))
+    write(engine, imm=1)
+    write(engine, imm=1)
+
+    eventually(lambda: ran, "the callback behind it")
+    assert "count callback gone wrong" in caplog.text
+
+
+def test_callback_may_submit_again_and_again(engine: xr.Engine) -> None:
+    src, dst = engine.alloc(100), engine.alloc(100)
+    remaining = [500]
+
+    def again(_: xr.Transfer) -> None:
+        remaining[0] -= 1
+        if remaining[0] > 0:
+            engine.submit_write(src, dst.descriptor, imm=1).add_done_callback(again)
+
+    engine.submit_write(src, dst.descriptor, imm=1).add_done_callback(again)
+
+    engine.imm_counter(1).wait(500, WAIT_S)
+    eventually(lambda: remaining == [0], "the last callback")
+
+
+def test_callback_may_submit_into_a_small_queue(open_engine: EngineFactory) -> None:
+    engine = open_engine(submit_queue_depth=16)
+    src, dst = engine.alloc(100), engine.alloc(100)
+
+    def many(_: xr.Transfer) -> None:
+        for _ in range(500):
+            engine.submit_write(src, dst.descriptor, imm=1)
+
+    engine.submit_write(src, dst.descriptor).add_done_callback(many)
+
+    engine.imm_counter(1).wait(500, WAIT_S)
+
+
+def test_callback_may_wait_for_another_transfer(engine: xr.Engine) -> None:
+    src, dst = engine.alloc(100), engine.alloc(100)
+    done: list[str] = []
+
+    def wait(_: xr.Transfer) -> None:
+        transfer = engine.submit_write(src, dst.descriptor, imm=1)
+        transfer.wait(WAIT_S)
+        engine.imm_counter(1).wait(1, WAIT_S)
+        done.append(transfer.status)
+
+    engine.submit_write(src, dst.descriptor).add_done_callback(wait)
+
+    eventually(lambda: done == ["done"], "the callback that waits")
+
+
+def test_slow_callback_does_not_slow_transfers_down(engine: xr.Engine) -> None:
+    release = threading.Event()
+    write(engine).add_done_callback(lambda _: release.wait(WAIT_S))
+
+    for _ in range(100):
+        write(engine, imm=1).wait(WAIT_S)
+    engine.imm_counter(1).wait(100, WAIT_S)
+
+    release.set()
+
+
+def test_callback_may_register_another_on_its_transfer(engine: xr.Engine) -> None:
+    ran: list[str] = []
+
+    def first(transfer: xr.Transfer) -> None:
+        ran.append("first")
+        transfer.add_done_callback(lambda _: ran.append("second"))
+
+    write(engine).add_done_callback(first)
+
+    eventually(lambda: ran == ["first", "second"], "both callbacks")
+
+
+@pytest.mark.filterwarnings("ignore:engine 'dropped' was not closed:ResourceWarning")
+def test_callback_may_drop_the_last_reference_to_everything() -> None:
+    held = {"engine": xr.Engine("dropped")}
+    done = threading.Event()
+
+    def drop(_: xr.Transfer) -> None:
+        held.clear()
+        done.set()
+
+    write(held["engine"]).add_done_callback(drop)
+
+    assert done.wait(WAIT_S)
+    eventually(lambda: gc.collect() is not None and not crossrail_threads(), "the engine's threads ended")
+
+
+async def test_asyncio_callbacks_of_a_closed_loop_do_no_harm(engine: xr.Engine, other: xr.Engine) -> None:
+    pending = engine.submit_send(other.address, b"nobody receives")
+
+    def await_in_a_loop_that_ends() -> None:
+        async def give_up() -> None:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(pending, 0.02)
+
+        asyncio.run(give_up())
+
+    await asyncio.to_thread(await_in_a_loop_that_ends)
+    with other.submit_recvs(1, 16):
+        await asyncio.wait_for(pending, WAIT_S)

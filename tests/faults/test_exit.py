@@ -1,0 +1,81 @@
+"""The interpreter ends while engines are open: no hang, no crash, no complaint."""
+
+import pytest
+
+from tests.support.process import assert_clean, run_script
+
+ENDINGS = {
+    "idle": "",
+    "pending-transfer": "keep = [engine.submit_send(other.address, b'x') for _ in range(100)]",
+    "large-writes": "keep = [engine.submit_write(big, target, imm=1) for _ in range(50)]",
+    "waiting-thread": "threading.Thread(target=wait_in_vain, daemon=True).start(); time.sleep(0.05)",
+    "callback-running": (
+        "engine.submit_write(small, target).add_done_callback(lambda _: time.sleep(0.2)); time.sleep(0.1)"
+    ),
+    "callback-pending": "engine.submit_send(other.address, b'x').add_done_callback(print)",
+    "callback-submitting": "again()",
+    "watcher": "watcher = engine.alloc_watcher(print); watcher.add()",
+    "pool-with-callback": "pool = engine.submit_recvs(4, 16, on_message=print)",
+    "counter-callback": "engine.imm_counter(1).on_count(1, print)",
+    "closed-loop": "asyncio.run(give_up())",
+    "closed-engine": "engine.close()",
+    "cycle": "holder = [engine]; holder.append(holder); engine.holder = holder",
+    "array": "array = engine.alloc(1000).array()",
+    "exception-in-main": "raise SystemExit(0)",
+    "global-in-del": "holder = Late(); del Late",
+}
+
+SCRIPT = """
+    import asyncio, threading, time
+    import numpy as np
+    import crossrail as xr
+
+    class Late:
+        def __del__(self):
+            engine.closed, other.name
+
+    def wait_in_vain():
+        try:
+            engine.imm_counter(1).wait(1)
+        except xr.EngineClosed:
+            pass
+
+    async def give_up():
+        try:
+            await asyncio.wait_for(engine.submit_send(other.address, b"x"), 0.02)
+        except asyncio.TimeoutError:
+            pass
+
+    def again(_=None):
+        try:
+            engine.submit_write(small, target, imm=1).add_done_callback(again)
+        except xr.EngineClosed:
+            pass
+
+    engine, other = xr.Engine("here", rails=2), xr.Engine("other")
+    big = engine.register(np.zeros(4_000_000, np.uint8))
+    small = engine.alloc(10)
+    target = other.register(np.zeros(4_000_000, np.uint8)).descriptor
+    ENDING
+"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_interpreter_ends_cleanly(ending: str) -> None:
+    script = run_script(SCRIPT.replace("ENDING", ENDINGS[ending]))
+
+    assert_clean(script)
+    assert script.stderr == ""
+
+
+def test_uncaught_exception_is_shown_and_ends_the_program() -> None:
+    script = run_script(SCRIPT.replace("ENDING", "raise ValueError('of the user')"))
+
+    assert script.returncode == 1
+    assert script.stderr.strip().endswith("ValueError: of the user")
+
+
+def test_thread_that_ends_while_another_waits_is_no_deadlock() -> None:
+    script = run_script(SCRIPT.replace("ENDING", "threading.Thread(target=engine.close).start()"))
+
+    assert_clean(script)

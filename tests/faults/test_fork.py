@@ -1,0 +1,226 @@
+"""fork(): the child gets a clear error, the parent keeps working. In scripts of their own: pytest has threads."""
+
+import pytest
+
+from tests.support.process import assert_clean, run_script
+
+FORK = """
+    import gc, os, signal, sys, warnings
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads at fork
+    import crossrail as xr
+
+    def in_child(body):
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            try:
+                body()
+                os._exit(0)
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+                os._exit(1)
+        status = os.waitpid(pid, 0)[1]
+        assert status == 0, f"child ended with {status}"
+
+    engine = xr.Engine("parent")
+    region = engine.alloc(1000)
+    counter = engine.imm_counter(1)
+    transfer = engine.submit_write(region, region.descriptor, imm=1)
+    transfer.wait(10)
+    counter.wait(1, 10)
+
+    def parent_works():
+        engine.submit_write(region, region.descriptor, imm=5).wait(10)
+        engine.imm_counter(5).wait(1, 10)
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "engine.submit_write(region, region.descriptor)",
+        "engine.submit_read(region, region.descriptor)",
+        "engine.submit_send(engine.address, b'x')",
+        "engine.alloc(10)",
+        "engine.register(bytearray(10))",
+        "engine.connect(engine.address)",
+        "engine.submit_recvs(1, 16)",
+        "counter.wait(1, 1)",
+        "counter.poll()",
+        "engine.imm_counter(7)",
+        "engine.alloc_watcher(print)",
+        "engine.stats()",
+        "engine.explain(engine.address)",
+        "region.close()",
+    ],
+)
+def test_call_in_the_child_names_both_processes(call: str) -> None:
+    script = run_script(
+        FORK
+        + f"""
+    parent = os.getpid()
+    def body():
+        try:
+            {call}
+        except (xr.UsageError, xr.EngineClosed) as error:
+            assert str(parent) in str(error), error
+            assert str(os.getpid()) in str(error), error
+        else:
+            raise AssertionError("the call worked in the child")
+    in_child(body)
+    parent_works()
+    """
+    )
+
+    assert_clean(script)
+
+
+def test_parent_works_while_and_after_children_live() -> None:
+    script = run_script(
+        FORK
+        + """
+    for _ in range(5):
+        in_child(lambda: None)
+        parent_works()
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(0)
+    for _ in range(100):
+        parent_works()
+    os.close(write_end)
+    os.waitpid(pid, 0)
+    parent_works()
+    engine.close()
+    """
+    )
+
+    assert_clean(script)
+
+
+def test_child_may_drop_and_collect_everything() -> None:
+    script = run_script(
+        FORK
+        + """
+    def body():
+        global engine, region, counter, transfer
+        engine.close()
+        del engine, region, counter, transfer
+        gc.collect()
+    in_child(body)
+    parent_works()
+    """
+    )
+
+    assert_clean(script)
+
+
+def test_child_that_exits_normally_leaves_the_parents_peers_alone() -> None:
+    script = run_script(
+        FORK
+        + """
+    other = xr.Engine("other")
+    target = other.alloc(1000)
+    engine.submit_write(region, target.descriptor, imm=1).wait(10)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        sys.exit(0)  # with atexit and all finalizers
+    assert os.waitpid(pid, 0)[1] == 0
+    assert engine.peer_state(other.address) == "connected"
+    engine.submit_write(region, target.descriptor, imm=1).wait(10)
+    other.imm_counter(1).wait(2, 10)
+    """
+    )
+
+    assert_clean(script)
+
+
+def test_child_may_open_an_engine_of_its_own_and_reach_the_parent() -> None:
+    script = run_script(
+        FORK
+        + """
+    descriptor = region.descriptor.to_bytes()
+    def body():
+        with xr.Engine("child") as mine:
+            assert mine.address != engine.address
+            src = mine.alloc(1000)
+            mine.submit_write(src, xr.RegionDescriptor.from_bytes(descriptor), imm=8).wait(10)
+    in_child(body)
+    engine.imm_counter(8).wait(1, 10)
+    parent_works()
+    """
+    )
+
+    assert_clean(script)
+
+
+VICTIM = """
+import os, time, warnings
+warnings.simplefilter("ignore")
+import crossrail as xr
+engine = xr.Engine("victim")
+if os.fork() == 0:
+    time.sleep(5)
+    os._exit(0)
+print(engine.address, flush=True)
+time.sleep(60)
+"""
+
+
+def test_child_does_not_hide_the_parents_death() -> None:
+    script = run_script(
+        """
+    import subprocess, sys, time
+    import crossrail as xr
+
+    victim = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+    address = xr.Address.from_text(victim.stdout.readline().strip())
+    with xr.Engine("here") as engine:
+        engine.connect(address, 10)
+        transfer = engine.submit_send(address, b"x")
+        victim.kill()
+        victim.wait()
+        killed = time.monotonic()
+        try:
+            transfer.wait(10)
+        except xr.PeerLost:
+            assert time.monotonic() - killed < 2, "only seen when the forked child ended, too"
+        else:
+            raise AssertionError("the message was received by a dead process")
+    victim.stdout.close()
+    """,
+        VICTIM,
+    )
+
+    assert_clean(script)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_multiprocessing_workers_open_engines_of_their_own(method: str) -> None:
+    script = run_script(
+        f"""
+    import multiprocessing, sys, warnings
+    warnings.simplefilter("ignore", DeprecationWarning)
+    sys.path.insert(0, ".")
+    from tests.support.worker import write_to
+    import crossrail as xr
+    with xr.Engine("parent") as engine:
+        region = engine.alloc(8)
+        context = multiprocessing.get_context("{method}")
+        workers = [context.Process(target=write_to, args=(region.descriptor, i)) for i in range(3)]
+        for worker in workers:
+            worker.start()
+        for i in range(3):
+            engine.imm_counter(i).wait(1, 15)
+        for worker in workers:
+            worker.join(15)
+            assert worker.exitcode == 0, worker.exitcode
+    """,
+        timeout_s=40,
+    )
+
+    assert_clean(script)

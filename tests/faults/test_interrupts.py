@@ -1,0 +1,108 @@
+"""Ctrl-C in every kind of blocking wait: KeyboardInterrupt at once, and an engine that still works."""
+
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.support.limits import WAIT_S
+from tests.support.process import start_script
+
+WAITS = {
+    "counter": "engine.imm_counter(1).wait(1)",
+    "counter-with-timeout": "engine.imm_counter(1).wait(1, 100)",
+    "transfer": "engine.submit_send(engine.address, b'x').wait()",
+    "pool": "engine.submit_recvs(1, 16).recv()",
+    "connect": "engine.connect(frozen, 100)",
+    "region-close": "[engine.submit_write(src, target, imm=1) for _ in range(4)]; src.close(100)",
+    "full-queue": "[engine.submit_send(frozen, bytes(1000)) for _ in range(10**7)]",
+    "asyncio": "asyncio.run(engine.imm_counter(1).wait_async(1))",
+    "manual-counter": "manual.imm_counter(1).wait(1)",
+    "manual-transfer": "manual.submit_send(manual.address, b'x').wait()",
+}
+
+SCRIPT = """
+    import asyncio, os, signal, sys
+    import crossrail as xr
+    from tests.support.process import PeerProcess
+
+    child = PeerProcess()
+    there = child.open()
+    frozen, target = there.address, there.memory(1000).descriptor
+    child.stop()
+    engine = xr.Engine("waiting", submit_queue_depth=16, connect_timeout_s=100)
+    manual = xr.Engine("manual", polling="manual")
+    src = engine.alloc(1000)
+    try:
+        print("waiting", flush=True)
+        WAIT
+        print("returned")
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    src = engine.alloc(1000)
+    engine.submit_write(src, src.descriptor, imm=9)
+    engine.imm_counter(9).wait(1, 10)
+    child.close()
+    engine.close()
+    manual.close()
+    print("works")
+"""
+
+
+def interrupted(script: "subprocess.Popen[str]", after_s: float = 0.3) -> tuple[str, str]:
+    """Sends Ctrl-C once the script says that it waits; returns what it printed."""
+    assert script.stdout is not None
+    assert script.stdout.readline() == "waiting\n", script.communicate(timeout=WAIT_S)[1]
+    time.sleep(after_s)  # until it really waits; sooner would only test less
+    script.send_signal(signal.SIGINT)
+    try:
+        out, err = script.communicate(timeout=WAIT_S)
+    except subprocess.TimeoutExpired:
+        script.send_signal(signal.SIGABRT)  # faulthandler prints where it hangs
+        out, err = script.communicate(timeout=WAIT_S)
+        raise AssertionError(f"Ctrl-C did not end the wait:\n{out}\n{err}") from None
+    return out, err
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_ctrl_c_ends_a_blocking_wait(wait: str) -> None:
+    with start_script(SCRIPT.replace("WAIT", WAITS[wait])) as script:
+        out, err = interrupted(script)
+
+    assert out.split() == ["interrupted", "works"], err
+    assert script.returncode == 0, err
+
+
+def test_other_signals_run_their_handlers_and_the_wait_goes_on() -> None:
+    source = """
+        import signal
+        import crossrail as xr
+        engine = xr.Engine("waiting")
+        src = engine.alloc(10)
+        signal.signal(signal.SIGINT, lambda *_: engine.submit_write(src, src.descriptor, imm=1))
+        print("waiting", flush=True)
+        engine.imm_counter(1).wait(1, 15)
+        engine.close()
+        print("served by the handler's write")
+    """
+    with start_script(source) as script:
+        out, err = interrupted(script)
+
+    assert out == "served by the handler's write\n", err
+
+
+def test_ctrl_c_ends_a_program_with_transfers_pending() -> None:
+    source = """
+        import crossrail as xr
+        engine = xr.Engine("waiting")
+        transfers = [engine.submit_send(engine.address, b"x") for _ in range(100)]
+        print("waiting", flush=True)
+        transfers[0].wait()
+    """
+    with start_script(source) as script:
+        _, err = interrupted(script)
+
+    assert script.returncode in (1, 130, -signal.SIGINT)
+    assert "KeyboardInterrupt" in err
+    assert "leaked" not in err and "Fatal" not in err

@@ -1,0 +1,168 @@
+"""SIGSTOP and SIGCONT: a frozen peer is not a dead one."""
+
+import time
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory, PeerFactory
+from tests.support.limits import WAIT_S, eventually, never
+from tests.support.operations import DATA_KINDS, Operations
+from tests.support.patterns import assert_same_bytes, pattern
+from tests.support.process import PeerProcess
+
+NBYTES = 3_000_001
+
+
+@pytest.fixture
+def child(spawn_peer: PeerFactory) -> PeerProcess:
+    return spawn_peer()
+
+
+def test_frozen_peer_is_shown_as_frozen_and_thaws(engine: xr.Engine, child: PeerProcess) -> None:
+    events: list[xr.EngineEvent] = []
+    engine.on_event(events.append)
+    there = child.open()
+    engine.connect(there.address, WAIT_S)
+
+    child.stop()
+    transfer = engine.submit_send(there.address, b"pending")
+    eventually(lambda: engine.peer_state(there.address) == "frozen", "the peer frozen", 5)
+    assert not transfer.done
+    assert engine.explain(there.address).note
+
+    child.resume()
+    eventually(lambda: engine.peer_state(there.address) == "connected", "the peer thawed", 5)
+    there.receive(1, 16)
+    transfer.wait(WAIT_S)
+    assert there.take()[1] == b"pending"
+    assert {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}
+
+
+def test_idle_frozen_peer_loses_nothing(engine: xr.Engine, child: PeerProcess) -> None:
+    there = child.open()
+    src, remote = engine.alloc(1000), there.memory(1000)
+    engine.submit_write(src, remote.descriptor, imm=1).wait(WAIT_S)
+
+    child.stop()
+    time.sleep(0.7)
+    child.resume()
+
+    engine.submit_write(src, remote.descriptor, imm=1).wait(WAIT_S)
+    there.expect_count(1, 2)
+
+
+@pytest.mark.parametrize("path", ["staged", "cma"])
+@pytest.mark.parametrize("kind", DATA_KINDS)
+def test_transfers_to_a_frozen_peer_wait_and_finish(
+    open_engine: EngineFactory, child: PeerProcess, kind: str, path: str
+) -> None:
+    engine = open_engine(private_path=path, rails=2)
+    there = child.open(private_path=path)
+    mine = engine.register(pattern(1, NBYTES))
+    remote = there.memory(NBYTES, "private", fill=1)
+    engine.connect(there.address, WAIT_S)
+    operations = Operations(engine, mine, [remote.descriptor], imm=5)
+
+    child.stop()
+    transfers = [operations.submit(kind) for _ in range(4)]
+    never(lambda: any(isinstance(t.exception(), xr.PeerLost) for t in transfers if t.done), "a frozen peer lost", 1.0)
+    child.resume()
+
+    for transfer in transfers:
+        transfer.wait(WAIT_S)
+    if kind != "read":
+        there.expect_count(5, 4 * operations.counts(kind))
+
+
+def test_peer_frozen_in_the_middle_of_a_stream_goes_on_whole(engine: xr.Engine, child: PeerProcess) -> None:
+    there = child.open(rails=3)
+    src = engine.register(pattern(4, NBYTES))
+    remote = there.memory(NBYTES, "private")
+    transfers: list[xr.Transfer] = []
+
+    for _ in range(5):
+        transfers += [engine.submit_write(src, remote.descriptor, imm=1) for _ in range(10)]
+        child.stop()
+        time.sleep(0.05)
+        child.resume()
+    for transfer in transfers:
+        transfer.wait(WAIT_S)
+
+    there.expect_count(1, 50)
+    assert_same_bytes(remote.content(), pattern(4, NBYTES))
+
+
+def test_frozen_initiator_does_not_hold_the_target_up(engine: xr.Engine, child: PeerProcess) -> None:
+    there = child.open()
+    mine, remote = engine.register(np.zeros(NBYTES, np.uint8)), there.memory(NBYTES, "private", fill=1)
+    there.stream("write", remote, [mine.descriptor], imm=1)
+
+    child.stop()
+    engine.submit_write(mine, mine.descriptor, 100, imm=2).wait(WAIT_S)
+    engine.imm_counter(2).wait(1, WAIT_S)
+
+    child.resume()
+
+
+def test_transfer_to_a_frozen_peer_can_be_cancelled_or_says_why_not(engine: xr.Engine, child: PeerProcess) -> None:
+    there = child.open()
+    src, remote = engine.register(np.zeros(NBYTES, np.uint8)), there.memory(NBYTES, "private")
+    engine.connect(there.address, WAIT_S)
+    child.stop()
+    transfer = engine.submit_write(src, remote.descriptor, imm=1)
+    time.sleep(0.05)
+
+    transfer.cancel()
+    child.resume()
+
+    try:
+        transfer.wait(WAIT_S)
+    except xr.TransferCancelled:
+        assert there.count(1) == 0
+    else:
+        there.expect_count(1, 1)
+
+
+def test_closing_does_not_wait_for_a_frozen_peer(open_engine: EngineFactory, child: PeerProcess) -> None:
+    engine = open_engine()
+    there = child.open()
+    src, remote = engine.register(np.zeros(NBYTES, np.uint8)), there.memory(NBYTES, "private")
+    engine.connect(there.address, WAIT_S)
+    child.stop()
+    transfer = engine.submit_write(src, remote.descriptor)
+
+    engine.close(0.2)
+
+    assert transfer.done
+    assert isinstance(transfer.exception(), xr.EngineClosed | xr.TransferError)
+    child.resume()
+
+
+def test_forgetting_a_frozen_peer_ends_its_transfers(engine: xr.Engine, child: PeerProcess) -> None:
+    there = child.open()
+    src, remote = engine.register(np.zeros(NBYTES, np.uint8)), there.memory(NBYTES, "private")
+    engine.connect(there.address, WAIT_S)
+    child.stop()
+    transfer = engine.submit_write(src, remote.descriptor)
+
+    engine.forget_peer(there.address)
+
+    with pytest.raises(xr.PeerLost):
+        transfer.wait(WAIT_S)
+    child.resume()
+
+
+def test_frozen_peer_that_is_killed_is_lost(engine: xr.Engine, child: PeerProcess) -> None:
+    there = child.open()
+    engine.connect(there.address, WAIT_S)
+    child.stop()
+    transfer = engine.submit_send(there.address, b"pending")
+    eventually(lambda: engine.peer_state(there.address) == "frozen", "the peer frozen", 5)
+
+    child.kill()
+
+    with pytest.raises(xr.PeerLost):
+        transfer.wait(WAIT_S)
+    assert engine.peer_state(there.address) == "lost"

@@ -1,0 +1,67 @@
+"""Whether a test left threads, file descriptors or shared memory files behind."""
+
+import gc
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def crossrail_threads() -> list[str]:
+    """Names of our threads in this process: native ones by their task name, Python's by theirs."""
+    native = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            native.append((task / "comm").read_text().strip())
+        except OSError:  # it ended between the two looks
+            continue
+    python = [thread.name for thread in threading.enumerate()]
+    return sorted({name for name in native + python if name.startswith("crossrail")})
+
+
+def open_fds() -> dict[int, str]:
+    """Every open file descriptor and what it is."""
+    fds = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            fds[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the one of listdir itself
+            continue
+    return fds
+
+
+def shared_memory_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "crossrail" in name}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    fds: dict[int, str]
+    threads: list[str]
+    files: set[str]
+
+    @staticmethod
+    def take() -> "Snapshot":
+        return Snapshot(open_fds(), crossrail_threads(), shared_memory_files())
+
+    def leaked(self) -> str:
+        """What is there now and was not there at the snapshot; empty when nothing. Judged by number for fds."""
+        now = Snapshot.take()
+        found = []
+        if len(now.fds) > len(self.fds):
+            added = [f"{fd} -> {now.fds[fd]}" for fd in sorted(set(now.fds) - set(self.fds))]
+            found.append(f"{len(now.fds) - len(self.fds)} more fds, among {added}")
+        if more := [name for name in now.threads if name not in self.threads]:
+            found.append(f"threads {more}")
+        if more_files := sorted(now.files - self.files):
+            found.append(f"files in /dev/shm {more_files}")
+        return "; ".join(found)
+
+    def leaked_for_good(self, timeout_s: float = 3.0) -> str:
+        """The same, after garbage collection and some patience with what is just ending."""
+        deadline = time.monotonic() + timeout_s
+        while (found := self.leaked()) and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.02)
+        return found

@@ -1,0 +1,25 @@
+"""How long a test may wait. Upper bounds against a hang, never a statement about speed."""
+
+import time
+from collections.abc import Callable
+
+WAIT_S = 20.0  # any single wait that is expected to end well
+DEATH_S = 2.0  # a peer's death must be seen by then (the requirement is 0.1 s; shared machines are noisy)
+NEVER_S = 0.3  # how long we look before we believe that something does not happen
+
+
+def eventually(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S, pause_s: float = 0.002) -> None:
+    """Returns once `condition()` is true; fails naming `what` when that takes longer than `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(pause_s)
+
+
+def never(condition: Callable[[], object], what: str, for_s: float = NEVER_S) -> None:
+    """Fails when `condition()` becomes true within `for_s`."""
+    deadline = time.monotonic() + for_s
+    while time.monotonic() < deadline:
+        assert not condition(), what
+        time.sleep(0.005)

@@ -1,0 +1,152 @@
+"""Children: a peer that takes commands, and one-off scripts. Everything has a deadline and is killed at the end."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.support.limits import WAIT_S
+from tests.support.node import CommandError, RemoteEngine
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class PeerProcess:
+    """A Node in a child process. Also a Caller.
+
+    Invariant: at most one command is unanswered. Owner: whoever made it calls close().
+    """
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile(mode="w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.peer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            cwd=REPOSITORY,
+        )
+        self._partial = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def open(self, name: str = "main", **options: Any) -> RemoteEngine:
+        return RemoteEngine(self, name, **options)
+
+    def call(self, command: str, **arguments: Any) -> Any:
+        self.start(command, **arguments)
+        return self.answer()
+
+    def start(self, command: str, **arguments: Any) -> None:
+        """Sends a command without waiting for its answer."""
+        assert self._process.stdin is not None
+        line = json.dumps({"command": command, "arguments": arguments}) + "\n"
+        self._process.stdin.write(line.encode())
+        self._process.stdin.flush()
+
+    def answer(self, timeout_s: float = 2 * WAIT_S) -> Any:
+        answer = json.loads(self._read_line(timeout_s))
+        if "error" in answer:
+            raise CommandError(*answer["error"])
+        return answer["result"]
+
+    def kill(self) -> None:
+        """SIGKILL; returns before the kernel is done with it."""
+        self._process.kill()
+
+    def stop(self) -> None:
+        """SIGSTOP; returns once it stands still."""
+        self._process.send_signal(signal.SIGSTOP)
+        status = Path(f"/proc/{self.pid}/stat")
+        deadline = time.monotonic() + WAIT_S
+        while status.read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def wait_dead(self) -> int:
+        return self._process.wait(WAIT_S)
+
+    def finish(self) -> str:
+        """Lets it end by itself; returns what it wrote to standard error."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        status = self._process.wait(WAIT_S)
+        assert status == 0, f"the peer ended with status {status}:\n{self.errors()}"
+        return self.errors()
+
+    def errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def close(self) -> None:
+        """Idempotent; kills what still runs."""
+        if self.alive:
+            self._process.kill()
+        self._process.wait(WAIT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                try:
+                    pipe.close()
+                except BrokenPipeError:  # a last command it never read
+                    pass
+        self._errors.close()
+
+    def _read_line(self, timeout_s: float) -> bytes:
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._partial:
+            ready, _, _ = select.select([fd], [], [], max(deadline - time.monotonic(), 0))
+            if not ready:
+                raise AssertionError(f"the peer did not answer within {timeout_s} s:\n{self.errors()}")
+            got = os.read(fd, 1 << 20)
+            if not got:
+                raise AssertionError(f"the peer ended (status {self._process.wait(WAIT_S)}):\n{self.errors()}")
+            self._partial += got
+        line, _, self._partial = self._partial.partition(b"\n")
+        return line
+
+
+def run_script(source: str, *arguments: str, timeout_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
+    """Runs Python source to its end in a fresh interpreter, with warnings as errors."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-X", "faulthandler", "-c", textwrap.dedent(source), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=REPOSITORY,
+    )
+
+
+def start_script(source: str, *arguments: str) -> subprocess.Popen[str]:
+    """The same, running: the caller talks to it, waits and closes its pipes (use it as a context manager)."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-X", "faulthandler", "-c", textwrap.dedent(source), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+
+
+def assert_clean(script: subprocess.CompletedProcess[str]) -> None:
+    """Ended well, and neither Python nor nanobind complained on the way out."""
+    assert script.returncode == 0, f"status {script.returncode}\n{script.stdout}\n{script.stderr}"
+    for complaint in ("leaked", "Exception ignored", "Fatal Python error"):
+        assert complaint not in script.stderr, script.stderr

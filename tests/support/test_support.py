@@ -1,0 +1,113 @@
+"""The tests' own tools: a leak check that finds leaks, seeds that replay, skips that are counted."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.leaks import Snapshot
+from tests.support.limits import WAIT_S, eventually, never
+from tests.support.patterns import assert_same_bytes, pattern
+from tests.support.process import REPOSITORY, PeerProcess
+from tests.support.seeds import Seed
+
+
+def test_leak_check_finds_an_fd() -> None:
+    before = Snapshot.take()
+    ends = os.pipe()
+
+    assert "2 more fds" in before.leaked()
+
+    for end in ends:
+        os.close(end)
+    assert before.leaked() == ""
+
+
+def test_leak_check_finds_a_thread() -> None:
+    before, stop = Snapshot.take(), threading.Event()
+    thread = threading.Thread(target=stop.wait, name="crossrail-left-behind")
+    thread.start()
+
+    assert "crossrail-left-behind" in before.leaked()
+
+    stop.set()
+    thread.join()
+    assert before.leaked() == ""
+
+
+def test_seed_shows_its_number_and_differs_by_test() -> None:
+    assert repr(Seed(17, "a")) == "17"
+    assert Seed(17, "a").number() == Seed(17, "a").number()
+    assert len({Seed(17, "a").number(), Seed(17, "b").number(), Seed(18, "a").number(), Seed(17, "a").number(1)}) == 4
+
+
+def test_deadlines_say_what_was_waited_for() -> None:
+    with pytest.raises(AssertionError, match="the moon"):
+        eventually(lambda: False, "the moon", 0.01)
+    with pytest.raises(AssertionError, match="the sun"):
+        never(lambda: True, "the sun")
+
+
+def test_differing_bytes_are_located() -> None:
+    changed = pattern(1, 100)
+    changed[42] ^= 1
+
+    with pytest.raises(AssertionError, match="1 of 100 differ, first at 42"):
+        assert_same_bytes(changed, pattern(1, 100))
+
+
+def test_peer_that_dies_is_an_error_and_no_hang() -> None:
+    child = PeerProcess()
+
+    with pytest.raises(AssertionError, match="ended"):
+        child.call("exit_now")
+
+    child.close()
+    child.close()
+
+
+# --- tests/conftest.py ---
+
+SAMPLE = """
+import pytest
+
+@pytest.mark.skip(reason="of the moon")
+def test_skipped(): ...
+
+def test_seeded(seed):
+    assert seed is None
+"""
+
+
+def run_sample(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_sample.py").write_text(SAMPLE)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "--rootdir", str(folder), "-c", os.devnull]
+    return subprocess.run(
+        [*command, str(folder / "test_sample.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        cwd=REPOSITORY,
+        env=os.environ | variables,
+    )
+
+
+@pytest.mark.parametrize(("bound", "status"), [("0", 1), ("1", 0)])
+def test_more_skips_than_allowed_fail_the_session(tmp_path: Path, bound: str, status: int) -> None:
+    run = run_sample(tmp_path, "-k", "skipped", CROSSRAIL_SKIPS_MAX=bound)
+
+    assert run.returncode == status, run.stdout
+    assert "of the moon" in run.stdout
+    assert ("CROSSRAIL_SKIPS_MAX=0" in run.stdout) == (status == 1)
+
+
+def test_failure_shows_the_command_that_replays_it(tmp_path: Path) -> None:
+    run = run_sample(tmp_path, "-k", "seeded", "--seed", "4711")
+
+    assert run.returncode == 1
+    assert "./dev test" in run.stdout
+    assert "--seed 4711" in run.stdout
+    assert "seed = 4711" in run.stdout
