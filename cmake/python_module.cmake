@@ -34,14 +34,26 @@ endif()
 
 install(TARGETS _core LIBRARY DESTINATION crossrail)
 
+# The built module lies in a package of its own, so that the stub's writer can import it under its real name.
+set(CROSSRAIL_STAGE "${CMAKE_CURRENT_BINARY_DIR}/stage")
+set_target_properties(_core PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${CROSSRAIL_STAGE}/crossrail")
+file(WRITE "${CROSSRAIL_STAGE}/crossrail/__init__.py" "# Only for the stub's writer.\n")
+
 # Writing the stub imports the module, so it is left out where that cannot work or needs a preloaded runtime.
+# A folder _core/ of stubs beside the module, because the module has submodules; with the private names, because our own
+# Python files use them.
 if(NOT CMAKE_CROSSCOMPILING AND NOT CROSSRAIL_SANITIZE)
   nanobind_add_stub(
     crossrail_stub
-    MODULE _core
-    OUTPUT _core.pyi
-    MARKER_FILE py.typed
-    PYTHON_PATH $<TARGET_FILE_DIR:_core>
+    MODULE crossrail._core
+    RECURSIVE
+    INCLUDE_PRIVATE
+    OUTPUT_PATH stage/crossrail
+    OUTPUT stage/crossrail/_core/__init__.pyi
+    MARKER_FILE stage/crossrail/py.typed
+    PATTERN_FILE "${CMAKE_CURRENT_SOURCE_DIR}/cmake/stub_patterns.txt"
+    PYTHON_PATH "${CROSSRAIL_STAGE}"
     DEPENDS _core)
-  install(FILES "${CMAKE_CURRENT_BINARY_DIR}/_core.pyi" "${CMAKE_CURRENT_BINARY_DIR}/py.typed" DESTINATION crossrail)
+  install(FILES "${CROSSRAIL_STAGE}/crossrail/py.typed" DESTINATION crossrail)
+  install(DIRECTORY "${CROSSRAIL_STAGE}/crossrail/_core" DESTINATION crossrail FILES_MATCHING PATTERN "*.pyi")
 endif()

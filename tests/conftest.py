@@ -87,10 +87,11 @@ def seed(request: pytest.FixtureRequest) -> Seed:
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks() -> Iterator[None]:
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """After the test and its other fixtures: no more fds, threads or shared memory files of ours than before it."""
     before = Snapshot.take()
     yield
+    request.node.funcargs.clear()  # pytest's own references to what the other fixtures made
     assert not (leaked := before.leaked_for_good()), f"left behind: {leaked}"
 
 

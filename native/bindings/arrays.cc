@@ -1,5 +1,7 @@
 #include "bindings/arrays.h"
 
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -41,7 +43,8 @@ std::string index_rule(const char* argument, nb::handle given) {
 }
 
 std::string size_rule(const char* argument, size_t count, nb::handle given) {
-  return std::string(argument) + " must be a whole number for all, or a one-dimensional array of int64 or uint64 or a " +
+  return std::string(argument) +
+         " must be a whole number for all, or a one-dimensional array of int64 or uint64 or a " +
          "sequence of whole numbers, one for each of " + std::to_string(count) + " targets, not " + describe(given);
 }
 

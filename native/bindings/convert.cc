@@ -62,9 +62,12 @@ Deadline to_deadline(nb::handle timeout_s) {
 
 const char* access_name(Access access) {
   switch (access) {
-    case Access::kLocal: return "local";
-    case Access::kRemoteRead: return "read";
-    case Access::kRemoteWrite: return "write";
+    case Access::kLocal:
+      return "local";
+    case Access::kRemoteRead:
+      return "read";
+    case Access::kRemoteWrite:
+      return "write";
   }
   return "invalid";
 }

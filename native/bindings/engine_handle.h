@@ -33,7 +33,8 @@ class EngineHandle {
 
   RemoteRegionRef remote(DescriptorHandle& descriptor) {
     const RemoteRegionRef* known = descriptor.remote.find(this);
-    return known != nullptr ? *known : descriptor.remote.fill(this, &remotes_, core()->remote_region(*descriptor.value));
+    return known != nullptr ? *known
+                            : descriptor.remote.fill(this, &remotes_, core()->remote_region(*descriptor.value));
   }
   // Of an Address or of its bytes.
   PeerRef peer(nb::handle address);

@@ -34,9 +34,13 @@ nb::object RegionHandle::take_quiet_buffer() {
   return std::move(buffer_);
 }
 
+void RegionHandle::check_viewable() const {
+  if (core()->closed()) throw UsageError("a view of a closed region: its memory may belong to somebody else by now");
+}
+
 void RegionHandle::export_view(PyObject* self, Py_buffer* view, int flags) {
+  check_viewable();
   const RegionRef& region = core();
-  if (region->closed()) throw UsageError("a view of a closed region: its memory may belong to somebody else by now");
   if (PyBuffer_FillInfo(view, self, region->base(), static_cast<Py_ssize_t>(region->length_bytes()), writable_ ? 0 : 1,
                         flags) != 0) {
     throw nb::python_error();

@@ -48,6 +48,8 @@ class RegionHandle : public RingNode {
   // After the core's close() said that nothing touches the memory: gives up the buffer, now or with the last view. The
   // end of a buffer may run any Python code, so the caller decides when.
   nb::object take_quiet_buffer();
+  // Throws UsageError for a region that refuses use: its memory may belong to somebody else by now.
+  void check_viewable() const;
   // Buffer protocol.
   void export_view(PyObject* self, Py_buffer* view, int flags);
   void unexport_view();

@@ -3,7 +3,8 @@
 
 NB_MODULE(_core, module) {
   using namespace crossrail::bindings;
-  module.attr("__doc__") = "The native half of crossrail. Use the package; names that start with an underscore are its own.";
+  module.attr("__doc__") =
+      "The native half of crossrail. Use the package; names that start with an underscore are its own.";
   module.attr("__version__") = CROSSRAIL_VERSION;
   watch_forks();
   register_errors(module);

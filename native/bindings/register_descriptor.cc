@@ -16,8 +16,10 @@ namespace {
 
 const char* transport_name(TransportKind kind) {
   switch (kind) {
-    case TransportKind::kShm: return "shm";
-    case TransportKind::kNull: return "null";
+    case TransportKind::kShm:
+      return "shm";
+    case TransportKind::kNull:
+      return "null";
   }
   return "invalid";
 }
@@ -41,8 +43,8 @@ DescriptorHandle decode_descriptor(const nb::bytes& bytes) {
 std::string text_of(const Address& address) { return to_hex(address.encode()); }
 
 AddressHandle parse_address(const std::string& text) {
-  const nb::object bytes = nb::steal(PyObject_CallMethod(reinterpret_cast<PyObject*>(&PyBytes_Type), "fromhex", "s",
-                                                         text.c_str()));
+  const nb::object bytes =
+      nb::steal(PyObject_CallMethod(reinterpret_cast<PyObject*>(&PyBytes_Type), "fromhex", "s", text.c_str()));
   if (!bytes.is_valid()) {
     PyErr_Clear();
     throw UsageError("address text is not hexadecimal: '" + text.substr(0, 40) + "'");
@@ -61,12 +63,6 @@ std::string represent(const RegionDescriptor& descriptor) {
          "' pid " + std::to_string(descriptor.owner.pid) + ", " + access_name(descriptor.access) + ">";
 }
 
-// Rebuilds from the versioned bytes, so that a pickle of one is as portable as they are.
-template <typename Handle>
-nb::object reduce(nb::pointer_and_handle<Handle> self) {
-  return nb::make_tuple(self.h.type().attr("from_bytes"), nb::make_tuple(to_bytes(self.p->value->encode())));
-}
-
 template <typename Handle>
 nb::object equal(const Handle& self, nb::handle other) {
   if (!nb::isinstance<Handle>(other)) return nb::borrow(Py_NotImplemented);
@@ -83,39 +79,48 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
                   "The inverse of to_bytes. Raises UsageError for anything malformed.")
       .def_static("from_text", &parse_address, nb::arg("text"),
                   "The inverse of str(). Raises UsageError for anything malformed.")
-      .def("to_bytes", [](const AddressHandle& self) { return to_bytes(self.value->encode()); },
-           "Versioned, checksummed bytes.")
+      .def(
+          "to_bytes", [](const AddressHandle& self) { return to_bytes(self.value->encode()); },
+          "Versioned, checksummed bytes.")
       .def("__bytes__", [](const AddressHandle& self) { return to_bytes(self.value->encode()); })
       .def("__str__", [](const AddressHandle& self) { return text_of(*self.value); })
       .def("__repr__", [](const AddressHandle& self) { return represent(*self.value); })
       .def("__eq__", &equal<AddressHandle>, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", [](const AddressHandle& self) { return hash_of(*self.value); })
-      .def("__reduce__", &reduce<AddressHandle>,
-           nb::sig("def __reduce__(self) -> tuple[object, tuple[bytes]]"))
-      .def_prop_ro("name", [](const AddressHandle& self) { return self.value->name; },
-                   "What the engine's owner called it; need not be unique.")
-      .def_prop_ro("incarnation", [](const AddressHandle& self) { return to_hex(self.value->incarnation); },
-                   "128 random bits in hexadecimal, drawn when the engine opened.")
-      .def_prop_ro("pid", [](const AddressHandle& self) { return self.value->pid; },
-                   "Process of the engine, in its own pid namespace.")
+      // A pickle holds the versioned bytes, so it is as portable as they are.
+      .def("__getstate__", [](const AddressHandle& self) { return to_bytes(self.value->encode()); })
+      .def("__setstate__",
+           [](AddressHandle* self, const nb::bytes& data) { new (self) AddressHandle(decode_address(data)); })
+      .def_prop_ro(
+          "name", [](const AddressHandle& self) { return self.value->name; },
+          "What the engine's owner called it; need not be unique.")
+      .def_prop_ro(
+          "incarnation", [](const AddressHandle& self) { return to_hex(self.value->incarnation); },
+          "128 random bits in hexadecimal, drawn when the engine opened.")
+      .def_prop_ro(
+          "pid", [](const AddressHandle& self) { return self.value->pid; },
+          "Process of the engine, in its own pid namespace.")
       .def_prop_ro("rails", [](const AddressHandle& self) { return self.value->rail_count; })
-      .def_prop_ro("transport", [](const AddressHandle& self) { return transport_name(self.value->transport); },
-                   nb::sig("def transport(self) -> str"));
+      .def_prop_ro(
+          "transport", [](const AddressHandle& self) { return transport_name(self.value->transport); },
+          nb::sig("def transport(self) -> str"));
 }
 
 }  // namespace
 
 void register_descriptor(nb::module_& module) {
   register_address(module);
-  nb::class_<DescriptorHandle>(module, "RegionDescriptor", nb::is_final(),
-                               R"(A region of some engine as its peers name it: the target or source of their operations.
+  nb::class_<DescriptorHandle>(
+      module, "RegionDescriptor", nb::is_final(),
+      R"(A region of some engine as its peers name it: the target or source of their operations.
 
 Immutable; equal when all fields are. Send bytes(descriptor) by any channel and rebuild it with from_bytes.
 Keep and reuse the object: it remembers what an engine resolved it to. Pickles as those bytes.)")
       .def_static("from_bytes", &decode_descriptor, nb::arg("data"),
                   "The inverse of to_bytes. Raises UsageError for anything malformed.")
-      .def("to_bytes", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); },
-           "Versioned, checksummed bytes.")
+      .def(
+          "to_bytes", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); },
+          "Versioned, checksummed bytes.")
       .def("__bytes__", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); })
       .def("__repr__", [](const DescriptorHandle& self) { return represent(*self.value); })
       .def("__eq__", &equal<DescriptorHandle>, nb::sig("def __eq__(self, other: object, /) -> bool"))
@@ -124,16 +129,19 @@ Keep and reuse the object: it remembers what an engine resolved it to. Pickles a
              const Py_hash_t hash = hash_of(self.value->owner) ^ static_cast<Py_hash_t>(self.value->region_id);
              return hash == -1 ? 0 : hash;
            })
-      .def("__reduce__", &reduce<DescriptorHandle>,
-           nb::sig("def __reduce__(self) -> tuple[object, tuple[bytes]]"))
-      .def_prop_ro("owner",
-                   [](const DescriptorHandle& self) {
-                     return AddressHandle(std::shared_ptr<const Address>(self.value, &self.value->owner));
-                   },
-                   "Address of the engine that registered it.")
+      .def("__getstate__", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); })
+      .def("__setstate__",
+           [](DescriptorHandle* self, const nb::bytes& data) { new (self) DescriptorHandle(decode_descriptor(data)); })
+      .def_prop_ro(
+          "owner",
+          [](const DescriptorHandle& self) {
+            return AddressHandle(std::shared_ptr<const Address>(self.value, &self.value->owner));
+          },
+          "Address of the engine that registered it.")
       .def_prop_ro("nbytes", [](const DescriptorHandle& self) { return self.value->length_bytes; })
-      .def_prop_ro("access", [](const DescriptorHandle& self) { return access_name(self.value->access); },
-                   nb::sig("def access(self) -> str"), "What peers may do: 'local' (nothing), 'read' or 'write'.");
+      .def_prop_ro(
+          "access", [](const DescriptorHandle& self) { return access_name(self.value->access); },
+          nb::sig("def access(self) -> str"), "What peers may do: 'local' (nothing), 'read' or 'write'.");
 }
 
 }  // namespace crossrail::bindings

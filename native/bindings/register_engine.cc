@@ -34,9 +34,8 @@ T choose(const char* argument, const std::string& given, const Choice<T> (&choic
 constexpr Choice<TransportKind> kTransports[] = {{"shm", TransportKind::kShm}, {"null", TransportKind::kNull}};
 constexpr Choice<Polling> kPollings[] = {
     {"adaptive", Polling::kAdaptive}, {"spin", Polling::kSpin}, {"manual", Polling::kManual}};
-constexpr Choice<PrivatePath> kPrivatePaths[] = {{"auto", PrivatePath::kAuto},
-                                                 {"staged", PrivatePath::kStaged},
-                                                 {"cma", PrivatePath::kCrossMemoryAttach}};
+constexpr Choice<PrivatePath> kPrivatePaths[] = {
+    {"auto", PrivatePath::kAuto}, {"staged", PrivatePath::kStaged}, {"cma", PrivatePath::kCrossMemoryAttach}};
 
 void init(Self self, const std::string& name, const std::string& transport, nb::handle rails,
           const std::string& polling, double spin_us, nb::handle worker_cpu, nb::handle submit_queue_depth,
@@ -45,7 +44,7 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   EngineOptions options;
   options.name = name;
   options.transport = choose("transport", transport, kTransports);
-  options.rail_count = to_u32(rails, "rails");
+  options.rail_count = to_u32(rails, "rails", kRailsMax);
   options.polling = choose("polling", polling, kPollings);
   options.spin_ns = static_cast<int64_t>(1e9 * to_seconds(spin_us / 1e6, "spin_us", 3600));
   if (!worker_cpu.is_none()) options.worker_cpu = static_cast<int32_t>(to_u32(worker_cpu, "worker_cpu", 1 << 20));
@@ -53,8 +52,7 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   options.imm_counters_max = to_u32(imm_counters_max, "imm_counters_max");
   options.message_bytes_max = to_u32(message_bytes_max, "message_bytes_max");
   options.watcher_poll_ns = static_cast<int64_t>(1e9 * to_seconds(watcher_poll_us / 1e6, "watcher_poll_us", 3600));
-  options.connect_timeout_ns =
-      static_cast<int64_t>(1e9 * to_seconds(connect_timeout_s, "connect_timeout_s", 1e6));
+  options.connect_timeout_ns = static_cast<int64_t>(1e9 * to_seconds(connect_timeout_s, "connect_timeout_s", 1e6));
   options.private_path = choose("private_path", private_path, kPrivatePaths);
   new (self.p) EngineHandle(self.h.ptr(), options);
 }
@@ -104,12 +102,18 @@ PeerGroupHandle add_peer_group(Self self, nb::sequence peers) {
 
 const char* event_name(EngineEvent::Kind kind) {
   switch (kind) {
-    case EngineEvent::Kind::kImmOverflow: return "imm-overflow";
-    case EngineEvent::Kind::kPeerConnected: return "peer-connected";
-    case EngineEvent::Kind::kPeerLost: return "peer-lost";
-    case EngineEvent::Kind::kPeerFrozen: return "peer-frozen";
-    case EngineEvent::Kind::kPeerThawed: return "peer-thawed";
-    case EngineEvent::Kind::kProtocolError: return "protocol-error";
+    case EngineEvent::Kind::kImmOverflow:
+      return "imm-overflow";
+    case EngineEvent::Kind::kPeerConnected:
+      return "peer-connected";
+    case EngineEvent::Kind::kPeerLost:
+      return "peer-lost";
+    case EngineEvent::Kind::kPeerFrozen:
+      return "peer-frozen";
+    case EngineEvent::Kind::kPeerThawed:
+      return "peer-thawed";
+    case EngineEvent::Kind::kProtocolError:
+      return "protocol-error";
   }
   return "unknown";
 }
@@ -162,20 +166,22 @@ void register_peers(nb::class_<EngineHandle>& engine) {
            R"(Connects now instead of at the first operation. Optional. Blocks, GIL released; any thread.
 
 Raises PeerLost when the peer is gone or of an older incarnation, WaitTimeout, EngineClosed.)")
-      .def("peer_state",
-           [](Self self, nb::handle peer) { return peer_state_name(self.p->peer(peer)->state()); }, nb::arg("peer"),
-           nb::sig("def peer_state(self, peer: Address | bytes) -> str"),
-           "'unknown', 'connecting', 'connected', 'frozen' (does not move while something waits for it, may come back)\n"
-           "or 'lost'. Any thread, never blocks.")
+      .def(
+          "peer_state", [](Self self, nb::handle peer) { return peer_state_name(self.p->peer(peer)->state()); },
+          nb::arg("peer"), nb::sig("def peer_state(self, peer: Address | bytes) -> str"),
+          "'unknown', 'connecting', 'connected', 'frozen' (does not move while something waits for it, may come back)\n"
+          "or 'lost'. Any thread, never blocks.")
       .def("peers", &peers, nb::sig("def peers(self) -> list[Address]"), "The peers known to this engine, in no order.")
-      .def("forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(*self.p->peer(peer)); },
-           nb::arg("peer"), nb::sig("def forget_peer(self, peer: Address | bytes) -> None"),
-           "Fails every transfer to it with PeerLost and drops what is held of it. The address may connect anew later.")
+      .def(
+          "forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(*self.p->peer(peer)); }, nb::arg("peer"),
+          nb::sig("def forget_peer(self, peer: Address | bytes) -> None"),
+          "Fails every transfer to it with PeerLost and drops what is held of it. The address may connect anew later.")
       .def("add_peer_group", &add_peer_group, nb::arg("peers"),
            nb::sig("def add_peer_group(self, peers: collections.abc.Sequence[Address | bytes]) -> PeerGroup"),
            "Resolves peers beforehand for submit_scatter and submit_barrier. Order is kept.")
-      .def("remove_peer_group", [](Self, PeerGroupHandle& group) { group.removed = true; }, nb::arg("group"),
-           "Later use of the group raises UsageError; what is in flight goes on.")
+      .def(
+          "remove_peer_group", [](Self, PeerGroupHandle& group) { group.removed = true; }, nb::arg("group"),
+          "Later use of the group raises UsageError; what is in flight goes on.")
       .def("_explain", &explain, nb::arg("peer"),
            nb::sig("def _explain(self, peer: Address | bytes) -> tuple[str, str, str, str, list[tuple[int, int]], "
                    "list[tuple[str, str, str, float, int]]]"));
@@ -187,48 +193,55 @@ void register_engine(nb::module_& module) {
   nb::class_<PeerGroupHandle>(module, "PeerGroup", nb::is_final(), nb::type_slots(engine_slots<PeerGroupHandle>),
                               "Peers resolved beforehand, in the caller's order. Immutable.")
       .def("__len__", [](const PeerGroupHandle& self) { return self.group->size(); })
-      .def_prop_ro("peers",
-                   [](const PeerGroupHandle& self) {
-                     nb::list list;
-                     for (const PeerRef& peer : self.group->peers()) list.append(AddressHandle(peer->shared_address()));
-                     return list;
-                   },
-                   nb::sig("def peers(self) -> list[Address]"));
+      .def_prop_ro(
+          "peers",
+          [](const PeerGroupHandle& self) {
+            nb::list list;
+            for (const PeerRef& peer : self.group->peers()) list.append(AddressHandle(peer->shared_address()));
+            return list;
+          },
+          nb::sig("def peers(self) -> list[Address]"));
 
   nb::class_<EngineHandle> engine(module, "Engine", nb::type_slots(slots));
   engine
       .def("__init__", &init, nb::arg("name"), nb::arg("transport"), nb::arg("rails"), nb::arg("polling"),
-           nb::arg("spin_us"), nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"),
-           nb::arg("imm_counters_max"), nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"),
-           nb::arg("connect_timeout_s"), nb::arg("private_path"),
+           nb::arg("spin_us"), nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
+           nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"), nb::arg("connect_timeout_s"),
+           nb::arg("private_path"),
            nb::sig("def __init__(self, name: str, transport: str, rails: int, polling: str, spin_us: float, "
                    "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
                    "watcher_poll_us: float, connect_timeout_s: float, private_path: str) -> None"))
       .def_prop_ro("name", [](Self self) { return self.p->address()->name; })
-      .def_prop_ro("address", [](Self self) { return AddressHandle(self.p->address()); },
-                   "What peers need to reach this engine.")
+      .def_prop_ro(
+          "address", [](Self self) { return AddressHandle(self.p->address()); },
+          "What peers need to reach this engine.")
       .def_prop_ro("rails", [](Self self) { return self.p->address()->rail_count; })
-      .def_prop_ro("closed", [](Self self) { return self.p->closed(); }, "Also true in a forked child.")
-      .def_prop_ro("_inherited", [](Self self) { return self.p->inherited(); }, "In a forked child.")
-      .def("_close", [](Self self, nb::handle timeout_s) { self.p->close(to_deadline(timeout_s)); },
-           nb::arg("timeout_s"), nb::sig("def _close(self, timeout_s: float | None) -> None"))
-      .def("release_imm",
-           [](Self self, nb::handle imm) { self.p->core()->release_imm(to_u32(imm, "imm", kImmMax)); }, nb::arg("imm"),
-           nb::sig("def release_imm(self, imm: int) -> None"),
-           "Says that no peer sends this number any more: drops its counter, and alloc_imm may hand it out again.")
-      .def("progress",
-           [](Self self) {
-             const EngineRef core = self.p->core();
-             nb::gil_scoped_release no_gil;
-             return core->progress();
-           },
-           "One round of the engine's work; True when anything moved. Needed only with polling='manual'. Any thread.")
+      .def_prop_ro(
+          "closed", [](Self self) { return self.p->closed(); }, "Also true in a forked child.")
+      .def_prop_ro(
+          "_inherited", [](Self self) { return self.p->inherited(); }, "In a forked child.")
+      .def(
+          "_close", [](Self self, nb::handle timeout_s) { self.p->close(to_deadline(timeout_s)); },
+          nb::arg("timeout_s"), nb::sig("def _close(self, timeout_s: float | None) -> None"))
+      .def(
+          "release_imm", [](Self self, nb::handle imm) { self.p->core()->release_imm(to_u32(imm, "imm", kImmMax)); },
+          nb::arg("imm"), nb::sig("def release_imm(self, imm: int) -> None"),
+          "Says that no peer sends this number any more: drops its counter, and alloc_imm may hand it out again.")
+      .def(
+          "progress",
+          [](Self self) {
+            const EngineRef core = self.p->core();
+            nb::gil_scoped_release no_gil;
+            return core->progress();
+          },
+          "One round of the engine's work; True when anything moved. Needed only with polling='manual'. Any thread.")
       .def("stats", &stats, nb::sig("def stats(self) -> dict[str, int]"), "Counts since the engine opened.")
-      .def("_set_event_notifier",
-           [](Self self, const NotifierHandle& notifier, uint64_t cookie) {
-             self.p->core()->set_event_notifier(notifier.notifier.ref().get(), cookie);
-           },
-           nb::arg("notifier"), nb::arg("cookie"))
+      .def(
+          "_set_event_notifier",
+          [](Self self, const NotifierHandle& notifier, uint64_t cookie) {
+            self.p->core()->set_event_notifier(notifier.notifier.ref().get(), cookie);
+          },
+          nb::arg("notifier"), nb::arg("cookie"))
       .def("_take_events", &take_events, nb::sig("def _take_events(self) -> list[tuple[str, str, str]]"));
   register_peers(engine);
   register_operations(engine);

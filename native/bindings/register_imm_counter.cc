@@ -27,7 +27,8 @@ void wait(const ImmCounterHandle& self, nb::handle count_object, nb::handle time
   if (counter->try_consume(count)) return;
   switch (wait_without_gil([&] { return counter->wait(count, deadline, interrupted); })) {
     case WaitResult::kReady:
-    case WaitResult::kInterrupted: return;
+    case WaitResult::kInterrupted:
+      return;
     case WaitResult::kTimeout:
       raise_object(make_error("counter_timeout", self.engine, counter->imm(), counter->poll(), count, timeout_s));
     case WaitResult::kClosed:
@@ -41,39 +42,46 @@ void register_imm_counter(nb::module_& module) {
   nb::class_<ImmCounterHandle>(module, "ImmCounter", nb::type_slots(engine_slots<ImmCounterHandle>))
       .def("__init__", &init, nb::arg("engine"), nb::arg("imm").none(),
            nb::sig("def __init__(self, engine: Engine, imm: int | None) -> None"))
-      .def_prop_ro("imm", [](const ImmCounterHandle& self) { return self.counter->imm(); }, "The immediate number.")
-      .def("poll", [](const ImmCounterHandle& self) { return self.counter->poll(); },
-           "Whole counts available now; takes none. Any thread, never blocks.")
-      .def("try_consume",
-           [](const ImmCounterHandle& self, nb::handle count) {
-             return self.counter->try_consume(to_u64(count, "count", kCountMax));
-           },
-           nb::arg("count") = 1, nb::sig("def try_consume(self, count: int = 1) -> bool"),
-           "Takes count if they are there and nobody queues before us. Any thread, never blocks.")
+      .def_prop_ro(
+          "imm", [](const ImmCounterHandle& self) { return self.counter->imm(); }, "The immediate number.")
+      .def(
+          "poll", [](const ImmCounterHandle& self) { return self.counter->poll(); },
+          "Whole counts available now; takes none. Any thread, never blocks.")
+      .def(
+          "try_consume",
+          [](const ImmCounterHandle& self, nb::handle count) {
+            return self.counter->try_consume(to_u64(count, "count", kCountMax));
+          },
+          nb::arg("count") = 1, nb::sig("def try_consume(self, count: int = 1) -> bool"),
+          "Takes count if they are there and nobody queues before us. Any thread, never blocks.")
       .def("wait", &wait, nb::arg("count") = 1, nb::arg("timeout_s") = nb::none(),
            nb::sig("def wait(self, count: int = 1, timeout_s: float | None = None) -> None"),
            R"(Blocks until count were taken, GIL released; those who wait are served in their order. Any thread.
 
 Raises WaitTimeout ("7 of 10 arrived") having taken none, EngineClosed, KeyboardInterrupt on Ctrl-C.)")
-      .def_prop_ro("closed", [](const ImmCounterHandle& self) { return self.counter->closed(); },
-                   "True once the engine was closed.")
-      .def_prop_ro("_engine", [](const ImmCounterHandle& self) { return self.engine; },
-                   nb::sig("def _engine(self) -> Engine"))
-      .def("_notify",
-           [](const ImmCounterHandle& self, nb::handle count, const NotifierHandle& notifier, uint64_t cookie) {
-             return self.counter->notify(to_u64(count, "count", kCountMax), notifier.notifier.ref().get(), cookie);
-           },
-           nb::arg("count"), nb::arg("notifier"), nb::arg("cookie"),
-           nb::sig("def _notify(self, count: int, notifier: Notifier, cookie: int) -> int"))
-      .def("_cancel_notify",
-           [](const ImmCounterHandle& self, uint64_t ticket) { return self.counter->cancel_notify(ticket); },
-           nb::arg("ticket"), "True: withdrawn. False: served, the cookie comes or came.")
-      .def("_give_back",
-           [](const ImmCounterHandle& self, nb::handle count) {
-             self.counter->arrive(to_u64(count, "count", kCountMax) * kUnitsPerCount);
-           },
-           nb::arg("count"), nb::sig("def _give_back(self, count: int) -> None"),
-           "Returns counts that were taken for somebody who left.");
+      .def_prop_ro(
+          "closed", [](const ImmCounterHandle& self) { return self.counter->closed(); },
+          "True once the engine was closed.")
+      .def_prop_ro(
+          "_engine", [](const ImmCounterHandle& self) { return self.engine; }, nb::sig("def _engine(self) -> Engine"))
+      .def(
+          "_notify",
+          [](const ImmCounterHandle& self, nb::handle count, const NotifierHandle& notifier, uint64_t cookie) {
+            return self.counter->notify(to_u64(count, "count", kCountMax), notifier.notifier.ref().get(), cookie);
+          },
+          nb::arg("count"), nb::arg("notifier"), nb::arg("cookie"),
+          nb::sig("def _notify(self, count: int, notifier: Notifier, cookie: int) -> int"))
+      .def(
+          "_cancel_notify",
+          [](const ImmCounterHandle& self, uint64_t ticket) { return self.counter->cancel_notify(ticket); },
+          nb::arg("ticket"), "True: withdrawn. False: served, the cookie comes or came.")
+      .def(
+          "_give_back",
+          [](const ImmCounterHandle& self, nb::handle count) {
+            self.counter->arrive(to_u64(count, "count", kCountMax) * kUnitsPerCount);
+          },
+          nb::arg("count"), nb::sig("def _give_back(self, count: int) -> None"),
+          "Returns counts that were taken for somebody who left.");
 }
 
 }  // namespace crossrail::bindings

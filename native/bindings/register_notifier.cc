@@ -32,12 +32,16 @@ void register_notifier(nb::module_& module) {
                              "A queue of integers that the engine's worker fills, and an eventfd that says so.")
       .def("__init__",
            [](NotifierHandle* self) { new (self) NotifierHandle{Held<Notifier>(Ref<Notifier>::adopt(new Notifier))}; })
-      .def_prop_ro("fd", [](const NotifierHandle& self) { return self.notifier->fd(); },
-                   "Readable when there is something to drain. Owned by the notifier.")
-      .def("post", [](const NotifierHandle& self, uint64_t cookie) { self.notifier->post(cookie); }, nb::arg("cookie"),
-           "Any thread.")
-      .def("drain", &drain, nb::sig("def drain(self) -> list[int]"), "The cookies posted so far, oldest first. One thread at a time.")
-      .def("wait", &wait, nb::arg("timeout_s") = nb::none(), nb::sig("def wait(self, timeout_s: float | None = None) -> bool"),
+      .def_prop_ro(
+          "fd", [](const NotifierHandle& self) { return self.notifier->fd(); },
+          "Readable when there is something to drain. Owned by the notifier.")
+      .def(
+          "post", [](const NotifierHandle& self, uint64_t cookie) { self.notifier->post(cookie); }, nb::arg("cookie"),
+          "Any thread.")
+      .def("drain", &drain, nb::sig("def drain(self) -> list[int]"),
+           "The cookies posted so far, oldest first. One thread at a time.")
+      .def("wait", &wait, nb::arg("timeout_s") = nb::none(),
+           nb::sig("def wait(self, timeout_s: float | None = None) -> bool"),
            "Blocks, GIL released, until there is something to drain; False when the time is over or a signal came.");
 }
 

@@ -33,8 +33,8 @@ TransferHandle submit(Self self, Submit submit_now) {
 
 const RegionRef& own_region(Self self, const RegionHandle& region, const char* argument) {
   if (region.engine() != self.p) {
-    throw UsageError(std::string(argument) + " is a region of another engine ('" +
-                     region.engine()->address()->name + "')");
+    throw UsageError(std::string(argument) + " is a region of another engine ('" + region.engine()->address()->name +
+                     "')");
   }
   return region.core();
 }
@@ -170,8 +170,8 @@ TransferHandle submit_send(Self self, nb::handle peer, nb::handle message) {
 
 void register_operations(nb::class_<EngineHandle>& engine) {
   engine
-      .def("submit_write", &submit_write, nb::arg("src"), nb::arg("dst"), nb::arg("length") = nb::none(),
-           nb::kw_only(), nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0, nb::arg("imm") = nb::none(),
+      .def("submit_write", &submit_write, nb::arg("src"), nb::arg("dst"), nb::arg("length") = nb::none(), nb::kw_only(),
+           nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0, nb::arg("imm") = nb::none(),
            nb::arg("rail") = nb::none(),
            nb::sig("def submit_write(self, src: Region, dst: RegionDescriptor, length: int | None = None, *, "
                    "src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, rail: int | None = None) "
@@ -189,36 +189,39 @@ all rails unless rail says which. Not ordered with anything else. UsageError for
 
 Any thread; blocks only while the submit queue is full. dst belongs to the transfer until it is done, then the bytes are
 there. The peer is not told. Not ordered with anything else.)")
-      .def("submit_paged_writes", &submit_paged_writes, nb::arg("src"), nb::arg("src_pages"), nb::arg("dst"),
-           nb::arg("dst_pages"), nb::arg("page_bytes"), nb::kw_only(), nb::arg("src_stride") = nb::none(),
-           nb::arg("dst_stride") = nb::none(), nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0,
-           nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(),
-           nb::sig("def submit_paged_writes(self, src: Region, src_pages: typing.Any, dst: RegionDescriptor, "
-                   "dst_pages: typing.Any, page_bytes: int, *, src_stride: int | None = None, "
-                   "dst_stride: int | None = None, src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, "
-                   "rail: int | None = None) -> Transfer"),
-           R"(Writes page src_pages[i] of src to page dst_pages[i] of a peer's region, for all i. Counts 1 a page with imm.
+      .def(
+          "submit_paged_writes", &submit_paged_writes, nb::arg("src"), nb::arg("src_pages").none(), nb::arg("dst"),
+          nb::arg("dst_pages").none(), nb::arg("page_bytes"), nb::kw_only(), nb::arg("src_stride") = nb::none(),
+          nb::arg("dst_stride") = nb::none(), nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0,
+          nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(),
+          nb::sig("def submit_paged_writes(self, src: Region, src_pages: typing.Any, dst: RegionDescriptor, "
+                  "dst_pages: typing.Any, page_bytes: int, *, src_stride: int | None = None, "
+                  "dst_stride: int | None = None, src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, "
+                  "rail: int | None = None) -> Transfer"),
+          R"(Writes page src_pages[i] of src to page dst_pages[i] of a peer's region, for all i. Counts 1 a page with imm.
 
 A page index p names page_bytes bytes at offset + stride * p; strides default to page_bytes. src_pages and dst_pages are
 one-dimensional contiguous arrays (numpy, torch on CPU, any buffer) of int32, uint32, int64 or uint64 and of equal
 length; they are copied before this returns. Target pages may overlap: which write lands last is then undefined.
 Any thread; blocks only while the submit queue is full. Pages are not ordered.)")
-      .def("submit_scatter", &submit_scatter, nb::arg("src"), nb::arg("dsts"), nb::kw_only(), nb::arg("lengths"),
-           nb::arg("src_offsets"), nb::arg("dst_offsets"), nb::arg("group").none() = nb::none(),
-           nb::arg("imm") = nb::none(),
-           nb::sig("def submit_scatter(self, src: Region, dsts: collections.abc.Sequence[RegionDescriptor], *, "
-                   "lengths: typing.Any, src_offsets: typing.Any, dst_offsets: typing.Any, "
-                   "group: PeerGroup | None = None, imm: int | None = None) -> Transfer"),
-           R"(Writes slice i of src, lengths[i] bytes at src_offsets[i], into dsts[i] at dst_offsets[i]. Counts 1 a target with imm.
+      .def(
+          "submit_scatter", &submit_scatter, nb::arg("src"), nb::arg("dsts"), nb::kw_only(), nb::arg("lengths").none(),
+          nb::arg("src_offsets").none(), nb::arg("dst_offsets").none(), nb::arg("group").none() = nb::none(),
+          nb::arg("imm") = nb::none(),
+          nb::sig("def submit_scatter(self, src: Region, dsts: collections.abc.Sequence[RegionDescriptor], *, "
+                  "lengths: typing.Any, src_offsets: typing.Any, dst_offsets: typing.Any, "
+                  "group: PeerGroup | None = None, imm: int | None = None) -> Transfer"),
+          R"(Writes slice i of src, lengths[i] bytes at src_offsets[i], into dsts[i] at dst_offsets[i]. Counts 1 a target with imm.
 
 lengths and offsets are each a one-dimensional array of int64 or uint64 (fastest), a sequence of ints, or one int for
 all targets; bytes. With a group, dsts[i] belongs to its i-th peer. Any thread; blocks only while the submit queue is
 full. Targets are not ordered among each other; the transfer is done when all are, and fails with the first that does.)")
-      .def("submit_barrier", &submit_barrier, nb::arg("group"), nb::arg("imm"),
-           nb::sig("def submit_barrier(self, group: PeerGroup, imm: int) -> Transfer"),
-           "Sends imm alone to each member of the group: counts 1 at each. Not ordered with other operations: wait for\n"
-           "those that it should follow. Any thread; blocks only while the submit queue is full.")
-      .def("submit_send", &submit_send, nb::arg("peer"), nb::arg("message"),
+      .def(
+          "submit_barrier", &submit_barrier, nb::arg("group"), nb::arg("imm"),
+          nb::sig("def submit_barrier(self, group: PeerGroup, imm: int) -> Transfer"),
+          "Sends imm alone to each member of the group: counts 1 at each. Not ordered with other operations: wait for\n"
+          "those that it should follow. Any thread; blocks only while the submit queue is full.")
+      .def("submit_send", &submit_send, nb::arg("peer").none(), nb::arg("message").none(),
            nb::sig("def submit_send(self, peer: Address | bytes, message: typing.Any) -> Transfer"),
            R"(Sends a message (bytes or any contiguous buffer, at most message_bytes_max) into the peer's receive pool.
 

@@ -78,17 +78,20 @@ void close(const ReceivePoolHandle& self) {
 
 void register_recv_pool(nb::module_& module) {
   nb::class_<MessageHandle>(module, "Message", nb::is_final(), nb::pooled(), "One received message.")
-      .def_prop_ro("peer", [](const MessageHandle& self) { return self.peer; },
-                   nb::sig("def peer(self) -> Address"), "Address of the sender.")
+      .def_prop_ro(
+          "peer", [](const MessageHandle& self) { return self.peer; }, nb::sig("def peer(self) -> Address"),
+          "Address of the sender.")
       .def_prop_ro("data", [](const MessageHandle& self) { return self.data; }, nb::sig("def data(self) -> bytes"));
 
   nb::class_<ReceivePoolHandle>(module, "ReceivePool", nb::type_slots(engine_slots<ReceivePoolHandle>))
       .def("__init__", &init, nb::arg("engine"), nb::arg("count"), nb::arg("nbytes"), nb::arg("has_callback"),
            nb::sig("def __init__(self, engine: Engine, count: int, nbytes: int, has_callback: bool) -> None"))
-      .def_prop_ro("count", [](const ReceivePoolHandle& self) { return self.pool->buffer_count(); },
-                   "Messages that may wait here before senders are held back.")
-      .def_prop_ro("nbytes", [](const ReceivePoolHandle& self) { return self.pool->buffer_bytes(); },
-                   "Longest message that fits.")
+      .def_prop_ro(
+          "count", [](const ReceivePoolHandle& self) { return self.pool->buffer_count(); },
+          "Messages that may wait here before senders are held back.")
+      .def_prop_ro(
+          "nbytes", [](const ReceivePoolHandle& self) { return self.pool->buffer_bytes(); },
+          "Longest message that fits.")
       .def_prop_ro("closed", [](const ReceivePoolHandle& self) { return self.pool->closed(); })
       .def("poll", &poll, nb::arg("limit") = 64, nb::sig("def poll(self, limit: int = 64) -> list[Message]"),
            "Takes up to limit messages, oldest first, none if there are none. Any thread, never blocks.")
@@ -97,15 +100,16 @@ void register_recv_pool(nb::module_& module) {
            R"(Blocks until there is a message and takes it, GIL released. Any thread.
 
 Raises WaitTimeout, EngineClosed once the engine is closed, UsageError once the pool is closed and empty.)")
-      .def_prop_ro("_engine", [](const ReceivePoolHandle& self) { return self.engine; },
-                   nb::sig("def _engine(self) -> Engine"))
+      .def_prop_ro(
+          "_engine", [](const ReceivePoolHandle& self) { return self.engine; }, nb::sig("def _engine(self) -> Engine"))
       .def("_take", &take, nb::arg("limit"), nb::sig("def _take(self, limit: int) -> list[Message]"))
-      .def("_notify",
-           [](const ReceivePoolHandle& self, const NotifierHandle& notifier, uint64_t cookie) {
-             self.pool->notify(notifier.notifier.ref().get(), cookie);
-           },
-           nb::arg("notifier"), nb::arg("cookie"),
-           "Posts cookie once, when there are messages or the engine closed. Replaces an earlier one.")
+      .def(
+          "_notify",
+          [](const ReceivePoolHandle& self, const NotifierHandle& notifier, uint64_t cookie) {
+            self.pool->notify(notifier.notifier.ref().get(), cookie);
+          },
+          nb::arg("notifier"), nb::arg("cookie"),
+          "Posts cookie once, when there are messages or the engine closed. Replaces an earlier one.")
       .def("_close", &close);
 }
 

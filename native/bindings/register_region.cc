@@ -23,7 +23,8 @@ void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address
   {
     nb::gil_scoped_release no_gil;
     // An address, as Python has it, becomes a pointer here and nowhere else.
-    region = core->register_memory(reinterpret_cast<void*>(address), nbytes, wanted);  // NOLINT(performance-no-int-to-ptr)
+    region =
+        core->register_memory(reinterpret_cast<void*>(address), nbytes, wanted);  // NOLINT(performance-no-int-to-ptr)
   }
   new (self) RegionHandle(engine, std::move(region), std::move(owner), writable);
 }
@@ -43,7 +44,8 @@ void close(RegionHandle& self, nb::handle timeout_s) {
   const Deadline deadline = to_deadline(timeout_s);
   const WaitResult result = wait_without_gil([&] { return region->close(deadline, interrupted); });
   if (result == WaitResult::kTimeout) {
-    raise_object(make_error("region_in_use", self.owner_engine(), region->length_bytes(), region->inflight_ops(), timeout_s));
+    raise_object(
+        make_error("region_in_use", self.owner_engine(), region->length_bytes(), region->inflight_ops(), timeout_s));
   }
   self.take_quiet_buffer();
 }
@@ -99,25 +101,38 @@ void register_region(nb::module_& module) {
       .def("__init__", &init_allocated, nb::arg("engine"), nb::arg("nbytes"), nb::arg("populate"),
            nb::sig("def __init__(self, engine: Engine, nbytes: int, populate: bool) -> None"))
       .def_prop_ro("nbytes", [](const RegionHandle& self) { return self.core()->length_bytes(); })
-      .def_prop_ro("base", [](const RegionHandle& self) { return reinterpret_cast<uint64_t>(self.core()->base()); },
-                   "Address of the first byte in this process.")
-      .def_prop_ro("access", [](const RegionHandle& self) { return access_name(self.core()->access()); },
-                   nb::sig("def access(self) -> str"), "What peers may do: 'local' (nothing), 'read' or 'write'.")
-      .def_prop_ro("descriptor", [](RegionHandle& self) { return self.descriptor(); },
-                   nb::sig("def descriptor(self) -> RegionDescriptor"), "What peers need to name this region.")
-      .def_prop_ro("mapped", [](const RegionHandle& self) { return self.core()->is_mapped(); },
-                   "Whether peers on this host can map the memory: then bytes are copied once.")
-      .def_prop_ro("closed", [](const RegionHandle& self) { return self.core()->closed(); },
-                   "Whether it refuses new use. That nothing touches the memory any more, only close() can say.")
-      .def_prop_ro("inflight", [](const RegionHandle& self) { return self.core()->inflight_ops(); },
-                   "Transfers of this engine that use it now.")
-      .def_prop_ro("writable", [](const RegionHandle& self) { return self.writable(); },
-                   "False for memory that Python holds to be read-only: no target of a read.")
-      .def_prop_ro("_engine", [](const RegionHandle& self) { return self.owner_engine(); },
-                   nb::sig("def _engine(self) -> Engine"))
+      .def_prop_ro(
+          "base", [](const RegionHandle& self) { return reinterpret_cast<uint64_t>(self.core()->base()); },
+          "Address of the first byte in this process.")
+      .def_prop_ro(
+          "access", [](const RegionHandle& self) { return access_name(self.core()->access()); },
+          nb::sig("def access(self) -> str"), "What peers may do: 'local' (nothing), 'read' or 'write'.")
+      .def_prop_ro(
+          "descriptor", [](RegionHandle& self) { return self.descriptor(); },
+          nb::sig("def descriptor(self) -> RegionDescriptor"), "What peers need to name this region.")
+      .def_prop_ro(
+          "mapped", [](const RegionHandle& self) { return self.core()->is_mapped(); },
+          "Whether peers on this host can map the memory: then bytes are copied once.")
+      .def_prop_ro(
+          "closed", [](const RegionHandle& self) { return self.core()->closed(); },
+          "Whether it refuses new use. That nothing touches the memory any more, only close() can say.")
+      .def_prop_ro(
+          "inflight", [](const RegionHandle& self) { return self.core()->inflight_ops(); },
+          "Transfers of this engine that use it now.")
+      .def_prop_ro(
+          "writable", [](const RegionHandle& self) { return self.writable(); },
+          "False for memory that Python holds to be read-only: no target of a read.")
+      .def_prop_ro(
+          "_engine", [](const RegionHandle& self) { return self.owner_engine(); },
+          nb::sig("def _engine(self) -> Engine"))
       .def("_close", &close, nb::arg("timeout_s"), nb::sig("def _close(self, timeout_s: float | None) -> None"))
-      .def("_memoryview", [](nb::pointer_and_handle<RegionHandle> self) { return nb::steal(PyMemoryView_FromObject(self.h.ptr())); },
-           nb::sig("def _memoryview(self) -> memoryview"));
+      .def(
+          "_memoryview",
+          [](nb::pointer_and_handle<RegionHandle> self) {
+            self.p->check_viewable();
+            return nb::steal(PyMemoryView_FromObject(self.h.ptr()));
+          },
+          nb::sig("def _memoryview(self) -> memoryview"));
 }
 
 }  // namespace crossrail::bindings

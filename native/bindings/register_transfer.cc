@@ -41,8 +41,10 @@ void wait(const TransferHandle& self, nb::handle timeout_s) {
 
 nb::object exception(const TransferHandle& self) {
   switch (self.transfer->status()) {
-    case Status::kPending: throw UsageError("exception() of a transfer that is still pending: wait for it first");
-    case Status::kDone: return nb::none();
+    case Status::kPending:
+      throw UsageError("exception() of a transfer that is still pending: wait for it first");
+    case Status::kDone:
+      return nb::none();
     case Status::kCancelled:
     case Status::kPeerLost:
     case Status::kRegionClosed:
@@ -50,7 +52,8 @@ nb::object exception(const TransferHandle& self) {
     case Status::kAccessDenied:
     case Status::kMessageTooLong:
     case Status::kEngineClosed:
-    case Status::kTransportFailed: break;
+    case Status::kTransportFailed:
+      break;
   }
   return exception_of(self);
 }
@@ -64,66 +67,73 @@ std::string represent(const TransferHandle& self) {
 }  // namespace
 
 void register_transfer(nb::module_& module) {
-  nb::class_<TransferHandle>(module, "Transfer", nb::is_final(), nb::is_weak_referenceable(),
-                             nb::type_slots(engine_slots<TransferHandle>), nb::pooled(),
-                             R"(One accepted submit. Completes exactly once: done, failed or cancelled, also when the engine closes.
+  nb::class_<TransferHandle>(
+      module, "Transfer", nb::is_final(), nb::is_weak_referenceable(), nb::type_slots(engine_slots<TransferHandle>),
+      nb::pooled(),
+      R"(One accepted submit. Completes exactly once: done, failed or cancelled, also when the engine closes.
 
 `await transfer`, `transfer.wait()` and `transfer.add_done_callback()` are equal ways to learn of it; all may be used
 on one transfer, from any thread. Transfers are not ordered among each other.
 Done means: the source may be reused. It says nothing about visibility at the target: only the count there does. After a
 completion of any kind nothing touches source or target of this transfer any more.
 A transfer that nobody holds any more goes on.)")
-      .def_prop_ro("done", [](const TransferHandle& self) { return self.transfer->done(); },
-                   "Whether it has completed, in whatever way. Never blocks.")
-      .def_prop_ro("status", [](const TransferHandle& self) { return status_name(self.transfer->status()); },
-                   nb::sig("def status(self) -> str"), "'pending', 'done' or how it ended. Never blocks.")
-      .def_prop_ro("kind", [](const TransferHandle& self) { return op_kind_name(self.transfer->info().kind); },
-                   nb::sig("def kind(self) -> str"))
-      .def_prop_ro("peer", [](const TransferHandle& self) { return self.transfer->info().peer; },
-                   "Name of the peer; of the failing one, when one of several failed.")
+      .def_prop_ro(
+          "done", [](const TransferHandle& self) { return self.transfer->done(); },
+          "Whether it has completed, in whatever way. Never blocks.")
+      .def_prop_ro(
+          "status", [](const TransferHandle& self) { return status_name(self.transfer->status()); },
+          nb::sig("def status(self) -> str"), "'pending', 'done' or how it ended. Never blocks.")
+      .def_prop_ro(
+          "kind", [](const TransferHandle& self) { return op_kind_name(self.transfer->info().kind); },
+          nb::sig("def kind(self) -> str"))
+      .def_prop_ro(
+          "peer", [](const TransferHandle& self) { return self.transfer->info().peer; },
+          "Name of the peer; of the failing one, when one of several failed.")
       .def_prop_ro("nbytes", [](const TransferHandle& self) { return self.transfer->info().bytes; })
-      .def_prop_ro("imm", [](const TransferHandle& self) { return imm_of(self.transfer->info()); },
-                   nb::sig("def imm(self) -> int | None"))
-      .def_prop_ro("_engine", [](const TransferHandle& self) { return self.engine; },
-                   nb::sig("def _engine(self) -> Engine"))
+      .def_prop_ro(
+          "imm", [](const TransferHandle& self) { return imm_of(self.transfer->info()); },
+          nb::sig("def imm(self) -> int | None"))
+      .def_prop_ro(
+          "_engine", [](const TransferHandle& self) { return self.engine; }, nb::sig("def _engine(self) -> Engine"))
       .def("wait", &wait, nb::arg("timeout_s") = nb::none(),
            nb::sig("def wait(self, timeout_s: float | None = None) -> None"),
            R"(Blocks until complete, GIL released. Any thread but that of a running event loop, which it would stop.
 
 Raises a TransferError (PeerLost, TransferCancelled, RemoteRegionClosed, ...) when it failed, EngineClosed when the
 engine was closed first, WaitTimeout after timeout_s seconds (the transfer goes on), KeyboardInterrupt on Ctrl-C.)")
-      .def("__await__",
-           [](Self self) { return package_attribute("crossrail.transfers", "await_transfer")(self.h); },
-           nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, None]"),
-           R"(Waits on the running event loop, without polling; raises like wait().
+      .def(
+          "__await__", [](Self self) { return package_attribute("crossrail.transfers", "await_transfer")(self.h); },
+          nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, None]"),
+          R"(Waits on the running event loop, without polling; raises like wait().
 
 Cancelling the task that awaits does not cancel the transfer: use cancel().)")
-      .def("cancel",
-           [](const TransferHandle& self) {
-             const TransferRef transfer = self.transfer.ref();
-             nb::gil_scoped_release no_gil;
-             return transfer->cancel();
-           },
-           R"(Asks for cancellation and returns at once; False when it was complete already.
+      .def(
+          "cancel",
+          [](const TransferHandle& self) {
+            const TransferRef transfer = self.transfer.ref();
+            nb::gil_scoped_release no_gil;
+            return transfer->cancel();
+          },
+          R"(Asks for cancellation and returns at once; False when it was complete already.
 
 It then completes as cancelled once no piece of it can touch memory any more, or as done if that came first.)")
-      .def("add_done_callback",
-           [](Self self, nb::callable fn) {
-             package_attribute("crossrail.transfers", "add_done_callback")(self.h, fn);
-           },
-           nb::arg("fn"),
-           nb::sig("def add_done_callback(self, fn: collections.abc.Callable[[Transfer], object]) -> None"),
-           R"(Calls fn(transfer) once on the engine's callback thread, also when it is complete already.
+      .def(
+          "add_done_callback",
+          [](Self self, nb::callable fn) { package_attribute("crossrail.transfers", "add_done_callback")(self.h, fn); },
+          nb::arg("fn"),
+          nb::sig("def add_done_callback(self, fn: collections.abc.Callable[[Transfer], object]) -> None"),
+          R"(Calls fn(transfer) once on the engine's callback thread, also when it is complete already.
 
 fn may submit, wait and close regions. If it raises, that is logged and the engine goes on.)")
       .def("exception", &exception, nb::sig("def exception(self) -> Exception | None"),
            "What wait() would raise, None when done. Raises UsageError while pending. Never blocks.")
-      .def("_notify",
-           [](const TransferHandle& self, const NotifierHandle& notifier, uint64_t cookie) {
-             return self.transfer->notify(notifier.notifier.ref().get(), cookie);
-           },
-           nb::arg("notifier"), nb::arg("cookie"),
-           "Posts cookie once at completion; False, and nothing is posted, when complete already.")
+      .def(
+          "_notify",
+          [](const TransferHandle& self, const NotifierHandle& notifier, uint64_t cookie) {
+            return self.transfer->notify(notifier.notifier.ref().get(), cookie);
+          },
+          nb::arg("notifier"), nb::arg("cookie"),
+          "Posts cookie once at completion; False, and nothing is posted, when complete already.")
       .def("__repr__", &represent);
 }
 

@@ -53,24 +53,27 @@ void register_watcher(nb::module_& module) {
   nb::class_<WatcherHandle>(module, "Watcher", nb::type_slots(slots))
       .def("__init__", &init, nb::arg("engine"), nb::arg("notifier"), nb::arg("cookie"),
            nb::sig("def __init__(self, engine: Engine, notifier: Notifier, cookie: int) -> None"))
-      .def_prop_ro("value", [](const WatcherHandle& self) { return self.watcher->value(); }, "The word now.")
-      .def("add",
-           [](const WatcherHandle& self, nb::handle delta) { self.watcher->add(to_u64(delta, "delta")); },
-           nb::arg("delta") = 1, nb::sig("def add(self, delta: int = 1) -> None"),
-           "Adds to the word, atomically, modulo 2**64. Any thread.")
-      .def("store",
-           [](const WatcherHandle& self, nb::handle value) { self.watcher->store(to_u64(value, "value")); },
-           nb::arg("value"), nb::sig("def store(self, value: int) -> None"), "Sets the word, atomically. Any thread.")
-      .def_prop_ro("address", [](const WatcherHandle& self) { return reinterpret_cast<uint64_t>(self.watcher->word()); },
-                   "Where the word is, 8-byte aligned, valid while this object lives: for kernels and other writers.")
+      .def_prop_ro(
+          "value", [](const WatcherHandle& self) { return self.watcher->value(); }, "The word now.")
+      .def(
+          "add", [](const WatcherHandle& self, nb::handle delta) { self.watcher->add(to_u64(delta, "delta")); },
+          nb::arg("delta") = 1, nb::sig("def add(self, delta: int = 1) -> None"),
+          "Adds to the word, atomically, modulo 2**64. Any thread.")
+      .def(
+          "store", [](const WatcherHandle& self, nb::handle value) { self.watcher->store(to_u64(value, "value")); },
+          nb::arg("value"), nb::sig("def store(self, value: int) -> None"), "Sets the word, atomically. Any thread.")
+      .def_prop_ro(
+          "address", [](const WatcherHandle& self) { return reinterpret_cast<uint64_t>(self.watcher->word()); },
+          "Where the word is, 8-byte aligned, valid while this object lives: for kernels and other writers.")
       .def("_take",
            [](const WatcherHandle& self) {
              const Watcher::Change change = self.watcher->take();
              return std::pair(change.old_value, change.new_value);
            })
-      .def("_memoryview",
-           [](nb::pointer_and_handle<WatcherHandle> self) { return nb::steal(PyMemoryView_FromObject(self.h.ptr())); },
-           nb::sig("def _memoryview(self) -> memoryview"))
+      .def(
+          "_memoryview",
+          [](nb::pointer_and_handle<WatcherHandle> self) { return nb::steal(PyMemoryView_FromObject(self.h.ptr())); },
+          nb::sig("def _memoryview(self) -> memoryview"))
       .def("_close", &close);
 }
 

@@ -157,6 +157,8 @@ void EngineCore::worker_main() {
       progress_lock_.unlock();
       if (work || !transport_->is_armed() || guests_.load(std::memory_order_relaxed) != 0) continue;
     }
+    // After the last look at the ticket: close() sets the flag, then rings.
+    if (stopping_.load(std::memory_order_acquire)) break;
     bump(counters_.sleeps);
     const bool under_way = inflight_.load(std::memory_order_relaxed) > 0;
     transport_->sleep(ticket, under_way ? now_ns() + kLookAgainNs : kNoDeadline);
@@ -288,6 +290,8 @@ void EngineCore::close(Deadline drain_deadline) {
       peers_.clear();
     }
     if (pool) pool->close();
+    // release: pairs with the acquire in wait_until: who sees it sees every completion.
+    drained_.store(true, std::memory_order_release);
     add_event({EngineEvent::Kind::kPeerLost, "", ""}); // wakes who waits for events
   });
 }

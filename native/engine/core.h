@@ -143,7 +143,8 @@ class EngineCore final : public Sink {
   SpinLock progress_lock_;
   std::atomic<uint32_t> guests_{0};   // threads that want the lock: the worker makes way
   std::atomic<bool> stopping_{false};
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> closed_{false};   // no new submits
+  std::atomic<bool> drained_{false};  // and all old ones are complete
   std::once_flag close_once_;
   std::atomic<bool> cancel_scan_{false};
   std::atomic<uint64_t> inflight_{0}; // transfers accepted and not complete
@@ -185,8 +186,9 @@ template <typename Ready, typename Sleep>
 WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted) {
   constexpr int64_t kInterruptEveryNs = 50'000'000;
   constexpr int kRoundsPerClock = 32;
+  if (forked()) return WaitResult::kClosed;
   const bool manual = options_.polling == Polling::kManual;
-  const bool assists = options_.polling != Polling::kSpin && !forked();
+  const bool assists = options_.polling != Polling::kSpin;
   bool holding = false;
   WaitResult result = WaitResult::kReady;
   int64_t spin_until = 0;
@@ -194,9 +196,15 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
   if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
   for (int rounds = 0;; ++rounds) {
     if (ready()) break;
-    if (closed()) {
-      result = ready() ? WaitResult::kReady : WaitResult::kClosed;
-      break;
+    if (closed()) { // close() completes everything: wait for it to have done so, out of its way
+      if (holding) leave();
+      holding = false;
+      if (drained_.load(std::memory_order_acquire)) {
+        result = ready() ? WaitResult::kReady : WaitResult::kClosed;
+        break;
+      }
+      std::this_thread::yield();
+      continue;
     }
     if (!holding && assists) holding = try_enter();
     if (holding) {

@@ -1,5 +1,7 @@
 #include "engine/transfer.h"
 
+#include <thread>
+
 #include "engine/core.h"
 #include "engine/transfer_pool.h"
 #include "engine/transfer_work.h"
@@ -71,18 +73,21 @@ bool Transfer::cancel() {
 
 WaitResult Transfer::wait(Deadline deadline, const InterruptCheck& interrupted) {
   if (done()) return WaitResult::kReady;
-  return core_->wait_until([this] { return done(); },
-                           [this](Deadline until) {
-                             uint32_t seen = status_.load(std::memory_order_acquire);
-                             if ((seen & kStatusMask) != 0) return;
-                             if ((seen & kHasSleeper) == 0) {
-                               // The flag makes complete() pay for a wake-up only when somebody sleeps.
-                               if (!status_.compare_exchange_strong(seen, seen | kHasSleeper, std::memory_order_acq_rel)) return;
-                               seen |= kHasSleeper;
-                             }
-                             futex_wait(&status_, seen, until, FutexScope::kProcess);
-                           },
-                           deadline, interrupted);
+  const auto sleep = [this](Deadline until) {
+    uint32_t seen = status_.load(std::memory_order_acquire);
+    if ((seen & kStatusMask) != 0) return;
+    if ((seen & kHasSleeper) == 0) {
+      // The flag makes complete() pay for a wake-up only when somebody sleeps.
+      if (!status_.compare_exchange_strong(seen, seen | kHasSleeper, std::memory_order_acq_rel)) return;
+      seen |= kHasSleeper;
+    }
+    futex_wait(&status_, seen, until, FutexScope::kProcess);
+  };
+  const WaitResult result = core_->wait_until([this] { return done(); }, sleep, deadline, interrupted);
+  if (result != WaitResult::kClosed || core_->forked()) return result;
+  // Submitted while the engine closed: it is being completed by whoever submitted before us in the queue.
+  while (!done()) std::this_thread::yield();
+  return WaitResult::kReady;
 }
 
 TransferInfo Transfer::info() const {

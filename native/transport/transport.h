@@ -55,7 +55,7 @@ struct WorkRequest {
   uint32_t wire_imm = 0;    // share code and number (engine/sharding.h)
   std::byte* local = nullptr;
   uint64_t length_bytes = 0;
-  RemoteKey* remote = nullptr;  // null for kSend
+  RemoteKey* remote = nullptr;  // null for kSend, and for an immediate without bytes that concerns no region
   uint64_t remote_offset = 0;
   LocalRegion* local_region = nullptr; // null for kSend
   void* context = nullptr;      // given back when retired

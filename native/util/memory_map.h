@@ -40,7 +40,9 @@ class MemoryMap {
 
   std::byte* data() const { return data_; }
   size_t size() const { return bytes_; }
+  // For passing on; -1 after release_fd(), with which nobody new can map it.
   int fd() const { return fd_.get(); }
+  void release_fd() { fd_.reset(); }
 
  private:
   MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode);

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("crossrail")
 
 
+_of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier] = weakref.WeakKeyDictionary()
+
+
 class LoopNotifier:
     """The notifier of one event loop. Threads: that of the loop.
 
     The loop holds it through its reader, so both end together, also when the loop is closed without a word to us.
     """
-
-    _of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier] = weakref.WeakKeyDictionary()
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.notifier = _core.Notifier()
@@ -45,9 +46,9 @@ class LoopNotifier:
         from asyncio import get_running_loop
 
         loop = get_running_loop()
-        found = cls._of_loop.get(loop)
+        found = _of_loop.get(loop)
         if found is None:
-            found = cls._of_loop[loop] = cls(loop)
+            found = _of_loop[loop] = cls(loop)
         return found
 
     def register(self, call: Callable[[], object]) -> int:
@@ -125,15 +126,18 @@ class CallbackThread:
     def forget(self, cookie: int) -> None:
         self._handlers.pop(cookie, None)
 
-    def start(self) -> None:
-        """Sees to it that the thread runs. After close() it runs until nothing is due."""
+    def start(self) -> threading.Thread | None:
+        """Sees to it that the thread runs; after close() until nothing is due. There is none in a forked child."""
         if self._thread is not None and not self._closing:
-            return
+            return self._thread
         with self._lock:
             if self._thread is None and self._pid == os.getpid():
                 name = f"crossrail-callbacks:{self._name}"
-                self._thread = threading.Thread(target=_run, args=(weakref.ref(self), self.notifier), name=name, daemon=True)
+                self._thread = threading.Thread(
+                    target=_run, args=(weakref.ref(self), self.notifier), name=name, daemon=True
+                )
                 self._thread.start()
+            return self._thread
 
     def close(self, timeout_s: float) -> None:
         """Runs what is due and ends the thread. From the thread itself: it ends once the callback returns."""
@@ -149,8 +153,7 @@ class CallbackThread:
         if thread is self._thread and not thread.is_alive():
             # The garbage collector, which finalizes our engine, has cut the thread's weak reference first.
             self._thread = None
-            self.start()
-            thread = self._thread
+            thread = self.start() or thread
             thread.join(timeout_s)
         if thread.is_alive():
             log.error("engine %r: a callback has not returned within %g s of close()", self._name, timeout_s)
@@ -159,16 +162,16 @@ class CallbackThread:
         """Runs what is due, on the thread. False: the thread ends."""
         for cookie in self.notifier.drain():
             self._run_handler(cookie)
-        if not self._closing:
-            return True
-        with self._lock:
-            # Under the lock nobody concludes from _thread that we still look: what is posted later starts a thread.
-            due = self.notifier.drain()
-            if not due:
-                self._thread = None
-        for cookie in due:
-            self._run_handler(cookie)
-        return bool(due)
+        while self._closing:
+            with self._lock:
+                # The last look and the end of the thread are one step: what is posted later starts another.
+                due = self.notifier.drain()
+                if not due:
+                    self._thread = None
+                    return False
+            for cookie in due:
+                self._run_handler(cookie)
+        return True
 
     def _run_handler(self, cookie: int) -> None:
         handler = self._handlers.get(cookie)
@@ -205,7 +208,7 @@ def callbacks_of(engine: _core.Engine) -> CallbackThread:
 
 def _forget_parent() -> None:
     # An inherited eventfd is the parent's too: whoever drains it here steals the parent's wake-ups.
-    LoopNotifier._of_loop.clear()
+    _of_loop.clear()
 
 
 os.register_at_fork(after_in_child=_forget_parent)

@@ -10,32 +10,37 @@ from crossrail import errors
 if TYPE_CHECKING:
     from crossrail import _core
 
-# How a transfer ends, in the words of the native half: class, cause, and what to do next.
-_ENDINGS: dict[str, tuple[type[errors.TransferError], str, str]] = {
-    "cancelled": (errors.TransferCancelled, "cancelled", ""),
+# How a transfer ends, in the words of the native half: class, cause, detail if the native half gives none, what to do.
+_ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
+    "cancelled": (errors.TransferCancelled, "cancelled", "", ""),
     "peer-lost": (
         errors.PeerLost,
         "peer lost",
+        "",
         "if the peer is restarted, get its new address and descriptors: they are not the old ones",
     ),
     "region-closed": (
         errors.RemoteRegionClosed,
         "the peer closed the region",
+        "",
         "get a descriptor of a region that is open",
     ),
     "out-of-bounds": (
         errors.RemoteAccessError,
-        "refused by the peer: past the end of its region",
+        "refused by the peer",
+        "past the end of its region",
         "check offset and length against descriptor.nbytes",
     ),
     "access-denied": (
         errors.RemoteAccessError,
-        "refused by the peer: the region is not open to this operation",
+        "refused by the peer",
+        "the region is not open to this operation",
         "register it there with access='write' (or 'read' for reads)",
     ),
     "message-too-long": (
         errors.MessageTooLong,
         "the message is longer than the buffers of the peer's receive pool",
+        "",
         "give submit_recvs there a larger nbytes",
     ),
 }
@@ -78,12 +83,13 @@ def transfer_failed(
     detail: str,
 ) -> errors.CrossrailError:
     what = _operation(engine, op, peer, nbytes, imm)
-    because = f": {detail}" if detail else ""
     if status == "engine-closed":
-        return errors.EngineClosed(f"{what} was not finished: engine '{engine.name}' was closed first{because}")
-    if not engine.closed:
-        _log_events(engine)
-    kind, cause, remedy = _ENDINGS.get(status, (errors.TransferError, status, "see engine.explain(peer)"))
+        return errors.EngineClosed(f"{what} was not finished: engine '{engine.name}' was closed first")
+    _log_events(engine)
+    kind, cause, otherwise, remedy = _ENDINGS.get(
+        status, (errors.TransferError, status, "", "see engine.explain(peer)")
+    )
+    because = f": {detail or otherwise}" if detail or otherwise else ""
     then = f". Next: {remedy}" if remedy else ""
     return kind(
         f"{what} failed: {cause}{because}; {nbytes_retired} bytes had moved{then}",
@@ -159,7 +165,7 @@ def connect_failed(engine: _core.Engine, peer: str, pid: int, note: str) -> erro
     if engine.closed:
         return errors.EngineClosed(f"engine '{engine.name}' was closed while it connected to '{peer}' (pid {pid})")
     _log_events(engine)
-    _, cause, remedy = _ENDINGS["peer-lost"]
+    _, cause, _, remedy = _ENDINGS["peer-lost"]
     because = f": {note}" if note else ""
     return errors.PeerLost(
         f"connect to '{peer}' (pid {pid}) failed: {cause}{because}. Next: {remedy}",

@@ -29,8 +29,8 @@ class CountTicket:
 class ImmCounter(_core.ImmCounter):
     """Arrivals of one immediate number at this engine. Made by Engine.imm_counter and Engine.alloc_imm.
 
-    Credit semantics: a wait of n takes n. Arrivals before anybody asks are kept. One operation counts once, however many
-    rails carried it; paged writes count once a page. Whoever was counted is in place: a count comes after its bytes.
+    Credit semantics: a wait of n takes n. Arrivals before anybody asks are kept. One operation counts once, however
+    many rails carried it; paged writes count once a page. A count comes after its bytes are in place.
     wait, wait_async and on_count are served in the order in which they asked. Any thread.
     """
 
@@ -63,7 +63,8 @@ class ImmCounter(_core.ImmCounter):
     def on_count(self, count: int, fn: Callable[[], object]) -> CountTicket:
         """Takes count once they are there, then calls fn() once on the engine's callback thread.
 
-        fn may submit, wait and close regions; if it raises, that is logged. It is not called when the engine closes first.
+        fn may submit, wait and close regions; if it raises, that is logged. When the engine closes first it is not
+        called.
         """
         callbacks = callbacks_of(self._engine)
 

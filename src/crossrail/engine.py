@@ -9,7 +9,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +32,8 @@ _EVENT_LEVELS = {
     "imm-overflow": logging.ERROR,
 }
 
+_ORDERLY = "the engine was closed"  # the native half's words for a peer that left as one should
+
 _CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a callback under way
 
 
@@ -47,8 +48,8 @@ class Engine(_core.Engine):
     closed. In a forked child it is unusable and harmless; the parent's goes on.
 
     name: 1..64 bytes of UTF-8, for people; None: "<program>-<pid>". rails: 1..16 of them.
-    polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive it:
-    in submits, waits and progress()). worker_cpu: core to pin the worker to.
+    polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive
+    it: in submits, waits and progress()). worker_cpu: core to pin the worker to.
     submit_queue_depth: power of two, 16..65536; a submit that finds the queue full blocks until there is room.
     imm_counters_max: distinct immediates kept. message_bytes_max: longest message, up to 256 KiB.
     watcher_poll_us: pause between looks at watched words. connect_timeout_s: silent peers are lost after that.
@@ -72,7 +73,8 @@ class Engine(_core.Engine):
         private_path: str = "auto",
     ) -> None:
         if name is None:
-            name = f"{Path(sys.argv[0] if sys.argv else '').stem[:48] or 'python'}-{os.getpid()}"
+            program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
+            name = f"{program.encode()[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
         super().__init__(
             name, transport, rails, polling, spin_us, worker_cpu, submit_queue_depth, imm_counters_max,
             message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
@@ -159,7 +161,7 @@ class Engine(_core.Engine):
         return ImmCounter(self, imm)
 
     def alloc_imm(self) -> ImmCounter:
-        """A number that nobody uses and its counter, from the upper half of the number space; release() gives it back."""
+        """The counter of a number that nobody uses, from the upper half of the numbers; release() gives it back."""
         return ImmCounter(self, None)
 
     def alloc_watcher(self, on_change: Callable[[int, int], object]) -> Watcher:
@@ -194,7 +196,9 @@ class Engine(_core.Engine):
                 self._on_event(EngineEvent(kind, peer, detail))
             else:
                 about = f" of peer {peer!r}" if peer else ""
-                log.log(_EVENT_LEVELS[kind], "engine %r: %s%s: %s", self.name, kind, about, detail)
+                why = f": {detail}" if detail else ""
+                level = logging.INFO if detail == _ORDERLY else _EVENT_LEVELS[kind]
+                log.log(level, "engine %r: %s%s%s", self.name, kind, about, why)
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

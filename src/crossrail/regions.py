@@ -39,10 +39,14 @@ class Region(_core.Region):
         of_type = np.dtype(dtype)
         if shape is None:
             if self.nbytes % of_type.itemsize:
-                raise UsageError(f"region of {self.nbytes} bytes is no whole number of {of_type} ({of_type.itemsize} bytes)")
+                raise UsageError(
+                    f"region of {self.nbytes} bytes is no whole number of {of_type} ({of_type.itemsize} bytes)"
+                )
             shape = self.nbytes // of_type.itemsize
+        count = max(int(np.prod(shape)), -1)  # -1: all of it
         try:
-            return np.ndarray(shape, of_type, buffer=self._memoryview())
+            # frombuffer keeps the view, and with it the memory, alive; numpy.ndarray(buffer=...) would not.
+            return np.frombuffer(self._memoryview(), of_type, count).reshape(shape)
         except (TypeError, ValueError) as error:
             raise UsageError(f"region of {self.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Transfers: what a submit returns. Their class is native; here is what of it needs an event loop or the callback thread."""
+"""Transfers: what a submit returns. The class is native; here is what of it needs an event loop or a thread."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from crossrail._notify import callbacks_of
 class Watcher(_core.Watcher):
     """A word, zero at first, and a call of on_change(old, new) after it changed. Made by Engine.alloc_watcher.
 
-    Values in between may be skipped, none is reported twice, the last is always reported. on_change runs on the engine's
-    callback thread; if it raises, that is logged and watching goes on. Watching ends with close() or with the engine.
-    Any thread.
+    Values in between may be skipped, none is reported twice, the last is always reported. on_change runs on the
+    engine's callback thread; if it raises, that is logged and watching goes on. Watching ends with close() or with the
+    engine. Any thread.
     """
 
     def __init__(self, engine: _core.Engine, on_change: Callable[[int, int], object]) -> None:

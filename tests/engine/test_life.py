@@ -14,7 +14,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
-from tests.support.leaks import crossrail_threads
+from tests.support.leaks import Snapshot, crossrail_threads, open_fds
 from tests.support.limits import NEVER_S, WAIT_S, eventually
 
 # --- opening ---
@@ -110,6 +110,21 @@ def test_closing_is_idempotent_and_shows(engine: xr.Engine) -> None:
 
     assert engine.closed is True
     assert "closed" in repr(engine)
+
+
+def test_closed_engine_gives_back_threads_sockets_and_memory_while_still_referenced() -> None:
+    before = Snapshot.take()
+    engine, other = xr.Engine("here", rails=4), xr.Engine("other")
+    engine.submit_write(engine.alloc(10), other.alloc(10).descriptor, imm=1).wait(WAIT_S)
+    engine.on_event(lambda _: None)
+
+    engine.close()
+    other.close()
+
+    gc.collect()
+    added = [name for fd, name in open_fds().items() if fd not in before.fds]
+    assert [name for name in added if "eventfd" not in name] == []
+    assert crossrail_threads() == before.threads
 
 
 def test_engine_is_a_context_manager() -> None:

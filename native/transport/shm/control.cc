@@ -105,10 +105,9 @@ Control::~Control() { stop(); }
 // --- called by others ---
 
 void Control::submit(Command command) {
-  {
-    std::lock_guard lock(mutex_);
-    commands_.push_back(std::move(command));
-  }
+  std::lock_guard lock(mutex_); // also over the write: stop() closes the descriptor
+  if (stopped_) return;
+  commands_.push_back(std::move(command));
   const uint64_t one = 1;
   // An eventfd write fails only when 2^64 - 2 wake-ups are pending.
   [[maybe_unused]] const ssize_t written = write(command_event_.get(), &one, sizeof one);
@@ -137,6 +136,11 @@ void Control::stop() {
   if (!thread_.joinable()) return;
   submit({.kind = Command::Kind::kStop});
   thread_.join();
+  std::lock_guard lock(mutex_);
+  stopped_ = true;
+  listener_.reset();
+  epoll_.reset();
+  command_event_.reset();
 }
 
 // The thread does not exist in the child; its sockets must close, or peers would not see the parent die.

@@ -115,6 +115,7 @@ class Control {
   std::map<uint64_t, std::unique_ptr<Connection>> connections_; // by token
   std::map<uint64_t, uint64_t> token_of_link_;                  // of links that we initiated
   uint64_t next_token_ = 16;
+  bool stopped_ = false; // guarded by mutex_: the thread is gone, commands go nowhere
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -187,6 +187,12 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
 // False: no room now. True: done (counted in *completed), queued, or refused (retired).
 bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next,
                             uint32_t* completed) {
+  if (request.remote == nullptr) { // a barrier: no region, only the immediate
+    if (!room_for_imm(rail, request.wire_imm)) return false;
+    add_imm(rail, request.wire_imm);
+    ++*completed;
+    return true;
+  }
   Import& import = *static_cast<ShmKey*>(request.remote)->import;
   if (import.state == Import::State::kPending) return false;
   const auto refuse = [&](Status status, const std::string& text) {

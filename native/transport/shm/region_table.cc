@@ -85,10 +85,20 @@ std::unique_ptr<ShmRegion> RegionTable::allocate(uint64_t length_bytes, bool pop
 void RegionTable::revoke(const ShmRegion& region) {
   std::lock_guard lock(mutex_);
   open_.erase(region.id);
-  uint64_t expected = region.id;
-  // seq_cst: pairs with the seq_cst hazard store and id load of a toucher (ShmTransport::touch, execute): either it
-  // sees the id gone, or our later look at the hazards sees it at work.
-  home_->region_ids[slot_of(region.id)].compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
+  withdraw(region.id);
+}
+
+void RegionTable::revoke_all() {
+  std::lock_guard lock(mutex_);
+  for (const auto& [id, region] : open_) withdraw(id);
+  open_.clear();
+}
+
+void RegionTable::withdraw(uint64_t region_id) {
+  uint64_t expected = region_id;
+  // seq_cst: pairs with the seq_cst hazard store and id load of a toucher (ShmTransport::touch, execute_write): either
+  // it sees the id gone, or our later look at the hazards sees it at work.
+  home_->region_ids[slot_of(region_id)].compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
 }
 
 void RegionTable::remove(const ShmRegion& region) {

@@ -49,6 +49,7 @@ class RegionTable {
   std::unique_ptr<ShmRegion> add(std::byte* base, uint64_t length_bytes, Access access);
   std::unique_ptr<ShmRegion> allocate(uint64_t length_bytes, bool populate);
   void revoke(const ShmRegion& region);
+  void revoke_all();
   RegionFacts facts(uint64_t region_id);
 
   // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see is_quiet).
@@ -66,6 +67,7 @@ class RegionTable {
  private:
   friend class ShmRegion;
   void remove(const ShmRegion& region);
+  void withdraw(uint64_t region_id);
 
   HomeSegment* const home_;
   std::mutex mutex_;

@@ -1,6 +1,7 @@
 #include "transport/shm/shm_transport.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "transport/identity.h"
 #include "util/clock.h"
@@ -13,6 +14,8 @@ namespace {
 
 // A write is cut so that small ones and arrivals get a turn after some 10 us of copying.
 constexpr uint64_t kSliceBytes = uint64_t{256} << 10;
+
+constexpr int64_t kQuietTimeoutNs = 100'000'000;
 
 HomeSegment* make_home(MemoryMap& map) {
   // Not constructed: memfd memory is zero, which is what every field starts as, and writing zeros would make it resident.
@@ -43,8 +46,15 @@ void ShmTransport::close() {
   if (closed_) return;
   closed_ = true;
   for (auto& link : outgoing_) flush_link(*link, Status::kEngineClosed, "the engine was closed");
+  // Peers that are just copying into our memory finish; one that is stopped in the middle is not waited for longer: it
+  // writes to shared memory of its own mapping, or by cross-memory attach, which a stopped process does not do.
+  regions_.revoke_all();
+  const Deadline patience = now_ns() + kQuietTimeoutNs;
+  const auto is_touched = [](const auto& link) { return link->segment->hazard.load(std::memory_order_seq_cst) != 0; };
+  while (std::any_of(incoming_.begin(), incoming_.end(), is_touched) && now_ns() < patience) std::this_thread::yield();
   control_->stop();
   std::lock_guard lock(links_mutex_);
+  home_map_->release_fd();
   outgoing_.clear();
   incoming_.clear();
 }
@@ -191,7 +201,8 @@ uint32_t ShmTransport::handle_control() {
           import.length_bytes = event.facts.length_bytes;
           if (event.facts.status != Status::kDone) {
             import.state = Import::State::kRefused;
-          } else if (link->same_process) {
+          } else if (link->same_process && (event.facts.map || private_path_ == 0)) {
+            // An explicit private_path holds inside a process too: that is how tests reach it.
             import.state = Import::State::kDirect;
             import.is_local = true;
             import.base = reinterpret_cast<std::byte*>(event.facts.base);

@@ -208,6 +208,8 @@ def _summary(plan: Plan, segments: list[Segment], outcome: Outcome, explained: d
     copy_s = sum(outcome.copy_ns) / 1e9
     share = statistics.median(c / w for c, w in zip(outcome.copy_ns, outcome.write_ns, strict=True))
     table = Table(show_header=False, title="crossrail demo", title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     table.add_row("file", f"{escape(str(plan.file))} ({format_bytes(sum(s.nbytes for s in segments))})")
     table.add_row("moved", _moved(segments, outcome))
     table.add_row("pages", f"{outcome.moved_pages:,} of {format_bytes(plan.page_bytes)}, shuffled")

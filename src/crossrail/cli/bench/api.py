@@ -23,7 +23,7 @@ def measures() -> list[Measure]:
     return [
         Measure(
             name="py-blocking",
-            title="8-byte write + immediate from Python, one way, blocking",
+            title="Python: 8-byte write + imm, blocking",
             unit="us",
             limit="bare flag",
             samples=lambda pair: _latency_samples(pair, blocking=True),
@@ -31,7 +31,7 @@ def measures() -> list[Measure]:
         ),
         Measure(
             name="py-await",
-            title="8-byte write + immediate from Python, one way, await",
+            title="Python: 8-byte write + imm, await",
             unit="us",
             limit="bare flag",
             samples=lambda pair: _latency_samples(pair, blocking=False),
@@ -39,7 +39,7 @@ def measures() -> list[Measure]:
         ),
         Measure(
             name="py-submit",
-            title="submit_write from Python, median call",
+            title="Python: submit_write, a call",
             unit="us",
             limit="a native call that does nothing",
             samples=_submit_samples,
@@ -47,15 +47,15 @@ def measures() -> list[Measure]:
         ),
         Measure(
             name="py-messages",
-            title="256-byte send/recv from Python",
-            unit="k messages/s",
+            title="Python: 256-byte messages",
+            unit="k/s",
             limit="bare ring",
             samples=_message_rate_samples,
             bar=Bar("value", ">=", 300.0),
         ),
         Measure(
             name="py-message-latency",
-            title="256-byte send/recv from Python, one way, blocking",
+            title="Python: 256-byte message, one way",
             unit="us",
             limit="bare flag",
             samples=_message_latency_samples,

@@ -43,10 +43,9 @@ def _write_measures() -> Iterator[Measure]:
 def _write_measure(nbytes: int, window: int, *, private: bool, bar: Bar | None) -> Measure:
     size = f"{nbytes // _MIB} MiB" if nbytes >= _MIB else f"{nbytes // _KIB} KiB"
     name = f"write{'-private' if private else ''}-{size.replace(' ', '').lower()[:-2]}-w{window}"
-    memory = "private memory on both sides" if private else "mapped memory"
     return Measure(
         name=name,
-        title=f"write {size}, window {window}, {memory}",
+        title=f"{'private ' if private else ''}write {size}, window {window}",
         unit="GB/s",
         limit="memcpy",
         samples=lambda pair: _write_samples(pair, nbytes, window, private=private),
@@ -103,7 +102,7 @@ def _fill(memory: Memory, seed: int) -> None:
 
 
 def _paged_measures() -> Iterator[Measure]:
-    yield _paged_measure(_KIB, "M pages/s", Bar("value", ">=", 3.0))
+    yield _paged_measure(_KIB, "Mpages/s", Bar("value", ">=", 3.0))
     yield _paged_measure(8 * _KIB, "GB/s", Bar("ratio", ">=", 1.0))
     yield _paged_measure(16 * _KIB, "GB/s", None)
     yield _paged_measure(64 * _KIB, "GB/s", Bar("ratio", ">=", 1.0))
@@ -112,7 +111,7 @@ def _paged_measures() -> Iterator[Measure]:
 def _paged_measure(page_bytes: int, unit: str, bar: Bar | None) -> Measure:
     return Measure(
         name=f"paged-{page_bytes // _KIB}k",
-        title=f"paged writes, 4096 x {page_bytes // _KIB} KiB shuffled, mapped memory",
+        title=f"paged 4096 x {page_bytes // _KIB} KiB, shuffled",
         unit=unit,
         limit="memcpy of the same pages",
         samples=lambda pair: _paged_samples(pair, page_bytes, per_page=unit != "GB/s"),
@@ -168,7 +167,7 @@ def _paged_samples(pair: Pair, page_bytes: int, *, per_page: bool) -> SampleStre
 def _scatter_measure() -> Measure:
     return Measure(
         name="scatter-8x4k",
-        title="scatter of 4 KiB to 8 peers, per call",
+        title="scatter 4 KiB to 8 peers, a call",
         unit="us",
         limit="memcpy of the same slices",
         samples=_scatter_samples,

@@ -51,7 +51,7 @@ def measures() -> list[Measure]:
     return [
         Measure(
             name="rss-engine",
-            title="resident memory of an idle engine, beyond numpy",
+            title="memory of an idle engine",
             unit="MiB",
             limit="",
             samples=lambda pair: _memory_samples(pair, 0),
@@ -59,7 +59,7 @@ def measures() -> list[Measure]:
         ),
         Measure(
             name="rss-peer",
-            title="resident memory of each further peer",
+            title="memory of each further peer",
             unit="KiB",
             limit="",
             samples=lambda pair: _memory_samples(pair, 1),
@@ -67,7 +67,7 @@ def measures() -> list[Measure]:
         ),
         Measure(
             name="import",
-            title="import of crossrail, beyond numpy",
+            title="import, beyond numpy",
             unit="ms",
             limit="",
             samples=_import_samples,

@@ -22,15 +22,15 @@ def measures() -> list[Measure]:
     return [
         Measure(
             name="post-paged",
-            title="posting alone, paged writes, one worker",
-            unit="M pages/s",
+            title="posting alone, paged",
+            unit="Mpages/s",
             limit="bare loop that fills work requests",
             samples=_paged_samples,
             bar=Bar("value", ">=", 15.0),
         ),
         Measure(
             name="post-scatter-56",
-            title="posting alone, scatter to 56 peers, per call",
+            title="posting alone, scatter to 56, a call",
             unit="us",
             limit="bare loop that fills work requests",
             samples=_scatter_samples,

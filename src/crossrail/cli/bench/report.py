@@ -30,7 +30,7 @@ _VERDICT_STYLE = {"ok": "[green]ok[/green]", "miss": "[red]miss[/red]", "error":
 def make_table(results: list[Result]) -> Table:
     """One line a measure: figure, unit, the machine's limit, ratio, bar, verdict."""
     table = Table(title="crossrail bench: medians", title_justify="left")
-    table.add_column("measure")
+    table.add_column("measure", no_wrap=True)
     for title in ("value", "unit", "limit", "ratio", "bar"):
         table.add_column(title, justify="left" if title == "unit" else "right", no_wrap=True)
     table.add_column("")

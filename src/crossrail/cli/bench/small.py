@@ -14,7 +14,7 @@ def measures() -> list[Measure]:
     return [
         Measure(
             name="ping-pong",
-            title="8-byte write + immediate, one way, spinning",
+            title="8-byte write + imm, spin, one way",
             unit="ns",
             limit="bare flag",
             samples=_ping_pong_samples,
@@ -22,7 +22,7 @@ def measures() -> list[Measure]:
         ),
         Measure(
             name="write-rate",
-            title="8-byte writes with immediate, window 256",
+            title="8-byte writes + imm, window 256",
             unit="M/s",
             limit="bare ring",
             samples=_rate_samples,

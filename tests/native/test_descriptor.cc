@@ -1,0 +1,57 @@
+#include <doctest/doctest.h>
+
+#include <random>
+
+#include "transport/descriptor.h"
+#include "util/errors.h"
+
+namespace crossrail {
+
+namespace {
+RegionDescriptor sample() {
+  RegionDescriptor descriptor;
+  descriptor.owner.name = "decoder-3";
+  descriptor.owner.host = "4b1d";
+  descriptor.owner.pid = 4711;
+  descriptor.owner.rail_count = 4;
+  for (uint8_t i = 0; i < 16; ++i) descriptor.owner.incarnation[i] = i;
+  descriptor.region_id = 0x10003;
+  descriptor.length_bytes = (uint64_t{1} << 40) + 1;
+  return descriptor;
+}
+}  // namespace
+
+TEST_CASE("address and descriptor survive the wire") {
+  const RegionDescriptor descriptor = sample();
+  CHECK(RegionDescriptor::decode(descriptor.encode()) == descriptor);
+  CHECK(Address::decode(descriptor.owner.encode()) == descriptor.owner);
+}
+
+TEST_CASE("every truncation and every flipped bit of a descriptor is refused") {
+  const Bytes bytes = sample().encode();
+  for (size_t length = 0; length < bytes.size(); ++length) {
+    CHECK_THROWS_AS(RegionDescriptor::decode({bytes.data(), length}), UsageError);
+  }
+  for (size_t bit = 0; bit < bytes.size() * 8; ++bit) {
+    Bytes flipped = bytes;
+    flipped[bit / 8] ^= static_cast<uint8_t>(1u << bit % 8);
+    CHECK_THROWS_AS(RegionDescriptor::decode(flipped), UsageError);
+  }
+}
+
+TEST_CASE("an address is not a descriptor, nor the other way round") {
+  CHECK_THROWS_AS(RegionDescriptor::decode(sample().owner.encode()), UsageError);
+  CHECK_THROWS_AS(Address::decode(sample().encode()), UsageError);
+}
+
+TEST_CASE("random bytes are refused, never crash") {
+  std::mt19937 random(7);
+  for (int i = 0; i < 20'000; ++i) {
+    Bytes bytes(random() % 200);
+    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
+    CHECK_THROWS_AS(RegionDescriptor::decode(bytes), UsageError);
+    CHECK_THROWS_AS(Address::decode(bytes), UsageError);
+  }
+}
+
+}  // namespace crossrail

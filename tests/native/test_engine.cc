@@ -1,0 +1,326 @@
+// Two engines in one process, many threads: what ThreadSanitizer and AddressSanitizer look at.
+#include <doctest/doctest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "util/clock.h"
+
+namespace crossrail {
+
+namespace {
+
+EngineRef open_engine(const char* name, uint32_t rails = 1, Polling polling = Polling::kAdaptive,
+                      PrivatePath path = PrivatePath::kAuto) {
+  EngineOptions options;
+  options.name = name;
+  options.rail_count = rails;
+  options.polling = polling;
+  options.private_path = path;
+  return Engine::open(options);
+}
+
+void require_done(const TransferRef& transfer) {
+  REQUIRE(transfer->wait(deadline_in(20), {}) == WaitResult::kReady);
+  const TransferInfo info = transfer->info();
+  INFO("status ", status_name(info.status), " ", info.detail);
+  REQUIRE(info.status == Status::kDone);
+}
+
+void require_counted(Engine& engine, uint32_t imm, uint64_t count) {
+  REQUIRE(engine.imm_counter(imm)->wait(count, deadline_in(20), {}) == WaitResult::kReady);
+}
+
+struct Pair {
+  explicit Pair(uint32_t rails_a = 2, uint32_t rails_b = 3, Polling polling = Polling::kAdaptive)
+      : a(open_engine("a", rails_a, polling)), b(open_engine("b", rails_b, polling)) {}
+  ~Pair() {
+    a->close(0);
+    b->close(0);
+  }
+  EngineRef a, b;
+};
+
+}  // namespace
+
+TEST_CASE("a write lands, is counted once, and its region can close") {
+  Pair pair;
+  RegionRef src = pair.a->alloc(1 << 20, false);
+  RegionRef dst = pair.b->alloc(1 << 20, false);
+  std::memset(src->base(), 0x5a, 1 << 20);
+  RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  require_done(pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 1 << 20, .imm = 3}));
+  require_counted(*pair.b, 3, 1);
+  CHECK(std::memcmp(src->base(), dst->base(), 1 << 20) == 0);
+  CHECK(dst->close(deadline_in(5), {}) == WaitResult::kReady);
+  TransferRef late = pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8, .imm = 3});
+  REQUIRE(late->wait(deadline_in(5), {}) == WaitResult::kReady);
+  CHECK(late->status() == Status::kRegionClosed);
+  CHECK(pair.b->imm_counter(3)->poll_units() == 0);
+}
+
+TEST_CASE("many threads submit to one engine, every byte and count arrives") {
+  for (const Polling polling : {Polling::kAdaptive, Polling::kSpin}) {
+    Pair pair(4, 2, polling);
+    constexpr uint32_t kThreads = 4;
+    constexpr uint64_t kWrites = 2000;
+    constexpr uint64_t kStride = 64;
+    RegionRef src = pair.a->alloc(kThreads * kWrites * kStride, false);
+    RegionRef dst = pair.b->alloc(kThreads * kWrites * kStride, false);
+    RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+    std::vector<std::thread> threads;
+    for (uint32_t t = 0; t < kThreads; ++t) {
+      threads.emplace_back([&, t] {
+        TransferRef last;
+        for (uint64_t i = 0; i < kWrites; ++i) {
+          const uint64_t offset = (t * kWrites + i) * kStride;
+          std::memcpy(src->base() + offset, &offset, sizeof offset);
+          last = pair.a->submit_write({.src = src.get(), .src_offset = offset, .dst = remote.get(), .dst_offset = offset, .length_bytes = kStride, .imm = 9});
+        }
+        require_done(last);
+      });
+    }
+    std::thread waiter([&] { require_counted(*pair.b, 9, kThreads * kWrites / 2); });
+    require_counted(*pair.b, 9, kThreads * kWrites / 2);
+    waiter.join();
+    for (std::thread& thread : threads) thread.join();
+    for (uint64_t offset = 0; offset < kThreads * kWrites * kStride; offset += kStride) {
+      uint64_t word = 0;
+      std::memcpy(&word, dst->base() + offset, sizeof word);
+      REQUIRE(word == offset);
+    }
+    CHECK(pair.b->imm_counter(9)->poll_units() == 0);
+  }
+}
+
+TEST_CASE("paged writes with runs and shuffles count every page") {
+  Pair pair(3, 1);
+  constexpr uint64_t kPages = 5000;
+  constexpr uint64_t kPageBytes = 512;
+  RegionRef src = pair.a->alloc(kPages * kPageBytes, false);
+  RegionRef dst = pair.b->alloc(kPages * kPageBytes, false);
+  RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  std::mt19937 random(11);
+  std::vector<uint32_t> from(kPages), to(kPages);
+  std::iota(from.begin(), from.end(), 0u);
+  std::iota(to.begin(), to.end(), 0u);
+  std::shuffle(from.begin() + 1000, from.end(), random);
+  std::shuffle(to.begin() + 2000, to.end(), random);
+  for (uint64_t page = 0; page < kPages; ++page) std::memcpy(src->base() + page * kPageBytes, &page, sizeof page);
+  PagedWriteRequest request;
+  request.src = src.get();
+  request.dst = remote.get();
+  request.src_stride_bytes = request.dst_stride_bytes = request.page_bytes = kPageBytes;
+  request.src_pages = {from.data(), kPages, IndexType::kUint32};
+  request.dst_pages = {to.data(), kPages, IndexType::kUint32};
+  request.imm = 77;
+  require_done(pair.a->submit_paged_writes(request));
+  require_counted(*pair.b, 77, kPages);
+  for (uint64_t i = 0; i < kPages; ++i) {
+    uint64_t page = 0;
+    std::memcpy(&page, dst->base() + to[i] * kPageBytes, sizeof page);
+    REQUIRE(page == from[i]);
+  }
+}
+
+TEST_CASE("private memory: staged and attached writes and reads move every byte") {
+  for (const PrivatePath path : {PrivatePath::kStaged, PrivatePath::kCrossMemoryAttach}) {
+    EngineRef a = open_engine("a", 3, Polling::kAdaptive, path);
+    EngineRef b = open_engine("b", 2, Polling::kAdaptive, path);
+    constexpr uint64_t kBytes = (5 << 20) + 13;
+    std::vector<uint8_t> from(kBytes), to(kBytes + 2, 0xee), back(kBytes);
+    std::mt19937 random(5);
+    for (uint8_t& byte : from) byte = static_cast<uint8_t>(random());
+    RegionRef src = a->register_memory(from.data(), kBytes, Access::kLocal);
+    RegionRef dst = b->register_memory(to.data() + 1, kBytes, Access::kRemoteWrite);
+    RegionRef home = a->register_memory(back.data(), kBytes, Access::kLocal);
+    RemoteRegionRef remote = a->remote_region(dst->descriptor());
+    require_done(a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = kBytes, .imm = 1}));
+    require_counted(*b, 1, 1);
+    CHECK(std::memcmp(from.data(), to.data() + 1, kBytes) == 0);
+    CHECK(to.front() == 0xee);
+    CHECK(to.back() == 0xee);
+    require_done(a->submit_read({.dst = home.get(), .src = remote.get(), .length_bytes = kBytes}));
+    CHECK(from == back);
+    // Small pages, packed into chunks.
+    constexpr uint32_t kPages = 3000;
+    std::vector<uint32_t> pages(kPages);
+    std::iota(pages.begin(), pages.end(), 0u);
+    std::shuffle(pages.begin(), pages.end(), random);
+    std::fill(to.begin(), to.end(), uint8_t{0});
+    PagedWriteRequest request;
+    request.src = src.get();
+    request.dst = remote.get();
+    request.src_stride_bytes = request.dst_stride_bytes = request.page_bytes = 1000;
+    request.src_pages = request.dst_pages = {pages.data(), kPages, IndexType::kUint32};
+    request.imm = 2;
+    require_done(a->submit_paged_writes(request));
+    require_counted(*b, 2, kPages);
+    CHECK(std::memcmp(from.data(), to.data() + 1, kPages * 1000) == 0);
+    const PeerExplanation explanation = a->explain(*a->peer(b->address()));
+    REQUIRE(explanation.paths.size() == 1);
+    CHECK(explanation.paths[0].path == (path == PrivatePath::kStaged ? "staged" : "cross-memory attach"));
+    CHECK(dst->close(deadline_in(5), {}) == WaitResult::kReady);
+    TransferRef late = a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = kBytes, .imm = 1});
+    REQUIRE(late->wait(deadline_in(5), {}) == WaitResult::kReady);
+    CHECK(late->status() == Status::kRegionClosed);
+    a->close(0);
+    b->close(0);
+  }
+}
+
+TEST_CASE("threads wait, notify and withdraw on one counter while counts arrive") {
+  Pair pair;
+  RegionRef src = pair.a->alloc(4096, false);
+  RegionRef dst = pair.b->alloc(4096, false);
+  RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  Ref<ImmCounter> counter = pair.b->imm_counter(1);
+  std::atomic<uint64_t> consumed{0};
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&] {
+      while (!stop) {
+        if (counter->wait(2, now_ns() + 300'000, {}) == WaitResult::kReady) consumed += 2;
+      }
+    });
+  }
+  auto notifier = Ref<Notifier>::adopt(new Notifier);
+  constexpr uint64_t kWrites = 6000;
+  std::thread notified([&] {
+    while (!stop) {
+      const uint64_t ticket = counter->notify(1, notifier.get(), 5);
+      std::this_thread::yield();
+      if (!counter->cancel_notify(ticket)) consumed += 1;
+    }
+  });
+  for (uint64_t i = 0; i < kWrites; ++i) {
+    pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8, .imm = 1});
+  }
+  const Deadline deadline = deadline_in(20);
+  while (consumed + counter->poll() < kWrites && now_ns() < deadline) std::this_thread::yield();
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  notified.join();
+  CHECK(consumed + counter->poll() == kWrites);
+  std::vector<uint64_t> cookies;
+  notifier->drain(&cookies);
+  CHECK(cookies.size() <= kWrites);
+}
+
+TEST_CASE("closing under load completes every transfer and wakes every waiter") {
+  for (int round = 0; round < 20; ++round) {
+    auto pair = std::make_unique<Pair>(2, 2);
+    RegionRef src = pair->a->alloc(1 << 20, false);
+    RegionRef dst = pair->b->alloc(1 << 20, false);
+    RemoteRegionRef remote = pair->a->remote_region(dst->descriptor());
+    std::vector<std::thread> threads;
+    std::atomic<uint64_t> ended{0};
+    for (int t = 0; t < 3; ++t) {
+      threads.emplace_back([&] {
+        std::vector<TransferRef> sent;
+        try {
+          for (int i = 0; i < 3000; ++i) {
+            sent.push_back(pair->a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 4096, .imm = 2}));
+          }
+        } catch (const EngineClosedError&) {
+        }
+        for (const TransferRef& transfer : sent) {
+          const WaitResult result = transfer->wait(deadline_in(20), {});
+          INFO("round ", round, ", result ", static_cast<int>(result), ", status ", status_name(transfer->status()));
+          CHECK(result == WaitResult::kReady);
+          ++ended;
+        }
+      });
+    }
+    const Ref<ImmCounter> counter = pair->b->imm_counter(4);
+    std::thread waiter([&] { CHECK(counter->wait(1, deadline_in(20), {}) == WaitResult::kClosed); });
+    std::this_thread::sleep_for(std::chrono::microseconds(200 * round));
+    (round % 2 == 0 ? pair->a : pair->b)->close(0);
+    for (std::thread& thread : threads) thread.join();
+    pair->b->close(0);
+    waiter.join();
+    CHECK(pair->a->stats().transfers_inflight == 0);
+  }
+}
+
+TEST_CASE("messages cross both ways, an exhausted pool holds senders back") {
+  Pair pair;
+  Ref<ReceivePool> pool = pair.b->submit_recvs(4, 256);
+  PeerRef b = pair.a->peer(pair.b->address());
+  std::vector<TransferRef> sent;
+  for (uint8_t i = 0; i < 100; ++i) {
+    const std::vector<uint8_t> payload(i + 1, i);
+    sent.push_back(pair.a->submit_send(*b, payload));
+  }
+  std::vector<Message> got;
+  const Deadline deadline = deadline_in(20);
+  while (got.size() < 100 && now_ns() < deadline) {
+    REQUIRE(pool->wait(deadline, {}) == WaitResult::kReady);
+    pool->poll(2, &got);
+  }
+  REQUIRE(got.size() == 100);
+  for (const TransferRef& transfer : sent) require_done(transfer);
+  uint64_t bytes = 0;
+  for (const Message& message : got) {
+    CHECK(message.sender->name == "a");
+    bytes += message.payload.size();
+  }
+  CHECK(bytes == 5050);
+  TransferRef too_long = pair.a->submit_send(*b, std::vector<uint8_t>(257));
+  REQUIRE(too_long->wait(deadline_in(5), {}) == WaitResult::kReady);
+  CHECK(too_long->status() == Status::kMessageTooLong);
+}
+
+TEST_CASE("a transfer is cancelled before it starts, or runs to its end") {
+  Pair pair;
+  RegionRef src = pair.a->alloc(64 << 20, false);
+  RegionRef dst = pair.b->alloc(64 << 20, false);
+  RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  uint64_t counted = 0;
+  for (int i = 0; i < 30; ++i) {
+    TransferRef transfer = pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 64 << 20, .imm = 8});
+    std::this_thread::sleep_for(std::chrono::microseconds(50 * i));
+    transfer->cancel();
+    REQUIRE(transfer->wait(deadline_in(20), {}) == WaitResult::kReady);
+    const bool done = transfer->status() == Status::kDone;
+    CHECK((done || transfer->status() == Status::kCancelled));
+    counted += done ? 1 : 0;
+    if (!done) CHECK(transfer->info().bytes_retired < transfer->info().bytes);
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  CHECK(pair.b->imm_counter(8)->poll_units() / kUnitsPerCount >= counted);
+}
+
+TEST_CASE("watchers report the last value") {
+  EngineRef engine = open_engine("w");
+  auto notifier = Ref<Notifier>::adopt(new Notifier);
+  Ref<Watcher> watcher = engine->alloc_watcher(notifier.get(), 1);
+  std::thread kernel([&] {
+    for (int i = 0; i < 10'000; ++i) watcher->add(1);
+  });
+  uint64_t value = 0;
+  const Deadline deadline = deadline_in(20);
+  while (value < 10'000 && now_ns() < deadline) {
+    notifier->wait(now_ns() + 10'000'000);
+    std::vector<uint64_t> cookies;
+    notifier->drain(&cookies);
+    const Watcher::Change change = watcher->take();
+    CHECK(change.old_value == value);
+    CHECK(change.new_value >= value);
+    value = change.new_value;
+  }
+  kernel.join();
+  CHECK(value == 10'000);
+  engine->close(0);
+}
+
+}  // namespace crossrail
