@@ -29,6 +29,8 @@ hypothesis.settings.load_profile("crossrail")
 EngineFactory = Callable[..., xr.Engine]
 PeerFactory = Callable[[], PeerProcess]
 
+FAILED = pytest.StashKey[bool]()
+
 # --- seeds and skips ---
 
 
@@ -48,6 +50,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
     if report.failed and "seed" in getattr(item, "fixturenames", ()):
         command = f"./dev test {shlex.quote(item.nodeid)} --seed {item.config.getoption('--seed')}"
         report.sections.append(("replay", command))
@@ -87,11 +90,18 @@ def seed(request: pytest.FixtureRequest) -> Seed:
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After the test and its other fixtures: no more fds, threads or shared memory files of ours than before it."""
+def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """After the test and its other fixtures: no more fds, threads or shared memory files of ours than before it.
+
+    Not after a failure: its traceback keeps things alive, and one report is enough.
+    """
     before = Snapshot.take()
     yield
-    request.node.funcargs.clear()  # pytest's own references to what the other fixtures made
+    if request.node.stash.get(FAILED, False):
+        return
+    # pytest's own references to what the other fixtures made, and to frames of callbacks that raised.
+    request.node.funcargs.clear()
+    caplog.get_records("call").clear()
     assert not (leaked := before.leaked_for_good()), f"left behind: {leaked}"
 
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 
 #include "engine/engine.h"
 
@@ -12,6 +13,13 @@ namespace {
 [[noreturn]] void throw_out_of_range(nb::handle value, const char* argument, uint64_t max) {
   PyErr_Clear();
   throw UsageError(std::string(argument) + " is " + nb::str(value).c_str() + ", must be 0.." + std::to_string(max));
+}
+
+// Short, as Python would print it.
+std::string number_text(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", value);
+  return text;
 }
 
 }  // namespace
@@ -38,12 +46,12 @@ uint64_t to_u64(nb::handle value, const char* argument, uint64_t max) {
 
 uint32_t to_rail(nb::handle value) { return value.is_none() ? kAnyRail : to_u32(value, "rail", kRailsMax - 1); }
 
-double to_seconds(double value, const char* argument, double max_seconds) {
-  if (!(value >= 0.0 && value <= max_seconds)) {  // also false for NaN
-    throw UsageError(std::string(argument) + " is " + std::to_string(value) + " s, must be 0.." +
-                     std::to_string(max_seconds) + " s");
+int64_t to_ns(double value, const char* argument, double unit_ns, double min, double max) {
+  if (!(value >= min && value <= max)) {  // false for NaN too
+    throw UsageError(std::string(argument) + " is " + number_text(value) + ", must be " + number_text(min) + ".." +
+                     number_text(max));
   }
-  return value;
+  return static_cast<int64_t>(value * unit_ns);
 }
 
 Deadline to_deadline(nb::handle timeout_s) {
@@ -55,7 +63,7 @@ Deadline to_deadline(nb::handle timeout_s) {
     throw UsageError("timeout_s must be a number of seconds or None, not " + type_name_of(timeout_s));
   }
   if (std::isnan(seconds) || seconds < 0.0) {
-    throw UsageError("timeout_s is " + std::to_string(seconds) + ", must be 0 or more, or None to wait for ever");
+    throw UsageError("timeout_s is " + number_text(seconds) + ", must be 0 or more, or None to wait for ever");
   }
   return seconds >= kForEverSeconds ? kNoDeadline : deadline_in(seconds);
 }

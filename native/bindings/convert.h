@@ -30,7 +30,8 @@ inline uint32_t to_imm(nb::handle value) { return value.is_none() ? kNoImm : to_
 // None is kAnyRail. The engine knows how many rails there are.
 uint32_t to_rail(nb::handle value);
 
-double to_seconds(double value, const char* argument, double max_seconds);
+// A time option: at least `min` and at most `max` of its own unit, which is `unit_ns` nanoseconds.
+int64_t to_ns(double value, const char* argument, double unit_ns, double min, double max);
 // None waits for ever; zero looks once.
 Deadline to_deadline(nb::handle timeout_s);
 

@@ -82,7 +82,16 @@ struct ImmCounterHandle {
   nb::object engine;
 };
 
+// A pool that nobody can take messages from is closed: it would hold senders back for ever.
 struct ReceivePoolHandle {
+  ReceivePoolHandle(Ref<ReceivePool> native, nb::object owner, bool callback)
+      : pool(std::move(native)), engine(std::move(owner)), has_callback(callback) {}
+  ~ReceivePoolHandle() {
+    if (!pool.inherited()) pool->close();
+  }
+  ReceivePoolHandle(const ReceivePoolHandle&) = delete;
+  ReceivePoolHandle& operator=(const ReceivePoolHandle&) = delete;
+
   Held<ReceivePool> pool;
   nb::object engine;
   bool has_callback = false;  // messages go to the callback and to nobody else

@@ -46,13 +46,13 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   options.transport = choose("transport", transport, kTransports);
   options.rail_count = to_u32(rails, "rails", kRailsMax);
   options.polling = choose("polling", polling, kPollings);
-  options.spin_ns = static_cast<int64_t>(1e9 * to_seconds(spin_us / 1e6, "spin_us", 3600));
+  options.spin_ns = to_ns(spin_us, "spin_us", 1e3, 0, 1e7);
   if (!worker_cpu.is_none()) options.worker_cpu = static_cast<int32_t>(to_u32(worker_cpu, "worker_cpu", 1 << 20));
   options.submit_queue_depth = to_u32(submit_queue_depth, "submit_queue_depth");
   options.imm_counters_max = to_u32(imm_counters_max, "imm_counters_max");
   options.message_bytes_max = to_u32(message_bytes_max, "message_bytes_max");
-  options.watcher_poll_ns = static_cast<int64_t>(1e9 * to_seconds(watcher_poll_us / 1e6, "watcher_poll_us", 3600));
-  options.connect_timeout_ns = static_cast<int64_t>(1e9 * to_seconds(connect_timeout_s, "connect_timeout_s", 1e6));
+  options.watcher_poll_ns = to_ns(watcher_poll_us, "watcher_poll_us", 1e3, 0, 1e6);
+  options.connect_timeout_ns = to_ns(connect_timeout_s, "connect_timeout_s", 1e9, 1e-3, 1e6);
   options.private_path = choose("private_path", private_path, kPrivatePaths);
   new (self.p) EngineHandle(self.h.ptr(), options);
 }

@@ -114,7 +114,8 @@ std::vector<RemoteRegionRef> resolve_targets(Self self, nb::sequence dsts) {
   return targets;
 }
 
-const Ref<PeerGroup>& usable(const PeerGroupHandle& group) {
+const Ref<PeerGroup>& usable(Self self, const PeerGroupHandle& group) {
+  if (!group.engine.is(self.h)) throw UsageError("group was made by another engine: its peers are resolved there");
   if (group.removed) throw UsageError("group was removed");
   return group.group.ref();
 }
@@ -131,7 +132,7 @@ TransferHandle submit_scatter(Self self, const RegionHandle& src, nb::sequence d
   const SizeArray length_array(lengths, "lengths", targets.size());
   const SizeArray src_array(src_offsets, "src_offsets", targets.size());
   const SizeArray dst_array(dst_offsets, "dst_offsets", targets.size());
-  const Ref<PeerGroup> peers = group == nullptr ? nullptr : usable(*group);
+  const Ref<PeerGroup> peers = group == nullptr ? nullptr : usable(self, *group);
   ScatterRequest request;
   request.src = source.get();
   request.dsts = pointers;
@@ -145,7 +146,7 @@ TransferHandle submit_scatter(Self self, const RegionHandle& src, nb::sequence d
 
 TransferHandle submit_barrier(Self self, const PeerGroupHandle& group, nb::handle imm) {
   const EngineRef engine = self.p->core();
-  const Ref<PeerGroup> peers = usable(group);
+  const Ref<PeerGroup> peers = usable(self, group);
   const uint32_t number = to_u32(imm, "imm", kImmMax);
   return submit(self, [&] { return engine->submit_barrier(*peers, number); });
 }

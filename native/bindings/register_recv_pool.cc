@@ -18,7 +18,7 @@ constexpr size_t kSendersMax = 1024;
 void init(ReceivePoolHandle* self, nb::pointer_and_handle<EngineHandle> engine, nb::handle count, nb::handle nbytes,
           bool has_callback) {
   Ref<ReceivePool> pool = engine.p->core()->submit_recvs(to_u32(count, "count"), to_u32(nbytes, "nbytes"));
-  new (self) ReceivePoolHandle{Held<ReceivePool>(std::move(pool)), nb::borrow(engine.h), has_callback, {}};
+  new (self) ReceivePoolHandle(std::move(pool), nb::borrow(engine.h), has_callback);
 }
 
 nb::object sender_object(ReceivePoolHandle& self, const std::shared_ptr<const Address>& sender) {

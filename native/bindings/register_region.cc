@@ -15,9 +15,10 @@ namespace {
 
 using EngineArgument = nb::pointer_and_handle<EngineHandle>;
 
-void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address, uint64_t nbytes,
+void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address, nb::handle nbytes_object,
                      const std::string& access, bool writable, nb::object owner) {
   const Access wanted = to_access(access);
+  const uint64_t nbytes = to_u64(nbytes_object, "nbytes");
   const EngineRef core = engine.p->core();
   RegionRef region;
   {
@@ -29,7 +30,8 @@ void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address
   new (self) RegionHandle(engine, std::move(region), std::move(owner), writable);
 }
 
-void init_allocated(RegionHandle* self, EngineArgument engine, uint64_t nbytes, bool populate) {
+void init_allocated(RegionHandle* self, EngineArgument engine, nb::handle nbytes_object, bool populate) {
+  const uint64_t nbytes = to_u64(nbytes_object, "nbytes");
   const EngineRef core = engine.p->core();
   RegionRef region;
   {

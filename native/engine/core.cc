@@ -64,6 +64,7 @@ EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
       imms_(options.imm_counters_max),
       watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns)),
       transport_(open_transport(options.transport, transport_options(options), this)) {
+  traits_ = transport_->traits();
   if (options_.polling != Polling::kManual) worker_ = std::thread([this] { worker_main(); });
 }
 
@@ -160,7 +161,7 @@ void EngineCore::worker_main() {
     // After the last look at the ticket: close() sets the flag, then rings.
     if (stopping_.load(std::memory_order_acquire)) break;
     bump(counters_.sleeps);
-    const bool under_way = inflight_.load(std::memory_order_relaxed) > 0;
+    const bool under_way = inflight() > 0;
     transport_->sleep(ticket, under_way ? now_ns() + kLookAgainNs : kNoDeadline);
   }
 }
@@ -197,8 +198,25 @@ bool EngineCore::progress() {
   return moved;
 }
 
+uint64_t EngineCore::inflight() const {
+  // finished_ first: a transfer that starts and ends between the two loads must not make the difference negative.
+  const uint64_t finished = finished_.load(std::memory_order_acquire);
+  return submits_.pushed() + started_here_.load(std::memory_order_acquire) - finished;
+}
+
 void EngineCore::submit(Transfer* transfer, bool short_work) {
-  inflight_.fetch_add(1, std::memory_order_relaxed);
+  // Short work while nobody drives: post it here, without the queue.
+  if (short_work && options_.polling != Polling::kSpin && try_enter()) {
+    take_submits(); // what came before us
+    bump(started_here_);
+    start(transfer); // knows whether the engine closed meanwhile
+    if (worker_.joinable()) {
+      leave();
+    } else {
+      progress_lock_.unlock();
+    }
+    return;
+  }
   int attempts = 0;
   while (!submits_.try_push(transfer)) {
     // Back-pressure: help until there is room. The engine cannot close under us for good: close() empties the queue.
@@ -211,17 +229,7 @@ void EngineCore::submit(Transfer* transfer, bool short_work) {
       cpu_relax();
     }
   }
-  if (short_work && options_.polling != Polling::kSpin && try_enter()) {
-    take_submits();
-    if (worker_.joinable()) {
-      leave();
-    } else {
-      transport_->disarm();
-      progress_lock_.unlock();
-    }
-  } else {
-    transport_->wake(); // a full fence: the look at closed_ below comes after the push
-  }
+  transport_->wake();
   std::atomic_thread_fence(std::memory_order_seq_cst); // pairs with the seq_cst store of closed_ in close()
   if (closed()) drain_after_close();
 }
@@ -246,8 +254,8 @@ void EngineCore::close(Deadline drain_deadline) {
   if (forked()) return;
   std::call_once(close_once_, [&] {
     // 1. What is under way may finish until the deadline.
-    if (inflight_.load(std::memory_order_relaxed) > 0 && drain_deadline > now_ns()) {
-      const auto drained = [this] { return inflight_.load(std::memory_order_relaxed) == 0; };
+    if (inflight() > 0 && drain_deadline > now_ns()) {
+      const auto drained = [this] { return inflight() == 0; };
       const auto nap = [](Deadline until) {
         std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, 200'000)));
       };

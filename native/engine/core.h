@@ -64,6 +64,8 @@ class EngineCore final : public Sink {
   // Runs `work` as the progress holder.
   void run_as_holder(const std::function<void()>& work);
   bool progress();
+  // Transfers accepted and not complete.
+  uint64_t inflight() const;
   void wake() { transport_->wake_always(); }
 
   // Blocks until ready(), driving the engine when no worker does. sleep(until) blocks at most until then, and returns
@@ -147,7 +149,8 @@ class EngineCore final : public Sink {
   std::atomic<bool> drained_{false};  // and all old ones are complete
   std::once_flag close_once_;
   std::atomic<bool> cancel_scan_{false};
-  std::atomic<uint64_t> inflight_{0}; // transfers accepted and not complete
+  std::atomic<uint64_t> started_here_{0}; // transfers that never were in the queue; progress holder writes
+  std::atomic<uint64_t> finished_{0};     // transfers complete; progress holder writes
 
   std::mutex tables_mutex_; // guards peers_, remote_regions_, pool_, events_
   std::map<Incarnation, PeerRef> peers_;
@@ -173,13 +176,17 @@ class EngineCore final : public Sink {
         regions{0};
   } counters_;
 
+  // rail < 2 * rail_count, without the cost of a division.
+  uint32_t wrap_rail(uint32_t rail) const { return rail < options_.rail_count ? rail : rail - options_.rail_count; }
+
+  Traits traits_; // of the transport
   std::unique_ptr<Transport> transport_; // calls us from its control thread (wake): built after what that needs
   std::thread worker_;
 };
 
-// Counts of the engine's own threads: written by one thread at a time, read by any.
+// Counts of the progress holder, read by any thread. release: who sees a count sees those bumped before it.
 inline void bump(std::atomic<uint64_t>& counter, uint64_t by = 1) {
-  counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_relaxed);
+  counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_release);
 }
 
 template <typename Ready, typename Sleep>

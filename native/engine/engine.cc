@@ -240,14 +240,15 @@ PeerGroupRef Engine::add_peer_group(std::span<const Address> addresses) {
 // --- operations ---
 
 TransferRef EngineCore::make_transfer(OpKind kind) {
-  Transfer* transfer = transfers_.take(1);
+  Transfer* transfer = transfers_.take();
   transfer->work_->kind = kind;
   return TransferRef::adopt(transfer);
 }
 
 TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
-  if (Region* local = transfer->work_->local.get()) local->inflight_ops_.fetch_add(1, std::memory_order_relaxed);
-  transfer->add_ref(); // the engine's, until completion
+  if (Region* local = transfer->work_->local) local->begin_op();
+  // The caller's reference, and the engine's until completion. Not published yet: no atomic addition needed.
+  transfer->word_.store(2 * Transfer::kOneRef, std::memory_order_relaxed);
   submit(transfer.get(), short_work);
   return transfer;
 }
@@ -262,9 +263,8 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   check_rail(request.rail, options().rail_count);
   TransferRef transfer = core_->make_transfer(OpKind::kWrite);
   TransferWork& work = EngineCore::work_of(*transfer);
-  work.local = RegionRef::share(request.src);
+  work.local = request.src;
   work.remote = RemoteRegionRef::share(request.dst);
-  work.peer = PeerRef::share(request.dst->peer());
   work.local_offset = request.src_offset;
   work.remote_offset = request.dst_offset;
   work.length_bytes = request.length_bytes;
@@ -283,9 +283,8 @@ TransferRef Engine::submit_read(const ReadRequest& request) {
   check_rail(request.rail, options().rail_count);
   TransferRef transfer = core_->make_transfer(OpKind::kRead);
   TransferWork& work = EngineCore::work_of(*transfer);
-  work.local = RegionRef::share(request.dst);
+  work.local = request.dst;
   work.remote = RemoteRegionRef::share(request.src);
-  work.peer = PeerRef::share(request.src->peer());
   work.local_offset = request.dst_offset;
   work.remote_offset = request.src_offset;
   work.length_bytes = request.length_bytes;
@@ -320,9 +319,8 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
     take_pages(request.src_pages, "src_pages", request.src_offset, request.src_stride_bytes, request.page_bytes, request.src->length_bytes(), work.local_pages.get());
     take_pages(request.dst_pages, "dst_pages", request.dst_offset, request.dst_stride_bytes, request.page_bytes, request.dst->length_bytes(), work.remote_pages.get());
   }
-  work.local = RegionRef::share(request.src);
+  work.local = request.src;
   work.remote = RemoteRegionRef::share(request.dst);
-  work.peer = PeerRef::share(request.dst->peer());
   work.local_offset = request.src_offset;
   work.remote_offset = request.dst_offset;
   work.page_count = count;
@@ -363,7 +361,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
   for (size_t i = 0; i < count; ++i) {
     ScatterTarget& target = work.targets[i];
     target.dst = RemoteRegionRef::share(request.dsts[i]);
-    target.peer = PeerRef::share(request.dsts[i]->peer());
+    target.peer = request.dsts[i]->peer();
     target.src_offset = request.src_offsets[i];
     target.dst_offset = request.dst_offsets[i];
     target.length_bytes = request.lengths[i];
@@ -371,7 +369,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
     work.length_bytes += request.lengths[i];
   }
   work.targets_total = count;
-  work.local = RegionRef::share(request.src);
+  work.local = request.src;
   work.imm = request.imm;
   work.bulk = work.length_bytes >= kBulkBytes;
   return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes);
@@ -385,10 +383,11 @@ TransferRef Engine::submit_barrier(PeerGroup& group, uint32_t imm) {
   TransferWork& work = EngineCore::work_of(*transfer);
   work.targets.resize(group.size());
   for (size_t i = 0; i < group.size(); ++i) {
-    work.targets[i].peer = group.peers()[i];
+    work.targets[i].peer = group.peers()[i].get();
     work.targets[i].length_bytes = work.targets[i].posted_bytes = 0;
   }
   work.targets_total = group.size();
+  work.group = PeerGroupRef::share(&group);
   work.imm = imm;
   return core_->hand_over(std::move(transfer), true);
 }
@@ -402,7 +401,7 @@ TransferRef Engine::submit_send(Peer& peer, std::span<const uint8_t> payload) {
   TransferRef transfer = core_->make_transfer(OpKind::kSend);
   TransferWork& work = EngineCore::work_of(*transfer);
   work.payload.assign(payload.begin(), payload.end());
-  work.peer = PeerRef::share(&peer);
+  work.receiver = PeerRef::share(&peer);
   work.length_bytes = payload.size();
   return core_->hand_over(std::move(transfer), payload.size() <= kShortBytes);
 }
@@ -473,7 +472,7 @@ EngineStats Engine::stats() const {
   stats.transfers_done = get(counters.done);
   stats.transfers_failed = get(counters.failed);
   stats.transfers_cancelled = get(counters.cancelled);
-  stats.transfers_inflight = get(core_->inflight_);
+  stats.transfers_inflight = core_->inflight();
   stats.transfers_submitted = stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled + stats.transfers_inflight;
   stats.bytes_written = get(counters.bytes_written);
   stats.bytes_read = get(counters.bytes_read);

@@ -43,7 +43,8 @@ void EngineCore::start(Transfer* transfer) {
     finish(transfer, Status::kCancelled);
     return;
   }
-  work.first_rail = work.rail != kAnyRail ? work.rail : next_rail_++ % options_.rail_count;
+  work.first_rail = work.rail != kAnyRail ? work.rail : next_rail_;
+  if (++next_rail_ == options_.rail_count) next_rail_ = 0;
   if (work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier) {
     work.open_items = static_cast<uint32_t>(work.targets.size());
     for (uint32_t i = 0; i < work.targets.size(); ++i) start_item(*work.targets[i].peer, transfer, i);
@@ -55,7 +56,7 @@ void EngineCore::start(Transfer* transfer) {
     work.pieces = work.rail != kAnyRail ? 1 : pieces_for(work.length_bytes, options_.rail_count, kRailPieceBytesMin);
   }
   work.open_items = 1;
-  start_item(*work.peer, transfer, 0);
+  start_item(work.peer(), transfer, 0);
   finish_if_done(transfer);
 }
 
@@ -85,6 +86,7 @@ void EngineCore::mark_busy(Peer& peer) {
 
 uint32_t EngineCore::post_backlogs() {
   round_bytes_ = 0;
+  runnable_ = false;
   if (busy_.empty()) return 0;
   uint32_t moved = 0;
   for (size_t i = 0; i < busy_.size(); ++i) {
@@ -96,7 +98,7 @@ uint32_t EngineCore::post_backlogs() {
     peer->work_->is_busy = !peer->work_->backlog.empty() || !peer->work_->messages.empty();
     return !peer->work_->is_busy;
   });
-  runnable_ = moved > 0;
+  runnable_ = runnable_ || moved > 0;
   return moved;
 }
 
@@ -174,14 +176,13 @@ RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
 // piece's share of the immediate; on rails without order it waits until everything before it is done.
 EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
-  const Traits& traits = transport_->traits();
-  const Shares shares = split_count(work.pieces);
+  const Traits& traits = traits_;
   RemoteKey* key = key_of(peer, *work.remote);
   uint64_t turn_bytes = 0;
-  const uint64_t longest = piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
+  const uint64_t longest = work.pieces == 1 ? work.length_bytes : piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
   while (work.slice_offset < longest || work.slice_offset == 0) {
     for (; work.piece < work.pieces; ++work.piece) {
-      const Range range = piece_of(work.length_bytes, work.pieces, work.piece, kCutAlign);
+      const Range range = work.pieces == 1 ? Range{0, work.length_bytes} : piece_of(work.length_bytes, work.pieces, work.piece, kCutAlign);
       if (work.slice_offset >= range.length_bytes && work.slice_offset > 0) continue;
       if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
       const uint64_t length = std::min(range.length_bytes - work.slice_offset, traits.slice_bytes_max);
@@ -192,14 +193,14 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       request.op = work.kind == OpKind::kRead ? WorkOp::kRead : WorkOp::kWrite;
       request.has_imm = has_imm;
       request.bulk = work.bulk;
-      request.wire_imm = has_imm ? wire_imm(work.imm, shares.codes[work.piece]) : 0;
+      request.wire_imm = has_imm ? wire_imm(work.imm, share_code_of_piece(work.pieces, work.piece)) : 0;
       request.local = work.local->base() + work.local_offset + range.offset + work.slice_offset;
       request.length_bytes = length;
       request.remote = key;
       request.remote_offset = work.remote_offset + range.offset + work.slice_offset;
       request.local_region = work.local->local_.get();
       request.context = transfer;
-      const uint32_t rail = (work.first_rail + work.piece) % options_.rail_count;
+      const uint32_t rail = wrap_rail(work.first_rail + work.piece);
       const uint32_t retired_before = work.retired;
       if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
       if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
@@ -218,7 +219,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   RemoteKey* key = key_of(peer, *work.remote);
   const bool can_join = work.local_stride_bytes == work.page_bytes && work.remote_stride_bytes == work.page_bytes;
-  const uint64_t fits = std::max<uint64_t>(1, transport_->traits().slice_bytes_max / std::max<uint64_t>(1, work.page_bytes));
+  const uint64_t fits = std::max<uint64_t>(1, traits_.slice_bytes_max / std::max<uint64_t>(1, work.page_bytes));
   const uint64_t run_max = can_join ? std::min<uint64_t>(kPagesPerRequestMax, fits) : 1;
   const uint32_t* local_pages = work.local_pages.get();
   const uint32_t* remote_pages = work.remote_pages.get();
@@ -263,7 +264,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
       if (at_once) work.bytes_retired += batch[i].length_bytes;
     }
     if (work.failure != Status::kDone) return Progress::kAllPosted;
-    if (work.rail == kAnyRail) work.first_rail = (work.first_rail + 1) % options_.rail_count;
+    if (work.rail == kAnyRail) work.first_rail = wrap_rail(work.first_rail + 1);
     if (accepted < filled) return Progress::kBlocked;
   }
   return Progress::kAllPosted;
@@ -272,7 +273,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
 // One target of a scatter or barrier: on one rail, in slices, the last one with the immediate.
 EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, ScatterTarget& target) {
   TransferWork& work = *transfer->work_;
-  const Traits& traits = transport_->traits();
+  const Traits& traits = traits_;
   const auto index = static_cast<uint32_t>(&target - work.targets.data());
   const uint32_t rail = work.rail != kAnyRail ? work.rail : (work.first_rail + index) % options_.rail_count;
   RemoteKey* key = target.dst ? key_of(peer, *target.dst) : nullptr;
@@ -361,12 +362,11 @@ void EngineCore::finish(Transfer* transfer, Status status) {
   } else {
     bump(status == Status::kCancelled ? counters_.cancelled : counters_.failed);
   }
-  // release: pairs with the acquire in Region::inflight_ops: close() sees our copies finished.
-  if (work.local) work.local->inflight_ops_.fetch_sub(1, std::memory_order_release);
-  work.drop_references();
-  inflight_.fetch_sub(1, std::memory_order_relaxed);
+  if (work.local != nullptr) std::exchange(work.local, nullptr)->end_op();
+  work.targets.clear();
+  if (work.group) work.group = nullptr;
+  bump(finished_);
   transfer->complete(status);
-  transfer->release();
 }
 
 void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {

@@ -21,9 +21,14 @@ class Peer;
 // Lifecycle: 1. open. 2. closing: no new submit, peers refused. 3. closed: nothing touches the memory any more.
 // Owner of the memory: the caller, from registration until close() returned kReady; the engine for alloc().
 // Threads: any.
-class Region : public RefCounted<Region> {
+class Region {
  public:
-  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+  // relaxed: whoever adds a reference already holds one.
+  void add_ref() { uses_.fetch_add(1, std::memory_order_relaxed); }
+  void release() { drop(1); }
+
   std::byte* base() const { return base_; }
   uint64_t length_bytes() const { return length_bytes_; }
   Access access() const { return access_; }
@@ -32,7 +37,7 @@ class Region : public RefCounted<Region> {
   bool is_mapped() const;
   const RegionDescriptor& descriptor() const { return descriptor_; }
   // Transfers of ours that read from (or, for reads, write to) it now.
-  uint32_t inflight_ops() const { return inflight_ops_.load(std::memory_order_acquire); }
+  uint32_t inflight_ops() const { return static_cast<uint32_t>(uses_.load(std::memory_order_acquire) >> 32); }
   bool closed() const;
 
   // Refuses new use and blocks until neither our worker nor a peer touches the memory. Idempotent. kTimeout: still in
@@ -45,6 +50,14 @@ class Region : public RefCounted<Region> {
   friend class Engine;
   friend class EngineCore;
   Region(Ref<Engine> engine, std::unique_ptr<LocalRegion> local, Access access);
+  ~Region();
+  // A transfer's use: a reference and an operation in flight, in one atomic.
+  void begin_op() { uses_.fetch_add(kOneOp, std::memory_order_relaxed); }
+  // release: pairs with the acquire in inflight_ops(): close() sees our copies finished.
+  void end_op() { drop(kOneOp); }
+  void drop(uint64_t uses) {
+    if (static_cast<uint32_t>(uses_.fetch_sub(uses, std::memory_order_acq_rel) - uses) == 0) delete this;
+  }
 
   const Ref<Engine> engine_; // the transport must outlive local_
   std::unique_ptr<LocalRegion> local_; // the transport's half
@@ -52,7 +65,9 @@ class Region : public RefCounted<Region> {
   const uint64_t length_bytes_;
   const Access access_;
   RegionDescriptor descriptor_;
-  std::atomic<uint32_t> inflight_ops_{0};
+  // Low half: references. High half: operations in flight; each holds a reference too.
+  static constexpr uint64_t kOneOp = (uint64_t{1} << 32) + 1;
+  std::atomic<uint64_t> uses_{1};
   enum : uint8_t { kOpen, kClosing, kClosed };
   std::atomic<uint8_t> phase_{kOpen};
 };

@@ -9,11 +9,44 @@
 
 namespace crossrail {
 
-// Share codes of a count split in `pieces` (1..16): codes[i] for i < pieces, whose units sum to 48 exactly.
-struct Shares {
-  std::array<uint8_t, kRailsMax> codes;
+// For each number of pieces 1..16: the first `first_count` take one share code, the rest another. Every row is one count.
+struct ShareRow {
+  uint8_t first_count, first_code, rest_code;
 };
-Shares split_count(uint32_t pieces);
+inline constexpr std::array<ShareRow, kRailsMax> kShareRows = {{
+    {1, 0, 0},   // 1: 48
+    {2, 1, 1},   // 2: 24 each
+    {3, 2, 2},   // 3
+    {4, 3, 3},   // 4
+    {3, 3, 5},   // 5: 3*12 + 2*6
+    {6, 4, 4},   // 6
+    {5, 4, 6},   // 7: 5*8 + 2*4
+    {8, 5, 5},   // 8
+    {7, 5, 7},   // 9: 7*6 + 2*3
+    {6, 5, 7},   // 10: 6*6 + 4*3
+    {5, 5, 7},   // 11: 5*6 + 6*3
+    {12, 6, 6},  // 12
+    {9, 6, 7},   // 13: 9*4 + 4*3
+    {2, 5, 7},   // 14: 2*6 + 12*3
+    {3, 6, 7},   // 15: 3*4 + 12*3
+    {16, 7, 7},  // 16
+}};
+
+// Share code of piece `index` of a count split in `pieces` (1..16). The pieces' units sum to 48 exactly.
+constexpr uint32_t share_code_of_piece(uint32_t pieces, uint32_t index) {
+  const ShareRow& row = kShareRows[pieces - 1];
+  return index < row.first_count ? row.first_code : row.rest_code;
+}
+
+constexpr bool share_rows_are_whole() {
+  for (uint32_t pieces = 1; pieces <= kRailsMax; ++pieces) {
+    uint32_t units = 0;
+    for (uint32_t i = 0; i < pieces; ++i) units += kShareUnits[share_code_of_piece(pieces, i)];
+    if (units != kUnitsPerCount) return false;
+  }
+  return true;
+}
+static_assert(share_rows_are_whole());
 
 // Code for 2^log2_pages pages in one piece, log2_pages 0..8.
 constexpr uint32_t share_code_of_pages(uint32_t log2_pages) { return log2_pages == 0 ? 0 : 7 + log2_pages; }

@@ -9,15 +9,6 @@
 
 namespace crossrail {
 
-namespace {
-// Marks listeners_ of a completed transfer; never dereferenced.
-char listeners_closed_mark;
-template <typename T>
-T* closed_mark() {
-  return reinterpret_cast<T*>(&listeners_closed_mark);
-}
-}  // namespace
-
 const char* op_kind_name(OpKind kind) {
   switch (kind) {
     case OpKind::kWrite: return "write";
@@ -35,15 +26,28 @@ Transfer::~Transfer() = default;
 
 void Transfer::release() {
   // acq_rel: our uses happen before the recycling; the recycler sees everybody's.
-  if (refs_.fetch_sub(1, std::memory_order_acq_rel) == 1) core_->transfers().give_back(this);
+  if (word_.fetch_sub(kOneRef, std::memory_order_acq_rel) / kOneRef == 1) core_->transfers().give_back(this);
 }
 
 void Transfer::complete(Status status) {
-  // acq_rel: the outcome in work_ is visible to whoever sees the status; the listeners' nodes to us.
-  const uint32_t before = status_.exchange(static_cast<uint32_t>(status), std::memory_order_acq_rel);
-  CROSSRAIL_ASSERT((before & kStatusMask) == static_cast<uint32_t>(Status::kPending));
-  if ((before & kHasSleeper) != 0) futex_wake_all(&status_, FutexScope::kProcess);
-  Listener* listener = listeners_.exchange(closed_mark<Listener>(), std::memory_order_acq_rel);
+  CROSSRAIL_ASSERT((word_.load(std::memory_order_relaxed) & kStatusMask) == static_cast<uint32_t>(Status::kPending));
+  // With listeners or sleepers to tell, our reference must last until they are told; there may be some only now, so the
+  // common case is tried first: nobody. seq_cst, as in notify(): of a listener pushed at this moment, one side knows.
+  uint32_t word = word_.load(std::memory_order_relaxed);
+  if (listeners_.load(std::memory_order_relaxed) == nullptr && (word & kHasSleeper) == 0 && word / kOneRef == 1) {
+    // Ours is the only reference: nobody is left to be told, or to come.
+    word_.store(word + static_cast<uint32_t>(status), std::memory_order_relaxed);
+    release();
+    return;
+  }
+  // release: the outcome in work_ is visible to whoever sees the status.
+  word = word_.fetch_add(static_cast<uint32_t>(status), std::memory_order_seq_cst);
+  if ((word & kHasSleeper) != 0) futex_wake_all(&word_, FutexScope::kProcess);
+  if (listeners_.load(std::memory_order_seq_cst) != nullptr) tell_listeners(listeners_.exchange(nullptr, std::memory_order_acq_rel));
+  release();
+}
+
+void Transfer::tell_listeners(Listener* listener) {
   while (listener != nullptr) {
     listener->notifier->post(listener->cookie);
     delete std::exchange(listener, listener->next);
@@ -51,16 +55,12 @@ void Transfer::complete(Status status) {
 }
 
 bool Transfer::notify(Notifier* notifier, uint64_t cookie) {
-  Listener* head = listeners_.load(std::memory_order_acquire);
-  if (head == closed_mark<Listener>()) return false;
-  auto* listener = new Listener{head, Ref<Notifier>::share(notifier), cookie};
-  // release: the node is whole before complete() can take it.
-  while (!listeners_.compare_exchange_weak(listener->next, listener, std::memory_order_acq_rel, std::memory_order_acquire)) {
-    if (listener->next == closed_mark<Listener>()) {
-      delete listener;
-      return false;
-    }
+  if (done()) return false;
+  auto* listener = new Listener{listeners_.load(std::memory_order_relaxed), Ref<Notifier>::share(notifier), cookie};
+  while (!listeners_.compare_exchange_weak(listener->next, listener, std::memory_order_seq_cst, std::memory_order_relaxed)) {
   }
+  // Completed meanwhile, perhaps without seeing us: then the stack is still there, and we tell.
+  if ((word_.load(std::memory_order_seq_cst) & kStatusMask) != 0) tell_listeners(listeners_.exchange(nullptr, std::memory_order_acq_rel));
   return true;
 }
 
@@ -74,14 +74,14 @@ bool Transfer::cancel() {
 WaitResult Transfer::wait(Deadline deadline, const InterruptCheck& interrupted) {
   if (done()) return WaitResult::kReady;
   const auto sleep = [this](Deadline until) {
-    uint32_t seen = status_.load(std::memory_order_acquire);
+    uint32_t seen = word_.load(std::memory_order_acquire);
     if ((seen & kStatusMask) != 0) return;
     if ((seen & kHasSleeper) == 0) {
       // The flag makes complete() pay for a wake-up only when somebody sleeps.
-      if (!status_.compare_exchange_strong(seen, seen | kHasSleeper, std::memory_order_acq_rel)) return;
+      if (!word_.compare_exchange_strong(seen, seen | kHasSleeper, std::memory_order_acq_rel)) return;
       seen |= kHasSleeper;
     }
-    futex_wait(&status_, seen, until, FutexScope::kProcess);
+    futex_wait(&word_, seen, until, FutexScope::kProcess);
   };
   const WaitResult result = core_->wait_until([this] { return done(); }, sleep, deadline, interrupted);
   if (result != WaitResult::kClosed || core_->forked()) return result;
@@ -96,7 +96,7 @@ TransferInfo Transfer::info() const {
   if (work_->kind == OpKind::kScatter || work_->kind == OpKind::kBarrier) {
     info.peer = std::to_string(work_->targets_total) + " peers";
   } else {
-    info.peer = work_->peer->address().name;
+    info.peer = work_->peer().address().name;
   }
   if (now == Status::kPending) return info; // the rest is still the progress holder's
   info.bytes_retired = work_->bytes_retired;
@@ -109,7 +109,7 @@ TransferPool::~TransferPool() {
   while (free_ != nullptr) delete std::exchange(free_, free_->next_free_);
 }
 
-Transfer* TransferPool::take(uint32_t refs) {
+Transfer* TransferPool::take() {
   Transfer* transfer;
   {
     std::lock_guard lock(lock_);
@@ -118,13 +118,12 @@ Transfer* TransferPool::take(uint32_t refs) {
     if (transfer != nullptr) free_ = transfer->next_free_;
   }
   if (transfer == nullptr) transfer = new Transfer(core_);
-  transfer->refs_.store(refs, std::memory_order_relaxed); // published with the transfer itself
+  transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed); // published with the transfer itself
   return transfer;
 }
 
 void TransferPool::give_back(Transfer* transfer) {
   transfer->work_->recycle();
-  transfer->status_.store(0, std::memory_order_relaxed);
   transfer->cancel_requested_.store(false, std::memory_order_relaxed);
   transfer->listeners_.store(nullptr, std::memory_order_relaxed);
   Engine* const engine = engine_;

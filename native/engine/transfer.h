@@ -40,7 +40,7 @@ class Transfer {
  public:
   bool done() const { return status() != Status::kPending; }
   // acquire: pairs with the release store at completion, so that what the transfer read may be reused.
-  Status status() const { return static_cast<Status>(status_.load(std::memory_order_acquire) & kStatusMask); }
+  Status status() const { return static_cast<Status>(word_.load(std::memory_order_acquire) & kStatusMask); }
 
   // Blocks until complete. Drives the engine meanwhile when no worker does.
   WaitResult wait(Deadline deadline, const InterruptCheck& interrupted);
@@ -55,7 +55,7 @@ class Transfer {
   TransferInfo info() const;
 
   // relaxed: whoever adds a reference already holds one.
-  void add_ref() { refs_.fetch_add(1, std::memory_order_relaxed); }
+  void add_ref() { word_.fetch_add(kOneRef, std::memory_order_relaxed); }
   void release();
 
  private:
@@ -66,21 +66,26 @@ class Transfer {
     Ref<Notifier> notifier;
     uint64_t cookie;
   };
+  // word_: status, then a flag, then references. One word, so that completing and dropping the engine's reference are
+  // one atomic; also the futex of blocked waiters.
   static constexpr uint32_t kStatusMask = 0xff;
-  static constexpr uint32_t kHasSleeper = 0x100; // some thread sleeps on status_ as a futex
+  static constexpr uint32_t kHasSleeper = 0x100; // some thread sleeps on the word
+  static constexpr uint32_t kOneRef = 0x1000;
 
   explicit Transfer(EngineCore* core);
   ~Transfer();
-  // Progress holder: the single completion.
+  // Progress holder: the single completion. Drops the engine's reference.
   void complete(Status status);
+  // Posts every listener's cookie.
+  void tell_listeners(Listener* listeners);
 
   EngineCore* const core_; // outlives the transfer: the pool keeps the engine while transfers are out
   const std::unique_ptr<TransferWork> work_;
   Transfer* next_free_ = nullptr;
-  std::atomic<uint32_t> status_{0};
-  std::atomic<uint32_t> refs_{0};
+  std::atomic<uint32_t> word_{0};
   std::atomic<bool> cancel_requested_{false};
-  // Stack of who wants to know; kListenersClosed once completed.
+  // Stack of who wants to know. complete() stores the status, then looks here; notify() pushes, then looks at the
+  // status; whoever takes the stack off tells all on it.
   std::atomic<Listener*> listeners_{nullptr};
 };
 

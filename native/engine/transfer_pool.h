@@ -16,8 +16,8 @@ class TransferPool {
   explicit TransferPool(Engine* engine, EngineCore* core) : engine_(engine), core_(core) {}
   ~TransferPool();
 
-  // A pending transfer with `refs` references.
-  Transfer* take(uint32_t refs);
+  // A pending transfer with one reference.
+  Transfer* take();
   void give_back(Transfer* transfer);
 
  private:

@@ -3,8 +3,8 @@
 namespace crossrail {
 
 void TransferWork::recycle() {
-  drop_references();
-  peer = nullptr;
+  remote = nullptr;
+  if (receiver) receiver = nullptr;
   bulk = false;
   imm = kNoImm;
   rail = kAnyRail;

@@ -17,7 +17,7 @@ inline constexpr uint64_t kPagesKept = 16384;
 
 struct ScatterTarget {
   RemoteRegionRef dst; // null for a barrier
-  PeerRef peer;
+  Peer* peer = nullptr; // kept by dst, or by the barrier's group
   uint64_t src_offset = 0;
   uint64_t dst_offset = 0;
   uint64_t length_bytes = 0;
@@ -32,9 +32,10 @@ struct TransferWork {
   bool bulk = false;
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;
-  RegionRef local;        // source, or target of a read
-  RemoteRegionRef remote; // target, or source of a read
-  PeerRef peer;           // of single-peer operations; kept after completion, for messages
+  Region* local = nullptr; // source, or target of a read; between begin_op and end_op
+  RemoteRegionRef remote;  // target, or source of a read; kept after completion, for messages
+  PeerRef receiver;        // of a send; likewise
+  PeerGroupRef group;      // of a barrier
   uint64_t local_offset = 0;
   uint64_t remote_offset = 0;
   uint64_t length_bytes = 0; // in all
@@ -71,12 +72,8 @@ struct TransferWork {
   std::string failed_peer;
   std::string detail;
 
-  // Drops what keeps other objects alive; the outcome stays readable.
-  void drop_references() {
-    local = nullptr;
-    remote = nullptr;
-    targets.clear();
-  }
+  // Of single-peer operations.
+  Peer& peer() const { return remote ? *remote->peer() : *receiver; }
   // Ready for the next transfer; keeps storage.
   void recycle();
 };

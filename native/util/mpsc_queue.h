@@ -51,6 +51,9 @@ class MpscQueue {
     return true;
   }
 
+  // Any thread: how many were pushed so far, or are just being pushed.
+  size_t pushed() const { return tail_.load(std::memory_order_acquire); }
+
   // The consumer.
   bool empty() const { return cells_[head_ & mask_].sequence.load(std::memory_order_acquire) != head_ + 1; }
 

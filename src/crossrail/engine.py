@@ -117,6 +117,8 @@ class Engine(_core.Engine):
         self.close(0.0)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_is_open"):
+            return "<Engine that did not open>"
         return f"<Engine {self.name!r}, {self.rails} rails{', closed' if self.closed else ''}>"
 
     # ---- memory

@@ -25,7 +25,7 @@ class ReceivePool(_core.ReceivePool):
 
     A pool whose buffers are all taken holds senders back; nothing is lost. Messages are taken by poll, recv, recv_async
     or `async for`, or by the callback given to submit_recvs and then by nothing else. Each message is delivered once.
-    Any thread; tasks of one event loop at a time.
+    A pool that is dropped, and has no callback, is closed. Any thread; tasks of one event loop at a time.
     """
 
     def __init__(
@@ -126,4 +126,6 @@ class ReceivePool(_core.ReceivePool):
         self.close()
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_callbacks"):
+            return "<ReceivePool that did not open>"
         return f"<ReceivePool of {self.count} x {self.nbytes} bytes{', closed' if self.closed else ''}>"

@@ -56,4 +56,6 @@ class Watcher(_core.Watcher):
         self.close()
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_callbacks"):
+            return "<Watcher that did not open>"
         return f"<Watcher at {self.address:#x}: {self.value}>"

@@ -63,9 +63,9 @@ class Pair:
         """Memory there, filled with the canary or with the pattern of `fill`."""
         return self.there.memory(nbytes, self.setup.memory_there, access=access, fill=fill)
 
-    def another(self, name: str, **options: Any) -> RemoteEngine:
-        """One more engine on the other side. Closed with the pair."""
-        return RemoteEngine(self.caller, name, **({"transport": self.setup.transport} | options))
+    def another(self, key: str, **options: Any) -> RemoteEngine:
+        """One more engine on the other side, known there as `key`. Closed with the pair."""
+        return RemoteEngine(self.caller, key, **({"transport": self.setup.transport} | options))
 
 
 def bytes_of(region: xr.Region) -> ByteArray:

@@ -55,10 +55,7 @@ def test_mapped_target_is_written_without_a_private_path(pair: Pair) -> None:
 
 @setups([(1, 1), (4, 4)], [memory for memory in PRIVATE if memory[:2] == ("private", "private")])
 def test_private_path_is_shown_with_its_reason(pair: Pair) -> None:
-    if pair.setup.processes == 1:
-        expected = {"local"}
-    else:
-        expected = {"staged"} if pair.setup.private_path == "staged" else {"cross-memory-attach", "staged"}
+    expected = {"staged"} if pair.setup.private_path == "staged" else {"cross-memory-attach", "staged"}
     src, dst = pair.source(1_000_000), pair.target(1_000_000)
 
     pair.here.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)

@@ -43,7 +43,7 @@ def test_empty_group_is_refused_or_has_an_empty_barrier(engine: xr.Engine) -> No
 
 @pytest.mark.parametrize("peers", [None, 5, [5], ["name"], [b"short"]])
 def test_group_of_what_is_no_peer_is_refused(engine: xr.Engine, peers: object) -> None:
-    with pytest.raises(xr.UsageError):
+    with pytest.raises((xr.UsageError, TypeError)):
         engine.add_peer_group(peers)
 
 
@@ -74,30 +74,30 @@ def test_scatter_needs_targets_of_its_group(engine: xr.Engine, other: xr.Engine)
 
 
 @pytest.mark.parametrize(
-    ("argument", "value"),
+    ("argument", "value", "words"),
     [
-        ("lengths", [1, 2]),
-        ("lengths", np.zeros((3, 1), np.int64)),
-        ("lengths", [1, -2, 3]),
-        ("lengths", -1),
-        ("lengths", [0.5, 1, 2]),
-        ("lengths", 101),
-        ("src_offsets", [1, 2, 3, 4]),
-        ("src_offsets", [0, 0, 100]),
-        ("src_offsets", 2**64 - 1),
-        ("dst_offsets", []),
-        ("dst_offsets", [0, 0, 91]),
-        ("dst_offsets", [0, 2**63, 0]),
-        ("imm", 2**28),
-        ("dsts", "text"),
-        ("dsts", [b"x"] * 3),
+        ("lengths", [1, 2], "lengths"),
+        ("lengths", np.zeros((3, 1), np.int64), "lengths"),
+        ("lengths", [1, -2, 3], "lengths.*-2"),
+        ("lengths", -1, "lengths.*-1"),
+        ("lengths", [0.5, 1, 2], "lengths"),
+        ("lengths", 101, "length.*101.*100"),
+        ("src_offsets", [1, 2, 3, 4], "src_offsets"),
+        ("src_offsets", [0, 0, 100], "src.*offset.*100"),
+        ("src_offsets", 2**64 - 1, f"src.*offset.*{2**64 - 1}"),
+        ("dst_offsets", [], "dst_offsets"),
+        ("dst_offsets", [0, 0, 91], "dst.*offset.*91.*100"),
+        ("dst_offsets", [0, 2**63, 0], f"dst.*offset.*{2**63}"),
+        ("imm", 2**28, f"imm.*{2**28}.*{2**28 - 1}"),
+        ("dsts", "text", "dsts"),
+        ("dsts", [b"x"] * 3, "dsts"),
     ],
 )
-def test_scatter_of_wrong_arguments_names_them(engine: xr.Engine, argument: str, value: object) -> None:
+def test_scatter_of_wrong_arguments_names_them(engine: xr.Engine, argument: str, value: object, words: str) -> None:
     src, dst = engine.alloc(100), engine.alloc(100)
     arguments = {"dsts": [dst.descriptor] * 3, "lengths": 10, "src_offsets": 0, "dst_offsets": 0} | {argument: value}
 
-    with pytest.raises(xr.UsageError, match=argument):
+    with pytest.raises(xr.UsageError, match=words):
         engine.submit_scatter(src, arguments.pop("dsts"), **arguments)
 
     assert not dst.array().any()

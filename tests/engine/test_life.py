@@ -115,12 +115,14 @@ def test_closing_is_idempotent_and_shows(engine: xr.Engine) -> None:
 def test_closed_engine_gives_back_threads_sockets_and_memory_while_still_referenced() -> None:
     before = Snapshot.take()
     engine, other = xr.Engine("here", rails=4), xr.Engine("other")
-    engine.submit_write(engine.alloc(10), other.alloc(10).descriptor, imm=1).wait(WAIT_S)
+    target = other.alloc(10)
+    engine.submit_write(engine.alloc(10), target.descriptor, imm=1).wait(WAIT_S)
     engine.on_event(lambda _: None)
 
     engine.close()
     other.close()
 
+    del target  # its memory is the region's, not the engine's
     gc.collect()
     added = [name for fd, name in open_fds().items() if fd not in before.fds]
     assert [name for name in added if "eventfd" not in name] == []
@@ -233,7 +235,8 @@ def test_closing_with_transfers_in_flight_completes_each_exactly_once(engine: xr
 
 def test_closing_gives_short_transfers_time_to_finish(engine: xr.Engine, other: xr.Engine) -> None:
     engine.connect(other.address, WAIT_S)
-    transfers = [engine.submit_write(engine.alloc(1000), other.alloc(1000).descriptor, imm=1) for _ in range(10)]
+    target = other.alloc(1000)
+    transfers = [engine.submit_write(engine.alloc(1000), target.descriptor, imm=1) for _ in range(10)]
 
     engine.close(WAIT_S)
 
@@ -269,14 +272,14 @@ def test_closing_from_many_threads_at_once(open_engine: EngineFactory) -> None:
 
 def test_closing_while_others_submit(open_engine: EngineFactory) -> None:
     engine, other = open_engine(), open_engine("other")
-    src, dst = engine.alloc(100), other.alloc(100).descriptor
+    src, dst = engine.alloc(100), other.alloc(100)
     transfers: list[xr.Transfer] = []
     refused: Counter[str] = Counter()
 
     def submit() -> None:
         try:
             while True:
-                transfers.append(engine.submit_write(src, dst, imm=1))
+                transfers.append(engine.submit_write(src, dst.descriptor, imm=1))
         except xr.EngineClosed:
             refused["closed"] += 1
 
@@ -295,7 +298,8 @@ def test_closing_while_others_submit(open_engine: EngineFactory) -> None:
 
 def test_closing_from_a_callback(open_engine: EngineFactory) -> None:
     engine = open_engine()
-    transfer = engine.submit_write(engine.alloc(10), engine.alloc(10).descriptor)
+    region = engine.alloc(10)
+    transfer = engine.submit_write(region, region.descriptor)
 
     transfer.add_done_callback(lambda _: engine.close())
 
@@ -331,10 +335,11 @@ def test_dropped_engine_warns_with_its_name() -> None:
 def test_dropped_engine_closes_and_its_threads_end() -> None:
     before = crossrail_threads()
     engine = xr.Engine("dropped")
-    engine.submit_write(engine.alloc(10), engine.alloc(10).descriptor, imm=1).wait(WAIT_S)
+    region = engine.alloc(10)
+    engine.submit_write(region, region.descriptor, imm=1).wait(WAIT_S)
     gone = weakref.ref(engine)
 
-    del engine
+    del engine, region
     gc.collect()
 
     assert gone() is None
@@ -352,9 +357,9 @@ def cyclic_engine() -> xr.Engine:
     """An engine whose callbacks, of every kind, hold it."""
     engine = xr.Engine("dropped")
     other = engine.add_peer_group([engine.address])
-    engine.on_event(lambda _: engine.close())
-    engine.holder = [engine.alloc_watcher(lambda _, __: engine.close())]
-    engine.imm_counter(1).on_count(1, lambda: engine.close())
+    engine.on_event(lambda _: engine.closed)
+    engine.holder = [engine.alloc_watcher(lambda _, __: engine.closed)]
+    engine.imm_counter(1).on_count(1, lambda: engine.closed)
     engine.submit_barrier(other, 2).add_done_callback(lambda _: engine.closed)
     return engine
 

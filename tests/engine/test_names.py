@@ -81,7 +81,7 @@ def test_peers_may_be_named_by_address_or_bytes(engine: xr.Engine, other: xr.Eng
 @pytest.mark.parametrize("peer", [None, 5, "other", b"short", b""])
 def test_what_is_no_peer_is_refused(engine: xr.Engine, peer: object) -> None:
     for call in (engine.connect, engine.peer_state, engine.forget_peer, engine.explain):
-        with pytest.raises(xr.UsageError):
+        with pytest.raises((xr.UsageError, TypeError)):
             call(peer)
 
 

@@ -44,7 +44,8 @@ def test_sleeping_engine_wakes_up(open_engine: EngineFactory, spin_us: float) ->
 
 
 def test_idle_engine_sleeps(engine: xr.Engine) -> None:
-    engine.submit_write(engine.alloc(10), engine.alloc(10).descriptor).wait(WAIT_S)
+    region = engine.alloc(10)
+    engine.submit_write(region, region.descriptor).wait(WAIT_S)
     eventually(lambda: engine.stats()["worker_sleeps"] > 0, "the worker asleep")
     before = engine.stats()["worker_rounds"]
 

@@ -13,7 +13,8 @@ def test_tensors_of_any_type_can_be_written(engine: xr.Engine, dtype: torch.dtyp
     src = torch.randint(0, 2, (30, 70)).to(dtype)
     dst = torch.zeros_like(src)
 
-    engine.submit_write(engine.register(src), engine.register(dst).descriptor, imm=1).wait(WAIT_S)
+    target = engine.register(dst)
+    engine.submit_write(engine.register(src), target.descriptor, imm=1).wait(WAIT_S)
     engine.imm_counter(1).wait(1, WAIT_S)
 
     assert torch.equal(src, dst)
@@ -34,9 +35,8 @@ def test_page_indices_may_be_tensors(engine: xr.Engine, dtype: torch.dtype) -> N
     dst = np.zeros_like(src)
     order = torch.randperm(10).to(dtype)
 
-    engine.submit_paged_writes(engine.register(src), order, engine.register(dst).descriptor, order, 100, imm=1).wait(
-        WAIT_S
-    )
+    target = engine.register(dst)
+    engine.submit_paged_writes(engine.register(src), order, target.descriptor, order, 100, imm=1).wait(WAIT_S)
     engine.imm_counter(1).wait(10, WAIT_S)
 
     assert np.array_equal(src, dst)

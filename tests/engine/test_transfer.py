@@ -14,7 +14,8 @@ from tests.support.limits import NEVER_S, WAIT_S, eventually, never
 @pytest.fixture
 def written(engine: xr.Engine, other: xr.Engine) -> xr.Transfer:
     """A write that is done."""
-    transfer = engine.submit_write(engine.alloc(1000), other.alloc(1000).descriptor, imm=5)
+    target = other.alloc(1000)
+    transfer = engine.submit_write(engine.alloc(1000), target.descriptor, imm=5)
     transfer.wait(WAIT_S)
     return transfer
 
@@ -38,7 +39,8 @@ def test_done_transfer_says_what_it_was(written: xr.Transfer, other: xr.Engine) 
 
 
 def test_imm_is_none_without_one(engine: xr.Engine, other: xr.Engine) -> None:
-    transfer = engine.submit_write(engine.alloc(10), other.alloc(10).descriptor)
+    target = other.alloc(10)
+    transfer = engine.submit_write(engine.alloc(10), target.descriptor)
 
     transfer.wait(WAIT_S)
 
@@ -184,10 +186,10 @@ def test_callback_of_a_done_transfer_runs_at_once(written: xr.Transfer) -> None:
 
 def test_callbacks_share_one_thread_that_is_not_ours(engine: xr.Engine, other: xr.Engine) -> None:
     threads: list[threading.Thread] = []
-    src, dst = engine.alloc(10), other.alloc(10).descriptor
+    src, dst = engine.alloc(10), other.alloc(10)
 
     for _ in range(50):
-        engine.submit_write(src, dst).add_done_callback(lambda _: threads.append(threading.current_thread()))
+        engine.submit_write(src, dst.descriptor).add_done_callback(lambda _: threads.append(threading.current_thread()))
 
     eventually(lambda: len(threads) == 50, "50 callbacks")
     assert len(set(threads)) == 1
@@ -228,7 +230,8 @@ def test_transfers_nobody_keeps_still_happen(engine: xr.Engine, other: xr.Engine
 
 
 async def test_transfer_can_be_awaited_again_and_again(engine: xr.Engine, other: xr.Engine) -> None:
-    transfer = engine.submit_write(engine.alloc(10), other.alloc(10).descriptor)
+    target = other.alloc(10)
+    transfer = engine.submit_write(engine.alloc(10), target.descriptor)
 
     assert await transfer is None
     assert await transfer is None
@@ -260,9 +263,9 @@ async def test_giving_up_on_an_await_leaves_the_transfer_running(pending: xr.Tra
 
 
 async def test_a_thousand_awaits_at_once(engine: xr.Engine, other: xr.Engine) -> None:
-    src, dst = engine.alloc(64), other.alloc(64).descriptor
+    src, dst = engine.alloc(64), other.alloc(64)
 
-    transfers = [engine.submit_write(src, dst, imm=1) for _ in range(1000)]
+    transfers = [engine.submit_write(src, dst.descriptor, imm=1) for _ in range(1000)]
     await asyncio.wait_for(asyncio.gather(*transfers), WAIT_S)
 
     await other.imm_counter(1).wait_async(1000, WAIT_S)
@@ -281,10 +284,10 @@ async def test_the_loop_keeps_running_while_something_is_awaited(pending: xr.Tra
 
 
 def test_one_engine_serves_one_loop_after_another(engine: xr.Engine, other: xr.Engine) -> None:
-    src, dst = engine.alloc(64), other.alloc(64).descriptor
+    src, dst = engine.alloc(64), other.alloc(64)
 
     async def write() -> None:
-        await engine.submit_write(src, dst, imm=1)
+        await engine.submit_write(src, dst.descriptor, imm=1)
         await other.imm_counter(1).wait_async(1, WAIT_S)
 
     for _ in range(5):
@@ -292,12 +295,12 @@ def test_one_engine_serves_one_loop_after_another(engine: xr.Engine, other: xr.E
 
 
 def test_one_engine_serves_loops_of_several_threads(engine: xr.Engine, other: xr.Engine) -> None:
-    src, dst = engine.alloc(64), other.alloc(64).descriptor
+    src, dst = engine.alloc(64), other.alloc(64)
     finished: list[int] = []
 
     async def write(imm: int) -> None:
         for _ in range(50):
-            await engine.submit_write(src, dst, imm=imm)
+            await engine.submit_write(src, dst.descriptor, imm=imm)
             await other.imm_counter(imm).wait_async(1, WAIT_S)
         finished.append(imm)
 

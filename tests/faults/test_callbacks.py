@@ -13,7 +13,11 @@ from tests.support.limits import WAIT_S, eventually
 
 
 def write(engine: xr.Engine, imm: int | None = None) -> xr.Transfer:
-    return engine.submit_write(engine.alloc(100), engine.alloc(100).descriptor, imm=imm)
+    """A short write from a region to itself."""
+    region = engine.alloc(100)
+    transfer = engine.submit_write(region, region.descriptor, 50, dst_offset=50, imm=imm)
+    transfer.add_done_callback(lambda _: region.closed)  # keeps the target until then
+    return transfer
 
 
 def test_raising_callback_is_logged_and_the_next_runs(engine: xr.Engine, caplog: pytest.LogCaptureFixture) -> None:

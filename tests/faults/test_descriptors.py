@@ -93,11 +93,11 @@ def test_access_and_length_out_of_range_are_rejected(engine: xr.Engine) -> None:
 
 def test_descriptor_of_another_transport_is_refused(engine: xr.Engine) -> None:
     with xr.Engine("elsewhere", transport="null") as elsewhere:
-        foreign = elsewhere.alloc(1000).descriptor
+        region = elsewhere.alloc(1000)
         src = engine.alloc(1000)
 
         with pytest.raises(xr.UsageError, match="transport"):
-            engine.submit_write(src, foreign)
+            engine.submit_write(src, region.descriptor)
         with pytest.raises(xr.UsageError, match="transport"):
             engine.connect(elsewhere.address)
 
@@ -122,7 +122,8 @@ def test_forged_length_is_refused_by_the_target(
         remote = spawn_peer().open().memory(1000, memory)
         true = remote.descriptor
     else:
-        true = (other.alloc(1000) if memory == "mapped" else other.register(np.full(1000, CANARY, np.uint8))).descriptor
+        region = other.alloc(1000) if memory == "mapped" else other.register(np.full(1000, CANARY, np.uint8))
+        true = region.descriptor
     forged = xr.RegionDescriptor.from_bytes(sealing.with_length(true.to_bytes(), 9_000_000))
     mine = engine.alloc(9_000_000)
 
@@ -158,7 +159,8 @@ def test_forged_access_is_refused_by_the_target(
 def test_region_that_never_was_is_refused_by_the_target(
     engine: xr.Engine, other: xr.Engine, spawn_peer: PeerFactory, processes: int
 ) -> None:
-    true = (spawn_peer().open().memory(1000) if processes == 2 else other.alloc(1000)).descriptor
+    target = spawn_peer().open().memory(1000) if processes == 2 else other.alloc(1000)
+    true = target.descriptor
     mine = engine.alloc(1000)
 
     for region_id in (1, 2, 0xFFFF, 0xFFFFFFFF, 2**32 + 5, 2**63, 2**64 - 1):

@@ -55,7 +55,8 @@ SCRIPT = """
     engine, other = xr.Engine("here", rails=2), xr.Engine("other")
     big = engine.register(np.zeros(4_000_000, np.uint8))
     small = engine.alloc(10)
-    target = other.register(np.zeros(4_000_000, np.uint8)).descriptor
+    destination = other.register(np.zeros(4_000_000, np.uint8))
+    target = destination.descriptor
     ENDING
 """
 

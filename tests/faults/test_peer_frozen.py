@@ -140,6 +140,26 @@ def test_closing_does_not_wait_for_a_frozen_peer(open_engine: EngineFactory, chi
     child.resume()
 
 
+def test_region_in_use_by_a_frozen_peer_refuses_to_close_and_can_be_closed_later(
+    engine: xr.Engine, child: PeerProcess
+) -> None:
+    there = child.open()
+    src, remote = engine.register(np.zeros(NBYTES, np.uint8)), there.memory(NBYTES, "private")
+    engine.connect(there.address, WAIT_S)
+    child.stop()
+    transfer = engine.submit_write(src, remote.descriptor, imm=1)
+
+    with pytest.raises(xr.WaitTimeout):
+        src.close(0.05)
+    with pytest.raises(xr.UsageError, match="clos"):
+        engine.submit_write(src, remote.descriptor)
+
+    child.resume()
+    src.close(WAIT_S)
+    assert transfer.done
+    there.expect_count(1, 1)
+
+
 def test_forgetting_a_frozen_peer_ends_its_transfers(engine: xr.Engine, child: PeerProcess) -> None:
     there = child.open()
     src, remote = engine.register(np.zeros(NBYTES, np.uint8)), there.memory(NBYTES, "private")

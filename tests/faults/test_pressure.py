@@ -95,16 +95,16 @@ def test_exhausted_pool_does_not_hold_writes_up(
     if processes == 2:
         there = spawn_peer().open()
         there.receive(1, 16)
-        remote = there.memory(1000).descriptor
+        target = there.memory(1000)
     else:
         other = open_engine("other")
         pool = other.submit_recvs(1, 16)
-        remote = other.alloc(1000).descriptor
-    messages = [engine.submit_send(remote.owner, bytes(16)) for _ in range(500)]
+        target = other.alloc(1000)
+    messages = [engine.submit_send(target.descriptor.owner, bytes(16)) for _ in range(500)]
     never(lambda: all(message.done for message in messages), "500 messages in one buffer", 0.1)
 
     for _ in range(100):
-        engine.submit_write(engine.alloc(1000), remote, imm=2).wait(WAIT_S)
+        engine.submit_write(engine.alloc(1000), target.descriptor, imm=2).wait(WAIT_S)
 
     if processes == 2:
         there.expect_count(2, 100)

@@ -250,13 +250,13 @@ class RemoteMemory:
 class RemoteEngine:
     """An engine of the other side."""
 
-    def __init__(self, caller: Caller, name: str = "main", **options: Any) -> None:
+    def __init__(self, caller: Caller, key: str = "main", **options: Any) -> None:
         self.caller = caller
-        self.name = name
-        self.address = xr.Address.from_bytes(bytes.fromhex(caller.call("open", engine=name, **options)))
+        self.key = key
+        self.address = xr.Address.from_bytes(bytes.fromhex(caller.call("open", engine=key, **options)))
 
     def call(self, command: str, **arguments: Any) -> Any:
-        return self.caller.call(command, engine=self.name, **arguments)
+        return self.caller.call(command, engine=self.key, **arguments)
 
     def close(self) -> None:
         self.call("close_engine")

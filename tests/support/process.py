@@ -43,8 +43,8 @@ class PeerProcess:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def open(self, name: str = "main", **options: Any) -> RemoteEngine:
-        return RemoteEngine(self, name, **options)
+    def open(self, key: str = "main", **options: Any) -> RemoteEngine:
+        return RemoteEngine(self, key, **options)
 
     def call(self, command: str, **arguments: Any) -> Any:
         self.start(command, **arguments)

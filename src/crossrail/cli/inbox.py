@@ -7,6 +7,7 @@ in the directory leads out of it. A file is written under a name of ours and get
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -20,6 +21,9 @@ _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PART_SUFFIX = ".crossrail-part"
 # Left free on the file system: filling it to the last byte harms more than the refused push.
 _SPARE_BYTES = 16 << 20
+_SHOWN_MAX = 80
+# How file systems say that they have no unnamed files.
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 class Refused(CrossrailError):
@@ -30,18 +34,18 @@ def split_path(dst: str) -> list[str]:
     """Components of a relative path, or Refused."""
     components = dst.split("/")
     if dst.startswith("/"):
-        raise Refused(f"{dst!r} is an absolute path; give one relative to the served directory")
+        raise Refused(f"{_shown(dst)} is an absolute path; give one relative to the served directory")
     if len(components) > _DEPTH_MAX:
-        raise Refused(f"{dst!r} is deeper than {_DEPTH_MAX} directories")
+        raise Refused(f"{_shown(dst)} is deeper than {_DEPTH_MAX} directories")
     for component in components:
         if component in ("", ".", ".."):
-            raise Refused(f"{dst!r} has an empty, '.' or '..' component")
+            raise Refused(f"{_shown(dst)} has an empty, '.' or '..' component")
         if len(component.encode()) > _COMPONENT_BYTES_MAX:
-            raise Refused(f"{dst!r} has a component longer than {_COMPONENT_BYTES_MAX} bytes")
+            raise Refused(f"{_shown(dst)} has a component longer than {_COMPONENT_BYTES_MAX} bytes")
         if not component.isprintable():
-            raise Refused(f"{dst!r} has unprintable characters")
+            raise Refused(f"{_shown(dst)} has unprintable characters")
     if components[-1].endswith(_PART_SUFFIX):
-        raise Refused(f"{dst!r} ends with {_PART_SUFFIX}, which is kept for files that are still coming in")
+        raise Refused(f"{_shown(dst)} ends with {_PART_SUFFIX}, which is kept for files that are still coming in")
     return components
 
 
@@ -79,7 +83,7 @@ class Inbox:
             try:
                 inner = os.open(directory, _DIRECTORY_FLAGS, dir_fd=fd)
             except OSError as error:
-                raise Refused(f"{dst!r}: cannot enter {directory!r} at the target: {error.strerror}") from None
+                raise Refused(f"{_shown(dst)}: cannot enter {directory!r} at the target: {error.strerror}") from None
             finally:
                 os.close(fd)
             fd = inner
@@ -92,13 +96,17 @@ def _check_final(directory_fd: int, name: str, dst: str, force: bool) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISDIR(status.st_mode):
-        raise Refused(f"{dst!r} is a directory at the target; add a slash to store into it")
+        raise Refused(f"{_shown(dst)} is a directory at the target; add a slash to store into it")
     if not force:
-        raise Refused(f"{dst!r} exists at the target; push with --force to replace it")
+        raise Refused(f"{_shown(dst)} exists at the target; push with --force to replace it")
 
 
 class PartFile:
-    """A file on its way in. Ends with exactly one of commit() and discard(); discard() after either does nothing."""
+    """A file on its way in. Ends with exactly one of commit() and discard(); discard() after either does nothing.
+
+    It has no name before commit(), so that nothing of it is left however we end; on file systems that cannot do that,
+    it has a hidden one of ours.
+    """
 
     def __init__(self, directory_fd: int, name: str, dst: str, force: bool) -> None:
         """Takes over directory_fd."""
@@ -107,12 +115,23 @@ class PartFile:
         self._dst = dst
         self._force = force
         self._part = f".{secrets.token_hex(8)}{_PART_SUFFIX}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._is_named = False
         try:
-            self._fd = os.open(self._part, flags, 0o600, dir_fd=directory_fd)
+            self._fd = self._open_file()
         except OSError as error:
-            raise Refused(f"{dst!r}: cannot write there: {error.strerror}") from None
-        self._open = True
+            raise Refused(f"{_shown(self._dst)}: cannot write there: {error.strerror}") from None
+        self._is_open = True
+
+    def _open_file(self) -> int:
+        try:
+            return os.open(".", os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600, dir_fd=self._directory_fd)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(self._part, flags, 0o600, dir_fd=self._directory_fd)
+        self._is_named = True
+        return fd
 
     def append(self, data: memoryview) -> None:
         """Write all of it. Refused when the disk is full or the like."""
@@ -120,7 +139,7 @@ class PartFile:
             try:
                 data = data[os.write(self._fd, data) :]
             except OSError as error:
-                raise Refused(f"{self._dst!r}: cannot write at the target: {error.strerror}") from None
+                raise Refused(f"{_shown(self._dst)}: cannot write at the target: {error.strerror}") from None
 
     def commit(self, mode: int) -> None:
         """Give the file its name, at once and whole. Refused when another took it meanwhile and force is off."""
@@ -128,34 +147,53 @@ class PartFile:
             os.fchmod(self._fd, mode & 0o777 & ~_umask())
             self._rename()
         except OSError as error:
-            raise Refused(f"{self._dst!r}: cannot be given its name: {error.strerror}") from None
+            raise Refused(f"{_shown(self._dst)}: cannot be given its name: {error.strerror}") from None
         finally:
             self.discard()
 
     def _rename(self) -> None:
-        fd = self._directory_fd
         if self._force:
-            os.replace(self._part, self._name, src_dir_fd=fd, dst_dir_fd=fd)
+            if not self._is_named:
+                self._link(self._part)
+                self._is_named = True
+            self._replace()
             return
         try:
             # Unlike a rename this fails when the name is taken, and does not replace.
-            os.link(self._part, self._name, src_dir_fd=fd, dst_dir_fd=fd)
+            self._link(self._name)
         except FileExistsError:
             raise
         except OSError:
-            # A file system without hard links. A file that appears between the look and the rename would be replaced.
+            if not self._is_named:
+                raise
+            # No hard links here. A file that appears between the look and the rename would be replaced.
             _check_final(self._directory_fd, self._name, self._dst, force=False)
-            os.rename(self._part, self._name, src_dir_fd=fd, dst_dir_fd=fd)
+            self._replace()
+
+    def _link(self, name: str) -> None:
+        """One more name for the open file. A file without any is linked by following its link in /proc."""
+        os.link(f"/proc/self/fd/{self._fd}", name, dst_dir_fd=self._directory_fd, follow_symlinks=True)
+
+    def _replace(self) -> None:
+        fd = self._directory_fd
+        os.replace(self._part, self._name, src_dir_fd=fd, dst_dir_fd=fd)
+        self._is_named = False
 
     def discard(self) -> None:
         """Remove what is there of it. Idempotent."""
-        if not self._open:
+        if not self._is_open:
             return
-        self._open = False
-        with contextlib.suppress(OSError):
-            os.unlink(self._part, dir_fd=self._directory_fd)
+        self._is_open = False
+        if self._is_named:
+            with contextlib.suppress(OSError):
+                os.unlink(self._part, dir_fd=self._directory_fd)
         os.close(self._fd)
         os.close(self._directory_fd)
+
+
+def _shown(dst: str) -> str:
+    """For messages: quoted, and cut when long."""
+    return repr(dst if len(dst) <= _SHOWN_MAX else dst[:_SHOWN_MAX] + "...")
 
 
 def _umask() -> int:

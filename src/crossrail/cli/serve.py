@@ -20,7 +20,7 @@ from crossrail.cli import wire
 from crossrail.cli.inbox import Inbox, PartFile, Refused
 from crossrail.cli.rendezvous import Published, publish
 from crossrail.cli.text import format_bytes, gb_per_s
-from crossrail.errors import CrossrailError, TransferError, UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, PeerLost, TransferError, UsageError, WaitTimeout
 
 _PAGE_BYTES = 64 << 10
 _SLOT_BYTES = 8 << 20
@@ -197,6 +197,8 @@ class Session:
         except asyncio.TimeoutError:
             transfer.cancel()
             raise PusherGone(f"{self._peer.name} took no message for {_SEND_TIMEOUT_S:g} s") from None
+        except PeerLost:
+            raise self._ended() from None
         except TransferError as error:
             raise PusherGone(str(error)) from None
 
@@ -207,7 +209,10 @@ class Session:
         if self._aborted:
             raise PusherGone(f"{self._peer.name} gave up")
         if self._lost():
-            raise PusherGone(f"{self._peer.name} (pid {self._peer.pid}) ended in the middle")
+            raise self._ended()
+
+    def _ended(self) -> PusherGone:
+        return PusherGone(f"{self._peer.name} (pid {self._peer.pid}) ended in the middle")
 
     def _raise_if_idle(self, since: float) -> None:
         idle_s = self._server.limits.idle_timeout_s

@@ -57,6 +57,8 @@ def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Con
                 if not pair.child.alive:
                     raise
                 pair.reset()
+            if not console.is_terminal:
+                console.print(report.one_line(result), highlight=False, markup=False, soft_wrap=True)
     return results
 
 

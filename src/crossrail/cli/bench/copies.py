@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, Pool, permutation
+from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, Pool, alternate, permutation
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
 from crossrail.cli.native import Memory
 
 _KIB = 1 << 10
 _MIB = 1 << 20
 _COPY_CALL_BYTES = 32 * _MIB
-# A sample walks through the pool this often: a few hundred milliseconds, which evens out interrupts.
+# A sample walks through the pool this often, in turn with the limit: enough to even out interrupts.
 _PASSES = 4
 _PAGES_PER_CALL = 4096
 _PAGED_WINDOW = 2
@@ -80,10 +80,10 @@ def _write_samples(pair: Pair, nbytes: int, window: int, *, private: bool) -> Sa
     write(per_pass)
     expected = hashlib.sha256(link.rig.view(pool.src).data).hexdigest()
     pair.verify(link, pool.target, expected, f"write of {nbytes} bytes")
-    moved = per_pass * passes * nbytes
+    moved = per_pass * nbytes
     while True:
-        copy_ns = sum(_copy_pool(pair, link, pool) for _ in range(passes))
-        yield Sample(moved / write(per_pass * passes), passes * pool.nbytes / copy_ns)
+        copy_ns, write_ns = alternate(passes, lambda: _copy_pool(pair, link, pool), lambda: write(per_pass))
+        yield Sample(moved / write_ns, pool.nbytes / copy_ns)
 
 
 def _copy_pool(pair: Pair, link: Link, pool: Pool) -> int:
@@ -124,10 +124,10 @@ def _paged_samples(pair: Pair, page_bytes: int, *, per_page: bool) -> SampleStre
     pool = pair.pool(link, private=False)
     page_count = pool.nbytes // page_bytes
     src_pages, dst_pages = permutation(page_count, page_bytes), permutation(page_count, page_bytes + 1)
-    rounds = 1 if pair.settings.quick else _PASSES
+    passes = 1 if pair.settings.quick else _PASSES
 
-    def write(count: int) -> int:
-        link.start_receiving(count * page_count)
+    def write() -> int:
+        link.start_receiving(page_count)
         took_ns = pair.native.run_paged_writes(
             link.rig,
             pool.src,
@@ -136,7 +136,6 @@ def _paged_samples(pair: Pair, page_bytes: int, *, per_page: bool) -> SampleStre
             dst_pages,
             page_bytes=page_bytes,
             batch_pages=_PAGES_PER_CALL,
-            rounds=count,
             window=_PAGED_WINDOW,
             imm=IMM_DATA,
             ack=IMM_ACK,
@@ -150,15 +149,15 @@ def _paged_samples(pair: Pair, page_bytes: int, *, per_page: bool) -> SampleStre
 
     _fill(link.rig.view(pool.src), seed=page_bytes)
     pair.child.call("clear", key=link.key, region=pool.target)
-    write(1)
+    write()
     copy()
     expected = hashlib.sha256(link.rig.view(pool.own).data).hexdigest()
     pair.verify(link, pool.target, expected, f"paged writes of {page_bytes} bytes")
     # GB/s, or millions of pages per second.
-    amount = rounds * (page_count * 1e3 if per_page else page_count * page_bytes)
+    amount = page_count * 1e3 if per_page else page_count * page_bytes
     while True:
-        copy_ns = sum(copy() for _ in range(rounds))
-        yield Sample(amount / write(rounds), amount / copy_ns)
+        copy_ns, write_ns = alternate(passes, copy, write)
+        yield Sample(amount / write_ns, amount / copy_ns)
 
 
 # --- scatter ---

@@ -49,6 +49,12 @@ def make_table(results: list[Result]) -> Table:
     return table
 
 
+def one_line(result: Result) -> str:
+    """For a log: there is no bar there to look at meanwhile."""
+    ratio = "" if result.ratio is None else f"  {result.ratio:.2f}x"
+    return f"{result.measure.name:22} {_figure(result.value):>8} {result.measure.unit}{ratio}  {result.verdict}"
+
+
 def _figure(value: float | None) -> str:
     """Three digits that mean something."""
     if value is None:

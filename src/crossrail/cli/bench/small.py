@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Pair
+from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Pair, alternate
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
 
 _WORD_BYTES = 8
 _RATE_WINDOW = 256
+# A sample is so many pieces, each right after one of its limit.
+_TURNS = 4
 
 
 def measures() -> list[Measure]:
@@ -33,7 +35,7 @@ def measures() -> list[Measure]:
 
 def _ping_pong_samples(pair: Pair) -> SampleStream:
     link = pair.link("manual")
-    rounds = pair.settings.scaled(200_000)
+    rounds = pair.settings.scaled(50_000)
 
     def ping_pong(count: int, *, verify: bool) -> float:
         pair.child.start(
@@ -61,15 +63,15 @@ def _ping_pong_samples(pair: Pair) -> SampleStream:
         pair.child.finish()
         return took_ns / count / 2
 
-    ping_pong(max(rounds // 20, 100), verify=True)
+    ping_pong(2000, verify=True)
     while True:
-        flag_ns = pair.flag_one_way_ns()
-        yield Sample(ping_pong(rounds, verify=False), flag_ns)
+        flag_ns, one_way_ns = alternate(_TURNS, pair.flag_one_way_ns, lambda: ping_pong(rounds, verify=False))
+        yield Sample(one_way_ns, flag_ns)
 
 
 def _rate_samples(pair: Pair) -> SampleStream:
     link = pair.link("manual")
-    count = pair.settings.scaled(2_000_000)
+    count = pair.settings.scaled(1_000_000)
 
     def write(operations: int) -> int:
         link.start_receiving(operations)
@@ -89,5 +91,5 @@ def _rate_samples(pair: Pair) -> SampleStream:
 
     write(10_000)
     while True:
-        limit = pair.stream_per_s() / 1e6
-        yield Sample(count / write(count) * 1e3, limit)
+        record_ns, write_ns = alternate(_TURNS, lambda: 1e9 / pair.stream_per_s(), lambda: write(count) / count)
+        yield Sample(1e3 / write_ns, 1e3 / record_ns)
