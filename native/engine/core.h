@@ -81,7 +81,7 @@ class EngineCore final : public Sink {
   void add_event(EngineEvent event);
 
   // Sink, progress holder
-  void on_retired(void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) override;
+  void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) override;
   void on_imm(uint32_t imm, uint64_t units) override;
   Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_link_up(Link& link) override;

@@ -31,9 +31,9 @@ void check_options(const EngineOptions& options) {
                "submit_queue_depth", text(options.submit_queue_depth), "the powers of two 16..65536");
   check_option(options.imm_counters_max >= 1 && options.imm_counters_max <= (1u << 24), "imm_counters_max", text(options.imm_counters_max), "1..2**24");
   check_option(options.message_bytes_max >= 1 && options.message_bytes_max <= 256 * 1024, "message_bytes_max", text(options.message_bytes_max), "1..262144");
-  check_option(options.spin_ns >= 0 && options.spin_ns <= 10'000'000'000, "spin", std::to_string(options.spin_ns) + " ns", "0..10 s");
-  check_option(options.watcher_poll_ns >= 0 && options.watcher_poll_ns <= 1'000'000'000, "watcher_poll", std::to_string(options.watcher_poll_ns) + " ns", "0..1 s");
-  check_option(options.connect_timeout_ns > 0, "connect_timeout", std::to_string(options.connect_timeout_ns) + " ns", "more than 0");
+  check_option(options.spin_ns >= 0 && options.spin_ns <= 10'000'000'000, "spin_us", std::to_string(static_cast<double>(options.spin_ns) * 1e-3), "0..1e7");
+  check_option(options.watcher_poll_ns >= 0 && options.watcher_poll_ns <= 1'000'000'000, "watcher_poll_us", std::to_string(static_cast<double>(options.watcher_poll_ns) * 1e-3), "0..1e6");
+  check_option(options.connect_timeout_ns > 0, "connect_timeout_s", std::to_string(static_cast<double>(options.connect_timeout_ns) * 1e-9), "the numbers above 0");
   check_option(options.worker_cpu >= -1 && options.worker_cpu < 1024, "worker_cpu", std::to_string(options.worker_cpu), "-1..1023");
 }
 
@@ -57,6 +57,27 @@ void check_local(const Region* region, const char* name, const Engine* engine, c
   if (region == nullptr) throw UsageError(std::string(name) + " is missing");
   if (engine != owner) throw UsageError(std::string(name) + " is a region of another engine");
   if (region->closed()) throw UsageError(std::string(name) + " is closed");
+}
+
+void check_group(const PeerGroup& group, const Engine* engine) {
+  if (group.engine() != engine) throw UsageError("group is a peer group of another engine");
+}
+
+const char* access_name(Access access) {
+  switch (access) {
+    case Access::kLocal: return "local";
+    case Access::kRemoteRead: return "read";
+    case Access::kRemoteWrite: return "write";
+  }
+  return "?";
+}
+
+void check_remote(const RemoteRegion* region, const char* name, Access needed) {
+  if (region == nullptr) throw UsageError(std::string(name) + " is missing");
+  const Access access = region->descriptor().access;
+  if (access == Access::kRemoteWrite || access == needed) return;
+  throw UsageError(std::string(name) + " has access '" + access_name(access) + "', '" + access_name(needed) +
+                   "' is needed: its owner registered it so");
 }
 
 template <typename Index>
@@ -234,7 +255,7 @@ PeerGroupRef Engine::add_peer_group(std::span<const Address> addresses) {
   core_->run_as_holder([&] {
     for (const PeerRef& member : peers) core_->start_connect(*member);
   });
-  return PeerGroupRef::adopt(new PeerGroup(std::move(peers)));
+  return PeerGroupRef::adopt(new PeerGroup(this, std::move(peers)));
 }
 
 // --- operations ---
@@ -256,7 +277,7 @@ TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
 TransferRef Engine::submit_write(const WriteRequest& request) {
   core_->check_usable();
   check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
-  if (request.dst == nullptr) throw UsageError("dst is missing");
+  check_remote(request.dst, "dst", Access::kRemoteWrite);
   check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
   check_imm(request.imm);
@@ -277,7 +298,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
 TransferRef Engine::submit_read(const ReadRequest& request) {
   core_->check_usable();
   check_local(request.dst, "dst", request.dst ? request.dst->engine_.get() : nullptr, this);
-  if (request.src == nullptr) throw UsageError("src is missing");
+  check_remote(request.src, "src", Access::kRemoteRead);
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
   check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
   check_rail(request.rail, options().rail_count);
@@ -296,7 +317,7 @@ TransferRef Engine::submit_read(const ReadRequest& request) {
 TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   core_->check_usable();
   check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
-  if (request.dst == nullptr) throw UsageError("dst is missing");
+  check_remote(request.dst, "dst", Access::kRemoteWrite);
   if (request.src_pages.count != request.dst_pages.count) {
     throw UsageError("src_pages has " + text(request.src_pages.count) + " indices, dst_pages " + text(request.dst_pages.count) + ": they must be as many");
   }
@@ -342,12 +363,15 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
     throw UsageError("dsts has " + text(count) + " entries, lengths " + text(request.lengths.size()) + ", src_offsets " +
                      text(request.src_offsets.size()) + ", dst_offsets " + text(request.dst_offsets.size()) + ": they must be as many");
   }
+  if (request.group != nullptr) check_group(*request.group, this);
   if (request.group != nullptr && request.group->size() != count) {
     throw UsageError("dsts has " + text(count) + " entries, the group " + text(request.group->size()) + " peers: they must be as many");
   }
   check_imm(request.imm);
   for (size_t i = 0; i < count; ++i) {
-    if (request.dsts[i] == nullptr) throw UsageError("dsts[" + text(i) + "] is missing");
+    if (request.dsts[i] == nullptr || request.dsts[i]->descriptor().access != Access::kRemoteWrite) {
+      check_remote(request.dsts[i], ("dsts[" + text(i) + "]").c_str(), Access::kRemoteWrite);
+    }
     check_range("src", request.src_offsets[i], request.lengths[i], request.src->length_bytes());
     check_range("dsts", request.dst_offsets[i], request.lengths[i], request.dsts[i]->length_bytes());
     if (request.group != nullptr && request.group->peers()[i].get() != request.dsts[i]->peer()) {
@@ -377,6 +401,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
 
 TransferRef Engine::submit_barrier(PeerGroup& group, uint32_t imm) {
   core_->check_usable();
+  check_group(group, this);
   if (imm == kNoImm) throw UsageError("imm is missing: a barrier is nothing but its immediate");
   check_imm(imm);
   TransferRef transfer = core_->make_transfer(OpKind::kBarrier);

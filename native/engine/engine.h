@@ -98,10 +98,12 @@ class PeerGroup : public RefCounted<PeerGroup> {
  public:
   size_t size() const { return peers_.size(); }
   const std::vector<PeerRef>& peers() const { return peers_; }
+  const Engine* engine() const { return engine_; }
 
  private:
   friend class Engine;
-  explicit PeerGroup(std::vector<PeerRef> peers) : peers_(std::move(peers)) {}
+  PeerGroup(const Engine* engine, std::vector<PeerRef> peers) : engine_(engine), peers_(std::move(peers)) {}
+  const Engine* const engine_; // to compare, not to use
   std::vector<PeerRef> peers_;
 };
 using PeerGroupRef = Ref<PeerGroup>;

@@ -313,18 +313,17 @@ EngineCore::Progress EngineCore::post_message(Peer& peer, Transfer* transfer) {
   request.length_bytes = work.payload.size();
   request.context = transfer;
   if (post(peer, 0, {&request, 1}, transfer) == 0) return Progress::kBlocked;
-  bump(counters_.sent);
   return Progress::kAllPosted;
 }
 
 // --- ends ---
 
-void EngineCore::on_retired(void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) {
+void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) {
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
   work.retired += count;
   work.bytes_retired += bytes;
-  if (status != Status::kDone) fail(transfer, status, "", detail);
+  if (status != Status::kDone) fail(transfer, status, static_cast<Peer*>(link.user)->address().name, detail);
   finish_if_done(transfer);
 }
 
@@ -355,7 +354,9 @@ void EngineCore::finish(Transfer* transfer, Status status) {
     bump(counters_.done);
     if (work.kind == OpKind::kRead) {
       bump(counters_.bytes_read, work.length_bytes);
-    } else if (work.kind != OpKind::kSend) {
+    } else if (work.kind == OpKind::kSend) {
+      bump(counters_.sent);
+    } else {
       bump(counters_.bytes_written, work.length_bytes);
     }
     work.bytes_retired = work.length_bytes;
@@ -381,8 +382,8 @@ void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& det
   }
 }
 
-// Takes cancelled transfers out of the queues. What is posted already runs to its end: that is what makes the
-// cancellation safe to act on.
+// Takes cancelled transfers out of the queues, ours and, as far as the peer has not begun, the transport's. What the
+// peer has begun runs to its end: only then is the cancellation reported, which is what makes it safe to act on.
 void EngineCore::scan_cancels() {
   cancel_scan_.store(false, std::memory_order_release);
   for (const PeerRef& peer : busy_) {
@@ -400,6 +401,9 @@ void EngineCore::scan_cancels() {
       }
     }
   }
+  transport_->withdraw([](void* context) {
+    return static_cast<Transfer*>(context)->cancel_requested_.load(std::memory_order_acquire);
+  });
 }
 
 }  // namespace crossrail

@@ -75,7 +75,7 @@ struct Traits {
 class Sink {
  public:
   // `count` work requests with this context, `bytes` in all, will not be touched any more. detail: may be empty.
-  virtual void on_retired(void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) = 0;
+  virtual void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) = 0;
   // Immediates arrived: `units` 48ths of the number `imm`.
   virtual void on_imm(uint32_t imm, uint64_t units) = 0;
   enum class Offer : uint8_t { kTaken, kHold, kTooLong };
@@ -128,6 +128,10 @@ class Transport {
   virtual uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) = 0;
   // Moves everything that can move now. Returns how many things happened; 0 means idle.
   virtual uint32_t poll() = 0;
+
+  // Takes back what is posted but not begun by the peer, of every context for which wanted() says so: retired as
+  // kCancelled through the sink. What the peer has begun runs to its end.
+  virtual void withdraw(bool (*wanted)(void* context)) = 0;
 
   // --- sleeping. A sleeper reads ticket(), arms, looks once more (has_arrivals), and sleeps; wake() ends the sleep ---
   virtual uint32_t ticket() const = 0;                          // [any]

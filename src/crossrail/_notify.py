@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 from crossrail import _core
 
 if TYPE_CHECKING:
-    import asyncio  # slow to import: who runs a loop has done it
+    import asyncio  # slow to import, and who runs a loop has done it
 
 log = logging.getLogger("crossrail")
 
@@ -43,9 +44,7 @@ class LoopNotifier:
     @classmethod
     def running(cls) -> LoopNotifier:
         """That of the running loop."""
-        from asyncio import get_running_loop
-
-        loop = get_running_loop()
+        loop: asyncio.AbstractEventLoop = sys.modules["asyncio"].get_running_loop()
         found = _of_loop.get(loop)
         if found is None:
             found = _of_loop[loop] = cls(loop)

@@ -69,7 +69,7 @@ def refused(call: Callable[[], object], *words: object) -> None:
         ({"length": 0, "src_offset": 1001}, ("src", "offset", 1001, 1000)),
         ({"length": 0, "dst_offset": 1001}, ("dst", "offset", 1001, 1000)),
         ({"length": 2**64 - 1}, ("length", 2**64 - 1, 1000)),
-        ({"length": 2**63, "src_offset": 2**63}, ("src", "offset", 2**63, 1000)),
+        ({"length": 2**63, "src_offset": 2**63}, ("offset", 2**63, 1000)),
         ({"length": 2, "dst_offset": 2**64 - 1}, ("dst", "offset", 2**64 - 1, 1000)),
         ({"length": 2**64}, ("length",)),
         ({"length": -1}, ("length", -1)),
@@ -172,7 +172,6 @@ def test_page_index_arrays_of_different_length_rejected(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("how", "word"),
     [
-        ({"page_bytes": 0}, "page_bytes"),
         ({"page_bytes": -100}, "page_bytes"),
         ({"page_bytes": 2**64}, "page_bytes"),
         ({"page_bytes": 101}, "pages"),
@@ -193,6 +192,15 @@ def test_page_index_arrays_of_different_length_rejected(bench: Bench) -> None:
 )
 def test_page_layout_past_the_region_rejected(bench: Bench, how: dict[str, object], word: str) -> None:
     refused(lambda: bench.paged(**how), word)
+
+
+def test_pages_of_no_bytes_only_count(engine: xr.Engine) -> None:
+    region = engine.alloc(NBYTES)
+
+    engine.submit_paged_writes(region, np.arange(10), region.descriptor, np.arange(10), 0, imm=1).wait(WAIT_S)
+
+    engine.imm_counter(1).wait(10, WAIT_S)
+    assert not region.array().any()
 
 
 def test_no_pages_at_all_rejected_or_done(engine: xr.Engine) -> None:

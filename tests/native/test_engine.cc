@@ -167,7 +167,7 @@ TEST_CASE("private memory: staged and attached writes and reads move every byte"
     CHECK(std::memcmp(from.data(), to.data() + 1, kPages * 1000) == 0);
     const PeerExplanation explanation = a->explain(*a->peer(b->address()));
     REQUIRE(explanation.paths.size() == 1);
-    CHECK(explanation.paths[0].path == (path == PrivatePath::kStaged ? "staged" : "cross-memory attach"));
+    CHECK(explanation.paths[0].path == (path == PrivatePath::kStaged ? "staged" : "cross-memory-attach"));
     CHECK(dst->close(deadline_in(5), {}) == WaitResult::kReady);
     TransferRef late = a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = kBytes, .imm = 1});
     REQUIRE(late->wait(deadline_in(5), {}) == WaitResult::kReady);

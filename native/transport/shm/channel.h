@@ -25,6 +25,15 @@ class ChannelReader {
     return sequence == static_cast<uint32_t>(position_ + 1) ? &entry : nullptr;
   }
 
+  // Claims the current entry's work. False: the producer has withdrawn it; pop(0) it.
+  // acq_rel: pairs with withdraw(); what the loser does afterwards does not touch what the winner does.
+  bool take() {
+    uint8_t untouched = 0;
+    return channel_->entries[position_ % kRingEntries].status.compare_exchange_strong(untouched, kEntryTaken, std::memory_order_acq_rel);
+  }
+  // Unclaims it, for later.
+  void put_back() { channel_->entries[position_ % kRingEntries].status.store(0, std::memory_order_release); }
+
   // Done with the current entry. status 0 is success.
   void pop(uint8_t status) {
     if (status != 0) channel_->entries[position_ % kRingEntries].status.store(status, std::memory_order_relaxed);
@@ -65,6 +74,12 @@ class ChannelWriter {
   uint64_t consumed() const { return consumed_; }
   uint8_t status_of(uint64_t position) const {
     return channel_->entries[position % kRingEntries].status.load(std::memory_order_relaxed);
+  }
+
+  // True: the consumer has not begun this entry and never will.
+  bool withdraw(uint64_t position) {
+    uint8_t untouched = 0;
+    return channel_->entries[position % kRingEntries].status.compare_exchange_strong(untouched, kEntryWithdrawn, std::memory_order_acq_rel);
   }
 
   // Learns how far the consumer is. A consumer that claims more than it was given is ignored.

@@ -31,6 +31,11 @@ uint32_t ShmTransport::drain_messages(Incoming& link) {
   while (taken < kMessagesPerPoll) {
     const Entry* entry = link.messages.peek();
     if (entry == nullptr) break;
+    if (!link.messages.take()) { // cancelled by the sender
+      link.messages.pop(0);
+      ++taken;
+      continue;
+    }
     const uint64_t bytes = entry->work.stage_bytes;
     const std::byte* block = link.messages.block(entry->work.stage_at, bytes);
     Status status = Status::kDone;
@@ -48,7 +53,10 @@ uint32_t ShmTransport::drain_messages(Incoming& link) {
           link.message_held = true;
           break;
       }
-      if (link.message_held) break;
+      if (link.message_held) {
+        link.messages.put_back();
+        break;
+      }
     }
     link.messages.pop(code(status));
     ++taken;
@@ -66,7 +74,9 @@ uint32_t ShmTransport::drain_rail(Incoming& link, ChannelReader& reader) {
     const EntryKind kind = entry->kind;
     // acquire: pairs with the store in flush_link; seeing it means the initiator has reported these as not done.
     const bool revoked = kind != EntryKind::kImms && link.segment->revoked.load(std::memory_order_acquire) != 0;
-    if (revoked) {
+    if (kind == EntryKind::kStagedWrite && !reader.take()) {
+      // cancelled by the initiator
+    } else if (revoked) {
       status = Status::kCancelled;
     } else if (kind == EntryKind::kImms) {
       const uint32_t count = std::min<uint32_t>(entry->count, kImmPairsMax);

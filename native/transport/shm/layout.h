@@ -48,6 +48,9 @@ enum class EntryKind : uint8_t {
   kReadResponse,  // on the response channel, from target to initiator
 };
 
+inline constexpr uint8_t kEntryTaken = 254;
+inline constexpr uint8_t kEntryWithdrawn = 255;
+
 struct ImmPair {
   uint32_t imm;
   uint32_t units;
@@ -61,7 +64,10 @@ struct alignas(kLine) Entry {
   std::atomic<uint32_t> sequence;
   EntryKind kind;
   uint8_t count;                // pairs of kImms
-  std::atomic<uint8_t> status;  // written by the consumer before `consumed`: a Status, 0 = kDone
+  // Starts as 0. Before it begins staged work the consumer turns 0 into kEntryTaken, and before it gives up on it the
+  // producer turns 0 into kEntryWithdrawn: the compare-exchange that comes first decides. The consumer then leaves
+  // kEntryTaken, or a Status when it failed.
+  std::atomic<uint8_t> status;
   uint8_t has_imm;
   union {
     ImmPair imms[kImmPairsMax];

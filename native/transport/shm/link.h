@@ -56,6 +56,7 @@ struct ReadChunk {
   StagedRead* read = nullptr; // null: free
   std::byte* local = nullptr;
   uint32_t bytes = 0;
+  uint32_t tag = 0;           // of the last request made with this chunk; modulo kReadChunks its index
 };
 inline constexpr uint32_t kReadChunks = 16; // outstanding per link; responses need room in one staging ring
 inline constexpr uint64_t kReadChunkBytes = 64 << 10;
@@ -67,6 +68,7 @@ struct InFlight {
   uint64_t stage_head;  // staging ring position behind this entry
   uint32_t retires;     // work requests that end with it
   bool staged;          // false: an immediate entry, nothing to retire
+  Status forced;        // other than kDone: how it ends, whatever the target says
 };
 
 // The initiator's end of a rail: staged work on its way.
@@ -117,6 +119,7 @@ struct Outgoing final : Link {
   ChannelReader responses;
   std::array<ReadChunk, kReadChunks> read_chunks;
   uint32_t reads_open = 0;
+  uint32_t responses_due = 0; // to requests made, cancelled ones included
   std::map<uint64_t, std::shared_ptr<Import>> imports;
   uint32_t imports_pending = 0;
   PrivateChoice choice;

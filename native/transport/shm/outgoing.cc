@@ -33,6 +33,12 @@ std::string format_rate(uint64_t bytes, int64_t ns) {
   return text;
 }
 
+// A status byte out of shared memory.
+Status status_from_peer(uint8_t byte) {
+  if (byte == 0 || byte == kEntryTaken) return Status::kDone;
+  return byte <= static_cast<uint8_t>(Status::kTransportFailed) ? static_cast<Status>(byte) : Status::kTransportFailed;
+}
+
 // What /proc says of the process: 'T' is stopped. Empty when it cannot be seen.
 std::string process_state(uint32_t pid) {
   std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
@@ -196,7 +202,7 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   Import& import = *static_cast<ShmKey*>(request.remote)->import;
   if (import.state == Import::State::kPending) return false;
   const auto refuse = [&](Status status, const std::string& text) {
-    sink_->on_retired(request.context, 1, 0, status, text);
+    sink_->on_retired(link, request.context, 1, 0, status, text);
     return true;
   };
   if (import.state == Import::State::kRefused) return refuse(import.status, import.text);
@@ -242,7 +248,7 @@ uint32_t ShmTransport::post_messages(Outgoing& link, std::span<const WorkRequest
     if (block == nullptr) break;
     std::memcpy(block, request.local, request.length_bytes);
     InFlight& slot = inflight_slot(link.messages);
-    slot = {request.context, request.length_bytes, writer.stage_head(), 1, true};
+    slot = {request.context, request.length_bytes, writer.stage_head(), 1, true, Status::kDone};
     ++link.messages.staged_inflight;
     Entry& entry = writer.next();
     entry.kind = EntryKind::kMessage;
@@ -322,7 +328,7 @@ bool ShmTransport::push_write_chunk(Outgoing&, RailQueue& rail) {
   Import& import = *static_cast<ShmKey*>(first.remote)->import;
   import.bytes_moved += moved;
   const uint64_t retired_bytes = pieces == 1 ? first.length_bytes : moved;
-  inflight_slot(rail) = {first.context, finished > 0 ? retired_bytes : 0, rail.writer.stage_head(), finished, true};
+  inflight_slot(rail) = {first.context, finished > 0 ? retired_bytes : 0, rail.writer.stage_head(), finished, true, Status::kDone};
   ++rail.staged_inflight;
   Entry& entry = rail.writer.next();
   entry.kind = EntryKind::kStagedWrite;
@@ -353,14 +359,17 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
       ++link.reads_open;
     }
     const uint64_t bytes = std::min(request.length_bytes - head.done_bytes, kReadChunkBytes);
-    *chunk = {head.read, request.local + head.done_bytes, static_cast<uint32_t>(bytes)};
+    const auto slot = static_cast<uint32_t>(chunk - link.read_chunks.begin());
+    const uint32_t tag = (chunk->tag / kReadChunks + 1) * kReadChunks + slot; // never the one before
+    *chunk = {head.read, request.local + head.done_bytes, static_cast<uint32_t>(bytes), tag};
+    ++link.responses_due;
     ++head.read->chunks_open;
     if (rail.inflight) inflight_slot(rail).staged = false;
     Entry& entry = rail.writer.next();
     entry.kind = EntryKind::kReadRequest;
     entry.work = {.region_id = import.region_id, .offset = request.remote_offset + head.done_bytes, .stage_at = 0,
                   .stage_bytes = static_cast<uint32_t>(bytes), .pieces = 0, .wire_imm = 0, .units = 0,
-                  .tag = static_cast<uint32_t>(chunk - link.read_chunks.begin()), .reserved = 0};
+                  .tag = tag, .reserved = 0};
     rail.writer.publish(entry);
     head.done_bytes += bytes;
     import.bytes_moved += bytes;
@@ -386,16 +395,15 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
     slot.staged = false;
     --rail.staged_inflight;
     rail.writer.release_stage(slot.stage_head);
-    const uint8_t status = rail.writer.status_of(rail.retired);
-    if (status != 0 && rail.sticky == Status::kDone) {
-      rail.sticky = status <= static_cast<uint8_t>(Status::kTransportFailed) ? static_cast<Status>(status) : Status::kTransportFailed;
-    }
     ++retired;
+    if (slot.context == nullptr) continue; // withdrawn
+    const Status status = slot.forced != Status::kDone ? slot.forced : status_from_peer(rail.writer.status_of(rail.retired));
+    if (rail.sticky == Status::kDone) rail.sticky = status;
     if (slot.retires == 0) continue;
     const Status outcome = std::exchange(rail.sticky, Status::kDone);
     link.outstanding -= slot.retires;
     link.choice.staged_bytes += slot.bytes;
-    sink_->on_retired(slot.context, slot.retires, slot.bytes, outcome, outcome == Status::kDone ? "" : "refused by the target");
+    sink_->on_retired(link, slot.context, slot.retires, slot.bytes, outcome, outcome == Status::kDone ? "" : "refused by the target");
   }
   return retired;
 }
@@ -407,12 +415,12 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
     const uint64_t stage_at = entry->work.stage_at;
     const uint32_t bytes = entry->work.stage_bytes;
     const uint8_t status = entry->has_imm; // the response's status travels here
-    if (entry->kind == EntryKind::kReadResponse && tag < kReadChunks && link.read_chunks[tag].read != nullptr) {
-      ReadChunk& chunk = link.read_chunks[tag];
+    ReadChunk& chunk = link.read_chunks[tag % kReadChunks];
+    if (entry->kind == EntryKind::kReadResponse && chunk.tag == tag && chunk.read != nullptr) {
       StagedRead& read = *std::exchange(chunk.read, nullptr);
       const std::byte* block = link.responses.block(stage_at, bytes);
       if (status != 0) {
-        read.status = status <= static_cast<uint8_t>(Status::kTransportFailed) ? static_cast<Status>(status) : Status::kTransportFailed;
+        read.status = status_from_peer(status);
       } else if (block == nullptr || bytes != chunk.bytes) {
         read.status = Status::kTransportFailed;
       } else {
@@ -421,14 +429,13 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
       if (--read.chunks_open == 0 && read.all_requested) {
         --link.outstanding;
         --link.reads_open;
-        sink_->on_retired(read.context, 1, read.status == Status::kDone ? read.bytes : 0, read.status,
+        sink_->on_retired(link, read.context, 1, read.status == Status::kDone ? read.bytes : 0, read.status,
                           read.status == Status::kDone ? "" : "refused by the target");
         delete &read;
       }
-    } else {
-      sink_->on_protocol_error(link.address->name, "unexpected response");
-    }
+    } // else: of a cancelled read
     link.responses.pop(0);
+    if (link.responses_due > 0) --link.responses_due;
     ++taken;
   }
   link.responses.publish();
@@ -439,7 +446,7 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   if (link.backlog_ns != 0) link.choice.staged_ns += now - link.backlog_ns;
   const uint64_t staged_before = link.choice.staged_bytes;
   uint32_t moved = retire_staged(link, link.messages);
-  if (link.reads_open > 0) moved += take_responses(link);
+  if (link.responses_due > 0) moved += take_responses(link);
   uint32_t pushed = 0;
   bool backlog = false;
   for (RailQueue& rail : link.rails) {
@@ -489,6 +496,93 @@ void ShmTransport::check_liveness(Outgoing& link, int64_t now) {
   }
 }
 
+// --- taking back ---
+
+void ShmTransport::withdraw(bool (*wanted)(void* context)) {
+  for (const auto& link : outgoing_) {
+    if (link->outstanding == 0 || !link->up) continue;
+    withdraw_queue(*link, link->messages, wanted);
+    for (RailQueue& rail : link->rails) withdraw_queue(*link, rail, wanted);
+    withdraw_reads(*link, wanted);
+  }
+}
+
+// A request's chunks lie in the ring in order, and the target takes them in order: the last one carries the immediate
+// and must go first, so that a target that overtakes us counts nothing it did not get.
+void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context)) {
+  withdraw_pending(link, rail, wanted);
+  void* ending = nullptr; // context of the request whose last chunk was withdrawn
+  uint32_t owed = 0;      // what it retires, once its earlier chunks are out of the target's hands
+  const auto settle = [&] {
+    if (ending == nullptr) return;
+    link.outstanding -= owed;
+    sink_->on_retired(link, std::exchange(ending, nullptr), owed, 0, Status::kCancelled, "");
+  };
+  for (uint64_t end = rail.writer.position(); end > rail.retired && rail.staged_inflight > 0; --end) {
+    InFlight& slot = rail.inflight[(end - 1) % kRingEntries];
+    if (!slot.staged || slot.context == nullptr) continue;
+    const bool is_earlier_chunk = slot.context == ending && slot.retires == 0;
+    if (!is_earlier_chunk) settle();
+    if (!is_earlier_chunk && (slot.retires == 0 || !wanted(slot.context))) continue;
+    if (rail.writer.withdraw(end - 1)) {
+      if (!is_earlier_chunk) owed = slot.retires;
+      ending = std::exchange(slot.context, nullptr); // the slot stays: its staging is freed in turn
+      slot.retires = 0;
+    } else if (is_earlier_chunk) { // the target is at it: the request ends when this chunk does
+      slot.retires = owed;
+      slot.forced = Status::kCancelled;
+      ending = nullptr;
+    }
+  }
+  settle();
+}
+
+// What has not (wholly) reached the ring. A request whose first chunks are there already ends with the last of these.
+void ShmTransport::withdraw_pending(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context)) {
+  std::deque<RailQueue::Pending> kept;
+  std::deque<RailQueue::Pending> cut;
+  for (const RailQueue::Pending& pending : rail.pending) (wanted(pending.request.context) ? cut : kept).push_back(pending);
+  rail.pending.swap(kept);
+  for (const RailQueue::Pending& pending : cut) {
+    if (pending.read != nullptr && pending.read->chunks_open > 0) {
+      pending.read->all_requested = true; // withdraw_reads ends it
+      continue;
+    }
+    if (pending.read != nullptr) --link.reads_open;
+    delete pending.read;
+    if (pending.read != nullptr || pending.done_bytes == 0 || !end_with_last_chunk(rail, pending.request.context)) {
+      --link.outstanding;
+      sink_->on_retired(link, pending.request.context, 1, 0, Status::kCancelled, "");
+    }
+  }
+}
+
+// False: the target has confirmed all chunks already.
+bool ShmTransport::end_with_last_chunk(RailQueue& rail, void* context) {
+  for (uint64_t end = rail.writer.position(); end > rail.retired; --end) {
+    InFlight& slot = rail.inflight[(end - 1) % kRingEntries];
+    if (!slot.staged) continue;
+    if (slot.context != context) return false;
+    slot.retires = 1;
+    slot.forced = Status::kCancelled;
+    return true;
+  }
+  return false;
+}
+
+// Answers to requests already made are ignored by their tags.
+void ShmTransport::withdraw_reads(Outgoing& link, bool (*wanted)(void* context)) {
+  for (ReadChunk& chunk : link.read_chunks) {
+    if (chunk.read == nullptr || !chunk.read->all_requested || !wanted(chunk.read->context)) continue;
+    StagedRead& read = *std::exchange(chunk.read, nullptr);
+    if (--read.chunks_open > 0) continue;
+    --link.outstanding;
+    --link.reads_open;
+    sink_->on_retired(link, read.context, 1, 0, Status::kCancelled, "");
+    delete &read;
+  }
+}
+
 // Ends everything on the link: what the target has confirmed as it was confirmed, the rest with `status`. The target
 // executes nothing of it any more once it has seen `revoked`.
 void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& detail) {
@@ -501,30 +595,32 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
       if (!slot.staged) continue;
       slot.staged = false;
       --rail.staged_inflight;
-      if (slot.retires > 0) sink_->on_retired(slot.context, slot.retires, 0, status, detail);
+      if (slot.retires > 0) {
+        sink_->on_retired(link, slot.context, slot.retires, 0, slot.forced != Status::kDone ? slot.forced : status, detail);
+      }
     }
     while (!rail.pending.empty()) {
       const RailQueue::Pending pending = rail.pending.front();
       rail.pending.pop_front();
       if (pending.read == nullptr) {
-        sink_->on_retired(pending.request.context, 1, 0, status, detail);
+        sink_->on_retired(link, pending.request.context, 1, 0, status, detail);
       } else {
         pending.read->all_requested = true; // ends below, with its chunks
         if (pending.read->chunks_open == 0) {
-          sink_->on_retired(pending.read->context, 1, 0, status, detail);
+          sink_->on_retired(link, pending.read->context, 1, 0, status, detail);
           delete pending.read;
         }
       }
     }
   };
-  if (link.up && link.reads_open > 0) take_responses(link);
+  if (link.up && link.responses_due > 0) take_responses(link);
   flush_queue(link.messages);
   for (RailQueue& rail : link.rails) flush_queue(rail);
   for (ReadChunk& chunk : link.read_chunks) {
     if (chunk.read == nullptr) continue;
     StagedRead& read = *std::exchange(chunk.read, nullptr);
     if (--read.chunks_open > 0) continue;
-    sink_->on_retired(read.context, 1, 0, status, detail);
+    sink_->on_retired(link, read.context, 1, 0, status, detail);
     delete &read;
   }
   for (auto& [region_id, import] : link.imports) {
@@ -533,6 +629,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
     import->text = detail;
   }
   link.reads_open = 0;
+  link.responses_due = 0;
   link.outstanding = 0;
   link.imports_pending = 0;
   link.up = false;
@@ -562,7 +659,7 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
         report.reason = import->is_local ? "both engines live in this process" : "the region is engine-owned memory, mapped here";
         break;
       case Import::State::kPrivate:
-        report.path = link.choice.uses_attach() ? "cross-memory attach" : "staged";
+        report.path = link.choice.uses_attach() ? "cross-memory-attach" : "staged";
         report.reason = "the region is private memory of the peer; " + link.choice.reason;
         if (!link.choice.uses_attach()) report.gb_per_s = gb_per_s(link.choice.staged_bytes, link.choice.staged_ns);
         break;

@@ -40,6 +40,7 @@ class ShmTransport final : public Transport {
 
   uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
   uint32_t poll() override;
+  void withdraw(bool (*wanted)(void* context)) override;
 
   uint32_t ticket() const override { return home_->bell.ticket.load(std::memory_order_acquire); }
   void arm() override;
@@ -72,6 +73,10 @@ class ShmTransport final : public Transport {
   uint32_t take_responses(Outgoing& link);
   uint32_t poll_outgoing(Outgoing& link, int64_t now);
   void check_liveness(Outgoing& link, int64_t now);
+  void withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context));
+  void withdraw_pending(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context));
+  static bool end_with_last_chunk(RailQueue& rail, void* context);
+  void withdraw_reads(Outgoing& link, bool (*wanted)(void* context));
   void flush_link(Outgoing& link, Status status, const std::string& detail);
   void weigh_private_paths(Outgoing& link);
   // target side (incoming.cc)

@@ -73,6 +73,8 @@ class Child:
     def start(self, command: str, **arguments: Any) -> None:
         """Begin a command without waiting for its answer; `finish` gets it."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            raise self._gone()
         self._calls += 1
         self._early = None
         call = {"number": self._calls, "command": command, "arguments": arguments}

@@ -17,6 +17,7 @@ from crossrail.cli.text import cpu_pair, size
 from crossrail.errors import CrossrailError, UsageError
 
 _QUICK_RUNS = 3
+_BUSY_MAX = 0.1
 
 
 def all_measures() -> list[Measure]:
@@ -49,6 +50,7 @@ def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Con
             progress.update(task, description=measure.title)
             result = Result(measure)
             results.append(result)
+            pair.note = ""
             try:
                 _sample(measure, pair, result, runs, progress, task)
             except CrossrailError as error:
@@ -57,6 +59,7 @@ def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Con
                 if not pair.child.alive:
                     raise
                 pair.reset()
+            result.note = pair.note
             if not console.is_terminal:
                 console.print(report.one_line(result), highlight=False, markup=False, soft_wrap=True)
     return results
@@ -118,10 +121,13 @@ def command(
     console.print(report.describe_machine(), highlight=False, markup=False)
     if settings.cpus[0] == settings.cpus[1]:
         console.print("both processes share one core: figures of two processes mean little", style="yellow")
+    busy = report.busy_share(settings.cpus)
+    if busy > _BUSY_MAX:
+        console.print(f"other programs keep these cores {busy:.0%} busy: figures will be noise", style="yellow")
     results = run(measures, settings, runs or (_QUICK_RUNS if quick else 5), console)
     console.print(report.make_table(results))
     if json_path is not None:
-        report.write_json(json_path, results, settings)
+        report.write_json(json_path, results, settings, busy)
     if plot_path is not None:
         report.write_plot(plot_path, results)
     verdicts = {result.verdict for result in results}

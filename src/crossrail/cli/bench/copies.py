@@ -83,6 +83,7 @@ def _write_samples(pair: Pair, nbytes: int, window: int, *, private: bool) -> Sa
     moved = per_pass * nbytes
     while True:
         copy_ns, write_ns = alternate(passes, lambda: _copy_pool(pair, link, pool), lambda: write(per_pass))
+        pair.note = link.unmapped_paths() if private else ""
         yield Sample(moved / write_ns, pool.nbytes / copy_ns)
 
 

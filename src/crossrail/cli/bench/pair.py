@@ -83,6 +83,11 @@ class Link:
             reply_imm=IMM_ACK,
         )
 
+    def unmapped_paths(self) -> str:
+        """How bytes reached memory of the peer that cannot be mapped: the engine chooses by measuring."""
+        paths = {path for _, path, _, _ in self.rig.paths(self.peer_address)}
+        return ", ".join(sorted(path.replace("cross-memory attach", "CMA") for path in paths - {"mapped"}))
+
     def close(self) -> None:
         """Close both ends."""
         self.rig.close()
@@ -115,6 +120,7 @@ class Pair:
         os.ftruncate(self.shared_fd, self.native.SHARED_BYTES)
         self.child = Child(_PEER_MODULE, "the receiving process", cpu=settings.cpus[1], pass_fds=(self.shared_fd,))
         os.sched_setaffinity(0, {settings.cpus[0]})
+        self.note = ""  # of the measure that runs; see Result.note
         self._links: dict[str, Link] = {}
         self._pools: dict[str, Pool] = {}
         self._flag_rounds = 0

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ _VERDICT_STYLE = {"ok": "[green]ok[/green]", "miss": "[red]miss[/red]", "error":
 def make_table(results: list[Result]) -> Table:
     """One line a measure: figure, unit, the machine's limit, ratio, bar, verdict."""
     table = Table(title="crossrail bench: medians", title_justify="left")
-    table.add_column("measure", no_wrap=True)
+    table.add_column("measure")
     for title in ("value", "unit", "limit", "ratio", "bar"):
         table.add_column(title, justify="left" if title == "unit" else "right", no_wrap=True)
     table.add_column("")
@@ -38,7 +39,7 @@ def make_table(results: list[Result]) -> Table:
         measure = result.measure
         bar = str(measure.bar) if measure.bar else ""
         table.add_row(
-            escape(measure.title),
+            escape(f"{measure.title} ({result.note})" if result.note else measure.title),
             _figure(result.value),
             measure.unit,
             _figure(result.limit),
@@ -51,8 +52,9 @@ def make_table(results: list[Result]) -> Table:
 
 def one_line(result: Result) -> str:
     """For a log: there is no bar there to look at meanwhile."""
-    ratio = "" if result.ratio is None else f"  {result.ratio:.2f}x"
-    return f"{result.measure.name:22} {_figure(result.value):>8} {result.measure.unit}{ratio}  {result.verdict}"
+    ratio = "" if result.ratio is None else f"{result.ratio:.2f}x"
+    words = (_figure(result.value), result.measure.unit, ratio, result.verdict, result.note)
+    return f"{result.measure.name:22} {'  '.join(words)}".rstrip()
 
 
 def _figure(value: float | None) -> str:
@@ -64,7 +66,7 @@ def _figure(value: float | None) -> str:
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
-def to_json(results: list[Result], settings: Settings) -> dict[str, Any]:
+def to_json(results: list[Result], settings: Settings, busy: float) -> dict[str, Any]:
     """Everything that is needed to judge the figures, and to repeat them."""
     return {
         "format": _JSON_FORMAT,
@@ -72,6 +74,7 @@ def to_json(results: list[Result], settings: Settings) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "version": version(),
         "machine": machine(),
+        "busy_before": round(busy, 3),
         "settings": {"cpus": list(settings.cpus), "pool_bytes": settings.pool_bytes, "quick": settings.quick},
         "results": [_result_json(result) for result in results],
     }
@@ -89,6 +92,7 @@ def _result_json(result: Result) -> dict[str, Any]:
         "ratio": result.ratio,
         "bar": str(measure.bar) if measure.bar else None,
         "verdict": result.verdict,
+        "note": result.note or None,
         "error": result.error or None,
         "samples": [{"value": sample.value, "limit": sample.limit} for sample in result.samples],
     }
@@ -133,6 +137,27 @@ def describe_machine() -> str:
     return f"{about['cpu']}, {about['cores_usable']} cores, {caches}, Linux {about['kernel']}"
 
 
+def busy_share(cpus: tuple[int, int], seconds: float = 0.5) -> float:
+    """How much of these cores something else uses, 0 to 1. Sleeps meanwhile."""
+    before = _cpu_times(cpus)
+    time.sleep(seconds)
+    spent = [after - start for after, start in zip(_cpu_times(cpus), before, strict=True)]
+    return 1.0 - spent[0] / spent[1] if spent[1] else 0.0
+
+
+def _cpu_times(cpus: tuple[int, int]) -> tuple[int, int]:
+    """(idle, all) ticks of the cores together. proc(5): user nice system idle iowait irq softirq steal ..."""
+    idle = total = 0
+    names = {f"cpu{cpu}" for cpu in cpus}
+    for line in _read("/proc/stat").splitlines():
+        name, *ticks = line.split()
+        if name in names:
+            counts = [int(tick) for tick in ticks[:8]]
+            idle += counts[3] + counts[4]
+            total += sum(counts)
+    return idle, total
+
+
 def _caches() -> dict[str, str]:
     sizes: dict[str, str] = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
@@ -157,9 +182,9 @@ def _read(path: str) -> str:
         return ""
 
 
-def write_json(path: Path, results: list[Result], settings: Settings) -> None:
-    """The file; replaced when there."""
-    path.write_text(json.dumps(to_json(results, settings), indent=1) + "\n")
+def write_json(path: Path, results: list[Result], settings: Settings, busy: float) -> None:
+    """The file; replaced when there. busy: what busy_share said before."""
+    path.write_text(json.dumps(to_json(results, settings, busy), indent=1) + "\n")
 
 
 def check_plot() -> None:

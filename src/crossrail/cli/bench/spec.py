@@ -63,6 +63,7 @@ class Result:
     measure: Measure
     samples: list[Sample] = field(default_factory=list)
     error: str = ""
+    note: str = ""  # what is good to know beside the figure, as the path that was used
 
     @property
     def value(self) -> float | None:
