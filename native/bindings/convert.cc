@@ -87,6 +87,12 @@ Access to_access(const std::string& name) {
   throw UsageError("access is '" + name + "', must be 'local', 'read' or 'write'");
 }
 
+nb::str to_text(const std::string& text) {
+  PyObject* object = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
+  if (object == nullptr) throw nb::python_error();
+  return nb::steal<nb::str>(object);
+}
+
 std::span<const uint8_t> bytes_of(nb::handle bytes) {
   char* data = nullptr;
   Py_ssize_t size = 0;

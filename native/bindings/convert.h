@@ -38,6 +38,9 @@ Deadline to_deadline(nb::handle timeout_s);
 const char* access_name(Access access);
 Access to_access(const std::string& name);
 
+// Names and details come from peers: what is not UTF-8 in them is shown as such and does not raise.
+nb::str to_text(const std::string& text);
+
 // Of a bytes object.
 std::span<const uint8_t> bytes_of(nb::handle bytes);
 nb::bytes to_bytes(std::span<const uint8_t> bytes);

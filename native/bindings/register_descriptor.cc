@@ -84,7 +84,7 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
           "Versioned, checksummed bytes.")
       .def("__bytes__", [](const AddressHandle& self) { return to_bytes(self.value->encode()); })
       .def("__str__", [](const AddressHandle& self) { return text_of(*self.value); })
-      .def("__repr__", [](const AddressHandle& self) { return represent(*self.value); })
+      .def("__repr__", [](const AddressHandle& self) { return to_text(represent(*self.value)); })
       .def("__eq__", &equal<AddressHandle>, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", [](const AddressHandle& self) { return hash_of(*self.value); })
       // A pickle holds the versioned bytes, so it is as portable as they are.
@@ -92,7 +92,7 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
       .def("__setstate__",
            [](AddressHandle* self, const nb::bytes& data) { new (self) AddressHandle(decode_address(data)); })
       .def_prop_ro(
-          "name", [](const AddressHandle& self) { return self.value->name; },
+          "name", [](const AddressHandle& self) { return to_text(self.value->name); },
           "What the engine's owner called it; need not be unique.")
       .def_prop_ro(
           "incarnation", [](const AddressHandle& self) { return to_hex(self.value->incarnation); },
@@ -122,7 +122,7 @@ Keep and reuse the object: it remembers what an engine resolved it to. Pickles a
           "to_bytes", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); },
           "Versioned, checksummed bytes.")
       .def("__bytes__", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); })
-      .def("__repr__", [](const DescriptorHandle& self) { return represent(*self.value); })
+      .def("__repr__", [](const DescriptorHandle& self) { return to_text(represent(*self.value)); })
       .def("__eq__", &equal<DescriptorHandle>, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__",
            [](const DescriptorHandle& self) {

@@ -65,9 +65,10 @@ void connect(Self self, nb::handle address, nb::handle timeout_s) {
   if (result == WaitResult::kReady) return;
   const Address& target = peer->address();
   if (result == WaitResult::kTimeout) {
-    raise_object(make_error("connect_timeout", self.h, target.name, target.pid, timeout_s));
+    raise_object(make_error("connect_timeout", self.h, to_text(target.name), target.pid, timeout_s));
   }
-  raise_object(make_error("connect_failed", self.h, target.name, target.pid, engine->explain(*peer).note));
+  raise_object(
+      make_error("connect_failed", self.h, to_text(target.name), target.pid, to_text(engine->explain(*peer).note)));
 }
 
 nb::object explain(Self self, nb::handle address) {
@@ -82,9 +83,11 @@ nb::object explain(Self self, nb::handle address) {
   for (const RailExplanation& rail : found.rails) rails.append(nb::make_tuple(rail.rail, rail.peer_rail));
   nb::list paths;
   for (const PathExplanation& path : found.paths) {
-    paths.append(nb::make_tuple(path.what, path.path, path.reason, path.gb_per_s, path.bytes));
+    paths.append(
+        nb::make_tuple(to_text(path.what), to_text(path.path), to_text(path.reason), path.gb_per_s, path.bytes));
   }
-  return nb::make_tuple(found.peer, found.transport, peer_state_name(found.state), found.note, rails, paths);
+  return nb::make_tuple(to_text(found.peer), to_text(found.transport), peer_state_name(found.state),
+                        to_text(found.note), rails, paths);
 }
 
 nb::list peers(Self self) {
@@ -108,6 +111,8 @@ const char* event_name(EngineEvent::Kind kind) {
       return "peer-connected";
     case EngineEvent::Kind::kPeerLost:
       return "peer-lost";
+    case EngineEvent::Kind::kPeerLeft:
+      return "peer-left";
     case EngineEvent::Kind::kPeerFrozen:
       return "peer-frozen";
     case EngineEvent::Kind::kPeerThawed:
@@ -121,7 +126,7 @@ const char* event_name(EngineEvent::Kind kind) {
 nb::list take_events(Self self) {
   nb::list list;
   for (const EngineEvent& event : self.p->core()->take_events()) {
-    list.append(nb::make_tuple(event_name(event.kind), event.peer, event.detail));
+    list.append(nb::make_tuple(event_name(event.kind), to_text(event.peer), to_text(event.detail)));
   }
   return list;
 }
@@ -211,7 +216,7 @@ void register_engine(nb::module_& module) {
            nb::sig("def __init__(self, name: str, transport: str, rails: int, polling: str, spin_us: float, "
                    "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
                    "watcher_poll_us: float, connect_timeout_s: float, private_path: str) -> None"))
-      .def_prop_ro("name", [](Self self) { return self.p->address()->name; })
+      .def_prop_ro("name", [](Self self) { return to_text(self.p->address()->name); })
       .def_prop_ro(
           "address", [](Self self) { return AddressHandle(self.p->address()); },
           "What peers need to reach this engine.")

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "bindings/bindings.h"
+#include "bindings/convert.h"
 #include "bindings/raise.h"
 #include "util/errors.h"
 
@@ -40,11 +41,11 @@ void translate(const std::exception_ptr& pointer, void*) {
   try {
     std::rethrow_exception(pointer);
   } catch (const UsageError& error) {
-    set_error("UsageError", error.what());
+    set_error("UsageError", to_text(error.what()));
   } catch (const TransportError& error) {
-    set_error("TransportError", error.call(), error.code(), error.text(), error.remedy());
+    set_error("TransportError", to_text(error.call()), error.code(), to_text(error.text()), to_text(error.remedy()));
   } catch (const EngineClosedError& error) {
-    set_error("EngineClosed", error.what());
+    set_error("EngineClosed", to_text(error.what()));
   }
 }
 

@@ -18,6 +18,9 @@ namespace crossrail::bindings {
 
 namespace {
 
+constexpr uint64_t kLayoutMax = uint64_t{1}
+                                << 56;  // of offsets and strides of pages, so that their products fit 128 bits
+
 using Self = nb::pointer_and_handle<EngineHandle>;
 
 // Owner between here and the end of the submit: the Refs of the caller's frame; afterwards the core's own.
@@ -87,14 +90,14 @@ TransferHandle submit_paged_writes(Self self, const RegionHandle& src, nb::handl
   const IndexArray src_indices(src_pages, "src_pages");
   const IndexArray dst_indices(dst_pages, "dst_pages");
   PagedWriteRequest request;
-  request.page_bytes = to_u64(page_bytes, "page_bytes");
+  request.page_bytes = to_u64(page_bytes, "page_bytes", kLayoutMax);
   request.src = source.get();
-  request.src_offset = to_u64(src_offset, "src_offset");
-  request.src_stride_bytes = src_stride.is_none() ? request.page_bytes : to_u64(src_stride, "src_stride");
+  request.src_offset = to_u64(src_offset, "src_offset", kLayoutMax);
+  request.src_stride_bytes = src_stride.is_none() ? request.page_bytes : to_u64(src_stride, "src_stride", kLayoutMax);
   request.src_pages = src_indices.get();
   request.dst = target.get();
-  request.dst_offset = to_u64(dst_offset, "dst_offset");
-  request.dst_stride_bytes = dst_stride.is_none() ? request.page_bytes : to_u64(dst_stride, "dst_stride");
+  request.dst_offset = to_u64(dst_offset, "dst_offset", kLayoutMax);
+  request.dst_stride_bytes = dst_stride.is_none() ? request.page_bytes : to_u64(dst_stride, "dst_stride", kLayoutMax);
   request.dst_pages = dst_indices.get();
   request.imm = to_imm(imm);
   request.rail = to_rail(rail);

@@ -22,8 +22,8 @@ nb::object imm_of(const TransferInfo& info) {
 
 nb::object exception_of(const TransferHandle& self) {
   const TransferInfo info = self.transfer->info();
-  return make_error("transfer_failed", self.engine, op_kind_name(info.kind), status_name(info.status), info.peer,
-                    info.bytes, info.bytes_retired, imm_of(info), info.detail);
+  return make_error("transfer_failed", self.engine, op_kind_name(info.kind), status_name(info.status),
+                    to_text(info.peer), info.bytes, info.bytes_retired, imm_of(info), to_text(info.detail));
 }
 
 void wait(const TransferHandle& self, nb::handle timeout_s) {
@@ -32,7 +32,7 @@ void wait(const TransferHandle& self, nb::handle timeout_s) {
     const Deadline deadline = to_deadline(timeout_s);
     if (wait_without_gil([&] { return transfer->wait(deadline, interrupted); }) == WaitResult::kTimeout) {
       const TransferInfo info = transfer->info();
-      raise_object(make_error("transfer_timeout", self.engine, op_kind_name(info.kind), info.peer, info.bytes,
+      raise_object(make_error("transfer_timeout", self.engine, op_kind_name(info.kind), to_text(info.peer), info.bytes,
                               info.bytes_retired, imm_of(info), timeout_s));
     }
   }
@@ -87,7 +87,7 @@ A transfer that nobody holds any more goes on.)")
           "kind", [](const TransferHandle& self) { return op_kind_name(self.transfer->info().kind); },
           nb::sig("def kind(self) -> str"))
       .def_prop_ro(
-          "peer", [](const TransferHandle& self) { return self.transfer->info().peer; },
+          "peer", [](const TransferHandle& self) { return to_text(self.transfer->info().peer); },
           "Name of the peer; of the failing one, when one of several failed.")
       .def_prop_ro("nbytes", [](const TransferHandle& self) { return self.transfer->info().bytes; })
       .def_prop_ro(
@@ -119,7 +119,7 @@ Cancelling the task that awaits does not cancel the transfer: use cancel().)")
 It then completes as cancelled once no piece of it can touch memory any more, or as done if that came first.)")
       .def(
           "add_done_callback",
-          [](Self self, nb::callable fn) { package_attribute("crossrail.transfers", "add_done_callback")(self.h, fn); },
+          [](Self self, nb::handle fn) { package_attribute("crossrail.transfers", "add_done_callback")(self.h, fn); },
           nb::arg("fn"),
           nb::sig("def add_done_callback(self, fn: collections.abc.Callable[[Transfer], object]) -> None"),
           R"(Calls fn(transfer) once on the engine's callback thread, also when it is complete already.
@@ -134,7 +134,7 @@ fn may submit, wait and close regions. If it raises, that is logged and the engi
           },
           nb::arg("notifier"), nb::arg("cookie"),
           "Posts cookie once at completion; False, and nothing is posted, when complete already.")
-      .def("__repr__", &represent);
+      .def("__repr__", [](const TransferHandle& self) { return to_text(represent(self)); });
 }
 
 }  // namespace crossrail::bindings

@@ -89,7 +89,7 @@ void EngineCore::check_usable() const {
 
 // The threads are not in the child, and whatever lock they held stays locked: nothing here may be used any more.
 void EngineCore::abandon_after_fork() {
-  if (worker_.joinable()) worker_.detach();
+  new std::thread(std::move(worker_)); // leaked: a thread that is not in this process can be neither joined nor detached
   watchers_->abandon_after_fork();
   transport_->abandon_after_fork();
 }
@@ -180,6 +180,8 @@ void EngineCore::drive_until_idle() {
     const int64_t now = now_ns();
     if (idle_since == 0) idle_since = now;
     if (now - idle_since >= options_.spin_ns) return;
+    // Whom we have just woken may need this very core.
+    if (now - idle_since >= kYieldAfterNs) std::this_thread::yield();
   }
 }
 
@@ -367,7 +369,7 @@ void EngineCore::on_link_up(Link& link) {
   add_event({EngineEvent::Kind::kPeerConnected, peer.address().name, ""});
 }
 
-void EngineCore::on_link_down(Link& link, const std::string& reason) {
+void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderly) {
   const PeerRef peer = PeerRef::share(static_cast<Peer*>(link.user));
   peer->link_ = nullptr;
   peer->work_->note = reason;
@@ -380,7 +382,7 @@ void EngineCore::on_link_down(Link& link, const std::string& reason) {
       if (region->peer() == peer.get()) region->key_.reset();
     }
   }
-  add_event({EngineEvent::Kind::kPeerLost, peer->address().name, reason});
+  add_event({orderly ? EngineEvent::Kind::kPeerLeft : EngineEvent::Kind::kPeerLost, peer->address().name, reason});
 }
 
 void EngineCore::on_link_frozen(Link& link, bool frozen, const std::string& detail) {

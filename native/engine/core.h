@@ -85,7 +85,7 @@ class EngineCore final : public Sink {
   void on_imm(uint32_t imm, uint64_t units) override;
   Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_link_up(Link& link) override;
-  void on_link_down(Link& link, const std::string& reason) override;
+  void on_link_down(Link& link, const std::string& reason, bool orderly) override;
   void on_link_frozen(Link& link, bool frozen, const std::string& detail) override;
   void on_protocol_error(const std::string& peer, const std::string& detail) override;
 
@@ -188,6 +188,8 @@ class EngineCore final : public Sink {
 inline void bump(std::atomic<uint64_t>& counter, uint64_t by = 1) {
   counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_release);
 }
+
+inline constexpr int64_t kYieldAfterNs = 2'000; // idle spinning longer than this offers the core to others
 
 template <typename Ready, typename Sleep>
 WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted) {

@@ -323,9 +323,13 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   }
   check_imm(request.imm);
   check_rail(request.rail, options().rail_count);
-  constexpr uint64_t kLimit = uint64_t{1} << 56;
-  if (std::max({request.page_bytes, request.src_stride_bytes, request.dst_stride_bytes, request.src_offset, request.dst_offset}) > kLimit) {
-    throw UsageError("page_bytes, strides and offsets must be at most 2**56");
+  const std::pair<const char*, uint64_t> sizes[] = {{"page_bytes", request.page_bytes},
+                                                    {"src_stride", request.src_stride_bytes},
+                                                    {"dst_stride", request.dst_stride_bytes},
+                                                    {"src_offset", request.src_offset},
+                                                    {"dst_offset", request.dst_offset}};
+  for (const auto& [name, value] : sizes) {
+    if (value > (uint64_t{1} << 56)) throw UsageError(std::string(name) + " = " + text(value) + " is not in 0..2**56");
   }
   TransferRef transfer = core_->make_transfer(OpKind::kPagedWrites);
   TransferWork& work = EngineCore::work_of(*transfer);

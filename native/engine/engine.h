@@ -60,6 +60,7 @@ struct EngineEvent {
     kImmOverflow,   // arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken
     kPeerConnected,
     kPeerLost,
+    kPeerLeft,       // the same, by closing its engine
     kPeerFrozen,    // has not moved while something waits for it; may come back
     kPeerThawed,
     kProtocolError  // malformed bytes from a peer; it was cut off

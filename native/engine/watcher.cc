@@ -78,7 +78,8 @@ void WatcherThread::stop() {
   watchers_.clear();
 }
 
-void WatcherThread::abandon_after_fork() { thread_.detach(); }
+// Leaked: a thread that is not in this process can be neither joined nor detached.
+void WatcherThread::abandon_after_fork() { new std::thread(std::move(thread_)); }
 
 bool WatcherThread::look_at_all() {
   bool changed = false;

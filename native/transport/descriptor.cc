@@ -1,5 +1,7 @@
 #include "transport/descriptor.h"
 
+#include <string_view>
+
 #include "util/codec.h"
 #include "util/errors.h"
 
@@ -24,6 +26,25 @@ uint32_t checksum(std::span<const uint8_t> bytes) {
 Bytes seal(Writer& writer) {
   writer.put(checksum(writer.bytes()));
   return std::move(writer.bytes());
+}
+
+// Well-formed UTF-8: no overlong forms, surrogates or values past U+10FFFF (RFC 3629).
+bool is_utf8(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    const auto lead = static_cast<uint8_t>(text[i]);
+    const size_t length = lead < 0x80 ? 1 : lead >> 5 == 6 ? 2 : lead >> 4 == 14 ? 3 : lead >> 3 == 30 ? 4 : 0;
+    if (length == 0 || text.size() - i < length) return false;
+    uint32_t point = length == 1 ? lead : lead & (0x7fu >> length);
+    for (size_t k = 1; k < length; ++k) {
+      const auto next = static_cast<uint8_t>(text[i + k]);
+      if (next >> 6 != 2) return false;
+      point = point << 6 | (next & 0x3fu);
+    }
+    constexpr uint32_t kSmallest[] = {0, 0, 0x80, 0x800, 0x10000};
+    if (point < kSmallest[length] || point > 0x10ffff || (point >= 0xd800 && point < 0xe000)) return false;
+    i += length;
+  }
+  return true;
 }
 
 [[noreturn]] void malformed(const char* what, const std::string& why) {
@@ -71,6 +92,7 @@ Address get_address(const char* what, Reader& reader) {
   }
   address.transport = static_cast<TransportKind>(transport);
   if (address.name.empty() || address.name.size() > kNameBytesMax) malformed(what, "engine name is empty or too long");
+  if (!is_utf8(address.name) || !is_utf8(address.host)) malformed(what, "a name in them is not UTF-8");
   if (address.host.size() > kNameBytesMax) malformed(what, "host identity is too long");
   if (address.rail_count < 1 || address.rail_count > kRailsMax) {
     malformed(what, "rail count " + std::to_string(address.rail_count) + " is not in 1..16");

@@ -83,7 +83,8 @@ class Sink {
   virtual Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
   virtual void on_link_up(Link& link) = 0;
   // The peer is gone. Everything posted on the link has been retired before; the link is deleted after the call.
-  virtual void on_link_down(Link& link, const std::string& reason) = 0;
+  // orderly: the peer's engine was closed, not killed.
+  virtual void on_link_down(Link& link, const std::string& reason, bool orderly) = 0;
   virtual void on_link_frozen(Link& link, bool frozen, const std::string& detail) = 0;
   virtual void on_protocol_error(const std::string& peer, const std::string& detail) = 0;
 

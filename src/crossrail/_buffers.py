@@ -53,7 +53,7 @@ def memory_of(buffer: Any) -> Memory:
 
 def as_numpy(array: Any) -> npt.NDArray[Any] | None:
     """A numpy view of a torch tensor or of a host array that speaks DLPack; None for anything else."""
-    if isinstance(array, (list, tuple)):
+    if isinstance(array, (list, tuple, np.ndarray)):
         return None
     if _is_torch(array):
         if array.device.type != "cpu":
@@ -63,7 +63,10 @@ def as_numpy(array: Any) -> npt.NDArray[Any] | None:
     _refuse_cuda(array)
     if not hasattr(array, "__dlpack__"):
         return None
-    return np.from_dlpack(array)
+    try:
+        return np.from_dlpack(array)
+    except (BufferError, TypeError, ValueError) as error:
+        raise UsageError(f"{type(array).__name__} gives no numpy view of itself through DLPack: {error}") from None
 
 
 def _is_torch(buffer: object) -> bool:

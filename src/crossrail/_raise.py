@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, cast
 
 from crossrail import errors
@@ -176,12 +175,17 @@ def connect_failed(engine: _core.Engine, peer: str, pid: int, note: str) -> erro
     )
 
 
+def check_callable(fn: object, argument: str) -> None:
+    if not callable(fn):
+        raise errors.UsageError(f"{argument} must be callable, not {type(fn).__name__}")
+
+
 def describe_array(given: object) -> str:
     """What somebody gave where an array of whole numbers belongs: the properties that decide, and no contents."""
     facts = []
     for name in ("shape", "strides", "dtype", "format", "device"):
         value = getattr(given, name, None)
-        if value is not None and not isinstance(value, Callable):  # type: ignore[arg-type]
+        if value is not None and not callable(value):
             facts.append(f"{name} {tuple(value) if name == 'shape' else value}")
     kind = type(given).__name__
     if isinstance(given, (list, tuple)):

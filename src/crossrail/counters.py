@@ -66,6 +66,7 @@ class ImmCounter(_core.ImmCounter):
         fn may submit, wait and close regions; if it raises, that is logged. When the engine closes first it is not
         called.
         """
+        _raise.check_callable(fn, "fn")
         callbacks = callbacks_of(self._engine)
 
         def served() -> None:

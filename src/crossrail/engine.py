@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from crossrail import _core
+from crossrail import _core, _raise
 from crossrail._buffers import memory_of
 from crossrail._core import Address, Message
 from crossrail._notify import CallbackThread, log
@@ -27,6 +27,7 @@ _EVENT_LEVELS = {
     "peer-connected": logging.DEBUG,
     "peer-thawed": logging.INFO,
     "peer-lost": logging.WARNING,
+    "peer-left": logging.INFO,
     "peer-frozen": logging.WARNING,
     "protocol-error": logging.ERROR,
     "imm-overflow": logging.ERROR,
@@ -178,6 +179,7 @@ class Engine(_core.Engine):
         Without it events go to logging.getLogger("crossrail"): at once while the engine has callbacks of any kind, else
         when a wait fails and at close.
         """
+        _raise.check_callable(fn, "fn")
         self._on_event = fn
         self._callbacks.notifier.post(self._event_cookie)  # for those that came before
         self._callbacks.start()

@@ -31,6 +31,8 @@ class ReceivePool(_core.ReceivePool):
     def __init__(
         self, engine: _core.Engine, count: int, nbytes: int, on_message: Callable[[Message], object] | None
     ) -> None:
+        if on_message is not None:
+            _raise.check_callable(on_message, "on_message")
         super().__init__(engine, count, nbytes, on_message is not None)
         self._waiters: set[asyncio.Future[bool]] = set()
         self._loop: LoopNotifier | None = None  # whose tasks are the waiters

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
+from crossrail import _raise
 from crossrail._core import Transfer
 from crossrail._notify import LoopNotifier, callbacks_of
 
@@ -27,6 +28,7 @@ def await_transfer(transfer: Transfer) -> Generator[Any, None, None]:
 
 def add_done_callback(transfer: Transfer, fn: Callable[[Transfer], object]) -> None:
     """`transfer.add_done_callback(fn)`."""
+    _raise.check_callable(fn, "fn")
     callbacks = callbacks_of(transfer._engine)
     cookie = callbacks.register(partial(fn, transfer))
     if not transfer._notify(callbacks.notifier, cookie):

@@ -8,7 +8,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from crossrail import _core
+from crossrail import _core, _raise
 from crossrail._notify import callbacks_of
 
 
@@ -21,6 +21,7 @@ class Watcher(_core.Watcher):
     """
 
     def __init__(self, engine: _core.Engine, on_change: Callable[[int, int], object]) -> None:
+        _raise.check_callable(on_change, "on_change")
         callbacks = callbacks_of(engine)
         self._cookie = callbacks.register(self._changed, once=False)
         self._on_change = on_change

@@ -64,6 +64,21 @@ def test_peer_cannot_touch_memory_after_its_region_closed(pair: Pair) -> None:
     assert (array == CANARY).all()
 
 
+@setups([(1, 1), (4, 4)], SOME_MEMORY)
+def test_peer_cannot_touch_memory_after_its_engine_closed(pair: Pair) -> None:
+    mine, remote = pair.memory(2_000_000), pair.target(2_000_000, fill=3)
+    stream = pair.there.stream("write", remote, [mine.descriptor])
+    array = mine.array()
+
+    pair.here.close()
+    array[:] = CANARY
+    outcome = pair.there.caller.call("finish_stream", stream=stream)
+
+    assert set(outcome["failures"]) <= {"PeerLost", "RemoteRegionClosed"}
+    assert outcome["failures"]
+    assert (array == CANARY).all()
+
+
 @setups([(1, 1), (4, 4)])
 def test_read_only_memory_is_no_target(pair: Pair) -> None:
     remote = pair.there.memory(1000, "private", access="read", fill=4)

@@ -66,9 +66,8 @@ def test_interpreter_ends_cleanly(ending: str) -> None:
     script = run_script(SCRIPT.replace("ENDING", ENDINGS[ending]))
 
     assert_clean(script)
-    assert [
-        line for line in script.stderr.splitlines() if not line.startswith("engine '")
-    ] == []  # those are logged events
+    logged_events = "engine '"
+    assert [line for line in script.stderr.splitlines() if not line.startswith(logged_events)] == []
 
 
 def test_uncaught_exception_is_shown_and_ends_the_program() -> None:

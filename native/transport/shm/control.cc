@@ -60,6 +60,7 @@ struct Control::Connection {
   bool lost = false;
   bool connected = false;        // connect(2) went through
   bool same_process = false;
+  bool orderly = false;          // it said goodbye
   uint32_t pid = 0;
   int64_t deadline_ns = 0;
   Fd socket;
@@ -143,12 +144,11 @@ void Control::stop() {
   command_event_.reset();
 }
 
-// The thread does not exist in the child; its sockets must close, or peers would not see the parent die.
+// The thread is not in the child: it can be neither joined nor detached, so it is leaked. The child holds copies of the
+// parent's sockets until it ends or execs; peers see the parent's death by its pidfd all the same.
 void Control::abandon_after_fork() {
-  thread_.detach();
+  new std::thread(std::move(thread_));
   listener_.reset();
-  epoll_.reset();
-  for (auto& [token, connection] : connections_) connection->socket.reset();
 }
 
 // --- control thread ---
@@ -414,6 +414,7 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
         emit({.kind = ControlEvent::Kind::kPong, .link_id = connection.link_id});
         return;
       case kGoodbye:
+        connection.orderly = true;
         lose(connection, "the engine was closed");
         return;
       default: // a byte from outside, not an enum
@@ -567,7 +568,7 @@ void Control::lose(Connection& connection, const std::string& reason) {
   if (connection.lost) return;
   connection.lost = true;
   if (!connection.accepted) {
-    emit({.kind = ControlEvent::Kind::kOutDown, .link_id = connection.link_id, .text = reason});
+    emit({.kind = ControlEvent::Kind::kOutDown, .link_id = connection.link_id, .orderly = connection.orderly, .text = reason});
   } else if (connection.up) {
     emit({.kind = ControlEvent::Kind::kInDown, .link_id = connection.link_id, .text = reason});
   }

@@ -34,6 +34,7 @@ struct ControlEvent {
   uint32_t rail_count = 0;             // kInUp
   uint32_t pid = 0;                    // kOutUp: in our pid namespace, 0 when invisible
   bool same_process = false;           // kOutUp
+  bool orderly = false;                // kOutDown: it said goodbye
   uint64_t region_id = 0;              // kImported, kRegionClosed
   RegionFacts facts = {};                   // kImported
   std::string text = {};                    // reason of kOutDown, kInDown, kProtocolError

@@ -2,6 +2,7 @@
 // target's. Two engines that write to each other have two links, so that both may connect at once.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdlib>
@@ -95,10 +96,24 @@ struct PrivateChoice {
   enum class Phase : uint8_t { kTryStaged, kTryAttach, kStaged, kAttach };
   Phase phase = Phase::kTryStaged;
   std::string reason = "staged until enough has been moved to compare it with cross-memory attach";
-  uint64_t staged_bytes = 0;
-  int64_t staged_ns = 0;
-  uint64_t attach_bytes = 0;
-  int64_t attach_ns = 0;
+  // Rate of a path, GB/s of its best window.
+  struct Trial {
+    uint64_t bytes = 0;
+    double best = 0;
+    uint64_t window_bytes = 0;
+    int64_t window_ns = 0;
+    void add(uint64_t more_bytes, int64_t more_ns, uint64_t window) {
+      bytes += more_bytes;
+      window_bytes += more_bytes;
+      window_ns += more_ns;
+      if (window_bytes < window || window_ns <= 0) return;
+      best = std::max(best, static_cast<double>(window_bytes) / static_cast<double>(window_ns));
+      window_bytes = 0;
+      window_ns = 0;
+    }
+  };
+  Trial staged;
+  Trial attach;
   bool uses_attach() const { return phase == Phase::kTryAttach || phase == Phase::kAttach; }
 };
 
@@ -123,6 +138,7 @@ struct Outgoing final : Link {
   std::map<uint64_t, std::shared_ptr<Import>> imports;
   uint32_t imports_pending = 0;
   PrivateChoice choice;
+  uint64_t staged_bytes = 0; // of writes that the target confirmed
   uint32_t outstanding = 0;  // staged entries, messages, reads and imports that wait for the target
   // Liveness: when something outstanding last moved, and the question whether it still lives.
   int64_t moved_ns = 0;

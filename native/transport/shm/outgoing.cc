@@ -20,16 +20,18 @@ namespace {
 
 constexpr uint64_t kTimedBytesMin = 64 << 10;       // shorter copies are not worth two looks at the clock
 constexpr uint64_t kAttachBytesMin = 64 << 10;      // below, staging packs pieces and beats a system call each
-constexpr uint64_t kTrialBytes = uint64_t{16} << 20; // moved each way before the private paths are compared
+constexpr uint64_t kTrialBytes = uint64_t{32} << 20; // moved each way before the private paths are compared,
+constexpr uint64_t kTrialWindowBytes = uint64_t{4} << 20; // by their best windows: cold starts and preemption are noise
+constexpr double kAttachMargin = 1.15; // attaching costs the initiator alone, but stalls on the kernel's page work
 constexpr uint32_t kChunksPerPoll = 4;
 constexpr int64_t kPingAfterNs = 100'000'000;
 constexpr int64_t kFrozenAfterNs = 250'000'000;
 
 double gb_per_s(uint64_t bytes, int64_t ns) { return ns > 0 ? static_cast<double>(bytes) / static_cast<double>(ns) : 0; }
 
-std::string format_rate(uint64_t bytes, int64_t ns) {
+std::string format_rate(double rate) {
   char text[32];
-  std::snprintf(text, sizeof text, "%.1f GB/s", gb_per_s(bytes, ns));
+  std::snprintf(text, sizeof text, "%.1f GB/s", rate);
   return text;
 }
 
@@ -124,20 +126,27 @@ bool ShmTransport::copy_attached(Outgoing& link, const WorkRequest& request) {
   import.bytes_moved += moved;
   import.timed_bytes += moved;
   import.timed_ns += spent;
-  link.choice.attach_bytes += moved;
-  link.choice.attach_ns += spent;
+  link.choice.attach.add(moved, spent, kTrialWindowBytes);
   return true;
 }
 
 // --- immediates of direct copies: gathered, then published in one entry after the bytes are in place ---
 
-bool ShmTransport::room_for_imm(RailQueue& rail, uint32_t wire) {
+bool ShmTransport::room_for_imm(Outgoing& link, RailQueue& rail, uint32_t wire) {
   for (uint32_t i = 0; i < rail.open_imm_count; ++i) {
     if (rail.open_imms[i].imm == imm_of_wire(wire)) return true;
   }
   if (rail.open_imm_count == kImmPairsMax) flush_imms(rail);
   // An open entry has its place in the ring reserved: nothing else is published on this rail before it.
-  return rail.open_imm_count > 0 || rail.writer.has_room();
+  return rail.open_imm_count > 0 || has_room(link, rail);
+}
+
+// Room for one more entry: the target has consumed the one that lay there, and we have retired it.
+bool ShmTransport::has_room(Outgoing& link, RailQueue& rail) {
+  if (!rail.writer.has_room()) return false;
+  if (!rail.inflight || rail.writer.position() - rail.retired < kRingEntries) return true;
+  retire_staged(link, rail);
+  return rail.writer.position() - rail.retired < kRingEntries;
 }
 
 void ShmTransport::add_imm(RailQueue& rail, uint32_t wire) {
@@ -194,7 +203,7 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
 bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next,
                             uint32_t* completed) {
   if (request.remote == nullptr) { // a barrier: no region, only the immediate
-    if (!room_for_imm(rail, request.wire_imm)) return false;
+    if (!room_for_imm(link, rail, request.wire_imm)) return false;
     add_imm(rail, request.wire_imm);
     ++*completed;
     return true;
@@ -215,7 +224,7 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     return refuse(Status::kOutOfBounds, "offset " + std::to_string(request.remote_offset) + " + " + std::to_string(request.length_bytes) +
                                             " bytes exceed the region's " + std::to_string(import.length_bytes));
   }
-  if (request.has_imm && !room_for_imm(rail, request.wire_imm)) return false;
+  if (request.has_imm && !room_for_imm(link, rail, request.wire_imm)) return false;
   bool done = false;
   if (import.state == Import::State::kDirect) {
     if (!copy_direct(link, request, next)) return refuse(Status::kRegionClosed, "closed by its owner");
@@ -243,7 +252,7 @@ uint32_t ShmTransport::post_messages(Outgoing& link, std::span<const WorkRequest
   ChannelWriter& writer = link.messages.writer;
   for (const WorkRequest& request : requests) {
     uint64_t stage_at = 0;
-    if (!writer.has_room()) break;
+    if (!has_room(link, link.messages)) break;
     std::byte* block = writer.reserve(request.length_bytes, &stage_at);
     if (block == nullptr) break;
     std::memcpy(block, request.local, request.length_bytes);
@@ -284,8 +293,8 @@ uint32_t ShmTransport::push_pending(Outgoing& link, RailQueue& rail) {
 }
 
 // Stages one chunk: a part of a long piece, or many short pieces of one transfer that go to one region.
-bool ShmTransport::push_write_chunk(Outgoing&, RailQueue& rail) {
-  if (!rail.writer.has_room()) return false;
+bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
+  if (!has_room(link, rail)) return false;
   const RailQueue::Pending& head = rail.pending.front();
   const WorkRequest& first = head.request;
   uint32_t pieces = 1;
@@ -351,7 +360,7 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
   const WorkRequest& request = head.request;
   Import& import = *static_cast<ShmKey*>(request.remote)->import;
   bool pushed = false;
-  while (head.done_bytes < request.length_bytes && rail.writer.has_room()) {
+  while (head.done_bytes < request.length_bytes && has_room(link, rail)) {
     const auto chunk = std::find_if(link.read_chunks.begin(), link.read_chunks.end(), [](const ReadChunk& slot) { return slot.read == nullptr; });
     if (chunk == link.read_chunks.end()) break;
     if (head.read == nullptr) {
@@ -402,7 +411,7 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
     if (slot.retires == 0) continue;
     const Status outcome = std::exchange(rail.sticky, Status::kDone);
     link.outstanding -= slot.retires;
-    link.choice.staged_bytes += slot.bytes;
+    link.staged_bytes += slot.bytes;
     sink_->on_retired(link, slot.context, slot.retires, slot.bytes, outcome, outcome == Status::kDone ? "" : "refused by the target");
   }
   return retired;
@@ -443,8 +452,7 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
 }
 
 uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
-  if (link.backlog_ns != 0) link.choice.staged_ns += now - link.backlog_ns;
-  const uint64_t staged_before = link.choice.staged_bytes;
+  const uint64_t staged_before = link.staged_bytes;
   uint32_t moved = retire_staged(link, link.messages);
   if (link.responses_due > 0) moved += take_responses(link);
   uint32_t pushed = 0;
@@ -455,7 +463,7 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
     backlog = backlog || !rail.pending.empty();
   }
   // The staged path is timed only while it has as much work as it can take.
-  if (link.backlog_ns == 0) link.choice.staged_bytes = staged_before;
+  if (link.backlog_ns != 0) link.choice.staged.add(link.staged_bytes - staged_before, now - link.backlog_ns, kTrialWindowBytes);
   link.backlog_ns = backlog ? now : 0;
   if (link.choice.phase == PrivateChoice::Phase::kTryStaged) weigh_private_paths(link);
   if (moved + pushed > 0) {
@@ -469,18 +477,17 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
 
 void ShmTransport::weigh_private_paths(Outgoing& link) {
   PrivateChoice& choice = link.choice;
-  if (choice.phase == PrivateChoice::Phase::kTryStaged && choice.staged_bytes >= kTrialBytes) {
+  if (choice.phase == PrivateChoice::Phase::kTryStaged && choice.staged.bytes >= kTrialBytes) {
     if (link.pid == 0) {
       choice.phase = PrivateChoice::Phase::kStaged;
       choice.reason = "cross-memory attach is not possible: the peer is in another pid namespace";
     } else {
       choice.phase = PrivateChoice::Phase::kTryAttach;
     }
-  } else if (choice.phase == PrivateChoice::Phase::kTryAttach && choice.attach_bytes >= kTrialBytes) {
-    const bool attach_wins = gb_per_s(choice.attach_bytes, choice.attach_ns) > gb_per_s(choice.staged_bytes, choice.staged_ns);
+  } else if (choice.phase == PrivateChoice::Phase::kTryAttach && choice.attach.bytes >= kTrialBytes) {
+    const bool attach_wins = choice.attach.best > kAttachMargin * choice.staged.best;
     choice.phase = attach_wins ? PrivateChoice::Phase::kAttach : PrivateChoice::Phase::kStaged;
-    choice.reason = "measured on this link: staged " + format_rate(choice.staged_bytes, choice.staged_ns) +
-                    ", cross-memory attach " + format_rate(choice.attach_bytes, choice.attach_ns);
+    choice.reason = "measured on this link: staged " + format_rate(choice.staged.best) + ", cross-memory attach " + format_rate(choice.attach.best);
   }
 }
 
@@ -548,9 +555,12 @@ void ShmTransport::withdraw_pending(Outgoing& link, RailQueue& rail, bool (*want
       pending.read->all_requested = true; // withdraw_reads ends it
       continue;
     }
-    if (pending.read != nullptr) --link.reads_open;
-    delete pending.read;
-    if (pending.read != nullptr || pending.done_bytes == 0 || !end_with_last_chunk(rail, pending.request.context)) {
+    const bool is_read = pending.read != nullptr;
+    if (is_read) {
+      --link.reads_open;
+      delete pending.read;
+    }
+    if (is_read || pending.done_bytes == 0 || !end_with_last_chunk(rail, pending.request.context)) {
       --link.outstanding;
       sink_->on_retired(link, pending.request.context, 1, 0, Status::kCancelled, "");
     }
@@ -661,7 +671,7 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
       case Import::State::kPrivate:
         report.path = link.choice.uses_attach() ? "cross-memory-attach" : "staged";
         report.reason = "the region is private memory of the peer; " + link.choice.reason;
-        if (!link.choice.uses_attach()) report.gb_per_s = gb_per_s(link.choice.staged_bytes, link.choice.staged_ns);
+        if (!link.choice.uses_attach()) report.gb_per_s = link.choice.staged.best;
         break;
     }
     reports.push_back(std::move(report));

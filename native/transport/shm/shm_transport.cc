@@ -161,7 +161,7 @@ uint32_t ShmTransport::handle_control() {
       case ControlEvent::Kind::kOutDown:
         if (Outgoing* link = find_outgoing(event.link_id)) {
           flush_link(*link, Status::kPeerLost, event.text);
-          sink_->on_link_down(*link, event.text);
+          sink_->on_link_down(*link, event.text, event.orderly);
           std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == link; });
         }
         break;

@@ -62,7 +62,8 @@ class ShmTransport final : public Transport {
   bool copy_attached(Outgoing& link, const WorkRequest& request);
   uint32_t post_messages(Outgoing& link, std::span<const WorkRequest> requests);
   bool post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next, uint32_t* completed);
-  bool room_for_imm(RailQueue& rail, uint32_t wire);
+  bool has_room(Outgoing& link, RailQueue& rail);
+  bool room_for_imm(Outgoing& link, RailQueue& rail, uint32_t wire);
   void add_imm(RailQueue& rail, uint32_t wire);
   void flush_imms(RailQueue& rail);
   uint32_t push_pending(Outgoing& link, RailQueue& rail);

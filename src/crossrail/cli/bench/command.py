@@ -125,7 +125,7 @@ def command(
     if busy > _BUSY_MAX:
         console.print(f"other programs keep these cores {busy:.0%} busy: figures will be noise", style="yellow")
     results = run(measures, settings, runs or (_QUICK_RUNS if quick else 5), console)
-    console.print(report.make_table(results))
+    console.print(report.make_table(results, console.width))
     if json_path is not None:
         report.write_json(json_path, results, settings, busy)
     if plot_path is not None:

@@ -86,7 +86,7 @@ class Link:
     def unmapped_paths(self) -> str:
         """How bytes reached memory of the peer that cannot be mapped: the engine chooses by measuring."""
         paths = {path for _, path, _, _ in self.rig.paths(self.peer_address)}
-        return ", ".join(sorted(path.replace("cross-memory attach", "CMA") for path in paths - {"mapped"}))
+        return ", ".join(sorted(path.replace("cross-memory-attach", "CMA") for path in paths - {"mapped"}))
 
     def close(self) -> None:
         """Close both ends."""

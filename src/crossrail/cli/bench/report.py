@@ -25,11 +25,12 @@ from crossrail.cli.text import format_bytes
 from crossrail.errors import UsageError
 
 _JSON_FORMAT = 1
+_TITLES_WIDTH = 108  # of a terminal that has room for titles
 _VERDICT_STYLE = {"ok": "[green]ok[/green]", "miss": "[red]miss[/red]", "error": "[red]error[/red]", "": ""}
 
 
-def make_table(results: list[Result]) -> Table:
-    """One line a measure: figure, unit, the machine's limit, ratio, bar, verdict."""
+def make_table(results: list[Result], width: int) -> Table:
+    """One line a measure: figure, unit, the machine's limit, ratio, bar, verdict. Short names where width is small."""
     table = Table(title="crossrail bench: medians", title_justify="left")
     table.add_column("measure")
     for title in ("value", "unit", "limit", "ratio", "bar"):
@@ -37,9 +38,10 @@ def make_table(results: list[Result]) -> Table:
     table.add_column("")
     for result in results:
         measure = result.measure
+        label = measure.title if width >= _TITLES_WIDTH else measure.name
         bar = str(measure.bar) if measure.bar else ""
         table.add_row(
-            escape(f"{measure.title} ({result.note})" if result.note else measure.title),
+            escape(label + (f" ({result.note})" if result.note else "")),
             _figure(result.value),
             measure.unit,
             _figure(result.limit),
