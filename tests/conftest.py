@@ -101,7 +101,8 @@ def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixtu
         return
     # pytest's own references to what the other fixtures made, and to frames of callbacks that raised.
     request.node.funcargs.clear()
-    caplog.get_records("call").clear()
+    for phase in ("setup", "call", "teardown"):
+        caplog.get_records(phase).clear()
     assert not (leaked := before.leaked_for_good()), f"left behind: {leaked}"
 
 

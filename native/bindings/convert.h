@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/gil.h"
 #include "engine/waiting.h"
 #include "transport/types.h"
 #include "util/clock.h"
@@ -72,7 +73,7 @@ template <typename Wait>
 WaitResult wait_without_gil(Wait wait) {
   WaitResult result;
   {
-    nb::gil_scoped_release no_gil;
+    WithoutGil no_gil;
     result = wait();
   }
   if (result == WaitResult::kInterrupted) throw nb::python_error();

@@ -17,7 +17,7 @@ void drop_all(RingNode* ring) {
 
 EngineHandle::EngineHandle(PyObject* self, const EngineOptions& options) : self_(self) {
   {
-    nb::gil_scoped_release no_gil;
+    WithoutGil no_gil;
     engine_ = Held<Engine>(Engine::open(options));
   }
   address_ = std::make_shared<const Address>(engine_->address());
@@ -45,7 +45,7 @@ void EngineHandle::close(Deadline deadline) {
   if (!engine_ || engine_.inherited()) return;
   const EngineRef engine = engine_.ref();
   {
-    nb::gil_scoped_release no_gil;
+    WithoutGil no_gil;
     engine->close(deadline);
   }
   drop_caches();

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "bindings/gil.h"
 #include "util/errors.h"
 
 namespace crossrail::bindings {
@@ -19,6 +20,7 @@ void count_fork() {
   fork_generation++;
   parent_pid = this_pid;
   this_pid = getpid();
+  forget_other_threads();
 }
 }  // namespace
 

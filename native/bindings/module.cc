@@ -1,5 +1,6 @@
 #include "bindings/bindings.h"
 #include "bindings/fork.h"
+#include "bindings/gil.h"
 
 NB_MODULE(_core, module) {
   using namespace crossrail::bindings;
@@ -7,6 +8,7 @@ NB_MODULE(_core, module) {
       "The native half of crossrail. Use the package; names that start with an underscore are its own.";
   module.attr("__version__") = CROSSRAIL_VERSION;
   watch_forks();
+  module.def("_begin_exit", &begin_exit, nanobind::arg("timeout_s"));
   register_errors(module);
   register_descriptor(module);
   register_notifier(module);

@@ -76,7 +76,7 @@ nb::object explain(Self self, nb::handle address) {
   const PeerRef peer = self.p->peer(address);
   PeerExplanation found;
   {
-    nb::gil_scoped_release no_gil;
+    WithoutGil no_gil;
     found = engine->explain(*peer);
   }
   nb::list rails;
@@ -236,7 +236,7 @@ void register_engine(nb::module_& module) {
           "progress",
           [](Self self) {
             const EngineRef core = self.p->core();
-            nb::gil_scoped_release no_gil;
+            WithoutGil no_gil;
             return core->progress();
           },
           "One round of the engine's work; True when anything moved. Needed only with polling='manual'. Any thread.")

@@ -21,7 +21,7 @@ nb::list drain(const NotifierHandle& self) {
 bool wait(const NotifierHandle& self, nb::handle timeout_s) {
   const Deadline deadline = to_deadline(timeout_s);
   const Ref<Notifier> notifier = self.notifier.ref();
-  nb::gil_scoped_release no_gil;
+  WithoutGil no_gil;
   return notifier->wait(deadline);
 }
 

@@ -28,7 +28,7 @@ template <typename Submit>
 TransferHandle submit(Self self, Submit submit_now) {
   TransferRef transfer;
   {
-    nb::gil_scoped_release no_gil;
+    WithoutGil no_gil;
     transfer = submit_now();
   }
   return TransferHandle{Held<Transfer>(std::move(transfer)), nb::borrow(self.h)};

@@ -70,7 +70,7 @@ nb::object recv(ReceivePoolHandle& self, nb::handle timeout_s) {
 void close(const ReceivePoolHandle& self) {
   if (self.pool.inherited()) return;
   const Ref<ReceivePool> pool = self.pool.ref();
-  nb::gil_scoped_release no_gil;
+  WithoutGil no_gil;
   pool->close();
 }
 

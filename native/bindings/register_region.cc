@@ -22,7 +22,7 @@ void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address
   const EngineRef core = engine.p->core();
   RegionRef region;
   {
-    nb::gil_scoped_release no_gil;
+    WithoutGil no_gil;
     // An address, as Python has it, becomes a pointer here and nowhere else.
     region =
         core->register_memory(reinterpret_cast<void*>(address), nbytes, wanted);  // NOLINT(performance-no-int-to-ptr)
@@ -35,7 +35,7 @@ void init_allocated(RegionHandle* self, EngineArgument engine, nb::handle nbytes
   const EngineRef core = engine.p->core();
   RegionRef region;
   {
-    nb::gil_scoped_release no_gil;
+    WithoutGil no_gil;
     region = core->alloc(nbytes, populate);
   }
   new (self) RegionHandle(engine, std::move(region), nb::object(), true);

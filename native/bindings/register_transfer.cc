@@ -111,7 +111,7 @@ Cancelling the task that awaits does not cancel the transfer: use cancel().)")
           "cancel",
           [](const TransferHandle& self) {
             const TransferRef transfer = self.transfer.ref();
-            nb::gil_scoped_release no_gil;
+            WithoutGil no_gil;
             return transfer->cancel();
           },
           R"(Asks for cancellation and returns at once; False when it was complete already.

@@ -18,7 +18,7 @@ void init(WatcherHandle* self, nb::pointer_and_handle<EngineHandle> engine, cons
   const Ref<Notifier> queue = notifier.notifier.ref();
   Ref<Watcher> watcher;
   {
-    nb::gil_scoped_release no_gil;  // the first one starts a thread
+    WithoutGil no_gil;  // the first one starts a thread
     watcher = core->alloc_watcher(queue.get(), cookie);
   }
   new (self) WatcherHandle{Held<Watcher>(std::move(watcher)), nb::borrow(engine.h)};
@@ -27,7 +27,7 @@ void init(WatcherHandle* self, nb::pointer_and_handle<EngineHandle> engine, cons
 void close(const WatcherHandle& self) {
   if (self.watcher.inherited()) return;
   const Ref<Watcher> watcher = self.watcher.ref();
-  nb::gil_scoped_release no_gil;
+  WithoutGil no_gil;
   watcher->close();
 }
 

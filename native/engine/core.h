@@ -222,8 +222,12 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
         continue;
       }
     }
-    cpu_relax();
-    if (rounds % kRoundsPerClock != 0) continue;
+    if (holding) {
+      cpu_relax();
+      if (rounds % kRoundsPerClock != 0) continue;
+    } else {
+      std::this_thread::yield(); // who drives may need this very core to make way
+    }
     const int64_t now = now_ns();
     if (now >= deadline) {
       result = WaitResult::kTimeout;

@@ -35,6 +35,7 @@ _EVENT_LEVELS = {
 
 _ORDERLY = "the engine was closed"  # the native half's words for a peer that left as one should
 
+_EXIT_PATIENCE_S = 0.5  # for daemon threads to return from waits when the interpreter ends
 _CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a callback under way
 
 
@@ -218,3 +219,4 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
 def _close_all() -> None:
     for engine in list(_open_engines):
         engine.close()
+    _core._begin_exit(_EXIT_PATIENCE_S)

@@ -58,7 +58,7 @@ def test_peer_cannot_touch_memory_after_its_region_closed(pair: Pair) -> None:
 
     mine.close(WAIT_S)
     array[:] = CANARY
-    outcome = pair.there.caller.call("finish_stream", stream=stream)
+    outcome = pair.there.caller.call("failed_stream", stream=stream)
 
     assert set(outcome["failures"]) == {"RemoteRegionClosed"}
     assert (array == CANARY).all()
@@ -72,7 +72,7 @@ def test_peer_cannot_touch_memory_after_its_engine_closed(pair: Pair) -> None:
 
     pair.here.close()
     array[:] = CANARY
-    outcome = pair.there.caller.call("finish_stream", stream=stream)
+    outcome = pair.there.caller.call("failed_stream", stream=stream)
 
     assert set(outcome["failures"]) <= {"PeerLost", "RemoteRegionClosed"}
     assert outcome["failures"]

@@ -106,16 +106,16 @@ def test_explanation_adds_up_the_bytes(open_engine: EngineFactory) -> None:
 # --- events ---
 
 
-def test_lost_peer_is_an_event(engine: xr.Engine, other: xr.Engine) -> None:
+def test_peer_that_left_is_an_event(engine: xr.Engine, other: xr.Engine) -> None:
     events: list[xr.EngineEvent] = []
     engine.on_event(events.append)
     engine.connect(other.address, WAIT_S)
 
     other.close()
 
-    eventually(lambda: any(event.kind == "peer-lost" for event in events), "the event")
-    lost = next(event for event in events if event.kind == "peer-lost")
-    assert other.name in str(lost.peer)
+    eventually(lambda: any(event.kind == "peer-left" for event in events), "the event")
+    left = next(event for event in events if event.kind == "peer-left")
+    assert left.peer == other.name
 
 
 def test_events_are_logged_when_nobody_listens(
@@ -128,7 +128,7 @@ def test_events_are_logged_when_nobody_listens(
     eventually(lambda: engine.peer_state(other.address) == "lost", "the loss")
     engine.close()  # without callbacks of its user's there is no thread to log it at once
 
-    assert any("peer-lost" in record.getMessage() for record in caplog.records)
+    assert any("peer-left" in record.getMessage() for record in caplog.records)
     assert all(record.name.split(".")[0] == "crossrail" for record in caplog.records if "other" in record.getMessage())
 
 

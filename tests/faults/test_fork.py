@@ -164,7 +164,7 @@ warnings.simplefilter("ignore")
 import crossrail as xr
 engine = xr.Engine("victim")
 if os.fork() == 0:
-    time.sleep(5)
+    time.sleep(3)
     os._exit(0)
 print(engine.address, flush=True)
 time.sleep(60)

@@ -168,6 +168,27 @@ async def test_death_is_seen_by_one_who_awaits(engine: xr.Engine, spawn_peer: Pe
         await transfer
 
 
+def test_death_is_an_event_and_a_warning(
+    engine: xr.Engine, spawn_peer: PeerFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    events: list[xr.EngineEvent] = []
+    child, second = spawn_peer(), spawn_peer()
+    for there in (child.open(name="victim"), second.open(name="victim-2")):
+        engine.connect(there.address, WAIT_S)
+    engine.on_event(events.append)
+
+    child.kill()
+    eventually(lambda: any(event.kind == "peer-lost" for event in events), "the event of the death", DEATH_S)
+    assert [event.peer for event in events if event.kind == "peer-lost"] == ["victim"]
+
+    with xr.Engine("without listener") as silent:
+        silent.connect(second.open(name="victim-3").address, WAIT_S)
+        second.kill()
+        second.wait_dead()
+        time.sleep(0.1)
+    assert any(r.levelname == "WARNING" and "victim-3" in r.getMessage() for r in caplog.records)
+
+
 def test_peer_that_exits_like_a_crash_is_lost(engine: xr.Engine, spawn_peer: PeerFactory) -> None:
     child = spawn_peer()
     there = child.open()

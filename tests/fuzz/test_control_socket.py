@@ -49,28 +49,25 @@ def victim(open_engine: EngineFactory) -> Iterator[xr.Engine]:
     with xr.Engine("newcomer") as newcomer:
         newcomer.submit_write(newcomer.alloc(10), dst.descriptor, 10, imm=2).wait(WAIT_S)
         engine.imm_counter(2).wait(1, WAIT_S)
+    del newcomer
     eventually(lambda: len(open_fds()) <= before, "the fds of garbage closed")
 
 
-def captured_hello(open_engine: EngineFactory) -> bytes:
+def captured_hello() -> bytes:
     """The first packet a real engine sends: it connects to a socket of ours that poses as an engine."""
-    real = open_engine("captured")
-    impostor = open_engine("impostor")
-    address = impostor.address
-    impostor.close()
-    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:
+    with xr.Engine("impostor") as impostor:
+        address = impostor.address
+    with xr.Engine("captured") as real, closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as listener:
         listener.settimeout(WAIT_S)
         listener.bind(f"\0crossrail.{address.incarnation}")
         listener.listen(4)
-        transfer = real.submit_send(address, b"x")
+        real.submit_send(address, b"x")
         connection, _ = listener.accept()
         with closing(connection):
             connection.settimeout(WAIT_S)
             packet, fds, _, _ = socket.recv_fds(connection, 65_536, 16)
         for fd in fds:
             socket.close(fd)
-    real.forget_peer(address)
-    eventually(lambda: transfer.done, "the transfer to an impostor over")
     return packet
 
 
@@ -96,8 +93,8 @@ def test_connections_that_say_nothing_do_not_block_others(victim: xr.Engine) -> 
         connection.close()
 
 
-def test_mutated_handshakes(victim: xr.Engine, open_engine: EngineFactory, seed: Seed) -> None:
-    hello = captured_hello(open_engine)
+def test_mutated_handshakes(victim: xr.Engine, seed: Seed) -> None:
+    hello = captured_hello()
     rng = seed.rng()
     for i in range(300):
         changed = bytearray(hello)
@@ -107,18 +104,16 @@ def test_mutated_handshakes(victim: xr.Engine, open_engine: EngineFactory, seed:
         throw(victim.address, [bytes(changed[:length])])
 
 
-def test_true_handshake_without_its_fds(victim: xr.Engine, open_engine: EngineFactory) -> None:
-    hello = captured_hello(open_engine)
+def test_true_handshake_without_its_fds(victim: xr.Engine) -> None:
+    hello = captured_hello()
 
     for _ in range(20):
         throw(victim.address, [hello, hello])
 
 
 @pytest.mark.parametrize("make_fd", ["pipe", "socket", "empty-memfd", "file"])
-def test_true_handshake_with_wrong_fds(
-    victim: xr.Engine, open_engine: EngineFactory, make_fd: str, tmp_path: Path
-) -> None:
-    hello = captured_hello(open_engine)
+def test_true_handshake_with_wrong_fds(victim: xr.Engine, make_fd: str, tmp_path: Path) -> None:
+    hello = captured_hello()
     fds = wrong_fds(make_fd, tmp_path)
 
     for count in (1, 2, 3, 8):

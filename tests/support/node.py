@@ -178,9 +178,10 @@ class Node:
         self._streams[self._next].wait_until_flowing()
         return self._next
 
-    def finish_stream(self, stream: int) -> dict[str, Any]:
-        """How many were done, and the class names of how the others failed."""
+    def failed_stream(self, stream: int) -> dict[str, Any]:
+        """Of a stream that is about to fail: how many were done, and the class names of how the others failed."""
         finished = self._streams.pop(stream)
+        eventually(lambda: finished.ended, f"the stream of {finished.kind} ended by a failure")
         outcomes = finished.finish()
         failures = [type(outcome).__name__ for outcome in outcomes if outcome is not None]
         return {"done": len(outcomes) - len(failures), "failures": failures}

@@ -44,7 +44,10 @@ class ShmTransport final : public Transport {
 
   uint32_t ticket() const override { return home_->bell.ticket.load(std::memory_order_acquire); }
   void arm() override;
-  void disarm() override { home_->bell.armed.store(0, std::memory_order_relaxed); }
+  // Looks first: peers read this line at every ring, and a needless store would take it from them.
+  void disarm() override {
+    if (home_->bell.armed.load(std::memory_order_relaxed) != 0) home_->bell.armed.store(0, std::memory_order_relaxed);
+  }
   bool is_armed() const override { return home_->bell.armed.load(std::memory_order_seq_cst) != 0; }
   bool has_arrivals() override;
   void sleep(uint32_t ticket, Deadline deadline) override;

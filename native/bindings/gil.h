@@ -1,0 +1,32 @@
+// Letting the GIL go, such that threads which are still out when the interpreter ends do no harm.
+//
+// Up to Python 3.13 a thread that asks for the GIL of an ending interpreter is ended by pthread_exit, whose unwinding
+// through C++ ends the process instead. So our exit handler closes all engines, which wakes everybody, waits for those
+// who are out to come back in, and from then on nobody goes out any more; who comes back even later stays parked, as
+// Python 3.14 does it. Only daemon threads can be concerned: Python has joined the others by then.
+#pragma once
+
+#include <Python.h>
+
+namespace crossrail::bindings {
+
+// Scope without the GIL.
+// Thread: a holder of the GIL.
+class WithoutGil {
+ public:
+  WithoutGil();
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_ = nullptr;  // null: we kept the GIL
+};
+
+// The interpreter is about to end and all engines are closed. Waits up to timeout_s for those who are out.
+void begin_exit(double timeout_s);
+
+// In a new forked child: nobody else is out.
+void forget_other_threads();
+
+}  // namespace crossrail::bindings
