@@ -18,19 +18,21 @@ namespace {
 struct LiveEngines {
   std::mutex mutex;
   std::set<EngineCore*> cores;
-  std::atomic<uint64_t> fork_generation{0};
 };
 LiveEngines& live_engines() {
   static auto* instance = new LiveEngines;
   return *instance;
 }
 
+// How often this process is the child of a fork. A plain global: looked at by every submit.
+constinit std::atomic<uint64_t> fork_generation{0};
+
 // The mutex is held over fork, so that the child finds the set whole.
 void before_fork() { live_engines().mutex.lock(); }
 void after_fork_in_parent() { live_engines().mutex.unlock(); }
 void after_fork_in_child() {
   LiveEngines& live = live_engines();
-  live.fork_generation.fetch_add(1, std::memory_order_relaxed);
+  fork_generation.fetch_add(1, std::memory_order_relaxed);
   for (EngineCore* core : live.cores) core->abandon_after_fork();
   live.cores.clear();
   live.mutex.unlock();
@@ -42,7 +44,7 @@ uint64_t register_core(EngineCore* core) {
   LiveEngines& live = live_engines();
   std::lock_guard lock(live.mutex);
   live.cores.insert(core);
-  return live.fork_generation.load(std::memory_order_relaxed);
+  return fork_generation.load(std::memory_order_relaxed);
 }
 
 TransportOptions transport_options(const EngineOptions& options) {
@@ -75,7 +77,7 @@ EngineCore::~EngineCore() {
 }
 
 bool EngineCore::forked() const {
-  return live_engines().fork_generation.load(std::memory_order_relaxed) != fork_generation_;
+  return fork_generation.load(std::memory_order_relaxed) != fork_generation_;
 }
 
 void EngineCore::check_usable() const {
@@ -196,7 +198,11 @@ void EngineCore::run_as_holder(const std::function<void()>& work) {
 bool EngineCore::progress() {
   if (!try_enter()) return false;
   const bool moved = round() > 0;
-  progress_lock_.unlock();
+  if (!moved && worker_.joinable()) {
+    leave();
+  } else {
+    progress_lock_.unlock();
+  }
   return moved;
 }
 

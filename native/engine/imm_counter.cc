@@ -20,13 +20,17 @@ ImmCounter::~ImmCounter() = default;
 uint64_t ImmCounter::poll() const { return poll_units() / kUnitsPerCount; }
 
 bool ImmCounter::try_consume(uint64_t count) {
-  const uint64_t needed = count * kUnitsPerCount;
-  // acquire: what the writers put in memory before their immediates is visible behind a successful wait.
-  if (units_.load(std::memory_order_acquire) < needed) return false;
-  std::lock_guard lock(lock_);
-  if (!waiters_.empty() || units_.load(std::memory_order_acquire) < needed) return false;
-  units_.fetch_sub(needed, std::memory_order_acq_rel);
-  return true;
+  // Whoever queues goes first. A waiter that queues at this moment may see us overtake it: both asked at once.
+  return !has_waiters_.load(std::memory_order_acquire) && take(count * kUnitsPerCount);
+}
+
+bool ImmCounter::take(uint64_t needed) {
+  uint64_t units = units_.load(std::memory_order_seq_cst);
+  while (units >= needed) {
+    // acq_rel, seq_cst when it fails: what the writers put in memory before their immediates is visible to who took them.
+    if (units_.compare_exchange_weak(units, units - needed, std::memory_order_acq_rel, std::memory_order_seq_cst)) return true;
+  }
+  return false;
 }
 
 void ImmCounter::arrive(uint64_t units) {
@@ -40,8 +44,7 @@ void ImmCounter::serve() {
   std::lock_guard lock(lock_);
   while (!waiters_.empty()) {
     Waiter& waiter = waiters_.front();
-    if (units_.load(std::memory_order_seq_cst) < waiter.units) return;
-    units_.fetch_sub(waiter.units, std::memory_order_acq_rel);
+    if (!take(waiter.units)) return;
     if (waiter.futex != nullptr) {
       // release: pairs with the acquire of the woken thread. It may return from wait() at once, so its word is not
       // touched after the wake-up call, which itself is harmless on a word that is gone.

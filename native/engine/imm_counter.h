@@ -60,13 +60,15 @@ class ImmCounter : public RefCounted<ImmCounter> {
     uint64_t cookie;
   };
   void serve();
+  // Takes units if there are as many.
+  bool take(uint64_t needed);
 
   const Ref<Engine> engine_;
   const uint32_t imm_;
   std::atomic<uint64_t> units_{0};
   std::atomic<bool> has_waiters_{false};
   std::atomic<bool> closed_{false};
-  mutable SpinLock lock_; // guards waiters_, next_ticket_, and every decrease of units_
+  mutable SpinLock lock_; // guards waiters_ and next_ticket_
   std::deque<Waiter> waiters_;
   uint64_t next_ticket_ = 1;
 };

@@ -364,8 +364,7 @@ void EngineCore::finish(Transfer* transfer, Status status) {
     bump(status == Status::kCancelled ? counters_.cancelled : counters_.failed);
   }
   if (work.local != nullptr) std::exchange(work.local, nullptr)->end_op();
-  work.targets.clear();
-  if (work.group) work.group = nullptr;
+  if (!work.targets.empty()) work.targets.clear();
   bump(finished_);
   transfer->complete(status);
 }

@@ -25,22 +25,27 @@ Transfer::Transfer(EngineCore* core) : core_(core), work_(std::make_unique<Trans
 Transfer::~Transfer() = default;
 
 void Transfer::release() {
+  // Ours is the only reference: nobody can add another, so no atomic subtraction is needed. Common: the engine's is gone.
+  // acquire: pairs with the release of whoever dropped the one before.
+  if (word_.load(std::memory_order_acquire) / kOneRef == 1) {
+    core_->transfers().give_back(this);
+    return;
+  }
   // acq_rel: our uses happen before the recycling; the recycler sees everybody's.
   if (word_.fetch_sub(kOneRef, std::memory_order_acq_rel) / kOneRef == 1) core_->transfers().give_back(this);
 }
 
 void Transfer::complete(Status status) {
-  CROSSRAIL_ASSERT((word_.load(std::memory_order_relaxed) & kStatusMask) == static_cast<uint32_t>(Status::kPending));
-  // With listeners or sleepers to tell, our reference must last until they are told; there may be some only now, so the
-  // common case is tried first: nobody. seq_cst, as in notify(): of a listener pushed at this moment, one side knows.
   uint32_t word = word_.load(std::memory_order_relaxed);
-  if (listeners_.load(std::memory_order_relaxed) == nullptr && (word & kHasSleeper) == 0 && word / kOneRef == 1) {
-    // Ours is the only reference: nobody is left to be told, or to come.
-    word_.store(word + static_cast<uint32_t>(status), std::memory_order_relaxed);
-    release();
+  CROSSRAIL_ASSERT((word & kStatusMask) == static_cast<uint32_t>(Status::kPending));
+  // Nobody to tell: the status is set and our reference dropped at once. Who wants to know later sees the status.
+  // release: the outcome in work_ is visible to whoever sees the status; acquire: for the recycling.
+  while ((word & (kHasSleeper | kHasListener)) == 0) {
+    if (!word_.compare_exchange_weak(word, word + static_cast<uint32_t>(status) - kOneRef, std::memory_order_acq_rel, std::memory_order_relaxed)) continue;
+    if (word / kOneRef == 1) core_->transfers().give_back(this);
     return;
   }
-  // release: the outcome in work_ is visible to whoever sees the status.
+  // seq_cst, as in notify(): of a listener pushed at this moment, one side knows.
   word = word_.fetch_add(static_cast<uint32_t>(status), std::memory_order_seq_cst);
   if ((word & kHasSleeper) != 0) futex_wake_all(&word_, FutexScope::kProcess);
   if (listeners_.load(std::memory_order_seq_cst) != nullptr) tell_listeners(listeners_.exchange(nullptr, std::memory_order_acq_rel));
@@ -55,7 +60,7 @@ void Transfer::tell_listeners(Listener* listener) {
 }
 
 bool Transfer::notify(Notifier* notifier, uint64_t cookie) {
-  if (done()) return false;
+  if ((word_.fetch_or(kHasListener, std::memory_order_seq_cst) & kStatusMask) != 0) return false;
   auto* listener = new Listener{listeners_.load(std::memory_order_relaxed), Ref<Notifier>::share(notifier), cookie};
   while (!listeners_.compare_exchange_weak(listener->next, listener, std::memory_order_seq_cst, std::memory_order_relaxed)) {
   }
@@ -124,8 +129,7 @@ Transfer* TransferPool::take() {
 
 void TransferPool::give_back(Transfer* transfer) {
   transfer->work_->recycle();
-  transfer->cancel_requested_.store(false, std::memory_order_relaxed);
-  transfer->listeners_.store(nullptr, std::memory_order_relaxed);
+  if (transfer->cancel_requested_.load(std::memory_order_relaxed)) transfer->cancel_requested_.store(false, std::memory_order_relaxed);
   Engine* const engine = engine_;
   bool last;
   {

@@ -36,7 +36,7 @@ struct TransferInfo {
 };
 
 // Threads: everything here from any thread.
-class Transfer {
+class alignas(64) Transfer {
  public:
   bool done() const { return status() != Status::kPending; }
   // acquire: pairs with the release store at completion, so that what the transfer read may be reused.
@@ -69,7 +69,8 @@ class Transfer {
   // word_: status, then a flag, then references. One word, so that completing and dropping the engine's reference are
   // one atomic; also the futex of blocked waiters.
   static constexpr uint32_t kStatusMask = 0xff;
-  static constexpr uint32_t kHasSleeper = 0x100; // some thread sleeps on the word
+  static constexpr uint32_t kHasSleeper = 0x100;  // some thread sleeps on the word
+  static constexpr uint32_t kHasListener = 0x200; // somebody is in listeners_, or about to be
   static constexpr uint32_t kOneRef = 0x1000;
 
   explicit Transfer(EngineCore* core);
@@ -84,8 +85,8 @@ class Transfer {
   Transfer* next_free_ = nullptr;
   std::atomic<uint32_t> word_{0};
   std::atomic<bool> cancel_requested_{false};
-  // Stack of who wants to know. complete() stores the status, then looks here; notify() pushes, then looks at the
-  // status; whoever takes the stack off tells all on it.
+  // Stack of who wants to know. notify() sets kHasListener, pushes, then looks at the status; complete() stores the
+  // status, then looks here if the flag was set; whoever takes the stack off tells all on it.
   std::atomic<Listener*> listeners_{nullptr};
 };
 

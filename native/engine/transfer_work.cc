@@ -3,29 +3,42 @@
 namespace crossrail {
 
 void TransferWork::recycle() {
+  if (failure != Status::kDone) {
+    failed_peer.clear();
+    detail.clear();
+  }
+  switch (kind) {
+    case OpKind::kWrite:
+    case OpKind::kRead:
+      break;
+    case OpKind::kPagedWrites:
+      page = 0;
+      if (page_capacity > kPagesKept) {
+        local_pages.reset();
+        remote_pages.reset();
+        page_capacity = 0;
+      }
+      break;
+    case OpKind::kScatter:
+    case OpKind::kBarrier:
+      targets_total = 0;
+      group = nullptr;
+      break;
+    case OpKind::kSend:
+      payload.clear();
+      receiver = nullptr;
+      break;
+  }
   remote = nullptr;
-  if (receiver) receiver = nullptr;
-  bulk = false;
+  failure = Status::kDone;
+  bulk = cut_short = false;
   imm = kNoImm;
   rail = kAnyRail;
-  local_offset = remote_offset = length_bytes = 0;
-  page_count = page_bytes = local_stride_bytes = remote_stride_bytes = 0;
-  if (page_capacity > kPagesKept) {
-    local_pages.reset();
-    remote_pages.reset();
-    page_capacity = 0;
-  }
-  payload.clear();
-  pieces = 1;
-  first_rail = piece = 0;
-  slice_offset = page = 0;
   open_items = posted = retired = 0;
-  cut_short = started = false;
-  targets_total = 0;
-  bytes_retired = 0;
-  failure = Status::kDone;
-  if (!failed_peer.empty()) failed_peer.clear();
-  if (!detail.empty()) detail.clear();
+  length_bytes = bytes_retired = 0;
+  pieces = 1;
+  piece = 0;
+  slice_offset = 0;
 }
 
 }  // namespace crossrail

@@ -1,7 +1,6 @@
 // What the progress holder knows of a transfer.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -27,18 +26,29 @@ struct ScatterTarget {
 // Filled by the submitting thread before the transfer is queued; afterwards the progress holder's alone. The fields of
 // TransferInfo are final once the transfer is complete.
 // Invariant: complete when open_items == 0 and retired == posted.
-struct TransferWork {
+struct alignas(64) TransferWork {
+  // What a single write touches comes first, in two cache lines: with hundreds of transfers in flight every further line
+  // would be a miss in the first-level cache.
   OpKind kind = OpKind::kWrite;
+  Status failure = Status::kDone;
   bool bulk = false;
+  bool cut_short = false;  // cancelled with something left unposted
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;
+  uint32_t open_items = 0; // entries in peers' backlogs
+  uint32_t posted = 0;
+  uint32_t retired = 0;
   Region* local = nullptr; // source, or target of a read; between begin_op and end_op
   RemoteRegionRef remote;  // target, or source of a read; kept after completion, for messages
-  PeerRef receiver;        // of a send; likewise
-  PeerGroupRef group;      // of a barrier
   uint64_t local_offset = 0;
   uint64_t remote_offset = 0;
   uint64_t length_bytes = 0; // in all
+  uint64_t bytes_retired = 0;
+  uint32_t pieces = 1;       // of a contiguous range, one per rail
+  uint32_t first_rail = 0;
+  uint32_t piece = 0;        // next piece to post a slice of
+  uint64_t slice_offset = 0; // within the pieces
+  PeerRef receiver;          // of a send; kept after completion, for messages
 
   // paged
   std::unique_ptr<uint32_t[]> local_pages;
@@ -48,27 +58,16 @@ struct TransferWork {
   uint64_t page_bytes = 0;
   uint64_t local_stride_bytes = 0;
   uint64_t remote_stride_bytes = 0;
+  uint64_t page = 0; // next page
 
-  std::vector<ScatterTarget> targets; // scatter, barrier
-  std::vector<uint8_t> payload;       // send
-
-  // posting
-  uint32_t pieces = 1;       // of a contiguous range, one per rail
-  uint32_t first_rail = 0;
-  uint32_t piece = 0;        // next piece to post a slice of
-  uint64_t slice_offset = 0; // within the pieces
-  uint64_t page = 0;         // next page
-  uint32_t open_items = 0;   // entries in peers' backlogs
-  uint32_t posted = 0;
-  uint32_t retired = 0;
-  bool cut_short = false;    // cancelled with something left unposted
-  bool started = false;
-
+  // scatter, barrier
+  std::vector<ScatterTarget> targets;
   uint64_t targets_total = 0; // kept for messages after the targets are dropped
+  PeerGroupRef group;         // of a barrier
 
-  // outcome
-  uint64_t bytes_retired = 0;
-  Status failure = Status::kDone;
+  std::vector<uint8_t> payload; // send
+
+  // of a failure
   std::string failed_peer;
   std::string detail;
 

@@ -33,8 +33,6 @@ _EVENT_LEVELS = {
     "imm-overflow": logging.ERROR,
 }
 
-_ORDERLY = "the engine was closed"  # the native half's words for a peer that left as one should
-
 _EXIT_PATIENCE_S = 0.5  # for daemon threads to return from waits when the interpreter ends
 _CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a callback under way
 
@@ -202,8 +200,7 @@ class Engine(_core.Engine):
             else:
                 about = f" of peer {peer!r}" if peer else ""
                 why = f": {detail}" if detail else ""
-                level = logging.INFO if detail == _ORDERLY else _EVENT_LEVELS[kind]
-                log.log(level, "engine %r: %s%s%s", self.name, kind, about, why)
+                log.log(_EVENT_LEVELS[kind], "engine %r: %s%s%s", self.name, kind, about, why)
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

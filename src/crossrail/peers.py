@@ -14,8 +14,8 @@ class EngineEvent:
     """Something that happened outside of any transfer.
 
     kind: "imm-overflow" (arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken),
-    "peer-connected", "peer-lost", "peer-left" (by close), "peer-frozen", "peer-thawed", "protocol-error" (malformed bytes; the peer was cut
-    off).
+    "peer-connected", "peer-lost", "peer-left" (it closed), "peer-frozen", "peer-thawed", "protocol-error" (malformed
+    bytes; the peer was cut off).
     peer: its name, may be empty.
     """
 

@@ -21,7 +21,7 @@ constexpr uint8_t code(Status status) { return status == Status::kDone ? 0 : sta
 uint32_t ShmTransport::poll_incoming(Incoming& link) {
   uint32_t moved = drain_messages(link);
   for (ChannelReader& reader : link.rails) moved += drain_rail(link, reader);
-  if (moved > 0) ring(*link.home);
+  if (moved > 0) ring_later(*link.home);
   return moved;
 }
 
@@ -191,6 +191,7 @@ void ShmTransport::drop_incoming(uint64_t link_id) {
     for (uint32_t round = 0; round <= kRingEntries / kEntriesPerPoll && drain_rail(link, reader) > 0; ++round) {
     }
   }
+  ring_all(); // its home is in the list
   std::lock_guard lock(links_mutex_);
   incoming_.erase(found);
 }

@@ -77,6 +77,7 @@ void ShmTransport::clear_hazards() {
   hazardous_->segment->hazard.store(0, std::memory_order_release);
   hazardous_->hazard = 0;
   hazardous_ = nullptr;
+  hazard_polls_ = 0;
 }
 
 bool ShmTransport::copy_direct(Outgoing& link, const WorkRequest& request, const WorkRequest* next) {
@@ -195,7 +196,7 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
     flush_imms(rail);
     if (pending_before == 0 && !rail.pending.empty()) push_pending(link, rail);
   }
-  if (accepted > 0) ring(*link.home);
+  if (accepted > 0) ring_later(*link.home);
   return accepted;
 }
 
@@ -467,7 +468,7 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   link.backlog_ns = backlog ? now : 0;
   if (link.choice.phase == PrivateChoice::Phase::kTryStaged) weigh_private_paths(link);
   if (moved + pushed > 0) {
-    ring(*link.home);
+    ring_later(*link.home);
     link.moved_ns = now;
   } else {
     check_liveness(link, now);

@@ -15,6 +15,7 @@ namespace {
 // A write is cut so that small ones and arrivals get a turn after some 10 us of copying.
 constexpr uint64_t kSliceBytes = uint64_t{256} << 10;
 
+constexpr uint32_t kHazardPolls = 64;
 constexpr int64_t kQuietTimeoutNs = 100'000'000;
 
 HomeSegment* make_home(MemoryMap& map) {
@@ -53,6 +54,7 @@ void ShmTransport::close() {
   const auto is_touched = [](const auto& link) { return link->segment->hazard.load(std::memory_order_seq_cst) != 0; };
   while (std::any_of(incoming_.begin(), incoming_.end(), is_touched) && now_ns() < patience) std::this_thread::yield();
   control_->stop();
+  ring_all();
   std::lock_guard lock(links_mutex_);
   home_map_->release_fd();
   outgoing_.clear();
@@ -120,6 +122,7 @@ void ShmTransport::disconnect(Link& link) {
   auto& outgoing = static_cast<Outgoing&>(link);
   flush_link(outgoing, Status::kPeerLost, "forgotten on request");
   control_->drop(outgoing.id);
+  ring_all(); // its home is in the list
   std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == &outgoing; });
 }
 
@@ -161,6 +164,7 @@ uint32_t ShmTransport::handle_control() {
       case ControlEvent::Kind::kOutDown:
         if (Outgoing* link = find_outgoing(event.link_id)) {
           flush_link(*link, Status::kPeerLost, event.text);
+          ring_all(); // its home is in the list
           sink_->on_link_down(*link, event.text, event.orderly);
           std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == link; });
         }
@@ -246,7 +250,9 @@ uint32_t ShmTransport::handle_control() {
 // --- running ---
 
 uint32_t ShmTransport::poll() {
-  clear_hazards();
+  ring_all();
+  // Not at once: the next write most likely goes to the same region, and a hazard costs a full fence to set.
+  if (hazardous_ != nullptr && ++hazard_polls_ >= kHazardPolls) clear_hazards();
   uint32_t moved = handle_control();
   for (size_t i = 0; i < incoming_.size(); ++i) moved += poll_incoming(*incoming_[i]);
   int64_t now = 0;
@@ -285,8 +291,10 @@ bool ShmTransport::has_arrivals() {
 
 void ShmTransport::arm() {
   clear_hazards();
-  // seq_cst: pairs with the fence in ring() and wake(): either they see us armed, or we see their news in has_arrivals.
+  // seq_cst: pairs with the fence in ring_all() and wake(): either they see us armed, or we see their news in
+  // has_arrivals.
   home_->bell.armed.store(1, std::memory_order_seq_cst);
+  ring_all();
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
@@ -294,21 +302,41 @@ void ShmTransport::sleep(uint32_t ticket, Deadline deadline) {
   futex_wait(&home_->bell.ticket, ticket, deadline, FutexScope::kShared);
 }
 
-void ShmTransport::wake() { ring(*home_); }
+void ShmTransport::wake() {
+  std::atomic_thread_fence(std::memory_order_seq_cst); // see arm()
+  ring(*home_);
+}
 
 void ShmTransport::wake_always() {
   home_->bell.ticket.fetch_add(1, std::memory_order_release);
   futex_wake(&home_->bell.ticket, 1, FutexScope::kShared);
 }
 
-// Wakes the progress holder of `home`'s engine if it sleeps. What the news are must have been stored before.
+// Wakes the progress holder of `home`'s engine if it sleeps. What the news are was stored before a full fence.
 void ShmTransport::ring(HomeSegment& home) {
-  std::atomic_thread_fence(std::memory_order_seq_cst); // see arm()
   // The exchange lets one ringer pay for the system call; the sleeper re-arms when it sleeps again.
   if (home.bell.armed.load(std::memory_order_relaxed) != 0 && home.bell.armed.exchange(0, std::memory_order_acq_rel) != 0) {
     home.bell.ticket.fetch_add(1, std::memory_order_release);
     futex_wake(&home.bell.ticket, 1, FutexScope::kShared);
   }
+}
+
+// There are news for this peer. A full fence after each of them would wait for their cache lines to arrive; one for all,
+// at the next poll or arm, does not. A peer that is seen to sleep already is woken at once.
+void ShmTransport::ring_later(HomeSegment& home) {
+  if (home.bell.armed.load(std::memory_order_relaxed) != 0) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    ring(home);
+  }
+  if (std::find(unrung_.begin(), unrung_.end(), &home) == unrung_.end()) unrung_.push_back(&home);
+}
+
+void ShmTransport::ring_all() {
+  if (unrung_.empty()) return;
+  // seq_cst: pairs with the one in arm(): either we see the peer armed here, or it sees our news there.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (HomeSegment* home : unrung_) ring(*home);
+  unrung_.clear();
 }
 
 }  // namespace crossrail::shm

@@ -94,6 +94,8 @@ class ShmTransport final : public Transport {
   uint32_t handle_control();
   Outgoing* find_outgoing(uint64_t id);
   void ring(HomeSegment& home);
+  void ring_later(HomeSegment& home);
+  void ring_all();
 
   Sink* const sink_;
   Traits traits_;
@@ -105,7 +107,9 @@ class ShmTransport final : public Transport {
   std::mutex links_mutex_; // guards the shape of incoming_ against is_region_quiet; the progress holder reads without
   std::vector<std::unique_ptr<Incoming>> incoming_;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
-  Outgoing* hazardous_ = nullptr; // the one link with a hazard set
+  Outgoing* hazardous_ = nullptr; // the one link with a hazard set,
+  uint32_t hazard_polls_ = 0;     // and for how many polls already
+  std::vector<HomeSegment*> unrung_; // of peers that have news since the last ring_all()
   bool streamed_ = false; // streaming stores since the last copy_fence()
   uint64_t next_link_id_ = 1;
   bool closed_ = false;
