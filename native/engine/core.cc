@@ -336,6 +336,8 @@ void EngineCore::start_connect(Peer& peer) {
 
 void EngineCore::forget_peer(Peer& peer) {
   run_as_holder([&] {
+    while (take_submits() > 0) { // what was submitted before ends with the rest
+    }
     if (peer.link_ != nullptr) {
       transport_->disconnect(*peer.link_);
       peer.link_ = nullptr;

@@ -137,7 +137,8 @@ uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
 
 EngineCore::Progress EngineCore::advance(Peer& peer, const PostItem& item) {
   TransferWork& work = *item.transfer->work_;
-  if (work.failure != Status::kDone || work.cut_short) return Progress::kAllPosted; // post no more of it
+  const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier; // each fails for itself
+  if ((work.failure != Status::kDone && !has_targets) || work.cut_short) return Progress::kAllPosted; // post no more of it
   if (peer.link_ == nullptr || peer.state() == PeerState::kConnecting) return Progress::kBlocked;
   switch (work.kind) {
     case OpKind::kWrite:
@@ -296,8 +297,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
     request.context = transfer;
     const uint32_t retired_before = work.retired;
     if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
-    if (work.failure != Status::kDone) return Progress::kAllPosted;
-    if (work.retired != retired_before) work.bytes_retired += length;
+    if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
     target.posted_bytes += length;
     turn_bytes += length;
     round_bytes_ += length;
