@@ -118,16 +118,19 @@ void EngineCore::leave() {
   if (work) transport_->disarm();
   progress_lock_.unlock();
   if (!worker_.joinable()) return;
-  if (work || !transport_->is_armed()) transport_->wake_always();
+  const bool unwatched = sleeps_for_good_.load(std::memory_order_seq_cst) && inflight() > 0;
+  if (work || unwatched || !transport_->is_armed()) transport_->wake_always();
 }
 
 uint32_t EngineCore::round() {
   bump(counters_.rounds);
   if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
   uint32_t moved = take_submits();
+  if (!busy_.empty()) transport_->flush(); // before bulk work delays it
   moved += post_backlogs();
   moved += transport_->poll();
   imms_.flush_arrivals();
+  if (moved > 0) bump(moves_);
   return moved;
 }
 
@@ -142,7 +145,10 @@ void EngineCore::worker_main() {
       add_event({EngineEvent::Kind::kProtocolError, "", "worker_cpu = " + std::to_string(options_.worker_cpu) + " cannot be used: the worker is not pinned"});
     }
   }
-  constexpr int64_t kLookAgainNs = 50'000'000; // while something is under way, so that frozen peers are noticed
+  constexpr int64_t kLookAgainNs = 50'000'000;
+  constexpr uint32_t kQuietSleepsMax = 20;
+  uint64_t moves_seen = 0;
+  uint32_t quiet_sleeps = 0; // in a row during which nothing moved
   while (!stopping_.load(std::memory_order_acquire)) {
     uint32_t ticket = transport_->ticket();
     const bool wanted = guests_.load(std::memory_order_relaxed) != 0;
@@ -163,8 +169,15 @@ void EngineCore::worker_main() {
     // After the last look at the ticket: close() sets the flag, then rings.
     if (stopping_.load(std::memory_order_acquire)) break;
     bump(counters_.sleeps);
-    const bool under_way = inflight() > 0;
-    transport_->sleep(ticket, under_way ? now_ns() + kLookAgainNs : kNoDeadline);
+    // While anybody drives, look again now and then, so that frozen peers are noticed; when nothing has happened for a
+    // second, sleep for good. seq_cst: whoever leaves a transfer behind sees the flag, or we see the transfer.
+    const uint64_t moves = moves_.load(std::memory_order_relaxed);
+    quiet_sleeps = moves == moves_seen ? quiet_sleeps + 1 : 0;
+    moves_seen = moves;
+    sleeps_for_good_.store(quiet_sleeps > kQuietSleepsMax, std::memory_order_seq_cst);
+    const bool for_good = quiet_sleeps > kQuietSleepsMax && inflight() == 0;
+    transport_->sleep(ticket, for_good ? kNoDeadline : now_ns() + kLookAgainNs);
+    sleeps_for_good_.store(false, std::memory_order_relaxed);
   }
 }
 
@@ -217,10 +230,12 @@ void EngineCore::submit(Transfer* transfer, bool short_work) {
   if (short_work && options_.polling != Polling::kSpin && try_enter()) {
     take_submits(); // what came before us
     bump(started_here_);
+    bump(moves_);
     start(transfer); // knows whether the engine closed meanwhile
     if (worker_.joinable()) {
-      leave();
+      leave(); // flushes
     } else {
+      transport_->flush();
       progress_lock_.unlock();
     }
     return;

@@ -149,6 +149,8 @@ class EngineCore final : public Sink {
   std::atomic<bool> drained_{false};  // and all old ones are complete
   std::once_flag close_once_;
   std::atomic<bool> cancel_scan_{false};
+  std::atomic<uint64_t> moves_{0};        // rounds in which something moved; progress holder writes
+  std::atomic<bool> sleeps_for_good_{false}; // the worker sleeps without a deadline
   std::atomic<uint64_t> started_here_{0}; // transfers that never were in the queue; progress holder writes
   std::atomic<uint64_t> finished_{0};     // transfers complete; progress holder writes
 

@@ -322,7 +322,7 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t 
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
   work.retired += count;
-  work.bytes_retired += bytes;
+  if (status == Status::kDone) work.bytes_retired += bytes;
   if (status != Status::kDone) fail(transfer, status, static_cast<Peer*>(link.user)->address().name, detail);
   finish_if_done(transfer);
 }

@@ -61,9 +61,10 @@ void Transfer::tell_listeners(Listener* listener) {
 
 bool Transfer::notify(Notifier* notifier, uint64_t cookie) {
   if ((word_.fetch_or(kHasListener, std::memory_order_seq_cst) & kStatusMask) != 0) return false;
-  auto* listener = new Listener{listeners_.load(std::memory_order_relaxed), Ref<Notifier>::share(notifier), cookie};
-  while (!listeners_.compare_exchange_weak(listener->next, listener, std::memory_order_seq_cst, std::memory_order_relaxed)) {
-  }
+  Listener* below = listeners_.load(std::memory_order_relaxed);
+  auto* listener = new Listener{below, Ref<Notifier>::share(notifier), cookie};
+  // Once pushed the node is whoever's takes the stack off.
+  while (!listeners_.compare_exchange_weak(below, listener, std::memory_order_seq_cst, std::memory_order_relaxed)) listener->next = below;
   // Completed meanwhile, perhaps without seeing us: then the stack is still there, and we tell.
   if ((word_.load(std::memory_order_seq_cst) & kStatusMask) != 0) tell_listeners(listeners_.exchange(nullptr, std::memory_order_acq_rel));
   return true;

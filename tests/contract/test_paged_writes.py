@@ -58,6 +58,12 @@ def test_a_run_of_adjacent_pages_counts_its_pages(pair: Pair) -> None:
         check(pair, np.arange(run), np.arange(run) + 3, 512, run + 3)
 
 
+@setups(SOME_RAILS, ALL_MEMORY)
+def test_run_longer_than_a_chunk_followed_by_a_short_piece(pair: Pair) -> None:
+    for page_bytes in (4097, 2048 + 3, 65_537):  # 32 of the first are a little more than 128 KiB
+        check(pair, np.arange(33), np.arange(33), page_bytes, 33)
+
+
 @setups(SOME_RAILS)
 def test_runs_of_mixed_lengths_count_their_pages(pair: Pair) -> None:
     rng = pair.seed.rng()

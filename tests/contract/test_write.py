@@ -1,5 +1,7 @@
 """submit_write: one contiguous range, counted once however many rails carried it."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -117,7 +119,7 @@ def test_write_of_many_megabytes_is_whole(pair: Pair) -> None:
     pair.here.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
 
     pair.there.expect_count(1, 1)
-    assert_same_bytes(dst.content(), bytes_of(src))
+    assert dst.digest() == hashlib.sha256(src.array()).hexdigest()
 
 
 @setups(SOME_RAILS, SOME_MEMORY)

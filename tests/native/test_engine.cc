@@ -300,6 +300,27 @@ TEST_CASE("a transfer is cancelled before it starts, or runs to its end") {
   CHECK(pair.b->imm_counter(8)->poll_units() / kUnitsPerCount >= counted);
 }
 
+TEST_CASE("every cookie posted by many threads is drained once") {
+  auto notifier = Ref<Notifier>::adopt(new Notifier);
+  constexpr uint64_t kPerThread = 20'000;
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      for (uint64_t i = 0; i < kPerThread; ++i) notifier->post(t * kPerThread + i);
+    });
+  }
+  std::vector<uint64_t> cookies;
+  const Deadline deadline = deadline_in(20);
+  while (cookies.size() < 3 * kPerThread && now_ns() < deadline) {
+    notifier->wait(now_ns() + 10'000'000);
+    notifier->drain(&cookies);
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::sort(cookies.begin(), cookies.end());
+  REQUIRE(cookies.size() == 3 * kPerThread);
+  for (uint64_t i = 0; i < cookies.size(); ++i) REQUIRE(cookies[i] == i);
+}
+
 TEST_CASE("watchers report the last value") {
   EngineRef engine = open_engine("w");
   auto notifier = Ref<Notifier>::adopt(new Notifier);

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import given, note
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import crossrail as xr
@@ -131,6 +131,7 @@ def scatter(world: World, data: st.DataObject, imm: int | None) -> None:
     world.settle(imm, len(parts))
 
 
+@settings(max_examples=300)
 @given(data=st.data())
 def test_any_sequence_of_operations_matches_the_model(data: st.DataObject) -> None:
     rails = st.integers(1, 16)

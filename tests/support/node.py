@@ -5,6 +5,7 @@ a test holds, and look the same over both. Bytes travel as base64, descriptors a
 """
 
 import base64
+import hashlib
 import json
 import os
 import threading
@@ -18,6 +19,7 @@ from tests.support import leaks
 from tests.support.limits import WAIT_S, eventually
 from tests.support.operations import Operations
 from tests.support.patterns import CANARY, ByteArray, pattern
+from tests.support.scribble import scribble
 from tests.support.streams import Stream
 
 
@@ -113,6 +115,9 @@ class Node:
     def content(self, number: int, offset: int, length: int) -> str:
         return base64.b64encode(self._regions[number].array()[offset : offset + length]).decode()
 
+    def digest(self, number: int) -> str:
+        return hashlib.sha256(self._regions[number].array()).hexdigest()
+
     def close_memory(self, number: int, timeout_s: float = WAIT_S) -> None:
         self._regions[number].close(timeout_s)
 
@@ -190,6 +195,10 @@ class Node:
     def leaks(self) -> dict[str, Any]:
         return {"threads": leaks.crossrail_threads(), "fd_count": len(leaks.open_fds())}
 
+    def scribble(self, seed: int, for_s: float) -> int:
+        """Damages the links of this process. Nothing here can be trusted afterwards."""
+        return scribble(seed, for_s)
+
     def exit_now(self) -> None:
         """As a crash would, without any clean-up of Python's or ours."""
         os._exit(1)
@@ -240,6 +249,11 @@ class RemoteMemory:
         length = self.nbytes - offset if length is None else length
         text = self._caller.call("content", number=self.number, offset=offset, length=length)
         return np.frombuffer(base64.b64decode(text), np.uint8)
+
+    def digest(self) -> str:
+        """SHA-256 of all of it: for memory too large to send."""
+        digest: str = self._caller.call("digest", number=self.number)
+        return digest
 
     def fill(self, seed: int | None = None) -> None:
         self._caller.call("fill", number=self.number, seed=seed)

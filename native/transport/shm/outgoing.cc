@@ -24,6 +24,7 @@ constexpr uint64_t kTrialBytes = uint64_t{32} << 20; // moved each way before th
 constexpr uint64_t kTrialWindowBytes = uint64_t{4} << 20; // by their best windows: cold starts and preemption are noise
 constexpr double kAttachMargin = 1.15; // attaching costs the initiator alone, but stalls on the kernel's page work
 constexpr uint32_t kChunksPerPoll = 4;
+constexpr uint64_t kDeferBytesMax = 2048;
 constexpr int64_t kPingAfterNs = 100'000'000;
 constexpr int64_t kFrozenAfterNs = 250'000'000;
 
@@ -137,7 +138,7 @@ bool ShmTransport::room_for_imm(Outgoing& link, RailQueue& rail, uint32_t wire) 
   for (uint32_t i = 0; i < rail.open_imm_count; ++i) {
     if (rail.open_imms[i].imm == imm_of_wire(wire)) return true;
   }
-  if (rail.open_imm_count == kImmPairsMax) flush_imms(rail);
+  if (rail.open_imm_count == kImmPairsMax) flush_imms(link, rail);
   // An open entry has its place in the ring reserved: nothing else is published on this rail before it.
   return rail.open_imm_count > 0 || has_room(link, rail);
 }
@@ -161,7 +162,7 @@ void ShmTransport::add_imm(RailQueue& rail, uint32_t wire) {
   rail.open_imms[rail.open_imm_count++] = {imm, units_of_wire(wire)};
 }
 
-void ShmTransport::flush_imms(RailQueue& rail) {
+void ShmTransport::flush_imms(Outgoing& link, RailQueue& rail) {
   if (streamed_) {
     copy_fence();
     streamed_ = false;
@@ -174,6 +175,12 @@ void ShmTransport::flush_imms(RailQueue& rail) {
   if (rail.inflight) rail.inflight[rail.writer.position() % kRingEntries].staged = false;
   rail.writer.publish(entry);
   rail.open_imm_count = 0;
+  ring_later(*link.home);
+}
+
+void ShmTransport::flush() {
+  for (const auto& [link, rail] : unflushed_) flush_imms(*link, *rail);
+  unflushed_.clear();
 }
 
 // --- posting ---
@@ -193,10 +200,15 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
       if (!post_one(link, rail, requests[accepted], next, completed)) break;
       ++accepted;
     }
-    flush_imms(rail);
-    if (pending_before == 0 && !rail.pending.empty()) push_pending(link, rail);
+    // The immediate of a lone short write may wait for flush(): publishing it costs a cache line on its way between the
+    // cores, which the atomics that follow would wait for, and neighbours may share it.
+    if (requests.size() == 1 && requests.front().length_bytes <= kDeferBytesMax && rail.open_imm_count > 0) {
+      if (unflushed_.empty() || unflushed_.back().second != &rail) unflushed_.emplace_back(&link, &rail);
+    } else {
+      flush_imms(link, rail);
+    }
+    if (pending_before == 0 && !rail.pending.empty() && push_pending(link, rail) > 0) ring_later(*link.home);
   }
-  if (accepted > 0) ring_later(*link.home);
   return accepted;
 }
 
@@ -268,6 +280,7 @@ uint32_t ShmTransport::post_messages(Outgoing& link, std::span<const WorkRequest
     if (link.outstanding++ == 0) link.moved_ns = now_ns();
     ++accepted;
   }
+  if (accepted > 0) ring_later(*link.home);
   return accepted;
 }
 
@@ -295,6 +308,7 @@ uint32_t ShmTransport::push_pending(Outgoing& link, RailQueue& rail) {
 
 // Stages one chunk: a part of a long piece, or many short pieces of one transfer that go to one region.
 bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
+  flush_imms(link, rail); // an open entry has its place in the ring reserved
   if (!has_room(link, rail)) return false;
   const RailQueue::Pending& head = rail.pending.front();
   const WorkRequest& first = head.request;
@@ -357,6 +371,7 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
 
 // Asks for as much of the read at the head as there are free chunks.
 bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
+  flush_imms(link, rail); // an open entry has its place in the ring reserved
   RailQueue::Pending& head = rail.pending.front();
   const WorkRequest& request = head.request;
   Import& import = *static_cast<ShmKey*>(request.remote)->import;
@@ -597,6 +612,8 @@ void ShmTransport::withdraw_reads(Outgoing& link, bool (*wanted)(void* context))
 // Ends everything on the link: what the target has confirmed as it was confirmed, the rest with `status`. The target
 // executes nothing of it any more once it has seen `revoked`.
 void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& detail) {
+  if (link.up) flush(); // immediates of writes reported done
+  std::erase_if(unflushed_, [&](const auto& item) { return item.first == &link; });
   link.segment->revoked.store(1, std::memory_order_seq_cst);
   if (hazardous_ == &link) clear_hazards();
   const auto flush_queue = [&](RailQueue& rail) {
@@ -638,6 +655,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
     import->state = Import::State::kRefused;
     import->status = status;
     import->text = detail;
+    import->map.reset();
   }
   link.reads_open = 0;
   link.responses_due = 0;

@@ -54,6 +54,7 @@ void ShmTransport::close() {
   const auto is_touched = [](const auto& link) { return link->segment->hazard.load(std::memory_order_seq_cst) != 0; };
   while (std::any_of(incoming_.begin(), incoming_.end(), is_touched) && now_ns() < patience) std::this_thread::yield();
   control_->stop();
+  control_->take_events(); // they may hold memory
   ring_all();
   std::lock_guard lock(links_mutex_);
   home_map_->release_fd();
@@ -250,6 +251,7 @@ uint32_t ShmTransport::handle_control() {
 // --- running ---
 
 uint32_t ShmTransport::poll() {
+  flush();
   ring_all();
   // Not at once: the next write most likely goes to the same region, and a hazard costs a full fence to set.
   if (hazardous_ != nullptr && ++hazard_polls_ >= kHazardPolls) clear_hazards();
@@ -290,6 +292,7 @@ bool ShmTransport::has_arrivals() {
 }
 
 void ShmTransport::arm() {
+  flush();
   clear_hazards();
   // seq_cst: pairs with the fence in ring_all() and wake(): either they see us armed, or we see their news in
   // has_arrivals.

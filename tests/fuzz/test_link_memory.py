@@ -1,0 +1,48 @@
+"""A peer that writes garbage into the shared rings of its links: it may harm itself, never the other side."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from tests.conftest import EngineFactory, PeerFactory
+from tests.support.limits import WAIT_S
+from tests.support.node import CommandError
+from tests.support.operations import KINDS
+from tests.support.patterns import CANARY
+from tests.support.seeds import Seed
+
+NBYTES = 300_000
+GUARD = 65_536
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("round_number", range(3))
+def test_garbage_in_the_rings_harms_only_the_peer_that_wrote_it(
+    open_engine: EngineFactory, spawn_peer: PeerFactory, seed: Seed, kind: str, round_number: int
+) -> None:
+    victim, bystander = open_engine("victim", rails=2), open_engine("bystander")
+    memory = np.full(NBYTES + 2 * GUARD, CANARY, np.uint8)
+    target = victim.register(memory[GUARD:-GUARD])
+    pool = victim.submit_recvs(8, 1000, on_message=lambda _: None)
+    child = spawn_peer()
+    there = child.open("mad", rails=2, private_path="staged")
+    remote = there.memory(NBYTES, "private")
+    there.stream(kind, remote, [target.descriptor], imm=1)
+
+    with contextlib.suppress(AssertionError, CommandError):  # it may well kill itself
+        written = -1
+        written = child.call("scribble", seed=seed.number(round_number), for_s=0.3)
+    child.kill()
+    child.wait_dead()
+
+    assert written != 0
+    assert (memory[:GUARD] == CANARY).all() and (memory[-GUARD:] == CANARY).all()
+    src, dst = bystander.alloc(1000), victim.alloc(1000)
+    src.array()[:] = 7
+    bystander.submit_write(src, dst.descriptor, imm=2**20).wait(WAIT_S)
+    victim.imm_counter(2**20).wait(1, WAIT_S)
+    assert (dst.array() == 7).all()
+    victim.submit_write(dst, src.descriptor).wait(WAIT_S)
+    pool.close()
+    target.close(WAIT_S)

@@ -1,0 +1,51 @@
+"""A peer gone mad: overwrites the shared memory of its own links while they are in use."""
+
+import ctypes
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+
+LINE = 64
+HEADER_BYTES = 4096
+CHANNEL_BYTES = (
+    4096 + 64 * 1024 + (1 << 20)
+)  # native/transport/shm/layout.h: consumed and entries, then the staging ring
+ENTRY_BYTES = 64 * 1024
+
+
+def link_mappings() -> list[tuple[int, int]]:
+    """(address, length) of every link segment this process has mapped to write."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw-s .*memfd:crossrail-link", line)
+        if match:
+            start, end = (int(text, 16) for text in match.groups())
+            found.append((start, end - start))
+    return found
+
+
+def scribble(seed: int, for_s: float) -> int:
+    """Writes random bytes for `for_s` seconds, most of them into ring entries behind their sequence number, so that the
+    other side takes them for real. Returns how many."""
+    rng = np.random.default_rng(seed)
+    mappings = link_mappings()
+    deadline = time.monotonic() + for_s
+    count = 0
+    while mappings and time.monotonic() < deadline:
+        start, length = mappings[int(rng.integers(len(mappings)))]
+        for value in rng.integers(0, 256, 200):
+            ctypes.c_uint8.from_address(start + place(rng, length)).value = int(value)
+            count += 1
+    return count
+
+
+def place(rng: np.random.Generator, length: int) -> int:
+    if rng.random() < 0.1:
+        return int(rng.integers(HEADER_BYTES, length))
+    channels = (length - HEADER_BYTES) // CHANNEL_BYTES
+    line = int(rng.integers(ENTRY_BYTES // LINE)) * LINE
+    in_line = int(rng.integers(4, LINE))
+    at = HEADER_BYTES + int(rng.integers(max(channels, 1))) * CHANNEL_BYTES + LINE + line + in_line
+    return min(at, length - 1)
