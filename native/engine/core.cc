@@ -126,7 +126,6 @@ uint32_t EngineCore::round() {
   bump(counters_.rounds);
   if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
   uint32_t moved = take_submits();
-  if (!busy_.empty()) transport_->flush(); // before bulk work delays it
   moved += post_backlogs();
   moved += transport_->poll();
   imms_.flush_arrivals();
@@ -233,9 +232,8 @@ void EngineCore::submit(Transfer* transfer, bool short_work) {
     bump(moves_);
     start(transfer); // knows whether the engine closed meanwhile
     if (worker_.joinable()) {
-      leave(); // flushes
+      leave();
     } else {
-      transport_->flush();
       progress_lock_.unlock();
     }
     return;

@@ -128,8 +128,6 @@ class Transport {
   // (kDone) and are not retired through the sink. May call sink.on_retired for others. A sleeping peer may be woken only
   // at the next poll() or arm().
   virtual uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) = 0;
-  // Makes what was posted go out. post() may hold back a little for company, until this, poll() or arm().
-  virtual void flush() = 0;
   // Moves everything that can move now. Returns how many things happened; 0 means idle.
   virtual uint32_t poll() = 0;
 

@@ -9,9 +9,8 @@ import numpy as np
 
 LINE = 64
 HEADER_BYTES = 4096
-CHANNEL_BYTES = (
-    4096 + 64 * 1024 + (1 << 20)
-)  # native/transport/shm/layout.h: consumed and entries, then the staging ring
+# native/transport/shm/layout.h: a line and the entries, rounded up to a page, then the staging ring.
+CHANNEL_BYTES = 4096 + 64 * 1024 + (1 << 20)
 ENTRY_BYTES = 64 * 1024
 
 

@@ -24,7 +24,6 @@ constexpr uint64_t kTrialBytes = uint64_t{32} << 20; // moved each way before th
 constexpr uint64_t kTrialWindowBytes = uint64_t{4} << 20; // by their best windows: cold starts and preemption are noise
 constexpr double kAttachMargin = 1.15; // attaching costs the initiator alone, but stalls on the kernel's page work
 constexpr uint32_t kChunksPerPoll = 4;
-constexpr uint64_t kDeferBytesMax = 2048;
 constexpr int64_t kPingAfterNs = 100'000'000;
 constexpr int64_t kFrozenAfterNs = 250'000'000;
 
@@ -178,11 +177,6 @@ void ShmTransport::flush_imms(Outgoing& link, RailQueue& rail) {
   ring_later(*link.home);
 }
 
-void ShmTransport::flush() {
-  for (const auto& [link, rail] : unflushed_) flush_imms(*link, *rail);
-  unflushed_.clear();
-}
-
 // --- posting ---
 
 uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const WorkRequest> requests, uint32_t* completed) {
@@ -200,13 +194,7 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
       if (!post_one(link, rail, requests[accepted], next, completed)) break;
       ++accepted;
     }
-    // The immediate of a lone short write may wait for flush(): publishing it costs a cache line on its way between the
-    // cores, which the atomics that follow would wait for, and neighbours may share it.
-    if (requests.size() == 1 && requests.front().length_bytes <= kDeferBytesMax && rail.open_imm_count > 0) {
-      if (unflushed_.empty() || unflushed_.back().second != &rail) unflushed_.emplace_back(&link, &rail);
-    } else {
-      flush_imms(link, rail);
-    }
+    flush_imms(link, rail);
     if (pending_before == 0 && !rail.pending.empty() && push_pending(link, rail) > 0) ring_later(*link.home);
   }
   return accepted;
@@ -308,7 +296,6 @@ uint32_t ShmTransport::push_pending(Outgoing& link, RailQueue& rail) {
 
 // Stages one chunk: a part of a long piece, or many short pieces of one transfer that go to one region.
 bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
-  flush_imms(link, rail); // an open entry has its place in the ring reserved
   if (!has_room(link, rail)) return false;
   const RailQueue::Pending& head = rail.pending.front();
   const WorkRequest& first = head.request;
@@ -340,10 +327,13 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   auto* table = reinterpret_cast<StagedPiece*>(block);
   std::byte* data = block + table_bytes;
   uint64_t moved = 0;
+  uint64_t retired_bytes = 0;
   for (uint32_t i = 0; i < pieces; ++i) {
     const RailQueue::Pending& pending = rail.pending[i];
     const uint64_t from = pending.done_bytes;
-    const uint64_t bytes = pieces == 1 ? data_bytes : pending.request.length_bytes;
+    // The head may have been staged in part before; whoever follows it goes whole.
+    const uint64_t bytes = pieces == 1 ? data_bytes : pending.request.length_bytes - from;
+    if (finished > 0) retired_bytes += pending.request.length_bytes;
     table[i] = {pending.request.remote_offset + from, static_cast<uint32_t>(bytes), 0};
     std::memcpy(data, pending.request.local + from, bytes);
     data += bytes;
@@ -351,8 +341,7 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   }
   Import& import = *static_cast<ShmKey*>(first.remote)->import;
   import.bytes_moved += moved;
-  const uint64_t retired_bytes = pieces == 1 ? first.length_bytes : moved;
-  inflight_slot(rail) = {first.context, finished > 0 ? retired_bytes : 0, rail.writer.stage_head(), finished, true, Status::kDone};
+  inflight_slot(rail) = {first.context, retired_bytes, rail.writer.stage_head(), finished, true, Status::kDone};
   ++rail.staged_inflight;
   Entry& entry = rail.writer.next();
   entry.kind = EntryKind::kStagedWrite;
@@ -371,7 +360,6 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
 
 // Asks for as much of the read at the head as there are free chunks.
 bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
-  flush_imms(link, rail); // an open entry has its place in the ring reserved
   RailQueue::Pending& head = rail.pending.front();
   const WorkRequest& request = head.request;
   Import& import = *static_cast<ShmKey*>(request.remote)->import;
@@ -612,8 +600,6 @@ void ShmTransport::withdraw_reads(Outgoing& link, bool (*wanted)(void* context))
 // Ends everything on the link: what the target has confirmed as it was confirmed, the rest with `status`. The target
 // executes nothing of it any more once it has seen `revoked`.
 void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& detail) {
-  if (link.up) flush(); // immediates of writes reported done
-  std::erase_if(unflushed_, [&](const auto& item) { return item.first == &link; });
   link.segment->revoked.store(1, std::memory_order_seq_cst);
   if (hazardous_ == &link) clear_hazards();
   const auto flush_queue = [&](RailQueue& rail) {

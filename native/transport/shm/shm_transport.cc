@@ -251,7 +251,6 @@ uint32_t ShmTransport::handle_control() {
 // --- running ---
 
 uint32_t ShmTransport::poll() {
-  flush();
   ring_all();
   // Not at once: the next write most likely goes to the same region, and a hazard costs a full fence to set.
   if (hazardous_ != nullptr && ++hazard_polls_ >= kHazardPolls) clear_hazards();
@@ -292,7 +291,6 @@ bool ShmTransport::has_arrivals() {
 }
 
 void ShmTransport::arm() {
-  flush();
   clear_hazards();
   // seq_cst: pairs with the fence in ring_all() and wake(): either they see us armed, or we see their news in
   // has_arrivals.

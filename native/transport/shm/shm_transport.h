@@ -40,7 +40,6 @@ class ShmTransport final : public Transport {
 
   uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
   uint32_t poll() override;
-  void flush() override;
   void withdraw(bool (*wanted)(void* context)) override;
 
   uint32_t ticket() const override { return home_->bell.ticket.load(std::memory_order_acquire); }
@@ -110,7 +109,6 @@ class ShmTransport final : public Transport {
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   Outgoing* hazardous_ = nullptr; // the one link with a hazard set,
   uint32_t hazard_polls_ = 0;     // and for how many polls already
-  std::vector<std::pair<Outgoing*, RailQueue*>> unflushed_; // rails that may have open immediates
   std::vector<HomeSegment*> unrung_; // of peers that have news since the last ring_all()
   bool streamed_ = false; // streaming stores since the last copy_fence()
   uint64_t next_link_id_ = 1;
