@@ -76,14 +76,13 @@ EngineCore::~EngineCore() {
   live.cores.erase(this);
 }
 
-bool EngineCore::forked() const {
-  return fork_generation.load(std::memory_order_relaxed) != fork_generation_;
-}
+bool EngineCore::forked() const { return fork_generation.load(std::memory_order_relaxed) != fork_generation_; }
 
 void EngineCore::check_usable() const {
   if (forked()) {
-    throw EngineClosedError("engine '" + options_.name + "' belongs to process " + std::to_string(transport_->address().pid) +
-                            "; this is its forked child " + std::to_string(getpid()) +
+    throw EngineClosedError("engine '" + options_.name + "' belongs to process " +
+                            std::to_string(transport_->address().pid) + "; this is its forked child " +
+                            std::to_string(getpid()) +
                             ". Open an engine here, or start children with the spawn method");
   }
   if (closed()) throw EngineClosedError("engine '" + options_.name + "' is closed");
@@ -91,7 +90,8 @@ void EngineCore::check_usable() const {
 
 // The threads are not in the child, and whatever lock they held stays locked: nothing here may be used any more.
 void EngineCore::abandon_after_fork() {
-  new std::thread(std::move(worker_)); // leaked: a thread that is not in this process can be neither joined nor detached
+  new std::thread(
+      std::move(worker_));  // leaked: a thread that is not in this process can be neither joined nor detached
   watchers_->abandon_after_fork();
   transport_->abandon_after_fork();
 }
@@ -141,18 +141,19 @@ void EngineCore::worker_main() {
     CPU_SET(static_cast<size_t>(options_.worker_cpu), &cpus);
     const int failure = pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus);
     if (failure != 0) {
-      add_event({EngineEvent::Kind::kProtocolError, "", "worker_cpu = " + std::to_string(options_.worker_cpu) + " cannot be used: the worker is not pinned"});
+      add_event({EngineEvent::Kind::kProtocolError, "",
+                 "worker_cpu = " + std::to_string(options_.worker_cpu) + " cannot be used: the worker is not pinned"});
     }
   }
   constexpr int64_t kLookAgainNs = 50'000'000;
   constexpr uint32_t kQuietSleepsMax = 20;
   uint64_t moves_seen = 0;
-  uint32_t quiet_sleeps = 0; // in a row during which nothing moved
+  uint32_t quiet_sleeps = 0;  // in a row during which nothing moved
   while (!stopping_.load(std::memory_order_acquire)) {
     uint32_t ticket = transport_->ticket();
     const bool wanted = guests_.load(std::memory_order_relaxed) != 0;
     if (wanted && !progress_lock_.is_locked()) {
-      std::this_thread::yield(); // a guest is about to enter, or to go
+      std::this_thread::yield();  // a guest is about to enter, or to go
       continue;
     }
     // When somebody else holds the lock, its leave() rings us if it leaves work behind: sleep.
@@ -227,10 +228,10 @@ uint64_t EngineCore::inflight() const {
 void EngineCore::submit(Transfer* transfer, bool short_work) {
   // Short work while nobody drives: post it here, without the queue.
   if (short_work && options_.polling != Polling::kSpin && try_enter()) {
-    take_submits(); // what came before us
+    take_submits();  // what came before us
     bump(started_here_);
     bump(moves_);
-    start(transfer); // knows whether the engine closed meanwhile
+    start(transfer);  // knows whether the engine closed meanwhile
     if (worker_.joinable()) {
       leave();
     } else {
@@ -251,7 +252,7 @@ void EngineCore::submit(Transfer* transfer, bool short_work) {
     }
   }
   transport_->wake();
-  std::atomic_thread_fence(std::memory_order_seq_cst); // pairs with the seq_cst store of closed_ in close()
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the seq_cst store of closed_ in close()
   if (closed()) drain_after_close();
 }
 
@@ -321,7 +322,7 @@ void EngineCore::close(Deadline drain_deadline) {
     if (pool) pool->close();
     // release: pairs with the acquire in wait_until: who sees it sees every completion.
     drained_.store(true, std::memory_order_release);
-    add_event({EngineEvent::Kind::kPeerLost, "", ""}); // wakes who waits for events
+    add_event({EngineEvent::Kind::kPeerLost, "", ""});  // wakes who waits for events
   });
 }
 
@@ -340,7 +341,7 @@ void EngineCore::start_connect(Peer& peer) {
   try {
     peer.link_ = transport_->connect(peer.address_);
     peer.link_->user = &peer;
-  } catch (const TransportError& error) { // no memory or descriptors for a link: the peer is out of reach
+  } catch (const TransportError& error) {  // no memory or descriptors for a link: the peer is out of reach
     peer.work_->note = error.what();
     peer.state_.store(PeerState::kLost, std::memory_order_release);
     add_event({EngineEvent::Kind::kPeerLost, peer.address().name, error.what()});
@@ -349,7 +350,7 @@ void EngineCore::start_connect(Peer& peer) {
 
 void EngineCore::forget_peer(Peer& peer) {
   run_as_holder([&] {
-    while (take_submits() > 0) { // what was submitted before ends with the rest
+    while (take_submits() > 0) {  // what was submitted before ends with the rest
     }
     if (peer.link_ != nullptr) {
       transport_->disconnect(*peer.link_);
@@ -368,13 +369,15 @@ void EngineCore::forget_peer(Peer& peer) {
 }
 
 PeerExplanation EngineCore::explain(Peer& peer) {
-  PeerExplanation explanation{.peer = peer.address().name, .transport = {}, .state = peer.state(), .note = {}, .rails = {}, .paths = {}};
+  PeerExplanation explanation{
+      .peer = peer.address().name, .transport = {}, .state = peer.state(), .note = {}, .rails = {}, .paths = {}};
   run_as_holder([&] {
     explanation.state = peer.state();
     explanation.note = peer.work_->note;
     if (peer.link_ == nullptr || closed()) return;
     for (PathReport& path : transport_->explain(*peer.link_)) {
-      explanation.paths.push_back({std::move(path.what), std::move(path.path), std::move(path.reason), path.gb_per_s, path.bytes});
+      explanation.paths.push_back(
+          {std::move(path.what), std::move(path.path), std::move(path.reason), path.gb_per_s, path.bytes});
     }
   });
   return explanation;
@@ -423,8 +426,10 @@ void EngineCore::on_imm(uint32_t imm, uint64_t units) {
   bump(counters_.imm_overflow, units);
   if (std::exchange(overflow_reported_, true)) return;
   add_event({EngineEvent::Kind::kImmOverflow, "",
-             "immediate " + std::to_string(imm) + " arrived when imm_counters_max = " + std::to_string(options_.imm_counters_max) +
-                 " counters existed; it is lost, and so are further ones (stats: imm_overflow_units). Release numbers no longer used, or raise it"});
+             "immediate " + std::to_string(imm) +
+                 " arrived when imm_counters_max = " + std::to_string(options_.imm_counters_max) +
+                 " counters existed; it is lost, and so are further ones (stats: imm_overflow_units). Release numbers "
+                 "no longer used, or raise it"});
 }
 
 Sink::Offer EngineCore::on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) {
@@ -458,7 +463,7 @@ void EngineCore::pool_closed(ReceivePool* pool) {
 }
 
 void EngineCore::add_event(EngineEvent event) {
-  constexpr size_t kEventsKept = 1024; // for a user who never asks; the newest tell most
+  constexpr size_t kEventsKept = 1024;  // for a user who never asks; the newest tell most
   std::lock_guard lock(tables_mutex_);
   if (!event.detail.empty() || !event.peer.empty()) {
     if (events_.size() == kEventsKept) events_.erase(events_.begin());

@@ -34,16 +34,16 @@ namespace crossrail {
 // One transfer's (or one scatter target's) turn to post towards a peer.
 struct PostItem {
   Transfer* transfer;
-  uint32_t target; // of scatter and barrier
+  uint32_t target;  // of scatter and barrier
 };
 
 // What waits for a peer. Progress holder.
 // Invariant: is_busy exactly when the peer is in EngineCore::busy_.
 struct PeerWork {
-  std::deque<PostItem> backlog;  // one-sided
-  std::deque<PostItem> messages; // kept apart: a receiver without buffers holds back messages only
+  std::deque<PostItem> backlog;   // one-sided
+  std::deque<PostItem> messages;  // kept apart: a receiver without buffers holds back messages only
   bool is_busy = false;
-  std::string note;              // why lost or frozen
+  std::string note;  // why lost or frozen
 };
 
 class EngineCore final : public Sink {
@@ -76,12 +76,13 @@ class EngineCore final : public Sink {
   Peer& peer_of(const std::shared_ptr<const Address>& address);
   void forget_peer(Peer& peer);
   PeerExplanation explain(Peer& peer);
-  void start_connect(Peer& peer); // progress holder
+  void start_connect(Peer& peer);  // progress holder
   void pool_closed(ReceivePool* pool);
   void add_event(EngineEvent event);
 
   // Sink, progress holder
-  void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) override;
+  void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
+                  const std::string& detail) override;
   void on_imm(uint32_t imm, uint64_t units) override;
   Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_link_up(Link& link) override;
@@ -143,18 +144,18 @@ class EngineCore final : public Sink {
 
   // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
   SpinLock progress_lock_;
-  std::atomic<uint32_t> guests_{0};   // threads that want the lock: the worker makes way
+  std::atomic<uint32_t> guests_{0};  // threads that want the lock: the worker makes way
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};   // no new submits
   std::atomic<bool> drained_{false};  // and all old ones are complete
   std::once_flag close_once_;
   std::atomic<bool> cancel_scan_{false};
-  std::atomic<uint64_t> moves_{0};        // rounds in which something moved; progress holder writes
-  std::atomic<bool> sleeps_for_good_{false}; // the worker sleeps without a deadline
-  std::atomic<uint64_t> started_here_{0}; // transfers that never were in the queue; progress holder writes
-  std::atomic<uint64_t> finished_{0};     // transfers complete; progress holder writes
+  std::atomic<uint64_t> moves_{0};            // rounds in which something moved; progress holder writes
+  std::atomic<bool> sleeps_for_good_{false};  // the worker sleeps without a deadline
+  std::atomic<uint64_t> started_here_{0};     // transfers that never were in the queue; progress holder writes
+  std::atomic<uint64_t> finished_{0};         // transfers complete; progress holder writes
 
-  std::mutex tables_mutex_; // guards peers_, remote_regions_, pool_, events_
+  std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, events_
   std::map<Incarnation, PeerRef> peers_;
   std::map<std::pair<Incarnation, uint64_t>, RemoteRegionRef> remote_regions_;
   Ref<ReceivePool> pool_;
@@ -165,24 +166,23 @@ class EngineCore final : public Sink {
 
   // Progress holder:
   std::vector<PeerRef> busy_;
-  bool runnable_ = false;      // the last pass posted something, or something new arrived
+  bool runnable_ = false;  // the last pass posted something, or something new arrived
   uint32_t next_rail_ = 0;
-  uint64_t round_bytes_ = 0;   // posted in this round
+  uint64_t round_bytes_ = 0;  // posted in this round
   Ref<ReceivePool> pool_in_use_;
   uint64_t pool_version_seen_ = 0;
   bool overflow_reported_ = false;
 
   struct Counters {
-    std::atomic<uint64_t> done{0}, failed{0}, cancelled{0}, bytes_written{0}, bytes_read{0}, sent{0},
-        received{0}, imm_units{0}, imm_overflow{0}, posted{0}, retried{0}, rounds{0}, sleeps{0}, connected{0}, lost{0},
-        regions{0};
+    std::atomic<uint64_t> done{0}, failed{0}, cancelled{0}, bytes_written{0}, bytes_read{0}, sent{0}, received{0},
+        imm_units{0}, imm_overflow{0}, posted{0}, retried{0}, rounds{0}, sleeps{0}, connected{0}, lost{0}, regions{0};
   } counters_;
 
   // rail < 2 * rail_count, without the cost of a division.
   uint32_t wrap_rail(uint32_t rail) const { return rail < options_.rail_count ? rail : rail - options_.rail_count; }
 
-  Traits traits_; // of the transport
-  std::unique_ptr<Transport> transport_; // calls us from its control thread (wake): built after what that needs
+  Traits traits_;                         // of the transport
+  std::unique_ptr<Transport> transport_;  // calls us from its control thread (wake): built after what that needs
   std::thread worker_;
 };
 
@@ -191,7 +191,7 @@ inline void bump(std::atomic<uint64_t>& counter, uint64_t by = 1) {
   counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_release);
 }
 
-inline constexpr int64_t kYieldAfterNs = 2'000; // idle spinning longer than this offers the core to others
+inline constexpr int64_t kYieldAfterNs = 2'000;  // idle spinning longer than this offers the core to others
 
 template <typename Ready, typename Sleep>
 WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted) {
@@ -207,7 +207,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
   if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
   for (int rounds = 0;; ++rounds) {
     if (ready()) break;
-    if (closed()) { // close() completes everything: wait for it to have done so, out of its way
+    if (closed()) {  // close() completes everything: wait for it to have done so, out of its way
       if (holding) leave();
       holding = false;
       if (drained_.load(std::memory_order_acquire)) {
@@ -228,7 +228,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       cpu_relax();
       if (rounds % kRoundsPerClock != 0) continue;
     } else {
-      std::this_thread::yield(); // who drives may need this very core to make way
+      std::this_thread::yield();  // who drives may need this very core to make way
     }
     const int64_t now = now_ns();
     if (now >= deadline) {
@@ -263,7 +263,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       sleep(until);
     }
     if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
-    spin_until = 1; // after a sleep: look, help once, sleep again
+    spin_until = 1;  // after a sleep: look, help once, sleep again
     rounds = -1;
   }
   if (holding) leave();

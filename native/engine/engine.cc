@@ -27,20 +27,28 @@ void check_option(bool ok, const char* name, const std::string& value, const cha
 void check_options(const EngineOptions& options) {
   check_option(!options.name.empty() && options.name.size() <= 64, "name", "'" + options.name + "'", "1..64 bytes");
   check_option(options.rail_count >= 1 && options.rail_count <= kRailsMax, "rails", text(options.rail_count), "1..16");
-  check_option(options.submit_queue_depth >= 16 && options.submit_queue_depth <= 65536 && std::has_single_bit(options.submit_queue_depth),
+  check_option(options.submit_queue_depth >= 16 && options.submit_queue_depth <= 65536 &&
+                   std::has_single_bit(options.submit_queue_depth),
                "submit_queue_depth", text(options.submit_queue_depth), "the powers of two 16..65536");
-  check_option(options.imm_counters_max >= 1 && options.imm_counters_max <= (1u << 24), "imm_counters_max", text(options.imm_counters_max), "1..2**24");
-  check_option(options.message_bytes_max >= 1 && options.message_bytes_max <= 256 * 1024, "message_bytes_max", text(options.message_bytes_max), "1..262144");
-  check_option(options.spin_ns >= 0 && options.spin_ns <= 10'000'000'000, "spin_us", std::to_string(static_cast<double>(options.spin_ns) * 1e-3), "0..1e7");
-  check_option(options.watcher_poll_ns >= 0 && options.watcher_poll_ns <= 1'000'000'000, "watcher_poll_us", std::to_string(static_cast<double>(options.watcher_poll_ns) * 1e-3), "0..1e6");
-  check_option(options.connect_timeout_ns > 0, "connect_timeout_s", std::to_string(static_cast<double>(options.connect_timeout_ns) * 1e-9), "the numbers above 0");
-  check_option(options.worker_cpu >= -1 && options.worker_cpu < 1024, "worker_cpu", std::to_string(options.worker_cpu), "-1..1023");
+  check_option(options.imm_counters_max >= 1 && options.imm_counters_max <= (1u << 24), "imm_counters_max",
+               text(options.imm_counters_max), "1..2**24");
+  check_option(options.message_bytes_max >= 1 && options.message_bytes_max <= 256 * 1024, "message_bytes_max",
+               text(options.message_bytes_max), "1..262144");
+  check_option(options.spin_ns >= 0 && options.spin_ns <= 10'000'000'000, "spin_us",
+               std::to_string(static_cast<double>(options.spin_ns) * 1e-3), "0..1e7");
+  check_option(options.watcher_poll_ns >= 0 && options.watcher_poll_ns <= 1'000'000'000, "watcher_poll_us",
+               std::to_string(static_cast<double>(options.watcher_poll_ns) * 1e-3), "0..1e6");
+  check_option(options.connect_timeout_ns > 0, "connect_timeout_s",
+               std::to_string(static_cast<double>(options.connect_timeout_ns) * 1e-9), "the numbers above 0");
+  check_option(options.worker_cpu >= -1 && options.worker_cpu < 1024, "worker_cpu", std::to_string(options.worker_cpu),
+               "-1..1023");
 }
 
 // offset + length within bound, without overflow. `what` names the arguments.
 void check_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
   if (length <= bound && offset <= bound - length) return;
-  throw UsageError(std::string(what) + ": offset " + text(offset) + " + length " + text(length) + " exceeds the region's " + text(bound) + " bytes");
+  throw UsageError(std::string(what) + ": offset " + text(offset) + " + length " + text(length) +
+                   " exceeds the region's " + text(bound) + " bytes");
 }
 
 void check_imm(uint32_t imm) {
@@ -49,7 +57,8 @@ void check_imm(uint32_t imm) {
 
 void check_rail(uint32_t rail, uint32_t rail_count) {
   if (rail != kAnyRail && rail >= rail_count) {
-    throw UsageError("rail = " + text(rail) + " is not in 0.." + text(rail_count - 1) + ": the engine has " + text(rail_count) + " rails");
+    throw UsageError("rail = " + text(rail) + " is not in 0.." + text(rail_count - 1) + ": the engine has " +
+                     text(rail_count) + " rails");
   }
 }
 
@@ -65,9 +74,12 @@ void check_group(const PeerGroup& group, const Engine* engine) {
 
 const char* access_name(Access access) {
   switch (access) {
-    case Access::kLocal: return "local";
-    case Access::kRemoteRead: return "read";
-    case Access::kRemoteWrite: return "write";
+    case Access::kLocal:
+      return "local";
+    case Access::kRemoteRead:
+      return "read";
+    case Access::kRemoteWrite:
+      return "write";
   }
   return "?";
 }
@@ -98,7 +110,8 @@ uint64_t convert_indices(const void* data, uint64_t count, const char* name, uin
       const Index index = indices[i];
       bool bad = static_cast<uint64_t>(index) > std::numeric_limits<uint32_t>::max();
       if constexpr (std::is_signed_v<Index>) bad |= index < 0;
-      if (bad) throw UsageError(std::string(name) + "[" + text(i) + "] = " + std::to_string(index) + " is not in 0..2**32-1");
+      if (bad)
+        throw UsageError(std::string(name) + "[" + text(i) + "] = " + std::to_string(index) + " is not in 0..2**32-1");
     }
     throw UsageError(std::string(name) + " changed while it was read");
   }
@@ -106,44 +119,60 @@ uint64_t convert_indices(const void* data, uint64_t count, const char* name, uin
 }
 
 // Copies page indices and checks that the furthest page ends within the region.
-void take_pages(const PageIndices& pages, const char* name, uint64_t offset, uint64_t stride, uint64_t page_bytes, uint64_t bound, uint32_t* out) {
+void take_pages(const PageIndices& pages, const char* name, uint64_t offset, uint64_t stride, uint64_t page_bytes,
+                uint64_t bound, uint32_t* out) {
   uint64_t largest = 0;
   switch (pages.type) {
-    case IndexType::kInt32: largest = convert_indices<int32_t>(pages.data, pages.count, name, out); break;
-    case IndexType::kUint32: largest = convert_indices<uint32_t>(pages.data, pages.count, name, out); break;
-    case IndexType::kInt64: largest = convert_indices<int64_t>(pages.data, pages.count, name, out); break;
-    case IndexType::kUint64: largest = convert_indices<uint64_t>(pages.data, pages.count, name, out); break;
+    case IndexType::kInt32:
+      largest = convert_indices<int32_t>(pages.data, pages.count, name, out);
+      break;
+    case IndexType::kUint32:
+      largest = convert_indices<uint32_t>(pages.data, pages.count, name, out);
+      break;
+    case IndexType::kInt64:
+      largest = convert_indices<int64_t>(pages.data, pages.count, name, out);
+      break;
+    case IndexType::kUint64:
+      largest = convert_indices<uint64_t>(pages.data, pages.count, name, out);
+      break;
   }
   // Strides and offsets are at most 2^56 by the checks of the caller, indices 2^32: 128 bits hold the product.
   const auto end = static_cast<unsigned __int128>(largest) * stride + offset + page_bytes;
   if (end <= bound) return;
   uint64_t at = 0;
   while (out[at] != largest) ++at;
-  throw UsageError(std::string(name) + "[" + text(at) + "] = " + text(largest) + ": the page ends past the region's " + text(bound) +
-                   " bytes (stride " + text(stride) + ", offset " + text(offset) + ", page " + text(page_bytes) + " bytes)");
+  throw UsageError(std::string(name) + "[" + text(at) + "] = " + text(largest) + ": the page ends past the region's " +
+                   text(bound) + " bytes (stride " + text(stride) + ", offset " + text(offset) + ", page " +
+                   text(page_bytes) + " bytes)");
 }
 
 }  // namespace
 
 const char* peer_state_name(PeerState state) {
   switch (state) {
-    case PeerState::kUnknown: return "unknown";
-    case PeerState::kConnecting: return "connecting";
-    case PeerState::kConnected: return "connected";
-    case PeerState::kFrozen: return "frozen";
-    case PeerState::kLost: return "lost";
+    case PeerState::kUnknown:
+      return "unknown";
+    case PeerState::kConnecting:
+      return "connecting";
+    case PeerState::kConnected:
+      return "connected";
+    case PeerState::kFrozen:
+      return "frozen";
+    case PeerState::kLost:
+      return "lost";
   }
   return "?";
 }
 
-Peer::Peer(std::shared_ptr<const Address> address) : address_(std::move(address)), work_(std::make_unique<PeerWork>()) {}
+Peer::Peer(std::shared_ptr<const Address> address)
+    : address_(std::move(address)), work_(std::make_unique<PeerWork>()) {}
 Peer::~Peer() = default;
 
 Engine::Engine(const EngineOptions& options) : core_(std::make_unique<EngineCore>(this, options)) {}
 
 Engine::~Engine() {
   if (core_->forked()) {
-    core_.release(); // threads and locks in it are the parent's
+    core_.release();  // threads and locks in it are the parent's
     return;
   }
   core_->close(0);
@@ -165,7 +194,8 @@ RegionRef Engine::register_memory(void* base, uint64_t length_bytes, Access acce
   core_->check_usable();
   if (base == nullptr) throw UsageError("the buffer's address is null");
   if (length_bytes == 0) throw UsageError("the buffer is empty: a region has at least one byte");
-  if (length_bytes > (uint64_t{1} << 48)) throw UsageError("the buffer's length " + text(length_bytes) + " exceeds 2**48");
+  if (length_bytes > (uint64_t{1} << 48))
+    throw UsageError("the buffer's length " + text(length_bytes) + " exceeds 2**48");
   auto local = core_->transport_->register_memory(static_cast<std::byte*>(base), length_bytes, access);
   core_->region_made();
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), access));
@@ -183,7 +213,8 @@ RegionRef Engine::alloc(uint64_t length_bytes, bool populate) {
 RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
   core_->check_usable();
   const Address& own = address();
-  if (descriptor.owner.transport != own.transport) throw UsageError("the region descriptor is of another transport than this engine");
+  if (descriptor.owner.transport != own.transport)
+    throw UsageError("the region descriptor is of another transport than this engine");
   const PeerRef owner = peer(descriptor.owner);
   std::lock_guard lock(core_->tables_mutex_);
   RemoteRegionRef& region = core_->remote_regions_[{descriptor.owner.incarnation, descriptor.region_id}];
@@ -201,9 +232,11 @@ RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
 PeerRef Engine::peer(const Address& peer_address) {
   core_->check_usable();
   const Address& own = address();
-  if (peer_address.transport != own.transport) throw UsageError("peer '" + peer_address.name + "' is on another transport than this engine");
+  if (peer_address.transport != own.transport)
+    throw UsageError("peer '" + peer_address.name + "' is on another transport than this engine");
   if (peer_address.host != own.host) {
-    throw UsageError("peer '" + peer_address.name + "' is on another host; this release reaches peers on the same host only (transport shm)");
+    throw UsageError("peer '" + peer_address.name +
+                     "' is on another host; this release reaches peers on the same host only (transport shm)");
   }
   {
     std::lock_guard lock(core_->tables_mutex_);
@@ -241,11 +274,16 @@ PeerExplanation Engine::explain(Peer& peer) {
   core_->check_usable();
   PeerExplanation explanation = core_->explain(peer);
   switch (address().transport) {
-    case TransportKind::kShm: explanation.transport = "shm"; break;
-    case TransportKind::kNull: explanation.transport = "null"; break;
+    case TransportKind::kShm:
+      explanation.transport = "shm";
+      break;
+    case TransportKind::kNull:
+      explanation.transport = "null";
+      break;
   }
   const uint32_t rails = options().rail_count;
-  for (uint32_t rail = 0; rail < rails; ++rail) explanation.rails.push_back({rail, peer_rail(rail, rails, peer.address().rail_count)});
+  for (uint32_t rail = 0; rail < rails; ++rail)
+    explanation.rails.push_back({rail, peer_rail(rail, rails, peer.address().rail_count)});
   return explanation;
 }
 
@@ -319,7 +357,8 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
   check_remote(request.dst, "dst", Access::kRemoteWrite);
   if (request.src_pages.count != request.dst_pages.count) {
-    throw UsageError("src_pages has " + text(request.src_pages.count) + " indices, dst_pages " + text(request.dst_pages.count) + ": they must be as many");
+    throw UsageError("src_pages has " + text(request.src_pages.count) + " indices, dst_pages " +
+                     text(request.dst_pages.count) + ": they must be as many");
   }
   check_imm(request.imm);
   check_rail(request.rail, options().rail_count);
@@ -341,8 +380,10 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
     work.page_capacity = capacity;
   }
   if (count > 0) {
-    take_pages(request.src_pages, "src_pages", request.src_offset, request.src_stride_bytes, request.page_bytes, request.src->length_bytes(), work.local_pages.get());
-    take_pages(request.dst_pages, "dst_pages", request.dst_offset, request.dst_stride_bytes, request.page_bytes, request.dst->length_bytes(), work.remote_pages.get());
+    take_pages(request.src_pages, "src_pages", request.src_offset, request.src_stride_bytes, request.page_bytes,
+               request.src->length_bytes(), work.local_pages.get());
+    take_pages(request.dst_pages, "dst_pages", request.dst_offset, request.dst_stride_bytes, request.page_bytes,
+               request.dst->length_bytes(), work.remote_pages.get());
   }
   work.local = request.src;
   work.remote = RemoteRegionRef::share(request.dst);
@@ -364,12 +405,14 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
   check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
   const size_t count = request.dsts.size();
   if (request.lengths.size() != count || request.src_offsets.size() != count || request.dst_offsets.size() != count) {
-    throw UsageError("dsts has " + text(count) + " entries, lengths " + text(request.lengths.size()) + ", src_offsets " +
-                     text(request.src_offsets.size()) + ", dst_offsets " + text(request.dst_offsets.size()) + ": they must be as many");
+    throw UsageError("dsts has " + text(count) + " entries, lengths " + text(request.lengths.size()) +
+                     ", src_offsets " + text(request.src_offsets.size()) + ", dst_offsets " +
+                     text(request.dst_offsets.size()) + ": they must be as many");
   }
   if (request.group != nullptr) check_group(*request.group, this);
   if (request.group != nullptr && request.group->size() != count) {
-    throw UsageError("dsts has " + text(count) + " entries, the group " + text(request.group->size()) + " peers: they must be as many");
+    throw UsageError("dsts has " + text(count) + " entries, the group " + text(request.group->size()) +
+                     " peers: they must be as many");
   }
   check_imm(request.imm);
   for (size_t i = 0; i < count; ++i) {
@@ -379,8 +422,8 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
     check_range("src", request.src_offsets[i], request.lengths[i], request.src->length_bytes());
     check_range("dsts", request.dst_offsets[i], request.lengths[i], request.dsts[i]->length_bytes());
     if (request.group != nullptr && request.group->peers()[i].get() != request.dsts[i]->peer()) {
-      throw UsageError("dsts[" + text(i) + "] belongs to '" + request.dsts[i]->peer()->address().name + "', the group's peer there is '" +
-                       request.group->peers()[i]->address().name + "'");
+      throw UsageError("dsts[" + text(i) + "] belongs to '" + request.dsts[i]->peer()->address().name +
+                       "', the group's peer there is '" + request.group->peers()[i]->address().name + "'");
     }
   }
   TransferRef transfer = core_->make_transfer(OpKind::kScatter);
@@ -424,7 +467,8 @@ TransferRef Engine::submit_barrier(PeerGroup& group, uint32_t imm) {
 TransferRef Engine::submit_send(Peer& peer, std::span<const uint8_t> payload) {
   core_->check_usable();
   if (payload.size() > options().message_bytes_max) {
-    throw UsageError("message of " + text(payload.size()) + " bytes exceeds message_bytes_max = " + text(options().message_bytes_max) +
+    throw UsageError("message of " + text(payload.size()) +
+                     " bytes exceeds message_bytes_max = " + text(options().message_bytes_max) +
                      "; write it instead, or raise the engine's option (at most 262144)");
   }
   TransferRef transfer = core_->make_transfer(OpKind::kSend);
@@ -437,8 +481,10 @@ TransferRef Engine::submit_send(Peer& peer, std::span<const uint8_t> payload) {
 
 Ref<ReceivePool> Engine::submit_recvs(uint32_t buffer_count, uint32_t buffer_bytes) {
   core_->check_usable();
-  if (buffer_count == 0 || buffer_count > (1u << 20)) throw UsageError("count = " + text(buffer_count) + " is not in 1..2**20");
-  if (buffer_bytes == 0 || buffer_bytes > 256 * 1024) throw UsageError("nbytes = " + text(buffer_bytes) + " is not in 1..262144");
+  if (buffer_count == 0 || buffer_count > (1u << 20))
+    throw UsageError("count = " + text(buffer_count) + " is not in 1..2**20");
+  if (buffer_bytes == 0 || buffer_bytes > 256 * 1024)
+    throw UsageError("nbytes = " + text(buffer_bytes) + " is not in 1..262144");
   auto pool = Ref<ReceivePool>::adopt(new ReceivePool(Ref<Engine>::share(this), buffer_count, buffer_bytes));
   {
     std::lock_guard lock(core_->tables_mutex_);
@@ -447,7 +493,7 @@ Ref<ReceivePool> Engine::submit_recvs(uint32_t buffer_count, uint32_t buffer_byt
   }
   // release: pairs with the acquire in on_message.
   core_->pool_version_.fetch_add(1, std::memory_order_release);
-  core_->wake(); // messages may have been waiting for a pool
+  core_->wake();  // messages may have been waiting for a pool
   return pool;
 }
 
@@ -458,7 +504,8 @@ Ref<ImmCounter> Engine::imm_counter(uint32_t imm) {
   if (imm > kImmMax) throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
   Ref<ImmCounter> counter = core_->imms_.find_or_add(Ref<Engine>::share(this), imm);
   if (!counter) {
-    throw UsageError("imm_counters_max = " + text(options().imm_counters_max) + " counters exist already: release some, or raise it");
+    throw UsageError("imm_counters_max = " + text(options().imm_counters_max) +
+                     " counters exist already: release some, or raise it");
   }
   return counter;
 }
@@ -502,7 +549,8 @@ EngineStats Engine::stats() const {
   stats.transfers_failed = get(counters.failed);
   stats.transfers_cancelled = get(counters.cancelled);
   stats.transfers_inflight = core_->inflight();
-  stats.transfers_submitted = stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled + stats.transfers_inflight;
+  stats.transfers_submitted =
+      stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled + stats.transfers_inflight;
   stats.bytes_written = get(counters.bytes_written);
   stats.bytes_read = get(counters.bytes_read);
   stats.messages_sent = get(counters.sent);

@@ -31,25 +31,25 @@ class EngineCore;  // worker side, in engine/core.h
 struct PeerWork;   // what waits for a peer, in engine/core.h
 
 enum class Polling : uint8_t {
-  kAdaptive, // the worker spins briefly, then sleeps; a thread that waits drives the engine itself meanwhile
-  kSpin,     // the worker never sleeps: for a dedicated core
-  kManual    // no worker thread: submit, wait and progress() of the caller's threads drive the engine
+  kAdaptive,  // the worker spins briefly, then sleeps; a thread that waits drives the engine itself meanwhile
+  kSpin,      // the worker never sleeps: for a dedicated core
+  kManual     // no worker thread: submit, wait and progress() of the caller's threads drive the engine
 };
 
 // How bytes reach memory that the peer cannot map.
 enum class PrivatePath : uint8_t { kAuto, kStaged, kCrossMemoryAttach };
 
 struct EngineOptions {
-  std::string name;                     // 1..64 bytes
+  std::string name;  // 1..64 bytes
   TransportKind transport = TransportKind::kShm;
-  uint32_t rail_count = 1;              // 1..kRailsMax
+  uint32_t rail_count = 1;  // 1..kRailsMax
   Polling polling = Polling::kAdaptive;
-  int64_t spin_ns = 50'000;             // how long an idle worker or waiter spins before it sleeps
-  int32_t worker_cpu = -1;              // core to pin the worker to, or -1
-  uint32_t submit_queue_depth = 4096;   // power of two, 16..65536: submits not yet taken over by the worker
-  uint32_t imm_counters_max = 65536;    // distinct immediate numbers kept at once
-  uint32_t message_bytes_max = 64 * 1024;  // longest submit_send, at most 256 KiB
-  int64_t watcher_poll_ns = 5'000;      // pause between looks at watched words; 0 spins
+  int64_t spin_ns = 50'000;                    // how long an idle worker or waiter spins before it sleeps
+  int32_t worker_cpu = -1;                     // core to pin the worker to, or -1
+  uint32_t submit_queue_depth = 4096;          // power of two, 16..65536: submits not yet taken over by the worker
+  uint32_t imm_counters_max = 65536;           // distinct immediate numbers kept at once
+  uint32_t message_bytes_max = 64 * 1024;      // longest submit_send, at most 256 KiB
+  int64_t watcher_poll_ns = 5'000;             // pause between looks at watched words; 0 spins
   int64_t connect_timeout_ns = 5'000'000'000;  // a peer that does not answer the handshake by then is lost
   PrivatePath private_path = PrivatePath::kAuto;
 };
@@ -57,11 +57,11 @@ struct EngineOptions {
 // Something that happened outside of any transfer.
 struct EngineEvent {
   enum class Kind : uint8_t {
-    kImmOverflow,   // arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken
+    kImmOverflow,  // arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken
     kPeerConnected,
     kPeerLost,
-    kPeerLeft,       // the same, by closing its engine
-    kPeerFrozen,    // has not moved while something waits for it; may come back
+    kPeerLeft,    // the same, by closing its engine
+    kPeerFrozen,  // has not moved while something waits for it; may come back
     kPeerThawed,
     kProtocolError  // malformed bytes from a peer; it was cut off
   };
@@ -104,7 +104,7 @@ class PeerGroup : public RefCounted<PeerGroup> {
  private:
   friend class Engine;
   PeerGroup(const Engine* engine, std::vector<PeerRef> peers) : engine_(engine), peers_(std::move(peers)) {}
-  const Engine* const engine_; // to compare, not to use
+  const Engine* const engine_;  // to compare, not to use
   std::vector<PeerRef> peers_;
 };
 using PeerGroupRef = Ref<PeerGroup>;
@@ -120,7 +120,7 @@ struct WriteRequest {
   uint64_t dst_offset = 0;
   uint64_t length_bytes = 0;
   uint32_t imm = kNoImm;
-  uint32_t rail = kAnyRail; // kAnyRail: split over all rails when long enough
+  uint32_t rail = kAnyRail;  // kAnyRail: split over all rails when long enough
 };
 
 // Contiguous range pulled from src to dst.
@@ -174,17 +174,17 @@ struct RailExplanation {
   uint32_t peer_rail;
 };
 struct PathExplanation {
-  std::string what;   // "region 3 (1.0 GiB)" or "private memory"
-  std::string path;   // "mapped", "local", "staged", "cross-memory-attach", "unresolved"
+  std::string what;  // "region 3 (1.0 GiB)" or "private memory"
+  std::string path;  // "mapped", "local", "staged", "cross-memory-attach", "unresolved"
   std::string reason;
-  double gb_per_s;    // measured, 0 when not measured
-  uint64_t bytes;     // moved this way so far
+  double gb_per_s;  // measured, 0 when not measured
+  uint64_t bytes;   // moved this way so far
 };
 struct PeerExplanation {
   std::string peer;
   std::string transport;
   PeerState state;
-  std::string note;   // why lost or frozen, may be empty
+  std::string note;  // why lost or frozen, may be empty
   std::vector<RailExplanation> rails;
   std::vector<PathExplanation> paths;
 };
@@ -215,8 +215,8 @@ class Engine : public RefCounted<Engine> {
   RemoteRegionRef remote_region(const RegionDescriptor& descriptor);
 
   // --- peers ---
-  PeerRef peer(const Address& address); // starts connecting at first use
-  WaitResult connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted); // kClosed: lost
+  PeerRef peer(const Address& address);  // starts connecting at first use
+  WaitResult connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted);  // kClosed: lost
   // Ends every transfer to it as kPeerLost and drops what we hold of it. The same address connects anew later.
   void forget_peer(Peer& peer);
   std::vector<PeerRef> peers() const;
@@ -229,7 +229,7 @@ class Engine : public RefCounted<Engine> {
   TransferRef submit_paged_writes(const PagedWriteRequest& request);
   TransferRef submit_scatter(const ScatterRequest& request);
   TransferRef submit_barrier(PeerGroup& group, uint32_t imm);
-  TransferRef submit_send(Peer& peer, std::span<const uint8_t> payload); // payload copied
+  TransferRef submit_send(Peer& peer, std::span<const uint8_t> payload);  // payload copied
   // One pool receives at a time; throws UsageError while another is open.
   Ref<ReceivePool> submit_recvs(uint32_t buffer_count, uint32_t buffer_bytes);
 

@@ -28,7 +28,8 @@ bool ImmCounter::take(uint64_t needed) {
   uint64_t units = units_.load(std::memory_order_seq_cst);
   while (units >= needed) {
     // acq_rel, seq_cst when it fails: what the writers put in memory before their immediates is visible to who took them.
-    if (units_.compare_exchange_weak(units, units - needed, std::memory_order_acq_rel, std::memory_order_seq_cst)) return true;
+    if (units_.compare_exchange_weak(units, units - needed, std::memory_order_acq_rel, std::memory_order_seq_cst))
+      return true;
   }
   return false;
 }
@@ -93,12 +94,13 @@ uint64_t ImmCounter::notify(uint64_t count, Notifier* notifier, uint64_t cookie)
 bool ImmCounter::cancel_notify(uint64_t ticket) {
   {
     std::lock_guard lock(lock_);
-    const auto found = std::find_if(waiters_.begin(), waiters_.end(), [&](const Waiter& waiter) { return waiter.ticket == ticket; });
+    const auto found =
+        std::find_if(waiters_.begin(), waiters_.end(), [&](const Waiter& waiter) { return waiter.ticket == ticket; });
     if (found == waiters_.end()) return false;
     waiters_.erase(found);
     if (waiters_.empty()) has_waiters_.store(false, std::memory_order_seq_cst);
   }
-  serve(); // it may have held back smaller ones
+  serve();  // it may have held back smaller ones
   return true;
 }
 
@@ -106,8 +108,10 @@ WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCh
   if (try_consume(count)) return WaitResult::kReady;
   if (closed()) return WaitResult::kClosed;
   std::atomic<uint32_t> word{0};
-  uint64_t ticket = 0; // not queued yet
-  const auto ready = [&] { return ticket == 0 ? try_consume(count) || closed() : word.load(std::memory_order_acquire) != 0; };
+  uint64_t ticket = 0;  // not queued yet
+  const auto ready = [&] {
+    return ticket == 0 ? try_consume(count) || closed() : word.load(std::memory_order_acquire) != 0;
+  };
   const auto sleep = [&](Deadline until) {
     if (ticket == 0) {
       {

@@ -68,7 +68,7 @@ class ImmCounter : public RefCounted<ImmCounter> {
   std::atomic<uint64_t> units_{0};
   std::atomic<bool> has_waiters_{false};
   std::atomic<bool> closed_{false};
-  mutable SpinLock lock_; // guards waiters_ and next_ticket_
+  mutable SpinLock lock_;  // guards waiters_ and next_ticket_
   std::deque<Waiter> waiters_;
   uint64_t next_ticket_ = 1;
 };

@@ -32,12 +32,14 @@ Ref<ImmCounter> ImmTable::allocate(const Ref<Engine>& engine) {
       imm = released_.front();
       released_.pop_front();
     } else {
-      throw UsageError("all " + std::to_string(kImmMax - kFirstAllocated + 1) + " immediate numbers are in use: release some");
+      throw UsageError("all " + std::to_string(kImmMax - kFirstAllocated + 1) +
+                       " immediate numbers are in use: release some");
     }
   }
   Ref<ImmCounter> counter = find_or_add(engine, imm);
   if (!counter) {
-    throw UsageError("imm_counters_max = " + std::to_string(capacity_) + " counters exist already: release some, or raise it");
+    throw UsageError("imm_counters_max = " + std::to_string(capacity_) +
+                     " counters exist already: release some, or raise it");
   }
   return counter;
 }

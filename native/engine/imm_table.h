@@ -32,10 +32,10 @@ class ImmTable {
   static constexpr uint32_t kFirstAllocated = 1u << (kImmBits - 1);
 
   const uint32_t capacity_;
-  SpinLock lock_; // guards counters_, next_, released_
+  SpinLock lock_;  // guards counters_, next_, released_
   std::unordered_map<uint32_t, Ref<ImmCounter>> counters_;
   uint32_t next_ = kFirstAllocated;
-  std::deque<uint32_t> released_; // reused only when all numbers were handed out once: the oldest first
+  std::deque<uint32_t> released_;  // reused only when all numbers were handed out once: the oldest first
   std::atomic<uint64_t> releases_{0};
   bool closed_ = false;
   // Progress holder: the counter of the last arrival.

@@ -26,10 +26,11 @@ void Notifier::post(uint64_t cookie) {
   auto* node = new Node{below, cookie};
   // release: pairs with the acquire in drain(), so that what happened before the post is seen by who drains it. Once it
   // is pushed the node is the drainer's, who may have deleted it already.
-  while (!head_.compare_exchange_weak(below, node, std::memory_order_release, std::memory_order_relaxed)) node->next = below;
-  if (below == nullptr) { // it was empty: whoever drains may be asleep
+  while (!head_.compare_exchange_weak(below, node, std::memory_order_release, std::memory_order_relaxed))
+    node->next = below;
+  if (below == nullptr) {  // it was empty: whoever drains may be asleep
     const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof one); // cannot fill up: drain() resets it
+    [[maybe_unused]] const ssize_t written = write(fd_, &one, sizeof one);  // cannot fill up: drain() resets it
   }
 }
 

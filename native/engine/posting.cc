@@ -10,13 +10,13 @@ namespace crossrail {
 namespace {
 
 constexpr uint32_t kSubmitsPerRound = 64;
-constexpr uint32_t kBatch = 64;                        // work requests handed to the transport at once
-constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // of one transfer before others get a turn
-constexpr uint32_t kItemsPerTurn = 32;                 // of one peer in a round,
-constexpr uint64_t kBytesPerRound = uint64_t{1} << 20; // and bytes in all: then arrivals are looked at again
-constexpr uint32_t kBatchesPerTurn = 8;                // of one paged transfer
-constexpr uint64_t kRailPieceBytesMin = 16 << 10;      // a piece for another rail is worth its overhead from here on
-constexpr uint64_t kCutAlign = 4096;                   // pieces begin at multiples: whole pages and lines
+constexpr uint32_t kBatch = 64;                         // work requests handed to the transport at once
+constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;   // of one transfer before others get a turn
+constexpr uint32_t kItemsPerTurn = 32;                  // of one peer in a round,
+constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;  // and bytes in all: then arrivals are looked at again
+constexpr uint32_t kBatchesPerTurn = 8;                 // of one paged transfer
+constexpr uint64_t kRailPieceBytesMin = 16 << 10;       // a piece for another rail is worth its overhead from here on
+constexpr uint64_t kCutAlign = 4096;                    // pieces begin at multiples: whole pages and lines
 
 // Largest power of two <= value, value in 1..256: its log2.
 constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t>(__builtin_clzll(value)); }
@@ -90,7 +90,7 @@ uint32_t EngineCore::post_backlogs() {
   if (busy_.empty()) return 0;
   uint32_t moved = 0;
   for (size_t i = 0; i < busy_.size(); ++i) {
-    const PeerRef peer = busy_[i]; // posting may lose the peer
+    const PeerRef peer = busy_[i];  // posting may lose the peer
     moved += post_backlog(*peer, peer->work_->messages);
     moved += post_backlog(*peer, peer->work_->backlog);
   }
@@ -110,7 +110,7 @@ uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
     const PostItem item = backlog.front();
     const uint32_t posted_before = item.transfer->work_->posted;
     const Progress progress = advance(peer, item);
-    if (backlog.empty()) return moved + 1; // the link went down meanwhile
+    if (backlog.empty()) return moved + 1;  // the link went down meanwhile
     backlog.pop_front();
     if (progress == Progress::kAllPosted) {
       ++moved;
@@ -137,8 +137,9 @@ uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
 
 EngineCore::Progress EngineCore::advance(Peer& peer, const PostItem& item) {
   TransferWork& work = *item.transfer->work_;
-  const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier; // each fails for itself
-  if ((work.failure != Status::kDone && !has_targets) || work.cut_short) return Progress::kAllPosted; // post no more of it
+  const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;  // each fails for itself
+  if ((work.failure != Status::kDone && !has_targets) || work.cut_short)
+    return Progress::kAllPosted;  // post no more of it
   if (peer.link_ == nullptr || peer.state() == PeerState::kConnecting) return Progress::kBlocked;
   switch (work.kind) {
     case OpKind::kWrite:
@@ -180,16 +181,19 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
   const Traits& traits = traits_;
   RemoteKey* key = key_of(peer, *work.remote);
   uint64_t turn_bytes = 0;
-  const uint64_t longest = work.pieces == 1 ? work.length_bytes : piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
+  const uint64_t longest =
+      work.pieces == 1 ? work.length_bytes : piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
   while (work.slice_offset < longest || work.slice_offset == 0) {
     for (; work.piece < work.pieces; ++work.piece) {
-      const Range range = work.pieces == 1 ? Range{0, work.length_bytes} : piece_of(work.length_bytes, work.pieces, work.piece, kCutAlign);
+      const Range range = work.pieces == 1 ? Range{0, work.length_bytes}
+                                           : piece_of(work.length_bytes, work.pieces, work.piece, kCutAlign);
       if (work.slice_offset >= range.length_bytes && work.slice_offset > 0) continue;
       if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
       const uint64_t length = std::min(range.length_bytes - work.slice_offset, traits.slice_bytes_max);
       const bool last = work.slice_offset + length == range.length_bytes;
       const bool has_imm = work.imm != kNoImm && last;
-      if (has_imm && !traits.fifo_rails && longest > traits.slice_bytes_max && work.retired < work.posted) return Progress::kBlocked;
+      if (has_imm && !traits.fifo_rails && longest > traits.slice_bytes_max && work.retired < work.posted)
+        return Progress::kBlocked;
       WorkRequest request;
       request.op = work.kind == OpKind::kRead ? WorkOp::kRead : WorkOp::kWrite;
       request.has_imm = has_imm;
@@ -234,7 +238,9 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
     for (; filled < kBatch && page < work.page_count && turn_bytes < kBytesPerTurn; ++filled) {
       uint64_t run = 1;
       const uint64_t limit = std::min(run_max, work.page_count - page);
-      while (run < limit && local_pages[page + run] == local_pages[page] + run && remote_pages[page + run] == remote_pages[page] + run) ++run;
+      while (run < limit && local_pages[page + run] == local_pages[page] + run &&
+             remote_pages[page + run] == remote_pages[page] + run)
+        ++run;
       uint32_t code = 0;
       if (work.imm != kNoImm && run > 1) {
         const uint32_t log2 = floor_log2(run);
@@ -283,7 +289,8 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
     if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
     const uint64_t length = std::min(target.length_bytes - target.posted_bytes, traits.slice_bytes_max);
     const bool has_imm = work.imm != kNoImm && target.posted_bytes + length == target.length_bytes;
-    if (has_imm && !traits.fifo_rails && target.length_bytes > traits.slice_bytes_max && work.retired < work.posted) return Progress::kBlocked;
+    if (has_imm && !traits.fifo_rails && target.length_bytes > traits.slice_bytes_max && work.retired < work.posted)
+      return Progress::kBlocked;
     WorkRequest request;
     request.op = WorkOp::kWrite;
     request.has_imm = has_imm;
@@ -318,7 +325,8 @@ EngineCore::Progress EngineCore::post_message(Peer& peer, Transfer* transfer) {
 
 // --- ends ---
 
-void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) {
+void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
+                            const std::string& detail) {
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
   work.retired += count;
@@ -400,9 +408,8 @@ void EngineCore::scan_cancels() {
       }
     }
   }
-  transport_->withdraw([](void* context) {
-    return static_cast<Transfer*>(context)->cancel_requested_.load(std::memory_order_acquire);
-  });
+  transport_->withdraw(
+      [](void* context) { return static_cast<Transfer*>(context)->cancel_requested_.load(std::memory_order_acquire); });
 }
 
 }  // namespace crossrail

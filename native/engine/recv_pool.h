@@ -57,7 +57,7 @@ class ReceivePool : public RefCounted<ReceivePool> {
   mutable SpinLock lock_;
   std::deque<Message> ready_;
   bool closed_ = false;
-  bool starved_ = false;     // a sender was held back since the last poll
+  bool starved_ = false;  // a sender was held back since the last poll
   Ref<Notifier> notifier_;
   uint64_t cookie_ = 0;
   std::atomic<uint32_t> futex_{0};

@@ -11,7 +11,11 @@
 namespace crossrail {
 
 Region::Region(Ref<Engine> engine, std::unique_ptr<LocalRegion> local, Access access)
-    : engine_(std::move(engine)), local_(std::move(local)), base_(local_->base), length_bytes_(local_->length_bytes), access_(access) {
+    : engine_(std::move(engine)),
+      local_(std::move(local)),
+      base_(local_->base),
+      length_bytes_(local_->length_bytes),
+      access_(access) {
   descriptor_.owner = engine_->address();
   descriptor_.region_id = local_->id;
   descriptor_.length_bytes = length_bytes_;
@@ -20,7 +24,7 @@ Region::Region(Ref<Engine> engine, std::unique_ptr<LocalRegion> local, Access ac
 
 Region::~Region() {
   if (engine_->core().forked()) {
-    local_.release(); // its locks may be held for ever in this process
+    local_.release();  // its locks may be held for ever in this process
     return;
   }
   engine_->core().region_gone();
@@ -54,7 +58,8 @@ WaitResult Region::close(Deadline deadline, const InterruptCheck& interrupted) {
   return result;
 }
 
-RemoteRegion::RemoteRegion(Ref<Peer> peer, RegionDescriptor descriptor) : peer_(std::move(peer)), descriptor_(std::move(descriptor)) {}
+RemoteRegion::RemoteRegion(Ref<Peer> peer, RegionDescriptor descriptor)
+    : peer_(std::move(peer)), descriptor_(std::move(descriptor)) {}
 RemoteRegion::~RemoteRegion() = default;
 
 }  // namespace crossrail

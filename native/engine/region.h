@@ -59,8 +59,8 @@ class Region {
     if (static_cast<uint32_t>(uses_.fetch_sub(uses, std::memory_order_acq_rel) - uses) == 0) delete this;
   }
 
-  const Ref<Engine> engine_; // the transport must outlive local_
-  std::unique_ptr<LocalRegion> local_; // the transport's half
+  const Ref<Engine> engine_;            // the transport must outlive local_
+  std::unique_ptr<LocalRegion> local_;  // the transport's half
   std::byte* const base_;
   const uint64_t length_bytes_;
   const Access access_;
@@ -89,7 +89,7 @@ class RemoteRegion : public RefCounted<RemoteRegion> {
   ~RemoteRegion();
   const Ref<Peer> peer_;
   const RegionDescriptor descriptor_;
-  std::unique_ptr<RemoteKey> key_; // the transport's half; progress holder only
+  std::unique_ptr<RemoteKey> key_;  // the transport's half; progress holder only
 };
 
 using RemoteRegionRef = Ref<RemoteRegion>;

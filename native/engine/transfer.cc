@@ -11,12 +11,18 @@ namespace crossrail {
 
 const char* op_kind_name(OpKind kind) {
   switch (kind) {
-    case OpKind::kWrite: return "write";
-    case OpKind::kRead: return "read";
-    case OpKind::kPagedWrites: return "paged-writes";
-    case OpKind::kScatter: return "scatter";
-    case OpKind::kBarrier: return "barrier";
-    case OpKind::kSend: return "send";
+    case OpKind::kWrite:
+      return "write";
+    case OpKind::kRead:
+      return "read";
+    case OpKind::kPagedWrites:
+      return "paged-writes";
+    case OpKind::kScatter:
+      return "scatter";
+    case OpKind::kBarrier:
+      return "barrier";
+    case OpKind::kSend:
+      return "send";
   }
   return "?";
 }
@@ -41,14 +47,17 @@ void Transfer::complete(Status status) {
   // Nobody to tell: the status is set and our reference dropped at once. Who wants to know later sees the status.
   // release: the outcome in work_ is visible to whoever sees the status; acquire: for the recycling.
   while ((word & (kHasSleeper | kHasListener)) == 0) {
-    if (!word_.compare_exchange_weak(word, word + static_cast<uint32_t>(status) - kOneRef, std::memory_order_acq_rel, std::memory_order_relaxed)) continue;
+    if (!word_.compare_exchange_weak(word, word + static_cast<uint32_t>(status) - kOneRef, std::memory_order_acq_rel,
+                                     std::memory_order_relaxed))
+      continue;
     if (word / kOneRef == 1) core_->transfers().give_back(this);
     return;
   }
   // seq_cst, as in notify(): of a listener pushed at this moment, one side knows.
   word = word_.fetch_add(static_cast<uint32_t>(status), std::memory_order_seq_cst);
   if ((word & kHasSleeper) != 0) futex_wake_all(&word_, FutexScope::kProcess);
-  if (listeners_.load(std::memory_order_seq_cst) != nullptr) tell_listeners(listeners_.exchange(nullptr, std::memory_order_acq_rel));
+  if (listeners_.load(std::memory_order_seq_cst) != nullptr)
+    tell_listeners(listeners_.exchange(nullptr, std::memory_order_acq_rel));
   release();
 }
 
@@ -64,9 +73,11 @@ bool Transfer::notify(Notifier* notifier, uint64_t cookie) {
   Listener* below = listeners_.load(std::memory_order_relaxed);
   auto* listener = new Listener{below, Ref<Notifier>::share(notifier), cookie};
   // Once pushed the node is whoever's takes the stack off.
-  while (!listeners_.compare_exchange_weak(below, listener, std::memory_order_seq_cst, std::memory_order_relaxed)) listener->next = below;
+  while (!listeners_.compare_exchange_weak(below, listener, std::memory_order_seq_cst, std::memory_order_relaxed))
+    listener->next = below;
   // Completed meanwhile, perhaps without seeing us: then the stack is still there, and we tell.
-  if ((word_.load(std::memory_order_seq_cst) & kStatusMask) != 0) tell_listeners(listeners_.exchange(nullptr, std::memory_order_acq_rel));
+  if ((word_.load(std::memory_order_seq_cst) & kStatusMask) != 0)
+    tell_listeners(listeners_.exchange(nullptr, std::memory_order_acq_rel));
   return true;
 }
 
@@ -98,13 +109,19 @@ WaitResult Transfer::wait(Deadline deadline, const InterruptCheck& interrupted) 
 
 TransferInfo Transfer::info() const {
   const Status now = status();
-  TransferInfo info{.kind = work_->kind, .status = now, .peer = {}, .bytes = work_->length_bytes, .bytes_retired = 0, .imm = work_->imm, .detail = {}};
+  TransferInfo info{.kind = work_->kind,
+                    .status = now,
+                    .peer = {},
+                    .bytes = work_->length_bytes,
+                    .bytes_retired = 0,
+                    .imm = work_->imm,
+                    .detail = {}};
   if (work_->kind == OpKind::kScatter || work_->kind == OpKind::kBarrier) {
     info.peer = std::to_string(work_->targets_total) + " peers";
   } else {
     info.peer = work_->peer().address().name;
   }
-  if (now == Status::kPending) return info; // the rest is still the progress holder's
+  if (now == Status::kPending) return info;  // the rest is still the progress holder's
   info.bytes_retired = work_->bytes_retired;
   if (!work_->failed_peer.empty()) info.peer = work_->failed_peer;
   info.detail = work_->detail;
@@ -124,13 +141,14 @@ Transfer* TransferPool::take() {
     if (transfer != nullptr) free_ = transfer->next_free_;
   }
   if (transfer == nullptr) transfer = new Transfer(core_);
-  transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed); // published with the transfer itself
+  transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed);  // published with the transfer itself
   return transfer;
 }
 
 void TransferPool::give_back(Transfer* transfer) {
   transfer->work_->recycle();
-  if (transfer->cancel_requested_.load(std::memory_order_relaxed)) transfer->cancel_requested_.store(false, std::memory_order_relaxed);
+  if (transfer->cancel_requested_.load(std::memory_order_relaxed))
+    transfer->cancel_requested_.store(false, std::memory_order_relaxed);
   Engine* const engine = engine_;
   bool last;
   {
@@ -139,7 +157,7 @@ void TransferPool::give_back(Transfer* transfer) {
     free_ = transfer;
     last = --out_ == 0;
   }
-  if (last) engine->release(); // may delete us
+  if (last) engine->release();  // may delete us
 }
 
 }  // namespace crossrail

@@ -19,7 +19,7 @@ namespace crossrail {
 class Engine;
 class EngineCore;
 class TransferPool;
-struct TransferWork; // what the progress holder knows of it, in engine/transfer_work.h
+struct TransferWork;  // what the progress holder knows of it, in engine/transfer_work.h
 
 enum class OpKind : uint8_t { kWrite, kRead, kPagedWrites, kScatter, kBarrier, kSend };
 const char* op_kind_name(OpKind kind);
@@ -28,11 +28,11 @@ const char* op_kind_name(OpKind kind);
 struct TransferInfo {
   OpKind kind;
   Status status;
-  std::string peer;       // name of the peer, of the failing one for scatter/barrier
-  uint64_t bytes;         // asked for
-  uint64_t bytes_retired; // of these, known to have moved
-  uint32_t imm;           // or kNoImm
-  std::string detail;     // more about a failure, may be empty
+  std::string peer;        // name of the peer, of the failing one for scatter/barrier
+  uint64_t bytes;          // asked for
+  uint64_t bytes_retired;  // of these, known to have moved
+  uint32_t imm;            // or kNoImm
+  std::string detail;      // more about a failure, may be empty
 };
 
 // Threads: everything here from any thread.
@@ -69,8 +69,8 @@ class alignas(64) Transfer {
   // word_: status, then a flag, then references. One word, so that completing and dropping the engine's reference are
   // one atomic; also the futex of blocked waiters.
   static constexpr uint32_t kStatusMask = 0xff;
-  static constexpr uint32_t kHasSleeper = 0x100;  // some thread sleeps on the word
-  static constexpr uint32_t kHasListener = 0x200; // somebody is in listeners_, or about to be
+  static constexpr uint32_t kHasSleeper = 0x100;   // some thread sleeps on the word
+  static constexpr uint32_t kHasListener = 0x200;  // somebody is in listeners_, or about to be
   static constexpr uint32_t kOneRef = 0x1000;
 
   explicit Transfer(EngineCore* core);
@@ -80,7 +80,7 @@ class alignas(64) Transfer {
   // Posts every listener's cookie.
   void tell_listeners(Listener* listeners);
 
-  EngineCore* const core_; // outlives the transfer: the pool keeps the engine while transfers are out
+  EngineCore* const core_;  // outlives the transfer: the pool keeps the engine while transfers are out
   const std::unique_ptr<TransferWork> work_;
   Transfer* next_free_ = nullptr;
   std::atomic<uint32_t> word_{0};

@@ -15,8 +15,8 @@ namespace crossrail {
 inline constexpr uint64_t kPagesKept = 16384;
 
 struct ScatterTarget {
-  RemoteRegionRef dst; // null for a barrier
-  Peer* peer = nullptr; // kept by dst, or by the barrier's group
+  RemoteRegionRef dst;   // null for a barrier
+  Peer* peer = nullptr;  // kept by dst, or by the barrier's group
   uint64_t src_offset = 0;
   uint64_t dst_offset = 0;
   uint64_t length_bytes = 0;
@@ -35,37 +35,37 @@ struct alignas(64) TransferWork {
   bool cut_short = false;  // cancelled with something left unposted
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;
-  uint32_t open_items = 0; // entries in peers' backlogs
+  uint32_t open_items = 0;  // entries in peers' backlogs
   uint32_t posted = 0;
   uint32_t retired = 0;
-  Region* local = nullptr; // source, or target of a read; between begin_op and end_op
-  RemoteRegionRef remote;  // target, or source of a read; kept after completion, for messages
+  Region* local = nullptr;  // source, or target of a read; between begin_op and end_op
+  RemoteRegionRef remote;   // target, or source of a read; kept after completion, for messages
   uint64_t local_offset = 0;
   uint64_t remote_offset = 0;
-  uint64_t length_bytes = 0; // in all
+  uint64_t length_bytes = 0;  // in all
   uint64_t bytes_retired = 0;
-  uint32_t pieces = 1;       // of a contiguous range, one per rail
+  uint32_t pieces = 1;  // of a contiguous range, one per rail
   uint32_t first_rail = 0;
-  uint32_t piece = 0;        // next piece to post a slice of
-  uint64_t slice_offset = 0; // within the pieces
-  PeerRef receiver;          // of a send; kept after completion, for messages
+  uint32_t piece = 0;         // next piece to post a slice of
+  uint64_t slice_offset = 0;  // within the pieces
+  PeerRef receiver;           // of a send; kept after completion, for messages
 
   // paged
   std::unique_ptr<uint32_t[]> local_pages;
   std::unique_ptr<uint32_t[]> remote_pages;
-  uint64_t page_capacity = 0; // of the two arrays, kept when the transfer is recycled
+  uint64_t page_capacity = 0;  // of the two arrays, kept when the transfer is recycled
   uint64_t page_count = 0;
   uint64_t page_bytes = 0;
   uint64_t local_stride_bytes = 0;
   uint64_t remote_stride_bytes = 0;
-  uint64_t page = 0; // next page
+  uint64_t page = 0;  // next page
 
   // scatter, barrier
   std::vector<ScatterTarget> targets;
-  uint64_t targets_total = 0; // kept for messages after the targets are dropped
-  PeerGroupRef group;         // of a barrier
+  uint64_t targets_total = 0;  // kept for messages after the targets are dropped
+  PeerGroupRef group;          // of a barrier
 
-  std::vector<uint8_t> payload; // send
+  std::vector<uint8_t> payload;  // send
 
   // of a failure
   std::string failed_peer;

@@ -45,7 +45,8 @@ WatcherThread::~WatcherThread() {
 Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie) {
   std::lock_guard lock(mutex_);
   if (stopping_) throw EngineClosedError("the engine is closed");
-  if (free_slots_.empty()) throw UsageError("an engine has at most " + std::to_string(kWords) + " watchers: close some");
+  if (free_slots_.empty())
+    throw UsageError("an engine has at most " + std::to_string(kWords) + " watchers: close some");
   const uint32_t slot = free_slots_.back();
   free_slots_.pop_back();
   words_[slot].store(0, std::memory_order_release);
@@ -57,7 +58,7 @@ Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Noti
 }
 
 void WatcherThread::remove(Watcher* watcher) {
-  std::lock_guard lock(mutex_); // the polling thread looks at watchers only under it
+  std::lock_guard lock(mutex_);  // the polling thread looks at watchers only under it
   std::erase(watchers_, watcher);
 }
 
@@ -74,7 +75,7 @@ void WatcherThread::stop() {
   }
   if (thread_.joinable()) thread_.join();
   std::lock_guard lock(mutex_);
-  look_at_all(); // the last value is always reported
+  look_at_all();  // the last value is always reported
   watchers_.clear();
 }
 
@@ -96,7 +97,7 @@ bool WatcherThread::look_at_all() {
 
 void WatcherThread::run() {
   pthread_setname_np(pthread_self(), "crossrail-watch");
-  prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0); // the default of 50 us would swallow short pauses
+  prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);  // the default of 50 us would swallow short pauses
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     if (watchers_.empty()) {

@@ -45,7 +45,7 @@ class Watcher : public RefCounted<Watcher> {
   uint32_t slot_;
   Ref<Notifier> notifier_;
   uint64_t cookie_;
-  uint64_t seen_ = 0;                  // polling thread only
+  uint64_t seen_ = 0;  // polling thread only
   std::atomic<uint64_t> taken_{0};
 };
 

@@ -28,14 +28,14 @@ class WatcherThread {
   void abandon_after_fork();
 
  private:
-  static constexpr uint32_t kWords = 512; // a page, as the paper's watcher has
+  static constexpr uint32_t kWords = 512;  // a page, as the paper's watcher has
 
   void run();
   bool look_at_all();
 
   const int64_t poll_ns_;
   std::atomic<uint64_t>* words_;
-  std::mutex mutex_; // guards everything below
+  std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
   std::vector<Watcher*> watchers_;
   std::vector<uint32_t> free_slots_;

@@ -9,8 +9,8 @@ namespace crossrail {
 
 namespace {
 
-constexpr uint32_t kAddressMagic = 0x41415258;    // "XRAA"
-constexpr uint32_t kDescriptorMagic = 0x44525258; // "XRRD"
+constexpr uint32_t kAddressMagic = 0x41415258;     // "XRAA"
+constexpr uint32_t kDescriptorMagic = 0x44525258;  // "XRRD"
 constexpr uint16_t kVersion = 1;
 constexpr size_t kNameBytesMax = 64;
 constexpr size_t kEncodedBytesMax = 512;
@@ -65,7 +65,8 @@ Reader open_sealed(const char* what, uint32_t magic, std::span<const uint8_t> by
                         "; use the same crossrail release on both sides");
   }
   Reader tail(bytes.last(4));
-  if (tail.get<uint32_t>() != checksum(bytes.first(bytes.size() - 4))) malformed(what, "checksum differs, they were cut or changed");
+  if (tail.get<uint32_t>() != checksum(bytes.first(bytes.size() - 4)))
+    malformed(what, "checksum differs, they were cut or changed");
   return reader;
 }
 
@@ -87,7 +88,8 @@ Address get_address(const char* what, Reader& reader) {
   address.pid = reader.get<uint32_t>();
   address.rail_count = reader.get<uint8_t>();
   if (!reader.ok()) malformed(what, "they end too early");
-  if (transport != static_cast<uint8_t>(TransportKind::kShm) && transport != static_cast<uint8_t>(TransportKind::kNull)) {
+  if (transport != static_cast<uint8_t>(TransportKind::kShm) &&
+      transport != static_cast<uint8_t>(TransportKind::kNull)) {
     malformed(what, "transport kind " + std::to_string(transport) + " is unknown to this build");
   }
   address.transport = static_cast<TransportKind>(transport);
@@ -154,7 +156,7 @@ RegionDescriptor RegionDescriptor::decode(std::span<const uint8_t> bytes) {
     case static_cast<uint8_t>(Access::kRemoteWrite):
       descriptor.access = static_cast<Access>(access);
       break;
-    default: // a byte from outside, not an enum
+    default:  // a byte from outside, not an enum
       malformed(kWhat, "access " + std::to_string(access) + " is unknown");
   }
   if (descriptor.region_id == 0) malformed(kWhat, "region id is zero");
@@ -166,16 +168,26 @@ RegionDescriptor RegionDescriptor::decode(std::span<const uint8_t> bytes) {
 
 const char* status_name(Status status) {
   switch (status) {
-    case Status::kPending: return "pending";
-    case Status::kDone: return "done";
-    case Status::kCancelled: return "cancelled";
-    case Status::kPeerLost: return "peer-lost";
-    case Status::kRegionClosed: return "region-closed";
-    case Status::kOutOfBounds: return "out-of-bounds";
-    case Status::kAccessDenied: return "access-denied";
-    case Status::kMessageTooLong: return "message-too-long";
-    case Status::kEngineClosed: return "engine-closed";
-    case Status::kTransportFailed: return "transport-failed";
+    case Status::kPending:
+      return "pending";
+    case Status::kDone:
+      return "done";
+    case Status::kCancelled:
+      return "cancelled";
+    case Status::kPeerLost:
+      return "peer-lost";
+    case Status::kRegionClosed:
+      return "region-closed";
+    case Status::kOutOfBounds:
+      return "out-of-bounds";
+    case Status::kAccessDenied:
+      return "access-denied";
+    case Status::kMessageTooLong:
+      return "message-too-long";
+    case Status::kEngineClosed:
+      return "engine-closed";
+    case Status::kTransportFailed:
+      return "transport-failed";
   }
   return "?";
 }

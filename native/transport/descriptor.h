@@ -23,10 +23,10 @@ std::string to_hex(std::span<const uint8_t> bytes);
 struct Address {
   TransportKind transport = TransportKind::kShm;
   Incarnation incarnation{};
-  std::string name;       // 1..64 bytes of UTF-8, chosen by the user, need not be unique
-  std::string host;       // host identity: the kernel's boot id, so that "same host" can be told
-  uint32_t pid = 0;       // as seen in the engine's own pid namespace; for messages only
-  uint8_t rail_count = 1; // 1..kRailsMax
+  std::string name;        // 1..64 bytes of UTF-8, chosen by the user, need not be unique
+  std::string host;        // host identity: the kernel's boot id, so that "same host" can be told
+  uint32_t pid = 0;        // as seen in the engine's own pid namespace; for messages only
+  uint8_t rail_count = 1;  // 1..kRailsMax
 
   Bytes encode() const;
   static Address decode(std::span<const uint8_t> bytes);
@@ -36,7 +36,7 @@ struct Address {
 // A region of one engine as its peers see it.
 struct RegionDescriptor {
   Address owner;
-  uint64_t region_id = 0; // slot and generation: an id is never used twice in one incarnation
+  uint64_t region_id = 0;  // slot and generation: an id is never used twice in one incarnation
   uint64_t length_bytes = 0;
   Access access = Access::kRemoteWrite;
 

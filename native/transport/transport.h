@@ -26,7 +26,7 @@ namespace crossrail {
 class Link {
  public:
   virtual ~Link() = default;
-  void* user = nullptr; // the engine's Peer
+  void* user = nullptr;  // the engine's Peer
 };
 
 // The transport's half of a local region. Destroyed after close_region said yes.
@@ -35,8 +35,8 @@ class LocalRegion {
   virtual ~LocalRegion() = default;
   std::byte* base = nullptr;
   uint64_t length_bytes = 0;
-  uint64_t id = 0;        // goes into the descriptor
-  bool is_mapped = false; // peers of this host can map it
+  uint64_t id = 0;         // goes into the descriptor
+  bool is_mapped = false;  // peers of this host can map it
 };
 
 // The transport's half of a peer's region. Owned by the engine; dies before the link does.
@@ -50,15 +50,15 @@ enum class WorkOp : uint8_t { kWrite, kRead, kSend };
 // One piece of work for one rail. 64 bytes: a cache line per piece.
 struct WorkRequest {
   WorkOp op = WorkOp::kWrite;
-  bool has_imm = false;     // writes only
-  bool bulk = false;        // part of a transfer much larger than the caches
-  uint32_t wire_imm = 0;    // share code and number (engine/sharding.h)
+  bool has_imm = false;   // writes only
+  bool bulk = false;      // part of a transfer much larger than the caches
+  uint32_t wire_imm = 0;  // share code and number (engine/sharding.h)
   std::byte* local = nullptr;
   uint64_t length_bytes = 0;
   RemoteKey* remote = nullptr;  // null for kSend, and for an immediate without bytes that concerns no region
   uint64_t remote_offset = 0;
-  LocalRegion* local_region = nullptr; // null for kSend
-  void* context = nullptr;      // given back when retired
+  LocalRegion* local_region = nullptr;  // null for kSend
+  void* context = nullptr;              // given back when retired
   uint64_t reserved = 0;
 };
 static_assert(sizeof(WorkRequest) == 64);
@@ -67,15 +67,16 @@ struct Traits {
   uint32_t rail_count = 1;
   uint64_t slice_bytes_max = 0;  // longest work request it likes: longer writes are cut, so that small ones get between
   uint64_t message_bytes_max = 0;
-  bool fifo_rails = false;       // on one rail of one link, a write's bytes and immediate land no earlier than those of
-                                 // the writes posted before it
+  bool fifo_rails = false;  // on one rail of one link, a write's bytes and immediate land no earlier than those of
+                            // the writes posted before it
 };
 
 // What a transport tells the engine, from inside post() and poll(), on the progress holder.
 class Sink {
  public:
   // `count` work requests with this context, `bytes` in all, will not be touched any more. detail: may be empty.
-  virtual void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status, const std::string& detail) = 0;
+  virtual void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
+                          const std::string& detail) = 0;
   // Immediates arrived: `units` 48ths of the number `imm`.
   virtual void on_imm(uint32_t imm, uint64_t units) = 0;
   enum class Offer : uint8_t { kTaken, kHold, kTooLong };
@@ -104,7 +105,7 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  virtual const Traits& traits() const = 0;  // [any]
+  virtual const Traits& traits() const = 0;    // [any]
   virtual const Address& address() const = 0;  // [any]
 
   // --- memory [any] ---
@@ -136,14 +137,14 @@ class Transport {
   virtual void withdraw(bool (*wanted)(void* context)) = 0;
 
   // --- sleeping. A sleeper reads ticket(), arms, looks once more (has_arrivals), and sleeps; wake() ends the sleep ---
-  virtual uint32_t ticket() const = 0;                          // [any]
+  virtual uint32_t ticket() const = 0;  // [any]
   virtual void arm() = 0;
   virtual void disarm() = 0;
-  virtual bool is_armed() const = 0;                            // [any]
+  virtual bool is_armed() const = 0;  // [any]
   virtual bool has_arrivals() = 0;
-  virtual void sleep(uint32_t ticket, Deadline deadline) = 0;   // [any]
-  virtual void wake() = 0;                                      // [any] only costs a system call if somebody sleeps
-  virtual void wake_always() = 0;                               // [any]
+  virtual void sleep(uint32_t ticket, Deadline deadline) = 0;  // [any]
+  virtual void wake() = 0;                                     // [any] only costs a system call if somebody sleeps
+  virtual void wake_always() = 0;                              // [any]
 
   // Tells peers and stops own threads. Everything posted is retired (kEngineClosed) before it returns.
   virtual void close() = 0;
@@ -156,7 +157,7 @@ struct TransportOptions {
   uint32_t rail_count = 1;
   uint64_t message_bytes_max = 0;
   int64_t connect_timeout_ns = 0;
-  int private_path = 0; // 0 by measurement, 1 staged, 2 cross-memory attach
+  int private_path = 0;  // 0 by measurement, 1 staged, 2 cross-memory attach
 };
 
 }  // namespace crossrail

@@ -21,23 +21,23 @@ enum class TransportKind : uint8_t { kShm = 1, kNull = 2 };
 
 // What a remote engine may do to a region.
 enum class Access : uint8_t {
-  kLocal = 0,      // source of our own writes only
-  kRemoteRead = 1, // and peers may read it
-  kRemoteWrite = 3 // and peers may read and write it
+  kLocal = 0,       // source of our own writes only
+  kRemoteRead = 1,  // and peers may read it
+  kRemoteWrite = 3  // and peers may read and write it
 };
 
 // How an operation ended.
 enum class Status : uint8_t {
   kPending = 0,
   kDone,
-  kCancelled,      // asked for by the user; nothing of it moves any more
-  kPeerLost,       // the peer died, left, or is of an older incarnation
-  kRegionClosed,   // the remote region was closed, or never existed
-  kOutOfBounds,    // refused by the target: past the region's end
-  kAccessDenied,   // refused by the target: region not open to this operation
-  kMessageTooLong, // no receive buffer of the target can hold it
-  kEngineClosed,   // our own engine was closed first
-  kTransportFailed // anything else; the detail says what
+  kCancelled,       // asked for by the user; nothing of it moves any more
+  kPeerLost,        // the peer died, left, or is of an older incarnation
+  kRegionClosed,    // the remote region was closed, or never existed
+  kOutOfBounds,     // refused by the target: past the region's end
+  kAccessDenied,    // refused by the target: region not open to this operation
+  kMessageTooLong,  // no receive buffer of the target can hold it
+  kEngineClosed,    // our own engine was closed first
+  kTransportFailed  // anything else; the detail says what
 };
 const char* status_name(Status status);
 

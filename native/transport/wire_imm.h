@@ -14,7 +14,7 @@ inline constexpr std::array<uint32_t, 16> kShareUnits = {
     // whole counts, for neighbouring pages that travel as one: 2, 4, 8, 16, 32, 64, 128, 256
     96, 192, 384, 768, 1536, 3072, 6144, 12288};
 
-inline constexpr uint32_t kPagesPerRequestMax = 256; // the largest share
+inline constexpr uint32_t kPagesPerRequestMax = 256;  // the largest share
 
 constexpr uint32_t wire_imm(uint32_t imm, uint32_t share_code) { return share_code << kImmBits | imm; }
 constexpr uint32_t imm_of_wire(uint32_t wire) { return wire & kImmMax; }

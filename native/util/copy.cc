@@ -23,7 +23,8 @@ constexpr size_t kPrefetchAhead = 2048;
 inline void prefetch(const uint8_t* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_NTA); }
 
 // Prefetches the line that will be loaded kPrefetchAhead bytes from now: within this copy, or in the next one.
-inline void prefetch_ahead(const uint8_t* source, size_t position, size_t bytes, const uint8_t* next, size_t next_bytes) {
+inline void prefetch_ahead(const uint8_t* source, size_t position, size_t bytes, const uint8_t* next,
+                           size_t next_bytes) {
   const size_t ahead = position + kPrefetchAhead;
   if (ahead < bytes) {
     prefetch(source + ahead);

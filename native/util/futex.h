@@ -34,7 +34,8 @@ inline bool futex_wait(std::atomic<uint32_t>* word, uint32_t expected, Deadline 
 }
 
 inline void futex_wake(std::atomic<uint32_t>* word, int count, FutexScope scope) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE | static_cast<int>(scope), count, nullptr, nullptr, 0);
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE | static_cast<int>(scope), count, nullptr, nullptr,
+          0);
 }
 
 inline void futex_wake_all(std::atomic<uint32_t>* word, FutexScope scope) { futex_wake(word, INT_MAX, scope); }

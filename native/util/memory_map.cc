@@ -96,8 +96,9 @@ std::shared_ptr<MemoryMap> MemoryMap::map(Fd fd, size_t bytes_min) {
   }
   const auto bytes = static_cast<size_t>(info.st_size);
   if (bytes < bytes_min || bytes == 0) {
-    throw TransportError("fstat", 0, "shared memory from a peer has " + std::to_string(bytes) + " bytes, expected " +
-                                         std::to_string(bytes_min));
+    throw TransportError(
+        "fstat", 0,
+        "shared memory from a peer has " + std::to_string(bytes) + " bytes, expected " + std::to_string(bytes_min));
   }
   std::lock_guard lock(registry().mutex);
   auto& known = registry().maps[{info.st_dev, info.st_ino}];

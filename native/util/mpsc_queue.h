@@ -65,7 +65,7 @@ class MpscQueue {
   const size_t mask_;
   std::unique_ptr<Cell[]> cells_;
   alignas(64) std::atomic<size_t> tail_{0};
-  alignas(64) size_t head_ = 0; // consumer only
+  alignas(64) size_t head_ = 0;  // consumer only
 };
 
 }  // namespace crossrail

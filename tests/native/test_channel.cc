@@ -11,7 +11,8 @@ namespace crossrail::shm {
 
 namespace {
 struct ZeroedChannel {
-  ZeroedChannel() : memory(mmap(nullptr, sizeof(Channel), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {}
+  ZeroedChannel()
+      : memory(mmap(nullptr, sizeof(Channel), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {}
   ~ZeroedChannel() { munmap(memory, sizeof(Channel)); }
   Channel* get() { return static_cast<Channel*>(memory); }
   void* memory;

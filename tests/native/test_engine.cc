@@ -83,7 +83,12 @@ TEST_CASE("many threads submit to one engine, every byte and count arrives") {
         for (uint64_t i = 0; i < kWrites; ++i) {
           const uint64_t offset = (t * kWrites + i) * kStride;
           std::memcpy(src->base() + offset, &offset, sizeof offset);
-          last = pair.a->submit_write({.src = src.get(), .src_offset = offset, .dst = remote.get(), .dst_offset = offset, .length_bytes = kStride, .imm = 9});
+          last = pair.a->submit_write({.src = src.get(),
+                                       .src_offset = offset,
+                                       .dst = remote.get(),
+                                       .dst_offset = offset,
+                                       .length_bytes = kStride,
+                                       .imm = 9});
         }
         require_done(last);
       });
@@ -229,7 +234,8 @@ TEST_CASE("closing under load completes every transfer and wakes every waiter") 
         std::vector<TransferRef> sent;
         try {
           for (int i = 0; i < 3000; ++i) {
-            sent.push_back(pair->a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 4096, .imm = 2}));
+            sent.push_back(
+                pair->a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 4096, .imm = 2}));
           }
         } catch (const EngineClosedError&) {
         }
@@ -287,7 +293,8 @@ TEST_CASE("a transfer is cancelled before it starts, or runs to its end") {
   RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
   uint64_t counted = 0;
   for (int i = 0; i < 30; ++i) {
-    TransferRef transfer = pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 64 << 20, .imm = 8});
+    TransferRef transfer =
+        pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 64 << 20, .imm = 8});
     std::this_thread::sleep_for(std::chrono::microseconds(50 * i));
     transfer->cancel();
     REQUIRE(transfer->wait(deadline_in(20), {}) == WaitResult::kReady);

@@ -35,7 +35,7 @@ TEST_CASE("pieces of a range are exactly the range, in order, none empty") {
   std::mt19937_64 random(20510);
   std::vector<uint64_t> lengths = {1, 2, 3, 8191, 8192, 8193, 16385, 32769, 65537, 1u << 20, (1u << 20) + 1};
   for (int i = 0; i < 2000; ++i) lengths.push_back(random() % (uint64_t{1} << (random() % 40)) + 1);
-  lengths.push_back((uint64_t{1} << 35) + 4097); // past 32 bits
+  lengths.push_back((uint64_t{1} << 35) + 4097);  // past 32 bits
   for (const uint64_t length : lengths) {
     for (uint32_t rails = 1; rails <= kRailsMax; ++rails) {
       const uint32_t pieces = pieces_for(length, rails, 16384);

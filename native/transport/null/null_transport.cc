@@ -63,10 +63,16 @@ void NullTransport::disconnect(Link& link) {
   std::erase_if(links_, [&](const auto& owned) { return owned.get() == &link; });
 }
 
-std::unique_ptr<RemoteKey> NullTransport::resolve(Link&, const RegionDescriptor&) { return std::make_unique<NullKey>(); }
+std::unique_ptr<RemoteKey> NullTransport::resolve(Link&, const RegionDescriptor&) {
+  return std::make_unique<NullKey>();
+}
 
 std::vector<PathReport> NullTransport::explain(Link&) {
-  return {{.what = "everything", .path = "null", .reason = "moves nothing, for measuring the engine", .gb_per_s = 0, .bytes = 0}};
+  return {{.what = "everything",
+           .path = "null",
+           .reason = "moves nothing, for measuring the engine",
+           .gb_per_s = 0,
+           .bytes = 0}};
 }
 
 uint32_t NullTransport::post(Link&, uint32_t, std::span<const WorkRequest> requests, uint32_t* completed) {

@@ -24,7 +24,7 @@ class NullTransport final : public Transport {
   std::vector<PathReport> explain(Link& link) override;
   uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
   uint32_t poll() override;
-  void withdraw(bool (*)(void*)) override {} // everything is done at once
+  void withdraw(bool (*)(void*)) override {}  // everything is done at once
   uint32_t ticket() const override { return ticket_.load(std::memory_order_acquire); }
   void arm() override { armed_.store(1, std::memory_order_seq_cst); }
   void disarm() override { armed_.store(0, std::memory_order_relaxed); }

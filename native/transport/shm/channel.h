@@ -29,7 +29,8 @@ class ChannelReader {
   // acq_rel: pairs with withdraw(); what the loser does afterwards does not touch what the winner does.
   bool take() {
     uint8_t untouched = 0;
-    return channel_->entries[position_ % kRingEntries].status.compare_exchange_strong(untouched, kEntryTaken, std::memory_order_acq_rel);
+    return channel_->entries[position_ % kRingEntries].status.compare_exchange_strong(untouched, kEntryTaken,
+                                                                                      std::memory_order_acq_rel);
   }
   // Unclaims it, for later.
   void put_back() { channel_->entries[position_ % kRingEntries].status.store(0, std::memory_order_release); }
@@ -79,7 +80,8 @@ class ChannelWriter {
   // True: the consumer has not begun this entry and never will.
   bool withdraw(uint64_t position) {
     uint8_t untouched = 0;
-    return channel_->entries[position % kRingEntries].status.compare_exchange_strong(untouched, kEntryWithdrawn, std::memory_order_acq_rel);
+    return channel_->entries[position % kRingEntries].status.compare_exchange_strong(untouched, kEntryWithdrawn,
+                                                                                     std::memory_order_acq_rel);
   }
 
   // Learns how far the consumer is. A consumer that claims more than it was given is ignored.
@@ -112,7 +114,7 @@ class ChannelWriter {
   std::byte* reserve(uint64_t bytes, uint64_t* stage_at) {
     uint64_t head = stage_head_;
     const uint64_t in_ring = head % kStageBytes;
-    if (in_ring + bytes > kStageBytes) head += kStageBytes - in_ring; // does not fit before the end: skip to the start
+    if (in_ring + bytes > kStageBytes) head += kStageBytes - in_ring;  // does not fit before the end: skip to the start
     if (head + bytes - stage_tail_ > kStageBytes) return nullptr;
     stage_head_ = head + bytes;
     *stage_at = head % kStageBytes;

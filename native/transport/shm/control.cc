@@ -25,8 +25,8 @@ constexpr uint64_t kListenerToken = 1;
 constexpr uint64_t kCommandToken = 2;
 constexpr size_t kPacketBytesMax = 2048;
 constexpr size_t kFdsMax = 4;
-constexpr size_t kOutboxMax = 4096;     // packets queued for a peer that does not read; then it is cut off
-constexpr size_t kStrangersMax = 128;   // accepted connections that have not said hello yet
+constexpr size_t kOutboxMax = 4096;    // packets queued for a peer that does not read; then it is cut off
+constexpr size_t kStrangersMax = 128;  // accepted connections that have not said hello yet
 constexpr int64_t kHelloTimeoutNs = 5'000'000'000;
 constexpr uint16_t kProtocolVersion = 1;
 
@@ -43,7 +43,7 @@ sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
   const std::string name = "crossrail." + to_hex(incarnation);
-  std::memcpy(address.sun_path + 1, name.data(), name.size()); // leading zero: abstract
+  std::memcpy(address.sun_path + 1, name.data(), name.size());  // leading zero: abstract
   *length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   return address;
 }
@@ -54,20 +54,20 @@ sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
 // swept at the end of the loop turn.
 struct Control::Connection {
   uint64_t token = 0;
-  uint64_t link_id = 0;          // ours when we initiated, made up by us when accepted
+  uint64_t link_id = 0;  // ours when we initiated, made up by us when accepted
   bool accepted = false;
   bool up = false;
   bool lost = false;
-  bool connected = false;        // connect(2) went through
+  bool connected = false;  // connect(2) went through
   bool same_process = false;
-  bool orderly = false;          // it said goodbye
+  bool orderly = false;  // it said goodbye
   uint32_t pid = 0;
   int64_t deadline_ns = 0;
   Fd socket;
-  Fd process;                    // pidfd: sees death even while a forked child holds the socket open
+  Fd process;  // pidfd: sees death even while a forked child holds the socket open
   std::string peer_name = "?";
-  std::shared_ptr<const Address> target;   // initiator only
-  std::shared_ptr<MemoryMap> segment;      // initiator only
+  std::shared_ptr<const Address> target;  // initiator only
+  std::shared_ptr<MemoryMap> segment;     // initiator only
   uint32_t rail_count = 0;
   struct Packet {
     std::vector<uint8_t> bytes;
@@ -89,7 +89,8 @@ Control::Control(const Address& address, std::shared_ptr<MemoryMap> home, Region
   if (!listener_) throw_errno("socket", "cannot make a unix socket");
   socklen_t length = 0;
   const sockaddr_un name = socket_address(address_.incarnation, &length);
-  if (bind(listener_.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) throw_errno("bind", "cannot name the unix socket");
+  if (bind(listener_.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0)
+    throw_errno("bind", "cannot name the unix socket");
   if (listen(listener_.get(), 512) != 0) throw_errno("listen", "cannot listen on the unix socket");
   epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
   command_event_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -106,7 +107,7 @@ Control::~Control() { stop(); }
 // --- called by others ---
 
 void Control::submit(Command command) {
-  std::lock_guard lock(mutex_); // also over the write: stop() closes the descriptor
+  std::lock_guard lock(mutex_);  // also over the write: stop() closes the descriptor
   if (stopped_) return;
   commands_.push_back(std::move(command));
   const uint64_t one = 1;
@@ -116,7 +117,11 @@ void Control::submit(Command command) {
 
 void Control::connect(uint64_t link_id, const std::shared_ptr<const Address>& address,
                       std::shared_ptr<MemoryMap> segment, uint32_t rail_count) {
-  submit({.kind = Command::Kind::kConnect, .link_id = link_id, .address = address, .segment = std::move(segment), .rail_count = rail_count});
+  submit({.kind = Command::Kind::kConnect,
+          .link_id = link_id,
+          .address = address,
+          .segment = std::move(segment),
+          .rail_count = rail_count});
 }
 void Control::import_region(uint64_t link_id, uint64_t region_id) {
   submit({.kind = Command::Kind::kImport, .link_id = link_id, .region_id = region_id});
@@ -175,7 +180,7 @@ void Control::run() {
         handle_commands();
       } else if (auto found = connections_.find(token & ~uint64_t{1}); found != connections_.end()) {
         Connection& connection = *found->second;
-        if ((token & 1) != 0) { // its pidfd
+        if ((token & 1) != 0) {  // its pidfd
           // What it sent before it died is still in the socket.
           if (!connection.lost) on_readable(connection);
           if (!connection.lost) lose(connection, "process " + std::to_string(connection.pid) + " exited");
@@ -241,7 +246,7 @@ void Control::handle_command(Command& command) {
     case Command::Kind::kDrop:
       if (Connection* connection = find(command.link_id)) {
         if (connection->up) send(*connection, kGoodbye, {});
-        connection->lost = true; // silently: the asker knows
+        connection->lost = true;  // silently: the asker knows
       }
       return;
     case Command::Kind::kRegionClosed:
@@ -258,7 +263,7 @@ void Control::handle_command(Command& command) {
 Control::Connection& Control::add_connection(Fd fd) {
   auto connection = std::make_unique<Connection>();
   connection->token = next_token_;
-  next_token_ += 2; // the odd one is its pidfd
+  next_token_ += 2;  // the odd one is its pidfd
   connection->socket = std::move(fd);
   Connection& added = *connection;
   connections_[added.token] = std::move(connection);
@@ -276,9 +281,10 @@ void Control::start_connect(Connection& connection) {
   socklen_t length = 0;
   const sockaddr_un name = socket_address(connection.target->incarnation, &length);
   if (::connect(connection.socket.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) {
-    if (errno == EAGAIN || errno == EINTR) return; // its backlog is full: check_timeouts tries again
-    lose(connection, errno == ECONNREFUSED ? "no engine of this incarnation is running; it was closed, killed or restarted"
-                                           : std::string("connect: ") + std::strerror(errno));
+    if (errno == EAGAIN || errno == EINTR) return;  // its backlog is full: check_timeouts tries again
+    lose(connection, errno == ECONNREFUSED
+                         ? "no engine of this incarnation is running; it was closed, killed or restarted"
+                         : std::string("connect: ") + std::strerror(errno));
     return;
   }
   connection.connected = true;
@@ -316,7 +322,8 @@ void Control::accept_all() {
     if (!fd) {
       if (errno == EMFILE || errno == ENFILE) {
         // Out of descriptors: leave the backlog alone for a moment instead of spinning on it.
-        emit({.kind = ControlEvent::Kind::kProtocolError, .text = "out of file descriptors: cannot accept peers; raise ulimit -n"});
+        emit({.kind = ControlEvent::Kind::kProtocolError,
+              .text = "out of file descriptors: cannot accept peers; raise ulimit -n"});
         poll(nullptr, 0, 50);
       }
       return;
@@ -325,12 +332,13 @@ void Control::accept_all() {
     socklen_t length = sizeof credentials;
     getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length);
     if (credentials.uid != geteuid() && credentials.uid != 0 && geteuid() != 0) {
-      emit({.kind = ControlEvent::Kind::kProtocolError, .text = "refused a connection of user " + std::to_string(credentials.uid)});
+      emit({.kind = ControlEvent::Kind::kProtocolError,
+            .text = "refused a connection of user " + std::to_string(credentials.uid)});
       continue;
     }
     const auto strangers = std::count_if(connections_.begin(), connections_.end(),
                                          [](const auto& item) { return item.second->accepted && !item.second->up; });
-    if (static_cast<size_t>(strangers) >= kStrangersMax) continue; // the newcomer sees a reset and may come again
+    if (static_cast<size_t>(strangers) >= kStrangersMax) continue;  // the newcomer sees a reset and may come again
     Connection& connection = add_connection(std::move(fd));
     connection.accepted = true;
     connection.connected = true;
@@ -405,7 +413,9 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
         on_imported(connection, body, std::move(fds));
         return;
       case kRegionGone:
-        emit({.kind = ControlEvent::Kind::kRegionClosed, .link_id = connection.link_id, .region_id = reader.get<uint64_t>()});
+        emit({.kind = ControlEvent::Kind::kRegionClosed,
+              .link_id = connection.link_id,
+              .region_id = reader.get<uint64_t>()});
         return;
       case kPing:
         send(connection, kPong, {});
@@ -417,7 +427,7 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
         connection.orderly = true;
         lose(connection, "the engine was closed");
         return;
-      default: // a byte from outside, not an enum
+      default:  // a byte from outside, not an enum
         throw UsageError("packet of unknown type " + std::to_string(type));
     }
   } catch (const std::exception& error) {
@@ -433,12 +443,12 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
   Reader reader(body);
   const auto protocol = reader.get<uint16_t>();
   const auto layout = reader.get<uint32_t>();
-  reader.get<uint64_t>(); // process token: only the welcome's is used
+  reader.get<uint64_t>();  // process token: only the welcome's is used
   const uint32_t rails = reader.get<uint8_t>();
   if (!reader.ok()) throw UsageError("hello is too short");
   if (protocol != kProtocolVersion || layout != kLayoutVersion) {
-    throw UsageError("it speaks shm protocol " + std::to_string(protocol) + "." + std::to_string(layout) + ", we speak " +
-                     std::to_string(kProtocolVersion) + "." + std::to_string(kLayoutVersion) +
+    throw UsageError("it speaks shm protocol " + std::to_string(protocol) + "." + std::to_string(layout) +
+                     ", we speak " + std::to_string(kProtocolVersion) + "." + std::to_string(kLayoutVersion) +
                      "; use the same crossrail release on both sides");
   }
   if (rails < 1 || rails > kRailsMax) throw UsageError("hello names " + std::to_string(rails) + " rails");
@@ -448,10 +458,17 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
   auto segment = MemoryMap::map(std::move(fds[1]), link_segment_bytes(rails));
   const auto* home_head = reinterpret_cast<const HomeSegment*>(home->data());
   const auto* link_head = reinterpret_cast<const LinkSegment*>(segment->data());
-  if (home_head->magic != kLayoutMagic || link_head->magic != kLayoutMagic) throw UsageError("shared memory is not crossrail's");
+  if (home_head->magic != kLayoutMagic || link_head->magic != kLayoutMagic)
+    throw UsageError("shared memory is not crossrail's");
   connection.peer_name = peer->name;
   connection.up = true;
-  emit({.kind = ControlEvent::Kind::kInUp, .link_id = connection.link_id, .peer = peer, .home = home, .segment = segment, .rail_count = rails, .pid = connection.pid});
+  emit({.kind = ControlEvent::Kind::kInUp,
+        .link_id = connection.link_id,
+        .peer = peer,
+        .home = home,
+        .segment = segment,
+        .rail_count = rails,
+        .pid = connection.pid});
   Writer welcome;
   welcome.put(process_token());
   const int out[] = {home_->fd()};
@@ -461,12 +478,18 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
 void Control::on_welcome(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds) {
   Reader reader(body);
   const auto token = reader.get<uint64_t>();
-  if (connection.accepted || connection.up || !reader.finished() || fds.size() != 1) throw UsageError("unexpected welcome");
+  if (connection.accepted || connection.up || !reader.finished() || fds.size() != 1)
+    throw UsageError("unexpected welcome");
   auto home = MemoryMap::map(std::move(fds[0]), sizeof(HomeSegment));
-  if (reinterpret_cast<const HomeSegment*>(home->data())->magic != kLayoutMagic) throw UsageError("shared memory is not crossrail's");
+  if (reinterpret_cast<const HomeSegment*>(home->data())->magic != kLayoutMagic)
+    throw UsageError("shared memory is not crossrail's");
   connection.up = true;
   connection.same_process = token == process_token() && connection.pid == static_cast<uint32_t>(getpid());
-  emit({.kind = ControlEvent::Kind::kOutUp, .link_id = connection.link_id, .home = home, .pid = connection.pid, .same_process = connection.same_process});
+  emit({.kind = ControlEvent::Kind::kOutUp,
+        .link_id = connection.link_id,
+        .home = home,
+        .pid = connection.pid,
+        .same_process = connection.same_process});
 }
 
 void Control::on_import(Connection& connection, std::span<const uint8_t> body) {
@@ -506,7 +529,7 @@ void Control::on_imported(Connection& connection, std::span<const uint8_t> body,
     try {
       event.facts.map = MemoryMap::map(std::move(fds[0]), end);
     } catch (const TransportError& error) {
-      event.facts.status = Status::kTransportFailed; // this region only: the peer is fine
+      event.facts.status = Status::kTransportFailed;  // this region only: the peer is fine
       event.text = error.what();
     }
   }
@@ -568,7 +591,10 @@ void Control::lose(Connection& connection, const std::string& reason) {
   if (connection.lost) return;
   connection.lost = true;
   if (!connection.accepted) {
-    emit({.kind = ControlEvent::Kind::kOutDown, .link_id = connection.link_id, .orderly = connection.orderly, .text = reason});
+    emit({.kind = ControlEvent::Kind::kOutDown,
+          .link_id = connection.link_id,
+          .orderly = connection.orderly,
+          .text = reason});
   } else if (connection.up) {
     emit({.kind = ControlEvent::Kind::kInDown, .link_id = connection.link_id, .text = reason});
   }
@@ -583,8 +609,8 @@ void Control::check_timeouts() {
       continue;
     }
     lose(*connection, connection->accepted ? "no hello in time"
-                                           : "no answer to the handshake in time: process " + std::to_string(connection->pid) +
-                                                 " may be stopped or overloaded");
+                                           : "no answer to the handshake in time: process " +
+                                                 std::to_string(connection->pid) + " may be stopped or overloaded");
   }
 }
 
@@ -592,7 +618,7 @@ void Control::sweep() {
   for (auto it = connections_.begin(); it != connections_.end();) {
     if (it->second->lost) {
       if (!it->second->accepted) token_of_link_.erase(it->second->link_id);
-      it = connections_.erase(it); // closing the descriptors takes them out of epoll
+      it = connections_.erase(it);  // closing the descriptors takes them out of epoll
     } else {
       ++it;
     }

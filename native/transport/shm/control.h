@@ -28,16 +28,16 @@ struct ControlEvent {
   enum class Kind : uint8_t { kOutUp, kOutDown, kInUp, kInDown, kImported, kRegionClosed, kPong, kProtocolError };
   Kind kind;
   uint64_t link_id = 0;
-  std::shared_ptr<const Address> peer = {}; // kInUp
-  std::shared_ptr<MemoryMap> home = {};     // kOutUp: the target's; kInUp: the initiator's
-  std::shared_ptr<MemoryMap> segment = {};  // kInUp
-  uint32_t rail_count = 0;             // kInUp
-  uint32_t pid = 0;                    // kOutUp: in our pid namespace, 0 when invisible
-  bool same_process = false;           // kOutUp
-  bool orderly = false;                // kOutDown: it said goodbye
-  uint64_t region_id = 0;              // kImported, kRegionClosed
-  RegionFacts facts = {};                   // kImported
-  std::string text = {};                    // reason of kOutDown, kInDown, kProtocolError
+  std::shared_ptr<const Address> peer = {};  // kInUp
+  std::shared_ptr<MemoryMap> home = {};      // kOutUp: the target's; kInUp: the initiator's
+  std::shared_ptr<MemoryMap> segment = {};   // kInUp
+  uint32_t rail_count = 0;                   // kInUp
+  uint32_t pid = 0;                          // kOutUp: in our pid namespace, 0 when invisible
+  bool same_process = false;                 // kOutUp
+  bool orderly = false;                      // kOutDown: it said goodbye
+  uint64_t region_id = 0;                    // kImported, kRegionClosed
+  RegionFacts facts = {};                    // kImported
+  std::string text = {};                     // reason of kOutDown, kInDown, kProtocolError
 };
 
 class Control {
@@ -108,15 +108,15 @@ class Control {
   Fd listener_;
   Fd epoll_;
   Fd command_event_;
-  std::mutex mutex_; // guards commands_ and events_
+  std::mutex mutex_;  // guards commands_ and events_
   std::deque<Command> commands_;
   std::vector<ControlEvent> events_;
   std::atomic<bool> has_events_{false};
   // Control thread only:
-  std::map<uint64_t, std::unique_ptr<Connection>> connections_; // by token
-  std::map<uint64_t, uint64_t> token_of_link_;                  // of links that we initiated
+  std::map<uint64_t, std::unique_ptr<Connection>> connections_;  // by token
+  std::map<uint64_t, uint64_t> token_of_link_;                   // of links that we initiated
   uint64_t next_token_ = 16;
-  bool stopped_ = false; // guarded by mutex_: the thread is gone, commands go nowhere
+  bool stopped_ = false;  // guarded by mutex_: the thread is gone, commands go nowhere
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -11,7 +11,7 @@ namespace crossrail::shm {
 
 namespace {
 
-constexpr uint32_t kEntriesPerPoll = 256; // per rail, so that no peer starves the others
+constexpr uint32_t kEntriesPerPoll = 256;  // per rail, so that no peer starves the others
 constexpr uint32_t kMessagesPerPoll = 64;
 
 constexpr uint8_t code(Status status) { return status == Status::kDone ? 0 : static_cast<uint8_t>(status); }
@@ -31,7 +31,7 @@ uint32_t ShmTransport::drain_messages(Incoming& link) {
   while (taken < kMessagesPerPoll) {
     const Entry* entry = link.messages.peek();
     if (entry == nullptr) break;
-    if (!link.messages.take()) { // cancelled by the sender
+    if (!link.messages.take()) {  // cancelled by the sender
       link.messages.pop(0);
       ++taken;
       continue;
@@ -84,7 +84,7 @@ uint32_t ShmTransport::drain_rail(Incoming& link, ChannelReader& reader) {
     } else if (kind == EntryKind::kStagedWrite) {
       status = execute_write(reader, *entry);
     } else if (kind == EntryKind::kReadRequest) {
-      if (!answer_read(link, *entry)) break; // no room for the answer: later
+      if (!answer_read(link, *entry)) break;  // no room for the answer: later
     } else {
       sink_->on_protocol_error(link.peer->name, "entry of unknown kind");
       status = Status::kTransportFailed;
@@ -97,11 +97,12 @@ uint32_t ShmTransport::drain_rail(Incoming& link, ChannelReader& reader) {
 }
 
 Status ShmTransport::execute_write(const ChannelReader& reader, const Entry& entry) {
-  const auto work = entry.work; // one copy: the peer may change its memory while we look
+  const auto work = entry.work;  // one copy: the peer may change its memory while we look
   const bool has_imm = entry.has_imm != 0;
   const uint64_t table_bytes = uint64_t{work.pieces} * sizeof(StagedPiece);
   const std::byte* block = reader.block(work.stage_at, work.stage_bytes);
-  if (block == nullptr || work.pieces == 0 || work.pieces > kStagedPiecesMax || table_bytes > work.stage_bytes || work.stage_at % kLine != 0) {
+  if (block == nullptr || work.pieces == 0 || work.pieces > kStagedPiecesMax || table_bytes > work.stage_bytes ||
+      work.stage_at % kLine != 0) {
     return Status::kTransportFailed;
   }
   Status status = Status::kDone;
@@ -131,7 +132,7 @@ Status ShmTransport::execute_write(const ChannelReader& reader, const Entry& ent
     }
     if (work.reserved != 0) copy_fence();
   }
-  regions_.executing.store(0, std::memory_order_release); // our copies are finished before close() sees this
+  regions_.executing.store(0, std::memory_order_release);  // our copies are finished before close() sees this
   if (status == Status::kDone && has_imm) sink_->on_imm(work.wire_imm & kImmMax, work.units);
   return status;
 }
@@ -150,7 +151,7 @@ bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
   if (bytes > kReadChunkBytes) {
     status = Status::kTransportFailed;
   } else {
-    inflight_slot(queue); // makes the table of staging positions
+    inflight_slot(queue);  // makes the table of staging positions
     for (; queue.retired < writer.consumed(); ++queue.retired) {
       writer.release_stage(queue.inflight[queue.retired % kRingEntries].stage_head);
     }
@@ -173,15 +174,23 @@ bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
   Entry& response = writer.next();
   response.kind = EntryKind::kReadResponse;
   response.has_imm = code(status);
-  response.work = {.region_id = 0, .offset = 0, .stage_at = stage_at, .stage_bytes = work.stage_bytes, .pieces = 0,
-                   .wire_imm = 0, .units = 0, .tag = work.tag, .reserved = 0};
+  response.work = {.region_id = 0,
+                   .offset = 0,
+                   .stage_at = stage_at,
+                   .stage_bytes = work.stage_bytes,
+                   .pieces = 0,
+                   .wire_imm = 0,
+                   .units = 0,
+                   .tag = work.tag,
+                   .reserved = 0};
   writer.publish(response);
   return true;
 }
 
 // Takes what is still valid in the rings of a peer that left, then forgets it.
 void ShmTransport::drop_incoming(uint64_t link_id) {
-  const auto found = std::find_if(incoming_.begin(), incoming_.end(), [&](const auto& link) { return link->id == link_id; });
+  const auto found =
+      std::find_if(incoming_.begin(), incoming_.end(), [&](const auto& link) { return link->id == link_id; });
   if (found == incoming_.end()) return;
   Incoming& link = **found;
   // A ring holds at most kRingEntries entries; more would be a peer that still writes.
@@ -191,7 +200,7 @@ void ShmTransport::drop_incoming(uint64_t link_id) {
     for (uint32_t round = 0; round <= kRingEntries / kEntriesPerPoll && drain_rail(link, reader) > 0; ++round) {
     }
   }
-  ring_all(); // its home is in the list
+  ring_all();  // its home is in the list
   std::lock_guard lock(links_mutex_);
   incoming_.erase(found);
 }

@@ -9,7 +9,7 @@
 
 namespace crossrail::shm {
 
-inline constexpr uint32_t kLayoutMagic = 0x53525258; // "XRRS"
+inline constexpr uint32_t kLayoutMagic = 0x53525258;  // "XRRS"
 inline constexpr uint32_t kLayoutVersion = 1;
 inline constexpr size_t kLine = 64;
 
@@ -17,8 +17,8 @@ inline constexpr size_t kLine = 64;
 
 // Where the engine's progress holder sleeps. Ringing: see ShmTransport::wake.
 struct alignas(kLine) Bell {
-  std::atomic<uint32_t> ticket; // futex word; changes at every ring
-  std::atomic<uint32_t> armed;  // 1: nobody polls, whoever has news must ring
+  std::atomic<uint32_t> ticket;  // futex word; changes at every ring
+  std::atomic<uint32_t> armed;   // 1: nobody polls, whoever has news must ring
 };
 
 inline constexpr uint32_t kRegionSlotBits = 16;
@@ -34,10 +34,11 @@ struct HomeSegment {
 
 // --- one per link: from one initiator to one target, made by the initiator ---
 
-inline constexpr uint32_t kRingEntries = 1024; // per channel; a power of two
-inline constexpr uint64_t kStageBytes = uint64_t{1} << 20; // staging ring per channel; twice the chunk at least
-inline constexpr uint64_t kStageChunkBytes = uint64_t{128} << 10; // fits the second-level cache beside its source and target
-inline constexpr uint32_t kStagedPiecesMax = 256; // pieces in one staged chunk
+inline constexpr uint32_t kRingEntries = 1024;              // per channel; a power of two
+inline constexpr uint64_t kStageBytes = uint64_t{1} << 20;  // staging ring per channel; twice the chunk at least
+inline constexpr uint64_t kStageChunkBytes = uint64_t{128}
+                                             << 10;  // fits the second-level cache beside its source and target
+inline constexpr uint32_t kStagedPiecesMax = 256;    // pieces in one staged chunk
 static_assert(kStageBytes >= 2 * (kStageChunkBytes + kStagedPiecesMax * 16));
 
 enum class EntryKind : uint8_t {
@@ -63,7 +64,7 @@ inline constexpr uint32_t kImmPairsMax = 7;
 struct alignas(kLine) Entry {
   std::atomic<uint32_t> sequence;
   EntryKind kind;
-  uint8_t count;                // pairs of kImms
+  uint8_t count;  // pairs of kImms
   // Starts as 0. Before it begins staged work the consumer turns 0 into kEntryTaken, and before it gives up on it the
   // producer turns 0 into kEntryWithdrawn: the compare-exchange that comes first decides. The consumer then leaves
   // kEntryTaken, or a Status when it failed.
@@ -73,13 +74,13 @@ struct alignas(kLine) Entry {
     ImmPair imms[kImmPairsMax];
     struct {
       uint64_t region_id;
-      uint64_t offset;      // kReadRequest
-      uint64_t stage_at;    // kStagedWrite, kMessage, kReadResponse: offset into the staging ring
-      uint32_t stage_bytes; // table and data (staged write), payload (message, response), length (read request)
-      uint32_t pieces;      // entries of the table at the start of a staged write
-      uint32_t wire_imm;    // staged write with has_imm: counted after the bytes are in place
-      uint32_t units;       // how much it counts
-      uint32_t tag;         // read request and response
+      uint64_t offset;       // kReadRequest
+      uint64_t stage_at;     // kStagedWrite, kMessage, kReadResponse: offset into the staging ring
+      uint32_t stage_bytes;  // table and data (staged write), payload (message, response), length (read request)
+      uint32_t pieces;       // entries of the table at the start of a staged write
+      uint32_t wire_imm;     // staged write with has_imm: counted after the bytes are in place
+      uint32_t units;        // how much it counts
+      uint32_t tag;          // read request and response
       uint32_t reserved;
     } work;
   };
@@ -96,7 +97,7 @@ static_assert(sizeof(StagedPiece) == 16);
 
 // Single producer, single consumer.
 struct Channel {
-  alignas(kLine) std::atomic<uint64_t> consumed; // entries the consumer is done with, in order
+  alignas(kLine) std::atomic<uint64_t> consumed;  // entries the consumer is done with, in order
   alignas(kLine) Entry entries[kRingEntries];
   alignas(4096) std::byte stage[kStageBytes];
 };
@@ -115,7 +116,7 @@ struct LinkSegment {
   alignas(kLine) std::atomic<uint64_t> hazard;
   // 1: the initiator gave up; staged work not yet executed must not be. Immediates and messages stay valid.
   alignas(kLine) std::atomic<uint32_t> revoked;
-  alignas(4096) Channel channels[1]; // channel_count(rail_count)
+  alignas(4096) Channel channels[1];  // channel_count(rail_count)
 };
 constexpr size_t link_segment_bytes(uint32_t rails) {
   return offsetof(LinkSegment, channels) + sizeof(Channel) * channel_count(rails);

@@ -28,10 +28,10 @@ struct Import {
   Status status = Status::kPending;  // of kRefused
   std::string text;                  // of kRefused
   Access access = Access::kLocal;
-  std::byte* base = nullptr;         // kDirect: where we reach it
-  uint64_t remote_base = 0;          // its address in the target, for cross-memory attach
+  std::byte* base = nullptr;  // kDirect: where we reach it
+  uint64_t remote_base = 0;   // its address in the target, for cross-memory attach
   uint64_t length_bytes = 0;
-  bool is_local = false;             // in our own process
+  bool is_local = false;  // in our own process
   std::shared_ptr<MemoryMap> map;
   // For explain(). Rate over pieces long enough to be worth timing.
   uint64_t bytes_moved = 0;
@@ -54,12 +54,12 @@ struct StagedRead {
   Status status;
 };
 struct ReadChunk {
-  StagedRead* read = nullptr; // null: free
+  StagedRead* read = nullptr;  // null: free
   std::byte* local = nullptr;
   uint32_t bytes = 0;
-  uint32_t tag = 0;           // of the last request made with this chunk; modulo kReadChunks its index
+  uint32_t tag = 0;  // of the last request made with this chunk; modulo kReadChunks its index
 };
-inline constexpr uint32_t kReadChunks = 16; // outstanding per link; responses need room in one staging ring
+inline constexpr uint32_t kReadChunks = 16;  // outstanding per link; responses need room in one staging ring
 inline constexpr uint64_t kReadChunkBytes = 64 << 10;
 
 // One staged entry that the target has not confirmed yet.
@@ -78,18 +78,19 @@ struct RailQueue {
   struct Pending {
     WorkRequest request;
     uint64_t done_bytes = 0;
-    StagedRead* read = nullptr; // of a read that has begun
+    StagedRead* read = nullptr;  // of a read that has begun
   };
-  std::deque<Pending> pending;              // accepted, not yet (wholly) in the ring
-  std::unique_ptr<InFlight[], decltype(&std::free)> inflight{nullptr, &std::free}; // by position; allocated at first use
-  uint64_t retired = 0;                     // positions before this are retired
+  std::deque<Pending> pending;  // accepted, not yet (wholly) in the ring
+  std::unique_ptr<InFlight[], decltype(&std::free)> inflight{nullptr,
+                                                             &std::free};  // by position; allocated at first use
+  uint64_t retired = 0;                                                    // positions before this are retired
   uint32_t staged_inflight = 0;
-  Status sticky = Status::kDone;            // of the earlier chunks of the request at the head
+  Status sticky = Status::kDone;  // of the earlier chunks of the request at the head
   // Immediates whose bytes are in place, not yet published.
   std::array<ImmPair, kImmPairsMax> open_imms;
   uint32_t open_imm_count = 0;
 };
-inline constexpr size_t kPendingMax = 256; // work requests per rail waiting for staging room: the send queue's depth
+inline constexpr size_t kPendingMax = 256;  // work requests per rail waiting for staging room: the send queue's depth
 
 // Which way private memory goes, found by trying both on real traffic.
 struct PrivateChoice {
@@ -128,22 +129,22 @@ struct Outgoing final : Link {
   LinkSegment* segment = nullptr;
   std::shared_ptr<MemoryMap> home_map;
   HomeSegment* home = nullptr;
-  uint64_t hazard = 0;       // what segment->hazard holds
+  uint64_t hazard = 0;  // what segment->hazard holds
   RailQueue messages;
   std::vector<RailQueue> rails;
   ChannelReader responses;
   std::array<ReadChunk, kReadChunks> read_chunks;
   uint32_t reads_open = 0;
-  uint32_t responses_due = 0; // to requests made, cancelled ones included
+  uint32_t responses_due = 0;  // to requests made, cancelled ones included
   std::map<uint64_t, std::shared_ptr<Import>> imports;
   uint32_t imports_pending = 0;
   PrivateChoice choice;
-  uint64_t staged_bytes = 0; // of writes that the target confirmed
-  uint32_t outstanding = 0;  // staged entries, messages, reads and imports that wait for the target
+  uint64_t staged_bytes = 0;  // of writes that the target confirmed
+  uint32_t outstanding = 0;   // staged entries, messages, reads and imports that wait for the target
   // Liveness: when something outstanding last moved, and the question whether it still lives.
   int64_t moved_ns = 0;
-  int64_t pinged_ns = 0;     // 0: no ping under way
-  int64_t backlog_ns = 0;    // when the last poll left staged work waiting, or 0: times the staged path
+  int64_t pinged_ns = 0;   // 0: no ping under way
+  int64_t backlog_ns = 0;  // when the last poll left staged work waiting, or 0: times the staged path
   bool frozen = false;
 };
 
@@ -158,7 +159,7 @@ struct Incoming {
   ChannelReader messages;
   std::vector<ChannelReader> rails;
   RailQueue responses;
-  bool message_held = false; // the next message was offered and held back
+  bool message_held = false;  // the next message was offered and held back
 };
 
 }  // namespace crossrail::shm

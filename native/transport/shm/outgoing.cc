@@ -18,16 +18,19 @@ namespace crossrail::shm {
 
 namespace {
 
-constexpr uint64_t kTimedBytesMin = 64 << 10;       // shorter copies are not worth two looks at the clock
-constexpr uint64_t kAttachBytesMin = 64 << 10;      // below, staging packs pieces and beats a system call each
-constexpr uint64_t kTrialBytes = uint64_t{32} << 20; // moved each way before the private paths are compared,
-constexpr uint64_t kTrialWindowBytes = uint64_t{4} << 20; // by their best windows: cold starts and preemption are noise
-constexpr double kAttachMargin = 1.15; // attaching costs the initiator alone, but stalls on the kernel's page work
+constexpr uint64_t kTimedBytesMin = 64 << 10;         // shorter copies are not worth two looks at the clock
+constexpr uint64_t kAttachBytesMin = 64 << 10;        // below, staging packs pieces and beats a system call each
+constexpr uint64_t kTrialBytes = uint64_t{32} << 20;  // moved each way before the private paths are compared,
+constexpr uint64_t kTrialWindowBytes = uint64_t{4}
+                                       << 20;  // by their best windows: cold starts and preemption are noise
+constexpr double kAttachMargin = 1.15;  // attaching costs the initiator alone, but stalls on the kernel's page work
 constexpr uint32_t kChunksPerPoll = 4;
 constexpr int64_t kPingAfterNs = 100'000'000;
 constexpr int64_t kFrozenAfterNs = 250'000'000;
 
-double gb_per_s(uint64_t bytes, int64_t ns) { return ns > 0 ? static_cast<double>(bytes) / static_cast<double>(ns) : 0; }
+double gb_per_s(uint64_t bytes, int64_t ns) {
+  return ns > 0 ? static_cast<double>(bytes) / static_cast<double>(ns) : 0;
+}
 
 std::string format_rate(double rate) {
   char text[32];
@@ -49,7 +52,8 @@ std::string process_state(uint32_t pid) {
   const size_t after_name = line.rfind(") ");
   if (after_name == std::string::npos || after_name + 2 >= line.size()) return {};
   const char state = line[after_name + 2];
-  return state == 'T' || state == 't' ? "it is stopped (SIGSTOP or a debugger)" : std::string("its process state is ") + state;
+  return state == 'T' || state == 't' ? "it is stopped (SIGSTOP or a debugger)"
+                                      : std::string("its process state is ") + state;
 }
 
 }  // namespace
@@ -92,7 +96,8 @@ bool ShmTransport::copy_direct(Outgoing& link, const WorkRequest& request, const
   const int64_t begin = timed ? now_ns() : 0;
   if (request.bulk) {
     const bool chained = next != nullptr && is_write;
-    copy_streaming(target, source, request.length_bytes, chained ? next->local : nullptr, chained ? next->length_bytes : 0);
+    copy_streaming(target, source, request.length_bytes, chained ? next->local : nullptr,
+                   chained ? next->length_bytes : 0);
     streamed_ = true;
   } else {
     copy_cached(target, source, request.length_bytes);
@@ -111,13 +116,15 @@ bool ShmTransport::copy_attached(Outgoing& link, const WorkRequest& request) {
   uint64_t moved = 0;
   while (moved < request.length_bytes) {
     iovec local{.iov_base = request.local + moved, .iov_len = request.length_bytes - moved};
-    iovec remote{.iov_base = reinterpret_cast<void*>(import.remote_base + request.remote_offset + moved), .iov_len = local.iov_len};
+    iovec remote{.iov_base = reinterpret_cast<void*>(import.remote_base + request.remote_offset + moved),
+                 .iov_len = local.iov_len};
     const auto pid = static_cast<pid_t>(link.pid);
     const ssize_t got = request.op == WorkOp::kWrite ? process_vm_writev(pid, &local, 1, &remote, 1, 0)
                                                      : process_vm_readv(pid, &local, 1, &remote, 1, 0);
     if (got <= 0) {
       link.choice.phase = PrivateChoice::Phase::kStaged;
-      link.choice.reason = std::string("cross-memory attach is not possible here (") + std::strerror(got < 0 ? errno : EFAULT) +
+      link.choice.reason = std::string("cross-memory attach is not possible here (") +
+                           std::strerror(got < 0 ? errno : EFAULT) +
                            "); Yama's ptrace_scope, a seccomp filter or another pid namespace forbids it";
       return false;
     }
@@ -179,7 +186,8 @@ void ShmTransport::flush_imms(Outgoing& link, RailQueue& rail) {
 
 // --- posting ---
 
-uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const WorkRequest> requests, uint32_t* completed) {
+uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const WorkRequest> requests,
+                            uint32_t* completed) {
   auto& link = static_cast<Outgoing&>(base);
   *completed = 0;
   if (!link.up) return 0;
@@ -203,7 +211,7 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
 // False: no room now. True: done (counted in *completed), queued, or refused (retired).
 bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next,
                             uint32_t* completed) {
-  if (request.remote == nullptr) { // a barrier: no region, only the immediate
+  if (request.remote == nullptr) {  // a barrier: no region, only the immediate
     if (!room_for_imm(link, rail, request.wire_imm)) return false;
     add_imm(rail, request.wire_imm);
     ++*completed;
@@ -221,9 +229,11 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     return refuse(Status::kAccessDenied, request.op == WorkOp::kWrite ? "the region is not open for remote writes"
                                                                       : "the region is not open for remote reads");
   }
-  if (request.length_bytes > import.length_bytes || request.remote_offset > import.length_bytes - request.length_bytes) {
-    return refuse(Status::kOutOfBounds, "offset " + std::to_string(request.remote_offset) + " + " + std::to_string(request.length_bytes) +
-                                            " bytes exceed the region's " + std::to_string(import.length_bytes));
+  if (request.length_bytes > import.length_bytes ||
+      request.remote_offset > import.length_bytes - request.length_bytes) {
+    return refuse(Status::kOutOfBounds, "offset " + std::to_string(request.remote_offset) + " + " +
+                                            std::to_string(request.length_bytes) + " bytes exceed the region's " +
+                                            std::to_string(import.length_bytes));
   }
   if (request.has_imm && !room_for_imm(link, rail, request.wire_imm)) return false;
   bool done = false;
@@ -262,8 +272,15 @@ uint32_t ShmTransport::post_messages(Outgoing& link, std::span<const WorkRequest
     ++link.messages.staged_inflight;
     Entry& entry = writer.next();
     entry.kind = EntryKind::kMessage;
-    entry.work = {.region_id = 0, .offset = 0, .stage_at = stage_at, .stage_bytes = static_cast<uint32_t>(request.length_bytes),
-                  .pieces = 0, .wire_imm = 0, .units = 0, .tag = 0, .reserved = 0};
+    entry.work = {.region_id = 0,
+                  .offset = 0,
+                  .stage_at = stage_at,
+                  .stage_bytes = static_cast<uint32_t>(request.length_bytes),
+                  .pieces = 0,
+                  .wire_imm = 0,
+                  .units = 0,
+                  .tag = 0,
+                  .reserved = 0};
     writer.publish(entry);
     if (link.outstanding++ == 0) link.moved_ns = now_ns();
     ++accepted;
@@ -346,9 +363,15 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   Entry& entry = rail.writer.next();
   entry.kind = EntryKind::kStagedWrite;
   entry.has_imm = units > 0 ? 1 : 0;
-  entry.work = {.region_id = import.region_id, .offset = 0, .stage_at = stage_at,
-                .stage_bytes = static_cast<uint32_t>(table_bytes + data_bytes), .pieces = pieces,
-                .wire_imm = imm_of_wire(first.wire_imm), .units = units, .tag = 0, .reserved = first.bulk ? 1u : 0u};
+  entry.work = {.region_id = import.region_id,
+                .offset = 0,
+                .stage_at = stage_at,
+                .stage_bytes = static_cast<uint32_t>(table_bytes + data_bytes),
+                .pieces = pieces,
+                .wire_imm = imm_of_wire(first.wire_imm),
+                .units = units,
+                .tag = 0,
+                .reserved = first.bulk ? 1u : 0u};
   rail.writer.publish(entry);
   if (finished == 0) {
     rail.pending.front().done_bytes += data_bytes;
@@ -365,7 +388,8 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
   Import& import = *static_cast<ShmKey*>(request.remote)->import;
   bool pushed = false;
   while (head.done_bytes < request.length_bytes && has_room(link, rail)) {
-    const auto chunk = std::find_if(link.read_chunks.begin(), link.read_chunks.end(), [](const ReadChunk& slot) { return slot.read == nullptr; });
+    const auto chunk = std::find_if(link.read_chunks.begin(), link.read_chunks.end(),
+                                    [](const ReadChunk& slot) { return slot.read == nullptr; });
     if (chunk == link.read_chunks.end()) break;
     if (head.read == nullptr) {
       head.read = new StagedRead{request.context, request.length_bytes, 0, false, Status::kDone};
@@ -373,16 +397,22 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
     }
     const uint64_t bytes = std::min(request.length_bytes - head.done_bytes, kReadChunkBytes);
     const auto slot = static_cast<uint32_t>(chunk - link.read_chunks.begin());
-    const uint32_t tag = (chunk->tag / kReadChunks + 1) * kReadChunks + slot; // never the one before
+    const uint32_t tag = (chunk->tag / kReadChunks + 1) * kReadChunks + slot;  // never the one before
     *chunk = {head.read, request.local + head.done_bytes, static_cast<uint32_t>(bytes), tag};
     ++link.responses_due;
     ++head.read->chunks_open;
     if (rail.inflight) inflight_slot(rail).staged = false;
     Entry& entry = rail.writer.next();
     entry.kind = EntryKind::kReadRequest;
-    entry.work = {.region_id = import.region_id, .offset = request.remote_offset + head.done_bytes, .stage_at = 0,
-                  .stage_bytes = static_cast<uint32_t>(bytes), .pieces = 0, .wire_imm = 0, .units = 0,
-                  .tag = tag, .reserved = 0};
+    entry.work = {.region_id = import.region_id,
+                  .offset = request.remote_offset + head.done_bytes,
+                  .stage_at = 0,
+                  .stage_bytes = static_cast<uint32_t>(bytes),
+                  .pieces = 0,
+                  .wire_imm = 0,
+                  .units = 0,
+                  .tag = tag,
+                  .reserved = 0};
     rail.writer.publish(entry);
     head.done_bytes += bytes;
     import.bytes_moved += bytes;
@@ -409,14 +439,16 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
     --rail.staged_inflight;
     rail.writer.release_stage(slot.stage_head);
     ++retired;
-    if (slot.context == nullptr) continue; // withdrawn
-    const Status status = slot.forced != Status::kDone ? slot.forced : status_from_peer(rail.writer.status_of(rail.retired));
+    if (slot.context == nullptr) continue;  // withdrawn
+    const Status status =
+        slot.forced != Status::kDone ? slot.forced : status_from_peer(rail.writer.status_of(rail.retired));
     if (rail.sticky == Status::kDone) rail.sticky = status;
     if (slot.retires == 0) continue;
     const Status outcome = std::exchange(rail.sticky, Status::kDone);
     link.outstanding -= slot.retires;
     link.staged_bytes += slot.bytes;
-    sink_->on_retired(link, slot.context, slot.retires, slot.bytes, outcome, outcome == Status::kDone ? "" : "refused by the target");
+    sink_->on_retired(link, slot.context, slot.retires, slot.bytes, outcome,
+                      outcome == Status::kDone ? "" : "refused by the target");
   }
   return retired;
 }
@@ -427,7 +459,7 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
     const uint32_t tag = entry->work.tag;
     const uint64_t stage_at = entry->work.stage_at;
     const uint32_t bytes = entry->work.stage_bytes;
-    const uint8_t status = entry->has_imm; // the response's status travels here
+    const uint8_t status = entry->has_imm;  // the response's status travels here
     ReadChunk& chunk = link.read_chunks[tag % kReadChunks];
     if (entry->kind == EntryKind::kReadResponse && chunk.tag == tag && chunk.read != nullptr) {
       StagedRead& read = *std::exchange(chunk.read, nullptr);
@@ -446,7 +478,7 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
                           read.status == Status::kDone ? "" : "refused by the target");
         delete &read;
       }
-    } // else: of a cancelled read
+    }  // else: of a cancelled read
     link.responses.pop(0);
     if (link.responses_due > 0) --link.responses_due;
     ++taken;
@@ -467,7 +499,8 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
     backlog = backlog || !rail.pending.empty();
   }
   // The staged path is timed only while it has as much work as it can take.
-  if (link.backlog_ns != 0) link.choice.staged.add(link.staged_bytes - staged_before, now - link.backlog_ns, kTrialWindowBytes);
+  if (link.backlog_ns != 0)
+    link.choice.staged.add(link.staged_bytes - staged_before, now - link.backlog_ns, kTrialWindowBytes);
   link.backlog_ns = backlog ? now : 0;
   if (link.choice.phase == PrivateChoice::Phase::kTryStaged) weigh_private_paths(link);
   if (moved + pushed > 0) {
@@ -491,7 +524,8 @@ void ShmTransport::weigh_private_paths(Outgoing& link) {
   } else if (choice.phase == PrivateChoice::Phase::kTryAttach && choice.attach.bytes >= kTrialBytes) {
     const bool attach_wins = choice.attach.best > kAttachMargin * choice.staged.best;
     choice.phase = attach_wins ? PrivateChoice::Phase::kAttach : PrivateChoice::Phase::kStaged;
-    choice.reason = "measured on this link: staged " + format_rate(choice.staged.best) + ", cross-memory attach " + format_rate(choice.attach.best);
+    choice.reason = "measured on this link: staged " + format_rate(choice.staged.best) + ", cross-memory attach " +
+                    format_rate(choice.attach.best);
   }
 }
 
@@ -503,7 +537,8 @@ void ShmTransport::check_liveness(Outgoing& link, int64_t now) {
   } else if (now - link.pinged_ns > kFrozenAfterNs) {
     link.frozen = true;
     const std::string state = process_state(link.pid);
-    sink_->on_link_frozen(link, true, "process " + std::to_string(link.pid) + " does not answer" + (state.empty() ? "" : ": " + state));
+    sink_->on_link_frozen(
+        link, true, "process " + std::to_string(link.pid) + " does not answer" + (state.empty() ? "" : ": " + state));
   }
 }
 
@@ -522,8 +557,8 @@ void ShmTransport::withdraw(bool (*wanted)(void* context)) {
 // and must go first, so that a target that overtakes us counts nothing it did not get.
 void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context)) {
   withdraw_pending(link, rail, wanted);
-  void* ending = nullptr; // context of the request whose last chunk was withdrawn
-  uint32_t owed = 0;      // what it retires, once its earlier chunks are out of the target's hands
+  void* ending = nullptr;  // context of the request whose last chunk was withdrawn
+  uint32_t owed = 0;       // what it retires, once its earlier chunks are out of the target's hands
   const auto settle = [&] {
     if (ending == nullptr) return;
     link.outstanding -= owed;
@@ -537,9 +572,9 @@ void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted
     if (!is_earlier_chunk && (slot.retires == 0 || !wanted(slot.context))) continue;
     if (rail.writer.withdraw(end - 1)) {
       if (!is_earlier_chunk) owed = slot.retires;
-      ending = std::exchange(slot.context, nullptr); // the slot stays: its staging is freed in turn
+      ending = std::exchange(slot.context, nullptr);  // the slot stays: its staging is freed in turn
       slot.retires = 0;
-    } else if (is_earlier_chunk) { // the target is at it: the request ends when this chunk does
+    } else if (is_earlier_chunk) {  // the target is at it: the request ends when this chunk does
       slot.retires = owed;
       slot.forced = Status::kCancelled;
       ending = nullptr;
@@ -552,11 +587,12 @@ void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted
 void ShmTransport::withdraw_pending(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context)) {
   std::deque<RailQueue::Pending> kept;
   std::deque<RailQueue::Pending> cut;
-  for (const RailQueue::Pending& pending : rail.pending) (wanted(pending.request.context) ? cut : kept).push_back(pending);
+  for (const RailQueue::Pending& pending : rail.pending)
+    (wanted(pending.request.context) ? cut : kept).push_back(pending);
   rail.pending.swap(kept);
   for (const RailQueue::Pending& pending : cut) {
     if (pending.read != nullptr && pending.read->chunks_open > 0) {
-      pending.read->all_requested = true; // withdraw_reads ends it
+      pending.read->all_requested = true;  // withdraw_reads ends it
       continue;
     }
     const bool is_read = pending.read != nullptr;
@@ -610,7 +646,8 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
       slot.staged = false;
       --rail.staged_inflight;
       if (slot.retires > 0) {
-        sink_->on_retired(link, slot.context, slot.retires, 0, slot.forced != Status::kDone ? slot.forced : status, detail);
+        sink_->on_retired(link, slot.context, slot.retires, 0, slot.forced != Status::kDone ? slot.forced : status,
+                          detail);
       }
     }
     while (!rail.pending.empty()) {
@@ -619,7 +656,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
       if (pending.read == nullptr) {
         sink_->on_retired(link, pending.request.context, 1, 0, status, detail);
       } else {
-        pending.read->all_requested = true; // ends below, with its chunks
+        pending.read->all_requested = true;  // ends below, with its chunks
         if (pending.read->chunks_open == 0) {
           sink_->on_retired(link, pending.read->context, 1, 0, status, detail);
           delete pending.read;
@@ -657,7 +694,8 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
   std::vector<PathReport> reports;
   for (const auto& [region_id, import] : link.imports) {
     PathReport report;
-    report.what = "region " + std::to_string(region_id >> kRegionSlotBits) + " (" + std::to_string(import->length_bytes) + " bytes)";
+    report.what = "region " + std::to_string(region_id >> kRegionSlotBits) + " (" +
+                  std::to_string(import->length_bytes) + " bytes)";
     report.bytes = import->bytes_moved;
     report.gb_per_s = gb_per_s(import->timed_bytes, import->timed_ns);
     switch (import->state) {
@@ -671,7 +709,8 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
         break;
       case Import::State::kDirect:
         report.path = import->is_local ? "local" : "mapped";
-        report.reason = import->is_local ? "both engines live in this process" : "the region is engine-owned memory, mapped here";
+        report.reason =
+            import->is_local ? "both engines live in this process" : "the region is engine-owned memory, mapped here";
         break;
       case Import::State::kPrivate:
         report.path = link.choice.uses_attach() ? "cross-memory-attach" : "staged";

@@ -67,7 +67,8 @@ std::unique_ptr<ShmRegion> RegionTable::allocate(uint64_t length_bytes, bool pop
     const int failure = posix_fallocate(map->fd(), 0, static_cast<off_t>(map->size()));
     if (failure != 0) {
       errno = failure;
-      throw_errno("fallocate", "cannot populate " + std::to_string(length_bytes) + " bytes", "ask for less, or populate=False");
+      throw_errno("fallocate", "cannot populate " + std::to_string(length_bytes) + " bytes",
+                  "ask for less, or populate=False");
     }
     // Maps the pages too; older kernels lack it, and then the first touch does it.
     madvise(map->data(), map->size(), MADV_POPULATE_WRITE);

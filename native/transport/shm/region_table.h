@@ -23,7 +23,7 @@ class ShmRegion final : public LocalRegion {
   ~ShmRegion() override;
 
   const Access access;
-  std::shared_ptr<MemoryMap> map; // null: private memory of the process
+  std::shared_ptr<MemoryMap> map;  // null: private memory of the process
   uint64_t map_offset = 0;
 
  private:
@@ -32,9 +32,9 @@ class ShmRegion final : public LocalRegion {
 
 // What a peer is told about a region.
 struct RegionFacts {
-  Status status = Status::kRegionClosed; // kDone: open
+  Status status = Status::kRegionClosed;  // kDone: open
   Access access = Access::kLocal;
-  uint64_t base = 0;         // address in the owner
+  uint64_t base = 0;  // address in the owner
   uint64_t length_bytes = 0;
   std::shared_ptr<MemoryMap> map;
   uint64_t map_offset = 0;
@@ -71,15 +71,15 @@ class RegionTable {
 
   HomeSegment* const home_;
   std::mutex mutex_;
-  std::vector<uint32_t> free_slots_; // used as a queue: longest unused first is not needed, generations differ
+  std::vector<uint32_t> free_slots_;  // used as a queue: longest unused first is not needed, generations differ
   uint32_t next_slot_ = 0;
   uint64_t next_generation_ = 1;
-  std::map<uint64_t, const ShmRegion*> open_;          // by id
-  std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_; // engine-owned memory by address
+  std::map<uint64_t, const ShmRegion*> open_;            // by id
+  std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;  // engine-owned memory by address
   struct Deleter {
     void operator()(Target* targets) const;
   };
-  std::unique_ptr<Target[], Deleter> targets_; // by slot; written before the id is published, read after it was seen
+  std::unique_ptr<Target[], Deleter> targets_;  // by slot; written before the id is published, read after it was seen
 };
 
 }  // namespace crossrail::shm

@@ -54,7 +54,7 @@ void ShmTransport::close() {
   const auto is_touched = [](const auto& link) { return link->segment->hazard.load(std::memory_order_seq_cst) != 0; };
   while (std::any_of(incoming_.begin(), incoming_.end(), is_touched) && now_ns() < patience) std::this_thread::yield();
   control_->stop();
-  control_->take_events(); // they may hold memory
+  control_->take_events();  // they may hold memory
   ring_all();
   std::lock_guard lock(links_mutex_);
   home_map_->release_fd();
@@ -97,7 +97,7 @@ Link* ShmTransport::connect(const std::shared_ptr<const Address>& address) {
   link->address = address;
   link->rail_count = traits_.rail_count;
   link->segment_map = MemoryMap::create("crossrail-link", link_segment_bytes(link->rail_count));
-  link->segment = reinterpret_cast<LinkSegment*>(link->segment_map->data()); // zero, see make_home
+  link->segment = reinterpret_cast<LinkSegment*>(link->segment_map->data());  // zero, see make_home
   link->segment->magic = kLayoutMagic;
   link->segment->version = kLayoutVersion;
   link->segment->rail_count = link->rail_count;
@@ -123,7 +123,7 @@ void ShmTransport::disconnect(Link& link) {
   auto& outgoing = static_cast<Outgoing&>(link);
   flush_link(outgoing, Status::kPeerLost, "forgotten on request");
   control_->drop(outgoing.id);
-  ring_all(); // its home is in the list
+  ring_all();  // its home is in the list
   std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == &outgoing; });
 }
 
@@ -165,7 +165,7 @@ uint32_t ShmTransport::handle_control() {
       case ControlEvent::Kind::kOutDown:
         if (Outgoing* link = find_outgoing(event.link_id)) {
           flush_link(*link, Status::kPeerLost, event.text);
-          ring_all(); // its home is in the list
+          ring_all();  // its home is in the list
           sink_->on_link_down(*link, event.text, event.orderly);
           std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == link; });
         }
@@ -304,7 +304,7 @@ void ShmTransport::sleep(uint32_t ticket, Deadline deadline) {
 }
 
 void ShmTransport::wake() {
-  std::atomic_thread_fence(std::memory_order_seq_cst); // see arm()
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // see arm()
   ring(*home_);
 }
 
@@ -316,7 +316,8 @@ void ShmTransport::wake_always() {
 // Wakes the progress holder of `home`'s engine if it sleeps. What the news are was stored before a full fence.
 void ShmTransport::ring(HomeSegment& home) {
   // The exchange lets one ringer pay for the system call; the sleeper re-arms when it sleeps again.
-  if (home.bell.armed.load(std::memory_order_relaxed) != 0 && home.bell.armed.exchange(0, std::memory_order_acq_rel) != 0) {
+  if (home.bell.armed.load(std::memory_order_relaxed) != 0 &&
+      home.bell.armed.exchange(0, std::memory_order_acq_rel) != 0) {
     home.bell.ticket.fetch_add(1, std::memory_order_release);
     futex_wake(&home.bell.ticket, 1, FutexScope::kShared);
   }

@@ -64,7 +64,8 @@ class ShmTransport final : public Transport {
   bool copy_direct(Outgoing& link, const WorkRequest& request, const WorkRequest* next);
   bool copy_attached(Outgoing& link, const WorkRequest& request);
   uint32_t post_messages(Outgoing& link, std::span<const WorkRequest> requests);
-  bool post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next, uint32_t* completed);
+  bool post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next,
+                uint32_t* completed);
   bool has_room(Outgoing& link, RailQueue& rail);
   bool room_for_imm(Outgoing& link, RailQueue& rail, uint32_t wire);
   void add_imm(RailQueue& rail, uint32_t wire);
@@ -104,16 +105,16 @@ class ShmTransport final : public Transport {
   std::shared_ptr<MemoryMap> home_map_;
   HomeSegment* home_;
   RegionTable regions_;
-  std::mutex links_mutex_; // guards the shape of incoming_ against is_region_quiet; the progress holder reads without
+  std::mutex links_mutex_;  // guards the shape of incoming_ against is_region_quiet; the progress holder reads without
   std::vector<std::unique_ptr<Incoming>> incoming_;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
-  Outgoing* hazardous_ = nullptr; // the one link with a hazard set,
-  uint32_t hazard_polls_ = 0;     // and for how many polls already
-  std::vector<HomeSegment*> unrung_; // of peers that have news since the last ring_all()
-  bool streamed_ = false; // streaming stores since the last copy_fence()
+  Outgoing* hazardous_ = nullptr;     // the one link with a hazard set,
+  uint32_t hazard_polls_ = 0;         // and for how many polls already
+  std::vector<HomeSegment*> unrung_;  // of peers that have news since the last ring_all()
+  bool streamed_ = false;             // streaming stores since the last copy_fence()
   uint64_t next_link_id_ = 1;
   bool closed_ = false;
-  std::unique_ptr<Control> control_; // last: its thread uses the above
+  std::unique_ptr<Control> control_;  // last: its thread uses the above
 };
 
 }  // namespace crossrail::shm
