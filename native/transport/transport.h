@@ -83,7 +83,7 @@ class Sink {
   // A message arrived. kHold: keep it and offer it again at the next poll.
   virtual Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
   virtual void on_link_up(Link& link) = 0;
-  // The peer is gone. Everything posted on the link has been retired before; the link is deleted after the call.
+  // The peer is gone: post no more. Everything still posted on the link is retired next, then the link is deleted.
   // orderly: the peer's engine was closed, not killed.
   virtual void on_link_down(Link& link, const std::string& reason, bool orderly) = 0;
   virtual void on_link_frozen(Link& link, bool frozen, const std::string& detail) = 0;

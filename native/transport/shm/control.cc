@@ -336,9 +336,7 @@ void Control::accept_all() {
             .text = "refused a connection of user " + std::to_string(credentials.uid)});
       continue;
     }
-    const auto strangers = std::count_if(connections_.begin(), connections_.end(),
-                                         [](const auto& item) { return item.second->accepted && !item.second->up; });
-    if (static_cast<size_t>(strangers) >= kStrangersMax) continue;  // the newcomer sees a reset and may come again
+    make_room_for_stranger();
     Connection& connection = add_connection(std::move(fd));
     connection.accepted = true;
     connection.connected = true;
@@ -348,6 +346,17 @@ void Control::accept_all() {
     epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), &event);
     watch_process(connection);
   }
+}
+
+// Who has said nothing for longest goes: sockets that only occupy places must not keep peers out.
+void Control::make_room_for_stranger() {
+  size_t strangers = 0;
+  Connection* oldest = nullptr;
+  for (auto& [token, connection] : connections_) {  // in the order they came
+    if (!connection->accepted || connection->up || connection->lost) continue;
+    if (strangers++ == 0) oldest = connection.get();
+  }
+  if (strangers >= kStrangersMax) lose(*oldest, "too many connections that say nothing");
 }
 
 void Control::on_readable(Connection& connection) {

@@ -84,6 +84,7 @@ class Control {
   void handle_command(Command& command);
   void start_connect(Connection& connection);
   void accept_all();
+  void make_room_for_stranger();
   void on_readable(Connection& connection);
   void on_message(Connection& connection, std::span<const uint8_t> bytes, std::vector<Fd> fds);
   void on_hello(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds);

@@ -266,7 +266,8 @@ uint32_t ShmTransport::post_messages(Outgoing& link, std::span<const WorkRequest
     if (!has_room(link, link.messages)) break;
     std::byte* block = writer.reserve(request.length_bytes, &stage_at);
     if (block == nullptr) break;
-    std::memcpy(block, request.local, request.length_bytes);
+    if (request.length_bytes > 0)
+      std::memcpy(block, request.local, request.length_bytes);  // null is no source, even of 0
     InFlight& slot = inflight_slot(link.messages);
     slot = {request.context, request.length_bytes, writer.stage_head(), 1, true, Status::kDone};
     ++link.messages.staged_inflight;

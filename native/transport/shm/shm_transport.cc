@@ -164,9 +164,9 @@ uint32_t ShmTransport::handle_control() {
         break;
       case ControlEvent::Kind::kOutDown:
         if (Outgoing* link = find_outgoing(event.link_id)) {
+          sink_->on_link_down(*link, event.text, event.orderly);
           flush_link(*link, Status::kPeerLost, event.text);
           ring_all();  // its home is in the list
-          sink_->on_link_down(*link, event.text, event.orderly);
           std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == link; });
         }
         break;
