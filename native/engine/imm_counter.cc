@@ -27,8 +27,8 @@ bool ImmCounter::try_consume(uint64_t count) {
 bool ImmCounter::take(uint64_t needed) {
   uint64_t units = units_.load(std::memory_order_seq_cst);
   while (units >= needed) {
-    // acq_rel, seq_cst when it fails: what the writers put in memory before their immediates is visible to who took them.
-    if (units_.compare_exchange_weak(units, units - needed, std::memory_order_acq_rel, std::memory_order_seq_cst))
+    // What the writers put in memory before their immediates is visible to who took them.
+    if (units_.compare_exchange_weak(units, units - needed, std::memory_order_seq_cst))
       return true;
   }
   return false;

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -181,7 +182,8 @@ class CallbackThread:
         try:
             handler.call()
         except BaseException:
-            log.exception("engine %r: a callback raised; the engine goes on", self._name)
+            # As text: a log handler that keeps the exception would keep its frames, and with them the engine.
+            log.error("engine %r: a callback raised; the engine goes on\n%s", self._name, traceback.format_exc())
 
     def __del__(self) -> None:
         if self._thread is not None and self._pid == os.getpid():
