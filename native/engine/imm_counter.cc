@@ -28,8 +28,7 @@ bool ImmCounter::take(uint64_t needed) {
   uint64_t units = units_.load(std::memory_order_seq_cst);
   while (units >= needed) {
     // What the writers put in memory before their immediates is visible to who took them.
-    if (units_.compare_exchange_weak(units, units - needed, std::memory_order_seq_cst))
-      return true;
+    if (units_.compare_exchange_weak(units, units - needed, std::memory_order_seq_cst)) return true;
   }
   return false;
 }
