@@ -2,9 +2,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
@@ -14,14 +16,12 @@ namespace crossrail::bindings {
 
 namespace {
 
-const char* transport_name(TransportKind kind) {
-  switch (kind) {
-    case TransportKind::kShm:
-      return "shm";
-    case TransportKind::kNull:
-      return "null";
+std::vector<TransportKind> kinds_of(const Address& address) {
+  std::vector<TransportKind> kinds;
+  for (const TransportKind kind : {TransportKind::kShm, TransportKind::kNull, TransportKind::kTcp}) {
+    if (address.has(kind)) kinds.push_back(kind);
   }
-  return "invalid";
+  return kinds;
 }
 
 // Any 64 of an incarnation's 128 random bits are as good as a hash.
@@ -52,10 +52,22 @@ AddressHandle parse_address(const std::string& text) {
   return decode_address(nb::borrow<nb::bytes>(bytes));
 }
 
+// "shm x 2", "shm x 1, tcp x 2 (10.0.0.1:4711, 10.0.1.1:4711)"
+std::string rails_text(const Address& address) {
+  std::string text;
+  for (const TransportKind kind : kinds_of(address)) {
+    text += (text.empty() ? "" : ", ") + std::string(transport_name(kind)) + " x " +
+            std::to_string(address.rail_count_on(kind));
+  }
+  std::string endpoints;
+  for (const Endpoint& endpoint : address.endpoints)
+    endpoints += (endpoints.empty() ? " (" : ", ") + crossrail::to_text(endpoint);
+  return endpoints.empty() ? text : text + endpoints + ")";
+}
+
 std::string represent(const Address& address) {
-  return "<Address '" + address.name + "' pid " + std::to_string(address.pid) + ", " +
-         transport_name(address.transport) + " x " + std::to_string(address.rail_count) + ", incarnation " +
-         to_hex(address.incarnation).substr(0, 8) + ">";
+  return "<Address '" + address.name + "' pid " + std::to_string(address.pid) + ", " + rails_text(address) +
+         ", incarnation " + to_hex(address.incarnation).substr(0, 8) + ">";
 }
 
 std::string represent(const RegionDescriptor& descriptor) {
@@ -100,10 +112,31 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
       .def_prop_ro(
           "pid", [](const AddressHandle& self) { return self.value->pid; },
           "Process of the engine, in its own pid namespace.")
-      .def_prop_ro("rails", [](const AddressHandle& self) { return self.value->rail_count; })
       .def_prop_ro(
-          "transport", [](const AddressHandle& self) { return transport_name(self.value->transport); },
-          nb::sig("def transport(self) -> str"));
+          "rails",
+          [](const AddressHandle& self) {
+            uint32_t most = 1;
+            for (const TransportKind kind : kinds_of(*self.value))
+              most = std::max(most, self.value->rail_count_on(kind));
+            return most;
+          },
+          "How many it has, on the transport where it has most.")
+      .def_prop_ro(
+          "transports",
+          [](const AddressHandle& self) {
+            nb::list names;
+            for (const TransportKind kind : kinds_of(*self.value)) names.append(transport_name(kind));
+            return nb::tuple(names);
+          },
+          nb::sig("def transports(self) -> tuple[str, ...]"), "By what it can be reached.")
+      .def_prop_ro(
+          "endpoints",
+          [](const AddressHandle& self) {
+            nb::list texts;
+            for (const Endpoint& endpoint : self.value->endpoints) texts.append(crossrail::to_text(endpoint));
+            return nb::tuple(texts);
+          },
+          nb::sig("def endpoints(self) -> tuple[str, ...]"), "Where its tcp rails listen, as 'ip:port'.");
 }
 
 }  // namespace

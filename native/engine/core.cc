@@ -8,6 +8,7 @@
 #include <chrono>
 #include <set>
 
+#include "transport/identity.h"
 #include "util/errors.h"
 
 namespace crossrail {
@@ -48,7 +49,7 @@ uint64_t register_core(EngineCore* core) {
 }
 
 TransportOptions transport_options(const EngineOptions& options) {
-  return {.name = options.name,
+  return {.identity = make_identity(options.name, transport_bit(options.transport), options.rail_count),
           .rail_count = options.rail_count,
           .message_bytes_max = options.message_bytes_max,
           .connect_timeout_ns = options.connect_timeout_ns,
@@ -150,7 +151,6 @@ void EngineCore::worker_main() {
   uint64_t moves_seen = 0;
   uint32_t quiet_sleeps = 0;  // in a row during which nothing moved
   while (!stopping_.load(std::memory_order_acquire)) {
-    uint32_t ticket = transport_->ticket();
     const bool wanted = guests_.load(std::memory_order_relaxed) != 0;
     if (wanted && !progress_lock_.is_locked()) {
       std::this_thread::yield();  // a guest is about to enter, or to go
@@ -159,14 +159,13 @@ void EngineCore::worker_main() {
     // When somebody else holds the lock, its leave() rings us if it leaves work behind: sleep.
     if (!wanted && try_enter()) {
       drive_until_idle();
-      ticket = transport_->ticket();
       transport_->arm();
       const bool work = has_work();
       if (work) transport_->disarm();
       progress_lock_.unlock();
       if (work || !transport_->is_armed() || guests_.load(std::memory_order_relaxed) != 0) continue;
     }
-    // After the last look at the ticket: close() sets the flag, then rings.
+    // close() sets the flag, then rings.
     if (stopping_.load(std::memory_order_acquire)) break;
     bump(counters_.sleeps);
     // While anybody drives, look again now and then, so that frozen peers are noticed; when nothing has happened for a
@@ -176,7 +175,7 @@ void EngineCore::worker_main() {
     moves_seen = moves;
     sleeps_for_good_.store(quiet_sleeps > kQuietSleepsMax, std::memory_order_seq_cst);
     const bool for_good = quiet_sleeps > kQuietSleepsMax && inflight() == 0;
-    transport_->sleep(ticket, for_good ? kNoDeadline : now_ns() + kLookAgainNs);
+    sleep_rung(for_good ? kNoDeadline : now_ns() + kLookAgainNs);
     sleeps_for_good_.store(false, std::memory_order_relaxed);
   }
 }

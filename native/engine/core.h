@@ -22,10 +22,12 @@
 
 #include "engine/engine.h"
 #include "engine/imm_table.h"
+#include "engine/region_ids.h"
 #include "engine/transfer_pool.h"
 #include "engine/transfer_work.h"
 #include "engine/watcher_thread.h"
 #include "transport/open.h"
+#include "transport/sleep.h"
 #include "util/mpsc_queue.h"
 #include "util/spinlock.h"
 
@@ -99,6 +101,7 @@ class EngineCore final : public Sink {
 
   TransferPool& transfers() { return transfers_; }
   Transport& transport() { return *transport_; }
+  RegionIds& region_ids() { return region_ids_; }
 
  private:
   friend class Engine;
@@ -112,6 +115,10 @@ class EngineCore final : public Sink {
   uint32_t round();
   bool has_work();
   void drain_after_close();
+  void sleep_rung(Deadline deadline) {
+    Transport* const transport = transport_.get();
+    sleep_on({&transport, 1}, deadline);
+  }
 
   // --- posting (posting.cc), progress holder ---
   uint32_t take_submits();
@@ -141,6 +148,7 @@ class EngineCore final : public Sink {
   MpscQueue<Transfer*> submits_;
   ImmTable imms_;
   std::shared_ptr<WatcherThread> watchers_;
+  RegionIds region_ids_;
 
   // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
   SpinLock progress_lock_;
@@ -250,7 +258,6 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     if (now < spin_until) continue;
     // Idle for long enough: sleep.
     const Deadline until = std::min(deadline, next_interrupt);
-    const uint32_t ticket = transport_->ticket();
     if (holding) {
       leave();
       holding = false;
@@ -258,7 +265,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
     if (manual) {
       // Nobody else drives: sleep where the worker would, and look again soon in case another waiter took our ring.
-      if (!ready() && !closed()) transport_->sleep(ticket, std::min(until, now + 1'000'000));
+      if (!ready() && !closed()) sleep_rung(std::min(until, now + 1'000'000));
     } else {
       sleep(until);
     }

@@ -196,7 +196,8 @@ RegionRef Engine::register_memory(void* base, uint64_t length_bytes, Access acce
   if (length_bytes == 0) throw UsageError("the buffer is empty: a region has at least one byte");
   if (length_bytes > (uint64_t{1} << 48))
     throw UsageError("the buffer's length " + text(length_bytes) + " exceeds 2**48");
-  auto local = core_->transport_->register_memory(static_cast<std::byte*>(base), length_bytes, access);
+  const uint64_t id = core_->region_ids_.draw();
+  auto local = core_->transport_->register_memory(id, static_cast<std::byte*>(base), length_bytes, access);
   core_->region_made();
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), access));
 }
@@ -205,7 +206,8 @@ RegionRef Engine::alloc(uint64_t length_bytes, bool populate) {
   core_->check_usable();
   if (length_bytes == 0) throw UsageError("nbytes = 0: a region has at least one byte");
   if (length_bytes > (uint64_t{1} << 48)) throw UsageError("nbytes = " + text(length_bytes) + " exceeds 2**48");
-  auto local = core_->transport_->allocate(length_bytes, populate);
+  const uint64_t id = core_->region_ids_.draw();
+  auto local = core_->transport_->allocate(id, length_bytes, populate);
   core_->region_made();
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite));
 }
@@ -213,7 +215,7 @@ RegionRef Engine::alloc(uint64_t length_bytes, bool populate) {
 RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
   core_->check_usable();
   const Address& own = address();
-  if (descriptor.owner.transport != own.transport)
+  if ((descriptor.owner.transports & own.transports) == 0)
     throw UsageError("the region descriptor is of another transport than this engine");
   const PeerRef owner = peer(descriptor.owner);
   std::lock_guard lock(core_->tables_mutex_);
@@ -232,7 +234,7 @@ RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
 PeerRef Engine::peer(const Address& peer_address) {
   core_->check_usable();
   const Address& own = address();
-  if (peer_address.transport != own.transport)
+  if ((peer_address.transports & own.transports) == 0)
     throw UsageError("peer '" + peer_address.name + "' is on another transport than this engine");
   if (peer_address.host != own.host) {
     throw UsageError("peer '" + peer_address.name +
@@ -273,14 +275,7 @@ std::vector<PeerRef> Engine::peers() const {
 PeerExplanation Engine::explain(Peer& peer) {
   core_->check_usable();
   PeerExplanation explanation = core_->explain(peer);
-  switch (address().transport) {
-    case TransportKind::kShm:
-      explanation.transport = "shm";
-      break;
-    case TransportKind::kNull:
-      explanation.transport = "null";
-      break;
-  }
+  explanation.transport = transport_name(options().transport);
   const uint32_t rails = options().rail_count;
   for (uint32_t rail = 0; rail < rails; ++rail)
     explanation.rails.push_back({rail, peer_rail(rail, rails, peer.address().rail_count)});

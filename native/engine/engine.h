@@ -109,8 +109,6 @@ class PeerGroup : public RefCounted<PeerGroup> {
 };
 using PeerGroupRef = Ref<PeerGroup>;
 
-inline constexpr uint32_t kAnyRail = ~0u;
-
 // Contiguous range, `length_bytes` from src.base + src_offset to dst.base + dst_offset. Counts 1 if it carries an
 // immediate. Zero length is allowed: only the immediate travels.
 struct WriteRequest {

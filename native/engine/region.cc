@@ -27,6 +27,8 @@ Region::~Region() {
     local_.release();  // its locks may be held for ever in this process
     return;
   }
+  local_.reset();
+  engine_->core().region_ids().give_back(id());
   engine_->core().region_gone();
 }
 

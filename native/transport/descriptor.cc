@@ -1,5 +1,8 @@
 #include "transport/descriptor.h"
 
+#include <arpa/inet.h>
+
+#include <algorithm>
 #include <string_view>
 
 #include "util/codec.h"
@@ -11,9 +14,11 @@ namespace {
 
 constexpr uint32_t kAddressMagic = 0x41415258;     // "XRAA"
 constexpr uint32_t kDescriptorMagic = 0x44525258;  // "XRRD"
-constexpr uint16_t kVersion = 1;
+constexpr uint16_t kVersion = 2;
 constexpr size_t kNameBytesMax = 64;
-constexpr size_t kEncodedBytesMax = 512;
+constexpr size_t kEncodedBytesMax = 1024;
+// magic, version, checksum; transports, incarnation, two texts, net, pid, rails; endpoints; id, length, access
+static_assert(10 + (4 + 16 + 2 * (1 + kNameBytesMax) + 8 + 4 + 1) + (1 + kRailsMax * 24) + 17 <= kEncodedBytesMax);
 
 // FNV-1a: catches truncation and flipped bits; it is no defence against an attacker, and none is needed: the fields are
 // checked one by one.
@@ -70,35 +75,77 @@ Reader open_sealed(const char* what, uint32_t magic, std::span<const uint8_t> by
   return reader;
 }
 
+constexpr size_t ip_bytes(uint8_t family) { return family == 4 ? 4 : 16; }
+
+void put_endpoint(Writer& writer, const Endpoint& endpoint) {
+  writer.put(endpoint.family);
+  writer.put_bytes(std::span(endpoint.ip).first(ip_bytes(endpoint.family)));
+  writer.put(endpoint.port);
+  writer.put(endpoint.prefix_bits);
+  writer.put(endpoint.speed_mbps);
+}
+
+Endpoint get_endpoint(const char* what, Reader& reader) {
+  Endpoint endpoint;
+  endpoint.family = reader.get<uint8_t>();
+  if (reader.ok() && endpoint.family != 4 && endpoint.family != 6) {
+    malformed(what, "address family " + std::to_string(endpoint.family) + " of an endpoint is neither 4 nor 6");
+  }
+  reader.get_bytes(std::span(endpoint.ip).first(ip_bytes(endpoint.family)));
+  endpoint.port = reader.get<uint16_t>();
+  endpoint.prefix_bits = reader.get<uint8_t>();
+  endpoint.speed_mbps = reader.get<uint32_t>();
+  if (!reader.ok()) malformed(what, "they end too early");
+  if (endpoint.port == 0) malformed(what, "an endpoint has port 0");
+  if (endpoint.prefix_bits > 8 * ip_bytes(endpoint.family)) {
+    malformed(what, "prefix of " + std::to_string(endpoint.prefix_bits) + " bits of an endpoint is too long");
+  }
+  if (std::ranges::all_of(endpoint.ip, [](uint8_t byte) { return byte == 0; })) {
+    malformed(what, "an endpoint has the unspecified address");
+  }
+  return endpoint;
+}
+
 void put_address(Writer& writer, const Address& address) {
-  writer.put(static_cast<uint8_t>(address.transport));
+  writer.put(address.transports);
   writer.put_bytes(address.incarnation);
   writer.put_text(address.name);
   writer.put_text(address.host);
+  writer.put(address.net);
   writer.put(address.pid);
   writer.put(address.rail_count);
+  writer.put(static_cast<uint8_t>(address.endpoints.size()));
+  for (const Endpoint& endpoint : address.endpoints) put_endpoint(writer, endpoint);
 }
 
 Address get_address(const char* what, Reader& reader) {
   Address address;
-  const auto transport = reader.get<uint8_t>();
+  address.transports = reader.get<uint32_t>();
   reader.get_bytes(address.incarnation);
   address.name = reader.get_text();
   address.host = reader.get_text();
+  address.net = reader.get<uint64_t>();
   address.pid = reader.get<uint32_t>();
   address.rail_count = reader.get<uint8_t>();
+  const uint32_t endpoints = reader.get<uint8_t>();
   if (!reader.ok()) malformed(what, "they end too early");
-  if (transport != static_cast<uint8_t>(TransportKind::kShm) &&
-      transport != static_cast<uint8_t>(TransportKind::kNull)) {
-    malformed(what, "transport kind " + std::to_string(transport) + " is unknown to this build");
+  if (const uint32_t unknown = address.transports & ~kAllTransports; unknown != 0) {
+    malformed(what, "the set of transports " + std::to_string(address.transports) +
+                        " names some that are unknown to this build; use the same crossrail release on both sides");
   }
-  address.transport = static_cast<TransportKind>(transport);
+  if (address.transports == 0) malformed(what, "they name no transport");
   if (address.name.empty() || address.name.size() > kNameBytesMax) malformed(what, "engine name is empty or too long");
   if (!is_utf8(address.name) || !is_utf8(address.host)) malformed(what, "a name in them is not UTF-8");
   if (address.host.size() > kNameBytesMax) malformed(what, "host identity is too long");
   if (address.rail_count < 1 || address.rail_count > kRailsMax) {
     malformed(what, "rail count " + std::to_string(address.rail_count) + " is not in 1..16");
   }
+  if (endpoints > kRailsMax) malformed(what, std::to_string(endpoints) + " endpoints, at most 16 expected");
+  if ((endpoints != 0) != address.has(TransportKind::kTcp)) {
+    malformed(what, std::to_string(endpoints) + " endpoints do not agree with its transports, " +
+                        transport_names(address.transports) + ": tcp has at least one, others none");
+  }
+  for (uint32_t i = 0; i < endpoints; ++i) address.endpoints.push_back(get_endpoint(what, reader));
   return address;
 }
 
@@ -114,6 +161,15 @@ std::string to_hex(std::span<const uint8_t> bytes) {
   }
   return text;
 }
+
+std::string to_text(const Endpoint& endpoint) {
+  char text[INET6_ADDRSTRLEN] = "?";
+  inet_ntop(endpoint.family == 4 ? AF_INET : AF_INET6, endpoint.ip.data(), text, sizeof text);
+  const std::string port = ":" + std::to_string(endpoint.port);
+  return endpoint.family == 4 ? text + port : "[" + std::string(text) + "]" + port;
+}
+
+bool same_host(const Address& a, const Address& b) { return a.host == b.host && a.net == b.net; }
 
 Bytes Address::encode() const {
   Writer writer;
@@ -164,6 +220,27 @@ RegionDescriptor RegionDescriptor::decode(std::span<const uint8_t> bytes) {
     malformed(kWhat, "length " + std::to_string(descriptor.length_bytes) + " is out of range");
   }
   return descriptor;
+}
+
+const char* transport_name(TransportKind kind) {
+  switch (kind) {
+    case TransportKind::kShm:
+      return "shm";
+    case TransportKind::kNull:
+      return "null";
+    case TransportKind::kTcp:
+      return "tcp";
+  }
+  return "?";
+}
+
+std::string transport_names(uint32_t transports) {
+  std::string names;
+  for (uint32_t kind = 1; kind <= kTransportKinds; ++kind) {
+    if ((transports >> kind & 1) == 0) continue;
+    names += (names.empty() ? "" : " and ") + std::string(transport_name(static_cast<TransportKind>(kind)));
+  }
+  return names.empty() ? "none" : names;
 }
 
 const char* status_name(Status status) {

@@ -19,19 +19,43 @@ using Bytes = std::vector<uint8_t>;
 using Incarnation = std::array<uint8_t, 16>;
 std::string to_hex(std::span<const uint8_t> bytes);
 
+// Where one tcp rail listens.
+struct Endpoint {
+  uint8_t family = 4;            // 4 or 6
+  std::array<uint8_t, 16> ip{};  // network order; IPv4 in the first four bytes, the rest zero
+  uint16_t port = 0;             // never 0 in an address that was given to peers
+  uint8_t prefix_bits = 0;       // of the network that the address was found in: 0..32 or 0..128
+  uint32_t speed_mbps = 0;       // of the interface, 0 unknown
+
+  bool operator==(const Endpoint&) const = default;
+};
+// "10.0.0.1:4711", "[::1]:80"
+std::string to_text(const Endpoint& endpoint);
+
 // Identity of one engine, and how to reach it.
 struct Address {
-  TransportKind transport = TransportKind::kShm;
+  uint32_t transports = 0;  // mask of transport_bit()s, at least one
   Incarnation incarnation{};
-  std::string name;        // 1..64 bytes of UTF-8, chosen by the user, need not be unique
-  std::string host;        // host identity: the kernel's boot id, so that "same host" can be told
-  uint32_t pid = 0;        // as seen in the engine's own pid namespace; for messages only
-  uint8_t rail_count = 1;  // 1..kRailsMax
+  std::string name;                 // 1..64 bytes of UTF-8, chosen by the user, need not be unique
+  std::string host;                 // host identity: the kernel's boot id, so that "same host" can be told
+  uint64_t net = 0;                 // inode of the network namespace, 0 unknown
+  uint32_t pid = 0;                 // as seen in the engine's own pid namespace; for messages only
+  uint8_t rail_count = 1;           // of shm and null: 1..kRailsMax
+  std::vector<Endpoint> endpoints;  // the rails of tcp: 1..kRailsMax with tcp, else none
+
+  bool has(TransportKind kind) const { return (transports & transport_bit(kind)) != 0; }
+  uint32_t rail_count_on(TransportKind kind) const {
+    return kind == TransportKind::kTcp ? static_cast<uint32_t>(endpoints.size()) : rail_count;
+  }
 
   Bytes encode() const;
   static Address decode(std::span<const uint8_t> bytes);
   bool operator==(const Address&) const = default;
 };
+
+// Whether shm can connect the two: one kernel, and one network namespace, since that is what abstract unix sockets are
+// named in.
+bool same_host(const Address& a, const Address& b);
 
 // A region of one engine as its peers see it.
 struct RegionDescriptor {

@@ -1,6 +1,7 @@
 #include "transport/identity.h"
 
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <fstream>
@@ -9,11 +10,12 @@
 
 namespace crossrail {
 
-Address make_address(TransportKind transport, const std::string& name, uint32_t rail_count) {
+Address make_identity(const std::string& name, uint32_t transports, uint32_t rail_count) {
   Address address;
-  address.transport = transport;
+  address.transports = transports;
   address.name = name;
   address.host = host_identity();
+  address.net = network_namespace();
   address.pid = static_cast<uint32_t>(getpid());
   address.rail_count = static_cast<uint8_t>(rail_count);
   if (getrandom(address.incarnation.data(), address.incarnation.size(), 0) !=
@@ -31,6 +33,12 @@ const std::string& host_identity() {
     return text.empty() ? std::string("unknown-host") : text.substr(0, 64);
   }();
   return identity;
+}
+
+uint64_t network_namespace() {
+  // The thread's, not the process's: threads may have entered another one, and sockets are made in the thread's.
+  struct stat found{};
+  return stat("/proc/thread-self/ns/net", &found) == 0 ? found.st_ino : 0;
 }
 
 }  // namespace crossrail

@@ -8,10 +8,14 @@
 
 namespace crossrail {
 
-// A fresh incarnation on this host. Throws TransportError when the kernel gives no random bytes.
-Address make_address(TransportKind transport, const std::string& name, uint32_t rail_count);
+// A fresh incarnation on this host, without endpoints yet. transports: mask of transport_bit()s. Throws TransportError
+// when the kernel gives no random bytes.
+Address make_identity(const std::string& name, uint32_t transports, uint32_t rail_count);
 
 // Identity of this host: the kernel's boot id. Containers of one host share it.
 const std::string& host_identity();
+
+// Inode of the calling thread's network namespace, 0 when /proc does not tell.
+uint64_t network_namespace();
 
 }  // namespace crossrail

@@ -2,6 +2,7 @@
 
 #include "transport/null/null_transport.h"
 #include "transport/shm/shm_transport.h"
+#include "util/errors.h"
 
 namespace crossrail {
 
@@ -11,6 +12,9 @@ std::unique_ptr<Transport> open_transport(TransportKind kind, const TransportOpt
       return std::make_unique<shm::ShmTransport>(options, sink);
     case TransportKind::kNull:
       return std::make_unique<NullTransport>(options, sink);
+    case TransportKind::kTcp:
+      throw TransportError("open", 0, "this build has no tcp transport",
+                           "use transport=\"shm\" between processes of one host");
   }
   return nullptr;
 }

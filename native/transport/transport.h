@@ -26,6 +26,8 @@ namespace crossrail {
 class Link {
  public:
   virtual ~Link() = default;
+  // Rails that this link can use now. Asked only when Traits::balances_rails: with one, cutting a write gains nothing.
+  virtual uint32_t lanes() const { return 1; }
   void* user = nullptr;  // the engine's Peer
 };
 
@@ -35,7 +37,7 @@ class LocalRegion {
   virtual ~LocalRegion() = default;
   std::byte* base = nullptr;
   uint64_t length_bytes = 0;
-  uint64_t id = 0;         // goes into the descriptor
+  uint64_t id = 0;         // the engine's, given at registration
   bool is_mapped = false;  // peers of this host can map it
 };
 
@@ -69,6 +71,9 @@ struct Traits {
   uint64_t message_bytes_max = 0;
   bool fifo_rails = false;  // on one rail of one link, a write's bytes and immediate land no earlier than those of
                             // the writes posted before it
+  // The transport spreads over its rails what is posted with kAnyRail; the engine names a rail only where the user did.
+  bool balances_rails = false;
+  uint64_t piece_bytes_min = 16 << 10;  // a piece for another rail is worth its overhead from here on
 };
 
 // What a transport tells the engine, from inside post() and poll(), on the progress holder.
@@ -108,9 +113,11 @@ class Transport {
   virtual const Traits& traits() const = 0;    // [any]
   virtual const Address& address() const = 0;  // [any]
 
-  // --- memory [any] ---
-  virtual std::unique_ptr<LocalRegion> register_memory(std::byte* base, uint64_t length_bytes, Access access) = 0;
-  virtual std::unique_ptr<LocalRegion> allocate(uint64_t length_bytes, bool populate) = 0;
+  // --- memory [any]. id: never used before in this incarnation; its slot (region_slot) is no other open region's ---
+  virtual std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
+                                                       Access access) = 0;
+  // Zeroed, page aligned; lives until the LocalRegion is destroyed.
+  virtual std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) = 0;
   // Refuses peers from now on.
   virtual void revoke_region(LocalRegion& region) = 0;
   // True when neither a peer nor our progress holder touches the revoked region any more.
@@ -127,7 +134,7 @@ class Transport {
   // --- data ---
   // Takes a prefix of `requests`, as many as there is room for. *completed: how many of the accepted are done already
   // (kDone) and are not retired through the sink. May call sink.on_retired for others. A sleeping peer may be woken only
-  // at the next poll() or arm().
+  // at the next poll() or arm(). rail: less than Traits::rail_count; or, with Traits::balances_rails, kAnyRail.
   virtual uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) = 0;
   // Moves everything that can move now. Returns how many things happened; 0 means idle.
   virtual uint32_t poll() = 0;
@@ -136,15 +143,22 @@ class Transport {
   // kCancelled through the sink. What the peer has begun runs to its end.
   virtual void withdraw(bool (*wanted)(void* context)) = 0;
 
-  // --- sleeping. A sleeper reads ticket(), arms, looks once more (has_arrivals), and sleeps; wake() ends the sleep ---
-  virtual uint32_t ticket() const = 0;  // [any]
+  // --- sleeping (transport/sleep.h), on several transports at once ---
+  // The progress holder arms each, looks once more (has_arrivals), gives up being the holder, and somebody sleeps until
+  // one of the wake_fd()s is readable. While armed, news make it readable, and it stays so until hush(): none is lost
+  // between arming and sleeping. While not armed it should keep quiet, except for wake_always().
   virtual void arm() = 0;
   virtual void disarm() = 0;
-  virtual bool is_armed() const = 0;  // [any]
+  virtual bool is_armed() const = 0;  // [any] armed, and nobody has rung since
   virtual bool has_arrivals() = 0;
-  virtual void sleep(uint32_t ticket, Deadline deadline) = 0;  // [any]
-  virtual void wake() = 0;                                     // [any] only costs a system call if somebody sleeps
-  virtual void wake_always() = 0;                              // [any]
+  // poll() wants to be called by then, whatever happens: heartbeats, timeouts. Asked after arm().
+  virtual Deadline next_timer() const { return kNoDeadline; }
+  virtual int wake_fd() const = 0;  // [any] the same for the transport's life
+  // [any] The sleeper found wake_fd() readable: makes it quiet until there are news again. False: there were none (an old
+  // ring, from when nobody slept), sleep on.
+  virtual bool hush() = 0;
+  virtual void wake() = 0;         // [any] only costs a system call if somebody sleeps
+  virtual void wake_always() = 0;  // [any]
 
   // Tells peers and stops own threads. Everything posted is retired (kEngineClosed) before it returns.
   virtual void close() = 0;
@@ -153,11 +167,17 @@ class Transport {
 };
 
 struct TransportOptions {
-  std::string name;
+  // Who the engine is, with what the transports opened before have added. Transport::address() is this and what this
+  // transport adds: tcp its endpoints.
+  Address identity;
   uint32_t rail_count = 1;
+  std::vector<std::string> rails;  // tcp: IP address or interface name of each rail; empty: rail_count default ones
+  uint16_t port = 0;               // tcp: 0 ephemeral; rails that share an IP address take port, port + 1, ...
+  std::string secret;              // tcp: both sides must know it; may be empty
+  int64_t peer_timeout_ns = 10'000'000'000;  // tcp: a peer that is silent for so long is lost
   uint64_t message_bytes_max = 0;
   int64_t connect_timeout_ns = 0;
-  int private_path = 0;  // 0 by measurement, 1 staged, 2 cross-memory attach
+  int private_path = 0;  // shm: 0 by measurement, 1 staged, 2 cross-memory attach
 };
 
 }  // namespace crossrail

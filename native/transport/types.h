@@ -16,8 +16,25 @@ inline constexpr uint32_t kNoImm = ~0u;
 inline constexpr uint32_t kUnitsPerCount = 48;
 
 inline constexpr uint32_t kRailsMax = 16;
+inline constexpr uint32_t kAnyRail = ~0u;
 
-enum class TransportKind : uint8_t { kShm = 1, kNull = 2 };
+enum class TransportKind : uint8_t { kShm = 1, kNull = 2, kTcp = 3 };
+inline constexpr uint32_t kTransportsMax = 4;  // of one engine at once
+inline constexpr uint32_t kTransportKinds = 3;
+const char* transport_name(TransportKind kind);
+
+// Sets of kinds are masks of these.
+constexpr uint32_t transport_bit(TransportKind kind) { return 1u << static_cast<uint32_t>(kind); }
+inline constexpr uint32_t kAllTransports =
+    transport_bit(TransportKind::kShm) | transport_bit(TransportKind::kNull) | transport_bit(TransportKind::kTcp);
+// "shm and tcp"; "none" for the empty set.
+std::string transport_names(uint32_t transports);
+
+// Region ids: generation << 16 | slot, generation > 0. Drawn by the engine (engine/region_ids.h), the same in all of its
+// transports, never twice in one incarnation. Slots are for tables; two open regions never share one.
+inline constexpr uint32_t kRegionSlotBits = 16;
+inline constexpr uint32_t kRegionSlots = 1u << kRegionSlotBits;
+constexpr uint32_t region_slot(uint64_t region_id) { return static_cast<uint32_t>(region_id & (kRegionSlots - 1)); }
 
 // What a remote engine may do to a region.
 enum class Access : uint8_t {

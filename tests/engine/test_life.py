@@ -27,7 +27,7 @@ def test_engine_says_who_it_is(open_engine: EngineFactory) -> None:
     assert engine.rails == 3
     assert engine.closed is False
     assert engine.address.name == "worker 7"
-    assert (engine.address.rails, engine.address.transport, engine.address.pid) == (3, "shm", os.getpid())
+    assert (engine.address.rails, engine.address.transports, engine.address.pid) == (3, ("shm",), os.getpid())
     assert "worker 7" in repr(engine)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
+from tests.support import sealing
 
 
 def test_address_survives_bytes_text_and_pickle(engine: xr.Engine) -> None:
@@ -29,6 +30,18 @@ def test_address_says_whose_it_is(open_engine: EngineFactory) -> None:
     assert len(bytes.fromhex(address.incarnation)) == 16
     assert "worker 7" in repr(address)
     assert str(address) == address.to_bytes().hex()
+
+
+def test_address_with_endpoints_shows_them() -> None:
+    data = sealing.make_address(transports=sealing.SHM | sealing.TCP, endpoints=sealing.ENDPOINTS)
+    address = xr.Address.from_bytes(data)
+
+    assert address.transports == ("shm", "tcp")
+    assert address.endpoints == ("10.0.0.1:4711", "[::1]:80")
+    assert address.rails == 2
+    for word in ("shm x 1", "tcp x 2", "10.0.0.1:4711", "[::1]:80"):
+        assert word in repr(address)
+    assert address.to_bytes() == data
 
 
 def test_addresses_of_two_engines_differ(open_engine: EngineFactory) -> None:

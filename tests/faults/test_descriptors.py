@@ -56,7 +56,27 @@ def test_another_version_is_rejected_with_advice(encoded: tuple[str, bytes]) -> 
 
 def test_an_unknown_transport_is_rejected(encoded: tuple[str, bytes]) -> None:
     kind, data = encoded
-    rejected(kind, sealing.with_transport(data, 99), "transport", "99")
+    rejected(kind, sealing.with_transports(data, sealing.SHM | 1 << 17), "transport", str(sealing.SHM | 1 << 17))
+    rejected(kind, sealing.with_transports(data, 0), "no transport")
+
+
+@pytest.mark.parametrize(
+    ("transports", "endpoints", "words"),
+    [
+        (sealing.TCP, [], ["0 endpoints", "tcp"]),
+        (sealing.SHM, sealing.ENDPOINTS, ["2 endpoints", "shm"]),
+        (sealing.TCP, [sealing.make_endpoint()] * 17, ["17 endpoints", "16"]),
+        (sealing.TCP, [sealing.make_endpoint(family=5)], ["family 5"]),
+        (sealing.TCP, [sealing.make_endpoint(port=0)], ["port 0"]),
+        (sealing.TCP, [sealing.make_endpoint(bytes(4))], ["unspecified"]),
+        (sealing.TCP, [sealing.make_endpoint(bytes(16))], ["unspecified"]),
+        (sealing.TCP, [sealing.make_endpoint(prefix_bits=33)], ["33 bits"]),
+        (sealing.TCP, [sealing.make_endpoint(b"\1" * 16, prefix_bits=129)], ["129 bits"]),
+    ],
+)
+def test_endpoints_that_make_no_sense_are_rejected(transports: int, endpoints: list[bytes], words: list[str]) -> None:
+    rejected("address", sealing.make_address(transports=transports, endpoints=endpoints), *words)
+    rejected("descriptor", sealing.make_descriptor(transports=transports, endpoints=endpoints), *words)
 
 
 def test_one_kind_is_not_taken_for_the_other(engine: xr.Engine) -> None:
@@ -181,7 +201,7 @@ def test_address_with_other_rails_than_the_engine_has_does_no_harm(
     there = spawn_peer().open(rails=1)
     remote = there.memory(1000)
     data = remote.descriptor.to_bytes()
-    rails_at = len(data) + sealing.REGION_ID_AT - 1
+    rails_at = len(data) + sealing.REGION_ID_AT - 2  # behind it only the number of endpoints, 0
     forged = xr.RegionDescriptor.from_bytes(sealing.with_bytes(data, rails_at, b"\x10"))
 
     try:

@@ -15,8 +15,9 @@ EXAMPLES = 300 * SECONDS
 
 pytestmark = pytest.mark.timeout(60 + 5 * SECONDS)
 
-ADDRESS = sealing.make_address(rails=5)
-DESCRIPTOR = sealing.make_descriptor(rails=5)
+REACH = {"rails": 5, "transports": sealing.SHM | sealing.TCP, "endpoints": sealing.ENDPOINTS}
+ADDRESS = sealing.make_address(**REACH)
+DESCRIPTOR = sealing.make_descriptor(**REACH)
 
 
 @settings(max_examples=EXAMPLES)

@@ -12,8 +12,12 @@ RegionDescriptor sample() {
   RegionDescriptor descriptor;
   descriptor.owner.name = "decoder-3";
   descriptor.owner.host = "4b1d";
+  descriptor.owner.net = 4026531840;
   descriptor.owner.pid = 4711;
   descriptor.owner.rail_count = 4;
+  descriptor.owner.transports = transport_bit(TransportKind::kShm) | transport_bit(TransportKind::kTcp);
+  descriptor.owner.endpoints = {{.family = 4, .ip = {10, 0, 0, 1}, .port = 4711, .prefix_bits = 24, .speed_mbps = 1000},
+                                {.family = 6, .ip = {0xfe, 0x80}, .port = 80, .prefix_bits = 128}};
   for (uint8_t i = 0; i < 16; ++i) descriptor.owner.incarnation[i] = i;
   descriptor.region_id = 0x10003;
   descriptor.length_bytes = (uint64_t{1} << 40) + 1;

@@ -1,16 +1,19 @@
 """Forged addresses and descriptors: their wire form taken apart and sealed again, as a faulty peer might.
 
-Layout (native/transport/descriptor.cc): magic u32, version u16, transport u8, incarnation 16 bytes, name and host each
-with a length byte, pid u32, rails u8; for a descriptor then region id u64, length u64, access u8; at the end a 32-bit
+Layout (native/transport/descriptor.cc): magic u32, version u16, transports u32 (mask), incarnation 16 bytes, name and host
+each with a length byte, network namespace u64, pid u32, rails u8, number of endpoints u8, endpoints (family u8, ip of 4 or
+16 bytes, port u16, prefix u8, speed u32); for a descriptor then region id u64, length u64, access u8; at the end a 32-bit
 FNV-1a of all before it. Little-endian.
 """
 
 import struct
+from collections.abc import Sequence
 
 CHECKSUM_BYTES = 4
 VERSION_AT = 4
-TRANSPORT_AT = 6
-NAME_AT = 23
+TRANSPORTS_AT = 6
+NAME_AT = 26
+SHM, NULL, TCP = 1 << 1, 1 << 2, 1 << 3
 # Counted from the end, the checksum included.
 REGION_ID_AT = -21
 LENGTH_AT = -13
@@ -34,19 +37,37 @@ def resealed(data: bytes) -> bytes:
     return sealed(data[:-CHECKSUM_BYTES])
 
 
-def make_address(name: bytes = b"made up", rails: int = 1) -> bytes:
-    return sealed(b"XRAA" + _address_body(name, rails))
+def make_endpoint(ip: bytes = bytes([10, 0, 0, 1]), port: int = 4711, prefix_bits: int = 24, family: int = 0) -> bytes:
+    family = family or {4: 4, 16: 6}[len(ip)]
+    return bytes([family]) + ip + struct.pack("<HBI", port, prefix_bits, 100_000)
 
 
-def make_descriptor(name: bytes = b"made up", rails: int = 1, nbytes: int = 4096) -> bytes:
-    return sealed(b"XRRD" + _address_body(name, rails) + struct.pack("<QQB", 5, nbytes, 3))
+ENDPOINTS = (make_endpoint(), make_endpoint(bytes(15) + b"\1", 80, 128))
 
 
-def _address_body(name: bytes, rails: int) -> bytes:
+def make_address(
+    name: bytes = b"made up", rails: int = 1, transports: int = SHM, endpoints: Sequence[bytes] = ()
+) -> bytes:
+    return sealed(b"XRAA" + _address_body(name, rails, transports, endpoints))
+
+
+def make_descriptor(
+    name: bytes = b"made up",
+    rails: int = 1,
+    nbytes: int = 4096,
+    transports: int = SHM,
+    endpoints: Sequence[bytes] = (),
+) -> bytes:
+    body = _address_body(name, rails, transports, endpoints)
+    return sealed(b"XRRD" + body + struct.pack("<QQB", 5, nbytes, 3))
+
+
+def _address_body(name: bytes, rails: int, transports: int, endpoints: Sequence[bytes]) -> bytes:
     host = b"a host"
     incarnation = bytes(range(16))
     texts = bytes([len(name)]) + name + bytes([len(host)]) + host
-    return struct.pack("<HB", 1, 1) + incarnation + texts + struct.pack("<IB", 4711, rails)
+    numbers = struct.pack("<QIBB", 4026531840, 4711, rails, len(endpoints))
+    return struct.pack("<HI", 2, transports) + incarnation + texts + numbers + b"".join(endpoints)
 
 
 def with_bytes(data: bytes, at: int, new: bytes) -> bytes:
@@ -71,5 +92,5 @@ def with_version(data: bytes, version: int) -> bytes:
     return with_bytes(data, VERSION_AT, struct.pack("<H", version))
 
 
-def with_transport(data: bytes, transport: int) -> bytes:
-    return with_bytes(data, TRANSPORT_AT, bytes([transport]))
+def with_transports(data: bytes, transports: int) -> bytes:
+    return with_bytes(data, TRANSPORTS_AT, struct.pack("<I", transports))

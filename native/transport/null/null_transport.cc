@@ -5,9 +5,7 @@
 
 #include <algorithm>
 
-#include "transport/identity.h"
 #include "util/errors.h"
-#include "util/futex.h"
 
 namespace crossrail {
 
@@ -32,22 +30,23 @@ NullTransport::NullTransport(const TransportOptions& options, Sink* sink)
               .slice_bytes_max = uint64_t{1} << 30,
               .message_bytes_max = options.message_bytes_max,
               .fifo_rails = true},
-      address_(make_address(TransportKind::kNull, options.name, options.rail_count)),
+      address_(options.identity),
       queue_(kQueueEntries) {}
 
-std::unique_ptr<LocalRegion> NullTransport::register_memory(std::byte* base, uint64_t length_bytes, Access) {
+std::unique_ptr<LocalRegion> NullTransport::register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
+                                                            Access) {
   auto region = std::make_unique<NullRegion>();
   region->base = base;
   region->length_bytes = length_bytes;
-  region->id = next_region_.fetch_add(1, std::memory_order_relaxed);
+  region->id = id;
   return region;
 }
 
-std::unique_ptr<LocalRegion> NullTransport::allocate(uint64_t length_bytes, bool populate) {
+std::unique_ptr<LocalRegion> NullTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (populate ? MAP_POPULATE : 0);
   void* memory = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
   if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate " + std::to_string(length_bytes) + " bytes");
-  auto region = register_memory(static_cast<std::byte*>(memory), length_bytes, Access::kRemoteWrite);
+  auto region = register_memory(id, static_cast<std::byte*>(memory), length_bytes, Access::kRemoteWrite);
   static_cast<NullRegion&>(*region).owned = true;
   return region;
 }
@@ -89,19 +88,20 @@ uint32_t NullTransport::poll() {
   return static_cast<uint32_t>(links.size());
 }
 
-void NullTransport::sleep(uint32_t ticket, Deadline deadline) {
-  futex_wait(&ticket_, ticket, deadline, FutexScope::kProcess);
+bool NullTransport::hush() {
+  bell_.silence();
+  return !is_armed();  // who rings disarms first
 }
 
 void NullTransport::wake() {
   // seq_cst fence: the caller's news is visible before we look whether anyone is awake to see it; pairs with arm().
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (armed_.load(std::memory_order_relaxed) != 0 && armed_.exchange(0, std::memory_order_acq_rel) != 0) wake_always();
+  if (armed_.load(std::memory_order_relaxed) != 0 && armed_.exchange(0, std::memory_order_acq_rel) != 0) bell_.ring();
 }
 
 void NullTransport::wake_always() {
-  ticket_.fetch_add(1, std::memory_order_release);
-  futex_wake(&ticket_, 1, FutexScope::kProcess);
+  armed_.store(0, std::memory_order_release);
+  bell_.ring();
 }
 
 void NullTransport::close() {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "transport/transport.h"
+#include "util/wake_event.h"
 
 namespace crossrail {
 
@@ -14,8 +15,9 @@ class NullTransport final : public Transport {
 
   const Traits& traits() const override { return traits_; }
   const Address& address() const override { return address_; }
-  std::unique_ptr<LocalRegion> register_memory(std::byte* base, uint64_t length_bytes, Access access) override;
-  std::unique_ptr<LocalRegion> allocate(uint64_t length_bytes, bool populate) override;
+  std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
+                                               Access access) override;
+  std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
   void revoke_region(LocalRegion&) override {}
   bool is_region_quiet(const LocalRegion&) override { return true; }
   Link* connect(const std::shared_ptr<const Address>& address) override;
@@ -25,12 +27,12 @@ class NullTransport final : public Transport {
   uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
   uint32_t poll() override;
   void withdraw(bool (*)(void*)) override {}  // everything is done at once
-  uint32_t ticket() const override { return ticket_.load(std::memory_order_acquire); }
   void arm() override { armed_.store(1, std::memory_order_seq_cst); }
   void disarm() override { armed_.store(0, std::memory_order_relaxed); }
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst) != 0; }
   bool has_arrivals() override { return !coming_up_.empty(); }
-  void sleep(uint32_t ticket, Deadline deadline) override;
+  int wake_fd() const override { return bell_.fd(); }
+  bool hush() override;
   void wake() override;
   void wake_always() override;
   void close() override;
@@ -40,9 +42,8 @@ class NullTransport final : public Transport {
   struct NullLink final : Link {};
   Sink* const sink_;
   Traits traits_;
-  Address address_;
-  std::atomic<uint64_t> next_region_{1};
-  std::atomic<uint32_t> ticket_{0};
+  const Address address_;
+  WakeEvent bell_ = WakeEvent::create();
   std::atomic<uint32_t> armed_{0};
   std::vector<std::unique_ptr<NullLink>> links_;
   std::vector<NullLink*> coming_up_;

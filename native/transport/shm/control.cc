@@ -28,7 +28,7 @@ constexpr size_t kFdsMax = 4;
 constexpr size_t kOutboxMax = 4096;    // packets queued for a peer that does not read; then it is cut off
 constexpr size_t kStrangersMax = 128;  // accepted connections that have not said hello yet
 constexpr int64_t kHelloTimeoutNs = 5'000'000'000;
-constexpr uint16_t kProtocolVersion = 1;
+constexpr uint16_t kProtocolVersion = 2;
 
 enum PacketType : uint8_t { kHello = 1, kWelcome, kRefuse, kImport, kImported, kRegionGone, kPing, kPong, kGoodbye };
 
@@ -46,6 +46,16 @@ sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
   std::memcpy(address.sun_path + 1, name.data(), name.size());  // leading zero: abstract
   *length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   return address;
+}
+
+// What a peer sent of its home. Throws UsageError or TransportError.
+std::unique_ptr<PeerHome> open_home(Fd map, Fd bell) {
+  auto home = std::make_unique<PeerHome>();
+  home->map = MemoryMap::map(std::move(map), sizeof(HomeSegment));
+  home->segment = reinterpret_cast<HomeSegment*>(home->map->data());
+  if (home->segment->magic != kLayoutMagic) throw UsageError("shared memory is not crossrail's");
+  home->bell = WakeEvent::adopt(std::move(bell));
+  return home;
 }
 
 }  // namespace
@@ -76,11 +86,12 @@ struct Control::Connection {
   std::deque<Packet> outbox;
 };
 
-Control::Control(const Address& address, std::shared_ptr<MemoryMap> home, RegionTable* regions,
+Control::Control(const Address& address, std::shared_ptr<MemoryMap> home, const WakeEvent* bell, RegionTable* regions,
                  int64_t connect_timeout_ns, Transport* waker)
     : address_(address),
       address_bytes_(address.encode()),
       home_(std::move(home)),
+      bell_(bell),
       regions_(regions),
       connect_timeout_ns_(connect_timeout_ns),
       waker_(waker) {
@@ -297,7 +308,7 @@ void Control::start_connect(Connection& connection) {
   body.put(process_token());
   body.put(static_cast<uint8_t>(connection.rail_count));
   body.put_bytes(address_bytes_);
-  const int fds[] = {home_->fd(), connection.segment->fd()};
+  const int fds[] = {home_->fd(), bell_->fd(), connection.segment->fd()};
   send(connection, kHello, body.bytes(), fds);
 }
 
@@ -462,41 +473,37 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
   }
   if (rails < 1 || rails > kRailsMax) throw UsageError("hello names " + std::to_string(rails) + " rails");
   auto peer = std::make_shared<const Address>(Address::decode(reader.rest()));
-  if (fds.size() != 2) throw UsageError("hello carries " + std::to_string(fds.size()) + " descriptors, 2 expected");
-  auto home = MemoryMap::map(std::move(fds[0]), sizeof(HomeSegment));
-  auto segment = MemoryMap::map(std::move(fds[1]), link_segment_bytes(rails));
-  const auto* home_head = reinterpret_cast<const HomeSegment*>(home->data());
-  const auto* link_head = reinterpret_cast<const LinkSegment*>(segment->data());
-  if (home_head->magic != kLayoutMagic || link_head->magic != kLayoutMagic)
+  if (fds.size() != 3) throw UsageError("hello carries " + std::to_string(fds.size()) + " descriptors, 3 expected");
+  auto home = open_home(std::move(fds[0]), std::move(fds[1]));
+  auto segment = MemoryMap::map(std::move(fds[2]), link_segment_bytes(rails));
+  if (reinterpret_cast<const LinkSegment*>(segment->data())->magic != kLayoutMagic)
     throw UsageError("shared memory is not crossrail's");
   connection.peer_name = peer->name;
   connection.up = true;
   emit({.kind = ControlEvent::Kind::kInUp,
         .link_id = connection.link_id,
         .peer = peer,
-        .home = home,
+        .home = std::move(home),
         .segment = segment,
         .rail_count = rails,
         .pid = connection.pid});
   Writer welcome;
   welcome.put(process_token());
-  const int out[] = {home_->fd()};
+  const int out[] = {home_->fd(), bell_->fd()};
   send(connection, kWelcome, welcome.bytes(), out);
 }
 
 void Control::on_welcome(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds) {
   Reader reader(body);
   const auto token = reader.get<uint64_t>();
-  if (connection.accepted || connection.up || !reader.finished() || fds.size() != 1)
+  if (connection.accepted || connection.up || !reader.finished() || fds.size() != 2)
     throw UsageError("unexpected welcome");
-  auto home = MemoryMap::map(std::move(fds[0]), sizeof(HomeSegment));
-  if (reinterpret_cast<const HomeSegment*>(home->data())->magic != kLayoutMagic)
-    throw UsageError("shared memory is not crossrail's");
+  auto home = open_home(std::move(fds[0]), std::move(fds[1]));
   connection.up = true;
   connection.same_process = token == process_token() && connection.pid == static_cast<uint32_t>(getpid());
   emit({.kind = ControlEvent::Kind::kOutUp,
         .link_id = connection.link_id,
-        .home = home,
+        .home = std::move(home),
         .pid = connection.pid,
         .same_process = connection.same_process});
 }

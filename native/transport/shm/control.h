@@ -29,7 +29,7 @@ struct ControlEvent {
   Kind kind;
   uint64_t link_id = 0;
   std::shared_ptr<const Address> peer = {};  // kInUp
-  std::shared_ptr<MemoryMap> home = {};      // kOutUp: the target's; kInUp: the initiator's
+  std::unique_ptr<PeerHome> home = {};       // kOutUp: the target's; kInUp: the initiator's
   std::shared_ptr<MemoryMap> segment = {};   // kInUp
   uint32_t rail_count = 0;                   // kInUp
   uint32_t pid = 0;                          // kOutUp: in our pid namespace, 0 when invisible
@@ -42,9 +42,9 @@ struct ControlEvent {
 
 class Control {
  public:
-  // wake_holder: called from the control thread when there are events.
-  Control(const Address& address, std::shared_ptr<MemoryMap> home, RegionTable* regions, int64_t connect_timeout_ns,
-          Transport* waker);
+  // home, bell: passed to peers; bell outlives us. waker: wake() is called from the control thread when there are events.
+  Control(const Address& address, std::shared_ptr<MemoryMap> home, const WakeEvent* bell, RegionTable* regions,
+          int64_t connect_timeout_ns, Transport* waker);
   ~Control();
 
   // --- progress holder; none of these blocks ---
@@ -103,6 +103,7 @@ class Control {
   const Address address_;
   const Bytes address_bytes_;
   const std::shared_ptr<MemoryMap> home_;
+  const WakeEvent* const bell_;
   RegionTable* const regions_;
   const int64_t connect_timeout_ns_;
   Transport* const waker_;

@@ -4,32 +4,38 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "transport/types.h"
+#include "util/memory_map.h"
+#include "util/wake_event.h"
 
 namespace crossrail::shm {
 
 inline constexpr uint32_t kLayoutMagic = 0x53525258;  // "XRRS"
-inline constexpr uint32_t kLayoutVersion = 1;
+inline constexpr uint32_t kLayoutVersion = 2;
 inline constexpr size_t kLine = 64;
 
 // --- one per engine, mapped by all its peers ---
 
-// Where the engine's progress holder sleeps. Ringing: see ShmTransport::wake.
+// Whether the engine's progress holder sleeps: on an eventfd that peers get with the segment (PeerHome).
 struct alignas(kLine) Bell {
-  std::atomic<uint32_t> ticket;  // futex word; changes at every ring
-  std::atomic<uint32_t> armed;   // 1: nobody polls, whoever has news must ring
+  std::atomic<uint32_t> armed;  // 1: nobody polls; whoever has news and turns it to 0 must ring
 };
-
-inline constexpr uint32_t kRegionSlotBits = 16;
-inline constexpr uint32_t kRegionSlots = 1u << kRegionSlotBits;
 
 struct HomeSegment {
   uint32_t magic;
   uint32_t version;
   Bell bell;
-  // Slot s holds the id of the open region in it, or 0: closed or closing. id = generation << 16 | s, generation > 0.
+  // Slot s holds the id of the open region in it, or 0: closed or closing. See region_slot().
   alignas(kLine) std::atomic<uint64_t> region_ids[kRegionSlots];
+};
+
+// A peer's home as it was passed to us: what we look at, and what we ring.
+struct PeerHome {
+  std::shared_ptr<MemoryMap> map;  // at least sizeof(HomeSegment)
+  HomeSegment* segment = nullptr;  // in it
+  WakeEvent bell;
 };
 
 // --- one per link: from one initiator to one target, made by the initiator ---

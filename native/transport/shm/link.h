@@ -127,8 +127,7 @@ struct Outgoing final : Link {
   uint32_t rail_count = 0;
   std::shared_ptr<MemoryMap> segment_map;
   LinkSegment* segment = nullptr;
-  std::shared_ptr<MemoryMap> home_map;
-  HomeSegment* home = nullptr;
+  std::unique_ptr<PeerHome> home;
   uint64_t hazard = 0;  // what segment->hazard holds
   RailQueue messages;
   std::vector<RailQueue> rails;
@@ -154,8 +153,7 @@ struct Incoming {
   uint32_t rail_count = 0;
   std::shared_ptr<MemoryMap> segment_map;
   LinkSegment* segment = nullptr;
-  std::shared_ptr<MemoryMap> home_map;
-  HomeSegment* home = nullptr;
+  std::unique_ptr<PeerHome> home;
   ChannelReader messages;
   std::vector<ChannelReader> rails;
   RailQueue responses;

@@ -69,8 +69,8 @@ bool ShmTransport::touch(Outgoing& link, uint64_t region_id) {
   link.segment->hazard.store(region_id, std::memory_order_seq_cst);
   link.hazard = region_id;
   hazardous_ = &link;
-  const uint64_t slot = region_id & (kRegionSlots - 1);
-  if (link.home->region_ids[slot].load(std::memory_order_seq_cst) == region_id) return true;
+  const uint32_t slot = region_slot(region_id);
+  if (link.home->segment->region_ids[slot].load(std::memory_order_seq_cst) == region_id) return true;
   clear_hazards();
   return false;
 }

@@ -10,11 +10,7 @@
 
 namespace crossrail::shm {
 
-namespace {
-constexpr uint64_t slot_of(uint64_t region_id) { return region_id & (kRegionSlots - 1); }
-}  // namespace
-
-ShmRegion::~ShmRegion() { table_->remove(*this); }
+ShmRegion::~ShmRegion() { table_->revoke(*this); }
 
 void RegionTable::Deleter::operator()(Target* targets) const { std::free(targets); }
 
@@ -24,23 +20,13 @@ RegionTable::RegionTable(HomeSegment* home)
   if (targets_ == nullptr) throw std::bad_alloc();
 }
 
-std::unique_ptr<ShmRegion> RegionTable::add(std::byte* base, uint64_t length_bytes, Access access) {
+std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access) {
   auto region = std::make_unique<ShmRegion>(this, access);
   region->base = base;
   region->length_bytes = length_bytes;
+  region->id = id;
+  const uint32_t slot = region_slot(id);
   std::lock_guard lock(mutex_);
-  uint32_t slot;
-  if (!free_slots_.empty()) {
-    slot = free_slots_.back();
-    free_slots_.pop_back();
-  } else if (next_slot_ < kRegionSlots) {
-    slot = next_slot_++;
-  } else {
-    region->id = ~uint64_t{0};
-    throw TransportError("register", 0, "all " + std::to_string(kRegionSlots) + " region slots of the engine are taken",
-                         "register larger regions, or close some");
-  }
-  region->id = next_generation_++ << kRegionSlotBits | slot;
   // Engine-owned memory, or a part of it: peers can map it.
   auto after = maps_.upper_bound(base);
   if (after != maps_.begin()) {
@@ -61,7 +47,7 @@ std::unique_ptr<ShmRegion> RegionTable::add(std::byte* base, uint64_t length_byt
   return region;
 }
 
-std::unique_ptr<ShmRegion> RegionTable::allocate(uint64_t length_bytes, bool populate) {
+std::unique_ptr<ShmRegion> RegionTable::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
   auto map = MemoryMap::create("crossrail-region", length_bytes);
   if (populate) {
     const int failure = posix_fallocate(map->fd(), 0, static_cast<off_t>(map->size()));
@@ -78,7 +64,7 @@ std::unique_ptr<ShmRegion> RegionTable::allocate(uint64_t length_bytes, bool pop
     std::erase_if(maps_, [](const auto& item) { return item.second.expired(); });
     maps_[map->data()] = map;
   }
-  auto region = add(map->data(), length_bytes, Access::kRemoteWrite);
+  auto region = add(id, map->data(), length_bytes, Access::kRemoteWrite);
   CROSSRAIL_ASSERT(region->map == map);
   return region;
 }
@@ -99,14 +85,7 @@ void RegionTable::withdraw(uint64_t region_id) {
   uint64_t expected = region_id;
   // seq_cst: pairs with the seq_cst hazard store and id load of a toucher (ShmTransport::touch, execute_write): either
   // it sees the id gone, or our later look at the hazards sees it at work.
-  home_->region_ids[slot_of(region_id)].compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
-}
-
-void RegionTable::remove(const ShmRegion& region) {
-  if (region.id == 0 || region.id == ~uint64_t{0}) return;
-  revoke(region);
-  std::lock_guard lock(mutex_);
-  free_slots_.push_back(static_cast<uint32_t>(slot_of(region.id)));
+  home_->region_ids[region_slot(region_id)].compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
 }
 
 RegionFacts RegionTable::facts(uint64_t region_id) {
@@ -125,7 +104,7 @@ RegionFacts RegionTable::facts(uint64_t region_id) {
 }
 
 const RegionTable::Target* RegionTable::find(uint64_t region_id) const {
-  const uint64_t slot = slot_of(region_id);
+  const uint32_t slot = region_slot(region_id);
   if (region_id == 0 || home_->region_ids[slot].load(std::memory_order_seq_cst) != region_id) return nullptr;
   return &targets_[slot];
 }

@@ -5,7 +5,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <vector>
 
 #include "transport/shm/layout.h"
 #include "transport/transport.h"
@@ -15,8 +14,8 @@ namespace crossrail::shm {
 
 class RegionTable;
 
-// Lifecycle: 1. open: id in the home segment. 2. revoked: id gone from it, peers refuse. 3. destroyed: slot free again,
-// under a new generation.
+// Lifecycle: 1. open: id in the home segment. 2. revoked: id gone from it, peers refuse. 3. destroyed: the engine may use
+// the slot again, under a new generation.
 class ShmRegion final : public LocalRegion {
  public:
   ShmRegion(RegionTable* table, Access access) : access(access), table_(table) {}
@@ -45,9 +44,8 @@ class RegionTable {
  public:
   explicit RegionTable(HomeSegment* home);
 
-  // Throws TransportError when all slots are taken.
-  std::unique_ptr<ShmRegion> add(std::byte* base, uint64_t length_bytes, Access access);
-  std::unique_ptr<ShmRegion> allocate(uint64_t length_bytes, bool populate);
+  std::unique_ptr<ShmRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access);
+  std::unique_ptr<ShmRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate);
   void revoke(const ShmRegion& region);
   void revoke_all();
   RegionFacts facts(uint64_t region_id);
@@ -66,14 +64,10 @@ class RegionTable {
 
  private:
   friend class ShmRegion;
-  void remove(const ShmRegion& region);
   void withdraw(uint64_t region_id);
 
   HomeSegment* const home_;
   std::mutex mutex_;
-  std::vector<uint32_t> free_slots_;  // used as a queue: longest unused first is not needed, generations differ
-  uint32_t next_slot_ = 0;
-  uint64_t next_generation_ = 1;
   std::map<uint64_t, const ShmRegion*> open_;            // by id
   std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;  // engine-owned memory by address
   struct Deleter {

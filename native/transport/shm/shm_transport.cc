@@ -3,10 +3,8 @@
 #include <algorithm>
 #include <thread>
 
-#include "transport/identity.h"
 #include "util/clock.h"
 #include "util/errors.h"
-#include "util/futex.h"
 
 namespace crossrail::shm {
 
@@ -34,12 +32,12 @@ ShmTransport::ShmTransport(const TransportOptions& options, Sink* sink)
               .slice_bytes_max = kSliceBytes,
               .message_bytes_max = options.message_bytes_max,
               .fifo_rails = true},
-      address_(make_address(TransportKind::kShm, options.name, options.rail_count)),
+      address_(options.identity),
       private_path_(options.private_path),
       home_map_(MemoryMap::create("crossrail-home", sizeof(HomeSegment))),
       home_(make_home(*home_map_)),
       regions_(home_),
-      control_(std::make_unique<Control>(address_, home_map_, &regions_, options.connect_timeout_ns, this)) {}
+      control_(std::make_unique<Control>(address_, home_map_, &bell_, &regions_, options.connect_timeout_ns, this)) {}
 
 ShmTransport::~ShmTransport() { close(); }
 
@@ -66,12 +64,13 @@ void ShmTransport::abandon_after_fork() { control_->abandon_after_fork(); }
 
 // --- memory ---
 
-std::unique_ptr<LocalRegion> ShmTransport::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
-  return regions_.add(base, length_bytes, access);
+std::unique_ptr<LocalRegion> ShmTransport::register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
+                                                           Access access) {
+  return regions_.add(id, base, length_bytes, access);
 }
 
-std::unique_ptr<LocalRegion> ShmTransport::allocate(uint64_t length_bytes, bool populate) {
-  return regions_.allocate(length_bytes, populate);
+std::unique_ptr<LocalRegion> ShmTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
+  return regions_.allocate(id, length_bytes, populate);
 }
 
 void ShmTransport::revoke_region(LocalRegion& region) {
@@ -153,8 +152,7 @@ uint32_t ShmTransport::handle_control() {
       case ControlEvent::Kind::kOutUp:
         if (Outgoing* link = find_outgoing(event.link_id)) {
           link->up = true;
-          link->home_map = std::move(event.home);
-          link->home = reinterpret_cast<HomeSegment*>(link->home_map->data());
+          link->home = std::move(event.home);
           link->pid = event.pid;
           link->same_process = event.same_process;
           link->moved_ns = now_ns();
@@ -177,8 +175,7 @@ uint32_t ShmTransport::handle_control() {
         link->rail_count = event.rail_count;
         link->segment_map = std::move(event.segment);
         link->segment = reinterpret_cast<LinkSegment*>(link->segment_map->data());
-        link->home_map = std::move(event.home);
-        link->home = reinterpret_cast<HomeSegment*>(link->home_map->data());
+        link->home = std::move(event.home);
         link->messages = ChannelReader(&link->segment->channels[kMessageChannel]);
         link->responses.writer = ChannelWriter(&link->segment->channels[kResponseChannel]);
         for (uint32_t rail = 0; rail < link->rail_count; ++rail) {
@@ -299,36 +296,37 @@ void ShmTransport::arm() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-void ShmTransport::sleep(uint32_t ticket, Deadline deadline) {
-  futex_wait(&home_->bell.ticket, ticket, deadline, FutexScope::kShared);
+bool ShmTransport::hush() {
+  bell_.silence();
+  // Who rings disarms first: still armed, the ring was an old one.
+  return !is_armed();
 }
 
 void ShmTransport::wake() {
   std::atomic_thread_fence(std::memory_order_seq_cst);  // see arm()
-  ring(*home_);
+  ring(*home_, bell_);
 }
 
 void ShmTransport::wake_always() {
-  home_->bell.ticket.fetch_add(1, std::memory_order_release);
-  futex_wake(&home_->bell.ticket, 1, FutexScope::kShared);
+  home_->bell.armed.store(0, std::memory_order_release);
+  bell_.ring();
 }
 
 // Wakes the progress holder of `home`'s engine if it sleeps. What the news are was stored before a full fence.
-void ShmTransport::ring(HomeSegment& home) {
+void ShmTransport::ring(HomeSegment& home, const WakeEvent& bell) {
   // The exchange lets one ringer pay for the system call; the sleeper re-arms when it sleeps again.
   if (home.bell.armed.load(std::memory_order_relaxed) != 0 &&
       home.bell.armed.exchange(0, std::memory_order_acq_rel) != 0) {
-    home.bell.ticket.fetch_add(1, std::memory_order_release);
-    futex_wake(&home.bell.ticket, 1, FutexScope::kShared);
+    bell.ring();
   }
 }
 
 // There are news for this peer. A full fence after each of them would wait for their cache lines to arrive; one for all,
 // at the next poll or arm, does not. A peer that is seen to sleep already is woken at once.
-void ShmTransport::ring_later(HomeSegment& home) {
-  if (home.bell.armed.load(std::memory_order_relaxed) != 0) {
+void ShmTransport::ring_later(PeerHome& home) {
+  if (home.segment->bell.armed.load(std::memory_order_relaxed) != 0) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    ring(home);
+    ring(*home.segment, home.bell);
   }
   if (std::find(unrung_.begin(), unrung_.end(), &home) == unrung_.end()) unrung_.push_back(&home);
 }
@@ -337,7 +335,7 @@ void ShmTransport::ring_all() {
   if (unrung_.empty()) return;
   // seq_cst: pairs with the one in arm(): either we see the peer armed here, or it sees our news there.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (HomeSegment* home : unrung_) ring(*home);
+  for (PeerHome* home : unrung_) ring(*home->segment, home->bell);
   unrung_.clear();
 }
 

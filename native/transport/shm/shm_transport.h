@@ -28,8 +28,9 @@ class ShmTransport final : public Transport {
   const Traits& traits() const override { return traits_; }
   const Address& address() const override { return address_; }
 
-  std::unique_ptr<LocalRegion> register_memory(std::byte* base, uint64_t length_bytes, Access access) override;
-  std::unique_ptr<LocalRegion> allocate(uint64_t length_bytes, bool populate) override;
+  std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
+                                               Access access) override;
+  std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
   void revoke_region(LocalRegion& region) override;
   bool is_region_quiet(const LocalRegion& region) override;
 
@@ -42,7 +43,6 @@ class ShmTransport final : public Transport {
   uint32_t poll() override;
   void withdraw(bool (*wanted)(void* context)) override;
 
-  uint32_t ticket() const override { return home_->bell.ticket.load(std::memory_order_acquire); }
   void arm() override;
   // Looks first: peers read this line at every ring, and a needless store would take it from them.
   void disarm() override {
@@ -50,7 +50,8 @@ class ShmTransport final : public Transport {
   }
   bool is_armed() const override { return home_->bell.armed.load(std::memory_order_seq_cst) != 0; }
   bool has_arrivals() override;
-  void sleep(uint32_t ticket, Deadline deadline) override;
+  int wake_fd() const override { return bell_.fd(); }
+  bool hush() override;
   void wake() override;
   void wake_always() override;
 
@@ -94,8 +95,8 @@ class ShmTransport final : public Transport {
   // both
   uint32_t handle_control();
   Outgoing* find_outgoing(uint64_t id);
-  void ring(HomeSegment& home);
-  void ring_later(HomeSegment& home);
+  static void ring(HomeSegment& home, const WakeEvent& bell);
+  void ring_later(PeerHome& home);
   void ring_all();
 
   Sink* const sink_;
@@ -104,14 +105,15 @@ class ShmTransport final : public Transport {
   const int private_path_;
   std::shared_ptr<MemoryMap> home_map_;
   HomeSegment* home_;
+  const WakeEvent bell_ = WakeEvent::create();
   RegionTable regions_;
   std::mutex links_mutex_;  // guards the shape of incoming_ against is_region_quiet; the progress holder reads without
   std::vector<std::unique_ptr<Incoming>> incoming_;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
-  Outgoing* hazardous_ = nullptr;     // the one link with a hazard set,
-  uint32_t hazard_polls_ = 0;         // and for how many polls already
-  std::vector<HomeSegment*> unrung_;  // of peers that have news since the last ring_all()
-  bool streamed_ = false;             // streaming stores since the last copy_fence()
+  Outgoing* hazardous_ = nullptr;  // the one link with a hazard set,
+  uint32_t hazard_polls_ = 0;      // and for how many polls already
+  std::vector<PeerHome*> unrung_;  // of peers that have news since the last ring_all()
+  bool streamed_ = false;          // streaming stores since the last copy_fence()
   uint64_t next_link_id_ = 1;
   bool closed_ = false;
   std::unique_ptr<Control> control_;  // last: its thread uses the above
