@@ -84,7 +84,7 @@ void open_rig(Rig* self, const std::string& name, const std::string& transport, 
               const std::string& polling, const std::string& private_path) {
   EngineOptions options;
   options.name = name;
-  options.transport = choose("transport", transport, kTransports);
+  options.transports = {choose("transport", transport, kTransports)};
   options.rail_count = rails;
   options.polling = choose("polling", polling, kPollings);
   options.private_path = choose("private_path", private_path, kPrivatePaths);

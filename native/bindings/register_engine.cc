@@ -43,7 +43,7 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
           const std::string& private_path) {
   EngineOptions options;
   options.name = name;
-  options.transport = choose("transport", transport, kTransports);
+  options.transports = {choose("transport", transport, kTransports)};
   options.rail_count = to_u32(rails, "rails", kRailsMax);
   options.polling = choose("polling", polling, kPollings);
   options.spin_ns = to_ns(spin_us, "spin_us", 1e3, 0, 1e7);

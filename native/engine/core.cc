@@ -8,7 +8,7 @@
 #include <chrono>
 #include <set>
 
-#include "transport/identity.h"
+#include "engine/sharding.h"
 #include "util/errors.h"
 
 namespace crossrail {
@@ -48,12 +48,35 @@ uint64_t register_core(EngineCore* core) {
   return fork_generation.load(std::memory_order_relaxed);
 }
 
-TransportOptions transport_options(const EngineOptions& options) {
-  return {.identity = make_identity(options.name, transport_bit(options.transport), options.rail_count),
-          .rail_count = options.rail_count,
-          .message_bytes_max = options.message_bytes_max,
-          .connect_timeout_ns = options.connect_timeout_ns,
-          .private_path = static_cast<int>(options.private_path)};
+// Rails as both sides would pair them; the transport knows better once it is connected.
+std::vector<RailReport> expected_rails(const Route& route, const Address& own, const Address& peer) {
+  std::vector<RailReport> rails;
+  const uint32_t count = own.rail_count_on(route.kind);
+  for (uint32_t rail = 0; rail < count; ++rail)
+    rails.push_back({rail, peer_rail(rail, count, peer.rail_count_on(route.kind))});
+  return rails;
+}
+
+void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, TransportKind kind, const Address& own,
+               const Address& peer) {
+  constexpr double kGbPerMbps = 1e-3 / 8;
+  bool all_known = kind == TransportKind::kTcp;
+  double gb_per_s = 0;
+  for (const RailReport& rail : rails) {
+    RailExplanation& shown = explanation.rails.emplace_back();
+    shown.rail = rail.rail;
+    shown.peer_rail = rail.peer_rail;
+    if (kind != TransportKind::kTcp || rail.rail >= own.endpoints.size() || rail.peer_rail >= peer.endpoints.size())
+      continue;
+    const Endpoint& here = own.endpoints[rail.rail];
+    const Endpoint& there = peer.endpoints[rail.peer_rail];
+    shown.endpoint = to_text(here);
+    shown.peer_endpoint = to_text(there);
+    const uint32_t slower = std::min(here.speed_mbps, there.speed_mbps);
+    all_known = all_known && slower != 0;
+    gb_per_s += slower * kGbPerMbps;
+  }
+  if (all_known) explanation.gb_per_s_expected = gb_per_s;
 }
 
 }  // namespace
@@ -66,8 +89,7 @@ EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
       submits_(options.submit_queue_depth),
       imms_(options.imm_counters_max),
       watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns)),
-      transport_(open_transport(options.transport, transport_options(options), this)) {
-  traits_ = transport_->traits();
+      transports_(options, this) {
   if (options_.polling != Polling::kManual) worker_ = std::thread([this] { worker_main(); });
 }
 
@@ -82,7 +104,7 @@ bool EngineCore::forked() const { return fork_generation.load(std::memory_order_
 void EngineCore::check_usable() const {
   if (forked()) {
     throw EngineClosedError("engine '" + options_.name + "' belongs to process " +
-                            std::to_string(transport_->address().pid) + "; this is its forked child " +
+                            std::to_string(transports_.address().pid) + "; this is its forked child " +
                             std::to_string(getpid()) +
                             ". Open an engine here, or start children with the spawn method");
   }
@@ -94,33 +116,36 @@ void EngineCore::abandon_after_fork() {
   new std::thread(
       std::move(worker_));  // leaked: a thread that is not in this process can be neither joined nor detached
   watchers_->abandon_after_fork();
-  transport_->abandon_after_fork();
+  transports_.abandon_after_fork();
 }
 
 // --- driving ---
 
 bool EngineCore::try_enter() {
   if (!progress_lock_.try_lock()) return false;
-  transport_->disarm();
+  transports_.disarm();
   return true;
 }
 
 // Something that a round would move. May say yes too often, never no too often.
 bool EngineCore::has_work() {
-  return !submits_.empty() || runnable_ || cancel_scan_.load(std::memory_order_acquire) || transport_->has_arrivals();
+  return !submits_.empty() || runnable_ || cancel_scan_.load(std::memory_order_acquire) || transports_.has_arrivals();
 }
 
 // Gives the progress lock up such that nothing is left lying: from arm() on, everybody with news rings the bell, and
 // what came before is seen by has_work(). A ring that fell between arm() and unlock() may have woken a worker that
 // found the lock taken and slept again: then the bell is no longer armed, and we ring once more.
 void EngineCore::leave() {
-  transport_->arm();
+  transports_.arm();
   const bool work = has_work();
-  if (work) transport_->disarm();
+  if (work) transports_.disarm();
+  const Deadline timer = transports_.next_timer();
   progress_lock_.unlock();
   if (!worker_.joinable()) return;
+  // A worker that goes to sleep just now may miss both: then it looks again soon (worker_main).
   const bool unwatched = sleeps_for_good_.load(std::memory_order_seq_cst) && inflight() > 0;
-  if (work || unwatched || !transport_->is_armed()) transport_->wake_always();
+  const bool oversleeps = timer < wakes_at_.load(std::memory_order_relaxed);
+  if (work || unwatched || oversleeps || !transports_.is_armed()) transports_.wake_always();
 }
 
 uint32_t EngineCore::round() {
@@ -128,7 +153,7 @@ uint32_t EngineCore::round() {
   if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
   uint32_t moved = take_submits();
   moved += post_backlogs();
-  moved += transport_->poll();
+  moved += transports_.poll();
   imms_.flush_arrivals();
   if (moved > 0) bump(moves_);
   return moved;
@@ -157,13 +182,17 @@ void EngineCore::worker_main() {
       continue;
     }
     // When somebody else holds the lock, its leave() rings us if it leaves work behind: sleep.
+    bool knows_timer = false;
+    Deadline timer = kNoDeadline;
     if (!wanted && try_enter()) {
       drive_until_idle();
-      transport_->arm();
+      transports_.arm();
       const bool work = has_work();
-      if (work) transport_->disarm();
+      if (work) transports_.disarm();
+      timer = transports_.next_timer();
+      knows_timer = true;
       progress_lock_.unlock();
-      if (work || !transport_->is_armed() || guests_.load(std::memory_order_relaxed) != 0) continue;
+      if (work || !transports_.is_armed() || guests_.load(std::memory_order_relaxed) != 0) continue;
     }
     // close() sets the flag, then rings.
     if (stopping_.load(std::memory_order_acquire)) break;
@@ -173,9 +202,13 @@ void EngineCore::worker_main() {
     const uint64_t moves = moves_.load(std::memory_order_relaxed);
     quiet_sleeps = moves == moves_seen ? quiet_sleeps + 1 : 0;
     moves_seen = moves;
-    sleeps_for_good_.store(quiet_sleeps > kQuietSleepsMax, std::memory_order_seq_cst);
-    const bool for_good = quiet_sleeps > kQuietSleepsMax && inflight() == 0;
-    sleep_rung(for_good ? kNoDeadline : now_ns() + kLookAgainNs);
+    const bool is_quiet = quiet_sleeps > kQuietSleepsMax && knows_timer;
+    sleeps_for_good_.store(is_quiet, std::memory_order_seq_cst);
+    const bool for_good = is_quiet && inflight() == 0;
+    const Deadline until = std::min(timer, for_good ? kNoDeadline : now_ns() + kLookAgainNs);
+    wakes_at_.store(until, std::memory_order_relaxed);
+    transports_.sleep(until);
+    wakes_at_.store(0, std::memory_order_relaxed);
     sleeps_for_good_.store(false, std::memory_order_relaxed);
   }
 }
@@ -250,7 +283,7 @@ void EngineCore::submit(Transfer* transfer, bool short_work) {
       cpu_relax();
     }
   }
-  transport_->wake();
+  transports_.wake();
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the seq_cst store of closed_ in close()
   if (closed()) drain_after_close();
 }
@@ -268,7 +301,7 @@ void EngineCore::drain_after_close() {
 
 void EngineCore::request_cancel_scan() {
   cancel_scan_.store(true, std::memory_order_release);
-  transport_->wake();
+  transports_.wake();
 }
 
 void EngineCore::close(Deadline drain_deadline) {
@@ -286,7 +319,7 @@ void EngineCore::close(Deadline drain_deadline) {
     closed_.store(true, std::memory_order_seq_cst);
     stopping_.store(true, std::memory_order_release);
     if (worker_.joinable()) {
-      transport_->wake_always();
+      transports_.wake_always();
       worker_.join();
     }
     watchers_->stop();
@@ -303,7 +336,7 @@ void EngineCore::close(Deadline drain_deadline) {
       peers = peers_;
     }
     for (auto& [incarnation, peer] : peers) fail_backlogs(*peer, Status::kEngineClosed, "the engine was closed");
-    transport_->close();
+    transports_.close();
     imms_.flush_arrivals();
     for (auto& [incarnation, peer] : peers) peer->link_ = nullptr;
     busy_.clear();
@@ -327,10 +360,11 @@ void EngineCore::close(Deadline drain_deadline) {
 
 // --- peers ---
 
-Peer& EngineCore::peer_of(const std::shared_ptr<const Address>& address) {
+Peer& EngineCore::add_peer(const Address& address) {
+  Route route = transports_.choose(address);
   std::lock_guard lock(tables_mutex_);
-  PeerRef& peer = peers_[address->incarnation];
-  if (!peer) peer = PeerRef::adopt(new Peer(address));
+  PeerRef& peer = peers_[address.incarnation];
+  if (!peer) peer = PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route)));
   return *peer;
 }
 
@@ -338,7 +372,7 @@ void EngineCore::start_connect(Peer& peer) {
   if (peer.link_ != nullptr || peer.state() == PeerState::kLost || closed()) return;
   peer.state_.store(PeerState::kConnecting, std::memory_order_release);
   try {
-    peer.link_ = transport_->connect(peer.address_);
+    peer.link_ = peer.route_.transport->connect(peer.address_);
     peer.link_->user = &peer;
   } catch (const TransportError& error) {  // no memory or descriptors for a link: the peer is out of reach
     peer.work_->note = error.what();
@@ -352,7 +386,7 @@ void EngineCore::forget_peer(Peer& peer) {
     while (take_submits() > 0) {  // what was submitted before ends with the rest
     }
     if (peer.link_ != nullptr) {
-      transport_->disconnect(*peer.link_);
+      peer.route_.transport->disconnect(*peer.link_);
       peer.link_ = nullptr;
     }
     fail_backlogs(peer, Status::kPeerLost, "forgotten on request");
@@ -368,17 +402,28 @@ void EngineCore::forget_peer(Peer& peer) {
 }
 
 PeerExplanation EngineCore::explain(Peer& peer) {
-  PeerExplanation explanation{
-      .peer = peer.address().name, .transport = {}, .state = peer.state(), .note = {}, .rails = {}, .paths = {}};
+  const Route& route = peer.route_;
+  PeerExplanation explanation{.peer = peer.address().name,
+                              .transport = transport_name(route.kind),
+                              .reason = route.reason,
+                              .state = peer.state(),
+                              .note = {},
+                              .rails = {},
+                              .gb_per_s_expected = 0,
+                              .paths = {}};
+  std::vector<RailReport> rails;
   run_as_holder([&] {
     explanation.state = peer.state();
     explanation.note = peer.work_->note;
     if (peer.link_ == nullptr || closed()) return;
-    for (PathReport& path : transport_->explain(*peer.link_)) {
+    rails = route.transport->explain_rails(*peer.link_);
+    for (PathReport& path : route.transport->explain(*peer.link_)) {
       explanation.paths.push_back(
           {std::move(path.what), std::move(path.path), std::move(path.reason), path.gb_per_s, path.bytes});
     }
   });
+  if (rails.empty()) rails = expected_rails(route, route.transport->address(), peer.address());
+  add_rails(explanation, rails, route.kind, route.transport->address(), peer.address());
   return explanation;
 }
 

@@ -22,12 +22,10 @@
 
 #include "engine/engine.h"
 #include "engine/imm_table.h"
-#include "engine/region_ids.h"
 #include "engine/transfer_pool.h"
 #include "engine/transfer_work.h"
+#include "engine/transports.h"
 #include "engine/watcher_thread.h"
-#include "transport/open.h"
-#include "transport/sleep.h"
 #include "util/mpsc_queue.h"
 #include "util/spinlock.h"
 
@@ -68,14 +66,15 @@ class EngineCore final : public Sink {
   bool progress();
   // Transfers accepted and not complete.
   uint64_t inflight() const;
-  void wake() { transport_->wake_always(); }
+  void wake() { transports_.wake_always(); }
 
   // Blocks until ready(), driving the engine when no worker does. sleep(until) blocks at most until then, and returns
   // early once ready() may have become true. ready() must not have effects while false.
   template <typename Ready, typename Sleep>
   WaitResult wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted);
 
-  Peer& peer_of(const std::shared_ptr<const Address>& address);
+  // The peer of that address, new or known. Throws UsageError when it is out of reach.
+  Peer& add_peer(const Address& address);
   void forget_peer(Peer& peer);
   PeerExplanation explain(Peer& peer);
   void start_connect(Peer& peer);  // progress holder
@@ -100,8 +99,7 @@ class EngineCore final : public Sink {
   void region_gone() { counters_.regions.fetch_sub(1, std::memory_order_relaxed); }
 
   TransferPool& transfers() { return transfers_; }
-  Transport& transport() { return *transport_; }
-  RegionIds& region_ids() { return region_ids_; }
+  TransportSet& transports() { return transports_; }
 
  private:
   friend class Engine;
@@ -115,10 +113,6 @@ class EngineCore final : public Sink {
   uint32_t round();
   bool has_work();
   void drain_after_close();
-  void sleep_rung(Deadline deadline) {
-    Transport* const transport = transport_.get();
-    sleep_on({&transport, 1}, deadline);
-  }
 
   // --- posting (posting.cc), progress holder ---
   uint32_t take_submits();
@@ -131,6 +125,8 @@ class EngineCore final : public Sink {
   Progress post_pages(Peer& peer, Transfer* transfer);
   Progress post_target(Peer& peer, Transfer* transfer, ScatterTarget& target);
   Progress post_message(Peer& peer, Transfer* transfer);
+  uint32_t pieces_of(const Peer& peer, const TransferWork& work) const;
+  static uint32_t rail_for(const Peer& peer, const TransferWork& work, uint32_t piece);
   uint32_t post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, Transfer* transfer);
   RemoteKey* key_of(Peer& peer, RemoteRegion& region);
   void close_item(Transfer* transfer);
@@ -148,7 +144,6 @@ class EngineCore final : public Sink {
   MpscQueue<Transfer*> submits_;
   ImmTable imms_;
   std::shared_ptr<WatcherThread> watchers_;
-  RegionIds region_ids_;
 
   // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
   SpinLock progress_lock_;
@@ -160,6 +155,7 @@ class EngineCore final : public Sink {
   std::atomic<bool> cancel_scan_{false};
   std::atomic<uint64_t> moves_{0};            // rounds in which something moved; progress holder writes
   std::atomic<bool> sleeps_for_good_{false};  // the worker sleeps without a deadline
+  std::atomic<Deadline> wakes_at_{0};         // the worker sleeps no longer than this; 0 awake
   std::atomic<uint64_t> started_here_{0};     // transfers that never were in the queue; progress holder writes
   std::atomic<uint64_t> finished_{0};         // transfers complete; progress holder writes
 
@@ -186,11 +182,7 @@ class EngineCore final : public Sink {
         imm_units{0}, imm_overflow{0}, posted{0}, retried{0}, rounds{0}, sleeps{0}, connected{0}, lost{0}, regions{0};
   } counters_;
 
-  // rail < 2 * rail_count, without the cost of a division.
-  uint32_t wrap_rail(uint32_t rail) const { return rail < options_.rail_count ? rail : rail - options_.rail_count; }
-
-  Traits traits_;                         // of the transport
-  std::unique_ptr<Transport> transport_;  // calls us from its control thread (wake): built after what that needs
+  TransportSet transports_;  // their threads call us: built after what that needs
   std::thread worker_;
 };
 
@@ -265,7 +257,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
     if (manual) {
       // Nobody else drives: sleep where the worker would, and look again soon in case another waiter took our ring.
-      if (!ready() && !closed()) sleep_rung(std::min(until, now + 1'000'000));
+      if (!ready() && !closed()) transports_.sleep(std::min(until, now + 1'000'000));
     } else {
       sleep(until);
     }

@@ -27,6 +27,23 @@ void check_option(bool ok, const char* name, const std::string& value, const cha
 void check_options(const EngineOptions& options) {
   check_option(!options.name.empty() && options.name.size() <= 64, "name", "'" + options.name + "'", "1..64 bytes");
   check_option(options.rail_count >= 1 && options.rail_count <= kRailsMax, "rails", text(options.rail_count), "1..16");
+  uint32_t transports = 0;
+  for (const TransportKind kind : options.transports) {
+    check_option((transports & transport_bit(kind)) == 0, "transports",
+                 "'" + transport_names(transports) + "' and again '" + transport_name(kind) + "'",
+                 "the sets without repetition");
+    transports |= transport_bit(kind);
+  }
+  check_option(transports != 0, "transports", "none", "the sets of at least one");
+  const bool has_tcp = (transports & transport_bit(TransportKind::kTcp)) != 0;
+  check_option(options.rails.empty() || has_tcp, "rails", "a list of addresses",
+               "the numbers 1..16, without the transport tcp");
+  check_option(options.rails.empty() || options.rails.size() == options.rail_count, "rails",
+               text(options.rails.size()) + " addresses", "the lists of as many as there are rails");
+  check_option(options.port == 0 || has_tcp, "port", text(options.port),
+               "the options of an engine without tcp: leave it at 0");
+  check_option(options.peer_timeout_ns > 0, "peer_timeout_s",
+               std::to_string(static_cast<double>(options.peer_timeout_ns) * 1e-9), "the numbers above 0");
   check_option(options.submit_queue_depth >= 16 && options.submit_queue_depth <= 65536 &&
                    std::has_single_bit(options.submit_queue_depth),
                "submit_queue_depth", text(options.submit_queue_depth), "the powers of two 16..65536");
@@ -164,8 +181,8 @@ const char* peer_state_name(PeerState state) {
   return "?";
 }
 
-Peer::Peer(std::shared_ptr<const Address> address)
-    : address_(std::move(address)), work_(std::make_unique<PeerWork>()) {}
+Peer::Peer(std::shared_ptr<const Address> address, Route route)
+    : address_(std::move(address)), work_(std::make_unique<PeerWork>()), route_(std::move(route)) {}
 Peer::~Peer() = default;
 
 Engine::Engine(const EngineOptions& options) : core_(std::make_unique<EngineCore>(this, options)) {}
@@ -186,7 +203,8 @@ Ref<Engine> Engine::open(const EngineOptions& options) {
 void Engine::close(Deadline drain_deadline) { core_->close(drain_deadline); }
 bool Engine::closed() const { return core_->closed() || core_->forked(); }
 const EngineOptions& Engine::options() const { return core_->options_; }
-const Address& Engine::address() const { return core_->transport_->address(); }
+const Address& Engine::address() const { return core_->transports_.address(); }
+uint32_t Engine::rail_count() const { return core_->transports_.rail_count(); }
 
 // --- memory ---
 
@@ -196,8 +214,7 @@ RegionRef Engine::register_memory(void* base, uint64_t length_bytes, Access acce
   if (length_bytes == 0) throw UsageError("the buffer is empty: a region has at least one byte");
   if (length_bytes > (uint64_t{1} << 48))
     throw UsageError("the buffer's length " + text(length_bytes) + " exceeds 2**48");
-  const uint64_t id = core_->region_ids_.draw();
-  auto local = core_->transport_->register_memory(id, static_cast<std::byte*>(base), length_bytes, access);
+  auto local = core_->transports_.register_memory(static_cast<std::byte*>(base), length_bytes, access);
   core_->region_made();
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), access));
 }
@@ -206,17 +223,13 @@ RegionRef Engine::alloc(uint64_t length_bytes, bool populate) {
   core_->check_usable();
   if (length_bytes == 0) throw UsageError("nbytes = 0: a region has at least one byte");
   if (length_bytes > (uint64_t{1} << 48)) throw UsageError("nbytes = " + text(length_bytes) + " exceeds 2**48");
-  const uint64_t id = core_->region_ids_.draw();
-  auto local = core_->transport_->allocate(id, length_bytes, populate);
+  auto local = core_->transports_.allocate(length_bytes, populate);
   core_->region_made();
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite));
 }
 
 RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
   core_->check_usable();
-  const Address& own = address();
-  if ((descriptor.owner.transports & own.transports) == 0)
-    throw UsageError("the region descriptor is of another transport than this engine");
   const PeerRef owner = peer(descriptor.owner);
   std::lock_guard lock(core_->tables_mutex_);
   RemoteRegionRef& region = core_->remote_regions_[{descriptor.owner.incarnation, descriptor.region_id}];
@@ -233,19 +246,12 @@ RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
 
 PeerRef Engine::peer(const Address& peer_address) {
   core_->check_usable();
-  const Address& own = address();
-  if ((peer_address.transports & own.transports) == 0)
-    throw UsageError("peer '" + peer_address.name + "' is on another transport than this engine");
-  if (peer_address.host != own.host) {
-    throw UsageError("peer '" + peer_address.name +
-                     "' is on another host; this release reaches peers on the same host only (transport shm)");
-  }
   {
     std::lock_guard lock(core_->tables_mutex_);
     const auto found = core_->peers_.find(peer_address.incarnation);
     if (found != core_->peers_.end()) return found->second;
   }
-  return PeerRef::share(&core_->peer_of(std::make_shared<const Address>(peer_address)));
+  return PeerRef::share(&core_->add_peer(peer_address));
 }
 
 WaitResult Engine::connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted) {
@@ -274,12 +280,7 @@ std::vector<PeerRef> Engine::peers() const {
 
 PeerExplanation Engine::explain(Peer& peer) {
   core_->check_usable();
-  PeerExplanation explanation = core_->explain(peer);
-  explanation.transport = transport_name(options().transport);
-  const uint32_t rails = options().rail_count;
-  for (uint32_t rail = 0; rail < rails; ++rail)
-    explanation.rails.push_back({rail, peer_rail(rail, rails, peer.address().rail_count)});
-  return explanation;
+  return core_->explain(peer);
 }
 
 PeerGroupRef Engine::add_peer_group(std::span<const Address> addresses) {
@@ -314,7 +315,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
   check_imm(request.imm);
-  check_rail(request.rail, options().rail_count);
+  check_rail(request.rail, rail_count());
   TransferRef transfer = core_->make_transfer(OpKind::kWrite);
   TransferWork& work = EngineCore::work_of(*transfer);
   work.local = request.src;
@@ -334,7 +335,7 @@ TransferRef Engine::submit_read(const ReadRequest& request) {
   check_remote(request.src, "src", Access::kRemoteRead);
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
   check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
-  check_rail(request.rail, options().rail_count);
+  check_rail(request.rail, rail_count());
   TransferRef transfer = core_->make_transfer(OpKind::kRead);
   TransferWork& work = EngineCore::work_of(*transfer);
   work.local = request.dst;
@@ -356,7 +357,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
                      text(request.dst_pages.count) + ": they must be as many");
   }
   check_imm(request.imm);
-  check_rail(request.rail, options().rail_count);
+  check_rail(request.rail, rail_count());
   const std::pair<const char*, uint64_t> sizes[] = {{"page_bytes", request.page_bytes},
                                                     {"src_stride", request.src_stride_bytes},
                                                     {"dst_stride", request.dst_stride_bytes},

@@ -20,6 +20,7 @@
 #include "engine/recv_pool.h"
 #include "engine/region.h"
 #include "engine/transfer.h"
+#include "engine/transports.h"
 #include "engine/watcher.h"
 #include "transport/descriptor.h"
 #include "transport/types.h"
@@ -41,8 +42,13 @@ enum class PrivatePath : uint8_t { kAuto, kStaged, kCrossMemoryAttach };
 
 struct EngineOptions {
   std::string name;  // 1..64 bytes
-  TransportKind transport = TransportKind::kShm;
-  uint32_t rail_count = 1;  // 1..kRailsMax
+  // Each at most once. Which one a peer is reached by is decided per peer: see TransportSet::choose.
+  std::vector<TransportKind> transports = {TransportKind::kShm};
+  uint32_t rail_count = 1;         // 1..kRailsMax; of tcp, where it is present: shm then has one
+  std::vector<std::string> rails;  // tcp: what each rail is bound to, an IP address or an interface; empty: the default
+  uint16_t port = 0;               // tcp: listen here, 0 anywhere
+  std::string secret;              // tcp: peers must know the same one
+  int64_t peer_timeout_ns = 10'000'000'000;  // tcp: a peer that is silent for so long is lost
   Polling polling = Polling::kAdaptive;
   int64_t spin_ns = 50'000;                    // how long an idle worker or waiter spins before it sleeps
   int32_t worker_cpu = -1;                     // core to pin the worker to, or -1
@@ -84,13 +90,14 @@ class Peer : public RefCounted<Peer> {
   friend class Engine;
   friend class EngineCore;
   friend class RefCounted<Peer>;
-  explicit Peer(std::shared_ptr<const Address> address);
+  Peer(std::shared_ptr<const Address> address, Route route);
   ~Peer();
   const std::shared_ptr<const Address> address_;
   std::atomic<PeerState> state_{PeerState::kUnknown};
   // Progress holder only:
   Link* link_ = nullptr;
   std::unique_ptr<PeerWork> work_;
+  const Route route_;  // last: what posting asks of it then lies beside link_
 };
 using PeerRef = Ref<Peer>;
 
@@ -170,6 +177,8 @@ struct ScatterRequest {
 struct RailExplanation {
   uint32_t rail;
   uint32_t peer_rail;
+  std::string endpoint;       // "10.0.0.1:4711", empty where there is none
+  std::string peer_endpoint;  // the same
 };
 struct PathExplanation {
   std::string what;  // "region 3 (1.0 GiB)" or "private memory"
@@ -181,9 +190,11 @@ struct PathExplanation {
 struct PeerExplanation {
   std::string peer;
   std::string transport;
+  std::string reason;  // why this transport
   PeerState state;
   std::string note;  // why lost or frozen, may be empty
   std::vector<RailExplanation> rails;
+  double gb_per_s_expected;  // of all rails, by the speed of their interfaces; 0 unknown
   std::vector<PathExplanation> paths;
 };
 
@@ -204,6 +215,7 @@ class Engine : public RefCounted<Engine> {
 
   const EngineOptions& options() const;
   const Address& address() const;
+  uint32_t rail_count() const;  // of the transport that has most
 
   // --- memory ---
   RegionRef register_memory(void* base, uint64_t length_bytes, Access access);

@@ -15,7 +15,6 @@ constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;   // of one transfer befor
 constexpr uint32_t kItemsPerTurn = 32;                  // of one peer in a round,
 constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;  // and bytes in all: then arrivals are looked at again
 constexpr uint32_t kBatchesPerTurn = 8;                 // of one paged transfer
-constexpr uint64_t kRailPieceBytesMin = 16 << 10;       // a piece for another rail is worth its overhead from here on
 constexpr uint64_t kCutAlign = 4096;                    // pieces begin at multiples: whole pages and lines
 
 // Largest power of two <= value, value in 1..256: its log2.
@@ -44,16 +43,13 @@ void EngineCore::start(Transfer* transfer) {
     return;
   }
   work.first_rail = work.rail != kAnyRail ? work.rail : next_rail_;
-  if (++next_rail_ == options_.rail_count) next_rail_ = 0;
+  if (++next_rail_ == transports_.rail_count()) next_rail_ = 0;
   if (work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier) {
     work.open_items = static_cast<uint32_t>(work.targets.size());
     for (uint32_t i = 0; i < work.targets.size(); ++i) start_item(*work.targets[i].peer, transfer, i);
     // A group may be empty, and every target may have been posted and done already.
     finish_if_done(transfer);
     return;
-  }
-  if (work.kind == OpKind::kWrite || work.kind == OpKind::kRead) {
-    work.pieces = work.rail != kAnyRail ? 1 : pieces_for(work.length_bytes, options_.rail_count, kRailPieceBytesMin);
   }
   work.open_items = 1;
   start_item(work.peer(), transfer, 0);
@@ -156,12 +152,31 @@ EngineCore::Progress EngineCore::advance(Peer& peer, const PostItem& item) {
   return Progress::kAllPosted;
 }
 
+// Into how many pieces a contiguous range is cut on its way to this peer. Asked when the link is up.
+uint32_t EngineCore::pieces_of(const Peer& peer, const TransferWork& work) const {
+  const Traits& traits = *peer.route_.traits;
+  if (work.rail != kAnyRail || work.length_bytes < 2 * traits.piece_bytes_min) return 1;
+  if (!traits.balances_rails) return pieces_for(work.length_bytes, traits.rail_count, traits.piece_bytes_min);
+  // The transport gives each piece to the rail that is free: more pieces than rails even out rails of different speed.
+  return peer.link_->lanes() == 1 ? 1 : pieces_for(work.length_bytes, kRailsMax, traits.piece_bytes_min);
+}
+
+// On which rail the piece goes. Rails are counted over all transports; this one may have fewer.
+uint32_t EngineCore::rail_for(const Peer& peer, const TransferWork& work, uint32_t piece) {
+  const Traits& traits = *peer.route_.traits;
+  if (traits.balances_rails && work.rail == kAnyRail) return kAnyRail;
+  const uint32_t rail = work.first_rail + piece;
+  if (rail < traits.rail_count) return rail;
+  const uint32_t wrapped = rail - traits.rail_count;  // nearly always enough, and no division
+  return wrapped < traits.rail_count ? wrapped : wrapped % traits.rail_count;
+}
+
 uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   uint32_t completed = 0;
   // Counted before: the transport may retire some through the sink while it posts.
   work.posted += static_cast<uint32_t>(requests.size());
-  const uint32_t accepted = transport_->post(*peer.link_, rail, requests, &completed);
+  const uint32_t accepted = peer.route_.transport->post(*peer.link_, rail, requests, &completed);
   work.posted -= static_cast<uint32_t>(requests.size()) - accepted;
   work.retired += completed;
   bump(counters_.posted, accepted);
@@ -170,7 +185,7 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
 }
 
 RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
-  if (!region.key_) region.key_ = transport_->resolve(*peer.link_, region.descriptor());
+  if (!region.key_) region.key_ = peer.route_.transport->resolve(*peer.link_, region.descriptor());
   return region.key_.get();
 }
 
@@ -178,9 +193,10 @@ RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
 // piece's share of the immediate; on rails without order it waits until everything before it is done.
 EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
-  const Traits& traits = traits_;
+  const Traits& traits = *peer.route_.traits;
   RemoteKey* key = key_of(peer, *work.remote);
   uint64_t turn_bytes = 0;
+  if (work.pieces == 0) work.pieces = pieces_of(peer, work);
   const uint64_t longest =
       work.pieces == 1 ? work.length_bytes : piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
   while (work.slice_offset < longest || work.slice_offset == 0) {
@@ -203,9 +219,9 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       request.length_bytes = length;
       request.remote = key;
       request.remote_offset = work.remote_offset + range.offset + work.slice_offset;
-      request.local_region = work.local->local_.get();
+      request.local_region = work.local->local_.on(peer.route_.index);
       request.context = transfer;
-      const uint32_t rail = wrap_rail(work.first_rail + work.piece);
+      const uint32_t rail = rail_for(peer, work, work.piece);
       const uint32_t retired_before = work.retired;
       if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
       if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
@@ -224,7 +240,8 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   RemoteKey* key = key_of(peer, *work.remote);
   const bool can_join = work.local_stride_bytes == work.page_bytes && work.remote_stride_bytes == work.page_bytes;
-  const uint64_t fits = std::max<uint64_t>(1, traits_.slice_bytes_max / std::max<uint64_t>(1, work.page_bytes));
+  const uint64_t fits =
+      std::max<uint64_t>(1, peer.route_.traits->slice_bytes_max / std::max<uint64_t>(1, work.page_bytes));
   const uint64_t run_max = can_join ? std::min<uint64_t>(kPagesPerRequestMax, fits) : 1;
   const uint32_t* local_pages = work.local_pages.get();
   const uint32_t* remote_pages = work.remote_pages.get();
@@ -256,14 +273,14 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
       request.length_bytes = run * work.page_bytes;
       request.remote = key;
       request.remote_offset = work.remote_offset + remote_pages[page] * work.remote_stride_bytes;
-      request.local_region = work.local->local_.get();
+      request.local_region = work.local->local_.on(peer.route_.index);
       request.context = transfer;
       request.reserved = run;
       page += run;
       turn_bytes += request.length_bytes;
     }
     const uint32_t retired_before = work.retired;
-    const uint32_t accepted = post(peer, work.first_rail, {batch.data(), filled}, transfer);
+    const uint32_t accepted = post(peer, rail_for(peer, work, 0), {batch.data(), filled}, transfer);
     const bool at_once = work.retired == retired_before + accepted && work.failure == Status::kDone;
     for (uint32_t i = 0; i < accepted; ++i) {
       work.page += batch[i].reserved;
@@ -271,7 +288,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
       if (at_once) work.bytes_retired += batch[i].length_bytes;
     }
     if (work.failure != Status::kDone) return Progress::kAllPosted;
-    if (work.rail == kAnyRail) work.first_rail = wrap_rail(work.first_rail + 1);
+    if (work.rail == kAnyRail && ++work.first_rail >= peer.route_.traits->rail_count) work.first_rail = 0;
     if (accepted < filled) return Progress::kBlocked;
   }
   return Progress::kAllPosted;
@@ -280,9 +297,9 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
 // One target of a scatter or barrier: on one rail, in slices, the last one with the immediate.
 EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, ScatterTarget& target) {
   TransferWork& work = *transfer->work_;
-  const Traits& traits = traits_;
+  const Traits& traits = *peer.route_.traits;
   const auto index = static_cast<uint32_t>(&target - work.targets.data());
-  const uint32_t rail = work.rail != kAnyRail ? work.rail : (work.first_rail + index) % options_.rail_count;
+  const uint32_t rail = rail_for(peer, work, index);
   RemoteKey* key = target.dst ? key_of(peer, *target.dst) : nullptr;
   uint64_t turn_bytes = 0;
   do {
@@ -300,7 +317,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
     request.length_bytes = length;
     request.remote = key;
     request.remote_offset = target.dst_offset + target.posted_bytes;
-    request.local_region = work.local ? work.local->local_.get() : nullptr;
+    request.local_region = work.local ? work.local->local_.on(peer.route_.index) : nullptr;
     request.context = transfer;
     const uint32_t retired_before = work.retired;
     if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
@@ -319,7 +336,8 @@ EngineCore::Progress EngineCore::post_message(Peer& peer, Transfer* transfer) {
   request.local = reinterpret_cast<std::byte*>(work.payload.data());
   request.length_bytes = work.payload.size();
   request.context = transfer;
-  if (post(peer, 0, {&request, 1}, transfer) == 0) return Progress::kBlocked;
+  const uint32_t rail = peer.route_.traits->balances_rails ? kAnyRail : 0;
+  if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
   return Progress::kAllPosted;
 }
 
@@ -408,7 +426,7 @@ void EngineCore::scan_cancels() {
       }
     }
   }
-  transport_->withdraw(
+  transports_.withdraw(
       [](void* context) { return static_cast<Transfer*>(context)->cancel_requested_.load(std::memory_order_acquire); });
 }
 

@@ -10,43 +10,41 @@
 
 namespace crossrail {
 
-Region::Region(Ref<Engine> engine, std::unique_ptr<LocalRegion> local, Access access)
+Region::Region(Ref<Engine> engine, LocalRegions local, Access access)
     : engine_(std::move(engine)),
       local_(std::move(local)),
-      base_(local_->base),
-      length_bytes_(local_->length_bytes),
+      base_(local_.base()),
+      length_bytes_(local_.length_bytes()),
       access_(access) {
   descriptor_.owner = engine_->address();
-  descriptor_.region_id = local_->id;
+  descriptor_.region_id = local_.id();
   descriptor_.length_bytes = length_bytes_;
   descriptor_.access = access;
 }
 
 Region::~Region() {
   if (engine_->core().forked()) {
-    local_.release();  // its locks may be held for ever in this process
+    local_.leak();  // its locks may be held for ever in this process
     return;
   }
-  local_.reset();
-  engine_->core().region_ids().give_back(id());
   engine_->core().region_gone();
 }
 
-bool Region::is_mapped() const { return local_->is_mapped; }
+bool Region::is_mapped() const { return local_.is_mapped(); }
 
 bool Region::closed() const { return phase_.load(std::memory_order_acquire) != kOpen; }
 
 void Region::begin_close() {
   uint8_t expected = kOpen;
   if (!phase_.compare_exchange_strong(expected, kClosing, std::memory_order_acq_rel)) return;
-  if (!engine_->core().forked()) engine_->core().transport().revoke_region(*local_);
+  if (!engine_->core().forked()) engine_->core().transports().revoke_region(local_);
 }
 
 WaitResult Region::close(Deadline deadline, const InterruptCheck& interrupted) {
   begin_close();
   if (phase_.load(std::memory_order_acquire) == kClosed || engine_->core().forked()) return WaitResult::kReady;
   // acquire loads of inflight_ops: pairs with the release in EngineCore::finish.
-  const auto quiet = [this] { return inflight_ops() == 0 && engine_->core().transport().is_region_quiet(*local_); };
+  const auto quiet = [this] { return inflight_ops() == 0 && engine_->core().transports().is_region_quiet(local_); };
   WaitResult result = WaitResult::kReady;
   if (!quiet()) {
     const auto nap = [&](Deadline until) {

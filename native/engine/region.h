@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "engine/transports.h"
 #include "engine/waiting.h"
 #include "transport/descriptor.h"
 #include "transport/transport.h"
@@ -49,7 +50,7 @@ class Region {
  private:
   friend class Engine;
   friend class EngineCore;
-  Region(Ref<Engine> engine, std::unique_ptr<LocalRegion> local, Access access);
+  Region(Ref<Engine> engine, LocalRegions local, Access access);
   ~Region();
   // A transfer's use: a reference and an operation in flight, in one atomic.
   void begin_op() { uses_.fetch_add(kOneOp, std::memory_order_relaxed); }
@@ -59,8 +60,8 @@ class Region {
     if (static_cast<uint32_t>(uses_.fetch_sub(uses, std::memory_order_acq_rel) - uses) == 0) delete this;
   }
 
-  const Ref<Engine> engine_;            // the transport must outlive local_
-  std::unique_ptr<LocalRegion> local_;  // the transport's half
+  const Ref<Engine> engine_;  // the transports must outlive local_
+  LocalRegions local_;        // the transports' halves
   std::byte* const base_;
   const uint64_t length_bytes_;
   const Access access_;

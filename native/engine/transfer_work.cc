@@ -36,7 +36,7 @@ void TransferWork::recycle() {
   rail = kAnyRail;
   open_items = posted = retired = 0;
   length_bytes = bytes_retired = 0;
-  pieces = 1;
+  pieces = 0;
   piece = 0;
   slice_offset = 0;
 }

@@ -44,7 +44,7 @@ struct alignas(64) TransferWork {
   uint64_t remote_offset = 0;
   uint64_t length_bytes = 0;  // in all
   uint64_t bytes_retired = 0;
-  uint32_t pieces = 1;  // of a contiguous range, one per rail
+  uint32_t pieces = 0;  // of a contiguous range; 0: not cut yet
   uint32_t first_rail = 0;
   uint32_t piece = 0;         // next piece to post a slice of
   uint64_t slice_offset = 0;  // within the pieces

@@ -106,6 +106,12 @@ struct PathReport {
   uint64_t bytes = 0;
 };
 
+// Which of our rails talks to which of the peer's.
+struct RailReport {
+  uint32_t rail;
+  uint32_t peer_rail;
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -130,6 +136,8 @@ class Transport {
   virtual void disconnect(Link& link) = 0;
   virtual std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) = 0;
   virtual std::vector<PathReport> explain(Link& link) = 0;
+  // Empty: paired as by peer_rail() of engine/sharding.h.
+  virtual std::vector<RailReport> explain_rails(Link&) { return {}; }
 
   // --- data ---
   // Takes a prefix of `requests`, as many as there is room for. *completed: how many of the accepted are done already

@@ -1,0 +1,123 @@
+// The transports of one engine, run as one.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "engine/region_ids.h"
+#include "transport/sleep.h"
+#include "transport/transport.h"
+
+namespace crossrail {
+
+struct EngineOptions;
+
+// The halves of one local region, one for each transport, under one id. The half of the first transport may own the
+// memory: it is destroyed last.
+class LocalRegions {
+ public:
+  LocalRegions(LocalRegions&& other) noexcept;
+  ~LocalRegions();
+
+  uint64_t id() const { return id_; }
+  std::byte* base() const { return halves_[0]->base; }
+  uint64_t length_bytes() const { return halves_[0]->length_bytes; }
+  bool is_mapped() const { return halves_[0]->is_mapped; }
+  LocalRegion* on(uint32_t transport) const { return halves_[transport].get(); }
+  // In a forked child, where the transports' locks may be held for ever: never destroyed.
+  void leak();
+
+ private:
+  friend class TransportSet;
+  explicit LocalRegions(RegionIds* ids) : ids_(ids), id_(ids->draw()) {}
+  RegionIds* ids_;
+  uint64_t id_;
+  std::array<std::unique_ptr<LocalRegion>, kTransportsMax> halves_;
+};
+
+// How a peer is reached. The transport is the set's.
+struct Route {
+  Transport* transport = nullptr;
+  const Traits* traits = nullptr;  // the transport's
+  uint32_t index = 0;              // in the set
+  TransportKind kind = TransportKind::kShm;
+  std::string reason;  // for people
+};
+
+// Threads: what Transport says of the call of the same name.
+// Invariant: in the order of TransportKind, so that shm is the first where it is present: it allocates, since only its
+// memory can be mapped by peers. Opened in the opposite order: tcp adds its endpoints to the address that shm then shows
+// to its peers.
+class TransportSet {
+ public:
+  // `sink` must outlive the set. Throws TransportError, UsageError.
+  TransportSet(const EngineOptions& options, Sink* sink);
+
+  uint32_t size() const { return size_; }
+  Transport& at(uint32_t index) const { return *transports_[index]; }
+  TransportKind kind_at(uint32_t index) const { return kinds_[index]; }
+  const Address& address() const { return first_->address(); }
+  uint32_t rail_count() const { return rail_count_; }  // of the transport that has most
+
+  // Throws UsageError that says what to change when there is no way to that address.
+  Route choose(const Address& peer) const;
+
+  // --- memory [any] ---
+  LocalRegions register_memory(std::byte* base, uint64_t length_bytes, Access access);
+  LocalRegions allocate(uint64_t length_bytes, bool populate);
+  void revoke_region(LocalRegions& region);
+  bool is_region_quiet(const LocalRegions& region) const;
+
+  // --- all at once ---
+  uint32_t poll() {
+    uint32_t moved = first_->poll();
+    for (uint32_t i = 1; i < size_; ++i) moved += transports_[i]->poll();
+    return moved;
+  }
+  void withdraw(bool (*wanted)(void* context));
+  void arm() {
+    first_->arm();
+    for (uint32_t i = 1; i < size_; ++i) transports_[i]->arm();
+  }
+  void disarm() {
+    first_->disarm();
+    for (uint32_t i = 1; i < size_; ++i) transports_[i]->disarm();
+  }
+  bool is_armed() const {
+    bool armed = first_->is_armed();
+    for (uint32_t i = 1; i < size_; ++i) armed = armed && transports_[i]->is_armed();
+    return armed;
+  }
+  bool has_arrivals() {
+    bool arrived = first_->has_arrivals();
+    for (uint32_t i = 1; i < size_; ++i) arrived = arrived || transports_[i]->has_arrivals();
+    return arrived;
+  }
+  Deadline next_timer() const {
+    Deadline next = first_->next_timer();
+    for (uint32_t i = 1; i < size_; ++i) next = std::min(next, transports_[i]->next_timer());
+    return next;
+  }
+  void sleep(Deadline deadline) { sleep_on({sleepers_.data(), size_}, deadline); }
+  // Who sleeps, sleeps on all: ringing one is enough.
+  void wake() { first_->wake(); }
+  void wake_always() { first_->wake_always(); }
+  void close();
+  void abandon_after_fork();
+
+ private:
+  RegionIds region_ids_;
+  Transport* first_ = nullptr;
+  uint32_t size_ = 0;
+  uint32_t rail_count_ = 1;
+  std::array<TransportKind, kTransportsMax> kinds_{};
+  std::array<Traits, kTransportsMax> traits_;
+  std::array<Transport*, kTransportsMax> sleepers_{};
+  std::array<std::unique_ptr<Transport>, kTransportsMax> transports_;
+};
+
+}  // namespace crossrail
