@@ -2,7 +2,7 @@
 
 #include "transport/null/null_transport.h"
 #include "transport/shm/shm_transport.h"
-#include "util/errors.h"
+#include "transport/tcp/tcp_transport.h"
 
 namespace crossrail {
 
@@ -13,8 +13,7 @@ std::unique_ptr<Transport> open_transport(TransportKind kind, const TransportOpt
     case TransportKind::kNull:
       return std::make_unique<NullTransport>(options, sink);
     case TransportKind::kTcp:
-      throw TransportError("open", 0, "this build has no tcp transport",
-                           "use transport=\"shm\" between processes of one host");
+      return std::make_unique<tcp::TcpTransport>(options, sink);
   }
   return nullptr;
 }

@@ -1,0 +1,165 @@
+// Connections before their first frame: making them, taking them in, and the handshake on both sides.
+#pragma once
+
+#include <sys/socket.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/poller.h"
+#include "util/clock.h"
+#include "util/memory_map.h"
+
+namespace crossrail::tcp {
+
+// One address of this host that connections leave from and arrive at.
+struct Rail {
+  Endpoint endpoint;   // the port: of the listener
+  std::string netdev;  // may be empty: not known
+  bool bound_to_netdev = false;  // connections may leave by this netdev only
+  Fd listener;
+};
+
+// Finds and opens the rails: `names` are IP addresses or netdevs; without names, `count` of the addresses of this host, fastest
+// netdevs first, or loopback when there is nothing else. Throws UsageError or TransportError.
+std::vector<Rail> open_rails(const std::vector<std::string>& names, uint32_t count, uint16_t port);
+
+// Which of our rails talks to which of the peer's: rails of a common subnet among themselves, else by index; every rail of
+// the larger side is used. Pure; both sides compute the same.
+struct RailPair {
+  uint32_t rail;
+  uint32_t peer_rail;
+  bool operator==(const RailPair&) const = default;
+};
+std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::vector<Endpoint>& theirs);
+
+// Options that every connection of ours has. unacknowledged_ms: after this long without the peer's kernel answering, it is broken.
+void tune_socket(int fd, int64_t unacknowledged_ms);
+// No pacing: on the way from this machine to itself it only costs.
+void tune_for_loopback(int fd);
+
+// A message of the handshake on its way in, read to its last byte and no further.
+class MessageReader {
+ public:
+  enum class State : uint8_t { kMore, kWhole, kForeign, kClosed, kFailed };
+  State read(int fd);
+  const Bytes& message() const { return bytes_; }
+  uint16_t version() const { return version_; }
+  int error() const { return error_; }
+  void clear() { bytes_.clear(); }
+
+ private:
+  Bytes bytes_;
+  size_t wanted_ = kHandshakeHeadBytes;
+  uint16_t version_ = 0;
+  int error_ = 0;
+};
+
+// How an attempt to connect ended.
+struct ConnectResult {
+  enum class Kind : uint8_t {
+    kUp,
+    kNobodyThere,  // the port is closed: the engine is gone
+    kTimeout,
+    kRefused,      // by an engine, see `code`
+    kFailed
+  };
+  Kind kind = Kind::kFailed;
+  RefusalCode code = RefusalCode::kMalformed;
+  std::string text;
+  Fd fd;
+};
+
+// The initiator's half. Progress holder. Ends by on_connect_result, once.
+class Connector final : public Pollable {
+ public:
+  class Owner {
+   public:
+    virtual void on_connect_result(ConnectResult result) = 0;
+
+   protected:
+    ~Owner() = default;
+  };
+  Connector(Poller* poller, Owner* owner, const Rail& from, const Endpoint& to, const Digest& key, Bytes hello,
+            Deadline deadline, int64_t unacknowledged_ms, bool same_machine);
+  ~Connector() override;
+  void on_events(uint32_t events) override;
+  void check_deadline(int64_t now);
+  bool ended() const { return ended_; }
+  int fd() const { return fd_.get(); }
+  void give_up_descriptor() { fd_.reset(); }
+
+ private:
+  enum class Step : uint8_t { kConnecting, kChallenge, kAccept };
+  void end(ConnectResult result);
+  void fail(ConnectResult::Kind kind, const std::string& text);
+  bool send(const Bytes& message);
+  void on_message();
+
+  Poller* const poller_;
+  Owner* const owner_;
+  const std::string route_;
+  const Digest key_;
+  const Bytes hello_;
+  const Deadline deadline_;
+  Fd fd_;
+  Step step_ = Step::kConnecting;
+  MessageReader reader_;
+  ConnectResult early_;  // of a failure before anybody could be told
+  bool failed_early_ = false;
+  bool ended_ = false;
+};
+
+// The acceptor's half. Invariant: a stranger costs one of these and at most kHandshakeBytesMax bytes, until the deadline.
+class Acceptor final : public Pollable {
+ public:
+  class Owner {
+   public:
+    // Before the challenge is sent: who may not come in is told why, at once.
+    virtual std::optional<Refusal> check_hello(const Hello& hello) = 0;
+    // The handshake is complete but for our Accept, which the owner sends by accept().
+    virtual void on_accepted(Acceptor& acceptor, const Hello& hello, Fd fd) = 0;
+    virtual void on_stranger(const std::string& who, const std::string& what) = 0;
+
+   protected:
+    ~Owner() = default;
+  };
+  Acceptor(Poller* poller, Owner* owner, Fd fd, std::string who, const Digest& key, const Incarnation& self,
+           Deadline deadline);
+  ~Acceptor() override;
+  void on_events(uint32_t events) override;
+  void check_deadline(int64_t now);
+  // Turned away to make room.
+  void turn_away(RefusalCode code, const std::string& text);
+  bool ended() const { return ended_; }
+  void give_up_descriptor() { fd_.reset(); }
+  static bool accept(int fd);
+
+ private:
+  void on_message();
+  void refuse(RefusalCode code, const std::string& text);
+  void end();
+
+  Poller* const poller_;
+  Owner* const owner_;
+  Fd fd_;
+  const std::string who_;
+  const Digest key_;
+  const std::array<uint8_t, 8> self_tag_;
+  const Deadline deadline_;
+  MessageReader reader_;
+  Bytes hello_bytes_;
+  std::optional<Hello> hello_;
+  Nonce nonce_{};
+  bool ended_ = false;
+};
+
+// The address a socket's other end has, for messages.
+std::string peer_text(int fd);
+socklen_t to_sockaddr(const Endpoint& endpoint, sockaddr_storage* out);
+Endpoint from_sockaddr(const sockaddr_storage& address);
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,59 @@
+// Reading and writing of frames' parts, for both sides.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "transport/tcp/wire.h"
+
+namespace crossrail::tcp {
+
+// `meta` holds at least sizeof(T) bytes.
+template <typename T>
+T read_meta(std::span<const std::byte> meta) {
+  T value;
+  std::memcpy(&value, meta.data(), sizeof value);
+  return value;
+}
+
+inline std::string text_of(std::span<const std::byte> bytes) {
+  return std::string(reinterpret_cast<const char*>(bytes.data()), std::min(bytes.size(), kTextBytesMax));
+}
+
+inline FrameHeader header_of(FrameType type, size_t count, size_t operations, size_t meta_bytes,
+                             uint64_t payload_bytes) {
+  return {.type = static_cast<uint8_t>(type),
+          .mark = kFrameMark,
+          .count = static_cast<uint16_t>(count),
+          .operations = static_cast<uint16_t>(operations),
+          .meta_bytes = static_cast<uint16_t>(meta_bytes),
+          .payload_bytes = payload_bytes};
+}
+
+inline void append_bytes(std::vector<std::byte>& out, const void* data, size_t size) {
+  const auto* bytes = static_cast<const std::byte*>(data);
+  out.insert(out.end(), bytes, bytes + size);
+}
+
+// A frame without payload: metadata, and a text after it.
+template <typename Meta>
+void append_frame(std::vector<std::byte>& out, FrameType type, const Meta& meta, std::string_view text = {}) {
+  text = text.substr(0, kTextBytesMax);
+  const FrameHeader header = header_of(type, 0, 0, sizeof meta + text.size(), 0);
+  append_bytes(out, &header, sizeof header);
+  append_bytes(out, &meta, sizeof meta);
+  append_bytes(out, text.data(), text.size());
+}
+
+inline void append_bye(std::vector<std::byte>& out, std::string_view text) {
+  text = text.substr(0, kTextBytesMax);
+  const FrameHeader header = header_of(FrameType::kBye, 0, 0, text.size(), 0);
+  append_bytes(out, &header, sizeof header);
+  append_bytes(out, text.data(), text.size());
+}
+
+}  // namespace crossrail::tcp

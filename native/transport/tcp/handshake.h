@@ -1,0 +1,89 @@
+// Who is there, and may it come in: four messages before the first frame.
+//
+//   initiator                                     acceptor
+//   Hello {target tag, nonce, link, channel} ->
+//                                             <-  Challenge {nonce, proof that it holds the key}
+//   Proof {that we hold the key}             ->
+//                                             <-  Accept
+//
+// The key is derived from the shared secret and the acceptor's incarnation, 128 random bits that only its address bytes
+// tell: without a secret, who was never given the address is kept out; with one, who cannot compute HMAC-SHA256 with it.
+// Both proofs cover the whole Hello and both nonces. Frames after the handshake are neither encrypted nor signed.
+// Either side may answer with a Refusal instead. The first eight bytes of a message mean the same in every version.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "transport/descriptor.h"
+#include "util/sha256.h"
+
+namespace crossrail::tcp {
+
+inline constexpr uint16_t kProtocolVersion = 1;
+inline constexpr size_t kHandshakeHeadBytes = 8;      // magic, version, total length
+inline constexpr size_t kHandshakeBytesMax = 2048;    // of one message: all that a stranger makes us keep
+inline constexpr uint32_t kHandshakeMagic = 0x54525258;  // "XRRT"
+
+using Nonce = std::array<uint8_t, 32>;
+Nonce draw_nonce();  // throws TransportError when the kernel gives no random bytes
+
+struct Hello {
+  std::array<uint8_t, 8> target_tag{};  // of the incarnation we want: says whom, gives nothing away
+  Nonce nonce{};
+  uint64_t link_id = 0;
+  uint32_t channel = 0;
+  uint32_t epoch = 0;  // which connection of the channel this is
+  bool resumes = false;  // the link has carried operations already
+  bool is_bulk = false;
+  Address sender;
+};
+struct Challenge {
+  Nonce nonce{};
+  Digest proof{};
+};
+struct Proof {
+  Digest proof{};
+};
+struct Accept {};
+enum class RefusalCode : uint8_t {
+  kMalformed = 1,
+  kVersion,
+  kNotMe,           // another incarnation, or another engine, lives here now
+  kAuthentication,
+  kUnknownLink,     // it forgot the link that was to be resumed
+  kStale,           // a later connection of the channel exists
+  kClosing,
+  kFull
+};
+struct Refusal {
+  RefusalCode code = RefusalCode::kMalformed;
+  std::string text;
+};
+
+enum class HandshakeKind : uint8_t { kHello = 1, kChallenge, kProof, kAccept, kRefusal };
+
+Bytes encode(const Hello& hello);
+Bytes encode(const Challenge& challenge);
+Bytes encode(const Proof& proof);
+Bytes encode(const Accept& accept);
+Bytes encode(const Refusal& refusal);
+
+// Of the first kHandshakeHeadBytes: how long the whole message is, or nothing when it is none of ours. *version as given.
+std::optional<size_t> handshake_bytes(std::span<const uint8_t> head, uint16_t* version);
+
+// Of a whole message. Nothing when it is malformed or of another kind.
+std::optional<HandshakeKind> handshake_kind(std::span<const uint8_t> message);
+std::optional<Hello> decode_hello(std::span<const uint8_t> message);
+std::optional<Challenge> decode_challenge(std::span<const uint8_t> message);
+std::optional<Proof> decode_proof(std::span<const uint8_t> message);
+std::optional<Refusal> decode_refusal(std::span<const uint8_t> message);
+
+std::array<uint8_t, 8> target_tag(const Incarnation& incarnation);
+Digest handshake_key(std::string_view secret, const Incarnation& acceptor);
+Digest acceptor_proof(const Digest& key, std::span<const uint8_t> hello, const Nonce& acceptor_nonce);
+Digest initiator_proof(const Digest& key, std::span<const uint8_t> hello, const Nonce& acceptor_nonce);
+
+}  // namespace crossrail::tcp

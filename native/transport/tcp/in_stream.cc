@@ -1,0 +1,357 @@
+// The acceptor's side of a connection: operations in, acknowledgements and read data out. Nothing that arrives is
+// believed: region, access and bounds of every operation are checked before a byte of it is placed.
+#include <algorithm>
+#include <cstring>
+
+#include "transport/tcp/frames.h"
+#include "transport/tcp/tcp_transport.h"
+#include "transport/wire_imm.h"
+
+namespace crossrail::tcp {
+
+namespace {
+
+constexpr size_t kReadsMax = 1024;           // queued by one connection; an honest initiator stays below
+constexpr size_t kHeldMax = 2048;            // messages that nobody takes; likewise
+constexpr size_t kControlBytesMax = 1 << 20;  // frames that the initiator does not read
+constexpr size_t kRefusalsKept = 256;
+// Acknowledged at once: what the initiator may be waiting for with a full window.
+constexpr uint64_t kAckAtOnceBytes = 16 << 10;
+constexpr uint64_t kAckAtOnceOperations = 64;
+constexpr uint64_t kBatchBytes = uint64_t{1} << 20;
+
+std::string range_text(uint64_t region_id, uint64_t offset, uint64_t length) {
+  return "region " + std::to_string(region_id) + ", offset " + std::to_string(offset) + ", " + std::to_string(length) +
+         " bytes";
+}
+
+// What the target says to an operation on this range.
+Status check(const RegionUse& region, Access needed, uint64_t offset, uint64_t length) {
+  if (!region || region.is_revoked()) return Status::kRegionClosed;
+  if (region->access != Access::kRemoteWrite && region->access != needed) return Status::kAccessDenied;
+  if (length > region->length_bytes || offset > region->length_bytes - length) return Status::kOutOfBounds;
+  return Status::kDone;
+}
+
+std::string why_refused(Status status, const RegionUse& region, uint64_t region_id, uint64_t offset, uint64_t length) {
+  const std::string range = range_text(region_id, offset, length);
+  if (status == Status::kOutOfBounds) return range + ": past the region's end at " + std::to_string(region->length_bytes);
+  if (status == Status::kAccessDenied) return range + ": its owner did not open it to this operation";
+  return range + ": the region is closed, or never existed";
+}
+
+}  // namespace
+
+InStream::InStream(TcpTransport* transport, InChannel* channel, Fd fd, bool is_bulk)
+    : Stream(&transport->streams(), std::move(fd), is_bulk), transport_(transport), channel_(channel) {}
+
+void InStream::refuse(uint64_t operation, Status status, const std::string& text) {
+  channel_->link->has_refused = true;
+  append_frame(channel_->control, FrameType::kRefused,
+               RefusedMeta{operation, channel_->index, static_cast<uint32_t>(status)}, text);
+  channel_->refusals.push_back({operation, status, text});
+  if (channel_->refusals.size() > kRefusalsKept) {
+    channel_->refusals.pop_front();
+    channel_->refusals_lost = true;
+  }
+  transport_->ack_later(*channel_->link, true);
+}
+
+bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) {
+  InLink& link = *channel_->link;
+  type_ = static_cast<FrameType>(header.type);
+  operations_ = header.operations;
+  if (channel_->control.size() > kControlBytesMax) return reject("it does not read what we answer");
+  const auto malformed = [&] { return reject("a malformed frame of type " + std::to_string(header.type)); };
+  if (type_ != FrameType::kWrite && type_ != FrameType::kMessage && header.payload_bytes != 0) return malformed();
+  switch (type_) {
+    case FrameType::kWrite:
+      return on_write(header, meta, place);
+    case FrameType::kRead:
+      return on_read(header, meta);
+    case FrameType::kMessage:
+      return on_message(header, meta, place);
+    case FrameType::kResolve:
+      if (meta.size() != sizeof(ResolveMeta)) return malformed();
+      return on_resolve(read_meta<ResolveMeta>(meta));
+    case FrameType::kPing:
+      if (meta.size() != sizeof(PingMeta)) return malformed();
+      append_frame(channel_->control, FrameType::kPong, read_meta<PingMeta>(meta));
+      transport_->ack_later(link, true);
+      return true;
+    case FrameType::kAck: {  // of what we sent it: it rides along
+      if (meta.size() != sizeof(AckMeta)) return malformed();
+      const auto ack = read_meta<AckMeta>(meta);
+      // An acknowledgement of a link that ended meanwhile says nothing any more.
+      if (link.twin == nullptr || link.twin->id != ack.link_id) return true;
+      return take_ack(*link.twin, ack) || reject("an acknowledgement of what was never sent");
+    }
+    case FrameType::kBye:
+      link.over = true;
+      break_off("the peer ended the link: " + text_of(meta));
+      return true;
+    case FrameType::kTaken:
+    case FrameType::kRefused:
+    case FrameType::kResolved:
+    case FrameType::kReadData:
+    case FrameType::kReadEnd:
+    case FrameType::kPong:
+      return reject("a frame that only acceptors send");
+  }
+  return malformed();
+}
+
+bool InStream::on_frame() {
+  switch (type_) {
+    case FrameType::kWrite:
+      return finish_write();
+    case FrameType::kMessage:
+      return finish_message();
+    default:  // without payload: handled by its head
+      return true;
+  }
+}
+
+// --- writes ---
+
+bool InStream::on_write(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) {
+  const size_t count = header.count;
+  if (count == 0 || count > kEntriesMax || meta.size() != sizeof(WriteMeta) + count * sizeof(WriteEntry))
+    return reject("a write whose table does not fit its head");
+  if (operations_ != count && !(count == 1 && operations_ == 0)) return reject("a write that ends what did not begin");
+  const uint64_t region_id = region_id_ = read_meta<WriteMeta>(meta).region_id;
+  region_closed_ = false;
+  entries_.resize(count);
+  std::memcpy(entries_.data(), meta.data() + sizeof(WriteMeta), count * sizeof(WriteEntry));
+  statuses_.clear();
+  region_ = region_id == 0 ? RegionUse() : transport_->regions().use(region_id);
+  uint64_t total = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const WriteEntry& entry = entries_[i];
+    const uint64_t length = entry.length & ~kHasImm;
+    total += length;
+    const bool is_bare = region_id == 0 && length == 0;
+    const Status status = is_bare ? Status::kDone : check(region_, Access::kRemoteWrite, entry.offset, length);
+    if (status == Status::kDone) {
+      if (length > 0) place.add(region_->base + entry.offset, length);
+      continue;
+    }
+    place.add_discard(length);
+    if (statuses_.empty()) statuses_.assign(count, Status::kDone);
+    statuses_[i] = status;
+    if (!(operation_refused_ && i == 0)) {
+      refuse(channel_->placed + i + 1, status, why_refused(status, region_, region_id, entry.offset, length));
+    }
+  }
+  if (total != header.payload_bytes) return reject("a write whose table does not fit its payload");
+  return true;
+}
+
+bool InStream::finish_write() {
+  // A region that closed while its bytes were on their way.
+  const bool closed = region_closed_ || region_.is_revoked();
+  uint32_t imm = 0;
+  uint64_t units = 0;
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    const WriteEntry& entry = entries_[i];
+    bool good = statuses_.empty() || statuses_[i] == Status::kDone;
+    if (good && closed) {
+      good = false;
+      if (!(operation_refused_ && i == 0)) {
+        refuse(channel_->placed + i + 1, Status::kRegionClosed,
+               why_refused(Status::kRegionClosed, region_, region_id_, entry.offset, entry.length & ~kHasImm));
+      }
+    }
+    if (i == 0) good = good && !operation_refused_;
+    if (operations_ == 0) {
+      operation_refused_ = !good;
+      break;
+    }
+    if (i == 0) operation_refused_ = false;
+    if (!good || (entry.length & kHasImm) == 0) continue;
+    if (units > 0 && imm != imm_of_wire(entry.wire_imm)) {
+      transport_->sink().on_imm(imm, units);
+      units = 0;
+    }
+    imm = imm_of_wire(entry.wire_imm);
+    units += units_of_wire(entry.wire_imm);
+  }
+  if (units > 0) transport_->sink().on_imm(imm, units);
+  region_.reset();
+  channel_->placed += operations_;
+  if (operations_ > 0) {
+    const bool at_once = (entries_[0].length & ~kHasImm) >= kAckAtOnceBytes ||
+                         channel_->placed - channel_->ack_sent >= kAckAtOnceOperations;
+    transport_->ack_later(*channel_->link, at_once);
+  }
+  return true;
+}
+
+void InStream::check_region() {
+  if (region_.is_revoked()) {
+    placement().discard_range(region_->base, region_->length_bytes);
+    region_.reset();
+    region_closed_ = true;
+  }
+  for (RegionUse& region : views_) {
+    if (region.is_revoked() && pending_batch() != nullptr) pending_batch()->detach(region->base, region->length_bytes);
+  }
+  std::erase_if(views_, [](const RegionUse& region) { return region.is_revoked(); });
+  for (ReadJob& job : reads_) {
+    if (job.region.is_revoked()) job.region.reset();
+  }
+}
+
+// --- reads ---
+
+bool InStream::on_read(const FrameHeader& header, std::span<const std::byte> meta) {
+  if (meta.size() != sizeof(ReadMeta) || header.operations != 1) return reject("a malformed read");
+  const auto read = read_meta<ReadMeta>(meta);
+  if (reads_.size() >= kReadsMax) return reject("more reads at once than an engine asks for");
+  RegionUse region = transport_->regions().use(read.region_id);
+  const Status status = check(region, Access::kRemoteRead, read.offset, read.length);
+  ++channel_->placed;
+  if (status != Status::kDone) {
+    append_frame(channel_->control, FrameType::kReadEnd, ReadEndMeta{read.read_id, static_cast<uint64_t>(status)},
+                 why_refused(status, region, read.region_id, read.offset, read.length));
+  } else {
+    reads_.push_back({std::move(region), read.region_id, read.read_id, read.offset, read.length, 0});
+  }
+  transport_->ack_later(*channel_->link, true);
+  return true;
+}
+
+void InStream::fill_reads(TxBatch& batch) {
+  while (!reads_.empty() && batch.pending_bytes() < kBatchBytes) {
+    ReadJob& job = reads_.front();
+    if (!batch.has_room(2 * (sizeof(FrameHeader) + sizeof(ReadDataMeta)) + kTextBytesMax, 3)) return;
+    const bool closed = !job.region || job.region.is_revoked();
+    if (!closed && job.done < job.length) {
+      const uint64_t length = std::min(job.length - job.done, kReadChunkBytes);
+      batch.put(header_of(FrameType::kReadData, 0, 0, sizeof(ReadDataMeta), length));
+      batch.put(ReadDataMeta{job.read_id, job.done});
+      batch.view(job.region->base + job.offset + job.done, length);
+      if (job.done == 0 || views_.empty()) views_.push_back(job.region.share());
+      job.done += length;
+      if (job.done < job.length) continue;
+    }
+    const Status status = closed ? Status::kRegionClosed : Status::kDone;
+    const std::string text =
+        closed ? why_refused(status, job.region, job.region_id, job.offset, job.length) : std::string();
+    batch.put(header_of(FrameType::kReadEnd, 0, 0, sizeof(ReadEndMeta) + text.size(), 0));
+    batch.put(ReadEndMeta{job.read_id, static_cast<uint64_t>(status)});
+    if (!text.empty()) batch.copy(text.data(), text.size());
+    reads_.pop_front();
+  }
+}
+
+// --- messages ---
+
+bool InStream::on_message(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) {
+  if (meta.size() != sizeof(MessageMeta) || header.operations != 1 || header.payload_bytes > kMessageBytesMax)
+    return reject("a malformed message");
+  const InLink& link = *channel_->link;
+  if (link.held.size() >= kHeldMax || link.held_bytes > 2 * transport_->message_window_bytes())
+    return reject("more messages at once than an engine sends");
+  message_id_ = read_meta<MessageMeta>(meta).message_id;
+  message_.resize(header.payload_bytes);
+  if (!message_.empty()) place.add(reinterpret_cast<std::byte*>(message_.data()), message_.size());
+  return true;
+}
+
+bool InStream::finish_message() {
+  InLink& link = *channel_->link;
+  ++channel_->placed;
+  Sink::Offer offer = Sink::Offer::kHold;
+  if (link.held.empty()) offer = transport_->sink().on_message(link.peer, message_);
+  switch (offer) {
+    case Sink::Offer::kTaken:
+      transport_->on_taken(link, message_id_);
+      break;
+    case Sink::Offer::kHold:
+      link.held_bytes += message_.size();
+      link.held.push_back({std::move(message_), message_id_, channel_->index});
+      message_ = {};
+      transport_->hold(link);
+      break;
+    case Sink::Offer::kTooLong:
+      transport_->on_too_long(link, message_id_, message_.size());
+      break;
+  }
+  transport_->ack_later(link, channel_->placed - channel_->ack_sent >= kAckAtOnceOperations);
+  if (message_.capacity() > kAckAtOnceBytes) message_ = {};
+  return true;
+}
+
+// --- broken connections ---
+
+bool InStream::on_resolve(const ResolveMeta& resolve) {
+  InLink& link = *channel_->link;
+  const auto found = link.channels.find(resolve.channel);
+  if (found == link.channels.end() || resolve.acked > found->second.placed) return reject("a question about an unknown channel");
+  InChannel& asked = found->second;
+  // Whatever of the old connection is still on its way must not be placed after we have answered.
+  if (asked.is_open() && asked.epoch_min <= resolve.epoch) {
+    if (asked.stream.get() == this) return reject("a question about the connection that it comes by");
+    asked.stream->break_off("the peer gave this connection up");
+  }
+  asked.epoch_min = std::max(asked.epoch_min, resolve.epoch + 1);
+  if (asked.refusals_lost) return reject("too many operations were refused to say which");
+  for (const InChannel::Refusal& refusal : asked.refusals) {
+    if (refusal.operation <= resolve.acked) continue;
+    append_frame(channel_->control, FrameType::kRefused,
+                 RefusedMeta{refusal.operation, asked.index, static_cast<uint32_t>(refusal.status)}, refusal.text);
+  }
+  std::vector<uint64_t> held;
+  for (const HeldMessage& message : link.held) held.push_back(message.id);
+  const ResolvedMeta resolved{asked.placed, asked.index, resolve.epoch};
+  const FrameHeader header =
+      header_of(FrameType::kResolved, held.size(), 0, sizeof resolved + held.size() * sizeof(uint64_t), 0);
+  append_bytes(channel_->control, &header, sizeof header);
+  append_bytes(channel_->control, &resolved, sizeof resolved);
+  append_bytes(channel_->control, held.data(), held.size() * sizeof(uint64_t));
+  transport_->ack_later(link, true);
+  return true;
+}
+
+void InStream::on_broken() {
+  region_.reset();
+  reads_.clear();
+  views_.clear();
+  transport_->on_incoming_broken(*channel_, reason());
+}
+
+// --- out ---
+
+bool InStream::fill(TxBatch& batch) {
+  views_.clear();  // the batch that they were in is gone
+  InLink& link = *channel_->link;
+  auto& control = channel_->control;
+  // Whole or not at all, but for what exceeds a batch: frames have no place where they may be cut but the stream is one.
+  size_t taken = 0;
+  while (taken < control.size()) {
+    const size_t piece = std::min(control.size() - taken, TxBatch::kBytes / 2);
+    if (!batch.has_room(piece)) break;
+    batch.copy(control.data() + taken, piece);
+    taken += piece;
+  }
+  control.erase(control.begin(), control.begin() + static_cast<std::ptrdiff_t>(taken));
+  if (!control.empty()) return true;
+  if (!link.taken.empty()) {
+    size_t told = 0;
+    for (; told < link.taken.size() && batch.has_room(sizeof(FrameHeader) + sizeof(TakenMeta)); ++told) {
+      batch.put(header_of(FrameType::kTaken, 0, 0, sizeof(TakenMeta), 0));
+      batch.put(link.taken[told]);
+    }
+    link.taken.erase(link.taken.begin(), link.taken.begin() + static_cast<std::ptrdiff_t>(told));
+  }
+  if (channel_->placed > channel_->ack_sent && batch.has_room(sizeof(FrameHeader) + sizeof(AckMeta))) {
+    batch.put(header_of(FrameType::kAck, 0, 0, sizeof(AckMeta), 0));
+    batch.put(AckMeta{link.id, channel_->placed, channel_->index, 0});
+    channel_->ack_sent = channel_->placed;
+  }
+  fill_reads(batch);
+  return !batch.empty();
+}
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,141 @@
+// Peers that come to us: strangers at the door, and links that lost their connections.
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "transport/tcp/frames.h"
+#include "transport/tcp/tcp_transport.h"
+
+namespace crossrail::tcp {
+
+namespace {
+
+constexpr size_t kStrangersMax = 256;
+constexpr int64_t kStrangerPatienceNs = 5'000'000'000;
+constexpr int64_t kAcceptPauseNs = 200'000'000;
+constexpr uint32_t kChannelsMax = 2 * kRailsMax * kRailsMax;
+
+}  // namespace
+
+void TcpTransport::accept_all(Listener& listener) {
+  for (int accepted = 0; accepted < 64; ++accepted) {
+    Fd fd(accept4(rails_[listener.rail].listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!fd) {
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+        // Looked at again and again it would cost a core: peers wait a little.
+        poller_.change(rails_[listener.rail].listener.get(), &listener, 0);
+        listeners_paused_until_ns_ = now_ + kAcceptPauseNs;
+        if (!std::exchange(strangers_reported_, true)) {
+          sink_->on_protocol_error("", std::string("cannot take in more connections: ") + std::strerror(errno) +
+                                           "; raise the limit on open files (ulimit -n). Said once");
+        }
+      }
+      return;
+    }
+    tune_socket(fd.get(), options_.peer_timeout_ns / 1'000'000);
+    make_room_for_stranger();
+    std::string who = peer_text(fd.get());
+    acceptors_.push_back(std::make_unique<Acceptor>(&poller_, this, std::move(fd), std::move(who), key_,
+                                                    address_.incarnation, now_ + kStrangerPatienceNs));
+    next_tick_ns_ = std::min(next_tick_ns_, now_);
+  }
+}
+
+// The longest silent of too many is turned away: it has had its chance.
+void TcpTransport::make_room_for_stranger() {
+  size_t open = 0;
+  for (const auto& acceptor : acceptors_) open += acceptor->ended() ? 0 : 1;
+  if (open < kStrangersMax) return;
+  for (auto& acceptor : acceptors_) {
+    if (acceptor->ended()) continue;
+    acceptor->turn_away(RefusalCode::kFull, "too many connections are in their handshake: try again");
+    return;
+  }
+}
+
+void TcpTransport::on_stranger(const std::string& who, const std::string& what) {
+  sink_->on_protocol_error(who, "connection from " + who + " refused: " + what);
+}
+
+std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {
+  if (closed_) return Refusal{RefusalCode::kClosing, "the engine is closing"};
+  if (hello.channel >= kChannelsMax || hello.epoch == 0 || !hello.sender.has(TransportKind::kTcp)) {
+    return Refusal{RefusalCode::kMalformed, "its first message is malformed"};
+  }
+  const auto found = in_.find({hello.sender.incarnation, hello.link_id});
+  if (found == in_.end()) {
+    if (!hello.resumes) return std::nullopt;
+    return Refusal{RefusalCode::kUnknownLink, "it was unreachable for so long that we gave it up; connect anew"};
+  }
+  if (found->second->over) return Refusal{RefusalCode::kUnknownLink, "the link has ended"};
+  const auto channel = found->second->channels.find(hello.channel);
+  if (channel != found->second->channels.end() && hello.epoch < channel->second.epoch_min) {
+    return Refusal{RefusalCode::kStale, "a later connection of this channel exists"};
+  }
+  return std::nullopt;
+}
+
+void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
+  auto& owned = in_[{hello.sender.incarnation, hello.link_id}];
+  if (!owned) {
+    owned = std::make_unique<InLink>();
+    owned->transport = this;
+    owned->id = hello.link_id;
+    owned->peer = std::make_shared<const Address>(hello.sender);
+    for (auto& out : out_) {
+      if (out->address->incarnation != hello.sender.incarnation) continue;
+      owned->twin = out.get();
+      out->twin = owned.get();
+    }
+  }
+  InLink& link = *owned;
+  InChannel& channel = link.channels[hello.channel];
+  channel.link = &link;
+  channel.index = hello.channel;
+  if (channel.is_open()) channel.stream->break_off("the peer made a new connection of it");
+  if (channel.stream) bury(std::move(channel.stream));
+  channel.epoch_min = hello.epoch;
+  channel.control.clear();
+  link.unconnected_since_ns = 0;
+  if (!Acceptor::accept(fd.get())) return;  // it will try again
+  if (hello.sender.host == address_.host) tune_for_loopback(fd.get());
+  channel.stream = std::make_unique<InStream>(this, &channel, std::move(fd), hello.is_bulk);
+}
+
+void TcpTransport::on_incoming_broken(InChannel& channel, const std::string& reason) {
+  InLink& link = *channel.link;
+  if (reason.starts_with("protocol error")) sink_->on_protocol_error(link.peer->name, reason);
+  const bool open = std::any_of(link.channels.begin(), link.channels.end(),
+                                [](const auto& item) { return item.second.is_open(); });
+  if (!open) link.unconnected_since_ns = now_;
+  next_tick_ns_ = std::min(next_tick_ns_, now_);
+}
+
+// Forgets links whose peers said goodbye, or have been gone for longer than they would try to come back.
+void TcpTransport::tend_incoming() {
+  for (auto item = in_.begin(); item != in_.end();) {
+    InLink& link = *item->second;
+    const bool expired =
+        link.unconnected_since_ns != 0 && now_ - link.unconnected_since_ns > 2 * options_.peer_timeout_ns;
+    if (!link.over && !expired) {
+      ++item;
+      continue;
+    }
+    drop(link);
+    item = in_.erase(item);
+  }
+}
+
+void TcpTransport::drop(InLink& link) {
+  for (auto& [index, channel] : link.channels) {
+    if (channel.stream) bury(std::move(channel.stream));
+  }
+  if (link.twin != nullptr) link.twin->twin = nullptr;
+  std::erase(acks_, &link);
+  std::erase(holding_, &link);
+}
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,270 @@
+// Both directions of talking to a peer: what we send it (OutLink) and what it sends us (InLink).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "transport/tcp/connect.h"
+#include "transport/tcp/region_table.h"
+#include "transport/tcp/stream.h"
+#include "transport/tcp/wire.h"
+#include "transport/transport.h"
+#include "util/ring_queue.h"
+
+namespace crossrail::tcp {
+
+class TcpTransport;
+struct OutLink;
+struct OutChannel;
+struct InLink;
+struct InChannel;
+
+// Small operations do not wait behind large ones: they have connections of their own.
+enum class Lane : uint8_t { kSmall = 0, kBulk = 1 };
+
+struct TcpKey final : RemoteKey {
+  explicit TcpKey(uint64_t region_id) : region_id(region_id) {}
+  const uint64_t region_id;
+};
+
+// --- what we send ---
+
+class OutStream final : public Stream {
+ public:
+  OutStream(TcpTransport* transport, OutChannel* channel, Fd fd);
+
+ protected:
+  bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
+  bool on_frame() override;
+  bool fill(TxBatch& batch) override;
+  void on_broken() override;
+
+ private:
+  TcpTransport* const transport_;
+  OutChannel* const channel_;
+  uint64_t read_id_ = 0;  // of the data that is arriving
+  uint64_t read_bytes_ = 0;
+};
+
+// One lane of one pair of rails. Outlives its connections.
+// Lifecycle of a connection: 1. attempt (connector). 2. open (stream). 3. broken: what was sent is in doubt until the
+// peer, asked over any open channel of the link, has said how much of it was placed; then the rest is sent anew.
+// Invariant: operations acked+1 .. acked+sent.size() are in `sent`, in order; `current` comes after them.
+struct OutChannel final : Connector::Owner {
+  OutChannel(TcpTransport* transport, OutLink* link, uint32_t index) : transport(transport), link(link), index(index) {}
+  void on_connect_result(ConnectResult result) override;
+  // Posts operations into a batch. False: nothing to send.
+  bool fill(TxBatch& batch);
+
+  Lane lane() const { return static_cast<Lane>(index & 1); }
+  uint32_t pair() const { return index >> 1; }
+  bool is_open() const { return stream != nullptr && !stream->is_broken(); }
+  // May carry operations: open, and nothing of an earlier connection is in doubt.
+  bool is_usable() const { return is_open() && !in_doubt; }
+
+  TcpTransport* const transport;
+  OutLink* const link;
+  const uint32_t index;  // 2 * pair + lane
+  uint32_t epoch = 0;
+  std::unique_ptr<Connector> connector;
+  std::unique_ptr<OutStream> stream;
+  bool in_doubt = false;
+  OutChannel* asked_through = nullptr;  // who carries our question; null: not asked yet
+  bool wanted = false;                  // is to be connected, and connected again
+  int64_t retry_at_ns = 0;
+  int64_t retry_pause_ns = 0;
+  int64_t broken_at_ns = 0;
+  std::string trouble;  // why the last connection or attempt failed
+
+  uint64_t acked = 0;
+  RingQueue<WorkRequest> sent;
+  struct Refusal {
+    uint64_t operation;
+    Status status;
+    std::string text;
+  };
+  std::vector<Refusal> refusals;
+  std::optional<WorkRequest> current;  // a long range, of which current_offset bytes are framed
+  uint64_t current_offset = 0;
+  std::vector<std::byte> control;  // frames to send first
+  int64_t pinged_ns = 0;
+  int64_t moved_ns = 0;      // sign of life, or of the kernel getting rid of bytes
+  int outq_bytes = 0;        // at the last look
+  uint64_t bytes_acked = 0;
+};
+
+struct SentMessage {
+  WorkRequest request;
+  uint64_t id = 0;
+  uint64_t operation = 0;
+  uint32_t channel = 0;
+  bool over = false;          // retired, or sent anew under another id
+  bool known_placed = false;  // its channel broke, and the peer said that it holds it
+};
+
+struct PendingRead {
+  WorkRequest request;
+  uint32_t channel = 0;
+  uint64_t received_bytes = 0;
+};
+
+// Operations of ours towards one peer.
+struct OutLink final : Link {
+  OutLink(TcpTransport* transport, uint64_t id, std::shared_ptr<const Address> address, std::vector<RailPair> pairs);
+  uint32_t lanes() const override { return static_cast<uint32_t>(pairs.size()); }
+  OutChannel& channel(uint32_t pair, Lane lane);  // made when first asked for
+  OutChannel* find(uint32_t pair, Lane lane) { return channels[2 * pair + static_cast<uint32_t>(lane)].get(); }
+  // Queue of `rail` (kAnyRail: of all rails).
+  RingQueue<WorkRequest>& queue(uint32_t rail, Lane lane) {
+    return queues[2 * (rail == kAnyRail ? 0 : rail + 1) + static_cast<uint32_t>(lane)];
+  }
+  template <typename Function>
+  void for_each_channel(Function&& function) {
+    for (auto& channel : channels) {
+      if (channel) function(*channel);
+    }
+  }
+
+  TcpTransport* const transport;
+  const uint64_t id;
+  const std::shared_ptr<const Address> address;
+  const std::vector<RailPair> pairs;
+  std::vector<std::unique_ptr<OutChannel>> channels;  // by index
+  std::vector<RingQueue<WorkRequest>> queues;
+  size_t queued = 0;           // in all queues
+  uint64_t outstanding = 0;    // accepted and not retired
+  bool up = false;             // on_link_up was said
+  bool frozen = false;
+  bool is_dirty = false;       // in the transport's list of links with something to send
+  bool is_watched = false;     // in the transport's list of links with something to wait for
+  int64_t connect_by_ns = 0;
+  int64_t down_since_ns = 0;   // no channel open since; 0: one is
+  std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: goes down at the end of this poll
+  InLink* twin = nullptr;      // the same peer's operations towards us
+
+  RingQueue<SentMessage> messages;  // by id, from first_message_id
+  uint64_t first_message_id = 1;
+  uint64_t messages_bytes = 0;      // sent and not taken
+  uint64_t next_read_id = 1;
+  std::unordered_map<uint64_t, PendingRead> reads;
+
+  uint64_t busy_bytes = 0;
+  int64_t busy_ns = 0;
+  int64_t busy_since_ns = 0;
+};
+
+// What the transport notes in its copies of work requests: the rail asked for and the lane, in case it goes out again.
+inline uint64_t routing_of(uint32_t rail, Lane lane) {
+  return uint64_t{rail + 1u} << 32 | static_cast<uint64_t>(lane);  // kAnyRail wraps to 0
+}
+inline uint32_t rail_of(const WorkRequest& request) { return static_cast<uint32_t>(request.reserved >> 32) - 1; }
+inline Lane lane_of(const WorkRequest& request) { return static_cast<Lane>(request.reserved & 1); }
+
+// The peer has placed the operations of one channel up to this one. False: it cannot have.
+bool take_ack(OutLink& link, const AckMeta& ack);
+
+// --- what we receive ---
+
+class InStream final : public Stream {
+ public:
+  InStream(TcpTransport* transport, InChannel* channel, Fd fd, bool is_bulk);
+  // A region was revoked: nothing more goes into it, or comes out of it.
+  void check_region();
+  bool has_work() const { return !reads_.empty(); }
+
+ protected:
+  bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
+  bool on_frame() override;
+  bool fill(TxBatch& batch) override;
+  void on_broken() override;
+
+ private:
+  struct ReadJob {
+    RegionUse region;  // none any more: closed meanwhile
+    uint64_t region_id;
+    uint64_t read_id;
+    uint64_t offset;
+    uint64_t length;
+    uint64_t done;
+  };
+  bool on_write(const FrameHeader& header, std::span<const std::byte> meta, Placement& place);
+  bool on_read(const FrameHeader& header, std::span<const std::byte> meta);
+  bool on_message(const FrameHeader& header, std::span<const std::byte> meta, Placement& place);
+  bool on_resolve(const ResolveMeta& resolve);
+  bool finish_write();
+  bool finish_message();
+  void refuse(uint64_t operation, Status status, const std::string& text);
+  void fill_reads(TxBatch& batch);
+
+  TcpTransport* const transport_;
+  InChannel* const channel_;
+  // The frame that is arriving.
+  FrameType type_ = FrameType::kBye;
+  uint32_t operations_ = 0;
+  RegionUse region_;
+  uint64_t region_id_ = 0;
+  bool region_closed_ = false;  // while the frame was arriving
+  std::vector<WriteEntry> entries_;
+  std::vector<Status> statuses_;  // of the entries; empty: all good
+  std::vector<uint8_t> message_;
+  uint64_t message_id_ = 0;
+  bool operation_refused_ = false;  // of an operation in several frames, one was refused
+  std::deque<ReadJob> reads_;
+  std::vector<RegionUse> views_;  // regions that the batch on its way has views of
+};
+
+struct HeldMessage {
+  std::vector<uint8_t> payload;
+  uint64_t id;
+  uint32_t channel;
+};
+
+// Invariant: `placed` counts exactly the operations whose bytes are in place and whose immediates were counted, or which
+// were refused.
+struct InChannel {
+  InLink* link = nullptr;
+  uint32_t index = 0;
+  uint32_t epoch_min = 1;  // connections of earlier epochs are over
+  uint64_t placed = 0;
+  uint64_t ack_sent = 0;
+  std::vector<std::byte> control;  // frames to send first
+  struct Refusal {
+    uint64_t operation;
+    Status status;
+    std::string text;
+  };
+  std::deque<Refusal> refusals;  // kept until the initiator is known to have them: it may ask again
+  bool refusals_lost = false;
+  std::unique_ptr<InStream> stream;
+  bool is_open() const { return stream != nullptr && !stream->is_broken(); }
+};
+
+// Operations of one peer towards us.
+struct InLink {
+  TcpTransport* transport = nullptr;
+  uint64_t id = 0;
+  std::shared_ptr<const Address> peer;
+  std::map<uint32_t, InChannel> channels;  // by the initiator's index
+  std::deque<HeldMessage> held;
+  uint64_t held_bytes = 0;
+  std::vector<TakenMeta> taken;  // to be told
+  OutLink* twin = nullptr;
+  bool has_refused = false;
+  bool over = false;  // it said goodbye
+  int64_t unconnected_since_ns = 0;
+  // Acknowledgements travel with our own next operation to this peer if there is one soon.
+  bool ack_due = false;
+  bool ack_now = false;
+  int64_t ack_due_since_ns = 0;
+  int32_t rides = 4;               // how well waiting for a ride has paid of late: 0 not at all, to 8
+  int64_t acked_alone_ns = 0;
+};
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,409 @@
+// The initiator's side of a connection: operations out, acknowledgements and read data in.
+#include <algorithm>
+#include <cstring>
+
+#include "transport/tcp/frames.h"
+#include "transport/tcp/tcp_transport.h"
+
+namespace crossrail::tcp {
+
+namespace {
+
+// Operations sent and not acknowledged, of one channel.
+constexpr size_t kSentMax = 8192;
+constexpr size_t kReadsMax = 256;
+constexpr size_t kMessagesMax = 1024;
+// Shorter payloads are copied beside their heads: cheaper than an iovec of their own.
+constexpr uint64_t kCopyBytesMax = 512;
+// Bytes handed to the kernel at once.
+constexpr uint64_t kBatchBytes = uint64_t{1} << 20;
+
+uint64_t region_of(const WorkRequest& request) {
+  return request.remote == nullptr ? 0 : static_cast<const TcpKey*>(request.remote)->region_id;
+}
+
+WriteEntry entry_of(const WorkRequest& request, uint64_t offset, uint64_t length, bool ends) {
+  return {.offset = request.remote_offset + offset,
+          .length = static_cast<uint32_t>(length) | (request.has_imm && ends ? kHasImm : 0),
+          .wire_imm = request.has_imm && ends ? request.wire_imm : 0};
+}
+
+// As many of the first requests as one frame takes: short writes to one region. Returns how many.
+size_t put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room) {
+  const WorkRequest& first = queue.front();
+  size_t count = 0;
+  size_t views = 1;
+  bool copying = true;  // what is copied in a row needs one view
+  size_t copied = sizeof(FrameHeader) + sizeof(WriteMeta);
+  uint64_t bytes = 0;
+  const size_t limit = std::min<size_t>({queue.size(), kEntriesMax, room});
+  while (count < limit) {
+    const WorkRequest& request = queue[count];
+    if (request.op != WorkOp::kWrite || request.remote != first.remote) break;
+    if (count > 0 && bytes + request.length_bytes > kFrameBytesMax) break;
+    const bool copies = request.length_bytes <= kCopyBytesMax;
+    const size_t more = sizeof(WriteEntry) + (copies ? request.length_bytes : 0);
+    if (!batch.has_room(copied + more, views + 1)) break;
+    copied += more;
+    views += copies && copying ? 0 : 1;
+    copying = copies;
+    bytes += request.length_bytes;
+    ++count;
+  }
+  if (count == 0) return 0;
+  batch.put(header_of(FrameType::kWrite, count, count, sizeof(WriteMeta) + count * sizeof(WriteEntry), bytes));
+  batch.put(WriteMeta{region_of(first)});
+  for (size_t i = 0; i < count; ++i) batch.put(entry_of(queue[i], 0, queue[i].length_bytes, true));
+  for (size_t i = 0; i < count; ++i) {
+    const WorkRequest& request = queue[i];
+    if (request.length_bytes == 0) continue;
+    if (request.length_bytes <= kCopyBytesMax) {
+      batch.copy(request.local, request.length_bytes);
+    } else {
+      batch.view(request.local, request.length_bytes);
+    }
+  }
+  return count;
+}
+
+}  // namespace
+
+OutLink::OutLink(TcpTransport* transport, uint64_t id, std::shared_ptr<const Address> address,
+                 std::vector<RailPair> pairs)
+    : transport(transport), id(id), address(std::move(address)), pairs(std::move(pairs)) {
+  channels.resize(2 * this->pairs.size());
+  queues.resize(2 * (size_t{transport->traits().rail_count} + 1));
+}
+
+OutChannel& OutLink::channel(uint32_t pair, Lane lane) {
+  auto& channel = channels[2 * pair + static_cast<uint32_t>(lane)];
+  if (!channel) channel = std::make_unique<OutChannel>(transport, this, 2 * pair + static_cast<uint32_t>(lane));
+  return *channel;
+}
+
+OutStream::OutStream(TcpTransport* transport, OutChannel* channel, Fd fd)
+    : Stream(&transport->streams(), std::move(fd), channel->lane() == Lane::kBulk),
+      transport_(transport),
+      channel_(channel) {}
+
+bool OutStream::fill(TxBatch& batch) {
+  if (!channel_->fill(batch)) return false;
+  if (channel_->lane() == Lane::kSmall) transport_->put_rider_acks(*channel_->link, batch);
+  return true;
+}
+
+// --- out ---
+
+namespace {
+
+// The queue that this channel may take from next, or null. Each lane serves its own queues; the other's too while none of
+// those that should is usable.
+RingQueue<WorkRequest>* next_queue(OutChannel& channel) {
+  OutLink& link = *channel.link;
+  const uint32_t rail = link.pairs[channel.pair()].rail;
+  const auto other_serves = [&](Lane lane, bool pinned) {
+    bool serves = false;
+    link.for_each_channel([&](OutChannel& other) {
+      serves = serves || (other.lane() == lane && other.is_usable() &&
+                          (!pinned || link.pairs[other.pair()].rail == rail));
+    });
+    return serves;
+  };
+  for (const Lane lane : {channel.lane(), channel.lane() == Lane::kSmall ? Lane::kBulk : Lane::kSmall}) {
+    for (const bool pinned : {true, false}) {
+      auto& queue = link.queue(pinned ? rail : kAnyRail, lane);
+      if (queue.empty()) continue;
+      if (lane != channel.lane() && other_serves(lane, pinned)) continue;
+      return &queue;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+bool OutChannel::fill(TxBatch& batch) {
+  if (!control.empty()) {
+    batch.copy(control.data(), control.size());
+    control.clear();
+  }
+  while (!in_doubt && batch.pending_bytes() < kBatchBytes && sent.size() < kSentMax) {
+    if (current) {
+      if (!batch.has_room(kRangeHeadBytes, 2)) break;
+      const uint64_t length = std::min(current->length_bytes - current_offset, kFrameBytesMax);
+      const bool ends = current_offset + length == current->length_bytes;
+      batch.put(header_of(FrameType::kWrite, 1, ends ? 1 : 0, sizeof(WriteMeta) + sizeof(WriteEntry), length));
+      batch.put(WriteMeta{region_of(*current)});
+      batch.put(entry_of(*current, current_offset, length, ends));
+      batch.view(current->local + current_offset, length);
+      current_offset += length;
+      if (ends) {
+        sent.push_back(*current);
+        current.reset();
+      }
+      continue;
+    }
+    RingQueue<WorkRequest>* const queue = next_queue(*this);
+    if (queue == nullptr) break;
+    const WorkRequest& request = queue->front();
+    if (request.op == WorkOp::kWrite) {
+      if (request.length_bytes > kFrameBytesMax) {
+        current = queue->pop_front();
+        current_offset = 0;
+        --link->queued;
+        continue;
+      }
+      const size_t count = put_writes(batch, *queue, kSentMax - sent.size());
+      if (count == 0) break;
+      for (size_t i = 0; i < count; ++i) sent.push_back(queue->pop_front());
+      link->queued -= count;
+    } else if (request.op == WorkOp::kRead) {
+      if (link->reads.size() >= kReadsMax || !batch.has_room(sizeof(FrameHeader) + sizeof(ReadMeta))) break;
+      const uint64_t id = link->next_read_id++;
+      batch.put(header_of(FrameType::kRead, 0, 1, sizeof(ReadMeta), 0));
+      batch.put(ReadMeta{region_of(request), request.remote_offset, request.length_bytes, id});
+      link->reads[id] = {.request = request, .channel = index};
+      sent.push_back(queue->pop_front());
+      --link->queued;
+    } else {
+      const uint64_t length = request.length_bytes;
+      if (link->messages.size() >= kMessagesMax ||
+          (link->messages_bytes > 0 && link->messages_bytes + length > transport->message_window_bytes()) ||
+          !batch.has_room(sizeof(FrameHeader) + sizeof(MessageMeta) + kCopyBytesMax, 2))
+        break;
+      const uint64_t id = link->first_message_id + link->messages.size();
+      batch.put(header_of(FrameType::kMessage, 0, 1, sizeof(MessageMeta), length));
+      batch.put(MessageMeta{id});
+      if (length <= kCopyBytesMax) {
+        if (length > 0) batch.copy(request.local, length);
+      } else {
+        batch.view(request.local, length);
+      }
+      link->messages.push_back(
+          {.request = request, .id = id, .operation = acked + sent.size() + 1, .channel = index});
+      link->messages_bytes += length;
+      sent.push_back(queue->pop_front());
+      --link->queued;
+    }
+  }
+  return !batch.empty();
+}
+
+// --- in ---
+
+namespace {
+
+// Operations up to `placed` are over. Neighbours of one transfer are retired together.
+void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
+  OutLink& link = *channel.link;
+  channel.moved_ns = transport.now();
+  while (channel.acked < placed) {
+    const WorkRequest request = channel.sent.pop_front();
+    const uint64_t operation = ++channel.acked;
+    if (request.op != WorkOp::kWrite) continue;  // messages end when taken, reads when their data is here
+    const auto refused = std::find_if(channel.refusals.begin(), channel.refusals.end(),
+                                      [&](const auto& refusal) { return refusal.operation == operation; });
+    if (refused != channel.refusals.end()) {
+      transport.retire(link, request, refused->status, refused->text);
+      channel.refusals.erase(refused);
+      continue;
+    }
+    uint32_t count = 1;
+    uint64_t bytes = request.length_bytes;
+    while (channel.refusals.empty() && channel.acked < placed && channel.sent.front().op == WorkOp::kWrite &&
+           channel.sent.front().context == request.context) {
+      bytes += channel.sent.pop_front().length_bytes;
+      ++channel.acked;
+      ++count;
+    }
+    channel.bytes_acked += bytes;
+    link.outstanding -= count;
+    transport.sink().on_retired(link, request.context, count, bytes, Status::kDone, {});
+  }
+  if (channel.sent.empty() && channel.sent.capacity() > 64) channel.sent.release();
+}
+
+void end_message(TcpTransport& transport, OutLink& link, SentMessage& message, Status status, const std::string& text) {
+  if (std::exchange(message.over, true)) return;
+  link.messages_bytes -= message.request.length_bytes;
+  transport.retire(link, message.request, status, text);
+}
+
+void forget_ended_messages(OutLink& link) {
+  while (!link.messages.empty() && link.messages.front().over) {
+    link.messages.pop_front();
+    ++link.first_message_id;
+  }
+}
+
+SentMessage* find_message(OutLink& link, uint64_t id) {
+  if (id < link.first_message_id || id - link.first_message_id >= link.messages.size()) return nullptr;
+  return &link.messages[id - link.first_message_id];
+}
+
+// The peer says how much of a broken channel's it has placed. The rest goes out anew, over whatever is usable.
+void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed, std::span<const uint64_t> held) {
+  OutLink& link = *channel.link;
+  const uint64_t end = channel.acked + channel.sent.size();
+  on_acked(transport, channel, placed);
+  const auto is_held = [&](uint64_t id) { return std::find(held.begin(), held.end(), id) != held.end(); };
+  std::vector<WorkRequest> again;
+  for (size_t i = 0; i < link.messages.size(); ++i) {
+    SentMessage& message = link.messages[i];
+    if (message.over) continue;
+    if (message.channel == channel.index && message.operation > placed && message.operation <= end) {
+      message.over = true;  // goes out under a new id
+      link.messages_bytes -= message.request.length_bytes;
+      continue;
+    }
+    if (message.channel == channel.index) message.known_placed = true;
+    if (message.known_placed && !is_held(message.id)) end_message(transport, link, message, Status::kDone, {});
+  }
+  forget_ended_messages(link);
+  // Reads whose data was to come over the broken connection.
+  for (auto read = link.reads.begin(); read != link.reads.end();) {
+    if (read->second.channel == channel.index) {
+      again.push_back(read->second.request);
+      read = link.reads.erase(read);
+    } else {
+      ++read;
+    }
+  }
+  if (channel.current) again.push_back(*channel.current);
+  channel.current.reset();
+  for (size_t i = channel.sent.size(); i > 0; --i) {
+    if (channel.sent[i - 1].op != WorkOp::kRead) again.push_back(channel.sent[i - 1]);
+  }
+  channel.sent.clear();
+  channel.refusals.clear();
+  for (const WorkRequest& request : again) {
+    link.queue(rail_of(request), lane_of(request)).push_front(request);
+    ++link.queued;
+  }
+  channel.in_doubt = false;
+  channel.asked_through = nullptr;
+  transport.mark_dirty(link);
+}
+
+}  // namespace
+
+bool take_ack(OutLink& link, const AckMeta& ack) {
+  OutChannel* channel = ack.channel < link.channels.size() ? link.channels[ack.channel].get() : nullptr;
+  if (channel == nullptr || ack.placed > channel->acked + channel->sent.size()) return false;
+  on_acked(*link.transport, *channel, ack.placed);
+  if (link.queued > 0) link.transport->mark_dirty(link);
+  return true;
+}
+
+bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) {
+  OutLink& link = *channel_->link;
+  const auto type = static_cast<FrameType>(header.type);
+  const auto malformed = [&] { return reject("a malformed frame of type " + std::to_string(header.type)); };
+  read_id_ = 0;
+  channel_->moved_ns = transport_->now();
+  if (type != FrameType::kReadData && header.payload_bytes != 0) return malformed();
+  switch (type) {
+    case FrameType::kAck: {
+      if (meta.size() != sizeof(AckMeta)) return malformed();
+      const auto ack = read_meta<AckMeta>(meta);
+      if (ack.link_id != link.id || !take_ack(link, ack)) return reject("an acknowledgement of what was never sent");
+      return true;
+    }
+    case FrameType::kTaken: {
+      if (meta.size() != sizeof(TakenMeta)) return malformed();
+      const auto taken = read_meta<TakenMeta>(meta);
+      if (taken.count > kMessagesMax) return malformed();
+      for (uint64_t id = taken.first_id; id < taken.first_id + taken.count; ++id) {
+        if (SentMessage* message = find_message(link, id)) end_message(*transport_, link, *message, Status::kDone, {});
+      }
+      forget_ended_messages(link);
+      if (link.queued > 0) transport_->mark_dirty(link);
+      return true;
+    }
+    case FrameType::kRefused: {
+      if (meta.size() < sizeof(RefusedMeta)) return malformed();
+      const auto refused = read_meta<RefusedMeta>(meta);
+      if (refused.status <= static_cast<uint32_t>(Status::kCancelled) ||
+          refused.status > static_cast<uint32_t>(Status::kTransportFailed))
+        return malformed();
+      const auto status = static_cast<Status>(refused.status);
+      const std::string text = text_of(meta.subspan(sizeof refused));
+      if (refused.channel == kMessageRefused) {
+        if (SentMessage* message = find_message(link, refused.operation)) {
+          end_message(*transport_, link, *message, status, text);
+        }
+        forget_ended_messages(link);
+        return true;
+      }
+      OutChannel* channel = refused.channel < link.channels.size() ? link.channels[refused.channel].get() : nullptr;
+      if (channel == nullptr || refused.operation > channel->acked + channel->sent.size() + 1) return malformed();
+      if (refused.operation > channel->acked && channel->refusals.size() <= kSentMax) {
+        channel->refusals.push_back({refused.operation, status, text});
+      }
+      return true;
+    }
+    case FrameType::kResolved: {
+      if (meta.size() != sizeof(ResolvedMeta) + header.count * sizeof(uint64_t)) return malformed();
+      const auto resolved = read_meta<ResolvedMeta>(meta);
+      OutChannel* channel = resolved.channel < link.channels.size() ? link.channels[resolved.channel].get() : nullptr;
+      if (channel == nullptr) return malformed();
+      if (!channel->in_doubt || channel->asked_through != channel_) return true;  // an answer that came twice
+      if (resolved.placed < channel->acked || resolved.placed > channel->acked + channel->sent.size()) {
+        return reject("it claims to have placed operations that were never sent");
+      }
+      std::vector<uint64_t> held(header.count);
+      if (!held.empty()) std::memcpy(held.data(), meta.data() + sizeof resolved, held.size() * sizeof(uint64_t));
+      on_resolved(*transport_, *channel, resolved.placed, held);
+      return true;
+    }
+    case FrameType::kReadData: {
+      if (meta.size() != sizeof(ReadDataMeta)) return malformed();
+      const auto data = read_meta<ReadDataMeta>(meta);
+      const auto read = link.reads.find(data.read_id);
+      if (read == link.reads.end()) return reject("data of a read that was never asked for");
+      const uint64_t length = read->second.request.length_bytes;
+      if (data.offset > length || header.payload_bytes > length - data.offset) return reject("more data than was asked for");
+      place.add(read->second.request.local + data.offset, header.payload_bytes);
+      read_id_ = data.read_id;
+      read_bytes_ = header.payload_bytes;
+      return true;
+    }
+    case FrameType::kReadEnd: {
+      if (meta.size() < sizeof(ReadEndMeta)) return malformed();
+      const auto end = read_meta<ReadEndMeta>(meta);
+      const auto read = link.reads.find(end.read_id);
+      if (read == link.reads.end() || end.status > static_cast<uint64_t>(Status::kTransportFailed)) return malformed();
+      const PendingRead pending = read->second;
+      const auto status = static_cast<Status>(end.status);
+      if (status == Status::kPending || (status == Status::kDone && pending.received_bytes != pending.request.length_bytes))
+        return malformed();
+      link.reads.erase(read);
+      transport_->retire(link, pending.request, status, text_of(meta.subspan(sizeof end)));
+      if (link.queued > 0) transport_->mark_dirty(link);
+      return true;
+    }
+    case FrameType::kPong:
+      if (meta.size() != sizeof(PingMeta)) return malformed();
+      return true;
+    case FrameType::kBye:
+      if (!link.doom) link.doom.emplace(text_of(meta), true);
+      transport_->watch(link);
+      return true;
+    case FrameType::kWrite:
+    case FrameType::kRead:
+    case FrameType::kMessage:
+    case FrameType::kResolve:
+    case FrameType::kPing:
+      return reject("a frame that only initiators send");
+  }
+  return malformed();
+}
+
+bool OutStream::on_frame() {
+  if (read_id_ == 0) return true;
+  const auto read = channel_->link->reads.find(std::exchange(read_id_, 0));
+  if (read != channel_->link->reads.end()) read->second.received_bytes += read_bytes_;
+  return true;
+}
+
+}  // namespace crossrail::tcp

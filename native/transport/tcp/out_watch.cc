@@ -1,0 +1,289 @@
+// What goes wrong between an initiator and its target: connections that cannot be made, break, or fall silent.
+//
+// One rail of several broken: the link goes on over the others. They carry the question how much of what was sent over the
+// broken channel has been placed; with the answer the rest goes out anew, over any rail. The channel is tried again until
+// the rail is back. All broken: the link waits for one to come back, peer_timeout at most. Nobody listening at the peer's
+// ports any more, or another engine there: the peer is gone, at once.
+#include <linux/sockios.h>
+#include <sys/ioctl.h>
+
+#include <algorithm>
+
+#include "transport/tcp/frames.h"
+#include "transport/tcp/tcp_transport.h"
+
+namespace crossrail::tcp {
+
+namespace {
+
+constexpr int64_t kRetryFirstNs = 20'000'000;
+constexpr int64_t kRetryMaxNs = 1'000'000'000;
+// A first connection that takes longer is attempted over the next rail as well.
+constexpr int64_t kNextRailNs = 300'000'000;
+constexpr int64_t kAttemptNs = 2'000'000'000;
+// Silence after which a peer, or one rail of it, is asked for a sign of life.
+constexpr int64_t kPingAfterNs = 500'000'000;
+constexpr int64_t kFrozenAfterNs = 2'000'000'000;
+// One rail is silent while others are not.
+constexpr int64_t kRailSilentNs = 2'000'000'000;
+constexpr int64_t kTickSlackNs = 100'000'000;  // attempts end by the same deadline, and say better why
+
+std::string seconds_text(int64_t ns) {
+  const int64_t tenths = ns / 100'000'000;
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
+}
+
+bool on_this_machine(const Address& a, const Address& b) { return a.host == b.host; }
+
+}  // namespace
+
+// --- attempts ---
+
+void TcpTransport::start_attempt(OutChannel& channel) {
+  OutLink& link = *channel.link;
+  const RailPair& rails = link.pairs[channel.pair()];
+  Hello hello;
+  hello.target_tag = target_tag(link.address->incarnation);
+  hello.nonce = draw_nonce();
+  hello.link_id = link.id;
+  hello.channel = channel.index;
+  hello.epoch = ++channel.epoch;
+  hello.resumes = link.up;
+  hello.is_bulk = channel.lane() == Lane::kBulk;
+  hello.sender = address_;
+  const Deadline deadline = link.up ? now_ + kAttemptNs : link.connect_by_ns;
+  channel.connector = std::make_unique<Connector>(
+      &poller_, &channel, rails_[rails.rail], link.address->endpoints[rails.peer_rail],
+      handshake_key(options_.secret, link.address->incarnation), encode(hello), deadline,
+      options_.peer_timeout_ns / 1'000'000, on_this_machine(address_, *link.address));
+}
+
+void OutChannel::on_connect_result(ConnectResult result) {
+  const int64_t now = transport->now();
+  transport->bury(std::move(connector));
+  transport->watch(*link);
+  if (result.kind == ConnectResult::Kind::kUp) {
+    if (stream) transport->bury(std::move(stream));
+    stream = std::make_unique<OutStream>(transport, this, std::move(result.fd));
+    retry_pause_ns = 0;
+    pinged_ns = 0;
+    moved_ns = now;
+    trouble.clear();
+    link->down_since_ns = 0;
+    if (!link->up) {
+      link->up = true;
+      transport->sink().on_link_up(*link);
+    }
+    transport->mark_dirty(*link);
+    return;
+  }
+  trouble = result.text;
+  retry_pause_ns = retry_pause_ns == 0 ? kRetryFirstNs : std::min(2 * retry_pause_ns, kRetryMaxNs);
+  retry_at_ns = now + retry_pause_ns;
+  bool others = false;  // that still may come up, or are
+  link->for_each_channel([&](OutChannel& other) { others = others || other.is_open() || other.connector; });
+  if (link->doom) return;
+  if (result.kind == ConnectResult::Kind::kRefused && result.code != RefusalCode::kStale &&
+      result.code != RefusalCode::kFull) {
+    link->doom.emplace(trouble, result.code == RefusalCode::kClosing);
+  } else if (result.kind == ConnectResult::Kind::kNobodyThere && !others) {
+    link->doom.emplace(trouble, false);
+  }
+}
+
+void OutStream::on_broken() {
+  OutChannel& channel = *channel_;
+  OutLink& link = *channel.link;
+  const int64_t now = transport_->now();
+  channel.trouble = reason();
+  channel.broken_at_ns = now;
+  channel.retry_at_ns = now;
+  channel.control.clear();
+  bool open = false;
+  link.for_each_channel([&](OutChannel& other) {
+    open = open || other.is_open();
+    // Questions that this connection carried were lost with it.
+    if (other.asked_through == &channel) other.asked_through = nullptr;
+    const bool reads = std::any_of(link.reads.begin(), link.reads.end(),
+                                   [&](const auto& read) { return read.second.channel == other.index; });
+    if (&other == &channel && (!channel.sent.empty() || channel.current || reads)) channel.in_doubt = true;
+  });
+  if (!open && link.down_since_ns == 0) link.down_since_ns = now;
+  // Acknowledgements of the peer's operations may have been riding on it.
+  if (link.twin != nullptr) {
+    for (auto& [index, incoming] : link.twin->channels) incoming.ack_sent = 0;
+    transport_->ack_later(*link.twin, true);
+  }
+  transport_->watch(link);
+}
+
+// --- links in trouble, or with something to wait for ---
+
+void TcpTransport::tend(OutLink& link) {
+  if (!link.doom && !tend_channels(link)) tend_liveness(link);
+  if (link.doom) {
+    const auto [reason, orderly] = *link.doom;
+    take_down(link, reason, orderly);
+  }
+}
+
+// Connects what is wanted and not connected, asks about what is in doubt. True: no channel is open.
+bool TcpTransport::tend_channels(OutLink& link) {
+  OutChannel* carrier = nullptr;
+  bool trying = false;
+  link.for_each_channel([&](OutChannel& channel) {
+    if (channel.connector) channel.connector->check_deadline(now_);  // may end it
+    if (channel.is_open() && (carrier == nullptr || (carrier->in_doubt && !channel.in_doubt))) carrier = &channel;
+  });
+  if (link.doom) return true;
+  const bool was_up = link.up;
+  for (size_t i = 0; i < link.channels.size(); ++i) {
+    OutChannel* channel = link.channels[i].get();
+    if (channel == nullptr || !channel->wanted || channel->is_open() || channel->connector) {
+      trying = trying || (channel != nullptr && channel->connector);
+      continue;
+    }
+    if (now_ < channel->retry_at_ns) continue;
+    start_attempt(*channel);
+    if (channel->connector) channel->connector->check_deadline(now_);  // one that failed at once
+    if (link.doom) return true;
+    trying = true;
+  }
+  if (carrier != nullptr) {
+    link.for_each_channel([&](OutChannel& channel) {
+      if (!channel.in_doubt || channel.asked_through != nullptr) return;
+      // Of the connection before this one, if there is one again.
+      const uint32_t epoch = channel.is_open() ? channel.epoch - 1 : channel.epoch;
+      append_frame(carrier->control, FrameType::kResolve, ResolveMeta{channel.acked, channel.index, epoch});
+      channel.asked_through = carrier;
+      mark_dirty(link);
+    });
+    // Small operations need one channel; bulk all pairs. Another small one takes over while the first is away.
+    bool small = false;
+    link.for_each_channel([&](OutChannel& channel) { small = small || (channel.lane() == Lane::kSmall && channel.is_open()); });
+    for (uint32_t pair = 0; !small && pair < link.pairs.size(); ++pair) link.channel(pair, Lane::kSmall).wanted = true;
+  } else {
+    const int64_t since = link.down_since_ns;
+    if (!was_up && now_ - since > kNextRailNs) {
+      for (uint32_t pair = 0; pair < link.pairs.size(); ++pair) link.channel(pair, Lane::kSmall).wanted = true;
+    }
+    if (was_up) {
+      for (uint32_t pair = 0; pair < link.pairs.size(); ++pair) link.channel(pair, Lane::kSmall).wanted = true;
+    }
+    const int64_t patience = was_up ? since + options_.peer_timeout_ns : link.connect_by_ns;
+    if (now_ >= patience && !(trying && !was_up && now_ < patience + kTickSlackNs)) {
+      std::string trouble = "no connection";
+      link.for_each_channel([&](OutChannel& channel) {
+        if (!channel.trouble.empty()) trouble = channel.trouble;
+      });
+      link.doom.emplace(was_up ? "no rail of it could be reached for " + seconds_text(now_ - since) + ": " + trouble : trouble,
+                        false);
+    }
+    return true;
+  }
+  return false;
+}
+
+// Pings what is silent while we wait for it.
+void TcpTransport::tend_liveness(OutLink& link) {
+  if (link.outstanding == 0 && !link.frozen) return;
+  int64_t moved = 0;
+  link.for_each_channel([&](OutChannel& channel) {
+    if (!channel.is_open()) return;
+    int queued = 0;
+    // The kernel getting rid of bytes is a sign of life too: long transfers over slow networks are acknowledged seldom.
+    if (ioctl(channel.stream->fd(), SIOCOUTQ, &queued) == 0 && queued != channel.outq_bytes) {
+      if (queued < channel.outq_bytes) channel.moved_ns = now_;
+      channel.outq_bytes = queued;
+    }
+    channel.moved_ns = std::max(channel.moved_ns, channel.stream->last_received_ns());
+    moved = std::max(moved, channel.moved_ns);
+  });
+  const bool waits_for_messages_only = link.outstanding == link.messages.size() + link.queued;
+  link.for_each_channel([&](OutChannel& channel) {
+    if (!channel.is_open()) return;
+    const int64_t silent = now_ - channel.moved_ns;
+    if (silent < kPingAfterNs) return;
+    const bool waits = !channel.sent.empty() || channel.in_doubt || channel.current || link.frozen ||
+                       (waits_for_messages_only && channel.lane() == Lane::kSmall) || !link.reads.empty();
+    if (!waits) {
+      channel.moved_ns = now_;  // it owes us nothing
+      return;
+    }
+    if (now_ - channel.pinged_ns >= kPingAfterNs) {
+      channel.pinged_ns = now_;
+      append_frame(channel.control, FrameType::kPing, PingMeta{static_cast<uint64_t>(now_)});
+      mark_dirty(link);
+    }
+    if (silent >= kRailSilentNs && now_ - moved < kPingAfterNs) {
+      channel.stream->break_off("silent for " + seconds_text(silent) + " while other rails of the peer answer");
+    }
+  });
+  const int64_t silent = now_ - moved;
+  if (moved == 0) return;
+  if (silent >= options_.peer_timeout_ns) {
+    link.doom.emplace("silent for " + seconds_text(silent) +
+                          " (peer_timeout_s) with operations under way: it is frozen, or cut off",
+                      false);
+  } else if (silent >= kFrozenAfterNs && !link.frozen) {
+    link.frozen = true;
+    sink_->on_link_frozen(link, true, "silent for " + seconds_text(silent) + " with operations under way");
+  } else if (silent < kFrozenAfterNs / 2 && link.frozen) {
+    link.frozen = false;
+    sink_->on_link_frozen(link, false, "it answers again");
+  }
+}
+
+// --- ends ---
+
+void TcpTransport::take_down(OutLink& link, const std::string& reason, bool orderly) {
+  sink_->on_link_down(link, reason, orderly);
+  flush(link, Status::kPeerLost, reason);
+}
+
+void TcpTransport::say_goodbye(OutLink& link, const std::string& text) {
+  link.for_each_channel([&](OutChannel& channel) {
+    if (!channel.is_open()) return;
+    append_bye(channel.control, text);
+    channel.in_doubt = true;  // nothing but this
+    channel.stream->pump();
+  });
+}
+
+// Everything of the link is retired, and the link deleted.
+void TcpTransport::flush(OutLink& link, Status status, const std::string& detail) {
+  std::vector<WorkRequest> left;
+  link.for_each_channel([&](OutChannel& channel) {
+    if (channel.stream) bury(std::move(channel.stream));
+    if (channel.connector) bury(std::move(channel.connector));
+    for (size_t i = 0; i < channel.sent.size(); ++i) {
+      if (channel.sent[i].op == WorkOp::kWrite) left.push_back(channel.sent[i]);
+    }
+    if (channel.current) left.push_back(*channel.current);
+  });
+  for (auto& [id, read] : link.reads) left.push_back(read.request);
+  for (size_t i = 0; i < link.messages.size(); ++i) {
+    if (!link.messages[i].over) left.push_back(link.messages[i].request);
+  }
+  for (auto& queue : link.queues) {
+    for (size_t i = 0; i < queue.size(); ++i) left.push_back(queue[i]);
+  }
+  for (const WorkRequest& request : left) retire(link, request, status, detail);
+  if (link.twin != nullptr) link.twin->twin = nullptr;
+  std::erase(dirty_, &link);
+  std::erase(watched_, &link);
+  std::erase_if(out_, [&](const auto& owned) { return owned.get() == &link; });
+}
+
+// Descriptors are closed now; the objects, in whose calls we may be, are destroyed at the end of the poll.
+void TcpTransport::bury(std::unique_ptr<Stream> stream) {
+  if (!stream) return;
+  stream->hang_up();
+  dead_streams_.push_back(std::move(stream));
+}
+
+void TcpTransport::bury(std::unique_ptr<Connector> connector) {
+  if (connector) dead_connectors_.push_back(std::move(connector));
+}
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,54 @@
+// epoll, and a descriptor for a sleeper that is readable only while the sleeper wants it to be.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "util/clock.h"
+#include "util/memory_map.h"
+#include "util/spinlock.h"
+
+namespace crossrail::tcp {
+
+// Something with a descriptor. Progress holder.
+class Pollable {
+ public:
+  virtual ~Pollable() = default;
+  // events: EPOLLIN and the like.
+  virtual void on_events(uint32_t events) = 0;
+};
+
+// Two epoll sets: the inner one holds the sockets and is what poll() asks; the outer one holds the inner one and a bell, and
+// is what sleepers sleep on. While a thread drives, the inner set is switched off in the outer one: else every packet
+// would also wake the sleeping worker.
+// Threads: progress holder, except where marked [any].
+class Poller {
+ public:
+  Poller();  // throws TransportError
+
+  void add(int fd, Pollable* what, uint32_t events);
+  void change(int fd, Pollable* what, uint32_t events);
+  void remove(int fd);
+  // Calls on_events of what is ready. Never blocks. Returns how many.
+  int poll();
+
+  int sleep_fd() const { return outer_.get(); }  // [any] readable: sockets have news while watched, or the bell rang
+  void watch();    // [any]
+  void unwatch();  // [any]
+  void ring();     // [any]
+  // [any] Silences the bell. True when it had rung.
+  bool clear_bell();
+  // A ring after this time, once. Replaces an earlier one. 0: none.
+  void ring_at(int64_t time_ns);
+  void abandon_after_fork();
+
+ private:
+  Fd inner_;
+  Fd outer_;
+  Fd bell_;
+  Fd timer_;
+  SpinLock watching_lock_;  // the flag and what the kernel was told change together
+  std::atomic<bool> watching_{false};
+};
+
+}  // namespace crossrail::tcp

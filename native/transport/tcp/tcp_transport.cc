@@ -1,0 +1,488 @@
+#include "transport/tcp/tcp_transport.h"
+
+#include <sys/epoll.h>
+#include <sys/random.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "transport/tcp/frames.h"
+#include "util/errors.h"
+
+namespace crossrail::tcp {
+
+namespace {
+
+// A longer range is several work requests, of which the last waits for the others: rare, and short beside 64 MiB.
+constexpr uint64_t kSliceBytes = uint64_t{64} << 20;
+constexpr uint64_t kPieceBytesMin = 256 << 10;
+// Single operations from here on travel with the bulk.
+constexpr uint64_t kBulkBytes = 16 << 10;
+constexpr size_t kQueuedMax = 4096;  // of one link: the rest waits in the engine
+constexpr int64_t kTickNs = 20'000'000;
+// How long an acknowledgement waits for an operation to ride with.
+constexpr int64_t kAckWaitNs = 30'000;
+constexpr int32_t kRidesMax = 8;
+// Idle polls after which the sleeping worker is spared the sockets' news: short visits do not pay for that.
+constexpr uint32_t kIdlePollsToUnwatch = 2;
+
+uint64_t random_u64() {
+  uint64_t value = 0;
+  if (getrandom(&value, sizeof value, 0) != sizeof value) throw_errno("getrandom", "cannot draw a link number");
+  return value;
+}
+
+// A thousand peers are a thousand sockets and more: what the administrator allows, we use.
+void raise_descriptor_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+Address with_endpoints(Address address, const std::vector<Rail>& rails) {
+  for (const Rail& rail : rails) address.endpoints.push_back(rail.endpoint);
+  return address;
+}
+
+}  // namespace
+
+TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
+    : sink_(sink),
+      options_(options),
+      key_(handshake_key(options.secret, options.identity.incarnation)),
+      streams_(&poller_),
+      rails_(open_rails(options.rails, options.rail_count, options.port)),
+      next_link_id_(random_u64()) {
+  address_ = with_endpoints(options.identity, rails_);
+  traits_ = {.rail_count = static_cast<uint32_t>(rails_.size()),
+             .slice_bytes_max = kSliceBytes,
+             .message_bytes_max = options.message_bytes_max,
+             .fifo_rails = false,
+             .balances_rails = true,
+             .piece_bytes_min = kPieceBytesMin};
+  raise_descriptor_limit();
+  for (uint32_t rail = 0; rail < rails_.size(); ++rail) {
+    listeners_.push_back(std::make_unique<Listener>(this, rail));
+    poller_.add(rails_[rail].listener.get(), listeners_.back().get(), EPOLLIN);
+  }
+  now_ = now_ns();
+}
+
+TcpTransport::~TcpTransport() { close(); }
+
+void TcpTransport::close() {
+  if (closed_) return;
+  closed_ = true;
+  now_ = now_ns();
+  send_acks(true);
+  for (auto& link : out_) {
+    say_goodbye(*link, "the engine was closed");
+    flush(*link, Status::kEngineClosed, "the engine was closed");
+  }
+  for (auto& [key, link] : in_) {
+    for (auto& [index, channel] : link->channels) {
+      if (!channel.is_open()) continue;
+      append_bye(channel.control, "the engine was closed");
+      channel.stream->pump();
+    }
+  }
+  out_.clear();
+  in_.clear();
+  dirty_.clear();
+  watched_.clear();
+  acks_.clear();
+  holding_.clear();
+  acceptors_.clear();
+  dead_streams_.clear();
+  dead_connectors_.clear();
+  for (Rail& rail : rails_) rail.listener.reset();
+}
+
+// The child's copies would keep the connections open when the parent dies. Only closed: whatever else is touched may be
+// in the middle of a change.
+void TcpTransport::abandon_after_fork() {
+  for (Rail& rail : rails_) rail.listener.reset();
+  for (auto& acceptor : acceptors_) acceptor->give_up_descriptor();
+  for (auto& link : out_) {
+    link->for_each_channel([](OutChannel& channel) {
+      if (channel.stream) channel.stream->give_up_descriptor();
+      if (channel.connector) channel.connector->give_up_descriptor();
+    });
+  }
+  for (auto& [key, link] : in_) {
+    for (auto& [index, channel] : link->channels) {
+      if (channel.stream) channel.stream->give_up_descriptor();
+    }
+  }
+  poller_.abandon_after_fork();
+}
+
+// --- memory ---
+
+std::unique_ptr<LocalRegion> TcpTransport::register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
+                                                           Access access) {
+  return regions_.add(id, base, length_bytes, access);
+}
+
+std::unique_ptr<LocalRegion> TcpTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
+  return regions_.allocate(id, length_bytes, populate);
+}
+
+void TcpTransport::revoke_region(LocalRegion& region) { regions_.revoke(static_cast<TcpRegion&>(region)); }
+
+bool TcpTransport::is_region_quiet(const LocalRegion& region) {
+  return RegionTable::is_quiet(static_cast<const TcpRegion&>(region));
+}
+
+// --- peers ---
+
+Link* TcpTransport::connect(const std::shared_ptr<const Address>& address) {
+  now_ = now_ns();
+  auto owned = std::make_unique<OutLink>(this, next_link_id_++, address, pair_rails(address_.endpoints, address->endpoints));
+  OutLink& link = *owned;
+  out_.push_back(std::move(owned));
+  link.connect_by_ns = now_ + options_.connect_timeout_ns;
+  link.down_since_ns = now_;
+  for (auto& [key, incoming] : in_) {
+    if (key.first != address->incarnation || incoming->over) continue;
+    link.twin = incoming.get();
+    incoming->twin = &link;
+  }
+  if (link.pairs.empty()) {
+    link.doom.emplace("none of our rails is of the same address family (IPv4, IPv6) as one of the peer's", false);
+  } else {
+    link.channel(0, Lane::kSmall).wanted = true;
+  }
+  watch(link);
+  return &link;
+}
+
+void TcpTransport::disconnect(Link& link) {
+  auto& out = static_cast<OutLink&>(link);
+  say_goodbye(out, "it forgot this peer");
+  flush(out, Status::kPeerLost, "forgotten on request");
+}
+
+std::unique_ptr<RemoteKey> TcpTransport::resolve(Link&, const RegionDescriptor& descriptor) {
+  return std::make_unique<TcpKey>(descriptor.region_id);
+}
+
+std::vector<PathReport> TcpTransport::explain(Link& link) {
+  auto& out = static_cast<OutLink&>(link);
+  std::vector<PathReport> reports;
+  for (uint32_t pair = 0; pair < out.pairs.size(); ++pair) {
+    const RailPair& rails = out.pairs[pair];
+    const Rail& rail = rails_[rails.rail];
+    PathReport report;
+    report.what = "rail " + std::to_string(rails.rail) + " to rail " + std::to_string(rails.peer_rail);
+    report.path = "tcp";
+    report.reason = to_text(rail.endpoint) + " to " + to_text(out.address->endpoints[rails.peer_rail]);
+    if (!rail.netdev.empty()) report.reason += " by " + rail.netdev;
+    std::string state = "connected when first needed";
+    for (const Lane lane : {Lane::kSmall, Lane::kBulk}) {
+      const OutChannel* channel = out.find(pair, lane);
+      if (channel == nullptr) continue;
+      report.bytes += channel->bytes_acked;
+      if (channel->is_open()) {
+        state = "connected";
+      } else if (channel->connector || channel->wanted) {
+        if (state != "connected") state = channel->trouble.empty() ? "connecting" : "down: " + channel->trouble;
+      }
+    }
+    report.reason += ", " + state;
+    if (out.busy_ns > 0 && report.bytes > 0) {
+      report.gb_per_s = static_cast<double>(report.bytes) / static_cast<double>(out.busy_ns);
+    }
+    reports.push_back(std::move(report));
+  }
+  return reports;
+}
+
+// --- data ---
+
+uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) {
+  auto& out = static_cast<OutLink&>(link);
+  *completed = 0;
+  if (!out.up || out.doom) return 0;
+  const size_t room = out.queued >= kQueuedMax ? 0 : kQueuedMax - out.queued;
+  const auto taken = static_cast<uint32_t>(std::min(requests.size(), room));
+  for (const WorkRequest& request : requests.first(taken)) {
+    const Lane lane =
+        request.op != WorkOp::kSend && (request.bulk || request.length_bytes >= kBulkBytes) ? Lane::kBulk : Lane::kSmall;
+    WorkRequest& queued = out.queue(rail, lane).push_back(request);
+    queued.reserved = routing_of(rail, lane);
+  }
+  if (taken == 0) return 0;
+  out.queued += taken;
+  if (out.outstanding == 0) out.busy_since_ns = now_ns();
+  out.outstanding += taken;
+  mark_dirty(out);
+  watch(out);
+  return taken;
+}
+
+void TcpTransport::retire(OutLink& link, const WorkRequest& request, Status status, const std::string& detail) {
+  --link.outstanding;
+  sink_->on_retired(link, request.context, 1, status == Status::kDone ? request.length_bytes : 0, status, detail);
+}
+
+void TcpTransport::withdraw(bool (*wanted)(void* context)) {
+  for (auto& owned : out_) {
+    OutLink& link = *owned;
+    if (link.queued == 0) continue;
+    std::vector<WorkRequest> withdrawn;
+    for (auto& queue : link.queues) {
+      if (queue.empty()) continue;
+      queue.filter([&](const WorkRequest& request) {
+        if (!wanted(request.context)) return true;
+        withdrawn.push_back(request);
+        return false;
+      });
+    }
+    link.queued -= withdrawn.size();
+    for (const WorkRequest& request : withdrawn) retire(link, request, Status::kCancelled, {});
+  }
+}
+
+void TcpTransport::mark_dirty(OutLink& link) {
+  if (std::exchange(link.is_dirty, true)) return;
+  dirty_.push_back(&link);
+}
+
+void TcpTransport::watch(OutLink& link) {
+  if (std::exchange(link.is_watched, true)) return;
+  watched_.push_back(&link);
+  next_tick_ns_ = 0;
+}
+
+uint32_t TcpTransport::pump(OutLink& link) {
+  uint32_t moved = 0;
+  for (size_t i = 0; i < link.channels.size(); ++i) {
+    OutChannel* channel = link.channels[i].get();
+    if (channel == nullptr || !channel->is_open() || channel->stream->is_blocked()) continue;
+    if (channel->stream->pump()) {
+      ++moved;
+      channel->moved_ns = now_;
+    }
+  }
+  return moved;
+}
+
+uint32_t TcpTransport::pump_dirty() {
+  if (dirty_.empty()) return 0;
+  uint32_t moved = 0;
+  std::vector<OutLink*> links;
+  links.swap(dirty_);
+  for (OutLink* link : links) link->is_dirty = false;
+  for (OutLink* link : links) {
+    moved += pump(*link);
+    // More than a turn's worth: the rest in the next round. What waits for a socket or a connection is not counted in.
+    if (link->queued == 0) continue;
+    bool may_go_on = false;
+    link->for_each_channel([&](OutChannel& channel) {
+      may_go_on = may_go_on || (channel.is_usable() && !channel.stream->is_blocked() && channel.stream->last_sent_ns() >= now_);
+      if (!channel.wanted && channel.lane() == Lane::kBulk) channel.wanted = true;
+    });
+    if (may_go_on && moved > 0) mark_dirty(*link);
+  }
+  return moved;
+}
+
+// --- acknowledgements ---
+
+void TcpTransport::ack_later(InLink& link, bool at_once) {
+  link.ack_now = link.ack_now || at_once || link.rides == 0;
+  if (std::exchange(link.ack_due, true)) return;
+  link.ack_due_since_ns = now_;
+  acks_.push_back(&link);
+}
+
+void TcpTransport::send_ack(InLink& link) {
+  link.ack_due = link.ack_now = false;
+  link.acked_alone_ns = now_;
+  for (auto& [index, channel] : link.channels) {
+    if (!channel.is_open()) continue;
+    channel.stream->pump();
+    if (channel.is_open() && channel.stream->has_work() && !channel.stream->is_blocked()) ack_later(link, true);
+  }
+}
+
+uint32_t TcpTransport::send_acks(bool all) {
+  if (acks_.empty()) return 0;
+  uint32_t sent = 0;
+  std::vector<InLink*> links;
+  links.swap(acks_);
+  for (InLink* link : links) {
+    if (!link->ack_due) continue;
+    if (!all && !link->ack_now && now_ - link->ack_due_since_ns < kAckWaitNs) {
+      acks_.push_back(link);
+      continue;
+    }
+    if (!link->ack_now && link->rides > 0) --link->rides;
+    send_ack(*link);
+    ++sent;
+  }
+  return sent;
+}
+
+bool TcpTransport::put_rider_acks(OutLink& link, TxBatch& batch) {
+  InLink* const twin = link.twin;
+  if (twin == nullptr) return false;
+  if (!twin->ack_due) {
+    // It would have had company, had it waited.
+    if (now_ - twin->acked_alone_ns < kAckWaitNs && twin->rides < kRidesMax) ++twin->rides;
+    return false;
+  }
+  // A refusal must not be overtaken by the acknowledgement of its operation.
+  if (twin->has_refused || twin->ack_now) return false;
+  for (auto& [index, channel] : twin->channels) {
+    if (channel.placed == channel.ack_sent) continue;
+    if (!batch.has_room(sizeof(FrameHeader) + sizeof(AckMeta))) return false;
+    batch.put(header_of(FrameType::kAck, 0, 0, sizeof(AckMeta), 0));
+    batch.put(AckMeta{twin->id, channel.placed, channel.index, 0});
+    channel.ack_sent = channel.placed;
+  }
+  if (twin->rides < kRidesMax) ++twin->rides;
+  if (twin->taken.empty()) twin->ack_due = false;
+  return true;
+}
+
+void TcpTransport::hold(InLink& link) {
+  if (std::find(holding_.begin(), holding_.end(), &link) == holding_.end()) holding_.push_back(&link);
+}
+
+void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
+  if (!link.taken.empty() && link.taken.back().first_id + link.taken.back().count == message_id) {
+    ++link.taken.back().count;
+  } else {
+    link.taken.push_back({message_id, 1});
+  }
+}
+
+void TcpTransport::on_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
+  for (auto& [index, channel] : link.channels) {
+    if (!channel.is_open()) continue;
+    append_frame(channel.control, FrameType::kRefused,
+                 RefusedMeta{message_id, kMessageRefused, static_cast<uint32_t>(Status::kMessageTooLong)},
+                 "message of " + std::to_string(bytes) + " bytes: no receive buffer of the target is as long");
+    break;
+  }
+  ack_later(link, true);
+}
+
+void TcpTransport::offer_held() {
+  if (holding_.empty()) return;
+  std::erase_if(holding_, [&](InLink* link) {
+    while (!link->held.empty()) {
+      const HeldMessage& message = link->held.front();
+      const Sink::Offer offer = sink_->on_message(link->peer, message.payload);
+      if (offer == Sink::Offer::kHold) return false;
+      if (offer == Sink::Offer::kTaken) {
+        on_taken(*link, message.id);
+      } else {
+        on_too_long(*link, message.id, message.payload.size());
+      }
+      link->held_bytes -= message.payload.size();
+      link->held.pop_front();
+      ack_later(*link, true);
+    }
+    return true;
+  });
+}
+
+// --- running ---
+
+uint32_t TcpTransport::poll_sockets() { return static_cast<uint32_t>(poller_.poll()); }
+
+uint32_t TcpTransport::poll() {
+  now_ = now_ns();
+  uint32_t moved = pump_dirty();
+  moved += poll_sockets();
+  if (revocations_seen_ != regions_.revocations()) {
+    revocations_seen_ = regions_.revocations();
+    for (auto& [key, link] : in_) {
+      for (auto& [index, channel] : link->channels) {
+        if (channel.is_open()) channel.stream->check_region();
+      }
+    }
+    ++moved;
+  }
+  offer_held();
+  moved += pump_dirty();
+  moved += send_acks(false);
+  if (now_ >= next_tick_ns_) tick();
+  dead_streams_.clear();
+  dead_connectors_.clear();
+  if (moved > 0) {
+    idle_polls_ = 0;
+  } else if (++idle_polls_ == kIdlePollsToUnwatch) {
+    poller_.unwatch();
+  }
+  return moved;
+}
+
+void TcpTransport::tick() {
+  next_tick_ns_ = now_ + kTickNs;
+  for (size_t i = 0; i < watched_.size();) {
+    OutLink* const link = watched_[i];
+    tend(*link);  // may take it down
+    if (i < watched_.size() && watched_[i] == link) ++i;
+  }
+  std::erase_if(watched_, [&](OutLink* link) {
+    bool settled = link->up && link->outstanding == 0 && !link->doom && !link->frozen;
+    link->for_each_channel([&](OutChannel& channel) {
+      settled = settled && channel.connector == nullptr && (!channel.wanted || channel.is_usable());
+    });
+    if (settled) link->is_watched = false;
+    return settled;
+  });
+  for (auto& acceptor : acceptors_) acceptor->check_deadline(now_);
+  std::erase_if(acceptors_, [](const auto& acceptor) { return acceptor->ended(); });
+  tend_incoming();
+  if (listeners_paused_until_ns_ != 0 && now_ >= listeners_paused_until_ns_) {
+    listeners_paused_until_ns_ = 0;
+    for (size_t i = 0; i < rails_.size(); ++i) poller_.change(rails_[i].listener.get(), listeners_[i].get(), EPOLLIN);
+  }
+}
+
+Deadline TcpTransport::next_timer() const {
+  if (!watched_.empty() || !acceptors_.empty() || listeners_paused_until_ns_ != 0) return now_ns() + kTickNs;
+  const bool waits = std::any_of(in_.begin(), in_.end(), [](const auto& item) { return item.second->unconnected_since_ns != 0; });
+  return waits ? now_ns() + 1'000'000'000 : kNoDeadline;
+}
+
+void TcpTransport::arm() {
+  // relaxed is enough for nobody: seq_cst pairs with wake(): either it sees us armed and rings, or we see its news.
+  armed_.store(true, std::memory_order_seq_cst);
+  idle_polls_ = 0;
+  now_ = now_ns();
+  pump_dirty();
+  // Acknowledgements that wait for company go out in time even if everybody sleeps.
+  if (!acks_.empty()) {
+    send_acks(false);
+    if (!acks_.empty()) poller_.ring_at(now_ + kAckWaitNs);
+  }
+  poller_.watch();
+}
+
+void TcpTransport::disarm() {
+  if (armed_.load(std::memory_order_relaxed)) armed_.store(false, std::memory_order_relaxed);
+}
+
+bool TcpTransport::hush() {
+  poller_.clear_bell();
+  poller_.unwatch();
+  return true;
+}
+
+void TcpTransport::wake() {
+  // seq_cst fence: the caller's news is visible before we look whether anyone is awake to see it; pairs with arm().
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) poller_.ring();
+}
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,146 @@
+// TCP between engines, with nothing but the kernel: the default between hosts that have no RDMA network.
+//
+// The initiator's worker gathers operations into frames and sends them from the regions they are in; the target's worker
+// places them straight into the target's pages, one copy by the kernel on each side. Completion means placed: the target
+// acknowledges. Each peer has, per pair of rails, a connection for small operations and one for large ones.
+// Who talks to whom: wire.h. How a connection begins: handshake.h. What happens when one breaks: out_watch.cc.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "transport/tcp/connect.h"
+#include "transport/tcp/link.h"
+#include "transport/tcp/poller.h"
+#include "transport/tcp/region_table.h"
+#include "transport/transport.h"
+
+namespace crossrail::tcp {
+
+class TcpTransport final : public Transport, public Acceptor::Owner {
+ public:
+  TcpTransport(const TransportOptions& options, Sink* sink);
+  ~TcpTransport() override;
+
+  const Traits& traits() const override { return traits_; }
+  const Address& address() const override { return address_; }
+
+  std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
+                                               Access access) override;
+  std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
+  void revoke_region(LocalRegion& region) override;
+  bool is_region_quiet(const LocalRegion& region) override;
+
+  Link* connect(const std::shared_ptr<const Address>& address) override;
+  void disconnect(Link& link) override;
+  std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) override;
+  std::vector<PathReport> explain(Link& link) override;
+
+  uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
+  uint32_t poll() override;
+  void withdraw(bool (*wanted)(void* context)) override;
+
+  void arm() override;
+  void disarm() override;
+  bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
+  bool has_arrivals() override { return false; }  // the kernel wakes whoever sleeps on sockets with news
+  Deadline next_timer() const override;
+  int wake_fd() const override { return poller_.sleep_fd(); }
+  bool hush() override;
+  void wake() override;
+  void wake_always() override { poller_.ring(); }
+
+  void close() override;
+  void abandon_after_fork() override;
+
+  // --- for links; progress holder ---
+  Sink& sink() { return *sink_; }
+  StreamContext& streams() { return streams_; }
+  RegionTable& regions() { return regions_; }
+  Poller& poller() { return poller_; }
+  const TransportOptions& options() const { return options_; }
+  const Rail& rail(uint32_t index) const { return rails_[index]; }
+  int64_t now() const { return now_; }  // of the current poll
+  uint64_t message_window_bytes() const { return kMessageBytesMax + traits_.message_bytes_max; }
+  void mark_dirty(OutLink& link);
+  void watch(OutLink& link);
+  void ack_later(InLink& link, bool at_once);
+  void bury(std::unique_ptr<Stream> stream);
+  void bury(std::unique_ptr<Connector> connector);
+  void retire(OutLink& link, const WorkRequest& request, Status status, const std::string& detail);
+  void hold(InLink& link);
+  void on_taken(InLink& link, uint64_t message_id);
+  void on_too_long(InLink& link, uint64_t message_id, uint64_t bytes);
+  void on_incoming_broken(InChannel& channel, const std::string& reason);
+  // Frames with what the twin of this link has placed, to ride along. False: nothing due.
+  bool put_rider_acks(OutLink& link, TxBatch& batch);
+
+  // Acceptor::Owner
+  std::optional<Refusal> check_hello(const Hello& hello) override;
+  void on_accepted(Acceptor& acceptor, const Hello& hello, Fd fd) override;
+  void on_stranger(const std::string& who, const std::string& what) override;
+
+ private:
+  struct Listener final : Pollable {
+    Listener(TcpTransport* transport, uint32_t rail) : transport(transport), rail(rail) {}
+    void on_events(uint32_t) override { transport->accept_all(*this); }
+    TcpTransport* const transport;
+    const uint32_t rail;
+  };
+
+  void accept_all(Listener& listener);
+  void make_room_for_stranger();
+  // out_watch.cc: what goes wrong
+  void tend(OutLink& link);
+  bool tend_channels(OutLink& link);
+  void tend_liveness(OutLink& link);
+  void start_attempt(OutChannel& channel);
+  void take_down(OutLink& link, const std::string& reason, bool orderly);
+  void flush(OutLink& link, Status status, const std::string& detail);
+  void say_goodbye(OutLink& link, const std::string& text);
+  uint32_t pump(OutLink& link);
+  uint32_t pump_dirty();
+  uint32_t send_acks(bool all);
+  void send_ack(InLink& link);
+  void offer_held();
+  void tend_incoming();
+  void drop(InLink& link);
+  uint32_t poll_sockets();
+  void tick();
+
+  Sink* const sink_;
+  const TransportOptions options_;
+  Traits traits_;
+  Address address_;
+  Digest key_;
+  Poller poller_;
+  StreamContext streams_;
+  RegionTable regions_;
+  std::vector<Rail> rails_;
+  std::vector<std::unique_ptr<Listener>> listeners_;
+  int64_t listeners_paused_until_ns_ = 0;  // out of descriptors
+  bool strangers_reported_ = false;
+  std::vector<std::unique_ptr<Acceptor>> acceptors_;
+  std::vector<std::unique_ptr<OutLink>> out_;
+  std::map<std::pair<Incarnation, uint64_t>, std::unique_ptr<InLink>> in_;
+  std::vector<OutLink*> dirty_;
+  std::vector<OutLink*> watched_;
+  std::vector<InLink*> acks_;
+  std::vector<InLink*> holding_;  // links with messages that nobody takes
+  // Broken in the middle of their own calls: destroyed at the end of the poll.
+  std::vector<std::unique_ptr<Stream>> dead_streams_;
+  std::vector<std::unique_ptr<Connector>> dead_connectors_;
+  uint64_t revocations_seen_ = 0;
+  uint64_t next_link_id_;
+  int64_t now_ = 0;
+  int64_t next_tick_ns_ = 0;
+  uint32_t idle_polls_ = 0;
+  std::atomic<bool> armed_{false};
+  std::atomic<bool> news_{false};
+  bool closed_ = false;
+};
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,36 @@
+// SHA-256 (FIPS 180-4) and HMAC (RFC 2104), for handshakes of a few hundred bytes. Our own, because the core links nothing
+// beyond libc and libstdc++; the tests hold it against published vectors and against Python's hashlib.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+
+namespace crossrail {
+
+using Digest = std::array<uint8_t, 32>;
+
+class Sha256 {
+ public:
+  void update(std::span<const uint8_t> bytes);
+  Digest finish();
+
+ private:
+  void block(const uint8_t* bytes);
+  std::array<uint32_t, 8> state_ = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                    0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  std::array<uint8_t, 64> buffer_{};
+  size_t buffered_ = 0;
+  uint64_t total_bytes_ = 0;
+};
+
+// Over the concatenation of `parts`.
+Digest sha256(std::initializer_list<std::span<const uint8_t>> parts);
+Digest hmac_sha256(std::span<const uint8_t> key, std::initializer_list<std::span<const uint8_t>> parts);
+
+// Takes as long for bytes that differ early as for bytes that differ late.
+bool equal_in_constant_time(std::span<const uint8_t> a, std::span<const uint8_t> b);
+
+}  // namespace crossrail
