@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 # Every backend present. A new backend is a line here, and passes every case unchanged.
-TRANSPORTS = ("shm",)
+TRANSPORTS = ("shm", "tcp")
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,16 @@ EQUAL_RAILS: tuple[Rails, ...] = tuple((n, n) for n in range(1, 17))
 
 
 def setup_list(rails: Iterable[Rails], memory: Iterable[Memory]) -> list[Setup]:
+    rails, memory = list(rails), list(memory)
+    # How private memory is reached is a question of shm alone.
+    kinds = {
+        "shm": memory,
+        "tcp": list(dict.fromkeys((here, there, "auto") for here, there, _ in memory)),
+    }
     return [
         Setup(transport, processes, here, there, memory_here, memory_there, path)
-        for transport, processes, (here, there), (memory_here, memory_there, path) in product(
-            TRANSPORTS, (1, 2), rails, memory
-        )
+        for transport in TRANSPORTS
+        for processes, (here, there), (memory_here, memory_there, path) in product((1, 2), rails, kinds[transport])
     ]
 
 

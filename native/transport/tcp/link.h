@@ -45,6 +45,7 @@ class OutStream final : public Stream {
   bool on_frame() override;
   bool fill(TxBatch& batch) override;
   void on_broken() override;
+  bool hears_last_words() const override { return true; }  // acknowledgements, and why it ends
 
  private:
   TcpTransport* const transport_;
@@ -121,6 +122,9 @@ struct OutLink final : Link {
   uint32_t lanes() const override { return static_cast<uint32_t>(pairs.size()); }
   OutChannel& channel(uint32_t pair, Lane lane);  // made when first asked for
   OutChannel* find(uint32_t pair, Lane lane) { return channels[2 * pair + static_cast<uint32_t>(lane)].get(); }
+  // Has the channels connected that work for this rail (kAnyRail: any) and lane needs.
+  void want(uint32_t rail, Lane lane);
+  bool reaches(uint32_t rail) const;
   // Queue of `rail` (kAnyRail: of all rails).
   RingQueue<WorkRequest>& queue(uint32_t rail, Lane lane) {
     return queues[2 * (rail == kAnyRail ? 0 : rail + 1) + static_cast<uint32_t>(lane)];
@@ -138,6 +142,7 @@ struct OutLink final : Link {
   const std::vector<RailPair> pairs;
   std::vector<std::unique_ptr<OutChannel>> channels;  // by index
   std::vector<RingQueue<WorkRequest>> queues;
+  std::vector<bool> wanted;    // by queue
   size_t queued = 0;           // in all queues
   uint64_t outstanding = 0;    // accepted and not retired
   bool up = false;             // on_link_up was said
@@ -184,6 +189,8 @@ class InStream final : public Stream {
   bool on_frame() override;
   bool fill(TxBatch& batch) override;
   void on_broken() override;
+  // An initiator that resets has given its operations up: we may just have been thawed, long after.
+  bool hears_last_words() const override { return false; }
 
  private:
   struct ReadJob {

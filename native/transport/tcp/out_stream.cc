@@ -73,6 +73,24 @@ OutLink::OutLink(TcpTransport* transport, uint64_t id, std::shared_ptr<const Add
     : transport(transport), id(id), address(std::move(address)), pairs(std::move(pairs)) {
   channels.resize(2 * this->pairs.size());
   queues.resize(2 * (size_t{transport->traits().rail_count} + 1));
+  wanted.resize(queues.size());
+}
+
+bool OutLink::reaches(uint32_t rail) const {
+  return std::any_of(pairs.begin(), pairs.end(), [&](const RailPair& pair) { return pair.rail == rail; });
+}
+
+void OutLink::want(uint32_t rail, Lane lane) {
+  const size_t index = 2 * (rail == kAnyRail ? 0 : size_t{rail} + 1) + static_cast<size_t>(lane);
+  if (wanted[index]) return;
+  wanted[index] = true;
+  // Large work goes over all pairs at once, small work over the one connected first.
+  if (rail == kAnyRail && lane == Lane::kSmall) return;
+  for (uint32_t pair = 0; pair < pairs.size(); ++pair) {
+    if (rail == kAnyRail || pairs[pair].rail == rail) channel(pair, lane).wanted = true;
+  }
+  transport->watch(*this);
+  transport->tick_soon();
 }
 
 OutChannel& OutLink::channel(uint32_t pair, Lane lane) {

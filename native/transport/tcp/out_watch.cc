@@ -68,6 +68,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
     retry_pause_ns = 0;
     pinged_ns = 0;
     moved_ns = now;
+    broken_at_ns = 0;
     trouble.clear();
     link->down_since_ns = 0;
     if (!link->up) {
@@ -78,6 +79,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
     return;
   }
   trouble = result.text;
+  if (broken_at_ns == 0) broken_at_ns = now;
   retry_pause_ns = retry_pause_ns == 0 ? kRetryFirstNs : std::min(2 * retry_pause_ns, kRetryMaxNs);
   retry_at_ns = now + retry_pause_ns;
   bool others = false;  // that still may come up, or are
@@ -121,6 +123,7 @@ void OutStream::on_broken() {
 
 void TcpTransport::tend(OutLink& link) {
   if (!link.doom && !tend_channels(link)) tend_liveness(link);
+  if (link.queued > 0) fail_pinned(link);
   if (link.doom) {
     const auto [reason, orderly] = *link.doom;
     take_down(link, reason, orderly);
@@ -182,6 +185,32 @@ bool TcpTransport::tend_channels(OutLink& link) {
     return true;
   }
   return false;
+}
+
+// What was to go by one rail and no other, and that rail has been away for too long.
+void TcpTransport::fail_pinned(OutLink& link) {
+  for (uint32_t rail = 0; rail < traits_.rail_count; ++rail) {
+    std::vector<WorkRequest> failed;
+    const OutChannel* last = nullptr;
+    bool usable = false;
+    bool patient = false;
+    for (const Lane lane : {Lane::kSmall, Lane::kBulk}) {
+      if (link.queue(rail, lane).empty()) continue;
+      link.for_each_channel([&](OutChannel& channel) {
+        if (link.pairs[channel.pair()].rail != rail) return;
+        usable = usable || channel.is_open();
+        patient = patient || channel.broken_at_ns == 0 || now_ - channel.broken_at_ns < options_.peer_timeout_ns;
+        last = &channel;
+      });
+      if (last == nullptr || usable || patient) continue;
+      auto& queue = link.queue(rail, lane);
+      while (!queue.empty()) failed.push_back(queue.pop_front());
+    }
+    link.queued -= failed.size();
+    for (const WorkRequest& request : failed) {
+      retire(link, request, Status::kTransportFailed, "rail " + std::to_string(rail) + " is down: " + last->trouble);
+    }
+  }
 }
 
 // Pings what is silent while we wait for it.
@@ -254,8 +283,10 @@ void TcpTransport::say_goodbye(OutLink& link, const std::string& text) {
 void TcpTransport::flush(OutLink& link, Status status, const std::string& detail) {
   std::vector<WorkRequest> left;
   link.for_each_channel([&](OutChannel& channel) {
-    if (channel.stream) bury(std::move(channel.stream));
-    if (channel.connector) bury(std::move(channel.connector));
+    const bool abort = !channel.sent.empty() || channel.current;
+    if (channel.stream) channel.stream->hang_up(abort);
+    bury(std::move(channel.stream));
+    bury(std::move(channel.connector));
     for (size_t i = 0; i < channel.sent.size(); ++i) {
       if (channel.sent[i].op == WorkOp::kWrite) left.push_back(channel.sent[i]);
     }
@@ -278,7 +309,7 @@ void TcpTransport::flush(OutLink& link, Status status, const std::string& detail
 // Descriptors are closed now; the objects, in whose calls we may be, are destroyed at the end of the poll.
 void TcpTransport::bury(std::unique_ptr<Stream> stream) {
   if (!stream) return;
-  stream->hang_up();
+  if (!stream->is_broken()) stream->hang_up();
   dead_streams_.push_back(std::move(stream));
 }
 

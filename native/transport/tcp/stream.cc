@@ -161,8 +161,12 @@ void Stream::break_off(const std::string& reason) {
   on_broken();
 }
 
-void Stream::hang_up() {
+void Stream::hang_up(bool abort) {
   broken_ = true;
+  if (fd_ && abort) {
+    const linger now{.l_onoff = 1, .l_linger = 0};
+    setsockopt(fd_.get(), SOL_SOCKET, SO_LINGER, &now, sizeof now);
+  }
   if (fd_) context_->poller->remove(fd_.get());
   fd_.reset();
   place_.clear();
@@ -172,6 +176,7 @@ void Stream::hang_up() {
 
 void Stream::on_events(uint32_t events) {
   if (broken_) return;
+  if ((events & (EPOLLERR | EPOLLHUP)) != 0 && !hears_last_words()) return break_off("the peer reset the connection");
   if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLERR | EPOLLHUP)) != 0) receive();
   if (!broken_ && (events & EPOLLOUT) != 0) {
     watch_out(false);
@@ -339,7 +344,9 @@ bool Stream::flush() {
       watch_out(true);
       return false;
     }
-    break_off(std::string("the connection broke: ") + std::strerror(errno));
+    const std::string why = std::string("the connection broke: ") + std::strerror(errno);
+    if (hears_last_words()) receive();
+    break_off(why);
     return false;
   }
   return true;

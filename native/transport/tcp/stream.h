@@ -105,8 +105,9 @@ class Stream : public Pollable {
   const std::string& reason() const { return reason_; }
   // No more of it: on_broken() is called once. The descriptor is closed.
   void break_off(const std::string& reason);
-  // The same without on_broken(): its owner has given it up.
-  void hang_up();
+  // The same without on_broken(): its owner has given it up. abort: what was sent and not yet read by the peer's process is
+  // thrown away there too, as far as the network lets us say so.
+  void hang_up(bool abort = false);
   int fd() const { return fd_.get(); }
   bool is_blocked() const { return is_blocked_; }
   int64_t last_received_ns() const { return last_received_ns_; }
@@ -121,6 +122,8 @@ class Stream : public Pollable {
   // Appends frames. False: nothing to send.
   virtual bool fill(TxBatch& batch) = 0;
   virtual void on_broken() = 0;
+  // Whether what the peer sent before it reset the connection is still worth reading.
+  virtual bool hears_last_words() const = 0;
   // Set-up of an orderly end: the last words of the peer.
   bool reject(const std::string& why) {
     reject_reason_ = why;

@@ -79,9 +79,10 @@ void TcpTransport::close() {
   closed_ = true;
   now_ = now_ns();
   send_acks(true);
-  for (auto& link : out_) {
-    say_goodbye(*link, "the engine was closed");
-    flush(*link, Status::kEngineClosed, "the engine was closed");
+  while (!out_.empty()) {
+    OutLink& link = *out_.back();
+    say_goodbye(link, "the engine was closed");
+    flush(link, Status::kEngineClosed, "the engine was closed");
   }
   for (auto& [key, link] : in_) {
     for (auto& [index, channel] : link->channels) {
@@ -208,11 +209,20 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
   auto& out = static_cast<OutLink&>(link);
   *completed = 0;
   if (!out.up || out.doom) return 0;
+  if (rail != kAnyRail && !out.reaches(rail)) {
+    for (const WorkRequest& request : requests) {
+      ++out.outstanding;
+      retire(out, request, Status::kTransportFailed,
+             "rail " + std::to_string(rail) + " has no rail of the peer to talk to (see explain)");
+    }
+    return static_cast<uint32_t>(requests.size());
+  }
   const size_t room = out.queued >= kQueuedMax ? 0 : kQueuedMax - out.queued;
   const auto taken = static_cast<uint32_t>(std::min(requests.size(), room));
   for (const WorkRequest& request : requests.first(taken)) {
     const Lane lane =
         request.op != WorkOp::kSend && (request.bulk || request.length_bytes >= kBulkBytes) ? Lane::kBulk : Lane::kSmall;
+    out.want(rail, lane);
     WorkRequest& queued = out.queue(rail, lane).push_back(request);
     queued.reserved = routing_of(rail, lane);
   }
@@ -285,7 +295,6 @@ uint32_t TcpTransport::pump_dirty() {
     bool may_go_on = false;
     link->for_each_channel([&](OutChannel& channel) {
       may_go_on = may_go_on || (channel.is_usable() && !channel.stream->is_blocked() && channel.stream->last_sent_ns() >= now_);
-      if (!channel.wanted && channel.lane() == Lane::kBulk) channel.wanted = true;
     });
     if (may_go_on && moved > 0) mark_dirty(*link);
   }

@@ -67,6 +67,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   uint64_t message_window_bytes() const { return kMessageBytesMax + traits_.message_bytes_max; }
   void mark_dirty(OutLink& link);
   void watch(OutLink& link);
+  void tick_soon() { next_tick_ns_ = 0; }
   void ack_later(InLink& link, bool at_once);
   void bury(std::unique_ptr<Stream> stream);
   void bury(std::unique_ptr<Connector> connector);
@@ -97,6 +98,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void tend(OutLink& link);
   bool tend_channels(OutLink& link);
   void tend_liveness(OutLink& link);
+  void fail_pinned(OutLink& link);
   void start_attempt(OutChannel& channel);
   void take_down(OutLink& link, const std::string& reason, bool orderly);
   void flush(OutLink& link, Status status, const std::string& detail);
