@@ -68,6 +68,14 @@ Deadline to_deadline(nb::handle timeout_s) {
   return seconds >= kForEverSeconds ? kNoDeadline : deadline_in(seconds);
 }
 
+std::vector<TransportKind> to_transports(const std::string& word) {
+  if (word == "auto") return {TransportKind::kShm, TransportKind::kTcp};
+  for (const TransportKind kind : {TransportKind::kShm, TransportKind::kTcp, TransportKind::kNull}) {
+    if (word == transport_name(kind)) return {kind};
+  }
+  throw UsageError("transport is '" + word + "', must be one of 'auto', 'shm', 'tcp', 'null'");
+}
+
 const char* access_name(Access access) {
   switch (access) {
     case Access::kLocal:

@@ -36,6 +36,9 @@ int64_t to_ns(double value, const char* argument, double unit_ns, double min, do
 // None waits for ever; zero looks once.
 Deadline to_deadline(nb::handle timeout_s);
 
+// What the word for transports means: "auto" is shm and tcp.
+std::vector<TransportKind> to_transports(const std::string& word);
+
 const char* access_name(Access access);
 Access to_access(const std::string& name);
 

@@ -21,6 +21,7 @@ EngineHandle::EngineHandle(PyObject* self, const EngineOptions& options) : self_
     engine_ = Held<Engine>(Engine::open(options));
   }
   address_ = std::make_shared<const Address>(engine_->address());
+  rail_count_ = engine_->rail_count();
 }
 
 // The Python class closes earlier, in __del__; this is for an engine whose __init__ did not come to its end.

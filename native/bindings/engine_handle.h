@@ -29,6 +29,7 @@ class EngineHandle {
   bool inherited() const { return engine_.inherited(); }
   bool closed() const { return engine_.inherited() || engine_->closed(); }
   const std::shared_ptr<const Address>& address() const { return address_; }
+  uint32_t rail_count() const { return rail_count_; }
   nb::object self() const { return nb::borrow(self_); }
 
   RemoteRegionRef remote(DescriptorHandle& descriptor) {
@@ -61,6 +62,7 @@ class EngineHandle {
   PyObject* const self_;  // borrowed: we live inside of it
   Held<Engine> engine_;
   std::shared_ptr<const Address> address_;
+  uint32_t rail_count_;
   RingNode remotes_;
   RingNode peers_;
   RingNode regions_;

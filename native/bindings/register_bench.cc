@@ -19,6 +19,7 @@
 #include "bench/limits.h"
 #include "bench/loops.h"
 #include "bench/rig.h"
+#include "bindings/convert.h"
 #include "util/errors.h"
 
 namespace nb = nanobind;
@@ -74,7 +75,6 @@ T choose(const char* argument, const std::string& word, const Choice<T> (&choice
   throw UsageError(std::string(argument) + " is \"" + word + "\" and must be one of " + allowed);
 }
 
-constexpr Choice<TransportKind> kTransports[] = {{"shm", TransportKind::kShm}, {"null", TransportKind::kNull}};
 constexpr Choice<Polling> kPollings[] = {
     {"adaptive", Polling::kAdaptive}, {"spin", Polling::kSpin}, {"manual", Polling::kManual}};
 constexpr Choice<PrivatePath> kPrivatePaths[] = {
@@ -84,7 +84,7 @@ void open_rig(Rig* self, const std::string& name, const std::string& transport, 
               const std::string& polling, const std::string& private_path) {
   EngineOptions options;
   options.name = name;
-  options.transports = {choose("transport", transport, kTransports)};
+  options.transports = to_transports(transport);
   options.rail_count = rails;
   options.polling = choose("polling", polling, kPollings);
   options.private_path = choose("private_path", private_path, kPrivatePaths);

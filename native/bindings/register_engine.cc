@@ -31,20 +31,43 @@ T choose(const char* argument, const std::string& given, const Choice<T> (&choic
   throw UsageError(std::string(argument) + " is '" + given + "', must be one of " + names);
 }
 
-constexpr Choice<TransportKind> kTransports[] = {{"shm", TransportKind::kShm}, {"null", TransportKind::kNull}};
 constexpr Choice<Polling> kPollings[] = {
     {"adaptive", Polling::kAdaptive}, {"spin", Polling::kSpin}, {"manual", Polling::kManual}};
 constexpr Choice<PrivatePath> kPrivatePaths[] = {
     {"auto", PrivatePath::kAuto}, {"staged", PrivatePath::kStaged}, {"cma", PrivatePath::kCrossMemoryAttach}};
 
-void init(Self self, const std::string& name, const std::string& transport, nb::handle rails,
-          const std::string& polling, double spin_us, nb::handle worker_cpu, nb::handle submit_queue_depth,
-          nb::handle imm_counters_max, nb::handle message_bytes_max, double watcher_poll_us, double connect_timeout_s,
-          const std::string& private_path) {
+// A number, or what each rail is bound to.
+void set_rails(EngineOptions* options, nb::handle rails) {
+  if (PyIndex_Check(rails.ptr())) {
+    options->rail_count = to_u32(rails, "rails", kRailsMax);
+    return;
+  }
+  constexpr const char* kWanted = "must be a number in 1..16, or a list of IP addresses and interface names";
+  // A text is a sequence of texts too, but not one of rails.
+  if (PyUnicode_Check(rails.ptr()) || !PySequence_Check(rails.ptr()))
+    throw UsageError("rails is " + type_name_of(rails) + ", " + kWanted);
+  for (nb::handle rail : nb::borrow<nb::sequence>(rails)) {
+    if (!PyUnicode_Check(rail.ptr())) throw UsageError("rails holds " + type_name_of(rail) + ", " + kWanted);
+    options->rails.push_back(nb::cast<std::string>(rail));
+  }
+  if (options->rails.empty() || options->rails.size() > kRailsMax) {
+    throw UsageError("rails is a list of " + std::to_string(options->rails.size()) + ", " + kWanted);
+  }
+  options->rail_count = static_cast<uint32_t>(options->rails.size());
+}
+
+void init(Self self, const std::string& name, const std::string& transport, nb::handle rails, nb::handle port,
+          nb::handle secret, double peer_timeout_s, const std::string& polling, double spin_us, nb::handle worker_cpu,
+          nb::handle submit_queue_depth, nb::handle imm_counters_max, nb::handle message_bytes_max,
+          double watcher_poll_us, double connect_timeout_s, const std::string& private_path) {
   EngineOptions options;
   options.name = name;
-  options.transports = {choose("transport", transport, kTransports)};
-  options.rail_count = to_u32(rails, "rails", kRailsMax);
+  options.transports = to_transports(transport);
+  set_rails(&options, rails);
+  options.port = static_cast<uint16_t>(to_u32(port, "port", 65535));
+  const std::span<const uint8_t> secret_bytes = bytes_of(secret);
+  options.secret.assign(secret_bytes.begin(), secret_bytes.end());
+  options.peer_timeout_ns = to_ns(peer_timeout_s, "peer_timeout_s", 1e9, 1e-3, 1e6);
   options.polling = choose("polling", polling, kPollings);
   options.spin_ns = to_ns(spin_us, "spin_us", 1e3, 0, 1e7);
   if (!worker_cpu.is_none()) options.worker_cpu = static_cast<int32_t>(to_u32(worker_cpu, "worker_cpu", 1 << 20));
@@ -80,14 +103,19 @@ nb::object explain(Self self, nb::handle address) {
     found = engine->explain(*peer);
   }
   nb::list rails;
-  for (const RailExplanation& rail : found.rails) rails.append(nb::make_tuple(rail.rail, rail.peer_rail));
+  nb::list endpoints;
+  for (const RailExplanation& rail : found.rails) {
+    rails.append(nb::make_tuple(rail.rail, rail.peer_rail));
+    if (!rail.endpoint.empty()) endpoints.append(nb::make_tuple(to_text(rail.endpoint), to_text(rail.peer_endpoint)));
+  }
   nb::list paths;
   for (const PathExplanation& path : found.paths) {
     paths.append(
         nb::make_tuple(to_text(path.what), to_text(path.path), to_text(path.reason), path.gb_per_s, path.bytes));
   }
-  return nb::make_tuple(to_text(found.peer), to_text(found.transport), peer_state_name(found.state),
-                        to_text(found.note), rails, paths);
+  return nb::make_tuple(to_text(found.peer), to_text(found.transport), to_text(found.reason),
+                        peer_state_name(found.state), to_text(found.note), rails, endpoints, found.gb_per_s_expected,
+                        paths);
 }
 
 nb::list peers(Self self) {
@@ -188,8 +216,8 @@ Raises PeerLost when the peer is gone or of an older incarnation, WaitTimeout, E
           "remove_peer_group", [](Self, PeerGroupHandle& group) { group.removed = true; }, nb::arg("group"),
           "Later use of the group raises UsageError; what is in flight goes on.")
       .def("_explain", &explain, nb::arg("peer"),
-           nb::sig("def _explain(self, peer: Address | bytes) -> tuple[str, str, str, str, list[tuple[int, int]], "
-                   "list[tuple[str, str, str, float, int]]]"));
+           nb::sig("def _explain(self, peer: Address | bytes) -> tuple[str, str, str, str, str, list[tuple[int, int]], "
+                   "list[tuple[str, str]], float, list[tuple[str, str, str, float, int]]]"));
 }
 
 }  // namespace
@@ -209,18 +237,22 @@ void register_engine(nb::module_& module) {
 
   nb::class_<EngineHandle> engine(module, "Engine", nb::type_slots(slots));
   engine
-      .def("__init__", &init, nb::arg("name"), nb::arg("transport"), nb::arg("rails"), nb::arg("polling"),
-           nb::arg("spin_us"), nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
+      .def("__init__", &init, nb::arg("name"), nb::arg("transport"), nb::arg("rails"), nb::arg("port"),
+           nb::arg("secret"), nb::arg("peer_timeout_s"), nb::arg("polling"), nb::arg("spin_us"),
+           nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
            nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"), nb::arg("connect_timeout_s"),
            nb::arg("private_path"),
-           nb::sig("def __init__(self, name: str, transport: str, rails: int, polling: str, spin_us: float, "
+           nb::sig("def __init__(self, name: str, transport: str, rails: int | collections.abc.Sequence[str], "
+                   "port: int, secret: bytes, peer_timeout_s: float, polling: str, spin_us: float, "
                    "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
                    "watcher_poll_us: float, connect_timeout_s: float, private_path: str) -> None"))
       .def_prop_ro("name", [](Self self) { return to_text(self.p->address()->name); })
       .def_prop_ro(
           "address", [](Self self) { return AddressHandle(self.p->address()); },
           "What peers need to reach this engine.")
-      .def_prop_ro("rails", [](Self self) { return self.p->address()->rail_count; })
+      .def_prop_ro(
+          "rails", [](Self self) { return self.p->rail_count(); },
+          "How many it has, on the transport where it has most.")
       .def_prop_ro(
           "closed", [](Self self) { return self.p->closed(); }, "Also true in a forked child.")
       .def_prop_ro(

@@ -39,15 +39,6 @@ void after_fork_in_child() {
   live.mutex.unlock();
 }
 
-uint64_t register_core(EngineCore* core) {
-  static const int hooked = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-  (void)hooked;
-  LiveEngines& live = live_engines();
-  std::lock_guard lock(live.mutex);
-  live.cores.insert(core);
-  return fork_generation.load(std::memory_order_relaxed);
-}
-
 // Rails as both sides would pair them; the transport knows better once it is connected.
 std::vector<RailReport> expected_rails(const Route& route, const Address& own, const Address& peer) {
   std::vector<RailReport> rails;
@@ -84,22 +75,33 @@ void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, 
 EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
     : engine_(engine),
       options_(options),
-      fork_generation_(register_core(this)),
       transfers_(engine, this),
       submits_(options.submit_queue_depth),
       imms_(options.imm_counters_max),
       watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns)),
-      transports_(options, this) {
+      transports_(options, this),
+      live_(this) {
   if (options_.polling != Polling::kManual) worker_ = std::thread([this] { worker_main(); });
 }
 
-EngineCore::~EngineCore() {
+EngineCore::~EngineCore() = default;
+
+EngineCore::Live::Live(EngineCore* engine) : core(engine) {
+  static const int hooked = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+  (void)hooked;
   LiveEngines& live = live_engines();
   std::lock_guard lock(live.mutex);
-  live.cores.erase(this);
+  live.cores.insert(core);
+  generation = fork_generation.load(std::memory_order_relaxed);
 }
 
-bool EngineCore::forked() const { return fork_generation.load(std::memory_order_relaxed) != fork_generation_; }
+EngineCore::Live::~Live() {
+  LiveEngines& live = live_engines();
+  std::lock_guard lock(live.mutex);
+  live.cores.erase(core);
+}
+
+bool EngineCore::forked() const { return fork_generation.load(std::memory_order_relaxed) != live_.generation; }
 
 void EngineCore::check_usable() const {
   if (forked()) {

@@ -139,7 +139,6 @@ class EngineCore final : public Sink {
 
   Engine* const engine_;
   const EngineOptions options_;
-  const uint64_t fork_generation_;
   TransferPool transfers_;
   MpscQueue<Transfer*> submits_;
   ImmTable imms_;
@@ -183,6 +182,14 @@ class EngineCore final : public Sink {
   } counters_;
 
   TransportSet transports_;  // their threads call us: built after what that needs
+
+  // Known to the handlers of fork. A member, and after all that may fail to open: an engine that does not open is forgotten.
+  struct Live {
+    explicit Live(EngineCore* engine);
+    ~Live();
+    EngineCore* const core;
+    uint64_t generation;
+  } live_;
   std::thread worker_;
 };
 

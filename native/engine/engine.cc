@@ -24,26 +24,33 @@ void check_option(bool ok, const char* name, const std::string& value, const cha
   if (!ok) throw UsageError(std::string(name) + " = " + value + " is not in " + bound);
 }
 
+void check_transports(const EngineOptions& options) {
+  constexpr size_t kSecretBytesMax = 1024;
+  uint32_t transports = 0;
+  for (const TransportKind kind : options.transports) {
+    if ((transports & transport_bit(kind)) != 0)
+      throw UsageError("transports names " + std::string(transport_name(kind)) + " twice");
+    transports |= transport_bit(kind);
+  }
+  if (transports == 0) throw UsageError("transports is empty: an engine has at least one");
+  if ((transports & transport_bit(TransportKind::kTcp)) == 0) {
+    const std::string without = " needs tcp, and the engine has transport " + transport_names(transports) +
+                                " only: open it with transport 'tcp' or 'auto'";
+    if (!options.rails.empty()) throw UsageError("rails as a list of addresses" + without);
+    if (options.port != 0) throw UsageError("port = " + text(options.port) + without);
+  }
+  check_option(options.rails.empty() || options.rails.size() == options.rail_count, "rails",
+               "a list of " + text(options.rails.size()), "the lists of as many as there are rails");
+  check_option(options.secret.size() <= kSecretBytesMax, "secret", "text of " + text(options.secret.size()) + " bytes",
+               "0..1024 bytes");
+  check_option(options.peer_timeout_ns > 0, "peer_timeout_s",
+               std::to_string(static_cast<double>(options.peer_timeout_ns) * 1e-9), "the numbers above 0");
+}
+
 void check_options(const EngineOptions& options) {
   check_option(!options.name.empty() && options.name.size() <= 64, "name", "'" + options.name + "'", "1..64 bytes");
   check_option(options.rail_count >= 1 && options.rail_count <= kRailsMax, "rails", text(options.rail_count), "1..16");
-  uint32_t transports = 0;
-  for (const TransportKind kind : options.transports) {
-    check_option((transports & transport_bit(kind)) == 0, "transports",
-                 "'" + transport_names(transports) + "' and again '" + transport_name(kind) + "'",
-                 "the sets without repetition");
-    transports |= transport_bit(kind);
-  }
-  check_option(transports != 0, "transports", "none", "the sets of at least one");
-  const bool has_tcp = (transports & transport_bit(TransportKind::kTcp)) != 0;
-  check_option(options.rails.empty() || has_tcp, "rails", "a list of addresses",
-               "the numbers 1..16, without the transport tcp");
-  check_option(options.rails.empty() || options.rails.size() == options.rail_count, "rails",
-               text(options.rails.size()) + " addresses", "the lists of as many as there are rails");
-  check_option(options.port == 0 || has_tcp, "port", text(options.port),
-               "the options of an engine without tcp: leave it at 0");
-  check_option(options.peer_timeout_ns > 0, "peer_timeout_s",
-               std::to_string(static_cast<double>(options.peer_timeout_ns) * 1e-9), "the numbers above 0");
+  check_transports(options);
   check_option(options.submit_queue_depth >= 16 && options.submit_queue_depth <= 65536 &&
                    std::has_single_bit(options.submit_queue_depth),
                "submit_queue_depth", text(options.submit_queue_depth), "the powers of two 16..65536");

@@ -108,7 +108,6 @@ class CallbackThread:
     """
 
     def __init__(self, engine_name: str) -> None:
-        self.notifier = _core.Notifier()
         self._name = engine_name
         self._handlers: dict[int, _Handler] = {}
         self._cookies = itertools.count(1)  # 0 only wakes the thread
@@ -116,6 +115,7 @@ class CallbackThread:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._pid = os.getpid()
+        self.notifier = _core.Notifier()  # last: it may fail, and __del__ looks at the rest
 
     def register(self, call: Callable[[], object], *, once: bool = True) -> int:
         """A cookie that makes the thread run `call` when posted. Then arm whatever posts it, then start()."""

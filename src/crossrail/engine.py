@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +33,9 @@ _EVENT_LEVELS = {
     "imm-overflow": logging.ERROR,
 }
 
+DEFAULT_TRANSPORT = "shm"
+SECRET_VARIABLE = "CROSSRAIL_SECRET"
+
 _EXIT_PATIENCE_S = 0.5  # for daemon threads to return from waits when the interpreter ends
 _CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a callback under way
 
@@ -47,7 +50,13 @@ class Engine(_core.Engine):
     3. closed. An engine that is dropped is closed with a ResourceWarning; one that is open when the interpreter ends is
     closed. In a forked child it is unusable and harmless; the parent's goes on.
 
-    name: 1..64 bytes of UTF-8, for people; None: "<program>-<pid>". rails: 1..16 of them.
+    name: 1..64 bytes of UTF-8, for people; None: "<program>-<pid>".
+    transport: "shm" (processes of one host), "tcp", or "auto": both, and peers on this host are reached by shm, others
+    by tcp. "null" moves nothing: for measuring. explain(peer) shows what was chosen, and why.
+    rails: 1..16 of them; with tcp also a list of what each is bound to, IP addresses or interface names. Beside tcp shm
+    has one. port: where tcp listens, 0: anywhere; rails that share an address take port, port + 1, ...
+    secret: what tcp peers must know too, up to 1024 bytes; None: the environment variable CROSSRAIL_SECRET, or none.
+    peer_timeout_s: tcp peers that are silent for so long are lost.
     polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive
     it: in submits, waits and progress()). worker_cpu: core to pin the worker to.
     submit_queue_depth: power of two, 16..65536; a submit that finds the queue full blocks until there is room.
@@ -60,8 +69,11 @@ class Engine(_core.Engine):
         self,
         name: str | None = None,
         *,
-        transport: str = "shm",
-        rails: int = 1,
+        transport: str = DEFAULT_TRANSPORT,
+        rails: int | Sequence[str] = 1,
+        port: int = 0,
+        secret: str | bytes | None = None,
+        peer_timeout_s: float = 10.0,
         polling: str = "adaptive",
         spin_us: float = 50.0,
         worker_cpu: int | None = None,
@@ -76,8 +88,8 @@ class Engine(_core.Engine):
             program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
             name = f"{program.encode()[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
         super().__init__(
-            name, transport, rails, polling, spin_us, worker_cpu, submit_queue_depth, imm_counters_max,
-            message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
+            name, transport, rails, port, _secret_bytes(secret), peer_timeout_s, polling, spin_us, worker_cpu,
+            submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
         )  # fmt: skip
         self._on_event: Callable[[EngineEvent], object] | None = None
         self._callbacks = CallbackThread(name)
@@ -185,8 +197,9 @@ class Engine(_core.Engine):
 
     def explain(self, peer: Address | bytes) -> Explanation:
         """Which way bytes go to this peer, and why: print it. Any thread."""
-        name, transport, state, note, rails, paths = self._explain(peer)
-        return Explanation(name, transport, state, note, rails, [PathExplanation(*path) for path in paths])
+        name, transport, reason, state, note, rails, endpoints, gb_per_s, paths = self._explain(peer)
+        shown = [PathExplanation(*path) for path in paths]
+        return Explanation(name, transport, reason, state, note, rails, endpoints, gb_per_s, shown)
 
     def _log_events(self) -> None:
         # With a function of the user's, events are its, on the callback thread.
@@ -201,6 +214,16 @@ class Engine(_core.Engine):
                 about = f" of peer {peer!r}" if peer else ""
                 why = f": {detail}" if detail else ""
                 log.log(_EVENT_LEVELS[kind], "engine %r: %s%s%s", self.name, kind, about, why)
+
+
+def _secret_bytes(secret: str | bytes | None) -> bytes:
+    if secret is None:
+        return os.environb.get(SECRET_VARIABLE.encode(), b"")
+    if isinstance(secret, str):
+        return secret.encode()
+    if not isinstance(secret, bytes):
+        raise UsageError(f"secret must be text, bytes or None, not {type(secret).__name__}")
+    return secret
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

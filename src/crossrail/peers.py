@@ -37,21 +37,31 @@ class PathExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What an engine knows of a peer, and which way bytes go to it. str() is for people."""
+    """What an engine knows of a peer, and which way bytes go to it. str() is for people.
+
+    transport: the one chosen for this peer; reason: why. note: why lost or frozen, may be empty.
+    rails: pairs, ours and theirs; endpoints: where these are, as "ip:port", empty where there are none.
+    gb_per_s_expected: of all rails together, by the speed of their interfaces; 0 when that is not known.
+    """
 
     peer: str
     transport: str
+    reason: str
     state: str
     note: str
     rails: list[tuple[int, int]]
+    endpoints: list[tuple[str, str]]
+    gb_per_s_expected: float
     paths: list[PathExplanation]
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        lines = [f"peer '{self.peer}' over {self.transport}: {self.state}{note}"]
+        lines = [f"peer '{self.peer}' over {self.transport}: {self.state}{note}", f"  {self.transport}: {self.reason}"]
         if self.rails:
-            pairs = ", ".join(f"{ours} -> {theirs}" for ours, theirs in self.rails)
-            lines.append(f"  rails (ours -> theirs): {pairs}")
+            places = [f" ({ours} -> {theirs})" for ours, theirs in self.endpoints] or [""] * len(self.rails)
+            pairs = [f"{ours} -> {theirs}{place}" for (ours, theirs), place in zip(self.rails, places, strict=True)]
+            speed = f"; {self.gb_per_s_expected:.1f} GB/s by their interfaces" if self.gb_per_s_expected else ""
+            lines.append(f"  rails (ours -> theirs): {', '.join(pairs)}{speed}")
         for path in self.paths:
             speed = f", {path.gb_per_s:.1f} GB/s measured" if path.gb_per_s else ""
             lines.append(f"  {path.what}: {path.path}, {path.bytes} bytes so far{speed}; {path.reason}")

@@ -97,9 +97,10 @@ def test_explanation_adds_up_the_bytes(open_engine: EngineFactory) -> None:
 
     explanation = a.explain(b.address)
     assert sum(path.bytes for path in explanation.paths) == 4_000_000
-    assert explanation.transport == "shm"
+    assert (explanation.transport, explanation.reason) == ("shm", "same host: shared memory")
+    assert (explanation.endpoints, explanation.gb_per_s_expected) == ([], 0)
     assert len(explanation.rails) == 2
-    for word in ("b", "shm", "connected", "local"):
+    for word in ("b", "shm: same host", "connected", "local"):
         assert word in str(explanation)
 
 

@@ -199,6 +199,30 @@ def test_child_does_not_hide_the_parents_death() -> None:
     assert_clean(script)
 
 
+def test_engine_that_did_not_open_is_forgotten() -> None:
+    script = run_script(
+        FORK
+        + """
+    import resource
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    for spare in range(12):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + spare, hard))
+        try:
+            xr.Engine("too many descriptors").close()
+        except (xr.TransportError, OSError):
+            pass
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    junk = [bytearray(b"\\xff" * size) for size in range(64, 8192, 8)]  # where the engines were
+    in_child(lambda: None)
+    parent_works()
+    engine.close()
+    """
+    )
+
+    assert_clean(script)
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing_workers_open_engines_of_their_own(method: str) -> None:
     script = run_script(

@@ -67,6 +67,37 @@ TEST_CASE("a write lands, is counted once, and its region can close") {
   CHECK(pair.b->imm_counter(3)->poll_units() == 0);
 }
 
+TEST_CASE("a region closes behind the last copy of a peer that its engine has not noticed yet") {
+  EngineRef a = open_engine("a");
+  EngineRef b = open_engine("b", 1, Polling::kManual);  // nobody drives it before the close
+  constexpr uint64_t kBytes = 4 << 20;
+  for (int round = 0; round < 20; ++round) {
+    RegionRef src = a->alloc(kBytes, true);
+    RegionRef dst = b->alloc(kBytes, true);
+    RemoteRegionRef remote = a->remote_region(dst->descriptor());
+    std::atomic<int> done{0};
+    std::thread writer([&] {
+      for (;;) {
+        TransferRef sent = a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = kBytes});
+        REQUIRE(sent->wait(deadline_in(20), {}) == WaitResult::kReady);
+        if (sent->status() != Status::kDone) return;
+        ++done;
+      }
+    });
+    while (done < 2) std::this_thread::yield();
+    REQUIRE(dst->close(deadline_in(20), {}) == WaitResult::kReady);
+    std::memset(dst->base(), 0x5a, kBytes);
+    writer.join();
+    const auto* bytes = reinterpret_cast<const unsigned char*>(dst->base());
+    REQUIRE(std::all_of(bytes, bytes + kBytes, [](unsigned char byte) { return byte == 0x5a; }));
+    a->forget_peer(*remote->peer());  // so that each round begins with a link that b does not know
+    b->close(0);
+    b = open_engine("b", 1, Polling::kManual);
+  }
+  a->close(0);
+  b->close(0);
+}
+
 TEST_CASE("many threads submit to one engine, every byte and count arrives") {
   for (const Polling polling : {Polling::kAdaptive, Polling::kSpin}) {
     Pair pair(4, 2, polling);

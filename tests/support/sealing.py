@@ -1,9 +1,9 @@
 """Forged addresses and descriptors: their wire form taken apart and sealed again, as a faulty peer might.
 
-Layout (native/transport/descriptor.cc): magic u32, version u16, transports u32 (mask), incarnation 16 bytes, name and host
-each with a length byte, network namespace u64, pid u32, rails u8, number of endpoints u8, endpoints (family u8, ip of 4 or
-16 bytes, port u16, prefix u8, speed u32); for a descriptor then region id u64, length u64, access u8; at the end a 32-bit
-FNV-1a of all before it. Little-endian.
+Layout (native/transport/descriptor.cc): magic u32, version u16, transports u32 (mask), incarnation 16 bytes, name and
+host each with a length byte, network namespace u64, pid u32, rails u8, number of endpoints u8, endpoints (family u8, ip
+of 4 or 16 bytes, port u16, prefix u8, speed u32); for a descriptor then region id u64, length u64, access u8; at the
+end a 32-bit FNV-1a of all before it. Little-endian.
 """
 
 import struct

@@ -480,6 +480,7 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
     throw UsageError("shared memory is not crossrail's");
   connection.peer_name = peer->name;
   connection.up = true;
+  regions_->add_toucher(connection.link_id, segment);  // until the holder has handled kInDown
   emit({.kind = ControlEvent::Kind::kInUp,
         .link_id = connection.link_id,
         .peer = peer,

@@ -201,8 +201,8 @@ void ShmTransport::drop_incoming(uint64_t link_id) {
     }
   }
   ring_all();  // its home is in the list
-  std::lock_guard lock(links_mutex_);
   incoming_.erase(found);
+  regions_.drop_toucher(link_id);
 }
 
 }  // namespace crossrail::shm

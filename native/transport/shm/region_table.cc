@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <new>
 
@@ -86,6 +87,32 @@ void RegionTable::withdraw(uint64_t region_id) {
   // seq_cst: pairs with the seq_cst hazard store and id load of a toucher (ShmTransport::touch, execute_write): either
   // it sees the id gone, or our later look at the hazards sees it at work.
   home_->region_ids[region_slot(region_id)].compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
+}
+
+void RegionTable::add_toucher(uint64_t link_id, std::shared_ptr<MemoryMap> segment) {
+  std::lock_guard lock(mutex_);
+  touchers_[link_id] = std::move(segment);
+}
+
+void RegionTable::drop_toucher(uint64_t link_id) {
+  std::lock_guard lock(mutex_);
+  touchers_.erase(link_id);
+}
+
+void RegionTable::drop_touchers() {
+  std::lock_guard lock(mutex_);
+  touchers_.clear();
+}
+
+bool RegionTable::is_touched(uint64_t region_id) {
+  // An initiator that is listed after this was welcomed after it too, and finds the id withdrawn.
+  std::lock_guard lock(mutex_);
+  return std::any_of(touchers_.begin(), touchers_.end(), [&](const auto& toucher) {
+    // seq_cst: see withdraw().
+    const uint64_t hazard =
+        reinterpret_cast<const LinkSegment*>(toucher.second->data())->hazard.load(std::memory_order_seq_cst);
+    return region_id == 0 ? hazard != 0 : hazard == region_id;
+  });
 }
 
 RegionFacts RegionTable::facts(uint64_t region_id) {

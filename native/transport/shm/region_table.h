@@ -58,6 +58,14 @@ class RegionTable {
   };
   const Target* find(uint64_t region_id) const;
 
+  // --- who touches regions directly: the initiators of links to us. Listed from before they learn that they are welcome,
+  // so that nobody touches a region unseen ---
+  void add_toucher(uint64_t link_id, std::shared_ptr<MemoryMap> segment);
+  void drop_toucher(uint64_t link_id);
+  void drop_touchers();
+  // Whether one of them is at this region now, or, for 0, at any.
+  bool is_touched(uint64_t region_id);
+
   // Region that the progress holder copies into or out of on behalf of a peer, or 0. Same protocol as
   // LinkSegment::hazard: store the id, then look whether the region is still open; revoke, then look at this.
   std::atomic<uint64_t> executing{0};
@@ -68,8 +76,9 @@ class RegionTable {
 
   HomeSegment* const home_;
   std::mutex mutex_;
-  std::map<uint64_t, const ShmRegion*> open_;            // by id
-  std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;  // engine-owned memory by address
+  std::map<uint64_t, const ShmRegion*> open_;                // by id
+  std::map<uint64_t, std::shared_ptr<MemoryMap>> touchers_;  // link segments by the link's id
+  std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;      // engine-owned memory by address
   struct Deleter {
     void operator()(Target* targets) const;
   };

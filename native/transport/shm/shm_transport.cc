@@ -49,12 +49,11 @@ void ShmTransport::close() {
   // writes to shared memory of its own mapping, or by cross-memory attach, which a stopped process does not do.
   regions_.revoke_all();
   const Deadline patience = now_ns() + kQuietTimeoutNs;
-  const auto is_touched = [](const auto& link) { return link->segment->hazard.load(std::memory_order_seq_cst) != 0; };
-  while (std::any_of(incoming_.begin(), incoming_.end(), is_touched) && now_ns() < patience) std::this_thread::yield();
+  while (regions_.is_touched(0) && now_ns() < patience) std::this_thread::yield();
   control_->stop();
   control_->take_events();  // they may hold memory
   ring_all();
-  std::lock_guard lock(links_mutex_);
+  regions_.drop_touchers();
   home_map_->release_fd();
   outgoing_.clear();
   incoming_.clear();
@@ -80,12 +79,8 @@ void ShmTransport::revoke_region(LocalRegion& region) {
 }
 
 bool ShmTransport::is_region_quiet(const LocalRegion& region) {
-  // seq_cst loads: see RegionTable::revoke for what they pair with.
-  if (regions_.executing.load(std::memory_order_seq_cst) == region.id) return false;
-  std::lock_guard lock(links_mutex_);
-  return std::none_of(incoming_.begin(), incoming_.end(), [&](const auto& link) {
-    return link->segment->hazard.load(std::memory_order_seq_cst) == region.id;
-  });
+  // seq_cst load: see RegionTable::withdraw for what it pairs with.
+  return regions_.executing.load(std::memory_order_seq_cst) != region.id && !regions_.is_touched(region.id);
 }
 
 // --- peers ---
@@ -181,7 +176,6 @@ uint32_t ShmTransport::handle_control() {
         for (uint32_t rail = 0; rail < link->rail_count; ++rail) {
           link->rails.emplace_back(&link->segment->channels[kFirstRailChannel + rail]);
         }
-        std::lock_guard lock(links_mutex_);
         incoming_.push_back(std::move(link));
         break;
       }

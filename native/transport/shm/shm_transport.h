@@ -9,7 +9,6 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "transport/shm/control.h"
@@ -107,7 +106,6 @@ class ShmTransport final : public Transport {
   HomeSegment* home_;
   const WakeEvent bell_ = WakeEvent::create();
   RegionTable regions_;
-  std::mutex links_mutex_;  // guards the shape of incoming_ against is_region_quiet; the progress holder reads without
   std::vector<std::unique_ptr<Incoming>> incoming_;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   Outgoing* hazardous_ = nullptr;  // the one link with a hazard set,
