@@ -83,6 +83,7 @@ class EngineCore final : public Sink {
   // Sink, progress holder
   void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
                   const std::string& detail) override;
+  void on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) override;
   void on_imm(uint32_t imm, uint64_t units) override;
   Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_link_up(Link& link) override;
@@ -127,6 +128,9 @@ class EngineCore final : public Sink {
   uint32_t post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, Transfer* transfer);
   RemoteKey* key_of(Peer& peer, RemoteRegion& region);
   void close_item(Transfer* transfer);
+  void note_kept(TransferWork& work);
+  bool is_partly_counted(TransferWork& work);
+  void go_on(Transfer* transfer);
   void fail(Transfer* transfer, Status status, const std::string& peer, const std::string& detail);
   void finish_if_done(Transfer* transfer);
   void finish(Transfer* transfer, Status status);

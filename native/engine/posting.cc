@@ -175,7 +175,8 @@ RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
 }
 
 // A contiguous range: cut into one piece per rail, each piece into slices. The last slice of a piece carries the
-// piece's share of the immediate; on rails without order it waits until everything before it is done.
+// piece's share of the immediate; on rails without order it waits until everything before it is done. Resumed: once more
+// from the start, without what was kept.
 EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   const Traits& traits = traits_;
@@ -188,6 +189,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       const Range range = work.pieces == 1 ? Range{0, work.length_bytes}
                                            : piece_of(work.length_bytes, work.pieces, work.piece, kCutAlign);
       if (work.slice_offset >= range.length_bytes && work.slice_offset > 0) continue;
+      if (work.resumed && work.slice_offset < work.kept_bytes[work.piece]) continue;
       if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
       const uint64_t length = std::min(range.length_bytes - work.slice_offset, traits.slice_bytes_max);
       const bool last = work.slice_offset + length == range.length_bytes;
@@ -205,6 +207,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       request.remote_offset = work.remote_offset + range.offset + work.slice_offset;
       request.local_region = work.local->local_.get();
       request.context = transfer;
+      request.tag = work.piece;
       const uint32_t rail = wrap_rail(work.first_rail + work.piece);
       const uint32_t retired_before = work.retired;
       if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
@@ -258,7 +261,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
       request.remote_offset = work.remote_offset + remote_pages[page] * work.remote_stride_bytes;
       request.local_region = work.local->local_.get();
       request.context = transfer;
-      request.reserved = run;
+      request.reserved = static_cast<uint32_t>(run);
       page += run;
       turn_bytes += request.length_bytes;
     }
@@ -335,6 +338,66 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t 
   finish_if_done(transfer);
 }
 
+// The transfer's item was cut before (scan_cancels), or all of it posted: nothing is posted until we know what is left.
+void EngineCore::on_withdrawn(Link&, void* context, uint32_t tag, uint64_t bytes) {
+  auto* transfer = static_cast<Transfer*>(context);
+  TransferWork& work = *transfer->work_;
+  ++work.retired;
+  work.cut_short = true;
+  if (work.kind == OpKind::kWrite && work.pieces > 1) {
+    note_kept(work);
+    work.kept_bytes[tag] -= std::min(bytes, work.kept_bytes[tag]);
+  }
+  finish_if_done(transfer);
+}
+
+// Before anything is taken back, what is kept is what is posted: the cursor tells.
+void EngineCore::note_kept(TransferWork& work) {
+  if (!work.kept_bytes.empty()) return;
+  work.kept_bytes.resize(work.pieces);
+  for (uint32_t piece = 0; piece < work.pieces; ++piece) {
+    const uint64_t length = piece_of(work.length_bytes, work.pieces, piece, kCutAlign).length_bytes;
+    const uint64_t posted = work.slice_offset + (piece < work.piece ? traits_.slice_bytes_max : 0);
+    work.kept_bytes[piece] = std::min(length, posted);
+  }
+}
+
+// Whether the receiver has a share, but not all, of the count of a cut transfer: some pieces were posted to their ends
+// and not taken back. Operations without pieces count in single work requests and cannot end so.
+bool EngineCore::is_partly_counted(TransferWork& work) {
+  if (work.kind != OpKind::kWrite || work.imm == kNoImm || work.pieces == 1) return false;
+  note_kept(work);
+  for (uint32_t piece = 0; piece < work.pieces; ++piece) {
+    if (work.kept_bytes[piece] == piece_of(work.length_bytes, work.pieces, piece, kCutAlign).length_bytes) return true;
+  }
+  return false;
+}
+
+// A fraction of a count must not stay with the receiver, where it would add up with others to a count that never was:
+// the cancel came too late, and what is missing is posted (again).
+void EngineCore::go_on(Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  Peer& peer = work.peer();
+  if (closed()) {
+    fail(transfer, Status::kEngineClosed, peer.address().name, "the engine was closed");
+  } else if (peer.state() == PeerState::kLost) {
+    fail(transfer, Status::kPeerLost, peer.address().name, peer.work_->note);
+  }
+  if (work.failure != Status::kDone) {
+    finish(transfer, work.failure);
+    return;
+  }
+  work.cut_short = false;
+  work.resumed = true;
+  work.piece = 0;
+  work.slice_offset = 0;
+  work.open_items = 1;
+  // Not at once: the transport may be in the middle of telling us.
+  peer.work_->backlog.push_back({transfer, 0});
+  mark_busy(peer);
+  runnable_ = true;
+}
+
 void EngineCore::close_item(Transfer* transfer) { --transfer->work_->open_items; }
 
 // Notes the first failure. The transfer completes once nothing of it is under way any more.
@@ -347,12 +410,16 @@ void EngineCore::fail(Transfer* transfer, Status status, const std::string& peer
 }
 
 void EngineCore::finish_if_done(Transfer* transfer) {
-  const TransferWork& work = *transfer->work_;
+  TransferWork& work = *transfer->work_;
   if (work.open_items > 0 || work.retired < work.posted || transfer->done()) return;
   if (work.failure != Status::kDone) {
     finish(transfer, work.failure);
+  } else if (!work.cut_short) {
+    finish(transfer, Status::kDone);
+  } else if (is_partly_counted(work)) {
+    go_on(transfer);
   } else {
-    finish(transfer, work.cut_short ? Status::kCancelled : Status::kDone);
+    finish(transfer, Status::kCancelled);
   }
 }
 
@@ -392,13 +459,18 @@ void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& det
 // Takes cancelled transfers out of the queues, ours and, as far as the peer has not begun, the transport's. What the
 // peer has begun runs to its end: only then is the cancellation reported, which is what makes it safe to act on.
 void EngineCore::scan_cancels() {
-  cancel_scan_.store(false, std::memory_order_release);
+  // acq_rel: pairs with the release in request_cancel_scan. Either we see the requests of everybody whose flag we take
+  // away, or their flag stays; a plain store could pass the loads below.
+  cancel_scan_.exchange(false, std::memory_order_acq_rel);
+  const auto is_cut = [](const Transfer* transfer) {
+    return transfer->cancel_requested_.load(std::memory_order_acquire) && !transfer->work_->resumed;
+  };
   for (const PeerRef& peer : busy_) {
     for (auto* backlog : {&peer->work_->backlog, &peer->work_->messages}) {
       std::deque<PostItem> kept;
       std::deque<PostItem> cut;
       for (const PostItem& item : *backlog) {
-        (item.transfer->cancel_requested_.load(std::memory_order_acquire) ? cut : kept).push_back(item);
+        (is_cut(item.transfer) ? cut : kept).push_back(item);
       }
       backlog->swap(kept);
       for (const PostItem& item : cut) {
@@ -408,8 +480,14 @@ void EngineCore::scan_cancels() {
       }
     }
   }
-  transport_->withdraw(
-      [](void* context) { return static_cast<Transfer*>(context)->cancel_requested_.load(std::memory_order_acquire); });
+  // Only what posts no more. A request that came after we looked at the queues waits for the next scan: else an
+  // immediate might still be posted whose bytes were taken back.
+  transport_->withdraw([](void* context) {
+    const auto* transfer = static_cast<Transfer*>(context);
+    const TransferWork& work = *transfer->work_;
+    return (work.open_items == 0 || work.cut_short) && !work.resumed &&
+           transfer->cancel_requested_.load(std::memory_order_acquire);
+  });
 }
 
 }  // namespace crossrail

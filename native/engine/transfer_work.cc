@@ -31,7 +31,8 @@ void TransferWork::recycle() {
   }
   remote = nullptr;
   failure = Status::kDone;
-  bulk = cut_short = false;
+  if (cut_short || resumed) kept_bytes.clear();
+  bulk = cut_short = resumed = false;
   imm = kNoImm;
   rail = kAnyRail;
   open_items = posted = retired = 0;

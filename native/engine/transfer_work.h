@@ -32,7 +32,7 @@ struct alignas(64) TransferWork {
   OpKind kind = OpKind::kWrite;
   Status failure = Status::kDone;
   bool bulk = false;
-  bool cut_short = false;  // cancelled with something left unposted
+  bool cut_short = false;  // cancelled with something left unposted, or taken back
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;
   uint32_t open_items = 0;  // entries in peers' backlogs
@@ -47,6 +47,7 @@ struct alignas(64) TransferWork {
   uint32_t pieces = 1;  // of a contiguous range, one per rail
   uint32_t first_rail = 0;
   uint32_t piece = 0;         // next piece to post a slice of
+  bool resumed = false;       // cancelled too late, see EngineCore::go_on: ends done, or fails
   uint64_t slice_offset = 0;  // within the pieces
   PeerRef receiver;           // of a send; kept after completion, for messages
 
@@ -59,6 +60,9 @@ struct alignas(64) TransferWork {
   uint64_t local_stride_bytes = 0;
   uint64_t remote_stride_bytes = 0;
   uint64_t page = 0;  // next page
+
+  // Of a cancelled write of several pieces: how much of each is posted and not taken back. Empty: not cancelled.
+  std::vector<uint64_t> kept_bytes;
 
   // scatter, barrier
   std::vector<ScatterTarget> targets;

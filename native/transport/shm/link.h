@@ -48,6 +48,7 @@ class ShmKey final : public RemoteKey {
 // A read of private memory, cut in chunks.
 struct StagedRead {
   void* context;
+  uint32_t tag;
   uint64_t bytes;
   uint32_t chunks_open;
   bool all_requested;
@@ -65,11 +66,13 @@ inline constexpr uint64_t kReadChunkBytes = 64 << 10;
 // One staged entry that the target has not confirmed yet.
 struct InFlight {
   void* context;
-  uint64_t bytes;
+  uint64_t bytes;       // of the work requests that end with it
   uint64_t stage_head;  // staging ring position behind this entry
-  uint32_t retires;     // work requests that end with it
+  uint32_t tag;         // of these work requests
+  uint32_t retires;     // their number
   bool staged;          // false: an immediate entry, nothing to retire
-  Status forced;        // other than kDone: how it ends, whatever the target says
+  bool cut;             // the rest of the request was taken back: it is retired as withdrawn, not done
+  bool wanted_back;     // a message that the target had in its hands when it was to be taken back, see retry_messages
 };
 
 // The initiator's end of a rail: staged work on its way.
@@ -135,7 +138,8 @@ struct Outgoing final : Link {
   ChannelReader responses;
   std::array<ReadChunk, kReadChunks> read_chunks;
   uint32_t reads_open = 0;
-  uint32_t responses_due = 0;  // to requests made, cancelled ones included
+  uint32_t responses_due = 0;    // to requests made, cancelled ones included
+  bool messages_wanted = false;  // some slot of `messages` is wanted_back
   std::map<uint64_t, std::shared_ptr<Import>> imports;
   uint32_t imports_pending = 0;
   PrivateChoice choice;

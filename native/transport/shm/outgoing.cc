@@ -243,6 +243,9 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   } else if (request.length_bytes == 0) {
     done = true;
   } else if (link.choice.uses_attach() && (request.length_bytes >= kAttachBytesMin || private_path_ == 2)) {
+    // An immediate does not pass bytes of its own transfer that wait to be staged, from before the path changed.
+    const auto is_same = [&](const RailQueue::Pending& pending) { return pending.request.context == request.context; };
+    if (request.has_imm && std::any_of(rail.pending.begin(), rail.pending.end(), is_same)) return false;
     if (!touch(link, import.region_id)) return refuse(Status::kRegionClosed, "closed by its owner");
     done = copy_attached(link, request);
     if (link.choice.phase == PrivateChoice::Phase::kTryAttach) weigh_private_paths(link);
@@ -269,7 +272,14 @@ uint32_t ShmTransport::post_messages(Outgoing& link, std::span<const WorkRequest
     if (request.length_bytes > 0)
       std::memcpy(block, request.local, request.length_bytes);  // null is no source, even of 0
     InFlight& slot = inflight_slot(link.messages);
-    slot = {request.context, request.length_bytes, writer.stage_head(), 1, true, Status::kDone};
+    slot = {.context = request.context,
+            .bytes = request.length_bytes,
+            .stage_head = writer.stage_head(),
+            .tag = request.tag,
+            .retires = 1,
+            .staged = true,
+            .cut = false,
+            .wanted_back = false};
     ++link.messages.staged_inflight;
     Entry& entry = writer.next();
     entry.kind = EntryKind::kMessage;
@@ -326,8 +336,9 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
     units = first.has_imm ? units_of_wire(first.wire_imm) : 0;
     while (pieces < kStagedPiecesMax && pieces < rail.pending.size()) {
       const WorkRequest& next = rail.pending[pieces].request;
-      if (next.op != WorkOp::kWrite || next.context != first.context || next.remote != first.remote ||
-          next.has_imm != first.has_imm || data_bytes + next.length_bytes > kStageChunkBytes) {
+      if (next.op != WorkOp::kWrite || next.context != first.context || next.tag != first.tag ||
+          next.remote != first.remote || next.has_imm != first.has_imm ||
+          data_bytes + next.length_bytes > kStageChunkBytes) {
         break;
       }
       data_bytes += next.length_bytes;
@@ -359,7 +370,14 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   }
   Import& import = *static_cast<ShmKey*>(first.remote)->import;
   import.bytes_moved += moved;
-  inflight_slot(rail) = {first.context, retired_bytes, rail.writer.stage_head(), finished, true, Status::kDone};
+  inflight_slot(rail) = {.context = first.context,
+                         .bytes = retired_bytes,
+                         .stage_head = rail.writer.stage_head(),
+                         .tag = first.tag,
+                         .retires = finished,
+                         .staged = true,
+                         .cut = false,
+                         .wanted_back = false};
   ++rail.staged_inflight;
   Entry& entry = rail.writer.next();
   entry.kind = EntryKind::kStagedWrite;
@@ -393,7 +411,7 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
                                     [](const ReadChunk& slot) { return slot.read == nullptr; });
     if (chunk == link.read_chunks.end()) break;
     if (head.read == nullptr) {
-      head.read = new StagedRead{request.context, request.length_bytes, 0, false, Status::kDone};
+      head.read = new StagedRead{request.context, request.tag, request.length_bytes, 0, false, Status::kDone};
       ++link.reads_open;
     }
     const uint64_t bytes = std::min(request.length_bytes - head.done_bytes, kReadChunkBytes);
@@ -441,12 +459,14 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
     rail.writer.release_stage(slot.stage_head);
     ++retired;
     if (slot.context == nullptr) continue;  // withdrawn
-    const Status status =
-        slot.forced != Status::kDone ? slot.forced : status_from_peer(rail.writer.status_of(rail.retired));
-    if (rail.sticky == Status::kDone) rail.sticky = status;
+    if (rail.sticky == Status::kDone) rail.sticky = status_from_peer(rail.writer.status_of(rail.retired));
     if (slot.retires == 0) continue;
     const Status outcome = std::exchange(rail.sticky, Status::kDone);
     link.outstanding -= slot.retires;
+    if (slot.cut && outcome == Status::kDone) {
+      report_withdrawn(link, slot.context, slot.tag, slot.retires, slot.bytes);
+      continue;
+    }
     link.staged_bytes += slot.bytes;
     sink_->on_retired(link, slot.context, slot.retires, slot.bytes, outcome,
                       outcome == Status::kDone ? "" : "refused by the target");
@@ -491,6 +511,7 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
 uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   const uint64_t staged_before = link.staged_bytes;
   uint32_t moved = retire_staged(link, link.messages);
+  if (link.messages_wanted) moved += retry_messages(link);
   if (link.responses_due > 0) moved += take_responses(link);
   uint32_t pushed = 0;
   bool backlog = false;
@@ -554,34 +575,62 @@ void ShmTransport::withdraw(bool (*wanted)(void* context)) {
   }
 }
 
+void ShmTransport::report_withdrawn(Outgoing& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes) {
+  for (uint32_t i = 0; i < count; ++i) sink_->on_withdrawn(link, context, tag, i == 0 ? bytes : 0);
+}
+
 // A request's chunks lie in the ring in order, and the target takes them in order: the last one carries the immediate
 // and must go first, so that a target that overtakes us counts nothing it did not get.
 void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context)) {
   withdraw_pending(link, rail, wanted);
-  void* ending = nullptr;  // context of the request whose last chunk was withdrawn
-  uint32_t owed = 0;       // what it retires, once its earlier chunks are out of the target's hands
+  InFlight
+      ending{};  // slot of the last chunk that was withdrawn, until its earlier chunks are out of the target's hands
   const auto settle = [&] {
-    if (ending == nullptr) return;
-    link.outstanding -= owed;
-    sink_->on_retired(link, std::exchange(ending, nullptr), owed, 0, Status::kCancelled, "");
+    if (ending.retires == 0) return;
+    link.outstanding -= ending.retires;
+    report_withdrawn(link, ending.context, ending.tag, std::exchange(ending.retires, 0), ending.bytes);
   };
   for (uint64_t end = rail.writer.position(); end > rail.retired && rail.staged_inflight > 0; --end) {
     InFlight& slot = rail.inflight[(end - 1) % kRingEntries];
     if (!slot.staged || slot.context == nullptr) continue;
-    const bool is_earlier_chunk = slot.context == ending && slot.retires == 0;
+    const bool is_earlier_chunk = ending.retires > 0 && slot.retires == 0;
     if (!is_earlier_chunk) settle();
     if (!is_earlier_chunk && (slot.retires == 0 || !wanted(slot.context))) continue;
     if (rail.writer.withdraw(end - 1)) {
-      if (!is_earlier_chunk) owed = slot.retires;
-      ending = std::exchange(slot.context, nullptr);  // the slot stays: its staging is freed in turn
+      if (!is_earlier_chunk) ending = slot;
+      slot.context = nullptr;  // the slot stays: its staging is freed in turn
       slot.retires = 0;
     } else if (is_earlier_chunk) {  // the target is at it: the request ends when this chunk does
-      slot.retires = owed;
-      slot.forced = Status::kCancelled;
-      ending = nullptr;
+      slot.bytes = ending.bytes;
+      slot.retires = std::exchange(ending.retires, 0);
+      slot.cut = true;
+    } else if (&rail == &link.messages) {
+      slot.wanted_back = link.messages_wanted = true;
     }
   }
+  // What is left began before everything in flight: its earlier chunks are confirmed, and their status is its.
+  if (ending.retires > 0) rail.sticky = Status::kDone;
   settle();
+}
+
+// A target without a free buffer takes the message at its head and puts it back, over and over. One that was to be taken
+// back just then is tried again until it is ours, or delivered.
+uint32_t ShmTransport::retry_messages(Outgoing& link) {
+  RailQueue& queue = link.messages;
+  link.messages_wanted = false;
+  uint32_t withdrawn = 0;
+  for (uint64_t position = queue.retired; position < queue.writer.position(); ++position) {
+    InFlight& slot = queue.inflight[position % kRingEntries];
+    if (!slot.staged || slot.context == nullptr || !slot.wanted_back) continue;
+    if (!queue.writer.withdraw(position)) {
+      link.messages_wanted = true;
+      continue;
+    }
+    --link.outstanding;
+    ++withdrawn;
+    report_withdrawn(link, std::exchange(slot.context, nullptr), slot.tag, std::exchange(slot.retires, 0), slot.bytes);
+  }
+  return withdrawn;
 }
 
 // What has not (wholly) reached the ring. A request whose first chunks are there already ends with the last of these.
@@ -601,21 +650,25 @@ void ShmTransport::withdraw_pending(Outgoing& link, RailQueue& rail, bool (*want
       --link.reads_open;
       delete pending.read;
     }
-    if (is_read || pending.done_bytes == 0 || !end_with_last_chunk(rail, pending.request.context)) {
-      --link.outstanding;
-      sink_->on_retired(link, pending.request.context, 1, 0, Status::kCancelled, "");
+    const WorkRequest& request = pending.request;
+    if (!is_read && pending.done_bytes > 0) {
+      if (end_with_last_chunk(rail, request)) continue;
+      rail.sticky = Status::kDone;  // it was this request's
     }
+    --link.outstanding;
+    report_withdrawn(link, request.context, request.tag, 1, request.length_bytes);
   }
 }
 
 // False: the target has confirmed all chunks already.
-bool ShmTransport::end_with_last_chunk(RailQueue& rail, void* context) {
+bool ShmTransport::end_with_last_chunk(RailQueue& rail, const WorkRequest& request) {
   for (uint64_t end = rail.writer.position(); end > rail.retired; --end) {
     InFlight& slot = rail.inflight[(end - 1) % kRingEntries];
     if (!slot.staged) continue;
-    if (slot.context != context) return false;
+    if (slot.context != request.context || slot.retires != 0) return false;
+    slot.bytes = request.length_bytes;
     slot.retires = 1;
-    slot.forced = Status::kCancelled;
+    slot.cut = true;
     return true;
   }
   return false;
@@ -629,7 +682,7 @@ void ShmTransport::withdraw_reads(Outgoing& link, bool (*wanted)(void* context))
     if (--read.chunks_open > 0) continue;
     --link.outstanding;
     --link.reads_open;
-    sink_->on_retired(link, read.context, 1, 0, Status::kCancelled, "");
+    report_withdrawn(link, read.context, read.tag, 1, read.bytes);
     delete &read;
   }
 }
@@ -647,8 +700,11 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
       slot.staged = false;
       --rail.staged_inflight;
       if (slot.retires > 0) {
-        sink_->on_retired(link, slot.context, slot.retires, 0, slot.forced != Status::kDone ? slot.forced : status,
-                          detail);
+        if (slot.cut) {
+          report_withdrawn(link, slot.context, slot.tag, slot.retires, slot.bytes);
+        } else {
+          sink_->on_retired(link, slot.context, slot.retires, 0, status, detail);
+        }
       }
     }
     while (!rail.pending.empty()) {

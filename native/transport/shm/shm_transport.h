@@ -78,9 +78,11 @@ class ShmTransport final : public Transport {
   uint32_t take_responses(Outgoing& link);
   uint32_t poll_outgoing(Outgoing& link, int64_t now);
   void check_liveness(Outgoing& link, int64_t now);
+  void report_withdrawn(Outgoing& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes);
   void withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context));
   void withdraw_pending(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context));
-  static bool end_with_last_chunk(RailQueue& rail, void* context);
+  static bool end_with_last_chunk(RailQueue& rail, const WorkRequest& request);
+  uint32_t retry_messages(Outgoing& link);
   void withdraw_reads(Outgoing& link, bool (*wanted)(void* context));
   void flush_link(Outgoing& link, Status status, const std::string& detail);
   void weigh_private_paths(Outgoing& link);
