@@ -95,6 +95,9 @@ struct RailQueue {
 };
 inline constexpr size_t kPendingMax = 256;  // work requests per rail waiting for staging room: the send queue's depth
 
+// Paths of private memory are compared by their best windows: cold starts and preemption are noise.
+inline constexpr uint64_t kTrialWindowBytes = uint64_t{4} << 20;
+
 // Which way private memory goes, found by trying both on real traffic.
 struct PrivateChoice {
   enum class Phase : uint8_t { kTryStaged, kTryAttach, kStaged, kAttach };
@@ -106,11 +109,11 @@ struct PrivateChoice {
     double best = 0;
     uint64_t window_bytes = 0;
     int64_t window_ns = 0;
-    void add(uint64_t more_bytes, int64_t more_ns, uint64_t window) {
+    void add(uint64_t more_bytes, int64_t more_ns) {
       bytes += more_bytes;
       window_bytes += more_bytes;
       window_ns += more_ns;
-      if (window_bytes < window || window_ns <= 0) return;
+      if (window_bytes < kTrialWindowBytes || window_ns <= 0) return;
       best = std::max(best, static_cast<double>(window_bytes) / static_cast<double>(window_ns));
       window_bytes = 0;
       window_ns = 0;
