@@ -58,8 +58,10 @@ class EngineCore final : public Sink {
   bool closed() const { return closed_.load(std::memory_order_seq_cst); }
   void abandon_after_fork();
 
-  // Hands a filled transfer over. `short_work`: posting it costs no more than waking the worker would.
-  void submit(Transfer* transfer, bool short_work);
+  // Puts a filled transfer into the queue.
+  void submit(Transfer* transfer);
+  // Whether a thread posts what it submits just now: such a transfer is not yet among its region's operations.
+  bool is_submitting() const { return progress_lock_.mark() == kSubmitting; }
   void request_cancel_scan();
   // Runs `work` as the progress holder.
   void run_as_holder(const std::function<void()>& work);
@@ -94,6 +96,7 @@ class EngineCore final : public Sink {
   // From the submitting thread: an empty transfer, and its way into the queue.
   TransferRef make_transfer(OpKind kind);
   static TransferWork& work_of(Transfer& transfer) { return *transfer.work_; }
+  // `short_work`: posting it costs no more than waking the worker would.
   TransferRef hand_over(TransferRef transfer, bool short_work);
   void region_made() { counters_.regions.fetch_add(1, std::memory_order_relaxed); }
   void region_gone() { counters_.regions.fetch_sub(1, std::memory_order_relaxed); }
@@ -108,8 +111,9 @@ class EngineCore final : public Sink {
   // --- driving (core.cc) ---
   void worker_main();
   void drive_until_idle();
-  bool try_enter();
+  bool try_enter(uint8_t mark = 1);
   void leave();
+  void submit_here(Transfer* transfer);
   uint32_t round();
   bool has_work();
   void drain_after_close();
@@ -147,6 +151,7 @@ class EngineCore final : public Sink {
   std::shared_ptr<WatcherThread> watchers_;
 
   // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
+  static constexpr uint8_t kSubmitting = 2;  // its mark while somebody is in submit_here
   SpinLock progress_lock_;
   std::atomic<uint32_t> guests_{0};  // threads that want the lock: the worker makes way
   std::atomic<bool> stopping_{false};

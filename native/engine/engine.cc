@@ -305,10 +305,27 @@ TransferRef EngineCore::make_transfer(OpKind kind) {
 }
 
 TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
-  if (Region* local = transfer->work_->local) local->begin_op();
+  Region* const local = transfer->work_->local;
   // The caller's reference, and the engine's until completion. Not published yet: no atomic addition needed.
   transfer->word_.store(2 * Transfer::kOneRef, std::memory_order_relaxed);
-  submit(transfer.get(), short_work);
+  const bool here = short_work && options_.polling != Polling::kSpin && try_enter(kSubmitting);
+  if (!here && local != nullptr) local->begin_op();
+  // Between our caller's look and now. From try_enter or begin_op on, close() waits for us; before it, we see it.
+  if (local != nullptr && local->closed()) {
+    if (here) {
+      leave();
+    } else {
+      local->end_op();
+    }
+    transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed);
+    transfer->work_->local = nullptr;
+    throw UsageError("the region was closed while it was submitted from or to");
+  }
+  if (here) {
+    submit_here(transfer.get());
+  } else {
+    submit(transfer.get());
+  }
   return transfer;
 }
 
@@ -323,7 +340,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   TransferRef transfer = core_->make_transfer(OpKind::kWrite);
   TransferWork& work = EngineCore::work_of(*transfer);
   work.local = request.src;
-  work.remote = RemoteRegionRef::share(request.dst);
+  work.set_remote(request.dst);
   work.local_offset = request.src_offset;
   work.remote_offset = request.dst_offset;
   work.length_bytes = request.length_bytes;
@@ -343,7 +360,7 @@ TransferRef Engine::submit_read(const ReadRequest& request) {
   TransferRef transfer = core_->make_transfer(OpKind::kRead);
   TransferWork& work = EngineCore::work_of(*transfer);
   work.local = request.dst;
-  work.remote = RemoteRegionRef::share(request.src);
+  work.set_remote(request.src);
   work.local_offset = request.dst_offset;
   work.remote_offset = request.src_offset;
   work.length_bytes = request.length_bytes;
@@ -386,7 +403,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
                request.dst->length_bytes(), work.remote_pages.get());
   }
   work.local = request.src;
-  work.remote = RemoteRegionRef::share(request.dst);
+  work.set_remote(request.dst);
   work.local_offset = request.src_offset;
   work.remote_offset = request.dst_offset;
   work.page_count = count;

@@ -12,7 +12,7 @@ namespace {
 constexpr uint32_t kSubmitsPerRound = 64;
 constexpr uint32_t kBatch = 64;                         // work requests handed to the transport at once
 constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;   // of one transfer before others get a turn
-constexpr uint32_t kItemsPerTurn = 32;                  // of one peer in a round,
+constexpr uint32_t kItemsPerTurn = 256;                 // of one peer in a round,
 constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;  // and bytes in all: then arrivals are looked at again
 constexpr uint32_t kBatchesPerTurn = 8;                 // of one paged transfer
 constexpr uint64_t kRailPieceBytesMin = 16 << 10;       // a piece for another rail is worth its overhead from here on
@@ -438,10 +438,16 @@ void EngineCore::finish(Transfer* transfer, Status status) {
   } else {
     bump(status == Status::kCancelled ? counters_.cancelled : counters_.failed);
   }
-  if (work.local != nullptr) std::exchange(work.local, nullptr)->end_op();
+  const bool unseen = std::exchange(work.at_once, false);
+  Region* const local = std::exchange(work.local, nullptr);
+  if (local != nullptr && !unseen) local->end_op();
   if (!work.targets.empty()) work.targets.clear();
   bump(finished_);
-  transfer->complete(status);
+  if (unseen) {
+    transfer->complete_unseen(status);
+  } else {
+    transfer->complete(status);
+  }
 }
 
 void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {

@@ -79,6 +79,10 @@ class alignas(64) Transfer {
   ~Transfer();
   // Progress holder: the single completion. Drops the engine's reference.
   void complete(Status status);
+  // The same while nobody but its submitter knows of it.
+  void complete_unseen(Status status) {
+    word_.store(kOneRef | static_cast<uint32_t>(status), std::memory_order_relaxed);
+  }
   // Posts every listener's cookie.
   void tell_listeners(Listener* listeners);
 

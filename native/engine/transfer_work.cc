@@ -29,7 +29,6 @@ void TransferWork::recycle() {
       receiver = nullptr;
       break;
   }
-  remote = nullptr;
   failure = Status::kDone;
   if (cut_short || resumed) kept_bytes.clear();
   bulk = cut_short = resumed = false;

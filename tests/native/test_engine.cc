@@ -14,6 +14,7 @@
 
 #include "engine/engine.h"
 #include "util/clock.h"
+#include "util/errors.h"
 
 namespace crossrail {
 
@@ -347,6 +348,36 @@ TEST_CASE("a message that no buffer awaits can always be cancelled") {
     transfer->cancel();
     REQUIRE(transfer->wait(deadline_in(20), {}) == WaitResult::kReady);
     CHECK(transfer->status() == Status::kCancelled);
+  }
+}
+
+TEST_CASE("a region that closed while others submitted from it is not touched any more") {
+  Pair pair;
+  constexpr uint64_t kBytes = 4096;
+  RegionRef dst = pair.b->alloc(kBytes, false);
+  RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  std::mt19937 random(5);
+  for (int round = 0; round < 100; ++round) {
+    std::vector<std::byte> memory(kBytes);
+    RegionRef src = pair.a->register_memory(memory.data(), kBytes, Access::kLocal);
+    std::atomic<uint32_t> submitted{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 2; ++t) {
+      threads.emplace_back([&, t] {
+        const uint64_t length = t == 0 ? 64 : kBytes;
+        try {
+          for (;;) {
+            TransferRef sent = pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = length});
+            submitted.fetch_add(1, std::memory_order_relaxed);
+          }
+        } catch (const UsageError&) {
+        }
+      });
+    }
+    while (submitted.load(std::memory_order_relaxed) < random() % 200) std::this_thread::yield();
+    REQUIRE(src->close(deadline_in(20), {}) == WaitResult::kReady);
+    std::memset(memory.data(), 1, kBytes);  // ours again: ThreadSanitizer sees who still reads
+    for (std::thread& thread : threads) thread.join();
   }
 }
 
