@@ -126,6 +126,8 @@ class EngineCore final : public Sink {
   uint32_t post_backlog(Peer& peer, std::deque<PostItem>& backlog);
   Progress advance(Peer& peer, const PostItem& item);
   Progress post_range(Peer& peer, Transfer* transfer);
+  Progress post_short_range(Peer& peer, Transfer* transfer, RemoteKey* key);
+  static WorkRequest range_request(const TransferWork& work, RemoteKey* key, uint64_t offset, uint64_t length_bytes);
   Progress post_pages(Peer& peer, Transfer* transfer);
   Progress post_target(Peer& peer, Transfer* transfer, ScatterTarget& target);
   Progress post_message(Peer& peer, Transfer* transfer);

@@ -44,28 +44,39 @@ void check_options(const EngineOptions& options) {
                "-1..1023");
 }
 
-// offset + length within bound, without overflow. `what` names the arguments.
-void check_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
-  if (length <= bound && offset <= bound - length) return;
+// The checks of every submit: what they throw is apart and cold, so that they are a few instructions each.
+[[gnu::cold, noreturn]] void throw_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
   throw UsageError(std::string(what) + ": offset " + text(offset) + " + length " + text(length) +
                    " exceeds the region's " + text(bound) + " bytes");
 }
-
-void check_imm(uint32_t imm) {
-  if (imm != kNoImm && imm > kImmMax) throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
+// offset + length within bound, without overflow. `what` names the arguments.
+inline void check_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
+  if (length > bound || offset > bound - length) throw_range(what, offset, length, bound);
 }
 
-void check_rail(uint32_t rail, uint32_t rail_count) {
-  if (rail != kAnyRail && rail >= rail_count) {
-    throw UsageError("rail = " + text(rail) + " is not in 0.." + text(rail_count - 1) + ": the engine has " +
-                     text(rail_count) + " rails");
-  }
+[[gnu::cold, noreturn]] void throw_imm(uint32_t imm) {
+  throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
+}
+inline void check_imm(uint32_t imm) {
+  if (imm != kNoImm && imm > kImmMax) throw_imm(imm);
 }
 
-void check_local(const Region* region, const char* name, const Engine* engine, const Engine* owner) {
+[[gnu::cold, noreturn]] void throw_rail(uint32_t rail, uint32_t rail_count) {
+  throw UsageError("rail = " + text(rail) + " is not in 0.." + text(rail_count - 1) + ": the engine has " +
+                   text(rail_count) + " rails");
+}
+inline void check_rail(uint32_t rail, uint32_t rail_count) {
+  if (rail != kAnyRail && rail >= rail_count) throw_rail(rail, rail_count);
+}
+
+[[gnu::cold, noreturn]] void throw_local(const Region* region, const char* name, const Engine* engine,
+                                         const Engine* owner) {
   if (region == nullptr) throw UsageError(std::string(name) + " is missing");
   if (engine != owner) throw UsageError(std::string(name) + " is a region of another engine");
-  if (region->closed()) throw UsageError(std::string(name) + " is closed");
+  throw UsageError(std::string(name) + " is closed");
+}
+inline void check_local(const Region* region, const char* name, const Engine* engine, const Engine* owner) {
+  if (region == nullptr || engine != owner || region->closed()) throw_local(region, name, engine, owner);
 }
 
 void check_group(const PeerGroup& group, const Engine* engine) {
@@ -84,12 +95,18 @@ const char* access_name(Access access) {
   return "?";
 }
 
-void check_remote(const RemoteRegion* region, const char* name, Access needed) {
+[[gnu::cold, noreturn]] void throw_remote(const RemoteRegion* region, const char* name, Access needed) {
   if (region == nullptr) throw UsageError(std::string(name) + " is missing");
   const Access access = region->descriptor().access;
-  if (access == Access::kRemoteWrite || access == needed) return;
   throw UsageError(std::string(name) + " has access '" + access_name(access) + "', '" + access_name(needed) +
                    "' is needed: its owner registered it so");
+}
+inline void check_remote(const RemoteRegion* region, const char* name, Access needed) {
+  if (region != nullptr) {
+    const Access access = region->descriptor().access;
+    if (access == Access::kRemoteWrite || access == needed) return;
+  }
+  throw_remote(region, name, needed);
 }
 
 template <typename Index>

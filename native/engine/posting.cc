@@ -174,6 +174,32 @@ RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
   return region.key_.get();
 }
 
+// The part of a transfer's range at `offset`, still without immediate and context.
+WorkRequest EngineCore::range_request(const TransferWork& work, RemoteKey* key, uint64_t offset,
+                                      uint64_t length_bytes) {
+  WorkRequest request;
+  request.op = work.kind == OpKind::kRead ? WorkOp::kRead : WorkOp::kWrite;
+  request.bulk = work.bulk;
+  request.local = work.local->base() + work.local_offset + offset;
+  request.length_bytes = length_bytes;
+  request.remote = key;
+  request.remote_offset = work.remote_offset + offset;
+  request.local_region = work.local->local_.get();
+  return request;
+}
+
+// A range in one piece and one slice: one work request and no bookkeeping.
+EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer, RemoteKey* key) {
+  TransferWork& work = *transfer->work_;
+  WorkRequest request = range_request(work, key, 0, work.length_bytes);
+  request.has_imm = work.imm != kNoImm;
+  request.wire_imm = request.has_imm ? wire_imm(work.imm, 0) : 0;
+  request.context = transfer;
+  if (post(peer, work.first_rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
+  round_bytes_ += work.length_bytes;
+  return Progress::kAllPosted;
+}
+
 // A contiguous range: cut into one piece per rail, each piece into slices. The last slice of a piece carries the
 // piece's share of the immediate; on rails without order it waits until everything before it is done. Resumed: once more
 // from the start, without what was kept.
@@ -181,6 +207,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   const Traits& traits = traits_;
   RemoteKey* key = key_of(peer, *work.remote);
+  if (work.pieces == 1 && work.length_bytes <= traits.slice_bytes_max) return post_short_range(peer, transfer, key);
   uint64_t turn_bytes = 0;
   const uint64_t longest =
       work.pieces == 1 ? work.length_bytes : piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
@@ -196,16 +223,9 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       const bool has_imm = work.imm != kNoImm && last;
       if (has_imm && !traits.fifo_rails && longest > traits.slice_bytes_max && work.retired < work.posted)
         return Progress::kBlocked;
-      WorkRequest request;
-      request.op = work.kind == OpKind::kRead ? WorkOp::kRead : WorkOp::kWrite;
+      WorkRequest request = range_request(work, key, range.offset + work.slice_offset, length);
       request.has_imm = has_imm;
-      request.bulk = work.bulk;
       request.wire_imm = has_imm ? wire_imm(work.imm, share_code_of_piece(work.pieces, work.piece)) : 0;
-      request.local = work.local->base() + work.local_offset + range.offset + work.slice_offset;
-      request.length_bytes = length;
-      request.remote = key;
-      request.remote_offset = work.remote_offset + range.offset + work.slice_offset;
-      request.local_region = work.local->local_.get();
       request.context = transfer;
       request.tag = work.piece;
       const uint32_t rail = wrap_rail(work.first_rail + work.piece);

@@ -32,8 +32,6 @@ Region::~Region() {
 
 bool Region::is_mapped() const { return local_->is_mapped; }
 
-bool Region::closed() const { return phase_.load(std::memory_order_seq_cst) != kOpen; }
-
 void Region::begin_close() {
   uint8_t expected = kOpen;
   if (!phase_.compare_exchange_strong(expected, kClosing, std::memory_order_seq_cst)) return;

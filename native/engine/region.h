@@ -38,7 +38,8 @@ class Region {
   const RegionDescriptor& descriptor() const { return descriptor_; }
   // Transfers of ours that read from (or, for reads, write to) it now.
   uint32_t inflight_ops() const { return static_cast<uint32_t>(uses_.load(std::memory_order_seq_cst) >> 32); }
-  bool closed() const;
+  // seq_cst: pairs with close(), see begin_op.
+  bool closed() const { return phase_.load(std::memory_order_seq_cst) != kOpen; }
 
   // Refuses new use and blocks until neither our worker nor a peer touches the memory. Idempotent. kTimeout: still in
   // use, and still refusing: call again.
