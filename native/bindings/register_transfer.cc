@@ -116,7 +116,10 @@ Cancelling the task that awaits does not cancel the transfer: use cancel().)")
           },
           R"(Asks for cancellation and returns at once; False when it was complete already.
 
-It then completes as cancelled once no piece of it can touch memory any more, or as done if that came first.)")
+It then completes as cancelled once no piece of it can touch memory any more, or as done if that came first.
+No fraction is ever counted: a cancelled write counts nothing, each target of a scatter and each page of paged writes
+counts 1 or nothing. A write that the receiver has begun to count runs to its end and is done: the cancel came too late,
+also when that end waits for a frozen peer.)")
       .def(
           "add_done_callback",
           [](Self self, nb::handle fn) { package_attribute("crossrail.transfers", "add_done_callback")(self.h, fn); },

@@ -123,8 +123,8 @@ void EngineCore::abandon_after_fork() {
 
 // --- driving ---
 
-bool EngineCore::try_enter() {
-  if (!progress_lock_.try_lock()) return false;
+bool EngineCore::try_enter(uint8_t mark) {
+  if (!progress_lock_.try_lock(mark)) return false;
   transports_.disarm();
   return true;
 }
@@ -259,20 +259,27 @@ uint64_t EngineCore::inflight() const {
   return submits_.pushed() + started_here_.load(std::memory_order_acquire) - finished;
 }
 
-void EngineCore::submit(Transfer* transfer, bool short_work) {
-  // Short work while nobody drives: post it here, without the queue.
-  if (short_work && options_.polling != Polling::kSpin && try_enter()) {
-    take_submits();  // what came before us
-    bump(started_here_);
-    bump(moves_);
-    start(transfer);  // knows whether the engine closed meanwhile
-    if (worker_.joinable()) {
-      leave();
-    } else {
-      progress_lock_.unlock();
-    }
-    return;
+// Short work while nobody drives: posted here, as the progress holder, without the queue. As long as nobody else knows
+// of the transfer, nothing about it needs an atomic.
+void EngineCore::submit_here(Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  take_submits();  // what came before us
+  bump(started_here_);
+  bump(moves_);
+  work.at_once = true;
+  start(transfer);     // knows whether the engine closed meanwhile
+  if (work.at_once) {  // not complete yet: from here on others complete it
+    work.at_once = false;
+    if (work.local != nullptr) work.local->begin_op();
   }
+  if (worker_.joinable()) {
+    leave();
+  } else {
+    progress_lock_.unlock();
+  }
+}
+
+void EngineCore::submit(Transfer* transfer) {
   int attempts = 0;
   while (!submits_.try_push(transfer)) {
     // Back-pressure: help until there is room. The engine cannot close under us for good: close() empties the queue.
@@ -350,6 +357,8 @@ void EngineCore::close(Deadline drain_deadline) {
     {
       std::lock_guard lock(tables_mutex_);
       pool = pool_;
+      // Completed transfers keep their region for the next one: what is the transport's in it ends here.
+      for (auto& [id, region] : remote_regions_) region->key_.reset();
       remote_regions_.clear();
       peers_.clear();
     }

@@ -58,8 +58,10 @@ class EngineCore final : public Sink {
   bool closed() const { return closed_.load(std::memory_order_seq_cst); }
   void abandon_after_fork();
 
-  // Hands a filled transfer over. `short_work`: posting it costs no more than waking the worker would.
-  void submit(Transfer* transfer, bool short_work);
+  // Puts a filled transfer into the queue.
+  void submit(Transfer* transfer);
+  // Whether a thread posts what it submits just now: such a transfer is not yet among its region's operations.
+  bool is_submitting() const { return progress_lock_.mark() == kSubmitting; }
   void request_cancel_scan();
   // Runs `work` as the progress holder.
   void run_as_holder(const std::function<void()>& work);
@@ -84,6 +86,7 @@ class EngineCore final : public Sink {
   // Sink, progress holder
   void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
                   const std::string& detail) override;
+  void on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) override;
   void on_imm(uint32_t imm, uint64_t units) override;
   Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_link_up(Link& link) override;
@@ -94,6 +97,7 @@ class EngineCore final : public Sink {
   // From the submitting thread: an empty transfer, and its way into the queue.
   TransferRef make_transfer(OpKind kind);
   static TransferWork& work_of(Transfer& transfer) { return *transfer.work_; }
+  // `short_work`: posting it costs no more than waking the worker would.
   TransferRef hand_over(TransferRef transfer, bool short_work);
   void region_made() { counters_.regions.fetch_add(1, std::memory_order_relaxed); }
   void region_gone() { counters_.regions.fetch_sub(1, std::memory_order_relaxed); }
@@ -108,8 +112,9 @@ class EngineCore final : public Sink {
   // --- driving (core.cc) ---
   void worker_main();
   void drive_until_idle();
-  bool try_enter();
+  bool try_enter(uint8_t mark = 1);
   void leave();
+  void submit_here(Transfer* transfer);
   uint32_t round();
   bool has_work();
   void drain_after_close();
@@ -122,6 +127,8 @@ class EngineCore final : public Sink {
   uint32_t post_backlog(Peer& peer, std::deque<PostItem>& backlog);
   Progress advance(Peer& peer, const PostItem& item);
   Progress post_range(Peer& peer, Transfer* transfer);
+  Progress post_short_range(Peer& peer, Transfer* transfer, RemoteKey* key);
+  static WorkRequest range_request(const Peer& peer, const TransferWork& work, RemoteKey* key, uint64_t offset, uint64_t length_bytes);
   Progress post_pages(Peer& peer, Transfer* transfer);
   Progress post_target(Peer& peer, Transfer* transfer, ScatterTarget& target);
   Progress post_message(Peer& peer, Transfer* transfer);
@@ -130,6 +137,9 @@ class EngineCore final : public Sink {
   uint32_t post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, Transfer* transfer);
   RemoteKey* key_of(Peer& peer, RemoteRegion& region);
   void close_item(Transfer* transfer);
+  void note_kept(TransferWork& work);
+  bool is_partly_counted(TransferWork& work);
+  void go_on(Transfer* transfer);
   void fail(Transfer* transfer, Status status, const std::string& peer, const std::string& detail);
   void finish_if_done(Transfer* transfer);
   void finish(Transfer* transfer, Status status);
@@ -145,6 +155,7 @@ class EngineCore final : public Sink {
   std::shared_ptr<WatcherThread> watchers_;
 
   // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
+  static constexpr uint8_t kSubmitting = 2;  // its mark while somebody is in submit_here
   SpinLock progress_lock_;
   std::atomic<uint32_t> guests_{0};  // threads that want the lock: the worker makes way
   std::atomic<bool> stopping_{false};

@@ -68,28 +68,39 @@ void check_options(const EngineOptions& options) {
                "-1..1023");
 }
 
-// offset + length within bound, without overflow. `what` names the arguments.
-void check_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
-  if (length <= bound && offset <= bound - length) return;
+// The checks of every submit: what they throw is apart and cold, so that they are a few instructions each.
+[[gnu::cold, noreturn]] void throw_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
   throw UsageError(std::string(what) + ": offset " + text(offset) + " + length " + text(length) +
                    " exceeds the region's " + text(bound) + " bytes");
 }
-
-void check_imm(uint32_t imm) {
-  if (imm != kNoImm && imm > kImmMax) throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
+// offset + length within bound, without overflow. `what` names the arguments.
+inline void check_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
+  if (length > bound || offset > bound - length) throw_range(what, offset, length, bound);
 }
 
-void check_rail(uint32_t rail, uint32_t rail_count) {
-  if (rail != kAnyRail && rail >= rail_count) {
-    throw UsageError("rail = " + text(rail) + " is not in 0.." + text(rail_count - 1) + ": the engine has " +
-                     text(rail_count) + " rails");
-  }
+[[gnu::cold, noreturn]] void throw_imm(uint32_t imm) {
+  throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
+}
+inline void check_imm(uint32_t imm) {
+  if (imm != kNoImm && imm > kImmMax) throw_imm(imm);
 }
 
-void check_local(const Region* region, const char* name, const Engine* engine, const Engine* owner) {
+[[gnu::cold, noreturn]] void throw_rail(uint32_t rail, uint32_t rail_count) {
+  throw UsageError("rail = " + text(rail) + " is not in 0.." + text(rail_count - 1) + ": the engine has " +
+                   text(rail_count) + " rails");
+}
+inline void check_rail(uint32_t rail, uint32_t rail_count) {
+  if (rail != kAnyRail && rail >= rail_count) throw_rail(rail, rail_count);
+}
+
+[[gnu::cold, noreturn]] void throw_local(const Region* region, const char* name, const Engine* engine,
+                                         const Engine* owner) {
   if (region == nullptr) throw UsageError(std::string(name) + " is missing");
   if (engine != owner) throw UsageError(std::string(name) + " is a region of another engine");
-  if (region->closed()) throw UsageError(std::string(name) + " is closed");
+  throw UsageError(std::string(name) + " is closed");
+}
+inline void check_local(const Region* region, const char* name, const Engine* engine, const Engine* owner) {
+  if (region == nullptr || engine != owner || region->closed()) throw_local(region, name, engine, owner);
 }
 
 void check_group(const PeerGroup& group, const Engine* engine) {
@@ -108,12 +119,18 @@ const char* access_name(Access access) {
   return "?";
 }
 
-void check_remote(const RemoteRegion* region, const char* name, Access needed) {
+[[gnu::cold, noreturn]] void throw_remote(const RemoteRegion* region, const char* name, Access needed) {
   if (region == nullptr) throw UsageError(std::string(name) + " is missing");
   const Access access = region->descriptor().access;
-  if (access == Access::kRemoteWrite || access == needed) return;
   throw UsageError(std::string(name) + " has access '" + access_name(access) + "', '" + access_name(needed) +
                    "' is needed: its owner registered it so");
+}
+inline void check_remote(const RemoteRegion* region, const char* name, Access needed) {
+  if (region != nullptr) {
+    const Access access = region->descriptor().access;
+    if (access == Access::kRemoteWrite || access == needed) return;
+  }
+  throw_remote(region, name, needed);
 }
 
 template <typename Index>
@@ -308,10 +325,27 @@ TransferRef EngineCore::make_transfer(OpKind kind) {
 }
 
 TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
-  if (Region* local = transfer->work_->local) local->begin_op();
+  Region* const local = transfer->work_->local;
   // The caller's reference, and the engine's until completion. Not published yet: no atomic addition needed.
   transfer->word_.store(2 * Transfer::kOneRef, std::memory_order_relaxed);
-  submit(transfer.get(), short_work);
+  const bool here = short_work && options_.polling != Polling::kSpin && try_enter(kSubmitting);
+  if (!here && local != nullptr) local->begin_op();
+  // Between our caller's look and now. From try_enter or begin_op on, close() waits for us; before it, we see it.
+  if (local != nullptr && local->closed()) {
+    if (here) {
+      leave();
+    } else {
+      local->end_op();
+    }
+    transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed);
+    transfer->work_->local = nullptr;
+    throw UsageError("the region was closed while it was submitted from or to");
+  }
+  if (here) {
+    submit_here(transfer.get());
+  } else {
+    submit(transfer.get());
+  }
   return transfer;
 }
 
@@ -326,7 +360,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   TransferRef transfer = core_->make_transfer(OpKind::kWrite);
   TransferWork& work = EngineCore::work_of(*transfer);
   work.local = request.src;
-  work.remote = RemoteRegionRef::share(request.dst);
+  work.set_remote(request.dst);
   work.local_offset = request.src_offset;
   work.remote_offset = request.dst_offset;
   work.length_bytes = request.length_bytes;
@@ -346,7 +380,7 @@ TransferRef Engine::submit_read(const ReadRequest& request) {
   TransferRef transfer = core_->make_transfer(OpKind::kRead);
   TransferWork& work = EngineCore::work_of(*transfer);
   work.local = request.dst;
-  work.remote = RemoteRegionRef::share(request.src);
+  work.set_remote(request.src);
   work.local_offset = request.dst_offset;
   work.remote_offset = request.src_offset;
   work.length_bytes = request.length_bytes;
@@ -389,7 +423,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
                request.dst->length_bytes(), work.remote_pages.get());
   }
   work.local = request.src;
-  work.remote = RemoteRegionRef::share(request.dst);
+  work.set_remote(request.dst);
   work.local_offset = request.src_offset;
   work.remote_offset = request.dst_offset;
   work.page_count = count;

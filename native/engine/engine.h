@@ -117,7 +117,7 @@ class PeerGroup : public RefCounted<PeerGroup> {
 using PeerGroupRef = Ref<PeerGroup>;
 
 // Contiguous range, `length_bytes` from src.base + src_offset to dst.base + dst_offset. Counts 1 if it carries an
-// immediate. Zero length is allowed: only the immediate travels.
+// immediate; cancelled, it counts nothing (Transfer::cancel). Zero length is allowed: only the immediate travels.
 struct WriteRequest {
   Region* src = nullptr;
   uint64_t src_offset = 0;

@@ -12,7 +12,7 @@ namespace {
 constexpr uint32_t kSubmitsPerRound = 64;
 constexpr uint32_t kBatch = 64;                         // work requests handed to the transport at once
 constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;   // of one transfer before others get a turn
-constexpr uint32_t kItemsPerTurn = 32;                  // of one peer in a round,
+constexpr uint32_t kItemsPerTurn = 256;                 // of one peer in a round,
 constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;  // and bytes in all: then arrivals are looked at again
 constexpr uint32_t kBatchesPerTurn = 8;                 // of one paged transfer
 constexpr uint64_t kCutAlign = 4096;                    // pieces begin at multiples: whole pages and lines
@@ -189,14 +189,42 @@ RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
   return region.key_.get();
 }
 
+// The part of a transfer's range at `offset`, still without immediate and context.
+WorkRequest EngineCore::range_request(const Peer& peer, const TransferWork& work, RemoteKey* key, uint64_t offset,
+                                      uint64_t length_bytes) {
+  WorkRequest request;
+  request.op = work.kind == OpKind::kRead ? WorkOp::kRead : WorkOp::kWrite;
+  request.bulk = work.bulk;
+  request.local = work.local->base() + work.local_offset + offset;
+  request.length_bytes = length_bytes;
+  request.remote = key;
+  request.remote_offset = work.remote_offset + offset;
+  request.local_region = work.local->local_.on(peer.route_.index);
+  return request;
+}
+
+// A range in one piece and one slice: one work request and no bookkeeping.
+EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer, RemoteKey* key) {
+  TransferWork& work = *transfer->work_;
+  WorkRequest request = range_request(peer, work, key, 0, work.length_bytes);
+  request.has_imm = work.imm != kNoImm;
+  request.wire_imm = request.has_imm ? wire_imm(work.imm, 0) : 0;
+  request.context = transfer;
+  if (post(peer, rail_for(peer, work, 0), {&request, 1}, transfer) == 0) return Progress::kBlocked;
+  round_bytes_ += work.length_bytes;
+  return Progress::kAllPosted;
+}
+
 // A contiguous range: cut into one piece per rail, each piece into slices. The last slice of a piece carries the
-// piece's share of the immediate; on rails without order it waits until everything before it is done.
+// piece's share of the immediate; on rails without order it waits until everything before it is done. Resumed: once more
+// from the start, without what was kept.
 EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   const Traits& traits = *peer.route_.traits;
   RemoteKey* key = key_of(peer, *work.remote);
-  uint64_t turn_bytes = 0;
   if (work.pieces == 0) work.pieces = pieces_of(peer, work);
+  if (work.pieces == 1 && work.length_bytes <= traits.slice_bytes_max) return post_short_range(peer, transfer, key);
+  uint64_t turn_bytes = 0;
   const uint64_t longest =
       work.pieces == 1 ? work.length_bytes : piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
   while (work.slice_offset < longest || work.slice_offset == 0) {
@@ -204,23 +232,18 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       const Range range = work.pieces == 1 ? Range{0, work.length_bytes}
                                            : piece_of(work.length_bytes, work.pieces, work.piece, kCutAlign);
       if (work.slice_offset >= range.length_bytes && work.slice_offset > 0) continue;
+      if (work.resumed && work.slice_offset < work.kept_bytes[work.piece]) continue;
       if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
       const uint64_t length = std::min(range.length_bytes - work.slice_offset, traits.slice_bytes_max);
       const bool last = work.slice_offset + length == range.length_bytes;
       const bool has_imm = work.imm != kNoImm && last;
       if (has_imm && !traits.fifo_rails && longest > traits.slice_bytes_max && work.retired < work.posted)
         return Progress::kBlocked;
-      WorkRequest request;
-      request.op = work.kind == OpKind::kRead ? WorkOp::kRead : WorkOp::kWrite;
+      WorkRequest request = range_request(peer, work, key, range.offset + work.slice_offset, length);
       request.has_imm = has_imm;
-      request.bulk = work.bulk;
       request.wire_imm = has_imm ? wire_imm(work.imm, share_code_of_piece(work.pieces, work.piece)) : 0;
-      request.local = work.local->base() + work.local_offset + range.offset + work.slice_offset;
-      request.length_bytes = length;
-      request.remote = key;
-      request.remote_offset = work.remote_offset + range.offset + work.slice_offset;
-      request.local_region = work.local->local_.on(peer.route_.index);
       request.context = transfer;
+      request.tag = work.piece;
       const uint32_t rail = rail_for(peer, work, work.piece);
       const uint32_t retired_before = work.retired;
       if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
@@ -275,7 +298,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
       request.remote_offset = work.remote_offset + remote_pages[page] * work.remote_stride_bytes;
       request.local_region = work.local->local_.on(peer.route_.index);
       request.context = transfer;
-      request.reserved = run;
+      request.reserved = static_cast<uint32_t>(run);
       page += run;
       turn_bytes += request.length_bytes;
     }
@@ -353,6 +376,66 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t 
   finish_if_done(transfer);
 }
 
+// The transfer's item was cut before (scan_cancels), or all of it posted: nothing is posted until we know what is left.
+void EngineCore::on_withdrawn(Link&, void* context, uint32_t tag, uint64_t bytes) {
+  auto* transfer = static_cast<Transfer*>(context);
+  TransferWork& work = *transfer->work_;
+  ++work.retired;
+  work.cut_short = true;
+  if (work.kind == OpKind::kWrite && work.pieces > 1) {
+    note_kept(work);
+    work.kept_bytes[tag] -= std::min(bytes, work.kept_bytes[tag]);
+  }
+  finish_if_done(transfer);
+}
+
+// Before anything is taken back, what is kept is what is posted: the cursor tells.
+void EngineCore::note_kept(TransferWork& work) {
+  if (!work.kept_bytes.empty()) return;
+  work.kept_bytes.resize(work.pieces);
+  for (uint32_t piece = 0; piece < work.pieces; ++piece) {
+    const uint64_t length = piece_of(work.length_bytes, work.pieces, piece, kCutAlign).length_bytes;
+    const uint64_t posted = work.slice_offset + (piece < work.piece ? work.peer().route_.traits->slice_bytes_max : 0);
+    work.kept_bytes[piece] = std::min(length, posted);
+  }
+}
+
+// Whether the receiver has a share, but not all, of the count of a cut transfer: some pieces were posted to their ends
+// and not taken back. Operations without pieces count in single work requests and cannot end so.
+bool EngineCore::is_partly_counted(TransferWork& work) {
+  if (work.kind != OpKind::kWrite || work.imm == kNoImm || work.pieces == 1) return false;
+  note_kept(work);
+  for (uint32_t piece = 0; piece < work.pieces; ++piece) {
+    if (work.kept_bytes[piece] == piece_of(work.length_bytes, work.pieces, piece, kCutAlign).length_bytes) return true;
+  }
+  return false;
+}
+
+// A fraction of a count must not stay with the receiver, where it would add up with others to a count that never was:
+// the cancel came too late, and what is missing is posted (again).
+void EngineCore::go_on(Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  Peer& peer = work.peer();
+  if (closed()) {
+    fail(transfer, Status::kEngineClosed, peer.address().name, "the engine was closed");
+  } else if (peer.state() == PeerState::kLost) {
+    fail(transfer, Status::kPeerLost, peer.address().name, peer.work_->note);
+  }
+  if (work.failure != Status::kDone) {
+    finish(transfer, work.failure);
+    return;
+  }
+  work.cut_short = false;
+  work.resumed = true;
+  work.piece = 0;
+  work.slice_offset = 0;
+  work.open_items = 1;
+  // Not at once: the transport may be in the middle of telling us.
+  peer.work_->backlog.push_back({transfer, 0});
+  mark_busy(peer);
+  runnable_ = true;
+}
+
 void EngineCore::close_item(Transfer* transfer) { --transfer->work_->open_items; }
 
 // Notes the first failure. The transfer completes once nothing of it is under way any more.
@@ -365,12 +448,16 @@ void EngineCore::fail(Transfer* transfer, Status status, const std::string& peer
 }
 
 void EngineCore::finish_if_done(Transfer* transfer) {
-  const TransferWork& work = *transfer->work_;
+  TransferWork& work = *transfer->work_;
   if (work.open_items > 0 || work.retired < work.posted || transfer->done()) return;
   if (work.failure != Status::kDone) {
     finish(transfer, work.failure);
+  } else if (!work.cut_short) {
+    finish(transfer, Status::kDone);
+  } else if (is_partly_counted(work)) {
+    go_on(transfer);
   } else {
-    finish(transfer, work.cut_short ? Status::kCancelled : Status::kDone);
+    finish(transfer, Status::kCancelled);
   }
 }
 
@@ -389,10 +476,16 @@ void EngineCore::finish(Transfer* transfer, Status status) {
   } else {
     bump(status == Status::kCancelled ? counters_.cancelled : counters_.failed);
   }
-  if (work.local != nullptr) std::exchange(work.local, nullptr)->end_op();
+  const bool unseen = std::exchange(work.at_once, false);
+  Region* const local = std::exchange(work.local, nullptr);
+  if (local != nullptr && !unseen) local->end_op();
   if (!work.targets.empty()) work.targets.clear();
   bump(finished_);
-  transfer->complete(status);
+  if (unseen) {
+    transfer->complete_unseen(status);
+  } else {
+    transfer->complete(status);
+  }
 }
 
 void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {
@@ -410,13 +503,18 @@ void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& det
 // Takes cancelled transfers out of the queues, ours and, as far as the peer has not begun, the transport's. What the
 // peer has begun runs to its end: only then is the cancellation reported, which is what makes it safe to act on.
 void EngineCore::scan_cancels() {
-  cancel_scan_.store(false, std::memory_order_release);
+  // acq_rel: pairs with the release in request_cancel_scan. Either we see the requests of everybody whose flag we take
+  // away, or their flag stays; a plain store could pass the loads below.
+  cancel_scan_.exchange(false, std::memory_order_acq_rel);
+  const auto is_cut = [](const Transfer* transfer) {
+    return transfer->cancel_requested_.load(std::memory_order_acquire) && !transfer->work_->resumed;
+  };
   for (const PeerRef& peer : busy_) {
     for (auto* backlog : {&peer->work_->backlog, &peer->work_->messages}) {
       std::deque<PostItem> kept;
       std::deque<PostItem> cut;
       for (const PostItem& item : *backlog) {
-        (item.transfer->cancel_requested_.load(std::memory_order_acquire) ? cut : kept).push_back(item);
+        (is_cut(item.transfer) ? cut : kept).push_back(item);
       }
       backlog->swap(kept);
       for (const PostItem& item : cut) {
@@ -426,8 +524,14 @@ void EngineCore::scan_cancels() {
       }
     }
   }
-  transports_.withdraw(
-      [](void* context) { return static_cast<Transfer*>(context)->cancel_requested_.load(std::memory_order_acquire); });
+  // Only what posts no more. A request that came after we looked at the queues waits for the next scan: else an
+  // immediate might still be posted whose bytes were taken back.
+  transports_.withdraw([](void* context) {
+    const auto* transfer = static_cast<Transfer*>(context);
+    const TransferWork& work = *transfer->work_;
+    return (work.open_items == 0 || work.cut_short) && !work.resumed &&
+           transfer->cancel_requested_.load(std::memory_order_acquire);
+  });
 }
 
 }  // namespace crossrail

@@ -32,19 +32,21 @@ Region::~Region() {
 
 bool Region::is_mapped() const { return local_.is_mapped(); }
 
-bool Region::closed() const { return phase_.load(std::memory_order_acquire) != kOpen; }
-
 void Region::begin_close() {
   uint8_t expected = kOpen;
-  if (!phase_.compare_exchange_strong(expected, kClosing, std::memory_order_acq_rel)) return;
+  if (!phase_.compare_exchange_strong(expected, kClosing, std::memory_order_seq_cst)) return;
   if (!engine_->core().forked()) engine_->core().transports().revoke_region(local_);
 }
 
 WaitResult Region::close(Deadline deadline, const InterruptCheck& interrupted) {
   begin_close();
   if (phase_.load(std::memory_order_acquire) == kClosed || engine_->core().forked()) return WaitResult::kReady;
-  // acquire loads of inflight_ops: pairs with the release in EngineCore::finish.
-  const auto quiet = [this] { return inflight_ops() == 0 && engine_->core().transports().is_region_quiet(local_); };
+  // Submitters first: one that stops being one has begun its operation, if it goes on. The loads of inflight_ops pair
+  // with the release in EngineCore::finish.
+  const auto quiet = [this] {
+    EngineCore& core = engine_->core();
+    return !core.is_submitting() && inflight_ops() == 0 && core.transports().is_region_quiet(local_);
+  };
   WaitResult result = WaitResult::kReady;
   if (!quiet()) {
     const auto nap = [&](Deadline until) {

@@ -38,8 +38,9 @@ class Region {
   bool is_mapped() const;
   const RegionDescriptor& descriptor() const { return descriptor_; }
   // Transfers of ours that read from (or, for reads, write to) it now.
-  uint32_t inflight_ops() const { return static_cast<uint32_t>(uses_.load(std::memory_order_acquire) >> 32); }
-  bool closed() const;
+  uint32_t inflight_ops() const { return static_cast<uint32_t>(uses_.load(std::memory_order_seq_cst) >> 32); }
+  // seq_cst: pairs with close(), see begin_op.
+  bool closed() const { return phase_.load(std::memory_order_seq_cst) != kOpen; }
 
   // Refuses new use and blocks until neither our worker nor a peer touches the memory. Idempotent. kTimeout: still in
   // use, and still refusing: call again.
@@ -52,8 +53,9 @@ class Region {
   friend class EngineCore;
   Region(Ref<Engine> engine, LocalRegions local, Access access);
   ~Region();
-  // A transfer's use: a reference and an operation in flight, in one atomic.
-  void begin_op() { uses_.fetch_add(kOneOp, std::memory_order_relaxed); }
+  // A transfer's use: a reference and an operation in flight, in one atomic. seq_cst: who begins and then looks at
+  // closed(), and close(), which does the reverse: one sees the other.
+  void begin_op() { uses_.fetch_add(kOneOp, std::memory_order_seq_cst); }
   // release: pairs with the acquire in inflight_ops(): close() sees our copies finished.
   void end_op() { drop(kOneOp); }
   void drop(uint64_t uses) {

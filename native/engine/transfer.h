@@ -47,6 +47,8 @@ class alignas(64) Transfer {
 
   // Asks for cancellation and returns at once. The transfer completes as kCancelled once no piece of it can touch
   // memory any more, or as what it became before. False when it was complete already.
+  // What is counted is whole: a cancelled write is not counted at all; of a scatter or barrier each target, and of paged
+  // writes each page, counts 1 or nothing. A write of which the receiver has counted a part already runs to its end, kDone.
   bool cancel();
 
   // Posts `cookie` to `notifier` once at completion. False (and nothing will be posted) when complete already.
@@ -77,6 +79,10 @@ class alignas(64) Transfer {
   ~Transfer();
   // Progress holder: the single completion. Drops the engine's reference.
   void complete(Status status);
+  // The same while nobody but its submitter knows of it.
+  void complete_unseen(Status status) {
+    word_.store(kOneRef | static_cast<uint32_t>(status), std::memory_order_relaxed);
+  }
   // Posts every listener's cookie.
   void tell_listeners(Listener* listeners);
 

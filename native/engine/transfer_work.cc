@@ -29,9 +29,9 @@ void TransferWork::recycle() {
       receiver = nullptr;
       break;
   }
-  remote = nullptr;
   failure = Status::kDone;
-  bulk = cut_short = false;
+  if (cut_short || resumed) kept_bytes.clear();
+  bulk = cut_short = resumed = false;
   imm = kNoImm;
   rail = kAnyRail;
   open_items = posted = retired = 0;

@@ -32,14 +32,15 @@ struct alignas(64) TransferWork {
   OpKind kind = OpKind::kWrite;
   Status failure = Status::kDone;
   bool bulk = false;
-  bool cut_short = false;  // cancelled with something left unposted
+  bool cut_short = false;  // cancelled with something left unposted, or taken back
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;
   uint32_t open_items = 0;  // entries in peers' backlogs
   uint32_t posted = 0;
   uint32_t retired = 0;
-  Region* local = nullptr;  // source, or target of a read; between begin_op and end_op
-  RemoteRegionRef remote;   // target, or source of a read; kept after completion, for messages
+  Region* local = nullptr;  // source, or target of a read; between begin_op and end_op, unless at_once
+  RemoteRegionRef remote;   // target, or source of a read; kept after completion: for messages, and for the next
+                            // transfer, which most likely goes to the same and then needs no reference of its own
   uint64_t local_offset = 0;
   uint64_t remote_offset = 0;
   uint64_t length_bytes = 0;  // in all
@@ -47,6 +48,8 @@ struct alignas(64) TransferWork {
   uint32_t pieces = 0;  // of a contiguous range; 0: not cut yet
   uint32_t first_rail = 0;
   uint32_t piece = 0;         // next piece to post a slice of
+  bool at_once = false;       // being posted by its submitter: nobody else knows of it, `local` has no begin_op yet
+  bool resumed = false;       // cancelled too late, see EngineCore::go_on: ends done, or fails
   uint64_t slice_offset = 0;  // within the pieces
   PeerRef receiver;           // of a send; kept after completion, for messages
 
@@ -60,6 +63,9 @@ struct alignas(64) TransferWork {
   uint64_t remote_stride_bytes = 0;
   uint64_t page = 0;  // next page
 
+  // Of a cancelled write of several pieces: how much of each is posted and not taken back. Empty: not cancelled.
+  std::vector<uint64_t> kept_bytes;
+
   // scatter, barrier
   std::vector<ScatterTarget> targets;
   uint64_t targets_total = 0;  // kept for messages after the targets are dropped
@@ -72,7 +78,10 @@ struct alignas(64) TransferWork {
   std::string detail;
 
   // Of single-peer operations.
-  Peer& peer() const { return remote ? *remote->peer() : *receiver; }
+  Peer& peer() const { return kind == OpKind::kSend ? *receiver : *remote->peer(); }
+  void set_remote(RemoteRegion* region) {
+    if (remote.get() != region) remote = RemoteRegionRef::share(region);
+  }
   // Ready for the next transfer; keeps storage.
   void recycle();
 };

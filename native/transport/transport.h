@@ -3,8 +3,8 @@
 // Threads: calls marked [any] may come from any thread at any time between open and close. All others come from the
 // progress holder: one thread at a time, ordered by the engine's progress lock.
 //
-// What a transport promises: every accepted work request is retired exactly once, by post() or by Sink::on_retired;
-// once it is retired, this side touches neither its source nor its target any more, and, where the status is kDone, the
+// What a transport promises: every accepted work request is retired exactly once, by post(), Sink::on_retired or
+// Sink::on_withdrawn; once it is retired, this side touches neither its source nor its target any more, and, where the status is kDone, the
 // peer has all of it and will count its immediate. Immediates are counted after the bytes they belong to are in place.
 // What it does not promise: any order, unless Traits::fifo_rails.
 #pragma once
@@ -61,7 +61,8 @@ struct WorkRequest {
   uint64_t remote_offset = 0;
   LocalRegion* local_region = nullptr;  // null for kSend
   void* context = nullptr;              // given back when retired
-  uint64_t reserved = 0;
+  uint32_t tag = 0;                     // given back when taken back; requests of one context may differ in it
+  uint32_t reserved = 0;                // the engine's own
 };
 static_assert(sizeof(WorkRequest) == 64);
 
@@ -82,6 +83,10 @@ class Sink {
   // `count` work requests with this context, `bytes` in all, will not be touched any more. detail: may be empty.
   virtual void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
                           const std::string& detail) = 0;
+  // One work request was taken back (withdraw) and is retired so: its immediate is not counted and never will be, of its
+  // bytes some may be in place. Called once for each; where several of one context and tag go together, `bytes` may be
+  // the sum of theirs at one call and 0 at the others.
+  virtual void on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) = 0;
   // Immediates arrived: `units` 48ths of the number `imm`.
   virtual void on_imm(uint32_t imm, uint64_t units) = 0;
   enum class Offer : uint8_t { kTaken, kHold, kTooLong };
@@ -147,8 +152,11 @@ class Transport {
   // Moves everything that can move now. Returns how many things happened; 0 means idle.
   virtual uint32_t poll() = 0;
 
-  // Takes back what is posted but not begun by the peer, of every context for which wanted() says so: retired as
-  // kCancelled through the sink. What the peer has begun runs to its end.
+  // Takes back what is posted but not begun by the peer, of every context for which wanted() says so. Each such work
+  // request is retired through Sink::on_withdrawn, now or, when the peer is at a part of it, once that part has ended.
+  // What the peer has wholly begun runs to its end and is retired as ever. The last goes first: of the requests of one
+  // context on one rail of one link, what is taken back is a tail, so that an immediate is never counted whose bytes were
+  // taken back. The engine posts no more of these contexts until all of theirs is retired.
   virtual void withdraw(bool (*wanted)(void* context)) = 0;
 
   // --- sleeping (transport/sleep.h), on several transports at once ---

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <thread>
 
 namespace crossrail {
@@ -15,7 +16,7 @@ inline void cpu_relax() {
 #endif
 }
 
-// Invariant: held_ is true exactly while one thread is between lock() and unlock().
+// Invariant: held_ is not 0 exactly while one thread is between lock() and unlock(), and is then the holder's mark.
 // Spins, then yields: holders may be descheduled when there are more threads than cores.
 class SpinLock {
  public:
@@ -28,14 +29,22 @@ class SpinLock {
       }
     }
   }
-  // acquire: pairs with the release in unlock(), so that we see what the last holder wrote.
-  bool try_lock() { return !held_.load(std::memory_order_relaxed) && !held_.exchange(true, std::memory_order_acquire); }
+  // Pairs with the release in unlock(), so that we see what the last holder wrote. seq_cst, for mark(): of the holder
+  // that takes the lock and then looks at something, and somebody who changes it and then looks at the mark, one sees
+  // the other.
+  bool try_lock(uint8_t mark = 1) {
+    uint8_t free = 0;
+    return held_.load(std::memory_order_relaxed) == 0 &&
+           held_.compare_exchange_strong(free, mark, std::memory_order_seq_cst, std::memory_order_relaxed);
+  }
   // A hint: may be outdated when it returns.
-  bool is_locked() const { return held_.load(std::memory_order_relaxed); }
-  void unlock() { held_.store(false, std::memory_order_release); }
+  bool is_locked() const { return held_.load(std::memory_order_relaxed) != 0; }
+  // What the holder passed to try_lock(), or 0. When it no longer is a holder's mark, what that holder did is visible.
+  uint8_t mark() const { return held_.load(std::memory_order_seq_cst); }
+  void unlock() { held_.store(0, std::memory_order_release); }
 
  private:
-  std::atomic<bool> held_{false};
+  std::atomic<uint8_t> held_{0};
 };
 
 }  // namespace crossrail

@@ -1,10 +1,12 @@
 """submit_write: one contiguous range, counted once however many rails carried it."""
 
 import hashlib
+import time
 
 import numpy as np
 import pytest
 
+import crossrail as xr
 from tests.contract.conftest import Pair, bytes_of
 from tests.contract.setups import ALL_MEMORY, ALL_RAILS, EQUAL_RAILS, SOME_MEMORY, SOME_RAILS, setups
 from tests.support.limits import WAIT_S, eventually
@@ -168,6 +170,28 @@ def test_write_pinned_to_a_rail_arrives_from_each(pair: Pair) -> None:
 
         pair.there.expect_count(rail, 1)
         assert_same_bytes(dst.content(), bytes_of(src), f"rail {rail}")
+
+
+@setups(SOME_RAILS, SOME_MEMORY)
+def test_cancelled_write_counts_nothing(pair: Pair) -> None:
+    src, dst = pair.source(3_000_003), pair.target(3_000_003)
+    pair.here.connect(pair.there.address, WAIT_S)
+    rng, done = pair.seed.rng(), 0
+
+    for _ in range(40):
+        transfer = pair.here.submit_write(src, dst.descriptor, imm=1)
+        time.sleep(float(rng.uniform(0, 0.001)))
+        transfer.cancel()
+        try:
+            transfer.wait(WAIT_S)
+            done += 1
+        except xr.TransferCancelled:
+            assert transfer.status == "cancelled"
+    pair.here.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+
+    pair.there.wait_count(1, done + 1)
+    # Not even a part of a count, which together with others would make a whole one that never happened.
+    assert pair.there.call("stats")["imm_units_received"] == 48 * (done + 1)
 
 
 @setups(SOME_RAILS, SOME_MEMORY)

@@ -48,6 +48,7 @@ class ShmKey final : public RemoteKey {
 // A read of private memory, cut in chunks.
 struct StagedRead {
   void* context;
+  uint32_t tag;
   uint64_t bytes;
   uint32_t chunks_open;
   bool all_requested;
@@ -65,11 +66,13 @@ inline constexpr uint64_t kReadChunkBytes = 64 << 10;
 // One staged entry that the target has not confirmed yet.
 struct InFlight {
   void* context;
-  uint64_t bytes;
+  uint64_t bytes;       // of the work requests that end with it
   uint64_t stage_head;  // staging ring position behind this entry
-  uint32_t retires;     // work requests that end with it
+  uint32_t tag;         // of these work requests
+  uint32_t retires;     // their number
   bool staged;          // false: an immediate entry, nothing to retire
-  Status forced;        // other than kDone: how it ends, whatever the target says
+  bool cut;             // the rest of the request was taken back: it is retired as withdrawn, not done
+  bool wanted_back;     // a message that the target had in its hands when it was to be taken back, see retry_messages
 };
 
 // The initiator's end of a rail: staged work on its way.
@@ -92,6 +95,9 @@ struct RailQueue {
 };
 inline constexpr size_t kPendingMax = 256;  // work requests per rail waiting for staging room: the send queue's depth
 
+// Paths of private memory are compared by their best windows: cold starts and preemption are noise.
+inline constexpr uint64_t kTrialWindowBytes = uint64_t{4} << 20;
+
 // Which way private memory goes, found by trying both on real traffic.
 struct PrivateChoice {
   enum class Phase : uint8_t { kTryStaged, kTryAttach, kStaged, kAttach };
@@ -103,11 +109,11 @@ struct PrivateChoice {
     double best = 0;
     uint64_t window_bytes = 0;
     int64_t window_ns = 0;
-    void add(uint64_t more_bytes, int64_t more_ns, uint64_t window) {
+    void add(uint64_t more_bytes, int64_t more_ns) {
       bytes += more_bytes;
       window_bytes += more_bytes;
       window_ns += more_ns;
-      if (window_bytes < window || window_ns <= 0) return;
+      if (window_bytes < kTrialWindowBytes || window_ns <= 0) return;
       best = std::max(best, static_cast<double>(window_bytes) / static_cast<double>(window_ns));
       window_bytes = 0;
       window_ns = 0;
@@ -134,7 +140,8 @@ struct Outgoing final : Link {
   ChannelReader responses;
   std::array<ReadChunk, kReadChunks> read_chunks;
   uint32_t reads_open = 0;
-  uint32_t responses_due = 0;  // to requests made, cancelled ones included
+  uint32_t responses_due = 0;    // to requests made, cancelled ones included
+  bool messages_wanted = false;  // some slot of `messages` is wanted_back
   std::map<uint64_t, std::shared_ptr<Import>> imports;
   uint32_t imports_pending = 0;
   PrivateChoice choice;

@@ -1,60 +1,21 @@
-// The initiator's side: direct copies, staging, reads, and what becomes of them.
+// The initiator's side: direct copies, their immediates, and what post() does with each work request.
 #include <sys/uio.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <new>
-#include <utility>
 
 #include "transport/shm/shm_transport.h"
 #include "transport/wire_imm.h"
 #include "util/clock.h"
 #include "util/copy.h"
-#include "util/errors.h"
 
 namespace crossrail::shm {
 
 namespace {
 
-constexpr uint64_t kTimedBytesMin = 64 << 10;         // shorter copies are not worth two looks at the clock
-constexpr uint64_t kAttachBytesMin = 64 << 10;        // below, staging packs pieces and beats a system call each
-constexpr uint64_t kTrialBytes = uint64_t{32} << 20;  // moved each way before the private paths are compared,
-constexpr uint64_t kTrialWindowBytes = uint64_t{4}
-                                       << 20;  // by their best windows: cold starts and preemption are noise
-constexpr double kAttachMargin = 1.15;  // attaching costs the initiator alone, but stalls on the kernel's page work
-constexpr uint32_t kChunksPerPoll = 4;
-constexpr int64_t kPingAfterNs = 100'000'000;
-constexpr int64_t kFrozenAfterNs = 250'000'000;
-
-double gb_per_s(uint64_t bytes, int64_t ns) {
-  return ns > 0 ? static_cast<double>(bytes) / static_cast<double>(ns) : 0;
-}
-
-std::string format_rate(double rate) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.1f GB/s", rate);
-  return text;
-}
-
-// A status byte out of shared memory.
-Status status_from_peer(uint8_t byte) {
-  if (byte == 0 || byte == kEntryTaken) return Status::kDone;
-  return byte <= static_cast<uint8_t>(Status::kTransportFailed) ? static_cast<Status>(byte) : Status::kTransportFailed;
-}
-
-// What /proc says of the process: 'T' is stopped. Empty when it cannot be seen.
-std::string process_state(uint32_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  if (pid == 0 || !std::getline(file, line)) return {};
-  const size_t after_name = line.rfind(") ");
-  if (after_name == std::string::npos || after_name + 2 >= line.size()) return {};
-  const char state = line[after_name + 2];
-  return state == 'T' || state == 't' ? "it is stopped (SIGSTOP or a debugger)"
-                                      : std::string("its process state is ") + state;
-}
+constexpr uint64_t kTimedBytesMin = 64 << 10;   // shorter copies are not worth two looks at the clock
+constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces and beats a system call each
 
 }  // namespace
 
@@ -134,7 +95,7 @@ bool ShmTransport::copy_attached(Outgoing& link, const WorkRequest& request) {
   import.bytes_moved += moved;
   import.timed_bytes += moved;
   import.timed_ns += spent;
-  link.choice.attach.add(moved, spent, kTrialWindowBytes);
+  link.choice.attach.add(moved, spent);
   return true;
 }
 
@@ -243,6 +204,9 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   } else if (request.length_bytes == 0) {
     done = true;
   } else if (link.choice.uses_attach() && (request.length_bytes >= kAttachBytesMin || private_path_ == 2)) {
+    // An immediate does not pass bytes of its own transfer that wait to be staged, from before the path changed.
+    const auto is_same = [&](const RailQueue::Pending& pending) { return pending.request.context == request.context; };
+    if (request.has_imm && std::any_of(rail.pending.begin(), rail.pending.end(), is_same)) return false;
     if (!touch(link, import.region_id)) return refuse(Status::kRegionClosed, "closed by its owner");
     done = copy_attached(link, request);
     if (link.choice.phase == PrivateChoice::Phase::kTryAttach) weigh_private_paths(link);
@@ -269,7 +233,14 @@ uint32_t ShmTransport::post_messages(Outgoing& link, std::span<const WorkRequest
     if (request.length_bytes > 0)
       std::memcpy(block, request.local, request.length_bytes);  // null is no source, even of 0
     InFlight& slot = inflight_slot(link.messages);
-    slot = {request.context, request.length_bytes, writer.stage_head(), 1, true, Status::kDone};
+    slot = {.context = request.context,
+            .bytes = request.length_bytes,
+            .stage_head = writer.stage_head(),
+            .tag = request.tag,
+            .retires = 1,
+            .staged = true,
+            .cut = false,
+            .wanted_back = false};
     ++link.messages.staged_inflight;
     Entry& entry = writer.next();
     entry.kind = EntryKind::kMessage;
@@ -288,440 +259,6 @@ uint32_t ShmTransport::post_messages(Outgoing& link, std::span<const WorkRequest
   }
   if (accepted > 0) ring_later(*link.home);
   return accepted;
-}
-
-// The slot for the entry that is published next. Its array appears with the first staged entry of the rail.
-InFlight& ShmTransport::inflight_slot(RailQueue& rail) {
-  if (!rail.inflight) {
-    rail.inflight.reset(static_cast<InFlight*>(std::calloc(kRingEntries, sizeof(InFlight))));
-    if (!rail.inflight) throw std::bad_alloc();
-    rail.retired = rail.writer.position();
-  }
-  return rail.inflight[rail.writer.position() % kRingEntries];
-}
-
-// --- staging ---
-
-uint32_t ShmTransport::push_pending(Outgoing& link, RailQueue& rail) {
-  uint32_t pushed = 0;
-  while (pushed < kChunksPerPoll && !rail.pending.empty()) {
-    const bool is_write = rail.pending.front().request.op == WorkOp::kWrite;
-    if (!(is_write ? push_write_chunk(link, rail) : push_read_chunks(link, rail))) break;
-    ++pushed;
-  }
-  return pushed;
-}
-
-// Stages one chunk: a part of a long piece, or many short pieces of one transfer that go to one region.
-bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
-  if (!has_room(link, rail)) return false;
-  const RailQueue::Pending& head = rail.pending.front();
-  const WorkRequest& first = head.request;
-  uint32_t pieces = 1;
-  uint32_t finished = 0;
-  uint64_t data_bytes = std::min(first.length_bytes - head.done_bytes, kStageChunkBytes);
-  uint32_t units = 0;
-  if (head.done_bytes + data_bytes == first.length_bytes) {
-    finished = 1;
-    units = first.has_imm ? units_of_wire(first.wire_imm) : 0;
-    while (pieces < kStagedPiecesMax && pieces < rail.pending.size()) {
-      const WorkRequest& next = rail.pending[pieces].request;
-      if (next.op != WorkOp::kWrite || next.context != first.context || next.remote != first.remote ||
-          next.has_imm != first.has_imm || data_bytes + next.length_bytes > kStageChunkBytes) {
-        break;
-      }
-      data_bytes += next.length_bytes;
-      units += next.has_imm ? units_of_wire(next.wire_imm) : 0;
-      ++pieces;
-      ++finished;
-    }
-  }
-  const uint64_t table_bytes = pieces * sizeof(StagedPiece);
-  uint64_t stage_at = 0;
-  // Blocks begin on a line, so that tables are aligned and neighbours do not share lines.
-  const uint64_t block_bytes = (table_bytes + data_bytes + kLine - 1) / kLine * kLine;
-  std::byte* block = rail.writer.reserve(block_bytes, &stage_at);
-  if (block == nullptr) return false;
-  auto* table = reinterpret_cast<StagedPiece*>(block);
-  std::byte* data = block + table_bytes;
-  uint64_t moved = 0;
-  uint64_t retired_bytes = 0;
-  for (uint32_t i = 0; i < pieces; ++i) {
-    const RailQueue::Pending& pending = rail.pending[i];
-    const uint64_t from = pending.done_bytes;
-    // The head may have been staged in part before; whoever follows it goes whole.
-    const uint64_t bytes = pieces == 1 ? data_bytes : pending.request.length_bytes - from;
-    if (finished > 0) retired_bytes += pending.request.length_bytes;
-    table[i] = {pending.request.remote_offset + from, static_cast<uint32_t>(bytes), 0};
-    std::memcpy(data, pending.request.local + from, bytes);
-    data += bytes;
-    moved += bytes;
-  }
-  Import& import = *static_cast<ShmKey*>(first.remote)->import;
-  import.bytes_moved += moved;
-  inflight_slot(rail) = {first.context, retired_bytes, rail.writer.stage_head(), finished, true, Status::kDone};
-  ++rail.staged_inflight;
-  Entry& entry = rail.writer.next();
-  entry.kind = EntryKind::kStagedWrite;
-  entry.has_imm = units > 0 ? 1 : 0;
-  entry.work = {.region_id = import.region_id,
-                .offset = 0,
-                .stage_at = stage_at,
-                .stage_bytes = static_cast<uint32_t>(table_bytes + data_bytes),
-                .pieces = pieces,
-                .wire_imm = imm_of_wire(first.wire_imm),
-                .units = units,
-                .tag = 0,
-                .reserved = first.bulk ? 1u : 0u};
-  rail.writer.publish(entry);
-  if (finished == 0) {
-    rail.pending.front().done_bytes += data_bytes;
-  } else {
-    rail.pending.erase(rail.pending.begin(), rail.pending.begin() + finished);
-  }
-  return true;
-}
-
-// Asks for as much of the read at the head as there are free chunks.
-bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
-  RailQueue::Pending& head = rail.pending.front();
-  const WorkRequest& request = head.request;
-  Import& import = *static_cast<ShmKey*>(request.remote)->import;
-  bool pushed = false;
-  while (head.done_bytes < request.length_bytes && has_room(link, rail)) {
-    const auto chunk = std::find_if(link.read_chunks.begin(), link.read_chunks.end(),
-                                    [](const ReadChunk& slot) { return slot.read == nullptr; });
-    if (chunk == link.read_chunks.end()) break;
-    if (head.read == nullptr) {
-      head.read = new StagedRead{request.context, request.length_bytes, 0, false, Status::kDone};
-      ++link.reads_open;
-    }
-    const uint64_t bytes = std::min(request.length_bytes - head.done_bytes, kReadChunkBytes);
-    const auto slot = static_cast<uint32_t>(chunk - link.read_chunks.begin());
-    const uint32_t tag = (chunk->tag / kReadChunks + 1) * kReadChunks + slot;  // never the one before
-    *chunk = {head.read, request.local + head.done_bytes, static_cast<uint32_t>(bytes), tag};
-    ++link.responses_due;
-    ++head.read->chunks_open;
-    if (rail.inflight) inflight_slot(rail).staged = false;
-    Entry& entry = rail.writer.next();
-    entry.kind = EntryKind::kReadRequest;
-    entry.work = {.region_id = import.region_id,
-                  .offset = request.remote_offset + head.done_bytes,
-                  .stage_at = 0,
-                  .stage_bytes = static_cast<uint32_t>(bytes),
-                  .pieces = 0,
-                  .wire_imm = 0,
-                  .units = 0,
-                  .tag = tag,
-                  .reserved = 0};
-    rail.writer.publish(entry);
-    head.done_bytes += bytes;
-    import.bytes_moved += bytes;
-    pushed = true;
-  }
-  if (head.done_bytes == request.length_bytes) {
-    head.read->all_requested = true;
-    rail.pending.pop_front();
-  }
-  return pushed;
-}
-
-uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
-  if (rail.staged_inflight == 0) {
-    rail.retired = std::max(rail.retired, rail.writer.consumed());
-    return 0;
-  }
-  rail.writer.refresh();
-  uint32_t retired = 0;
-  for (; rail.retired < rail.writer.consumed(); ++rail.retired) {
-    InFlight& slot = rail.inflight[rail.retired % kRingEntries];
-    if (!slot.staged) continue;
-    slot.staged = false;
-    --rail.staged_inflight;
-    rail.writer.release_stage(slot.stage_head);
-    ++retired;
-    if (slot.context == nullptr) continue;  // withdrawn
-    const Status status =
-        slot.forced != Status::kDone ? slot.forced : status_from_peer(rail.writer.status_of(rail.retired));
-    if (rail.sticky == Status::kDone) rail.sticky = status;
-    if (slot.retires == 0) continue;
-    const Status outcome = std::exchange(rail.sticky, Status::kDone);
-    link.outstanding -= slot.retires;
-    link.staged_bytes += slot.bytes;
-    sink_->on_retired(link, slot.context, slot.retires, slot.bytes, outcome,
-                      outcome == Status::kDone ? "" : "refused by the target");
-  }
-  return retired;
-}
-
-uint32_t ShmTransport::take_responses(Outgoing& link) {
-  uint32_t taken = 0;
-  while (const Entry* entry = link.responses.peek()) {
-    const uint32_t tag = entry->work.tag;
-    const uint64_t stage_at = entry->work.stage_at;
-    const uint32_t bytes = entry->work.stage_bytes;
-    const uint8_t status = entry->has_imm;  // the response's status travels here
-    ReadChunk& chunk = link.read_chunks[tag % kReadChunks];
-    if (entry->kind == EntryKind::kReadResponse && chunk.tag == tag && chunk.read != nullptr) {
-      StagedRead& read = *std::exchange(chunk.read, nullptr);
-      const std::byte* block = link.responses.block(stage_at, bytes);
-      if (status != 0) {
-        read.status = status_from_peer(status);
-      } else if (block == nullptr || bytes != chunk.bytes) {
-        read.status = Status::kTransportFailed;
-      } else {
-        std::memcpy(chunk.local, block, bytes);
-      }
-      if (--read.chunks_open == 0 && read.all_requested) {
-        --link.outstanding;
-        --link.reads_open;
-        sink_->on_retired(link, read.context, 1, read.status == Status::kDone ? read.bytes : 0, read.status,
-                          read.status == Status::kDone ? "" : "refused by the target");
-        delete &read;
-      }
-    }  // else: of a cancelled read
-    link.responses.pop(0);
-    if (link.responses_due > 0) --link.responses_due;
-    ++taken;
-  }
-  link.responses.publish();
-  return taken;
-}
-
-uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
-  const uint64_t staged_before = link.staged_bytes;
-  uint32_t moved = retire_staged(link, link.messages);
-  if (link.responses_due > 0) moved += take_responses(link);
-  uint32_t pushed = 0;
-  bool backlog = false;
-  for (RailQueue& rail : link.rails) {
-    moved += retire_staged(link, rail);
-    if (!rail.pending.empty()) pushed += push_pending(link, rail);
-    backlog = backlog || !rail.pending.empty();
-  }
-  // The staged path is timed only while it has as much work as it can take.
-  if (link.backlog_ns != 0)
-    link.choice.staged.add(link.staged_bytes - staged_before, now - link.backlog_ns, kTrialWindowBytes);
-  link.backlog_ns = backlog ? now : 0;
-  if (link.choice.phase == PrivateChoice::Phase::kTryStaged) weigh_private_paths(link);
-  if (moved + pushed > 0) {
-    ring_later(*link.home);
-    link.moved_ns = now;
-  } else {
-    check_liveness(link, now);
-  }
-  return moved + pushed;
-}
-
-void ShmTransport::weigh_private_paths(Outgoing& link) {
-  PrivateChoice& choice = link.choice;
-  if (choice.phase == PrivateChoice::Phase::kTryStaged && choice.staged.bytes >= kTrialBytes) {
-    if (link.pid == 0) {
-      choice.phase = PrivateChoice::Phase::kStaged;
-      choice.reason = "cross-memory attach is not possible: the peer is in another pid namespace";
-    } else {
-      choice.phase = PrivateChoice::Phase::kTryAttach;
-    }
-  } else if (choice.phase == PrivateChoice::Phase::kTryAttach && choice.attach.bytes >= kTrialBytes) {
-    const bool attach_wins = choice.attach.best > kAttachMargin * choice.staged.best;
-    choice.phase = attach_wins ? PrivateChoice::Phase::kAttach : PrivateChoice::Phase::kStaged;
-    choice.reason = "measured on this link: staged " + format_rate(choice.staged.best) + ", cross-memory attach " +
-                    format_rate(choice.attach.best);
-  }
-}
-
-void ShmTransport::check_liveness(Outgoing& link, int64_t now) {
-  if (link.frozen || now - link.moved_ns < kPingAfterNs) return;
-  if (link.pinged_ns == 0) {
-    link.pinged_ns = now;
-    control_->ping(link.id);
-  } else if (now - link.pinged_ns > kFrozenAfterNs) {
-    link.frozen = true;
-    const std::string state = process_state(link.pid);
-    sink_->on_link_frozen(
-        link, true, "process " + std::to_string(link.pid) + " does not answer" + (state.empty() ? "" : ": " + state));
-  }
-}
-
-// --- taking back ---
-
-void ShmTransport::withdraw(bool (*wanted)(void* context)) {
-  for (const auto& link : outgoing_) {
-    if (link->outstanding == 0 || !link->up) continue;
-    withdraw_queue(*link, link->messages, wanted);
-    for (RailQueue& rail : link->rails) withdraw_queue(*link, rail, wanted);
-    withdraw_reads(*link, wanted);
-  }
-}
-
-// A request's chunks lie in the ring in order, and the target takes them in order: the last one carries the immediate
-// and must go first, so that a target that overtakes us counts nothing it did not get.
-void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context)) {
-  withdraw_pending(link, rail, wanted);
-  void* ending = nullptr;  // context of the request whose last chunk was withdrawn
-  uint32_t owed = 0;       // what it retires, once its earlier chunks are out of the target's hands
-  const auto settle = [&] {
-    if (ending == nullptr) return;
-    link.outstanding -= owed;
-    sink_->on_retired(link, std::exchange(ending, nullptr), owed, 0, Status::kCancelled, "");
-  };
-  for (uint64_t end = rail.writer.position(); end > rail.retired && rail.staged_inflight > 0; --end) {
-    InFlight& slot = rail.inflight[(end - 1) % kRingEntries];
-    if (!slot.staged || slot.context == nullptr) continue;
-    const bool is_earlier_chunk = slot.context == ending && slot.retires == 0;
-    if (!is_earlier_chunk) settle();
-    if (!is_earlier_chunk && (slot.retires == 0 || !wanted(slot.context))) continue;
-    if (rail.writer.withdraw(end - 1)) {
-      if (!is_earlier_chunk) owed = slot.retires;
-      ending = std::exchange(slot.context, nullptr);  // the slot stays: its staging is freed in turn
-      slot.retires = 0;
-    } else if (is_earlier_chunk) {  // the target is at it: the request ends when this chunk does
-      slot.retires = owed;
-      slot.forced = Status::kCancelled;
-      ending = nullptr;
-    }
-  }
-  settle();
-}
-
-// What has not (wholly) reached the ring. A request whose first chunks are there already ends with the last of these.
-void ShmTransport::withdraw_pending(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context)) {
-  std::deque<RailQueue::Pending> kept;
-  std::deque<RailQueue::Pending> cut;
-  for (const RailQueue::Pending& pending : rail.pending)
-    (wanted(pending.request.context) ? cut : kept).push_back(pending);
-  rail.pending.swap(kept);
-  for (const RailQueue::Pending& pending : cut) {
-    if (pending.read != nullptr && pending.read->chunks_open > 0) {
-      pending.read->all_requested = true;  // withdraw_reads ends it
-      continue;
-    }
-    const bool is_read = pending.read != nullptr;
-    if (is_read) {
-      --link.reads_open;
-      delete pending.read;
-    }
-    if (is_read || pending.done_bytes == 0 || !end_with_last_chunk(rail, pending.request.context)) {
-      --link.outstanding;
-      sink_->on_retired(link, pending.request.context, 1, 0, Status::kCancelled, "");
-    }
-  }
-}
-
-// False: the target has confirmed all chunks already.
-bool ShmTransport::end_with_last_chunk(RailQueue& rail, void* context) {
-  for (uint64_t end = rail.writer.position(); end > rail.retired; --end) {
-    InFlight& slot = rail.inflight[(end - 1) % kRingEntries];
-    if (!slot.staged) continue;
-    if (slot.context != context) return false;
-    slot.retires = 1;
-    slot.forced = Status::kCancelled;
-    return true;
-  }
-  return false;
-}
-
-// Answers to requests already made are ignored by their tags.
-void ShmTransport::withdraw_reads(Outgoing& link, bool (*wanted)(void* context)) {
-  for (ReadChunk& chunk : link.read_chunks) {
-    if (chunk.read == nullptr || !chunk.read->all_requested || !wanted(chunk.read->context)) continue;
-    StagedRead& read = *std::exchange(chunk.read, nullptr);
-    if (--read.chunks_open > 0) continue;
-    --link.outstanding;
-    --link.reads_open;
-    sink_->on_retired(link, read.context, 1, 0, Status::kCancelled, "");
-    delete &read;
-  }
-}
-
-// Ends everything on the link: what the target has confirmed as it was confirmed, the rest with `status`. The target
-// executes nothing of it any more once it has seen `revoked`.
-void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& detail) {
-  link.segment->revoked.store(1, std::memory_order_seq_cst);
-  if (hazardous_ == &link) clear_hazards();
-  const auto flush_queue = [&](RailQueue& rail) {
-    if (link.up) retire_staged(link, rail);
-    for (uint64_t position = rail.retired; position < rail.writer.position() && rail.staged_inflight > 0; ++position) {
-      InFlight& slot = rail.inflight[position % kRingEntries];
-      if (!slot.staged) continue;
-      slot.staged = false;
-      --rail.staged_inflight;
-      if (slot.retires > 0) {
-        sink_->on_retired(link, slot.context, slot.retires, 0, slot.forced != Status::kDone ? slot.forced : status,
-                          detail);
-      }
-    }
-    while (!rail.pending.empty()) {
-      const RailQueue::Pending pending = rail.pending.front();
-      rail.pending.pop_front();
-      if (pending.read == nullptr) {
-        sink_->on_retired(link, pending.request.context, 1, 0, status, detail);
-      } else {
-        pending.read->all_requested = true;  // ends below, with its chunks
-        if (pending.read->chunks_open == 0) {
-          sink_->on_retired(link, pending.read->context, 1, 0, status, detail);
-          delete pending.read;
-        }
-      }
-    }
-  };
-  if (link.up && link.responses_due > 0) take_responses(link);
-  flush_queue(link.messages);
-  for (RailQueue& rail : link.rails) flush_queue(rail);
-  for (ReadChunk& chunk : link.read_chunks) {
-    if (chunk.read == nullptr) continue;
-    StagedRead& read = *std::exchange(chunk.read, nullptr);
-    if (--read.chunks_open > 0) continue;
-    sink_->on_retired(link, read.context, 1, 0, status, detail);
-    delete &read;
-  }
-  for (auto& [region_id, import] : link.imports) {
-    import->state = Import::State::kRefused;
-    import->status = status;
-    import->text = detail;
-    import->map.reset();
-  }
-  link.reads_open = 0;
-  link.responses_due = 0;
-  link.outstanding = 0;
-  link.imports_pending = 0;
-  link.up = false;
-}
-
-// --- explaining ---
-
-std::vector<PathReport> ShmTransport::explain(Link& base) {
-  auto& link = static_cast<Outgoing&>(base);
-  std::vector<PathReport> reports;
-  for (const auto& [region_id, import] : link.imports) {
-    PathReport report;
-    report.what = "region " + std::to_string(region_id >> kRegionSlotBits) + " (" +
-                  std::to_string(import->length_bytes) + " bytes)";
-    report.bytes = import->bytes_moved;
-    report.gb_per_s = gb_per_s(import->timed_bytes, import->timed_ns);
-    switch (import->state) {
-      case Import::State::kPending:
-        report.path = "unresolved";
-        report.reason = "waiting for the peer to describe the region";
-        break;
-      case Import::State::kRefused:
-        report.path = "closed";
-        report.reason = import->text.empty() ? "the peer has no such region (any more)" : import->text;
-        break;
-      case Import::State::kDirect:
-        report.path = import->is_local ? "local" : "mapped";
-        report.reason =
-            import->is_local ? "both engines live in this process" : "the region is engine-owned memory, mapped here";
-        break;
-      case Import::State::kPrivate:
-        report.path = link.choice.uses_attach() ? "cross-memory-attach" : "staged";
-        report.reason = "the region is private memory of the peer; " + link.choice.reason;
-        if (!link.choice.uses_attach()) report.gb_per_s = link.choice.staged.best;
-        break;
-    }
-    reports.push_back(std::move(report));
-  }
-  return reports;
 }
 
 }  // namespace crossrail::shm

@@ -322,6 +322,7 @@ void ShmTransport::ring_later(PeerHome& home) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     ring(*home.segment, home.bell);
   }
+  if (!unrung_.empty() && unrung_.back() == &home) return;
   if (std::find(unrung_.begin(), unrung_.end(), &home) == unrung_.end()) unrung_.push_back(&home);
 }
 

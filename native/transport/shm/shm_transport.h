@@ -58,7 +58,8 @@ class ShmTransport final : public Transport {
   void abandon_after_fork() override;
 
  private:
-  // initiator side (outgoing.cc)
+  // --- initiator ---
+  // outgoing.cc
   bool touch(Outgoing& link, uint64_t region_id);
   void clear_hazards();
   bool copy_direct(Outgoing& link, const WorkRequest& request, const WorkRequest* next);
@@ -70,28 +71,33 @@ class ShmTransport final : public Transport {
   bool room_for_imm(Outgoing& link, RailQueue& rail, uint32_t wire);
   void add_imm(RailQueue& rail, uint32_t wire);
   void flush_imms(Outgoing& link, RailQueue& rail);
+  // staging.cc
   uint32_t push_pending(Outgoing& link, RailQueue& rail);
   bool push_write_chunk(Outgoing& link, RailQueue& rail);
   bool push_read_chunks(Outgoing& link, RailQueue& rail);
   InFlight& inflight_slot(RailQueue& rail);
   uint32_t retire_staged(Outgoing& link, RailQueue& rail);
   uint32_t take_responses(Outgoing& link);
+  // watching.cc
   uint32_t poll_outgoing(Outgoing& link, int64_t now);
+  void weigh_private_paths(Outgoing& link);
   void check_liveness(Outgoing& link, int64_t now);
+  // withdrawing.cc
+  void report_withdrawn(Outgoing& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes);
   void withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context));
   void withdraw_pending(Outgoing& link, RailQueue& rail, bool (*wanted)(void* context));
-  static bool end_with_last_chunk(RailQueue& rail, void* context);
+  static bool end_with_last_chunk(RailQueue& rail, const WorkRequest& request);
+  uint32_t retry_messages(Outgoing& link);
   void withdraw_reads(Outgoing& link, bool (*wanted)(void* context));
   void flush_link(Outgoing& link, Status status, const std::string& detail);
-  void weigh_private_paths(Outgoing& link);
-  // target side (incoming.cc)
+  // --- target (incoming.cc) ---
   uint32_t poll_incoming(Incoming& link);
   uint32_t drain_messages(Incoming& link);
   uint32_t drain_rail(Incoming& link, ChannelReader& reader);
   Status execute_write(const ChannelReader& reader, const Entry& entry);
   bool answer_read(Incoming& link, const Entry& entry);
   void drop_incoming(uint64_t link_id);
-  // both
+  // --- both ---
   uint32_t handle_control();
   Outgoing* find_outgoing(uint64_t id);
   static void ring(HomeSegment& home, const WakeEvent& bell);

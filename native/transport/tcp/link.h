@@ -166,10 +166,10 @@ struct OutLink final : Link {
 };
 
 // What the transport notes in its copies of work requests: the rail asked for and the lane, in case it goes out again.
-inline uint64_t routing_of(uint32_t rail, Lane lane) {
-  return uint64_t{rail + 1u} << 32 | static_cast<uint64_t>(lane);  // kAnyRail wraps to 0
+inline uint32_t routing_of(uint32_t rail, Lane lane) {
+  return (rail + 1) << 1 | static_cast<uint32_t>(lane);  // kAnyRail + 1 is 0
 }
-inline uint32_t rail_of(const WorkRequest& request) { return static_cast<uint32_t>(request.reserved >> 32) - 1; }
+inline uint32_t rail_of(const WorkRequest& request) { return (request.reserved >> 1) - 1; }
 inline Lane lane_of(const WorkRequest& request) { return static_cast<Lane>(request.reserved & 1); }
 
 // The peer has placed the operations of one channel up to this one. False: it cannot have.

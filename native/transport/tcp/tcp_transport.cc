@@ -254,7 +254,10 @@ void TcpTransport::withdraw(bool (*wanted)(void* context)) {
       });
     }
     link.queued -= withdrawn.size();
-    for (const WorkRequest& request : withdrawn) retire(link, request, Status::kCancelled, {});
+    for (const WorkRequest& request : withdrawn) {
+      --link.outstanding;
+      sink_->on_withdrawn(link, request.context, request.tag, request.length_bytes);
+    }
   }
 }
 

@@ -1,0 +1,229 @@
+// The initiator's side of private memory: pieces and reads go through the rings in chunks, and what comes back.
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "transport/shm/shm_transport.h"
+#include "transport/wire_imm.h"
+
+namespace crossrail::shm {
+
+namespace {
+
+constexpr uint32_t kChunksPerPoll = 4;
+
+// A status byte out of shared memory.
+Status status_from_peer(uint8_t byte) {
+  if (byte == 0 || byte == kEntryTaken) return Status::kDone;
+  return byte <= static_cast<uint8_t>(Status::kTransportFailed) ? static_cast<Status>(byte) : Status::kTransportFailed;
+}
+
+}  // namespace
+
+// The slot for the entry that is published next. Its array appears with the first staged entry of the rail.
+InFlight& ShmTransport::inflight_slot(RailQueue& rail) {
+  if (!rail.inflight) {
+    rail.inflight.reset(static_cast<InFlight*>(std::calloc(kRingEntries, sizeof(InFlight))));
+    if (!rail.inflight) throw std::bad_alloc();
+    rail.retired = rail.writer.position();
+  }
+  return rail.inflight[rail.writer.position() % kRingEntries];
+}
+uint32_t ShmTransport::push_pending(Outgoing& link, RailQueue& rail) {
+  uint32_t pushed = 0;
+  while (pushed < kChunksPerPoll && !rail.pending.empty()) {
+    const bool is_write = rail.pending.front().request.op == WorkOp::kWrite;
+    if (!(is_write ? push_write_chunk(link, rail) : push_read_chunks(link, rail))) break;
+    ++pushed;
+  }
+  return pushed;
+}
+
+// Stages one chunk: a part of a long piece, or many short pieces of one transfer that go to one region.
+bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
+  if (!has_room(link, rail)) return false;
+  const RailQueue::Pending& head = rail.pending.front();
+  const WorkRequest& first = head.request;
+  uint32_t pieces = 1;
+  uint32_t finished = 0;
+  uint64_t data_bytes = std::min(first.length_bytes - head.done_bytes, kStageChunkBytes);
+  uint32_t units = 0;
+  if (head.done_bytes + data_bytes == first.length_bytes) {
+    finished = 1;
+    units = first.has_imm ? units_of_wire(first.wire_imm) : 0;
+    while (pieces < kStagedPiecesMax && pieces < rail.pending.size()) {
+      const WorkRequest& next = rail.pending[pieces].request;
+      if (next.op != WorkOp::kWrite || next.context != first.context || next.tag != first.tag ||
+          next.remote != first.remote || next.has_imm != first.has_imm ||
+          data_bytes + next.length_bytes > kStageChunkBytes) {
+        break;
+      }
+      data_bytes += next.length_bytes;
+      units += next.has_imm ? units_of_wire(next.wire_imm) : 0;
+      ++pieces;
+      ++finished;
+    }
+  }
+  const uint64_t table_bytes = pieces * sizeof(StagedPiece);
+  uint64_t stage_at = 0;
+  // Blocks begin on a line, so that tables are aligned and neighbours do not share lines.
+  const uint64_t block_bytes = (table_bytes + data_bytes + kLine - 1) / kLine * kLine;
+  std::byte* block = rail.writer.reserve(block_bytes, &stage_at);
+  if (block == nullptr) return false;
+  auto* table = reinterpret_cast<StagedPiece*>(block);
+  std::byte* data = block + table_bytes;
+  uint64_t moved = 0;
+  uint64_t retired_bytes = 0;
+  for (uint32_t i = 0; i < pieces; ++i) {
+    const RailQueue::Pending& pending = rail.pending[i];
+    const uint64_t from = pending.done_bytes;
+    // The head may have been staged in part before; whoever follows it goes whole.
+    const uint64_t bytes = pieces == 1 ? data_bytes : pending.request.length_bytes - from;
+    if (finished > 0) retired_bytes += pending.request.length_bytes;
+    table[i] = {pending.request.remote_offset + from, static_cast<uint32_t>(bytes), 0};
+    std::memcpy(data, pending.request.local + from, bytes);
+    data += bytes;
+    moved += bytes;
+  }
+  Import& import = *static_cast<ShmKey*>(first.remote)->import;
+  import.bytes_moved += moved;
+  inflight_slot(rail) = {.context = first.context,
+                         .bytes = retired_bytes,
+                         .stage_head = rail.writer.stage_head(),
+                         .tag = first.tag,
+                         .retires = finished,
+                         .staged = true,
+                         .cut = false,
+                         .wanted_back = false};
+  ++rail.staged_inflight;
+  Entry& entry = rail.writer.next();
+  entry.kind = EntryKind::kStagedWrite;
+  entry.has_imm = units > 0 ? 1 : 0;
+  entry.work = {.region_id = import.region_id,
+                .offset = 0,
+                .stage_at = stage_at,
+                .stage_bytes = static_cast<uint32_t>(table_bytes + data_bytes),
+                .pieces = pieces,
+                .wire_imm = imm_of_wire(first.wire_imm),
+                .units = units,
+                .tag = 0,
+                .reserved = first.bulk ? 1u : 0u};
+  rail.writer.publish(entry);
+  if (finished == 0) {
+    rail.pending.front().done_bytes += data_bytes;
+  } else {
+    rail.pending.erase(rail.pending.begin(), rail.pending.begin() + finished);
+  }
+  return true;
+}
+
+// Asks for as much of the read at the head as there are free chunks.
+bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
+  RailQueue::Pending& head = rail.pending.front();
+  const WorkRequest& request = head.request;
+  Import& import = *static_cast<ShmKey*>(request.remote)->import;
+  bool pushed = false;
+  while (head.done_bytes < request.length_bytes && has_room(link, rail)) {
+    const auto chunk = std::find_if(link.read_chunks.begin(), link.read_chunks.end(),
+                                    [](const ReadChunk& slot) { return slot.read == nullptr; });
+    if (chunk == link.read_chunks.end()) break;
+    if (head.read == nullptr) {
+      head.read = new StagedRead{request.context, request.tag, request.length_bytes, 0, false, Status::kDone};
+      ++link.reads_open;
+    }
+    const uint64_t bytes = std::min(request.length_bytes - head.done_bytes, kReadChunkBytes);
+    const auto slot = static_cast<uint32_t>(chunk - link.read_chunks.begin());
+    const uint32_t tag = (chunk->tag / kReadChunks + 1) * kReadChunks + slot;  // never the one before
+    *chunk = {head.read, request.local + head.done_bytes, static_cast<uint32_t>(bytes), tag};
+    ++link.responses_due;
+    ++head.read->chunks_open;
+    if (rail.inflight) inflight_slot(rail).staged = false;
+    Entry& entry = rail.writer.next();
+    entry.kind = EntryKind::kReadRequest;
+    entry.work = {.region_id = import.region_id,
+                  .offset = request.remote_offset + head.done_bytes,
+                  .stage_at = 0,
+                  .stage_bytes = static_cast<uint32_t>(bytes),
+                  .pieces = 0,
+                  .wire_imm = 0,
+                  .units = 0,
+                  .tag = tag,
+                  .reserved = 0};
+    rail.writer.publish(entry);
+    head.done_bytes += bytes;
+    import.bytes_moved += bytes;
+    pushed = true;
+  }
+  if (head.done_bytes == request.length_bytes) {
+    head.read->all_requested = true;
+    rail.pending.pop_front();
+  }
+  return pushed;
+}
+
+uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
+  if (rail.staged_inflight == 0) {
+    rail.retired = std::max(rail.retired, rail.writer.consumed());
+    return 0;
+  }
+  rail.writer.refresh();
+  uint32_t retired = 0;
+  for (; rail.retired < rail.writer.consumed(); ++rail.retired) {
+    InFlight& slot = rail.inflight[rail.retired % kRingEntries];
+    if (!slot.staged) continue;
+    slot.staged = false;
+    --rail.staged_inflight;
+    rail.writer.release_stage(slot.stage_head);
+    ++retired;
+    if (slot.context == nullptr) continue;  // withdrawn
+    if (rail.sticky == Status::kDone) rail.sticky = status_from_peer(rail.writer.status_of(rail.retired));
+    if (slot.retires == 0) continue;
+    const Status outcome = std::exchange(rail.sticky, Status::kDone);
+    link.outstanding -= slot.retires;
+    if (slot.cut && outcome == Status::kDone) {
+      report_withdrawn(link, slot.context, slot.tag, slot.retires, slot.bytes);
+      continue;
+    }
+    link.staged_bytes += slot.bytes;
+    sink_->on_retired(link, slot.context, slot.retires, slot.bytes, outcome,
+                      outcome == Status::kDone ? "" : "refused by the target");
+  }
+  return retired;
+}
+
+uint32_t ShmTransport::take_responses(Outgoing& link) {
+  uint32_t taken = 0;
+  while (const Entry* entry = link.responses.peek()) {
+    const uint32_t tag = entry->work.tag;
+    const uint64_t stage_at = entry->work.stage_at;
+    const uint32_t bytes = entry->work.stage_bytes;
+    const uint8_t status = entry->has_imm;  // the response's status travels here
+    ReadChunk& chunk = link.read_chunks[tag % kReadChunks];
+    if (entry->kind == EntryKind::kReadResponse && chunk.tag == tag && chunk.read != nullptr) {
+      StagedRead& read = *std::exchange(chunk.read, nullptr);
+      const std::byte* block = link.responses.block(stage_at, bytes);
+      if (status != 0) {
+        read.status = status_from_peer(status);
+      } else if (block == nullptr || bytes != chunk.bytes) {
+        read.status = Status::kTransportFailed;
+      } else {
+        std::memcpy(chunk.local, block, bytes);
+      }
+      if (--read.chunks_open == 0 && read.all_requested) {
+        --link.outstanding;
+        --link.reads_open;
+        sink_->on_retired(link, read.context, 1, read.status == Status::kDone ? read.bytes : 0, read.status,
+                          read.status == Status::kDone ? "" : "refused by the target");
+        delete &read;
+      }
+    }  // else: of a cancelled read
+    link.responses.pop(0);
+    if (link.responses_due > 0) --link.responses_due;
+    ++taken;
+  }
+  link.responses.publish();
+  return taken;
+}
+
+}  // namespace crossrail::shm
