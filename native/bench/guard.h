@@ -31,14 +31,15 @@ class Guard {
   // Throws what a wait that ended with `result` deserves; returns on kReady.
   void check(WaitResult result) const;
 
+  // The same as the 4096th tick, now: for a loop whose turns are long.
+  void look();
+
   Deadline deadline() const { return deadline_; }
   const InterruptCheck& interrupted() const { return interrupted_; }
 
  private:
   static constexpr uint32_t kTurnsMask = 4095;
   static constexpr int64_t kInterruptPeriodNs = 50'000'000;
-
-  void look();
 
   const char* what_;
   double timeout_s_;

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "bench/window.h"
 #include "util/clock.h"
 #include "util/errors.h"
 
@@ -12,70 +13,6 @@ namespace crossrail::bench {
 namespace {
 
 constexpr uint64_t kWordBytes = sizeof(uint64_t);
-
-[[noreturn]] void throw_failed(const Transfer& transfer) {
-  const TransferInfo info = transfer.info();
-  throw TransportError("bench", 0,
-                       std::string(op_kind_name(info.kind)) + " to " + info.peer + " ended as " +
-                           status_name(info.status) + (info.detail.empty() ? "" : ": " + info.detail),
-                       "look whether the other process still runs");
-}
-
-// Returns once `transfer` is done; throws when it failed.
-void settle(Engine& engine, const TransferRef& transfer, Guard& guard) {
-  if (!transfer) return;
-  if (engine.options().polling == Polling::kManual) {
-    while (!transfer->done()) {
-      engine.progress();
-      guard.tick();
-    }
-  } else if (!transfer->done()) {
-    guard.check(transfer->wait(guard.deadline(), guard.interrupted()));
-  }
-  if (transfer->status() != Status::kDone) throw_failed(*transfer);
-}
-
-// Returns once `count` was taken from the counter.
-void await_count(Engine& engine, ImmCounter& counter, uint64_t count, Guard& guard) {
-  if (engine.options().polling != Polling::kManual) {
-    guard.check(counter.wait(count, guard.deadline(), guard.interrupted()));
-    return;
-  }
-  while (!counter.try_consume(count)) {
-    engine.progress();
-    guard.tick();
-  }
-}
-
-// The transfers in flight, at most as many as the window is wide.
-class Window {
- public:
-  Window(Engine& engine, uint32_t width, Guard& guard) : engine_(engine), guard_(guard), ring_(width) {
-    if (width == 0) throw UsageError("window is 0 and must be at least 1");
-  }
-
-  // Returns once the oldest place of the window is free again.
-  void make_room() {
-    settle(engine_, ring_[next_], guard_);
-    ring_[next_] = nullptr;
-  }
-  void add(TransferRef transfer) {
-    ring_[next_] = std::move(transfer);
-    if (++next_ == ring_.size()) next_ = 0;
-  }
-  void settle_all() {
-    for (size_t i = 0; i < ring_.size(); ++i) {
-      make_room();
-      add(nullptr);
-    }
-  }
-
- private:
-  Engine& engine_;
-  Guard& guard_;
-  std::vector<TransferRef> ring_;
-  size_t next_ = 0;
-};
 
 void finish(Engine& engine, Window& window, Ack ack, Guard& guard) {
   window.settle_all();

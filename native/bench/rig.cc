@@ -31,6 +31,8 @@ void Rig::close() {
   groups_.clear();
   remotes_.clear();
   counters_.clear();
+  if (pool_) pool_->close();
+  pool_ = nullptr;
   engine_->close(deadline_in(kCloseTimeoutS));
   bool all_closed = true;
   for (const RegionRef& region : regions_) {
@@ -60,7 +62,7 @@ size_t Rig::alloc(uint64_t length_bytes) {
 size_t Rig::map_private(uint64_t length_bytes) {
   void* base = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) {
-    throw_errno("mmap", "cannot map " + std::to_string(length_bytes) + " bytes", "use smaller pools (--pool-mib)");
+    throw_errno("mmap", "cannot map " + std::to_string(length_bytes) + " bytes", "use smaller pools (--pool-bytes)");
   }
   mappings_.push_back({base, length_bytes});
   std::memset(base, 1, length_bytes);
@@ -98,6 +100,13 @@ ImmCounter* Rig::counter(uint32_t imm) {
   }
   counters_.push_back(engine().imm_counter(imm));
   return counters_.back().get();
+}
+
+PeerRef Rig::peer(std::span<const uint8_t> address) { return engine().peer(Address::decode(address)); }
+
+ReceivePool& Rig::pool() {
+  if (!pool_) pool_ = engine().submit_recvs(kPoolMessages, kPoolMessageBytes);
+  return *pool_;
 }
 
 void Rig::drive(double seconds, Guard& guard) {

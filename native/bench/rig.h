@@ -19,6 +19,9 @@ namespace crossrail::bench {
 // Invariant: an index given out stays valid until close().
 class Rig {
  public:
+  static constexpr uint32_t kPoolMessages = 1024;
+  static constexpr uint32_t kPoolMessageBytes = 4096;
+
   explicit Rig(const EngineOptions& options);
   ~Rig();
   Rig(const Rig&) = delete;
@@ -43,6 +46,9 @@ class Rig {
   PeerGroup& peer_group(size_t index) const;
   std::span<std::byte> memory(size_t index) const;
   ImmCounter* counter(uint32_t imm);
+  PeerRef peer(std::span<const uint8_t> address);
+  // Opened at first use: room for kPoolMessages of kPoolMessageBytes.
+  ReceivePool& pool();
 
   // Drives a manual engine for a while, so that a peer's handshake or close gets its answer.
   void drive(double seconds, Guard& guard);
@@ -61,6 +67,7 @@ class Rig {
   std::vector<PeerGroupRef> groups_;
   std::vector<Ref<ImmCounter>> counters_;  // few: looked up by walking
   std::vector<Mapping> mappings_;
+  Ref<ReceivePool> pool_;
 };
 
 }  // namespace crossrail::bench

@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <sys/mman.h>
@@ -13,12 +14,16 @@
 #include <span>
 #include <string>
 #include <tuple>
+#include <variant>
 #include <vector>
 
 #include "bench/guard.h"
 #include "bench/limits.h"
 #include "bench/loops.h"
+#include "bench/messages.h"
 #include "bench/rig.h"
+#include "bindings/bench_arguments.h"
+#include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "util/errors.h"
 
@@ -31,48 +36,10 @@ namespace {
 using bench::Guard;
 using bench::Rig;
 
-using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ConstMemory = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Memory = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-std::span<const int64_t> as_span(const Indices& pages) { return {pages.data(), pages.size()}; }
-std::span<const std::byte> as_span(const ConstMemory& memory) {
-  return std::as_bytes(std::span(memory.data(), memory.size()));
-}
-std::span<std::byte> as_span(const Memory& memory) {
-  return std::as_writable_bytes(std::span(memory.data(), memory.size()));
-}
-std::span<const uint8_t> as_span(const nb::bytes& bytes) {
-  return {static_cast<const uint8_t*>(bytes.data()), bytes.size()};
-}
 nb::bytes to_bytes(const Bytes& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
 Bytes from_bytes(const nb::bytes& bytes) {
   const std::span<const uint8_t> span = as_span(bytes);
   return Bytes(span.begin(), span.end());
-}
-
-// The Python error is set when this says stop; Interrupted carries nothing.
-bool python_interrupted() {
-  nb::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
-
-Guard make_guard(const char* what, double timeout_s) { return Guard(what, timeout_s, python_interrupted); }
-
-template <typename T>
-struct Choice {
-  const char* word;
-  T value;
-};
-
-template <typename T, size_t N>
-T choose(const char* argument, const std::string& word, const Choice<T> (&choices)[N]) {
-  std::string allowed;
-  for (const Choice<T>& choice : choices) {
-    if (word == choice.word) return choice.value;
-    allowed += (allowed.empty() ? "" : ", ") + std::string(choice.word);
-  }
-  throw UsageError(std::string(argument) + " is \"" + word + "\" and must be one of " + allowed);
 }
 
 constexpr Choice<Polling> kPollings[] = {
@@ -80,13 +47,26 @@ constexpr Choice<Polling> kPollings[] = {
 constexpr Choice<PrivatePath> kPrivatePaths[] = {
     {"auto", PrivatePath::kAuto}, {"staged", PrivatePath::kStaged}, {"cma", PrivatePath::kCrossMemoryAttach}};
 
-void open_rig(Rig* self, const std::string& name, const std::string& transport, uint32_t rails,
-              const std::string& polling, const std::string& private_path) {
+// How many, or what each is bound to.
+using Rails = std::variant<uint32_t, std::vector<std::string>>;
+
+void set_rails(EngineOptions& options, const Rails& rails) {
+  if (const auto* count = std::get_if<uint32_t>(&rails)) {
+    options.rail_count = *count;
+    return;
+  }
+  options.rails = std::get<std::vector<std::string>>(rails);
+  options.rail_count = static_cast<uint32_t>(options.rails.size());
+}
+
+void open_rig(Rig* self, const std::string& name, const std::string& transport, const Rails& rails,
+              const std::string& polling, double spin_us, const std::string& private_path) {
   EngineOptions options;
   options.name = name;
   options.transports = to_transports(transport);
-  options.rail_count = rails;
+  set_rails(options, rails);
   options.polling = choose("polling", polling, kPollings);
+  options.spin_ns = static_cast<int64_t>(spin_us * 1e3);
   options.private_path = choose("private_path", private_path, kPrivatePaths);
   nb::gil_scoped_release released;
   new (self) Rig(options);
@@ -167,6 +147,30 @@ int64_t run_receivers(const std::vector<Rig*>& rigs, uint32_t imm, uint64_t coun
                               reply_imm, guard);
 }
 
+bench::MessageLoop message_loop(Rig& rig, Peer& peer, uint64_t nbytes, uint64_t count, uint32_t window) {
+  if (window >= Rig::kPoolMessages || nbytes > Rig::kPoolMessageBytes) {
+    throw UsageError("window must be less than " + std::to_string(Rig::kPoolMessages) + " and nbytes at most " +
+                     std::to_string(Rig::kPoolMessageBytes));
+  }
+  return {.peer = &peer, .pool = &rig.pool(), .message_bytes = nbytes, .count = count, .window = window};
+}
+
+int64_t run_messages(Rig& rig, const nb::bytes& address, uint64_t nbytes, uint64_t count, uint32_t window, bool sender,
+                     bool verify, double timeout_s) {
+  const PeerRef peer = rig.peer(as_span(address));
+  nb::gil_scoped_release released;
+  Guard guard = make_guard("messages", timeout_s);
+  return bench::run_messages(rig.engine(), message_loop(rig, *peer, nbytes, count, window), sender, verify, guard);
+}
+
+int64_t run_message_ping_pong(Rig& rig, const nb::bytes& address, uint64_t nbytes, uint64_t count, bool first,
+                              bool verify, double timeout_s) {
+  const PeerRef peer = rig.peer(as_span(address));
+  nb::gil_scoped_release released;
+  Guard guard = make_guard("message ping-pong", timeout_s);
+  return bench::run_message_ping_pong(rig.engine(), message_loop(rig, *peer, nbytes, count, 1), first, verify, guard);
+}
+
 // Memory that two processes share through an inherited memfd, mapped while a loop runs. One page of flags, then a ring.
 class SharedMapping {
  public:
@@ -206,7 +210,7 @@ nb::object view(nb::handle self, size_t index) {
 
 // (what, path, reason, GB/s) of each pair of memories that were used with this peer.
 std::vector<std::tuple<std::string, std::string, std::string, double>> paths(Rig& rig, const nb::bytes& address) {
-  const PeerRef peer = rig.engine().peer(Address::decode(as_span(address)));
+  const PeerRef peer = rig.peer(as_span(address));
   std::vector<std::tuple<std::string, std::string, std::string, double>> rows;
   for (const PathExplanation& path : rig.engine().explain(*peer).paths) {
     rows.emplace_back(path.what, path.path, path.reason, path.gb_per_s);
@@ -226,8 +230,8 @@ void translate_interrupted(const std::exception_ptr& raised, void*) {
 void register_rig(nb::module_& module) {
   using release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Rig>(module, "Rig", "One engine with its memory, for measuring: handles are indices, descriptors bytes.")
-      .def("__init__", &open_rig, "name"_a, nb::kw_only(), "transport"_a = "shm", "rails"_a = 1, "polling"_a = "manual",
-           "private_path"_a = "auto")
+      .def("__init__", &open_rig, "name"_a, nb::kw_only(), "transport"_a = "shm", "rails"_a = Rails(1u),
+           "polling"_a = "manual", "spin_us"_a = 50.0, "private_path"_a = "auto")
       .def("close", &Rig::close, release())
       .def_prop_ro("address", [](Rig& rig) { return to_bytes(rig.address()); })
       .def("alloc", &Rig::alloc, "nbytes"_a, release())
@@ -273,6 +277,10 @@ void register_loops(nb::module_& module) {
              "imm_in"_a, "rounds"_a, "first"_a, "verify"_a = false, "timeout_s"_a = 60.0, release());
   module.def("run_receivers", &run_receivers, "rigs"_a, nb::kw_only(), "imm"_a, "count"_a, "reply_src"_a, "reply_dst"_a,
              "reply_imm"_a, "timeout_s"_a = 60.0, release());
+  module.def("run_messages", &run_messages, "rig"_a, "peer"_a, nb::kw_only(), "nbytes"_a, "count"_a, "window"_a,
+             "sender"_a, "verify"_a = false, "timeout_s"_a = 60.0);
+  module.def("run_message_ping_pong", &run_message_ping_pong, "rig"_a, "peer"_a, nb::kw_only(), "nbytes"_a, "count"_a,
+             "first"_a, "verify"_a = false, "timeout_s"_a = 60.0);
 }
 
 void register_limits(nb::module_& module) {
@@ -318,6 +326,7 @@ void register_bench(nb::module_& module) {
   register_rig(bench);
   register_loops(bench);
   register_limits(bench);
+  register_bench_sockets(bench);
 }
 
 }  // namespace crossrail::bindings

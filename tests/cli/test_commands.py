@@ -235,3 +235,15 @@ def test_quick_bench_writes_its_numbers(tmp_path: Path) -> None:
     numbers = json.loads(file.read_text())
     assert numbers
     assert "memcpy" in json.dumps(numbers)
+
+
+@pytest.mark.no_sanitizer
+def test_quick_bench_runs_every_limit_of_bare_sockets(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    engines_on_shm = ("--transport", "tcp", "--stand-in", "shm")
+
+    succeeded(crossrail("bench", *engines_on_shm, "--quick", "--runs", 1, "--pool-bytes", "64M", "--json", file))
+
+    results = json.loads(file.read_text())["results"]
+    assert all(result["value"] > 0 for result in results if result["name"] != "first-write-trips")
+    assert all(result["limit"] > 0 for result in results if result["limit_is"])

@@ -30,7 +30,7 @@ class BenchRig(Protocol):
 
 
 class Native(Protocol):
-    """native/bench/loops.h and limits.h."""
+    """native/bench/loops.h, messages.h, limits.h and sockets.h."""
 
     SHARED_BYTES: int
 
@@ -39,8 +39,9 @@ class Native(Protocol):
         name: str,
         *,
         transport: str = ...,
-        rails: int = ...,
+        rails: int | Sequence[str] = ...,
         polling: str = ...,
+        spin_us: float = ...,
         private_path: str = ...,
     ) -> BenchRig: ...
     def run_writes(
@@ -113,11 +114,66 @@ class Native(Protocol):
         reply_imm: int,
         timeout_s: float = ...,
     ) -> int: ...
+    def run_messages(
+        self,
+        rig: BenchRig,
+        peer: bytes,
+        *,
+        nbytes: int,
+        count: int,
+        window: int,
+        sender: bool,
+        verify: bool = ...,
+        timeout_s: float = ...,
+    ) -> int: ...
+    def run_message_ping_pong(
+        self,
+        rig: BenchRig,
+        peer: bytes,
+        *,
+        nbytes: int,
+        count: int,
+        first: bool,
+        verify: bool = ...,
+        timeout_s: float = ...,
+    ) -> int: ...
     def copy_in_calls(self, dst: Memory, src: Memory, call_bytes: int) -> int: ...
     def copy_pages(self, dst: Memory, src: Memory, dst_pages: Indices, src_pages: Indices, page_bytes: int) -> int: ...
     def fill_work_requests(self, dst_pages: Indices, src_pages: Indices, page_bytes: int, rounds: int) -> int: ...
     def flag_ping_pong(self, fd: int, *, first: bool, start: int, rounds: int, timeout_s: float = ...) -> int: ...
     def slot_stream(self, fd: int, *, producer: bool, start: int, count: int, timeout_s: float = ...) -> int: ...
+    def tune_socket(self, fd: int) -> None: ...
+    def socket_stream(
+        self,
+        fd: int,
+        memory: Memory,
+        *,
+        sender: bool,
+        nbytes: int,
+        count: int,
+        window: int,
+        wait: str = ...,
+        timeout_s: float = ...,
+    ) -> int: ...
+    def socket_pages(
+        self,
+        fd: int,
+        memory: Memory,
+        *,
+        sender: bool,
+        src_pages: Indices,
+        dst_pages: Indices,
+        page_bytes: int,
+        batch_pages: int,
+        wait: str = ...,
+        timeout_s: float = ...,
+    ) -> int: ...
+    def socket_ping_pong(
+        self, fd: int, *, first: bool, nbytes: int, rounds: int, wait: str = ..., timeout_s: float = ...
+    ) -> int: ...
+    def socket_messages(
+        self, fd: int, *, sender: bool, nbytes: int, count: int, wait: str = ..., timeout_s: float = ...
+    ) -> int: ...
     def nothing(self, src: Any, dst: Any, length: int, *, src_offset: int = ..., dst_offset: int = ...) -> None: ...
 
 

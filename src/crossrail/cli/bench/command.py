@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from crossrail.cli.bench import api, copies, footprint, posting, report, small
+from crossrail.cli.bench import api, copies, footprint, posting, report, small, tcp_copies, tcp_small
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
 from crossrail.cli.bench.spec import Measure, Result
 from crossrail.cli.text import cpu_pair, size
@@ -20,8 +20,10 @@ _QUICK_RUNS = 3
 _BUSY_MAX = 0.1
 
 
-def all_measures() -> list[Measure]:
-    """In the order of the table."""
+def all_measures(transport: str) -> list[Measure]:
+    """In the order of the table: those that say something about this transport."""
+    if transport == "tcp":
+        return [*tcp_copies.measures(), *tcp_small.measures()]
     return [
         *copies.measures(),
         *small.measures(),
@@ -31,9 +33,9 @@ def all_measures() -> list[Measure]:
     ]
 
 
-def choose(names: Sequence[str]) -> list[Measure]:
+def choose(names: Sequence[str], transport: str) -> list[Measure]:
     """Those whose names begin with one of `names`; all when there are none. UsageError when one fits nothing."""
-    known = all_measures()
+    known = all_measures(transport)
     for name in names:
         if not any(measure.name.startswith(name) for measure in known):
             raise UsageError(f"--only {name} fits no measure; there are {', '.join(m.name for m in known)}")
@@ -88,7 +90,14 @@ def _sample(measure: Measure, pair: Pair, result: Result, runs: int, progress: P
     show_default=True,
     help="Memory that copies walk through, on each side. Must be far larger than the caches.",
 )
-@click.option("--transport", type=click.Choice(["shm"]), default="shm", show_default=True)
+@click.option(
+    "--transport",
+    type=click.Choice(["shm", "tcp"]),
+    default="shm",
+    show_default=True,
+    help="What the engines use, and so what is measured: tcp goes over 127.0.0.1, beside loops of bare sockets.",
+)
+@click.option("--stand-in", type=click.Choice(["shm"]), hidden=True, help="Engines use this one; tests the bench.")
 @click.option("--strict", is_flag=True, help="Exit code 1 when a bar is missed.")
 def command(
     json_path: Path | None,
@@ -100,22 +109,23 @@ def command(
     cpus: tuple[int, int] | None,
     pool_bytes: int,
     transport: str,
+    stand_in: str | None,
     strict: bool,
 ) -> None:
     """Measure the engine beside the limits of this machine.
 
     Two processes, pinned to different cores. Each sample of a measure is taken right after one of the machine's limit
-    for it (one thread's memcpy, a bare flag in shared memory, ...), and ratios are between the two, because machines
+    for it (one thread's memcpy, a bare flag or socket, ...), and ratios are between the two, because machines
     drift between speeds. Data is verified in a pass that is not timed. benchmarks/README.md says what each measure is.
     """
-    measures = choose(only)
+    measures = choose(only, transport)
     if list_only:
         for measure in measures:
             click.echo(f"{measure.name:22} {measure.title}")
         return
     if plot_path is not None:
         report.check_plot()
-    settings = Settings(cpus or choose_cpus(), pool_bytes, transport, quick)
+    settings = Settings(cpus or choose_cpus(), pool_bytes, transport, quick, stand_in)
     check_cpus(settings.cpus)
     console = Console()
     console.print(report.describe_machine(), highlight=False, markup=False)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from crossrail.cli.bench.sockets import Sockets
 from crossrail.cli.child import Child
 from crossrail.cli.native import BenchRig, Indices, Native, load_native
 from crossrail.errors import CrossrailError, UsageError
 
 _PEER_MODULE = "crossrail.cli.bench.peer"
 _CONTROL_BYTES = 4096
+
+LOOPBACK = "127.0.0.1"
+
+# What the rigs of a link are opened with, by the link's key.
+_LINKS: dict[str, dict[str, Any]] = {
+    "adaptive": {"polling": "adaptive"},  # the default engine
+    "manual": {"polling": "manual"},  # one spinning thread at each end
+    "sleeping": {"polling": "adaptive", "spin_us": 0.0},
+}
 
 # Immediates. Each side has counters of its own, so the same number in both directions is two counters.
 IMM_DATA = 1
@@ -44,6 +55,14 @@ class Settings:
     pool_bytes: int
     transport: str
     quick: bool
+    # Engines use this transport instead, beside the limits of the other: checks the benchmark, measures nothing.
+    stand_in: str | None = None
+
+    @property
+    def rig_options(self) -> dict[str, Any]:
+        """What every engine is opened with."""
+        transport = self.stand_in or self.transport
+        return {"transport": transport, "rails": [LOOPBACK]} if transport == "tcp" else {"transport": transport}
 
     def scaled(self, count: int) -> int:
         """How many operations a sample takes: a tenth of them for a quick look."""
@@ -57,8 +76,9 @@ class Link:
         """Opens both. options: of Rig."""
         self._pair = pair
         self.key = key
-        self.rig: BenchRig = pair.native.Rig(f"bench-{key}", transport=pair.settings.transport, **options)
-        peer_address = pair.child.call("open_rig", key=key, transport=pair.settings.transport, **options)
+        options |= pair.settings.rig_options
+        self.rig: BenchRig = pair.native.Rig(f"bench-{key}", **options)
+        peer_address = pair.child.call("open_rig", key=key, **options)
         self.peer_address = bytes.fromhex(peer_address)
         self.control = self.rig.alloc(_CONTROL_BYTES)
         self.peer_control, descriptor = self.add_peer_memory(_CONTROL_BYTES, private=False)
@@ -123,6 +143,7 @@ class Pair:
         self.note = ""  # of the measure that runs; see Result.note
         self._links: dict[str, Link] = {}
         self._pools: dict[str, Pool] = {}
+        self._sockets: Sockets | None = None
         self._flag_rounds = 0
         self._stream_records = 0
 
@@ -133,6 +154,7 @@ class Pair:
         os.sched_setaffinity(0, self._affinity)
         for link in self._links.values():
             link.rig.close()
+        self._close_sockets()
         self.child.close()
         os.close(self.shared_fd)
 
@@ -141,7 +163,13 @@ class Pair:
         for link in self._links.values():
             link.rig.close()
         self._links, self._pools = {}, {}
+        self._close_sockets()
         self.child.call("close_everything")
+
+    def _close_sockets(self) -> None:
+        if self._sockets is not None:
+            self._sockets.close()
+            self._sockets = None
 
     @contextmanager
     def on_all_cores(self) -> Iterator[None]:
@@ -152,11 +180,23 @@ class Pair:
         finally:
             os.sched_setaffinity(0, {self.settings.cpus[0]})
 
-    def link(self, polling: str) -> Link:
-        """The link of that polling mode, opened when first asked for."""
-        if polling not in self._links:
-            self._links[polling] = Link(self, polling, polling=polling)
-        return self._links[polling]
+    def link(self, key: str) -> Link:
+        """The link of that kind, one of _LINKS, opened when first asked for."""
+        if key not in self._links:
+            self._links[key] = Link(self, key, **_LINKS[key])
+        return self._links[key]
+
+    @property
+    def sockets(self) -> Sockets:
+        """The bare connection to the peer, opened when first asked for."""
+        if self._sockets is None:
+            self._sockets = Sockets(self.native, self.child, quick=self.settings.quick)
+        return self._sockets
+
+    def cpu_ns(self) -> int:
+        """CPU time that both processes used so far."""
+        used_there: int = self.child.call("cpu_ns")
+        return time.process_time_ns() + used_there
 
     def pool(self, link: Link, *, private: bool) -> Pool:
         """The pool of that kind of memory, made when first asked for."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import time
 from typing import Any
 
 import crossrail as xr
 from crossrail.cli.bench import api_loops
+from crossrail.cli.bench.sockets import SocketPeer
 from crossrail.cli.child import answer_calls
 from crossrail.cli.native import BenchRig, load_native
 
@@ -18,6 +20,7 @@ class Peer:
 
     def __init__(self) -> None:
         self._native = load_native()
+        self._sockets = SocketPeer(self._native)
         self._rigs: dict[str, BenchRig] = {}
         self._engines: list[xr.Engine] = []
         self._side: api_loops.Side | None = None
@@ -34,7 +37,7 @@ class Peer:
         self._rigs.pop(key).close()
 
     def close_everything(self) -> None:
-        """After a failure: rigs, side and engines."""
+        """After a failure: rigs, side and engines; the bare connection closes with the parent's end."""
         for rig in self._rigs.values():
             rig.close()
         self._rigs = {}
@@ -68,7 +71,47 @@ class Peer:
         """The second side of the ping-pong."""
         return self._native.run_ping_pong(self._rigs[key], src, dst, landing, first=False, **arguments)
 
+    def messages(self, key: str, peer: str, **arguments: Any) -> int:
+        """The receiver of messages."""
+        return self._native.run_messages(self._rigs[key], bytes.fromhex(peer), sender=False, **arguments)
+
+    def message_ping_pong(self, key: str, peer: str, **arguments: Any) -> int:
+        """The second side of the ping-pong of messages."""
+        return self._native.run_message_ping_pong(self._rigs[key], bytes.fromhex(peer), first=False, **arguments)
+
+    def cpu_ns(self) -> int:
+        """CPU time that this process used so far."""
+        return time.process_time_ns()
+
     # --- the machine's limits ---
+
+    def socket_connect(self, port: int) -> None:
+        """Connect the bare sockets."""
+        self._sockets.connect(port)
+
+    def socket_stream(self, key: str, region: int, **arguments: Any) -> int:
+        """The receiver of the bare stream."""
+        return self._sockets.stream(self._rigs[key].view(region), **arguments)
+
+    def socket_pages(self, key: str, region: int, **arguments: Any) -> int:
+        """The receiver of the bare pages."""
+        return self._sockets.pages(self._rigs[key].view(region), **arguments)
+
+    def socket_ping_pong(self, **arguments: Any) -> int:
+        """The second side of the bare ping-pong."""
+        return self._sockets.ping_pong(**arguments)
+
+    def socket_messages(self, **arguments: Any) -> int:
+        """The receiver of the bare messages."""
+        return self._sockets.messages(**arguments)
+
+    def socket_listen(self) -> int:
+        """Listen for connections that nobody serves. Returns the port."""
+        return self._sockets.listen()
+
+    def socket_accept(self, count: int) -> None:
+        """Take so many of them, and close them."""
+        self._sockets.accept(count)
 
     def flag_ping_pong(self, fd: int, start: int, rounds: int) -> int:
         """The second side of the bare flag."""

@@ -77,8 +77,17 @@ def to_json(results: list[Result], settings: Settings, busy: float) -> dict[str,
         "version": version(),
         "machine": machine(),
         "busy_before": round(busy, 3),
-        "settings": {"cpus": list(settings.cpus), "pool_bytes": settings.pool_bytes, "quick": settings.quick},
+        "settings": _settings_json(settings),
         "results": [_result_json(result) for result in results],
+    }
+
+
+def _settings_json(settings: Settings) -> dict[str, Any]:
+    return {
+        "transport": settings.stand_in or settings.transport,
+        "cpus": list(settings.cpus),
+        "pool_bytes": settings.pool_bytes,
+        "quick": settings.quick,
     }
 
 

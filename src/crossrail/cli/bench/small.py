@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Pair, alternate
+from collections.abc import Callable
+
+from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, alternate
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
 
 _WORD_BYTES = 8
@@ -33,11 +35,10 @@ def measures() -> list[Measure]:
     ]
 
 
-def _ping_pong_samples(pair: Pair) -> SampleStream:
-    link = pair.link("manual")
-    rounds = pair.settings.scaled(50_000)
+def verified_ping_pong(pair: Pair, link: Link) -> Callable[[int], float]:
+    """What runs so many round trips on this link: nanoseconds one way."""
 
-    def ping_pong(count: int, *, verify: bool) -> float:
+    def ping_pong(count: int, *, verify: bool = False) -> float:
         pair.child.start(
             "ping_pong",
             key=link.key,
@@ -64,8 +65,14 @@ def _ping_pong_samples(pair: Pair) -> SampleStream:
         return took_ns / count / 2
 
     ping_pong(2000, verify=True)
+    return ping_pong
+
+
+def _ping_pong_samples(pair: Pair) -> SampleStream:
+    ping_pong = verified_ping_pong(pair, pair.link("manual"))
+    rounds = pair.settings.scaled(50_000)
     while True:
-        flag_ns, one_way_ns = alternate(_TURNS, pair.flag_one_way_ns, lambda: ping_pong(rounds, verify=False))
+        flag_ns, one_way_ns = alternate(_TURNS, pair.flag_one_way_ns, lambda: ping_pong(rounds))
         yield Sample(one_way_ns, flag_ns)
 
 

@@ -1,0 +1,59 @@
+// Arguments of crossrail._core.bench, as its loops take them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "bench/guard.h"
+#include "util/errors.h"
+
+namespace crossrail::bindings {
+
+namespace nb = nanobind;
+
+using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstMemory = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Memory = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+inline std::span<const int64_t> as_span(const Indices& pages) { return {pages.data(), pages.size()}; }
+inline std::span<const std::byte> as_span(const ConstMemory& memory) {
+  return std::as_bytes(std::span(memory.data(), memory.size()));
+}
+inline std::span<std::byte> as_span(const Memory& memory) {
+  return std::as_writable_bytes(std::span(memory.data(), memory.size()));
+}
+inline std::span<const uint8_t> as_span(const nb::bytes& bytes) {
+  return {static_cast<const uint8_t*>(bytes.data()), bytes.size()};
+}
+// The Python error is set when this says stop; Interrupted carries nothing.
+inline bool python_interrupted() {
+  nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+inline bench::Guard make_guard(const char* what, double timeout_s) {
+  return bench::Guard(what, timeout_s, python_interrupted);
+}
+
+template <typename T>
+struct Choice {
+  const char* word;
+  T value;
+};
+
+template <typename T, size_t N>
+T choose(const char* argument, const std::string& word, const Choice<T> (&choices)[N]) {
+  std::string allowed;
+  for (const Choice<T>& choice : choices) {
+    if (word == choice.word) return choice.value;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(choice.word);
+  }
+  throw UsageError(std::string(argument) + " is \"" + word + "\" and must be one of " + allowed);
+}
+
+}  // namespace crossrail::bindings

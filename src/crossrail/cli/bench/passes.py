@@ -1,0 +1,156 @@
+"""Passes over large memory through the engine: set up and verified once, then run and timed as often as one likes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+
+from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, Pool
+from crossrail.cli.native import Indices, Memory
+from crossrail.errors import CrossrailError
+
+_PAGES_PER_CALL = 4096
+_PAGED_WINDOW = 2
+SCATTER_PEERS = 8
+SCATTER_BYTES = 4 << 10
+SCATTER_WINDOW = 16
+
+# Runs once over everything; nanoseconds until the receiver had counted it and its answer was back.
+Pass = Callable[[], int]
+
+
+def passes_per_sample(pair: Pair) -> int:
+    """A sample walks through the pool this often, in turn with the limit: enough to even out interrupts."""
+    return 1 if pair.settings.quick else 4
+
+
+def verified_writes(pair: Pair, link: Link, pool: Pool, nbytes: int, window: int) -> Pass:
+    """Writes of nbytes that walk once through the pool."""
+    count = pool.nbytes // nbytes
+
+    def write() -> int:
+        link.start_receiving(count)
+        took_ns = pair.native.run_writes(
+            link.rig,
+            pool.src,
+            pool.remote,
+            nbytes=nbytes,
+            span_bytes=pool.nbytes,
+            count=count,
+            window=window,
+            imm=IMM_DATA,
+            ack=IMM_ACK,
+        )
+        pair.child.finish()
+        return took_ns
+
+    source = link.rig.view(pool.src)
+    fill(source, seed=nbytes + window)
+    pair.child.call("clear", key=link.key, region=pool.target)
+    write()
+    written = count * nbytes
+    expected = hashlib.sha256(source[:written].data)
+    expected.update(bytes(pool.nbytes - written))
+    pair.verify(link, pool.target, expected.hexdigest(), f"write of {nbytes} bytes")
+    return write
+
+
+def verified_paged_writes(
+    pair: Pair, link: Link, pool: Pool, page_bytes: int, src_pages: Indices, dst_pages: Indices
+) -> Pass:
+    """Paged writes of all these pages, once. Leaves in pool.own what the target has to be."""
+
+    def write() -> int:
+        link.start_receiving(len(dst_pages))
+        took_ns = pair.native.run_paged_writes(
+            link.rig,
+            pool.src,
+            src_pages,
+            pool.remote,
+            dst_pages,
+            page_bytes=page_bytes,
+            batch_pages=_PAGES_PER_CALL,
+            window=_PAGED_WINDOW,
+            imm=IMM_DATA,
+            ack=IMM_ACK,
+        )
+        pair.child.finish()
+        return took_ns
+
+    source, own = link.rig.view(pool.src), link.rig.view(pool.own)
+    fill(source, seed=page_bytes)
+    pair.child.call("clear", key=link.key, region=pool.target)
+    write()
+    pair.native.copy_pages(own, source, dst_pages, src_pages, page_bytes)
+    expected = hashlib.sha256(own.data).hexdigest()
+    pair.verify(link, pool.target, expected, f"paged writes of {page_bytes} bytes")
+    return write
+
+
+class ScatterLinks:
+    """One spinning rig here; eight at the peer, which one thread there drives in turn."""
+
+    def __init__(self, pair: Pair, span_bytes: int) -> None:
+        self._pair = pair
+        self.link = pair.link("manual")
+        self.src = self.link.rig.alloc(span_bytes)
+        self.own = self.link.rig.alloc(span_bytes)
+        self.keys = [self.link.key] + [f"scatter-{index}" for index in range(1, SCATTER_PEERS)]
+        addresses = [self.link.peer_address]
+        for key in self.keys[1:]:
+            address = pair.child.call("open_rig", key=key, polling="manual", **pair.settings.rig_options)
+            addresses.append(bytes.fromhex(address))
+        memory = [pair.child.call("add_memory", key=key, nbytes=span_bytes, private=False) for key in self.keys]
+        self.regions = [index for index, _ in memory]
+        self.remotes = [self.link.rig.remote(bytes.fromhex(descriptor)) for _, descriptor in memory]
+        self.group = self.link.rig.group(addresses)
+        self.span_bytes = span_bytes
+
+    def scatter(self, count: int) -> int:
+        """Nanoseconds for so many calls, until all eight have counted them all."""
+        self.link.start_receiving(count, self.keys)
+        took_ns = self._pair.native.run_scatters(
+            self.link.rig,
+            self.src,
+            self.remotes,
+            self.group,
+            slice_bytes=SCATTER_BYTES,
+            span_bytes=self.span_bytes,
+            count=count,
+            window=SCATTER_WINDOW,
+            imm=IMM_DATA,
+            ack=IMM_ACK,
+        )
+        self._pair.child.finish()
+        return took_ns
+
+    def verify(self) -> None:
+        """Scatters the whole source once and checks each peer's region."""
+        source = self.link.rig.view(self.src)
+        fill(source, seed=8)
+        calls = self.span_bytes // (SCATTER_BYTES * SCATTER_PEERS)
+        slices = source.reshape(calls, SCATTER_PEERS, SCATTER_BYTES)
+        for key, region in zip(self.keys, self.regions, strict=True):
+            self._pair.child.call("clear", key=key, region=region)
+        self.scatter(calls)
+        for index, (key, region) in enumerate(zip(self.keys, self.regions, strict=True)):
+            expected = np.zeros(self.span_bytes, np.uint8)
+            expected[: calls * SCATTER_BYTES] = slices[:, index].reshape(-1)
+            digest = self._pair.child.call("digest", key=key, region=region)
+            if digest != hashlib.sha256(expected.data).hexdigest():
+                raise CrossrailError(f"scatter: peer {index} did not get what was sent")
+
+    def close(self) -> None:
+        """The peer's extra rigs; the link stays for others."""
+        for key in self.keys[1:]:
+            self._pair.child.call("close_rig", key=key)
+
+
+def fill(memory: Memory, seed: int) -> None:
+    """Bytes that differ everywhere, so that a piece at the wrong place shows."""
+    words = memory.view(np.uint64)
+    words[:] = np.arange(len(words), dtype=np.uint64)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    words += np.uint64(seed)
