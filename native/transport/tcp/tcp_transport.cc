@@ -292,14 +292,15 @@ uint32_t TcpTransport::pump_dirty() {
   links.swap(dirty_);
   for (OutLink* link : links) link->is_dirty = false;
   for (OutLink* link : links) {
-    moved += pump(*link);
-    // More than a turn's worth: the rest in the next round. What waits for a socket or a connection is not counted in.
-    if (link->queued == 0) continue;
-    bool may_go_on = false;
+    const uint32_t pumped = pump(*link);
+    moved += pumped;
+    if (pumped == 0) continue;
+    // More than a turn's worth goes on in the next round. What waits for a socket or an answer is taken up by those.
+    bool has_more = false;
     link->for_each_channel([&](OutChannel& channel) {
-      may_go_on = may_go_on || (channel.is_usable() && !channel.stream->is_blocked() && channel.stream->last_sent_ns() >= now_);
+      has_more = has_more || (channel.is_usable() && !channel.stream->is_blocked() && (channel.current || link->queued > 0));
     });
-    if (may_go_on && moved > 0) mark_dirty(*link);
+    if (has_more) mark_dirty(*link);
   }
   return moved;
 }

@@ -46,7 +46,8 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void arm() override;
   void disarm() override;
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
-  bool has_arrivals() override { return false; }  // the kernel wakes whoever sleeps on sockets with news
+  // Only what no socket tells of: more than a turn's worth to send. For the rest the kernel wakes whoever sleeps.
+  bool has_arrivals() override { return !dirty_.empty(); }
   Deadline next_timer() const override;
   int wake_fd() const override { return poller_.sleep_fd(); }
   bool hush() override;
