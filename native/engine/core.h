@@ -54,6 +54,7 @@ class EngineCore final : public Sink {
   // Throws EngineClosedError when closed, or in a forked child.
   void check_usable() const;
   bool forked() const;
+  bool is_worker() const { return worker_.get_id() == std::this_thread::get_id(); }
   void close(Deadline drain_deadline);
   bool closed() const { return closed_.load(std::memory_order_seq_cst); }
   void abandon_after_fork();

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <limits>
+#include <thread>
 
 #include "engine/core.h"
 #include "engine/sharding.h"
@@ -217,6 +218,16 @@ Engine::~Engine() {
     return;
   }
   core_->close(0);
+}
+
+// The last reference may be a transfer's that the worker completes after its user dropped everything. The worker cannot
+// join itself: somebody else ends the engine then.
+void Engine::destroy() {
+  if (core_->is_worker()) {
+    std::thread([this] { delete this; }).detach();
+  } else {
+    delete this;
+  }
 }
 
 Ref<Engine> Engine::open(const EngineOptions& options) {

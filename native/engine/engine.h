@@ -272,6 +272,7 @@ class Engine : public RefCounted<Engine> {
   friend class Region;
   explicit Engine(const EngineOptions& options);
   ~Engine();
+  void destroy();  // shadows RefCounted's
   std::unique_ptr<EngineCore> core_;
 };
 

@@ -412,6 +412,24 @@ TEST_CASE("a region that closed while others submitted from it is not touched an
   }
 }
 
+TEST_CASE("an engine that is dropped with a write under way finishes it, then ends") {
+  constexpr uint64_t kBytes = 8 << 20;
+  EngineRef b = open_engine("b");
+  RegionRef dst = b->alloc(kBytes, true);
+  for (int round = 0; round < 5; ++round) {
+    EngineRef a = open_engine("a");
+    RegionRef src = a->alloc(kBytes, true);
+    RemoteRegionRef remote = a->remote_region(dst->descriptor());
+    a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = kBytes, .imm = 5});
+    src = nullptr;
+    remote = nullptr;
+    a = nullptr;
+    require_counted(*b, 5, 1);
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // they end on threads of their own
+  b->close(0);
+}
+
 TEST_CASE("every cookie posted by many threads is drained once") {
   auto notifier = Ref<Notifier>::adopt(new Notifier);
   constexpr uint64_t kPerThread = 20'000;
