@@ -100,7 +100,8 @@ PYTHON_MAY_USE: dict[str, set[str]] = {
     "weights": {"engine", "observe"},
     "moe": {"engine", "observe", "_core"},
     "integrations": {"engine", "observe", "kv", "weights", "moe"},
-    "cli": {"engine", "_core", "sim", "observe", "kv", "weights", "moe", "integrations"},
+    "doctor": {"engine", "_core", "topology"},
+    "cli": {"engine", "_core", "sim", "observe", "kv", "weights", "moe", "integrations", "doctor"},
     "__main__": {"cli"},
 }
 

@@ -22,6 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("crossrail.cli.serve", "Receive files that other shells push."),
     "push": ("crossrail.cli.push", "Push a file to a `crossrail serve`."),
     "bench": ("crossrail.cli.bench.command", "Measure the engine beside the limits of this machine."),
+    "doctor": ("crossrail.cli.doctor", "Find what would make transfers slow, impossible or unsafe here."),
+    "topo": ("crossrail.cli.topo", "Show where GPUs and NICs are, and which NICs serve which device."),
     "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why that way."),
 }
 

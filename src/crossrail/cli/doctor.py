@@ -1,0 +1,192 @@
+"""`crossrail doctor`: what would make transfers slow, impossible or unsafe, here and on the way to others."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import ipaddress
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import click
+from rich.console import Console
+
+from crossrail.doctor.host import Host
+from crossrail.doctor.reach import wire
+from crossrail.doctor.reach.listen import Listener
+from crossrail.doctor.reach.measure import measure
+from crossrail.doctor.reach.rails import Rail, local_rails
+from crossrail.doctor.reach.show import show_matrix
+from crossrail.doctor.reach.show import to_json as matrix_to_json
+from crossrail.doctor.reach.verdict import judge
+from crossrail.doctor.report import Report, run_checks, to_json
+from crossrail.doctor.show import show_report
+from crossrail.doctor.topics import TOPICS
+from crossrail.errors import UsageError
+
+_PORT_MAX = 65535
+
+
+def _version() -> str:
+    """Of the package: the native module may not load."""
+    try:
+        return importlib.metadata.version("crossrail")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _topics(only: tuple[str, ...]) -> list[str]:
+    names = [name.strip() for text in only for name in text.split(",") if name.strip()]
+    for name in names:
+        if name.partition(".")[0] not in TOPICS:
+            raise UsageError(f"--only {name} is no topic; there are {', '.join(TOPICS)}")
+    return names
+
+
+def parse_target(text: str) -> tuple[str, int]:
+    """HOST, HOST:PORT, an IPv6 address, or [IPV6]:PORT."""
+    port = str(wire.PORT)
+    if match := re.fullmatch(r"\[(.*)\](?::(\d{1,9}))?", text):
+        host, port = match[1], match[2] or port
+    elif text.count(":") > 1:
+        host = text
+    else:
+        host, colon, after = text.partition(":")
+        port = after if colon else port
+    if ("[" in text or ":" in host) and not _is_ipv6(host):
+        raise UsageError(f"--peer {text!r}: {host!r} is not an IPv6 address")
+    if not host or re.search(r"[\s\[\]]", host) or not port.isascii() or not port.isdecimal():
+        raise UsageError(f"--peer {text!r} is not HOST, HOST:PORT or [IPV6]:PORT")
+    if not 1 <= int(port) <= _PORT_MAX:
+        raise UsageError(f"--peer {text}: port {port} is outside 1..{_PORT_MAX}")
+    return host, int(port)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.IPv6Address(text).version == 6
+    except ValueError:
+        return False
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """What is being done, on a terminal, gone afterwards."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda line: None
+        return
+    with console.status("") as status:
+        yield lambda line: status.update(line.replace("[", r"\["))
+
+
+def _examine(only: tuple[str, ...], *, as_json: bool, strict: bool) -> int:
+    names = _topics(only)
+    with _progress(as_json) as say:
+        report = run_checks(Host(), names, lambda topic: say(f"looking at {topic}"))
+    _print_report(report, as_json=as_json, strict=strict)
+    return report.exit_status(strict=strict)
+
+
+def _print_report(report: Report, *, as_json: bool, strict: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(to_json(report, strict=strict, version=_version()), indent=2))
+    elif report.findings:
+        show_report(report, Console())
+    else:
+        click.echo("nothing to say about that")
+
+
+def _measure(target: str, seconds: float, *, as_json: bool, strict: bool) -> int:
+    name, port = parse_target(target)
+    host, version = Host(), _version()
+    with _progress(as_json) as say:
+        matrix = measure(
+            name, port, lambda loopback: local_rails(host, loopback=loopback), version, seconds=seconds, say=say
+        )
+    findings = judge(matrix, version)
+    content = matrix_to_json(matrix, findings, strict=strict, version=version)
+    if as_json:
+        click.echo(json.dumps(content, indent=2))
+    else:
+        show_matrix(matrix, findings, Console())
+    return int(content["exit_status"])
+
+
+def _listen(port: int, minutes: float) -> None:
+    host, lock = Host(), threading.Lock()
+
+    def say(line: str) -> None:
+        with lock:
+            click.echo(line)
+
+    def rails_for(address: str) -> list[Rail]:
+        return local_rails(host, loopback=address.startswith("127.") or address == "::1")
+
+    with Listener(port, rails_for, _version(), say) as listener:
+        say(f"listening on port {listener.port} for {minutes:g} minutes. On the other host run one of:")
+        suffix = "" if listener.port == wire.PORT else f":{listener.port}"
+        for rail in local_rails(host) or local_rails(host, loopback=True):
+            address = f"[{rail.address}]" if rail.is_ipv6 and suffix else rail.address
+            say(f"    crossrail doctor --peer {address}{suffix}    # {rail.interface}")
+        click.echo("Anyone who reaches the port may measure. Ctrl-C ends it.", err=True)
+        time.sleep(minutes * 60)
+        say("time is up")
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output; docs/doctor.md has its fields.")
+@click.option("--only", multiple=True, metavar="TOPIC", help="Only this topic, or topic.check; may be repeated.")
+@click.option("--strict", is_flag=True, help="Exit code 1 for warnings too.")
+@click.option("--peer", metavar="HOST[:PORT]", help="Measure the way to a host where `doctor --listen` runs.")
+@click.option(
+    "--listen",
+    metavar="[PORT]",
+    is_flag=False,
+    flag_value=str(wire.PORT),
+    help=f"Be measured by `doctor --peer` of another host. [default port: {wire.PORT}]",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.05, wire.MILLISECONDS_MAX / 1000),
+    default=2.0,
+    show_default=True,
+    help="With --peer: length of each stream.",
+)
+@click.option(
+    "--minutes", type=click.FloatRange(0.01, 1440), default=10.0, show_default=True, help="With --listen: how long."
+)
+def command(
+    as_json: bool,
+    only: tuple[str, ...],
+    strict: bool,
+    peer: str | None,
+    listen: str | None,
+    seconds: float,
+    minutes: float,
+) -> None:
+    """Find what would make transfers slow, impossible or unsafe on this machine, and what to type to change it.
+
+    Changes nothing by itself. Topics: crossrail, libraries, rdma, gpu, network, tcp, limits, container, cpu,
+    environment.
+
+    Exit code: 0 no errors, 1 errors (with --strict also warnings), 2 wrong usage.
+    """
+    if sum(chosen for chosen in (peer is not None, listen is not None, bool(only))) > 1:
+        raise UsageError("--peer, --listen and --only exclude each other")
+    if listen is not None:
+        if not listen.isdecimal() or int(listen) > _PORT_MAX:
+            raise UsageError(f"--listen {listen}: the port is a number from 0 (any) to {_PORT_MAX}")
+        if as_json:
+            raise UsageError("--listen writes no JSON; the side with --peer has the figures")
+        _listen(int(listen), minutes)
+        return
+    if peer is not None:
+        status = _measure(peer, seconds, as_json=as_json, strict=strict)
+    else:
+        status = _examine(only, as_json=as_json, strict=strict)
+    if status:
+        raise click.exceptions.Exit(status)

@@ -1,0 +1,202 @@
+"""Limits of the process and of its memory: locked pages, open files, shared memory, huge pages, the memory group."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+
+from crossrail.doctor.finding import Finding, Fix, error, note, ok, warning
+from crossrail.doctor.host import Host
+from crossrail.doctor.remedies import size, sudo, sysctl
+
+CAP_IPC_LOCK = 14
+
+_MEMLOCK_LOW_BYTES = 1 << 30
+_FILES_LOW = 4096
+_SHM_LOW_BYTES = 1 << 30
+_HEADROOM_LOW_BYTES = 2 << 30
+_NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "none" as a number near 2**63
+
+
+def memlock(host: Host) -> Iterator[Finding]:
+    """Registered memory is locked memory, with RDMA."""
+    check = "limits.memlock"
+    soft, hard = host.rlimit(resource.RLIMIT_MEMLOCK)
+    exempt = bool(host.capabilities >> CAP_IPC_LOCK & 1) and not host.in_user_namespace
+    seen = f"RLIMIT_MEMLOCK soft {size(soft)}, hard {size(hard)}; CAP_IPC_LOCK {'held' if exempt else 'not held'}"
+    if soft is None:
+        yield ok(check, "locked memory: unlimited", seen)
+    elif not host.hardware.rdma:
+        yield ok(check, f"locked memory: {size(soft)}; only RDMA locks memory, and there is no RDMA device", seen)
+    elif exempt:
+        yield ok(check, f"locked memory: {size(soft)}, which CAP_IPC_LOCK overrides", seen)
+    else:
+        make = error if soft < _MEMLOCK_LOW_BYTES else warning
+        yield make(
+            check,
+            f"only {size(soft)} of memory may be locked",
+            seen,
+            f'registering more than {size(soft)} in this process fails with ENOMEM ("Cannot allocate memory"), however '
+            "much is free: often at the first large pool, and not at start-up",
+            *_memlock_fixes(host, hard),
+        )
+
+
+def _memlock_fixes(host: Host, hard: int | None) -> Iterator[Fix]:
+    if hard is None:
+        yield Fix("ulimit -l unlimited", "in this shell")
+    if not host.container:
+        lines = r"'* soft memlock unlimited\n* hard memlock unlimited\n'"
+        file = "/etc/security/limits.d/90-crossrail.conf"
+        yield Fix(f"printf {lines} | " + sudo(host, f"tee {file}"), "logins; then log in anew")
+        yield Fix(sudo(host, "systemctl edit NAME.service"), "a systemd service: [Service] LimitMEMLOCK=infinity")
+    if host.container != "kubernetes":
+        yield Fix("docker run --ulimit memlock=-1:-1 ...", "docker, podman")
+    if host.container in ("", "kubernetes"):
+        yield Fix("securityContext: {capabilities: {add: [IPC_LOCK]}}", "kubernetes: in the container's spec")
+        yield Fix(
+            "sudo systemctl edit containerd.service",
+            "kubernetes: or on each node [Service] LimitMEMLOCK=infinity, and restart it",
+        )
+
+
+def open_files(host: Host) -> Iterator[Finding]:
+    """Every connection is a file."""
+    check = "limits.open-files"
+    soft, hard = host.rlimit(resource.RLIMIT_NOFILE)
+    seen = f"RLIMIT_NOFILE soft {_count(soft)}, hard {_count(hard)}"
+    if soft is None or soft >= _FILES_LOW:
+        yield ok(check, f"open files: {_count(soft)}", seen)
+        return
+    reachable = hard is None or hard >= _FILES_LOW
+    yield warning(
+        check,
+        f"only {soft:,} files may be open",
+        seen,
+        f"a peer takes about 3 over shared memory, up to 4 per pair of rails over TCP: some {soft // 4:,} peers, then "
+        'connecting fails with EMFILE ("Too many open files")',
+        Fix(f"ulimit -n {65536 if hard is None else min(hard, 65536)}", "in this shell")
+        if reachable
+        else Fix(sudo(host, "prlimit --pid $$ --nofile=65536"), "in this shell"),
+        Fix(sudo(host, "systemctl edit NAME.service"), "a systemd service: [Service] LimitNOFILE=65536"),
+        Fix("docker run --ulimit nofile=65536:65536 ...", "docker, podman"),
+    )
+
+
+def _count(value: int | None) -> str:
+    return "unlimited" if value is None else f"{value:,}"
+
+
+def shared_memory(host: Host) -> Iterator[Finding]:
+    """/dev/shm: not ours, but of what runs beside us in the same container."""
+    check = "limits.dev-shm"
+    space = host.space("/dev/shm") if host.exists("/dev/shm") else None
+    fixes = (
+        Fix("docker run --shm-size=16g ...", "docker, podman"),
+        Fix("volumes: [{name: shm, emptyDir: {medium: Memory}}]", "kubernetes; mounted at /dev/shm"),
+        Fix(sudo(host, "mount -o remount,size=50% /dev/shm"), "on a host"),
+    )
+    others = "crossrail uses none of it (memfd); NCCL, torch's data loaders and libfabric's shm do"
+    if space is None:
+        yield note(check, "no /dev/shm", "/dev/shm is not there", others, *fixes)
+    elif space.total_bytes < _SHM_LOW_BYTES:
+        yield note(
+            check,
+            f"/dev/shm holds only {size(space.total_bytes)}",
+            f"{size(space.free_bytes)} free",
+            f'{others}, and end with "Bus error" when it is full',
+            *fixes,
+        )
+    elif space.free_bytes < space.total_bytes // 20:
+        yield note(
+            check,
+            f"/dev/shm is nearly full: {size(space.free_bytes)} of {size(space.total_bytes)} left",
+            "statvfs(/dev/shm)",
+            f"{others}. Files of programs that were killed stay there until somebody removes them",
+            Fix("ls -lt /dev/shm", "what lies there"),
+        )
+    else:
+        yield ok(check, f"/dev/shm: {size(space.free_bytes)} of {size(space.total_bytes)} free", "statvfs(/dev/shm)")
+
+
+def huge_pages(host: Host) -> Iterator[Finding]:
+    """Transparent huge pages, for private memory and for engine.alloc."""
+    base = "/sys/kernel/mm/transparent_hugepage"
+    private, shared = _chosen(host, f"{base}/enabled"), _chosen(host, f"{base}/shmem_enabled")
+    cost = (
+        "many page-table look-ups when pages are small and scattered: on a 2-core VM, shuffled copies of 1 KiB "
+        "and 8 KiB were 11 to 17 % slower without huge pages, of 64 KiB 3 to 8 %"
+    )
+    if shared in ("never", "deny"):
+        yield note(
+            "limits.huge-pages-shared",
+            "no huge pages for engine.alloc memory",
+            f"{base}/shmem_enabled = {shared}; the engine asks for them (MADV_HUGEPAGE) and is not heard",
+            cost,
+            Fix(f"echo advise | {sudo(host, f'tee {base}/shmem_enabled')}", "until the next boot"),
+        )
+    elif shared:
+        yield ok("limits.huge-pages-shared", f"huge pages for engine.alloc memory: {shared}", f"{base}/shmem_enabled")
+    if private == "never":
+        yield note(
+            "limits.huge-pages",
+            "no transparent huge pages",
+            f"{base}/enabled = never",
+            cost,
+            Fix(f"echo madvise | {sudo(host, f'tee {base}/enabled')}", "until the next boot"),
+        )
+    elif private:
+        yield ok("limits.huge-pages", f"transparent huge pages: {private}", f"{base}/enabled")
+
+
+def _chosen(host: Host, path: str) -> str:
+    """The word in brackets."""
+    match = re.search(r"\[([a-z_+]{1,20})\]", host.read(path) or "")
+    return match[1] if match else ""
+
+
+def overcommit(host: Host) -> Iterator[Finding]:
+    """Strict accounting refuses what nobody touches."""
+    check = "limits.overcommit"
+    mode = host.read_int("/proc/sys/vm/overcommit_memory")
+    if mode == 2:
+        limit, used = host.meminfo("CommitLimit"), host.meminfo("Committed_AS")
+        yield note(
+            check,
+            f"memory is accounted strictly: {size(max(limit - used, 0))} can still be promised",
+            f"vm.overcommit_memory = 2; CommitLimit {size(limit)}, Committed_AS {size(used)}",
+            "large pools fail with ENOMEM while memory is free; CUDA reserves hundreds of GiB of addresses",
+            *sysctl(host, "vm.overcommit_memory", "0"),
+        )
+    elif mode is not None:
+        yield ok(check, "memory may be promised before it is used", f"vm.overcommit_memory = {mode}")
+
+
+def memory_group(host: Host) -> Iterator[Finding]:
+    """The cgroup's memory limit, against which shared memory counts too."""
+    check = "limits.memory-group"
+    limits = [
+        (int(text), path)
+        for path, text in host.control_files("memory", "memory.limit_in_bytes", "memory.max")
+        if text.isdecimal() and len(text) < 20 and int(text) < _NO_LIMIT_BYTES
+    ]
+    if not limits:
+        yield ok(check, "no memory limit of a control group", "memory.max, memory.limit_in_bytes")
+        return
+    limit_bytes, path = min(limits)
+    used_path = path.replace("memory.limit_in_bytes", "memory.usage_in_bytes").replace("memory.max", "memory.current")
+    used_bytes = host.read_int(used_path) or 0
+    seen = f"{path}: {size(limit_bytes)}, in use {size(used_bytes)}"
+    if limit_bytes - used_bytes < _HEADROOM_LOW_BYTES:
+        yield warning(
+            check,
+            f"the memory limit leaves {size(max(limit_bytes - used_bytes, 0))}",
+            seen,
+            "engine.alloc memory counts for whoever touches it first; beyond the limit the kernel kills a process "
+            "(exit code 137) and its peers see it lost",
+            Fix("docker run --memory=64g ...", "docker, podman"),
+            Fix("resources: {limits: {memory: 64Gi}}", "kubernetes"),
+        )
+    else:
+        yield ok(check, f"memory limit {size(limit_bytes)}, of which {size(used_bytes)} are used", seen)

@@ -1,0 +1,308 @@
+"""What the figures between two machines mean, as findings."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+from crossrail.doctor.finding import Finding, Fix, error, note, ok, warning
+from crossrail.doctor.reach.measure import STREAM_PAIRS_MAX, Attempt, Matrix, Pair
+from crossrail.doctor.remedies import listing
+
+_LOST = ("timeout", "refused", "unreachable", "broken", "busy", "version")
+_RTT_HIGH_US = 1000
+_UNEVEN = 0.5
+_ONE_STREAM_GB_PER_S = 3.0  # what a stream from Python reaches on any machine of today
+_SHARE_LOW = 0.6
+_LOOPBACK_MTU = 65535
+_HEADERS_BYTES = 120  # IP, TCP and their options
+
+
+def judge(matrix: Matrix, version: str) -> list[Finding]:
+    """Worst first."""
+    found = [*_contact(matrix), *_versions(matrix, version)]
+    if matrix.pairs:
+        found += [*_reachability(matrix), *_mtus(matrix.pairs), *_rates(matrix.pairs), *_round_trips(matrix.pairs)]
+    return sorted(found, key=lambda finding: finding.severity.rank)
+
+
+def _contact(matrix: Matrix) -> Iterator[Finding]:
+    if matrix.error:
+        yield error(
+            "reach.name",
+            matrix.error,
+            f"getaddrinfo({matrix.target})",
+            "no connection can be made",
+            Fix(f"getent hosts {matrix.target}", "what this machine knows of the name"),
+            Fix("crossrail doctor --peer ADDRESS", "by its address instead; `--listen` prints them"),
+        )
+        return
+    good = [attempt.address for attempt in matrix.attempts if attempt.state == "ok"]
+    bad = [attempt for attempt in matrix.attempts if attempt.state != "ok"]
+    if good:
+        yield ok("reach.connect", f"{matrix.target} answers at {listing(good)}, port {matrix.port}")
+    if bad and not good:
+        # The first has the say: the others are the same host's.
+        yield _failed(bad, matrix.port)
+    elif bad:
+        yield warning(
+            "reach.some-addresses",
+            f"{matrix.target} also stands for {listing([attempt.address for attempt in bad])}, which do not answer",
+            "; ".join(f"{attempt.address}: {attempt.detail}" for attempt in bad),
+            "who tries these first waits for a time-out before the good one",
+            Fix(f"getent ahosts {matrix.target}", "where the name leads; correct /etc/hosts or DNS"),
+        )
+
+
+def _failed(bad: list[Attempt], port: int) -> Finding:
+    seen = "; ".join(f"{attempt.address}: {attempt.detail}" for attempt in bad)
+    states = {attempt.state for attempt in bad}
+    listen = Fix(f"crossrail doctor --listen {port}", "on the other host")
+    if "version" in states:
+        return error(
+            "reach.protocol",
+            "the other side speaks another protocol",
+            seen,
+            "nothing can be measured",
+            *_same_version(),
+        )
+    if "busy" in states or "broken" in states:
+        return error(
+            "reach.connect",
+            "the connection works, but what answers is not a doctor that serves us",
+            seen,
+            "nothing can be measured",
+            listen,
+        )
+    if "timeout" in states:
+        return error(
+            "reach.connect",
+            f"no answer from port {port}: a firewall drops the packets, or the address leads nowhere",
+            seen,
+            "no transfer over TCP between these hosts; with EFA or RoCE connecting would fail likewise",
+            *_firewall(port),
+            Fix(f"ping {bad[0].address}", "does the host answer at all?"),
+        )
+    if "refused" in states:
+        return error(
+            "reach.connect",
+            f"refused: the host is there, and nothing listens on port {port} (or a firewall rejects)",
+            seen,
+            "nothing can be measured",
+            listen,
+            *_firewall(port),
+        )
+    return error(
+        "reach.connect",
+        "there is no way to that address",
+        seen,
+        "no transfer between these hosts",
+        Fix(f"ip route get {bad[0].address}", "which way this host would take"),
+        # "No route to host" is also what a firewall says that rejects politely.
+        *(_firewall(port) if any(os.strerror(errno.EHOSTUNREACH) in attempt.detail for attempt in bad) else ()),
+    )
+
+
+def _firewall(port: int) -> tuple[Fix, ...]:
+    return (
+        Fix(f"sudo firewall-cmd --add-port={port}/tcp", "on the other host, with firewalld"),
+        Fix(f"sudo ufw allow {port}/tcp", "with ufw"),
+        Fix(f"sudo iptables -I INPUT -p tcp --dport {port} -j ACCEPT", "with iptables alone"),
+        Fix(
+            f"aws ec2 authorize-security-group-ingress --group-id SG --protocol tcp --port {port} --source-group SG",
+            "on AWS; EFA itself needs --protocol -1, in and out",
+        ),
+    )
+
+
+def _same_version() -> tuple[Fix, ...]:
+    return (Fix("git pull && pip install .", "in the source folder, on the older side"),)
+
+
+def _versions(matrix: Matrix, version: str) -> Iterator[Finding]:
+    if matrix.peer_version and matrix.peer_version != version:
+        yield warning(
+            "reach.version",
+            f"this side runs crossrail {version}, the other {matrix.peer_version}",
+            "what both said",
+            "engines of different versions may refuse each other",
+            *_same_version(),
+        )
+    elif matrix.peer_version:
+        yield ok("reach.version", f"both sides run crossrail {version}")
+
+
+def _reachability(matrix: Matrix) -> Iterator[Finding]:
+    pairs = matrix.pairs
+    lost = [pair for pair in pairs if pair.state in _LOST]
+    stalled = [pair for pair in pairs if pair.state == "stalled"]
+    if stalled:
+        mtu = min(pair.here.mtu for pair in stalled)
+        yield error(
+            "reach.stalled",
+            f"small messages pass, data does not: {listing([pair.name for pair in stalled], 3)}",
+            "; ".join(f"{pair.name}: {pair.detail}" for pair in stalled[:3]),
+            "connecting works and every transfer hangs: a switch on the way drops packets as large as this MTU "
+            "allows, or the link loses most packets",
+            Fix(f"ping -M do -s {max(mtu - 28, 0)} {stalled[0].there.address}", "no answer: it is the MTU"),
+            Fix(f"sudo ip link set {stalled[0].here.interface} mtu 1500", "on both sides, or raise it at the switch"),
+        )
+    ended = [pair for pair in pairs if pair.state == "ended"]
+    if ended:
+        yield error(
+            "reach.ended",
+            "the other side stopped listening in the middle",
+            _details(ended),
+            "the rest was not measured",
+            Fix("crossrail doctor --listen --minutes 60", "on the other host"),
+        )
+    if lost and len(lost) == len(pairs):
+        yield error(
+            "reach.pairs",
+            f"none of {len(pairs)} pairs of addresses connects",
+            _details(lost),
+            "no transfer over TCP",
+            *_routes(lost),
+        )
+    elif lost:
+        yield warning(
+            "reach.pairs",
+            f"{len(lost)} of {len(pairs)} pairs of addresses do not connect: "
+            f"{listing([pair.name for pair in lost], 3)}",
+            _details(lost),
+            "fine where each rail is a network of its own; otherwise transfers between these rails fail, and such "
+            "failures look random",
+            *_routes(lost),
+        )
+    elif not stalled and not ended:
+        yield ok("reach.pairs", f"all {len(pairs)} pair(s) of addresses connect")
+    if sum(pair.state == "ok" for pair in pairs) > STREAM_PAIRS_MAX:
+        yield note(
+            "reach.sample",
+            f"rates of {STREAM_PAIRS_MAX} pairs only",
+            f"{len(pairs)} pairs; each address was taken at least once where that was possible",
+            "the others were connected and timed, not filled",
+        )
+
+
+def _details(pairs: list[Pair]) -> str:
+    return "; ".join(f"{pair.name}: {pair.state}, {pair.detail}" for pair in pairs[:4])
+
+
+def _routes(lost: list[Pair]) -> tuple[Fix, ...]:
+    pair = lost[0]
+    return (
+        Fix(f"ip route get {pair.there.address} from {pair.here.address}", "which way packets take"),
+        Fix("crossrail doctor --only network", "on both hosts: several rails in one subnet?"),
+    )
+
+
+def _mtus(pairs: list[Pair]) -> Iterator[Finding]:
+    # What stays within a machine is cut as the kernel likes.
+    pairs = [pair for pair in pairs if not pair.here.is_loopback and (pair.mtu or 0) < _LOOPBACK_MTU]
+    for pair in pairs:
+        if pair.here.mtu and pair.there.mtu and pair.here.mtu != pair.there.mtu:
+            is_here = pair.here.mtu < pair.there.mtu
+            rail, larger = (pair.here, pair.there.mtu) if is_here else (pair.there, pair.here.mtu)
+            yield warning(
+                "reach.mtu",
+                f"different MTUs: {pair.here} {pair.here.mtu}, {pair.there} {pair.there.mtu}",
+                "MTU of the interfaces",
+                "TCP agrees on the smaller one; RoCE and UDP do not ask, and lose what is longer",
+                Fix(
+                    f"sudo ip link set {rail.interface} mtu {larger}",
+                    f"on {'this' if is_here else 'the other'} host, if the switches allow it",
+                ),
+            )
+            return
+    short = [pair for pair in pairs if pair.mtu and pair.there.mtu and pair.mtu < min(pair.here.mtu, pair.there.mtu)]
+    if short:
+        pair = short[0]
+        yield warning(
+            "reach.path-mtu",
+            f"the path of {pair.name} carries {pair.mtu} bytes, the interfaces {pair.here.mtu}",
+            "IP_MTU of the connected socket",
+            "a router or tunnel on the way has a smaller MTU; RoCE fails there",
+            Fix(f"tracepath -n {pair.there.address}", "where it is"),
+        )
+    small = [pair for pair in pairs if pair.mss and pair.mtu and pair.mss < pair.mtu - _HEADERS_BYTES]
+    if small and not short:
+        pair = small[0]
+        yield note(
+            "reach.mss",
+            f"{pair.name} sends segments of {pair.mss} bytes on an MTU of {pair.mtu}",
+            "TCP_INFO of the connected socket",
+            "something on the way lowers the segment size (a tunnel, a firewall that clamps it): more packets "
+            "than needed",
+        )
+
+
+def _rates(pairs: list[Pair]) -> Iterator[Finding]:
+    measured = [pair for pair in pairs if pair.out_gb_per_s and pair.in_gb_per_s]
+    if not measured:
+        return
+    lows = {pair.name: min(pair.out_gb_per_s or 0, pair.in_gb_per_s or 0) for pair in measured}
+    best = max(lows.values())
+    slow = [pair for pair in measured if lows[pair.name] < _UNEVEN * best and not _explained(pair, measured)]
+    if slow:
+        yield warning(
+            "reach.uneven",
+            f"{len(slow)} of {len(measured)} pairs run at less than half the rate of the best",
+            "; ".join(f"{pair.name}: {lows[pair.name]:.2f} GB/s" for pair in slow[:4]) + f"; best {best:.2f} GB/s",
+            "a write split evenly over the rails ends with the slowest",
+            Fix(f"ethtool {slow[0].here.interface}", "speed that was negotiated, on both sides"),
+            Fix("crossrail doctor --only network --only tcp", "on both hosts"),
+        )
+    for pair in measured:
+        link = min((rail.mbit_per_s for rail in (pair.here, pair.there) if rail.mbit_per_s), default=0) / 8000
+        if link and lows[pair.name] < _SHARE_LOW * min(link, _ONE_STREAM_GB_PER_S):
+            yield warning(
+                "reach.below-link",
+                f"{pair.name}: {lows[pair.name]:.2f} GB/s on a link of {link:.2f} GB/s",
+                f"one stream, {pair.retransmits or 0} segments sent again",
+                "less than one stream should reach: loss, small buffers, or other traffic",
+                Fix("crossrail doctor --only tcp", "on both hosts"),
+            )
+            break
+    again = [pair for pair in measured if (pair.retransmits or 0) > 100]
+    if again:
+        yield note(
+            "reach.retransmits",
+            f"{again[0].name}: {again[0].retransmits:,} segments had to be sent again",
+            "TCP_INFO of the sending socket",
+            "packets are lost on the way: congestion, a bad cable, or a full backlog at the receiver",
+            Fix("crossrail doctor --only network.drops", "on the other host"),
+        )
+    if not slow:
+        every = [rate for pair in measured for rate in (pair.out_gb_per_s or 0, pair.in_gb_per_s or 0)]
+        yield ok("reach.rates", f"one stream moves {_span(min(every), max(every), '.2f')} GB/s")
+
+
+def _explained(pair: Pair, others: list[Pair]) -> bool:
+    """Whether its link is that much slower than the others' by its own account."""
+    speed = min((rail.mbit_per_s for rail in (pair.here, pair.there) if rail.mbit_per_s), default=0)
+    return bool(speed) and any((other.here.mbit_per_s or 0) * _UNEVEN > speed for other in others)
+
+
+def _round_trips(pairs: list[Pair]) -> Iterator[Finding]:
+    times = [pair.rtt_us for pair in pairs if pair.rtt_us is not None]
+    if not times:
+        return
+    worst = max(times)
+    if worst > _RTT_HIGH_US:
+        yield note(
+            "reach.round-trip",
+            f"a round trip takes up to {worst / 1000:.1f} ms",
+            "median of 20 on each pair, from Python",
+            "these hosts are not in one rack or zone, or are busy; each wait for an answer costs that much",
+        )
+    else:
+        title = f"a round trip takes {_span(min(times), worst, '.0f')} us"
+        yield ok("reach.round-trip", title, "median of 20 on each pair, from Python")
+
+
+def _span(low: float, high: float, form: str) -> str:
+    """ "22", "22 to 29"."""
+    ends = dict.fromkeys((f"{low:{form}}", f"{high:{form}}"))
+    return " to ".join(ends)

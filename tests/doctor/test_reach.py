@@ -1,0 +1,558 @@
+"""Both sides over loopback, and either side against strangers."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from crossrail.doctor.finding import Severity
+from crossrail.doctor.host import Host
+from crossrail.doctor.reach import listen as listening
+from crossrail.doctor.reach import measure as measuring
+from crossrail.doctor.reach import wire
+from crossrail.doctor.reach.listen import Listener
+from crossrail.doctor.reach.measure import Attempt, Matrix, Pair, choose_streams, measure, possible_pairs
+from crossrail.doctor.reach.rails import Rail, local_rails
+from crossrail.doctor.reach.show import to_json
+from crossrail.doctor.reach.verdict import judge
+from crossrail.doctor.reach.wire import Frame, Kind, Status
+from crossrail.errors import TransportError
+from tests.doctor.tree import severities
+from tests.support.limits import WAIT_S, eventually
+from tests.support.seeds import Seed
+
+LOOPBACK = Rail("lo", "127.0.0.1", 65536, None)
+
+
+def rails(loopback: bool) -> list[Rail]:
+    return [LOOPBACK] if loopback else [Rail("eth0", "192.0.2.1", 1500, None)]
+
+
+def run(port: int, *, version: str = "1.0", seconds: float = 0.05, target: str = "127.0.0.1") -> Matrix:
+    return measure(target, port, rails, version, seconds=seconds)
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """What the listener said."""
+    return []
+
+
+@pytest.fixture
+def listener(nothing_leaks: None, lines: list[str]) -> Iterator[Listener]:
+    with Listener(0, lambda address: [LOOPBACK], "1.0", lines.append, bind="127.0.0.1") as one:
+        yield one
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines that a test can wait for."""
+    monkeypatch.setattr(wire, "FRAME_DEADLINE_S", 0.3)
+    monkeypatch.setattr(wire, "GRACE_S", 0.6)
+    monkeypatch.setattr(measuring, "_BEFORE_THE_PEER_S", 0.1)
+    monkeypatch.setattr(measuring, "_BUSY_PAUSE_S", 0.01)
+
+
+def connect(listener: Listener) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", listener.port), WAIT_S)
+    connection.settimeout(WAIT_S)
+    return connection
+
+
+def answer_to(listener: Listener, data: bytes) -> bytes:
+    """All that comes back until it closes."""
+    with connect(listener) as connection:
+        connection.sendall(data)
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(4096):
+                received += piece
+        return received
+
+
+def ping_works(listener: Listener) -> bool:
+    with connect(listener) as connection:
+        connection.sendall(wire.encode(Frame(Kind.PING, 1)))
+        deadline = time.monotonic() + WAIT_S
+        answer = wire.decode(wire.receive_exactly(connection, wire.FRAME_BYTES, deadline))
+        connection.sendall(bytes(wire.FRAME_BYTES))
+        return answer.status == Status.OK and wire.receive_exactly(connection, wire.FRAME_BYTES, deadline) == bytes(64)
+
+
+# --- the pair ---
+
+
+def test_pair_over_loopback(listener: Listener, lines: list[str]) -> None:
+    matrix = run(listener.port)
+
+    assert [attempt.state for attempt in matrix.attempts] == ["ok"]
+    (pair,) = matrix.pairs
+    assert pair.state == "ok", pair.detail
+    assert pair.rtt_us is not None and 0 < pair.rtt_us < 1e6
+    assert pair.mtu == 65535 or pair.mtu == 65536
+    assert pair.mss is not None and pair.mss > 500
+    assert pair.out_gb_per_s is not None and pair.out_gb_per_s > 0
+    assert pair.in_gb_per_s is not None and pair.in_gb_per_s > 0
+    assert {f.severity for f in judge(matrix, "1.0")} <= {Severity.OK, Severity.NOTE}
+    eventually(lambda: any("received" in line for line in lines) and any("sent" in line for line in lines), str(lines))
+    assert "127.0.0.1 (crossrail 1.0) begins" in lines
+
+
+def test_pair_over_every_loopback_address_of_this_machine(lines: list[str]) -> None:
+    host = Host()
+    with Listener(0, lambda address: local_rails(host, loopback=True), "1.0", lines.append) as listener:
+        matrix = measure(
+            "127.0.0.1", listener.port, lambda loopback: local_rails(host, loopback=loopback), "1.0", seconds=0.05
+        )
+
+    assert any(pair.here.address == pair.there.address == "127.0.0.1" for pair in matrix.pairs)
+    assert all(pair.state == "ok" for pair in matrix.pairs), matrix.pairs
+
+
+def test_other_version_is_said_on_both_sides(listener: Listener, lines: list[str]) -> None:
+    matrix = run(listener.port, version="2.0")
+
+    assert severities(judge(matrix, "2.0"))["reach.version"] is Severity.WARNING
+    assert any("2.0" in line and "1.0" in line and "one version" in line for line in lines)
+    assert matrix.pairs[0].state == "ok"
+
+
+def test_json_form_is_the_documented_one(listener: Listener) -> None:
+    matrix = run(listener.port)
+
+    content = json.loads(json.dumps(to_json(matrix, judge(matrix, "1.0"), strict=False, version="1.0")))
+
+    assert content["format"] == "crossrail.doctor.peer" and content["version"] == 1
+    assert content.keys() == {
+        "format", "version", "crossrail", "peer_crossrail", "target", "port", "addresses", "pairs", "summary",
+        "exit_status", "findings",
+    }  # fmt: skip
+    assert content["addresses"] == [{"address": "127.0.0.1", "state": "ok", "detail": ""}]
+    (pair,) = content["pairs"]
+    assert pair.keys() == {
+        "here", "there", "state", "detail", "rtt_us", "mtu", "mss", "out_gb_per_s", "in_gb_per_s", "retransmits",
+    }  # fmt: skip
+    assert pair["here"].keys() == {"interface", "address", "mtu", "mbit_per_s"}
+
+
+def test_port_that_is_taken_is_a_clear_error(listener: Listener) -> None:
+    with pytest.raises(TransportError, match="choose another port"):
+        Listener(listener.port, lambda address: [], "1.0", bind="127.0.0.1")
+
+
+# --- the way there does not work ---
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_refused_connection_is_explained() -> None:
+    matrix = run(free_port())
+
+    assert [attempt.state for attempt in matrix.attempts] == ["refused"]
+    (finding,) = judge(matrix, "1.0")
+    assert finding.severity is Severity.ERROR and "refused" in finding.title
+    assert any("--listen" in fix.command for fix in finding.fixes)
+
+
+def test_silence_is_a_timeout_and_points_at_firewalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_CONNECT_DEADLINE_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        port = server.getsockname()[1]
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:  # the queue is full: the kernel drops what comes, as firewalls do
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", port))
+        time.sleep(0.1)
+        matrix = run(port)
+        for filler in fillers:
+            filler.close()
+
+    assert [attempt.state for attempt in matrix.attempts] == ["timeout"]
+    (finding,) = judge(matrix, "1.0")
+    commands = " ".join(fix.command for fix in finding.fixes)
+    assert (
+        "firewall" in finding.title and "ufw allow" in commands and "firewall-cmd" in commands and str(port) in commands
+    )
+
+
+def test_name_that_does_not_resolve() -> None:
+    matrix = run(7311, target="no-such-host.invalid")
+
+    (finding,) = judge(matrix, "1.0")
+    assert finding.check == "reach.name" and finding.severity is Severity.ERROR
+
+
+def test_name_service_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(measuring, "_RESOLVE_DEADLINE_S", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: release.wait(WAIT_S) and [])
+
+    begun = time.monotonic()
+    matrix = run(7311, target="slow.example")
+    release.set()
+
+    assert time.monotonic() - begun < WAIT_S / 2
+    assert "name server" in matrix.error
+    eventually(lambda: all(t.name != "doctor-resolve" for t in threading.enumerate()), "the look-up ends")
+
+
+def test_listener_that_ends_in_the_middle(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    say = lambda line: listener.close() if line.startswith("measuring") else None  # noqa: E731
+
+    matrix = measure("127.0.0.1", listener.port, rails, "1.0", seconds=0.05, say=say)
+
+    assert matrix.pairs[0].state == "ended" and matrix.pairs[0].rtt_us is not None
+
+
+# --- strangers at the listener ---
+
+
+def test_garbage_is_refused_and_the_next_one_served(listener: Listener, lines: list[str], seed: Seed) -> None:
+    for data in (b"GET / HTTP/1.1\r\n\r\n" * 8, bytes(64), seed.rng().bytes(5000), b"XRDR" + b"\xff" * 60):
+        answer_to(listener, data)
+
+    assert ping_works(listener)
+    assert any("refused" in line for line in lines)
+
+
+def test_requests_out_of_bounds_are_refused(listener: Listener) -> None:
+    for frame in (Frame(Kind.SOURCE, 1 << 63), Frame(Kind.PING, 0), Frame(77, 1), Frame(Kind.RAILS, 5)):
+        answer = wire.decode(answer_to(listener, wire.encode(frame)))
+
+        assert answer.status == Status.BAD_REQUEST
+
+
+def test_other_protocol_gets_an_answer_that_it_can_read(listener: Listener, lines: list[str]) -> None:
+    request = Frame(Kind.RAILS, 0, version="9.9", protocol=9)
+
+    answer = wire.decode(answer_to(listener, wire.encode(request)))
+
+    assert (answer.status, answer.protocol, answer.version) == (Status.OTHER_PROTOCOL, wire.PROTOCOL, "1.0")
+    eventually(lambda: any("9.9" in line and "one version" in line for line in lines), str(lines))
+
+
+def closed_by_peer_within(connection: socket.socket, seconds: float) -> bool:
+    connection.settimeout(seconds)
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        while connection.recv(1 << 16):
+            pass
+        return True
+    return False
+
+
+def test_silent_connection_is_closed(listener: Listener, hurried: None) -> None:
+    with connect(listener) as connection:
+        assert closed_by_peer_within(connection, WAIT_S)
+
+
+def test_slow_loris_is_cut_off_however_it_trickles(listener: Listener, hurried: None) -> None:
+    begun = time.monotonic()
+    with connect(listener) as connection:
+        for byte in wire.encode(Frame(Kind.PING, 1)):
+            try:
+                connection.sendall(bytes([byte]))
+            except ConnectionError:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("it waited for 64 bytes at 20 a second")
+
+    assert time.monotonic() - begun < 3
+
+
+def test_half_closed_connection_is_closed(listener: Listener) -> None:
+    with connect(listener) as connection:
+        connection.sendall(b"XRDR")
+        connection.shutdown(socket.SHUT_WR)
+
+        assert closed_by_peer_within(connection, WAIT_S)
+
+
+def test_sink_that_gets_nothing_ends(listener: Listener, hurried: None) -> None:
+    with connect(listener) as connection:
+        connection.sendall(wire.encode(Frame(Kind.SINK, 50)))
+
+        assert closed_by_peer_within(connection, WAIT_S)
+
+
+def test_source_that_nobody_reads_ends(listener: Listener, hurried: None, lines: list[str]) -> None:
+    with connect(listener) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(wire.encode(Frame(Kind.SOURCE, 300)))
+
+        eventually(lambda: any("sent" in line or "broken off" in line for line in lines), "the stream ends")
+    assert ping_works(listener)
+
+
+def test_ping_that_stops_halfway_ends(listener: Listener, hurried: None) -> None:
+    with connect(listener) as connection:
+        connection.sendall(wire.encode(Frame(Kind.PING, 100)) + bytes(100))
+
+        assert closed_by_peer_within(connection, WAIT_S)
+
+
+def test_one_host_cannot_take_all_connections(listener: Listener) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(listening.CONNECTIONS_PER_HOST_MAX):
+            stack.enter_context(connect(listener))
+        eventually(lambda: len(listener._connections) == listening.CONNECTIONS_PER_HOST_MAX, "all are served")
+
+        answer = wire.decode(answer_to(listener, b""))
+
+        assert answer.status == Status.BUSY
+    eventually(lambda: len(listener._connections) == 0, "they are gone")
+    assert ping_works(listener)
+
+
+def test_busy_listener_is_said_to_be_busy(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_BUSY_PAUSE_S", 0.01)
+    with contextlib.ExitStack() as stack:
+        for _ in range(listening.CONNECTIONS_PER_HOST_MAX):
+            stack.enter_context(connect(listener))
+        eventually(lambda: len(listener._connections) == listening.CONNECTIONS_PER_HOST_MAX, "all are served")
+
+        matrix = run(listener.port)
+
+    assert [attempt.state for attempt in matrix.attempts] == ["busy"]
+
+
+def test_close_does_not_wait_for_strangers(lines: list[str]) -> None:
+    listener = Listener(0, lambda address: [], "1.0", lines.append, bind="127.0.0.1")
+    with connect(listener), connect(listener) as sink:
+        sink.sendall(wire.encode(Frame(Kind.SINK, 10_000)))
+        eventually(lambda: len(listener._connections) == 2, "both are served")
+        begun = time.monotonic()
+
+        listener.close()
+        listener.close()
+
+    assert time.monotonic() - begun < 2
+
+
+def test_lines_of_a_listener_are_bounded(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
+    monkeypatch.setattr(listening, "_LINES_MAX", 3)
+    with Listener(0, lambda address: [], "1.0", lines.append, bind="127.0.0.1") as listener:
+        for _ in range(6):
+            answer_to(listener, bytes(64))
+
+    assert len(lines) == 3 and "no more lines" in lines[-1]
+
+
+# --- strangers at the measuring side ---
+
+Script = Callable[[socket.socket], None]
+
+
+@contextlib.contextmanager
+def stranger(script: Script) -> Iterator[int]:
+    """Serves every connection by the script. Yields its port."""
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(0.05)
+    ending = threading.Event()
+
+    def serve() -> None:
+        while not ending.is_set():
+            with contextlib.suppress(TimeoutError):
+                connection, _ = server.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(1.0)
+                    script(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield int(server.getsockname()[1])
+    finally:
+        ending.set()
+        thread.join()
+        server.close()
+
+
+def answering(frame: Frame, more: bytes = b"") -> Script:
+    def script(connection: socket.socket) -> None:
+        connection.recv(wire.FRAME_BYTES)
+        connection.sendall(wire.encode(frame) + more)
+
+    return script
+
+
+def hold(connection: socket.socket) -> None:
+    time.sleep(0.6)
+
+
+def trickle(connection: socket.socket) -> None:
+    for byte in wire.encode(Frame(Kind.RAILS, 0)):
+        connection.send(bytes([byte]))
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("script", "state"),
+    [
+        (lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 9), "broken"),
+        (lambda connection: None, "broken"),
+        (hold, "broken"),
+        (trickle, "broken"),
+        (answering(Frame(Kind.RAILS, 1 << 60)), "broken"),
+        (answering(Frame(Kind.RAILS, 9), b"[" * 9), "broken"),
+        (answering(Frame(Kind.RAILS, 2), b"["), "broken"),
+        (answering(Frame(Kind.SINK, 0)), "broken"),
+        (answering(Frame(Kind.RAILS, 0, 99)), "broken"),
+        (answering(Frame(Kind.RAILS, 0, Status.BUSY)), "busy"),
+        (answering(Frame(Kind.RAILS, 0, Status.OTHER_PROTOCOL, "9.9", 9)), "version"),
+    ],
+    ids=[
+        "http",
+        "closes",
+        "silent",
+        "trickles",
+        "huge",
+        "no-json",
+        "cut-short",
+        "other-kind",
+        "other-status",
+        "busy",
+        "protocol",
+    ],
+)
+def test_stranger_at_the_other_end(script: Script, state: str, hurried: None) -> None:
+    with stranger(script) as port:
+        matrix = run(port)
+
+    assert [attempt.state for attempt in matrix.attempts] == [state]
+    assert judge(matrix, "1.0")[0].severity is Severity.ERROR
+
+
+def test_peer_that_stops_taking_data_is_stalled(hurried: None) -> None:
+    def script(connection: socket.socket) -> None:
+        frame = wire.decode(connection.recv(wire.FRAME_BYTES))
+        if frame.kind == Kind.RAILS:
+            data = wire.encode_rails([LOOPBACK])
+            connection.sendall(wire.encode(Frame(Kind.RAILS, len(data))) + data)
+            return
+        connection.sendall(wire.encode(frame))
+        for _ in range(frame.value if frame.kind == Kind.PING else 0):
+            connection.sendall(connection.recv(wire.FRAME_BYTES))
+        if frame.kind == Kind.SINK:
+            time.sleep(1.0)
+
+    with stranger(script) as port:
+        matrix = run(port)
+
+    (pair,) = matrix.pairs
+    assert pair.state == "stalled" and pair.rtt_us is not None
+    finding = judge(matrix, "1.0")[0]
+    assert finding.check == "reach.stalled" and "ping -M do" in finding.fixes[0].command
+
+
+def test_peer_that_sends_for_ever_is_left(hurried: None) -> None:
+    def script(connection: socket.socket) -> None:
+        frame = wire.decode(connection.recv(wire.FRAME_BYTES))
+        connection.sendall(wire.encode(frame))
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            connection.sendall(bytes(1 << 16))
+
+    pair = Pair(LOOPBACK, LOOPBACK)
+    with stranger(script) as port:
+        begun = time.monotonic()
+        with pytest.raises(wire.WireError):
+            measuring._Prober(port, "1.0", 0.05)._receive(pair)
+
+    assert time.monotonic() - begun < 4
+
+
+def test_addresses_that_a_peer_names_cannot_lead_back_to_us() -> None:
+    named = [Rail("evil", "127.0.0.1", 1500, None), Rail("eth0", "192.0.2.9", 1500, None)]
+
+    pairs = possible_pairs([Rail("eth0", "192.0.2.1", 1500, None)], named, "192.0.2.9")
+
+    assert [pair.there.address for pair in pairs] == ["192.0.2.9"]
+
+
+def test_peer_behind_address_translation_is_measured_where_it_answered() -> None:
+    pairs = possible_pairs(
+        [Rail("eth0", "192.0.2.1", 1500, None)], [Rail("eth0", "10.0.0.5", 1500, None)], "192.0.2.77"
+    )
+
+    assert [pair.there.address for pair in pairs] == ["192.0.2.77", "10.0.0.5"]
+
+
+# --- choice and judgement ---
+
+
+def pair_of(number: int, to: int, **fields: object) -> Pair:
+    here = Rail(f"eth{number}", f"10.0.{number}.1", 9000, 100_000)
+    there = Rail(f"eth{to}", f"10.0.{to}.2", 9000, 100_000)
+    values: dict[str, object] = {"rtt_us": 50.0, "mtu": 9000, "mss": 8948, "out_gb_per_s": 3.0, "in_gb_per_s": 3.0}
+    return replace(Pair(here, there), **{**values, "retransmits": 0, **fields})  # type: ignore[arg-type]
+
+
+def verdict(*pairs: Pair) -> dict[str, Severity]:
+    matrix = Matrix("peer", 7311, [Attempt("10.0.0.2", "ok")], "1.0", [], list(pairs))
+    return {check: s for check, s in severities(judge(matrix, "1.0")).items() if s is not Severity.OK}
+
+
+def test_streams_take_each_address_once_first() -> None:
+    pairs = [pair_of(a, b) for a in range(8) for b in range(8)]
+
+    chosen = choose_streams(pairs, 8)
+
+    assert {pair.here.address for pair in chosen} == {pair.here.address for pair in pairs}
+    assert {pair.there.address for pair in chosen} == {pair.there.address for pair in pairs}
+    assert all(pair.here.interface == pair.there.interface for pair in chosen), "neighbours first"
+    assert choose_streams([replace(pair, state="timeout") for pair in pairs]) == []
+
+
+def test_healthy_pairs_have_nothing_said_of_them() -> None:
+    assert verdict(pair_of(0, 0), pair_of(1, 1)) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "check", "severity"),
+    [
+        ({"state": "timeout"}, "reach.pairs", Severity.WARNING),
+        ({"state": "refused"}, "reach.pairs", Severity.WARNING),
+        ({"state": "stalled"}, "reach.stalled", Severity.ERROR),
+        ({"state": "ended"}, "reach.ended", Severity.ERROR),
+        ({"out_gb_per_s": 0.4}, "reach.uneven", Severity.WARNING),
+        ({"mtu": 1450}, "reach.path-mtu", Severity.WARNING),
+        ({"mss": 1360}, "reach.mss", Severity.NOTE),
+        ({"there": Rail("eth9", "10.0.1.2", 1500, 100_000)}, "reach.mtu", Severity.WARNING),
+        ({"retransmits": 4000}, "reach.retransmits", Severity.NOTE),
+        ({"rtt_us": 8000.0}, "reach.round-trip", Severity.NOTE),
+    ],
+)
+def test_one_bad_pair_is_judged(fields: dict[str, object], check: str, severity: Severity) -> None:
+    found = verdict(pair_of(0, 0), pair_of(1, 1, **fields))
+
+    assert found[check] is severity
+
+
+def test_no_pair_at_all_is_an_error() -> None:
+    assert verdict(pair_of(0, 0, state="timeout"))["reach.pairs"] is Severity.ERROR
+
+
+def test_slow_stream_on_a_fast_link_is_a_warning() -> None:
+    assert verdict(pair_of(0, 0, out_gb_per_s=1.0))["reach.below-link"] is Severity.WARNING
+
+
+def test_slow_link_is_not_called_uneven() -> None:
+    slow = replace(pair_of(1, 1, out_gb_per_s=0.11, in_gb_per_s=0.11), here=Rail("mgmt", "10.0.1.1", 9000, 1000))
+
+    assert "reach.uneven" not in verdict(pair_of(0, 0), slow)
+
+
+def test_rails_of_this_machine() -> None:
+    host = Host()
+
+    assert any(rail.address == "127.0.0.1" for rail in local_rails(host, loopback=True))
+    assert all(not rail.is_loopback and not rail.address.startswith("fe80") for rail in local_rails(host))
