@@ -129,7 +129,8 @@ class EngineCore final : public Sink {
   Progress advance(Peer& peer, const PostItem& item);
   Progress post_range(Peer& peer, Transfer* transfer);
   Progress post_short_range(Peer& peer, Transfer* transfer, RemoteKey* key);
-  static WorkRequest range_request(const Peer& peer, const TransferWork& work, RemoteKey* key, uint64_t offset, uint64_t length_bytes);
+  static WorkRequest range_request(const Peer& peer, const TransferWork& work, RemoteKey* key, uint64_t offset,
+                                   uint64_t length_bytes);
   Progress post_pages(Peer& peer, Transfer* transfer);
   Progress post_target(Peer& peer, Transfer* transfer, ScatterTarget& target);
   Progress post_message(Peer& peer, Transfer* transfer);

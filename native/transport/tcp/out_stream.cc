@@ -122,8 +122,8 @@ RingQueue<WorkRequest>* next_queue(OutChannel& channel) {
   const auto other_serves = [&](Lane lane, bool pinned) {
     bool serves = false;
     link.for_each_channel([&](OutChannel& other) {
-      serves = serves || (other.lane() == lane && other.is_usable() &&
-                          (!pinned || link.pairs[other.pair()].rail == rail));
+      serves =
+          serves || (other.lane() == lane && other.is_usable() && (!pinned || link.pairs[other.pair()].rail == rail));
     });
     return serves;
   };
@@ -197,8 +197,7 @@ bool OutChannel::fill(TxBatch& batch) {
       } else {
         batch.view(request.local, length);
       }
-      link->messages.push_back(
-          {.request = request, .id = id, .operation = acked + sent.size() + 1, .channel = index});
+      link->messages.push_back({.request = request, .id = id, .operation = acked + sent.size() + 1, .channel = index});
       link->messages_bytes += length;
       sent.push_back(queue->pop_front());
       --link->queued;
@@ -380,7 +379,8 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       const auto read = link.reads.find(data.read_id);
       if (read == link.reads.end()) return reject("data of a read that was never asked for");
       const uint64_t length = read->second.request.length_bytes;
-      if (data.offset > length || header.payload_bytes > length - data.offset) return reject("more data than was asked for");
+      if (data.offset > length || header.payload_bytes > length - data.offset)
+        return reject("more data than was asked for");
       place.add(read->second.request.local + data.offset, header.payload_bytes);
       read_id_ = data.read_id;
       read_bytes_ = header.payload_bytes;
@@ -393,7 +393,8 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       if (read == link.reads.end() || end.status > static_cast<uint64_t>(Status::kTransportFailed)) return malformed();
       const PendingRead pending = read->second;
       const auto status = static_cast<Status>(end.status);
-      if (status == Status::kPending || (status == Status::kDone && pending.received_bytes != pending.request.length_bytes))
+      if (status == Status::kPending ||
+          (status == Status::kDone && pending.received_bytes != pending.request.length_bytes))
         return malformed();
       link.reads.erase(read);
       transport_->retire(link, pending.request, status, text_of(meta.subspan(sizeof end)));
