@@ -86,6 +86,9 @@ struct OutChannel final : Connector::Owner {
 
   uint64_t acked = 0;
   RingQueue<WorkRequest> sent;
+  // Of link->reads, those of this channel.
+  uint32_t reads_open = 0;
+  uint64_t reads_bytes = 0;
   struct Refusal {
     uint64_t operation;
     Status status;

@@ -13,6 +13,9 @@ namespace {
 constexpr size_t kSentMax = 8192;
 constexpr size_t kReadsMax = 256;
 constexpr size_t kMessagesMax = 1024;
+// Asked for over one of several pairs of rails: a question is short, and the first to ask would ask for everything.
+constexpr uint32_t kReadsAhead = 2;
+constexpr uint64_t kReadBytesAhead = uint64_t{2} << 20;
 // Shorter payloads are copied beside their heads: cheaper than an iovec of their own.
 constexpr uint64_t kCopyBytesMax = 512;
 // Bytes handed to the kernel at once.
@@ -177,10 +180,14 @@ bool OutChannel::fill(TxBatch& batch) {
       link->queued -= count;
     } else if (request.op == WorkOp::kRead) {
       if (link->reads.size() >= kReadsMax || !batch.has_room(sizeof(FrameHeader) + sizeof(ReadMeta))) break;
+      const bool far_ahead = reads_open >= kReadsAhead && reads_bytes + request.length_bytes > kReadBytesAhead;
+      if (far_ahead && link->pairs.size() > 1) break;
       const uint64_t id = link->next_read_id++;
       batch.put(header_of(FrameType::kRead, 0, 1, sizeof(ReadMeta), 0));
       batch.put(ReadMeta{region_of(request), request.remote_offset, request.length_bytes, id});
       link->reads[id] = {.request = request, .channel = index};
+      ++reads_open;
+      reads_bytes += request.length_bytes;
       sent.push_back(queue->pop_front());
       --link->queued;
     } else {
@@ -286,6 +293,8 @@ void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed, 
       ++read;
     }
   }
+  channel.reads_open = 0;
+  channel.reads_bytes = 0;
   if (channel.current) again.push_back(*channel.current);
   channel.current.reset();
   for (size_t i = channel.sent.size(); i > 0; --i) {
@@ -397,6 +406,9 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
           (status == Status::kDone && pending.received_bytes != pending.request.length_bytes))
         return malformed();
       link.reads.erase(read);
+      OutChannel& asked = *link.channels[pending.channel];
+      --asked.reads_open;
+      asked.reads_bytes -= pending.request.length_bytes;
       transport_->retire(link, pending.request, status, text_of(meta.subspan(sizeof end)));
       if (link.queued > 0) transport_->mark_dirty(link);
       return true;
