@@ -1,7 +1,7 @@
 """Several hosts on one machine: network namespaces, joined by virtual cables and switches.
 
-A host is a namespace with netdevs rail0, rail1 ...; a test's own thread may enter one, and children run in others. Cables
-can be pulled, limited in speed, and made long and lossy. Needs root, the kernel's veth and bridge, and iproute2.
+A host is a namespace with netdevs rail0, rail1 ...; a test's own thread may enter one, and children run in others.
+Cables can be pulled, limited in speed, and made long and lossy. Needs root, the kernel's veth and bridge, and iproute2.
 """
 
 import contextlib
@@ -54,8 +54,8 @@ class Host:
         return names[:count]
 
     def limit(self, rail: int, mbit: int) -> None:
-        """What leaves by this rail goes no faster than that, and waits for 20 ms at most."""
-        shape = f"tbf rate {mbit}mbit burst 64kb latency 20ms"
+        """What leaves by this rail goes no faster than that, and waits for 200 ms at most."""
+        shape = f"tbf rate {mbit}mbit burst 64kb latency 200ms"
         run(f"tc -n {self.namespace} qdisc replace dev rail{rail} root {shape}")
 
     def down(self, rail: int) -> None:
@@ -119,8 +119,8 @@ class Host:
 class Hosts:
     """Hosts and what joins them. A context manager.
 
-    rails: netdevs of each host, or a number for each. one_subnet: all netdevs of all hosts on one switch; else a network
-    for each rail number, a cable where there are two hosts. delay_ms, loss: cables are that long, each way, and lose
+    rails: netdevs of each host, or a number for each. one_subnet: all netdevs of all hosts on one switch; else a
+    network for each rail number, a cable where there are two hosts. delay_ms, loss: cables are that long, each way, and lose
     this share of packets (of two hosts, each rail a cable).
     Owner: namespaces, and children of spawn(), end with the context. What a killed test run left behind goes with the
     next one's start.
