@@ -314,6 +314,8 @@ bool InStream::on_resolve(const ResolveMeta& resolve) {
   return true;
 }
 
+void InStream::on_turn_over() { transport_->ack_later(*channel_->link, true); }
+
 void InStream::on_broken() {
   region_.reset();
   reads_.clear();

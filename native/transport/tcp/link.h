@@ -44,6 +44,7 @@ class OutStream final : public Stream {
   bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
   bool on_frame() override;
   bool fill(TxBatch& batch) override;
+  void on_turn_over() override;
   void on_broken() override;
   bool hears_last_words() const override { return true; }  // acknowledgements, and why it ends
 
@@ -182,12 +183,12 @@ class InStream final : public Stream {
   InStream(TcpTransport* transport, InChannel* channel, Fd fd, bool is_bulk);
   // A region was revoked: nothing more goes into it, or comes out of it.
   void check_region();
-  bool has_work() const { return !reads_.empty(); }
 
  protected:
   bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
   bool on_frame() override;
   bool fill(TxBatch& batch) override;
+  void on_turn_over() override;
   void on_broken() override;
   // An initiator that resets has given its operations up: we may just have been thawed, long after.
   bool hears_last_words() const override { return false; }

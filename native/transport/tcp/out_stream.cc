@@ -110,6 +110,8 @@ bool OutStream::fill(TxBatch& batch) {
   return true;
 }
 
+void OutStream::on_turn_over() { transport_->mark_dirty(*channel_->link); }
+
 // --- out ---
 
 namespace {

@@ -319,7 +319,10 @@ bool Stream::pump() {
     moved = moved || sent > 0;
     if (!all) break;
     context_->give_batch(std::move(batch_));
-    if (sent >= budget) break;
+    if (sent >= budget) {
+      on_turn_over();
+      break;
+    }
     budget -= sent;
   }
   if (moved && !broken_) last_sent_ns_ = now_ns();

@@ -121,6 +121,8 @@ class Stream : public Pollable {
   virtual bool on_frame() = 0;
   // Appends frames. False: nothing to send.
   virtual bool fill(TxBatch& batch) = 0;
+  // pump() has sent its share and there may be more: sees to it that it is called again soon.
+  virtual void on_turn_over() = 0;
   virtual void on_broken() = 0;
   // Whether what the peer sent before it reset the connection is still worth reading.
   virtual bool hears_last_words() const = 0;

@@ -291,17 +291,8 @@ uint32_t TcpTransport::pump_dirty() {
   std::vector<OutLink*> links;
   links.swap(dirty_);
   for (OutLink* link : links) link->is_dirty = false;
-  for (OutLink* link : links) {
-    const uint32_t pumped = pump(*link);
-    moved += pumped;
-    if (pumped == 0) continue;
-    // More than a turn's worth goes on in the next round. What waits for a socket or an answer is taken up by those.
-    bool has_more = false;
-    link->for_each_channel([&](OutChannel& channel) {
-      has_more = has_more || (channel.is_usable() && !channel.stream->is_blocked() && (channel.current || link->queued > 0));
-    });
-    if (has_more) mark_dirty(*link);
-  }
+  // One that has more than a turn's worth is in the list again.
+  for (OutLink* link : links) moved += pump(*link);
   return moved;
 }
 
@@ -318,9 +309,7 @@ void TcpTransport::send_ack(InLink& link) {
   link.ack_due = link.ack_now = false;
   link.acked_alone_ns = now_;
   for (auto& [index, channel] : link.channels) {
-    if (!channel.is_open()) continue;
-    channel.stream->pump();
-    if (channel.is_open() && channel.stream->has_work() && !channel.stream->is_blocked()) ack_later(link, true);
+    if (channel.is_open()) channel.stream->pump();
   }
 }
 
@@ -460,6 +449,10 @@ void TcpTransport::tick() {
     listeners_paused_until_ns_ = 0;
     for (size_t i = 0; i < rails_.size(); ++i) poller_.change(rails_[i].listener.get(), listeners_[i].get(), EPOLLIN);
   }
+}
+
+bool TcpTransport::has_arrivals() {
+  return !dirty_.empty() || std::any_of(acks_.begin(), acks_.end(), [](const InLink* link) { return link->ack_now; });
 }
 
 Deadline TcpTransport::next_timer() const {

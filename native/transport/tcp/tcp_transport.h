@@ -47,7 +47,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void disarm() override;
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
   // Only what no socket tells of: more than a turn's worth to send. For the rest the kernel wakes whoever sleeps.
-  bool has_arrivals() override { return !dirty_.empty(); }
+  bool has_arrivals() override;
   Deadline next_timer() const override;
   int wake_fd() const override { return poller_.sleep_fd(); }
   bool hush() override;
