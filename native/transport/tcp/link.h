@@ -175,6 +175,8 @@ inline Lane lane_of(const WorkRequest& request) { return static_cast<Lane>(reque
 
 // The peer has placed the operations of one channel up to this one. False: it cannot have.
 bool take_ack(OutLink& link, const AckMeta& ack);
+// The peer's pool has these messages. False: nonsense.
+bool take_taken(OutLink& link, const TakenMeta& taken);
 
 // --- what we receive ---
 
@@ -263,6 +265,7 @@ struct InLink {
   std::deque<HeldMessage> held;
   uint64_t held_bytes = 0;
   std::vector<TakenMeta> taken;  // to be told
+  std::vector<TakenMeta> ridden;  // told with our own operations, of late: told again if those's connection breaks
   OutLink* twin = nullptr;
   bool has_refused = false;
   bool over = false;  // it said goodbye

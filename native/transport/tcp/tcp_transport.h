@@ -141,6 +141,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   int64_t now_ = 0;
   int64_t next_tick_ns_ = 0;
   uint32_t idle_polls_ = 0;
+  uint32_t polls_ = 0;
   std::atomic<bool> armed_{false};
   std::atomic<bool> news_{false};
   bool closed_ = false;
