@@ -44,6 +44,7 @@ class OutStream final : public Stream {
   bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
   bool on_frame() override;
   bool fill(TxBatch& batch) override;
+  void on_turn_over() override;
   void on_broken() override;
   bool hears_last_words() const override { return true; }  // acknowledgements, and why it ends
 
@@ -177,6 +178,8 @@ inline Lane lane_of(const WorkRequest& request) { return static_cast<Lane>(reque
 
 // The peer has placed the operations of one channel up to this one. False: it cannot have.
 bool take_ack(OutLink& link, const AckMeta& ack);
+// The peer's pool has these messages. False: nonsense.
+bool take_taken(OutLink& link, const TakenMeta& taken);
 
 // --- what we receive ---
 
@@ -185,12 +188,12 @@ class InStream final : public Stream {
   InStream(TcpTransport* transport, InChannel* channel, Fd fd, bool is_bulk);
   // A region was revoked: nothing more goes into it, or comes out of it.
   void check_region();
-  bool has_work() const { return !reads_.empty(); }
 
  protected:
   bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
   bool on_frame() override;
   bool fill(TxBatch& batch) override;
+  void on_turn_over() override;
   void on_broken() override;
   // An initiator that resets has given its operations up: we may just have been thawed, long after.
   bool hears_last_words() const override { return false; }
@@ -265,6 +268,7 @@ struct InLink {
   std::deque<HeldMessage> held;
   uint64_t held_bytes = 0;
   std::vector<TakenMeta> taken;  // to be told
+  std::vector<TakenMeta> ridden;  // told with our own operations, of late: told again if those's connection breaks
   OutLink* twin = nullptr;
   bool has_refused = false;
   bool over = false;  // it said goodbye

@@ -113,6 +113,8 @@ bool OutStream::fill(TxBatch& batch) {
   return true;
 }
 
+void OutStream::on_turn_over() { transport_->mark_dirty(*channel_->link); }
+
 // --- out ---
 
 namespace {
@@ -321,6 +323,16 @@ bool take_ack(OutLink& link, const AckMeta& ack) {
   return true;
 }
 
+bool take_taken(OutLink& link, const TakenMeta& taken) {
+  if (taken.count > kMessagesMax) return false;
+  for (uint64_t id = taken.first_id; id < taken.first_id + taken.count; ++id) {
+    if (SentMessage* message = find_message(link, id)) end_message(*link.transport, link, *message, Status::kDone, {});
+  }
+  forget_ended_messages(link);
+  if (link.queued > 0) link.transport->mark_dirty(link);
+  return true;
+}
+
 bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) {
   OutLink& link = *channel_->link;
   const auto type = static_cast<FrameType>(header.type);
@@ -338,13 +350,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kTaken: {
       if (meta.size() != sizeof(TakenMeta)) return malformed();
       const auto taken = read_meta<TakenMeta>(meta);
-      if (taken.count > kMessagesMax) return malformed();
-      for (uint64_t id = taken.first_id; id < taken.first_id + taken.count; ++id) {
-        if (SentMessage* message = find_message(link, id)) end_message(*transport_, link, *message, Status::kDone, {});
-      }
-      forget_ended_messages(link);
-      if (link.queued > 0) transport_->mark_dirty(link);
-      return true;
+      return (taken.link_id == link.id && take_taken(link, taken)) || malformed();
     }
     case FrameType::kRefused: {
       if (meta.size() < sizeof(RefusedMeta)) return malformed();

@@ -114,6 +114,9 @@ void OutStream::on_broken() {
   // Acknowledgements of the peer's operations may have been riding on it.
   if (link.twin != nullptr) {
     for (auto& [index, incoming] : link.twin->channels) incoming.ack_sent = 0;
+    auto& taken = link.twin->taken;
+    taken.insert(taken.begin(), link.twin->ridden.begin(), link.twin->ridden.end());
+    link.twin->ridden.clear();
     transport_->ack_later(*link.twin, true);
   }
   transport_->watch(link);

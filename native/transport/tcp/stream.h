@@ -4,6 +4,7 @@
 
 #include <sys/uio.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -76,10 +77,20 @@ struct Placement {
   void discard_range(const std::byte* base, uint64_t length_bytes);
 };
 
+class Stream;
+
 // What all streams of one transport share. Progress holder.
 struct StreamContext {
   static constexpr size_t kScratchBytes = 128 << 10;
   explicit StreamContext(Poller* poller) : poller(poller), scratch(kScratchBytes), discard(kScratchBytes) {}
+  // Sockets that brought something of late: asked directly, which is cheaper than asking epoll first.
+  void note_hot(Stream* stream);
+  void forget_hot(Stream* stream);
+  struct Hot {
+    Stream* stream = nullptr;
+    uint32_t misses = 0;
+  };
+  std::array<Hot, 3> hot{};  // the latest first; empty ones last
   std::unique_ptr<TxBatch> take_batch();
   void give_batch(std::unique_ptr<TxBatch> batch);
 
@@ -121,6 +132,8 @@ class Stream : public Pollable {
   virtual bool on_frame() = 0;
   // Appends frames. False: nothing to send.
   virtual bool fill(TxBatch& batch) = 0;
+  // pump() has sent its share and there may be more: sees to it that it is called again soon.
+  virtual void on_turn_over() = 0;
   virtual void on_broken() = 0;
   // Whether what the peer sent before it reset the connection is still worth reading.
   virtual bool hears_last_words() const = 0;

@@ -26,8 +26,12 @@ constexpr int64_t kTickNs = 20'000'000;
 // How long an acknowledgement waits for an operation to ride with.
 constexpr int64_t kAckWaitNs = 30'000;
 constexpr int32_t kRidesMax = 8;
+constexpr uint64_t kTakenPerFrame = 256;
+constexpr size_t kRiddenKept = 1024;  // as many as messages can be under way: each frame tells of one at least
 // Idle polls after which the sleeping worker is spared the sockets' news: short visits do not pay for that.
 constexpr uint32_t kIdlePollsToUnwatch = 2;
+constexpr uint32_t kPollsPerLook = 16;
+constexpr uint32_t kMissesToCool = 128;
 
 uint64_t random_u64() {
   uint64_t value = 0;
@@ -299,18 +303,8 @@ uint32_t TcpTransport::pump_dirty() {
   std::vector<OutLink*> links;
   links.swap(dirty_);
   for (OutLink* link : links) link->is_dirty = false;
-  for (OutLink* link : links) {
-    const uint32_t pumped = pump(*link);
-    moved += pumped;
-    if (pumped == 0) continue;
-    // More than a turn's worth goes on in the next round. What waits for a socket or an answer is taken up by those.
-    bool has_more = false;
-    link->for_each_channel([&](OutChannel& channel) {
-      has_more =
-          has_more || (channel.is_usable() && !channel.stream->is_blocked() && (channel.current || link->queued > 0));
-    });
-    if (has_more) mark_dirty(*link);
-  }
+  // One that has more than a turn's worth is in the list again.
+  for (OutLink* link : links) moved += pump(*link);
   return moved;
 }
 
@@ -327,9 +321,7 @@ void TcpTransport::send_ack(InLink& link) {
   link.ack_due = link.ack_now = false;
   link.acked_alone_ns = now_;
   for (auto& [index, channel] : link.channels) {
-    if (!channel.is_open()) continue;
-    channel.stream->pump();
-    if (channel.is_open() && channel.stream->has_work() && !channel.stream->is_blocked()) ack_later(link, true);
+    if (channel.is_open()) channel.stream->pump();
   }
 }
 
@@ -369,6 +361,17 @@ bool TcpTransport::put_rider_acks(OutLink& link, TxBatch& batch) {
     channel.ack_sent = channel.placed;
   }
   if (twin->rides < kRidesMax) ++twin->rides;
+  size_t told = 0;
+  for (; told < twin->taken.size() && batch.has_room(sizeof(FrameHeader) + sizeof(TakenMeta)); ++told) {
+    const TakenMeta& taken = twin->taken[told];
+    batch.put(header_of(FrameType::kTaken, 0, 0, sizeof taken, 0));
+    batch.put(taken);
+    // Only so many messages are under way: earlier ones are known to be over.
+    auto& ridden = twin->ridden;
+    if (ridden.size() == kRiddenKept) ridden.erase(ridden.begin());
+    ridden.push_back(taken);
+  }
+  twin->taken.erase(twin->taken.begin(), twin->taken.begin() + static_cast<std::ptrdiff_t>(told));
   if (twin->taken.empty()) twin->ack_due = false;
   return true;
 }
@@ -378,10 +381,11 @@ void TcpTransport::hold(InLink& link) {
 }
 
 void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
-  if (!link.taken.empty() && link.taken.back().first_id + link.taken.back().count == message_id) {
+  if (!link.taken.empty() && link.taken.back().first_id + link.taken.back().count == message_id &&
+      link.taken.back().count < kTakenPerFrame) {
     ++link.taken.back().count;
   } else {
-    link.taken.push_back({message_id, 1});
+    link.taken.push_back({link.id, message_id, 1});
   }
 }
 
@@ -418,7 +422,19 @@ void TcpTransport::offer_held() {
 
 // --- running ---
 
-uint32_t TcpTransport::poll_sockets() { return static_cast<uint32_t>(poller_.poll()); }
+// Sockets that brought something of late are asked directly, until one has something; all of them now and then.
+uint32_t TcpTransport::poll_sockets() {
+  auto& hot = streams_.hot;
+  const bool looks = hot[0].stream == nullptr || ++polls_ % kPollsPerLook == 0;
+  for (size_t i = 0; i < hot.size() && hot[i].stream != nullptr && !looks; ++i) {
+    if (hot[i].stream->receive()) return 1;
+    if (++hot[i].misses == kMissesToCool) {
+      streams_.forget_hot(hot[i].stream);
+      break;
+    }
+  }
+  return looks ? static_cast<uint32_t>(poller_.poll()) : 0;
+}
 
 uint32_t TcpTransport::poll() {
   now_ = now_ns();
@@ -471,6 +487,10 @@ void TcpTransport::tick() {
   }
 }
 
+bool TcpTransport::has_arrivals() {
+  return !dirty_.empty() || std::any_of(acks_.begin(), acks_.end(), [](const InLink* link) { return link->ack_now; });
+}
+
 Deadline TcpTransport::next_timer() const {
   if (!watched_.empty() || !acceptors_.empty() || listeners_paused_until_ns_ != 0) return now_ns() + kTickNs;
   const bool waits =
@@ -482,6 +502,7 @@ void TcpTransport::arm() {
   // relaxed is enough for nobody: seq_cst pairs with wake(): either it sees us armed and rings, or we see its news.
   armed_.store(true, std::memory_order_seq_cst);
   idle_polls_ = 0;
+  polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets
   now_ = now_ns();
   pump_dirty();
   // Acknowledgements that wait for company go out in time even if everybody sleeps.

@@ -48,7 +48,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void disarm() override;
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
   // Only what no socket tells of: more than a turn's worth to send. For the rest the kernel wakes whoever sleeps.
-  bool has_arrivals() override { return !dirty_.empty(); }
+  bool has_arrivals() override;
   Deadline next_timer() const override;
   int wake_fd() const override { return poller_.sleep_fd(); }
   bool hush() override;
@@ -142,6 +142,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   int64_t now_ = 0;
   int64_t next_tick_ns_ = 0;
   uint32_t idle_polls_ = 0;
+  uint32_t polls_ = 0;
   std::atomic<bool> armed_{false};
   std::atomic<bool> news_{false};
   bool closed_ = false;

@@ -89,7 +89,7 @@ def _message_samples(pair: Pair) -> SampleStream:
         arguments = {"nbytes": _MESSAGE_BYTES, "count": messages, "window": _MESSAGE_WINDOW}
         pair.child.start("messages", key=link.key, peer=link.rig.address.hex(), verify=verify, **arguments)
         took_ns = pair.native.run_messages(link.rig, link.peer_address, sender=True, verify=verify, **arguments)
-        pair.child.finish()
+        link.finish()
         return took_ns
 
     send(1000, verify=True)
@@ -108,7 +108,7 @@ def _message_ping_pong_samples(pair: Pair) -> SampleStream:
         arguments = {"nbytes": _MESSAGE_BYTES, "count": count}
         pair.child.start("message_ping_pong", key=link.key, peer=link.rig.address.hex(), verify=verify, **arguments)
         took_ns = pair.native.run_message_ping_pong(link.rig, link.peer_address, first=True, verify=verify, **arguments)
-        pair.child.finish()
+        link.finish()
         return took_ns / count / 2
 
     ping_pong(1000, verify=True)
