@@ -17,8 +17,8 @@ namespace crossrail::tcp {
 
 // One address of this host that connections leave from and arrive at.
 struct Rail {
-  Endpoint endpoint;   // the port: of the listener
-  std::string netdev;  // may be empty: not known
+  Endpoint endpoint;             // the port: of the listener
+  std::string netdev;            // may be empty: not known
   bool bound_to_netdev = false;  // connections may leave by this netdev only
   Fd listener;
 };
@@ -64,7 +64,7 @@ struct ConnectResult {
     kUp,
     kNobodyThere,  // the port is closed: the engine is gone
     kTimeout,
-    kRefused,      // by an engine, see `code`
+    kRefused,  // by an engine, see `code`
     kFailed
   };
   Kind kind = Kind::kFailed;

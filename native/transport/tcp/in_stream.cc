@@ -11,8 +11,8 @@ namespace crossrail::tcp {
 
 namespace {
 
-constexpr size_t kReadsMax = 1024;           // queued by one connection; an honest initiator stays below
-constexpr size_t kHeldMax = 2048;            // messages that nobody takes; likewise
+constexpr size_t kReadsMax = 1024;            // queued by one connection; an honest initiator stays below
+constexpr size_t kHeldMax = 2048;             // messages that nobody takes; likewise
 constexpr size_t kControlBytesMax = 1 << 20;  // frames that the initiator does not read
 constexpr size_t kRefusalsKept = 256;
 // Acknowledged at once: what the initiator may be waiting for with a full window.
@@ -35,7 +35,8 @@ Status check(const RegionUse& region, Access needed, uint64_t offset, uint64_t l
 
 std::string why_refused(Status status, const RegionUse& region, uint64_t region_id, uint64_t offset, uint64_t length) {
   const std::string range = range_text(region_id, offset, length);
-  if (status == Status::kOutOfBounds) return range + ": past the region's end at " + std::to_string(region->length_bytes);
+  if (status == Status::kOutOfBounds)
+    return range + ": past the region's end at " + std::to_string(region->length_bytes);
   if (status == Status::kAccessDenied) return range + ": its owner did not open it to this operation";
   return range + ": the region is closed, or never existed";
 }
@@ -293,7 +294,8 @@ bool InStream::finish_message() {
 bool InStream::on_resolve(const ResolveMeta& resolve) {
   InLink& link = *channel_->link;
   const auto found = link.channels.find(resolve.channel);
-  if (found == link.channels.end() || resolve.acked > found->second.placed) return reject("a question about an unknown channel");
+  if (found == link.channels.end() || resolve.acked > found->second.placed)
+    return reject("a question about an unknown channel");
   InChannel& asked = found->second;
   // Whatever of the old connection is still on its way must not be placed after we have answered.
   if (asked.is_open() && asked.epoch_min <= resolve.epoch) {

@@ -108,8 +108,8 @@ void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
 void TcpTransport::on_incoming_broken(InChannel& channel, const std::string& reason) {
   InLink& link = *channel.link;
   if (reason.starts_with("protocol error")) sink_->on_protocol_error(link.peer->name, reason);
-  const bool open = std::any_of(link.channels.begin(), link.channels.end(),
-                                [](const auto& item) { return item.second.is_open(); });
+  const bool open =
+      std::any_of(link.channels.begin(), link.channels.end(), [](const auto& item) { return item.second.is_open(); });
   if (!open) link.unconnected_since_ns = now_;
   next_tick_ns_ = std::min(next_tick_ns_, now_);
 }

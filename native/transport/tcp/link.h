@@ -87,6 +87,9 @@ struct OutChannel final : Connector::Owner {
 
   uint64_t acked = 0;
   RingQueue<WorkRequest> sent;
+  // Of link->reads, those of this channel.
+  uint32_t reads_open = 0;
+  uint64_t reads_bytes = 0;
   struct Refusal {
     uint64_t operation;
     Status status;
@@ -97,8 +100,8 @@ struct OutChannel final : Connector::Owner {
   uint64_t current_offset = 0;
   std::vector<std::byte> control;  // frames to send first
   int64_t pinged_ns = 0;
-  int64_t moved_ns = 0;      // sign of life, or of the kernel getting rid of bytes
-  int outq_bytes = 0;        // at the last look
+  int64_t moved_ns = 0;  // sign of life, or of the kernel getting rid of bytes
+  int outq_bytes = 0;    // at the last look
   uint64_t bytes_acked = 0;
 };
 
@@ -143,21 +146,21 @@ struct OutLink final : Link {
   const std::vector<RailPair> pairs;
   std::vector<std::unique_ptr<OutChannel>> channels;  // by index
   std::vector<RingQueue<WorkRequest>> queues;
-  std::vector<bool> wanted;    // by queue
-  size_t queued = 0;           // in all queues
-  uint64_t outstanding = 0;    // accepted and not retired
-  bool up = false;             // on_link_up was said
+  std::vector<bool> wanted;  // by queue
+  size_t queued = 0;         // in all queues
+  uint64_t outstanding = 0;  // accepted and not retired
+  bool up = false;           // on_link_up was said
   bool frozen = false;
-  bool is_dirty = false;       // in the transport's list of links with something to send
-  bool is_watched = false;     // in the transport's list of links with something to wait for
+  bool is_dirty = false;    // in the transport's list of links with something to send
+  bool is_watched = false;  // in the transport's list of links with something to wait for
   int64_t connect_by_ns = 0;
-  int64_t down_since_ns = 0;   // no channel open since; 0: one is
+  int64_t down_since_ns = 0;                         // no channel open since; 0: one is
   std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: goes down at the end of this poll
-  InLink* twin = nullptr;      // the same peer's operations towards us
+  InLink* twin = nullptr;                            // the same peer's operations towards us
 
   RingQueue<SentMessage> messages;  // by id, from first_message_id
   uint64_t first_message_id = 1;
-  uint64_t messages_bytes = 0;      // sent and not taken
+  uint64_t messages_bytes = 0;  // sent and not taken
   uint64_t next_read_id = 1;
   std::unordered_map<uint64_t, PendingRead> reads;
 
@@ -275,7 +278,7 @@ struct InLink {
   bool ack_now = false;
   bool ack_listed = false;  // in the transport's list
   int64_t ack_due_since_ns = 0;
-  int32_t rides = 4;               // how well waiting for a ride has paid of late: 0 not at all, to 8
+  int32_t rides = 4;  // how well waiting for a ride has paid of late: 0 not at all, to 8
   int64_t acked_alone_ns = 0;
 };
 

@@ -13,6 +13,9 @@ namespace {
 constexpr size_t kSentMax = 8192;
 constexpr size_t kReadsMax = 256;
 constexpr size_t kMessagesMax = 1024;
+// Asked for over one of several pairs of rails: a question is short, and the first to ask would ask for everything.
+constexpr uint32_t kReadsAhead = 2;
+constexpr uint64_t kReadBytesAhead = uint64_t{2} << 20;
 // Shorter payloads are copied beside their heads: cheaper than an iovec of their own.
 constexpr uint64_t kCopyBytesMax = 512;
 // Bytes handed to the kernel at once.
@@ -124,8 +127,8 @@ RingQueue<WorkRequest>* next_queue(OutChannel& channel) {
   const auto other_serves = [&](Lane lane, bool pinned) {
     bool serves = false;
     link.for_each_channel([&](OutChannel& other) {
-      serves = serves || (other.lane() == lane && other.is_usable() &&
-                          (!pinned || link.pairs[other.pair()].rail == rail));
+      serves =
+          serves || (other.lane() == lane && other.is_usable() && (!pinned || link.pairs[other.pair()].rail == rail));
     });
     return serves;
   };
@@ -179,10 +182,14 @@ bool OutChannel::fill(TxBatch& batch) {
       link->queued -= count;
     } else if (request.op == WorkOp::kRead) {
       if (link->reads.size() >= kReadsMax || !batch.has_room(sizeof(FrameHeader) + sizeof(ReadMeta))) break;
+      const bool far_ahead = reads_open >= kReadsAhead && reads_bytes + request.length_bytes > kReadBytesAhead;
+      if (far_ahead && link->pairs.size() > 1) break;
       const uint64_t id = link->next_read_id++;
       batch.put(header_of(FrameType::kRead, 0, 1, sizeof(ReadMeta), 0));
       batch.put(ReadMeta{region_of(request), request.remote_offset, request.length_bytes, id});
       link->reads[id] = {.request = request, .channel = index};
+      ++reads_open;
+      reads_bytes += request.length_bytes;
       sent.push_back(queue->pop_front());
       --link->queued;
     } else {
@@ -199,8 +206,7 @@ bool OutChannel::fill(TxBatch& batch) {
       } else {
         batch.view(request.local, length);
       }
-      link->messages.push_back(
-          {.request = request, .id = id, .operation = acked + sent.size() + 1, .channel = index});
+      link->messages.push_back({.request = request, .id = id, .operation = acked + sent.size() + 1, .channel = index});
       link->messages_bytes += length;
       sent.push_back(queue->pop_front());
       --link->queued;
@@ -289,6 +295,8 @@ void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed, 
       ++read;
     }
   }
+  channel.reads_open = 0;
+  channel.reads_bytes = 0;
   if (channel.current) again.push_back(*channel.current);
   channel.current.reset();
   for (size_t i = channel.sent.size(); i > 0; --i) {
@@ -386,7 +394,8 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       const auto read = link.reads.find(data.read_id);
       if (read == link.reads.end()) return reject("data of a read that was never asked for");
       const uint64_t length = read->second.request.length_bytes;
-      if (data.offset > length || header.payload_bytes > length - data.offset) return reject("more data than was asked for");
+      if (data.offset > length || header.payload_bytes > length - data.offset)
+        return reject("more data than was asked for");
       place.add(read->second.request.local + data.offset, header.payload_bytes);
       read_id_ = data.read_id;
       read_bytes_ = header.payload_bytes;
@@ -399,9 +408,13 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       if (read == link.reads.end() || end.status > static_cast<uint64_t>(Status::kTransportFailed)) return malformed();
       const PendingRead pending = read->second;
       const auto status = static_cast<Status>(end.status);
-      if (status == Status::kPending || (status == Status::kDone && pending.received_bytes != pending.request.length_bytes))
+      if (status == Status::kPending ||
+          (status == Status::kDone && pending.received_bytes != pending.request.length_bytes))
         return malformed();
       link.reads.erase(read);
+      OutChannel& asked = *link.channels[pending.channel];
+      --asked.reads_open;
+      asked.reads_bytes -= pending.request.length_bytes;
       transport_->retire(link, pending.request, status, text_of(meta.subspan(sizeof end)));
       if (link.queued > 0) transport_->mark_dirty(link);
       return true;

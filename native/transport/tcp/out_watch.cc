@@ -52,10 +52,10 @@ void TcpTransport::start_attempt(OutChannel& channel) {
   hello.is_bulk = channel.lane() == Lane::kBulk;
   hello.sender = address_;
   const Deadline deadline = link.up ? now_ + kAttemptNs : link.connect_by_ns;
-  channel.connector = std::make_unique<Connector>(
-      &poller_, &channel, rails_[rails.rail], link.address->endpoints[rails.peer_rail],
-      handshake_key(options_.secret, link.address->incarnation), encode(hello), deadline,
-      options_.peer_timeout_ns / 1'000'000, on_this_machine(address_, *link.address));
+  channel.connector =
+      std::make_unique<Connector>(&poller_, &channel, rails_[rails.rail], link.address->endpoints[rails.peer_rail],
+                                  handshake_key(options_.secret, link.address->incarnation), encode(hello), deadline,
+                                  options_.peer_timeout_ns / 1'000'000, on_this_machine(address_, *link.address));
 }
 
 void OutChannel::on_connect_result(ConnectResult result) {
@@ -166,7 +166,8 @@ bool TcpTransport::tend_channels(OutLink& link) {
     });
     // Small operations need one channel; bulk all pairs. Another small one takes over while the first is away.
     bool small = false;
-    link.for_each_channel([&](OutChannel& channel) { small = small || (channel.lane() == Lane::kSmall && channel.is_open()); });
+    link.for_each_channel(
+        [&](OutChannel& channel) { small = small || (channel.lane() == Lane::kSmall && channel.is_open()); });
     for (uint32_t pair = 0; !small && pair < link.pairs.size(); ++pair) link.channel(pair, Lane::kSmall).wanted = true;
   } else {
     const int64_t since = link.down_since_ns;
@@ -182,8 +183,9 @@ bool TcpTransport::tend_channels(OutLink& link) {
       link.for_each_channel([&](OutChannel& channel) {
         if (!channel.trouble.empty()) trouble = channel.trouble;
       });
-      link.doom.emplace(was_up ? "no rail of it could be reached for " + seconds_text(now_ - since) + ": " + trouble : trouble,
-                        false);
+      link.doom.emplace(
+          was_up ? "no rail of it could be reached for " + seconds_text(now_ - since) + ": " + trouble : trouble,
+          false);
     }
     return true;
   }
@@ -254,9 +256,9 @@ void TcpTransport::tend_liveness(OutLink& link) {
   const int64_t silent = now_ - moved;
   if (moved == 0) return;
   if (silent >= options_.peer_timeout_ns) {
-    link.doom.emplace("silent for " + seconds_text(silent) +
-                          " (peer_timeout_s) with operations under way: it is frozen, or cut off",
-                      false);
+    link.doom.emplace(
+        "silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way: it is frozen, or cut off",
+        false);
   } else if (silent >= kFrozenAfterNs && !link.frozen) {
     link.frozen = true;
     sink_->on_link_frozen(link, true, "silent for " + seconds_text(silent) + " with operations under way");

@@ -33,9 +33,9 @@ class Poller {
   int poll();
 
   int sleep_fd() const { return outer_.get(); }  // [any] readable: sockets have news while watched, or the bell rang
-  void watch();    // [any]
-  void unwatch();  // [any]
-  void ring();     // [any]
+  void watch();                                  // [any]
+  void unwatch();                                // [any]
+  void ring();                                   // [any]
   // [any] Silences the bell. True when it had rung.
   bool clear_bell();
   // A ring after this time, once. Replaces an earlier one. 0: none.

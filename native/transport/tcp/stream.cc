@@ -303,7 +303,8 @@ bool Stream::parse(size_t size) {
   while (size >= sizeof(FrameHeader)) {
     FrameHeader header;
     std::memcpy(&header, at, sizeof header);
-    if (header.mark != kFrameMark || header.type == 0 || header.type > kFrameTypeMax || header.meta_bytes > kMetaBytesMax) {
+    if (header.mark != kFrameMark || header.type == 0 || header.type > kFrameTypeMax ||
+        header.meta_bytes > kMetaBytesMax) {
       break_off("protocol error: a frame that is none (type " + std::to_string(header.type) + ", mark " +
                 std::to_string(header.mark) + ", " + std::to_string(header.meta_bytes) + " bytes of metadata)");
       return false;

@@ -149,7 +149,8 @@ bool TcpTransport::is_region_quiet(const LocalRegion& region) {
 
 Link* TcpTransport::connect(const std::shared_ptr<const Address>& address) {
   streams_.now = now_ = now_ns();
-  auto owned = std::make_unique<OutLink>(this, next_link_id_++, address, pair_rails(address_.endpoints, address->endpoints));
+  auto owned =
+      std::make_unique<OutLink>(this, next_link_id_++, address, pair_rails(address_.endpoints, address->endpoints));
   OutLink& link = *owned;
   out_.push_back(std::move(owned));
   link.connect_by_ns = now_ + options_.connect_timeout_ns;
@@ -209,6 +210,12 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
   return reports;
 }
 
+std::vector<RailReport> TcpTransport::explain_rails(Link& link) {
+  std::vector<RailReport> reports;
+  for (const RailPair& pair : static_cast<OutLink&>(link).pairs) reports.push_back({pair.rail, pair.peer_rail});
+  return reports;
+}
+
 // --- data ---
 
 uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) {
@@ -226,8 +233,9 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
   const size_t room = out.queued >= kQueuedMax ? 0 : kQueuedMax - out.queued;
   const auto taken = static_cast<uint32_t>(std::min(requests.size(), room));
   for (const WorkRequest& request : requests.first(taken)) {
-    const Lane lane =
-        request.op != WorkOp::kSend && (request.bulk || request.length_bytes >= kBulkBytes) ? Lane::kBulk : Lane::kSmall;
+    const Lane lane = request.op != WorkOp::kSend && (request.bulk || request.length_bytes >= kBulkBytes)
+                          ? Lane::kBulk
+                          : Lane::kSmall;
     out.want(rail, lane);
     WorkRequest& queued = out.queue(rail, lane).push_back(request);
     queued.reserved = routing_of(rail, lane);
@@ -497,7 +505,8 @@ bool TcpTransport::has_arrivals() {
 
 Deadline TcpTransport::next_timer() const {
   if (!watched_.empty() || !acceptors_.empty() || listeners_paused_until_ns_ != 0) return now_ns() + kTickNs;
-  const bool waits = std::any_of(in_.begin(), in_.end(), [](const auto& item) { return item.second->unconnected_since_ns != 0; });
+  const bool waits =
+      std::any_of(in_.begin(), in_.end(), [](const auto& item) { return item.second->unconnected_since_ns != 0; });
   return waits ? now_ns() + 1'000'000'000 : kNoDeadline;
 }
 

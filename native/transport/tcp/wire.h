@@ -62,9 +62,9 @@ struct MessageMeta {
   uint64_t message_id;
 };
 struct ResolveMeta {
-  uint64_t acked;    // operations of the channel that the initiator knows to be placed
+  uint64_t acked;  // operations of the channel that the initiator knows to be placed
   uint32_t channel;
-  uint32_t epoch;    // connections up to this epoch are over
+  uint32_t epoch;  // connections up to this epoch are over
 };
 struct PingMeta {
   uint64_t token;
