@@ -276,6 +276,7 @@ struct InLink {
   // Acknowledgements travel with our own next operation to this peer if there is one soon.
   bool ack_due = false;
   bool ack_now = false;
+  bool ack_listed = false;  // in the transport's list
   int64_t ack_due_since_ns = 0;
   int32_t rides = 4;  // how well waiting for a ride has paid of late: 0 not at all, to 8
   int64_t acked_alone_ns = 0;

@@ -80,14 +80,22 @@ void TxBatch::detach(const std::byte* base, uint64_t length_bytes) {
 }
 
 void StreamContext::note_hot(Stream* stream) {
-  Hot moved{.stream = stream, .misses = 0};
+  if (hot[0].stream == stream) {
+    hot[0].misses = 0;
+    ++hot[0].hits;
+    return;
+  }
+  Hot moved{.stream = stream};
   for (Hot& place : hot) {
     std::swap(place, moved);
+    if (moved.stream == stream) hot[0].hits = moved.hits;
     if (moved.stream == stream || moved.stream == nullptr) return;
   }
+  moved.stream->watch(true);
 }
 
 void StreamContext::forget_hot(Stream* stream) {
+  stream->watch(true);
   const auto rest = std::remove_if(hot.begin(), hot.end(), [&](const Hot& place) { return place.stream == stream; });
   std::fill(rest, hot.end(), Hot{});
 }
@@ -199,8 +207,19 @@ void Stream::on_events(uint32_t events) {
   }
 }
 
+void Stream::watch(bool on) {
+  if (broken_ || is_watched_ == on) return;
+  is_watched_ = on;
+  if (on) {
+    context_->poller->add(fd_.get(), this, EPOLLIN | EPOLLRDHUP | (is_blocked_ ? EPOLLOUT : 0u));
+  } else {
+    context_->poller->remove(fd_.get());
+  }
+}
+
 void Stream::watch_out(bool on) {
   if (std::exchange(is_blocked_, on) == on) return;
+  if (on) watch(true);
   context_->poller->change(fd_.get(), this, EPOLLIN | EPOLLRDHUP | (on ? EPOLLOUT : 0u));
 }
 
@@ -272,7 +291,7 @@ bool Stream::receive() {
     budget -= size;
   }
   if (broken_) return true;
-  last_received_ns_ = now_ns();
+  last_received_ns_ = context_->now;
   context_->note_hot(this);
   return moved;
 }
@@ -345,7 +364,7 @@ bool Stream::pump() {
     }
     budget -= sent;
   }
-  if (moved && !broken_) last_sent_ns_ = now_ns();
+  if (moved && !broken_) last_sent_ns_ = context_->now;
   return moved;
 }
 

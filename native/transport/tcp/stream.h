@@ -88,13 +88,15 @@ struct StreamContext {
   void forget_hot(Stream* stream);
   struct Hot {
     Stream* stream = nullptr;
-    uint32_t misses = 0;
+    uint32_t misses = 0;  // in a row
+    uint32_t hits = 0;
   };
   std::array<Hot, 3> hot{};  // the latest first; empty ones last
   std::unique_ptr<TxBatch> take_batch();
   void give_batch(std::unique_ptr<TxBatch> batch);
 
   Poller* poller;
+  int64_t now = 0;  // a little old, of the current poll
   std::vector<std::byte> scratch;
   std::vector<std::byte> discard;
   std::vector<std::unique_ptr<TxBatch>> batches;
@@ -121,6 +123,8 @@ class Stream : public Pollable {
   void hang_up(bool abort = false);
   int fd() const { return fd_.get(); }
   bool is_blocked() const { return is_blocked_; }
+  // Whether epoll tells of news: costs each packet some, and a socket that is asked directly all the time needs it not.
+  void watch(bool on);
   int64_t last_received_ns() const { return last_received_ns_; }
   int64_t last_sent_ns() const { return last_sent_ns_; }
   void give_up_descriptor() { fd_.reset(); }
@@ -154,6 +158,7 @@ class Stream : public Pollable {
   Fd fd_;
   const bool is_bulk_;
   bool broken_ = false;
+  bool is_watched_ = true;
   bool is_blocked_ = false;  // the socket was full: EPOLLOUT tells when it is not
   std::string reason_;
   std::string reject_reason_;

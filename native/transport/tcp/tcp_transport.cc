@@ -32,6 +32,8 @@ constexpr size_t kRiddenKept = 1024;  // as many as messages can be under way: e
 constexpr uint32_t kIdlePollsToUnwatch = 2;
 constexpr uint32_t kPollsPerLook = 16;
 constexpr uint32_t kMissesToCool = 128;
+constexpr uint32_t kHitsToUnwatch = 32;
+constexpr uint32_t kPollsPerClock = 4;
 
 uint64_t random_u64() {
   uint64_t value = 0;
@@ -73,7 +75,7 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
     listeners_.push_back(std::make_unique<Listener>(this, rail));
     poller_.add(rails_[rail].listener.get(), listeners_.back().get(), EPOLLIN);
   }
-  now_ = now_ns();
+  streams_.now = now_ = now_ns();
 }
 
 TcpTransport::~TcpTransport() { close(); }
@@ -81,7 +83,7 @@ TcpTransport::~TcpTransport() { close(); }
 void TcpTransport::close() {
   if (closed_) return;
   closed_ = true;
-  now_ = now_ns();
+  streams_.now = now_ = now_ns();
   send_acks(true);
   while (!out_.empty()) {
     OutLink& link = *out_.back();
@@ -146,7 +148,7 @@ bool TcpTransport::is_region_quiet(const LocalRegion& region) {
 // --- peers ---
 
 Link* TcpTransport::connect(const std::shared_ptr<const Address>& address) {
-  now_ = now_ns();
+  streams_.now = now_ = now_ns();
   auto owned =
       std::make_unique<OutLink>(this, next_link_id_++, address, pair_rails(address_.endpoints, address->endpoints));
   OutLink& link = *owned;
@@ -300,11 +302,14 @@ uint32_t TcpTransport::pump(OutLink& link) {
 uint32_t TcpTransport::pump_dirty() {
   if (dirty_.empty()) return 0;
   uint32_t moved = 0;
-  std::vector<OutLink*> links;
-  links.swap(dirty_);
-  for (OutLink* link : links) link->is_dirty = false;
-  // One that has more than a turn's worth is in the list again.
-  for (OutLink* link : links) moved += pump(*link);
+  // One that has more than a turn's worth goes to the end of the list again: it has its next turn in the next round.
+  const size_t count = dirty_.size();
+  for (size_t i = 0; i < count; ++i) {
+    OutLink& link = *dirty_[i];
+    link.is_dirty = false;
+    moved += pump(link);
+  }
+  dirty_.erase(dirty_.begin(), dirty_.begin() + static_cast<std::ptrdiff_t>(count));
   return moved;
 }
 
@@ -314,7 +319,7 @@ void TcpTransport::ack_later(InLink& link, bool at_once) {
   link.ack_now = link.ack_now || at_once || link.rides == 0;
   if (std::exchange(link.ack_due, true)) return;
   link.ack_due_since_ns = now_;
-  acks_.push_back(&link);
+  if (!std::exchange(link.ack_listed, true)) acks_.push_back(&link);
 }
 
 void TcpTransport::send_ack(InLink& link) {
@@ -328,18 +333,21 @@ void TcpTransport::send_ack(InLink& link) {
 uint32_t TcpTransport::send_acks(bool all) {
   if (acks_.empty()) return 0;
   uint32_t sent = 0;
-  std::vector<InLink*> links;
-  links.swap(acks_);
-  for (InLink* link : links) {
-    if (!link->ack_due) continue;
-    if (!all && !link->ack_now && now_ - link->ack_due_since_ns < kAckWaitNs) {
-      acks_.push_back(link);
+  size_t kept = 0;
+  const size_t count = acks_.size();
+  for (size_t i = 0; i < count; ++i) {
+    InLink* const link = acks_[i];
+    if (link->ack_due && !all && !link->ack_now && now_ - link->ack_due_since_ns < kAckWaitNs) {
+      acks_[kept++] = link;
       continue;
     }
+    link->ack_listed = false;
+    if (!link->ack_due) continue;  // it rode
     if (!link->ack_now && link->rides > 0) --link->rides;
-    send_ack(*link);
+    send_ack(*link);  // may add to the list
     ++sent;
   }
+  acks_.erase(acks_.begin() + static_cast<std::ptrdiff_t>(kept), acks_.begin() + static_cast<std::ptrdiff_t>(count));
   return sent;
 }
 
@@ -425,9 +433,13 @@ void TcpTransport::offer_held() {
 // Sockets that brought something of late are asked directly, until one has something; all of them now and then.
 uint32_t TcpTransport::poll_sockets() {
   auto& hot = streams_.hot;
-  const bool looks = hot[0].stream == nullptr || ++polls_ % kPollsPerLook == 0;
+  const bool looks = hot[0].stream == nullptr || polls_ % kPollsPerLook == 0;
   for (size_t i = 0; i < hot.size() && hot[i].stream != nullptr && !looks; ++i) {
-    if (hot[i].stream->receive()) return 1;
+    Stream* const stream = hot[i].stream;
+    if (stream->receive()) {
+      if (hot[0].stream == stream && hot[0].hits >= kHitsToUnwatch) stream->watch(false);
+      return 1;
+    }
     if (++hot[i].misses == kMissesToCool) {
       streams_.forget_hot(hot[i].stream);
       break;
@@ -437,7 +449,7 @@ uint32_t TcpTransport::poll_sockets() {
 }
 
 uint32_t TcpTransport::poll() {
-  now_ = now_ns();
+  if (++polls_ % kPollsPerClock == 0 || streams_.hot[0].stream == nullptr) streams_.now = now_ = now_ns();
   uint32_t moved = pump_dirty();
   moved += poll_sockets();
   if (revocations_seen_ != regions_.revocations()) {
@@ -503,7 +515,11 @@ void TcpTransport::arm() {
   armed_.store(true, std::memory_order_seq_cst);
   idle_polls_ = 0;
   polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets
-  now_ = now_ns();
+  streams_.now = now_ = now_ns();
+  for (const StreamContext::Hot& place : streams_.hot) {
+    if (place.stream != nullptr) place.stream->watch(true);
+  }
+  if (streams_.hot[0].stream != nullptr) streams_.hot[0].hits = 0;
   pump_dirty();
   // Acknowledgements that wait for company go out in time even if everybody sleeps.
   if (!acks_.empty()) {
