@@ -154,7 +154,8 @@ struct OutLink final : Link {
   bool is_dirty = false;    // in the transport's list of links with something to send
   bool is_watched = false;  // in the transport's list of links with something to wait for
   int64_t connect_by_ns = 0;
-  int64_t down_since_ns = 0;                         // no channel open since; 0: one is
+  int64_t waits_since_ns = 0;  // something is outstanding since; before that, silence was nothing to worry about
+  int64_t down_since_ns = 0;   // no channel open since; 0: one is
   std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: goes down at the end of this poll
   InLink* twin = nullptr;                            // the same peer's operations towards us
 
@@ -267,7 +268,7 @@ struct InLink {
   std::map<uint32_t, InChannel> channels;  // by the initiator's index
   std::deque<HeldMessage> held;
   uint64_t held_bytes = 0;
-  std::vector<TakenMeta> taken;  // to be told
+  std::vector<TakenMeta> taken;   // to be told
   std::vector<TakenMeta> ridden;  // told with our own operations, of late: told again if those's connection breaks
   OutLink* twin = nullptr;
   bool has_refused = false;

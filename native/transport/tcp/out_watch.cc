@@ -26,6 +26,8 @@ constexpr int64_t kPingAfterNs = 500'000'000;
 constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 // One rail is silent while others are not.
 constexpr int64_t kRailSilentNs = 2'000'000'000;
+// All that is open is silent: rails that have no connection yet are tried.
+constexpr int64_t kTryOthersNs = 1'000'000'000;
 constexpr int64_t kTickSlackNs = 100'000'000;  // attempts end by the same deadline, and say better why
 
 std::string seconds_text(int64_t ns) {
@@ -218,33 +220,28 @@ void TcpTransport::fail_pinned(OutLink& link) {
   }
 }
 
-// Pings what is silent while we wait for it.
+// Pings what is silent while we wait for anything. Channels that owe nothing are asked too: their answers tell a silent rail
+// from a silent peer.
 void TcpTransport::tend_liveness(OutLink& link) {
   if (link.outstanding == 0 && !link.frozen) return;
-  int64_t moved = 0;
+  int64_t moved = link.waits_since_ns;
   link.for_each_channel([&](OutChannel& channel) {
     if (!channel.is_open()) return;
     int queued = 0;
-    // The kernel getting rid of bytes is a sign of life too: long transfers over slow networks are acknowledged seldom.
+    // The kernel getting rid of bytes that pile up is a sign of life too: long transfers over slow networks are
+    // acknowledged seldom. Not of the last ones: the kernel of a frozen peer takes a trickle for a long time.
     if (ioctl(channel.stream->fd(), SIOCOUTQ, &queued) == 0 && queued != channel.outq_bytes) {
-      if (queued < channel.outq_bytes) channel.moved_ns = now_;
+      if (queued > 0 && queued < channel.outq_bytes) channel.moved_ns = now_;
       channel.outq_bytes = queued;
     }
     channel.moved_ns = std::max(channel.moved_ns, channel.stream->last_received_ns());
     moved = std::max(moved, channel.moved_ns);
   });
-  const bool waits_for_messages_only = link.outstanding == link.messages.size() + link.queued;
   link.for_each_channel([&](OutChannel& channel) {
     if (!channel.is_open()) return;
-    const int64_t silent = now_ - channel.moved_ns;
+    const int64_t silent = now_ - std::max(channel.moved_ns, link.waits_since_ns);
     if (silent < kPingAfterNs) return;
-    const bool waits = !channel.sent.empty() || channel.in_doubt || channel.current || link.frozen ||
-                       (waits_for_messages_only && channel.lane() == Lane::kSmall) || !link.reads.empty();
-    if (!waits) {
-      channel.moved_ns = now_;  // it owes us nothing
-      return;
-    }
-    if (now_ - channel.pinged_ns >= kPingAfterNs) {
+    if (now_ - channel.pinged_ns >= kPingAfterNs && channel.control.empty()) {
       channel.pinged_ns = now_;
       append_frame(channel.control, FrameType::kPing, PingMeta{static_cast<uint64_t>(now_)});
       mark_dirty(link);
@@ -254,7 +251,9 @@ void TcpTransport::tend_liveness(OutLink& link) {
     }
   });
   const int64_t silent = now_ - moved;
-  if (moved == 0) return;
+  if (silent >= kTryOthersNs) {
+    for (uint32_t pair = 0; pair < link.pairs.size(); ++pair) link.channel(pair, Lane::kSmall).wanted = true;
+  }
   if (silent >= options_.peer_timeout_ns) {
     link.doom.emplace(
         "silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way: it is frozen, or cut off",

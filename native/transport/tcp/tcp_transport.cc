@@ -242,7 +242,7 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
   }
   if (taken == 0) return 0;
   out.queued += taken;
-  if (out.outstanding == 0) out.busy_since_ns = now_ns();
+  if (out.outstanding == 0) out.busy_since_ns = out.waits_since_ns = now_ns();
   out.outstanding += taken;
   mark_dirty(out);
   watch(out);
@@ -291,10 +291,7 @@ uint32_t TcpTransport::pump(OutLink& link) {
   for (size_t i = 0; i < link.channels.size(); ++i) {
     OutChannel* channel = link.channels[i].get();
     if (channel == nullptr || !channel->is_open() || channel->stream->is_blocked()) continue;
-    if (channel->stream->pump()) {
-      ++moved;
-      channel->moved_ns = now_;
-    }
+    if (channel->stream->pump()) ++moved;
   }
   return moved;
 }
