@@ -1,4 +1,4 @@
-"""A long and lossy cable between two netdevs: `python -m tests.support.wire DELAY_MS LOSS SEED NETDEV NETDEV`.
+"""A long and lossy cable between two netdevs: `python -m tests.support.cable DELAY_MS LOSS SEED NETDEV NETDEV`.
 
 Forwards whole packets between them until it is killed, each after DELAY_MS, and drops a share LOSS of them. The
 kernel's netem would do so, too; many kernels are built without it.

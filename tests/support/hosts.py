@@ -143,7 +143,7 @@ class Hosts:
             name: Host(name, f"{self._prefix}{name}", counts[name], index, subnets) for index, name in enumerate(names)
         }
         self._switches = [] if not one_subnet and len(names) == 2 else list(subnets)
-        self._wire = (delay_ms, loss) if delay_ms or loss else None
+        self._cable = (delay_ms, loss) if delay_ms or loss else None
         self._children: list[PeerProcess] = []
         self._relays: list[subprocess.Popen[bytes]] = []
 
@@ -183,8 +183,8 @@ class Hosts:
             run(f"ip netns add {namespace}")
         with Host("middle", middle, 0, 0, [0]).entered():
             Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
-        if self._wire is not None:
-            self._lay_wires(middle, hosts)
+        if self._cable is not None:
+            self._lay_cables(middle, hosts)
         elif self._switches:
             self._plug_into_switches(middle, hosts)
         else:
@@ -210,8 +210,8 @@ class Hosts:
                 lines += [f"link set {port} master switch{subnet}", f"link set {port} up"]
         batch(middle, lines)
 
-    def _lay_wires(self, middle: str, hosts: Sequence[Host]) -> None:
-        assert self._wire is not None
+    def _lay_cables(self, middle: str, hosts: Sequence[Host]) -> None:
+        assert self._cable is not None
         lines = []
         ends = []
         for i in range(len(hosts[0].netdevs)):
@@ -224,9 +224,9 @@ class Hosts:
         for host in hosts:
             batch(host.namespace, [f"link set {netdev} gso_max_segs 1" for netdev in host.netdevs])
         for number, pair in enumerate(ends):
-            delay_ms, loss = self._wire
+            delay_ms, loss = self._cable
             words = [str(delay_ms), str(loss), str(number), *pair]
-            command = [*on_host(middle), sys.executable, "-m", "tests.support.wire", *words]
+            command = [*on_host(middle), sys.executable, "-m", "tests.support.cable", *words]
             relay = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
             self._relays.append(relay)
             assert relay.stdout is not None
