@@ -48,8 +48,11 @@ def test_all_rails_of_the_larger_side_carry_bytes(network: NetworkFactory, rails
     assert_same_content(mine, remote)
 
 
-def test_rails_of_one_subnet_keep_to_their_netdevs_in_both_directions(network: NetworkFactory) -> None:
-    net = network(rails=4, one_subnet=True)
+@pytest.mark.parametrize(("by", "source_routes"), [("address", True), ("netdev", False)])
+def test_rails_of_one_subnet_keep_to_their_netdevs_in_both_directions(
+    network: NetworkFactory, by: str, source_routes: bool
+) -> None:
+    net = network(rails=4, one_subnet=True, by=by, source_routes=source_routes)
     mine, remote = net.source(NBYTES), net.target(NBYTES, fill=2)
 
     net.here.submit_read(mine, remote.descriptor, rail=2).wait(WAIT_S)
