@@ -147,11 +147,19 @@ Connector::Connector(Poller* poller, Owner* owner, const Rail& from, const Endpo
     early("connect");
     return;
   }
-  poller_->add(fd_.get(), this, EPOLLOUT);
+  try {
+    poller_->add(fd_.get(), this, EPOLLOUT);
+  } catch (const TransportError&) {  // the kernel cannot watch one more
+    early("epoll_ctl");
+  }
 }
 
-Connector::~Connector() {
+Connector::~Connector() { hang_up(); }
+
+void Connector::hang_up() {
+  ended_ = true;
   if (fd_ && !failed_early_) poller_->remove(fd_.get());
+  fd_.reset();
 }
 
 void Connector::end(ConnectResult result) {
@@ -177,8 +185,9 @@ void Connector::check_deadline(int64_t now) {
     return fail(ConnectResult::Kind::kTimeout,
                 "no answer from " + route_ + ": the host is down or unreachable, or a firewall drops the packets");
   }
-  fail(ConnectResult::Kind::kTimeout,
-       route_ + " took the connection but does not finish the handshake: the process there is frozen, or is no crossrail engine");
+  fail(ConnectResult::Kind::kTimeout, route_ +
+                                          " took the connection but does not finish the handshake: the process there "
+                                          "is frozen, or is no crossrail engine");
 }
 
 bool Connector::send(const Bytes& message) {
@@ -199,8 +208,9 @@ void Connector::on_events(uint32_t) {
       const auto kind = error == ECONNREFUSED ? ConnectResult::Kind::kNobodyThere
                         : error == ETIMEDOUT  ? ConnectResult::Kind::kTimeout
                                               : ConnectResult::Kind::kFailed;
-      return fail(kind, "connect to " + route_ + ": " + std::strerror(error) +
-                            (error == ECONNREFUSED ? " (no engine listens there any more, or a firewall refuses)" : ""));
+      return fail(kind,
+                  "connect to " + route_ + ": " + std::strerror(error) +
+                      (error == ECONNREFUSED ? " (no engine listens there any more, or a firewall refuses)" : ""));
     }
     step_ = Step::kChallenge;
     poller_->change(fd_.get(), this, EPOLLIN);
@@ -212,7 +222,8 @@ void Connector::on_events(uint32_t) {
     case MessageReader::State::kWhole:
       return on_message();
     case MessageReader::State::kForeign:
-      return fail(ConnectResult::Kind::kFailed, route_ + " answers with something else than a crossrail handshake: wrong port?");
+      return fail(ConnectResult::Kind::kFailed,
+                  route_ + " answers with something else than a crossrail handshake: wrong port?");
     case MessageReader::State::kClosed:
       return fail(ConnectResult::Kind::kFailed, route_ + " closed the connection during the handshake");
     case MessageReader::State::kFailed:
@@ -235,8 +246,9 @@ void Connector::on_message() {
     ConnectResult result;
     result.kind = ConnectResult::Kind::kRefused;
     result.code = RefusalCode::kVersion;
-    result.text = route_ + " speaks version " + std::to_string(reader_.version()) + " of the tcp transport, this engine version " +
-                  std::to_string(kProtocolVersion) + ": use the same crossrail release on both sides";
+    result.text = route_ + " speaks version " + std::to_string(reader_.version()) +
+                  " of the tcp transport, this engine version " + std::to_string(kProtocolVersion) +
+                  ": use the same crossrail release on both sides";
     return end(std::move(result));
   }
   if (step_ == Step::kChallenge) {
@@ -266,8 +278,8 @@ void Connector::on_message() {
 
 // --- acceptor ---
 
-Acceptor::Acceptor(Poller* poller, Owner* owner, Fd fd, std::string who, const Digest& key,
-                   const Incarnation& self, Deadline deadline)
+Acceptor::Acceptor(Poller* poller, Owner* owner, Fd fd, std::string who, const Digest& key, const Incarnation& self,
+                   Deadline deadline)
     : poller_(poller),
       owner_(owner),
       fd_(std::move(fd)),
@@ -288,7 +300,8 @@ void Acceptor::end() {
 
 bool Acceptor::accept(int fd) {
   const Bytes message = encode(Accept{});
-  return ::send(fd, message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(message.size());
+  return ::send(fd, message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
+         static_cast<ssize_t>(message.size());
 }
 
 void Acceptor::refuse(RefusalCode code, const std::string& text) {
@@ -311,7 +324,8 @@ void Acceptor::turn_away(RefusalCode code, const std::string& text) {
 
 void Acceptor::check_deadline(int64_t now) {
   if (ended_ || now < deadline_) return;
-  refuse(RefusalCode::kMalformed, "the handshake was not finished in time");
+  // One that was frozen meanwhile may try again.
+  refuse(RefusalCode::kFull, "the handshake was not finished in time");
 }
 
 void Acceptor::on_events(uint32_t) {
@@ -346,7 +360,8 @@ void Acceptor::on_message() {
     hello_ = decode_hello(message);
     if (!hello_) return refuse(RefusalCode::kMalformed, "its first message is malformed");
     if (hello_->target_tag != self_tag_) {
-      return turn_away(RefusalCode::kNotMe, "another engine is at this address now: the one you look for has ended or was restarted");
+      return turn_away(RefusalCode::kNotMe,
+                       "another engine is at this address now: the one you look for has ended or was restarted");
     }
     if (const auto refusal = owner_->check_hello(*hello_)) return turn_away(refusal->code, refusal->text);
     hello_bytes_ = message;
@@ -361,8 +376,9 @@ void Acceptor::on_message() {
   const auto proof = decode_proof(message);
   if (!proof) return refuse(RefusalCode::kMalformed, "its second message is malformed");
   if (!equal_in_constant_time(proof->proof, initiator_proof(key_, hello_bytes_, nonce_))) {
-    return refuse(RefusalCode::kAuthentication,
-                  "the two engines do not have the same secret: set the same `secret` (or CROSSRAIL_SECRET) on both sides");
+    return refuse(
+        RefusalCode::kAuthentication,
+        "the two engines do not have the same secret: set the same `secret` (or CROSSRAIL_SECRET) on both sides");
   }
   if (const auto refusal = owner_->check_hello(*hello_)) return turn_away(refusal->code, refusal->text);
   poller_->remove(fd_.get());

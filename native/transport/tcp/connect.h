@@ -17,8 +17,8 @@ namespace crossrail::tcp {
 
 // One address of this host that connections leave from and arrive at.
 struct Rail {
-  Endpoint endpoint;   // the port: of the listener
-  std::string netdev;  // may be empty: not known
+  Endpoint endpoint;             // the port: of the listener
+  std::string netdev;            // may be empty: not known
   bool bound_to_netdev = false;  // connections may leave by this netdev only
   Fd listener;
 };
@@ -64,7 +64,7 @@ struct ConnectResult {
     kUp,
     kNobodyThere,  // the port is closed: the engine is gone
     kTimeout,
-    kRefused,      // by an engine, see `code`
+    kRefused,  // by an engine, see `code`
     kFailed
   };
   Kind kind = Kind::kFailed;
@@ -89,8 +89,9 @@ class Connector final : public Pollable {
   void on_events(uint32_t events) override;
   void check_deadline(int64_t now);
   bool ended() const { return ended_; }
+  // Its owner has given it up: ends without on_connect_result.
+  void hang_up();
   int fd() const { return fd_.get(); }
-  void give_up_descriptor() { fd_.reset(); }
 
  private:
   enum class Step : uint8_t { kConnecting, kChallenge, kAccept };
@@ -135,7 +136,6 @@ class Acceptor final : public Pollable {
   // Turned away to make room.
   void turn_away(RefusalCode code, const std::string& text);
   bool ended() const { return ended_; }
-  void give_up_descriptor() { fd_.reset(); }
   static bool accept(int fd);
 
  private:

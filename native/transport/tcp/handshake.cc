@@ -112,7 +112,8 @@ std::optional<size_t> handshake_bytes(std::span<const uint8_t> head, uint16_t* v
 
 std::optional<HandshakeKind> handshake_kind(std::span<const uint8_t> message) {
   uint16_t version;
-  if (message.size() <= kHandshakeHeadBytes || handshake_bytes(message, &version) != message.size()) return std::nullopt;
+  if (message.size() <= kHandshakeHeadBytes || handshake_bytes(message, &version) != message.size())
+    return std::nullopt;
   const uint8_t kind = message[kHandshakeHeadBytes];
   if (kind < static_cast<uint8_t>(HandshakeKind::kHello) || kind > static_cast<uint8_t>(HandshakeKind::kRefusal)) {
     return std::nullopt;

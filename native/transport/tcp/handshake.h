@@ -23,8 +23,8 @@
 namespace crossrail::tcp {
 
 inline constexpr uint16_t kProtocolVersion = 1;
-inline constexpr size_t kHandshakeHeadBytes = 8;      // magic, version, total length
-inline constexpr size_t kHandshakeBytesMax = 2048;    // of one message: all that a stranger makes us keep
+inline constexpr size_t kHandshakeHeadBytes = 8;         // magic, version, total length
+inline constexpr size_t kHandshakeBytesMax = 2048;       // of one message: all that a stranger makes us keep
 inline constexpr uint32_t kHandshakeMagic = 0x54525258;  // "XRRT"
 
 using Nonce = std::array<uint8_t, 32>;
@@ -35,7 +35,7 @@ struct Hello {
   Nonce nonce{};
   uint64_t link_id = 0;
   uint32_t channel = 0;
-  uint32_t epoch = 0;  // which connection of the channel this is
+  uint32_t epoch = 0;    // which connection of the channel this is
   bool resumes = false;  // the link has carried operations already
   bool is_bulk = false;
   Address sender;
@@ -51,10 +51,10 @@ struct Accept {};
 enum class RefusalCode : uint8_t {
   kMalformed = 1,
   kVersion,
-  kNotMe,           // another incarnation, or another engine, lives here now
+  kNotMe,  // another incarnation, or another engine, lives here now
   kAuthentication,
-  kUnknownLink,     // it forgot the link that was to be resumed
-  kStale,           // a later connection of the channel exists
+  kUnknownLink,  // it forgot the link that was to be resumed
+  kStale,        // a later connection of the channel exists
   kClosing,
   kFull
 };

@@ -1,6 +1,7 @@
 // Both directions of talking to a peer: what we send it (OutLink) and what it sends us (InLink).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -69,6 +70,8 @@ struct OutChannel final : Connector::Owner {
   bool is_open() const { return stream != nullptr && !stream->is_broken(); }
   // May carry operations: open, and nothing of an earlier connection is in doubt.
   bool is_usable() const { return is_open() && !in_doubt; }
+  // Whether what was sent over a connection that broke may be lost, or the answer to it.
+  bool has_doubts() const;
 
   TcpTransport* const transport;
   OutLink* const link;
@@ -81,6 +84,8 @@ struct OutChannel final : Connector::Owner {
   bool wanted = false;                  // is to be connected, and connected again
   int64_t retry_at_ns = 0;
   int64_t retry_pause_ns = 0;
+  int64_t opened_at_ns = 0;
+  uint64_t acked_at_opening = 0;
   int64_t broken_at_ns = 0;
   std::string trouble;  // why the last connection or attempt failed
 
@@ -96,8 +101,8 @@ struct OutChannel final : Connector::Owner {
   uint64_t current_offset = 0;
   std::vector<std::byte> control;  // frames to send first
   int64_t pinged_ns = 0;
-  int64_t moved_ns = 0;      // sign of life, or of the kernel getting rid of bytes
-  int outq_bytes = 0;        // at the last look
+  int64_t moved_ns = 0;  // sign of life, or of the kernel getting rid of bytes
+  int outq_bytes = 0;    // at the last look
   uint64_t bytes_acked = 0;
 };
 
@@ -106,8 +111,7 @@ struct SentMessage {
   uint64_t id = 0;
   uint64_t operation = 0;
   uint32_t channel = 0;
-  bool over = false;          // retired, or sent anew under another id
-  bool known_placed = false;  // its channel broke, and the peer said that it holds it
+  bool over = false;  // retired, or sent anew under another id
 };
 
 struct PendingRead {
@@ -129,6 +133,8 @@ struct OutLink final : Link {
   RingQueue<WorkRequest>& queue(uint32_t rail, Lane lane) {
     return queues[2 * (rail == kAnyRail ? 0 : rail + 1) + static_cast<uint32_t>(lane)];
   }
+  // Back to where it came from, before all others.
+  void requeue(const WorkRequest& request);
   template <typename Function>
   void for_each_channel(Function&& function) {
     for (auto& channel : channels) {
@@ -142,21 +148,23 @@ struct OutLink final : Link {
   const std::vector<RailPair> pairs;
   std::vector<std::unique_ptr<OutChannel>> channels;  // by index
   std::vector<RingQueue<WorkRequest>> queues;
-  std::vector<bool> wanted;    // by queue
-  size_t queued = 0;           // in all queues
-  uint64_t outstanding = 0;    // accepted and not retired
-  bool up = false;             // on_link_up was said
+  RingQueue<WorkRequest> sends;  // kept apart: a receiver without buffers holds back messages only
+  std::vector<bool> wanted;      // by queue
+  size_t queued = 0;             // in all queues and `sends`
+  uint64_t outstanding = 0;      // accepted and not retired
+  bool up = false;               // on_link_up was said
   bool frozen = false;
-  bool is_dirty = false;       // in the transport's list of links with something to send
-  bool is_watched = false;     // in the transport's list of links with something to wait for
+  bool is_dirty = false;    // in the transport's list of links with something to send
+  bool is_watched = false;  // in the transport's list of links with something to wait for
   int64_t connect_by_ns = 0;
+  int64_t waits_since_ns = 0;  // something is outstanding since; before that, silence was nothing to worry about
   int64_t down_since_ns = 0;   // no channel open since; 0: one is
   std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: goes down at the end of this poll
-  InLink* twin = nullptr;      // the same peer's operations towards us
+  InLink* twin = nullptr;  // the same peer's operations towards us. Invariant: twin->twin == this
 
   RingQueue<SentMessage> messages;  // by id, from first_message_id
   uint64_t first_message_id = 1;
-  uint64_t messages_bytes = 0;      // sent and not taken
+  uint64_t messages_bytes = 0;  // sent and not taken
   uint64_t next_read_id = 1;
   std::unordered_map<uint64_t, PendingRead> reads;
 
@@ -174,6 +182,8 @@ inline Lane lane_of(const WorkRequest& request) { return static_cast<Lane>(reque
 
 // The peer has placed the operations of one channel up to this one. False: it cannot have.
 bool take_ack(OutLink& link, const AckMeta& ack);
+// Makes the two each other's twins, and those that were theirs nobody's.
+void pair_twins(OutLink& out, InLink& in);
 
 // --- what we receive ---
 
@@ -230,7 +240,13 @@ class InStream final : public Stream {
 struct HeldMessage {
   std::vector<uint8_t> payload;
   uint64_t id;
-  uint32_t channel;
+};
+
+// What became of a message.
+struct MessageOutcome {
+  uint64_t id;
+  uint64_t bytes;  // of one that was too long; kTaken
+  static constexpr uint64_t kTaken = ~uint64_t{0};
 };
 
 // Invariant: `placed` counts exactly the operations whose bytes are in place and whose immediates were counted, or which
@@ -247,8 +263,9 @@ struct InChannel {
     Status status;
     std::string text;
   };
-  std::deque<Refusal> refusals;  // kept until the initiator is known to have them: it may ask again
-  bool refusals_lost = false;
+  // Kept while the initiator may have to ask again. Invariant: of operations later than placed - kOperationsUnderWayMax,
+  // one for each at most.
+  std::deque<Refusal> refusals;
   std::unique_ptr<InStream> stream;
   bool is_open() const { return stream != nullptr && !stream->is_broken(); }
 };
@@ -262,15 +279,21 @@ struct InLink {
   std::deque<HeldMessage> held;
   uint64_t held_bytes = 0;
   std::vector<TakenMeta> taken;  // to be told
+  // Told, and told again when a connection broke that may have had it. Of ids later than newest_id - kMessagesUnderWayMax.
+  std::deque<MessageOutcome> outcomes;
+  uint64_t newest_id = 0;  // of a message that arrived
   OutLink* twin = nullptr;
   bool has_refused = false;
   bool over = false;  // it said goodbye
+  bool is_connected() const {
+    return std::any_of(channels.begin(), channels.end(), [](const auto& item) { return item.second.is_open(); });
+  }
   int64_t unconnected_since_ns = 0;
   // Acknowledgements travel with our own next operation to this peer if there is one soon.
   bool ack_due = false;
   bool ack_now = false;
   int64_t ack_due_since_ns = 0;
-  int32_t rides = 4;               // how well waiting for a ride has paid of late: 0 not at all, to 8
+  int32_t rides = 4;  // how well waiting for a ride has paid of late: 0 not at all, to 8
   int64_t acked_alone_ns = 0;
 };
 

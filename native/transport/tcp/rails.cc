@@ -60,7 +60,8 @@ std::vector<HostAddress> host_addresses() {
     HostAddress address;
     address.endpoint = from_sockaddr(storage);
     // Link-local ones are no use without the netdev's number, which differs between hosts.
-    if (address.endpoint.family == 6 && address.endpoint.ip[0] == 0xfe && (address.endpoint.ip[1] & 0xc0) == 0x80) continue;
+    if (address.endpoint.family == 6 && address.endpoint.ip[0] == 0xfe && (address.endpoint.ip[1] & 0xc0) == 0x80)
+      continue;
     address.endpoint.prefix_bits = prefix_of(entry->ifa_netmask, address.endpoint.family);
     address.netdev = entry->ifa_name;
     address.loopback = (entry->ifa_flags & IFF_LOOPBACK) != 0;
@@ -123,7 +124,7 @@ std::vector<HostAddress> choose(const std::vector<std::string>& names, uint32_t 
       });
       if (known != present.end()) {
         address = *known;
-        address.netdev.clear();  // asked for by address: the kernel routes
+        address.netdev.clear();                    // asked for by address: the kernel routes
       } else if (is_loopback(address.endpoint)) {  // all of 127/8 is there without being configured
         address.endpoint.prefix_bits = 8;
       } else {
@@ -135,11 +136,13 @@ std::vector<HostAddress> choose(const std::vector<std::string>& names, uint32_t 
     const size_t before = chosen.size();
     for (const bool v4 : {true, false}) {  // one rail per netdev: its IPv4 address where it has one
       for (const HostAddress& other : present) {
-        if (chosen.size() == before && other.netdev == name && (other.endpoint.family == 4) == v4) chosen.push_back(other);
+        if (chosen.size() == before && other.netdev == name && (other.endpoint.family == 4) == v4)
+          chosen.push_back(other);
       }
     }
     if (chosen.size() == before) {
-      throw UsageError("rails: '" + name + "' is neither an IP address nor a netdev of this host that is up and has an address; it has: " +
+      throw UsageError("rails: '" + name +
+                       "' is neither an IP address nor a netdev of this host that is up and has an address; it has: " +
                        list_text(present));
     }
   }
@@ -180,8 +183,8 @@ std::vector<Rail> open_rails(const std::vector<std::string>& names, uint32_t cou
     rail.bound_to_netdev = !address.netdev.empty() && !address.loopback;
     const uint16_t offset = used[rail.endpoint.ip]++;
     rail.endpoint.port = port == 0 ? 0 : static_cast<uint16_t>(port + offset);
-    rail.listener = Fd(
-        socket(rail.endpoint.family == 6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+    rail.listener =
+        Fd(socket(rail.endpoint.family == 6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
     if (!rail.listener) throw_errno("socket", "cannot make a socket", "raise the limit on open files (ulimit -n)");
     const int on = 1;
     setsockopt(rail.listener.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);

@@ -181,6 +181,7 @@ void Stream::on_events(uint32_t events) {
   if (!broken_ && (events & EPOLLOUT) != 0) {
     watch_out(false);
     pump();
+    if (!broken_ && has_more_) watch_out(true);  // nobody else knows of it
   }
 }
 
@@ -265,7 +266,8 @@ bool Stream::parse(size_t size) {
   while (size >= sizeof(FrameHeader)) {
     FrameHeader header;
     std::memcpy(&header, at, sizeof header);
-    if (header.mark != kFrameMark || header.type == 0 || header.type > kFrameTypeMax || header.meta_bytes > kMetaBytesMax) {
+    if (header.mark != kFrameMark || header.type == 0 || header.type > kFrameTypeMax ||
+        header.meta_bytes > kMetaBytesMax) {
       break_off("protocol error: a frame that is none (type " + std::to_string(header.type) + ", mark " +
                 std::to_string(header.mark) + ", " + std::to_string(header.meta_bytes) + " bytes of metadata)");
       return false;
@@ -303,6 +305,7 @@ bool Stream::parse(size_t size) {
 bool Stream::pump() {
   if (broken_ || is_blocked_) return false;
   bool moved = false;
+  has_more_ = false;
   uint64_t budget = kSendPerTurn;
   while (!broken_) {
     if (!batch_) {
@@ -319,7 +322,8 @@ bool Stream::pump() {
     moved = moved || sent > 0;
     if (!all) break;
     context_->give_batch(std::move(batch_));
-    if (sent >= budget) break;
+    has_more_ = sent >= budget;
+    if (has_more_) break;
     budget -= sent;
   }
   if (moved && !broken_) last_sent_ns_ = now_ns();

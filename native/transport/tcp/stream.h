@@ -112,7 +112,6 @@ class Stream : public Pollable {
   bool is_blocked() const { return is_blocked_; }
   int64_t last_received_ns() const { return last_received_ns_; }
   int64_t last_sent_ns() const { return last_sent_ns_; }
-  void give_up_descriptor() { fd_.reset(); }
 
  protected:
   // A frame's head has arrived. Adds the frame's payload_bytes to `place`. False: a protocol error, said by reject().
@@ -142,6 +141,7 @@ class Stream : public Pollable {
   const bool is_bulk_;
   bool broken_ = false;
   bool is_blocked_ = false;  // the socket was full: EPOLLOUT tells when it is not
+  bool has_more_ = false;    // the last pump() ended by its share of the time
   std::string reason_;
   std::string reject_reason_;
   int64_t last_received_ns_ = 0;

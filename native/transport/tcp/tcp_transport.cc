@@ -21,7 +21,8 @@ constexpr uint64_t kSliceBytes = uint64_t{64} << 20;
 constexpr uint64_t kPieceBytesMin = 256 << 10;
 // Single operations from here on travel with the bulk.
 constexpr uint64_t kBulkBytes = 16 << 10;
-constexpr size_t kQueuedMax = 4096;  // of one link: the rest waits in the engine
+constexpr size_t kQueuedMax = 4096;      // of one link: the rest waits in the engine
+constexpr size_t kSendsQueuedMax = 256;  // messages, likewise
 constexpr int64_t kTickNs = 20'000'000;
 // How long an acknowledgement waits for an operation to ride with.
 constexpr int64_t kAckWaitNs = 30'000;
@@ -100,27 +101,14 @@ void TcpTransport::close() {
   acceptors_.clear();
   dead_streams_.clear();
   dead_connectors_.clear();
-  for (Rail& rail : rails_) rail.listener.reset();
+  for (Rail& rail : rails_) {
+    poller_.remove(rail.listener.get());
+    rail.listener.reset();
+  }
 }
 
-// The child's copies would keep the connections open when the parent dies. Only closed: whatever else is touched may be
-// in the middle of a change.
-void TcpTransport::abandon_after_fork() {
-  for (Rail& rail : rails_) rail.listener.reset();
-  for (auto& acceptor : acceptors_) acceptor->give_up_descriptor();
-  for (auto& link : out_) {
-    link->for_each_channel([](OutChannel& channel) {
-      if (channel.stream) channel.stream->give_up_descriptor();
-      if (channel.connector) channel.connector->give_up_descriptor();
-    });
-  }
-  for (auto& [key, link] : in_) {
-    for (auto& [index, channel] : link->channels) {
-      if (channel.stream) channel.stream->give_up_descriptor();
-    }
-  }
-  poller_.abandon_after_fork();
-}
+// The child's copies would keep the connections open when the parent dies.
+void TcpTransport::abandon_after_fork() { poller_.abandon_after_fork(); }
 
 // --- memory ---
 
@@ -143,15 +131,14 @@ bool TcpTransport::is_region_quiet(const LocalRegion& region) {
 
 Link* TcpTransport::connect(const std::shared_ptr<const Address>& address) {
   now_ = now_ns();
-  auto owned = std::make_unique<OutLink>(this, next_link_id_++, address, pair_rails(address_.endpoints, address->endpoints));
+  auto owned =
+      std::make_unique<OutLink>(this, next_link_id_++, address, pair_rails(address_.endpoints, address->endpoints));
   OutLink& link = *owned;
   out_.push_back(std::move(owned));
   link.connect_by_ns = now_ + options_.connect_timeout_ns;
   link.down_since_ns = now_;
   for (auto& [key, incoming] : in_) {
-    if (key.first != address->incarnation || incoming->over) continue;
-    link.twin = incoming.get();
-    incoming->twin = &link;
+    if (key.first == address->incarnation && incoming->is_connected()) pair_twins(link, *incoming);
   }
   if (link.pairs.empty()) {
     link.doom.emplace("none of our rails is of the same address family (IPv4, IPv6) as one of the peer's", false);
@@ -217,18 +204,28 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
     }
     return static_cast<uint32_t>(requests.size());
   }
-  const size_t room = out.queued >= kQueuedMax ? 0 : kQueuedMax - out.queued;
-  const auto taken = static_cast<uint32_t>(std::min(requests.size(), room));
-  for (const WorkRequest& request : requests.first(taken)) {
-    const Lane lane =
-        request.op != WorkOp::kSend && (request.bulk || request.length_bytes >= kBulkBytes) ? Lane::kBulk : Lane::kSmall;
-    out.want(rail, lane);
-    WorkRequest& queued = out.queue(rail, lane).push_back(request);
-    queued.reserved = routing_of(rail, lane);
+  size_t room = out.queued - out.sends.size() >= kQueuedMax ? 0 : kQueuedMax - (out.queued - out.sends.size());
+  size_t sends_room = out.sends.size() >= kSendsQueuedMax ? 0 : kSendsQueuedMax - out.sends.size();
+  uint32_t taken = 0;
+  for (const WorkRequest& request : requests) {
+    if (request.op == WorkOp::kSend) {
+      if (sends_room == 0) break;
+      --sends_room;
+      out.want(kAnyRail, Lane::kSmall);
+      out.sends.push_back(request);
+    } else {
+      if (room == 0) break;
+      --room;
+      const Lane lane = request.bulk || request.length_bytes >= kBulkBytes ? Lane::kBulk : Lane::kSmall;
+      out.want(rail, lane);
+      WorkRequest& queued = out.queue(rail, lane).push_back(request);
+      queued.reserved = routing_of(rail, lane);
+    }
+    ++taken;
   }
   if (taken == 0) return 0;
   out.queued += taken;
-  if (out.outstanding == 0) out.busy_since_ns = now_ns();
+  if (out.outstanding == 0) out.busy_since_ns = out.waits_since_ns = now_ns();
   out.outstanding += taken;
   mark_dirty(out);
   watch(out);
@@ -245,14 +242,16 @@ void TcpTransport::withdraw(bool (*wanted)(void* context)) {
     OutLink& link = *owned;
     if (link.queued == 0) continue;
     std::vector<WorkRequest> withdrawn;
-    for (auto& queue : link.queues) {
-      if (queue.empty()) continue;
+    const auto take_from = [&](RingQueue<WorkRequest>& queue) {
+      if (queue.empty()) return;
       queue.filter([&](const WorkRequest& request) {
         if (!wanted(request.context)) return true;
         withdrawn.push_back(request);
         return false;
       });
-    }
+    };
+    for (auto& queue : link.queues) take_from(queue);
+    take_from(link.sends);
     link.queued -= withdrawn.size();
     for (const WorkRequest& request : withdrawn) {
       --link.outstanding;
@@ -277,10 +276,7 @@ uint32_t TcpTransport::pump(OutLink& link) {
   for (size_t i = 0; i < link.channels.size(); ++i) {
     OutChannel* channel = link.channels[i].get();
     if (channel == nullptr || !channel->is_open() || channel->stream->is_blocked()) continue;
-    if (channel->stream->pump()) {
-      ++moved;
-      channel->moved_ns = now_;
-    }
+    if (channel->stream->pump()) ++moved;
   }
   return moved;
 }
@@ -298,7 +294,8 @@ uint32_t TcpTransport::pump_dirty() {
     // More than a turn's worth goes on in the next round. What waits for a socket or an answer is taken up by those.
     bool has_more = false;
     link->for_each_channel([&](OutChannel& channel) {
-      has_more = has_more || (channel.is_usable() && !channel.stream->is_blocked() && (channel.current || link->queued > 0));
+      has_more =
+          has_more || (channel.is_usable() && !channel.stream->is_blocked() && (channel.current || link->queued > 0));
     });
     if (has_more) mark_dirty(*link);
   }
@@ -368,7 +365,7 @@ void TcpTransport::hold(InLink& link) {
   if (std::find(holding_.begin(), holding_.end(), &link) == holding_.end()) holding_.push_back(&link);
 }
 
-void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
+void TcpTransport::tell_taken(InLink& link, uint64_t message_id) {
   if (!link.taken.empty() && link.taken.back().first_id + link.taken.back().count == message_id) {
     ++link.taken.back().count;
   } else {
@@ -376,15 +373,55 @@ void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
   }
 }
 
-void TcpTransport::on_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
+void TcpTransport::tell_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
   for (auto& [index, channel] : link.channels) {
     if (!channel.is_open()) continue;
     append_frame(channel.control, FrameType::kRefused,
                  RefusedMeta{message_id, kMessageRefused, static_cast<uint32_t>(Status::kMessageTooLong)},
                  "message of " + std::to_string(bytes) + " bytes: no receive buffer of the target is as long");
-    break;
+    return;
+  }  // none open: the initiator will ask
+}
+
+void TcpTransport::note_outcome(InLink& link, MessageOutcome outcome) {
+  // An honest initiator has sent the newest only after it knew of those. The second bound is for others.
+  const auto is_known = [&](const MessageOutcome& old) { return old.id + kMessagesUnderWayMax <= link.newest_id; };
+  while (!link.outcomes.empty() &&
+         (is_known(link.outcomes.front()) || link.outcomes.size() >= 4 * kMessagesUnderWayMax)) {
+    link.outcomes.pop_front();
+  }
+  link.outcomes.push_back(outcome);
+}
+
+void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
+  note_outcome(link, {message_id, MessageOutcome::kTaken});
+  tell_taken(link, message_id);
+}
+
+void TcpTransport::on_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
+  note_outcome(link, {message_id, bytes});
+  tell_too_long(link, message_id, bytes);
+  ack_later(link, true);
+}
+
+void TcpTransport::tell_outcomes_again(InLink& link) {
+  link.taken.clear();
+  for (const MessageOutcome& outcome : link.outcomes) {
+    if (outcome.bytes == MessageOutcome::kTaken) {
+      tell_taken(link, outcome.id);
+    } else {
+      tell_too_long(link, outcome.id, outcome.bytes);
+    }
   }
   ack_later(link, true);
+}
+
+OutLink* TcpTransport::find_out(const InLink& link, uint64_t id) {
+  if (link.twin != nullptr && link.twin->id == id) return link.twin;
+  const auto found = std::find_if(out_.begin(), out_.end(), [&](const auto& out) {
+    return out->id == id && out->address->incarnation == link.peer->incarnation;
+  });
+  return found == out_.end() ? nullptr : found->get();
 }
 
 void TcpTransport::offer_held() {
@@ -464,7 +501,8 @@ void TcpTransport::tick() {
 
 Deadline TcpTransport::next_timer() const {
   if (!watched_.empty() || !acceptors_.empty() || listeners_paused_until_ns_ != 0) return now_ns() + kTickNs;
-  const bool waits = std::any_of(in_.begin(), in_.end(), [](const auto& item) { return item.second->unconnected_since_ns != 0; });
+  const bool waits =
+      std::any_of(in_.begin(), in_.end(), [](const auto& item) { return item.second->unconnected_since_ns != 0; });
   return waits ? now_ns() + 1'000'000'000 : kNoDeadline;
 }
 

@@ -24,7 +24,7 @@ enum class FrameType : uint8_t {
   kAck,       // AckMeta
   kTaken,     // TakenMeta: messages were taken over
   kRefused,   // RefusedMeta, text
-  kResolved,  // ResolvedMeta, `count` u64 numbers of messages held
+  kResolved,  // ResolvedMeta. What became of messages is told again
   kPong,      // PingMeta
   // both
   kBye  // text: an orderly end
@@ -62,9 +62,9 @@ struct MessageMeta {
   uint64_t message_id;
 };
 struct ResolveMeta {
-  uint64_t acked;    // operations of the channel that the initiator knows to be placed
+  uint64_t acked;  // operations of the channel that the initiator knows to be placed
   uint32_t channel;
-  uint32_t epoch;    // connections up to this epoch are over
+  uint32_t epoch;  // connections up to this epoch are over
 };
 struct PingMeta {
   uint64_t token;
@@ -98,6 +98,10 @@ struct ResolvedMeta {
   uint32_t channel;
   uint32_t epoch;
 };
+
+// What an initiator has under way at most: so far back does the acceptor remember what it has said.
+inline constexpr size_t kOperationsUnderWayMax = 8192;  // of one channel, sent and not acknowledged
+inline constexpr size_t kMessagesUnderWayMax = 1024;    // of one link, with consecutive ids
 
 inline constexpr uint32_t kEntriesMax = 1008;  // with the header's, fewer iovecs than IOV_MAX
 inline constexpr size_t kTextBytesMax = 512;
