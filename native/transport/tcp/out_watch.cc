@@ -11,6 +11,7 @@
 
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"
+#include "util/errors.h"
 
 namespace crossrail::tcp {
 
@@ -18,6 +19,8 @@ namespace {
 
 constexpr int64_t kRetryFirstNs = 20'000'000;
 constexpr int64_t kRetryMaxNs = 1'000'000'000;
+// After a connection that was made, but good for nothing.
+constexpr int64_t kRemakeMaxNs = 160'000'000;
 // A first connection that takes longer is attempted over the next rail as well.
 constexpr int64_t kNextRailNs = 300'000'000;
 constexpr int64_t kAttemptNs = 2'000'000'000;
@@ -64,10 +67,19 @@ void OutChannel::on_connect_result(ConnectResult result) {
   transport->watch(*link);
   if (result.kind == ConnectResult::Kind::kUp) {
     if (stream) transport->bury(std::move(stream));
-    stream = std::make_unique<OutStream>(transport, this, std::move(result.fd));
-    retry_pause_ns = 0;
+    try {
+      stream = std::make_unique<OutStream>(transport, this, std::move(result.fd));
+    } catch (const TransportError& error) {
+      result.kind = ConnectResult::Kind::kFailed;
+      result.text = error.what();
+    }
+  }
+  if (result.kind == ConnectResult::Kind::kUp) {
+    opened_at_ns = now;
+    acked_at_opening = acked;
     pinged_ns = 0;
     moved_ns = now;
+    outq_bytes = 0;
     broken_at_ns = 0;
     trouble.clear();
     link->down_since_ns = 0;
@@ -99,24 +111,23 @@ void OutStream::on_broken() {
   const int64_t now = transport_->now();
   channel.trouble = reason();
   channel.broken_at_ns = now;
-  channel.retry_at_ns = now;
+  // One that breaks again and again, and was good for nothing, is not remade again and again without a pause.
+  const bool was_good = now - channel.opened_at_ns >= kRetryMaxNs || channel.acked > channel.acked_at_opening;
+  channel.retry_pause_ns = was_good ? 0 : std::clamp(2 * channel.retry_pause_ns, kRetryFirstNs, kRemakeMaxNs);
+  channel.retry_at_ns = channel.retry_pause_ns > kRetryFirstNs ? now + channel.retry_pause_ns : now;
   channel.control.clear();
   bool open = false;
   link.for_each_channel([&](OutChannel& other) {
     open = open || other.is_open();
     // Questions that this connection carried were lost with it.
     if (other.asked_through == &channel) other.asked_through = nullptr;
-    const bool reads = std::any_of(link.reads.begin(), link.reads.end(),
-                                   [&](const auto& read) { return read.second.channel == other.index; });
-    if (&other == &channel && (!channel.sent.empty() || channel.current || reads)) channel.in_doubt = true;
   });
+  channel.in_doubt = channel.in_doubt || channel.has_doubts();
   if (!open && link.down_since_ns == 0) link.down_since_ns = now;
   // Acknowledgements of the peer's operations may have been riding on it.
   if (link.twin != nullptr) {
     for (auto& [index, incoming] : link.twin->channels) incoming.ack_sent = 0;
-    auto& taken = link.twin->taken;
-    taken.insert(taken.begin(), link.twin->ridden.begin(), link.twin->ridden.end());
-    link.twin->ridden.clear();
+    transport_->tell_outcomes_again(*link.twin);
     transport_->ack_later(*link.twin, true);
   }
   transport_->watch(link);
@@ -158,8 +169,8 @@ bool TcpTransport::tend_channels(OutLink& link) {
   if (carrier != nullptr) {
     link.for_each_channel([&](OutChannel& channel) {
       if (!channel.in_doubt || channel.asked_through != nullptr) return;
-      // Of the connection before this one, if there is one again.
-      const uint32_t epoch = channel.is_open() ? channel.epoch - 1 : channel.epoch;
+      // Of the connection before this one, if there is one again, or about to be.
+      const uint32_t epoch = channel.is_open() || channel.connector ? channel.epoch - 1 : channel.epoch;
       append_frame(carrier->control, FrameType::kResolve, ResolveMeta{channel.acked, channel.index, epoch});
       channel.asked_through = carrier;
       mark_dirty(link);
@@ -218,33 +229,28 @@ void TcpTransport::fail_pinned(OutLink& link) {
   }
 }
 
-// Pings what is silent while we wait for it.
+// Pings what is silent while we wait for anything. Channels that owe nothing are asked too: their answers tell a silent rail
+// from a silent peer.
 void TcpTransport::tend_liveness(OutLink& link) {
   if (link.outstanding == 0 && !link.frozen) return;
-  int64_t moved = 0;
+  int64_t moved = link.waits_since_ns;
   link.for_each_channel([&](OutChannel& channel) {
     if (!channel.is_open()) return;
     int queued = 0;
-    // The kernel getting rid of bytes is a sign of life too: long transfers over slow networks are acknowledged seldom.
+    // The kernel getting rid of bytes that pile up is a sign of life too: long transfers over slow networks are
+    // acknowledged seldom. Not of the last ones: the kernel of a frozen peer takes a trickle for a long time.
     if (ioctl(channel.stream->fd(), SIOCOUTQ, &queued) == 0 && queued != channel.outq_bytes) {
-      if (queued < channel.outq_bytes) channel.moved_ns = now_;
+      if (queued > 0 && queued < channel.outq_bytes) channel.moved_ns = now_;
       channel.outq_bytes = queued;
     }
     channel.moved_ns = std::max(channel.moved_ns, channel.stream->last_received_ns());
     moved = std::max(moved, channel.moved_ns);
   });
-  const bool waits_for_messages_only = link.outstanding == link.messages.size() + link.queued;
   link.for_each_channel([&](OutChannel& channel) {
     if (!channel.is_open()) return;
-    const int64_t silent = now_ - channel.moved_ns;
+    const int64_t silent = now_ - std::max(channel.moved_ns, link.waits_since_ns);
     if (silent < kPingAfterNs) return;
-    const bool waits = !channel.sent.empty() || channel.in_doubt || channel.current || link.frozen ||
-                       (waits_for_messages_only && channel.lane() == Lane::kSmall) || !link.reads.empty();
-    if (!waits) {
-      channel.moved_ns = now_;  // it owes us nothing
-      return;
-    }
-    if (now_ - channel.pinged_ns >= kPingAfterNs) {
+    if (now_ - channel.pinged_ns >= kPingAfterNs && channel.control.empty()) {
       channel.pinged_ns = now_;
       append_frame(channel.control, FrameType::kPing, PingMeta{static_cast<uint64_t>(now_)});
       mark_dirty(link);
@@ -254,7 +260,6 @@ void TcpTransport::tend_liveness(OutLink& link) {
     }
   });
   const int64_t silent = now_ - moved;
-  if (moved == 0) return;
   if (silent >= options_.peer_timeout_ns) {
     link.doom.emplace(
         "silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way: it is frozen, or cut off",
@@ -304,8 +309,15 @@ void TcpTransport::flush(OutLink& link, Status status, const std::string& detail
   for (auto& queue : link.queues) {
     for (size_t i = 0; i < queue.size(); ++i) left.push_back(queue[i]);
   }
+  for (size_t i = 0; i < link.sends.size(); ++i) left.push_back(link.sends[i]);
   for (const WorkRequest& request : left) retire(link, request, status, detail);
-  if (link.twin != nullptr) link.twin->twin = nullptr;
+  if (link.twin != nullptr) {
+    // Acknowledgements of the peer's operations may have been riding on our connections.
+    for (auto& [index, incoming] : link.twin->channels) incoming.ack_sent = 0;
+    tell_outcomes_again(*link.twin);
+    ack_later(*link.twin, true);
+    link.twin->twin = nullptr;
+  }
   std::erase(dirty_, &link);
   std::erase(watched_, &link);
   std::erase_if(out_, [&](const auto& owned) { return owned.get() == &link; });
@@ -319,7 +331,9 @@ void TcpTransport::bury(std::unique_ptr<Stream> stream) {
 }
 
 void TcpTransport::bury(std::unique_ptr<Connector> connector) {
-  if (connector) dead_connectors_.push_back(std::move(connector));
+  if (!connector) return;
+  connector->hang_up();
+  dead_connectors_.push_back(std::move(connector));
 }
 
 }  // namespace crossrail::tcp
