@@ -3,12 +3,11 @@
 import contextlib
 import selectors
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 
 import crossrail as xr
-from tests.support.tcp_wire import endpoints_of, with_ports
+from tests.support.tcp_wire import endpoints_of, reset, with_ports
 
 CHUNK_BYTES = 64 << 10
 
@@ -204,13 +203,6 @@ class TcpProxy:
         for end in (relay.near, relay.far):
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(end)
-
-
-def reset(end: socket.socket) -> None:
-    """Closes such that the other side sees a reset, and what it has not read is lost."""
-    with contextlib.suppress(OSError):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    end.close()
 
 
 class ProxiedAddress:

@@ -92,6 +92,13 @@ def incarnation_of(address: bytes) -> bytes:
     return address[INCARNATION_AT : INCARNATION_AT + 16]
 
 
+def reset(end: socket.socket) -> None:
+    """Closes such that the other side sees a reset, and what it has not read is lost."""
+    with contextlib.suppress(OSError):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    end.close()
+
+
 # --- handshake ---
 
 
