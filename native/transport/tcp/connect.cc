@@ -147,11 +147,19 @@ Connector::Connector(Poller* poller, Owner* owner, const Rail& from, const Endpo
     early("connect");
     return;
   }
-  poller_->add(fd_.get(), this, EPOLLOUT);
+  try {
+    poller_->add(fd_.get(), this, EPOLLOUT);
+  } catch (const TransportError&) {  // the kernel cannot watch one more
+    early("epoll_ctl");
+  }
 }
 
-Connector::~Connector() {
+Connector::~Connector() { hang_up(); }
+
+void Connector::hang_up() {
+  ended_ = true;
   if (fd_ && !failed_early_) poller_->remove(fd_.get());
+  fd_.reset();
 }
 
 void Connector::end(ConnectResult result) {
@@ -316,7 +324,8 @@ void Acceptor::turn_away(RefusalCode code, const std::string& text) {
 
 void Acceptor::check_deadline(int64_t now) {
   if (ended_ || now < deadline_) return;
-  refuse(RefusalCode::kMalformed, "the handshake was not finished in time");
+  // One that was frozen meanwhile may try again.
+  refuse(RefusalCode::kFull, "the handshake was not finished in time");
 }
 
 void Acceptor::on_events(uint32_t) {

@@ -89,8 +89,9 @@ class Connector final : public Pollable {
   void on_events(uint32_t events) override;
   void check_deadline(int64_t now);
   bool ended() const { return ended_; }
+  // Its owner has given it up: ends without on_connect_result.
+  void hang_up();
   int fd() const { return fd_.get(); }
-  void give_up_descriptor() { fd_.reset(); }
 
  private:
   enum class Step : uint8_t { kConnecting, kChallenge, kAccept };
@@ -135,7 +136,6 @@ class Acceptor final : public Pollable {
   // Turned away to make room.
   void turn_away(RefusalCode code, const std::string& text);
   bool ended() const { return ended_; }
-  void give_up_descriptor() { fd_.reset(); }
   static bool accept(int fd);
 
  private:

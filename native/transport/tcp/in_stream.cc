@@ -11,10 +11,11 @@ namespace crossrail::tcp {
 
 namespace {
 
-constexpr size_t kReadsMax = 1024;            // queued by one connection; an honest initiator stays below
-constexpr size_t kHeldMax = 2048;             // messages that nobody takes; likewise
-constexpr size_t kControlBytesMax = 1 << 20;  // frames that the initiator does not read
-constexpr size_t kRefusalsKept = 256;
+constexpr size_t kReadsMax = 1024;  // queued by one connection; an honest initiator stays below
+constexpr size_t kHeldMax = 2048;   // messages that nobody takes; likewise
+// Frames that the initiator does not read. An honest one has a refusal and its text for everything under way.
+constexpr size_t kControlBytesMax = 8 << 20;
+static_assert(kControlBytesMax > kOperationsUnderWayMax * (sizeof(FrameHeader) + sizeof(RefusedMeta) + kTextBytesMax));
 // Acknowledged at once: what the initiator may be waiting for with a full window.
 constexpr uint64_t kAckAtOnceBytes = 16 << 10;
 constexpr uint64_t kAckAtOnceOperations = 64;
@@ -50,11 +51,10 @@ void InStream::refuse(uint64_t operation, Status status, const std::string& text
   channel_->link->has_refused = true;
   append_frame(channel_->control, FrameType::kRefused,
                RefusedMeta{operation, channel_->index, static_cast<uint32_t>(status)}, text);
-  channel_->refusals.push_back({operation, status, text});
-  if (channel_->refusals.size() > kRefusalsKept) {
-    channel_->refusals.pop_front();
-    channel_->refusals_lost = true;
-  }
+  auto& refusals = channel_->refusals;
+  refusals.push_back({operation, status, text});
+  // The initiator has sent this one only after it was told about those.
+  while (refusals.front().operation + kOperationsUnderWayMax < operation) refusals.pop_front();
   transport_->ack_later(*channel_->link, true);
 }
 
@@ -84,14 +84,14 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
       if (meta.size() != sizeof(AckMeta)) return malformed();
       const auto ack = read_meta<AckMeta>(meta);
       // An acknowledgement of a link that ended meanwhile says nothing any more.
-      if (link.twin == nullptr || link.twin->id != ack.link_id) return true;
-      return take_ack(*link.twin, ack) || reject("an acknowledgement of what was never sent");
+      OutLink* const out = transport_->find_out(link, ack.link_id);
+      return out == nullptr || take_ack(*out, ack) || reject("an acknowledgement of what was never sent");
     }
     case FrameType::kTaken: {  // likewise
       if (meta.size() != sizeof(TakenMeta)) return malformed();
       const auto taken = read_meta<TakenMeta>(meta);
-      if (link.twin == nullptr || link.twin->id != taken.link_id) return true;
-      return take_taken(*link.twin, taken) || malformed();
+      OutLink* const out = transport_->find_out(link, taken.link_id);
+      return out == nullptr || take_taken(*out, taken) || malformed();
     }
     case FrameType::kBye:
       link.over = true;
@@ -256,10 +256,11 @@ void InStream::fill_reads(TxBatch& batch) {
 bool InStream::on_message(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) {
   if (meta.size() != sizeof(MessageMeta) || header.operations != 1 || header.payload_bytes > kMessageBytesMax)
     return reject("a malformed message");
-  const InLink& link = *channel_->link;
+  InLink& link = *channel_->link;
   if (link.held.size() >= kHeldMax || link.held_bytes > 2 * transport_->message_window_bytes())
     return reject("more messages at once than an engine sends");
   message_id_ = read_meta<MessageMeta>(meta).message_id;
+  link.newest_id = std::max(link.newest_id, message_id_);
   message_.resize(header.payload_bytes);
   if (!message_.empty()) place.add(reinterpret_cast<std::byte*>(message_.data()), message_.size());
   return true;
@@ -276,7 +277,7 @@ bool InStream::finish_message() {
       break;
     case Sink::Offer::kHold:
       link.held_bytes += message_.size();
-      link.held.push_back({std::move(message_), message_id_, channel_->index});
+      link.held.push_back({std::move(message_), message_id_});
       message_ = {};
       transport_->hold(link);
       break;
@@ -303,20 +304,15 @@ bool InStream::on_resolve(const ResolveMeta& resolve) {
     asked.stream->break_off("the peer gave this connection up");
   }
   asked.epoch_min = std::max(asked.epoch_min, resolve.epoch + 1);
-  if (asked.refusals_lost) return reject("too many operations were refused to say which");
+  // Those after the last one placed are sent anew, in whatever order.
+  std::erase_if(asked.refusals, [&](const InChannel::Refusal& refusal) { return refusal.operation > asked.placed; });
   for (const InChannel::Refusal& refusal : asked.refusals) {
     if (refusal.operation <= resolve.acked) continue;
     append_frame(channel_->control, FrameType::kRefused,
                  RefusedMeta{refusal.operation, asked.index, static_cast<uint32_t>(refusal.status)}, refusal.text);
   }
-  std::vector<uint64_t> held;
-  for (const HeldMessage& message : link.held) held.push_back(message.id);
-  const ResolvedMeta resolved{asked.placed, asked.index, resolve.epoch};
-  const FrameHeader header =
-      header_of(FrameType::kResolved, held.size(), 0, sizeof resolved + held.size() * sizeof(uint64_t), 0);
-  append_bytes(channel_->control, &header, sizeof header);
-  append_bytes(channel_->control, &resolved, sizeof resolved);
-  append_bytes(channel_->control, held.data(), held.size() * sizeof(uint64_t));
+  append_frame(channel_->control, FrameType::kResolved, ResolvedMeta{asked.placed, asked.index, resolve.epoch});
+  transport_->tell_outcomes_again(link);
   transport_->ack_later(link, true);
   return true;
 }

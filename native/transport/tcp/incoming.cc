@@ -7,6 +7,7 @@
 
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"
+#include "util/errors.h"
 
 namespace crossrail::tcp {
 
@@ -38,8 +39,13 @@ void TcpTransport::accept_all(Listener& listener) {
     tune_socket(fd.get(), options_.peer_timeout_ns / 1'000'000);
     make_room_for_stranger();
     std::string who = peer_text(fd.get());
-    acceptors_.push_back(std::make_unique<Acceptor>(&poller_, this, std::move(fd), std::move(who), key_,
-                                                    address_.incarnation, now_ + kStrangerPatienceNs));
+    try {
+      acceptors_.push_back(std::make_unique<Acceptor>(&poller_, this, std::move(fd), std::move(who), key_,
+                                                      address_.incarnation, now_ + kStrangerPatienceNs));
+    } catch (const TransportError& error) {  // the kernel cannot watch one more
+      sink_->on_protocol_error("", std::string("cannot take a connection in: ") + error.what());
+      return;
+    }
     next_tick_ns_ = std::min(next_tick_ns_, now_);
   }
 }
@@ -86,9 +92,7 @@ void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
     owned->id = hello.link_id;
     owned->peer = std::make_shared<const Address>(hello.sender);
     for (auto& out : out_) {
-      if (out->address->incarnation != hello.sender.incarnation) continue;
-      owned->twin = out.get();
-      out->twin = owned.get();
+      if (out->address->incarnation == hello.sender.incarnation) pair_twins(*out, *owned);
     }
   }
   InLink& link = *owned;
@@ -99,18 +103,24 @@ void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
   if (channel.stream) bury(std::move(channel.stream));
   channel.epoch_min = hello.epoch;
   channel.control.clear();
+  if (!Acceptor::accept(fd.get())) {  // it will try again
+    if (link.unconnected_since_ns == 0 && !link.is_connected()) link.unconnected_since_ns = now_;
+    return;
+  }
   link.unconnected_since_ns = 0;
-  if (!Acceptor::accept(fd.get())) return;  // it will try again
   if (hello.sender.host == address_.host) tune_for_loopback(fd.get());
-  channel.stream = std::make_unique<InStream>(this, &channel, std::move(fd), hello.is_bulk);
+  try {
+    channel.stream = std::make_unique<InStream>(this, &channel, std::move(fd), hello.is_bulk);
+  } catch (const TransportError& error) {
+    link.unconnected_since_ns = link.is_connected() ? 0 : now_;
+    sink_->on_protocol_error(link.peer->name, std::string("cannot take its connection in: ") + error.what());
+  }
 }
 
 void TcpTransport::on_incoming_broken(InChannel& channel, const std::string& reason) {
   InLink& link = *channel.link;
   if (reason.starts_with("protocol error")) sink_->on_protocol_error(link.peer->name, reason);
-  const bool open =
-      std::any_of(link.channels.begin(), link.channels.end(), [](const auto& item) { return item.second.is_open(); });
-  if (!open) link.unconnected_since_ns = now_;
+  if (!link.is_connected()) link.unconnected_since_ns = now_;
   next_tick_ns_ = std::min(next_tick_ns_, now_);
 }
 

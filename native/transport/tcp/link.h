@@ -1,6 +1,7 @@
 // Both directions of talking to a peer: what we send it (OutLink) and what it sends us (InLink).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -70,6 +71,8 @@ struct OutChannel final : Connector::Owner {
   bool is_open() const { return stream != nullptr && !stream->is_broken(); }
   // May carry operations: open, and nothing of an earlier connection is in doubt.
   bool is_usable() const { return is_open() && !in_doubt; }
+  // Whether what was sent over a connection that broke may be lost, or the answer to it.
+  bool has_doubts() const;
 
   TcpTransport* const transport;
   OutLink* const link;
@@ -82,6 +85,8 @@ struct OutChannel final : Connector::Owner {
   bool wanted = false;                  // is to be connected, and connected again
   int64_t retry_at_ns = 0;
   int64_t retry_pause_ns = 0;
+  int64_t opened_at_ns = 0;
+  uint64_t acked_at_opening = 0;
   int64_t broken_at_ns = 0;
   std::string trouble;  // why the last connection or attempt failed
 
@@ -110,8 +115,7 @@ struct SentMessage {
   uint64_t id = 0;
   uint64_t operation = 0;
   uint32_t channel = 0;
-  bool over = false;          // retired, or sent anew under another id
-  bool known_placed = false;  // its channel broke, and the peer said that it holds it
+  bool over = false;  // retired, or sent anew under another id
 };
 
 struct PendingRead {
@@ -133,6 +137,8 @@ struct OutLink final : Link {
   RingQueue<WorkRequest>& queue(uint32_t rail, Lane lane) {
     return queues[2 * (rail == kAnyRail ? 0 : rail + 1) + static_cast<uint32_t>(lane)];
   }
+  // Back to where it came from, before all others.
+  void requeue(const WorkRequest& request);
   template <typename Function>
   void for_each_channel(Function&& function) {
     for (auto& channel : channels) {
@@ -146,10 +152,11 @@ struct OutLink final : Link {
   const std::vector<RailPair> pairs;
   std::vector<std::unique_ptr<OutChannel>> channels;  // by index
   std::vector<RingQueue<WorkRequest>> queues;
-  std::vector<bool> wanted;  // by queue
-  size_t queued = 0;         // in all queues
-  uint64_t outstanding = 0;  // accepted and not retired
-  bool up = false;           // on_link_up was said
+  RingQueue<WorkRequest> sends;  // kept apart: a receiver without buffers holds back messages only
+  std::vector<bool> wanted;      // by queue
+  size_t queued = 0;             // in all queues and `sends`
+  uint64_t outstanding = 0;      // accepted and not retired
+  bool up = false;               // on_link_up was said
   bool frozen = false;
   bool is_dirty = false;    // in the transport's list of links with something to send
   bool is_watched = false;  // in the transport's list of links with something to wait for
@@ -157,7 +164,7 @@ struct OutLink final : Link {
   int64_t waits_since_ns = 0;  // something is outstanding since; before that, silence was nothing to worry about
   int64_t down_since_ns = 0;   // no channel open since; 0: one is
   std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: goes down at the end of this poll
-  InLink* twin = nullptr;                            // the same peer's operations towards us
+  InLink* twin = nullptr;  // the same peer's operations towards us. Invariant: twin->twin == this
 
   RingQueue<SentMessage> messages;  // by id, from first_message_id
   uint64_t first_message_id = 1;
@@ -181,6 +188,8 @@ inline Lane lane_of(const WorkRequest& request) { return static_cast<Lane>(reque
 bool take_ack(OutLink& link, const AckMeta& ack);
 // The peer's pool has these messages. False: nonsense.
 bool take_taken(OutLink& link, const TakenMeta& taken);
+// Makes the two each other's twins, and those that were theirs nobody's.
+void pair_twins(OutLink& out, InLink& in);
 
 // --- what we receive ---
 
@@ -237,7 +246,13 @@ class InStream final : public Stream {
 struct HeldMessage {
   std::vector<uint8_t> payload;
   uint64_t id;
-  uint32_t channel;
+};
+
+// What became of a message.
+struct MessageOutcome {
+  uint64_t id;
+  uint64_t bytes;  // of one that was too long; kTaken
+  static constexpr uint64_t kTaken = ~uint64_t{0};
 };
 
 // Invariant: `placed` counts exactly the operations whose bytes are in place and whose immediates were counted, or which
@@ -254,8 +269,9 @@ struct InChannel {
     Status status;
     std::string text;
   };
-  std::deque<Refusal> refusals;  // kept until the initiator is known to have them: it may ask again
-  bool refusals_lost = false;
+  // Kept while the initiator may have to ask again. Invariant: of operations later than placed - kOperationsUnderWayMax,
+  // one for each at most.
+  std::deque<Refusal> refusals;
   std::unique_ptr<InStream> stream;
   bool is_open() const { return stream != nullptr && !stream->is_broken(); }
 };
@@ -268,11 +284,16 @@ struct InLink {
   std::map<uint32_t, InChannel> channels;  // by the initiator's index
   std::deque<HeldMessage> held;
   uint64_t held_bytes = 0;
-  std::vector<TakenMeta> taken;   // to be told
-  std::vector<TakenMeta> ridden;  // told with our own operations, of late: told again if those's connection breaks
+  std::vector<TakenMeta> taken;  // to be told
+  // Told, and told again when a connection broke that may have had it. Of ids later than newest_id - kMessagesUnderWayMax.
+  std::deque<MessageOutcome> outcomes;
+  uint64_t newest_id = 0;  // of a message that arrived
   OutLink* twin = nullptr;
   bool has_refused = false;
   bool over = false;  // it said goodbye
+  bool is_connected() const {
+    return std::any_of(channels.begin(), channels.end(), [](const auto& item) { return item.second.is_open(); });
+  }
   int64_t unconnected_since_ns = 0;
   // Acknowledgements travel with our own next operation to this peer if there is one soon.
   bool ack_due = false;

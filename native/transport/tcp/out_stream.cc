@@ -9,10 +9,9 @@ namespace crossrail::tcp {
 
 namespace {
 
-// Operations sent and not acknowledged, of one channel.
-constexpr size_t kSentMax = 8192;
+constexpr size_t kSentMax = kOperationsUnderWayMax;
 constexpr size_t kReadsMax = 256;
-constexpr size_t kMessagesMax = 1024;
+constexpr size_t kMessagesMax = kMessagesUnderWayMax;
 // Asked for over one of several pairs of rails: a question is short, and the first to ask would ask for everything.
 constexpr uint32_t kReadsAhead = 2;
 constexpr uint64_t kReadBytesAhead = uint64_t{2} << 20;
@@ -102,6 +101,12 @@ OutChannel& OutLink::channel(uint32_t pair, Lane lane) {
   return *channel;
 }
 
+void OutLink::requeue(const WorkRequest& request) {
+  auto& queue = request.op == WorkOp::kSend ? sends : this->queue(rail_of(request), lane_of(request));
+  queue.push_front(request);
+  ++queued;
+}
+
 OutStream::OutStream(TcpTransport* transport, OutChannel* channel, Fd fd)
     : Stream(&transport->streams(), std::move(fd), channel->lane() == Lane::kBulk),
       transport_(transport),
@@ -143,7 +148,46 @@ RingQueue<WorkRequest>* next_queue(OutChannel& channel) {
   return nullptr;
 }
 
+// The next message, if this channel is to carry it and the peer has room.
+bool put_message(OutChannel& channel, TxBatch& batch) {
+  OutLink& link = *channel.link;
+  if (link.sends.empty()) return false;
+  const uint64_t length = link.sends.front().length_bytes;
+  if (link.messages.size() >= kMessagesMax ||
+      (link.messages_bytes > 0 && link.messages_bytes + length > channel.transport->message_window_bytes()) ||
+      !batch.has_room(sizeof(FrameHeader) + sizeof(MessageMeta) + kCopyBytesMax, 2))
+    return false;
+  if (channel.lane() == Lane::kBulk) {
+    bool small = false;
+    link.for_each_channel(
+        [&](OutChannel& other) { small = small || (other.lane() == Lane::kSmall && other.is_usable()); });
+    if (small) return false;
+  }
+  const WorkRequest request = link.sends.pop_front();
+  --link.queued;
+  const uint64_t id = link.first_message_id + link.messages.size();
+  batch.put(header_of(FrameType::kMessage, 0, 1, sizeof(MessageMeta), length));
+  batch.put(MessageMeta{id});
+  if (length > kCopyBytesMax) {
+    batch.view(request.local, length);
+  } else if (length > 0) {
+    batch.copy(request.local, length);
+  }
+  channel.sent.push_back(request);
+  link.messages.push_back(
+      {.request = request, .id = id, .operation = channel.acked + channel.sent.size(), .channel = channel.index});
+  link.messages_bytes += length;
+  return true;
+}
+
 }  // namespace
+
+bool OutChannel::has_doubts() const {
+  // What became of any message may have been on its way over this connection.
+  return !sent.empty() || current || !link->messages.empty() ||
+         std::any_of(link->reads.begin(), link->reads.end(),
+                     [this](const auto& read) { return read.second.channel == index; });
+}
 
 bool OutChannel::fill(TxBatch& batch) {
   if (!control.empty()) {
@@ -166,6 +210,7 @@ bool OutChannel::fill(TxBatch& batch) {
       }
       continue;
     }
+    if (put_message(*this, batch)) continue;
     RingQueue<WorkRequest>* const queue = next_queue(*this);
     if (queue == nullptr) break;
     const WorkRequest& request = queue->front();
@@ -180,7 +225,7 @@ bool OutChannel::fill(TxBatch& batch) {
       if (count == 0) break;
       for (size_t i = 0; i < count; ++i) sent.push_back(queue->pop_front());
       link->queued -= count;
-    } else if (request.op == WorkOp::kRead) {
+    } else {
       if (link->reads.size() >= kReadsMax || !batch.has_room(sizeof(FrameHeader) + sizeof(ReadMeta))) break;
       const bool far_ahead = reads_open >= kReadsAhead && reads_bytes + request.length_bytes > kReadBytesAhead;
       if (far_ahead && link->pairs.size() > 1) break;
@@ -190,24 +235,6 @@ bool OutChannel::fill(TxBatch& batch) {
       link->reads[id] = {.request = request, .channel = index};
       ++reads_open;
       reads_bytes += request.length_bytes;
-      sent.push_back(queue->pop_front());
-      --link->queued;
-    } else {
-      const uint64_t length = request.length_bytes;
-      if (link->messages.size() >= kMessagesMax ||
-          (link->messages_bytes > 0 && link->messages_bytes + length > transport->message_window_bytes()) ||
-          !batch.has_room(sizeof(FrameHeader) + sizeof(MessageMeta) + kCopyBytesMax, 2))
-        break;
-      const uint64_t id = link->first_message_id + link->messages.size();
-      batch.put(header_of(FrameType::kMessage, 0, 1, sizeof(MessageMeta), length));
-      batch.put(MessageMeta{id});
-      if (length <= kCopyBytesMax) {
-        if (length > 0) batch.copy(request.local, length);
-      } else {
-        batch.view(request.local, length);
-      }
-      link->messages.push_back({.request = request, .id = id, .operation = acked + sent.size() + 1, .channel = index});
-      link->messages_bytes += length;
       sent.push_back(queue->pop_front());
       --link->queued;
     }
@@ -268,24 +295,10 @@ SentMessage* find_message(OutLink& link, uint64_t id) {
 }
 
 // The peer says how much of a broken channel's it has placed. The rest goes out anew, over whatever is usable.
-void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed, std::span<const uint64_t> held) {
+void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
   OutLink& link = *channel.link;
-  const uint64_t end = channel.acked + channel.sent.size();
   on_acked(transport, channel, placed);
-  const auto is_held = [&](uint64_t id) { return std::find(held.begin(), held.end(), id) != held.end(); };
   std::vector<WorkRequest> again;
-  for (size_t i = 0; i < link.messages.size(); ++i) {
-    SentMessage& message = link.messages[i];
-    if (message.over) continue;
-    if (message.channel == channel.index && message.operation > placed && message.operation <= end) {
-      message.over = true;  // goes out under a new id
-      link.messages_bytes -= message.request.length_bytes;
-      continue;
-    }
-    if (message.channel == channel.index) message.known_placed = true;
-    if (message.known_placed && !is_held(message.id)) end_message(transport, link, message, Status::kDone, {});
-  }
-  forget_ended_messages(link);
   // Reads whose data was to come over the broken connection.
   for (auto read = link.reads.begin(); read != link.reads.end();) {
     if (read->second.channel == channel.index) {
@@ -300,14 +313,20 @@ void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed, 
   if (channel.current) again.push_back(*channel.current);
   channel.current.reset();
   for (size_t i = channel.sent.size(); i > 0; --i) {
-    if (channel.sent[i - 1].op != WorkOp::kRead) again.push_back(channel.sent[i - 1]);
+    if (channel.sent[i - 1].op == WorkOp::kWrite) again.push_back(channel.sent[i - 1]);
   }
+  // Messages go out under new ids. What became of those that were placed is told anyway.
+  for (size_t i = link.messages.size(); i > 0; --i) {
+    SentMessage& message = link.messages[i - 1];
+    if (message.over || message.channel != channel.index || message.operation <= placed) continue;
+    message.over = true;
+    link.messages_bytes -= message.request.length_bytes;
+    again.push_back(message.request);
+  }
+  forget_ended_messages(link);
   channel.sent.clear();
   channel.refusals.clear();
-  for (const WorkRequest& request : again) {
-    link.queue(rail_of(request), lane_of(request)).push_front(request);
-    ++link.queued;
-  }
+  for (const WorkRequest& request : again) link.requeue(request);
   channel.in_doubt = false;
   channel.asked_through = nullptr;
   transport.mark_dirty(link);
@@ -315,9 +334,18 @@ void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed, 
 
 }  // namespace
 
+void pair_twins(OutLink& out, InLink& in) {
+  if (out.twin != nullptr) out.twin->twin = nullptr;
+  if (in.twin != nullptr) in.twin->twin = nullptr;
+  out.twin = &in;
+  in.twin = &out;
+}
+
 bool take_ack(OutLink& link, const AckMeta& ack) {
   OutChannel* channel = ack.channel < link.channels.size() ? link.channels[ack.channel].get() : nullptr;
   if (channel == nullptr || ack.placed > channel->acked + channel->sent.size()) return false;
+  // Refusals may have been lost with the connection that broke: the answer to our question brings them, and says as much.
+  if (channel->in_doubt) return true;
   on_acked(*link.transport, *channel, ack.placed);
   if (link.queued > 0) link.transport->mark_dirty(link);
   return true;
@@ -337,6 +365,12 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
   OutLink& link = *channel_->link;
   const auto type = static_cast<FrameType>(header.type);
   const auto malformed = [&] { return reject("a malformed frame of type " + std::to_string(header.type)); };
+  // A read's data comes over the connection that asked for it: nothing else may end it while its data is arriving.
+  const auto find_read = [&](uint64_t id) {
+    const auto read = link.reads.find(id);
+    return read == link.reads.end() || read->second.channel != channel_->index || channel_->in_doubt ? link.reads.end()
+                                                                                                     : read;
+  };
   read_id_ = 0;
   channel_->moved_ns = transport_->now();
   if (type != FrameType::kReadData && header.payload_bytes != 0) return malformed();
@@ -365,6 +399,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
           end_message(*transport_, link, *message, status, text);
         }
         forget_ended_messages(link);
+        if (link.queued > 0) transport_->mark_dirty(link);
         return true;
       }
       OutChannel* channel = refused.channel < link.channels.size() ? link.channels[refused.channel].get() : nullptr;
@@ -375,7 +410,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       return true;
     }
     case FrameType::kResolved: {
-      if (meta.size() != sizeof(ResolvedMeta) + header.count * sizeof(uint64_t)) return malformed();
+      if (meta.size() != sizeof(ResolvedMeta)) return malformed();
       const auto resolved = read_meta<ResolvedMeta>(meta);
       OutChannel* channel = resolved.channel < link.channels.size() ? link.channels[resolved.channel].get() : nullptr;
       if (channel == nullptr) return malformed();
@@ -383,15 +418,13 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       if (resolved.placed < channel->acked || resolved.placed > channel->acked + channel->sent.size()) {
         return reject("it claims to have placed operations that were never sent");
       }
-      std::vector<uint64_t> held(header.count);
-      if (!held.empty()) std::memcpy(held.data(), meta.data() + sizeof resolved, held.size() * sizeof(uint64_t));
-      on_resolved(*transport_, *channel, resolved.placed, held);
+      on_resolved(*transport_, *channel, resolved.placed);
       return true;
     }
     case FrameType::kReadData: {
       if (meta.size() != sizeof(ReadDataMeta)) return malformed();
       const auto data = read_meta<ReadDataMeta>(meta);
-      const auto read = link.reads.find(data.read_id);
+      const auto read = find_read(data.read_id);
       if (read == link.reads.end()) return reject("data of a read that was never asked for");
       const uint64_t length = read->second.request.length_bytes;
       if (data.offset > length || header.payload_bytes > length - data.offset)
@@ -404,7 +437,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kReadEnd: {
       if (meta.size() < sizeof(ReadEndMeta)) return malformed();
       const auto end = read_meta<ReadEndMeta>(meta);
-      const auto read = link.reads.find(end.read_id);
+      const auto read = find_read(end.read_id);
       if (read == link.reads.end() || end.status > static_cast<uint64_t>(Status::kTransportFailed)) return malformed();
       const PendingRead pending = read->second;
       const auto status = static_cast<Status>(end.status);

@@ -11,6 +11,7 @@
 
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"
+#include "util/errors.h"
 
 namespace crossrail::tcp {
 
@@ -18,6 +19,8 @@ namespace {
 
 constexpr int64_t kRetryFirstNs = 20'000'000;
 constexpr int64_t kRetryMaxNs = 1'000'000'000;
+// After a connection that was made, but good for nothing.
+constexpr int64_t kRemakeMaxNs = 160'000'000;
 // A first connection that takes longer is attempted over the next rail as well.
 constexpr int64_t kNextRailNs = 300'000'000;
 constexpr int64_t kAttemptNs = 2'000'000'000;
@@ -85,10 +88,19 @@ void OutChannel::on_connect_result(ConnectResult result) {
   transport->watch(*link);
   if (result.kind == ConnectResult::Kind::kUp) {
     if (stream) transport->bury(std::move(stream));
-    stream = std::make_unique<OutStream>(transport, this, std::move(result.fd));
-    retry_pause_ns = 0;
+    try {
+      stream = std::make_unique<OutStream>(transport, this, std::move(result.fd));
+    } catch (const TransportError& error) {
+      result.kind = ConnectResult::Kind::kFailed;
+      result.text = error.what();
+    }
+  }
+  if (result.kind == ConnectResult::Kind::kUp) {
+    opened_at_ns = now;
+    acked_at_opening = acked;
     pinged_ns = 0;
     moved_ns = now;
+    outq_bytes = 0;
     broken_at_ns = 0;
     trouble.clear();
     link->down_since_ns = 0;
@@ -120,24 +132,23 @@ void OutStream::on_broken() {
   const int64_t now = transport_->now();
   channel.trouble = reason();
   channel.broken_at_ns = now;
-  channel.retry_at_ns = now;
+  // One that breaks again and again, and was good for nothing, is not remade again and again without a pause.
+  const bool was_good = now - channel.opened_at_ns >= kRetryMaxNs || channel.acked > channel.acked_at_opening;
+  channel.retry_pause_ns = was_good ? 0 : std::clamp(2 * channel.retry_pause_ns, kRetryFirstNs, kRemakeMaxNs);
+  channel.retry_at_ns = channel.retry_pause_ns > kRetryFirstNs ? now + channel.retry_pause_ns : now;
   channel.control.clear();
   bool open = false;
   link.for_each_channel([&](OutChannel& other) {
     open = open || other.is_open();
     // Questions that this connection carried were lost with it.
     if (other.asked_through == &channel) other.asked_through = nullptr;
-    const bool reads = std::any_of(link.reads.begin(), link.reads.end(),
-                                   [&](const auto& read) { return read.second.channel == other.index; });
-    if (&other == &channel && (!channel.sent.empty() || channel.current || reads)) channel.in_doubt = true;
   });
+  channel.in_doubt = channel.in_doubt || channel.has_doubts();
   if (!open && link.down_since_ns == 0) link.down_since_ns = now;
   // Acknowledgements of the peer's operations may have been riding on it.
   if (link.twin != nullptr) {
     for (auto& [index, incoming] : link.twin->channels) incoming.ack_sent = 0;
-    auto& taken = link.twin->taken;
-    taken.insert(taken.begin(), link.twin->ridden.begin(), link.twin->ridden.end());
-    link.twin->ridden.clear();
+    transport_->tell_outcomes_again(*link.twin);
     transport_->ack_later(*link.twin, true);
   }
   transport_->watch(link);
@@ -179,8 +190,8 @@ bool TcpTransport::tend_channels(OutLink& link) {
   if (carrier != nullptr) {
     link.for_each_channel([&](OutChannel& channel) {
       if (!channel.in_doubt || channel.asked_through != nullptr) return;
-      // Of the connection before this one, if there is one again.
-      const uint32_t epoch = channel.is_open() ? channel.epoch - 1 : channel.epoch;
+      // Of the connection before this one, if there is one again, or about to be.
+      const uint32_t epoch = channel.is_open() || channel.connector ? channel.epoch - 1 : channel.epoch;
       append_frame(carrier->control, FrameType::kResolve, ResolveMeta{channel.acked, channel.index, epoch});
       channel.asked_through = carrier;
       mark_dirty(link);
@@ -322,8 +333,15 @@ void TcpTransport::flush(OutLink& link, Status status, const std::string& detail
   for (auto& queue : link.queues) {
     for (size_t i = 0; i < queue.size(); ++i) left.push_back(queue[i]);
   }
+  for (size_t i = 0; i < link.sends.size(); ++i) left.push_back(link.sends[i]);
   for (const WorkRequest& request : left) retire(link, request, status, detail);
-  if (link.twin != nullptr) link.twin->twin = nullptr;
+  if (link.twin != nullptr) {
+    // Acknowledgements of the peer's operations may have been riding on our connections.
+    for (auto& [index, incoming] : link.twin->channels) incoming.ack_sent = 0;
+    tell_outcomes_again(*link.twin);
+    ack_later(*link.twin, true);
+    link.twin->twin = nullptr;
+  }
   std::erase(dirty_, &link);
   std::erase(watched_, &link);
   std::erase_if(out_, [&](const auto& owned) { return owned.get() == &link; });
@@ -337,7 +355,9 @@ void TcpTransport::bury(std::unique_ptr<Stream> stream) {
 }
 
 void TcpTransport::bury(std::unique_ptr<Connector> connector) {
-  if (connector) dead_connectors_.push_back(std::move(connector));
+  if (!connector) return;
+  connector->hang_up();
+  dead_connectors_.push_back(std::move(connector));
 }
 
 }  // namespace crossrail::tcp

@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/timerfd.h>
+#include <unistd.h>
 
 #include <array>
 #include <cerrno>
@@ -40,9 +41,24 @@ Poller::Poller()
   control(inner_.get(), EPOLL_CTL_ADD, timer_.get(), nullptr, EPOLLIN);
 }
 
-void Poller::add(int fd, Pollable* what, uint32_t events) { control(inner_.get(), EPOLL_CTL_ADD, fd, what, events); }
+void Poller::add(int fd, Pollable* what, uint32_t events) {
+  control(inner_.get(), EPOLL_CTL_ADD, fd, what, events);
+  remember(fd, true);
+}
 void Poller::change(int fd, Pollable* what, uint32_t events) { control(inner_.get(), EPOLL_CTL_MOD, fd, what, events); }
-void Poller::remove(int fd) { epoll_ctl(inner_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+void Poller::remove(int fd) {
+  remember(fd, false);
+  epoll_ctl(inner_.get(), EPOLL_CTL_DEL, fd, nullptr);
+}
+
+// Only the progress holder writes. relaxed: read in the child of a fork, where there is one thread.
+void Poller::remember(int fd, bool is_ours) {
+  if (fd >= kRemembered) return;
+  auto& word = ours_[static_cast<size_t>(fd / 64)];
+  const uint64_t bit = uint64_t{1} << (fd % 64);
+  const uint64_t old = word.load(std::memory_order_relaxed);
+  word.store(is_ours ? old | bit : old & ~bit, std::memory_order_relaxed);
+}
 
 int Poller::poll() {
   std::array<epoll_event, kEventsMax> events;
@@ -91,6 +107,11 @@ void Poller::ring_at(int64_t time_ns) {
 }
 
 void Poller::abandon_after_fork() {
+  for (int i = 0; i < kRemembered / 64; ++i) {
+    for (uint64_t left = ours_[static_cast<size_t>(i)].load(std::memory_order_relaxed); left != 0; left &= left - 1) {
+      ::close(64 * i + __builtin_ctzll(left));
+    }
+  }
   inner_.reset();
   outer_.reset();
   bell_.reset();

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "util/clock.h"
 #include "util/memory_map.h"
@@ -40,13 +41,18 @@ class Poller {
   bool clear_bell();
   // A ring after this time, once. Replaces an earlier one. 0: none.
   void ring_at(int64_t time_ns);
+  // In the child of a fork: closes all that is polled, without looking at what it belongs to, which may be in the middle of
+  // a change.
   void abandon_after_fork();
 
  private:
+  static constexpr int kRemembered = 1 << 18;  // higher ones stay open in a forked child
+  void remember(int fd, bool is_ours);
   Fd inner_;
   Fd outer_;
   Fd bell_;
   Fd timer_;
+  std::unique_ptr<std::atomic<uint64_t>[]> ours_ = std::make_unique<std::atomic<uint64_t>[]>(kRemembered / 64);
   SpinLock watching_lock_;  // the flag and what the kernel was told change together
   std::atomic<bool> watching_{false};
 };

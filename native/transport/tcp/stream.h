@@ -127,7 +127,6 @@ class Stream : public Pollable {
   void watch(bool on);
   int64_t last_received_ns() const { return last_received_ns_; }
   int64_t last_sent_ns() const { return last_sent_ns_; }
-  void give_up_descriptor() { fd_.reset(); }
 
  protected:
   // A frame's head has arrived. Adds the frame's payload_bytes to `place`. False: a protocol error, said by reject().

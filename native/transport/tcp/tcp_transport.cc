@@ -21,16 +21,17 @@ constexpr uint64_t kSliceBytes = uint64_t{64} << 20;
 constexpr uint64_t kPieceBytesMin = 256 << 10;
 // Single operations from here on travel with the bulk.
 constexpr uint64_t kBulkBytes = 16 << 10;
-constexpr size_t kQueuedMax = 4096;  // of one link: the rest waits in the engine
+constexpr size_t kQueuedMax = 4096;      // of one link: the rest waits in the engine
+constexpr size_t kSendsQueuedMax = 256;  // messages, likewise
 constexpr int64_t kTickNs = 20'000'000;
 // How long an acknowledgement waits for an operation to ride with.
 constexpr int64_t kAckWaitNs = 30'000;
 constexpr int32_t kRidesMax = 8;
 constexpr uint64_t kTakenPerFrame = 256;
-constexpr size_t kRiddenKept = 1024;  // as many as messages can be under way: each frame tells of one at least
 // Idle polls after which the sleeping worker is spared the sockets' news: short visits do not pay for that.
 constexpr uint32_t kIdlePollsToUnwatch = 2;
 constexpr uint32_t kPollsPerLook = 16;
+constexpr int64_t kLookEveryNs = 500;
 constexpr uint32_t kMissesToCool = 128;
 constexpr uint32_t kHitsToUnwatch = 32;
 constexpr uint32_t kPollsPerClock = 4;
@@ -106,27 +107,14 @@ void TcpTransport::close() {
   acceptors_.clear();
   dead_streams_.clear();
   dead_connectors_.clear();
-  for (Rail& rail : rails_) rail.listener.reset();
+  for (Rail& rail : rails_) {
+    poller_.remove(rail.listener.get());
+    rail.listener.reset();
+  }
 }
 
-// The child's copies would keep the connections open when the parent dies. Only closed: whatever else is touched may be
-// in the middle of a change.
-void TcpTransport::abandon_after_fork() {
-  for (Rail& rail : rails_) rail.listener.reset();
-  for (auto& acceptor : acceptors_) acceptor->give_up_descriptor();
-  for (auto& link : out_) {
-    link->for_each_channel([](OutChannel& channel) {
-      if (channel.stream) channel.stream->give_up_descriptor();
-      if (channel.connector) channel.connector->give_up_descriptor();
-    });
-  }
-  for (auto& [key, link] : in_) {
-    for (auto& [index, channel] : link->channels) {
-      if (channel.stream) channel.stream->give_up_descriptor();
-    }
-  }
-  poller_.abandon_after_fork();
-}
+// The child's copies would keep the connections open when the parent dies.
+void TcpTransport::abandon_after_fork() { poller_.abandon_after_fork(); }
 
 // --- memory ---
 
@@ -156,9 +144,7 @@ Link* TcpTransport::connect(const std::shared_ptr<const Address>& address) {
   link.connect_by_ns = now_ + options_.connect_timeout_ns;
   link.down_since_ns = now_;
   for (auto& [key, incoming] : in_) {
-    if (key.first != address->incarnation || incoming->over) continue;
-    link.twin = incoming.get();
-    incoming->twin = &link;
+    if (key.first == address->incarnation && incoming->is_connected()) pair_twins(link, *incoming);
   }
   if (link.pairs.empty()) {
     link.doom.emplace("none of our rails is of the same address family (IPv4, IPv6) as one of the peer's", false);
@@ -230,15 +216,24 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
     }
     return static_cast<uint32_t>(requests.size());
   }
-  const size_t room = out.queued >= kQueuedMax ? 0 : kQueuedMax - out.queued;
-  const auto taken = static_cast<uint32_t>(std::min(requests.size(), room));
-  for (const WorkRequest& request : requests.first(taken)) {
-    const Lane lane = request.op != WorkOp::kSend && (request.bulk || request.length_bytes >= kBulkBytes)
-                          ? Lane::kBulk
-                          : Lane::kSmall;
-    out.want(rail, lane);
-    WorkRequest& queued = out.queue(rail, lane).push_back(request);
-    queued.reserved = routing_of(rail, lane);
+  size_t room = out.queued - out.sends.size() >= kQueuedMax ? 0 : kQueuedMax - (out.queued - out.sends.size());
+  size_t sends_room = out.sends.size() >= kSendsQueuedMax ? 0 : kSendsQueuedMax - out.sends.size();
+  uint32_t taken = 0;
+  for (const WorkRequest& request : requests) {
+    if (request.op == WorkOp::kSend) {
+      if (sends_room == 0) break;
+      --sends_room;
+      out.want(kAnyRail, Lane::kSmall);
+      out.sends.push_back(request);
+    } else {
+      if (room == 0) break;
+      --room;
+      const Lane lane = request.bulk || request.length_bytes >= kBulkBytes ? Lane::kBulk : Lane::kSmall;
+      out.want(rail, lane);
+      WorkRequest& queued = out.queue(rail, lane).push_back(request);
+      queued.reserved = routing_of(rail, lane);
+    }
+    ++taken;
   }
   if (taken == 0) return 0;
   out.queued += taken;
@@ -259,14 +254,16 @@ void TcpTransport::withdraw(bool (*wanted)(void* context)) {
     OutLink& link = *owned;
     if (link.queued == 0) continue;
     std::vector<WorkRequest> withdrawn;
-    for (auto& queue : link.queues) {
-      if (queue.empty()) continue;
+    const auto take_from = [&](RingQueue<WorkRequest>& queue) {
+      if (queue.empty()) return;
       queue.filter([&](const WorkRequest& request) {
         if (!wanted(request.context)) return true;
         withdrawn.push_back(request);
         return false;
       });
-    }
+    };
+    for (auto& queue : link.queues) take_from(queue);
+    take_from(link.sends);
     link.queued -= withdrawn.size();
     for (const WorkRequest& request : withdrawn) {
       --link.outstanding;
@@ -371,10 +368,6 @@ bool TcpTransport::put_rider_acks(OutLink& link, TxBatch& batch) {
     const TakenMeta& taken = twin->taken[told];
     batch.put(header_of(FrameType::kTaken, 0, 0, sizeof taken, 0));
     batch.put(taken);
-    // Only so many messages are under way: earlier ones are known to be over.
-    auto& ridden = twin->ridden;
-    if (ridden.size() == kRiddenKept) ridden.erase(ridden.begin());
-    ridden.push_back(taken);
   }
   twin->taken.erase(twin->taken.begin(), twin->taken.begin() + static_cast<std::ptrdiff_t>(told));
   if (twin->taken.empty()) twin->ack_due = false;
@@ -385,7 +378,7 @@ void TcpTransport::hold(InLink& link) {
   if (std::find(holding_.begin(), holding_.end(), &link) == holding_.end()) holding_.push_back(&link);
 }
 
-void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
+void TcpTransport::tell_taken(InLink& link, uint64_t message_id) {
   if (!link.taken.empty() && link.taken.back().first_id + link.taken.back().count == message_id &&
       link.taken.back().count < kTakenPerFrame) {
     ++link.taken.back().count;
@@ -394,15 +387,55 @@ void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
   }
 }
 
-void TcpTransport::on_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
+void TcpTransport::tell_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
   for (auto& [index, channel] : link.channels) {
     if (!channel.is_open()) continue;
     append_frame(channel.control, FrameType::kRefused,
                  RefusedMeta{message_id, kMessageRefused, static_cast<uint32_t>(Status::kMessageTooLong)},
                  "message of " + std::to_string(bytes) + " bytes: no receive buffer of the target is as long");
-    break;
+    return;
+  }  // none open: the initiator will ask
+}
+
+void TcpTransport::note_outcome(InLink& link, MessageOutcome outcome) {
+  // An honest initiator has sent the newest only after it knew of those. The second bound is for others.
+  const auto is_known = [&](const MessageOutcome& old) { return old.id + kMessagesUnderWayMax <= link.newest_id; };
+  while (!link.outcomes.empty() &&
+         (is_known(link.outcomes.front()) || link.outcomes.size() >= 4 * kMessagesUnderWayMax)) {
+    link.outcomes.pop_front();
+  }
+  link.outcomes.push_back(outcome);
+}
+
+void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
+  note_outcome(link, {message_id, MessageOutcome::kTaken});
+  tell_taken(link, message_id);
+}
+
+void TcpTransport::on_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
+  note_outcome(link, {message_id, bytes});
+  tell_too_long(link, message_id, bytes);
+  ack_later(link, true);
+}
+
+void TcpTransport::tell_outcomes_again(InLink& link) {
+  link.taken.clear();
+  for (const MessageOutcome& outcome : link.outcomes) {
+    if (outcome.bytes == MessageOutcome::kTaken) {
+      tell_taken(link, outcome.id);
+    } else {
+      tell_too_long(link, outcome.id, outcome.bytes);
+    }
   }
   ack_later(link, true);
+}
+
+OutLink* TcpTransport::find_out(const InLink& link, uint64_t id) {
+  if (link.twin != nullptr && link.twin->id == id) return link.twin;
+  const auto found = std::find_if(out_.begin(), out_.end(), [&](const auto& out) {
+    return out->id == id && out->address->incarnation == link.peer->incarnation;
+  });
+  return found == out_.end() ? nullptr : found->get();
 }
 
 void TcpTransport::offer_held() {
@@ -430,7 +463,9 @@ void TcpTransport::offer_held() {
 // Sockets that brought something of late are asked directly, until one has something; all of them now and then.
 uint32_t TcpTransport::poll_sockets() {
   auto& hot = streams_.hot;
-  const bool looks = hot[0].stream == nullptr || polls_ % kPollsPerLook == 0;
+  // Not at every poll either when none is: another transport of the engine may be spinning.
+  const bool looks = polls_ % kPollsPerLook == 0 || (hot[0].stream == nullptr && now_ - looked_ns_ >= kLookEveryNs);
+  if (looks) looked_ns_ = now_;
   for (size_t i = 0; i < hot.size() && hot[i].stream != nullptr && !looks; ++i) {
     Stream* const stream = hot[i].stream;
     if (stream->receive()) {

@@ -77,6 +77,10 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void hold(InLink& link);
   void on_taken(InLink& link, uint64_t message_id);
   void on_too_long(InLink& link, uint64_t message_id, uint64_t bytes);
+  // Of messages: what was told may have been lost with a connection.
+  void tell_outcomes_again(InLink& link);
+  // Our operations towards the peer of `link`, by their id; null: over.
+  OutLink* find_out(const InLink& link, uint64_t id);
   void on_incoming_broken(InChannel& channel, const std::string& reason);
   // Frames with what the twin of this link has placed, to ride along. False: nothing due.
   bool put_rider_acks(OutLink& link, TxBatch& batch);
@@ -94,6 +98,9 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
     const uint32_t rail;
   };
 
+  void note_outcome(InLink& link, MessageOutcome outcome);
+  static void tell_taken(InLink& link, uint64_t message_id);
+  static void tell_too_long(InLink& link, uint64_t message_id, uint64_t bytes);
   void accept_all(Listener& listener);
   void make_room_for_stranger();
   // out_watch.cc: what goes wrong
@@ -141,6 +148,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   uint64_t next_link_id_;
   int64_t now_ = 0;
   int64_t next_tick_ns_ = 0;
+  int64_t looked_ns_ = 0;
   uint32_t idle_polls_ = 0;
   uint32_t polls_ = 0;
   std::atomic<bool> armed_{false};

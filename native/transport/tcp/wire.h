@@ -24,7 +24,7 @@ enum class FrameType : uint8_t {
   kAck,       // AckMeta
   kTaken,     // TakenMeta: messages were taken over
   kRefused,   // RefusedMeta, text
-  kResolved,  // ResolvedMeta, `count` u64 numbers of messages held
+  kResolved,  // ResolvedMeta. What became of messages is told again
   kPong,      // PingMeta
   // both
   kBye  // text: an orderly end
@@ -99,6 +99,10 @@ struct ResolvedMeta {
   uint32_t channel;
   uint32_t epoch;
 };
+
+// What an initiator has under way at most: so far back does the acceptor remember what it has said.
+inline constexpr size_t kOperationsUnderWayMax = 8192;  // of one channel, sent and not acknowledged
+inline constexpr size_t kMessagesUnderWayMax = 1024;    // of one link, with consecutive ids
 
 inline constexpr uint32_t kEntriesMax = 1008;  // with the header's, fewer iovecs than IOV_MAX
 inline constexpr size_t kTextBytesMax = 512;

@@ -1,0 +1,281 @@
+"""Connections over tcp that break while everything is under way: nothing is lost, nothing is counted twice."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory
+from tests.support.limits import WAIT_S, eventually
+from tests.support.patterns import assert_same_bytes, pattern
+from tests.support.proxy import ProxiedAddress, proxied
+from tests.support.seeds import Seed
+
+pytestmark = pytest.mark.timeout(120)
+
+NBYTES = 3_000_001
+
+
+class Wire:
+    """Two engines that reach each other only through proxies."""
+
+    def __init__(self, open_engine: EngineFactory, rails: int) -> None:
+        common = {"transport": "tcp", "rails": [f"127.0.0.{1 + i}" for i in range(rails)], "peer_timeout_s": 15.0}
+        self.here, self.there = open_engine("here", **common), open_engine("there", **common)
+        self.way_there = ProxiedAddress(self.there.address)
+        self.way_back = ProxiedAddress(self.here.address)
+        self.proxies = self.way_there.proxies + self.way_back.proxies
+
+    def connect(self) -> None:
+        self.here.connect(self.way_there.address, WAIT_S)
+        self.there.connect(self.way_back.address, WAIT_S)
+
+    def close(self) -> None:
+        self.way_there.close()
+        self.way_back.close()
+
+
+@pytest.fixture(params=[1, 3])
+def wire(request: pytest.FixtureRequest, open_engine: EngineFactory) -> Iterator[Wire]:
+    made = Wire(open_engine, request.param)
+    yield made
+    made.close()
+
+
+def cut_at_random(wire: Wire, rng: np.random.Generator, typical_bytes: int) -> None:
+    """Every connection lives for a random number of bytes."""
+
+    def budget() -> int:
+        return int(rng.exponential(typical_bytes)) + 400
+
+    for proxy in wire.proxies:
+        proxy.next_budget = budget
+
+
+def expect_count(engine: xr.Engine, imm: int, count: int) -> None:
+    """Exactly `count` arrive: that many, and then no more."""
+    engine.imm_counter(imm).wait(count, WAIT_S)
+    assert engine.imm_counter(imm).poll() == 0
+
+
+def test_counted_writes_arrive_exactly_once_whatever_is_cut(wire: Wire, seed: Seed) -> None:
+    rng = seed.rng()
+    cut_at_random(wire, rng, 5_000)
+    wire.connect()
+    count = 3000
+    src = wire.here.register(pattern(1, count * 16))
+    dst = wire.there.register(np.zeros(count * 16, np.uint8))
+    back_src, back_dst = wire.there.alloc(64), wire.here.alloc(64)
+
+    transfers = []
+    for i in range(count):
+        nbytes = int(rng.integers(0, 17))
+        at = {"src_offset": 16 * i, "dst_offset": 16 * i}
+        transfers.append(wire.here.submit_write(src, dst.descriptor, nbytes, **at, imm=1))
+        if i % 3 == 0:
+            transfers.append(wire.there.submit_write(back_src, back_dst.descriptor, 8, imm=2))
+        if i % 20 == 0:
+            transfers[-1].wait(WAIT_S)
+    for transfer in transfers:
+        transfer.wait(WAIT_S)
+
+    expect_count(wire.there, 1, count)
+    expect_count(wire.here, 2, count // 3)
+    assert sum(proxy.connections_made for proxy in wire.proxies) > 6, "hardly anything was cut"
+
+
+def test_large_transfers_of_every_kind_survive_cuts(wire: Wire, seed: Seed) -> None:
+    rng = seed.rng()
+    cut_at_random(wire, rng, 12_000_000)
+    wire.connect()
+    src, dst = wire.here.register(pattern(1, NBYTES)), wire.there.register(np.zeros(NBYTES, np.uint8))
+    back = wire.here.register(np.zeros(NBYTES, np.uint8))
+    pages = rng.permutation(NBYTES // 1000)
+
+    for _ in range(4):
+        transfers = [wire.here.submit_write(src, dst.descriptor, imm=1) for _ in range(3)]
+        transfers.append(wire.here.submit_paged_writes(src, pages, dst.descriptor, pages, 1000, imm=2))
+        transfers.append(wire.here.submit_read(back, dst.descriptor))
+        for transfer in transfers:
+            transfer.wait(WAIT_S)
+    last = wire.here.submit_read(back, dst.descriptor)
+    last.wait(WAIT_S)
+
+    expect_count(wire.there, 1, 12)
+    expect_count(wire.there, 2, 4 * len(pages))
+    assert_same_bytes(dst.array(), pattern(1, NBYTES))
+    assert_same_bytes(back.array(), pattern(1, NBYTES))
+
+
+@pytest.mark.parametrize("buffers", [4, 300])
+def test_messages_arrive_exactly_once_whatever_is_cut(wire: Wire, seed: Seed, buffers: int) -> None:
+    rng = seed.rng()
+    cut_at_random(wire, rng, 20_000)
+    wire.connect()
+    received: Counter[bytes] = Counter()
+    count = 500
+    with wire.there.submit_recvs(buffers, 600, on_message=lambda message: received.update([bytes(message.data)])):
+        transfers = [
+            wire.here.submit_send(wire.there.address, i.to_bytes(4, "little") + bytes(int(rng.integers(0, 590))))
+            for i in range(count)
+        ]
+        for transfer in transfers:
+            transfer.wait(WAIT_S)
+        eventually(lambda: sum(received.values()) >= count, "every message")
+
+    assert set(received.values()) == {1}
+    assert len(received) == count
+
+
+def test_taken_messages_are_told_again_when_the_word_was_cut_off(wire: Wire) -> None:
+    wire.connect()
+    with wire.there.submit_recvs(1, 16) as pool:
+        transfers = [wire.here.submit_send(wire.there.address, bytes([i])) for i in range(20)]
+        assert bytes(pool.recv(WAIT_S).data) == b"\0"
+        for proxy in wire.proxies:
+            proxy.cut()
+        got = {bytes(pool.recv(WAIT_S).data) for _ in range(19)}
+        for transfer in transfers:
+            transfer.wait(WAIT_S)
+
+    assert got == {bytes([i]) for i in range(1, 20)}
+
+
+def test_too_long_message_is_refused_even_if_the_refusal_was_cut_off(wire: Wire) -> None:
+    wire.connect()
+    transfers = [wire.here.submit_send(wire.there.address, bytes(5000)) for _ in range(5)]
+    eventually(lambda: any(forward > 20_000 for p in wire.way_there.proxies for forward, _ in p.passed_bytes()), "sent")
+    for proxy in wire.way_there.proxies:
+        proxy.stall()
+
+    with wire.there.submit_recvs(4, 16):
+        eventually(lambda: wire.there.stats()["transfers_inflight"] == 0, "idle")
+        for proxy in wire.way_there.proxies:
+            proxy.cut()
+            proxy.stall(False)
+        for transfer in transfers:
+            with pytest.raises(xr.TransferError, match="5000 bytes"):
+                transfer.wait(WAIT_S)
+
+
+def test_refusals_are_told_again_however_many_there_were(wire: Wire) -> None:
+    wire.connect()
+    src, dst, gone = wire.here.alloc(64), wire.there.alloc(64), wire.there.alloc(64)
+    descriptor = gone.descriptor
+    gone.close(WAIT_S)
+    for _ in range(3):
+        refused = [wire.here.submit_write(src, descriptor, 8, imm=1) for _ in range(400)]
+        good = [wire.here.submit_write(src, dst.descriptor, 8, imm=2) for _ in range(10)]
+        for proxy in wire.proxies:
+            proxy.cut()
+        for transfer in refused:
+            with pytest.raises(xr.TransferError, match="closed"):
+                transfer.wait(WAIT_S)
+        for transfer in good:
+            transfer.wait(WAIT_S)
+
+    assert wire.there.imm_counter(1).poll() == 0
+    expect_count(wire.there, 2, 30)
+
+
+def test_cancelled_writes_count_whole_or_not_at_all_under_cuts(wire: Wire, seed: Seed) -> None:
+    rng = seed.rng()
+    cut_at_random(wire, rng, 4_000_000)
+    wire.connect()
+    src, dst = wire.here.register(pattern(1, NBYTES)), wire.there.register(np.zeros(NBYTES, np.uint8))
+    done = 0
+    for _ in range(6):
+        transfers = [wire.here.submit_write(src, dst.descriptor, imm=1) for _ in range(5)]
+        for transfer in transfers:
+            if rng.random() < 0.5:
+                transfer.cancel()
+        for transfer in transfers:
+            try:
+                transfer.wait(WAIT_S)
+                done += 1
+            except xr.TransferCancelled:
+                pass
+
+    expect_count(wire.there, 1, done)
+
+
+def test_one_rail_of_several_away_slows_down_and_comes_back(open_engine: EngineFactory) -> None:
+    wire = Wire(open_engine, 3)
+    try:
+        wire.connect()
+        src, dst = wire.here.register(pattern(1, NBYTES)), wire.there.register(np.zeros(NBYTES, np.uint8))
+        wire.here.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+        for away in (0, 1, 2):
+            wire.way_there.proxies[away].go_away()
+            for _ in range(3):
+                wire.here.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+            wire.way_there.proxies[away].go_away(False)
+
+        expect_count(wire.there, 1, 10)
+        assert wire.here.peer_state(wire.there.address) == "connected"
+        before = wire.way_there.proxies[2].connections_made
+        eventually(
+            lambda: (
+                wire.way_there.proxies[2].connections_made > before or len(wire.way_there.proxies[2].passed_bytes()) > 0
+            ),
+            "the rail used again",
+        )
+        wire.here.submit_write(src, dst.descriptor, 100, imm=1, rail=2).wait(WAIT_S)
+    finally:
+        wire.close()
+
+
+def test_rail_that_is_stalled_while_others_answer_is_given_up(open_engine: EngineFactory) -> None:
+    wire = Wire(open_engine, 2)
+    try:
+        wire.connect()
+        src, dst = wire.here.register(pattern(1, NBYTES)), wire.there.register(np.zeros(NBYTES, np.uint8))
+        wire.here.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+        wire.way_there.proxies[1].stall()
+
+        transfers = [wire.here.submit_write(src, dst.descriptor, imm=1) for _ in range(4)]
+        for transfer in transfers:
+            transfer.wait(WAIT_S)
+
+        expect_count(wire.there, 1, 5)
+    finally:
+        wire.close()
+
+
+def test_peer_that_stays_away_is_lost_after_its_timeout(open_engine: EngineFactory) -> None:
+    common = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 1.0}
+    here, there = open_engine("here", **common), open_engine("there", **common)
+    with proxied(there.address) as way:
+        here.connect(way.address, WAIT_S)
+        src, dst = here.alloc(64), there.alloc(64)
+        way.proxies[0].go_away()
+
+        with pytest.raises(xr.PeerLost, match="no rail of it could be reached"):
+            here.submit_write(src, dst.descriptor, 8).wait(WAIT_S)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_corrupt_heads_break_the_connection_and_nothing_else(open_engine: EngineFactory, forward: bool) -> None:
+    common = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 15.0}
+    here, there = open_engine("here", **common), open_engine("there", **common)
+    events: list[xr.EngineEvent] = []
+    there.on_event(events.append)
+    count = 300
+    with proxied(there.address) as way:
+        here.connect(way.address, WAIT_S)
+        src, dst = here.alloc(64), there.alloc(64)
+        for i in range(count):
+            if i % 30 == 0:
+                (ahead, back), *_ = way.proxies[0].passed_bytes()
+                # The mark of the frame that comes next.
+                way.proxies[0]._corruptions.append((forward, (ahead if forward else back) + 1))
+            here.submit_write(src, dst.descriptor, 0, imm=1).wait(WAIT_S)
+            if i % 30 == 0:
+                eventually(lambda: way.proxies[0].passed_bytes(), "connected again")
+
+    expect_count(there, 1, count)
+    assert way.proxies[0].connections_made > 3
+    if forward:
+        assert any(event.kind == "protocol-error" for event in events)

@@ -1,0 +1,555 @@
+"""Who else may be at the other end of a connection: servers of another kind, silent ones, strangers, other versions."""
+
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory
+from tests.support import tcp_wire as wire
+from tests.support.limits import WAIT_S, eventually
+from tests.support.process import assert_clean, run_script
+from tests.support.tcp_wire import Frame, Kind, RawAcceptor, RawPeer
+
+pytestmark = pytest.mark.timeout(120)
+
+TCP = {"transport": "tcp", "rails": ["127.0.0.1"]}
+
+
+@pytest.fixture
+def target(open_engine: EngineFactory) -> xr.Engine:
+    return open_engine("target", **TCP)
+
+
+def events_of(engine: xr.Engine) -> list[xr.EngineEvent]:
+    events: list[xr.EngineEvent] = []
+    engine.on_event(events.append)
+    return events
+
+
+def still_serves(target: xr.Engine, secret: str = "") -> None:
+    """An honest newcomer gets through."""
+    with xr.Engine("newcomer", secret=secret, **TCP) as newcomer:
+        region = target.alloc(100)
+        newcomer.submit_write(newcomer.alloc(100), region.descriptor, imm=9).wait(WAIT_S)
+        target.imm_counter(9).wait(1, WAIT_S)
+        region.close(WAIT_S)
+
+
+# --- we connect to somebody else ---
+
+
+@contextmanager
+def server(answer: bytes | None) -> Iterator[int]:
+    """Listens; sends `answer` to whoever connects and hangs up, or nothing and keeps them waiting."""
+    stop = threading.Event()
+    kept: list[socket.socket] = []
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        listener.settimeout(0.05)
+
+        def run() -> None:
+            while not stop.is_set():
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                kept.append(connection)
+                if answer is not None:
+                    connection.recv(16)
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        yield listener.getsockname()[1]
+        stop.set()
+        thread.join(WAIT_S)
+        for connection in kept:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "wrong port"),
+        (b"SSH-2.0-OpenSSH_9.0\r\n", "wrong port"),
+        (b"", "closed the connection during the handshake|broke"),
+        (None, "does not finish the handshake"),
+    ],
+)
+def test_wrong_port_is_named(open_engine: EngineFactory, target: xr.Engine, answer: bytes | None, words: str) -> None:
+    engine = open_engine("here", connect_timeout_s=0.6, **TCP)
+    with server(answer) as port:
+        address = xr.Address.from_bytes(wire.with_ports(target.address.to_bytes(), [port]))
+
+        with pytest.raises(xr.PeerLost, match=words):
+            engine.connect(address, WAIT_S)
+
+    assert engine.peer_state(address) == "lost"
+
+
+def test_closed_port_is_lost_at_once(open_engine: EngineFactory) -> None:
+    engine, gone = open_engine("here", **TCP), open_engine("gone", **TCP)
+    gone.close()
+
+    with pytest.raises(xr.PeerLost, match="refused"):
+        engine.connect(gone.address, WAIT_S)
+
+
+def test_another_engine_at_the_address_is_noticed(open_engine: EngineFactory, target: xr.Engine) -> None:
+    engine = open_engine("here", **TCP)
+    stale = xr.Address.from_bytes(wire.with_incarnation(target.address.to_bytes(), bytes(range(16))))
+
+    with pytest.raises(xr.PeerLost, match="another engine is at this address now"):
+        engine.connect(stale, WAIT_S)
+
+
+def test_wrong_secret_is_said_on_both_sides(open_engine: EngineFactory) -> None:
+    here, there = open_engine("here", secret="one", **TCP), open_engine("there", secret="two", **TCP)
+    events = events_of(there)
+
+    with pytest.raises(xr.PeerLost, match="same secret"):
+        here.connect(there.address, WAIT_S)
+
+    eventually(lambda: [e for e in events if e.kind == "protocol-error" and "same secret" in e.detail], "the event")
+    still_serves(there, "two")
+
+
+def test_peer_that_cannot_prove_the_secret_is_refused_with_an_event(open_engine: EngineFactory) -> None:
+    there = open_engine("there", secret="right", **TCP)
+    events = events_of(there)
+    peer = RawPeer(there.address, secret="right")
+    with peer.dial() as connection:
+        hello = peer.hello()
+        connection.sendall(hello)
+        kind, _ = wire.receive_message(connection)
+        assert kind == Kind.CHALLENGE
+        connection.sendall(wire.message(Kind.PROOF, bytes(32)))
+        kind, body = wire.receive_message(connection)
+
+    assert kind == Kind.REFUSAL
+    assert "same secret" in wire.refusal_text(body)
+    eventually(lambda: [e for e in events if "same secret" in e.detail], "the event")
+
+
+def test_proof_of_another_connection_is_worth_nothing(target: xr.Engine) -> None:
+    peer = RawPeer(target.address)
+    with peer.dial() as first, peer.dial() as second:
+        hello = peer.hello()
+        proofs = []
+        for connection in (first, second):
+            connection.sendall(hello)
+            kind, challenge = wire.receive_message(connection)
+            assert kind == Kind.CHALLENGE
+            proofs.append(peer.answer(hello, challenge))
+        second.sendall(proofs[0])
+        kind, _ = wire.receive_message(second)
+
+    assert kind == Kind.REFUSAL
+
+
+@pytest.mark.parametrize("version", [0, 2, 65535])
+def test_other_version_is_refused_and_said(target: xr.Engine, version: int) -> None:
+    events = events_of(target)
+    with RawPeer(target.address).dial() as connection:
+        connection.sendall(wire.message(Kind.HELLO, bytes(100), version=version))
+        kind, body = wire.receive_message(connection)
+
+    assert kind == Kind.REFUSAL
+    assert f"version {version}" in wire.refusal_text(body)
+    eventually(lambda: [e for e in events if f"version {version}" in e.detail], "the event")
+
+
+def test_target_of_another_version_is_named(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    with closing(RawAcceptor(engine.address)) as there:
+        answered = threading.Thread(target=lambda: answer_with_version(there, 2))
+        answered.start()
+
+        with pytest.raises(xr.PeerLost, match="speaks version 2"):
+            engine.connect(there.address, WAIT_S)
+
+        answered.join(WAIT_S)
+
+
+def answer_with_version(there: RawAcceptor, version: int) -> None:
+    with there.accept() as connection:
+        wire.receive_message(connection)
+        connection.sendall(wire.message(Kind.CHALLENGE, bytes(64), version=version))
+        connection.recv(1)
+
+
+# --- strangers at our door ---
+
+
+def test_half_a_handshake_costs_nothing_and_ends(target: xr.Engine) -> None:
+    peer = RawPeer(target.address)
+    hello = peer.hello()
+    for length in (0, 1, 7, 8, 9, 40, len(hello) - 1):
+        with peer.dial() as connection:
+            connection.sendall(hello[:length])
+    still_serves(target)
+
+
+def test_three_hundred_silent_strangers_and_an_honest_peer(target: xr.Engine) -> None:
+    with ExitStack() as stack:
+        peer = RawPeer(target.address)
+        strangers = [stack.enter_context(peer.dial()) for _ in range(300)]
+        for i, stranger in enumerate(strangers):
+            if i % 2:
+                stranger.sendall(peer.hello()[: i % 60])
+
+        still_serves(target)
+
+        turned_away = 0
+        for stranger in strangers[:40]:
+            stranger.settimeout(WAIT_S)
+            kind, _ = wire.receive_message(stranger)
+            turned_away += kind == Kind.REFUSAL
+        assert turned_away == 40, "the longest silent make room"
+    still_serves(target)
+
+
+def test_strangers_cannot_make_it_keep_much(target: xr.Engine) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(50):
+        with RawPeer(target.address).dial() as connection:
+            # A head that promises 64 KiB, and a flood.
+            try:
+                connection.sendall(struct.pack("<IHH", wire.MAGIC, 1, 65535) + bytes(1 << 20))
+            except (ConnectionResetError, BrokenPipeError):
+                pass
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    assert after - before < 32 << 10, "KiB of memory more"
+    still_serves(target)
+
+
+# --- what an authenticated peer may ask for ---
+
+
+@pytest.fixture
+def raw(target: xr.Engine) -> Iterator[socket.socket]:
+    with RawPeer(target.address).connected() as connection:
+        connection.settimeout(WAIT_S)
+        yield connection
+
+
+def region_id(region: xr.Region) -> int:
+    return int.from_bytes(region.descriptor.to_bytes()[-21:-13], "little")
+
+
+def outcome(connection: socket.socket) -> tuple[int, bytes]:
+    while True:
+        kind, meta, _ = wire.receive_frame(connection)
+        if kind != Frame.PONG:
+            return kind, meta
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"), [(990, 11), (1000, 1), (1 << 62, 8), ((1 << 64) - 4, 8), (0, 1001), ((1 << 64) - 1, 0)]
+)
+def test_write_out_of_bounds_is_refused_and_nothing_else(
+    target: xr.Engine, raw: socket.socket, offset: int, length: int
+) -> None:
+    memory = bytearray(b"\xaa" * 1000)
+    region = target.register(memory)
+    entries = [(0, b"good", 1), (offset, bytes(length), 1), (4, b"fine", 1)]
+
+    raw.sendall(wire.write_frame(region_id(region), entries))
+
+    kind, meta = outcome(raw)
+    assert kind == Frame.REFUSED
+    assert struct.unpack_from("<QI", meta) == (2, 0)
+    text = meta[16:].decode()
+    assert f"region {region_id(region)}, offset {offset}, {length} bytes" in text
+    kind, meta = outcome(raw)
+    assert kind == Frame.ACK
+    assert struct.unpack_from("<QQ", meta)[1] == 3
+    target.imm_counter(1).wait(2, WAIT_S)
+    assert memory == b"goodfine" + b"\xaa" * 992
+    region.close(WAIT_S)
+
+
+def test_read_out_of_bounds_or_of_no_region_is_refused(target: xr.Engine, raw: socket.socket) -> None:
+    region = target.alloc(1000)
+    for number, (key, offset, length) in enumerate(
+        [(region_id(region), 1000, 1), (region_id(region), 0, 1 << 60), (region_id(region) + 12345, 0, 1), (0, 0, 0)]
+    ):
+        raw.sendall(wire.read_frame(key, offset, length, 100 + number))
+        kinds = [outcome(raw), outcome(raw)]
+        ends = [meta for kind, meta in kinds if kind == Frame.READ_END]
+        assert len(ends) == 1
+        assert struct.unpack_from("<Q", ends[0]) == (100 + number,)
+        assert f"offset {offset}, {length} bytes" in ends[0][16:].decode()
+    still_serves(target)
+
+
+MALFORMED = {
+    "unknown type": wire.frame(77),
+    "no type": wire.frame(0),
+    "no mark": wire.frame(Frame.PING, bytes(8), mark=0),
+    "ping too short": wire.frame(Frame.PING, bytes(7)),
+    "ping with payload": wire.frame(Frame.PING, bytes(8), b"x"),
+    "frame of acceptors": wire.frame(Frame.TAKEN, bytes(16)),
+    "write without table": wire.frame(Frame.WRITE, bytes(8), operations=1),
+    "write of no entries": wire.frame(Frame.WRITE, b"", count=0),
+    "write of too many entries": wire.FRAME_HEAD.pack(Frame.WRITE, wire.FRAME_MARK, 1009, 1009, 8 + 16 * 1009, 0)
+    + bytes(8 + 16 * 1009),
+    "write whose payload is longer": wire.FRAME_HEAD.pack(Frame.WRITE, wire.FRAME_MARK, 1, 1, 24, 100)
+    + struct.pack("<QQII", 1, 0, 8, 0)
+    + bytes(100),
+    "write that ends what did not begin": wire.write_frame(1, [(0, b"x", None)], operations=2),
+    "message too long": wire.FRAME_HEAD.pack(Frame.MESSAGE, wire.FRAME_MARK, 0, 1, 8, (256 << 10) + 1) + bytes(8),
+    "message without end": wire.frame(Frame.MESSAGE, bytes(8), b"x"),
+    "read without end": wire.frame(Frame.READ, bytes(32)),
+    "question about no channel": wire.resolve_frame(0, 9, 1),
+    "question about itself": wire.resolve_frame(0, 0, 5),
+    "question that knows the future": wire.resolve_frame(5, 0, 0),
+    "metadata beyond the maximum": wire.FRAME_HEAD.pack(Frame.PING, wire.FRAME_MARK, 0, 0, 65535, 0) + bytes(65535),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_malformed_frame_ends_the_connection_with_an_event(target: xr.Engine, raw: socket.socket, what: str) -> None:
+    events = events_of(target)
+    with RawPeer(target.address).connected() as bystander:
+        try:
+            raw.sendall(MALFORMED[what])
+            while wire.receive_frame(raw)[0] != 0:
+                pass
+        except ConnectionResetError:
+            pass
+
+        eventually(lambda: [e for e in events if e.kind == "protocol-error"], "the event")
+        bystander.sendall(wire.ping_frame())
+        assert wire.receive_frame(bystander)[0] == Frame.PONG
+
+
+def test_endless_reads_that_nobody_takes_end_the_connection(target: xr.Engine, raw: socket.socket) -> None:
+    region = target.alloc(1 << 20)
+    events = events_of(target)
+    try:
+        for i in range(1100):
+            raw.sendall(wire.read_frame(region_id(region), 0, 1 << 20, i + 1))
+    except (ConnectionResetError, BrokenPipeError):
+        pass
+    eventually(lambda: [e for e in events if "more reads" in e.detail], "the event")
+    region.close(WAIT_S)
+
+
+# --- a target that lies ---
+
+LIES = {
+    "acknowledges what was never sent": wire.frame(Frame.ACK, struct.pack("<QQII", 0, 1 << 40, 0, 0)),
+    "data of no read": wire.frame(Frame.READ_DATA, struct.pack("<QQ", 99, 0), b"boo"),
+    "end of no read": wire.frame(Frame.READ_END, struct.pack("<QQ", 99, 1)),
+    "refuses what was never sent": wire.frame(Frame.REFUSED, struct.pack("<QII", 1 << 40, 0, 4)),
+    "refuses with no status": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 999)),
+    "an answer nobody asked for": wire.frame(Frame.RESOLVED, struct.pack("<QII", 5, 700, 1)),
+    "takes too many messages": wire.frame(Frame.TAKEN, struct.pack("<QQ", 1, 1 << 60)),
+    "a frame of initiators": wire.frame(Frame.WRITE, bytes(24), count=1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_target_that_lies_harms_only_itself(open_engine: EngineFactory, target: xr.Engine, lie: str) -> None:
+    engine = open_engine("here", peer_timeout_s=1.0, **TCP)
+    mine, good = engine.alloc(1000), target.alloc(1000)
+    liar = RawAcceptor(engine.address)
+    region = xr.RegionDescriptor.from_bytes(descriptor_of(good, liar.address))
+    with closing(liar):
+        transfer = engine.submit_write(mine, region, 100)
+        with liar.accept() as connection:
+            link_id = liar.handshake(connection)
+            told = bytearray(LIES[lie])
+            if lie.startswith("acknowledges"):
+                struct.pack_into("<Q", told, wire.FRAME_HEAD.size, link_id)
+            connection.sendall(told)
+            while wire.receive_frame(connection)[0] != 0:  # until it hangs up
+                pass
+    with pytest.raises(xr.PeerLost):
+        transfer.wait(WAIT_S)
+    engine.submit_write(mine, good.descriptor, imm=1).wait(WAIT_S)
+    target.imm_counter(1).wait(1, WAIT_S)
+
+
+def descriptor_of(region: xr.Region, owner: xr.Address) -> bytes:
+    """A descriptor of the region that names another owner."""
+    data, address = region.descriptor.to_bytes(), owner.to_bytes()
+    return wire.resealed(data[:4] + address[4:-4] + data[-21:])
+
+
+STEPS = ("connected", "hello", "challenge", "proof", "accept", "frames")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+def test_target_that_stops_at_each_step(open_engine: EngineFactory, step: str, how: str) -> None:
+    """Frozen: says nothing more. Killed: its kernel resets the connection, and nobody listens any more."""
+    engine = open_engine("here", connect_timeout_s=1.0, peer_timeout_s=1.0, **TCP)
+    mine = engine.alloc(1000)
+    with closing(RawAcceptor(engine.address)) as there:
+        region = xr.RegionDescriptor.from_bytes(descriptor_of(mine, there.address))
+        transfers = [engine.submit_write(mine, region, 100), engine.submit_read(mine, region, 10)]
+        transfers.append(engine.submit_send(there.address, b"x"))
+        with there.accept() as connection:
+            advance(there, connection, STEPS.index(step))
+            if how == "killed":
+                there.close()
+                wire.reset(connection)
+            for transfer in transfers:
+                with pytest.raises(xr.PeerLost):
+                    transfer.wait(WAIT_S)
+
+
+def advance(there: RawAcceptor, connection: socket.socket, steps: int) -> None:
+    if steps == 0:
+        return
+    if steps == 1:
+        wire.receive_message(connection)
+        return
+    there.challenge(connection)
+    if steps == 2:
+        return
+    wire.receive_message(connection)
+    if steps == 3:
+        return
+    connection.sendall(wire.message(Kind.ACCEPT, b""))
+    if steps == 4:
+        return
+    wire.receive_frame(connection)
+
+
+def test_disconnect_at_each_step(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    for steps in range(len(STEPS)):
+        with closing(RawAcceptor(engine.address)) as there:
+            transfer = engine.submit_send(there.address, b"x")
+            with there.accept() as connection:
+                advance(there, connection, steps)
+                engine.forget_peer(there.address)
+                with pytest.raises(xr.PeerLost):
+                    transfer.wait(WAIT_S)
+    # Attempts that are refused just when they are forgotten.
+    for _ in range(20):
+        there = RawAcceptor(engine.address)
+        there.close()
+        engine.submit_send(there.address, b"x")
+        engine.forget_peer(there.address)
+    engine.submit_send(engine.address, b"self")
+    eventually(lambda: engine.peer_state(engine.address) == "connected", "connected to itself")
+
+
+# --- limits of the system ---
+
+
+def test_out_of_descriptors_is_survived_and_said() -> None:
+    script = run_script(
+        """
+        import os, resource, socket
+        import crossrail as xr
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+        tcp = {"transport": "tcp", "rails": ["127.0.0.1"]}
+        target, peer = xr.Engine("target", **tcp), xr.Engine("peer", **tcp)
+        events = []
+        target.on_event(events.append)
+        region, mine = target.alloc(100), peer.alloc(100)
+        peer.submit_write(mine, region.descriptor, imm=1).wait(10)
+        import time
+        endpoint = xr.Address.from_bytes(target.address.to_bytes())
+        kept = []
+        try:
+            while True:
+                kept.append(os.dup(0))
+        except OSError:
+            pass
+        late = None
+        os.close(kept.pop())
+        from tests.support.tcp_wire import endpoints_of
+        ip, port = endpoints_of(target.address.to_bytes())[0]
+        stranger = socket.create_connection((ip, port))
+        deadline = time.monotonic() + 10
+        while not any("open files" in event.detail for event in events) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert any("open files" in event.detail for event in events), events
+        peer.submit_write(mine, region.descriptor, imm=1).wait(10)
+        for fd in kept:
+            os.close(fd)
+        stranger.close()
+        with xr.Engine("late", **tcp) as late:
+            late.submit_write(late.alloc(100), region.descriptor, imm=1).wait(10)
+        target.imm_counter(1).wait(3, 10)
+        target.close()
+        peer.close()
+        """
+    )
+
+    assert_clean(script)
+
+
+def test_port_taken_is_said_with_the_remedy(open_engine: EngineFactory) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+
+        with pytest.raises(xr.TransportError, match=rf"127\.0\.0\.1:{port}.*choose another `port`"):
+            open_engine("here", port=port, **TCP)
+
+
+@pytest.mark.parametrize("rail", ["192.0.2.77", "2001:db8::77", "no-such-netdev", ""])
+def test_rail_that_is_none_of_this_host_is_refused(open_engine: EngineFactory, rail: str) -> None:
+    with pytest.raises(xr.UsageError, match="rail"):
+        open_engine("here", transport="tcp", rails=[rail])
+
+
+def test_fork_while_connections_come_and_go() -> None:
+    script = run_script(
+        """
+        import os, threading, warnings
+        import crossrail as xr
+        warnings.simplefilter("ignore", DeprecationWarning)
+        tcp = {"transport": "tcp", "rails": ["127.0.0.1"]}
+        target = xr.Engine("target", **tcp)
+        region = target.alloc(100)
+        stop = threading.Event()
+        def churn():
+            while not stop.is_set():
+                with xr.Engine("guest", **tcp) as guest:
+                    guest.submit_write(guest.alloc(100), region.descriptor, imm=1).wait(10)
+        thread = threading.Thread(target=churn)
+        thread.start()
+        for _ in range(60):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+        stop.set()
+        thread.join()
+        # A child that lives on does not keep the parent's connections open.
+        peer = xr.Engine("peer", **tcp)
+        peer.connect(target.address, 10)
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os._exit(0)
+        target.close()
+        try:
+            peer.submit_send(target.address, b"x").wait(10)
+        except xr.PeerLost:
+            pass
+        else:
+            raise AssertionError("sent to a closed engine")
+        os.close(write_end)
+        os.waitpid(pid, 0)
+        peer.close()
+        """
+    )
+
+    assert_clean(script)

@@ -1,0 +1,136 @@
+// Engines over tcp with many threads at once: what ThreadSanitizer looks at.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "util/clock.h"
+
+namespace crossrail {
+
+namespace {
+
+constexpr Deadline kPatience = kNoDeadline;
+
+EngineRef open(const std::string& name, uint32_t rails = 1, int64_t peer_timeout_ns = 30'000'000'000) {
+  EngineOptions options;
+  options.name = name;
+  options.transports = {TransportKind::kTcp};
+  for (uint32_t rail = 0; rail < rails; ++rail) options.rails.push_back("127.0.0." + std::to_string(rail + 1));
+  options.rail_count = rails;
+  options.peer_timeout_ns = peer_timeout_ns;
+  return Engine::open(options);
+}
+
+void finish(const TransferRef& transfer, Status expected = Status::kDone) {
+  REQUIRE(transfer->wait(deadline_in(60), {}) == WaitResult::kReady);
+  CHECK(transfer->status() == expected);
+}
+
+}  // namespace
+
+TEST_CASE("tcp: several threads write both ways and count each other's writes") {
+  EngineRef a = open("a", 2);
+  EngineRef b = open("b", 2);
+  constexpr int kThreads = 3;
+  constexpr int kRounds = 60;
+  constexpr uint64_t kBytes = 300'000;
+  std::vector<std::thread> threads;
+  for (int side = 0; side < 2; ++side) {
+    for (int number = 0; number < kThreads; ++number) {
+      threads.emplace_back([&, side, number] {
+        Engine& from = side == 0 ? *a : *b;
+        Engine& to = side == 0 ? *b : *a;
+        RegionRef src = from.alloc(kBytes, false);
+        RegionRef dst = to.alloc(kBytes, false);
+        std::memset(src->base(), number + 1, kBytes);
+        RemoteRegionRef remote = from.remote_region(dst->descriptor());
+        const auto imm = static_cast<uint32_t>(10 + number);
+        for (int round = 0; round < kRounds; ++round) {
+          const uint64_t length = round % 3 == 0 ? kBytes : 8 + static_cast<uint64_t>(round);
+          finish(from.submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = length, .imm = imm}));
+        }
+        REQUIRE(to.imm_counter(imm)->wait(kRounds, deadline_in(60), {}) == WaitResult::kReady);
+        CHECK(std::memcmp(src->base(), dst->base(), kBytes) == 0);
+        CHECK(dst->close(deadline_in(60), {}) == WaitResult::kReady);
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  a->close(kPatience);
+  b->close(kPatience);
+}
+
+TEST_CASE("tcp: regions close under writes and reads of others") {
+  EngineRef a = open("a", 2);
+  EngineRef b = open("b");
+  constexpr uint64_t kBytes = 400'000;
+  RegionRef src = a->alloc(kBytes, false);
+  for (int round = 0; round < 12; ++round) {
+    RegionRef dst = b->alloc(kBytes, false);
+    RemoteRegionRef remote = a->remote_region(dst->descriptor());
+    std::vector<TransferRef> transfers;
+    for (int i = 0; i < 6; ++i) {
+      transfers.push_back(a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = kBytes}));
+      transfers.push_back(a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 64}));
+    }
+    CHECK(dst->close(deadline_in(60), {}) == WaitResult::kReady);
+    for (const TransferRef& transfer : transfers) {
+      REQUIRE(transfer->wait(deadline_in(60), {}) == WaitResult::kReady);
+      CHECK((transfer->status() == Status::kDone || transfer->status() == Status::kRegionClosed));
+    }
+  }
+  a->close(0);
+  b->close(0);
+}
+
+TEST_CASE("tcp: cancels, forgotten peers and closing engines, all at once") {
+  EngineRef target = open("target", 2);
+  RegionRef dst = target->alloc(1 << 20, false);
+  std::atomic<bool> stop{false};
+  std::thread canceller([&] {
+    EngineRef engine = open("canceller", 2);
+    RegionRef src = engine->alloc(1 << 20, false);
+    while (!stop.load()) {
+      RemoteRegionRef remote = engine->remote_region(dst->descriptor());
+      TransferRef transfer = engine->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 1 << 20});
+      transfer->cancel();
+      REQUIRE(transfer->wait(deadline_in(60), {}) == WaitResult::kReady);
+    }
+    engine->close(0);
+  });
+  std::thread forgetter([&] {
+    EngineRef engine = open("forgetter");
+    RegionRef src = engine->alloc(1000, false);
+    while (!stop.load()) {
+      RemoteRegionRef remote = engine->remote_region(dst->descriptor());
+      TransferRef transfer = engine->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 1000});
+      engine->forget_peer(*engine->peer(target->address()));
+      REQUIRE(transfer->wait(deadline_in(60), {}) == WaitResult::kReady);
+      const Status status = transfer->status();
+      CHECK((status == Status::kDone || status == Status::kPeerLost));
+    }
+    engine->close(0);
+  });
+  for (int round = 0; round < 15; ++round) {
+    EngineRef guest = open("guest", 2);
+    RegionRef src = guest->alloc(100'000, false);
+    RemoteRegionRef remote = guest->remote_region(dst->descriptor());
+    std::vector<TransferRef> transfers;
+    for (int i = 0; i < 10; ++i) {
+      transfers.push_back(guest->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 100'000}));
+    }
+    guest->close(0);
+    for (const TransferRef& transfer : transfers) CHECK(transfer->status() != Status::kPending);
+  }
+  stop = true;
+  canceller.join();
+  forgetter.join();
+  target->close(0);
+}
+
+}  // namespace crossrail
