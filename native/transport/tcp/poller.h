@@ -43,6 +43,8 @@ class Poller {
   void ring_at(int64_t time_ns);
   // In the child of a fork: closes all that is polled, without looking at what it belongs to, which may be in the middle of
   // a change.
+  // Gives up what the sockets were for. Sleepers may still be at sleep_fd(), and may be rung.
+  void close();
   void abandon_after_fork();
 
  private:
