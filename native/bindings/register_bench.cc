@@ -253,6 +253,16 @@ void register_rig(nb::module_& module) {
           "addresses"_a)
       .def(
           "view", [](nb::pointer_and_handle<Rig> self, size_t index) { return view(self.h, index); }, "index"_a)
+      .def(
+          "connect",
+          [](Rig& rig, const nb::bytes& address, double timeout_s) {
+            const PeerRef peer = rig.peer(as_span(address));
+            nb::gil_scoped_release no_gil;
+            if (rig.engine().connect(*peer, deadline_in(timeout_s), {}) != WaitResult::kReady) {
+              throw TransportError("bench", 0, "the peer did not connect");
+            }
+          },
+          "address"_a, "timeout_s"_a)
       .def("paths", &paths, "address"_a)
       .def(
           "drive",

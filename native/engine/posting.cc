@@ -16,6 +16,8 @@ constexpr uint32_t kItemsPerTurn = 256;                 // of one peer in a roun
 constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;  // and bytes in all: then arrivals are looked at again
 constexpr uint32_t kBatchesPerTurn = 8;                 // of one paged transfer
 constexpr uint64_t kCutAlign = 4096;                    // pieces begin at multiples: whole pages and lines
+// Of a long range over rails that the transport balances: rails that end at different times idle for half of one each.
+constexpr uint64_t kSlicesPerRail = 32;
 
 // Largest power of two <= value, value in 1..256: its log2.
 constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t>(__builtin_clzll(value)); }
@@ -157,8 +159,24 @@ uint32_t EngineCore::pieces_of(const Peer& peer, const TransferWork& work) const
   const Traits& traits = *peer.route_.traits;
   if (work.rail != kAnyRail || work.length_bytes < 2 * traits.piece_bytes_min) return 1;
   if (!traits.balances_rails) return pieces_for(work.length_bytes, traits.rail_count, traits.piece_bytes_min);
+  if (is_evened(peer, work)) return 1;
   // The transport gives each piece to the rail that is free: more pieces than rails even out rails of different speed.
   return peer.link_->lanes() == 1 ? 1 : pieces_for(work.length_bytes, kRailsMax, traits.piece_bytes_min);
+}
+
+// Whether a range is so long that even a sixteenth of it is too coarse to keep all rails busy to the end. It is cut finer
+// than a count can be: one piece in many slices, and the immediate follows once all of them are in place.
+bool EngineCore::is_evened(const Peer& peer, const TransferWork& work) {
+  const Traits& traits = *peer.route_.traits;
+  return traits.balances_rails && work.rail == kAnyRail && peer.link_->lanes() > 1 &&
+         work.length_bytes >= 2 * kRailsMax * traits.piece_bytes_min;
+}
+
+uint64_t EngineCore::slice_bytes_of(const Peer& peer, const TransferWork& work) {
+  const Traits& traits = *peer.route_.traits;
+  if (!is_evened(peer, work)) return traits.slice_bytes_max;
+  const uint64_t even = work.length_bytes / (kSlicesPerRail * peer.link_->lanes()) / kCutAlign * kCutAlign;
+  return std::clamp(even, traits.piece_bytes_min, traits.slice_bytes_max);
 }
 
 // On which rail the piece goes. Rails are counted over all transports; this one may have fewer.
@@ -216,14 +234,17 @@ EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer
 }
 
 // A contiguous range: cut into one piece per rail, each piece into slices. The last slice of a piece carries the
-// piece's share of the immediate; on rails without order it waits until everything before it is done. Resumed: once more
-// from the start, without what was kept.
+// piece's share of the immediate; on rails without order it waits until everything before it is done, and of an evened
+// range travels alone, so that nothing but its own way is waited for. Resumed: once more from the start, without what
+// was kept.
 EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   const Traits& traits = *peer.route_.traits;
   RemoteKey* key = key_of(peer, *work.remote);
   if (work.pieces == 0) work.pieces = pieces_of(peer, work);
-  if (work.pieces == 1 && work.length_bytes <= traits.slice_bytes_max) return post_short_range(peer, transfer, key);
+  const uint64_t slice_bytes = slice_bytes_of(peer, work);
+  if (work.pieces == 1 && work.length_bytes <= slice_bytes) return post_short_range(peer, transfer, key);
+  const bool imm_alone = work.imm != kNoImm && is_evened(peer, work);
   uint64_t turn_bytes = 0;
   const uint64_t longest =
       work.pieces == 1 ? work.length_bytes : piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
@@ -234,10 +255,10 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       if (work.slice_offset >= range.length_bytes && work.slice_offset > 0) continue;
       if (work.resumed && work.slice_offset < work.kept_bytes[work.piece]) continue;
       if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
-      const uint64_t length = std::min(range.length_bytes - work.slice_offset, traits.slice_bytes_max);
+      const uint64_t length = std::min(range.length_bytes - work.slice_offset, slice_bytes);
       const bool last = work.slice_offset + length == range.length_bytes;
-      const bool has_imm = work.imm != kNoImm && last;
-      if (has_imm && !traits.fifo_rails && longest > traits.slice_bytes_max && work.retired < work.posted)
+      const bool has_imm = work.imm != kNoImm && last && !imm_alone;
+      if (has_imm && !traits.fifo_rails && longest > slice_bytes && work.retired < work.posted)
         return Progress::kBlocked;
       WorkRequest request = range_request(peer, work, key, range.offset + work.slice_offset, length);
       request.has_imm = has_imm;
@@ -253,7 +274,15 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       round_bytes_ += length;
     }
     work.piece = 0;
-    work.slice_offset += traits.slice_bytes_max;
+    work.slice_offset += slice_bytes;
+  }
+  if (imm_alone) {
+    if (work.retired < work.posted) return Progress::kBlocked;
+    WorkRequest request = range_request(peer, work, key, work.length_bytes, 0);
+    request.has_imm = true;
+    request.wire_imm = wire_imm(work.imm, 0);
+    request.context = transfer;
+    if (post(peer, kAnyRail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
   }
   return Progress::kAllPosted;
 }

@@ -33,7 +33,7 @@ _EVENT_LEVELS = {
     "imm-overflow": logging.ERROR,
 }
 
-DEFAULT_TRANSPORT = "shm"
+DEFAULT_TRANSPORT = "auto"
 SECRET_VARIABLE = "CROSSRAIL_SECRET"
 
 _EXIT_PATIENCE_S = 0.5  # for daemon threads to return from waits when the interpreter ends

@@ -12,7 +12,7 @@ from tests.support.node import RemoteEngine
 from tests.support.operations import KINDS, Operations
 from tests.support.patterns import assert_same_bytes, pattern
 from tests.support.process import PeerProcess
-from tests.support.wire import endpoints_of
+from tests.support.tcp_wire import endpoints_of
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,10 +11,10 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
-from tests.support import wire
+from tests.support import tcp_wire as wire
 from tests.support.limits import WAIT_S, eventually
 from tests.support.process import assert_clean, run_script
-from tests.support.wire import Frame, Kind, RawAcceptor, RawPeer
+from tests.support.tcp_wire import Frame, Kind, RawAcceptor, RawPeer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -471,7 +471,7 @@ def test_out_of_descriptors_is_survived_and_said() -> None:
             pass
         late = None
         os.close(kept.pop())
-        from tests.support.wire import endpoints_of
+        from tests.support.tcp_wire import endpoints_of
         ip, port = endpoints_of(target.address.to_bytes())[0]
         stranger = socket.create_connection((ip, port))
         deadline = time.monotonic() + 10

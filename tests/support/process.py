@@ -9,6 +9,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ class PeerProcess:
     """A Node in a child process. Also a Caller.
 
     Invariant: at most one command is unanswered. Owner: whoever made it calls close().
+    prefix: a command that runs this one elsewhere, in the same process (tests.support.hosts).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: Sequence[str] = ()) -> None:
         self._errors = tempfile.TemporaryFile(mode="w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.peer"],
+            [*prefix, sys.executable, "-m", "tests.support.peer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import crossrail as xr
-from tests.support.wire import endpoints_of, reset, with_ports
+from tests.support.tcp_wire import endpoints_of, reset, with_ports
 
 CHUNK_BYTES = 64 << 10
 

@@ -87,11 +87,16 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
       OutLink* const out = transport_->find_out(link, ack.link_id);
       return out == nullptr || take_ack(*out, ack) || reject("an acknowledgement of what was never sent");
     }
+    case FrameType::kTaken: {  // likewise
+      if (meta.size() != sizeof(TakenMeta)) return malformed();
+      const auto taken = read_meta<TakenMeta>(meta);
+      OutLink* const out = transport_->find_out(link, taken.link_id);
+      return out == nullptr || take_taken(*out, taken) || malformed();
+    }
     case FrameType::kBye:
       link.over = true;
       break_off("the peer ended the link: " + text_of(meta));
       return true;
-    case FrameType::kTaken:
     case FrameType::kRefused:
     case FrameType::kResolved:
     case FrameType::kReadData:
@@ -311,6 +316,8 @@ bool InStream::on_resolve(const ResolveMeta& resolve) {
   transport_->ack_later(link, true);
   return true;
 }
+
+void InStream::on_turn_over() { transport_->ack_later(*channel_->link, true); }
 
 void InStream::on_broken() {
   region_.reset();

@@ -45,6 +45,7 @@ class OutStream final : public Stream {
   bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
   bool on_frame() override;
   bool fill(TxBatch& batch) override;
+  void on_turn_over() override;
   void on_broken() override;
   bool hears_last_words() const override { return true; }  // acknowledgements, and why it ends
 
@@ -91,6 +92,9 @@ struct OutChannel final : Connector::Owner {
 
   uint64_t acked = 0;
   RingQueue<WorkRequest> sent;
+  // Of link->reads, those of this channel.
+  uint32_t reads_open = 0;
+  uint64_t reads_bytes = 0;
   struct Refusal {
     uint64_t operation;
     Status status;
@@ -182,6 +186,8 @@ inline Lane lane_of(const WorkRequest& request) { return static_cast<Lane>(reque
 
 // The peer has placed the operations of one channel up to this one. False: it cannot have.
 bool take_ack(OutLink& link, const AckMeta& ack);
+// The peer's pool has these messages. False: nonsense.
+bool take_taken(OutLink& link, const TakenMeta& taken);
 // Makes the two each other's twins, and those that were theirs nobody's.
 void pair_twins(OutLink& out, InLink& in);
 
@@ -192,12 +198,12 @@ class InStream final : public Stream {
   InStream(TcpTransport* transport, InChannel* channel, Fd fd, bool is_bulk);
   // A region was revoked: nothing more goes into it, or comes out of it.
   void check_region();
-  bool has_work() const { return !reads_.empty(); }
 
  protected:
   bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
   bool on_frame() override;
   bool fill(TxBatch& batch) override;
+  void on_turn_over() override;
   void on_broken() override;
   // An initiator that resets has given its operations up: we may just have been thawed, long after.
   bool hears_last_words() const override { return false; }
@@ -292,6 +298,7 @@ struct InLink {
   // Acknowledgements travel with our own next operation to this peer if there is one soon.
   bool ack_due = false;
   bool ack_now = false;
+  bool ack_listed = false;  // in the transport's list
   int64_t ack_due_since_ns = 0;
   int32_t rides = 4;  // how well waiting for a ride has paid of late: 0 not at all, to 8
   int64_t acked_alone_ns = 0;

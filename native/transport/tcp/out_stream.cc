@@ -12,6 +12,9 @@ namespace {
 constexpr size_t kSentMax = kOperationsUnderWayMax;
 constexpr size_t kReadsMax = 256;
 constexpr size_t kMessagesMax = kMessagesUnderWayMax;
+// Asked for over one of several pairs of rails: a question is short, and the first to ask would ask for everything.
+constexpr uint32_t kReadsAhead = 2;
+constexpr uint64_t kReadBytesAhead = uint64_t{2} << 20;
 // Shorter payloads are copied beside their heads: cheaper than an iovec of their own.
 constexpr uint64_t kCopyBytesMax = 512;
 // Bytes handed to the kernel at once.
@@ -114,6 +117,8 @@ bool OutStream::fill(TxBatch& batch) {
   if (channel_->lane() == Lane::kSmall) transport_->put_rider_acks(*channel_->link, batch);
   return true;
 }
+
+void OutStream::on_turn_over() { transport_->mark_dirty(*channel_->link); }
 
 // --- out ---
 
@@ -222,10 +227,14 @@ bool OutChannel::fill(TxBatch& batch) {
       link->queued -= count;
     } else {
       if (link->reads.size() >= kReadsMax || !batch.has_room(sizeof(FrameHeader) + sizeof(ReadMeta))) break;
+      const bool far_ahead = reads_open >= kReadsAhead && reads_bytes + request.length_bytes > kReadBytesAhead;
+      if (far_ahead && link->pairs.size() > 1) break;
       const uint64_t id = link->next_read_id++;
       batch.put(header_of(FrameType::kRead, 0, 1, sizeof(ReadMeta), 0));
       batch.put(ReadMeta{region_of(request), request.remote_offset, request.length_bytes, id});
       link->reads[id] = {.request = request, .channel = index};
+      ++reads_open;
+      reads_bytes += request.length_bytes;
       sent.push_back(queue->pop_front());
       --link->queued;
     }
@@ -299,6 +308,8 @@ void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed) 
       ++read;
     }
   }
+  channel.reads_open = 0;
+  channel.reads_bytes = 0;
   if (channel.current) again.push_back(*channel.current);
   channel.current.reset();
   for (size_t i = channel.sent.size(); i > 0; --i) {
@@ -340,6 +351,16 @@ bool take_ack(OutLink& link, const AckMeta& ack) {
   return true;
 }
 
+bool take_taken(OutLink& link, const TakenMeta& taken) {
+  if (taken.count > kMessagesMax) return false;
+  for (uint64_t id = taken.first_id; id < taken.first_id + taken.count; ++id) {
+    if (SentMessage* message = find_message(link, id)) end_message(*link.transport, link, *message, Status::kDone, {});
+  }
+  forget_ended_messages(link);
+  if (link.queued > 0) link.transport->mark_dirty(link);
+  return true;
+}
+
 bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) {
   OutLink& link = *channel_->link;
   const auto type = static_cast<FrameType>(header.type);
@@ -363,13 +384,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kTaken: {
       if (meta.size() != sizeof(TakenMeta)) return malformed();
       const auto taken = read_meta<TakenMeta>(meta);
-      if (taken.count > kMessagesMax) return malformed();
-      for (uint64_t id = taken.first_id; id < taken.first_id + taken.count; ++id) {
-        if (SentMessage* message = find_message(link, id)) end_message(*transport_, link, *message, Status::kDone, {});
-      }
-      forget_ended_messages(link);
-      if (link.queued > 0) transport_->mark_dirty(link);
-      return true;
+      return (taken.link_id == link.id && take_taken(link, taken)) || malformed();
     }
     case FrameType::kRefused: {
       if (meta.size() < sizeof(RefusedMeta)) return malformed();
@@ -430,6 +445,9 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
           (status == Status::kDone && pending.received_bytes != pending.request.length_bytes))
         return malformed();
       link.reads.erase(read);
+      OutChannel& asked = *link.channels[pending.channel];
+      --asked.reads_open;
+      asked.reads_bytes -= pending.request.length_bytes;
       transport_->retire(link, pending.request, status, text_of(meta.subspan(sizeof end)));
       if (link.queued > 0) transport_->mark_dirty(link);
       return true;

@@ -127,6 +127,7 @@ void OutStream::on_broken() {
   // Acknowledgements of the peer's operations may have been riding on it.
   if (link.twin != nullptr) {
     for (auto& [index, incoming] : link.twin->channels) incoming.ack_sent = 0;
+    transport_->tell_outcomes_again(*link.twin);
     transport_->ack_later(*link.twin, true);
   }
   transport_->watch(link);
@@ -313,6 +314,7 @@ void TcpTransport::flush(OutLink& link, Status status, const std::string& detail
   if (link.twin != nullptr) {
     // Acknowledgements of the peer's operations may have been riding on our connections.
     for (auto& [index, incoming] : link.twin->channels) incoming.ack_sent = 0;
+    tell_outcomes_again(*link.twin);
     ack_later(*link.twin, true);
     link.twin->twin = nullptr;
   }

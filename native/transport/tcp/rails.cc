@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <set>
 
 #include "transport/tcp/connect.h"
 #include "util/errors.h"
@@ -156,6 +157,13 @@ std::vector<HostAddress> choose(const std::vector<std::string>& names, uint32_t 
     if (a.is_virtual != b.is_virtual) return b.is_virtual;
     if (a.endpoint.speed_mbps != b.endpoint.speed_mbps) return a.endpoint.speed_mbps > b.endpoint.speed_mbps;
     return a.endpoint.family < b.endpoint.family;
+  });
+  // One family, since rails of different ones cannot talk to each other; one address of each netdev.
+  const bool has_v4 = std::any_of(candidates.begin(), candidates.end(),
+                                  [](const HostAddress& address) { return address.endpoint.family == 4; });
+  std::set<std::string> netdevs;
+  std::erase_if(candidates, [&](const HostAddress& address) {
+    return address.endpoint.family != (has_v4 ? 4 : 6) || !netdevs.insert(address.netdev).second;
   });
   for (uint32_t i = 0; i < count; ++i) {
     HostAddress address;

@@ -4,6 +4,7 @@
 
 #include <sys/uio.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -76,14 +77,26 @@ struct Placement {
   void discard_range(const std::byte* base, uint64_t length_bytes);
 };
 
+class Stream;
+
 // What all streams of one transport share. Progress holder.
 struct StreamContext {
   static constexpr size_t kScratchBytes = 128 << 10;
   explicit StreamContext(Poller* poller) : poller(poller), scratch(kScratchBytes), discard(kScratchBytes) {}
+  // Sockets that brought something of late: asked directly, which is cheaper than asking epoll first.
+  void note_hot(Stream* stream);
+  void forget_hot(Stream* stream);
+  struct Hot {
+    Stream* stream = nullptr;
+    uint32_t misses = 0;  // in a row
+    uint32_t hits = 0;
+  };
+  std::array<Hot, 3> hot{};  // the latest first; empty ones last
   std::unique_ptr<TxBatch> take_batch();
   void give_batch(std::unique_ptr<TxBatch> batch);
 
   Poller* poller;
+  int64_t now = 0;  // a little old, of the current poll
   std::vector<std::byte> scratch;
   std::vector<std::byte> discard;
   std::vector<std::unique_ptr<TxBatch>> batches;
@@ -110,6 +123,8 @@ class Stream : public Pollable {
   void hang_up(bool abort = false);
   int fd() const { return fd_.get(); }
   bool is_blocked() const { return is_blocked_; }
+  // Whether epoll tells of news: costs each packet some, and a socket that is asked directly all the time needs it not.
+  void watch(bool on);
   int64_t last_received_ns() const { return last_received_ns_; }
   int64_t last_sent_ns() const { return last_sent_ns_; }
 
@@ -120,6 +135,8 @@ class Stream : public Pollable {
   virtual bool on_frame() = 0;
   // Appends frames. False: nothing to send.
   virtual bool fill(TxBatch& batch) = 0;
+  // pump() has sent its share and there may be more: sees to it that it is called again soon.
+  virtual void on_turn_over() = 0;
   virtual void on_broken() = 0;
   // Whether what the peer sent before it reset the connection is still worth reading.
   virtual bool hears_last_words() const = 0;
@@ -140,8 +157,8 @@ class Stream : public Pollable {
   Fd fd_;
   const bool is_bulk_;
   bool broken_ = false;
+  bool is_watched_ = true;
   bool is_blocked_ = false;  // the socket was full: EPOLLOUT tells when it is not
-  bool has_more_ = false;    // the last pump() ended by its share of the time
   std::string reason_;
   std::string reject_reason_;
   int64_t last_received_ns_ = 0;

@@ -27,8 +27,14 @@ constexpr int64_t kTickNs = 20'000'000;
 // How long an acknowledgement waits for an operation to ride with.
 constexpr int64_t kAckWaitNs = 30'000;
 constexpr int32_t kRidesMax = 8;
+constexpr uint64_t kTakenPerFrame = 256;
 // Idle polls after which the sleeping worker is spared the sockets' news: short visits do not pay for that.
 constexpr uint32_t kIdlePollsToUnwatch = 2;
+constexpr uint32_t kPollsPerLook = 16;
+constexpr int64_t kLookEveryNs = 500;
+constexpr uint32_t kMissesToCool = 128;
+constexpr uint32_t kHitsToUnwatch = 32;
+constexpr uint32_t kPollsPerClock = 4;
 
 uint64_t random_u64() {
   uint64_t value = 0;
@@ -70,7 +76,7 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
     listeners_.push_back(std::make_unique<Listener>(this, rail));
     poller_.add(rails_[rail].listener.get(), listeners_.back().get(), EPOLLIN);
   }
-  now_ = now_ns();
+  streams_.now = now_ = now_ns();
 }
 
 TcpTransport::~TcpTransport() { close(); }
@@ -78,7 +84,7 @@ TcpTransport::~TcpTransport() { close(); }
 void TcpTransport::close() {
   if (closed_) return;
   closed_ = true;
-  now_ = now_ns();
+  streams_.now = now_ = now_ns();
   send_acks(true);
   while (!out_.empty()) {
     OutLink& link = *out_.back();
@@ -130,7 +136,7 @@ bool TcpTransport::is_region_quiet(const LocalRegion& region) {
 // --- peers ---
 
 Link* TcpTransport::connect(const std::shared_ptr<const Address>& address) {
-  now_ = now_ns();
+  streams_.now = now_ = now_ns();
   auto owned =
       std::make_unique<OutLink>(this, next_link_id_++, address, pair_rails(address_.endpoints, address->endpoints));
   OutLink& link = *owned;
@@ -187,6 +193,12 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
     }
     reports.push_back(std::move(report));
   }
+  return reports;
+}
+
+std::vector<RailReport> TcpTransport::explain_rails(Link& link) {
+  std::vector<RailReport> reports;
+  for (const RailPair& pair : static_cast<OutLink&>(link).pairs) reports.push_back({pair.rail, pair.peer_rail});
   return reports;
 }
 
@@ -284,21 +296,14 @@ uint32_t TcpTransport::pump(OutLink& link) {
 uint32_t TcpTransport::pump_dirty() {
   if (dirty_.empty()) return 0;
   uint32_t moved = 0;
-  std::vector<OutLink*> links;
-  links.swap(dirty_);
-  for (OutLink* link : links) link->is_dirty = false;
-  for (OutLink* link : links) {
-    const uint32_t pumped = pump(*link);
-    moved += pumped;
-    if (pumped == 0) continue;
-    // More than a turn's worth goes on in the next round. What waits for a socket or an answer is taken up by those.
-    bool has_more = false;
-    link->for_each_channel([&](OutChannel& channel) {
-      has_more =
-          has_more || (channel.is_usable() && !channel.stream->is_blocked() && (channel.current || link->queued > 0));
-    });
-    if (has_more) mark_dirty(*link);
+  // One that has more than a turn's worth goes to the end of the list again: it has its next turn in the next round.
+  const size_t count = dirty_.size();
+  for (size_t i = 0; i < count; ++i) {
+    OutLink& link = *dirty_[i];
+    link.is_dirty = false;
+    moved += pump(link);
   }
+  dirty_.erase(dirty_.begin(), dirty_.begin() + static_cast<std::ptrdiff_t>(count));
   return moved;
 }
 
@@ -308,34 +313,35 @@ void TcpTransport::ack_later(InLink& link, bool at_once) {
   link.ack_now = link.ack_now || at_once || link.rides == 0;
   if (std::exchange(link.ack_due, true)) return;
   link.ack_due_since_ns = now_;
-  acks_.push_back(&link);
+  if (!std::exchange(link.ack_listed, true)) acks_.push_back(&link);
 }
 
 void TcpTransport::send_ack(InLink& link) {
   link.ack_due = link.ack_now = false;
   link.acked_alone_ns = now_;
   for (auto& [index, channel] : link.channels) {
-    if (!channel.is_open()) continue;
-    channel.stream->pump();
-    if (channel.is_open() && channel.stream->has_work() && !channel.stream->is_blocked()) ack_later(link, true);
+    if (channel.is_open()) channel.stream->pump();
   }
 }
 
 uint32_t TcpTransport::send_acks(bool all) {
   if (acks_.empty()) return 0;
   uint32_t sent = 0;
-  std::vector<InLink*> links;
-  links.swap(acks_);
-  for (InLink* link : links) {
-    if (!link->ack_due) continue;
-    if (!all && !link->ack_now && now_ - link->ack_due_since_ns < kAckWaitNs) {
-      acks_.push_back(link);
+  size_t kept = 0;
+  const size_t count = acks_.size();
+  for (size_t i = 0; i < count; ++i) {
+    InLink* const link = acks_[i];
+    if (link->ack_due && !all && !link->ack_now && now_ - link->ack_due_since_ns < kAckWaitNs) {
+      acks_[kept++] = link;
       continue;
     }
+    link->ack_listed = false;
+    if (!link->ack_due) continue;  // it rode
     if (!link->ack_now && link->rides > 0) --link->rides;
-    send_ack(*link);
+    send_ack(*link);  // may add to the list
     ++sent;
   }
+  acks_.erase(acks_.begin() + static_cast<std::ptrdiff_t>(kept), acks_.begin() + static_cast<std::ptrdiff_t>(count));
   return sent;
 }
 
@@ -357,6 +363,13 @@ bool TcpTransport::put_rider_acks(OutLink& link, TxBatch& batch) {
     channel.ack_sent = channel.placed;
   }
   if (twin->rides < kRidesMax) ++twin->rides;
+  size_t told = 0;
+  for (; told < twin->taken.size() && batch.has_room(sizeof(FrameHeader) + sizeof(TakenMeta)); ++told) {
+    const TakenMeta& taken = twin->taken[told];
+    batch.put(header_of(FrameType::kTaken, 0, 0, sizeof taken, 0));
+    batch.put(taken);
+  }
+  twin->taken.erase(twin->taken.begin(), twin->taken.begin() + static_cast<std::ptrdiff_t>(told));
   if (twin->taken.empty()) twin->ack_due = false;
   return true;
 }
@@ -366,10 +379,11 @@ void TcpTransport::hold(InLink& link) {
 }
 
 void TcpTransport::tell_taken(InLink& link, uint64_t message_id) {
-  if (!link.taken.empty() && link.taken.back().first_id + link.taken.back().count == message_id) {
+  if (!link.taken.empty() && link.taken.back().first_id + link.taken.back().count == message_id &&
+      link.taken.back().count < kTakenPerFrame) {
     ++link.taken.back().count;
   } else {
-    link.taken.push_back({message_id, 1});
+    link.taken.push_back({link.id, message_id, 1});
   }
 }
 
@@ -446,10 +460,28 @@ void TcpTransport::offer_held() {
 
 // --- running ---
 
-uint32_t TcpTransport::poll_sockets() { return static_cast<uint32_t>(poller_.poll()); }
+// Sockets that brought something of late are asked directly, until one has something; all of them now and then.
+uint32_t TcpTransport::poll_sockets() {
+  auto& hot = streams_.hot;
+  // Not at every poll either when none is: another transport of the engine may be spinning.
+  const bool looks = polls_ % kPollsPerLook == 0 || (hot[0].stream == nullptr && now_ - looked_ns_ >= kLookEveryNs);
+  if (looks) looked_ns_ = now_;
+  for (size_t i = 0; i < hot.size() && hot[i].stream != nullptr && !looks; ++i) {
+    Stream* const stream = hot[i].stream;
+    if (stream->receive()) {
+      if (hot[0].stream == stream && hot[0].hits >= kHitsToUnwatch) stream->watch(false);
+      return 1;
+    }
+    if (++hot[i].misses == kMissesToCool) {
+      streams_.forget_hot(hot[i].stream);
+      break;
+    }
+  }
+  return looks ? static_cast<uint32_t>(poller_.poll()) : 0;
+}
 
 uint32_t TcpTransport::poll() {
-  now_ = now_ns();
+  if (++polls_ % kPollsPerClock == 0 || streams_.hot[0].stream == nullptr) streams_.now = now_ = now_ns();
   uint32_t moved = pump_dirty();
   moved += poll_sockets();
   if (revocations_seen_ != regions_.revocations()) {
@@ -499,6 +531,10 @@ void TcpTransport::tick() {
   }
 }
 
+bool TcpTransport::has_arrivals() {
+  return !dirty_.empty() || std::any_of(acks_.begin(), acks_.end(), [](const InLink* link) { return link->ack_now; });
+}
+
 Deadline TcpTransport::next_timer() const {
   if (!watched_.empty() || !acceptors_.empty() || listeners_paused_until_ns_ != 0) return now_ns() + kTickNs;
   const bool waits =
@@ -510,7 +546,12 @@ void TcpTransport::arm() {
   // relaxed is enough for nobody: seq_cst pairs with wake(): either it sees us armed and rings, or we see its news.
   armed_.store(true, std::memory_order_seq_cst);
   idle_polls_ = 0;
-  now_ = now_ns();
+  polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets
+  streams_.now = now_ = now_ns();
+  for (const StreamContext::Hot& place : streams_.hot) {
+    if (place.stream != nullptr) place.stream->watch(true);
+  }
+  if (streams_.hot[0].stream != nullptr) streams_.hot[0].hits = 0;
   pump_dirty();
   // Acknowledgements that wait for company go out in time even if everybody sleeps.
   if (!acks_.empty()) {

@@ -38,6 +38,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void disconnect(Link& link) override;
   std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) override;
   std::vector<PathReport> explain(Link& link) override;
+  std::vector<RailReport> explain_rails(Link& link) override;
 
   uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
   uint32_t poll() override;
@@ -47,7 +48,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void disarm() override;
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
   // Only what no socket tells of: more than a turn's worth to send. For the rest the kernel wakes whoever sleeps.
-  bool has_arrivals() override { return !dirty_.empty(); }
+  bool has_arrivals() override;
   Deadline next_timer() const override;
   int wake_fd() const override { return poller_.sleep_fd(); }
   bool hush() override;
@@ -147,7 +148,9 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   uint64_t next_link_id_;
   int64_t now_ = 0;
   int64_t next_tick_ns_ = 0;
+  int64_t looked_ns_ = 0;
   uint32_t idle_polls_ = 0;
+  uint32_t polls_ = 0;
   std::atomic<bool> armed_{false};
   std::atomic<bool> news_{false};
   bool closed_ = false;

@@ -84,6 +84,7 @@ struct AckMeta {
   uint32_t epoch;
 };
 struct TakenMeta {
+  uint64_t link_id;  // like acknowledgements
   uint64_t first_id;
   uint64_t count;
 };

@@ -91,6 +91,12 @@ class Child:
             raise ChildFailed(f"{self.role} (pid {self.pid}) did not answer within {timeout_s:g} s")
         return self._result(answer)
 
+    def has_answered(self) -> bool:
+        """Whether `finish` would return at once."""
+        if self._early is None:
+            self._early = self._read_answer(time.monotonic())
+        return self._early is not None
+
     def raise_if_failed(self) -> None:
         """For a loop that waits for the child's work by other means: raises when an error is there, or it is gone."""
         answer = self._read_answer(time.monotonic())

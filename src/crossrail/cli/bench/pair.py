@@ -17,6 +17,7 @@ from crossrail.errors import CrossrailError, UsageError
 
 _PEER_MODULE = "crossrail.cli.bench.peer"
 _CONTROL_BYTES = 4096
+_DRIVE_S = 0.0005
 
 LOOPBACK = "127.0.0.1"
 
@@ -76,6 +77,7 @@ class Link:
         """Opens both. options: of Rig."""
         self._pair = pair
         self.key = key
+        self.is_manual = options.get("polling") == "manual"
         options |= pair.settings.rig_options
         self.rig: BenchRig = pair.native.Rig(f"bench-{key}", **options)
         peer_address = pair.child.call("open_rig", key=key, **options)
@@ -92,7 +94,7 @@ class Link:
         return index, bytes.fromhex(descriptor)
 
     def start_receiving(self, count: int, keys: list[str] | None = None) -> None:
-        """The peer counts so many arrivals and then answers with IMM_ACK. End it with `pair.child.finish()`."""
+        """The peer counts so many arrivals and then answers with IMM_ACK. End it with `finish`."""
         self._pair.child.start(
             "receive",
             keys=keys or [self.key],
@@ -102,6 +104,15 @@ class Link:
             reply_dst=self.control_here,
             reply_imm=IMM_ACK,
         )
+
+    def finish(self) -> None:
+        """Ends what the peer was told to start.
+
+        An engine that nobody drives acknowledges nothing, and the peer may still wait for that.
+        """
+        while self.is_manual and not self._pair.child.has_answered():
+            self.rig.drive(_DRIVE_S)
+        self._pair.child.finish()
 
     def unmapped_paths(self) -> str:
         """How bytes reached memory of the peer that cannot be mapped: the engine chooses by measuring."""

@@ -43,7 +43,7 @@ def verified_writes(pair: Pair, link: Link, pool: Pool, nbytes: int, window: int
             imm=IMM_DATA,
             ack=IMM_ACK,
         )
-        pair.child.finish()
+        link.finish()
         return took_ns
 
     source = link.rig.view(pool.src)
@@ -76,7 +76,7 @@ def verified_paged_writes(
             imm=IMM_DATA,
             ack=IMM_ACK,
         )
-        pair.child.finish()
+        link.finish()
         return took_ns
 
     source, own = link.rig.view(pool.src), link.rig.view(pool.own)
@@ -123,7 +123,7 @@ class ScatterLinks:
             imm=IMM_DATA,
             ack=IMM_ACK,
         )
-        self._pair.child.finish()
+        self.link.finish()
         return took_ns
 
     def verify(self) -> None:

@@ -14,6 +14,8 @@ from crossrail.cli.bench.sockets import SocketPeer
 from crossrail.cli.child import answer_calls
 from crossrail.cli.native import BenchRig, load_native
 
+_LET_GO_S = 0.001
+
 
 class Peer:
     """State between calls. Rigs and engines are known by the keys that the parent gave them."""
@@ -22,6 +24,7 @@ class Peer:
         self._native = load_native()
         self._sockets = SocketPeer(self._native)
         self._rigs: dict[str, BenchRig] = {}
+        self._manual: set[str] = set()  # keys of rigs that nobody drives between calls
         self._engines: list[xr.Engine] = []
         self._side: api_loops.Side | None = None
 
@@ -30,17 +33,20 @@ class Peer:
     def open_rig(self, key: str, **options: Any) -> str:
         """Returns its address."""
         self._rigs[key] = self._native.Rig(key, **options)
+        if options.get("polling") == "manual":
+            self._manual.add(key)
         return self._rigs[key].address.hex()
 
     def close_rig(self, key: str) -> None:
         """Close it and forget the key."""
+        self._manual.discard(key)
         self._rigs.pop(key).close()
 
     def close_everything(self) -> None:
         """After a failure: rigs, side and engines; the bare connection closes with the parent's end."""
         for rig in self._rigs.values():
             rig.close()
-        self._rigs = {}
+        self._rigs, self._manual = {}, set()
         if self._side is not None:
             self.close_side()
         self.close_engines()
@@ -65,19 +71,33 @@ class Peer:
 
     def receive(self, keys: list[str], **arguments: Any) -> int:
         """Count arrivals at each rig, then answer from the first one."""
-        return self._native.run_receivers([self._rigs[key] for key in keys], **arguments)
+        took_ns = self._native.run_receivers([self._rigs[key] for key in keys], **arguments)
+        self._let_go(keys)
+        return took_ns
+
+    def _let_go(self, keys: list[str]) -> None:
+        """Drives manual rigs a little longer, so that the parent gets its last acknowledgements."""
+        for key in keys:
+            if key in self._manual:
+                self._rigs[key].drive(_LET_GO_S)
 
     def ping_pong(self, key: str, src: int, dst: int, landing: int, **arguments: Any) -> int:
         """The second side of the ping-pong."""
-        return self._native.run_ping_pong(self._rigs[key], src, dst, landing, first=False, **arguments)
+        took_ns = self._native.run_ping_pong(self._rigs[key], src, dst, landing, first=False, **arguments)
+        self._let_go([key])
+        return took_ns
 
     def messages(self, key: str, peer: str, **arguments: Any) -> int:
         """The receiver of messages."""
-        return self._native.run_messages(self._rigs[key], bytes.fromhex(peer), sender=False, **arguments)
+        took_ns = self._native.run_messages(self._rigs[key], bytes.fromhex(peer), sender=False, **arguments)
+        self._let_go([key])
+        return took_ns
 
     def message_ping_pong(self, key: str, peer: str, **arguments: Any) -> int:
         """The second side of the ping-pong of messages."""
-        return self._native.run_message_ping_pong(self._rigs[key], bytes.fromhex(peer), first=False, **arguments)
+        took_ns = self._native.run_message_ping_pong(self._rigs[key], bytes.fromhex(peer), first=False, **arguments)
+        self._let_go([key])
+        return took_ns
 
     def cpu_ns(self) -> int:
         """CPU time that this process used so far."""

@@ -61,7 +61,7 @@ def verified_ping_pong(pair: Pair, link: Link) -> Callable[[int], float]:
             first=True,
             verify=verify,
         )
-        pair.child.finish()
+        link.finish()
         return took_ns / count / 2
 
     ping_pong(2000, verify=True)
@@ -93,7 +93,7 @@ def _rate_samples(pair: Pair) -> SampleStream:
             imm=IMM_DATA,
             ack=IMM_ACK,
         )
-        pair.child.finish()
+        link.finish()
         return took_ns
 
     write(10_000)

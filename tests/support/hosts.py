@@ -1,0 +1,302 @@
+"""Several hosts on one machine: network namespaces, joined by virtual cables and switches.
+
+A host is a namespace with netdevs rail0, rail1 ...; a test's own thread may enter one, and children run in others.
+Cables can be pulled, limited in speed, and made long and lossy. Needs root, the kernel's veth and bridge, and iproute2.
+"""
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from tests.support.limits import WAIT_S
+from tests.support.process import REPOSITORY, PeerProcess
+
+CLONE_NEWNET = 0x40000000
+NAMESPACES = Path("/run/netns")
+SYSCTLS = {
+    "ipv4/conf/all/arp_ignore": "1",  # answer for the netdev's own address only
+    "ipv4/conf/all/arp_announce": "2",
+    "ipv4/conf/all/rp_filter": "0",
+    "ipv4/conf/default/rp_filter": "0",
+    "ipv6/conf/all/keep_addr_on_down": "1",
+    "ipv6/conf/default/accept_dad": "0",
+    "ipv6/conf/default/accept_ra": "0",
+}
+
+_numbers = itertools.count()
+
+
+class Host:
+    """One namespace. Made by Hosts; rail i has the netdev `rail<i>` and one address of each family."""
+
+    def __init__(self, name: str, namespace: str, rails: int, index: int, subnets: Sequence[int]) -> None:
+        self.name = name
+        self.namespace = namespace
+        self.netdevs = [f"rail{i}" for i in range(rails)]
+        # Of one subnet for all rails, or one for each: see Hosts.
+        own = [index + 1 if len(subnets) > 1 else 16 * (index + 1) + i for i in range(rails)]
+        self.subnets = [subnets[i % len(subnets)] for i in range(rails)]
+        self.addresses = [f"10.{subnet + 1}.0.{number}" for subnet, number in zip(self.subnets, own, strict=True)]
+        self.addresses6 = [f"fd00:{subnet + 1:x}::{number:x}" for subnet, number in zip(self.subnets, own, strict=True)]
+
+    def rails(self, by: str = "netdev", count: int | None = None) -> list[str]:
+        """What an engine here is given as `rails`: by "netdev", "address" or "address6"."""
+        names = {"netdev": self.netdevs, "address": self.addresses, "address6": self.addresses6}[by]
+        return names[:count]
+
+    def limit(self, rail: int, mbit: int) -> None:
+        """What leaves by this rail goes no faster than that, and waits for 200 ms at most."""
+        shape = f"tbf rate {mbit}mbit burst 64kb latency 200ms"
+        run(f"tc -n {self.namespace} qdisc replace dev rail{rail} root {shape}")
+
+    def down(self, rail: int) -> None:
+        """Pulls the plug: nothing comes or goes, and nobody is told but this host and the other end of the cable."""
+        run(f"ip -n {self.namespace} link set rail{rail} down")
+
+    def up(self, rail: int) -> None:
+        run(f"ip -n {self.namespace} link set rail{rail} up")
+        self._route(rail)
+
+    def sent_bytes(self, rail: int) -> int:
+        return self._statistics(rail)["tx"]
+
+    def received_bytes(self, rail: int) -> int:
+        return self._statistics(rail)["rx"]
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """This thread, and threads that it starts, are on this host meanwhile. What they open then stays here."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with open(NAMESPACES / self.namespace) as namespace:
+                enter(namespace.fileno())
+            yield
+        finally:
+            enter(home)
+            os.close(home)
+
+    def set_up(self) -> None:
+        with self.entered():
+            for name, value in SYSCTLS.items():
+                Path("/proc/sys/net", name).write_text(value)
+        lines = ["link set lo up"]
+        for netdev, v4, v6 in zip(self.netdevs, self.addresses, self.addresses6, strict=True):
+            lines += [f"address add {v4}/24 dev {netdev}", f"address add {v6}/64 dev {netdev} nodad"]
+            lines += [f"link set {netdev} up"]
+        lines += [f"rule add from {address} table {100 + i}" for i, address in enumerate(self.addresses)]
+        batch(self.namespace, lines)
+        rules6 = [f"rule add from {address} table {100 + i}" for i, address in enumerate(self.addresses6)]
+        batch(self.namespace, rules6, "-6 ")
+        for rail in range(len(self.netdevs)):
+            self._route(rail)
+
+    def _route(self, rail: int) -> None:
+        # What has a rail's address leaves by its netdev, also where several are in one subnet.
+        subnet = self.subnets[rail] + 1
+        batch(
+            self.namespace,
+            [
+                f"route replace 10.{subnet}.0.0/24 dev rail{rail} table {100 + rail}",
+                f"route replace fd00:{subnet:x}::/64 dev rail{rail} table {100 + rail}",
+            ],
+        )
+
+    def _statistics(self, rail: int) -> dict[str, int]:
+        told = json.loads(run(f"ip -n {self.namespace} -s -j link show rail{rail}"))
+        counts = told[0]["stats64"]
+        return {way: int(counts[way]["bytes"]) for way in ("rx", "tx")}
+
+
+class Hosts:
+    """Hosts and what joins them. A context manager.
+
+    rails: netdevs of each host, or a number for each. one_subnet: all netdevs of all hosts on one switch; else a
+    network for each rail number, a cable where there are two hosts. delay_ms, loss: cables are that long, each way, and lose
+    this share of packets (of two hosts, each rail a cable).
+    Owner: namespaces, and children of spawn(), end with the context. What a killed test run left behind goes with the
+    next one's start.
+    """
+
+    def __init__(
+        self,
+        rails: int | Mapping[str, int] = 1,
+        *,
+        names: Sequence[str] = ("a", "b"),
+        one_subnet: bool = False,
+        delay_ms: float = 0,
+        loss: float = 0,
+    ) -> None:
+        counts = rails if isinstance(rails, Mapping) else dict.fromkeys(names, rails)
+        self._prefix = f"{own_prefix()}{next(_numbers)}-"
+        subnets = [0] if one_subnet else range(max(counts.values()))
+        # One rail in one subnet and one rail in a subnet for each are the same thing.
+        self._hosts = {
+            name: Host(name, f"{self._prefix}{name}", counts[name], index, subnets) for index, name in enumerate(names)
+        }
+        self._switches = [] if not one_subnet and len(names) == 2 else list(subnets)
+        self._wire = (delay_ms, loss) if delay_ms or loss else None
+        self._children: list[PeerProcess] = []
+        self._relays: list[subprocess.Popen[bytes]] = []
+
+    def __getitem__(self, name: str) -> Host:
+        return self._hosts[name]
+
+    def __enter__(self) -> "Hosts":
+        remove_stale()
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self._children:
+            child.close()
+        for relay in self._relays:
+            relay.kill()
+            relay.wait(WAIT_S)
+            if relay.stdout is not None:
+                relay.stdout.close()
+        remove(namespace for namespace in namespaces() if namespace.startswith(self._prefix))
+
+    def spawn(self, name: str) -> PeerProcess:
+        """A peer in a process of its own on this host."""
+        self._children.append(PeerProcess(prefix=on_host(self._hosts[name].namespace)))
+        return self._children[-1]
+
+    def _make(self) -> None:
+        middle = f"{self._prefix}net"
+        hosts = list(self._hosts.values())
+        for namespace in [middle, *(host.namespace for host in hosts)]:
+            run(f"ip netns add {namespace}")
+        with Host("middle", middle, 0, 0, [0]).entered():
+            Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+        if self._wire is not None:
+            self._lay_wires(middle, hosts)
+        elif self._switches:
+            self._plug_into_switches(middle, hosts)
+        else:
+            one, two = hosts
+            cables = min(len(one.netdevs), len(two.netdevs))
+            batch(
+                one.namespace,
+                [f"link add rail{i} type veth peer name rail{i} netns {two.namespace}" for i in range(cables)],
+            )
+            for host in hosts:  # ends in nothing
+                spare = range(cables, len(host.netdevs))
+                batch(host.namespace, [f"link add rail{i} type veth peer name spare{i} netns {middle}" for i in spare])
+        for host in hosts:
+            host.set_up()
+
+    def _plug_into_switches(self, middle: str, hosts: Sequence[Host]) -> None:
+        lines = [f"link add switch{n} type bridge" for n in self._switches]
+        lines += [f"link set switch{n} up" for n in self._switches]
+        for number, host in enumerate(hosts):
+            for i, subnet in enumerate(host.subnets):
+                port = f"port{number}-{i}"
+                lines.append(f"link add {port} type veth peer name rail{i} netns {host.namespace}")
+                lines += [f"link set {port} master switch{subnet}", f"link set {port} up"]
+        batch(middle, lines)
+
+    def _lay_wires(self, middle: str, hosts: Sequence[Host]) -> None:
+        assert self._wire is not None
+        lines = []
+        ends = []
+        for i in range(len(hosts[0].netdevs)):
+            for number, host in enumerate(hosts):
+                end = f"end{i}-{number}"
+                lines.append(f"link add {end} type veth peer name rail{i} netns {host.namespace}")
+                lines.append(f"link set {end} up")
+            ends.append((f"end{i}-0", f"end{i}-1"))
+        batch(middle, lines)
+        for host in hosts:
+            batch(host.namespace, [f"link set {netdev} gso_max_segs 1" for netdev in host.netdevs])
+        for number, pair in enumerate(ends):
+            delay_ms, loss = self._wire
+            words = [str(delay_ms), str(loss), str(number), *pair]
+            command = [*on_host(middle), sys.executable, "-m", "tests.support.wire", *words]
+            relay = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+            self._relays.append(relay)
+            assert relay.stdout is not None
+            assert relay.stdout.readline() == b"ready\n"
+
+
+@functools.cache
+def why_not() -> str:
+    """Why this machine has no room for several hosts; empty when it has."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"{own_prefix()}probe"
+    try:
+        run(f"ip netns add {name}")
+        batch(name, ["link add one type veth peer name two", "link add three type bridge"])
+        run(f"tc -n {name} qdisc add dev one root tbf rate 1mbit burst 64kb latency 20ms")
+    except (OSError, subprocess.SubprocessError, AssertionError) as error:
+        return f"no network namespaces here: {error}"
+    finally:
+        remove([name])
+    return ""
+
+
+def on_host(namespace: str) -> list[str]:
+    """What a command is prefixed with to run there. It is replaced by the command: same process."""
+    return ["ip", "netns", "exec", namespace]
+
+
+def enter(fd: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(fd, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def run(command: str, text: str | None = None) -> str:
+    done = subprocess.run(command.split(), input=text, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, f"{command}: {done.stderr.strip()}\n{text or ''}"
+    return done.stdout
+
+
+def batch(namespace: str, lines: Sequence[str], options: str = "") -> None:
+    if lines:
+        run(f"ip {options}-n {namespace} -batch -", "\n".join(lines))
+
+
+# --- names: who made them, so that they can go when he is gone ---
+
+
+def own_prefix() -> str:
+    return f"xr-{os.getpid()}-{start_time(os.getpid())}-"
+
+
+def start_time(pid: int) -> str:
+    """With the pid this names a process once and for all. Empty: there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def namespaces() -> list[str]:
+    return sorted(entry.name for entry in NAMESPACES.iterdir()) if NAMESPACES.is_dir() else []
+
+
+def remove_stale() -> None:
+    made = [(name, re.match(r"xr-(\d+)-(\d+)-", name)) for name in namespaces()]
+    remove(name for name, maker in made if maker and start_time(int(maker[1])) != maker[2])
+
+
+def remove(names: Iterator[str] | Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(OSError, AssertionError):  # another run cleans up, too
+            run(f"ip netns delete {name}")
