@@ -17,12 +17,12 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
-from tests.support import wire
+from tests.support import tcp_wire as wire
 from tests.support.leaks import open_fds
 from tests.support.limits import WAIT_S, eventually
 from tests.support.patterns import CANARY
 from tests.support.seeds import Seed
-from tests.support.wire import Kind, RawAcceptor, RawPeer
+from tests.support.tcp_wire import Kind, RawAcceptor, RawPeer
 
 SECONDS = float(os.environ.get("CROSSRAIL_FUZZ_SECONDS", "2"))
 GUARD = 65_536
