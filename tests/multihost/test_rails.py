@@ -25,8 +25,9 @@ def moved(net: Network, before: list[int]) -> list[int]:
     return [now - then for now, then in zip(net.rail_bytes(), before, strict=True)]
 
 
-@pytest.mark.parametrize("by", ["netdev", "address"])
-@pytest.mark.parametrize("rails", RAILS)
+@pytest.mark.parametrize(
+    ("rails", "by"), [*((rails, "netdev") for rails in RAILS), ((2, 3), "address"), ((8, 5), "address6")]
+)
 def test_all_rails_of_the_larger_side_carry_bytes(network: NetworkFactory, rails: tuple[int, int], by: str) -> None:
     net = network(rails=rails, by=by, one_subnet=True)
     mine, remote = net.source(NBYTES), net.target(NBYTES)
@@ -47,8 +48,11 @@ def test_all_rails_of_the_larger_side_carry_bytes(network: NetworkFactory, rails
     assert_same_content(mine, remote)
 
 
-def test_rails_of_one_subnet_keep_to_their_netdevs_in_both_directions(network: NetworkFactory) -> None:
-    net = network(rails=4, one_subnet=True)
+@pytest.mark.parametrize(("by", "source_routes"), [("address", True), ("netdev", False)])
+def test_rails_of_one_subnet_keep_to_their_netdevs_in_both_directions(
+    network: NetworkFactory, by: str, source_routes: bool
+) -> None:
+    net = network(rails=4, one_subnet=True, by=by, source_routes=source_routes)
     mine, remote = net.source(NBYTES), net.target(NBYTES, fill=2)
 
     net.here.submit_read(mine, remote.descriptor, rail=2).wait(WAIT_S)

@@ -8,7 +8,6 @@ import pytest
 import crossrail as xr
 from tests.multihost.conftest import Network, NetworkFactory
 from tests.support.limits import WAIT_S
-from tests.support.node import RemoteMemory
 
 pytestmark = pytest.mark.no_sanitizer
 
@@ -48,7 +47,13 @@ def course(network: NetworkFactory, limits_mbit: list[int]) -> Course:
 
 @pytest.mark.parametrize(
     ("kind", "rails", "mbit", "factor"),
-    [("write", 2, 300, 1.9), ("write", 3, 200, 2.8), ("write", 4, 200, 3.7), ("read", 2, 300, 1.9), ("read", 4, 200, 3.7)],
+    [
+        ("write", 2, 300, 1.9),
+        ("write", 3, 200, 2.8),
+        ("write", 4, 200, 3.7),
+        ("read", 2, 300, 1.9),
+        ("read", 4, 200, 3.7),
+    ],
 )
 def test_rails_of_one_speed_add_up(network: NetworkFactory, kind: str, rails: int, mbit: int, factor: float) -> None:
     run = course(network, [mbit] * rails)

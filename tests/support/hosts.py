@@ -84,7 +84,7 @@ class Host:
             enter(home)
             os.close(home)
 
-    def set_up(self) -> None:
+    def set_up(self, source_routes: bool) -> None:
         with self.entered():
             for name, value in SYSCTLS.items():
                 Path("/proc/sys/net", name).write_text(value)
@@ -92,8 +92,11 @@ class Host:
         for netdev, v4, v6 in zip(self.netdevs, self.addresses, self.addresses6, strict=True):
             lines += [f"address add {v4}/24 dev {netdev}", f"address add {v6}/64 dev {netdev} nodad"]
             lines += [f"link set {netdev} up"]
-        lines += [f"rule add from {address} table {100 + i}" for i, address in enumerate(self.addresses)]
         batch(self.namespace, lines)
+        if not source_routes:
+            return
+        rules = [f"rule add from {address} table {100 + i}" for i, address in enumerate(self.addresses)]
+        batch(self.namespace, rules)
         rules6 = [f"rule add from {address} table {100 + i}" for i, address in enumerate(self.addresses6)]
         batch(self.namespace, rules6, "-6 ")
         for rail in range(len(self.netdevs)):
@@ -120,8 +123,9 @@ class Hosts:
     """Hosts and what joins them. A context manager.
 
     rails: netdevs of each host, or a number for each. one_subnet: all netdevs of all hosts on one switch; else a
-    network for each rail number, a cable where there are two hosts. delay_ms, loss: cables are that long, each way, and lose
-    this share of packets (of two hosts, each rail a cable).
+    network for each rail number, a cable where there are two hosts. delay_ms, loss: cables are so long, each way, and
+    lose this share of packets (of two hosts, each rail a cable). source_routes: what has a rail's address leaves by its
+    netdev, as it does where hosts with several netdevs in one subnet are set up with care.
     Owner: namespaces, and children of spawn(), end with the context. What a killed test run left behind goes with the
     next one's start.
     """
@@ -134,7 +138,9 @@ class Hosts:
         one_subnet: bool = False,
         delay_ms: float = 0,
         loss: float = 0,
+        source_routes: bool = True,
     ) -> None:
+        self._source_routes = source_routes
         counts = rails if isinstance(rails, Mapping) else dict.fromkeys(names, rails)
         self._prefix = f"{own_prefix()}{next(_numbers)}-"
         subnets = [0] if one_subnet else range(max(counts.values()))
@@ -143,7 +149,7 @@ class Hosts:
             name: Host(name, f"{self._prefix}{name}", counts[name], index, subnets) for index, name in enumerate(names)
         }
         self._switches = [] if not one_subnet and len(names) == 2 else list(subnets)
-        self._wire = (delay_ms, loss) if delay_ms or loss else None
+        self._cable = (delay_ms, loss) if delay_ms or loss else None
         self._children: list[PeerProcess] = []
         self._relays: list[subprocess.Popen[bytes]] = []
 
@@ -183,8 +189,8 @@ class Hosts:
             run(f"ip netns add {namespace}")
         with Host("middle", middle, 0, 0, [0]).entered():
             Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
-        if self._wire is not None:
-            self._lay_wires(middle, hosts)
+        if self._cable is not None:
+            self._lay_cables(middle, hosts)
         elif self._switches:
             self._plug_into_switches(middle, hosts)
         else:
@@ -198,7 +204,7 @@ class Hosts:
                 spare = range(cables, len(host.netdevs))
                 batch(host.namespace, [f"link add rail{i} type veth peer name spare{i} netns {middle}" for i in spare])
         for host in hosts:
-            host.set_up()
+            host.set_up(self._source_routes)
 
     def _plug_into_switches(self, middle: str, hosts: Sequence[Host]) -> None:
         lines = [f"link add switch{n} type bridge" for n in self._switches]
@@ -210,8 +216,8 @@ class Hosts:
                 lines += [f"link set {port} master switch{subnet}", f"link set {port} up"]
         batch(middle, lines)
 
-    def _lay_wires(self, middle: str, hosts: Sequence[Host]) -> None:
-        assert self._wire is not None
+    def _lay_cables(self, middle: str, hosts: Sequence[Host]) -> None:
+        assert self._cable is not None
         lines = []
         ends = []
         for i in range(len(hosts[0].netdevs)):
@@ -224,9 +230,9 @@ class Hosts:
         for host in hosts:
             batch(host.namespace, [f"link set {netdev} gso_max_segs 1" for netdev in host.netdevs])
         for number, pair in enumerate(ends):
-            delay_ms, loss = self._wire
+            delay_ms, loss = self._cable
             words = [str(delay_ms), str(loss), str(number), *pair]
-            command = [*on_host(middle), sys.executable, "-m", "tests.support.wire", *words]
+            command = [*on_host(middle), sys.executable, "-m", "tests.support.cable", *words]
             relay = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
             self._relays.append(relay)
             assert relay.stdout is not None

@@ -29,11 +29,32 @@ constexpr int64_t kPingAfterNs = 500'000'000;
 constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 // One rail is silent while others are not.
 constexpr int64_t kRailSilentNs = 2'000'000'000;
+// All that is open is silent: rails that have no connection yet are tried.
+constexpr int64_t kTryOthersNs = 1'000'000'000;
 constexpr int64_t kTickSlackNs = 100'000'000;  // attempts end by the same deadline, and say better why
 
 std::string seconds_text(int64_t ns) {
   const int64_t tenths = ns / 100'000'000;
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
+}
+
+std::string ip_text(const Endpoint& endpoint) {
+  const std::string text = to_text(endpoint);
+  return text.substr(0, text.rfind(':'));
+}
+
+// Those that are connected: "rail 0 (10.1.0.1 to 10.1.0.2), rail 1 (...)".
+std::string rails_text(OutLink& link, const Address& own) {
+  std::string text;
+  uint32_t last = UINT32_MAX;
+  link.for_each_channel([&](const OutChannel& channel) {
+    if (!channel.is_open() || channel.pair() == last) return;
+    last = channel.pair();
+    const RailPair& rails = link.pairs[last];
+    text += (text.empty() ? "rail " : ", rail ") + std::to_string(rails.rail) + " (" +
+            ip_text(own.endpoints[rails.rail]) + " to " + ip_text(link.address->endpoints[rails.peer_rail]) + ")";
+  });
+  return text;
 }
 
 bool on_this_machine(const Address& a, const Address& b) { return a.host == b.host; }
@@ -260,10 +281,13 @@ void TcpTransport::tend_liveness(OutLink& link) {
     }
   });
   const int64_t silent = now_ - moved;
+  if (silent >= kTryOthersNs) {
+    for (uint32_t pair = 0; pair < link.pairs.size(); ++pair) link.channel(pair, Lane::kSmall).wanted = true;
+  }
   if (silent >= options_.peer_timeout_ns) {
-    link.doom.emplace(
-        "silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way: it is frozen, or cut off",
-        false);
+    link.doom.emplace("silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way on " +
+                          rails_text(link, address_) + ": it is frozen, or cut off",
+                      false);
   } else if (silent >= kFrozenAfterNs && !link.frozen) {
     link.frozen = true;
     sink_->on_link_frozen(link, true, "silent for " + seconds_text(silent) + " with operations under way");

@@ -1,0 +1,37 @@
+"""Long and lossy cables: slow, and exact."""
+
+import hashlib
+
+import numpy as np
+
+from tests.multihost.conftest import NetworkFactory
+from tests.support.limits import WAIT_S
+from tests.support.operations import Operations
+from tests.support.patterns import assert_same_bytes, pattern
+
+NBYTES = 1 << 20
+PAGE_BYTES = 8192
+
+
+def test_delay_and_loss_change_nothing_but_the_time(network: NetworkFactory) -> None:
+    net = network(rails=2, delay_ms=10, loss=0.01)
+    mine, remote = net.source(NBYTES, fill=1), net.target(NBYTES)
+    operations = Operations(net.here, mine, [remote.descriptor], imm=1, page_bytes=PAGE_BYTES)
+    back = net.here.register(np.zeros(NBYTES, np.uint8))
+    net.there.receive(32, 1000)
+
+    writes = [operations.submit("write") for _ in range(3)]
+    pages = operations.submit("paged_writes")
+    messages = [net.here.submit_send(net.there.address, bytes([i]) * 100) for i in range(32)]
+    barrier = operations.submit("barrier")
+    for transfer in [*writes, pages, *messages, barrier]:
+        transfer.wait(2 * WAIT_S)
+    net.there.expect_count(1, 3 + operations.counts("paged_writes") + 1)
+    assert sorted(net.there.take()[1] for _ in range(32)) == [bytes([i]) * 100 for i in range(32)]
+
+    operations.submit("write").wait(WAIT_S)
+    net.there.expect_count(1, 1)
+    assert remote.digest() == hashlib.sha256(mine.array()).hexdigest()
+    net.here.submit_read(back, remote.descriptor).wait(WAIT_S)
+    assert_same_bytes(back.array(), pattern(1, NBYTES))
+    assert net.here.peer_state(net.there.address) == "connected"

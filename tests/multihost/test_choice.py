@@ -1,0 +1,37 @@
+"""One engine with both transports: shm within a host's network, tcp beyond, and it says why."""
+
+import pytest
+
+import crossrail as xr
+from tests.multihost.conftest import Network, NetworkFactory
+from tests.support.limits import WAIT_S
+from tests.support.node import RemoteEngine
+
+
+def write_to(net: Network, peer: RemoteEngine) -> xr.Explanation:
+    remote = peer.memory(100_000)
+    net.here.submit_write(net.source(100_000), remote.descriptor, imm=1).wait(WAIT_S)
+    peer.expect_count(1, 1)
+    return net.here.explain(peer.address)
+
+
+def test_auto_takes_shm_within_a_network_namespace_and_tcp_beyond(network: NetworkFactory) -> None:
+    net = network(rails=2, transport="auto")
+    near = net.hosts.spawn("a").open(transport="auto", rails=net.a.rails())
+
+    to_near, to_far = write_to(net, near), write_to(net, net.there)
+
+    assert (to_near.transport, to_far.transport) == ("shm", "tcp")
+    assert "namespace" in to_near.reason or "host" in to_near.reason
+    assert "network namespace" in to_far.reason, to_far.reason
+
+
+@pytest.mark.parametrize("there", ["tcp", "auto"])
+def test_tcp_is_taken_where_it_was_asked_for(network: NetworkFactory, there: str) -> None:
+    net = network(rails=2, transport="tcp")
+    near = net.hosts.spawn("a").open(transport=there, rails=net.a.rails())
+
+    explanation = write_to(net, near)
+
+    assert explanation.transport == "tcp"
+    assert explanation.reason == "asked for by transport='tcp'"

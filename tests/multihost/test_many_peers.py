@@ -1,0 +1,81 @@
+"""A thousand peers of one engine."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory, PeerFactory
+from tests.support.limits import WAIT_S
+from tests.support.node import RemoteEngine, RemoteMemory
+from tests.support.process import PeerProcess
+
+PEERS = 1000
+CHILDREN = 4
+CONNECTED_S = 10.0
+KIB_PER_PEER = 64
+WRITES = 3000
+SLOWDOWN_MAX = 3.0  # shared machines are noisy
+
+
+def resident_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0])
+
+
+def writes_per_s(engine: xr.Engine, mine: xr.Region, remote: RemoteMemory) -> float:
+    """8-byte writes, 32 under way; the best of three runs."""
+
+    def run() -> float:
+        started = time.monotonic()
+        window: list[xr.Transfer] = []
+        for _ in range(WRITES):
+            window.append(engine.submit_write(mine, remote.descriptor, 8))
+            if len(window) == 32:
+                window.pop(0).wait(WAIT_S)
+        for transfer in window:
+            transfer.wait(WAIT_S)
+        return WRITES / (time.monotonic() - started)
+
+    return max(run() for _ in range(3))
+
+
+def open_many(child: PeerProcess) -> list[RemoteEngine]:
+    return [child.open(f"engine-{i}", transport="tcp", rails=["127.0.0.1"]) for i in range(PEERS // CHILDREN)]
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_thousand_peers_connect_idle_and_do_not_disturb(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
+    hub = open_engine(transport="tcp", rails=["127.0.0.1"])
+    active = spawn_peer().open(transport="tcp", rails=["127.0.0.1"])
+    mine, remote = hub.alloc(4096), active.memory(4096)
+    alone = writes_per_s(hub, mine, remote)
+    children = [spawn_peer() for _ in range(CHILDREN)]
+    with ThreadPoolExecutor(CHILDREN) as pool:
+        peers = [peer for opened in pool.map(open_many, children) for peer in opened]
+    threads, before_kib = threading.active_count(), resident_kib()
+
+    started = time.monotonic()
+    group = hub.add_peer_group([peer.address for peer in peers])
+    hub.submit_barrier(group, 1).wait(3 * CONNECTED_S)
+    connected_s = time.monotonic() - started
+    for peer in peers[:: PEERS // 10]:
+        peer.expect_count(1, 1)
+    kib = (resident_kib() - before_kib) / PEERS
+    among = writes_per_s(hub, mine, remote)
+
+    print(
+        f"{PEERS} peers: connected in {connected_s:.1f} s, {kib:.1f} KiB each; beside them {among:.0f} writes/s, ",
+        end="",
+    )
+    print(f"alone {alone:.0f}")
+    assert all(hub.peer_state(peer.address) == "connected" for peer in peers)
+    assert threading.active_count() == threads
+    assert connected_s <= CONNECTED_S
+    assert kib <= KIB_PER_PEER
+    assert among > alone / SLOWDOWN_MAX
