@@ -51,6 +51,8 @@ void Poller::remove(int fd) {
   epoll_ctl(inner_.get(), EPOLL_CTL_DEL, fd, nullptr);
 }
 
+void Poller::pause(int fd) { epoll_ctl(inner_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
 // Only the progress holder writes. relaxed: read in the child of a fork, where there is one thread.
 void Poller::remember(int fd, bool is_ours) {
   if (fd >= kRemembered) return;

@@ -30,6 +30,8 @@ class Poller {
   void add(int fd, Pollable* what, uint32_t events);
   void change(int fd, Pollable* what, uint32_t events);
   void remove(int fd);
+  // No events until add(); a forked child still closes it.
+  void pause(int fd);
   // Calls on_events of what is ready. Never blocks. Returns how many.
   int poll();
 
