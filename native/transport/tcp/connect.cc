@@ -34,6 +34,10 @@ void tune_socket(int fd, int64_t unacknowledged_ms) {
   set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(std::min<int64_t>(unacknowledged_ms, 1 << 30)));
 }
 
+void bind_to_netdev(int fd, const std::string& netdev) {
+  setsockopt(fd, SOL_SOCKET, SO_BINDTODEVICE, netdev.c_str(), static_cast<socklen_t>(netdev.size() + 1));
+}
+
 void tune_for_loopback(int fd) {
   static constexpr char kReno[] = "reno";  // always allowed; bbr and its like pace
   setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, kReno, sizeof kReno - 1);
@@ -134,10 +138,7 @@ Connector::Connector(Poller* poller, Owner* owner, const Rail& from, const Endpo
 #ifdef IP_BIND_ADDRESS_NO_PORT
   set(fd_.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
 #endif
-  if (from.bound_to_netdev) {
-    setsockopt(fd_.get(), SOL_SOCKET, SO_BINDTODEVICE, from.netdev.c_str(),
-               static_cast<socklen_t>(from.netdev.size() + 1));
-  }
+  if (from.bound_to_netdev) bind_to_netdev(fd_.get(), from.netdev);
   if (bind(fd_.get(), reinterpret_cast<sockaddr*>(&storage), size) != 0) {
     early("bind");
     return;

@@ -38,6 +38,7 @@ std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::v
 
 // Options that every connection of ours has. unacknowledged_ms: after this long without the peer's kernel answering, it is broken.
 void tune_socket(int fd, int64_t unacknowledged_ms);
+void bind_to_netdev(int fd, const std::string& netdev);
 // No pacing: on the way from this machine to itself it only costs.
 void tune_for_loopback(int fd);
 

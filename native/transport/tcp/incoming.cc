@@ -84,6 +84,20 @@ std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {
   return std::nullopt;
 }
 
+// Binds an accepted connection to its rail's netdev, as those that we make are: else what we send on it leaves by whatever
+// netdev has the first route to the peer's subnet. One that the kernel does not let us bind is left to its routes.
+void TcpTransport::keep_to_rail(int fd) {
+  sockaddr_storage storage{};
+  socklen_t size = sizeof storage;
+  if (getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) return;
+  const Endpoint arrived = from_sockaddr(storage);
+  for (const Rail& rail : rails_) {
+    if (rail.endpoint.ip != arrived.ip || rail.endpoint.port != arrived.port) continue;
+    if (rail.bound_to_netdev) bind_to_netdev(fd, rail.netdev);
+    return;
+  }
+}
+
 void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
   auto& owned = in_[{hello.sender.incarnation, hello.link_id}];
   if (!owned) {
@@ -109,6 +123,7 @@ void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
   }
   link.unconnected_since_ns = 0;
   if (hello.sender.host == address_.host) tune_for_loopback(fd.get());
+  if (!same_host(hello.sender, address_)) keep_to_rail(fd.get());
   try {
     channel.stream = std::make_unique<InStream>(this, &channel, std::move(fd), hello.is_bulk);
   } catch (const TransportError& error) {

@@ -103,6 +103,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   static void tell_too_long(InLink& link, uint64_t message_id, uint64_t bytes);
   void accept_all(Listener& listener);
   void make_room_for_stranger();
+  void keep_to_rail(int fd);
   // out_watch.cc: what goes wrong
   void tend(OutLink& link);
   bool tend_channels(OutLink& link);
