@@ -25,6 +25,11 @@ ENDINGS = {
     "global-in-del": "holder = Late(); del Late",
 }
 
+OPTIONS = {
+    "shm": "{'transport': 'shm', 'rails': 2}",
+    "tcp": "{'transport': 'tcp', 'rails': ['127.0.0.1', '127.0.0.2']}",
+}
+
 SCRIPT = """
     import asyncio, threading, time
     import numpy as np
@@ -52,7 +57,7 @@ SCRIPT = """
         except xr.EngineClosed:
             pass
 
-    engine, other = xr.Engine("here", rails=2), xr.Engine("other")
+    engine, other = xr.Engine("here", **OPTIONS), xr.Engine("other", **OPTIONS)
     big = engine.register(np.zeros(4_000_000, np.uint8))
     small = engine.alloc(10)
     destination = other.register(np.zeros(4_000_000, np.uint8))
@@ -61,9 +66,14 @@ SCRIPT = """
 """
 
 
+def script_that_ends(ending: str, transport: str = "shm") -> str:
+    return SCRIPT.replace("OPTIONS", OPTIONS[transport]).replace("ENDING", ending)
+
+
+@pytest.mark.parametrize("transport", OPTIONS)
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_interpreter_ends_cleanly(ending: str) -> None:
-    script = run_script(SCRIPT.replace("ENDING", ENDINGS[ending]))
+def test_interpreter_ends_cleanly(ending: str, transport: str) -> None:
+    script = run_script(script_that_ends(ENDINGS[ending], transport))
 
     assert_clean(script)
     logged_events = "engine '"
@@ -71,13 +81,13 @@ def test_interpreter_ends_cleanly(ending: str) -> None:
 
 
 def test_uncaught_exception_is_shown_and_ends_the_program() -> None:
-    script = run_script(SCRIPT.replace("ENDING", "raise ValueError('of the user')"))
+    script = run_script(script_that_ends("raise ValueError('of the user')"))
 
     assert script.returncode == 1
     assert script.stderr.strip().endswith("ValueError: of the user")
 
 
 def test_thread_that_ends_while_another_waits_is_no_deadlock() -> None:
-    script = run_script(SCRIPT.replace("ENDING", "threading.Thread(target=engine.close).start()"))
+    script = run_script(script_that_ends("threading.Thread(target=engine.close).start()"))
 
     assert_clean(script)

@@ -17,13 +17,17 @@ from tests.support.streams import Stream
 
 NBYTES = 1_000_003
 ROUNDS = 3
-PATHS = ("mapped", "staged", "cma")
+PATHS = ("mapped", "staged", "cma", "tcp")
 
-# What moves no memory has one path.
-CASES = [(kind, path) for kind in KINDS for path in PATHS if path == "mapped" or kind not in ("barrier", "send")]
+# What moves no memory has one path over shm.
+CASES = [
+    (kind, path) for kind in KINDS for path in PATHS if path in ("mapped", "tcp") or kind not in ("barrier", "send")
+]
 
 
 def options_of(path: str) -> dict[str, object]:
+    if path == "tcp":
+        return {"transport": "tcp", "rails": ["127.0.0.1", "127.0.0.2", "127.0.0.3"]}
     return {"rails": 3, "private_path": "auto" if path == "mapped" else path}
 
 
