@@ -194,15 +194,16 @@ bool OutChannel::has_doubts() const {
 // Who stood back is asked again at the next acknowledgement; the one that would be done first never does.
 bool OutChannel::should_take(const WorkRequest& next, size_t queued) const {
   const uint64_t length = next.length_bytes;
-  if (length < kPacedBytes || link->pairs.size() == 1 || rail_of(next) != kAnyRail || pace.rate() == 0) return true;
+  const int64_t now = transport->now();
+  if (length < kPacedBytes || link->pairs.size() == 1 || rail_of(next) != kAnyRail || pace.rate(now) == 0) return true;
   double rate = 0;
   double soonest_ns = pace.ns_with(length);
   uint64_t left_bytes = queued * length;
   bool all_known = true;
   link->for_each_channel([&](const OutChannel& other) {
     if (other.lane() != lane() || !other.is_usable()) return;
-    all_known = all_known && other.pace.rate() != 0;
-    rate += other.pace.rate();
+    all_known = all_known && other.pace.rate(now) != 0;
+    rate += other.pace.rate(now);
     left_bytes += other.pace.ahead_bytes();
     soonest_ns = std::min(soonest_ns, other.pace.ns_with(length));
   });
