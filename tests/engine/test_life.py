@@ -27,7 +27,7 @@ def test_engine_says_who_it_is(open_engine: EngineFactory) -> None:
     assert engine.rails == 3
     assert engine.closed is False
     assert engine.address.name == "worker 7"
-    assert (engine.address.rails, engine.address.transports, engine.address.pid) == (3, ("shm",), os.getpid())
+    assert (engine.address.rails, engine.address.transports, engine.address.pid) == (3, ("shm", "tcp"), os.getpid())
     assert "worker 7" in repr(engine)
 
 
@@ -54,13 +54,12 @@ def test_any_name_of_64_bytes_works(name: str) -> None:
         ("rails", 2**40),
         ("rails", []),
         ("rails", [""]),
-        ("rails", ["127.0.0.1"]),  # of tcp, and the engine has shm
+        ("rails", ["203.0.113.7"]),  # no address of this host
         ("rails", ["127.0.0.1"] * 17),
         ("rails", [1, 2]),
         ("rails", "eth0"),
         ("transport", "carrier-pigeon"),
         ("transport", ""),
-        ("port", 4711),  # the same
         ("port", -1),
         ("port", 65_536),
         ("secret", 5),
@@ -139,7 +138,8 @@ def test_closed_engine_gives_back_threads_sockets_and_memory_while_still_referen
     del target  # its memory is the region's, not the engine's
     gc.collect()
     added = [name for fd, name in open_fds().items() if fd not in before.fds]
-    assert [name for name in added if "eventfd" not in name] == []
+    # What a sleeper may still be asleep on.
+    assert [name for name in added if not any(kind in name for kind in ("eventfd", "eventpoll"))] == []
     assert crossrail_threads() == before.threads
 
 

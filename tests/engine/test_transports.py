@@ -40,7 +40,8 @@ def test_null_moves_nothing_and_says_so(open_engine: EngineFactory) -> None:
     assert (explanation.transport, explanation.reason) == ("null", "asked for by transport='null'")
 
 
-def test_refusal_says_what_both_sides_have(engine: xr.Engine, other: xr.Engine) -> None:
+def test_refusal_says_what_both_sides_have(open_engine: EngineFactory) -> None:
+    engine, other = open_engine("engine", transport="shm"), open_engine("other", transport="shm")
     near = elsewhere(other.address, transports=sealing.NULL)
     far = elsewhere(other.address, host=b"another-host")
 

@@ -122,8 +122,10 @@ def test_descriptor_of_another_transport_is_refused(engine: xr.Engine) -> None:
             engine.connect(elsewhere.address)
 
 
-def test_descriptor_of_another_host_is_refused_or_lost(engine: xr.Engine, other: xr.Engine) -> None:
-    data = other.alloc(1000).descriptor.to_bytes()
+def test_descriptor_of_another_host_is_refused_by_shared_memory(open_engine: EngineFactory) -> None:
+    engine, other = open_engine(transport="shm"), open_engine(transport="shm")
+    target = other.alloc(1000)
+    data = target.descriptor.to_bytes()
     name_bytes = data[sealing.NAME_AT]
     host_at = sealing.NAME_AT + 1 + name_bytes + 1
     foreign = xr.RegionDescriptor.from_bytes(sealing.with_bytes(data, host_at, b"another-host"))

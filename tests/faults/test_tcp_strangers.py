@@ -5,7 +5,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 
@@ -59,18 +59,22 @@ def server(answer: bytes | None) -> Iterator[int]:
                 except TimeoutError:
                     continue
                 kept.append(connection)
-                if answer is not None:
+                if answer is None:
+                    continue
+                with suppress(OSError):  # it has hung up
                     connection.recv(16)
                     connection.sendall(answer)
                     connection.shutdown(socket.SHUT_WR)
 
         thread = threading.Thread(target=run)
         thread.start()
-        yield listener.getsockname()[1]
-        stop.set()
-        thread.join(WAIT_S)
-        for connection in kept:
-            connection.close()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            stop.set()
+            thread.join(WAIT_S)
+            for connection in kept:
+                connection.close()
 
 
 @pytest.mark.parametrize(
@@ -351,6 +355,7 @@ LIES = {
     "end of no read": wire.frame(Frame.READ_END, struct.pack("<QQ", 99, 1)),
     "refuses what was never sent": wire.frame(Frame.REFUSED, struct.pack("<QII", 1 << 40, 0, 4)),
     "refuses with no status": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 999)),
+    "says that we are closed": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 8)),
     "an answer nobody asked for": wire.frame(Frame.RESOLVED, struct.pack("<QII", 5, 700, 1)),
     "takes too many messages": wire.frame(Frame.TAKEN, struct.pack("<QQ", 1, 1 << 60)),
     "a frame of initiators": wire.frame(Frame.WRITE, bytes(24), count=1),
@@ -377,6 +382,25 @@ def test_target_that_lies_harms_only_itself(open_engine: EngineFactory, target: 
         transfer.wait(WAIT_S)
     engine.submit_write(mine, good.descriptor, imm=1).wait(WAIT_S)
     target.imm_counter(1).wait(1, WAIT_S)
+
+
+def test_what_a_target_says_can_be_shown_whatever_it_is(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    events = events_of(engine)
+    mine = engine.alloc(1000)
+    with closing(RawAcceptor(engine.address)) as there:
+        region = xr.RegionDescriptor.from_bytes(descriptor_of(mine, there.address))
+        transfer = engine.submit_write(mine, region, 100)
+        with there.accept() as connection:
+            link_id = there.handshake(connection)
+            wire.receive_frame(connection)
+            said = b"\xff\xfe\0 no \x80"
+            connection.sendall(wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 4) + said))
+            connection.sendall(wire.frame(Frame.ACK, struct.pack("<QQII", link_id, 1, 0, 0)))
+            with pytest.raises(xr.TransferError, match=" no "):
+                transfer.wait(WAIT_S)
+            connection.sendall(wire.frame(Frame.BYE, said))
+            eventually(lambda: [e for e in events if " no " in e.detail], "the goodbye")
 
 
 def descriptor_of(region: xr.Region, owner: xr.Address) -> bytes:

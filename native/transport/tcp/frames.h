@@ -20,8 +20,11 @@ T read_meta(std::span<const std::byte> meta) {
   return value;
 }
 
+// What a peer says, fit to be shown: ours is plain ASCII, a stranger's may be anything.
 inline std::string text_of(std::span<const std::byte> bytes) {
-  return std::string(reinterpret_cast<const char*>(bytes.data()), std::min(bytes.size(), kTextBytesMax));
+  std::string text(reinterpret_cast<const char*>(bytes.data()), std::min(bytes.size(), kTextBytesMax));
+  std::replace_if(text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+  return text;
 }
 
 inline FrameHeader header_of(FrameType type, size_t count, size_t operations, size_t meta_bytes,

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "transport/tcp/wire.h"
+#include "transport/tcp/frames.h"
 #include "util/codec.h"
 #include "util/errors.h"
 
@@ -171,8 +171,7 @@ std::optional<Refusal> decode_refusal(std::span<const uint8_t> message) {
   if (code < static_cast<uint8_t>(RefusalCode::kMalformed) || code > static_cast<uint8_t>(RefusalCode::kFull)) {
     return std::nullopt;
   }
-  const auto text = reader->rest();
-  return Refusal{static_cast<RefusalCode>(code), std::string(reinterpret_cast<const char*>(text.data()), text.size())};
+  return Refusal{static_cast<RefusalCode>(code), text_of(std::as_bytes(reader->rest()))};
 }
 
 std::array<uint8_t, 8> target_tag(const Incarnation& incarnation) {

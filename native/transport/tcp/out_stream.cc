@@ -372,6 +372,12 @@ void pair_twins(OutLink& out, InLink& in) {
   in.twin = &out;
 }
 
+// Whether that is a peer's to say: that our engine is closed, say, is not.
+static bool is_refusal(uint64_t status) {
+  return status >= static_cast<uint64_t>(Status::kRegionClosed) &&
+         status <= static_cast<uint64_t>(Status::kMessageTooLong);
+}
+
 bool take_ack(OutLink& link, const AckMeta& ack) {
   OutChannel* channel = ack.channel < link.channels.size() ? link.channels[ack.channel].get() : nullptr;
   if (channel == nullptr || ack.placed > channel->acked + channel->sent.size()) return false;
@@ -420,9 +426,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kRefused: {
       if (meta.size() < sizeof(RefusedMeta)) return malformed();
       const auto refused = read_meta<RefusedMeta>(meta);
-      if (refused.status <= static_cast<uint32_t>(Status::kCancelled) ||
-          refused.status > static_cast<uint32_t>(Status::kTransportFailed))
-        return malformed();
+      if (!is_refusal(refused.status)) return malformed();
       const auto status = static_cast<Status>(refused.status);
       const std::string text = text_of(meta.subspan(sizeof refused));
       if (refused.channel == kMessageRefused) {
@@ -469,12 +473,11 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       if (meta.size() < sizeof(ReadEndMeta)) return malformed();
       const auto end = read_meta<ReadEndMeta>(meta);
       const auto read = find_read(end.read_id);
-      if (read == link.reads.end() || end.status > static_cast<uint64_t>(Status::kTransportFailed)) return malformed();
+      const bool is_done = end.status == static_cast<uint64_t>(Status::kDone);
+      if (read == link.reads.end() || !(is_done || is_refusal(end.status))) return malformed();
       const PendingRead pending = read->second;
       const auto status = static_cast<Status>(end.status);
-      if (status == Status::kPending ||
-          (status == Status::kDone && pending.received_bytes != pending.request.length_bytes))
-        return malformed();
+      if (is_done && pending.received_bytes != pending.request.length_bytes) return malformed();
       link.reads.erase(read);
       OutChannel& asked = *link.channels[pending.channel];
       --asked.reads_open;

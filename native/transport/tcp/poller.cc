@@ -51,6 +51,8 @@ void Poller::remove(int fd) {
   epoll_ctl(inner_.get(), EPOLL_CTL_DEL, fd, nullptr);
 }
 
+void Poller::pause(int fd) { epoll_ctl(inner_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
 // Only the progress holder writes. relaxed: read in the child of a fork, where there is one thread.
 void Poller::remember(int fd, bool is_ours) {
   if (fd >= kRemembered) return;
@@ -78,7 +80,7 @@ int Poller::poll() {
 void Poller::watch() {
   if (watching_.load(std::memory_order_relaxed)) return;
   std::lock_guard lock(watching_lock_);
-  if (watching_.exchange(true, std::memory_order_relaxed)) return;
+  if (!inner_ || watching_.exchange(true, std::memory_order_relaxed)) return;
   control(outer_.get(), EPOLL_CTL_MOD, inner_.get(), nullptr, EPOLLIN);
 }
 
@@ -104,6 +106,13 @@ void Poller::ring_at(int64_t time_ns) {
   spec.it_value.tv_sec = time_ns / 1'000'000'000;
   spec.it_value.tv_nsec = time_ns % 1'000'000'000;
   timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &spec, nullptr);
+}
+
+void Poller::close() {
+  std::lock_guard lock(watching_lock_);
+  watching_.store(false, std::memory_order_relaxed);
+  inner_.reset();
+  timer_.reset();
 }
 
 void Poller::abandon_after_fork() {

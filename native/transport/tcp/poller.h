@@ -30,6 +30,8 @@ class Poller {
   void add(int fd, Pollable* what, uint32_t events);
   void change(int fd, Pollable* what, uint32_t events);
   void remove(int fd);
+  // No events until add(); a forked child still closes it.
+  void pause(int fd);
   // Calls on_events of what is ready. Never blocks. Returns how many.
   int poll();
 
@@ -43,6 +45,8 @@ class Poller {
   void ring_at(int64_t time_ns);
   // In the child of a fork: closes all that is polled, without looking at what it belongs to, which may be in the middle of
   // a change.
+  // Gives up what the sockets were for. Sleepers may still be at sleep_fd(), and may be rung.
+  void close();
   void abandon_after_fork();
 
  private:

@@ -208,12 +208,12 @@ void Stream::on_events(uint32_t events) {
 }
 
 void Stream::watch(bool on) {
-  if (broken_ || is_watched_ == on) return;
+  if (broken_ || is_watched_ == on || (!on && is_blocked_)) return;  // only epoll tells when it is not
   is_watched_ = on;
   if (on) {
     context_->poller->add(fd_.get(), this, EPOLLIN | EPOLLRDHUP | (is_blocked_ ? EPOLLOUT : 0u));
   } else {
-    context_->poller->remove(fd_.get());
+    context_->poller->pause(fd_.get());
   }
 }
 

@@ -111,6 +111,7 @@ void TcpTransport::close() {
     poller_.remove(rail.listener.get());
     rail.listener.reset();
   }
+  poller_.close();
 }
 
 // The child's copies would keep the connections open when the parent dies.
