@@ -127,7 +127,7 @@ def test_all_rails_down_and_up_again(network: NetworkFactory, kind: str) -> None
     for rail in range(2):
         net.a.down(rail)
     flow.submit(5)
-    never(lambda: flow.transfers[-1].done, "a transfer without a rail", 3.0)
+    never(lambda: flow.transfers[-1].done, "a transfer without a rail", 2.5)
     for rail in range(2):
         net.a.up(rail)
 
