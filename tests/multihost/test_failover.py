@@ -127,7 +127,7 @@ def test_all_rails_down_and_up_again(network: NetworkFactory, kind: str) -> None
     for rail in range(2):
         net.a.down(rail)
     flow.submit(5)
-    never(lambda: flow.transfers[-1].done, "a transfer without a rail", 3.0)
+    never(lambda: flow.transfers[-1].done, "a transfer without a rail", 2.5)
     for rail in range(2):
         net.a.up(rail)
 
@@ -148,8 +148,7 @@ def test_all_rails_down_for_too_long_lose_the_peer(network: NetworkFactory) -> N
         net.a.down(rail)
 
     with pytest.raises(xr.PeerLost, match=r"(silent|reached) for [\d.]+ s.*10\.[12]\.0\.1") as lost:
-        for transfer in flow.transfers:
-            transfer.wait(WAIT_S)
+        flow.transfers[-1].wait(WAIT_S)
     took_s = time.monotonic() - started
     print(f"lost after {took_s:.1f} s: {lost.value}")
     assert 1.5 < took_s < 2 + 3

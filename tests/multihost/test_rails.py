@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import time
 
 import pytest
 
@@ -87,3 +88,29 @@ def test_rail_without_counterpart_refuses_what_is_pinned_to_it(network: NetworkF
         transfer.wait(WAIT_S)
     net.here.submit_write(mine, remote.descriptor, imm=1).wait(WAIT_S)
     net.there.expect_count(1, 1)
+
+
+@pytest.mark.parametrize("after_ms", [0, 20, 100, 400])
+def test_long_write_that_is_cancelled_counts_whole_or_not_at_all(network: NetworkFactory, after_ms: int) -> None:
+    net = network(rails=3)
+    mine, remote = net.source(NBYTES), net.target(NBYTES)
+    for rail in range(3):
+        net.a.limit(rail, 300)
+    net.here.submit_write(mine, remote.descriptor, SHORT).wait(WAIT_S)
+
+    transfers = [net.here.submit_write(mine, remote.descriptor, imm=1) for _ in range(2)]
+    time.sleep(after_ms / 1000)
+    for transfer in transfers:
+        transfer.cancel()
+
+    done = 0
+    for transfer in transfers:
+        try:
+            transfer.wait(WAIT_S)
+            done += 1
+        except xr.TransferCancelled:
+            pass
+    net.here.submit_write(mine, remote.descriptor, imm=2).wait(WAIT_S)
+    net.there.expect_count(2, 1)
+    assert net.there.count(1) == done
+    assert_same_content(mine, remote)

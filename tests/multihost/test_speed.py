@@ -67,7 +67,7 @@ def test_rails_of_one_speed_add_up(network: NetworkFactory, kind: str, rails: in
 
 @pytest.mark.parametrize("kind", ["write", "read"])
 def test_rails_of_unequal_speed_add_up(network: NetworkFactory, kind: str) -> None:
-    run = course(network, [200, 600])
+    run = course(network, [150, 450])
 
     slow_s, fast_s = (4 * run.run(kind, rail=rail, nbytes=NBYTES // 4) for rail in range(2))
     both_s = run.median(kind)

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "transport/tcp/connect.h"
+#include "transport/tcp/pace.h"
 #include "transport/tcp/region_table.h"
 #include "transport/tcp/stream.h"
 #include "transport/tcp/wire.h"
@@ -73,6 +74,8 @@ struct OutChannel final : Connector::Owner {
   bool is_usable() const { return is_open() && !in_doubt; }
   // Whether what was sent over a connection that broke may be lost, or the answer to it.
   bool has_doubts() const;
+  // Whether to take the first of this many requests now. Not a long one that others would have done sooner.
+  bool should_take(const WorkRequest& next, size_t queued) const;
 
   TcpTransport* const transport;
   OutLink* const link;
@@ -95,6 +98,7 @@ struct OutChannel final : Connector::Owner {
   // Of link->reads, those of this channel.
   uint32_t reads_open = 0;
   uint64_t reads_bytes = 0;
+  Pace pace;
   struct Refusal {
     uint64_t operation;
     Status status;

@@ -189,6 +189,27 @@ bool OutChannel::has_doubts() const {
                      [this](const auto& read) { return read.second.channel == index; });
 }
 
+// The kernel's buffers let a slow rail take on more than its share when the end is near, and then all others wait for it. It
+// stands back once it would be done later than all of what is left over all rails, unless no other would be done sooner.
+// Who stood back is asked again at the next acknowledgement; the one that would be done first never does.
+bool OutChannel::should_take(const WorkRequest& next, size_t queued) const {
+  const uint64_t length = next.length_bytes;
+  const int64_t now = transport->now();
+  if (length < kPacedBytes || link->pairs.size() == 1 || rail_of(next) != kAnyRail || pace.rate(now) == 0) return true;
+  double rate = 0;
+  double soonest_ns = pace.ns_with(length);
+  uint64_t left_bytes = queued * length;
+  bool all_known = true;
+  link->for_each_channel([&](const OutChannel& other) {
+    if (other.lane() != lane() || !other.is_usable()) return;
+    all_known = all_known && other.pace.rate(now) != 0;
+    rate += other.pace.rate(now);
+    left_bytes += other.pace.ahead_bytes();
+    soonest_ns = std::min(soonest_ns, other.pace.ns_with(length));
+  });
+  return !all_known || pace.ns_with(length) <= std::max(soonest_ns, static_cast<double>(left_bytes) / rate);
+}
+
 bool OutChannel::fill(TxBatch& batch) {
   if (!control.empty()) {
     batch.copy(control.data(), control.size());
@@ -214,8 +235,10 @@ bool OutChannel::fill(TxBatch& batch) {
     RingQueue<WorkRequest>* const queue = next_queue(*this);
     if (queue == nullptr) break;
     const WorkRequest& request = queue->front();
+    if (!should_take(request, queue->size())) break;
     if (request.op == WorkOp::kWrite) {
       if (request.length_bytes > kFrameBytesMax) {
+        pace.take(request.length_bytes, transport->now());
         current = queue->pop_front();
         current_offset = 0;
         --link->queued;
@@ -223,7 +246,10 @@ bool OutChannel::fill(TxBatch& batch) {
       }
       const size_t count = put_writes(batch, *queue, kSentMax - sent.size());
       if (count == 0) break;
-      for (size_t i = 0; i < count; ++i) sent.push_back(queue->pop_front());
+      for (size_t i = 0; i < count; ++i) {
+        pace.take(queue->front().length_bytes, transport->now());
+        sent.push_back(queue->pop_front());
+      }
       link->queued -= count;
     } else {
       if (link->reads.size() >= kReadsMax || !batch.has_room(sizeof(FrameHeader) + sizeof(ReadMeta))) break;
@@ -235,6 +261,7 @@ bool OutChannel::fill(TxBatch& batch) {
       link->reads[id] = {.request = request, .channel = index};
       ++reads_open;
       reads_bytes += request.length_bytes;
+      pace.take(request.length_bytes, transport->now());
       sent.push_back(queue->pop_front());
       --link->queued;
     }
@@ -254,6 +281,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
     const WorkRequest request = channel.sent.pop_front();
     const uint64_t operation = ++channel.acked;
     if (request.op != WorkOp::kWrite) continue;  // messages end when taken, reads when their data is here
+    channel.pace.done(request.length_bytes, transport.now());
     const auto refused = std::find_if(channel.refusals.begin(), channel.refusals.end(),
                                       [&](const auto& refusal) { return refusal.operation == operation; });
     if (refused != channel.refusals.end()) {
@@ -265,7 +293,9 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
     uint64_t bytes = request.length_bytes;
     while (channel.refusals.empty() && channel.acked < placed && channel.sent.front().op == WorkOp::kWrite &&
            channel.sent.front().context == request.context) {
-      bytes += channel.sent.pop_front().length_bytes;
+      const uint64_t length = channel.sent.pop_front().length_bytes;
+      channel.pace.done(length, transport.now());
+      bytes += length;
       ++channel.acked;
       ++count;
     }
@@ -310,6 +340,7 @@ void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed) 
   }
   channel.reads_open = 0;
   channel.reads_bytes = 0;
+  channel.pace.drop();
   if (channel.current) again.push_back(*channel.current);
   channel.current.reset();
   for (size_t i = channel.sent.size(); i > 0; --i) {
@@ -451,6 +482,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       OutChannel& asked = *link.channels[pending.channel];
       --asked.reads_open;
       asked.reads_bytes -= pending.request.length_bytes;
+      asked.pace.done(pending.request.length_bytes, transport_->now());
       transport_->retire(link, pending.request, status, text_of(meta.subspan(sizeof end)));
       if (link.queued > 0) transport_->mark_dirty(link);
       return true;
