@@ -1,0 +1,378 @@
+"""What an engine's owner may insist on: clauses about its paths, and where its worker runs."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import crossrail as xr
+from crossrail import policy
+from crossrail.topology import CpuId, NetDevice, Nic, NumaId, NumaNode, PciAddress, PciFunction, Topology
+from tests.conftest import EngineFactory
+from tests.support.limits import WAIT_S
+from tests.support.process import assert_clean, run_script
+
+NODES = (NumaNode(NumaId(0), (CpuId(0), CpuId(1))), NumaNode(NumaId(1), (CpuId(2), CpuId(3))))
+
+
+def nic(
+    name: str, *, ip: str = "", speed: float | None = 100.0, numa: int | None = None, kind: str = "ethernet"
+) -> Nic:
+    pci = PciFunction(PciAddress(0, int(name[-1]), 0, 0), "", numa=None if numa is None else NumaId(numa))
+    ips = (ip,) if ip else ()
+    device = NetDevice(name, kind, pci=pci, operstate="up", speed_gbps=speed, ip_addresses=ips)
+    return Nic(name, kind, pci, net_devices=(device,))
+
+
+def machine(*nics: Nic, nodes: tuple[NumaNode, ...] = NODES) -> Topology:
+    cpus = tuple(cpu for node in nodes for cpu in node.cpus)
+    devices = tuple(device for one in nics for device in one.net_devices)
+    return Topology("/made-up", cpus, nodes, nics=nics, net_devices=devices)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, topology: Topology, affinity: Sequence[int] = range(4)) -> None:
+    monkeypatch.setattr(policy, "read_topology", lambda: topology)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(affinity))
+
+
+def ip_of(engine: xr.Engine) -> str:
+    return engine.address.endpoints[0].rpartition(":")[0].strip("[]")
+
+
+# --- clauses ---
+
+
+def found(*transports: str, rails: int = 1, speed: float | None = None, gpudirect: bool = False) -> policy.Found:
+    return policy.Found("the thing", transports, "so it is", rails, "so many", speed, "of eth0", gpudirect)
+
+
+@pytest.mark.parametrize(
+    ("clause", "good", "bad"),
+    [
+        ("shm", found("shm", "tcp"), found("tcp")),
+        ("tcp", found("shm", "tcp"), found("shm")),
+        ("verbs", found("verbs"), found("ofi")),
+        ("ofi", found("ofi"), found("verbs")),
+        ("rdma", found("verbs"), found("tcp")),
+        ("rdma", found("tcp", "ofi"), found()),
+        ("gpudirect", found("ofi", gpudirect=True), found("ofi")),
+        ("rails>=4", found(rails=4), found(rails=3)),
+        ("rails > 4", found(rails=5), found(rails=4)),
+        ("rails=4", found(rails=4), found(rails=5)),
+        ("speed>=400", found(speed=400.0), found(speed=399.5)),
+        ("speed >= 0.5", found(speed=1.0), found(speed=None)),
+    ],
+)
+def test_clause_is_met_or_named(clause: str, good: policy.Found, bad: policy.Found) -> None:
+    (parsed,) = policy.parse(f"  {clause} ")
+
+    policy.check([parsed], good)
+
+    with pytest.raises(xr.TransportError) as failure:
+        policy.check([parsed], bad)
+    assert failure.value.call == "require"
+    assert failure.value.text.startswith(f"{clause}: the thing ")
+    assert failure.value.remedy
+
+
+@pytest.mark.parametrize(
+    "clause",
+    ["", "carrier-pigeon", "SHM", "rails", "rails>=0", "rails>=-1", "rails>=2.5", "rails==2", "rails<2", "rails>=x",
+     "rails>=٣", "speed", "speed>5", "speed=5", "speed>=0", "speed>=fast", "speed>=nan", "shm=1", "shm tcp"],
+)  # fmt: skip
+def test_malformed_clause_is_named_with_the_vocabulary(clause: str) -> None:
+    with pytest.raises(xr.UsageError) as failure:
+        xr.Engine("here", require=f"shm, {clause}")
+
+    assert f"clause {clause!r}" in str(failure.value)
+    assert policy.VOCABULARY in str(failure.value)
+
+
+def test_policy_that_is_no_text_is_refused(engine: xr.Engine) -> None:
+    with pytest.raises(xr.UsageError, match="require must be text or None, not int"):
+        xr.Engine("here", require=4)
+    with pytest.raises(xr.UsageError, match="require must be text"):
+        engine.require(engine.address, None)
+
+
+# --- at opening ---
+
+
+@pytest.mark.parametrize(
+    ("options", "require"),
+    [
+        ({}, "shm, tcp, rails=1"),
+        ({"transport": "shm", "rails": 4}, "shm, rails>=4, rails>3"),
+        ({"transport": "tcp", "rails": 2}, "tcp,rails>=2"),
+    ],
+)
+def test_engine_that_meets_its_policy_opens(
+    open_engine: EngineFactory, options: dict[str, object], require: str
+) -> None:
+    engine = open_engine(require=require, **options)
+
+    assert not engine.closed
+
+
+@pytest.mark.parametrize(
+    ("transport", "require", "message"),
+    [
+        (
+            "tcp",
+            "shm",
+            r"shm: engine 'here' has tcp \(opened with transport='tcp'\).*Next: .*transport='shm' or 'auto'",
+        ),
+        ("shm", "tcp", r"tcp: engine 'here' has shm .*Next: .*transport='tcp' or 'auto'"),
+        ("auto", "verbs", r"verbs: engine 'here' has shm, tcp .*this build has no verbs transport.*crossrail doctor"),
+        ("auto", "ofi", r"ofi: .*no ofi transport.*crossrail doctor"),
+        ("auto", "rdma", r"rdma: .*no ofi or verbs transport.*crossrail doctor"),
+        ("auto", "gpudirect", r"gpudirect: .*this build has no CUDA path.*crossrail doctor"),
+        ("shm", "shm, rails>=4", r"require: rails>=4: engine 'here' has 1 rail.*as many as.*Next: .*rails=4"),
+        ("shm", "rails>1", r"rails>1: .*Next: .*rails=2"),
+        ("shm", "rails=3", r"rails=3: .*Next: .*rails=3"),
+        ("shm", "speed>=1", r"speed>=1: .*unknown speed \(none of its rails is on an interface\).*crossrail topo"),
+    ],
+)
+def test_unmet_clause_says_what_was_found_why_and_what_next(transport: str, require: str, message: str) -> None:
+    with pytest.raises(xr.TransportError, match=message):
+        xr.Engine("here", transport=transport, require=require)
+
+
+def test_all_unmet_clauses_are_told_at_once() -> None:
+    with pytest.raises(xr.TransportError, match=r"verbs: .*; rails>=2: .*Next: see crossrail doctor; open the engine"):
+        xr.Engine("here", require="verbs, shm, rails>=2")
+
+
+def test_unmet_clause_closes_the_engine_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    look = policy.of_engine
+    monkeypatch.setattr(policy, "of_engine", lambda engine, *rest: opened.append(engine) or look(engine, *rest))
+
+    with pytest.raises(xr.TransportError):
+        xr.Engine("here", require="rdma")
+
+    assert [engine.closed for engine in opened] == [True]
+
+
+def test_speed_of_an_engine_counts_each_interface_once(
+    open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = open_engine(transport="tcp")
+    pretend(monkeypatch, machine(nic("eth1", ip=ip_of(probe), speed=100.0)))
+
+    open_engine(transport="tcp", rails=3, require="speed>=100")
+
+    with pytest.raises(xr.TransportError, match=r"speed>=101: engine 'here' has 100 Gb/s \(by eth1\)"):
+        xr.Engine("here", transport="tcp", rails=3, require="speed>=101")
+
+
+def test_speed_is_the_sum_of_what_is_known_and_the_rest_is_named() -> None:
+    topology = machine(
+        nic("eth1", ip="192.0.2.1"), nic("eth2", ip="2001:db8::2", speed=25.0), nic("eth3", ip="192.0.2.3", speed=None)
+    )
+
+    summed = policy.speed_of(["192.0.2.1:5", "192.0.2.1:6", "[2001:db8::2]:5", "192.0.2.3:5", "192.0.2.4:5"], topology)
+
+    assert summed == (125.0, "by eth1, eth2; speed of eth3, 192.0.2.4 not known")
+    assert policy.speed_of(["192.0.2.3:5"], topology) == (None, "speed of eth3 not known")
+
+
+def test_addresses_of_this_machine_are_found(open_engine: EngineFactory) -> None:
+    ips = [ip for found in policy.interface_addresses().values() for ip in found]
+
+    assert "127.0.0.1" in policy.interface_addresses()["lo"]
+    assert ip_of(open_engine(transport="tcp")) in ips
+
+
+@pytest.mark.parametrize("transport", ["verbs", "ofi"])
+def test_policy_knows_what_the_build_has(transport: str) -> None:
+    assert transport not in policy.BUILT
+    with pytest.raises(xr.UsageError, match="transport is"):
+        xr.Engine("here", transport=transport)
+
+
+# --- the path to a peer ---
+
+
+def connected(open_engine: EngineFactory, rails: int = 2, peer_rails: int = 2, **options: object) -> list[xr.Engine]:
+    pair = [open_engine("here", rails=rails, **options), open_engine("there", rails=peer_rails, **options)]
+    pair[0].connect(pair[1].address, WAIT_S)
+    return pair
+
+
+def test_path_that_meets_its_policy_passes(open_engine: EngineFactory) -> None:
+    here, there = connected(open_engine, transport="tcp")
+    near, far = connected(open_engine)
+
+    here.require(there.address, "tcp, rails>=2, rails=2")
+    near.require(bytes(far.address), "shm, rails=1")
+
+
+@pytest.mark.parametrize(
+    ("clause", "message"),
+    [
+        ("shm", r"shm: the path from engine 'here' to peer 'there' goes over tcp \(as for by.*Next: .*'shm'; .*expl"),
+        ("rdma", r"rdma: .*goes over tcp .*this build has no ofi or verbs"),
+        ("gpudirect", r"gpudirect: .*no CUDA path.*crossrail doctor"),
+        ("rails>=2", r"rails>=2: .*has 1 rail.*over tcp, 2 of ours to 1 of the peer's.*Next: open both.*rails=2"),
+    ],
+)  # fmt: skip
+def test_unmet_clause_of_a_path_says_why(open_engine: EngineFactory, clause: str, message: str) -> None:
+    here, there = connected(open_engine, peer_rails=1, transport="tcp")
+
+    with pytest.raises(xr.TransportError, match=message):
+        here.require(there.address, clause)
+
+    assert not here.closed
+
+
+def test_engine_with_tcp_is_no_path_over_tcp(open_engine: EngineFactory) -> None:
+    here, there = connected(open_engine, require="tcp")
+
+    with pytest.raises(xr.TransportError, match=r"tcp: .*goes over shm \(same host: shared memory\)"):
+        here.require(there.address, "tcp")
+    with pytest.raises(xr.TransportError, match=r"speed>=1: .*over shm, whose rails have no interface"):
+        here.require(there.address, "speed>=1")
+
+
+def explained(gb_per_s: float) -> xr.Explanation:
+    ends = [("192.0.2.1:1", "192.0.2.9:1"), ("192.0.2.2:1", "192.0.2.9:2")]
+    return xr.Explanation("there", "tcp", "far", "connected", "", [(0, 0), (1, 1)], ends, gb_per_s, [])
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "second_ip", "gbit_per_s"), [(25.0, "192.0.2.2", 200.0), (5.0, "192.0.2.2", 40.0), (0.0, "", None)]
+)
+def test_speed_of_a_path_is_that_of_the_slower_ends(
+    engine: xr.Engine, monkeypatch: pytest.MonkeyPatch, gb_per_s: float, second_ip: str, gbit_per_s: float | None
+) -> None:
+    pretend(monkeypatch, machine(nic("eth1", ip="192.0.2.1"), nic("eth2", ip=second_ip)))
+
+    seen = policy.of_path(engine, explained(gb_per_s), policy.parse("speed>=200"))
+
+    assert seen.gbit_per_s == gbit_per_s
+    assert bool(policy.unmet(policy.parse("speed>=200"), seen)) == (gbit_per_s != 200.0)
+
+
+def test_rails_on_one_interface_share_its_speed(engine: xr.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = nic("eth1", ip="192.0.2.1")
+    shared = Nic("eth1", "ethernet", one.pci, net_devices=(one.net_devices[0],))
+    both = NetDevice("eth1", "ethernet", speed_gbps=100.0, ip_addresses=("192.0.2.1", "192.0.2.2"))
+    pretend(monkeypatch, Topology("/made-up", nics=(shared,), net_devices=(both,)))
+
+    assert policy.of_path(engine, explained(25.0), policy.parse("speed>=1")).gbit_per_s == 100.0
+
+
+def test_peer_that_is_not_connected_is_refused(open_engine: EngineFactory) -> None:
+    here, there = open_engine("here"), open_engine("there")
+
+    with pytest.raises(xr.UsageError, match=r"peer 'there' is unknown, must be connected.*connect\(\) first"):
+        here.require(there.address, "shm")
+
+
+def test_lost_peer_meets_nothing(engine: xr.Engine) -> None:
+    lost = xr.Explanation("there", "shm", "near", "lost", "it died", [(0, 0)], [], 0.0, [])
+    clauses = policy.parse("shm, rails=1")
+
+    with pytest.raises(xr.TransportError, match=r"shm, rails=1: peer 'there' is lost \(it died\).*Next: .*new address"):
+        policy.check(clauses, policy.of_path(engine, lost, clauses))
+
+
+def test_closed_engine_answers_no_require(open_engine: EngineFactory) -> None:
+    here, there = connected(open_engine)
+    here.close()
+
+    with pytest.raises(xr.EngineClosed):
+        here.require(there.address, "shm")
+
+
+# --- where the worker runs ---
+
+
+@pytest.mark.parametrize(
+    ("rails", "affinity", "cpu"),
+    [
+        (["eth1"], range(4), 2),
+        (["eth1"], [0, 3], 3),
+        (["192.0.2.1"], range(4), 2),
+        (["eth0"], range(4), 0),
+        (["eth1"], [0, 1], None),  # none of its cores is ours
+        (["eth2"], range(4), None),  # its node is unknown
+        (["eth9"], range(4), None),
+        (["eth0", "eth1"], range(4), 0),
+    ],
+)
+def test_auto_takes_the_first_core_near_the_rails(
+    monkeypatch: pytest.MonkeyPatch, rails: list[str], affinity: Sequence[int], cpu: int | None
+) -> None:
+    nics = nic("eth0", ip="192.0.2.0", numa=0), nic("eth1", ip="192.0.2.1", numa=1), nic("eth2", ip="192.0.2.2")
+    pretend(monkeypatch, machine(*nics), affinity)
+
+    assert policy.auto_worker_cpu("tcp", rails) == cpu
+
+
+def test_auto_takes_the_rails_that_would_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    nics = nic("eth0", ip="192.0.2.0", numa=0, speed=1.0), nic("eth1", ip="192.0.2.1", numa=1)
+    pretend(monkeypatch, machine(*nics))
+
+    assert policy.auto_worker_cpu("auto", 1) == 2
+
+
+@pytest.mark.parametrize("transport", ["shm", "null"])
+def test_auto_without_a_nic_leaves_the_worker_alone_and_logs_it(
+    caplog: pytest.LogCaptureFixture, transport: str
+) -> None:
+    with caplog.at_level("INFO", logger="crossrail"):
+        assert policy.auto_worker_cpu(transport, 1) is None
+
+    assert f"transport '{transport}' uses no NIC; the worker is not pinned" in caplog.text
+
+
+def test_auto_without_known_nodes_leaves_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, machine(nic("eth0", ip="192.0.2.0"), nodes=()))
+    assert policy.auto_worker_cpu("tcp", 1) is None
+
+    pretend(monkeypatch, machine())
+    assert policy.auto_worker_cpu("tcp", 1) is None
+
+
+def worker_affinities() -> list[set[int]]:
+    names = {task: Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")}
+    return [os.sched_getaffinity(int(task)) for task, name in names.items() if name == "crossrail-work"]
+
+
+def test_auto_pins_the_worker_of_this_machine(open_engine: EngineFactory) -> None:
+    cpu = policy.auto_worker_cpu("auto", 1)
+
+    engine = open_engine(worker_cpu="auto")
+    src, dst = engine.alloc(10), engine.alloc(10)
+    engine.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+
+    allowed = os.sched_getaffinity(0)
+    assert cpu is None or cpu in allowed
+    assert worker_affinities() == [allowed if cpu is None else {cpu}]
+
+
+@pytest.mark.parametrize("rails", [1.5, "eth0", [1], [[]], 0, -3])
+def test_auto_leaves_wrong_rails_to_the_engine(rails: object) -> None:
+    with pytest.raises(xr.UsageError, match="rails"):
+        xr.Engine("here", transport="tcp", rails=rails, worker_cpu="auto")
+
+
+def test_other_words_for_a_core_are_refused() -> None:
+    with pytest.raises(xr.UsageError, match="worker_cpu is 'fast', must be the number of a core, 'auto' or None"):
+        xr.Engine("here", worker_cpu="fast")
+
+
+def test_import_and_a_plain_engine_load_neither_policy_nor_topology() -> None:
+    script = run_script(
+        """
+        import sys, crossrail
+        crossrail.Engine("here").close()
+        print(*[name for name in sys.modules if name.startswith(("crossrail.policy", "crossrail.topology"))])
+        """
+    )
+
+    assert_clean(script)
+    assert script.stdout.split() == []
