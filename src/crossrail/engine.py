@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from crossrail import _core, _raise
 from crossrail._buffers import memory_of
@@ -22,6 +22,9 @@ from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, PathExplanation
 from crossrail.regions import Region
 from crossrail.watchers import Watcher
+
+if TYPE_CHECKING:
+    from crossrail.policy import Clause
 
 _EVENT_LEVELS = {
     "peer-connected": logging.DEBUG,
@@ -58,11 +61,15 @@ class Engine(_core.Engine):
     secret: what tcp peers must know too, up to 1024 bytes; None: the environment variable CROSSRAIL_SECRET, or none.
     peer_timeout_s: tcp peers that are silent for so long are lost.
     polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive
-    it: in submits, waits and progress()). worker_cpu: core to pin the worker to.
+    it: in submits, waits and progress()). worker_cpu: core to pin the worker to; "auto": the first
+    core of the NUMA node that the rails are on which this process may use, none where that is not known (the log says).
     submit_queue_depth: power of two, 16..65536; a submit that finds the queue full blocks until there is room.
     imm_counters_max: distinct immediates kept. message_bytes_max: longest message, up to 256 KiB.
     watcher_poll_us: pause between looks at watched words. connect_timeout_s: silent peers are lost after that.
     private_path: "auto" (measured), "staged" or "cma" for memory that the peer cannot map.
+    require: clauses that must hold once it is open, as "shm, rails>=4": shm, tcp, verbs, ofi, rdma (verbs or ofi),
+    gpudirect, rails>=N (also = and >), speed>=X (Gb/s of all interfaces that the rails are on and that say theirs). If
+    one does not, the engine is closed again and TransportError says which and why. require() does so for one peer.
     """
 
     def __init__(
@@ -76,17 +83,25 @@ class Engine(_core.Engine):
         peer_timeout_s: float = 10.0,
         polling: str = "adaptive",
         spin_us: float = 50.0,
-        worker_cpu: int | None = None,
+        worker_cpu: int | Literal["auto"] | None = None,
         submit_queue_depth: int = 4096,
         imm_counters_max: int = 65536,
         message_bytes_max: int = 65536,
         watcher_poll_us: float = 5.0,
         connect_timeout_s: float = 5.0,
         private_path: str = "auto",
+        require: str | None = None,
     ) -> None:
+        clauses = None if require is None else _parse_policy(require)
         if name is None:
             program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
             name = f"{program.encode()[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
+        if worker_cpu == "auto":
+            from crossrail.policy import auto_worker_cpu
+
+            worker_cpu = auto_worker_cpu(transport, rails)
+        elif isinstance(worker_cpu, str):
+            raise UsageError(f"worker_cpu is {worker_cpu!r}, must be the number of a core, 'auto' or None")
         super().__init__(
             name, transport, rails, port, _secret_bytes(secret), peer_timeout_s, polling, spin_us, worker_cpu,
             submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
@@ -98,6 +113,8 @@ class Engine(_core.Engine):
         self._set_event_notifier(self._callbacks.notifier, self._event_cookie)
         self._is_open = True
         _open_engines.add(self)
+        if clauses is not None:
+            self._check_opened(transport, clauses)
 
     def close(self, timeout_s: float | None = 0.5) -> None:
         """Closes the engine: any thread, any number of times.
@@ -201,6 +218,31 @@ class Engine(_core.Engine):
         shown = [PathExplanation(*path) for path in paths]
         return Explanation(name, transport, reason, state, note, rails, endpoints, gb_per_s, shown)
 
+    def require(self, peer: Address | bytes, clauses: str) -> None:
+        """Raises TransportError unless all clauses hold for the path to this connected peer, by explain(). Any thread.
+
+        clauses: as the engine's own option, "tcp, rails>=2"; a transport must be the one that bytes to this peer take,
+        rails are the fewer of both ends', speed>=X needs the speed of all of them. It says how things are now, no more.
+        A lost peer meets no clause.
+        UsageError for a malformed clause, and for a peer that is not connected: connect() first.
+        """
+        from crossrail import policy
+
+        parsed = policy.parse(clauses)
+        explanation = self.explain(peer)
+        if explanation.state not in ("connected", "frozen", "lost"):
+            raise UsageError(f"peer '{explanation.peer}' is {explanation.state}, must be connected: connect() first")
+        policy.check(parsed, policy.of_path(self, explanation, parsed))
+
+    def _check_opened(self, transport: str, clauses: tuple[Clause, ...]) -> None:
+        from crossrail import policy
+
+        try:
+            policy.check(clauses, policy.of_engine(self, transport, clauses))
+        except BaseException:
+            self.close(0.0)
+            raise
+
     def _log_events(self) -> None:
         # With a function of the user's, events are its, on the callback thread.
         if self._on_event is None:
@@ -214,6 +256,12 @@ class Engine(_core.Engine):
                 about = f" of peer {peer!r}" if peer else ""
                 why = f": {detail}" if detail else ""
                 log.log(_EVENT_LEVELS[kind], "engine %r: %s%s%s", self.name, kind, about, why)
+
+
+def _parse_policy(text: str) -> tuple[Clause, ...]:
+    from crossrail import policy  # few engines need it
+
+    return policy.parse(text)
 
 
 def _secret_bytes(secret: str | bytes | None) -> bytes:

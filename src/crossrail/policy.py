@@ -1,0 +1,369 @@
+"""What an engine's owner insists on: which paths bytes may take, and where the worker runs.
+
+A policy is text, comma-separated clauses that must all hold: "tcp, rails>=4, speed>=400". It is parsed once, and
+checked against what is there, never against what was asked for. Any thread may call any of this; parse, unmet, check,
+speed_of and core_near are pure.
+
+engine.py imports this when it is first needed, and this imports crossrail.topology when that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from crossrail._notify import log
+from crossrail.errors import TransportError, UsageError
+
+if TYPE_CHECKING:
+    from crossrail.engine import Engine
+    from crossrail.peers import Explanation
+    from crossrail.topology import RailChoice, Topology
+
+VOCABULARY = (
+    "shm, tcp, verbs, ofi, rdma (verbs or ofi), gpudirect, rails>=N (also rails=N, rails>N; N whole, 1 or more), "
+    "speed>=X (Gb/s, more than 0)"
+)
+
+# What a transport clause accepts.
+_TRANSPORTS = {
+    "shm": frozenset({"shm"}),
+    "tcp": frozenset({"tcp"}),
+    "verbs": frozenset({"verbs"}),
+    "ofi": frozenset({"ofi"}),
+    "rdma": frozenset({"verbs", "ofi"}),
+}
+# What native/transport/open.h opens; test_policy.py fails when that learns another.
+BUILT = frozenset({"shm", "tcp"})
+HAS_GPUDIRECT = False
+
+_COMPARED = re.compile(r"(rails|speed)\s*(>=|=|>)\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)")
+_HOLDS: dict[str, Callable[[float, float], bool]] = {
+    ">=": lambda found, bound: found >= bound,
+    ">": lambda found, bound: found > bound,
+    "=": lambda found, bound: found == bound,
+}
+
+
+@dataclass(frozen=True)
+class Clause:
+    """One thing to hold. text: as written; name: a transport's, "rdma", "gpudirect", "rails" or "speed".
+
+    relation, bound: of rails (a count) and speed (Gb/s), else "" and 0.
+    """
+
+    text: str
+    name: str
+    relation: str = ""
+    bound: float = 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is, of an engine or of the path to one peer.
+
+    what: the thing, for people. transports: of an engine those it opened, of a path the one it takes; reason: why.
+    rails: of an engine, where it has most; of a path, the fewer of both ends'; rails_reason: why so many.
+    gbit_per_s: of the rails' interfaces, None when that is not known; speed_reason: of what it is the sum.
+    lost: why the peer cannot be reached any more, else "".
+    is_path: what to do next differs.
+    """
+
+    what: str
+    transports: tuple[str, ...]
+    reason: str
+    rails: int
+    rails_reason: str
+    gbit_per_s: float | None = None
+    speed_reason: str = ""
+    gpudirect: bool = HAS_GPUDIRECT
+    is_path: bool = False
+    lost: str = ""
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """A clause that does not hold: what was found and why, in one phrase, and what to do next."""
+
+    clause: Clause
+    found: str
+    remedy: str
+
+
+# --- clauses ---
+
+
+def parse(text: str) -> tuple[Clause, ...]:
+    """The clauses of a policy, in order. Raises UsageError that names a malformed one and lists the vocabulary."""
+    if not isinstance(text, str):
+        raise UsageError(f"require must be text or None, not {type(text).__name__}; clauses: {VOCABULARY}")
+    return tuple(_parse_one(part.strip(), text) for part in text.split(","))
+
+
+def _parse_one(part: str, text: str) -> Clause:
+    if part in _TRANSPORTS or part == "gpudirect":
+        return Clause(part, part)
+    match = _COMPARED.fullmatch(part)
+    if match is not None:
+        name, relation, number = match.groups()
+        bound = float(number)
+        if (name == "rails" and bound >= 1 and "." not in number) or (name == "speed" and relation == ">=" and bound):
+            return Clause(part, name, relation, bound)
+    raise UsageError(f"require={text!r}: clause {part!r} is none of: {VOCABULARY}")
+
+
+def unmet(clauses: Iterable[Clause], found: Found) -> list[Unmet]:
+    """Those that do not hold, in order. Pure."""
+    failures = (_JUDGES.get(clause.name, _judge_transport)(clause, found) for clause in clauses)
+    return [failure for failure in failures if failure is not None]
+
+
+def check(clauses: Sequence[Clause], found: Found) -> None:
+    """Raises TransportError that names every clause that does not hold, with what was found, why, and what to do.
+
+    Not UsageError: the call is well-formed, and this machine or this peer is not what it takes.
+    """
+    if found.lost:
+        names = ", ".join(clause.text for clause in clauses)
+        raise TransportError("require", 0, f"{names}: {found.lost}", "get the peer's new address and connect() again")
+    failures = unmet(clauses, found)
+    if not failures:
+        return
+    text = "; ".join(f"{failure.clause.text}: {failure.found}" for failure in failures)
+    remedies = dict.fromkeys(failure.remedy for failure in failures)
+    raise TransportError("require", 0, text, "; ".join(remedies))
+
+
+def _judge_transport(clause: Clause, found: Found) -> Unmet | None:
+    accepted = _TRANSPORTS[clause.name]
+    if not accepted.isdisjoint(found.transports):
+        return None
+    have = ", ".join(found.transports) or "none"
+    phrase = f"{found.what} {'goes over' if found.is_path else 'has'} {have} ({found.reason})"
+    if accepted.isdisjoint(BUILT):
+        names = " or ".join(sorted(accepted))
+        return Unmet(clause, f"{phrase}, and this build has no {names} transport", "see crossrail doctor")
+    if found.is_path:
+        remedy = f"open both engines with transport='{clause.name}'; print(engine.explain(peer)) shows the path"
+    else:
+        remedy = f"open the engine with transport='{clause.name}' or 'auto'"
+    return Unmet(clause, phrase, remedy)
+
+
+def _judge_gpudirect(clause: Clause, found: Found) -> Unmet | None:
+    if found.gpudirect:
+        return None
+    return Unmet(clause, f"{found.what} has none: this build has no CUDA path", "see crossrail doctor")
+
+
+def _judge_rails(clause: Clause, found: Found) -> Unmet | None:
+    if _HOLDS[clause.relation](found.rails, clause.bound):
+        return None
+    wanted = int(clause.bound) + (clause.relation == ">")
+    who = "both engines" if found.is_path else "the engine"
+    return Unmet(
+        clause,
+        f"{found.what} has {found.rails} rail(s), {found.rails_reason}",
+        f"open {who} with rails={wanted}, or with a list of {wanted} interfaces; crossrail topo shows what there is",
+    )
+
+
+def _judge_speed(clause: Clause, found: Found) -> Unmet | None:
+    if found.gbit_per_s is not None and _HOLDS[clause.relation](found.gbit_per_s, clause.bound):
+        return None
+    have = "an unknown speed" if found.gbit_per_s is None else f"{found.gbit_per_s:g} Gb/s"
+    remedy = "bind rails to faster interfaces, rails=[...]; crossrail topo shows the speed of each"
+    return Unmet(clause, f"{found.what} has {have} ({found.speed_reason})", remedy)
+
+
+_JUDGES: dict[str, Callable[[Clause, Found], Unmet | None]] = {
+    "gpudirect": _judge_gpudirect,
+    "rails": _judge_rails,
+    "speed": _judge_speed,
+}
+
+
+# --- what there is ---
+
+
+def of_engine(engine: Engine, transport: str, clauses: Iterable[Clause]) -> Found:
+    """What an open engine has. transport: as it was asked for. Reads the topology only if a clause is about speed."""
+    speed, speed_reason = None, ""
+    if any(clause.name == "speed" for clause in clauses):
+        speed, speed_reason = speed_of(engine.address.endpoints, read_topology())
+    return Found(
+        what=f"engine '{engine.name}'",
+        transports=engine.address.transports,
+        reason=f"opened with transport='{transport}'",
+        rails=engine.rails,
+        rails_reason="as many as it was opened with",
+        gbit_per_s=speed,
+        speed_reason=speed_reason,
+    )
+
+
+def of_path(engine: Engine, explanation: Explanation, clauses: Iterable[Clause]) -> Found:
+    """What the path to a peer is, by explain(). Reads the topology only if a clause is about speed.
+
+    Rails of ours that share one of the peer's make the path no wider, so the fewer of both ends' count.
+    """
+    ours, theirs = ({pair[side] for pair in explanation.rails} for side in (0, 1))
+    speed, speed_reason = None, ""
+    if any(clause.name == "speed" for clause in clauses):
+        speed, speed_reason = _path_speed(explanation)
+    return Found(
+        what=f"the path from engine '{engine.name}' to peer '{explanation.peer}'",
+        transports=(explanation.transport,),
+        reason=explanation.reason,
+        rails=min(len(ours), len(theirs)),
+        rails_reason=f"over {explanation.transport}, {len(ours)} of ours to {len(theirs)} of the peer's",
+        gbit_per_s=speed,
+        speed_reason=speed_reason,
+        is_path=True,
+        lost=_lost(explanation),
+    )
+
+
+def _lost(explanation: Explanation) -> str:
+    note = f" ({explanation.note})" if explanation.note else ""
+    return f"peer '{explanation.peer}' is lost{note}" if explanation.state == "lost" else ""
+
+
+def _path_speed(explanation: Explanation) -> tuple[float | None, str]:
+    if not explanation.endpoints:
+        return None, f"over {explanation.transport}, whose rails have no interface"
+    if not explanation.gb_per_s_expected:
+        return None, "the interface of at least one rail, ours or the peer's, does not say its speed"
+    pairs = round(explanation.gb_per_s_expected * 8, 6)
+    # explain() adds up pairs of rails; two that share an interface of ours also share its speed.
+    ours, reason = speed_of([here for here, _ in explanation.endpoints], read_topology())
+    if ours is not None and ours < pairs:
+        return ours, reason
+    return pairs, f"the slower end of each of {len(explanation.endpoints)} pairs of rails, by their interfaces"
+
+
+def speed_of(endpoints: Sequence[str], topology: Topology) -> tuple[float | None, str]:
+    """The speed of all interfaces that have these endpoints, in Gb/s, and of what it is the sum.
+
+    endpoints: "ip:port". An interface counts once, however many rails are on it, and not at all if it does not say its
+    speed; None when no interface does. Pure.
+    """
+    if not endpoints:
+        return None, "none of its rails is on an interface"
+    by_ip = {ip: device for device in topology.net_devices for ip in device.ip_addresses}
+    known: dict[str, float] = {}
+    silent: dict[str, None] = {}
+    for endpoint in endpoints:
+        ip = endpoint.rpartition(":")[0].strip("[]")
+        device = by_ip.get(ip)
+        if device is not None and device.speed_gbps is not None and device.kind != "loopback":
+            known[device.name] = device.speed_gbps
+        else:
+            silent[device.name if device is not None else ip] = None
+    parts = [f"by {', '.join(known)}"] if known else []
+    parts += [f"speed of {', '.join(silent)} not known"] if silent else []
+    return sum(known.values()) if known else None, "; ".join(parts)
+
+
+def read_topology() -> Topology:
+    """Of this machine, with the IP addresses of its net devices. Takes milliseconds."""
+    from crossrail.topology import Topology
+
+    return Topology.read(addresses=interface_addresses())
+
+
+def interface_addresses() -> dict[str, list[str]]:
+    """IP addresses by net device, of this network namespace. What cannot be read is left out."""
+    found: dict[str, list[str]] = {}
+    with contextlib.suppress(OSError):
+        for name, ip in _ipv4_addresses():
+            found.setdefault(name, []).append(ip)
+    with contextlib.suppress(OSError):
+        for name, ip in _ipv6_addresses():
+            found.setdefault(name, []).append(ip)
+    return found
+
+
+def _ipv4_addresses() -> list[tuple[str, str]]:
+    """SIOCGIFCONF, netdevice(7): an array of struct ifreq, each a name of 16 bytes and a union with a sockaddr_in."""
+    import array
+    import fcntl
+    import socket
+    import struct
+
+    siocgifconf = 0x8912
+    ifreq_bytes = 40 if struct.calcsize("P") == 8 else 32
+    ifreqs = array.array("B", bytes(1024 * ifreq_bytes))
+    ifconf = struct.pack("iP", len(ifreqs), ifreqs.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        nbytes, _ = struct.unpack("iP", fcntl.ioctl(sock, siocgifconf, ifconf))
+    found = []
+    for at in range(0, nbytes, ifreq_bytes):
+        ifreq = ifreqs[at : at + ifreq_bytes].tobytes()
+        label = os.fsdecode(ifreq[:16].partition(b"\0")[0])
+        found.append((label.partition(":")[0], socket.inet_ntoa(ifreq[20:24])))  # "eth0:1" is on eth0
+    return found
+
+
+def _ipv6_addresses() -> list[tuple[str, str]]:
+    """/proc/net/if_inet6, proc_net(5): address, index, prefix, scope and flags in hexadecimal, then the name."""
+    import socket
+
+    lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    return [
+        (words[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))) for words in lines if len(words) == 6
+    ]
+
+
+# --- where the worker runs ---
+
+
+def auto_worker_cpu(transport: str, rails: int | Sequence[str]) -> int | None:
+    """The first core near the rails that this process may use, or None: leave the worker where the scheduler puts it.
+
+    transport, rails: the engine's options. Rails given as a number are those that choose_rails takes; the engine's
+    tcp chooses by itself and may differ, so on machines of several nodes name them. None, with the reason
+    in the log (level INFO), when the engine has no rail on a NIC, nobody knows the NIC's NUMA node, or this
+    process may use none of that node's cores. Every engine of the same rails gets the same core: where several run,
+    pin by hand or give each process an affinity of its own.
+    """
+    if transport in ("shm", "null"):
+        log.info("worker_cpu='auto': transport %r uses no NIC; the worker is not pinned", transport)
+        return None
+    topology = read_topology()
+    cpu, reason = core_near(topology, _rails_of(topology, rails), os.sched_getaffinity(0))
+    where = "the worker is not pinned" if cpu is None else f"the worker is pinned to core {cpu}"
+    log.info("worker_cpu='auto': %s; %s", reason, where)
+    return cpu
+
+
+def core_near(topology: Topology, choice: RailChoice, affinity: Iterable[int]) -> tuple[int | None, str]:
+    """The first core of the rails' NUMA node within the affinity, or None; and why. Pure."""
+    from crossrail.topology import worker_cpus
+
+    nodes = [topology.node_of(rail.nic) for rail in choice.rails]
+    if not any(nodes) or not any(node.cpus for node in topology.numa_nodes):
+        return None, "the rails' NUMA node is unknown" if choice.rails else choice.reason
+    near = worker_cpus(topology, choice)  # without the affinity: with it, it answers far cores when there are no near
+    usable = set(near.cpus) & set(affinity)
+    if not usable:
+        return None, f"{near.reason}, but this process may use none of its cores"
+    return min(usable), near.reason
+
+
+def _rails_of(topology: Topology, rails: int | Sequence[str]) -> RailChoice:
+    """What is wrong with rails is left to the engine, which opens next and says it better."""
+    from crossrail.topology import choose_rails
+
+    if isinstance(rails, int):
+        return choose_rails(topology, "host", need="ip", limit=max(rails, 1))
+    by_ip = {ip: device.name for device in topology.net_devices for ip in device.ip_addresses}
+    known = {name for nic in topology.nics for name in nic.names}
+    given = [rail for rail in rails if isinstance(rail, str)] if isinstance(rails, (list, tuple)) else []
+    names = [by_ip.get(rail, rail) for rail in given]
+    return choose_rails(topology, "host", need="ip", only=[name for name in names if name in known])
