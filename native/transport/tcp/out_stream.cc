@@ -1,5 +1,6 @@
 // The initiator's side of a connection: operations out, acknowledgements and read data in.
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "transport/tcp/frames.h"
@@ -55,7 +56,9 @@ size_t put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room) {
   if (count == 0) return 0;
   batch.put(header_of(FrameType::kWrite, count, count, sizeof(WriteMeta) + count * sizeof(WriteEntry), bytes));
   batch.put(WriteMeta{region_of(first)});
-  for (size_t i = 0; i < count; ++i) batch.put(entry_of(queue[i], 0, queue[i].length_bytes, true));
+  std::array<WriteEntry, kEntriesMax> entries;  // written as far as used
+  for (size_t i = 0; i < count; ++i) entries[i] = entry_of(queue[i], 0, queue[i].length_bytes, true);
+  batch.copy(entries.data(), count * sizeof(WriteEntry));
   for (size_t i = 0; i < count; ++i) {
     const WorkRequest& request = queue[i];
     if (request.length_bytes == 0) continue;

@@ -20,6 +20,8 @@ constexpr uint64_t kReceivePerTurn = uint64_t{4} << 20;
 constexpr uint64_t kSendPerTurn = uint64_t{2} << 20;
 constexpr size_t kBatchesKept = 8;
 constexpr size_t kViewsPerCall = 1000;
+// A socket seldom has more than this many short pages at once, and the kernel looks at every iovec of a call.
+constexpr size_t kTargetsPerCall = 256;
 // Two heads: a range's, and an acknowledgement or so before it.
 constexpr size_t kBulkHeadBytes = kRangeHeadBytes;
 
@@ -225,14 +227,14 @@ void Stream::watch_out(bool on) {
 
 bool Stream::receive() {
   std::byte* const scratch = context_->scratch.data();
-  std::array<iovec, kViewsPerCall + 1> views;  // written as far as used
+  std::array<iovec, kTargetsPerCall + 1> views;  // written as far as used
   uint64_t budget = kReceivePerTurn;
   bool moved = false;
   while (!broken_) {
     size_t count = 0;
     uint64_t payload_wanted = 0;
     uint64_t discarded = 0;
-    for (size_t i = place_.at; place_.bytes_left > 0 && i < place_.targets.size() && count < kViewsPerCall; ++i) {
+    for (size_t i = place_.at; place_.bytes_left > 0 && i < place_.targets.size() && count < kTargetsPerCall; ++i) {
       iovec view = place_.targets[i];
       if (view.iov_base == nullptr) {
         view.iov_base = context_->discard.data();
