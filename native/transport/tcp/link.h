@@ -176,8 +176,12 @@ struct OutLink final : Link {
   uint64_t next_read_id = 1;
   std::unordered_map<uint64_t, PendingRead> reads;
 
-  uint64_t busy_bytes = 0;
-  int64_t busy_ns = 0;
+  // `count` of what is outstanding is over.
+  void end(uint32_t count, int64_t now) {
+    outstanding -= count;
+    if (outstanding == 0) busy_ns += std::max<int64_t>(0, now - busy_since_ns);
+  }
+  int64_t busy_ns = 0;  // with something outstanding, until now or, while there is, until it began
   int64_t busy_since_ns = 0;
 };
 

@@ -303,7 +303,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
       ++count;
     }
     channel.bytes_acked += bytes;
-    link.outstanding -= count;
+    link.end(count, transport.now());
     transport.sink().on_retired(link, request.context, count, bytes, Status::kDone, {});
   }
   if (channel.sent.empty() && channel.sent.capacity() > 64) channel.sent.release();

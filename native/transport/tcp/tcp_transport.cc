@@ -246,7 +246,7 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
 }
 
 void TcpTransport::retire(OutLink& link, const WorkRequest& request, Status status, const std::string& detail) {
-  --link.outstanding;
+  link.end(1, now_);
   sink_->on_retired(link, request.context, 1, status == Status::kDone ? request.length_bytes : 0, status, detail);
 }
 
@@ -267,7 +267,7 @@ void TcpTransport::withdraw(bool (*wanted)(void* context)) {
     take_from(link.sends);
     link.queued -= withdrawn.size();
     for (const WorkRequest& request : withdrawn) {
-      --link.outstanding;
+      link.end(1, now_);
       sink_->on_withdrawn(link, request.context, request.tag, request.length_bytes);
     }
   }
@@ -544,7 +544,7 @@ Deadline TcpTransport::next_timer() const {
 }
 
 void TcpTransport::arm() {
-  // relaxed is enough for nobody: seq_cst pairs with wake(): either it sees us armed and rings, or we see its news.
+  // seq_cst: pairs with the fence in wake(): either it sees us armed and rings, or has_work() sees its news.
   armed_.store(true, std::memory_order_seq_cst);
   idle_polls_ = 0;
   polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets

@@ -153,7 +153,6 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   uint32_t idle_polls_ = 0;
   uint32_t polls_ = 0;
   std::atomic<bool> armed_{false};
-  std::atomic<bool> news_{false};
   bool closed_ = false;
 };
 
