@@ -13,7 +13,7 @@
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/link.h"
 #include "transport/tcp/region_table.h"
-#include "transport/tcp/stream.h"
+#include "transport/tcp/batch.h"
 #include "util/ring_queue.h"
 #include "util/sha256.h"
 
