@@ -38,11 +38,6 @@ std::string seconds_text(int64_t ns) {
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
 }
 
-std::string ip_text(const Endpoint& endpoint) {
-  const std::string text = to_text(endpoint);
-  return text.substr(0, text.rfind(':'));
-}
-
 // Those that are connected: "rail 0 (10.1.0.1 to 10.1.0.2), rail 1 (...)".
 std::string rails_text(OutLink& link, const Address& own) {
   std::string text;
