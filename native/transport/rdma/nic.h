@@ -138,6 +138,8 @@ class Nic {
   virtual const std::string& name() const = 0;         // "mlx5_0:1", "127.0.0.1": what rails= calls it
   virtual const std::string& description() const = 0;  // for people, one line: "mlx5_0:1, RoCE v2, 10.0.0.1 on eth2"
   virtual uint32_t speed_mbps() const = 0;             // 0 unknown
+  // What kind of network it is (RdmaRails::fabric), the same for all NICs of a transport: libfabric's provider; "" for verbs.
+  virtual const std::string& fabric() const = 0;
   // How peers reach it, by datagram and by path. At most kEndpointBytesMax, equal for equal ports.
   virtual std::span<const uint8_t> endpoint() const = 0;
   virtual const NicLimits& limits() const = 0;
