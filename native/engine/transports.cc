@@ -68,6 +68,7 @@ TransportSet::TransportSet(const EngineOptions& options, Sink* sink) {
     rail_count_ = std::max(rail_count_, traits_[i].rail_count);
   }
   first_ = sleepers_[0];
+  for (uint32_t i = 0; i < size_; ++i) transports_[i]->complete_address(identity);
 }
 
 Route TransportSet::choose(const Address& peer) const {
@@ -117,6 +118,12 @@ LocalRegions TransportSet::allocate(uint64_t length_bytes, bool populate) {
     region.halves_[i] = transports_[i]->register_memory(region.id_, region.base(), length_bytes, Access::kRemoteWrite);
   }
   return region;
+}
+
+void TransportSet::describe(const LocalRegions& region, RegionDescriptor* descriptor) const {
+  for (uint32_t i = 0; i < size_; ++i) {
+    if (is_rdma(kinds_[i])) descriptor->rdma_on(kinds_[i]) = region.halves_[i]->rdma_keys();
+  }
 }
 
 void TransportSet::revoke_region(LocalRegions& region) {

@@ -69,6 +69,8 @@ class TransportSet {
   // --- memory [any] ---
   LocalRegions register_memory(std::byte* base, uint64_t length_bytes, Access access);
   LocalRegions allocate(uint64_t length_bytes, bool populate);
+  // Fills in what the transports tell peers of the region.
+  void describe(const LocalRegions& region, RegionDescriptor* descriptor) const;
   void revoke_region(LocalRegions& region);
   bool is_region_quiet(const LocalRegions& region) const;
 

@@ -3,6 +3,7 @@
 #include "transport/null/null_transport.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/tcp/tcp_transport.h"
+#include "util/errors.h"
 
 namespace crossrail {
 
@@ -14,6 +15,10 @@ std::unique_ptr<Transport> open_transport(TransportKind kind, const TransportOpt
       return std::make_unique<NullTransport>(options, sink);
     case TransportKind::kTcp:
       return std::make_unique<tcp::TcpTransport>(options, sink);
+    case TransportKind::kVerbs:
+    case TransportKind::kOfi:
+      throw TransportError("open", 0, "this build carries no " + std::string(transport_name(kind)),
+                           "use transport 'tcp'");
   }
   return nullptr;
 }
