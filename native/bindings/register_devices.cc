@@ -48,9 +48,20 @@ nb::list ports(const std::string& transport, const std::string& provider) {
   return list;
 }
 
+nb::tuple built() {
+  nb::list names;
+  for (uint32_t number = 1; number <= kTransportKinds; ++number) {
+    const auto kind = static_cast<TransportKind>(number);
+    if (is_built(kind)) names.append(transport_name(kind));
+  }
+  return nb::tuple(names);
+}
+
 }  // namespace
 
 void register_devices(nb::module_& module) {
+  module.def("_built_transports", &built, nb::sig("def _built_transports() -> tuple[str, ...]"),
+             "What this build carries, whether or not the machine has devices for it.");
   module.def("_rdma_missing", &missing, nb::arg("transport"), nb::arg("provider") = "",
              "Why 'verbs' or 'ofi' has no rail here: no library, no device; empty: it has.");
   module.def("_rdma_ports", &ports, nb::arg("transport"), nb::arg("provider") = "",

@@ -12,6 +12,9 @@ namespace crossrail {
 // `sink` must outlive the transport. Throws TransportError.
 std::unique_ptr<Transport> open_transport(TransportKind kind, const TransportOptions& options, Sink* sink);
 
+// Whether this build carries it at all; of verbs: whether libibverbs' headers were there.
+bool is_built(TransportKind kind);
+
 // A port (verbs) or domain (ofi) of this machine that could be a rail.
 struct RdmaPort {
   std::string name;          // what rails= calls it: "mlx5_0:1", "rdmap0s6-rdm"
