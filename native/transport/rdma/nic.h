@@ -119,7 +119,8 @@ class NicPath {
   // Takes a prefix, as many as there is room for. On a broken path: none.
   virtual uint32_t post(std::span<const NicWork> works) = 0;
   // Sends head and body as one fragment of at most kFragmentBytesMax; both are copied. False: no room now, or broken.
-  // Delivered exactly once unless the path breaks, in any order. No event tells of success.
+  // Delivered exactly once unless the path breaks, in any order. No event tells of success; but after a false, room that
+  // there is again makes poll() return more than 0, and wakes who sleeps.
   virtual bool send(std::span<const uint8_t> head, std::span<const uint8_t> body) = 0;
   // Nothing that was sent is on its way any more: the peer's NIC has it all.
   virtual bool is_sent() const = 0;
