@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <string_view>
 
 #include "engine/engine.h"
+#include "transport/descriptor.h"
 
 namespace crossrail::bindings {
 
@@ -68,12 +70,20 @@ Deadline to_deadline(nb::handle timeout_s) {
   return seconds >= kForEverSeconds ? kNoDeadline : deadline_in(seconds);
 }
 
-std::vector<TransportKind> to_transports(const std::string& word) {
-  if (word == "auto") return {TransportKind::kShm, TransportKind::kTcp};
-  for (const TransportKind kind : {TransportKind::kShm, TransportKind::kTcp, TransportKind::kNull}) {
-    if (word == transport_name(kind)) return {kind};
+TransportWord to_transports(const std::string& word) {
+  constexpr std::string_view kOfiPrefix = "ofi:";
+  if (word == "auto") return {{TransportKind::kShm, TransportKind::kTcp}, true, {}};
+  for (uint32_t number = 1; number <= kTransportKinds; ++number) {
+    const auto kind = static_cast<TransportKind>(number);
+    if (word == transport_name(kind)) return {{kind}, false, {}};
   }
-  throw UsageError("transport is '" + word + "', must be one of 'auto', 'shm', 'tcp', 'null'");
+  const std::string provider = word.starts_with(kOfiPrefix) ? word.substr(kOfiPrefix.size()) : "";
+  if (provider.empty() || provider.size() > kFabricBytesMax) {
+    throw UsageError("transport is '" + word +
+                     "', must be one of 'auto', 'shm', 'tcp', 'verbs', 'ofi', "
+                     "'ofi:PROVIDER' (as 'ofi:tcp'), 'null'");
+  }
+  return {{TransportKind::kOfi}, false, provider};
 }
 
 const char* access_name(Access access) {

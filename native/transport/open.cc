@@ -23,4 +23,12 @@ std::unique_ptr<Transport> open_transport(TransportKind kind, const TransportOpt
   return nullptr;
 }
 
+bool is_built(TransportKind kind) { return !is_rdma(kind); }
+
+std::vector<RdmaPort> rdma_ports(TransportKind, const std::string&) { return {}; }
+
+std::string rdma_missing(TransportKind kind, const std::string&) {
+  return std::string("this build carries no ") + transport_name(kind);
+}
+
 }  // namespace crossrail

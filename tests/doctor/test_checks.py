@@ -11,7 +11,7 @@ import pytest
 
 from crossrail.doctor.finding import Severity
 from crossrail.doctor.host import Space
-from crossrail.doctor.probes import Library, Selftest, TransportTest
+from crossrail.doctor.probes import Library, RdmaPort, Selftest, TransportTest
 from crossrail.doctor.report import run_checks
 from crossrail.doctor.topics import TOPICS
 from tests.doctor.tree import CAP_IPC_LOCK, GIB, FakeHost, Setup, Tree, severities, the
@@ -57,6 +57,13 @@ def transport(name: str, state: str, rate: float = 0.0) -> Setup:
         host.selftest = Selftest(
             version="1.0", installed_version="1.0", transports=[TransportTest(name, state, "because", rate)]
         )
+
+    return set_up
+
+
+def rails(*ports: RdmaPort) -> Setup:
+    def set_up(tree: Tree, host: FakeHost) -> None:
+        host.selftest = Selftest(version="1.0", installed_version="1.0", ports=list(ports), chosen=("mlx5_0:1",))
 
     return set_up
 
@@ -165,6 +172,9 @@ PLAIN = [
     Case("tcp fails", "crossrail.tcp", ERROR, transport("tcp", "failed")),
     Case("Python files of another build", "crossrail.native", ERROR, transport("shm", "misfit")),
     Case("tcp not built", "crossrail.tcp", WARNING, transport("tcp", "absent")),
+    Case(
+        "Soft-RoCE as a rail", "crossrail.rails", OK, rails(RdmaPort("verbs", "rxe0:1", "eth0", "10.0.0.1", "", True))
+    ),
     Case("verbs not built, no NIC", "crossrail.absent", NOTE, transport("verbs", "absent")),
     Case("verbs does not open, no NIC", "crossrail.verbs", NOTE, transport("verbs", "failed")),
     Case(
@@ -471,6 +481,19 @@ GPU_SERVER = [
     # crossrail
     Case("verbs not built", "crossrail.verbs", WARNING, transport("verbs", "absent")),
     Case("verbs fails", "crossrail.verbs", ERROR, transport("verbs", "failed")),
+    Case("ports are rails", "crossrail.rails", OK, rails(RdmaPort("verbs", "mlx5_0:1", "rail0", "10.77.0.1"))),
+    Case(
+        "a port that is no rail",
+        "crossrail.no-rail",
+        WARNING,
+        rails(RdmaPort("verbs", "mlx5_0:1"), RdmaPort("verbs", "mlx5_1:1", trouble="port down")),
+    ),
+    Case(
+        "a port that only the other transport can use",
+        "crossrail.no-rail",
+        None,
+        rails(RdmaPort("verbs", "efa_0:1", trouble="EFA"), RdmaPort("ofi", "efa_0-rdm")),
+    ),
     Case("ofi not built, no EFA", "crossrail.absent", NOTE, transport("ofi", "absent")),
     # libraries
     Case("no libibverbs", "libraries.libibverbs", ERROR, lambda tree, host: host.libraries.pop("libibverbs.so.1")),

@@ -27,10 +27,10 @@
 
 namespace crossrail::rdma {
 
-inline constexpr size_t kEndpointBytesMax = 64;     // Nic::endpoint()
-inline constexpr size_t kOfferBytesMax = 128;       // NicPath::offer()
-inline constexpr size_t kDatagramBytesMax = 1024;   // payload of ours
-inline constexpr size_t kFragmentBytesMax = 4096;   // NicPath::send()
+inline constexpr size_t kEndpointBytesMax = 64;    // Nic::endpoint()
+inline constexpr size_t kOfferBytesMax = 128;      // NicPath::offer()
+inline constexpr size_t kDatagramBytesMax = 1024;  // payload of ours
+inline constexpr size_t kFragmentBytesMax = 4096;  // NicPath::send()
 
 // Memory known to one NIC. Threads: [any].
 // Lifecycle: 1. registered. 2. revoked: the NIC refuses peers from now on; our own works with it have ended before.
@@ -51,9 +51,9 @@ enum class NicOp : uint8_t { kWrite, kRead };
 // One work of the RMA kind. Never longer than NicLimits::work_bytes_max.
 struct NicWork {
   NicOp op = NicOp::kWrite;
-  bool has_imm = false;     // writes only
-  bool has_remote = true;   // false: only an immediate, of no region; length_bytes is 0 then
-  uint32_t imm = 0;         // as the peer shall see it
+  bool has_imm = false;    // writes only
+  bool has_remote = true;  // false: only an immediate, of no region; length_bytes is 0 then
+  uint32_t imm = 0;        // as the peer shall see it
   uint32_t reserved = 0;
   std::byte* local = nullptr;
   uint64_t length_bytes = 0;

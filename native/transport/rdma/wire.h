@@ -62,15 +62,7 @@ struct PathBody {
   Bytes offer;
 };
 
-enum class RefuseCode : uint8_t {
-  kMalformed = 1,
-  kVersion,
-  kNotMe,
-  kAuthentication,
-  kUnknownSession,
-  kClosing,
-  kFull
-};
+enum class RefuseCode : uint8_t { kMalformed = 1, kVersion, kNotMe, kAuthentication, kUnknownSession, kClosing, kFull };
 struct RefuseBody {
   RefuseCode code = RefuseCode::kMalformed;
   std::string text;
@@ -128,15 +120,15 @@ Digest session_key(std::string_view secret, const Incarnation& leader, const Inc
 // --- fragments: token u64, kind u8, then ---
 
 enum class FragmentKind : uint8_t {
-  kState = 1,   // flags u8
-  kIntroduce,   // the sender's Address, encoded: whose messages these are
-  kMessage,     // MessageHead, then this chunk of it
-  kOutcomes,    // count u8, then for each: id u64, outcome u8
-  kPing,        // u64
-  kPong,        // the same u64
-  kResolve,     // as the datagrams
+  kState = 1,  // flags u8
+  kIntroduce,  // the sender's Address, encoded: whose messages these are
+  kMessage,    // MessageHead, then this chunk of it
+  kOutcomes,   // count u8, then for each: id u64, outcome u8
+  kPing,       // u64
+  kPong,       // the same u64
+  kResolve,    // as the datagrams
   kResolved,
-  kBye          // text
+  kBye  // text
 };
 inline constexpr size_t kFragmentHeadBytes = 9;
 
@@ -152,7 +144,7 @@ struct MessageHead {
 inline constexpr size_t kMessageHeadBytes = 24;
 inline constexpr size_t kChunkBytes = kFragmentBytesMax - kFragmentHeadBytes - kMessageHeadBytes;
 inline constexpr uint32_t kMessageBytesMax = 256 << 10;
-inline constexpr uint64_t kMessagesUnderWayMax = 256;             // consecutive ids, outcome unknown
+inline constexpr uint64_t kMessagesUnderWayMax = 256;               // consecutive ids, outcome unknown
 inline constexpr uint64_t kMessageWindowBytes = uint64_t{1} << 20;  // of those sent; one may always go
 inline constexpr size_t kOutcomesPerFragment = 200;
 enum class Outcome : uint8_t { kTaken = 0, kTooLong = 1 };
