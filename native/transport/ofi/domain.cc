@@ -12,6 +12,7 @@ namespace {
 // own works and receives are immediates of any number of peers, which no limit of ours holds back: so as much as the
 // device gives. Other providers' queues grow.
 constexpr size_t kQueueEntriesMax = 32768;
+constexpr size_t kQueueEntries = 4096;
 constexpr size_t kQueueEntriesMin = 1024;
 constexpr size_t kPeersExpected = 256;  // a hint: shm's limit, others grow
 
@@ -72,7 +73,7 @@ void Domain::open_queue() {
   fid_cq* queue = nullptr;
   for (const fi_wait_obj wait : {FI_WAIT_FD, FI_WAIT_NONE}) {
     attributes.wait_obj = wait;
-    for (attributes.size = kQueueEntriesMax; attributes.size >= kQueueEntriesMin; attributes.size /= 2) {
+    for (attributes.size = rules_.is_efa ? kQueueEntriesMax : kQueueEntries; attributes.size >= kQueueEntriesMin; attributes.size /= 2) {
       code = fi_cq_open(domain_.get(), &attributes, &queue, nullptr);
       if (code == 0) break;
     }

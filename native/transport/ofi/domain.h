@@ -42,7 +42,7 @@ class Peers {
   std::map<Name, Entry> entries_;
 };
 
-// Threads: registration [any], by the threading model asked for (FI_THREAD_COMPLETION); all else the progress holder.
+// Threads: registration [any], by the threading model asked for (FI_THREAD_SAFE); all else the progress holder.
 class Domain {
  public:
   // Throws TransportError.

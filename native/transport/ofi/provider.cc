@@ -44,8 +44,9 @@ Info hints_for(const Library& library, const Rules& rules) {
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
-  // One progress holder at a time for queues and endpoints; registration comes from any thread.
-  hints->domain_attr->threading = FI_THREAD_COMPLETION;
+  // One progress holder at a time for queues and endpoints, but registration comes from any thread. FI_THREAD_COMPLETION
+  // would say just that; tcp of 2.5 crashes in fi_cq_open with it.
+  hints->domain_attr->threading = FI_THREAD_SAFE;
   // Nothing moves by itself even where AUTO is promised (tcp): the holder polls, or sleeps on the queue's descriptor.
   hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
   hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
