@@ -1,6 +1,7 @@
 """The tree shows the architecture, and this keeps it true: imports and #includes point down, never up.
 
-    kv | weights | moe -> engine -> _core -> native/engine -> transport.h <- shm | tcp | rdma | null; nic.h <- ofi | verbs
+    kv | weights | moe -> engine -> _core -> native/engine -> transport.h <- shm | tcp | rdma | null
+    transport/rdma/nic.h <- rdma | ofi | verbs
 
 To allow a new arrow, add it to NATIVE_MAY_USE or PYTHON_MAY_USE below, where a reviewer sees it.
 """
