@@ -5,9 +5,10 @@
 
 #include "transport/null/null_transport.h"
 #include "transport/ofi/open.h"
+#include "transport/rdma/rdma_transport.h"
 #include "transport/shm/shm_transport.h"
 #include "transport/tcp/tcp_transport.h"
-#include "util/errors.h"
+#include "transport/verbs/open.h"
 
 namespace crossrail {
 
@@ -26,6 +27,14 @@ bool any_device(const char* vendor = nullptr) {
     if (found == vendor) return true;
   }
   return false;
+}
+
+std::vector<RdmaPort> verbs_ports() {
+  std::vector<RdmaPort> ports;
+  if (!any_device()) return ports;
+  for (const verbs::Port& port : verbs::ports())
+    ports.push_back({port.name, port.device, port.netdev, port.address, port.trouble, !port.is_hardware});
+  return ports;
 }
 
 bool is_efa(const std::string& provider) { return provider.empty() || provider.starts_with(kEfa); }
@@ -57,22 +66,29 @@ std::unique_ptr<Transport> open_transport(TransportKind kind, const TransportOpt
     case TransportKind::kTcp:
       return std::make_unique<tcp::TcpTransport>(options, sink);
     case TransportKind::kVerbs:
+      return std::make_unique<rdma::RdmaTransport>(kind, options, verbs::open_nics(options), sink);
     case TransportKind::kOfi:
-      throw TransportError("open", 0, "this build carries no " + std::string(transport_name(kind)),
-                           "use transport 'tcp'");
+      return std::make_unique<rdma::RdmaTransport>(kind, options, ofi::open_nics(options), sink);
   }
   return nullptr;
 }
 
-bool is_built(TransportKind kind) { return !is_rdma(kind); }
+bool is_built(TransportKind kind) {
+#if CROSSRAIL_WITH_VERBS
+  constexpr bool kHasVerbs = true;
+#else
+  constexpr bool kHasVerbs = false;  // built without libibverbs' headers
+#endif
+  return kind != TransportKind::kVerbs || kHasVerbs;
+}
 
 std::vector<RdmaPort> rdma_ports(TransportKind kind, const std::string& provider) {
-  return kind == TransportKind::kOfi ? ofi_ports(provider) : std::vector<RdmaPort>{};
+  return kind == TransportKind::kOfi ? ofi_ports(provider) : verbs_ports();
 }
 
 std::string rdma_missing(TransportKind kind, const std::string& provider) {
   if (kind == TransportKind::kOfi) return ofi_missing(provider);
-  return std::string("this build carries no ") + transport_name(kind);
+  return is_built(kind) && !any_device() ? "no RDMA device here" : verbs::missing();
 }
 
 }  // namespace crossrail

@@ -22,6 +22,7 @@ RDMA_DEVICES = Path("/sys/class/infiniband")
 # tcp, and to libfabric.
 _NEEDS: dict[str, tuple[Need, ...]] = {
     "auto": ("verbs", "efa"),
+    "shm": (),
     "verbs": ("verbs",),
     "ofi": ("efa",),
     "ofi:efa": ("efa",),
@@ -35,7 +36,9 @@ def default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[
     transport, rails: the engine's options. What is wrong with them is left to the engine, which says it better. A
     machine without RDMA devices is not even looked at.
     """
-    needs = _NEEDS.get(transport, ())
+    # Beside a transport that knows other names the names of ports would be errors.
+    words = transport.split("+")
+    needs = [need for word in words for need in _NEEDS[word]] if all(word in _NEEDS for word in words) else []
     if not isinstance(rails, int) or rails < 1 or not needs or not _has_rdma():
         return rails
     topology = read_topology()

@@ -32,6 +32,15 @@ class Setup:
     memory_there: str
     private_path: str
 
+    @property
+    def kind(self) -> str:
+        """As explain has it: "ofi" for "ofi:tcp"."""
+        return self.transport.partition(":")[0]
+
+    @property
+    def is_network(self) -> bool:
+        return self.kind != "shm"
+
     def __str__(self) -> str:
         return (
             f"{self.transport}-{self.processes}proc-rails{self.rails_here}to{self.rails_there}"

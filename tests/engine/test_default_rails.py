@@ -41,6 +41,8 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("ofi:tcp", 1, 1),
         ("tcp", 2, 2),
         ("shm", 2, 2),
+        ("shm+verbs", 1, ["mlx5_1:1"]),
+        ("tcp+verbs", 1, 1),
         ("verbs", ["mlx5_0"], ["mlx5_0"]),
         ("verbs", 0, 0),
         ("verbs", "mlx5_0", "mlx5_0"),
