@@ -140,7 +140,21 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
             for (const Endpoint& endpoint : self.value->endpoints) texts.append(crossrail::to_text(endpoint));
             return nb::tuple(texts);
           },
-          nb::sig("def endpoints(self) -> tuple[str, ...]"), "Where its tcp rails listen, as 'ip:port'.");
+          nb::sig("def endpoints(self) -> tuple[str, ...]"), "Where its tcp rails listen, as 'ip:port'.")
+      .def(
+          "rail_speeds",
+          [](const AddressHandle& self, const std::string& transport) {
+            nb::list speeds;
+            for (const TransportKind kind : kinds_of(*self.value)) {
+              if (transport != transport_name(kind)) continue;
+              for (uint32_t rail = 0; rail < self.value->rail_count_on(kind); ++rail)
+                speeds.append(self.value->speed_mbps_of(kind, rail) / 1e3);
+            }
+            return nb::tuple(speeds);
+          },
+          nb::arg("transport"), nb::sig("def rail_speeds(self, transport: str) -> tuple[float, ...]"),
+          "Of each of its rails on that transport, in Gb/s; 0 where that is not known. Empty: it has no such "
+          "transport.");
 }
 
 }  // namespace

@@ -257,6 +257,12 @@ uint32_t Address::rail_count_on(TransportKind kind) const {
   return 0;
 }
 
+uint32_t Address::speed_mbps_of(TransportKind kind, uint32_t rail) const {
+  if (rail >= rail_count_on(kind)) return 0;
+  if (kind == TransportKind::kTcp) return endpoints[rail].speed_mbps;
+  return is_rdma(kind) ? rdma_on(kind).endpoints[rail].speed_mbps : 0;
+}
+
 bool same_host(const Address& a, const Address& b) { return a.host == b.host && a.net == b.net; }
 
 Bytes Address::encode() const {

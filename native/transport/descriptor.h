@@ -83,6 +83,7 @@ struct Address {
 
   bool has(TransportKind kind) const { return (transports & transport_bit(kind)) != 0; }
   uint32_t rail_count_on(TransportKind kind) const;
+  uint32_t speed_mbps_of(TransportKind kind, uint32_t rail) const;           // 0 unknown, or no such rail
   RdmaRails& rdma_on(TransportKind kind) { return rdma[rdma_index(kind)]; }  // of verbs and ofi only
   const RdmaRails& rdma_on(TransportKind kind) const { return rdma[rdma_index(kind)]; }
 

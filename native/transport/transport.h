@@ -146,6 +146,8 @@ class Transport {
   virtual void disconnect(Link& link) = 0;
   virtual std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) = 0;
   virtual std::vector<PathReport> explain(Link& link) = 0;
+  // [any] Why none of that peer's rails is in reach of ours (other kinds of links); empty: some is, or nobody can tell.
+  virtual std::string why_out_of_reach(const Address&) const { return {}; }
   // Empty: paired as by peer_rail() of engine/sharding.h.
   virtual std::vector<RailReport> explain_rails(Link&) { return {}; }
 

@@ -22,6 +22,7 @@ from crossrail.errors import (
 )
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, PathExplanation
+from crossrail.rdma import RdmaOptions
 from crossrail.regions import Region
 from crossrail.watchers import Watcher
 
@@ -39,6 +40,7 @@ __all__ = [
     "PathExplanation",
     "PeerGroup",
     "PeerLost",
+    "RdmaOptions",
     "ReceivePool",
     "Region",
     "RegionDescriptor",
