@@ -397,8 +397,7 @@ int close_queue(struct fid* object) {
 }
 int no_control(struct fid*, int, void*) { return -FI_ENOSYS; }
 fi_ops g_queue_fid_ops = {.size = sizeof(fi_ops), .close = close_queue, .control = no_control};
-fi_ops_cq g_queue_ops = {
-    .size = sizeof(fi_ops_cq), .read = read_queue, .readerr = read_error, .strerror = queue_error};
+fi_ops_cq g_queue_ops = {.size = sizeof(fi_ops_cq), .read = read_queue, .readerr = read_error, .strerror = queue_error};
 
 int open_queue(fid_domain* domain, fi_cq_attr* attributes, fid_cq** out, void*) {
   if (attributes->wait_obj != FI_WAIT_NONE) return -FI_ENOSYS;  // efa has nothing to wait on
@@ -469,7 +468,8 @@ ssize_t post(Operation operation, fi_addr_t to) {
   operation.to = names.at(to);
   operation.wait = static_cast<uint32_t>(g_world->random() % std::max(g_world->settings.delay_max, 1u));
   for (size_t i = 0; i < sizeof(fi_context2) / sizeof kContextMark; ++i)
-    std::memcpy(static_cast<std::byte*>(operation.context) + i * sizeof kContextMark, &kContextMark, sizeof kContextMark);
+    std::memcpy(static_cast<std::byte*>(operation.context) + i * sizeof kContextMark, &kContextMark,
+                sizeof kContextMark);
   ++endpoint.outstanding;
   g_world->pending.push_back(std::move(operation));
   return 0;

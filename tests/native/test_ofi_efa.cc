@@ -132,7 +132,8 @@ TEST_CASE("ofi efa: every work is done once and every immediate comes once, in a
       settings.refuse_percent = 10;
       settings.transmit_size = 16;
       EfaPair it(settings, seed, fabric);
-      for (size_t i = 0; i < it.pair->a.memory.size(); ++i) it.pair->a.memory[i] = static_cast<std::byte>(i * 31 + seed);
+      for (size_t i = 0; i < it.pair->a.memory.size(); ++i)
+        it.pair->a.memory[i] = static_cast<std::byte>(i * 31 + seed);
       const auto works = pages(it, 1000);
       REQUIRE(it.pair->post(it.pair->a, *it.pair->at_a, works));
       REQUIRE(it.pair->until([&] { return it.done().size() == 1000 && it.pair->b.events.imms.size() == 1000; }));

@@ -88,8 +88,8 @@ HostAddress parse_address(const std::string& text, const std::vector<HostAddress
   char normal[INET6_ADDRSTRLEN] = "";
   inet_ntop(address.is_v6 ? AF_INET6 : AF_INET, bytes, normal, sizeof normal);
   address.text = normal;
-  const auto known =
-      std::find_if(present.begin(), present.end(), [&](const HostAddress& other) { return other.text == address.text; });
+  const auto known = std::find_if(present.begin(), present.end(),
+                                  [&](const HostAddress& other) { return other.text == address.text; });
   return known != present.end() ? *known : address;
 }
 

@@ -73,7 +73,8 @@ void Domain::open_queue() {
   fid_cq* queue = nullptr;
   for (const fi_wait_obj wait : {FI_WAIT_FD, FI_WAIT_NONE}) {
     attributes.wait_obj = wait;
-    for (attributes.size = rules_.is_efa ? kQueueEntriesMax : kQueueEntries; attributes.size >= kQueueEntriesMin; attributes.size /= 2) {
+    for (attributes.size = rules_.is_efa ? kQueueEntriesMax : kQueueEntries; attributes.size >= kQueueEntriesMin;
+         attributes.size /= 2) {
       code = fi_cq_open(domain_.get(), &attributes, &queue, nullptr);
       if (code == 0) break;
     }

@@ -38,7 +38,8 @@ Slots::Slots(const Domain& domain, uint32_t count, Op::Kind kind) : ops_(count) 
 Endpoint::Endpoint(Domain& domain, uint32_t receives) : domain_(domain) {
   if (receives != 0) receives_ = std::make_unique<Slots>(domain, receives, Op::Kind::kReceive);
   if (const int code = fi_endpoint(domain.fid(), &domain.info(), &fid_, nullptr); code != 0) {
-    domain.fail("fi_endpoint", code, "every path of this provider takes one: raise the limit on open files (ulimit -n)");
+    domain.fail("fi_endpoint", code,
+                "every path of this provider takes one: raise the limit on open files (ulimit -n)");
   }
   try {
     if (domain.rules().is_efa) set_efa_options();

@@ -20,8 +20,8 @@ struct Op {
   enum class Kind : uint8_t { kWork, kSend, kReceive };
   fi_context2 provider{};  // first: libfabric gets its address, and efa-direct writes here until the completion
   Kind kind = Kind::kWork;
-  bool is_listed = false;       // with the provider
-  OfiPath* path = nullptr;      // null: of no path (datagrams), or of one that was flushed
+  bool is_listed = false;   // with the provider
+  OfiPath* path = nullptr;  // null: of no path (datagrams), or of one that was flushed
   Endpoint* endpoint = nullptr;
   uint64_t cookie = 0;          // of works
   std::byte* buffer = nullptr;  // of sends and receives

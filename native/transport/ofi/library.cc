@@ -14,7 +14,8 @@ namespace {
 
 constexpr const char* kSoname = "libfabric.so.1";
 constexpr const char* kRemedy =
-    "install libfabric 2.1 or newer (on AWS: the EFA installer; without root: pip install crossrail[libfabric]), or set "
+    "install libfabric 2.1 or newer (on AWS: the EFA installer; without root: pip install crossrail[libfabric]), or "
+    "set "
     "CROSSRAIL_LIBFABRIC to the path of a libfabric.so.1";
 
 std::mutex g_mutex;
@@ -114,8 +115,8 @@ std::shared_ptr<const Library> make_library(const Calls& calls, const std::strin
   // after a peer's refusal. Nothing older was looked at.
   if (library->version < kVersionMin) {
     throw TransportError("fi_version", 0,
-                         path + " is libfabric " + library->version_text() + ", older than " +
-                             version_of(kVersionMin) + ", whose tcp provider is not safe to use",
+                         path + " is libfabric " + library->version_text() + ", older than " + version_of(kVersionMin) +
+                             ", whose tcp provider is not safe to use",
                          kRemedy);
   }
   return library;

@@ -54,13 +54,13 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
   if (shares_endpoints()) transmit_ = std::make_unique<Endpoint>(*domain_, 0);
   endpoint_ = EndpointWords{domain_->info().addr_format, domain_->device().prefix_bits, control_->name()}.encode();
   landing_memory_ = std::make_unique<std::byte[]>(kLandingBytes);
-  landing_ = std::make_unique<OfiRegistration>(domain_, fences_, landing_memory_.get(), kLandingBytes,
-                                               Access::kRemoteWrite);
+  landing_ =
+      std::make_unique<OfiRegistration>(domain_, fences_, landing_memory_.get(), kLandingBytes, Access::kRemoteWrite);
   const fi_info& info = domain_->info();
   const uint64_t longest = control_->option_bytes(FI_OPT_MAX_RMA_SIZE, info.ep_attr->max_msg_size);
   limits_.work_bytes_max = std::min({longest, static_cast<uint64_t>(info.ep_attr->max_msg_size), kWorkBytesMax});
-  limits_.path_works_max = std::clamp<uint32_t>(static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, 1u << 20)),
-                                                1, kPathWorksMax);
+  limits_.path_works_max =
+      std::clamp<uint32_t>(static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, 1u << 20)), 1, kPathWorksMax);
   limits_.names_imm_paths = rules.endpoint_per_path && info.domain_attr->cq_data_size >= 8;
   limits_.ordered_paths = rules.ordered && limits_.names_imm_paths;
   doorbell_room_ = rules.keeps_doorbell ? static_cast<uint32_t>(info.tx_attr->size / 2) : 0;
@@ -212,9 +212,8 @@ uint32_t OfiNic::tend_datagrams() {
     moved += code == 0 ? 1 : 0;
   }
   if (known_.size() > kKnownMax) {
-    const auto oldest = std::min_element(known_.begin(), known_.end(), [](const auto& a, const auto& b) {
-      return a.second.used_ns < b.second.used_ns;
-    });
+    const auto oldest = std::min_element(
+        known_.begin(), known_.end(), [](const auto& a, const auto& b) { return a.second.used_ns < b.second.used_ns; });
     domain_->peers().remove(oldest->first);
     known_.erase(oldest);
   }

@@ -77,8 +77,8 @@ class OfiNic final : public rdma::Nic {
   Op* take_send_op();  // null: as many are out as there may be
   void give_back(Op& op);
   // 0, or a negative code of libfabric's.
-  ssize_t send_from(Endpoint& from, fi_addr_t to, OfiPath* path, const PacketHead& head,
-                    std::span<const uint8_t> first, std::span<const uint8_t> second);
+  ssize_t send_from(Endpoint& from, fi_addr_t to, OfiPath* path, const PacketHead& head, std::span<const uint8_t> first,
+                    std::span<const uint8_t> second);
 
   // polling.cc
   uint32_t read_queue(rdma::NicEvents& events);

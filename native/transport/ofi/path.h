@@ -46,9 +46,9 @@ class OfiPath final : public rdma::NicPath {
   uint32_t works_out_ = 0;
   uint32_t sends_out_ = 0;
   bool is_connected_ = false;
-  bool is_ready_ = false;    // the provider has a connection, or needs none
+  bool is_ready_ = false;  // the provider has a connection, or needs none
   bool is_broken_ = false;
-  bool is_ending_ = false;   // break_off() was called
+  bool is_ending_ = false;  // break_off() was called
   bool is_flushed_ = false;
   bool fault_told_ = false;  // the first work that failed was told as such
   bool break_told_ = false;

@@ -156,7 +156,8 @@ void OfiNic::on_error_entry(rdma::NicEvents& events) {
       op->endpoint->post_receive(*op);
       break;
     case Op::Kind::kSend:
-      if (op->path != nullptr) op->path->break_by_itself("a fragment was not delivered: " + domain_->error_text(error.err));
+      if (op->path != nullptr)
+        op->path->break_by_itself("a fragment was not delivered: " + domain_->error_text(error.err));
       on_send_end(*op);
       break;
     case Op::Kind::kWork:
@@ -214,8 +215,7 @@ void OfiNic::on_packet(Op& op, size_t length_bytes, rdma::NicEvents& events) {
   op.endpoint->post_receive(op);
 }
 
-void OfiNic::on_path_packet(Op& op, const PacketHead& head, std::span<const uint8_t> payload,
-                            rdma::NicEvents& events) {
+void OfiNic::on_path_packet(Op& op, const PacketHead& head, std::span<const uint8_t> payload, rdma::NicEvents& events) {
   OfiPath* const path = find_path(head.path_id);
   if (path == nullptr || (op.endpoint->owner != nullptr ? op.endpoint->owner != path : path->own_ != nullptr)) {
     ++dropped_;

@@ -15,8 +15,7 @@ namespace crossrail::ofi {
 
 namespace {
 
-constexpr uint64_t kCaps =
-    FI_MSG | FI_RMA | FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+constexpr uint64_t kCaps = FI_MSG | FI_RMA | FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
 constexpr size_t kImmBytes = 4;
 
 Rules efa_rules(const std::string& name) {
@@ -139,8 +138,7 @@ std::vector<HostAddress> default_addresses(std::vector<HostAddress> present) {
 
 std::string list_text(const std::vector<HostAddress>& addresses) {
   std::string text;
-  for (const HostAddress& address : addresses)
-    text += (text.empty() ? "" : ", ") + address.netdev + " " + address.text;
+  for (const HostAddress& address : addresses) text += (text.empty() ? "" : ", ") + address.netdev + " " + address.text;
   return text.empty() ? "none" : text;
 }
 
@@ -207,12 +205,12 @@ std::vector<Device> choose_hardware(const Library& library, const Rules& rules, 
                                     uint32_t count) {
   std::vector<Device> present = devices(library, rules);
   if (present.empty()) {
-    throw TransportError("fi_getinfo", FI_ENODATA,
-                         "libfabric " + library.version_text() + " (" + library.path + ") finds no device for " +
-                             rules.name,
-                         rules.is_efa ? "check that the instance has EFA interfaces (ls /sys/class/infiniband), that "
-                                        "the efa kernel module is loaded, and that this libfabric was built with efa"
-                                      : "see which providers there are: fi_info -l");
+    throw TransportError(
+        "fi_getinfo", FI_ENODATA,
+        "libfabric " + library.version_text() + " (" + library.path + ") finds no device for " + rules.name,
+        rules.is_efa ? "check that the instance has EFA interfaces (ls /sys/class/infiniband), that "
+                       "the efa kernel module is loaded, and that this libfabric was built with efa"
+                     : "see which providers there are: fi_info -l");
   }
   std::vector<Device> chosen;
   if (names.empty()) {

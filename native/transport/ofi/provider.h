@@ -13,11 +13,11 @@ namespace crossrail::ofi {
 
 // How a provider has to be used. What is not known of one is set to the careful side.
 struct Rules {
-  std::string name;           // what users call it; RdmaRails::fabric
-  std::string provider;       // fabric_attr->prov_name, exactly: a hint of "tcp" also finds "tcp;ofi_rxm"
-  std::string fabric;         // fabric_attr->name where the provider has several kinds, else empty
-  bool is_efa = false;        // options and error codes of that provider
-  bool uses_ip = false;       // its devices are IP addresses
+  std::string name;      // what users call it; RdmaRails::fabric
+  std::string provider;  // fabric_attr->prov_name, exactly: a hint of "tcp" also finds "tcp;ofi_rxm"
+  std::string fabric;    // fabric_attr->name where the provider has several kinds, else empty
+  bool is_efa = false;   // options and error codes of that provider
+  bool uses_ip = false;  // its devices are IP addresses
   // Works to one peer cannot be cancelled. So either each path has an endpoint of its own, which is closed (exact, but
   // costs a queue pair or a socket per peer), or all share one that is replaced when a path with unfinished works ends.
   bool endpoint_per_path = true;
@@ -46,9 +46,9 @@ struct Device {
   std::string name;    // what rails= calls it: an IP address, "rdmap0s6-rdm"
   std::string device;  // "rdmap0s6", empty unknown
   std::string netdev;
-  std::string pci;           // "0000:00:06.0", empty unknown
-  uint32_t speed_mbps = 0;   // 0 unknown
-  uint8_t prefix_bits = 0;   // of the IP network it is in
+  std::string pci;          // "0000:00:06.0", empty unknown
+  uint32_t speed_mbps = 0;  // 0 unknown
+  uint8_t prefix_bits = 0;  // of the IP network it is in
   bool is_loopback = false;
 };
 

@@ -80,7 +80,8 @@ int nearness_of(const EndpointWords& a, const EndpointWords& b) {
   if (a.format != b.format || a.name.size() != b.name.size()) return 0;
   const std::span<const uint8_t> left = ip_of(a);
   const std::span<const uint8_t> right = ip_of(b);
-  const size_t bits = std::min({static_cast<size_t>(a.prefix_bits), static_cast<size_t>(b.prefix_bits), left.size() * 8});
+  const size_t bits =
+      std::min({static_cast<size_t>(a.prefix_bits), static_cast<size_t>(b.prefix_bits), left.size() * 8});
   if (bits == 0) return 1;
   for (size_t bit = 0; bit < bits; bit += 8) {
     const auto mask = static_cast<uint8_t>(0xff00u >> std::min<size_t>(8, bits - bit));

@@ -19,8 +19,8 @@ struct EndpointWords {
 };
 
 struct OfferWords {
-  uint32_t path_id = 0;      // what its packets and immediates have to name
-  uint64_t landing = 0;      // address and key of memory that nobody looks at, for immediates of no region
+  uint32_t path_id = 0;  // what its packets and immediates have to name
+  uint64_t landing = 0;  // address and key of memory that nobody looks at, for immediates of no region
   uint64_t landing_key = 0;
   Name name;  // of the endpoint that takes this path's works
 

@@ -1,4 +1,4 @@
-"""`crossrail push FILE NAME:DST`: writes a file into the memory of a `crossrail serve`, which stores it."""
+"""`crossrail push FILE TARGET`: writes a file into the memory of a `crossrail serve`, which stores it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 import crossrail as xr
 from crossrail.cli import wire
+from crossrail.cli.meeting import shared_secret
 from crossrail.cli.rendezvous import resolve
 from crossrail.cli.source import SourceFile
 from crossrail.cli.text import format_bytes, gb_per_s
+from crossrail.cli.text import rails as rails_type
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
 _LOOK_PERIOD_S = 0.25
@@ -196,7 +198,9 @@ def destination(dst: str, source: Path) -> str:
     return dst + source.name if dst == "" or dst.endswith("/") else dst
 
 
-def _push(source: SourceFile, server: xr.Address, dst: str, rails: int, *, force: bool, quiet: bool) -> None:
+def _push(
+    source: SourceFile, server: xr.Address, dst: str, rails: int | list[str], *, force: bool, quiet: bool
+) -> None:
     console = Console(quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with (
@@ -222,16 +226,17 @@ def _push(source: SourceFile, server: xr.Address, dst: str, rails: int, *, force
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("target")
 @click.option("--force", is_flag=True, help="Replace the file if it is there already.")
-@click.option("--rails", type=click.IntRange(1, 16), default=1, show_default=True, help="Rails to open.")
+@click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
 @click.option("--quiet", "-q", is_flag=True, help="Say nothing unless it fails.")
-def command(file: Path, target: str, force: bool, rails: int, quiet: bool) -> None:
-    """Push FILE to a `crossrail serve` of yours on this host.
+def command(file: Path, target: str, force: bool, rails: int | list[str], quiet: bool) -> None:
+    """Push FILE to a `crossrail serve` of yours.
 
-    TARGET is NAME:DST. `crossrail serve` prints its NAME when it starts. DST is a path in the served directory; without
-    one, or with a directory and its slash, the file keeps its name.
+    TARGET is NAME:DST on this host, tcp://HOST:PORT/DST on another. `crossrail serve` prints it when it starts, with
+    --listen also the CROSSRAIL_SECRET that it wants. DST is a path in the served directory; without one, or with a
+    directory and its slash, the file keeps its name.
     """
     with SourceFile(file) as source:
-        server, dst = resolve(target)
+        server, dst = resolve(target, shared_secret())
         dst = destination(dst, file)
         if len(dst.encode(errors="surrogateescape")) > wire.PATH_BYTES_MAX:
             raise UsageError(f"DST is longer than {wire.PATH_BYTES_MAX} bytes")

@@ -1,4 +1,4 @@
-"""How two shells find each other: a name stands for an address file in a directory that only this user can enter.
+"""How two shells of a host find each other: a name is an address file in a directory that only this user can enter.
 
 A `crossrail serve` holds a lock on its file for as long as it runs; the kernel drops the lock when it dies, however it
 dies. So a file whose lock can be had is a leftover, and whoever meets it removes it.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import crossrail as xr
+from crossrail.cli import meeting
 from crossrail.errors import CrossrailError, UsageError
 
 _FORMAT = 1
@@ -143,11 +144,15 @@ def living_names() -> list[str]:
     return [path.name.removesuffix(_SUFFIX) for path in paths if _is_alive(path, remove=True)]
 
 
-def resolve(target: str) -> tuple[xr.Address, str]:
-    """`NAME:DST` -> (address of that serve, DST). DST may be empty; without a colon it is.
+def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
+    """`NAME:DST` or `tcp://HOST[:PORT]/DST` -> (address of that serve, DST). DST may be empty.
 
     NAME is a serve's name, or the path of an address file (it has a slash in it). UsageError when no such serve runs.
+    secret: shared with serves on other hosts.
     """
+    if target.startswith(meeting.SCHEME):
+        host, port, dst = meeting.split_url(target)
+        return meeting.ask(host, port, secret), dst
     name, _, dst = target.partition(":")
     by_path = "/" in name
     path = Path(name) if by_path else runtime_dir() / (check_name(name) + _SUFFIX)
@@ -159,7 +164,7 @@ def resolve(target: str) -> tuple[xr.Address, str]:
 def _no_such_serve(name: str) -> str:
     names = living_names()
     running = f"running: {', '.join(names)}" if names else "none is running; start one with: crossrail serve"
-    return f"no crossrail serve of the name {name} runs on this host ({running}). Other hosts are not reachable yet"
+    return f"no crossrail serve of the name {name} runs on this host ({running}). On other hosts: tcp://HOST:PORT/"
 
 
 def _read_address(path: Path) -> xr.Address:
@@ -172,5 +177,5 @@ def _read_address(path: Path) -> xr.Address:
     if not same_format:
         raise UsageError(f"{path} was written by another version of crossrail; use the same one in both shells")
     if host != _host_identity():
-        raise UsageError(f"{path} is of another host; crossrail push reaches only serves on this host so far")
+        raise UsageError(f"{path} is of another host; a serve there is reached by tcp://HOST:PORT/ (serve --listen)")
     return address

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import secrets
 import signal
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +20,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 import crossrail as xr
 from crossrail.cli import wire
 from crossrail.cli.inbox import Inbox, PartFile, Refused
+from crossrail.cli.meeting import DEFAULT_PORT, SCHEME, Meeting, shared_secret
 from crossrail.cli.rendezvous import Published, publish
 from crossrail.cli.text import format_bytes, gb_per_s
+from crossrail.cli.text import rails as rails_type
+from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, PeerLost, TransferError, UsageError, WaitTimeout
 
 _PAGE_BYTES = 64 << 10
@@ -304,27 +309,63 @@ class Server:
             await session.send(wire.Refuse(offer.push, reason))
 
 
-def _announce(published: Published, directory: Path, rails: int) -> None:
-    plural = "rail" if rails == 1 else "rails"
-    click.echo(f"serving {directory} as {published.name} over {rails} {plural}. Push from another shell:")
+@dataclass(frozen=True)
+class Options:
+    """Of one `crossrail serve`. listen: the port for pushers of other hosts; None: there are none."""
+
+    directory: Path
+    name: str | None
+    listen: int | None
+    rails: int | list[str]
+    once: bool
+
+
+def _announce(published: Published, directory: Path, engine: xr.Engine, remote: str) -> None:
+    plural = "rail" if engine.rails == 1 else "rails"
+    click.echo(f"serving {directory} as {published.name} over {engine.rails} {plural}. Push from another shell:")
     click.echo(f"    crossrail push FILE {published.name}:")
+    if remote:
+        click.echo("or from another host:")
+        click.echo(f"    {remote}")
     click.echo("Ctrl-C ends it.", err=True)
 
 
-async def _serve(directory: Path, name: str | None, rails: int, limits: Limits, *, once: bool) -> bool:
+@contextlib.asynccontextmanager
+async def _reachable(engine: xr.Engine, options: Options, secret: bytes) -> AsyncIterator[str]:
+    """Answers pushers of other hosts, if that is wanted; yields what to type there."""
+    if options.listen is None:
+        yield ""
+        return
+    async with Meeting(options.listen, secret, engine.address) as meeting:
+        host = engine.address.endpoints[0].rpartition(":")[0]
+        # A secret that was drawn here is nowhere else; one of the user's is not for the screen.
+        setting = "" if shared_secret() else f"{SECRET_VARIABLE}={secret.decode()} "
+        yield f"{setting}crossrail push FILE {SCHEME}{host}:{meeting.port}/"
+
+
+def _engine_port(listen: int | None) -> int:
+    """Firewalls want to know: the rails listen right behind the port for questions."""
+    return listen + 1 if listen else 0
+
+
+async def _serve(options: Options, limits: Limits) -> bool:
     main_task = asyncio.current_task()
     assert main_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
+    secret = shared_secret()
+    if options.listen is not None and not secret:
+        secret = secrets.token_hex(16).encode()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with (
-        Inbox(directory) as inbox,
-        xr.Engine("crossrail-serve", rails=rails) as engine,
-        publish(name, engine.address) as published,
+        Inbox(options.directory) as inbox,
+        xr.Engine("crossrail-serve", rails=options.rails, port=_engine_port(options.listen), secret=secret) as engine,
+        publish(options.name, engine.address) as published,
         Progress(*columns, console=Console()) as progress,
     ):
-        server = Server(engine, inbox, progress, limits)
-        _announce(published, directory, rails)
-        return await server.run(once=once)
+        async with _reachable(engine, options, secret) as remote:
+            server = Server(engine, inbox, progress, limits)
+            _announce(published, options.directory, engine, remote)
+            return await server.run(once=options.once)
 
 
 @click.command("serve")
@@ -338,7 +379,16 @@ async def _serve(directory: Path, name: str | None, rails: int, limits: Limits, 
 )
 @click.option("--name", help='Name to be found under [default: "inbox"].')
 @click.option("--once", is_flag=True, help="End after the first push; exit code 1 if it was not stored.")
-@click.option("--rails", type=click.IntRange(1, 16), default=1, show_default=True, help="Rails to open.")
+@click.option(
+    "--listen",
+    type=click.IntRange(0, 65534),
+    is_flag=False,
+    flag_value=DEFAULT_PORT,
+    metavar="[PORT]",
+    help="Be there for other hosts too: answer who has the secret at this port, rails listen at the next ones "
+    f"[without PORT: {DEFAULT_PORT}; 0: any].",
+)
+@click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
 @click.option("--pushes", type=click.IntRange(1, 1024), default=16, show_default=True, help="Most pushes at a time.")
 @click.option(
     "--idle-timeout",
@@ -347,16 +397,26 @@ async def _serve(directory: Path, name: str | None, rails: int, limits: Limits, 
     show_default=True,
     help="Seconds without data after which a push is given up.",
 )
-def command(directory: Path, name: str | None, once: bool, rails: int, pushes: int, idle_timeout: float) -> None:
-    """Receive files that other shells of yours push with `crossrail push`, on the same host.
+def command(
+    directory: Path,
+    name: str | None,
+    once: bool,
+    listen: int | None,
+    rails: int | list[str],
+    pushes: int,
+    idle_timeout: float,
+) -> None:
+    """Receive files that other shells of yours push with `crossrail push`, on this host or, with --listen, on others.
 
     A file appears under its name only when it is whole and its SHA-256 sum is right. Existing files are kept unless the
-    pusher says --force. Nothing is ever stored outside the directory.
+    pusher says --force. Nothing is ever stored outside the directory. Other hosts need the secret: CROSSRAIL_SECRET, or
+    one that is drawn and printed.
     """
     if not directory.is_dir():
         raise UsageError(f"--dir {directory} is not a directory")
+    options = Options(directory.resolve(), name, listen, rails, once)
     try:
-        stored = asyncio.run(_serve(directory.resolve(), name, rails, Limits(pushes, idle_timeout), once=once))
+        stored = asyncio.run(_serve(options, Limits(pushes, idle_timeout)))
     except asyncio.CancelledError:
         return  # SIGTERM: an orderly end
     if not stored:

@@ -9,6 +9,7 @@ import click
 
 _STEPS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgtp]?)(i?b)?", re.IGNORECASE)
+RAILS_MAX = 16
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
@@ -54,3 +55,13 @@ def cpu_pair(text: str) -> tuple[int, int]:
     if len(words) != 2 or not all(word.strip().isdecimal() for word in words):
         raise click.BadParameter(f"{text!r} is not a pair of cores; write for example 0,1")
     return int(words[0]), int(words[1])
+
+
+def rails(text: str) -> int | list[str]:
+    """The type of --rails: a number in 1..16, or as many names and addresses, as in `eth0,10.0.1.5`."""
+    words = [word.strip() for word in text.split(",")]
+    is_number = len(words) == 1 and words[0].isdecimal()
+    count = int(words[0]) if is_number else len(words)
+    if not 1 <= count <= RAILS_MAX or "" in words:
+        raise click.BadParameter(f"{text!r} is neither 1 to {RAILS_MAX} nor a list of interfaces or addresses")
+    return count if is_number else words

@@ -1,0 +1,206 @@
+"""How shells on two hosts find each other: a serve tells its engine's address to who knows the secret.
+
+One question per connection. 1. serve: a nonce. 2. asker: a nonce of its own, and a proof over both that it knows the
+secret. 3. serve: its address, with a proof over both nonces and the address - or a refusal in words. So a stranger
+learns nothing but that a serve is there, and nobody else's address is taken for the serve's.
+What is pushed then travels between engines, which have a handshake of their own under the same secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import crossrail as xr
+from crossrail.engine import SECRET_VARIABLE
+from crossrail.errors import CrossrailError, UsageError
+
+DEFAULT_PORT = 7312
+SCHEME = "tcp://"
+_MAGIC = b"XRMT"
+_VERSION = 1
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_ADDRESS_BYTES_MAX = 4096
+_TEXT_BYTES_MAX = 256
+_OPENING = struct.Struct(f"<4sH{_NONCE_BYTES}s")
+_QUESTION = struct.Struct(f"<4sH{_NONCE_BYTES}s{_PROOF_BYTES}s")
+_ANSWER = struct.Struct(f"<BH{_PROOF_BYTES}s")  # granted, bytes that follow, proof
+_DEADLINE_S = 5.0  # of one question, from the first byte to the last
+_ASKERS_MAX = 64
+_BACKLOG = 32
+
+
+def shared_secret() -> bytes:
+    """What the environment says; empty: nothing. Secrets are no arguments of commands: others can read those."""
+    return os.environb.get(SECRET_VARIABLE.encode(), b"")
+
+
+def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(secret, b"crossrail meeting " + role + b"\0" + b"".join(parts), "sha256")
+
+
+class Meeting:
+    """A port at which a serve answers askers. An asynchronous context manager; everything runs on its loop."""
+
+    def __init__(self, port: int, secret: bytes, address: xr.Address) -> None:
+        """secret: not empty."""
+        assert secret
+        self._port = port
+        self._secret = secret
+        self._address = address.to_bytes()
+        self._askers: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        """Where it listens: what was asked for, or what the kernel chose for 0."""
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def __aenter__(self) -> Meeting:
+        try:
+            self._server = await asyncio.start_server(self._admit, sock=_listening_socket(self._port))
+        except OSError as error:
+            raise CrossrailError(f"cannot listen on port {self._port}: {error.strerror}; choose another") from None
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for task in self._askers:
+            task.cancel()
+        await asyncio.gather(*self._askers, return_exceptions=True)
+        await self._server.wait_closed()
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._askers) >= _ASKERS_MAX:
+            writer.transport.abort()
+            return
+        self._askers.add(task)
+        try:
+            # A stranger's nonsense, silence or reset is no event: the connection ends.
+            with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+                await asyncio.wait_for(self._answer(reader, writer), _DEADLINE_S)
+        finally:
+            self._askers.discard(task)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        writer.write(_OPENING.pack(_MAGIC, _VERSION, ours))
+        magic, version, theirs, proof = _QUESTION.unpack(await reader.readexactly(_QUESTION.size))
+        if magic != _MAGIC:
+            return
+        if version != _VERSION:
+            _refuse(writer, f"it speaks version {_VERSION} of this question, you {version}")
+        elif not hmac.compare_digest(proof, _proof(self._secret, b"asks", ours, theirs)):
+            _refuse(writer, "you do not have its secret")
+        else:
+            signed = _proof(self._secret, b"answers", ours, theirs, self._address)
+            writer.write(_ANSWER.pack(1, len(self._address), signed) + self._address)
+        await writer.drain()
+
+
+def _listening_socket(port: int) -> socket.socket:
+    """On all addresses of this host, of both families where there are two."""
+    both = socket.has_dualstack_ipv6()
+    family, host = (socket.AF_INET6, "::") if both else (socket.AF_INET, "0.0.0.0")
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+
+
+def _refuse(writer: asyncio.StreamWriter, text: str) -> None:
+    data = text.encode()
+    writer.write(_ANSWER.pack(0, len(data), bytes(_PROOF_BYTES)) + data)
+
+
+def split_url(url: str) -> tuple[str, int, str]:
+    """`tcp://HOST[:PORT]/DST` -> (host, port, dst). UsageError when it is none."""
+    try:
+        parts = urlsplit(url)
+        port = DEFAULT_PORT if parts.port is None else parts.port
+    except ValueError as error:
+        raise UsageError(f"{url} is no tcp://HOST:PORT/DST: {error}") from None
+    if not parts.hostname or parts.username is not None or parts.query or parts.fragment or not 1 <= port <= 65535:
+        raise UsageError(f"{url} is no tcp://HOST:PORT/DST")
+    return parts.hostname, port, parts.path.removeprefix("/")
+
+
+def ask(host: str, port: int, secret: bytes) -> xr.Address:
+    """The address of the engine of the serve there. Blocks for at most some seconds.
+
+    UsageError when there is none, or it does not know the secret; CrossrailError when something else answers.
+    """
+    if not secret:
+        raise UsageError(f"the serve at {host} wants the secret that it printed: set {SECRET_VARIABLE} to it")
+    where = f"{host} port {port}"
+    try:
+        with socket.create_connection((host, port), _DEADLINE_S) as connection:
+            return _ask(_Bounded(connection), where, secret)
+    except TimeoutError:
+        raise UsageError(f"no answer from {where}: the host is down, or a firewall drops the packets") from None
+    except ConnectionRefusedError:
+        raise UsageError(
+            f"no crossrail serve listens at {where}; start one there with: crossrail serve --listen {port}"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{where} cannot be reached: {error.strerror or error}") from None
+
+
+class _Bounded:
+    """A connection whose whole life has one deadline, however slowly the other side drips."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._deadline = time.monotonic() + _DEADLINE_S
+
+    def _until_deadline(self) -> socket.socket:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection
+
+    def read(self, count: int) -> bytes:
+        """Exactly so many bytes; EOFError when there are fewer."""
+        data = b""
+        while len(data) < count:
+            more = self._until_deadline().recv(count - len(data))
+            if not more:
+                raise EOFError
+            data += more
+        return data
+
+    def write(self, data: bytes) -> None:
+        """All of it."""
+        self._until_deadline().sendall(data)
+
+
+def _ask(connection: _Bounded, where: str, secret: bytes) -> xr.Address:
+    try:
+        magic, version, theirs = _OPENING.unpack(connection.read(_OPENING.size))
+        if magic != _MAGIC:
+            raise CrossrailError(f"{where} is not a crossrail serve: wrong port?")
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        connection.write(_QUESTION.pack(_MAGIC, _VERSION, ours, _proof(secret, b"asks", theirs, ours)))
+        granted, length, signed = _ANSWER.unpack(connection.read(_ANSWER.size))
+        if length > (_ADDRESS_BYTES_MAX if granted else _TEXT_BYTES_MAX):
+            raise CrossrailError(f"{where} answers with {length} bytes: not a crossrail serve of this version")
+        data = connection.read(length)
+    except EOFError:
+        raise CrossrailError(f"{where} hung up: not a crossrail serve, or it has too many askers") from None
+    if not granted:
+        text = "".join(c for c in data.decode(errors="replace") if c.isprintable())
+        raise UsageError(f"the serve at {where} refuses: {text}")
+    if version != _VERSION or not hmac.compare_digest(signed, _proof(secret, b"answers", theirs, ours, data)):
+        raise UsageError(f"the serve at {where} does not have our secret")
+    return xr.Address.from_bytes(data)

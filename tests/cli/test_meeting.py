@@ -1,0 +1,179 @@
+"""The port at which a serve answers pushers of other hosts: who knows the secret is told, nobody else is."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import crossrail as xr
+from crossrail.cli import meeting
+from crossrail.cli.meeting import Meeting, ask, split_url
+from crossrail.errors import UsageError
+from tests.support.limits import WAIT_S
+
+SECRET = b"0123456789abcdef"
+
+
+@contextlib.contextmanager
+def held(address: xr.Address, secret: bytes = SECRET) -> Iterator[int]:
+    """A meeting on a loop of its own; yields its port."""
+    loop = asyncio.new_event_loop()
+    ports: list[int] = []
+    ready, over = threading.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        async with Meeting(0, secret, address) as open_meeting:
+            ports.append(open_meeting.port)
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(hold()))
+    thread.start()
+    try:
+        assert ready.wait(WAIT_S)
+        yield ports[0]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(WAIT_S)
+        loop.close()
+
+
+@contextlib.contextmanager
+def answering(answer: Callable[[socket.socket], object]) -> Iterator[int]:
+    """Something at a port that is no serve."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                with connection:
+                    answer(connection)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+    thread.join(WAIT_S)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_who_knows_the_secret_is_told_the_address(engine: xr.Engine, host: str) -> None:
+    with held(engine.address) as port:
+        assert ask(host, port, SECRET) == engine.address
+        assert ask(host, port, SECRET) == engine.address
+
+
+def test_who_does_not_is_refused_in_words(engine: xr.Engine) -> None:
+    with held(engine.address) as port:
+        with pytest.raises(UsageError, match="secret"):
+            ask("127.0.0.1", port, b"another secret")
+        with pytest.raises(UsageError, match="CROSSRAIL_SECRET"):
+            ask("127.0.0.1", port, b"")
+
+
+def test_another_version_is_refused_in_words(engine: xr.Engine) -> None:
+    with held(engine.address) as port, socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
+        connection.recv(100)
+        connection.sendall(struct.pack("<4sH48s", b"XRMT", 9, b""))
+        assert b"you 9" in connection.makefile("rb").read()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.0\r\n\r\n", b"XRMT", bytes(54), b"x" * 100_000])
+def test_strangers_learn_nothing_and_do_no_harm(engine: xr.Engine, sent: bytes) -> None:
+    with held(engine.address) as port:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), WAIT_S) as connection:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            told = connection.makefile("rb").read()
+            assert len(told) < 100 and engine.address.to_bytes()[6:26] not in told
+        assert ask("127.0.0.1", port, SECRET) == engine.address
+
+
+def test_silent_strangers_are_few_and_not_for_long(engine: xr.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_DEADLINE_S", 0.5)
+    monkeypatch.setattr(meeting, "_ASKERS_MAX", 4)
+    with held(engine.address) as port, contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+        time.sleep(0.1)
+        with pytest.raises(xr.CrossrailError):
+            ask("127.0.0.1", port, SECRET)
+        time.sleep(0.7)
+        assert ask("127.0.0.1", port, SECRET) == engine.address
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda c: None, "hung up"),
+        (lambda c: c.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n"), "wrong port"),
+        (lambda c: (c.sendall(struct.pack("<4sH16s", b"XRMT", 1, b"")), c.recv(100), c.sendall(bytes(35))), "refuses"),
+        (
+            lambda c: (
+                c.sendall(struct.pack("<4sH16s", b"XRMT", 1, b"")),
+                c.recv(100),
+                c.sendall(struct.pack("<BH32s4s", 1, 4, b"forged", b"addr")),
+            ),
+            "does not have our secret",
+        ),
+        (
+            lambda c: (
+                c.sendall(struct.pack("<4sH16s", b"XRMT", 1, b"")),
+                c.recv(100),
+                c.sendall(struct.pack("<BH32s", 1, 65535, b"")),
+            ),
+            "65535",
+        ),
+    ],
+)
+def test_who_is_no_serve_is_named(answer: Callable[[socket.socket], object], words: str) -> None:
+    with answering(answer) as port, pytest.raises(xr.CrossrailError, match=words):
+        ask("127.0.0.1", port, SECRET)
+
+
+def test_nobody_there_is_said_with_the_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(UsageError, match=f"serve --listen {port}"):
+        ask("127.0.0.1", port, SECRET)
+
+
+def test_who_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_DEADLINE_S", 0.3)
+    over = threading.Event()
+    with answering(lambda c: over.wait(WAIT_S)) as port:
+        with pytest.raises(UsageError, match="no answer"):
+            ask("127.0.0.1", port, SECRET)
+        over.set()
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("tcp://10.0.0.1", ("10.0.0.1", 7312, "")),
+        ("tcp://10.0.0.1/", ("10.0.0.1", 7312, "")),
+        ("tcp://decoder-3.rack:80/a/b.bin", ("decoder-3.rack", 80, "a/b.bin")),
+        ("tcp://[fe80::1]:7000/dir/", ("fe80::1", 7000, "dir/")),
+    ],
+)
+def test_urls_are_taken_apart(url: str, parts: tuple[str, int, str]) -> None:
+    assert split_url(url) == parts
+
+
+@pytest.mark.parametrize("url", ["tcp://", "tcp://:7312/", "tcp://h:0/", "tcp://h:99999/", "tcp://h:x/", "tcp://[::1/"])
+def test_urls_that_are_none_are_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="tcp://"):
+        split_url(url)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_url_or_refused(text: str) -> None:
+    with contextlib.suppress(UsageError):
+        host, port, _ = split_url("tcp://" + text)
+        assert host and 1 <= port <= 65535

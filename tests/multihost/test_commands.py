@@ -1,0 +1,134 @@
+"""`crossrail serve`, `push` and `explain` as two hosts run them: shells in two namespaces."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import Host, Hosts, on_host, why_not
+from tests.support.limits import WAIT_S, eventually
+from tests.support.process import REPOSITORY
+from tests.support.seeds import Seed
+
+NO_SECRET = {key: value for key, value in os.environ.items() if key != "CROSSRAIL_SECRET"}
+PLAIN = NO_SECRET | {"COLUMNS": "1000", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@dataclass
+class Served:
+    """url: as it was printed. secret: the one that was drawn; empty when the user's own is used."""
+
+    server: "subprocess.Popen[str]"
+    inbox: Path
+    url: str
+    secret: str
+
+
+def start(host: Host, *arguments: object, secret: str = "") -> "subprocess.Popen[str]":
+    environment = PLAIN | ({"CROSSRAIL_SECRET": secret} if secret else {})
+    return subprocess.Popen(
+        [*on_host(host.namespace), sys.executable, "-m", "crossrail", *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+        text=True, cwd=REPOSITORY, env=environment,
+    )  # fmt: skip
+
+
+def run(host: Host, *arguments: object, secret: str = "", status: int = 0) -> str:
+    process = start(host, *arguments, secret=secret)
+    out, err = process.communicate(timeout=40)
+    assert process.returncode == status, f"{out}\n{err}"
+    assert "Traceback" not in err
+    return out + err
+
+
+@pytest.fixture
+def hosts(nothing_leaks: None) -> Iterator[Hosts]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with Hosts(2) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def serving(host: Host, inbox: Path, *arguments: object, secret: str = "") -> Iterator[Served]:
+    inbox.mkdir()
+    process = start(host, "serve", "--dir", inbox, *arguments, secret=secret)
+    try:
+        assert process.stdout is not None
+        printed = []
+        for line in process.stdout:
+            printed.append(line)
+            if found := re.search(r"(?:CROSSRAIL_SECRET=(\w+) )?crossrail push FILE (tcp://\S+)", line):
+                yield Served(process, inbox, found.group(2), found.group(1) or "")
+                return
+        raise AssertionError(f"{printed} {process.communicate(timeout=WAIT_S)}")
+    finally:
+        process.kill()
+        process.communicate(timeout=WAIT_S)
+
+
+@pytest.fixture
+def payload(tmp_path: Path, seed: Seed) -> Path:
+    file = tmp_path / "payload.bin"
+    file.write_bytes(seed.rng().bytes(20_000_017))
+    return file
+
+
+def test_file_goes_from_one_host_to_another(hosts: Hosts, tmp_path: Path, payload: Path) -> None:
+    with serving(hosts["b"], tmp_path / "inbox", "--listen", "--once") as served:
+        assert served.url == f"tcp://{hosts['b'].addresses[0]}:7312/" and len(served.secret) == 32
+        (served.inbox / "sub").mkdir()
+
+        text = run(hosts["a"], "push", payload, f"{served.url}sub/", secret=served.secret)
+
+        assert "SHA-256 ok" in text
+        assert served.server.wait(WAIT_S) == 0
+    assert (served.inbox / "sub" / payload.name).read_bytes() == payload.read_bytes()
+
+
+def test_rails_are_chosen_by_name_on_both_sides(hosts: Hosts, tmp_path: Path, payload: Path) -> None:
+    rails = ("--rails", "rail1,rail0")
+    for rail in (0, 1):
+        hosts["a"].limit(rail, 200)  # else one of them might carry it all
+    before = [hosts["a"].sent_bytes(rail) for rail in (0, 1)]
+    with serving(hosts["b"], tmp_path / "inbox", "--listen", 7400, *rails, secret="of-the-user-0123") as served:
+        assert served.url == f"tcp://{hosts['b'].addresses[1]}:7400/" and served.secret == ""
+
+        run(hosts["a"], "push", payload, served.url, *rails, secret="of-the-user-0123")
+
+    assert (served.inbox / payload.name).read_bytes() == payload.read_bytes()
+    assert all(hosts["a"].sent_bytes(rail) - before[rail] > 1_000_000 for rail in (0, 1))
+
+
+def test_explain_shows_the_way(hosts: Hosts, tmp_path: Path) -> None:
+    with serving(hosts["b"], tmp_path / "inbox", "--listen") as served:
+        text = run(hosts["a"], "explain", served.url, secret=served.secret)
+
+    assert "over tcp: connected" in text and hosts["b"].addresses[0] in text
+
+
+def test_push_without_the_secret_is_refused_on_both_ways_in(hosts: Hosts, tmp_path: Path, payload: Path) -> None:
+    with serving(hosts["b"], tmp_path / "inbox", "--listen") as served:
+        assert "CROSSRAIL_SECRET" in run(hosts["a"], "push", payload, served.url, status=2)
+        assert "secret" in run(hosts["a"], "push", payload, served.url, secret="wrong", status=2)
+
+        assert served.server.poll() is None
+    assert list(served.inbox.iterdir()) == []
+
+
+def test_serve_that_is_killed_is_noticed_and_leaves_nothing(hosts: Hosts, tmp_path: Path, payload: Path) -> None:
+    hosts["a"].limit(0, 40)  # four seconds for the file
+    with serving(hosts["b"], tmp_path / "inbox", "--listen") as served:
+        pusher = start(hosts["a"], "push", payload, served.url, secret=served.secret)
+        eventually(lambda: hosts["a"].sent_bytes(0) > 2_000_000, "the file on its way")
+        served.server.kill()
+        out, err = pusher.communicate(timeout=40)
+
+    assert pusher.returncode == 1 and "Traceback" not in err and "error:" in err, f"{out}\n{err}"
+    assert list(served.inbox.iterdir()) == []
