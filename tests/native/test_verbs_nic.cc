@@ -207,6 +207,17 @@ VM_TEST_CASE("verbs nic: a rail is named by device, port, interface or address")
   CHECK_THROWS_AS(Side("mlx5_0"), UsageError);
 }
 
+VM_TEST_CASE("verbs nic: more rails than ports take the ports in turns") {
+  TransportOptions options;
+  options.rail_count = static_cast<uint32_t>(verbs::ports().size()) + 1;
+  const auto nics = verbs::open_nics(options);
+  REQUIRE(nics.size() == options.rail_count);
+  CHECK(nics.front()->name() == nics.back()->name());
+  CHECK(nics[0]->name() != nics[1]->name());
+  options.rail_count = 0;
+  CHECK(verbs::open_nics(options).size() == verbs::ports().size());
+}
+
 VM_TEST_CASE("verbs nic: datagrams reach the endpoint they name, and nonsense goes nowhere") {
   Rig rig;
   const std::string hello(1024, 'h');

@@ -42,7 +42,11 @@ PROGRAMS = {
     "ibv_devices": "ibverbs-utils",
     "ib_write_bw": "perftest",
 }
-LIBRARIES = {"/usr/include/infiniband/verbs.h": "libibverbs-dev", "/etc/libibverbs.d/rxe.driver": "ibverbs-providers"}
+LIBRARIES = {
+    "/usr/include/infiniband/verbs.h": "libibverbs-dev",
+    "/etc/libibverbs.d/rxe.driver": "ibverbs-providers",
+    "/usr/lib/python3/dist-packages/pyverbs": "python3-pyverbs",
+}
 
 
 def missing_packages() -> list[str]:

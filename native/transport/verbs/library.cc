@@ -63,14 +63,20 @@ const Opened& opened() {
   return once;
 }
 
+const Library* g_replacement = nullptr;
+
 }  // namespace
 
+void replace_library(const Library* table) { g_replacement = table; }
+
 const Library* find_library(std::string* why) {
+  if (g_replacement != nullptr) return g_replacement;
   if (why != nullptr) *why = opened().why;
   return opened().is_usable ? &opened().table : nullptr;
 }
 
 const Library& library() {
+  if (g_replacement != nullptr) return *g_replacement;
   CROSSRAIL_ASSERT(opened().is_usable);
   return opened().table;
 }

@@ -49,6 +49,8 @@ struct Library {
 const Library* find_library(std::string* why = nullptr);
 // The same where it is known to be there.
 const Library& library();
+// Tests: this one instead, from now on; null: the real one again. While nothing of another is open.
+void replace_library(const Library* table);
 
 int query_port(ibv_context* context, uint8_t port, ibv_port_attr* attributes);
 

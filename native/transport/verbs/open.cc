@@ -73,8 +73,15 @@ std::vector<PortDetail> choose(const std::vector<Device>& devices, const Transpo
   if (chosen.empty())
     throw TransportError("open_nics", ENODEV,
                          "no RDMA port can be used; there are: " + present_text(devices, options.rdma), kRemedy);
-  const uint32_t wanted = std::min(options.rail_count == 0 ? kRailsMax : options.rail_count, kRailsMax);
+  const auto rank = [](const PortDetail& detail) {
+    return std::pair(!detail.port.is_hardware, ~detail.port.speed_mbps);
+  };
+  std::stable_sort(chosen.begin(), chosen.end(),
+                   [&](const PortDetail& a, const PortDetail& b) { return rank(a) < rank(b); });
+  const size_t present = chosen.size();
+  const size_t wanted = options.rail_count == 0 ? std::min<size_t>(present, kRailsMax) : options.rail_count;
   if (chosen.size() > wanted) chosen.resize(wanted);
+  while (chosen.size() < wanted) chosen.push_back(PortDetail(chosen[chosen.size() - present]));
   return chosen;
 }
 

@@ -25,6 +25,7 @@ struct Port {
   int gid_index = -1;       // the one that would be taken
   uint32_t speed_mbps = 0;  // 0 unknown
   int numa_node = -1;       // -1 unknown
+  bool is_hardware = true;  // false: Soft-RoCE and the like
   std::string trouble;      // why it cannot be used; empty: it can
 };
 
@@ -34,8 +35,9 @@ std::vector<Port> ports();
 // [any] Empty: the library is here and a port can be used. Else what is missing and what helps.
 std::string missing();
 
-// One Nic for each port that options.rails names, or, without names, for each usable one, up to options.rail_count if that is
-// not 0. Throws TransportError.
+// One Nic for each port that options.rails names. Without names: options.rail_count of them, 0 for one on each usable port;
+// hardware comes before software, fast before slow, and where there are fewer ports than rails they are taken in turns.
+// Throws TransportError; UsageError for a name that is nothing here.
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options);
 
 }  // namespace crossrail::verbs

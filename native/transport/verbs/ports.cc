@@ -3,6 +3,7 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -38,6 +39,11 @@ int numa_node(const std::string& device) {
   std::ifstream file("/sys/class/infiniband/" + device + "/device/numa_node");
   int node = -1;
   return file >> node ? node : -1;
+}
+
+// What is simulated has no device behind it.
+bool is_hardware(const std::string& device) {
+  return ::access(("/sys/class/infiniband/" + device + "/device").c_str(), F_OK) == 0;
 }
 
 Fabric fabric_of(uint32_t gid_type) {
@@ -134,6 +140,7 @@ PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& opti
   port.device = device.name;
   port.number = number;
   port.numa_node = numa_node(device.name);
+  port.is_hardware = is_hardware(device.name);
   port.speed_mbps = rate_mbps(device.name, number);
   ibv_port_attr attributes;
   if (const int error = query_port(device.context.get(), number, &attributes); error != 0) {
