@@ -20,5 +20,6 @@ void register_engine(nanobind::module_& module);
 void register_operations(nanobind::class_<EngineHandle>& engine);  // the submits of engine.h
 void register_bench(nanobind::module_& module);
 void register_bench_sockets(nanobind::module_& module);  // into the module of register_bench
+void register_bench_fabric(nanobind::module_& module);   // likewise
 
 }  // namespace crossrail::bindings

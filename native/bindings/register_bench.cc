@@ -340,6 +340,7 @@ void register_bench(nb::module_& module) {
   register_loops(bench);
   register_limits(bench);
   register_bench_sockets(bench);
+  register_bench_fabric(bench);
 }
 
 }  // namespace crossrail::bindings

@@ -1,6 +1,7 @@
 // What RDMA devices there are, before any is opened: for policy, topo and doctor.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
 
@@ -8,6 +9,7 @@
 #include "bindings/convert.h"
 #include "bindings/gil.h"
 #include "transport/descriptor.h"
+#include "transport/ofi/library.h"
 #include "transport/open.h"
 
 namespace crossrail::bindings {
@@ -60,6 +62,8 @@ nb::tuple built() {
 }  // namespace
 
 void register_devices(nb::module_& module) {
+  module.def("_look_for_libfabric", &ofi::look_in, nb::arg("paths"),
+             "Files to try after all other places, when a libfabric is needed for the first time.");
   module.def("_built_transports", &built, nb::sig("def _built_transports() -> tuple[str, ...]"),
              "What this build carries, whether or not the machine has devices for it.");
   module.def("_rdma_missing", &missing, nb::arg("transport"), nb::arg("provider") = "",

@@ -4,6 +4,7 @@
 >>> engine = xr.Engine("decoder-0")
 """
 
+from crossrail import _libfabric
 from crossrail._core import Address, Message, PeerGroup, RegionDescriptor, Transfer, __version__
 from crossrail.counters import CountTicket, ImmCounter
 from crossrail.engine import Engine
@@ -25,6 +26,8 @@ from crossrail.peers import EngineEvent, Explanation, PathExplanation
 from crossrail.rdma import RdmaOptions
 from crossrail.regions import Region
 from crossrail.watchers import Watcher
+
+_libfabric.announce()
 
 __all__ = [
     "Address",

@@ -70,6 +70,22 @@ uint32_t OfiNic::finish_endings(rdma::NicEvents& events) {
   return flushed;
 }
 
+// Without a queue nothing can be told of any operation: all endpoints are closed, all paths end without being asked to.
+void OfiNic::die(const std::string& reason, rdma::NicEvents& events) {
+  is_dead_ = true;
+  is_port_up_ = false;
+  datagrams_.clear();
+  if (transmit_ != nullptr) condemned_.push_back(std::move(transmit_));
+  for (const auto& [id, path] : paths_) {
+    path->break_by_itself(reason);
+    if (path->is_ending_) continue;
+    path->is_ending_ = true;
+    ending_.push_back(path);
+  }
+  control_->close();
+  events.on_device_fatal(reason);
+}
+
 // Its queue was read to the end after it was closed: what did not come back never will.
 void OfiNic::bury(std::unique_ptr<Endpoint> endpoint, rdma::NicEvents* events) {
   Grave grave;

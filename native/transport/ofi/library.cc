@@ -20,7 +20,7 @@ constexpr const char* kRemedy =
 
 std::mutex g_mutex;
 std::shared_ptr<const Library> g_library;
-std::string g_last_resort;
+std::vector<std::string> g_last_resorts;
 
 std::string version_of(uint32_t version) {
   return std::to_string(FI_MAJOR(version)) + "." + std::to_string(FI_MINOR(version));
@@ -63,6 +63,7 @@ class Search {
       return make_library(calls_of(handle), path_of(handle, path));
     } catch (const TransportError& error) {
       note(what + ": " + error.text());
+      dlclose(handle);  // or the plugins of the next one would be bound to it
       return nullptr;
     }
   }
@@ -85,8 +86,8 @@ std::shared_ptr<const Library> search() {
     if (auto library = search.try_one(std::string(folder) + kSoname, 0, folder)) return library;
   }
   if (auto library = search.try_one(kSoname, 0, "the system's")) return library;
-  if (!g_last_resort.empty()) {
-    if (auto library = search.try_one(g_last_resort, 0, g_last_resort)) return library;
+  for (const std::string& path : g_last_resorts) {
+    if (auto library = search.try_one(path, 0, path)) return library;
   }
   throw TransportError("dlopen", 0, "no usable libfabric (" + search.notes() + ")", kRemedy);
 }
@@ -127,9 +128,9 @@ std::shared_ptr<const Library> open_library() {
   return g_library;
 }
 
-void look_in(const std::string& path) {
+void look_in(std::vector<std::string> paths) {
   const std::lock_guard lock(g_mutex);
-  g_last_resort = path;
+  g_last_resorts = std::move(paths);
 }
 
 }  // namespace crossrail::ofi

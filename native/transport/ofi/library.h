@@ -39,12 +39,12 @@ struct Library {
 //   2. One that the process has already: two copies would mix their plugins.
 //   3. /opt/amazon/efa, where AWS installs it.
 //   4. The system's.
-//   5. What look_in() named.
+//   5. Those that look_in() named.
 // Throws TransportError that lists what was tried.
 std::shared_ptr<const Library> open_library();
 
-// A library to try last: one that a Python package brought. Without effect once a library is open.
-void look_in(const std::string& path);
+// Libraries to try last, in this order: those that Python packages bring. Without effect once a library is open.
+void look_in(std::vector<std::string> paths);
 
 // Throws TransportError for what lacks a call, or is older than `version_min`. path: for messages.
 std::shared_ptr<const Library> make_library(const Calls& calls, const std::string& path);

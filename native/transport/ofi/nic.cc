@@ -76,12 +76,12 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
 }
 
 OfiNic::~OfiNic() {
-  // Nobody's works are waited for: the layer has seen every path flushed, or the process is on its way out.
+  condemned_.clear();
+  transmit_.reset();
+  control_.reset();
+  // The layer has let go of every path; with the endpoints nothing can come in any more.
+  fences_->done.store(~0ull, std::memory_order_release);
   landing_.reset();
-  fences_->done.store(~0ull, std::memory_order_release);  // with the endpoints nothing can come in any more
-  for (auto& endpoint : condemned_) endpoint->close();
-  if (transmit_) transmit_->close();
-  control_->close();
 }
 
 int OfiNic::nearness(std::span<const uint8_t> peer_endpoint) const {
@@ -95,6 +95,7 @@ std::unique_ptr<rdma::Registration> OfiNic::register_memory(std::byte* base, uin
 }
 
 std::unique_ptr<rdma::NicPath> OfiNic::make_path() {
+  if (is_dead_) throw TransportError("make_path", 0, name_ + " is gone: open the engine anew");
   if (shares_endpoints() && transmit_ == nullptr) transmit_ = std::make_unique<Endpoint>(*domain_, 0);
   return std::make_unique<OfiPath>(*this);
 }
@@ -130,6 +131,8 @@ Op* OfiNic::take_work_op() {
   free_works_ = op->next;
   return op;
 }
+
+bool OfiNic::has_send_room() const { return free_sends_ != nullptr || send_blocks_.size() < kSendBlocksMax; }
 
 Op* OfiNic::take_send_op() {
   if (free_sends_ == nullptr) {
@@ -179,7 +182,7 @@ ssize_t OfiNic::send_from(Endpoint& from, fi_addr_t to, OfiPath* path, const Pac
 void OfiNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) {
   const auto words = EndpointWords::decode(peer_endpoint);
   const auto ours = EndpointWords::decode(endpoint_);
-  if (!words || nearness_of(*ours, *words) == 0 || bytes.size() > rdma::kDatagramBytesMax ||
+  if (is_dead_ || !words || nearness_of(*ours, *words) == 0 || bytes.size() > rdma::kDatagramBytesMax ||
       datagrams_.size() == kDatagramsMax) {
     return;
   }

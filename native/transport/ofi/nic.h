@@ -73,6 +73,7 @@ class OfiNic final : public rdma::Nic {
   Endpoint* transmit_of(OfiPath& path) { return path.own_ ? path.own_.get() : transmit_.get(); }
 
   Op* take_work_op();
+  bool has_send_room() const;
   Op* take_send_op();  // null: as many are out as there may be
   void give_back(Op& op);
   // 0, or a negative code of libfabric's.
@@ -101,6 +102,7 @@ class OfiNic final : public rdma::Nic {
   uint32_t finish_endings(rdma::NicEvents& events);
   void bury(std::unique_ptr<Endpoint> endpoint, rdma::NicEvents* events);
   void tend_graves();
+  void die(const std::string& reason, rdma::NicEvents& events);
   void tend_port(rdma::NicEvents& events);
 
   std::string name_;
@@ -139,6 +141,7 @@ class OfiNic final : public rdma::Nic {
   uint64_t fence_number_ = 0;  // of the one under way, 0 none
   bool queue_read_to_end_ = false;
   bool is_port_up_ = true;
+  bool is_dead_ = false;  // on_device_fatal was said
   bool pending_ = false;
   uint32_t dropped_ = 0;  // packets that were nonsense
   int64_t now_ = 0;

@@ -29,9 +29,12 @@ Presence presence() {
 }
 
 std::vector<Candidate> candidates(const std::string& provider) {
+  const Rules rules = wanted_rules(provider);
   std::vector<Candidate> found;
-  for (const Device& device : devices(*open_library(), wanted_rules(provider)))
-    found.push_back({device.name, device.device, device.netdev, device.pci, device.speed_mbps});
+  for (const Device& device : devices(*open_library(), rules)) {
+    found.push_back({device.name, device.device, device.netdev, device.pci, rules.uses_ip ? device.name : "",
+                     device.speed_mbps, rules.placed_by_software});
+  }
   return found;
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/ofi/library.h"
 #include "transport/rdma/nic.h"
 #include "transport/transport.h"
 
@@ -24,7 +25,9 @@ struct Candidate {
   std::string device;  // "rdmap0s6"; empty for IP addresses
   std::string netdev;
   std::string pci;
+  std::string ip;
   uint32_t speed_mbps = 0;
+  bool is_software = false;  // the host's processors do what a NIC would
 };
 // What could be rails of a provider ("efa", "tcp" ...). Empty: none. Throws TransportError without a libfabric.
 std::vector<Candidate> candidates(const std::string& provider);
@@ -35,8 +38,5 @@ std::string missing(const std::string& provider);
 // A NIC for each rail that the options ask for: RdmaOptions::provider (empty: efa), rails, rail_count.
 // Throws UsageError for a rail that is none, TransportError else.
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options);
-
-// A libfabric to try last: one that a Python package brought.
-void look_in(const std::string& path);
 
 }  // namespace crossrail::ofi

@@ -65,7 +65,7 @@ uint32_t OfiNic::poll(rdma::NicEvents& events) {
   uint32_t moved = read_queue(events);
   if (fence_number_ == 0 && queue_read_to_end_ && fences_wanted != fences_->done.load(std::memory_order_relaxed))
     fence_number_ = fences_wanted;
-  moved += control_->post_starved_receives();
+  if (!is_dead_) moved += control_->post_starved_receives();
   if (!unready_.empty()) moved += tend_unready();
   if (!datagrams_.empty()) moved += tend_datagrams();
   if (answers_due_ != 0) moved += tend_answers();
@@ -80,7 +80,8 @@ uint32_t OfiNic::poll(rdma::NicEvents& events) {
 
 uint32_t OfiNic::read_queue(rdma::NicEvents& events) {
   uint32_t count = 0;
-  queue_read_to_end_ = false;
+  queue_read_to_end_ = is_dead_;
+  if (is_dead_) return 0;
   fi_cq_data_entry entries[kEntriesAtOnce];
   for (int round = 0; round < kReadsMax; ++round) {
     const ssize_t got = fi_cq_read(domain_->queue(), entries, kEntriesAtOnce);
@@ -94,7 +95,7 @@ uint32_t OfiNic::read_queue(rdma::NicEvents& events) {
       queue_read_to_end_ = true;
       break;
     } else {
-      events.on_device_fatal("fi_cq_read: " + domain_->error_text(static_cast<int>(got)));
+      die("fi_cq_read: " + domain_->error_text(static_cast<int>(got)), events);
       break;
     }
   }
@@ -319,6 +320,7 @@ bool OfiNic::tend_fence_of(OfiPath& path, uint64_t number) {
 
 void OfiNic::tend_port(rdma::NicEvents& events) {
   port_looked_ns_ = now_;
+  if (is_dead_) return;
   const Device& device = domain_->device();
   std::string state;
   bool up = true;

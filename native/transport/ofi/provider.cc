@@ -189,6 +189,18 @@ std::string list_text(const std::vector<Device>& devices) {
   return text;
 }
 
+// Several rails may use one device: each gets a domain of its own.
+Device same_again(const Library& library, const Device& device) {
+  Device copy;
+  copy.info = Info(library.calls.dupinfo(device.info.get()), FreeInfo{library.calls.freeinfo});
+  if (copy.info == nullptr) throw TransportError("fi_dupinfo", FI_ENOMEM, "out of memory");
+  copy.name = device.name;
+  copy.device = device.device;
+  copy.pci = device.pci;
+  copy.speed_mbps = device.speed_mbps;
+  return copy;
+}
+
 std::vector<Device> choose_hardware(const Library& library, const Rules& rules, const std::vector<std::string>& names,
                                     uint32_t count) {
   std::vector<Device> present = devices(library, rules);
@@ -202,20 +214,18 @@ std::vector<Device> choose_hardware(const Library& library, const Rules& rules, 
   }
   std::vector<Device> chosen;
   if (names.empty()) {
-    if (count != 0 && count < present.size()) present.resize(count);
-    if (present.size() > kRailsMax) present.resize(kRailsMax);
-    return present;
+    const size_t wanted = count != 0 ? count : std::min<size_t>(present.size(), kRailsMax);
+    for (size_t i = 0; i < wanted; ++i) chosen.push_back(same_again(library, present[i % present.size()]));
+    return chosen;
   }
   for (const std::string& name : names) {
     const auto found = std::find_if(present.begin(), present.end(), [&](const Device& device) {
-      return device.info != nullptr && (device.name == name || device.device == name || device.pci == name);
+      return device.name == name || device.device == name || device.pci == name;
     });
     if (found == present.end()) {
-      throw UsageError("rails: '" + name + "' is no device of " + rules.name +
-                       ", or is named twice; there are: " + list_text(present));
+      throw UsageError("rails: '" + name + "' is no device of " + rules.name + "; there are: " + list_text(present));
     }
-    chosen.push_back(std::move(*found));
-    found->info.reset();
+    chosen.push_back(same_again(library, *found));
   }
   return chosen;
 }

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from crossrail.cli.bench.pair import Link, Pair, Pool, alternate, permutation
+from crossrail.cli.bench.fabric import BareFabric
+from crossrail.cli.bench.pair import LOOPBACK, Link, Pair, Pool, alternate, permutation
 from crossrail.cli.bench.passes import passes_per_sample, verified_paged_writes, verified_writes
 from crossrail.cli.bench.small import verified_ping_pong
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
@@ -36,7 +37,7 @@ class BareLoop(Protocol):
         ...
 
 
-BARE: dict[str, BareLoop] = {}
+BARE: dict[str, BareLoop] = {"ofi:tcp": BareFabric("tcp", LOOPBACK)}
 
 
 def measures(transport: str) -> list[Measure]:
