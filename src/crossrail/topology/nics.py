@@ -203,10 +203,9 @@ def _gid_net_devices(tree: Tree, directory: Path) -> tuple[str, ...]:
 def _slots(tree: Tree, directory: Path, is_set: Callable[[str], bool]) -> Iterator[str]:
     """What is set of a port's table of GIDs. It has up to 1024 slots, a file each, and few are set: after some unset
     ones in a row there are no more."""
-    names = tree.names(*directory.relative_to(tree.root).parts)[:_GIDS_MAX]
     unset = 0
-    for name in sorted(names, key=natural):
-        text = tree.text(directory / name)
+    for index in range(_GIDS_MAX):
+        text = tree.text(directory / str(index))
         if text is not None and is_set(text):
             unset = 0
             yield text
