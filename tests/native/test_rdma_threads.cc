@@ -77,7 +77,8 @@ TEST_CASE("rdma: engines on threads of their own, under faults, while others reg
   std::thread registrar([&] {
     std::vector<std::byte> bytes(4096);
     for (uint64_t i = 0; running.load() > 0; ++i) {
-      auto region = a.transport->register_memory((i + 1) << 16 | 5000, bytes.data(), bytes.size(), Access::kRemoteWrite);
+      auto region =
+          a.transport->register_memory((i + 1) << 16 | 5000, bytes.data(), bytes.size(), Access::kRemoteWrite);
       a.transport->revoke_region(*region);
       while (!a.transport->is_region_quiet(*region)) std::this_thread::yield();
       region.reset();
