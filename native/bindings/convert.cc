@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <string_view>
 
 #include "engine/engine.h"
+#include "transport/descriptor.h"
 
 namespace crossrail::bindings {
 
@@ -68,12 +70,37 @@ Deadline to_deadline(nb::handle timeout_s) {
   return seconds >= kForEverSeconds ? kNoDeadline : deadline_in(seconds);
 }
 
-std::vector<TransportKind> to_transports(const std::string& word) {
-  if (word == "auto") return {TransportKind::kShm, TransportKind::kTcp};
-  for (const TransportKind kind : {TransportKind::kShm, TransportKind::kTcp, TransportKind::kNull}) {
-    if (word == transport_name(kind)) return {kind};
+namespace {
+
+// One of the words between the plus signs.
+void add_transport(const std::string& word, const std::string& all, TransportWord* to) {
+  constexpr std::string_view kOfiPrefix = "ofi:";
+  for (uint32_t number = 1; number <= kTransportKinds; ++number) {
+    const auto kind = static_cast<TransportKind>(number);
+    if (word != transport_name(kind)) continue;
+    to->kinds.push_back(kind);
+    return;
   }
-  throw UsageError("transport is '" + word + "', must be one of 'auto', 'shm', 'tcp', 'null'");
+  const std::string provider = word.starts_with(kOfiPrefix) ? word.substr(kOfiPrefix.size()) : "";
+  if (provider.empty() || provider.size() > kFabricBytesMax) {
+    throw UsageError("transport is '" + all +
+                     "', must be 'auto', or one or several of 'shm', 'tcp', 'verbs', 'ofi', 'ofi:PROVIDER' and 'null', "
+                     "as 'ofi:tcp' or 'shm+verbs'");
+  }
+  to->kinds.push_back(TransportKind::kOfi);
+  to->provider = provider;
+}
+
+}  // namespace
+
+TransportWord to_transports(const std::string& text) {
+  TransportWord word;
+  if (text == "auto") return {{TransportKind::kShm, TransportKind::kTcp}, true, {}};
+  for (size_t begin = 0, end = 0; end != std::string::npos; begin = end + 1) {
+    end = text.find('+', begin);
+    add_transport(text.substr(begin, end == std::string::npos ? end : end - begin), text, &word);
+  }
+  return word;
 }
 
 const char* access_name(Access access) {

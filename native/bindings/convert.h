@@ -36,8 +36,14 @@ int64_t to_ns(double value, const char* argument, double unit_ns, double min, do
 // None waits for ever; zero looks once.
 Deadline to_deadline(nb::handle timeout_s);
 
-// What the word for transports means: "auto" is shm and tcp.
-std::vector<TransportKind> to_transports(const std::string& word);
+// What transport= means: "auto" is shm and tcp, and RDMA where there is a device; "ofi:tcp" ofi with that provider;
+// "shm+verbs" these two.
+struct TransportWord {
+  std::vector<TransportKind> kinds;
+  bool adds_rdma = false;
+  std::string provider;
+};
+TransportWord to_transports(const std::string& text);
 
 const char* access_name(Access access);
 Access to_access(const std::string& name);

@@ -63,7 +63,10 @@ void open_rig(Rig* self, const std::string& name, const std::string& transport, 
               const std::string& polling, double spin_us, const std::string& private_path) {
   EngineOptions options;
   options.name = name;
-  options.transports = to_transports(transport);
+  TransportWord word = to_transports(transport);
+  options.transports = std::move(word.kinds);
+  options.adds_rdma = word.adds_rdma;
+  options.rdma.provider = std::move(word.provider);
   set_rails(options, rails);
   options.polling = choose("polling", polling, kPollings);
   options.spin_ns = static_cast<int64_t>(spin_us * 1e3);
@@ -337,6 +340,7 @@ void register_bench(nb::module_& module) {
   register_loops(bench);
   register_limits(bench);
   register_bench_sockets(bench);
+  register_bench_fabric(bench);
 }
 
 }  // namespace crossrail::bindings

@@ -18,7 +18,8 @@ namespace {
 
 std::vector<TransportKind> kinds_of(const Address& address) {
   std::vector<TransportKind> kinds;
-  for (const TransportKind kind : {TransportKind::kShm, TransportKind::kNull, TransportKind::kTcp}) {
+  for (uint32_t number = 1; number <= kTransportKinds; ++number) {
+    const auto kind = static_cast<TransportKind>(number);
     if (address.has(kind)) kinds.push_back(kind);
   }
   return kinds;
@@ -52,17 +53,20 @@ AddressHandle parse_address(const std::string& text) {
   return decode_address(nb::borrow<nb::bytes>(bytes));
 }
 
-// "shm x 2", "shm x 1, tcp x 2 (10.0.0.1:4711, 10.0.1.1:4711)"
+// "shm x 2", "shm x 1, tcp x 2 (10.0.0.1:4711, 10.0.1.1:4711), ofi x 1 (efa)"
 std::string rails_text(const Address& address) {
   std::string text;
   for (const TransportKind kind : kinds_of(address)) {
+    std::string details;
+    if (kind == TransportKind::kTcp) {
+      for (const Endpoint& endpoint : address.endpoints)
+        details += (details.empty() ? "" : ", ") + crossrail::to_text(endpoint);
+    }
+    if (is_rdma(kind)) details = address.rdma_on(kind).fabric;
     text += (text.empty() ? "" : ", ") + std::string(transport_name(kind)) + " x " +
-            std::to_string(address.rail_count_on(kind));
+            std::to_string(address.rail_count_on(kind)) + (details.empty() ? "" : " (" + details + ")");
   }
-  std::string endpoints;
-  for (const Endpoint& endpoint : address.endpoints)
-    endpoints += (endpoints.empty() ? " (" : ", ") + crossrail::to_text(endpoint);
-  return endpoints.empty() ? text : text + endpoints + ")";
+  return text;
 }
 
 std::string represent(const Address& address) {
@@ -136,7 +140,21 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
             for (const Endpoint& endpoint : self.value->endpoints) texts.append(crossrail::to_text(endpoint));
             return nb::tuple(texts);
           },
-          nb::sig("def endpoints(self) -> tuple[str, ...]"), "Where its tcp rails listen, as 'ip:port'.");
+          nb::sig("def endpoints(self) -> tuple[str, ...]"), "Where its tcp rails listen, as 'ip:port'.")
+      .def(
+          "rail_speeds",
+          [](const AddressHandle& self, const std::string& transport) {
+            nb::list speeds;
+            for (const TransportKind kind : kinds_of(*self.value)) {
+              if (transport != transport_name(kind)) continue;
+              for (uint32_t rail = 0; rail < self.value->rail_count_on(kind); ++rail)
+                speeds.append(self.value->speed_mbps_of(kind, rail) / 1e3);
+            }
+            return nb::tuple(speeds);
+          },
+          nb::arg("transport"), nb::sig("def rail_speeds(self, transport: str) -> tuple[float, ...]"),
+          "Of each of its rails on that transport, in Gb/s; 0 where that is not known. Empty: it has no such "
+          "transport.");
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 
 #include <string>
 #include <tuple>
@@ -59,10 +60,13 @@ void set_rails(EngineOptions* options, nb::handle rails) {
 void init(Self self, const std::string& name, const std::string& transport, nb::handle rails, nb::handle port,
           nb::handle secret, double peer_timeout_s, const std::string& polling, double spin_us, nb::handle worker_cpu,
           nb::handle submit_queue_depth, nb::handle imm_counters_max, nb::handle message_bytes_max,
-          double watcher_poll_us, double connect_timeout_s, const std::string& private_path) {
+          double watcher_poll_us, double connect_timeout_s, const std::string& private_path,
+          const std::tuple<int, uint32_t, uint32_t, uint32_t>& rdma) {
   EngineOptions options;
   options.name = name;
-  options.transports = to_transports(transport);
+  TransportWord word = to_transports(transport);
+  options.transports = std::move(word.kinds);
+  options.adds_rdma = word.adds_rdma;
   set_rails(&options, rails);
   options.port = static_cast<uint16_t>(to_u32(port, "port", 65535));
   const std::span<const uint8_t> secret_bytes = bytes_of(secret);
@@ -77,6 +81,9 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   options.watcher_poll_ns = to_ns(watcher_poll_us, "watcher_poll_us", 1e3, 0, 1e6);
   options.connect_timeout_ns = to_ns(connect_timeout_s, "connect_timeout_s", 1e9, 1e-3, 1e6);
   options.private_path = choose("private_path", private_path, kPrivatePaths);
+  std::tie(options.rdma.gid_index, options.rdma.traffic_class, options.rdma.service_level,
+           options.rdma.path_mtu_bytes) = rdma;
+  options.rdma.provider = std::move(word.provider);
   new (self.p) EngineHandle(self.h.ptr(), options);
 }
 
@@ -145,6 +152,8 @@ const char* event_name(EngineEvent::Kind kind) {
       return "peer-frozen";
     case EngineEvent::Kind::kPeerThawed:
       return "peer-thawed";
+    case EngineEvent::Kind::kTransportAbsent:
+      return "transport-absent";
     case EngineEvent::Kind::kProtocolError:
       return "protocol-error";
   }
@@ -241,11 +250,12 @@ void register_engine(nb::module_& module) {
            nb::arg("secret"), nb::arg("peer_timeout_s"), nb::arg("polling"), nb::arg("spin_us"),
            nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
            nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"), nb::arg("connect_timeout_s"),
-           nb::arg("private_path"),
+           nb::arg("private_path"), nb::arg("rdma"),
            nb::sig("def __init__(self, name: str, transport: str, rails: int | collections.abc.Sequence[str], "
                    "port: int, secret: bytes, peer_timeout_s: float, polling: str, spin_us: float, "
                    "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
-                   "watcher_poll_us: float, connect_timeout_s: float, private_path: str) -> None"))
+                   "watcher_poll_us: float, connect_timeout_s: float, private_path: str, rdma: tuple[int, int, int, "
+                   "int]) -> None"))
       .def_prop_ro("name", [](Self self) { return to_text(self.p->address()->name); })
       .def_prop_ro(
           "address", [](Self self) { return AddressHandle(self.p->address()); },

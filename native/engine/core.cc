@@ -51,19 +51,17 @@ std::vector<RailReport> expected_rails(const Route& route, const Address& own, c
 void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, TransportKind kind, const Address& own,
                const Address& peer) {
   constexpr double kGbPerMbps = 1e-3 / 8;
-  bool all_known = kind == TransportKind::kTcp;
+  bool all_known = true;
   double gb_per_s = 0;
   for (const RailReport& rail : rails) {
     RailExplanation& shown = explanation.rails.emplace_back();
     shown.rail = rail.rail;
     shown.peer_rail = rail.peer_rail;
-    if (kind != TransportKind::kTcp || rail.rail >= own.endpoints.size() || rail.peer_rail >= peer.endpoints.size())
-      continue;
-    const Endpoint& here = own.endpoints[rail.rail];
-    const Endpoint& there = peer.endpoints[rail.peer_rail];
-    shown.endpoint = to_text(here);
-    shown.peer_endpoint = to_text(there);
-    const uint32_t slower = std::min(here.speed_mbps, there.speed_mbps);
+    if (kind == TransportKind::kTcp && rail.rail < own.endpoints.size() && rail.peer_rail < peer.endpoints.size()) {
+      shown.endpoint = to_text(own.endpoints[rail.rail]);
+      shown.peer_endpoint = to_text(peer.endpoints[rail.peer_rail]);
+    }
+    const uint32_t slower = std::min(own.speed_mbps_of(kind, rail.rail), peer.speed_mbps_of(kind, rail.peer_rail));
     all_known = all_known && slower != 0;
     gb_per_s += slower * kGbPerMbps;
   }
@@ -81,6 +79,12 @@ EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
       watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns)),
       transports_(options, this),
       live_(this) {
+  for (const Absent& absent : transports_.absent()) {
+    if (!absent.is_fault) continue;
+    add_event(
+        {EngineEvent::Kind::kTransportAbsent, "",
+         std::string(transport_name(absent.kind)) + " is not used, though there is a device for it: " + absent.reason});
+  }
   if (options_.polling != Polling::kManual) worker_ = std::thread([this] { worker_main(); });
 }
 

@@ -25,6 +25,16 @@ void check_option(bool ok, const char* name, const std::string& value, const cha
   if (!ok) throw UsageError(std::string(name) + " = " + value + " is not in " + bound);
 }
 
+void check_rdma(const RdmaOptions& options) {
+  check_option(options.gid_index >= -1 && options.gid_index < 4096, "rdma.gid_index", std::to_string(options.gid_index),
+               "-1..4095");
+  check_option(options.traffic_class < 256, "rdma.traffic_class", text(options.traffic_class), "0..255");
+  check_option(options.service_level < 16, "rdma.service_level", text(options.service_level), "0..15");
+  check_option(options.path_mtu_bytes == 0 || (std::has_single_bit(options.path_mtu_bytes) &&
+                                               options.path_mtu_bytes >= 256 && options.path_mtu_bytes <= 4096),
+               "rdma.path_mtu", text(options.path_mtu_bytes), "256, 512, 1024, 2048, 4096, or 0: the port's");
+}
+
 void check_transports(const EngineOptions& options) {
   constexpr size_t kSecretBytesMax = 1024;
   uint32_t transports = 0;
@@ -34,12 +44,12 @@ void check_transports(const EngineOptions& options) {
     transports |= transport_bit(kind);
   }
   if (transports == 0) throw UsageError("transports is empty: an engine has at least one");
-  if ((transports & transport_bit(TransportKind::kTcp)) == 0) {
-    const std::string without = " needs tcp, and the engine has transport " + transport_names(transports) +
-                                " only: open it with transport 'tcp' or 'auto'";
-    if (!options.rails.empty()) throw UsageError("rails as a list of addresses" + without);
-    if (options.port != 0) throw UsageError("port = " + text(options.port) + without);
-  }
+  const std::string has = ", and the engine has transport " + transport_names(transports) + " only: open it with ";
+  if ((transports & (transport_bit(TransportKind::kTcp) | kRdmaTransports)) == 0 && !options.rails.empty())
+    throw UsageError("rails as a list of names needs a network" + has + "transport 'tcp', 'verbs', 'ofi' or 'auto'");
+  if ((transports & transport_bit(TransportKind::kTcp)) == 0 && options.port != 0)
+    throw UsageError("port = " + text(options.port) + " needs tcp" + has + "transport 'tcp' or 'auto'");
+  check_rdma(options.rdma);
   check_option(options.rails.empty() || options.rails.size() == options.rail_count, "rails",
                "a list of " + text(options.rails.size()), "the lists of as many as there are rails");
   check_option(options.secret.size() <= kSecretBytesMax, "secret", "text of " + text(options.secret.size()) + " bytes",

@@ -42,13 +42,19 @@ enum class PrivatePath : uint8_t { kAuto, kStaged, kCrossMemoryAttach };
 
 struct EngineOptions {
   std::string name;  // 1..64 bytes
-  // Each at most once. Which one a peer is reached by is decided per peer: see TransportSet::choose.
+  // Each at most once. Which one a peer is reached by is decided per peer: see choose_transport in engine/routes.h.
   std::vector<TransportKind> transports = {TransportKind::kShm};
-  uint32_t rail_count = 1;         // 1..kRailsMax; of tcp, where it is present: shm then has one
-  std::vector<std::string> rails;  // tcp: what each rail is bound to, an IP address or an interface; empty: the default
-  uint16_t port = 0;               // tcp: listen here, 0 anywhere
-  std::string secret;              // tcp: peers must know the same one
-  int64_t peer_timeout_ns = 10'000'000'000;  // tcp: a peer that is silent for so long is lost
+  // Verbs too, else ofi over EFA, where this machine has a device for it. What keeps such a device from being opened is
+  // an event; a machine without one is none.
+  bool adds_rdma = false;
+  uint32_t rail_count = 1;  // 1..kRailsMax; of tcp, verbs and ofi each, where present: shm then has one
+  // What rails are bound to: an IP address, an interface, of verbs and ofi also a device or port ("mlx5_0:1"); empty: the
+  // default. With adds_rdma each transport takes those that mean something to it (engine/rail_names.h).
+  std::vector<std::string> rails;
+  uint16_t port = 0;                         // tcp: listen here, 0 anywhere
+  std::string secret;                        // tcp, verbs, ofi: peers must know the same one
+  int64_t peer_timeout_ns = 10'000'000'000;  // tcp, verbs, ofi: a peer that is silent for so long is lost
+  RdmaOptions rdma;
   Polling polling = Polling::kAdaptive;
   int64_t spin_ns = 50'000;                    // how long an idle worker or waiter spins before it sleeps
   int32_t worker_cpu = -1;                     // core to pin the worker to, or -1
@@ -69,7 +75,8 @@ struct EngineEvent {
     kPeerLeft,    // the same, by closing its engine
     kPeerFrozen,  // has not moved while something waits for it; may come back
     kPeerThawed,
-    kProtocolError  // malformed bytes from a peer; it was cut off
+    kTransportAbsent,  // a device is there, and yet its transport did not open: peers are reached by a slower one
+    kProtocolError     // malformed bytes from a peer; it was cut off
   };
   Kind kind;
   std::string peer;
@@ -194,7 +201,7 @@ struct PeerExplanation {
   PeerState state;
   std::string note;  // why lost or frozen, may be empty
   std::vector<RailExplanation> rails;
-  double gb_per_s_expected;  // of all rails, by the speed of their interfaces; 0 unknown
+  double gb_per_s_expected;  // of all rails, by the speed of their interfaces or ports; 0 unknown
   std::vector<PathExplanation> paths;
 };
 

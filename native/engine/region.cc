@@ -20,6 +20,7 @@ Region::Region(Ref<Engine> engine, LocalRegions local, Access access)
   descriptor_.region_id = local_.id();
   descriptor_.length_bytes = length_bytes_;
   descriptor_.access = access;
+  engine_->core().transports().describe(local_, &descriptor_);
 }
 
 Region::~Region() {

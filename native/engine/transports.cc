@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "engine/engine.h"
+#include "engine/rail_names.h"
 #include "transport/identity.h"
 #include "transport/open.h"
 #include "util/errors.h"
@@ -34,72 +35,113 @@ uint32_t mask_of(const EngineOptions& options) {
   return mask;
 }
 
+constexpr uint32_t kNetworkTransports = transport_bit(TransportKind::kTcp) | kRdmaTransports;
+
+// shm moves bytes with one core either way; its rails are there to be tested, and beside a network's they only cost memory.
+uint32_t rails_of(TransportKind kind, const EngineOptions& options, uint32_t mask) {
+  const bool is_network = (transport_bit(kind) & kNetworkTransports) != 0;
+  return !is_network && (mask & kNetworkTransports) != 0 ? 1 : options.rail_count;
+}
+
 TransportOptions options_for(TransportKind kind, const EngineOptions& options, Address identity) {
-  // shm moves bytes with one core either way; its rails are there to be tested, and beside tcp's they only cost memory.
-  const bool is_tcp = kind == TransportKind::kTcp;
-  const bool beside_tcp = !is_tcp && identity.has(TransportKind::kTcp);
+  const bool is_network = (transport_bit(kind) & kNetworkTransports) != 0;
+  const uint32_t rail_count = rails_of(kind, options, identity.transports);
   return {.identity = std::move(identity),
-          .rail_count = beside_tcp ? 1 : options.rail_count,
-          .rails = is_tcp ? options.rails : std::vector<std::string>{},
+          .rail_count = rail_count,
+          .rails = is_network ? options.rails : std::vector<std::string>{},
           .port = options.port,
           .secret = options.secret,
           .peer_timeout_ns = options.peer_timeout_ns,
           .message_bytes_max = options.message_bytes_max,
           .connect_timeout_ns = options.connect_timeout_ns,
-          .private_path = static_cast<int>(options.private_path)};
+          .private_path = static_cast<int>(options.private_path),
+          .rdma = options.rdma};
+}
+
+std::string why_no_hardware(TransportKind kind, const EngineOptions& options, std::span<const RdmaPort> ports) {
+  if (std::string missing = rdma_missing(kind, options.rdma.provider); !missing.empty()) return missing;
+  for (const RdmaPort& port : ports) {
+    if (!port.is_software) return port.name + ": " + port.trouble;
+  }
+  return "only software devices here, slower than tcp";
+}
+
+bool any_hardware(std::span<const RdmaPort> ports) {
+  return std::ranges::any_of(ports, [](const RdmaPort& port) { return !port.is_software && port.trouble.empty(); });
 }
 
 }  // namespace
 
 TransportSet::TransportSet(const EngineOptions& options, Sink* sink) {
   const uint32_t mask = mask_of(options);
-  const uint32_t rails = (mask & transport_bit(TransportKind::kTcp)) != 0 ? 1 : options.rail_count;
-  Address identity = make_identity(options.name, mask, rails);
-  for (uint32_t kind = 1; kind <= kTransportKinds; ++kind) {
-    if ((mask >> kind & 1) != 0) kinds_[size_++] = static_cast<TransportKind>(kind);
+  Address identity = make_identity(options.name, mask, rails_of(TransportKind::kShm, options, mask));
+  Opened opened;
+  EngineOptions rest = options;
+  if (options.adds_rdma) rest.rails = add_rdma(options, &identity, &opened, sink);
+  if (!options.rails.empty()) rest.rail_count = std::max<uint32_t>(1, static_cast<uint32_t>(rest.rails.size()));
+  for (uint32_t number = kTransportKinds; number > 0; --number) {
+    const auto kind = static_cast<TransportKind>(number);
+    if ((mask & transport_bit(kind)) == 0) continue;
+    opened[number] = open_transport(kind, options_for(kind, rest, identity), sink);
+    identity = opened[number]->address();
   }
-  for (uint32_t i = size_; i > 0; --i) {
-    transports_[i - 1] = open_transport(kinds_[i - 1], options_for(kinds_[i - 1], options, identity), sink);
-    identity = transports_[i - 1]->address();
+  keep(std::move(opened));
+  for (uint32_t i = 0; i < size_; ++i) transports_[i]->complete_address(identity);
+}
+
+// Opens verbs, else ofi, and says what rails= means to the rest.
+std::vector<std::string> TransportSet::add_rdma(const EngineOptions& options, Address* identity, Opened* opened,
+                                                Sink* sink) {
+  std::vector<std::string> rails_left = options.rails;
+  for (const TransportKind kind : {TransportKind::kVerbs, TransportKind::kOfi}) {
+    const std::vector<RdmaPort> ports = rdma_ports(kind, options.rdma.provider);
+    if (!any_hardware(ports)) {
+      absent_.push_back({kind, why_no_hardware(kind, options, ports), false});
+      continue;
+    }
+    const RailNames names = split_rail_names(options.rails, ports);
+    rails_left = names.tcp;
+    if (names.rdma.empty() && !options.rails.empty()) {
+      absent_.push_back({kind, "rails= names none of its ports", false});
+      continue;
+    }
+    Address with = *identity;
+    with.transports |= transport_bit(kind);
+    TransportOptions own = options_for(kind, options, std::move(with));
+    own.rails = names.rdma;
+    own.rail_count = names.rdma.empty() ? own.rail_count : static_cast<uint32_t>(names.rdma.size());
+    try {
+      auto& transport = (*opened)[static_cast<size_t>(kind)] = open_transport(kind, own, sink);
+      *identity = transport->address();
+      break;
+    } catch (const TransportError& error) {  // the device is there: not to be passed over in silence
+      absent_.push_back({kind, error.what(), true});
+    }
   }
-  for (uint32_t i = 0; i < size_; ++i) {
-    sleepers_[i] = transports_[i].get();
-    traits_[i] = transports_[i]->traits();
-    rail_count_ = std::max(rail_count_, traits_[i].rail_count);
+  return rails_left;
+}
+
+void TransportSet::keep(Opened opened) {
+  for (uint32_t number = 1; number <= kTransportKinds; ++number) {
+    if (opened[number] == nullptr) continue;
+    kinds_[size_] = static_cast<TransportKind>(number);
+    transports_[size_] = std::move(opened[number]);
+    sleepers_[size_] = transports_[size_].get();
+    traits_[size_] = transports_[size_]->traits();
+    rail_count_ = std::max(rail_count_, traits_[size_].rail_count);
+    ++size_;
   }
   first_ = sleepers_[0];
 }
 
 Route TransportSet::choose(const Address& peer) const {
-  const Address& own = address();
-  const bool is_near = same_host(own, peer);
-  const uint32_t shared = own.transports & peer.transports;
-  const auto route = [&](TransportKind kind, std::string reason) {
-    const auto index = static_cast<uint32_t>(std::find(kinds_.begin(), kinds_.begin() + size_, kind) - kinds_.begin());
-    return Route{sleepers_[index], &traits_[index], index, kind, std::move(reason)};
+  const auto index_of = [this](TransportKind kind) {
+    return static_cast<uint32_t>(std::find(kinds_.begin(), kinds_.begin() + size_, kind) - kinds_.begin());
   };
-  const auto asked_for = [](TransportKind kind) {
-    return "asked for by transport='" + std::string(transport_name(kind)) + "'";
-  };
-  const char* const where = is_near                 ? "on this host"
-                            : own.host == peer.host ? "in another network namespace of this host"
-                                                    : "on another host";
-  if ((shared & transport_bit(TransportKind::kShm)) != 0 && is_near)
-    return route(TransportKind::kShm, "same host: shared memory");
-  if ((shared & transport_bit(TransportKind::kTcp)) != 0) {
-    if (!own.has(TransportKind::kShm)) return route(TransportKind::kTcp, asked_for(TransportKind::kTcp));
-    return route(TransportKind::kTcp,
-                 is_near ? "the peer has no shm: it asked for tcp" : std::string("it is ") + where);
-  }
-  if ((shared & transport_bit(TransportKind::kNull)) != 0)
-    return route(TransportKind::kNull, asked_for(TransportKind::kNull));
-  const std::string sides =
-      "this engine has transport " + transport_names(own.transports) + ", the peer " + transport_names(peer.transports);
-  if (is_near) {
-    throw UsageError("peer '" + peer.name + "' cannot be reached: " + sides + ". Open both with the same transport");
-  }
-  throw UsageError("peer '" + peer.name + "' is " + where + ", where only tcp reaches: " + sides +
-                   ". Open both with transport 'tcp' or 'auto'");
+  ChosenTransport chosen = choose_transport(
+      address(), peer, absent_, [&](TransportKind kind) { return sleepers_[index_of(kind)]->why_out_of_reach(peer); });
+  const uint32_t index = index_of(chosen.kind);
+  return {sleepers_[index], &traits_[index], index, chosen.kind, std::move(chosen.reason)};
 }
 
 LocalRegions TransportSet::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
@@ -117,6 +159,12 @@ LocalRegions TransportSet::allocate(uint64_t length_bytes, bool populate) {
     region.halves_[i] = transports_[i]->register_memory(region.id_, region.base(), length_bytes, Access::kRemoteWrite);
   }
   return region;
+}
+
+void TransportSet::describe(const LocalRegions& region, RegionDescriptor* descriptor) const {
+  for (uint32_t i = 0; i < size_; ++i) {
+    if (is_rdma(kinds_[i])) descriptor->rdma_on(kinds_[i]) = region.halves_[i]->rdma_keys();
+  }
 }
 
 void TransportSet::revoke_region(LocalRegions& region) {

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "engine/region_ids.h"
+#include "engine/routes.h"
 #include "transport/sleep.h"
 #include "transport/transport.h"
 
@@ -50,8 +51,8 @@ struct Route {
 
 // Threads: what Transport says of the call of the same name.
 // Invariant: in the order of TransportKind, so that shm is the first where it is present: it allocates, since only its
-// memory can be mapped by peers. Opened in the opposite order: tcp adds its endpoints to the address that shm then shows
-// to its peers.
+// memory can be mapped by peers. Opened in the opposite order: each adds its rails to the address that the next one then
+// shows to its peers; those opened first hear of the rest by complete_address().
 class TransportSet {
  public:
   // `sink` must outlive the set. Throws TransportError, UsageError.
@@ -62,6 +63,8 @@ class TransportSet {
   TransportKind kind_at(uint32_t index) const { return kinds_[index]; }
   const Address& address() const { return first_->address(); }
   uint32_t rail_count() const { return rail_count_; }  // of the transport that has most
+  // What EngineOptions::adds_rdma would have added.
+  std::span<const Absent> absent() const { return absent_; }
 
   // Throws UsageError that says what to change when there is no way to that address.
   Route choose(const Address& peer) const;
@@ -69,6 +72,8 @@ class TransportSet {
   // --- memory [any] ---
   LocalRegions register_memory(std::byte* base, uint64_t length_bytes, Access access);
   LocalRegions allocate(uint64_t length_bytes, bool populate);
+  // Fills in what the transports tell peers of the region.
+  void describe(const LocalRegions& region, RegionDescriptor* descriptor) const;
   void revoke_region(LocalRegions& region);
   bool is_region_quiet(const LocalRegions& region) const;
 
@@ -110,7 +115,12 @@ class TransportSet {
   void abandon_after_fork();
 
  private:
+  using Opened = std::array<std::unique_ptr<Transport>, kTransportKinds + 1>;  // by kind
+  std::vector<std::string> add_rdma(const EngineOptions& options, Address* identity, Opened* opened, Sink* sink);
+  void keep(Opened opened);
+
   RegionIds region_ids_;
+  std::vector<Absent> absent_;
   Transport* first_ = nullptr;
   uint32_t size_ = 0;
   uint32_t rail_count_ = 1;

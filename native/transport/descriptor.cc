@@ -14,11 +14,20 @@ namespace {
 
 constexpr uint32_t kAddressMagic = 0x41415258;     // "XRAA"
 constexpr uint32_t kDescriptorMagic = 0x44525258;  // "XRRD"
-constexpr uint16_t kVersion = 2;
+constexpr uint16_t kVersion = 3;
 constexpr size_t kNameBytesMax = 64;
-constexpr size_t kEncodedBytesMax = 1024;
-// magic, version, checksum; transports, incarnation, two texts, net, pid, rails; endpoints; id, length, access
-static_assert(10 + (4 + 16 + 2 * (1 + kNameBytesMax) + 8 + 4 + 1) + (1 + kRailsMax * 24) + 17 <= kEncodedBytesMax);
+constexpr uint64_t kRegionBytesMax = uint64_t{1} << 56;
+constexpr TransportKind kRdma[kRdmaKinds] = {TransportKind::kVerbs, TransportKind::kOfi};
+constexpr size_t kEncodedBytesMax = 2048;
+constexpr size_t kFrameBytes = 4 + 2 + 4;                                           // magic, version, checksum
+constexpr size_t kIdentityBytesMax = 4 + 16 + 2 * (1 + kNameBytesMax) + 8 + 4 + 1;  // see put_address
+constexpr size_t kEndpointsBytesMax = 1 + kRailsMax * (1 + 16 + 2 + 1 + 4);         // family, ip, port, prefix, speed
+constexpr size_t kRdmaBytesMax = kRdmaKinds * (1 + kFabricBytesMax + 1) +           // fabrics and counts
+                                 kRailsMax * (1 + kRdmaEndpointBytesMax + 4);       // endpoints with their speeds
+constexpr size_t kRegionBytes = kRdmaKinds * 8 + kRailsMax * 8 + (8 + 8 + 1);       // bases, keys; id, length, access
+static_assert(kFrameBytes + kIdentityBytesMax + kEndpointsBytesMax + kRdmaBytesMax + kRegionBytes <= kEncodedBytesMax);
+// The beginning of a connection carries an address in a packet of at most 2 KiB (tcp's Hello, shm's greeting).
+static_assert(kFrameBytes + kIdentityBytesMax + kEndpointsBytesMax + kRdmaBytesMax <= 2048 - 256);
 
 // FNV-1a: catches truncation and flipped bits; it is no defence against an attacker, and none is needed: the fields are
 // checked one by one.
@@ -106,6 +115,51 @@ Endpoint get_endpoint(const char* what, Reader& reader) {
   return endpoint;
 }
 
+void put_rdma(Writer& writer, const RdmaRails& rails) {
+  writer.put_text(rails.fabric);
+  writer.put(static_cast<uint8_t>(rails.endpoints.size()));
+  for (const RdmaEndpoint& endpoint : rails.endpoints) {
+    writer.put(static_cast<uint8_t>(endpoint.bytes.size()));
+    writer.put_bytes(endpoint.bytes);
+    writer.put(endpoint.speed_mbps);
+  }
+}
+
+RdmaRails get_rdma(const char* what, const std::string& kind, Reader& reader) {
+  RdmaRails rails;
+  rails.fabric = reader.get_text();
+  const uint32_t count = reader.get<uint8_t>();
+  if (!reader.ok()) malformed(what, "they end too early");
+  if (rails.fabric.size() > kFabricBytesMax || !is_utf8(rails.fabric)) {
+    malformed(what, "the name of the network of " + kind + " is too long or not UTF-8");
+  }
+  if (count < 1 || count > kRailsMax) {
+    malformed(what, std::to_string(count) + " rails of " + kind + ", 1..16 expected");
+  }
+  for (uint32_t i = 0; i < count; ++i) {
+    RdmaEndpoint endpoint;
+    const size_t length = reader.get<uint8_t>();
+    if (reader.ok() && (length < 1 || length > kRdmaEndpointBytesMax)) {
+      malformed(what, "an endpoint of " + kind + " of " + std::to_string(length) + " bytes, 1..64 expected");
+    }
+    endpoint.bytes.resize(length);
+    reader.get_bytes(endpoint.bytes);
+    endpoint.speed_mbps = reader.get<uint32_t>();
+    if (!reader.ok()) malformed(what, "they end too early");
+    rails.endpoints.push_back(std::move(endpoint));
+  }
+  return rails;
+}
+
+// What cannot be said by a reader of one field: the sections together.
+void check_rdma(const char* what, const Address& address) {
+  size_t rails = 0;
+  for (const RdmaRails& half : address.rdma) rails += half.endpoints.size();
+  if (rails > kRailsMax) {
+    malformed(what, std::to_string(rails) + " rails of verbs and ofi together, at most 16 expected");
+  }
+}
+
 void put_address(Writer& writer, const Address& address) {
   writer.put(address.transports);
   writer.put_bytes(address.incarnation);
@@ -116,6 +170,9 @@ void put_address(Writer& writer, const Address& address) {
   writer.put(address.rail_count);
   writer.put(static_cast<uint8_t>(address.endpoints.size()));
   for (const Endpoint& endpoint : address.endpoints) put_endpoint(writer, endpoint);
+  for (const TransportKind kind : kRdma) {
+    if (address.has(kind)) put_rdma(writer, address.rdma_on(kind));
+  }
 }
 
 Address get_address(const char* what, Reader& reader) {
@@ -146,7 +203,24 @@ Address get_address(const char* what, Reader& reader) {
                         transport_names(address.transports) + ": tcp has at least one, others none");
   }
   for (uint32_t i = 0; i < endpoints; ++i) address.endpoints.push_back(get_endpoint(what, reader));
+  for (const TransportKind kind : kRdma) {
+    if (address.has(kind)) address.rdma_on(kind) = get_rdma(what, transport_name(kind), reader);
+  }
+  check_rdma(what, address);
   return address;
+}
+
+void put_keys(Writer& writer, const RdmaKeys& keys) {
+  writer.put(keys.base);
+  for (const uint64_t key : keys.keys) writer.put(key);
+}
+
+// The number of keys is that of the owner's rails: it is not said again.
+RdmaKeys get_keys(Reader& reader, size_t count) {
+  RdmaKeys keys;
+  keys.base = reader.get<uint64_t>();
+  for (size_t i = 0; i < count; ++i) keys.keys.push_back(reader.get<uint64_t>());
+  return keys;
 }
 
 }  // namespace
@@ -173,6 +247,26 @@ std::string to_text(const Endpoint& endpoint) {
   return endpoint.family == 4 ? ip_text(endpoint) + port : "[" + ip_text(endpoint) + "]" + port;
 }
 
+uint32_t Address::rail_count_on(TransportKind kind) const {
+  switch (kind) {
+    case TransportKind::kShm:
+    case TransportKind::kNull:
+      return rail_count;
+    case TransportKind::kTcp:
+      return static_cast<uint32_t>(endpoints.size());
+    case TransportKind::kVerbs:
+    case TransportKind::kOfi:
+      return static_cast<uint32_t>(rdma_on(kind).endpoints.size());
+  }
+  return 0;
+}
+
+uint32_t Address::speed_mbps_of(TransportKind kind, uint32_t rail) const {
+  if (rail >= rail_count_on(kind)) return 0;
+  if (kind == TransportKind::kTcp) return endpoints[rail].speed_mbps;
+  return is_rdma(kind) ? rdma_on(kind).endpoints[rail].speed_mbps : 0;
+}
+
 bool same_host(const Address& a, const Address& b) { return a.host == b.host && a.net == b.net; }
 
 Bytes Address::encode() const {
@@ -195,6 +289,9 @@ Bytes RegionDescriptor::encode() const {
   writer.put(kDescriptorMagic);
   writer.put(kVersion);
   put_address(writer, owner);
+  for (const TransportKind kind : kRdma) {
+    if (owner.has(kind)) put_keys(writer, rdma_on(kind));
+  }
   writer.put(region_id);
   writer.put(length_bytes);
   writer.put(static_cast<uint8_t>(access));
@@ -206,6 +303,11 @@ RegionDescriptor RegionDescriptor::decode(std::span<const uint8_t> bytes) {
   Reader reader = open_sealed(kWhat, kDescriptorMagic, bytes);
   RegionDescriptor descriptor;
   descriptor.owner = get_address(kWhat, reader);
+  for (const TransportKind kind : kRdma) {
+    if (descriptor.owner.has(kind)) {
+      descriptor.rdma_on(kind) = get_keys(reader, descriptor.owner.rdma_on(kind).endpoints.size());
+    }
+  }
   descriptor.region_id = reader.get<uint64_t>();
   descriptor.length_bytes = reader.get<uint64_t>();
   const auto access = reader.get<uint8_t>();
@@ -220,8 +322,13 @@ RegionDescriptor RegionDescriptor::decode(std::span<const uint8_t> bytes) {
       malformed(kWhat, "access " + std::to_string(access) + " is unknown");
   }
   if (descriptor.region_id == 0) malformed(kWhat, "region id is zero");
-  if (descriptor.length_bytes == 0 || descriptor.length_bytes > (uint64_t{1} << 56)) {
+  if (descriptor.length_bytes == 0 || descriptor.length_bytes > kRegionBytesMax) {
     malformed(kWhat, "length " + std::to_string(descriptor.length_bytes) + " is out of range");
+  }
+  for (const RdmaKeys& keys : descriptor.rdma) {
+    if (keys.base > UINT64_MAX - descriptor.length_bytes) {
+      malformed(kWhat, "base " + std::to_string(keys.base) + " and length pass the end of the address space");
+    }
   }
   return descriptor;
 }
@@ -234,6 +341,10 @@ const char* transport_name(TransportKind kind) {
       return "null";
     case TransportKind::kTcp:
       return "tcp";
+    case TransportKind::kVerbs:
+      return "verbs";
+    case TransportKind::kOfi:
+      return "ofi";
   }
   return "?";
 }

@@ -33,6 +33,41 @@ struct Endpoint {
 std::string to_text(const Endpoint& endpoint);
 std::string ip_text(const Endpoint& endpoint);  // "10.0.0.1", "::1"
 
+// What a rail of an RDMA transport is reached by: its device's own words, opaque to everybody but that transport.
+struct RdmaEndpoint {
+  Bytes bytes;              // 1..kRdmaEndpointBytesMax
+  uint32_t speed_mbps = 0;  // 0 unknown
+
+  bool operator==(const RdmaEndpoint&) const = default;
+};
+inline constexpr size_t kRdmaEndpointBytesMax = 64;
+
+// The rails of one RDMA transport.
+struct RdmaRails {
+  // What kind of network it is; engines on different ones do not reach each other: the provider of ofi ("efa", "tcp"),
+  // for verbs what it likes. 0..kFabricBytesMax bytes of UTF-8.
+  std::string fabric;
+  std::vector<RdmaEndpoint> endpoints;
+
+  bool operator==(const RdmaRails&) const = default;
+};
+inline constexpr size_t kFabricBytesMax = 32;
+
+// What one RDMA transport's NICs want to hear from peers that touch a region.
+struct RdmaKeys {
+  uint64_t base = 0;           // the address of the region's first byte, in the NIC's counting
+  std::vector<uint64_t> keys;  // one for each of the owner's rails of that transport
+
+  bool operator==(const RdmaKeys&) const = default;
+};
+
+// Where a kind's half of `Address::rdma` and `RegionDescriptor::rdma` is.
+inline constexpr size_t kRdmaKinds = 2;
+constexpr bool is_rdma(TransportKind kind) { return (transport_bit(kind) & kRdmaTransports) != 0; }
+constexpr size_t rdma_index(TransportKind kind) {
+  return kind == TransportKind::kOfi ? 1 : 0;
+}  // of verbs and ofi only
+
 // Identity of one engine, and how to reach it.
 struct Address {
   uint32_t transports = 0;  // mask of transport_bit()s, at least one
@@ -43,11 +78,15 @@ struct Address {
   uint32_t pid = 0;                 // as seen in the engine's own pid namespace; for messages only
   uint8_t rail_count = 1;           // of shm and null: 1..kRailsMax
   std::vector<Endpoint> endpoints;  // the rails of tcp: 1..kRailsMax with tcp, else none
+  // The rails of verbs and ofi: at least one with the transport, else none; at most kRailsMax together, so that an
+  // address fits wherever one is shown at the beginning of a connection.
+  std::array<RdmaRails, kRdmaKinds> rdma;
 
   bool has(TransportKind kind) const { return (transports & transport_bit(kind)) != 0; }
-  uint32_t rail_count_on(TransportKind kind) const {
-    return kind == TransportKind::kTcp ? static_cast<uint32_t>(endpoints.size()) : rail_count;
-  }
+  uint32_t rail_count_on(TransportKind kind) const;
+  uint32_t speed_mbps_of(TransportKind kind, uint32_t rail) const;           // 0 unknown, or no such rail
+  RdmaRails& rdma_on(TransportKind kind) { return rdma[rdma_index(kind)]; }  // of verbs and ofi only
+  const RdmaRails& rdma_on(TransportKind kind) const { return rdma[rdma_index(kind)]; }
 
   Bytes encode() const;
   static Address decode(std::span<const uint8_t> bytes);
@@ -64,6 +103,10 @@ struct RegionDescriptor {
   uint64_t region_id = 0;  // slot and generation: an id is never used twice in one incarnation
   uint64_t length_bytes = 0;
   Access access = Access::kRemoteWrite;
+  std::array<RdmaKeys, kRdmaKinds> rdma;  // with as many keys as the owner has rails there
+
+  RdmaKeys& rdma_on(TransportKind kind) { return rdma[rdma_index(kind)]; }  // of verbs and ofi only
+  const RdmaKeys& rdma_on(TransportKind kind) const { return rdma[rdma_index(kind)]; }
 
   Bytes encode() const;
   static RegionDescriptor decode(std::span<const uint8_t> bytes);

@@ -26,7 +26,8 @@ namespace crossrail {
 class Link {
  public:
   virtual ~Link() = default;
-  // Rails that this link can use now. Asked only when Traits::balances_rails: with one, cutting a write gains nothing.
+  // Rails that this link can use now; may change at any time. Asked only when Traits::balances_rails: with one, cutting a
+  // write gains nothing.
   virtual uint32_t lanes() const { return 1; }
   void* user = nullptr;  // the engine's Peer
 };
@@ -39,6 +40,8 @@ class LocalRegion {
   uint64_t length_bytes = 0;
   uint64_t id = 0;         // the engine's, given at registration
   bool is_mapped = false;  // peers of this host can map it
+  // Of an RDMA transport: what the region's descriptor tells peers. The same for the region's life.
+  virtual RdmaKeys rdma_keys() const { return {}; }
 };
 
 // The transport's half of a peer's region. Owned by the engine; dies before the link does.
@@ -123,6 +126,9 @@ class Transport {
 
   virtual const Traits& traits() const = 0;    // [any]
   virtual const Address& address() const = 0;  // [any]
+  // Once, after all transports of the engine are open and before any other call: the engine's whole address, which is
+  // what peers are to be shown. Those opened last know it already.
+  virtual void complete_address(const Address&) {}
 
   // --- memory [any]. id: never used before in this incarnation; its slot (region_slot) is no other open region's ---
   virtual std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
@@ -141,6 +147,8 @@ class Transport {
   virtual void disconnect(Link& link) = 0;
   virtual std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) = 0;
   virtual std::vector<PathReport> explain(Link& link) = 0;
+  // [any] Why none of that peer's rails is in reach of ours (other kinds of links); empty: some is, or nobody can tell.
+  virtual std::string why_out_of_reach(const Address&) const { return {}; }
   // Empty: paired as by peer_rail() of engine/sharding.h.
   virtual std::vector<RailReport> explain_rails(Link&) { return {}; }
 
@@ -182,18 +190,30 @@ class Transport {
   virtual void abandon_after_fork() = 0;
 };
 
+// What only RDMA transports ask.
+struct RdmaOptions {
+  std::string provider;         // ofi: exact name ("efa", "tcp"); empty: efa, and nothing else
+  int32_t gid_index = -1;       // verbs on RoCE: -1 by choice
+  uint32_t traffic_class = 0;   // verbs on RoCE: 0..255
+  uint32_t service_level = 0;   // verbs: 0..15
+  uint32_t path_mtu_bytes = 0;  // verbs: 256, 512 ... 4096; 0: the port's
+};
+
 struct TransportOptions {
   // Who the engine is, with what the transports opened before have added. Transport::address() is this and what this
-  // transport adds: tcp its endpoints.
+  // transport adds: tcp its endpoints, verbs and ofi theirs.
   Address identity;
   uint32_t rail_count = 1;
-  std::vector<std::string> rails;  // tcp: IP address or interface name of each rail; empty: rail_count default ones
-  uint16_t port = 0;               // tcp: 0 ephemeral; rails that share an IP address take port, port + 1, ...
-  std::string secret;              // tcp: both sides must know it; may be empty
-  int64_t peer_timeout_ns = 10'000'000'000;  // tcp: a peer that is silent for so long is lost
+  // tcp: IP address or interface name of each rail; verbs and ofi: device ("mlx5_0"), port ("mlx5_0:1"), interface or IP
+  // address. Empty: rail_count default ones; for verbs and ofi then 0 means all that are worth it.
+  std::vector<std::string> rails;
+  uint16_t port = 0;   // tcp: 0 ephemeral; rails that share an IP address take port, port + 1, ...
+  std::string secret;  // tcp, verbs, ofi: both sides must know it; may be empty
+  int64_t peer_timeout_ns = 10'000'000'000;  // tcp, verbs, ofi: a peer that is silent for so long is lost
   uint64_t message_bytes_max = 0;
   int64_t connect_timeout_ns = 0;
   int private_path = 0;  // shm: 0 by measurement, 1 staged, 2 cross-memory attach
+  RdmaOptions rdma;
 };
 
 }  // namespace crossrail

@@ -18,15 +18,16 @@ inline constexpr uint32_t kUnitsPerCount = 48;
 inline constexpr uint32_t kRailsMax = 16;
 inline constexpr uint32_t kAnyRail = ~0u;
 
-enum class TransportKind : uint8_t { kShm = 1, kNull = 2, kTcp = 3 };
+enum class TransportKind : uint8_t { kShm = 1, kNull = 2, kTcp = 3, kVerbs = 4, kOfi = 5 };
 inline constexpr uint32_t kTransportsMax = 4;  // of one engine at once
-inline constexpr uint32_t kTransportKinds = 3;
+inline constexpr uint32_t kTransportKinds = 5;
 const char* transport_name(TransportKind kind);
 
 // Sets of kinds are masks of these.
 constexpr uint32_t transport_bit(TransportKind kind) { return 1u << static_cast<uint32_t>(kind); }
-inline constexpr uint32_t kAllTransports =
-    transport_bit(TransportKind::kShm) | transport_bit(TransportKind::kNull) | transport_bit(TransportKind::kTcp);
+inline constexpr uint32_t kRdmaTransports = transport_bit(TransportKind::kVerbs) | transport_bit(TransportKind::kOfi);
+inline constexpr uint32_t kAllTransports = transport_bit(TransportKind::kShm) | transport_bit(TransportKind::kNull) |
+                                           transport_bit(TransportKind::kTcp) | kRdmaTransports;
 // "shm and tcp"; "none" for the empty set.
 std::string transport_names(uint32_t transports);
 

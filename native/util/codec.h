@@ -16,6 +16,9 @@ static_assert(std::endian::native == std::endian::little, "the codec writes nati
 
 class Writer {
  public:
+  // Enough for nearly all that is written: one allocation.
+  Writer() { bytes_.reserve(256); }
+
   template <typename T>
     requires std::is_integral_v<T>
   void put(T value) {

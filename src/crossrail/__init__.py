@@ -4,6 +4,7 @@
 >>> engine = xr.Engine("decoder-0")
 """
 
+from crossrail import _libfabric
 from crossrail._core import Address, Message, PeerGroup, RegionDescriptor, Transfer, __version__
 from crossrail.counters import CountTicket, ImmCounter
 from crossrail.engine import Engine
@@ -22,8 +23,11 @@ from crossrail.errors import (
 )
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, PathExplanation
+from crossrail.rdma import RdmaOptions
 from crossrail.regions import Region
 from crossrail.watchers import Watcher
+
+_libfabric.announce()
 
 __all__ = [
     "Address",
@@ -39,6 +43,7 @@ __all__ = [
     "PathExplanation",
     "PeerGroup",
     "PeerLost",
+    "RdmaOptions",
     "ReceivePool",
     "Region",
     "RegionDescriptor",

@@ -20,6 +20,7 @@ from crossrail.counters import ImmCounter
 from crossrail.errors import UsageError
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, PathExplanation
+from crossrail.rdma import RdmaOptions
 from crossrail.regions import Region
 from crossrail.watchers import Watcher
 
@@ -32,6 +33,7 @@ _EVENT_LEVELS = {
     "peer-lost": logging.WARNING,
     "peer-left": logging.INFO,
     "peer-frozen": logging.WARNING,
+    "transport-absent": logging.WARNING,
     "protocol-error": logging.ERROR,
     "imm-overflow": logging.ERROR,
 }
@@ -54,12 +56,15 @@ class Engine(_core.Engine):
     closed. In a forked child it is unusable and harmless; the parent's goes on.
 
     name: 1..64 bytes of UTF-8, for people; None: "<program>-<pid>".
-    transport: "shm" (processes of one host), "tcp", or "auto": both, and peers on this host are reached by shm, others
-    by tcp. "null" moves nothing: for measuring. explain(peer) shows what was chosen, and why.
-    rails: 1..16 of them; with tcp also a list of what each is bound to, IP addresses or interface names. Beside tcp shm
-    has one. port: where tcp listens, 0: anywhere; rails that share an address take port, port + 1, ...
-    secret: what tcp peers must know too, up to 1024 bytes; None: the environment variable CROSSRAIL_SECRET, or none.
-    peer_timeout_s: tcp peers that are silent for so long are lost.
+    transport: "shm" (processes of one host), "tcp", "verbs" (ConnectX and other RC-capable NICs), "ofi" (AWS EFA), or
+    "auto": shm, tcp, and verbs or ofi where there is such a device; then a peer on this host is reached by shm, another
+    by verbs, ofi or tcp, the first that both have. "ofi:tcp" is ofi over that provider of libfabric, "shm+verbs" these
+    two and no others. "null" moves nothing: for measuring. explain(peer) shows what was chosen, and why.
+    rails: 1..16 of them, or a list of what each is bound to: IP addresses or interface names, of verbs and ofi also
+    devices and ports ("mlx5_0", "mlx5_0:1"). Beside a network shm has one.
+    port: where tcp listens, 0: anywhere; rails that share an address take port, port + 1, ...
+    secret: what peers of other hosts must know too, up to 1024 bytes; None: CROSSRAIL_SECRET's value, or none.
+    peer_timeout_s: peers of other hosts that are silent for so long are lost. rdma: options of verbs and ofi.
     polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive
     it: in submits, waits and progress()). worker_cpu: core to pin the worker to; "auto": the first
     core of the NUMA node that the rails are on which this process may use, none where that is not known (the log says).
@@ -90,14 +95,16 @@ class Engine(_core.Engine):
         watcher_poll_us: float = 5.0,
         connect_timeout_s: float = 5.0,
         private_path: str = "auto",
+        rdma: RdmaOptions | None = None,
         require: str | None = None,
     ) -> None:
         clauses = None if require is None else _parse_policy(require)
         if name is None:
             program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
             name = f"{program.encode()[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
+        rails = _default_rails(transport, rails)
         if worker_cpu == "auto":
-            from crossrail.policy import auto_worker_cpu
+            from crossrail.default_rails import auto_worker_cpu
 
             worker_cpu = auto_worker_cpu(transport, rails)
         elif isinstance(worker_cpu, str):
@@ -105,6 +112,7 @@ class Engine(_core.Engine):
         super().__init__(
             name, transport, rails, port, _secret_bytes(secret), peer_timeout_s, polling, spin_us, worker_cpu,
             submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
+            (rdma or RdmaOptions()).as_tuple(),
         )  # fmt: skip
         self._on_event: Callable[[EngineEvent], object] | None = None
         self._callbacks = CallbackThread(name)
@@ -256,6 +264,14 @@ class Engine(_core.Engine):
                 about = f" of peer {peer!r}" if peer else ""
                 why = f": {detail}" if detail else ""
                 log.log(_EVENT_LEVELS[kind], "engine %r: %s%s%s", self.name, kind, about, why)
+
+
+def _default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[str]:
+    if transport in ("shm", "tcp", "null"):
+        return rails
+    from crossrail.default_rails import default_rails
+
+    return default_rails(transport, rails)
 
 
 def _parse_policy(text: str) -> tuple[Clause, ...]:

@@ -15,7 +15,8 @@ class EngineEvent:
 
     kind: "imm-overflow" (arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken),
     "peer-connected", "peer-lost", "peer-left" (it closed), "peer-frozen", "peer-thawed", "protocol-error" (malformed
-    bytes; the peer was cut off).
+    bytes; the peer was cut off), "transport-absent" (it has a device, and yet did not open: peers are reached by a
+    slower one).
     peer: its name, may be empty.
     """
 

@@ -1,29 +1,27 @@
-"""What an engine's owner insists on: which paths bytes may take, and where the worker runs.
+"""What an engine's owner insists on: which paths bytes may take.
 
 A policy is text, comma-separated clauses that must all hold: "tcp, rails>=4, speed>=400". It is parsed once, and
-checked against what is there, never against what was asked for. Any thread may call any of this; parse, unmet, check,
-speed_of and core_near are pure.
+checked against what is there, never against what was asked for. Any thread may call any of this; parse, unmet, check
+and speed_of are pure.
 
 engine.py imports this when it is first needed, and this imports crossrail.topology when that is.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from crossrail._notify import log
+from crossrail import _core
 from crossrail.errors import TransportError, UsageError
+from crossrail.interfaces import read_topology
 
 if TYPE_CHECKING:
     from crossrail.engine import Engine
     from crossrail.peers import Explanation
-    from crossrail.topology import RailChoice, Topology
+    from crossrail.topology import Topology
 
 VOCABULARY = (
     "shm, tcp, verbs, ofi, rdma (verbs or ofi), gpudirect, rails>=N (also rails=N, rails>N; N whole, 1 or more), "
@@ -38,8 +36,7 @@ _TRANSPORTS = {
     "ofi": frozenset({"ofi"}),
     "rdma": frozenset({"verbs", "ofi"}),
 }
-# What native/transport/open.h opens; test_policy.py fails when that learns another.
-BUILT = frozenset({"shm", "tcp"})
+_RDMA = _TRANSPORTS["rdma"]
 HAS_GPUDIRECT = False
 
 _COMPARED = re.compile(r"(rails|speed)\s*(>=|=|>)\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)")
@@ -72,6 +69,7 @@ class Found:
     gbit_per_s: of the rails' interfaces, None when that is not known; speed_reason: of what it is the sum.
     lost: why the peer cannot be reached any more, else "".
     is_path: what to do next differs.
+    missing: why verbs and ofi have no rail on this machine, by name; not those that have.
     """
 
     what: str
@@ -84,6 +82,7 @@ class Found:
     gpudirect: bool = HAS_GPUDIRECT
     is_path: bool = False
     lost: str = ""
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,14 +144,18 @@ def _judge_transport(clause: Clause, found: Found) -> Unmet | None:
         return None
     have = ", ".join(found.transports) or "none"
     phrase = f"{found.what} {'goes over' if found.is_path else 'has'} {have} ({found.reason})"
-    if accepted.isdisjoint(BUILT):
-        names = " or ".join(sorted(accepted))
-        return Unmet(clause, f"{phrase}, and this build has no {names} transport", "see crossrail doctor")
+    if accepted <= found.missing.keys():
+        whys = "; ".join(f"{name}: {found.missing[name]}" for name in sorted(accepted))
+        return Unmet(clause, f"{phrase}; {whys}", "see crossrail doctor")
     if found.is_path:
-        remedy = f"open both engines with transport='{clause.name}'; print(engine.explain(peer)) shows the path"
+        remedy = f"open both engines with transport='{_word(clause)}'; print(engine.explain(peer)) shows the path"
     else:
-        remedy = f"open the engine with transport='{clause.name}' or 'auto'"
+        remedy = f"open the engine with transport='{_word(clause)}' or 'auto'"
     return Unmet(clause, phrase, remedy)
+
+
+def _word(clause: Clause) -> str:
+    return "verbs' or 'ofi" if clause.name == "rdma" else clause.name
 
 
 def _judge_gpudirect(clause: Clause, found: Found) -> Unmet | None:
@@ -195,7 +198,7 @@ def of_engine(engine: Engine, transport: str, clauses: Iterable[Clause]) -> Foun
     """What an open engine has. transport: as it was asked for. Reads the topology only if a clause is about speed."""
     speed, speed_reason = None, ""
     if any(clause.name == "speed" for clause in clauses):
-        speed, speed_reason = speed_of(engine.address.endpoints, read_topology())
+        speed, speed_reason = _engine_speed(engine)
     return Found(
         what=f"engine '{engine.name}'",
         transports=engine.address.transports,
@@ -204,6 +207,7 @@ def of_engine(engine: Engine, transport: str, clauses: Iterable[Clause]) -> Foun
         rails_reason="as many as it was opened with",
         gbit_per_s=speed,
         speed_reason=speed_reason,
+        missing=_missing(clauses),
     )
 
 
@@ -226,7 +230,28 @@ def of_path(engine: Engine, explanation: Explanation, clauses: Iterable[Clause])
         speed_reason=speed_reason,
         is_path=True,
         lost=_lost(explanation),
+        missing=_missing(clauses),
     )
+
+
+def _missing(clauses: Iterable[Clause]) -> dict[str, str]:
+    """Asked only where a clause is about it: a library may have to be opened for that."""
+    wanted = {name for clause in clauses for name in _TRANSPORTS.get(clause.name, frozenset()) & _RDMA}
+    reasons = {name: _core._rdma_missing(name) for name in wanted}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _engine_speed(engine: Engine) -> tuple[float | None, str]:
+    """Of the network that is fastest: bytes to one peer go over one."""
+    found = [speed_of(engine.address.endpoints, read_topology())]
+    for transport in sorted(_RDMA & set(engine.address.transports)):
+        speeds = engine.address.rail_speeds(transport)
+        found.append(
+            (sum(speeds), f"by {len(speeds)} port(s) of {transport}")
+            if all(speeds)
+            else (None, f"a port of {transport} does not say its speed")
+        )
+    return max(found, key=lambda pair: pair[0] or 0.0)
 
 
 def _lost(explanation: Explanation) -> str:
@@ -235,11 +260,13 @@ def _lost(explanation: Explanation) -> str:
 
 
 def _path_speed(explanation: Explanation) -> tuple[float | None, str]:
-    if not explanation.endpoints:
+    if not explanation.endpoints and explanation.transport not in _RDMA:
         return None, f"over {explanation.transport}, whose rails have no interface"
     if not explanation.gb_per_s_expected:
         return None, "the interface of at least one rail, ours or the peer's, does not say its speed"
     pairs = round(explanation.gb_per_s_expected * 8, 6)
+    if explanation.transport in _RDMA:
+        return pairs, f"the slower end of each of {len(explanation.rails)} pairs of rails, by their ports"
     # explain() adds up pairs of rails; two that share an interface of ours also share its speed.
     ours, reason = speed_of([here for here, _ in explanation.endpoints], read_topology())
     if ours is not None and ours < pairs:
@@ -268,102 +295,3 @@ def speed_of(endpoints: Sequence[str], topology: Topology) -> tuple[float | None
     parts = [f"by {', '.join(known)}"] if known else []
     parts += [f"speed of {', '.join(silent)} not known"] if silent else []
     return sum(known.values()) if known else None, "; ".join(parts)
-
-
-def read_topology() -> Topology:
-    """Of this machine, with the IP addresses of its net devices. Takes milliseconds."""
-    from crossrail.topology import Topology
-
-    return Topology.read(addresses=interface_addresses())
-
-
-def interface_addresses() -> dict[str, list[str]]:
-    """IP addresses by net device, of this network namespace. What cannot be read is left out."""
-    found: dict[str, list[str]] = {}
-    with contextlib.suppress(OSError):
-        for name, ip in _ipv4_addresses():
-            found.setdefault(name, []).append(ip)
-    with contextlib.suppress(OSError):
-        for name, ip in _ipv6_addresses():
-            found.setdefault(name, []).append(ip)
-    return found
-
-
-def _ipv4_addresses() -> list[tuple[str, str]]:
-    """SIOCGIFCONF, netdevice(7): an array of struct ifreq, each a name of 16 bytes and a union with a sockaddr_in."""
-    import array
-    import fcntl
-    import socket
-    import struct
-
-    siocgifconf = 0x8912
-    ifreq_bytes = 40 if struct.calcsize("P") == 8 else 32
-    ifreqs = array.array("B", bytes(1024 * ifreq_bytes))
-    ifconf = struct.pack("iP", len(ifreqs), ifreqs.buffer_info()[0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        nbytes, _ = struct.unpack("iP", fcntl.ioctl(sock, siocgifconf, ifconf))
-    found = []
-    for at in range(0, nbytes, ifreq_bytes):
-        ifreq = ifreqs[at : at + ifreq_bytes].tobytes()
-        label = os.fsdecode(ifreq[:16].partition(b"\0")[0])
-        found.append((label.partition(":")[0], socket.inet_ntoa(ifreq[20:24])))  # "eth0:1" is on eth0
-    return found
-
-
-def _ipv6_addresses() -> list[tuple[str, str]]:
-    """/proc/net/if_inet6, proc_net(5): address, index, prefix, scope and flags in hexadecimal, then the name."""
-    import socket
-
-    lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-    return [
-        (words[5], socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))) for words in lines if len(words) == 6
-    ]
-
-
-# --- where the worker runs ---
-
-
-def auto_worker_cpu(transport: str, rails: int | Sequence[str]) -> int | None:
-    """The first core near the rails that this process may use, or None: leave the worker where the scheduler puts it.
-
-    transport, rails: the engine's options. Rails given as a number are those that choose_rails takes; the engine's
-    tcp chooses by itself and may differ, so on machines of several nodes name them. None, with the reason
-    in the log (level INFO), when the engine has no rail on a NIC, nobody knows the NIC's NUMA node, or this
-    process may use none of that node's cores. Every engine of the same rails gets the same core: where several run,
-    pin by hand or give each process an affinity of its own.
-    """
-    if transport in ("shm", "null"):
-        log.info("worker_cpu='auto': transport %r uses no NIC; the worker is not pinned", transport)
-        return None
-    topology = read_topology()
-    cpu, reason = core_near(topology, _rails_of(topology, rails), os.sched_getaffinity(0))
-    where = "the worker is not pinned" if cpu is None else f"the worker is pinned to core {cpu}"
-    log.info("worker_cpu='auto': %s; %s", reason, where)
-    return cpu
-
-
-def core_near(topology: Topology, choice: RailChoice, affinity: Iterable[int]) -> tuple[int | None, str]:
-    """The first core of the rails' NUMA node within the affinity, or None; and why. Pure."""
-    from crossrail.topology import worker_cpus
-
-    nodes = [topology.node_of(rail.nic) for rail in choice.rails]
-    if not any(nodes) or not any(node.cpus for node in topology.numa_nodes):
-        return None, "the rails' NUMA node is unknown" if choice.rails else choice.reason
-    near = worker_cpus(topology, choice)  # without the affinity: with it, it answers far cores when there are no near
-    usable = set(near.cpus) & set(affinity)
-    if not usable:
-        return None, f"{near.reason}, but this process may use none of its cores"
-    return min(usable), near.reason
-
-
-def _rails_of(topology: Topology, rails: int | Sequence[str]) -> RailChoice:
-    """What is wrong with rails is left to the engine, which opens next and says it better."""
-    from crossrail.topology import choose_rails
-
-    if isinstance(rails, int):
-        return choose_rails(topology, "host", need="ip", limit=max(rails, 1))
-    by_ip = {ip: device.name for device in topology.net_devices for ip in device.ip_addresses}
-    known = {name for nic in topology.nics for name in nic.names}
-    given = [rail for rail in rails if isinstance(rail, str)] if isinstance(rails, (list, tuple)) else []
-    names = [by_ip.get(rail, rail) for rail in given]
-    return choose_rails(topology, "host", need="ip", only=[name for name in names if name in known])

@@ -1,6 +1,7 @@
 """The tree shows the architecture, and this keeps it true: imports and #includes point down, never up.
 
-    kv | weights | moe -> engine -> _core -> native/engine -> transport.h <- shm | tcp | ofi | verbs | null
+    kv | weights | moe -> engine -> _core -> native/engine -> transport.h <- shm | tcp | rdma | null
+    transport/rdma/nic.h <- rdma | ofi | verbs
 
 To allow a new arrow, add it to NATIVE_MAY_USE or PYTHON_MAY_USE below, where a reviewer sees it.
 """
@@ -19,17 +20,19 @@ ROOT = Path(__file__).resolve().parents[2]
 # --- C++ ---
 
 # A layer is a folder of native/; "backend" is any folder of native/transport/, and "factory" is
-# transport/open.h, the one way from an engine to a backend. Every layer may use itself; a backend, its own folder.
+# transport/open.h, the one way from an engine to a backend. "nic" is transport/rdma/nic.h, which is all that the rdma
+# backend and its NICs, verbs and ofi, know of each other. Every layer may use itself; a backend, its own folder.
 NATIVE_MAY_USE: dict[str, set[str]] = {
     "util": set(),
     "device": {"util"},
     "transport": {"util", "device"},
-    "backend": {"util", "device", "transport"},
-    "factory": {"util", "device", "transport", "backend"},
+    "nic": {"util", "transport"},
+    "backend": {"util", "device", "transport", "nic"},
+    "factory": {"util", "device", "transport", "nic", "backend"},
     "engine": {"util", "device", "transport", "factory"},
     "moe": {"util", "device", "transport", "factory", "engine"},
-    "bench": {"util", "device", "transport", "factory", "backend", "engine", "moe"},
-    "bindings": {"util", "device", "transport", "factory", "backend", "engine", "moe", "bench"},
+    "bench": {"util", "device", "transport", "factory", "nic", "backend", "engine", "moe"},
+    "bindings": {"util", "device", "transport", "factory", "nic", "backend", "engine", "moe", "bench"},
 }
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
 PYTHON_HEADER = re.compile(r"^(nanobind/|pybind11/|Python\.h$|numpy/|structmember\.h$)")
@@ -38,6 +41,8 @@ PYTHON_HEADER = re.compile(r"^(nanobind/|pybind11/|Python\.h$|numpy/|structmembe
 def native_layer(path: str) -> str:
     """The layer of a file, named relative to native/."""
     parts = PurePosixPath(path).parts
+    if path == "transport/rdma/nic.h":
+        return "nic"
     if parts[0] == "transport" and len(parts) > 2:
         return "backend"
     if parts[0] == "transport" and PurePosixPath(path).stem == "open":

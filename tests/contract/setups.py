@@ -1,13 +1,25 @@
 """Over what the contract cases run: backend, processes, rails and memory of both sides."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
 import pytest
 
-# Every backend present. A new backend is a line here, and passes every case unchanged.
-TRANSPORTS = ("shm", "tcp")
+from crossrail import _core
+
+
+@functools.cache
+def why_not(transport: str) -> str:
+    """Why this machine has no such backend; empty when it has. verbs: no active port; ofi:tcp: no libfabric."""
+    kind, _, provider = transport.partition(":")
+    return "" if kind in ("shm", "tcp") else _core._rdma_missing(kind, provider)
+
+
+# Every backend present. A new backend is a word here, and passes every case unchanged.
+BACKENDS = ("shm", "tcp", "ofi:tcp", "verbs")
+TRANSPORTS = tuple(transport for transport in BACKENDS if not why_not(transport))
 
 
 @dataclass(frozen=True)
@@ -19,6 +31,15 @@ class Setup:
     memory_here: str
     memory_there: str
     private_path: str
+
+    @property
+    def kind(self) -> str:
+        """As explain has it: "ofi" for "ofi:tcp"."""
+        return self.transport.partition(":")[0]
+
+    @property
+    def is_network(self) -> bool:
+        return self.kind != "shm"
 
     def __str__(self) -> str:
         return (
@@ -60,14 +81,13 @@ EQUAL_RAILS: tuple[Rails, ...] = tuple((n, n) for n in range(1, 17))
 def setup_list(rails: Iterable[Rails], memory: Iterable[Memory]) -> list[Setup]:
     rails, memory = list(rails), list(memory)
     # How private memory is reached is a question of shm alone.
-    kinds = {
-        "shm": memory,
-        "tcp": list(dict.fromkeys((here, there, "auto") for here, there, _ in memory)),
-    }
+    others = list(dict.fromkeys((here, there, "auto") for here, there, _ in memory))
     return [
         Setup(transport, processes, here, there, memory_here, memory_there, path)
         for transport in TRANSPORTS
-        for processes, (here, there), (memory_here, memory_there, path) in product((1, 2), rails, kinds[transport])
+        for processes, (here, there), (memory_here, memory_there, path) in product(
+            (1, 2), rails, memory if transport == "shm" else others
+        )
     ]
 
 

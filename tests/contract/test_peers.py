@@ -27,11 +27,11 @@ def test_explain_maps_every_rail_onto_one_of_the_peer(pair: Pair) -> None:
 
     assert sorted({rail for rail, _ in explanation.rails}) == list(range(pair.setup.rails_here))
     assert {peer_rail for _, peer_rail in explanation.rails} <= set(range(pair.setup.rails_there))
-    if pair.setup.transport == "tcp":  # connections go by pairs: every rail of the larger side has its own
+    if pair.setup.is_network:  # connections go by pairs: every rail of the larger side has its own
         assert len(explanation.rails) == max(pair.setup.rails_here, pair.setup.rails_there)
     else:
         assert len(explanation.rails) == pair.setup.rails_here
-    assert explanation.transport == pair.setup.transport
+    assert explanation.transport == pair.setup.kind
     assert explanation.state == "connected"
     assert pair.there.address.name in str(explanation)
 
@@ -54,15 +54,15 @@ def test_mapped_target_is_written_without_a_private_path(pair: Pair) -> None:
 
     used = [path for path in pair.here.explain(pair.there.address).paths if path.bytes]
     mapped = "local" if pair.setup.processes == 1 else "mapped"
-    assert {path.path for path in used} == {"tcp" if pair.setup.transport == "tcp" else mapped}
+    assert {path.path for path in used} == {pair.setup.kind if pair.setup.is_network else mapped}
     assert sum(path.bytes for path in used) >= 1_000_000
 
 
 @setups([(1, 1), (4, 4)], [memory for memory in PRIVATE if memory[:2] == ("private", "private")])
 def test_private_path_is_shown_with_its_reason(pair: Pair) -> None:
     expected = {"staged"} if pair.setup.private_path == "staged" else {"cross-memory-attach", "staged"}
-    if pair.setup.transport == "tcp":
-        expected = {"tcp"}
+    if pair.setup.is_network:
+        expected = {pair.setup.kind}
     src, dst = pair.source(1_000_000), pair.target(1_000_000)
 
     pair.here.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)

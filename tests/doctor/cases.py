@@ -6,6 +6,7 @@ write PATH TEXT      remove PATH...       virtual NETDEV...    nic NETDEV KEY=VA
 pci ADDRESS VENDOR:DEVICE CLASS [DRIVER]  bridge [acs=BITS]    soft-roce DEVICE NETDEV   proprietary-gpu NUMBER
 library NAME [version=TUPLE | devices=TUPLE] (opens)           broken NAME ERROR         forget NAME
 transport NAME STATE [GB_PER_S] (of the selftest)              unloadable ERROR          stale VERSION INSTALLED
+rails verbs|ofi PORT KEY=VALUE... (one more that the transport sees)
 limit memlock|nofile SOFT [HARD]          shm TOTAL FREE       env [NAME=VALUE]          host ATTRIBUTE LITERAL
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from crossrail.doctor.finding import Severity
 from crossrail.doctor.host import Space
-from crossrail.doctor.probes import Library, Selftest, TransportTest
+from crossrail.doctor.probes import Library, RdmaPort, Selftest, TransportTest
 from tests.doctor.tree import CAP_IPC_LOCK, GIB, FakeHost, Tree
 
 TABLE = Path(__file__).with_name("cases.txt")
@@ -167,6 +168,13 @@ def transport(tree: Tree, host: FakeHost, rest: str) -> None:
     host.selftest = Selftest(version="1.0", installed_version="1.0", transports=[test])
 
 
+def rails(tree: Tree, host: FakeHost, rest: str) -> None:
+    transport, name, *fields = rest.split()
+    port = RdmaPort(transport, name, **pairs(fields))  # type: ignore[arg-type]
+    ports = [*host.selftest.ports, port]
+    host.selftest = Selftest(version="1.0", installed_version="1.0", ports=ports, chosen=("mlx5_0:1",))
+
+
 def stale(tree: Tree, host: FakeHost, rest: str) -> None:
     version, installed = rest.split()
     host.selftest = Selftest(version=version, installed_version=installed)
@@ -209,6 +217,7 @@ VERBS: dict[str, Callable[[Tree, FakeHost, str], object]] = {
     "transport": transport,
     "unloadable": lambda tree, host, error: setattr(host, "selftest", Selftest(error=error)),
     "stale": stale,
+    "rails": rails,
     "limit": limit,
     "shm": shm,
     "env": env,

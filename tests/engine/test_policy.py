@@ -1,39 +1,15 @@
-"""What an engine's owner may insist on: clauses about its paths, and where its worker runs."""
-
-import os
-from collections.abc import Sequence
-from pathlib import Path
+"""What an engine's owner may insist on: clauses about its paths."""
 
 import pytest
 
 import crossrail as xr
-from crossrail import policy
-from crossrail.topology import CpuId, NetDevice, Nic, NumaId, NumaNode, PciAddress, PciFunction, Topology
+from crossrail import _core, interfaces, policy
+from crossrail.topology import NetDevice, Nic, Topology
 from tests.conftest import EngineFactory
+from tests.support import sealing
 from tests.support.limits import WAIT_S
+from tests.support.machines import machine, nic, pretend
 from tests.support.process import assert_clean, run_script
-
-NODES = (NumaNode(NumaId(0), (CpuId(0), CpuId(1))), NumaNode(NumaId(1), (CpuId(2), CpuId(3))))
-
-
-def nic(
-    name: str, *, ip: str = "", speed: float | None = 100.0, numa: int | None = None, kind: str = "ethernet"
-) -> Nic:
-    pci = PciFunction(PciAddress(0, int(name[-1]), 0, 0), "", numa=None if numa is None else NumaId(numa))
-    ips = (ip,) if ip else ()
-    device = NetDevice(name, kind, pci=pci, operstate="up", speed_gbps=speed, ip_addresses=ips)
-    return Nic(name, kind, pci, net_devices=(device,))
-
-
-def machine(*nics: Nic, nodes: tuple[NumaNode, ...] = NODES) -> Topology:
-    cpus = tuple(cpu for node in nodes for cpu in node.cpus)
-    devices = tuple(device for one in nics for device in one.net_devices)
-    return Topology("/made-up", cpus, nodes, nics=nics, net_devices=devices)
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch, topology: Topology, affinity: Sequence[int] = range(4)) -> None:
-    monkeypatch.setattr(policy, "read_topology", lambda: topology)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(affinity))
 
 
 def ip_of(engine: xr.Engine) -> str:
@@ -124,9 +100,9 @@ def test_engine_that_meets_its_policy_opens(
             r"shm: engine 'here' has tcp \(opened with transport='tcp'\).*Next: .*transport='shm' or 'auto'",
         ),
         ("shm", "tcp", r"tcp: engine 'here' has shm .*Next: .*transport='tcp' or 'auto'"),
-        ("auto", "verbs", r"verbs: engine 'here' has shm, tcp .*this build has no verbs transport.*crossrail doctor"),
-        ("auto", "ofi", r"ofi: .*no ofi transport.*crossrail doctor"),
-        ("auto", "rdma", r"rdma: .*no ofi or verbs transport.*crossrail doctor"),
+        ("auto", "verbs", r"verbs: engine 'here' has shm, tcp .*; verbs: no device here.*crossrail doctor"),
+        ("auto", "ofi", r"ofi: .*; ofi: no device here.*crossrail doctor"),
+        ("auto", "rdma", r"rdma: .*; ofi: no device here; verbs: no device here.*crossrail doctor"),
         ("auto", "gpudirect", r"gpudirect: .*this build has no CUDA path.*crossrail doctor"),
         ("shm", "shm, rails>=4", r"require: rails>=4: engine 'here' has 1 rail.*as many as.*Next: .*rails=4"),
         ("shm", "rails>1", r"rails>1: .*Next: .*rails=2"),
@@ -134,12 +110,16 @@ def test_engine_that_meets_its_policy_opens(
         ("shm", "speed>=1", r"speed>=1: .*unknown speed \(none of its rails is on an interface\).*crossrail topo"),
     ],
 )
-def test_unmet_clause_says_what_was_found_why_and_what_next(transport: str, require: str, message: str) -> None:
+def test_unmet_clause_says_what_was_found_why_and_what_next(
+    monkeypatch: pytest.MonkeyPatch, transport: str, require: str, message: str
+) -> None:
+    monkeypatch.setattr(_core, "_rdma_missing", lambda transport: "no device here")
     with pytest.raises(xr.TransportError, match=message):
         xr.Engine("here", transport=transport, require=require)
 
 
-def test_all_unmet_clauses_are_told_at_once() -> None:
+def test_all_unmet_clauses_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "_rdma_missing", lambda transport: "no device here")
     with pytest.raises(xr.TransportError, match=r"verbs: .*; rails>=2: .*Next: see crossrail doctor; open the engine"):
         xr.Engine("here", require="verbs, shm, rails>=2")
 
@@ -179,17 +159,24 @@ def test_speed_is_the_sum_of_what_is_known_and_the_rest_is_named() -> None:
 
 
 def test_addresses_of_this_machine_are_found(open_engine: EngineFactory) -> None:
-    ips = [ip for found in policy.interface_addresses().values() for ip in found]
+    ips = [ip for found in interfaces.interface_addresses().values() for ip in found]
 
-    assert "127.0.0.1" in policy.interface_addresses()["lo"]
+    assert "127.0.0.1" in interfaces.interface_addresses()["lo"]
     assert ip_of(open_engine(transport="tcp")) in ips
 
 
-@pytest.mark.parametrize("transport", ["verbs", "ofi"])
-def test_policy_knows_what_the_build_has(transport: str) -> None:
-    assert transport not in policy.BUILT
-    with pytest.raises(xr.UsageError, match="transport is"):
-        xr.Engine("here", transport=transport)
+def test_speed_of_an_engine_is_that_of_its_fastest_network(engine: xr.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made:
+        name = "here"
+        rails = 2
+        address = xr.Address.from_bytes(
+            sealing.make_address(transports=sealing.VERBS, rdma={sealing.VERBS: sealing.make_rdma((b"x", b"y"))})
+        )
+
+    pretend(monkeypatch, machine())
+    seen = policy.of_engine(Made, "verbs", policy.parse("speed>=200"))  # type: ignore[arg-type]
+
+    assert (seen.gbit_per_s, seen.speed_reason) == (200.0, "by 2 port(s) of verbs")
 
 
 # --- the path to a peer ---
@@ -213,7 +200,7 @@ def test_path_that_meets_its_policy_passes(open_engine: EngineFactory) -> None:
     ("clause", "message"),
     [
         ("shm", r"shm: the path from engine 'here' to peer 'there' goes over tcp \(asked for.*Next: .*'shm'; .*expl"),
-        ("rdma", r"rdma: .*goes over tcp .*this build has no ofi or verbs"),
+        ("rdma", r"rdma: .*goes over tcp .*; ofi: .*; verbs: .*crossrail doctor"),
         ("gpudirect", r"gpudirect: .*no CUDA path.*crossrail doctor"),
         ("rails>=2", r"rails>=2: .*has 1 rail.*over tcp, 2 of ours to 1 of the peer's.*Next: open both.*rails=2"),
     ],
@@ -285,84 +272,6 @@ def test_closed_engine_answers_no_require(open_engine: EngineFactory) -> None:
 
     with pytest.raises(xr.EngineClosed):
         here.require(there.address, "shm")
-
-
-# --- where the worker runs ---
-
-
-@pytest.mark.parametrize(
-    ("rails", "affinity", "cpu"),
-    [
-        (["eth1"], range(4), 2),
-        (["eth1"], [0, 3], 3),
-        (["192.0.2.1"], range(4), 2),
-        (["eth0"], range(4), 0),
-        (["eth1"], [0, 1], None),  # none of its cores is ours
-        (["eth2"], range(4), None),  # its node is unknown
-        (["eth9"], range(4), None),
-        (["eth0", "eth1"], range(4), 0),
-    ],
-)
-def test_auto_takes_the_first_core_near_the_rails(
-    monkeypatch: pytest.MonkeyPatch, rails: list[str], affinity: Sequence[int], cpu: int | None
-) -> None:
-    nics = nic("eth0", ip="192.0.2.0", numa=0), nic("eth1", ip="192.0.2.1", numa=1), nic("eth2", ip="192.0.2.2")
-    pretend(monkeypatch, machine(*nics), affinity)
-
-    assert policy.auto_worker_cpu("tcp", rails) == cpu
-
-
-def test_auto_takes_the_rails_that_would_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    nics = nic("eth0", ip="192.0.2.0", numa=0, speed=1.0), nic("eth1", ip="192.0.2.1", numa=1)
-    pretend(monkeypatch, machine(*nics))
-
-    assert policy.auto_worker_cpu("auto", 1) == 2
-
-
-@pytest.mark.parametrize("transport", ["shm", "null"])
-def test_auto_without_a_nic_leaves_the_worker_alone_and_logs_it(
-    caplog: pytest.LogCaptureFixture, transport: str
-) -> None:
-    with caplog.at_level("INFO", logger="crossrail"):
-        assert policy.auto_worker_cpu(transport, 1) is None
-
-    assert f"transport '{transport}' uses no NIC; the worker is not pinned" in caplog.text
-
-
-def test_auto_without_known_nodes_leaves_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, machine(nic("eth0", ip="192.0.2.0"), nodes=()))
-    assert policy.auto_worker_cpu("tcp", 1) is None
-
-    pretend(monkeypatch, machine())
-    assert policy.auto_worker_cpu("tcp", 1) is None
-
-
-def worker_affinities() -> list[set[int]]:
-    names = {task: Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")}
-    return [os.sched_getaffinity(int(task)) for task, name in names.items() if name == "crossrail-work"]
-
-
-def test_auto_pins_the_worker_of_this_machine(open_engine: EngineFactory) -> None:
-    cpu = policy.auto_worker_cpu("auto", 1)
-
-    engine = open_engine(worker_cpu="auto")
-    src, dst = engine.alloc(10), engine.alloc(10)
-    engine.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
-
-    allowed = os.sched_getaffinity(0)
-    assert cpu is None or cpu in allowed
-    assert worker_affinities() == [allowed if cpu is None else {cpu}]
-
-
-@pytest.mark.parametrize("rails", [1.5, "eth0", [1], [[]], 0, -3])
-def test_auto_leaves_wrong_rails_to_the_engine(rails: object) -> None:
-    with pytest.raises(xr.UsageError, match="rails"):
-        xr.Engine("here", transport="tcp", rails=rails, worker_cpu="auto")
-
-
-def test_other_words_for_a_core_are_refused() -> None:
-    with pytest.raises(xr.UsageError, match="worker_cpu is 'fast', must be the number of a core, 'auto' or None"):
-        xr.Engine("here", worker_cpu="fast")
 
 
 def test_import_and_a_plain_engine_load_neither_policy_nor_topology() -> None:

@@ -47,7 +47,7 @@ def test_refusal_says_what_both_sides_have(open_engine: EngineFactory) -> None:
 
     with pytest.raises(xr.UsageError, match=r"this engine has transport shm, the peer null.*Open both with the same"):
         engine.connect(near)
-    with pytest.raises(xr.UsageError, match=r"on another host, where only tcp reaches.*'tcp' or 'auto'"):
+    with pytest.raises(xr.UsageError, match=r"on another host, where shm does not reach.*'tcp' or 'auto'"):
         engine.connect(far)
 
 

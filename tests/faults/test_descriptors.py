@@ -79,6 +79,54 @@ def test_endpoints_that_make_no_sense_are_rejected(transports: int, endpoints: l
     rejected("descriptor", sealing.make_descriptor(transports=transports, endpoints=endpoints), *words)
 
 
+VERBS, OFI = sealing.VERBS, sealing.OFI
+LONG = bytes(65)
+
+
+@pytest.mark.parametrize(
+    ("rdma", "words"),
+    [
+        ({VERBS: sealing.make_rdma(())}, ["0 rails of verbs"]),
+        ({OFI: sealing.make_rdma(())}, ["0 rails of ofi"]),
+        ({VERBS: sealing.make_rdma((b"x",) * 17)}, ["17 rails of verbs"]),
+        ({VERBS: sealing.make_rdma((b"x",), count=255)}, ["255 rails of verbs"]),
+        ({VERBS: sealing.make_rdma((b"x",), count=2)}, ["too early"]),
+        ({VERBS: sealing.make_rdma((b"",))}, ["0 bytes"]),
+        ({OFI: sealing.make_rdma((LONG,))}, ["65 bytes"]),
+        ({OFI: sealing.make_rdma(fabric=b"\xff")}, ["UTF-8"]),
+        ({OFI: sealing.make_rdma(fabric=b"x" * 33)}, ["too long"]),
+        ({VERBS: sealing.make_rdma((b"x",) * 9), OFI: sealing.make_rdma((b"x",) * 8)}, ["17 rails", "together"]),
+        ({}, ["too early"]),
+    ],
+)
+def test_rdma_rails_that_make_no_sense_are_rejected(rdma: dict[int, bytes], words: list[str]) -> None:
+    kinds = sum(rdma) or VERBS
+    rejected("address", sealing.make_address(transports=kinds, rdma=rdma), *words)
+
+
+def test_keys_of_a_descriptor_are_as_many_as_rails() -> None:
+    reach = {"transports": VERBS, "rdma": {VERBS: sealing.make_rdma((b"x", b"y"))}}
+    xr.RegionDescriptor.from_bytes(sealing.make_descriptor(**reach, keys={VERBS: sealing.make_keys((1, 2))}))
+    for keys in ((1,), (1, 2, 3)):
+        data = sealing.make_descriptor(**reach, keys={VERBS: sealing.make_keys(keys)})
+        with pytest.raises(xr.UsageError):
+            xr.RegionDescriptor.from_bytes(data)
+
+
+def test_base_at_the_end_of_the_address_space_is_rejected() -> None:
+    reach = {"transports": VERBS, "rdma": {VERBS: sealing.make_rdma()}, "nbytes": 4096}
+    fits, passes = (sealing.make_keys(base=2**64 - 1 - 4096 + more) for more in (0, 1))
+    xr.RegionDescriptor.from_bytes(sealing.make_descriptor(**reach, keys={VERBS: fits}))
+    rejected("descriptor", sealing.make_descriptor(**reach, keys={VERBS: passes}), "end of the address space")
+
+
+def test_an_address_says_which_rdma_rails_it_has() -> None:
+    address = xr.Address.from_bytes(sealing.make_address(transports=VERBS | OFI, rdma=sealing.RDMA))
+    assert address.transports == ("verbs", "ofi")
+    assert address.rails == 2
+    assert "verbs x 2" in repr(address) and "ofi x 1" in repr(address) and "efa" in repr(address)
+
+
 def test_one_kind_is_not_taken_for_the_other(engine: xr.Engine) -> None:
     rejected("address", engine.alloc(10).descriptor.to_bytes(), "address")
     rejected("descriptor", engine.address.to_bytes(), "descriptor")

@@ -11,7 +11,7 @@ import crossrail as xr
 from tests.fuzz.targets import Decoder, check_decoder, mutations
 from tests.support import sealing
 
-VALID = sealing.sealed(b"XRAA" + struct.pack("<H", 2) + b"\x05name!" + struct.pack("<I", 7))
+VALID = sealing.sealed(b"XRAA" + struct.pack("<H", sealing.VERSION) + b"\x05name!" + struct.pack("<I", 7))
 
 
 def parse(data: bytes, *, checks_length: bool, checks_sum: bool, checks_end: bool) -> tuple[bytes, int]:
@@ -69,6 +69,6 @@ def test_a_decoder_that_makes_things_up_is_found(wrong: Callable[[bytes], object
 @given(data=st.binary(max_size=40))
 def test_sealing_makes_the_checksum_that_the_engine_checks(data: bytes) -> None:
     with pytest.raises(xr.UsageError) as failure:
-        xr.Address.from_bytes(sealing.sealed(b"XRAA" + struct.pack("<H", 2) + data))
+        xr.Address.from_bytes(sealing.sealed(b"XRAA" + struct.pack("<H", sealing.VERSION) + data))
 
     assert "checksum" not in str(failure.value)

@@ -15,9 +15,10 @@ EXAMPLES = 300 * SECONDS
 
 pytestmark = pytest.mark.timeout(60 + 5 * SECONDS)
 
-REACH = {"rails": 5, "transports": sealing.SHM | sealing.TCP, "endpoints": sealing.ENDPOINTS}
+KINDS = sealing.SHM | sealing.TCP | sealing.VERBS | sealing.OFI
+REACH = {"rails": 5, "transports": KINDS, "endpoints": sealing.ENDPOINTS, "rdma": sealing.RDMA}
 ADDRESS = sealing.make_address(**REACH)
-DESCRIPTOR = sealing.make_descriptor(**REACH)
+DESCRIPTOR = sealing.make_descriptor(**REACH, keys=sealing.RDMA_KEYS)
 
 
 @settings(max_examples=EXAMPLES)

@@ -30,8 +30,32 @@ class BenchRig(Protocol):
     def drive(self, seconds: float) -> None: ...
 
 
+class BenchFabric(Protocol):
+    """Bare libfabric (native/bench/fabric_loop.h). A target is base and key."""
+
+    @property
+    def name(self) -> bytes: ...
+    def add_memory(self, memory: Memory) -> tuple[int, int]: ...
+    def meet(self, name: bytes) -> None: ...
+    def writes(
+        self, source: Memory, target: tuple[int, int], *, nbytes: int, count: int, window: int, timeout_s: float = ...
+    ) -> int: ...
+    def pages(
+        self,
+        source: Memory,
+        target: tuple[int, int],
+        src_pages: Indices,
+        dst_pages: Indices,
+        *,
+        page_bytes: int,
+        window: int,
+        timeout_s: float = ...,
+    ) -> int: ...
+    def receive(self, count: int, *, timeout_s: float = ...) -> None: ...
+
+
 class Native(Protocol):
-    """native/bench/loops.h, messages.h, limits.h and sockets.h."""
+    """native/bench/loops.h, messages.h, limits.h, sockets.h and fabric_loop.h."""
 
     SHARED_BYTES: int
 
@@ -45,6 +69,7 @@ class Native(Protocol):
         spin_us: float = ...,
         private_path: str = ...,
     ) -> BenchRig: ...
+    def FabricLoop(self, provider: str, rail: str) -> BenchFabric: ...  # noqa: N802 - likewise
     def run_writes(
         self,
         rig: BenchRig,

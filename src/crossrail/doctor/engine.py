@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from crossrail.doctor.finding import Finding, Fix, error, note, ok, warning
 from crossrail.doctor.host import Host
-from crossrail.doctor.probes import Selftest, TransportTest
+from crossrail.doctor.probes import RdmaPort, Selftest, TransportTest
 from crossrail.doctor.remedies import listing
 
 TRANSPORTS = ("shm", "tcp", "ofi", "verbs")
@@ -63,6 +63,36 @@ def selftest(host: Host) -> Iterator[Finding]:
     for test in result.transports:
         if test not in others:
             yield _transport(host, test)
+    yield from _rdma_rails(result)
+
+
+def _rdma_rails(result: Selftest) -> Iterator[Finding]:
+    """What the transports make of the ports that the kernel has: a port may be active and yet be no rail."""
+    check = "crossrail.rails"
+    usable = [port for port in result.ports if not port.trouble]
+    if usable:
+        chosen = (
+            f"an engine takes {listing(list(result.chosen))} by itself"
+            if result.chosen
+            else ("none that an engine takes by itself; rails=[...] names them")
+        )
+        yield ok(check, f"{len(usable)} RDMA rail(s): {listing([_port_text(port) for port in usable])}", chosen)
+    # EFA devices are none of verbs', and verbs devices none of ofi's: where the other has it, nothing is wrong.
+    names = {port.name.partition(":")[0].removesuffix("-rdm") for port in usable}
+    troubled = [port for port in result.ports if port.trouble and port.name.partition(":")[0] not in names]
+    if troubled:
+        yield warning(
+            "crossrail.no-rail",
+            f"{len(troubled)} RDMA port(s) cannot be rails: {listing([port.name for port in troubled])}",
+            "; ".join(f"{port.transport}, {port.name}: {port.trouble}" for port in troubled),
+            "bytes go over the other rails, or over TCP",
+            Fix("crossrail doctor --only rdma,limits", "what is wrong with them"),
+        )
+
+
+def _port_text(port: RdmaPort) -> str:
+    place = ", ".join(text for text in (port.netdev, port.ip, "software" if port.is_software else "") if text)
+    return f"{port.name} of {port.transport}{f' ({place})' if place else ''}"
 
 
 def _versions(result: Selftest, reinstall: Fix) -> Iterator[Finding]:
@@ -84,7 +114,7 @@ def _transport(host: Host, test: TransportTest) -> Finding:
     if test.state == "ok":
         rate = f"{test.gb_per_s:.1f} GB/s" if test.gb_per_s >= 1 else f"{test.gb_per_s:.2f} GB/s"
         title = f"{test.transport}: 1 MiB writes between two processes, {rate}"
-        seen = "measured now, for 0.25 s, data compared; `crossrail bench` measures properly"
+        seen = "; ".join(("measured now, for 0.25 s, data compared", *test.ways, "`crossrail bench` measures properly"))
         if test.transport == "shm" and test.gb_per_s < _SLOW_GB_PER_S:
             fix = Fix("crossrail bench --quick", "measure properly, with the machine's limits beside")
             return warning(check, title, seen, "copies in memory run at 10 GB/s and more on an idle machine", fix)

@@ -53,13 +53,26 @@ class TransportTest:
     """What became of one.
 
     state: "ok", "absent" (not in this build), "misfit" (native module and Python files do not fit), "failed" or
-    "unfinished".
+    "unfinished". ways: which way the bytes went, as the engine's explain says.
     """
 
     transport: str
     state: str
     detail: str = ""
     gb_per_s: float = 0.0
+    ways: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """What an RDMA transport of crossrail sees of a port. trouble: why it cannot be a rail, empty when it can."""
+
+    transport: str
+    name: str
+    netdev: str = ""
+    ip: str = ""
+    trouble: str = ""
+    is_software: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,8 @@ class Selftest:
     file: str = ""
     native_file: str = ""
     transports: list[TransportTest] = field(default_factory=list)
+    ports: list[RdmaPort] = field(default_factory=list)
+    chosen: tuple[str, ...] = ()  # the RDMA rails of an engine that was opened without a word about them
 
 
 @dataclass(frozen=True)
@@ -184,8 +199,16 @@ def run_selftest(transports: Sequence[str]) -> Selftest:
         file=loaded["file"],
         native_file=loaded["native_file"],
         transports=list(tests.values()),
+        ports=[port for line in ran.lines if line.get("step") == "ports" for port in _ports(line)],
+        chosen=next((tuple(line["rails"]) for line in ran.lines if line.get("step") == "chosen"), ()),
     )
 
 
 def _transport_test(line: dict[str, Any]) -> TransportTest:
-    return TransportTest(line["transport"], line["state"], line.get("detail", ""), line.get("gb_per_s", 0.0))
+    ways = tuple(line.get("ways", ()))
+    return TransportTest(line["transport"], line["state"], line.get("detail", ""), line.get("gb_per_s", 0.0), ways)
+
+
+def _ports(line: dict[str, Any]) -> list[RdmaPort]:
+    fields = ("name", "netdev", "ip", "trouble", "is_software")
+    return [RdmaPort(line["transport"], **{name: port[name] for name in fields}) for port in line["ports"]]

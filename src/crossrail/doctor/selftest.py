@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 import crossrail as xr
 from crossrail import _core
+from crossrail.default_rails import default_rails
 
 _NBYTES = 1 << 20
 _WINDOW = 8
@@ -38,8 +39,8 @@ def pattern() -> npt.NDArray[np.uint8]:
     return (np.arange(_NBYTES, dtype=np.uint32) * 2654435761 >> 24).astype(np.uint8)
 
 
-def receive(transport: str) -> float:
-    """Open, let the other process write, compare. Returns GB/s."""
+def receive(transport: str) -> dict[str, Any]:
+    """Open, let the other process write, compare. Which ways the bytes went, and how fast."""
     with xr.Engine("doctor", transport=transport) as engine:
         region = engine.alloc(_NBYTES)
         counter = engine.alloc_imm()
@@ -56,7 +57,7 @@ def receive(transport: str) -> float:
         counter.wait(result["writes"], timeout_s=_STEP_DEADLINE_S)
         if not (region.array() == pattern()).all():
             raise RuntimeError("the bytes that arrived are not those that were sent")
-        return float(result["writes"] * _NBYTES / result["seconds"] / 1e9)
+        return {"gb_per_s": result["writes"] * _NBYTES / result["seconds"] / 1e9, "ways": result["ways"]}
 
 
 def write(transport: str, descriptor: str, imm: int) -> None:
@@ -72,7 +73,8 @@ def write(transport: str, descriptor: str, imm: int) -> None:
                 transfer.wait(timeout_s=_STEP_DEADLINE_S)
             writes += _WINDOW
         seconds = time.monotonic() - begun
-    sys.stdout.write(json.dumps({"writes": writes + 1, "seconds": seconds}))
+        ways = [f"{path.what}: {path.path}, {path.reason}" for path in engine.explain(target.owner).paths if path.bytes]
+    sys.stdout.write(json.dumps({"writes": writes + 1, "seconds": seconds, "ways": ways}))
 
 
 def _last_line(text: str) -> str:
@@ -80,11 +82,10 @@ def _last_line(text: str) -> str:
 
 
 def _test(transport: str) -> dict[str, Any]:
+    if transport not in _core._built_transports():
+        return {"state": "absent", "detail": f"{transport}: this build has {', '.join(_core._built_transports())}"}
     try:
-        return {"state": "ok", "gb_per_s": receive(transport)}
-    except xr.UsageError as error:
-        # The constructor names the transports of this build.
-        return {"state": "absent", "detail": str(error)}
+        return {"state": "ok", **receive(transport)}
     except TypeError as error:
         # What the binding says when Python files and native module are of different builds; else it is our own fault.
         state = "misfit" if "incompatible" in str(error) else "failed"
@@ -105,6 +106,13 @@ def main(arguments: list[str]) -> None:
     say("loaded", version=xr.__version__, installed_version=installed, file=xr.__file__, native_file=_core.__file__)
     for transport in arguments:
         say("transport", transport=transport, **_test(transport))
+    for transport in ("verbs", "ofi"):
+        if transport in arguments:
+            say(
+                "ports", transport=transport, ports=_core._rdma_ports(transport), missing=_core._rdma_missing(transport)
+            )
+    chosen = default_rails("auto", 1)
+    say("chosen", rails=[] if isinstance(chosen, int) else list(chosen))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from crossrail.cli.bench import api, copies, footprint, posting, report, small, tcp_copies, tcp_small
+from crossrail.cli.bench import api, copies, footprint, posting, rdma, report, small, tcp_copies, tcp_small
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
 from crossrail.cli.bench.spec import Measure, Result
 from crossrail.cli.text import cpu_pair, size
@@ -24,6 +24,8 @@ def all_measures(transport: str) -> list[Measure]:
     """In the order of the table: those that say something about this transport."""
     if transport == "tcp":
         return [*tcp_copies.measures(), *tcp_small.measures()]
+    if transport != "shm":
+        return rdma.measures(transport)
     return [
         *copies.measures(),
         *small.measures(),
@@ -92,10 +94,11 @@ def _sample(measure: Measure, pair: Pair, result: Result, runs: int, progress: P
 )
 @click.option(
     "--transport",
-    type=click.Choice(["shm", "tcp"]),
+    type=click.Choice(["shm", "tcp", "verbs", "ofi", "ofi:tcp"]),
     default="shm",
     show_default=True,
-    help="What the engines use, and so what is measured: tcp goes over 127.0.0.1, beside loops of bare sockets.",
+    help="What the engines use, and so what is measured: tcp goes over 127.0.0.1, beside loops of bare sockets; verbs "
+    "and ofi from a NIC to itself, ofi:tcp over libfabric's own tcp.",
 )
 @click.option("--stand-in", type=click.Choice(["shm"]), hidden=True, help="Engines use this one; tests the bench.")
 @click.option("--strict", is_flag=True, help="Exit code 1 when a bar is missed.")

@@ -63,7 +63,8 @@ class Settings:
     def rig_options(self) -> dict[str, Any]:
         """What every engine is opened with."""
         transport = self.stand_in or self.transport
-        return {"transport": transport, "rails": [LOOPBACK]} if transport == "tcp" else {"transport": transport}
+        by_loopback = transport in ("tcp", "ofi:tcp")
+        return {"transport": transport, "rails": [LOOPBACK]} if by_loopback else {"transport": transport}
 
     def scaled(self, count: int) -> int:
         """How many operations a sample takes: a tenth of them for a quick look."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import crossrail as xr
 from crossrail.cli.bench import api_loops
+from crossrail.cli.bench.fabric import FabricPeer
 from crossrail.cli.bench.sockets import SocketPeer
 from crossrail.cli.child import answer_calls
 from crossrail.cli.native import BenchRig, load_native
@@ -23,6 +24,7 @@ class Peer:
     def __init__(self) -> None:
         self._native = load_native()
         self._sockets = SocketPeer(self._native)
+        self._fabric = FabricPeer(self._native)
         self._rigs: dict[str, BenchRig] = {}
         self._manual: set[str] = set()  # keys of rigs that nobody drives between calls
         self._engines: list[xr.Engine] = []
@@ -132,6 +134,14 @@ class Peer:
     def socket_accept(self, count: int) -> None:
         """Take so many of them, and close them."""
         self._sockets.accept(count)
+
+    def fabric_open(self, provider: str, rail: str, key: str, region: int) -> list[str | int]:
+        """Bare libfabric over a region. Returns [name, base, key]."""
+        return self._fabric.open(provider, rail, self._rigs[key].view(region))
+
+    def fabric_receive(self, **arguments: Any) -> None:
+        """The receiver of bare libfabric."""
+        self._fabric.receive(**arguments)
 
     def flag_ping_pong(self, fd: int, start: int, rounds: int) -> int:
         """The second side of the bare flag."""

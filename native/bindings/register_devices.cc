@@ -1,0 +1,76 @@
+// What RDMA devices there are, before any is opened: for policy, topo and doctor.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+
+#include "bindings/bindings.h"
+#include "bindings/convert.h"
+#include "bindings/gil.h"
+#include "transport/descriptor.h"
+#include "transport/ofi/library.h"
+#include "transport/open.h"
+
+namespace crossrail::bindings {
+
+namespace {
+
+TransportKind rdma_kind(const std::string& transport) {
+  for (const TransportKind kind : {TransportKind::kVerbs, TransportKind::kOfi}) {
+    if (transport == transport_name(kind)) return kind;
+  }
+  throw UsageError("transport is '" + transport + "', must be 'verbs' or 'ofi'");
+}
+
+std::string missing(const std::string& transport, const std::string& provider) {
+  const TransportKind kind = rdma_kind(transport);
+  WithoutGil no_gil;  // a library may be opened, and look at its devices
+  return rdma_missing(kind, provider);
+}
+
+nb::list ports(const std::string& transport, const std::string& provider) {
+  const TransportKind kind = rdma_kind(transport);
+  std::vector<RdmaPort> found;
+  {
+    WithoutGil no_gil;
+    found = rdma_ports(kind, provider);
+  }
+  nb::list list;
+  for (const RdmaPort& port : found) {
+    nb::dict shown;
+    shown["name"] = to_text(port.name);
+    shown["device"] = to_text(port.device);
+    shown["netdev"] = to_text(port.netdev);
+    shown["ip"] = to_text(port.ip);
+    shown["trouble"] = to_text(port.trouble);
+    shown["is_software"] = port.is_software;
+    list.append(shown);
+  }
+  return list;
+}
+
+nb::tuple built() {
+  nb::list names;
+  for (uint32_t number = 1; number <= kTransportKinds; ++number) {
+    const auto kind = static_cast<TransportKind>(number);
+    if (is_built(kind)) names.append(transport_name(kind));
+  }
+  return nb::tuple(names);
+}
+
+}  // namespace
+
+void register_devices(nb::module_& module) {
+  module.def("_look_for_libfabric", &ofi::look_in, nb::arg("paths"),
+             "Files to try after all other places, when a libfabric is needed for the first time.");
+  module.def("_built_transports", &built, nb::sig("def _built_transports() -> tuple[str, ...]"),
+             "What this build carries, whether or not the machine has devices for it.");
+  module.def("_rdma_missing", &missing, nb::arg("transport"), nb::arg("provider") = "",
+             "Why 'verbs' or 'ofi' has no rail here: no library, no device; empty: it has.");
+  module.def("_rdma_ports", &ports, nb::arg("transport"), nb::arg("provider") = "",
+             nb::sig("def _rdma_ports(transport: str, provider: str = '') -> list[dict[str, typing.Any]]"),
+             "Its ports: name, device, netdev, ip, trouble (why it is no rail now), is_software.");
+}
+
+}  // namespace crossrail::bindings

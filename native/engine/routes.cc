@@ -1,0 +1,81 @@
+#include "engine/routes.h"
+
+#include <algorithm>
+
+#include "util/errors.h"
+
+namespace crossrail {
+
+namespace {
+
+constexpr TransportKind kBetweenHosts[] = {TransportKind::kVerbs, TransportKind::kOfi, TransportKind::kTcp,
+                                           TransportKind::kNull};
+
+const char* place_of(const Address& own, const Address& peer) {
+  if (same_host(own, peer)) return "on this host";
+  return own.host == peer.host ? "in another network namespace of this host" : "on another host";
+}
+
+// As transport= has it: "tcp", "ofi:tcp".
+std::string asked_for(const Address& own, TransportKind kind) {
+  const std::string fabric = is_rdma(kind) ? own.rdma_on(kind).fabric : "";
+  return std::string(transport_name(kind)) + (fabric.empty() ? "" : ":" + fabric);
+}
+
+std::string quoted(const std::string& fabric) { return fabric.empty() ? "unnamed" : "'" + fabric + "'"; }
+
+// Why not by this one, where at least one of the two has it; empty: by this one.
+std::string obstacle(TransportKind kind, const Address& own, const Address& peer, std::span<const Absent> absent,
+                     const WhyOutOfReach& why_out_of_reach) {
+  const std::string name = transport_name(kind);
+  if (!own.has(kind)) {
+    const auto found = std::ranges::find(absent, kind, &Absent::kind);
+    return "it has " + name + ", this engine has not" + (found == absent.end() ? "" : ": " + found->reason);
+  }
+  if (!peer.has(kind)) return "it has no " + name;
+  if (!is_rdma(kind)) return {};
+  const std::string& here = own.rdma_on(kind).fabric;
+  const std::string& there = peer.rdma_on(kind).fabric;
+  if (here != there) return "its " + name + " is of another network: " + quoted(there) + ", ours " + quoted(here);
+  return why_out_of_reach(kind);
+}
+
+// Between hosts. `better`: what stands in the way of those that come before.
+std::string reason_for(TransportKind kind, const Address& own, const Address& peer, const std::string& better) {
+  if ((own.transports & (own.transports - 1)) == 0) return "asked for by transport='" + asked_for(own, kind) + "'";
+  if (kind == TransportKind::kNull) return "asked for by transport='null'";
+  const bool is_near = same_host(own, peer);
+  return (is_near ? "the peer has no shm: it asked for " + asked_for(peer, kind)
+                  : std::string("it is ") + place_of(own, peer)) +
+         better;
+}
+
+[[noreturn]] void refuse(const Address& own, const Address& peer, const std::string& obstacles) {
+  const std::string sides = "this engine has transport " + transport_names(own.transports) + ", the peer " +
+                            transport_names(peer.transports) + obstacles;
+  if (same_host(own, peer) || !own.has(TransportKind::kShm)) {
+    throw UsageError("peer '" + peer.name + "' cannot be reached: " + sides + ". Open both with the same transport");
+  }
+  throw UsageError("peer '" + peer.name + "' is " + place_of(own, peer) + ", where shm does not reach: " + sides +
+                   ". Open both with transport 'tcp' or 'auto'");
+}
+
+}  // namespace
+
+ChosenTransport choose_transport(const Address& own, const Address& peer, std::span<const Absent> absent,
+                                 const WhyOutOfReach& why_out_of_reach) {
+  const uint32_t shared = own.transports & peer.transports;
+  if ((shared & transport_bit(TransportKind::kShm)) != 0 && same_host(own, peer)) {
+    return {TransportKind::kShm, "same host: shared memory"};
+  }
+  std::string obstacles;
+  for (const TransportKind kind : kBetweenHosts) {
+    if (!own.has(kind) && !peer.has(kind)) continue;
+    const std::string found = obstacle(kind, own, peer, absent, why_out_of_reach);
+    if (found.empty()) return {kind, reason_for(kind, own, peer, obstacles)};
+    if (is_rdma(kind)) obstacles += "; " + found;
+  }
+  refuse(own, peer, obstacles);
+}
+
+}  // namespace crossrail

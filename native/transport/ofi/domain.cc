@@ -1,0 +1,121 @@
+#include "transport/ofi/domain.h"
+
+#include <sys/random.h>
+
+#include "util/errors.h"
+
+namespace crossrail::ofi {
+
+namespace {
+
+// Entries of the completion queue. A queue of efa that runs over ends the device's use, and what runs into it beside our
+// own works and receives are immediates of any number of peers, which no limit of ours holds back: so as much as the
+// device gives. Other providers' queues grow.
+constexpr size_t kQueueEntriesMax = 32768;
+constexpr size_t kQueueEntries = 4096;
+constexpr size_t kQueueEntriesMin = 1024;
+constexpr size_t kPeersExpected = 256;  // a hint: shm's limit, others grow
+
+constexpr const char* kLimitRemedy = "raise the limit on locked memory (ulimit -l unlimited) or register less";
+
+uint64_t random_key() {
+  uint64_t key = 0;
+  if (getrandom(&key, sizeof key, 0) != sizeof key) throw_errno("getrandom", "cannot draw a key");
+  return key;
+}
+
+}  // namespace
+
+fi_addr_t Peers::add(const Name& name) {
+  Entry& entry = entries_[name];
+  if (entry.users == 0) {
+    const int count = av_->ops->insert(av_, name.data(), 1, &entry.address, 0, nullptr);
+    if (count != 1) {
+      entries_.erase(name);
+      throw TransportError("fi_av_insert", count < 0 ? -count : 0, "the provider does not take a peer's address");
+    }
+  }
+  ++entry.users;
+  return entry.address;
+}
+
+void Peers::remove(const Name& name) {
+  const auto found = entries_.find(name);
+  if (found == entries_.end() || --found->second.users != 0) return;
+  av_->ops->remove(av_, &found->second.address, 1, 0);  // fails only for an address that is none
+  entries_.erase(found);
+}
+
+Domain::Domain(std::shared_ptr<const Library> library, const Rules& rules, Device device)
+    : library_(std::move(library)), rules_(rules), device_(std::move(device)) {
+  info().fabric_attr->api_version = library_->api;
+  fid_fabric* fabric = nullptr;
+  if (const int code = library_->calls.fabric(info().fabric_attr, &fabric, nullptr); code != 0) fail("fi_fabric", code);
+  fabric_.reset(fabric);
+  fid_domain* domain = nullptr;
+  if (const int code = fi_domain(fabric, &info(), &domain, nullptr); code != 0) fail("fi_domain", code);
+  domain_.reset(domain);
+  fi_av_attr attributes{};
+  attributes.type = FI_AV_UNSPEC;
+  attributes.count = kPeersExpected;
+  fid_av* addresses = nullptr;
+  if (const int code = domain->ops->av_open(domain, &attributes, &addresses, nullptr); code != 0)
+    fail("fi_av_open", code);
+  addresses_.reset(addresses);
+  peers_ = std::make_unique<Peers>(addresses);
+  open_queue();
+}
+
+void Domain::open_queue() {
+  fi_cq_attr attributes{};
+  attributes.format = FI_CQ_FORMAT_DATA;
+  int code = 0;
+  fid_cq* queue = nullptr;
+  for (const fi_wait_obj wait : {FI_WAIT_FD, FI_WAIT_NONE}) {
+    attributes.wait_obj = wait;
+    for (attributes.size = rules_.is_efa ? kQueueEntriesMax : kQueueEntries; attributes.size >= kQueueEntriesMin;
+         attributes.size /= 2) {
+      code = fi_cq_open(domain_.get(), &attributes, &queue, nullptr);
+      if (code == 0) break;
+    }
+    if (code == 0) break;
+  }
+  if (code != 0) fail("fi_cq_open", code);
+  queue_.reset(queue);
+  if (attributes.wait_obj == FI_WAIT_NONE) return;
+  int fd = -1;
+  if (fi_control(&queue->fid, FI_GETWAIT, &fd) == 0) wait_fd_ = fd;
+}
+
+bool Domain::may_sleep() const {
+  struct fid* object = &queue_->fid;
+  return wait_fd_ >= 0 && fi_trywait(fabric_.get(), &object, 1) == 0;
+}
+
+Fid<fid_mr> Domain::register_memory(void* base, uint64_t length_bytes, uint64_t access) const {
+  const iovec range{base, length_bytes};
+  fi_mr_attr attributes{};
+  attributes.mr_iov = &range;
+  attributes.iov_count = 1;
+  attributes.access = access;
+  attributes.iface = FI_HMEM_SYSTEM;
+  fid_mr* memory = nullptr;
+  for (int attempt = 0;; ++attempt) {
+    // Where we choose the key, a random one: that of a region closed long ago opens nothing else.
+    if (!wants(FI_MR_PROV_KEY)) {
+      const size_t bytes = info().domain_attr->mr_key_size;
+      attributes.requested_key = bytes >= 8 ? random_key() : random_key() & ((1ull << (8 * bytes)) - 1);
+    }
+    const int code = domain_->mr->regattr(&domain_->fid, &attributes, 0, &memory);
+    if (code == 0) return Fid<fid_mr>(memory);
+    if (code == -FI_ENOKEY && attempt < 8) continue;  // taken
+    fail("fi_mr_regattr", code, code == -FI_ENOMEM || code == -FI_EPERM ? kLimitRemedy : "");
+  }
+}
+
+void Domain::fail(const char* call, int code, const std::string& remedy) const {
+  throw TransportError(call, code < 0 ? -code : code, rules_.name + " on " + device_.name + ": " + error_text(code),
+                       remedy);
+}
+
+}  // namespace crossrail::ofi

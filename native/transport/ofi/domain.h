@@ -1,0 +1,84 @@
+// One device opened: fabric, domain, completion queue, address vector; and the pieces of memory that libfabric sees.
+#pragma once
+
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "transport/ofi/provider.h"
+
+namespace crossrail::ofi {
+
+using Name = std::vector<uint8_t>;  // an endpoint's address, in the provider's format
+
+struct CloseFid {
+  template <typename T>
+  void operator()(T* object) const {
+    fi_close(&object->fid);
+  }
+};
+template <typename T>
+using Fid = std::unique_ptr<T, CloseFid>;
+
+// Addresses of peers' endpoints, counted: one that several paths use is inserted once.
+class Peers {
+ public:
+  explicit Peers(fid_av* av) : av_(av) {}
+  fi_addr_t add(const Name& name);  // throws TransportError
+  void remove(const Name& name);
+
+ private:
+  struct Entry {
+    fi_addr_t address = FI_ADDR_NOTAVAIL;
+    uint32_t users = 0;
+  };
+  fid_av* const av_;
+  std::map<Name, Entry> entries_;
+};
+
+// Threads: registration [any], by the threading model asked for (FI_THREAD_SAFE); all else the progress holder.
+class Domain {
+ public:
+  // Throws TransportError.
+  Domain(std::shared_ptr<const Library> library, const Rules& rules, Device device);
+
+  const Library& library() const { return *library_; }
+  const Rules& rules() const { return rules_; }
+  const Device& device() const { return device_; }
+  fi_info& info() const { return *device_.info; }
+  fid_domain* fid() const { return domain_.get(); }
+  fid_cq* queue() const { return queue_.get(); }
+  fid_av* addresses() const { return addresses_.get(); }
+  Peers& peers() { return *peers_; }
+  bool wants(int mr_mode) const { return (info().domain_attr->mr_mode & mr_mode) != 0; }
+  // Readable when the queue has to be read; -1 where the provider has none and must be polled.
+  int wait_fd() const { return wait_fd_; }
+  // False: something is there already, or may be.
+  bool may_sleep() const;
+
+  // [any] Throws TransportError with a remedy.
+  Fid<fid_mr> register_memory(void* base, uint64_t length_bytes, uint64_t access) const;
+  std::string error_text(int code) const { return library_->error_text(code); }
+  [[noreturn]] void fail(const char* call, int code, const std::string& remedy = {}) const;
+
+ private:
+  void open_queue();
+
+  const std::shared_ptr<const Library> library_;
+  const Rules rules_;
+  Device device_;
+  Fid<fid_fabric> fabric_;
+  Fid<fid_domain> domain_;
+  Fid<fid_av> addresses_;
+  Fid<fid_cq> queue_;
+  std::unique_ptr<Peers> peers_;
+  int wait_fd_ = -1;
+};
+
+}  // namespace crossrail::ofi

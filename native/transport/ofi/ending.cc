@@ -1,0 +1,146 @@
+// How paths end: what is under way is closed with its endpoint, its last completions are read, then the layer is told.
+#include <algorithm>
+
+#include "transport/ofi/nic.h"
+#include "util/errors.h"
+
+namespace crossrail::ofi {
+
+namespace {
+
+// A provider may report an operation of a closed endpoint late: its memory is kept for so long.
+constexpr int64_t kGraveTime = 1'000'000'000;
+
+}  // namespace
+
+void OfiNic::begin_end(OfiPath& path) {
+  ending_.push_back(&path);
+  if (path.own_ != nullptr) {
+    path.own_->close();  // at once, so that nothing comes in any more; if it is busy, tend_endings tries again
+    return;
+  }
+  if (shares_endpoints() && path.works_out_ + path.sends_out_ != 0) replace_transmit();
+}
+
+void OfiNic::replace_transmit() {
+  if (transmit_ == nullptr || transmit_->outstanding() == 0) return;
+  condemned_.push_back(std::move(transmit_));
+  try {
+    transmit_ = std::make_unique<Endpoint>(*domain_, 0);
+  } catch (const TransportError& error) {
+    // Without an endpoint no path can go on. The next make_path() tries again.
+    for (const auto& [id, path] : paths_) path->break_by_itself(error.what());
+  }
+}
+
+// Closes what can be closed: before the queue is read, so that the reading finds the last completions.
+void OfiNic::tend_endings() {
+  for (OfiPath* path : ending_) {
+    if (path->own_ == nullptr || !path->own_->close()) continue;
+    closed_.push_back(std::move(path->own_));
+  }
+  for (auto& endpoint : condemned_) {
+    bool is_needed = false;
+    for (const Op* op = endpoint->first(); op != nullptr; op = op->next)
+      is_needed = is_needed || (op->path != nullptr && !op->path->is_broken_);
+    if (!is_needed && endpoint->close()) closed_.push_back(std::move(endpoint));
+  }
+  std::erase(condemned_, nullptr);
+}
+
+uint32_t OfiNic::finish_endings(rdma::NicEvents& events) {
+  if (!queue_read_to_end_ || (ending_.empty() && closed_.empty())) return 0;
+  std::vector<std::unique_ptr<Endpoint>> closed;
+  closed.swap(closed_);
+  for (auto& endpoint : closed) bury(std::move(endpoint), &events);
+  uint32_t flushed = 0;
+  const std::vector<OfiPath*> ending = ending_;
+  for (OfiPath* path : ending) {
+    if (path->own_ != nullptr || path->works_out_ + path->sends_out_ != 0) continue;
+    path->is_flushed_ = true;
+    std::erase(ending_, path);
+    paths_.erase(path->id_);  // what still names it comes from before
+    if (path->is_connected_) domain_->peers().remove(path->peer_name_);
+    path->is_connected_ = false;
+    if (path->answer_due_) --answers_due_;
+    path->answer_due_ = false;
+    events.on_path_flushed(*path);
+    ++flushed;
+  }
+  return flushed;
+}
+
+// Without a queue nothing can be told of any operation: all endpoints are closed, all paths end without being asked to.
+void OfiNic::die(const std::string& reason, rdma::NicEvents& events) {
+  is_dead_ = true;
+  is_port_up_ = false;
+  datagrams_.clear();
+  if (transmit_ != nullptr) condemned_.push_back(std::move(transmit_));
+  for (const auto& [id, path] : paths_) {
+    path->break_by_itself(reason);
+    if (path->is_ending_) continue;
+    path->is_ending_ = true;
+    ending_.push_back(path);
+  }
+  control_->close();
+  events.on_device_fatal(reason);
+}
+
+// Its queue was read to the end after it was closed: what did not come back never will.
+void OfiNic::bury(std::unique_ptr<Endpoint> endpoint, rdma::NicEvents* events) {
+  Grave grave;
+  for (Op* op = endpoint->first(); op != nullptr; op = endpoint->first()) {
+    endpoint->unlist(*op);
+    OfiPath* const path = op->path;
+    op->path = nullptr;
+    grave.orphans.push_back(op);
+    if (path == nullptr) continue;
+    if (op->kind == Op::Kind::kSend) {
+      --path->sends_out_;
+      continue;
+    }
+    --path->works_out_;
+    if (events != nullptr) {
+      events->on_work_failed(*path, op->cookie, rdma::NicFault::kFlushed, FI_ECANCELED,
+                             "the endpoint was closed: " + path->reason_);
+    }
+  }
+  endpoint->owner = nullptr;
+  grave.endpoint = std::move(endpoint);
+  grave.until = now_ + kGraveTime;
+  graves_.push_back(std::move(grave));
+}
+
+void OfiNic::tend_graves() {
+  while (!graves_.empty() && now_ >= graves_.front().until) {
+    for (Op* op : graves_.front().orphans) give_back(*op);
+    graves_.erase(graves_.begin());
+  }
+}
+
+// The layer lets a path go: flushed, or one that never reached a peer.
+void OfiNic::remove_path(OfiPath& path) {
+  std::erase(unready_, &path);
+  std::erase(breaking_, &path);
+  std::erase(ending_, &path);
+  if (path.is_flushed_) return;
+  paths_.erase(path.id_);
+  if (path.is_connected_) domain_->peers().remove(path.peer_name_);
+  if (path.answer_due_) --answers_due_;
+  if (path.own_ != nullptr) {
+    path.own_->owner = nullptr;
+    for (Op* op = path.own_->first(); op != nullptr; op = op->next) op->path = nullptr;
+    path.own_->close();
+    bury(std::move(path.own_), nullptr);
+  }
+  const auto disown = [&path](Endpoint* endpoint) {
+    if (endpoint == nullptr) return;
+    for (Op* op = endpoint->first(); op != nullptr; op = op->next) {
+      if (op->path == &path) op->path = nullptr;
+    }
+  };
+  disown(transmit_.get());
+  for (auto& endpoint : condemned_) disown(endpoint.get());
+}
+
+}  // namespace crossrail::ofi

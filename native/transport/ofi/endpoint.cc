@@ -1,0 +1,134 @@
+#include "transport/ofi/endpoint.h"
+
+#include <rdma/fi_cm.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "util/errors.h"
+
+namespace crossrail::ofi {
+
+namespace {
+
+constexpr size_t kSlotStride = 4224;  // whole cache lines
+static_assert(kSlotStride >= kPacketBytesMax && kSlotStride % 64 == 0);
+constexpr size_t kNameBytesMax = 64;
+
+}  // namespace
+
+void Slots::Free::operator()(std::byte* memory) const { std::free(memory); }
+
+Slots::Slots(const Domain& domain, uint32_t count, Op::Kind kind) : ops_(count) {
+  const size_t bytes = (count * kSlotStride + 4095) / 4096 * 4096;
+  memory_.reset(static_cast<std::byte*>(std::aligned_alloc(4096, bytes)));
+  if (memory_ == nullptr) throw TransportError("aligned_alloc", FI_ENOMEM, "out of memory");
+  void* descriptor = nullptr;
+  if (domain.wants(FI_MR_LOCAL)) {
+    registration_ = domain.register_memory(memory_.get(), bytes, FI_SEND | FI_RECV);
+    descriptor = fi_mr_desc(registration_.get());
+  }
+  for (uint32_t i = 0; i < count; ++i) {
+    ops_[i].kind = kind;
+    ops_[i].buffer = memory_.get() + i * kSlotStride;
+    ops_[i].descriptor = descriptor;
+  }
+}
+
+Endpoint::Endpoint(Domain& domain, uint32_t receives) : domain_(domain) {
+  if (receives != 0) receives_ = std::make_unique<Slots>(domain, receives, Op::Kind::kReceive);
+  if (const int code = fi_endpoint(domain.fid(), &domain.info(), &fid_, nullptr); code != 0) {
+    domain.fail("fi_endpoint", code,
+                "every path of this provider takes one: raise the limit on open files (ulimit -n)");
+  }
+  try {
+    if (domain.rules().is_efa) set_efa_options();
+    bind_and_enable();
+  } catch (...) {
+    close();
+    throw;
+  }
+  if (receives_ == nullptr) return;
+  for (Op& op : receives_->ops()) {
+    op.endpoint = this;
+    post_receive(op);
+  }
+}
+
+Endpoint::~Endpoint() { close(); }
+
+void Endpoint::set_efa_options() {
+  const bool no = false;
+  // Between processes of one host efa would go by its shm provider, and inherit its silent losses.
+  int code = fi_setopt(&fid_->fid, FI_OPT_ENDPOINT, FI_OPT_SHARED_MEMORY_PERMITTED, &no, sizeof no);
+  if (code != 0 && !(code == -FI_ENOPROTOOPT && domain_.rules().name == "efa-direct"))
+    domain_.fail("fi_setopt(FI_OPT_SHARED_MEMORY_PERMITTED)", code);
+  // All data goes by the NIC: no copy by CUDA inside libfabric. Refused where it was built without CUDA: as good.
+  code = fi_setopt(&fid_->fid, FI_OPT_ENDPOINT, FI_OPT_CUDA_API_PERMITTED, &no, sizeof no);
+  if (code != 0 && code != -FI_ENOPROTOOPT && code != -FI_EOPNOTSUPP && code != -FI_EINVAL)
+    domain_.fail("fi_setopt(FI_OPT_CUDA_API_PERMITTED)", code);
+}
+
+void Endpoint::bind_and_enable() {
+  if (const int code = fi_ep_bind(fid_, &domain_.addresses()->fid, 0); code != 0)
+    domain_.fail("fi_ep_bind(address vector)", code);
+  if (const int code = fi_ep_bind(fid_, &domain_.queue()->fid, FI_TRANSMIT | FI_RECV); code != 0)
+    domain_.fail("fi_ep_bind(completion queue)", code);
+  if (const int code = fi_enable(fid_); code != 0) {
+    domain_.fail("fi_enable", code, domain_.rules().uses_ip ? "check that this address is one of the host's" : "");
+  }
+  uint8_t name[kNameBytesMax];
+  size_t bytes = sizeof name;
+  if (const int code = fi_getname(&fid_->fid, name, &bytes); code != 0) domain_.fail("fi_getname", code);
+  name_.assign(name, name + bytes);
+}
+
+bool Endpoint::close() {
+  if (fid_ == nullptr) return true;
+  if (fi_close(&fid_->fid) != 0) return false;
+  fid_ = nullptr;
+  return true;
+}
+
+void Endpoint::list(Op& op) {
+  op.endpoint = this;
+  op.is_listed = true;
+  op.previous = nullptr;
+  op.next = first_;
+  if (first_ != nullptr) first_->previous = &op;
+  first_ = &op;
+  ++outstanding_;
+}
+
+void Endpoint::unlist(Op& op) {
+  if (op.previous != nullptr) {
+    op.previous->next = op.next;
+  } else {
+    first_ = op.next;
+  }
+  if (op.next != nullptr) op.next->previous = op.previous;
+  op.is_listed = false;
+  --outstanding_;
+}
+
+void Endpoint::post_receive(Op& op) {
+  if (fid_ == nullptr) return;
+  const ssize_t code = fi_recv(fid_, op.buffer, kPacketBytesMax, op.descriptor, FI_ADDR_UNSPEC, &op);
+  if (code != 0) starved_.push_back(&op);
+}
+
+uint32_t Endpoint::post_starved_receives() {
+  if (starved_.empty()) return 0;
+  std::vector<Op*> waiting;
+  waiting.swap(starved_);
+  for (Op* op : waiting) post_receive(*op);
+  return static_cast<uint32_t>(waiting.size() - std::min(waiting.size(), starved_.size()));
+}
+
+uint64_t Endpoint::option_bytes(int option, uint64_t otherwise) const {
+  size_t value = 0;
+  size_t bytes = sizeof value;
+  return fi_getopt(&fid_->fid, FI_OPT_ENDPOINT, option, &value, &bytes) == 0 ? value : otherwise;
+}
+
+}  // namespace crossrail::ofi

@@ -1,0 +1,52 @@
+// libfabric, opened at run time: where it is found, and which version of its interface is spoken.
+#pragma once
+
+#include <rdma/fabric.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace crossrail::ofi {
+
+inline constexpr uint32_t kHeaderVersion = FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION);
+// What is promised. From here on tcp has reliable datagram endpoints of its own.
+inline constexpr uint32_t kVersionMin = FI_VERSION(2, 1);
+
+// All that libfabric exports and we use: the rest is reached through the operation tables of its objects.
+struct Calls {
+  decltype(&::fi_getinfo) getinfo = nullptr;
+  decltype(&::fi_freeinfo) freeinfo = nullptr;
+  decltype(&::fi_dupinfo) dupinfo = nullptr;
+  decltype(&::fi_fabric) fabric = nullptr;
+  decltype(&::fi_version) version = nullptr;
+  const char* (*strerror)(int) = nullptr;
+};
+
+// Immutable, [any] thread. Never unloaded: providers leave threads and exit handlers behind.
+struct Library {
+  Calls calls;
+  std::string path;      // as the loader tells it
+  uint32_t version = 0;  // of the library
+  uint32_t api = 0;      // the older of library and headers: asking a library for more than it has is an error
+
+  std::string version_text() const;
+  std::string error_text(int code) const;  // of a negative or positive fi_errno
+};
+
+// The process's libfabric, opened at the first call that finds one. Looked for, in this order:
+//   1. CROSSRAIL_LIBFABRIC, a path: this one or none.
+//   2. One that the process has already: two copies would mix their plugins.
+//   3. /opt/amazon/efa, where AWS installs it.
+//   4. The system's.
+//   5. Those that look_in() named.
+// Throws TransportError that lists what was tried.
+std::shared_ptr<const Library> open_library();
+
+// Libraries to try last, in this order: those that Python packages bring. Without effect once a library is open.
+void look_in(std::vector<std::string> paths);
+
+// Throws TransportError for what lacks a call, or is older than `version_min`. path: for messages.
+std::shared_ptr<const Library> make_library(const Calls& calls, const std::string& path);
+
+}  // namespace crossrail::ofi

@@ -1,0 +1,257 @@
+#include "transport/ofi/nic.h"
+
+#include <rdma/fi_rma.h>
+#include <sys/epoll.h>
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "transport/ofi/wire.h"
+#include "util/errors.h"
+
+namespace crossrail::ofi {
+
+namespace {
+
+constexpr uint32_t kControlReceives = 64;  // datagrams, and with shared endpoints the fragments of all paths
+constexpr uint32_t kSharedReceives = 512;
+constexpr uint32_t kSendBlock = 64;
+constexpr size_t kSendBlocksMax = 64;  // 17 MiB of fragments under way
+constexpr size_t kLandingBytes = 64;
+// Works of one path. tcp takes any number and keeps them in its own queue: what does not fill the network any more only
+// makes cancelling slow.
+constexpr uint32_t kPathWorksMax = 256;
+// Longer works would hold up what stands behind them for too long on an ordered path.
+constexpr uint64_t kWorkBytesMax = 1ull << 30;
+constexpr size_t kDatagramsMax = 1024;
+constexpr size_t kKnownMax = 1024;
+constexpr int64_t kDatagramLife = 1'000'000'000;
+constexpr int64_t kMillisecond = 1'000'000;
+
+uint32_t random_id() {
+  uint32_t id = 0;
+  if (getrandom(&id, sizeof id, 0) != sizeof id) throw_errno("getrandom", "cannot draw a path number");
+  return id | 1;
+}
+
+std::string describe(const Domain& domain) {
+  std::string text = domain.rules().name + " " + domain.device().name;
+  if (!domain.device().netdev.empty()) text += " on " + domain.device().netdev;
+  if (!domain.device().pci.empty()) text += " at " + domain.device().pci;
+  text += ", libfabric " + domain.library().version_text();
+  if (!domain.rules().unproven.empty()) text += " (" + domain.rules().unproven + ")";
+  return text;
+}
+
+}  // namespace
+
+OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Device device)
+    : domain_(std::make_shared<Domain>(std::move(library), rules, std::move(device))), next_path_id_(random_id()) {
+  name_ = domain_->device().name;
+  description_ = describe(*domain_);
+  control_ = std::make_unique<Endpoint>(*domain_, shares_endpoints() ? kSharedReceives : kControlReceives);
+  if (shares_endpoints()) transmit_ = std::make_unique<Endpoint>(*domain_, 0);
+  endpoint_ = EndpointWords{domain_->info().addr_format, domain_->device().prefix_bits, control_->name()}.encode();
+  landing_memory_ = std::make_unique<std::byte[]>(kLandingBytes);
+  landing_ =
+      std::make_unique<OfiRegistration>(domain_, fences_, landing_memory_.get(), kLandingBytes, Access::kRemoteWrite);
+  const fi_info& info = domain_->info();
+  const uint64_t longest = control_->option_bytes(FI_OPT_MAX_RMA_SIZE, info.ep_attr->max_msg_size);
+  limits_.work_bytes_max = std::min({longest, static_cast<uint64_t>(info.ep_attr->max_msg_size), kWorkBytesMax});
+  limits_.path_works_max =
+      std::clamp<uint32_t>(static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, 1u << 20)), 1, kPathWorksMax);
+  limits_.names_imm_paths = rules.endpoint_per_path && info.domain_attr->cq_data_size >= 8;
+  limits_.ordered_paths = rules.ordered && limits_.names_imm_paths;
+  doorbell_room_ = rules.keeps_doorbell ? static_cast<uint32_t>(info.tx_attr->size / 2) : 0;
+  work_flags_ = FI_COMPLETION | (rules.delivery_complete ? FI_DELIVERY_COMPLETE : 0);
+  send_flags_ = work_flags_;
+  if (domain_->wait_fd() < 0) return;
+  outer_ = Fd(epoll_create1(EPOLL_CLOEXEC));
+  if (!outer_) throw_errno("epoll_create1", "cannot make an epoll set", "raise the limit on open files (ulimit -n)");
+  epoll_event event{};
+  if (epoll_ctl(outer_.get(), EPOLL_CTL_ADD, domain_->wait_fd(), &event) != 0)
+    throw_errno("epoll_ctl", "cannot wait for the completion queue");
+  fds_.push_back(outer_.get());
+}
+
+OfiNic::~OfiNic() {
+  condemned_.clear();
+  transmit_.reset();
+  control_.reset();
+  // The layer has let go of every path; with the endpoints nothing can come in any more.
+  fences_->done.store(~0ull, std::memory_order_release);
+  landing_.reset();
+}
+
+int OfiNic::nearness(std::span<const uint8_t> peer_endpoint) const {
+  const auto theirs = EndpointWords::decode(peer_endpoint);
+  const auto ours = EndpointWords::decode(endpoint_);
+  return theirs && ours ? nearness_of(*ours, *theirs) : 0;
+}
+
+std::unique_ptr<rdma::Registration> OfiNic::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
+  return std::make_unique<OfiRegistration>(domain_, fences_, base, length_bytes, access);
+}
+
+std::unique_ptr<rdma::NicPath> OfiNic::make_path() {
+  if (is_dead_) throw TransportError("make_path", 0, name_ + " is gone: open the engine anew");
+  if (shares_endpoints() && transmit_ == nullptr) transmit_ = std::make_unique<Endpoint>(*domain_, 0);
+  return std::make_unique<OfiPath>(*this);
+}
+
+uint32_t OfiNic::add_path(OfiPath& path) {
+  while (next_path_id_ == 0 || paths_.contains(next_path_id_)) ++next_path_id_;
+  paths_.emplace(next_path_id_, &path);
+  return next_path_id_++;
+}
+
+OfiPath* OfiNic::find_path(uint32_t id) const {
+  const auto found = paths_.find(id);
+  return found != paths_.end() ? found->second : nullptr;
+}
+
+std::vector<uint8_t> OfiNic::make_offer(const OfiPath& path) const {
+  OfferWords words;
+  words.path_id = path.id_;
+  words.landing = landing_->remote_base;
+  words.landing_key = landing_->key;
+  words.name = path.own_ ? path.own_->name() : control_->name();
+  return words.encode();
+}
+
+// --- operations ---
+
+Op* OfiNic::take_work_op() {
+  if (free_works_ == nullptr) {
+    works_.emplace_back();
+    return &works_.back();
+  }
+  Op* const op = free_works_;
+  free_works_ = op->next;
+  return op;
+}
+
+bool OfiNic::has_send_room() const { return free_sends_ != nullptr || send_blocks_.size() < kSendBlocksMax; }
+
+Op* OfiNic::take_send_op() {
+  if (free_sends_ == nullptr) {
+    if (send_blocks_.size() == kSendBlocksMax) return nullptr;
+    send_blocks_.push_back(std::make_unique<Slots>(*domain_, kSendBlock, Op::Kind::kSend));
+    for (Op& op : send_blocks_.back()->ops()) give_back(op);
+  }
+  Op* const op = free_sends_;
+  free_sends_ = op->next;
+  return op;
+}
+
+void OfiNic::give_back(Op& op) {
+  Op*& pool = op.kind == Op::Kind::kWork ? free_works_ : free_sends_;
+  op.path = nullptr;
+  op.next = pool;
+  pool = &op;
+}
+
+ssize_t OfiNic::send_from(Endpoint& from, fi_addr_t to, OfiPath* path, const PacketHead& head,
+                          std::span<const uint8_t> first, std::span<const uint8_t> second) {
+  CROSSRAIL_ASSERT(sizeof head + first.size() + second.size() <= kPacketBytesMax);
+  Op* const op = take_send_op();
+  if (op == nullptr) return -FI_EAGAIN;
+  std::memcpy(op->buffer, &head, sizeof head);
+  if (!first.empty()) std::memcpy(op->buffer + sizeof head, first.data(), first.size());
+  if (!second.empty()) std::memcpy(op->buffer + sizeof head + first.size(), second.data(), second.size());
+  op->path = path;
+  const iovec range{op->buffer, sizeof head + first.size() + second.size()};
+  fi_msg message{};
+  message.msg_iov = &range;
+  message.desc = &op->descriptor;
+  message.iov_count = 1;
+  message.addr = to;
+  message.context = op;
+  const ssize_t code = fi_sendmsg(from.fid(), &message, path != nullptr ? send_flags_ : FI_COMPLETION);
+  if (code != 0) {
+    give_back(*op);
+    return code;
+  }
+  from.list(*op);
+  return 0;
+}
+
+// --- datagrams ---
+
+void OfiNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) {
+  const auto words = EndpointWords::decode(peer_endpoint);
+  const auto ours = EndpointWords::decode(endpoint_);
+  if (is_dead_ || !words || nearness_of(*ours, *words) == 0 || bytes.size() > rdma::kDatagramBytesMax ||
+      datagrams_.size() == kDatagramsMax) {
+    return;
+  }
+  datagrams_.push_back({words->name, {bytes.begin(), bytes.end()}, now_ns() + kDatagramLife});
+  tend_datagrams();
+}
+
+uint32_t OfiNic::tend_datagrams() {
+  uint32_t moved = 0;
+  const int64_t now = now_ns();
+  std::deque<Datagram> waiting;
+  waiting.swap(datagrams_);
+  const PacketHead head{static_cast<uint32_t>(Packet::kDatagram), 0, 0};
+  for (Datagram& datagram : waiting) {
+    if (now >= datagram.until) continue;
+    auto known = known_.find(datagram.to);
+    if (known == known_.end()) {
+      try {
+        known = known_.emplace(datagram.to, Known{domain_->peers().add(datagram.to), now}).first;
+      } catch (const TransportError&) {
+        continue;  // an address that is none: into the void
+      }
+    }
+    known->second.used_ns = now;
+    const ssize_t code = send_from(*control_, known->second.address, nullptr, head, datagram.bytes, {});
+    if (code == -FI_EAGAIN) datagrams_.push_back(std::move(datagram));  // no connection yet
+    moved += code == 0 ? 1 : 0;
+  }
+  if (known_.size() > kKnownMax) {
+    const auto oldest = std::min_element(
+        known_.begin(), known_.end(), [](const auto& a, const auto& b) { return a.second.used_ns < b.second.used_ns; });
+    domain_->peers().remove(oldest->first);
+    known_.erase(oldest);
+  }
+  return moved;
+}
+
+// --- sleeping ---
+
+void OfiNic::arm() {
+  pending_ = !breaking_.empty() || !ending_.empty();
+  if (!outer_) return;
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLONESHOT;
+  if (epoll_ctl(outer_.get(), EPOLL_CTL_MOD, domain_->wait_fd(), &event) != 0)
+    throw_errno("epoll_ctl", "cannot wait for the completion queue");
+  pending_ = pending_ || !domain_->may_sleep();
+}
+
+void OfiNic::hush() {
+  if (!outer_) return;
+  epoll_event event{};
+  epoll_ctl(outer_.get(), EPOLL_CTL_MOD, domain_->wait_fd(), &event);  // cannot fail: it is in the set
+}
+
+Deadline OfiNic::next_timer() const {
+  const int64_t now = now_ns();
+  Deadline next = kNoDeadline;
+  if (!datagrams_.empty() || !unready_.empty() || answers_due_ != 0 || !closed_.empty() || !condemned_.empty())
+    next = now + kMillisecond;
+  if (fences_->wanted.load() != fences_->done.load(std::memory_order_relaxed)) next = now + kMillisecond;
+  // A provider without a descriptor to sleep on is polled: often while something moves, seldom else.
+  if (!outer_) next = now + (now - active_ns_ < 2 * kMillisecond ? kMillisecond / 20 : kMillisecond);
+  return next;
+}
+
+void OfiNic::abandon_after_fork() {
+  // What libfabric has open cannot be told apart from here. While a child holds copies of its sockets, peers notice the
+  // parent's death by its silence and not by the sockets' end (docs/efa.md).
+}
+
+}  // namespace crossrail::ofi

@@ -1,0 +1,152 @@
+// One libfabric domain as a rail.
+//
+// Endpoints. `control_` is the one that peers know from our address: datagrams arrive there and leave from it. With
+// Rules::endpoint_per_path (tcp) a path has an endpoint of its own at either end, told in the offers: a connection, in
+// effect, and closing it ends all that is under way, in both directions, exactly. Without (efa), works and fragments go
+// out by `transmit_` and arrive at control_; libfabric cannot take back what is under way to one peer, so when a path
+// ends that has something out, transmit_ is replaced: new works of all paths go by the new one, the old one is closed as
+// soon as nothing of a living path is with it, and with it goes what the dead path had out.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "transport/ofi/endpoint.h"
+#include "transport/ofi/path.h"
+#include "transport/ofi/registration.h"
+#include "transport/rdma/nic.h"
+#include "util/memory_map.h"
+
+namespace crossrail::ofi {
+
+class OfiNic final : public rdma::Nic {
+ public:
+  // Throws TransportError.
+  OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Device device);
+  ~OfiNic() override;
+
+  const std::string& name() const override { return name_; }
+  const std::string& description() const override { return description_; }
+  uint32_t speed_mbps() const override { return domain_->device().speed_mbps; }
+  const std::string& fabric() const override { return domain_->rules().name; }
+  std::span<const uint8_t> endpoint() const override { return endpoint_; }
+  const rdma::NicLimits& limits() const override { return limits_; }
+  int nearness(std::span<const uint8_t> peer_endpoint) const override;
+  std::unique_ptr<rdma::Registration> register_memory(std::byte* base, uint64_t length_bytes, Access access) override;
+  bool is_port_up() const override { return is_port_up_; }
+  void send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) override;
+  std::unique_ptr<rdma::NicPath> make_path() override;
+  uint32_t poll(rdma::NicEvents& events) override;
+  void arm() override;
+  bool has_arrivals() override { return pending_; }
+  Deadline next_timer() const override;
+  const std::vector<int>& fds() const override { return fds_; }
+  void hush() override;
+  void abandon_after_fork() override;
+
+ private:
+  friend class OfiPath;
+  struct Datagram {
+    Name to;
+    std::vector<uint8_t> bytes;
+    Deadline until;
+  };
+  struct Known {  // a peer that datagrams were sent to
+    fi_addr_t address;
+    int64_t used_ns;
+  };
+  struct Grave {
+    std::unique_ptr<Endpoint> endpoint;
+    std::vector<Op*> orphans;  // works whose completions never came
+    std::vector<Op*> orphan_sends;
+    Deadline until;
+  };
+
+  bool shares_endpoints() const { return !domain_->rules().endpoint_per_path; }
+  std::vector<uint8_t> make_offer(const OfiPath& path) const;
+  uint32_t add_path(OfiPath& path);
+  void remove_path(OfiPath& path);
+  OfiPath* find_path(uint32_t id) const;
+  Endpoint* transmit_of(OfiPath& path) { return path.own_ ? path.own_.get() : transmit_.get(); }
+
+  Op* take_work_op();
+  bool has_send_room() const;
+  Op* take_send_op();  // null: as many are out as there may be
+  void give_back(Op& op);
+  // 0, or a negative code of libfabric's.
+  ssize_t send_from(Endpoint& from, fi_addr_t to, OfiPath* path, const PacketHead& head, std::span<const uint8_t> first,
+                    std::span<const uint8_t> second);
+
+  // polling.cc
+  uint32_t read_queue(rdma::NicEvents& events);
+  void on_entry(const fi_cq_data_entry& entry, rdma::NicEvents& events);
+  void on_error_entry(rdma::NicEvents& events);
+  void on_work_error(Op& op, const fi_cq_err_entry& error, rdma::NicEvents& events);
+  void on_send_end(Op& op);
+  void on_packet(Op& op, size_t length_bytes, rdma::NicEvents& events);
+  void on_path_packet(Op& op, const PacketHead& head, std::span<const uint8_t> payload, rdma::NicEvents& events);
+  void on_imm(uint64_t data, rdma::NicEvents& events);
+  uint32_t tend_unready();
+  uint32_t tend_datagrams();
+  uint32_t tend_fences();
+  bool tend_fence_of(OfiPath& path, uint64_t number);
+  uint32_t tend_answers();
+  uint32_t tell_breaks(rdma::NicEvents& events);
+  // ending.cc
+  void begin_end(OfiPath& path);
+  void replace_transmit();
+  void tend_endings();
+  uint32_t finish_endings(rdma::NicEvents& events);
+  void bury(std::unique_ptr<Endpoint> endpoint, rdma::NicEvents* events);
+  void tend_graves();
+  void die(const std::string& reason, rdma::NicEvents& events);
+  void tend_port(rdma::NicEvents& events);
+
+  std::string name_;
+  std::string description_;
+  std::shared_ptr<Domain> domain_;
+  std::shared_ptr<Fences> fences_ = std::make_shared<Fences>();
+  rdma::NicLimits limits_;
+  std::vector<uint8_t> endpoint_;
+  std::unique_ptr<std::byte[]> landing_memory_;
+  std::unique_ptr<OfiRegistration> landing_;
+  uint64_t work_flags_ = 0;
+  uint64_t send_flags_ = 0;
+  uint32_t doorbell_room_ = 0;  // FI_MORE only while fewer works are out: a full queue would keep what it holds back
+  Fd outer_;
+  std::vector<int> fds_;
+
+  // Before the endpoints, whose operations they are.
+  std::deque<Op> works_;
+  Op* free_works_ = nullptr;
+  std::vector<std::unique_ptr<Slots>> send_blocks_;
+  Op* free_sends_ = nullptr;
+  std::unique_ptr<Endpoint> control_;
+  std::unique_ptr<Endpoint> transmit_;
+  std::vector<std::unique_ptr<Endpoint>> condemned_;  // replaced, still with works of living paths
+  std::vector<std::unique_ptr<Endpoint>> closed_;     // their last completions may still lie in the queue
+  std::vector<Grave> graves_;
+
+  std::unordered_map<uint32_t, OfiPath*> paths_;
+  uint32_t next_path_id_ = 1;
+  std::vector<OfiPath*> unready_;
+  std::vector<OfiPath*> ending_;
+  std::vector<OfiPath*> breaking_;  // broke by themselves, not told yet
+  std::deque<Datagram> datagrams_;
+  std::map<Name, Known> known_;
+  uint32_t answers_due_ = 0;
+  uint64_t fence_number_ = 0;  // of the one under way, 0 none
+  bool queue_read_to_end_ = false;
+  bool is_port_up_ = true;
+  bool is_dead_ = false;  // on_device_fatal was said
+  bool pending_ = false;
+  uint32_t dropped_ = 0;  // packets that were nonsense
+  int64_t now_ = 0;
+  int64_t active_ns_ = 0;
+  int64_t port_looked_ns_ = 0;
+};
+
+}  // namespace crossrail::ofi

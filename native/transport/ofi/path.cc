@@ -1,0 +1,158 @@
+#include "transport/ofi/path.h"
+
+#include <rdma/fi_rma.h>
+
+#include <algorithm>
+
+#include "transport/ofi/nic.h"
+#include "transport/ofi/wire.h"
+#include "util/errors.h"
+
+namespace crossrail::ofi {
+
+namespace {
+
+constexpr uint32_t kPathReceives = 16;  // 68 KiB for each path; more wait at the sender's side
+constexpr uint32_t kPathSendsMax = 16;
+constexpr int64_t kReadyTimeout = 5'000'000'000;
+
+}  // namespace
+
+OfiPath::OfiPath(OfiNic& nic) : nic_(nic), id_(nic.add_path(*this)) {
+  if (nic.shares_endpoints()) {
+    offer_ = nic.make_offer(*this);
+    return;
+  }
+  try {
+    own_ = std::make_unique<Endpoint>(*nic.domain_, kPathReceives);
+  } catch (...) {
+    nic.remove_path(*this);
+    throw;
+  }
+  own_->owner = this;
+  offer_ = nic.make_offer(*this);
+}
+
+OfiPath::~OfiPath() { nic_.remove_path(*this); }
+
+void OfiPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> peer_offer) {
+  const auto endpoint = EndpointWords::decode(peer_endpoint);
+  const auto offer = OfferWords::decode(peer_offer);
+  if (!endpoint || !offer || nic_.nearness(peer_endpoint) == 0 || offer->name.size() != endpoint->name.size())
+    throw TransportError("connect", 0, "the peer's NIC tells of itself what no " + nic_.fabric() + " NIC would");
+  // Where the peer's works come from another of its endpoints than that of its address, the NIC still knows its host by
+  // this one: efa answers nobody whose address it was not given.
+  address_ = nic_.domain_->peers().add(offer->name);
+  peer_name_ = offer->name;
+  peer_id_ = offer->path_id;
+  peer_landing_ = offer->landing;
+  peer_landing_key_ = offer->landing_key;
+  is_connected_ = true;
+  ready_by_ = now_ns() + kReadyTimeout;
+  nic_.unready_.push_back(this);
+  nic_.tend_unready();
+}
+
+uint32_t OfiPath::post(std::span<const rdma::NicWork> works) {
+  if (!is_ready_) return 0;
+  const uint32_t room = nic_.limits_.path_works_max - std::min(works_out_, nic_.limits_.path_works_max);
+  const auto count = static_cast<uint32_t>(std::min<size_t>(works.size(), room));
+  for (uint32_t i = 0; i < count; ++i) {
+    const ssize_t code = post_one(works[i], i + 1 < count);
+    if (code == 0) continue;
+    on_refused_post(code);
+    return i;
+  }
+  return count;
+}
+
+ssize_t OfiPath::post_one(const rdma::NicWork& work, bool more) {
+  Endpoint& endpoint = *nic_.transmit_of(*this);
+  Op* const op = nic_.take_work_op();
+  op->path = this;
+  op->cookie = work.cookie;
+  const iovec range{work.local, work.length_bytes};
+  const fi_rma_iov target{work.has_remote ? work.remote_address : peer_landing_, work.length_bytes,
+                          work.has_remote ? work.remote_key : peer_landing_key_};
+  void* descriptor =
+      work.registration != nullptr ? static_cast<const OfiRegistration*>(work.registration)->descriptor() : nullptr;
+  fi_msg_rma message{};
+  message.msg_iov = &range;
+  message.desc = &descriptor;
+  message.iov_count = work.length_bytes != 0 ? 1 : 0;
+  message.addr = address_;
+  message.rma_iov = &target;
+  message.rma_iov_count = 1;  // also without bytes: efa wants a valid key for every immediate
+  message.context = op;
+  uint64_t flags = nic_.work_flags_;
+  if (more && endpoint.outstanding() + 1 < nic_.doorbell_room_) flags |= FI_MORE;
+  ssize_t code;
+  if (work.op == rdma::NicOp::kRead) {
+    code = fi_readmsg(endpoint.fid(), &message, flags & ~static_cast<uint64_t>(FI_DELIVERY_COMPLETE));
+  } else {
+    if (work.has_imm) {
+      message.data = work.imm;
+      if (nic_.limits_.names_imm_paths) message.data |= static_cast<uint64_t>(peer_id_) << 32;
+      flags |= FI_REMOTE_CQ_DATA;
+    }
+    code = fi_writemsg(endpoint.fid(), &message, flags);
+  }
+  if (code != 0) {
+    nic_.give_back(*op);
+    return code;
+  }
+  endpoint.list(*op);
+  ++works_out_;
+  return 0;
+}
+
+void OfiPath::on_refused_post(ssize_t code) {
+  // Of an endpoint that shares its queue: no room. Of a connection that stood: it stands no more, and the provider would
+  // make another behind our back, on which later works overtake those that were lost with the first.
+  if (code == -FI_EAGAIN && nic_.shares_endpoints()) return;
+  if (code == -FI_EAGAIN) {
+    break_by_itself("the connection ended");
+  } else {
+    break_by_itself("posting failed: " + nic_.domain_->error_text(static_cast<int>(code)));
+  }
+}
+
+bool OfiPath::send(std::span<const uint8_t> head, std::span<const uint8_t> body) {
+  if (!is_ready_ || sends_out_ >= kPathSendsMax) return false;
+  return send_packet(Packet::kFragment, 0, head, body);
+}
+
+bool OfiPath::send_packet(Packet kind, uint64_t number, std::span<const uint8_t> head, std::span<const uint8_t> body) {
+  const PacketHead packet{static_cast<uint32_t>(kind), peer_id_, number};
+  if (!nic_.has_send_room()) return false;  // told apart from a provider that takes nothing
+  const ssize_t code = nic_.send_from(*nic_.transmit_of(*this), address_, this, packet, head, body);
+  if (code == 0) {
+    ++sends_out_;
+    return true;
+  }
+  if (is_ready_) on_refused_post(code);
+  return false;
+}
+
+void OfiPath::break_by_itself(const std::string& reason) {
+  if (is_broken_) return;
+  is_broken_ = true;
+  is_ready_ = false;
+  reason_ = reason;
+  std::erase(nic_.unready_, this);
+  nic_.breaking_.push_back(this);
+}
+
+void OfiPath::break_off(const std::string& reason) {
+  if (is_ending_) return;
+  is_ending_ = true;
+  is_broken_ = true;
+  is_ready_ = false;
+  break_told_ = true;
+  if (reason_.empty()) reason_ = reason;
+  std::erase(nic_.unready_, this);
+  std::erase(nic_.breaking_, this);
+  nic_.begin_end(*this);
+}
+
+}  // namespace crossrail::ofi

@@ -1,0 +1,65 @@
+// What reaches one NIC of one peer: an address in the vector, and with some providers an endpoint of its own.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/ofi/endpoint.h"
+#include "transport/rdma/nic.h"
+
+namespace crossrail::ofi {
+
+class OfiNic;
+
+class OfiPath final : public rdma::NicPath {
+ public:
+  explicit OfiPath(OfiNic& nic);
+  ~OfiPath() override;
+
+  std::span<const uint8_t> offer() const override { return offer_; }
+  void connect(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> peer_offer) override;
+  uint32_t post(std::span<const rdma::NicWork> works) override;
+  bool send(std::span<const uint8_t> head, std::span<const uint8_t> body) override;
+  bool is_sent() const override { return sends_out_ == 0; }
+  void break_off(const std::string& reason) override;
+
+ private:
+  friend class OfiNic;
+  // Invariant: is_ready only while connected and not broken; once is_ending, is_broken too.
+  ssize_t post_one(const rdma::NicWork& work, bool more);
+  void on_refused_post(ssize_t code);
+  bool send_packet(Packet kind, uint64_t number, std::span<const uint8_t> head, std::span<const uint8_t> body);
+  void break_by_itself(const std::string& reason);
+
+  OfiNic& nic_;
+  const uint32_t id_;
+  std::vector<uint8_t> offer_;
+  std::unique_ptr<Endpoint> own_;  // with Rules::endpoint_per_path; null once closed and read to its end
+  // Of the peer:
+  Name peer_name_;
+  fi_addr_t address_ = FI_ADDR_NOTAVAIL;
+  uint32_t peer_id_ = 0;
+  uint64_t peer_landing_ = 0;  // where immediates go that concern no region
+  uint64_t peer_landing_key_ = 0;
+
+  uint32_t works_out_ = 0;
+  uint32_t sends_out_ = 0;
+  bool is_connected_ = false;
+  bool is_ready_ = false;  // the provider has a connection, or needs none
+  bool is_broken_ = false;
+  bool is_ending_ = false;  // break_off() was called
+  bool is_flushed_ = false;
+  bool fault_told_ = false;  // the first work that failed was told as such
+  bool break_told_ = false;
+  bool was_heard_ = false;   // the peer's NIC came through: its works may be under way
+  bool answer_due_ = false;  // to a fence
+  std::string reason_;
+  Deadline ready_by_ = kNoDeadline;
+  uint64_t fence_sent_ = 0;
+  uint64_t fence_answered_ = 0;
+  uint64_t fence_asked_ = 0;  // by the peer
+  Deadline fence_by_ = kNoDeadline;
+};
+
+}  // namespace crossrail::ofi

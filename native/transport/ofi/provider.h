@@ -1,0 +1,63 @@
+// libfabric's providers as we use them: what each is measured to do, and which devices it offers on this host.
+#pragma once
+
+#include <rdma/fabric.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/ofi/library.h"
+
+namespace crossrail::ofi {
+
+// How a provider has to be used. What is not known of one is set to the careful side.
+struct Rules {
+  std::string name;      // what users call it; RdmaRails::fabric
+  std::string provider;  // fabric_attr->prov_name, exactly: a hint of "tcp" also finds "tcp;ofi_rxm"
+  std::string fabric;    // fabric_attr->name where the provider has several kinds, else empty
+  bool is_efa = false;   // options and error codes of that provider
+  bool uses_ip = false;  // its devices are IP addresses
+  // Works to one peer cannot be cancelled. So either each path has an endpoint of its own, which is closed (exact, but
+  // costs a queue pair or a socket per peer), or all share one that is replaced when a path with unfinished works ends.
+  bool endpoint_per_path = true;
+  // Its endpoints carry out writes in the order of posting, and end a connection at the first error.
+  bool ordered = false;
+  // Completions must be asked for as FI_DELIVERY_COMPLETE: those by default say that the bytes were handed on.
+  bool delivery_complete = true;
+  // The provider, not a NIC, places peers' bytes: closing a registration does not end what is being placed.
+  bool placed_by_software = true;
+  bool keeps_doorbell = false;  // FI_MORE saves something
+  std::string unproven;         // what nobody has proven of it, to be said to the user; empty: our tests run on it
+  std::string refused;          // why it is not used at all; empty: it is
+};
+// provider: "tcp", "efa", "efa-direct", any other name of libfabric's.
+Rules rules_for(const std::string& provider);
+
+struct FreeInfo {
+  decltype(&::fi_freeinfo) free = nullptr;
+  void operator()(fi_info* info) const { free(info); }
+};
+using Info = std::unique_ptr<fi_info, FreeInfo>;
+
+// One device that can be a rail.
+struct Device {
+  Info info;
+  std::string name;    // what rails= calls it: an IP address, "rdmap0s6-rdm"
+  std::string device;  // "rdmap0s6", empty unknown
+  std::string netdev;
+  std::string pci;          // "0000:00:06.0", empty unknown
+  uint32_t speed_mbps = 0;  // 0 unknown
+  uint8_t prefix_bits = 0;  // of the IP network it is in
+  bool is_loopback = false;
+};
+
+// All devices of the provider, fast ones first; for tcp one for each address of this host. Empty: none.
+std::vector<Device> devices(const Library& library, const Rules& rules);
+// Those that names (addresses, devices, netdevs) select, in that order; without names the first `count`, 0: all; IP
+// addresses are repeated for it (127.0.0.1, 127.0.0.2 ... on hosts without a network).
+// Throws UsageError for a name that is none, TransportError where the provider has nothing.
+std::vector<Device> choose(const Library& library, const Rules& rules, const std::vector<std::string>& names,
+                           uint32_t count);
+
+}  // namespace crossrail::ofi

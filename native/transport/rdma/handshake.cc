@@ -1,0 +1,457 @@
+// How two engines meet: datagrams, sealed and repeated, until there are paths.
+//
+//   the other                    the leader (smaller incarnation)
+//   Knock {path, epoch over} ->                      only if it wants to talk; the leader needs nobody's word
+//                            <-  Hello {path, epoch, offer}      again and again
+//   Accept {path, epoch, offer} ->                   once for every Hello of that epoch
+//                            <-  State, on the path: the first fragment says that the leader has the Accept
+//
+// Epochs only grow, so doubled and delayed datagrams are recognised. Sessions are numbered by each side, so a peer that
+// forgot us and begins anew is told from one that repeats itself.
+#include <sys/random.h>
+
+#include <algorithm>
+
+#include "transport/rdma/rdma_transport.h"
+#include "util/errors.h"
+
+namespace crossrail::rdma {
+
+namespace {
+
+constexpr int64_t kRetryFirstNs = 20'000'000;
+constexpr int64_t kRetryMaxNs = 500'000'000;
+constexpr int64_t kAcceptedMaxNs = 5'000'000'000;
+constexpr size_t kSessionsMax = 4096;
+constexpr size_t kPathsMax = 32;  // of one session
+
+uint64_t random_u64() {
+  uint64_t value;
+  if (getrandom(&value, sizeof value, 0) != sizeof value) throw_errno("getrandom", "cannot draw random bytes");
+  return value;
+}
+
+Bytes bytes_of(std::span<const uint8_t> span) { return Bytes(span.begin(), span.end()); }
+
+bool is_question(DatagramKind kind) {
+  return kind == DatagramKind::kKnock || kind == DatagramKind::kHello || kind == DatagramKind::kResolve;
+}
+
+}  // namespace
+
+// --- sessions ---
+
+Session* RdmaTransport::find_session(const Incarnation& peer, bool leads) {
+  const auto found = sessions_.find({peer, leads});
+  return found == sessions_.end() ? nullptr : found->second.get();
+}
+
+Session& RdmaTransport::make_session(const Incarnation& peer, bool leads) {
+  auto session = std::make_unique<Session>();
+  const Incarnation& own = options_.identity.incarnation;
+  session->key = {peer, leads};
+  session->own_number = next_session_number_++;
+  session->nonce = random_u64();
+  session->seal = session_key(options_.secret, leads ? own : peer, leads ? peer : own);
+  session->target = target_tag(peer);
+  session->quiet_since_ns = now_;
+  is_watching_ = true;
+  auto& slot = sessions_[session->key];
+  CROSSRAIL_ASSERT(slot == nullptr);
+  slot = std::move(session);
+  return *slot;
+}
+
+Path& RdmaTransport::path_for(Session& session, PathKey key) {
+  if (Path* known = session.find(key)) return *known;
+  const uint32_t rail = session.key.leads ? key.leader_rail : key.other_rail;
+  const uint32_t peer_rail = session.key.leads ? key.other_rail : key.leader_rail;
+  auto& path = session.paths.emplace_back(std::make_unique<Path>(&session, key, rail, peer_rail));
+  path->down_since_ns = now_;
+  path->speed_mbps = rails_[rail]->nic->speed_mbps();
+  return *path;
+}
+
+// Rails of one network talk to each other, else every pair that can; so many pairs that every rail of both sides has one.
+void RdmaTransport::pair_paths(Session& session, const Address& peer) {
+  const auto& theirs = peer.rdma_on(kind_).endpoints;
+  const auto count = static_cast<uint32_t>(rails_.size());
+  std::vector<bool> paired(count, false);
+  const auto pair_up = [&](const std::vector<uint32_t>& a, const std::vector<uint32_t>& b) {
+    if (a.empty() || b.empty()) return;
+    for (size_t k = 0; k < std::max(a.size(), b.size()); ++k) {
+      const auto ours = static_cast<uint8_t>(a[k % a.size()]);
+      const auto other = static_cast<uint8_t>(b[k % b.size()]);
+      Path& path = path_for(session, session.key.leads ? PathKey{ours, other} : PathKey{other, ours});
+      const uint32_t speed = theirs[other].speed_mbps;
+      if (speed != 0 && (path.speed_mbps == 0 || speed < path.speed_mbps)) path.speed_mbps = speed;
+    }
+  };
+  for (uint32_t k = 0; k < theirs.size(); ++k) session.peer_endpoints[k] = theirs[k].bytes;
+  for (const int nearness : {2, 1}) {
+    for (uint32_t i = 0; i < count; ++i) {
+      if (paired[i]) continue;
+      std::vector<uint32_t> b;
+      for (uint32_t k = 0; k < theirs.size(); ++k) {
+        if (rails_[i]->nic->nearness(theirs[k].bytes) >= nearness) b.push_back(k);
+      }
+      if (b.empty()) continue;
+      // Those of ours that reach the same ones.
+      std::vector<uint32_t> a;
+      for (uint32_t j = i; j < count; ++j) {
+        const bool reaches_all =
+            std::ranges::all_of(b, [&](uint32_t k) { return rails_[j]->nic->nearness(theirs[k].bytes) >= nearness; });
+        if (paired[j] || !reaches_all) continue;
+        a.push_back(j);
+        paired[j] = true;
+      }
+      pair_up(a, b);
+    }
+    if (!session.paths.empty()) return;
+  }
+}
+
+// --- sending ---
+
+Bytes RdmaTransport::begin(const Session& session, DatagramKind kind, uint32_t rail) const {
+  DatagramHead head;
+  head.kind = kind;
+  head.to_leader = !session.key.leads;
+  head.has_link = session.link != nullptr;
+  head.nonce = session.nonce;
+  head.target_tag = session.target;
+  head.sender = options_.identity.incarnation;
+  head.sender_session = session.own_number;
+  head.target_session = session.peer_number;
+  head.endpoint = bytes_of(rails_[rail]->nic->endpoint());
+  return begin_datagram(head);
+}
+
+void RdmaTransport::send_path_datagram(Path& path, DatagramKind kind, const PathBody& body) {
+  Session& session = *path.session;
+  const auto endpoint = session.peer_endpoints.find(path.peer_rail);
+  if (endpoint == session.peer_endpoints.end()) return;
+  Bytes bytes = begin(session, kind, path.rail);
+  put(bytes, body);
+  seal(bytes, session.seal);
+  rails_[path.rail]->nic->send_datagram(endpoint->second, bytes);
+}
+
+void RdmaTransport::refuse(Rail& rail, const DatagramHead& head, RefuseCode code, const std::string& text) {
+  if (!is_question(head.kind) || head.endpoint.empty()) return;
+  DatagramHead answer;
+  answer.kind = DatagramKind::kRefuse;
+  answer.to_leader = !head.to_leader;
+  answer.nonce = head.nonce;
+  answer.target_tag = target_tag(head.sender);
+  answer.sender = {};  // not proven, and nobody's business
+  answer.endpoint = bytes_of(rail.nic->endpoint());
+  Bytes bytes = begin_datagram(answer);
+  put(bytes, RefuseBody{code, text});
+  bytes.resize(bytes.size() + kMacBytes);
+  rail.nic->send_datagram(head.endpoint, bytes);
+}
+
+// --- receiving ---
+
+void RdmaTransport::on_datagram(Rail& rail, std::span<const uint8_t> bytes) {
+  const auto datagram = decode_datagram(bytes);
+  if (!datagram) {
+    report_garbage(rail.nic->name(), "a datagram of " + std::to_string(bytes.size()) + " bytes made no sense");
+    return;
+  }
+  if (datagram->head.kind == DatagramKind::kRefuse) {
+    on_refuse(*datagram);
+    return;
+  }
+  Session* const session = session_of(rail, *datagram, bytes);
+  if (session == nullptr) return;
+  const auto malformed = [&] { report_garbage(session->peer_name, "a sealed datagram of it made no sense"); };
+  switch (datagram->head.kind) {
+    case DatagramKind::kKnock:
+    case DatagramKind::kHello:
+    case DatagramKind::kAccept: {
+      const auto body = decode_path(datagram->body);
+      const uint32_t own_rail = !body ? 0 : session->key.leads ? body->path.leader_rail : body->path.other_rail;
+      const bool from_leader = datagram->head.kind == DatagramKind::kHello;
+      if (!body || own_rail >= rails_.size() || from_leader == session->key.leads ||
+          (session->find(body->path) == nullptr && session->paths.size() >= kPathsMax)) {
+        malformed();
+        return;
+      }
+      const uint32_t peer_rail = session->key.leads ? body->path.other_rail : body->path.leader_rail;
+      session->peer_endpoints[peer_rail] = datagram->head.endpoint;
+      if (datagram->head.kind == DatagramKind::kKnock) on_knock(*session, *body);
+      if (datagram->head.kind == DatagramKind::kHello) on_hello(*session, *body);
+      if (datagram->head.kind == DatagramKind::kAccept) on_accept(*session, *body);
+      return;
+    }
+    case DatagramKind::kResolve:
+      if (const auto body = decode_resolve(datagram->body)) {
+        on_resolve(*session, *body);
+      } else {
+        malformed();
+      }
+      return;
+    case DatagramKind::kResolved:
+      if (const auto body = decode_resolved(datagram->body)) {
+        on_resolved(*session, *body);
+      } else {
+        malformed();
+      }
+      return;
+    case DatagramKind::kBye:
+      on_bye(*session, decode_text(datagram->body).value_or("it gave no reason"));
+      return;
+    case DatagramKind::kRefuse:
+      return;
+  }
+}
+
+// Whom the datagram is from, once it is proven. Null: it is nobody's, or was dealt with.
+Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::span<const uint8_t> bytes) {
+  const DatagramHead& head = datagram.head;
+  const Incarnation& own = options_.identity.incarnation;
+  if (head.version != kProtocolVersion) {
+    report_garbage(rail.nic->name(), "a datagram of protocol version " + std::to_string(head.version) +
+                                         " arrived, this build speaks version " + std::to_string(kProtocolVersion));
+    return nullptr;
+  }
+  if (head.target_tag != target_tag(own)) {
+    refuse(rail, head, RefuseCode::kNotMe, "another engine is at this address now");
+    report_garbage(rail.nic->name(), "a datagram for another engine arrived");
+    return nullptr;
+  }
+  const bool leads = head.to_leader;
+  if (head.sender != own && leads != (own < head.sender)) {
+    report_garbage(rail.nic->name(), "a datagram mistook who leads");
+    return nullptr;
+  }
+  Session* session = find_session(head.sender, leads);
+  const Digest key = session != nullptr
+                         ? session->seal
+                         : session_key(options_.secret, leads ? own : head.sender, leads ? head.sender : own);
+  if (!is_sealed(bytes, key)) {
+    refuse(rail, head, RefuseCode::kAuthentication, "the secret differs, or the address is not this engine's");
+    report_garbage(rail.nic->name(), "a datagram was not sealed with our secret");
+    return nullptr;
+  }
+  if (closed_) {
+    refuse(rail, head, RefuseCode::kClosing, "the engine is closing");
+    return nullptr;
+  }
+  const uint64_t expected = session != nullptr ? session->own_number : 0;
+  if (head.target_session != 0 && head.target_session != expected) {
+    refuse(rail, head, RefuseCode::kUnknownSession,
+           "it was unreachable for so long, or forgotten, that nothing is known of it here; connect anew");
+    return nullptr;
+  }
+  if (session == nullptr) {
+    const bool begins = head.kind == (leads ? DatagramKind::kKnock : DatagramKind::kHello);
+    if (!begins) return nullptr;
+    if (sessions_.size() >= kSessionsMax) {
+      refuse(rail, head, RefuseCode::kFull, "it has as many peers as it can");
+      return nullptr;
+    }
+    session = &make_session(head.sender, leads);
+  }
+  if (session->peer_number == 0) session->peer_number = head.sender_session;
+  if (head.sender_session < session->peer_number || session->is_over)
+    return nullptr;  // of an older session; repeats itself
+  if (head.sender_session > session->peer_number) {
+    doom(*session, "it has forgotten this engine, and begins anew", false);
+    return nullptr;
+  }
+  session->peer_has_link = head.has_link;
+  if (head.has_link) session->has_left = session->peer_left = false;
+  return session;
+}
+
+void RdmaTransport::on_refuse(const Datagram& datagram) {
+  const auto found = std::ranges::find_if(
+      sessions_, [&](const auto& item) { return item.second->nonce == datagram.head.nonce && !item.second->is_over; });
+  if (found == sessions_.end()) {
+    ++garbage_;  // late, or invented
+    return;
+  }
+  Session& session = *found->second;
+  if (datagram.head.version != kProtocolVersion) {
+    doom(session,
+         "it speaks protocol version " + std::to_string(datagram.head.version) + ", this build version " +
+             std::to_string(kProtocolVersion) + ": use the same crossrail release on both sides",
+         false);
+    return;
+  }
+  const auto body = decode_refuse(datagram.body);
+  if (!body) {
+    ++garbage_;
+    return;
+  }
+  switch (body->code) {
+    case RefuseCode::kFull:
+      session.refusal = body->text;
+      return;
+    case RefuseCode::kClosing:
+      doom(session, body->text, true);
+      return;
+    case RefuseCode::kMalformed:
+    case RefuseCode::kVersion:
+    case RefuseCode::kNotMe:
+    case RefuseCode::kAuthentication:
+    case RefuseCode::kUnknownSession:
+      doom(session, body->text, false);
+      return;
+  }
+}
+
+// --- making paths ---
+
+bool RdmaTransport::wants_paths(const Session& session) const {
+  return !session.is_over && (session.link != nullptr || (session.key.leads && session.peer_has_link));
+}
+
+bool RdmaTransport::make_nic_path(Path& path) {
+  try {
+    path.nic_path = rails_[path.rail]->nic->make_path();
+    path.token = random_u64();
+  } catch (const TransportError& error) {
+    path.nic_path.reset();
+    path.trouble = error.what();
+    return false;
+  }
+  path.nic_path->user = &path;
+  path.offer = bytes_of(path.nic_path->offer());
+  path.is_connected = path.is_broken = path.is_flushed = false;
+  path.works.clear();
+  path.first_cookie = path.outstanding_bytes = path.imms_done = path.seen = 0;
+  path.fault_text.clear();
+  tokens_[path.token] = &path;
+  return true;
+}
+
+bool RdmaTransport::connect_path(Path& path, const Bytes& offer) {
+  try {
+    path.nic_path->connect(path.session->peer_endpoints[path.peer_rail], offer);
+    path.is_connected = true;
+  } catch (const TransportError& error) {
+    path.trouble = error.what();
+    drop_nic_path(path);
+    path.state = PathState::kIdle;
+    path.closed_epoch = path.epoch;  // it never was, and nothing was seen in it
+    path.closed_seen = 0;
+    return false;
+  }
+  return true;
+}
+
+// What the path wants by time: to be made, to be asked for once more, to be given up.
+void RdmaTransport::tend_path(Path& path) {
+  Session& session = *path.session;
+  const Rail& rail = *rails_[path.rail];
+  switch (path.state) {
+    case PathState::kIdle: {
+      if (!wants_paths(session) || !path.doubt.empty() || !rail.is_up || now_ < path.retry_at_ns) return;
+      path.retry_pause_ns = std::clamp(2 * path.retry_pause_ns, kRetryFirstNs, kRetryMaxNs);
+      path.retry_at_ns = now_ + path.retry_pause_ns;
+      if (!session.peer_endpoints.contains(path.peer_rail)) return;
+      if (!session.key.leads) {
+        send_path_datagram(path, DatagramKind::kKnock, {path.key, path.epoch, 0, {}});
+        return;
+      }
+      if (!make_nic_path(path)) return;
+      ++path.epoch;
+      path.state = PathState::kOffered;
+      path.state_since_ns = now_;
+      send_path_datagram(path, DatagramKind::kHello, {path.key, path.epoch, path.token, path.offer});
+      return;
+    }
+    case PathState::kOffered:
+      if (!wants_paths(session)) {
+        mark_broken(path, "nobody wants it any more");
+      } else if (now_ >= path.retry_at_ns) {
+        path.retry_pause_ns = std::clamp(2 * path.retry_pause_ns, kRetryFirstNs, kRetryMaxNs);
+        path.retry_at_ns = now_ + path.retry_pause_ns;
+        send_path_datagram(path, DatagramKind::kHello, {path.key, path.epoch, path.token, path.offer});
+      }
+      return;
+    case PathState::kAccepted:
+      if (now_ - path.state_since_ns >= kAcceptedMaxNs) mark_broken(path, "the peer asked for it, and never used it");
+      return;
+    case PathState::kOpen:
+    case PathState::kBreaking:
+      return;
+  }
+}
+
+void RdmaTransport::on_knock(Session& session, const PathBody& body) {
+  Path& path = path_for(session, body.path);
+  is_watching_ = true;
+  switch (path.state) {
+    case PathState::kIdle:
+    case PathState::kOffered:
+      path.retry_at_ns = 0;
+      tend_path(path);
+      return;
+    case PathState::kOpen:
+      if (body.epoch >= path.epoch) mark_broken(path, kItsEndBroke);
+      return;
+    case PathState::kAccepted:
+    case PathState::kBreaking:
+      return;
+  }
+}
+
+void RdmaTransport::on_hello(Session& session, const PathBody& body) {
+  Path& path = path_for(session, body.path);
+  is_watching_ = true;
+  if (body.epoch < path.epoch) return;  // delayed
+  if (body.epoch == path.epoch) {
+    if (path.state == PathState::kAccepted || path.state == PathState::kOpen) {
+      send_path_datagram(path, DatagramKind::kAccept, {path.key, path.epoch, path.token, path.offer});
+    } else if (path.state == PathState::kIdle) {  // that epoch is over here
+      answer(path, {});
+    }
+    return;
+  }
+  if (path.state != PathState::kIdle) {
+    mark_broken(path, kItsEndBroke);
+    return;  // it will say Hello again
+  }
+  if (!path.doubt.empty() || !make_nic_path(path)) return;
+  path.epoch = body.epoch;
+  path.peer_token = body.token;
+  if (!connect_path(path, body.offer)) return;
+  path.state = PathState::kAccepted;
+  path.state_since_ns = now_;
+  send_path_datagram(path, DatagramKind::kAccept, {path.key, path.epoch, path.token, path.offer});
+}
+
+void RdmaTransport::on_accept(Session& session, const PathBody& body) {
+  Path* const path = session.find(body.path);
+  if (path == nullptr || path->state != PathState::kOffered || path->epoch != body.epoch) return;  // delayed or doubled
+  path->peer_token = body.token;
+  if (connect_path(*path, body.offer)) open_path(*path);
+}
+
+// May be called while a NIC tells: only takes notes.
+void RdmaTransport::open_path(Path& path) {
+  Session& session = *path.session;
+  path.state = PathState::kOpen;
+  path.opened_at_ns = path.state_since_ns = path.heard_ns = now_;
+  path.down_since_ns = 0;
+  path.pinged_ns = 0;
+  path.trouble.clear();
+  path.pong.reset();
+  path.ping_due = false;
+  path.state_due = path.introduce_due = true;
+  ++path.epochs_opened;
+  session.quiet_since_ns = 0;
+  session.refusal.clear();
+  mark_dirty(session);
+  if (!session.link) return;
+  session.link->down_since_ns = 0;
+  if (std::exchange(session.link->is_up, true) || session.link->doom) return;
+  sink_->on_link_up(*session.link);
+}
+
+}  // namespace crossrail::rdma

@@ -1,0 +1,322 @@
+// From the link's queue to the paths, and what the NICs report of it.
+#include <algorithm>
+
+#include "transport/rdma/rdma_transport.h"
+#include "util/errors.h"
+
+namespace crossrail::rdma {
+
+namespace {
+
+constexpr size_t kQueuedMax = 4096;          // of one link: the rest waits in the engine
+constexpr size_t kSendsQueuedMax = 256;      // messages, likewise
+constexpr size_t kBatch = 32;                // works handed to a path at once
+constexpr uint64_t kBatchBytes = 256 << 10;  // and bytes, when there are other paths that could take some
+// Of the fastest rail, posted and not done; slower ones have in proportion, so that all end together.
+constexpr uint64_t kWindowBytes = uint64_t{4} << 20;
+constexpr uint64_t kWindowBytesMin = 256 << 10;
+const std::string kNoDetail;
+
+}  // namespace
+
+bool RdmaTransport::is_usable(const Path& path) const {
+  return path.state == PathState::kOpen && !path.is_broken && rails_[path.rail]->is_up;
+}
+
+uint64_t RdmaTransport::window_bytes(const Path& path) const {
+  if (path.speed_mbps == 0 || fastest_mbps_ == 0) return kWindowBytes;
+  return std::clamp(kWindowBytes * path.speed_mbps / fastest_mbps_, kWindowBytesMin, kWindowBytes);
+}
+
+bool RdmaTransport::has_room(const Path& path, uint64_t length_bytes) const {
+  if (path.works.size() >= rails_[path.rail]->nic->limits().path_works_max) return false;
+  return path.outstanding_bytes == 0 || path.outstanding_bytes + length_bytes <= window_bytes(path);
+}
+
+// The one that would be done with it first.
+Path* RdmaTransport::best_path(Session& session, uint32_t rail, uint64_t length_bytes) {
+  Path* best = nullptr;
+  uint64_t best_load = 0;
+  for (auto& path : session.paths) {
+    if ((rail != kAnyRail && path->rail != rail) || !is_usable(*path) || !has_room(*path, length_bytes)) continue;
+    const uint64_t load = (path->outstanding_bytes + length_bytes) / std::max<uint32_t>(1, path->speed_mbps / 1000);
+    if (best != nullptr && (load > best_load || (load == best_load && path->works.size() >= best->works.size()))) {
+      continue;
+    }
+    best = path.get();
+    best_load = load;
+  }
+  return best;
+}
+
+NicWork RdmaTransport::nic_work(const WorkRequest& request, const Path& path, uint64_t cookie) const {
+  NicWork work;
+  work.op = request.op == WorkOp::kRead ? NicOp::kRead : NicOp::kWrite;
+  work.has_imm = request.has_imm;
+  work.imm = request.wire_imm;
+  work.local = request.local;
+  work.length_bytes = request.length_bytes;
+  if (request.local_region != nullptr) {
+    work.registration = static_cast<const RdmaRegion*>(request.local_region)->on(path.rail);
+  }
+  work.has_remote = request.remote != nullptr;
+  if (work.has_remote) {
+    const auto& key = static_cast<const RdmaKey&>(*request.remote);
+    // An immediate alone may name the region's end, where there is no byte to point at.
+    const uint64_t offset = request.length_bytes == 0 ? 0 : request.remote_offset;
+    work.remote_address = key.keys.base + offset;
+    work.remote_key = key.keys.keys[path.peer_rail];
+  }
+  work.cookie = cookie;
+  return work;
+}
+
+// Posts a prefix on this path: what its window has room for and the NIC takes.
+uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> requests, uint32_t rail) {
+  std::array<NicWork, kBatch> batch;
+  const uint64_t bytes_max = path.session->paths.size() == 1 ? ~uint64_t{0} : kBatchBytes;
+  const uint64_t room = window_bytes(path);
+  const size_t works_room = rails_[path.rail]->nic->limits().path_works_max - path.works.size();
+  const size_t count_max = std::min({kBatch, requests.size(), works_room});
+  uint64_t bytes = 0;
+  uint64_t outstanding = path.outstanding_bytes;
+  uint64_t cookie = path.first_cookie + path.works.size();
+  size_t count = 0;
+  for (; count < count_max; ++count) {
+    const WorkRequest& request = requests[count];
+    if (request.length_bytes > work_bytes_max_) break;
+    if (count > 0 && (outstanding + request.length_bytes > room || bytes >= bytes_max)) break;
+    batch[count] = nic_work(request, path, cookie++);
+    bytes += request.length_bytes;
+    outstanding += request.length_bytes;
+  }
+  if (count == 0) return 0;
+  const uint32_t accepted = path.nic_path->post({batch.data(), count});
+  for (uint32_t i = 0; i < accepted; ++i) {
+    WorkRequest& work = path.works.push_back(requests[i]);
+    if (rail != kRequeued) work.reserved = routing_of(rail);
+    path.outstanding_bytes += work.length_bytes;
+  }
+  return accepted;
+}
+
+uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) {
+  auto& out = static_cast<RdmaLink&>(link);
+  *completed = 0;
+  if (!out.is_up || out.doom) return 0;
+  Session& session = *out.session;
+  if (rail != kAnyRail && std::ranges::none_of(session.paths, [&](const auto& path) { return path->rail == rail; })) {
+    for (const WorkRequest& request : requests) {
+      ++out.outstanding;
+      end_outstanding(out, 1);
+      sink_->on_retired(out, request.context, 1, 0, Status::kTransportFailed,
+                        "rail " + std::to_string(rail) + " has no rail of the peer to talk to (see explain)");
+    }
+    return static_cast<uint32_t>(requests.size());
+  }
+  if (out.outstanding == 0) {
+    now_ = now_ns();
+    out.busy_since_ns = out.waits_since_ns = now_;
+    is_watching_ = true;
+  }
+  const bool sends = requests.front().op == WorkOp::kSend;
+  auto& queue = sends ? out.sends : out.queue(rail);
+  uint32_t taken = 0;
+  if (!sends && queue.empty()) {
+    while (taken < requests.size()) {
+      Path* const path = best_path(session, rail, requests[taken].length_bytes);
+      if (path == nullptr) break;
+      const uint32_t accepted = post_some(*path, requests.subspan(taken), rail);
+      taken += accepted;
+      out.outstanding += accepted;
+      if (accepted == 0) break;
+    }
+  }
+  const size_t queued_max = sends ? kSendsQueuedMax : kQueuedMax;
+  const uint32_t posted = taken;
+  for (; taken < requests.size() && queue.size() < queued_max; ++taken) {
+    queue.push_back(requests[taken]).reserved = routing_of(rail);
+  }
+  out.queued += taken - posted;
+  out.outstanding += taken - posted;
+  if (taken > posted) mark_dirty(session);
+  if (sends && !session.is_blocked) pump_messages(session);
+  return taken;
+}
+
+// True: nothing is left that a NIC would have to make room for.
+bool RdmaTransport::pump_works(Session& session) {
+  if (!session.link || session.link->queued == 0) return true;
+  bool all = pump_queue(session, kAnyRail);
+  for (uint32_t rail = 0; rail < rails_.size(); ++rail) all = pump_queue(session, rail) && all;
+  return all;
+}
+
+bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
+  RdmaLink& link = *session.link;
+  auto& queue = link.queue(rail);
+  std::array<WorkRequest, kBatch> batch;
+  while (!queue.empty()) {
+    if (queue.front().length_bytes > work_bytes_max_) {
+      --link.queued;
+      cut(link, queue.pop_front());
+      continue;
+    }
+    Path* const path = best_path(session, rail, queue.front().length_bytes);
+    if (path == nullptr) return true;  // what makes room again marks us dirty
+    const size_t count = std::min(kBatch, queue.size());
+    for (size_t i = 0; i < count; ++i) batch[i] = queue[i];
+    const uint32_t accepted = post_some(*path, {batch.data(), count}, kRequeued);
+    for (uint32_t i = 0; i < accepted; ++i) queue.pop_front();
+    link.queued -= accepted;
+    if (accepted == 0) return false;
+  }
+  return true;
+}
+
+// --- requests longer than a NIC's longest work ---
+
+void RdmaTransport::cut(RdmaLink& link, WorkRequest request) {
+  const uint64_t part_bytes = work_bytes_max_;
+  auto& whole = *link.wholes.emplace_back(std::make_unique<Whole>());
+  whole.request = request;
+  auto& queue = link.queue(rail_of(request));
+  std::vector<WorkRequest> parts;
+  while (request.length_bytes - whole.begun_bytes > part_bytes) {
+    WorkRequest& part = parts.emplace_back(request);
+    part.has_imm = false;
+    part.local += whole.begun_bytes;
+    part.remote_offset += whole.begun_bytes;
+    part.length_bytes = part_bytes;
+    part.context = &whole;
+    part.reserved |= kPartBit;
+    whole.begun_bytes += part_bytes;
+  }
+  whole.parts_open = static_cast<uint32_t>(parts.size());
+  for (auto part = parts.rbegin(); part != parts.rend(); ++part) queue.push_front(*part);
+  link.queued += parts.size();
+}
+
+void RdmaTransport::end_part(RdmaLink& link, const WorkRequest& part, Status status, const std::string& detail) {
+  auto& whole = *static_cast<Whole*>(part.context);
+  if (status != Status::kDone && whole.status == Status::kDone) {
+    whole.status = status;
+    whole.detail = detail;
+  }
+  if (--whole.parts_open > 0) return;
+  WorkRequest rest = whole.request;
+  const uint64_t total_bytes = rest.length_bytes;
+  const Status ended = whole.status;
+  const std::string why = whole.detail;
+  const bool is_withdrawn = whole.is_withdrawn;
+  rest.local += whole.begun_bytes;
+  rest.remote_offset += whole.begun_bytes;
+  rest.length_bytes -= whole.begun_bytes;
+  std::erase_if(link.wholes, [&](const auto& owned) { return owned.get() == &whole; });
+  if (ended != Status::kDone) {
+    retire(link, rest, ended, why);
+  } else if (is_withdrawn) {
+    end_outstanding(link, 1);
+    sink_->on_withdrawn(link, rest.context, rest.tag, total_bytes);
+  } else {
+    link.queue(rail_of(rest)).push_front(rest);
+    ++link.queued;
+    mark_dirty(*link.session);
+  }
+}
+
+// --- what is done ---
+
+// Works of one transfer come one after the other: told in one call.
+void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
+  CROSSRAIL_ASSERT(through_cookie - path.first_cookie < path.works.size());
+  RdmaLink& link = *path.session->link;
+  void* context = nullptr;
+  uint32_t count = 0;
+  uint64_t bytes = 0;
+  const auto tell = [&] {
+    if (count == 0) return;
+    end_outstanding(link, count);
+    path.bytes_done += bytes;
+    sink_->on_retired(link, context, std::exchange(count, 0), std::exchange(bytes, 0), Status::kDone, kNoDetail);
+  };
+  while (!path.works.empty() && path.first_cookie <= through_cookie) {
+    const WorkRequest& work = path.works.front();
+    if (fault_of(work) == WorkFault::kNone) {
+      path.outstanding_bytes -= work.length_bytes;
+      path.imms_done += work.has_imm ? 1 : 0;
+      if (is_part(work)) {
+        tell();
+        path.bytes_done += work.length_bytes;
+        end_part(link, work, Status::kDone, kNoDetail);
+      } else {
+        if (work.context != context) tell();
+        context = work.context;
+        ++count;
+        bytes += work.length_bytes;
+      }
+    } else {
+      CROSSRAIL_ASSERT(fault_of(work) == WorkFault::kEnded);
+    }
+    path.works.pop_front();
+    ++path.first_cookie;
+  }
+  tell();
+}
+
+void RdmaTransport::end_work(Path& path, uint64_t cookie) {
+  CROSSRAIL_ASSERT(cookie - path.first_cookie < path.works.size());
+  WorkRequest& work = path.works[cookie - path.first_cookie];
+  CROSSRAIL_ASSERT(fault_of(work) == WorkFault::kNone);
+  const WorkRequest done = work;
+  set_fault(work, WorkFault::kEnded);
+  path.outstanding_bytes -= done.length_bytes;
+  path.imms_done += done.has_imm ? 1 : 0;
+  path.bytes_done += done.length_bytes;
+  pop_ended(path);
+  retire(*path.session->link, done, Status::kDone, kNoDetail);
+}
+
+void RdmaTransport::pop_ended(Path& path) {
+  while (!path.works.empty() && fault_of(path.works.front()) == WorkFault::kEnded) {
+    path.works.pop_front();
+    ++path.first_cookie;
+  }
+}
+
+// --- what goes back ---
+
+// In their order, before all others.
+void RdmaTransport::requeue(RdmaLink& link, const std::vector<WorkRequest>& works) {
+  for (auto work = works.rbegin(); work != works.rend(); ++work) link.queue(rail_of(*work)).push_front(*work);
+  link.queued += works.size();
+  mark_dirty(*link.session);
+}
+
+void RdmaTransport::withdraw(bool (*wanted)(void* context)) {
+  for (auto& [key, session] : sessions_) {
+    if (!session->link) continue;
+    RdmaLink& link = *session->link;
+    std::vector<WorkRequest> withdrawn;
+    const auto take_from = [&](RingQueue<WorkRequest>& queue) {
+      if (queue.empty()) return;
+      queue.filter([&](const WorkRequest& request) {
+        if (is_part(request) || !wanted(request.context)) return true;
+        withdrawn.push_back(request);
+        return false;
+      });
+    };
+    for (auto& queue : link.queues) take_from(queue);
+    link.queued -= withdrawn.size();
+    const size_t from_queues = withdrawn.size();
+    take_from(link.sends);
+    link.queued -= withdrawn.size() - from_queues;
+    for (auto& whole : link.wholes) whole->is_withdrawn = whole->is_withdrawn || wanted(whole->request.context);
+    for (const WorkRequest& request : withdrawn) {
+      end_outstanding(link, 1);
+      sink_->on_withdrawn(link, request.context, request.tag, request.length_bytes);
+    }
+  }
+}
+
+}  // namespace crossrail::rdma

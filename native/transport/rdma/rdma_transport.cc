@@ -1,0 +1,477 @@
+#include "transport/rdma/rdma_transport.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "transport/wire_imm.h"
+#include "util/errors.h"
+
+namespace crossrail::rdma {
+
+namespace {
+
+constexpr uint32_t kPollsPerClock = 16;
+constexpr size_t kDatagramsMax = 1024;  // waiting to be looked at: more in one poll are lost, as datagrams may be
+constexpr uint64_t kSliceBytes = uint64_t{1} << 20;
+constexpr uint64_t kPieceBytesMin = 64 << 10;
+constexpr int64_t kTellGarbageEveryNs = 1'000'000'000;
+constexpr int64_t kByeNs = 200'000'000;  // for last words to leave
+
+std::vector<int> fds_of(const std::vector<std::unique_ptr<Nic>>& nics) {
+  std::vector<int> fds;
+  for (const auto& nic : nics) fds.insert(fds.end(), nic->fds().begin(), nic->fds().end());
+  return fds;
+}
+
+}  // namespace
+
+RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options,
+                             std::vector<std::unique_ptr<Nic>> nics, Sink* sink)
+    : sink_(sink), kind_(kind), options_(options), address_(options.identity), bell_(fds_of(nics)) {
+  CROSSRAIL_ASSERT(!nics.empty() && nics.size() <= kRailsMax);
+  RdmaRails& own = address_.rdma_on(kind);
+  own.fabric = nics.front()->fabric();
+  work_bytes_max_ = ~uint64_t{0};
+  for (auto& nic : nics) {
+    const auto endpoint = nic->endpoint();
+    own.endpoints.push_back({Bytes(endpoint.begin(), endpoint.end()), nic->speed_mbps()});
+    work_bytes_max_ = std::min(work_bytes_max_, nic->limits().work_bytes_max);
+    fastest_mbps_ = std::max(fastest_mbps_, nic->speed_mbps());
+    const auto index = static_cast<uint32_t>(rails_.size());
+    rails_.push_back(std::make_unique<Rail>(this, index, std::move(nic)));
+    rails_.back()->is_up = rails_.back()->nic->is_port_up();
+  }
+  traits_ = {.rail_count = static_cast<uint32_t>(rails_.size()),
+             .slice_bytes_max = std::min(kSliceBytes, work_bytes_max_),
+             .message_bytes_max = options.message_bytes_max,
+             .fifo_rails = false,  // a work may go by any path, and once more by another
+             .balances_rails = true,
+             .piece_bytes_min = kPieceBytesMin};
+  now_ = now_ns();
+}
+
+RdmaTransport::~RdmaTransport() { close(); }
+
+void RdmaTransport::complete_address(const Address& address) {
+  address_ = address;
+  introduction_ = address.encode();
+}
+
+// Last words first, then everything is taken from the NICs.
+void RdmaTransport::close() {
+  if (closed_) return;
+  closed_ = true;
+  now_ = now_ns();
+  for (auto& [key, session] : sessions_) say_bye(*session, "the engine was closed");
+  const auto is_said = [&] {
+    return std::ranges::all_of(sessions_, [](const auto& item) {
+      return std::ranges::all_of(item.second->paths, [](const auto& path) {
+        return path->state != PathState::kOpen || path->is_broken || path->nic_path->is_sent();
+      });
+    });
+  };
+  const int64_t patience = now_ + kByeNs;
+  while (!is_said() && now_ns() < patience) poll_nics();
+  std::vector<Path*> paths;
+  for (auto& [key, session] : sessions_) {
+    session->is_over = true;
+    for (auto& path : session->paths) {
+      path->trouble = "the engine was closed";
+      start_break(*path);
+      paths.push_back(path.get());
+    }
+  }
+  drain(paths);
+  for (auto& [key, session] : sessions_) {
+    if (session->link) flush_link(*session->link, Status::kEngineClosed, "the engine was closed");
+  }
+  dirty_.clear();
+  blocked_.clear();
+  holding_.clear();
+  broken_.clear();
+  flushed_.clear();
+  sessions_.clear();
+  bell_.unwatch();
+}
+
+void RdmaTransport::abandon_after_fork() {
+  bell_.abandon();
+  for (auto& rail : rails_) rail->nic->abandon_after_fork();
+}
+
+// --- memory ---
+
+std::unique_ptr<LocalRegion> RdmaTransport::register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
+                                                            Access access) {
+  auto region = std::make_unique<RdmaRegion>(&regions_, access, false);
+  region->base = base;
+  region->length_bytes = length_bytes;
+  region->id = id;
+  for (const auto& rail : rails_) {
+    region->registrations.push_back(rail->nic->register_memory(base, length_bytes, access));
+  }
+  regions_.add(*region);
+  return region;
+}
+
+std::unique_ptr<LocalRegion> RdmaTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (populate ? MAP_POPULATE : 0);
+  void* memory = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate " + std::to_string(length_bytes) + " bytes");
+  madvise(memory, length_bytes, MADV_HUGEPAGE);  // fewer faults and TLB misses; a kernel without them says no
+  auto region = std::make_unique<RdmaRegion>(&regions_, Access::kRemoteWrite, true);
+  region->base = static_cast<std::byte*>(memory);
+  region->length_bytes = length_bytes;
+  region->id = id;
+  for (const auto& rail : rails_) {
+    region->registrations.push_back(rail->nic->register_memory(region->base, length_bytes, Access::kRemoteWrite));
+  }
+  regions_.add(*region);
+  return region;
+}
+
+void RdmaTransport::revoke_region(LocalRegion& region) {
+  regions_.remove(static_cast<RdmaRegion&>(region));
+  wake();  // a NIC may need the holder to see the revocation through
+}
+
+bool RdmaTransport::is_region_quiet(const LocalRegion& region) {
+  return static_cast<const RdmaRegion&>(region).is_quiet();
+}
+
+// --- peers ---
+
+Link* RdmaTransport::connect(const std::shared_ptr<const Address>& address) {
+  now_ = now_ns();
+  const Incarnation& own = options_.identity.incarnation;
+  const bool leads = own <= address->incarnation;
+  Session* session = find_session(address->incarnation, leads);
+  if (session != nullptr && session->is_over) {
+    end_session(*session, "a new session begins");
+    session = nullptr;
+  }
+  if (session == nullptr) session = &make_session(address->incarnation, leads);
+  session->has_left = false;
+  session->peer_address = address;
+  session->peer_name = address->name;
+  session->link = std::make_unique<RdmaLink>(session, address, static_cast<uint32_t>(rails_.size()));
+  RdmaLink& link = *session->link;
+  link.connect_by_ns = now_ + options_.connect_timeout_ns;
+  link.down_since_ns = now_;
+  link.unsent_id = session->next_message_id;
+  pair_paths(*session, *address);
+  link.pair_count = std::max<uint32_t>(1, static_cast<uint32_t>(session->paths.size()));
+  for (auto& path : session->paths) {
+    if (path->state == PathState::kOpen) path->state_due = true;
+    if (path->state == PathState::kIdle) path->retry_at_ns = 0;
+    tend_path(*path);
+  }
+  mark_dirty(*session);
+  is_watching_ = true;
+  next_tick_ns_ = 0;
+  return &link;
+}
+
+void RdmaTransport::disconnect(Link& link) {
+  auto& out = static_cast<RdmaLink&>(link);
+  Session& session = *out.session;
+  now_ = now_ns();
+  std::vector<Path*> used;
+  for (auto& path : session.paths) {
+    const bool dooming = path->state == PathState::kBreaking;
+    if (path->works.empty() && !dooming) continue;
+    path->trouble = "the peer was forgotten on request";
+    start_break(*path);
+    used.push_back(path.get());
+  }
+  drain(used);
+  flush_link(out, Status::kPeerLost, "forgotten on request");
+  session.link.reset();
+  for (auto& path : session.paths) {
+    if (path->state == PathState::kOpen) path->state_due = true;
+  }
+  mark_dirty(session);
+  is_watching_ = true;
+  next_tick_ns_ = 0;
+}
+
+std::unique_ptr<RemoteKey> RdmaTransport::resolve(Link&, const RegionDescriptor& descriptor) {
+  return std::make_unique<RdmaKey>(descriptor.region_id, descriptor.length_bytes, descriptor.rdma_on(kind_));
+}
+
+std::string RdmaTransport::pair_text(const Path& path) const {
+  return "rail " + std::to_string(path.rail) + " (" + rails_[path.rail]->nic->name() + ") to rail " +
+         std::to_string(path.peer_rail);
+}
+
+std::vector<PathReport> RdmaTransport::explain(Link& link) {
+  auto& out = static_cast<RdmaLink&>(link);
+  std::vector<PathReport> reports;
+  for (const auto& path : out.session->paths) {
+    PathReport report;
+    report.what = "rail " + std::to_string(path->rail) + " to rail " + std::to_string(path->peer_rail);
+    report.path = transport_name(kind_);
+    report.reason = rails_[path->rail]->nic->description();
+    if (path->state == PathState::kOpen) {
+      report.reason += ", connected";
+    } else if (!rails_[path->rail]->is_up) {
+      report.reason += ", down: " + rails_[path->rail]->trouble;
+    } else {
+      report.reason += path->trouble.empty() ? ", connecting" : ", down: " + path->trouble;
+    }
+    if (path->epochs_opened > 1) report.reason += ", remade " + std::to_string(path->epochs_opened - 1) + " times";
+    report.bytes = path->bytes_done;
+    if (out.busy_ns > 0 && report.bytes > 0) {
+      report.gb_per_s = static_cast<double>(report.bytes) / static_cast<double>(out.busy_ns);
+    }
+    reports.push_back(std::move(report));
+  }
+  return reports;
+}
+
+std::vector<RailReport> RdmaTransport::explain_rails(Link& link) {
+  std::vector<RailReport> reports;
+  for (const auto& path : static_cast<RdmaLink&>(link).session->paths) reports.push_back({path->rail, path->peer_rail});
+  return reports;
+}
+
+// --- what NICs tell: notes only ---
+
+void RdmaTransport::Rail::on_work_done(NicPath& nic_path, uint64_t cookie, bool through) {
+  Path* const path = path_of(nic_path);
+  if (path == nullptr) return;
+  path->worked_ns = transport->now_;
+  if (through) {
+    transport->end_works(*path, cookie);
+  } else {
+    transport->end_work(*path, cookie);
+  }
+  transport->mark_dirty(*path->session);
+}
+
+void RdmaTransport::Rail::on_work_failed(NicPath& nic_path, uint64_t cookie, NicFault fault, int code,
+                                         const std::string& text) {
+  Path* const path = path_of(nic_path);
+  if (path == nullptr) return;
+  CROSSRAIL_ASSERT(cookie >= path->first_cookie && cookie - path->first_cookie < path->works.size());
+  WorkRequest& work = path->works[cookie - path->first_cookie];
+  CROSSRAIL_ASSERT(fault_of(work) == WorkFault::kNone);
+  const std::string said = text + " (" + std::to_string(code) + ")";
+  if (fault != NicFault::kFlushed && path->fault_text.empty()) path->fault_text = said;
+  const bool is_refused = fault == NicFault::kRemoteAccess || fault == NicFault::kLocal;
+  set_fault(work, fault == NicFault::kRemoteAccess ? WorkFault::kRemoteAccess
+                  : fault == NicFault::kLocal      ? WorkFault::kLocal
+                                                   : WorkFault::kInDoubt);
+  if (is_refused && !nic->limits().ordered_paths) {
+    path->suspects.push_back(work);  // the path lives on
+    path->outstanding_bytes -= work.length_bytes;
+    path->ask_at_ns = 0;
+    set_fault(work, WorkFault::kEnded);
+    transport->pop_ended(*path);
+    transport->is_watching_ = true;
+    transport->next_tick_ns_ = 0;
+    return;
+  }
+  transport->mark_broken(*path, said);
+}
+
+void RdmaTransport::Rail::on_imm(NicPath* nic_path, uint32_t imm) {
+  Path* const path = nic_path == nullptr ? nullptr : path_of(*nic_path);
+  if (path != nullptr) {
+    ++path->seen;
+    path->heard_ns = transport->now_;
+    if (path->state == PathState::kAccepted) transport->open_path(*path);
+  }
+  transport->sink_->on_imm(imm_of_wire(imm), units_of_wire(imm));
+}
+
+void RdmaTransport::Rail::on_fragment(NicPath* nic_path, std::span<const uint8_t> bytes) {
+  if (bytes.size() < kFragmentHeadBytes || bytes.size() > kFragmentBytesMax) {
+    transport->report_garbage(nic->name(), "a fragment of " + std::to_string(bytes.size()) + " bytes");
+    return;
+  }
+  uint64_t token;
+  std::memcpy(&token, bytes.data(), sizeof token);
+  Path* const path = transport->path_of_fragment(*this, nic_path, token);
+  if (path == nullptr) return;
+  path->heard_ns = transport->now_;
+  if (path->state == PathState::kAccepted) transport->open_path(*path);
+  const uint8_t kind = bytes[8];
+  if (kind < static_cast<uint8_t>(FragmentKind::kState) || kind > static_cast<uint8_t>(FragmentKind::kBye)) {
+    transport->mark_broken(*path, "protocol error: a fragment of kind " + std::to_string(kind));
+    return;
+  }
+  transport->on_fragment(*path, static_cast<FragmentKind>(kind), bytes.subspan(kFragmentHeadBytes));
+}
+
+void RdmaTransport::Rail::on_datagram(std::span<const uint8_t> bytes) {
+  if (transport->datagrams_.size() >= kDatagramsMax) return;
+  transport->datagrams_.push_back({index, Bytes(bytes.begin(), bytes.end())});
+}
+
+void RdmaTransport::Rail::on_path_broken(NicPath& nic_path, const std::string& reason) {
+  if (Path* const path = path_of(nic_path)) transport->mark_broken(*path, reason);
+}
+
+void RdmaTransport::Rail::on_path_flushed(NicPath& nic_path) {
+  Path* const path = path_of(nic_path);
+  if (path == nullptr || std::exchange(path->is_flushed, true)) return;
+  transport->flushed_.push_back(path);
+}
+
+void RdmaTransport::Rail::on_port(bool up, const std::string& detail) {
+  is_up = up && !is_dead;
+  trouble = detail;
+  transport->ports_changed_.push_back(index);
+}
+
+void RdmaTransport::Rail::on_device_fatal(const std::string& reason) {
+  is_dead = true;
+  is_up = false;
+  trouble = reason;
+  transport->ports_changed_.push_back(index);
+}
+
+// --- running ---
+
+uint32_t RdmaTransport::poll_nics() {
+  uint32_t moved = 0;
+  for (auto& rail : rails_) moved += rail->nic->poll(*rail);
+  return moved;
+}
+
+uint32_t RdmaTransport::poll() {
+  if (closed_) return 0;
+  if (++polls_ % kPollsPerClock == 0) now_ = now_ns();
+  uint32_t moved = poll_nics();
+  if (moved > 0) {
+    for (Session* session : blocked_) {
+      session->is_blocked = false;
+      mark_dirty(*session);
+    }
+    blocked_.clear();
+  }
+  for (size_t i = 0; i < holding_.size(); ++i) mark_dirty(*holding_[i]);
+  act();
+  if (now_ >= next_tick_ns_) tick();
+  return moved;
+}
+
+// What was noted is done.
+void RdmaTransport::act() {
+  while (!datagrams_.empty()) {
+    const Arrived arrived = std::move(datagrams_.front());
+    datagrams_.pop_front();
+    on_datagram(*rails_[arrived.rail], arrived.bytes);
+  }
+  if (!said_.empty()) {
+    for (const Said& said : std::exchange(said_, {})) on_said(said);
+  }
+  if (!ports_changed_.empty()) {
+    for (const uint32_t index : std::exchange(ports_changed_, {})) on_port(*rails_[index]);
+  }
+  if (!broken_.empty()) {
+    for (Path* path : std::exchange(broken_, {})) start_break(*path);
+  }
+  if (!flushed_.empty()) {
+    for (Path* path : std::exchange(flushed_, {})) finish_break(*path);
+  }
+  // Those that become dirty meanwhile have their turn in the next round.
+  const size_t count = dirty_.size();
+  for (size_t i = 0; i < count; ++i) {
+    Session& session = *dirty_[i];
+    session.is_dirty = false;
+    if (session.is_over) continue;
+    offer_held(session);
+    const bool all_sent = pump_control(session);
+    const bool all_messages = pump_messages(session);
+    const bool all_posted = pump_works(session);
+    if (all_sent && all_messages && all_posted) continue;
+    if (!std::exchange(session.is_blocked, true)) blocked_.push_back(&session);
+  }
+  dirty_.erase(dirty_.begin(), dirty_.begin() + static_cast<std::ptrdiff_t>(count));
+  if (!any_over_) return;
+  any_over_ = false;
+  for (auto item = sessions_.begin(); item != sessions_.end();) {
+    Session& session = *item->second;
+    const bool gone = session.is_over && finish_doom(session);
+    any_over_ = any_over_ || (session.is_over && !gone);
+    item = gone ? sessions_.erase(item) : std::next(item);
+  }
+}
+
+void RdmaTransport::mark_dirty(Session& session) {
+  if (std::exchange(session.is_dirty, true)) return;
+  dirty_.push_back(&session);
+}
+
+void RdmaTransport::mark_broken(Path& path, const std::string& reason) {
+  if (path.state == PathState::kIdle || path.state == PathState::kBreaking || path.is_broken) return;
+  path.is_broken = true;
+  path.is_broken_by_peer = &reason == &kItsEndBroke;
+  path.trouble = reason;
+  broken_.push_back(&path);
+  if (reason.starts_with("protocol error")) sink_->on_protocol_error(path.session->peer_name, reason);
+}
+
+void RdmaTransport::report_garbage(const std::string& who, const std::string& what) {
+  ++garbage_;
+  if (now_ - garbage_told_ns_ < kTellGarbageEveryNs && garbage_told_ns_ != 0) return;
+  garbage_told_ns_ = now_;
+  sink_->on_protocol_error(who, what + " (" + std::to_string(garbage_) + " such in all)");
+}
+
+void RdmaTransport::end_outstanding(RdmaLink& link, uint64_t count) {
+  link.outstanding -= count;
+  if (link.outstanding == 0) link.busy_ns += std::max<int64_t>(0, now_ - link.busy_since_ns);
+}
+
+void RdmaTransport::retire(RdmaLink& link, const WorkRequest& request, Status status, const std::string& detail) {
+  if (is_part(request)) {
+    end_part(link, request, status, detail);
+    return;
+  }
+  end_outstanding(link, 1);
+  sink_->on_retired(link, request.context, 1, status == Status::kDone ? request.length_bytes : 0, status, detail);
+}
+
+// --- sleeping ---
+
+void RdmaTransport::arm() {
+  // seq_cst: pairs with the fence in wake(): either it sees us armed and rings, or who leaves sees its news.
+  armed_.store(true, std::memory_order_seq_cst);
+  if (closed_) return;
+  now_ = now_ns();
+  bell_.watch();
+  for (auto& rail : rails_) rail->nic->arm();
+}
+
+void RdmaTransport::disarm() {
+  if (!armed_.load(std::memory_order_relaxed)) return;
+  armed_.store(false, std::memory_order_relaxed);
+  bell_.unwatch();
+}
+
+bool RdmaTransport::has_arrivals() {
+  if (closed_) return false;
+  if (!dirty_.empty() || !datagrams_.empty() || !said_.empty() || !broken_.empty() || !flushed_.empty() || any_over_)
+    return true;
+  return std::ranges::any_of(rails_, [](const auto& rail) { return rail->nic->has_arrivals(); });
+}
+
+bool RdmaTransport::hush() {
+  bell_.silence();
+  bell_.unwatch();
+  for (auto& rail : rails_) rail->nic->hush();
+  return true;
+}
+
+void RdmaTransport::wake() {
+  // seq_cst fence: the caller's news is visible before we look whether anyone is awake to see it; pairs with arm().
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) bell_.ring();
+}
+
+}  // namespace crossrail::rdma

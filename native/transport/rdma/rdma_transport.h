@@ -1,0 +1,244 @@
+// The Transport contract over RDMA NICs, whatever library drives them (nic.h). Paths, links, counting, failure.
+//
+// Two engines have one session (session.h), and in it a path per pair of rails. What we post waits in the link's queue
+// and goes by whichever path has room; a path has a bounded window, so rails of any speed end together. Completion means
+// that the peer's NIC has placed it. Messages travel as fragments by one path at a time, and end when the peer's pool
+// took them.
+//
+//   handshake.cc  datagrams, how sessions and paths begin
+//   paths.cc      how paths break, and what becomes of works in doubt
+//   posting.cc    from the queue to the paths
+//   messages.cc   fragments, messages, outcomes
+//   watch.cc      timers: liveness, paths that are to be made again, ends of links
+//
+// Who calls whom: NICs report from inside poll() only, and the layer then only takes notes (NicEvents); what is to be done
+// about them is done afterwards (act()), so that a NIC is never called from inside itself.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "transport/rdma/bell.h"
+#include "transport/rdma/nic.h"
+#include "transport/rdma/region.h"
+#include "transport/rdma/session.h"
+#include "transport/transport.h"
+
+namespace crossrail::rdma {
+
+class RdmaTransport final : public Transport {
+ public:
+  // kind: kVerbs or kOfi, as whose rails `nics` appear in addresses. Throws TransportError.
+  RdmaTransport(TransportKind kind, const TransportOptions& options, std::vector<std::unique_ptr<Nic>> nics,
+                Sink* sink);
+  ~RdmaTransport() override;
+
+  const Traits& traits() const override { return traits_; }
+  const Address& address() const override { return address_; }
+  void complete_address(const Address& address) override;
+
+  std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
+                                               Access access) override;
+  std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
+  void revoke_region(LocalRegion& region) override;
+  bool is_region_quiet(const LocalRegion& region) override;
+
+  Link* connect(const std::shared_ptr<const Address>& address) override;
+  void disconnect(Link& link) override;
+  std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) override;
+  std::vector<PathReport> explain(Link& link) override;
+  std::vector<RailReport> explain_rails(Link& link) override;
+
+  uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
+  uint32_t poll() override;
+  void withdraw(bool (*wanted)(void* context)) override;
+
+  void arm() override;
+  void disarm() override;
+  bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
+  bool has_arrivals() override;
+  Deadline next_timer() const override;
+  int wake_fd() const override { return bell_.fd(); }
+  bool hush() override;
+  void wake() override;
+  void wake_always() override { bell_.ring(); }
+
+  void close() override;
+  void abandon_after_fork() override;
+
+  // Datagrams and fragments that made no sense, or were not for us: for tests, and for people.
+  uint64_t garbage_count() const { return garbage_; }
+  size_t session_count() const { return sessions_.size(); }
+
+ private:
+  // One NIC, and what it tells.
+  struct Rail final : NicEvents {
+    Rail(RdmaTransport* transport, uint32_t index, std::unique_ptr<Nic> nic)
+        : transport(transport), index(index), nic(std::move(nic)) {}
+    void on_work_done(NicPath& path, uint64_t cookie, bool through) override;
+    void on_work_failed(NicPath& path, uint64_t cookie, NicFault fault, int code, const std::string& text) override;
+    void on_imm(NicPath* path, uint32_t imm) override;
+    void on_fragment(NicPath* path, std::span<const uint8_t> bytes) override;
+    void on_datagram(std::span<const uint8_t> bytes) override;
+    void on_path_broken(NicPath& path, const std::string& reason) override;
+    void on_path_flushed(NicPath& path) override;
+    void on_port(bool is_up, const std::string& detail) override;
+    void on_device_fatal(const std::string& reason) override;
+
+    RdmaTransport* const transport;
+    const uint32_t index;
+    const std::unique_ptr<Nic> nic;
+    bool is_up = true;
+    bool is_dead = false;
+    std::string trouble;
+  };
+
+  // A fragment that is dealt with after the NICs were polled.
+  struct Said {
+    Session::Key session;
+    FragmentKind kind;
+    Bytes body;
+  };
+
+  // For mark_broken(), which knows it by its address.
+  static inline const std::string kItsEndBroke = "its other end broke";
+
+  // --- running (rdma_transport.cc) ---
+  uint32_t poll_nics();
+  void act();
+  void mark_dirty(Session& session);
+  void mark_broken(Path& path, const std::string& reason);
+  void retire(RdmaLink& link, const WorkRequest& request, Status status, const std::string& detail);
+  void end_outstanding(RdmaLink& link, uint64_t count);
+  void report_garbage(const std::string& who, const std::string& what);
+  static Path* path_of(NicPath& nic_path) { return static_cast<Path*>(nic_path.user); }
+
+  // --- handshake.cc ---
+  Session& make_session(const Incarnation& peer, bool leads);
+  Session* find_session(const Incarnation& peer, bool leads);
+  Path& path_for(Session& session, PathKey key);
+  void pair_paths(Session& session, const Address& peer);
+  void on_datagram(Rail& rail, std::span<const uint8_t> bytes);
+  void on_refuse(const Datagram& datagram);
+  Session* session_of(Rail& rail, const Datagram& datagram, std::span<const uint8_t> bytes);
+  void on_knock(Session& session, const PathBody& body);
+  void on_hello(Session& session, const PathBody& body);
+  void on_accept(Session& session, const PathBody& body);
+  void refuse(Rail& rail, const DatagramHead& head, RefuseCode code, const std::string& text);
+  Bytes begin(const Session& session, DatagramKind kind, uint32_t rail) const;
+  void send_path_datagram(Path& path, DatagramKind kind, const PathBody& body);
+  void tend_path(Path& path);
+  bool make_nic_path(Path& path);
+  bool connect_path(Path& path, const Bytes& offer);
+  void open_path(Path& path);
+  bool wants_paths(const Session& session) const;
+
+  // --- paths.cc ---
+  void start_break(Path& path);
+  void finish_break(Path& path);
+  void collect_doubt(Path& path);
+  void drop_nic_path(Path& path);
+  void ask(Path& path);
+  void answer(Path& path, const std::vector<Span>& spans);
+  void on_resolve(Session& session, const ResolveBody& body);
+  void on_resolved(Session& session, const ResolvedBody& body);
+  void settle(Path& path, const ResolvedBody& body);
+  void settle_suspects(Path& path, const ResolvedBody& body);
+  bool send_to_peer(Path& path, FragmentKind kind, const Bytes& fragment_body, DatagramKind datagram_kind,
+                    bool by_datagram_too);
+  void retire_refused(RdmaLink& link, const WorkRequest& work, Status status, const std::string& provider);
+  void drain(const std::vector<Path*>& paths);
+
+  // --- posting.cc ---
+  bool is_usable(const Path& path) const;
+  Path* best_path(Session& session, uint32_t rail, uint64_t length_bytes);
+  bool has_room(const Path& path, uint64_t length_bytes) const;
+  static constexpr uint32_t kRequeued = ~1u;  // for post_some: routing and attempts are noted already
+  uint32_t post_some(Path& path, std::span<const WorkRequest> requests, uint32_t rail);
+  bool pump_works(Session& session);
+  bool pump_queue(Session& session, uint32_t rail);
+  void cut(RdmaLink& link, WorkRequest request);
+  void end_part(RdmaLink& link, const WorkRequest& part, Status status, const std::string& detail);
+  void end_works(Path& path, uint64_t through_cookie);
+  void end_work(Path& path, uint64_t cookie);
+  void pop_ended(Path& path);
+  void requeue(RdmaLink& link, const std::vector<WorkRequest>& works);
+  void fail_pinned(RdmaLink& link);
+  NicWork nic_work(const WorkRequest& request, const Path& path, uint64_t cookie) const;
+  uint64_t window_bytes(const Path& path) const;
+
+  // --- messages.cc ---
+  Path* path_of_fragment(Rail& rail, NicPath* nic_path, uint64_t token);
+  void on_fragment(Path& path, FragmentKind kind, std::span<const uint8_t> body);
+  bool on_message_chunk(Session& session, std::span<const uint8_t> body);
+  bool on_outcomes(Session& session, std::span<const uint8_t> body);
+  bool on_introduce(Session& session, std::span<const uint8_t> body);
+  void on_state(Session& session, uint8_t flags);
+  void on_bye(Session& session, const std::string& text);
+  void on_said(const Said& said);
+  bool pump_control(Session& session);
+  bool pump_path_control(Path& path);
+  bool pump_outcomes(Session& session, Path& path);
+  bool pump_messages(Session& session);
+  Path* message_path(Session& session);
+  void offer_held(Session& session);
+  void forget_known_outcomes(Session& session, uint64_t first_open_id);
+
+  // --- watch.cc ---
+  void tick();
+  void tend(Session& session);
+  void tend_liveness(Session& session);
+  void tend_link(Session& session);
+  void doom(Session& session, const std::string& reason, bool orderly);
+  bool finish_doom(Session& session);
+  void flush_link(RdmaLink& link, Status status, const std::string& detail);
+  void end_session(Session& session, const std::string& reason);
+  void forget(Session& session);
+  void on_port(Rail& rail);
+  bool is_watched(const Session& session) const;
+  void say_bye(Session& session, const std::string& text);
+  std::string pair_text(const Path& path) const;
+  std::string open_text(const Session& session) const;
+
+  Sink* const sink_;
+  const TransportKind kind_;
+  const TransportOptions options_;
+  Address address_;
+  Traits traits_;
+  RegionTable regions_;
+  std::vector<std::unique_ptr<Rail>> rails_;
+  uint32_t fastest_mbps_ = 0;
+  uint64_t work_bytes_max_ = 0;  // of all NICs
+  Bell bell_;
+  std::map<Session::Key, std::unique_ptr<Session>> sessions_;
+  std::map<uint64_t, Path*> tokens_;  // of paths that have a NicPath
+  uint64_t next_session_number_ = 1;
+  std::vector<Session*> dirty_;
+  std::vector<Session*> blocked_;
+  std::vector<Session*> holding_;  // with messages that the engine has no place for
+  std::vector<Path*> broken_;
+  std::vector<Path*> flushed_;
+  struct Arrived {
+    uint32_t rail;
+    Bytes bytes;
+  };
+  std::deque<Arrived> datagrams_;
+  std::vector<Said> said_;
+  Bytes introduction_;  // our address, encoded
+  std::vector<uint32_t> ports_changed_;
+  bool any_over_ = false;
+  bool is_watching_ = false;  // some session waits for something that only time brings
+  bool closed_ = false;
+  int64_t now_ = 0;
+  uint32_t polls_ = 0;
+  int64_t next_tick_ns_ = 0;
+  uint64_t garbage_ = 0;
+  int64_t garbage_told_ns_ = 0;
+  // Whether the progress holder is about to sleep, and nobody has rung since.
+  std::atomic<bool> armed_{false};
+};
+
+}  // namespace crossrail::rdma

@@ -1,0 +1,55 @@
+#include "transport/rdma/region.h"
+
+#include <sys/mman.h>
+
+namespace crossrail::rdma {
+
+RdmaRegion::~RdmaRegion() {
+  table_->remove(*this);
+  registrations.clear();
+  if (owns_memory) munmap(base, length_bytes);
+}
+
+RdmaKeys RdmaRegion::rdma_keys() const {
+  RdmaKeys keys{.base = registrations.front()->remote_base, .keys = {}};
+  for (const auto& registration : registrations) keys.keys.push_back(registration->key);
+  return keys;
+}
+
+bool RdmaRegion::is_quiet() const {
+  std::lock_guard lock(revoking_);
+  if (!is_revoked_) {
+    is_revoked_ = true;
+    for (const auto& registration : registrations) registration->revoke();
+  }
+  for (const auto& registration : registrations) {
+    if (!registration->is_quiet()) return false;
+  }
+  return true;
+}
+
+void RegionTable::add(RdmaRegion& region) {
+  std::lock_guard lock(lock_);
+  open_[region.id] = &region;
+}
+
+void RegionTable::remove(const RdmaRegion& region) {
+  std::lock_guard lock(lock_);
+  const auto found = open_.find(region.id);
+  if (found != open_.end() && found->second == &region) open_.erase(found);
+}
+
+Status RegionTable::verdict(const Span& span) const {
+  std::lock_guard lock(lock_);
+  const auto found = open_.find(span.region_id);
+  if (found == open_.end()) return Status::kRegionClosed;
+  const RdmaRegion& region = *found->second;
+  if (span.offset > region.length_bytes || span.length_bytes > region.length_bytes - span.offset) {
+    return Status::kOutOfBounds;
+  }
+  if (span.writes && region.access != Access::kRemoteWrite) return Status::kAccessDenied;
+  if (span.reads && region.access == Access::kLocal) return Status::kAccessDenied;
+  return Status::kDone;
+}
+
+}  // namespace crossrail::rdma

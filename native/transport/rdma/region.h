@@ -1,0 +1,55 @@
+// Regions of one engine that peers reach by its RDMA NICs.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "transport/rdma/nic.h"
+#include "transport/rdma/wire.h"
+#include "transport/transport.h"
+#include "util/spinlock.h"
+
+namespace crossrail::rdma {
+
+class RegionTable;
+
+// Lifecycle: 1. open. 2. revoked: unknown to verdict(), but still with the NICs, since our own works may be using it as
+// their source. 3. Once those have ended, which is_quiet() is asked only after: revoked at the NICs. 4. quiet. 5. destroyed.
+class RdmaRegion final : public LocalRegion {
+ public:
+  RdmaRegion(RegionTable* table, Access access, bool owns_memory)
+      : access(access), owns_memory(owns_memory), table_(table) {}
+  ~RdmaRegion() override;
+
+  RdmaKeys rdma_keys() const override;
+  const Registration* on(uint32_t rail) const { return registrations[rail].get(); }
+  // Threads: any.
+  bool is_quiet() const;
+
+  const Access access;
+  const bool owns_memory;
+  std::vector<std::unique_ptr<Registration>> registrations;  // by rail; the same for the region's life
+
+ private:
+  RegionTable* const table_;
+  mutable std::mutex revoking_;
+  mutable bool is_revoked_ = false;  // at the NICs
+};
+
+// Threads: any.
+class RegionTable {
+ public:
+  void add(RdmaRegion& region);
+  void remove(const RdmaRegion& region);
+  // What a peer whose operations failed has to be told: kDone if its NIC would have to let them pass.
+  Status verdict(const Span& span) const;
+
+ private:
+  mutable SpinLock lock_;
+  std::unordered_map<uint64_t, const RdmaRegion*> open_;
+};
+
+}  // namespace crossrail::rdma

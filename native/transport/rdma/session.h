@@ -1,0 +1,247 @@
+// What there is between two engines: a session, in it a path for each pair of rails, and the link of our own operations.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/rdma/nic.h"
+#include "transport/rdma/region.h"
+#include "transport/rdma/wire.h"
+#include "transport/transport.h"
+#include "util/ring_queue.h"
+
+namespace crossrail::rdma {
+
+struct Session;
+struct RdmaLink;
+
+struct RdmaKey final : RemoteKey {
+  RdmaKey(uint64_t region_id, uint64_t length_bytes, RdmaKeys keys)
+      : region_id(region_id), length_bytes(length_bytes), keys(std::move(keys)) {}
+  const uint64_t region_id;
+  const uint64_t length_bytes;
+  const RdmaKeys keys;  // by the peer's rail
+};
+
+// --- the layer's own notes in its copies of work requests (WorkRequest::reserved) ---
+// bits 0..5: the rail asked for + 1, 0 for any. 6..11: attempts that ended in doubt. 12..14: WorkFault. 15: a part of a
+// longer request, whose context is its Whole.
+enum class WorkFault : uint32_t { kNone = 0, kEnded, kInDoubt, kRemoteAccess, kLocal };
+constexpr uint32_t routing_of(uint32_t rail) { return rail == kAnyRail ? 0 : rail + 1; }
+inline uint32_t rail_of(const WorkRequest& work) { return (work.reserved & 0x3f) - 1; }  // 0 - 1 is kAnyRail
+inline uint32_t attempts_of(const WorkRequest& work) { return work.reserved >> 6 & 0x3f; }
+inline void add_attempt(WorkRequest& work) { work.reserved += 1 << 6; }
+inline WorkFault fault_of(const WorkRequest& work) { return static_cast<WorkFault>(work.reserved >> 12 & 7); }
+inline void set_fault(WorkRequest& work, WorkFault fault) {
+  work.reserved = (work.reserved & ~(7u << 12)) | static_cast<uint32_t>(fault) << 12;
+}
+inline bool is_part(const WorkRequest& work) { return (work.reserved & 1u << 15) != 0; }
+inline constexpr uint32_t kPartBit = 1u << 15;
+
+// A request longer than a NIC's longest work. Its parts go like other works, without immediate; once all are done, the
+// rest of it follows as a request of its own, with the immediate.
+struct Whole {
+  WorkRequest request;
+  uint64_t begun_bytes = 0;  // in parts posted, or queued again
+  uint32_t parts_open = 0;
+  bool is_withdrawn = false;
+  Status status = Status::kDone;
+  std::string detail;
+};
+
+// One pair of rails. Lifecycle of an epoch:
+//   kIdle      no path at the NIC; nothing of earlier epochs is under way here, though `doubt` may wait for the peer's word
+//   kOffered   leader: Hello is out, again and again until Accept comes
+//   kAccepted  other: its Accept is out; the first thing that arrives by the path says that the leader has it
+//   kOpen      works and fragments may go
+//   kBreaking  break_off() was called; ends in kIdle when the NIC says flushed
+// Invariants: `works` are exactly those posted and not reported, with cookies first_cookie ... in order.
+// An epoch is offered only while `doubt` is empty on the leader's side, and accepted only while it is on the other's: so
+// at most one epoch is in doubt at a time, and it is the latest that was connected: closed_seen is all that may be asked for.
+enum class PathState : uint8_t { kIdle, kOffered, kAccepted, kOpen, kBreaking };
+
+struct Path {
+  Path(Session* session, PathKey key, uint32_t rail, uint32_t peer_rail)
+      : session(session), key(key), rail(rail), peer_rail(peer_rail) {}
+
+  Session* const session;
+  const PathKey key;
+  const uint32_t rail;
+  const uint32_t peer_rail;
+
+  PathState state = PathState::kIdle;
+  uint32_t epoch = 0;  // the latest that was made here
+  std::unique_ptr<NicPath> nic_path;
+  bool is_connected = false;  // nic_path->connect() was called
+  bool is_broken = false;     // to be broken off at the end of this poll
+  bool is_flushed = false;
+  bool is_broken_by_peer = false;  // its end broke first, as far as we know
+  std::string trouble;             // why it is not open; for people
+  uint64_t token = 0;              // ours
+  uint64_t peer_token = 0;
+  Bytes offer;              // of nic_path, as we tell it
+  uint32_t speed_mbps = 0;  // of the slower end, 0 unknown
+
+  // --- making ---
+  int64_t retry_at_ns = 0;
+  int64_t retry_pause_ns = 0;
+  int64_t state_since_ns = 0;
+  int64_t down_since_ns = 0;  // not open since; 0: open
+  int64_t opened_at_ns = 0;
+
+  // --- our works ---
+  RingQueue<WorkRequest> works;
+  uint64_t first_cookie = 0;
+  uint64_t outstanding_bytes = 0;
+  uint64_t imms_done = 0;          // writes with immediate of this epoch that are known to be done
+  std::string fault_text;          // the provider's, of the first failed work of the epoch
+  std::vector<WorkRequest> doubt;  // of the closed epoch, in the order of posting
+  bool is_resolving = false;       // doubt is not empty, and the peer has not answered
+  int64_t ask_at_ns = 0;
+  int64_t ask_pause_ns = 0;
+  int64_t doubt_since_ns = 0;
+  std::vector<WorkRequest> suspects;  // refused by the peer's NIC while the path lives: what is wrong with them?
+
+  // --- what we saw of the peer's ---
+  uint64_t seen = 0;                        // immediates of this epoch
+  uint32_t closed_epoch = 0;                // the latest that was connected here and is flushed,
+  uint64_t closed_seen = 0;                 // and what was seen in it
+  std::optional<std::vector<Span>> answer;  // owed once `epoch` is closed
+
+  // --- signs of life ---
+  int64_t heard_ns = 0;   // anything of the peer's layer
+  int64_t worked_ns = 0;  // works that were done
+  int64_t pinged_ns = 0;
+  std::optional<uint64_t> pong;  // owed
+  bool ping_due = false;
+  bool state_due = false;      // kState is to be sent,
+  bool introduce_due = false;  // and our address, before all else
+
+  uint64_t bytes_done = 0;
+  uint32_t epochs_opened = 0;
+};
+
+// --- messages ---
+
+struct SentMessage {
+  WorkRequest request;
+  uint64_t id = 0;
+  uint32_t next_chunk = 0;
+  bool is_over = false;  // its outcome is known
+};
+
+struct Assembly {
+  std::vector<uint8_t> payload;
+  std::vector<bool> arrived;  // by chunk
+  size_t missing = 0;
+};
+
+// Our operations towards one peer: from connect() until on_link_down or disconnect().
+struct RdmaLink final : Link {
+  explicit RdmaLink(Session* session, std::shared_ptr<const Address> address, uint32_t rails)
+      : session(session), address(std::move(address)), queues(rails + 1) {}
+  // The engine cuts by it, and asks again in the middle of a transfer: it must not change, whatever breaks.
+  uint32_t lanes() const override { return pair_count; }
+  // Of `rail`, or kAnyRail.
+  RingQueue<WorkRequest>& queue(uint32_t rail) { return queues[routing_of(rail)]; }
+
+  Session* const session;
+  const std::shared_ptr<const Address> address;
+  uint32_t pair_count = 1;
+  std::vector<RingQueue<WorkRequest>> queues;  // [0] for any rail, [rail + 1]
+  std::vector<std::unique_ptr<Whole>> wholes;
+  RingQueue<WorkRequest> sends;     // not begun
+  RingQueue<SentMessage> messages;  // begun, consecutive ids
+  uint64_t messages_bytes = 0;      // of those whose outcome is not known
+  Path* message_path = nullptr;     // that they go by
+  uint32_t message_epoch = 0;       // its epoch then
+  uint64_t unsent_id = 1;           // of the first message that is not sent whole; all before it are
+  size_t queued = 0;                // in all queues
+  uint64_t outstanding = 0;         // accepted and not retired
+  bool is_up = false;               // on_link_up was said
+  bool is_frozen = false;
+  struct Doom {
+    std::string reason;
+    bool orderly;
+  };
+  std::optional<Doom> doom;  // goes down once all is flushed
+  int64_t connect_by_ns = 0;
+  int64_t waits_since_ns = 0;
+  int64_t down_since_ns = 0;  // no path open since; 0: one is
+  int64_t busy_ns = 0;        // with something outstanding
+  int64_t busy_since_ns = 0;
+};
+
+struct Session {
+  // Whom it is with. Of two engines there is one; of an engine with itself two, one for each role.
+  struct Key {
+    Incarnation peer;
+    bool leads;  // we do
+    auto operator<=>(const Key&) const = default;
+  };
+
+  Key key;
+  uint64_t own_number = 0;
+  uint64_t peer_number = 0;  // 0: not known yet
+  uint64_t nonce = 0;
+  Digest seal{};
+  std::array<uint8_t, 8> target{};
+  std::vector<std::unique_ptr<Path>> paths;
+  std::map<uint32_t, Bytes> peer_endpoints;     // by the peer's rail
+  std::shared_ptr<const Address> peer_address;  // known when introduced, or when we connected
+  std::string peer_name = "a peer";
+  std::unique_ptr<RdmaLink> link;
+  // A session that neither side has a link for ends when both have said so (kStateLeaves): whoever said it and wants to
+  // connect after all begins a new session.
+  bool peer_has_link = false;
+  bool has_left = false;   // we said so,
+  int64_t left_at_ns = 0;  // then
+  bool peer_left = false;  // it did
+  bool is_over = false;    // to be deleted once its paths are gone
+  bool is_dirty = false;
+  bool is_blocked = false;     // has something to send or post for which a NIC has no room
+  int64_t quiet_since_ns = 0;  // no path is open since; 0: one is
+  std::string refusal;         // why the peer said no for now
+
+  // --- the peer's messages ---
+  std::map<uint64_t, Assembly> assemblies;
+  uint64_t held_bytes = 0;  // of both
+  struct Held {
+    uint64_t id;
+    std::vector<uint8_t> payload;
+  };
+  std::deque<Held> held;
+  std::map<uint64_t, Outcome> outcomes;  // of ids from first_open_id on
+  std::vector<uint64_t> untold;          // outcomes to be told
+  uint64_t first_open_id = 1;
+  // --- ours ---
+  uint64_t next_message_id = 1;
+
+  Path* find(PathKey key) {
+    for (auto& path : paths) {
+      if (path->key == key) return path.get();
+    }
+    return nullptr;
+  }
+  bool has_open_path() const {
+    for (const auto& path : paths) {
+      if (path->state == PathState::kOpen) return true;
+    }
+    return false;
+  }
+  bool is_quiet() const {  // nothing of it is with a NIC
+    for (const auto& path : paths) {
+      if (path->nic_path) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace crossrail::rdma

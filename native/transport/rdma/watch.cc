@@ -1,0 +1,288 @@
+// What only time tells: peers that do not answer, paths that are to be made again, sessions that nobody needs.
+#include <algorithm>
+
+#include "transport/rdma/rdma_transport.h"
+#include "util/errors.h"
+
+namespace crossrail::rdma {
+
+namespace {
+
+constexpr int64_t kTickNs = 50'000'000;
+constexpr int64_t kFastTickNs = 5'000'000;  // while datagrams are on their way
+constexpr int64_t kIdleLookNs = 1'000'000'000;
+// Silence after which a peer, or one path to it, is asked for a sign of life.
+constexpr int64_t kPingAfterNs = 500'000'000;
+constexpr int64_t kFrozenAfterNs = 2'000'000'000;
+// One path is silent while others are not.
+constexpr int64_t kPathSilentNs = 2'000'000'000;
+// Peers that only ever talk to us are asked now and then whether they live: their paths cost memory.
+constexpr int64_t kIdlePingNs = 60'000'000'000;
+constexpr int64_t kLeaveNs = 100'000'000;
+
+std::string seconds_text(int64_t ns) {
+  const int64_t tenths = ns / 100'000'000;
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
+}
+
+}  // namespace
+
+void RdmaTransport::tick() {
+  now_ = now_ns();
+  bool fast = false;
+  is_watching_ = false;
+  for (auto& [key, session] : sessions_) {
+    tend(*session);
+    is_watching_ = is_watching_ || is_watched(*session);
+    for (const auto& path : session->paths) {
+      fast = fast || path->state == PathState::kOffered || path->state == PathState::kBreaking || path->is_resolving ||
+             (path->state == PathState::kIdle && path->retry_pause_ns < kTickNs && wants_paths(*session));
+    }
+  }
+  next_tick_ns_ = now_ + (fast ? kFastTickNs : kTickNs);
+  if (any_over_ || !broken_.empty() || !dirty_.empty()) act();
+}
+
+Deadline RdmaTransport::next_timer() const {
+  Deadline next = kNoDeadline;
+  for (const auto& rail : rails_) next = std::min(next, rail->nic->next_timer());
+  if (closed_ || sessions_.empty()) return next;
+  return std::min(next, is_watching_ ? next_tick_ns_ : now_ + kIdleLookNs);
+}
+
+bool RdmaTransport::is_watched(const Session& session) const {
+  const RdmaLink* const link = session.link.get();
+  if (session.is_over || session.has_left || session.quiet_since_ns != 0) return true;
+  if (link != nullptr && (!link->is_up || link->outstanding > 0 || link->is_frozen)) return true;
+  return std::ranges::any_of(session.paths, [&](const auto& path) {
+    if (path->is_resolving || !path->suspects.empty()) return true;
+    if (path->state == PathState::kIdle) return wants_paths(session) && rails_[path->rail]->is_up;
+    return path->state != PathState::kOpen;
+  });
+}
+
+void RdmaTransport::tend(Session& session) {
+  if (session.is_over) return;
+  for (auto& path : session.paths) {
+    tend_path(*path);
+    if ((path->is_resolving || !path->suspects.empty()) && now_ >= path->ask_at_ns) ask(*path);
+  }
+  if (session.link) {
+    tend_link(session);
+  } else if (!session.peer_has_link) {
+    if (!std::exchange(session.has_left, true)) {
+      session.left_at_ns = now_;
+      for (auto& path : session.paths) path->state_due = path->state_due || path->state == PathState::kOpen;
+      mark_dirty(session);
+    } else if (session.peer_left && now_ - session.left_at_ns >= kLeaveNs) {
+      doom(session, "neither side needs it any more", true);
+    }
+  }
+  if (session.is_over) return;
+  tend_liveness(session);
+  const bool gone = session.quiet_since_ns != 0 && now_ - session.quiet_since_ns > 2 * options_.peer_timeout_ns;
+  if (!session.link && gone) doom(session, "no path to it is left", false);
+}
+
+// Our operations wait for paths no longer than they were promised to.
+void RdmaTransport::tend_link(Session& session) {
+  RdmaLink& link = *session.link;
+  std::string trouble = session.refusal;
+  for (const auto& path : session.paths) {
+    if (trouble.empty() && !path->trouble.empty()) trouble = pair_text(*path) + ": " + path->trouble;
+  }
+  if (session.paths.empty()) {
+    doom(session, "none of our NICs reaches one of the peer's: another kind of network", false);
+  } else if (session.has_open_path()) {
+    if (!std::exchange(link.is_up, true)) sink_->on_link_up(link);
+    link.down_since_ns = 0;
+  } else if (!link.is_up) {
+    if (now_ < link.connect_by_ns) return;
+    doom(session,
+         trouble.empty() ? "no answer from its NIC: the engine is gone, or datagrams between the NICs do not pass"
+                         : trouble,
+         false);
+  } else if (link.down_since_ns != 0 && now_ - link.down_since_ns >= options_.peer_timeout_ns) {
+    doom(session, "no path to it for " + seconds_text(now_ - link.down_since_ns) + ": " + trouble, false);
+  }
+  if (session.is_over) return;
+  for (const auto& path : session.paths) {
+    if (!path->is_resolving || now_ - path->doubt_since_ns < options_.peer_timeout_ns) continue;
+    doom(session,
+         "it does not say what became of operations on " + pair_text(*path) + ", which broke: " + path->trouble, false);
+    return;
+  }
+  if (link.queued > 0) fail_pinned(link);
+}
+
+std::string RdmaTransport::open_text(const Session& session) const {
+  std::string text;
+  for (const auto& path : session.paths) {
+    if (path->state == PathState::kOpen) text += (text.empty() ? "" : ", ") + pair_text(*path);
+  }
+  return text;
+}
+
+// Pings what is silent while we wait for anything. Paths that owe nothing are asked too: their answers tell a silent path
+// from a silent peer.
+void RdmaTransport::tend_liveness(Session& session) {
+  RdmaLink* const link = session.link.get();
+  const bool waits = link != nullptr && link->is_up && (link->outstanding > 0 || link->is_frozen);
+  const int64_t patience = waits ? kPingAfterNs : kIdlePingNs;
+  const int64_t since = waits ? link->waits_since_ns : 0;
+  int64_t moved = since;
+  for (const auto& path : session.paths) {
+    if (path->state == PathState::kOpen) moved = std::max({moved, path->heard_ns, path->worked_ns, path->opened_at_ns});
+  }
+  for (auto& path : session.paths) {
+    if (!is_usable(*path)) continue;
+    const int64_t silent = now_ - std::max({path->heard_ns, path->worked_ns, path->opened_at_ns, since});
+    if (silent < patience) continue;
+    if (now_ - path->pinged_ns >= patience) {
+      path->ping_due = true;
+      mark_dirty(session);
+    }
+    if (waits && silent >= kPathSilentNs && now_ - moved < kPingAfterNs) {
+      mark_broken(*path, "silent for " + seconds_text(silent) + " while other rails of the peer answer");
+    }
+  }
+  if (!waits || !session.has_open_path()) return;
+  const int64_t silent = now_ - moved;
+  if (silent >= options_.peer_timeout_ns) {
+    doom(session,
+         "silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way on " + open_text(session) +
+             ": it is frozen, or cut off",
+         false);
+  } else if (silent >= kFrozenAfterNs && !link->is_frozen) {
+    link->is_frozen = true;
+    sink_->on_link_frozen(*link, true, "silent for " + seconds_text(silent) + " with operations under way");
+  } else if (silent < kFrozenAfterNs / 2 && link->is_frozen) {
+    link->is_frozen = false;
+    sink_->on_link_frozen(*link, false, "it answers again");
+  }
+}
+
+// What was to go by one rail and no other, and that rail has been away for too long.
+void RdmaTransport::fail_pinned(RdmaLink& link) {
+  for (uint32_t rail = 0; rail < rails_.size(); ++rail) {
+    auto& queue = link.queue(rail);
+    if (queue.empty()) continue;
+    std::string trouble;
+    const bool patient = std::ranges::any_of(link.session->paths, [&](const auto& path) {
+      if (path->rail != rail) return false;
+      trouble = path->trouble;
+      return path->down_since_ns == 0 || now_ - path->down_since_ns < options_.peer_timeout_ns;
+    });
+    if (patient) continue;
+    std::vector<WorkRequest> failed;
+    while (!queue.empty()) failed.push_back(queue.pop_front());
+    link.queued -= failed.size();
+    for (const WorkRequest& work : failed) {
+      retire(link, work, Status::kTransportFailed, "rail " + std::to_string(rail) + " is down: " + trouble);
+    }
+  }
+}
+
+// With another rail to go by, a port that went down is left at once. With none, retries of the NIC may outlast it.
+void RdmaTransport::on_port(Rail& rail) {
+  for (auto& [key, session] : sessions_) {
+    const bool has_other = std::ranges::any_of(
+        session->paths, [&](const auto& path) { return path->rail != rail.index && is_usable(*path); });
+    for (auto& path : session->paths) {
+      if (path->rail != rail.index) continue;
+      if (rail.is_up) {
+        path->retry_at_ns = path->retry_pause_ns = 0;
+      } else if (has_other && path->state != PathState::kBreaking) {
+        mark_broken(*path, "the port went down: " + rail.trouble);
+      }
+    }
+    mark_dirty(*session);
+  }
+  is_watching_ = true;
+  next_tick_ns_ = 0;
+}
+
+// --- ends ---
+
+// The session ends: its paths are broken off, and once all are flushed, the link goes down.
+void RdmaTransport::doom(Session& session, const std::string& reason, bool orderly) {
+  if (std::exchange(session.is_over, true)) return;
+  any_over_ = true;
+  is_watching_ = true;
+  if (session.link) session.link->doom = {reason, orderly};
+  for (auto& path : session.paths) mark_broken(*path, reason);
+}
+
+// False: a NIC still has something of it.
+bool RdmaTransport::finish_doom(Session& session) {
+  for (auto& path : session.paths) start_break(*path);
+  if (!session.is_quiet()) return false;
+  if (session.link) {
+    const RdmaLink::Doom doom = *session.link->doom;
+    sink_->on_link_down(*session.link, doom.reason, doom.orderly);
+    flush_link(*session.link, Status::kPeerLost, doom.reason);
+    session.link.reset();
+  }
+  forget(session);
+  return true;
+}
+
+// At once. For a session without link.
+void RdmaTransport::end_session(Session& session, const std::string& reason) {
+  std::vector<Path*> paths;
+  for (auto& path : session.paths) {
+    path->trouble = reason;
+    start_break(*path);
+    paths.push_back(path.get());
+  }
+  drain(paths);
+  forget(session);
+  sessions_.erase(session.key);
+}
+
+// From all lists.
+void RdmaTransport::forget(Session& session) {
+  for (auto* list : {&dirty_, &blocked_, &holding_}) std::erase(*list, &session);
+  for (auto* list : {&broken_, &flushed_}) std::erase_if(*list, [&](Path* path) { return path->session == &session; });
+}
+
+// Everything of the link is retired. Nothing of it is with a NIC any more.
+void RdmaTransport::flush_link(RdmaLink& link, Status status, const std::string& detail) {
+  std::vector<WorkRequest> left;
+  const auto take = [&](RingQueue<WorkRequest>& queue) {
+    for (size_t i = 0; i < queue.size(); ++i) left.push_back(queue[i]);
+    queue.clear();
+  };
+  for (auto& path : link.session->paths) {
+    CROSSRAIL_ASSERT(path->works.empty());
+    left.insert(left.end(), path->doubt.begin(), path->doubt.end());
+    left.insert(left.end(), path->suspects.begin(), path->suspects.end());
+    path->doubt.clear();
+    path->suspects.clear();
+    path->is_resolving = false;
+  }
+  for (size_t i = 0; i < link.messages.size(); ++i) {
+    if (!link.messages[i].is_over) left.push_back(link.messages[i].request);
+  }
+  link.messages.clear();
+  for (auto& queue : link.queues) take(queue);
+  take(link.sends);
+  link.queued = 0;
+  for (const WorkRequest& work : left) retire(link, work, status, detail);
+}
+
+void RdmaTransport::say_bye(Session& session, const std::string& text) {
+  Bytes body;
+  put_text(body, text);
+  for (auto& path : session.paths) {
+    if (is_usable(*path)) path->nic_path->send(begin_fragment(path->peer_token, FragmentKind::kBye), body);
+    const auto endpoint = session.peer_endpoints.find(path->peer_rail);
+    if (endpoint == session.peer_endpoints.end() || !rails_[path->rail]->is_up) continue;
+    Bytes bytes = begin(session, DatagramKind::kBye, path->rail);
+    bytes.insert(bytes.end(), body.begin(), body.end());
+    seal(bytes, session.seal);
+    rails_[path->rail]->nic->send_datagram(endpoint->second, bytes);
+  }
+}
+
+}  // namespace crossrail::rdma

@@ -1,0 +1,156 @@
+// What two rdma layers say to each other. Little-endian, bounds-checked.
+//
+// Datagrams make paths, and ask about broken ones when no path is left; each is sealed with HMAC-SHA256 under a key that
+// both incarnations and the secret give. Fragments travel on paths and need no seal: who is at the other end of a path is
+// known since it was made.
+//
+// Of two engines the one with the smaller incarnation *leads*: it makes the epochs of all paths between them, whoever
+// wants to talk. The other asks for them (Knock). So both may connect at once, and nothing has to be untangled.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "transport/descriptor.h"
+#include "transport/rdma/nic.h"
+#include "util/sha256.h"
+
+namespace crossrail::rdma {
+
+inline constexpr uint16_t kProtocolVersion = 1;
+inline constexpr size_t kMacBytes = 16;
+inline constexpr size_t kTextBytesMax = 400;
+
+// A path between two engines: which rail of the leader, which of the other.
+struct PathKey {
+  uint8_t leader_rail = 0;
+  uint8_t other_rail = 0;
+  auto operator<=>(const PathKey&) const = default;
+};
+
+enum class DatagramKind : uint8_t {
+  kKnock = 1,  // to the leader: make this path. PathBody with the epoch that is over at the sender
+  kHello,      // from the leader: PathBody of a new epoch
+  kAccept,     // the answer: PathBody
+  kRefuse,     // RefuseBody; the only one without a seal: it repeats the refused one's nonce instead
+  kResolve,    // ResolveBody
+  kResolved,   // ResolvedBody
+  kBye         // text: the engine was closed
+};
+
+struct DatagramHead {
+  uint16_t version = kProtocolVersion;
+  DatagramKind kind = DatagramKind::kKnock;
+  bool to_leader = false;
+  bool has_link = false;  // the sender has operations of its own for us, now or later
+  uint64_t nonce = 0;     // the sender's, for its session; a Refuse has that of what it refuses
+  std::array<uint8_t, 8> target_tag{};
+  Incarnation sender{};
+  uint64_t sender_session = 0;  // how the sender counts its sessions: later ones have larger numbers
+  uint64_t target_session = 0;  // the receiver's, 0 if not known
+  Bytes endpoint;               // of the sender's NIC: answers go there
+};
+
+struct PathBody {
+  PathKey path;
+  uint32_t epoch = 0;
+  uint64_t token = 0;  // what fragments to the sender begin with, on this path and epoch
+  Bytes offer;
+};
+
+enum class RefuseCode : uint8_t { kMalformed = 1, kVersion, kNotMe, kAuthentication, kUnknownSession, kClosing, kFull };
+struct RefuseBody {
+  RefuseCode code = RefuseCode::kMalformed;
+  std::string text;
+};
+
+// What the operations in doubt do to one region.
+struct Span {
+  uint64_t region_id = 0;
+  uint64_t offset = 0;
+  uint64_t length_bytes = 0;
+  bool writes = false;
+  bool reads = false;
+};
+inline constexpr size_t kSpansMax = 16;
+
+// My end of this epoch is closed. Close yours: how many immediates have you seen, and may these regions be touched?
+struct ResolveBody {
+  PathKey path;
+  uint32_t epoch = 0;
+  std::vector<Span> spans;
+};
+struct ResolvedBody {
+  PathKey path;
+  uint32_t epoch = 0;
+  bool counts = false;  // `seen` means something
+  uint64_t seen = 0;
+  std::vector<Status> verdicts;  // kDone: yes. As many as spans
+};
+
+// Leaves the seal out. Datagrams are at most kDatagramBytesMax with it.
+Bytes begin_datagram(const DatagramHead& head);
+void put(Bytes& bytes, const PathBody& body);
+void put(Bytes& bytes, const RefuseBody& body);
+void put(Bytes& bytes, const ResolveBody& body);
+void put(Bytes& bytes, const ResolvedBody& body);
+void put_text(Bytes& bytes, const std::string& text);
+void seal(Bytes& bytes, const Digest& key);
+bool is_sealed(std::span<const uint8_t> bytes, const Digest& key);
+
+// Nothing when it is none of ours; of another version, only version, kind and nonce are set.
+struct Datagram {
+  DatagramHead head;
+  std::span<const uint8_t> body;  // of the bytes given; without the seal
+};
+std::optional<Datagram> decode_datagram(std::span<const uint8_t> bytes);
+std::optional<PathBody> decode_path(std::span<const uint8_t> body);
+std::optional<RefuseBody> decode_refuse(std::span<const uint8_t> body);
+std::optional<ResolveBody> decode_resolve(std::span<const uint8_t> body);
+std::optional<ResolvedBody> decode_resolved(std::span<const uint8_t> body);
+std::optional<std::string> decode_text(std::span<const uint8_t> body);
+
+std::array<uint8_t, 8> target_tag(const Incarnation& incarnation);
+Digest session_key(std::string_view secret, const Incarnation& leader, const Incarnation& other);
+
+// --- fragments: token u64, kind u8, then ---
+
+enum class FragmentKind : uint8_t {
+  kState = 1,  // flags u8
+  kIntroduce,  // the sender's Address, encoded: whose messages these are
+  kMessage,    // MessageHead, then this chunk of it
+  kOutcomes,   // count u8, then for each: id u64, outcome u8
+  kPing,       // u64
+  kPong,       // the same u64
+  kResolve,    // as the datagrams
+  kResolved,
+  kBye  // text
+};
+inline constexpr size_t kFragmentHeadBytes = 9;
+
+inline constexpr uint8_t kStateHasLink = 1;
+inline constexpr uint8_t kStateLeaves = 2;  // the session can go, if you do not need it
+
+struct MessageHead {
+  uint64_t id = 0;          // from 1, of this session and direction
+  uint64_t first_open = 0;  // the sender knows the outcome of all before this one
+  uint32_t length_bytes = 0;
+  uint32_t chunk = 0;
+};
+inline constexpr size_t kMessageHeadBytes = 24;
+inline constexpr size_t kChunkBytes = kFragmentBytesMax - kFragmentHeadBytes - kMessageHeadBytes;
+inline constexpr uint32_t kMessageBytesMax = 256 << 10;
+inline constexpr uint64_t kMessagesUnderWayMax = 256;               // consecutive ids, outcome unknown
+inline constexpr uint64_t kMessageWindowBytes = uint64_t{1} << 20;  // of those sent; one may always go
+inline constexpr size_t kOutcomesPerFragment = 200;
+enum class Outcome : uint8_t { kTaken = 0, kTooLong = 1 };
+
+Bytes begin_fragment(uint64_t token, FragmentKind kind);
+void put(Bytes& bytes, const MessageHead& head);
+std::optional<MessageHead> decode_message_head(std::span<const uint8_t> body);
+
+}  // namespace crossrail::rdma

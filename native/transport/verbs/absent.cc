@@ -1,0 +1,22 @@
+// What there is of the verbs transport in a build without libibverbs' headers.
+#include "transport/verbs/open.h"
+#include "util/errors.h"
+
+#if !CROSSRAIL_WITH_VERBS
+
+namespace crossrail::verbs {
+
+std::vector<Port> ports() { return {}; }
+
+std::string missing() {
+  return "this build of crossrail has no verbs transport: it was made without libibverbs' headers (Debian, Ubuntu: "
+         "libibverbs-dev; then build anew)";
+}
+
+std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions&) {
+  throw TransportError("open_nics", 0, missing(), "or use transport 'tcp'");
+}
+
+}  // namespace crossrail::verbs
+
+#endif

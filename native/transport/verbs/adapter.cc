@@ -1,0 +1,98 @@
+#include "transport/verbs/adapter.h"
+
+#include <sys/resource.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "util/errors.h"
+
+namespace crossrail::verbs {
+
+namespace {
+
+std::string memlock_text() {
+  rlimit limit{};
+  ::getrlimit(RLIMIT_MEMLOCK, &limit);
+  return limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur >> 10) + " KiB";
+}
+
+std::string remedy_for(int error) {
+  if (error == ENOMEM || error == EAGAIN) {
+    return "the NIC's memory has to be locked, and this process may lock " + memlock_text() +
+           ": raise it (`ulimit -l unlimited`; LimitMEMLOCK=infinity in systemd; --ulimit memlock=-1 for docker)";
+  }
+  if (error == EACCES || error == EPERM) return "let this user open /dev/infiniband/uverbs*";
+  if (error == EFAULT) return "the memory is not mapped, or may not be written";
+  if (error == EOPNOTSUPP) return "its driver cannot do that";
+  return {};
+}
+
+unsigned flags_for(Access access) {
+  // Relaxed ordering: without it PCIe keeps fast NICs below their rate. The completion of a write is not relaxed, so it still
+  // comes after the bytes.
+  unsigned flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_RELAXED_ORDERING;
+  switch (access) {
+    case Access::kLocal:
+      return flags;
+    case Access::kRemoteRead:
+      return flags | IBV_ACCESS_REMOTE_READ;
+    case Access::kRemoteWrite:
+      return flags | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE;
+  }
+  return flags;
+}
+
+}  // namespace
+
+void fail(const Adapter& adapter, const char* call, int error, const std::string& what) {
+  throw TransportError(call, error, adapter.name() + ": " + what + ": " + std::strerror(error), remedy_for(error));
+}
+
+Adapter::Adapter(Context opened, PortDetail port, const RdmaOptions& wanted)
+    : context(std::move(opened)), detail(std::move(port)), options(wanted) {
+  if (const int error = library().query_device(context.get(), &limits); error != 0)
+    fail(*this, "ibv_query_device", error, "cannot ask for the device's limits");
+  domain.reset(library().alloc_pd(context.get()));
+  if (domain == nullptr) fail(*this, "ibv_alloc_pd", errno, "cannot make a protection domain");
+}
+
+Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, Access access) {
+  const auto address = reinterpret_cast<uint64_t>(base);
+  const unsigned flags = flags_for(access);
+  Memory memory(library().reg_mr(adapter.domain.get(), base, length_bytes, address, flags));
+  // Memory that may only be read can still be sent from.
+  if (memory == nullptr && errno == EFAULT && access != Access::kRemoteWrite) {
+    const unsigned read_only = flags & ~static_cast<unsigned>(IBV_ACCESS_LOCAL_WRITE);
+    memory.reset(library().reg_mr(adapter.domain.get(), base, length_bytes, address, read_only));
+  }
+  if (memory == nullptr)
+    fail(adapter, "ibv_reg_mr", errno, "cannot register " + std::to_string(length_bytes) + " bytes");
+  return memory;
+}
+
+VerbsRegistration::VerbsRegistration(std::shared_ptr<const Adapter> adapter, std::byte* base, uint64_t length_bytes,
+                                     Access access)
+    : adapter_(std::move(adapter)), memory_(register_with(*adapter_, base, length_bytes, access)) {
+  local_key_ = memory_->lkey;
+  key = memory_->rkey;
+  remote_base = reinterpret_cast<uint64_t>(base);
+}
+
+VerbsRegistration::~VerbsRegistration() { (void)forget(); }
+
+void VerbsRegistration::revoke() { (void)forget(); }
+
+bool VerbsRegistration::is_quiet() const { return forget(); }
+
+// The kernel returns once the NIC has forgotten the memory. It refuses while an operation of a peer still holds on to it: then
+// this is called again. A device that is gone (EIO) has forgotten everything.
+bool VerbsRegistration::forget() const {
+  const std::lock_guard lock(mutex_);
+  if (memory_ == nullptr) return true;
+  const int error = library().dereg_mr(memory_.get());
+  if (error == 0 || error == EIO) (void)memory_.release();
+  return memory_ == nullptr;
+}
+
+}  // namespace crossrail::verbs

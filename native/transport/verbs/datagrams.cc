@@ -1,0 +1,194 @@
+#include "transport/verbs/datagrams.h"
+
+#include <cerrno>
+#include <cstring>
+
+#include "transport/verbs/random.h"
+#include "transport/verbs/route.h"
+
+namespace crossrail::verbs {
+
+namespace {
+
+constexpr uint32_t kReceiveBytes = kDatagramHeaderBytes + static_cast<uint32_t>(rdma::kDatagramBytesMax);
+
+void modify(const Adapter& adapter, ibv_qp* queue_pair, ibv_qp_attr attributes, int mask) {
+  if (const int error = library().modify_qp(queue_pair, &attributes, mask); error != 0)
+    fail(adapter, "ibv_modify_qp", error, "cannot bring up the queue pair of datagrams");
+}
+
+QueuePair make_queue_pair(const Adapter& adapter, ibv_cq* sends, ibv_cq* receives) {
+  ibv_qp_init_attr wanted{};
+  wanted.send_cq = sends;
+  wanted.recv_cq = receives;
+  wanted.qp_type = IBV_QPT_UD;
+  wanted.cap.max_send_wr = kDatagramSlots;
+  wanted.cap.max_recv_wr = kDatagramReceives;
+  wanted.cap.max_send_sge = 1;
+  wanted.cap.max_recv_sge = 1;
+  QueuePair queue_pair(library().create_qp(adapter.domain.get(), &wanted));
+  if (queue_pair == nullptr) fail(adapter, "ibv_create_qp", errno, "cannot make the queue pair of datagrams");
+  return queue_pair;
+}
+
+}  // namespace
+
+Datagrams::Datagrams(std::shared_ptr<const Adapter> adapter, ibv_cq* sends, ibv_cq* receives,
+                     std::function<void()> on_answer)
+    : adapter_(std::move(adapter)),
+      send_slots_(*adapter_, kDatagramSlots, static_cast<uint32_t>(rdma::kDatagramBytesMax)),
+      receive_slots_(*adapter_, kDatagramReceives, kReceiveBytes),
+      queue_pair_(make_queue_pair(*adapter_, sends, receives)),
+      key_(random_bits() & 0x7fffffff),  // with the highest bit set, the sender's own key would be sent
+      resolver_(adapter_, std::move(on_answer)) {
+  for (uint32_t i = 0; i < kDatagramReceives; ++i) slots_unused_.push_back(receive_slots_.take());
+  to_ready();
+}
+
+// From reset to ready, with all receives posted.
+void Datagrams::to_ready() {
+  ibv_qp_attr attributes{};
+  attributes.qp_state = IBV_QPS_INIT;
+  attributes.port_num = adapter_->detail.port.number;
+  attributes.qkey = key_;
+  modify(*adapter_, queue_pair_.get(), attributes, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY);
+  attributes.qp_state = IBV_QPS_RTR;
+  modify(*adapter_, queue_pair_.get(), attributes, IBV_QP_STATE);
+  attributes.qp_state = IBV_QPS_RTS;
+  modify(*adapter_, queue_pair_.get(), attributes, IBV_QP_STATE | IBV_QP_SQ_PSN);
+  is_broken_ = false;
+  for (const uint32_t slot : std::exchange(slots_unused_, {})) post_receive(slot);
+}
+
+void Datagrams::post_receive(uint32_t slot) {
+  ibv_sge entry = receive_slots_.entry(slot, kReceiveBytes);
+  ibv_recv_wr request{};
+  request.wr_id = tagged(Tag::kDatagramReceive, 0, slot);
+  request.sg_list = &entry;
+  request.num_sge = 1;
+  ibv_recv_wr* refused = nullptr;
+  if (ibv_post_recv(queue_pair_.get(), &request, &refused) == 0) {
+    ++receives_posted_;
+  } else {
+    slots_unused_.push_back(slot);  // tried again with the next datagram that comes, or when all have failed
+  }
+}
+
+void Datagrams::send(std::span<const uint8_t> endpoint, std::span<const uint8_t> payload) {
+  if (is_broken_ || payload.size() > rdma::kDatagramBytesMax) return;
+  Route* route = route_of(endpoint);
+  if (route == nullptr) return;
+  if (route->state == RouteState::kKnown) {
+    post(*route, payload);
+  } else if (route->state == RouteState::kAsked) {
+    route->waiting.assign(payload.begin(), payload.end());
+  }
+}
+
+// Null: it is no endpoint of our network, or there are too many.
+Datagrams::Route* Datagrams::route_of(std::span<const uint8_t> bytes) {
+  const std::string key(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  const int64_t now = now_ns();
+  if (const auto known = routes_.find(key); known != routes_.end()) {
+    const RouteState state = known->second.state;
+    const int64_t life = state == RouteState::kNone ? kNoRouteLifeNs : kRouteLifeNs;
+    if (state == RouteState::kAsked || now - known->second.since_ns < life || !may_forget()) return &known->second;
+    routes_.erase(known);
+  }
+  const std::optional<Endpoint> endpoint = decode_endpoint(bytes);
+  if (!endpoint || nearness(adapter_->detail.endpoint, *endpoint) == 0) return nullptr;
+  if (routes_.size() >= kRoutesMax) {
+    if (!may_forget()) return nullptr;
+    std::erase_if(routes_, [](const auto& entry) { return entry.second.state != RouteState::kAsked; });
+    if (routes_.size() >= kRoutesMax) return nullptr;
+  }
+  if (!resolver_.ask(key)) return nullptr;
+  Route& route = routes_[key];
+  route.queue_pair = endpoint->queue_pair;
+  route.queue_key = endpoint->queue_key;
+  route.since_ns = now;
+  return &route;
+}
+
+uint32_t Datagrams::send_waiting() {
+  uint32_t sent = 0;
+  for (Resolver::Answer& answer : resolver_.take_answers()) {
+    const auto asked = routes_.find(answer.endpoint);
+    if (asked == routes_.end()) continue;
+    Route& route = asked->second;
+    route.handle = std::move(answer.handle);
+    route.state = route.handle == nullptr ? RouteState::kNone : RouteState::kKnown;
+    route.since_ns = now_ns();
+    const std::vector<uint8_t> waiting = std::exchange(route.waiting, {});
+    if (route.state == RouteState::kKnown && !waiting.empty() && !is_broken_) post(route, waiting);
+    ++sent;
+  }
+  return sent;
+}
+
+void Datagrams::post(const Route& route, std::span<const uint8_t> payload) {
+  const uint32_t slot = send_slots_.take();
+  if (slot == Slots::kNone) return;
+  std::memcpy(send_slots_.at(slot), payload.data(), payload.size());
+  ibv_sge entry = send_slots_.entry(slot, static_cast<uint32_t>(payload.size()));
+  ibv_send_wr request{};
+  request.wr_id = tagged(Tag::kDatagram, 0, slot);
+  request.sg_list = &entry;
+  request.num_sge = 1;
+  request.opcode = IBV_WR_SEND;
+  request.send_flags = IBV_SEND_SIGNALED;
+  request.wr.ud.ah = route.handle.get();
+  request.wr.ud.remote_qpn = route.queue_pair;
+  request.wr.ud.remote_qkey = route.queue_key;
+  ibv_send_wr* refused = nullptr;
+  if (ibv_post_send(queue_pair_.get(), &request, &refused) == 0) {
+    ++sends_outstanding_;
+  } else {
+    send_slots_.give_back(slot);
+  }
+}
+
+void Datagrams::on_sent(const ibv_wc& completion) {
+  --sends_outstanding_;
+  send_slots_.give_back(value_of(completion.wr_id));
+  if (completion.status != IBV_WC_SUCCESS) begin_recovery();
+  go_on_recovering();
+}
+
+std::span<const uint8_t> Datagrams::received(const ibv_wc& completion) {
+  --receives_posted_;
+  if (completion.status != IBV_WC_SUCCESS) {
+    begin_recovery();
+    return {};
+  }
+  if (completion.byte_len < kDatagramHeaderBytes) return {};
+  const uint8_t* packet = receive_slots_.at(value_of(completion.wr_id));
+  return {packet + kDatagramHeaderBytes, completion.byte_len - kDatagramHeaderBytes};
+}
+
+void Datagrams::used(const ibv_wc& completion) {
+  slots_unused_.push_back(value_of(completion.wr_id));
+  if (!is_broken_)
+    for (const uint32_t slot : std::exchange(slots_unused_, {})) post_receive(slot);
+  go_on_recovering();
+}
+
+// An error stops the queue pair, for everybody it could reach.
+void Datagrams::begin_recovery() {
+  if (is_broken_) return;
+  is_broken_ = true;
+  ibv_qp_attr attributes{};
+  attributes.qp_state = IBV_QPS_ERR;
+  modify(*adapter_, queue_pair_.get(), attributes, IBV_QP_STATE);
+}
+
+// Once all that was posted has come back it is set up anew, under the same number.
+void Datagrams::go_on_recovering() {
+  if (!is_broken_ || sends_outstanding_ > 0 || receives_posted_ > 0) return;
+  ibv_qp_attr attributes{};
+  attributes.qp_state = IBV_QPS_RESET;
+  modify(*adapter_, queue_pair_.get(), attributes, IBV_QP_STATE);
+  to_ready();
+}
+
+}  // namespace crossrail::verbs

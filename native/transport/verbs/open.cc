@@ -1,0 +1,120 @@
+#include "transport/verbs/open.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "transport/verbs/ports.h"
+#include "transport/verbs/verbs_nic.h"
+#include "util/errors.h"
+
+namespace crossrail::verbs {
+
+namespace {
+
+constexpr const char* kRemedy = "`crossrail doctor` lists what is missing; transport 'tcp' needs no such NIC";
+
+bool is_named(const PortDetail& detail, const std::string& name) {
+  const Port& port = detail.port;
+  return name == port.name || name == port.device || (!port.netdev.empty() && name == port.netdev) ||
+         std::find(detail.addresses.begin(), detail.addresses.end(), name) != detail.addresses.end();
+}
+
+bool is_address(const PortDetail& detail, const std::string& name) {
+  return std::find(detail.addresses.begin(), detail.addresses.end(), name) != detail.addresses.end();
+}
+
+std::string present_text(const std::vector<Device>& devices, const RdmaOptions& options) {
+  std::string text;
+  for (const Device& device : devices) {
+    for (const PortDetail& detail : inspect_ports(device, options, {})) {
+      text += (text.empty() ? "" : "; ") + detail.port.name;
+      if (!detail.port.netdev.empty()) text += " on " + detail.port.netdev;
+      if (!detail.port.address.empty()) text += " " + detail.port.address;
+      if (!detail.port.trouble.empty()) text += " (" + detail.port.trouble + ")";
+    }
+  }
+  return text.empty() ? "none" : text;
+}
+
+// A device may serve several ports and rails, each with a context of its own: they share nothing.
+std::unique_ptr<rdma::Nic> open_nic(const std::string& device_name, PortDetail detail, const RdmaOptions& options) {
+  for (Device& device : open_devices(device_name))
+    if (device.context != nullptr)
+      return std::make_unique<VerbsNic>(std::move(device.context), std::move(detail), options);
+  throw TransportError("ibv_open_device", ENODEV, device_name + " is gone", kRemedy);
+}
+
+// A port that is down now may be asked for by name: it is used when it comes up.
+PortDetail find_named(const std::vector<Device>& devices, const std::string& name, const RdmaOptions& options) {
+  for (const Device& device : devices) {
+    for (const PortDetail& any : inspect_ports(device, options, {})) {
+      if (!is_named(any, name)) continue;
+      const std::string address = is_address(any, name) ? name : std::string();
+      for (const PortDetail& detail : inspect_ports(device, options, address)) {
+        if (detail.port.number != any.port.number) continue;
+        if (detail.port.gid_index < 0)
+          throw TransportError("open_nics", ENODEV, detail.port.name + " cannot be used: " + detail.port.trouble,
+                               kRemedy);
+        return detail;
+      }
+    }
+  }
+  throw UsageError("rails: " + name + " is no RDMA device, port, interface or address of this host; it has: " +
+                   present_text(devices, options));
+}
+
+std::vector<PortDetail> choose(const std::vector<Device>& devices, const TransportOptions& options) {
+  std::vector<PortDetail> chosen;
+  for (const std::string& name : options.rails) chosen.push_back(find_named(devices, name, options.rdma));
+  if (!options.rails.empty()) return chosen;
+  for (const Device& device : devices)
+    for (PortDetail& detail : inspect_ports(device, options.rdma, {}))
+      if (detail.port.trouble.empty()) chosen.push_back(std::move(detail));
+  if (chosen.empty())
+    throw TransportError("open_nics", ENODEV,
+                         "no RDMA port can be used; there are: " + present_text(devices, options.rdma), kRemedy);
+  const auto rank = [](const PortDetail& detail) {
+    return std::pair(!detail.port.is_hardware, ~detail.port.speed_mbps);
+  };
+  std::stable_sort(chosen.begin(), chosen.end(),
+                   [&](const PortDetail& a, const PortDetail& b) { return rank(a) < rank(b); });
+  const size_t present = chosen.size();
+  const size_t wanted = options.rail_count == 0 ? std::min<size_t>(present, kRailsMax) : options.rail_count;
+  if (chosen.size() > wanted) chosen.resize(wanted);
+  while (chosen.size() < wanted) chosen.push_back(PortDetail(chosen[chosen.size() - present]));
+  return chosen;
+}
+
+}  // namespace
+
+std::vector<Port> ports() {
+  std::vector<Port> found;
+  if (find_library() == nullptr) return found;
+  for (const Device& device : open_devices())
+    for (const PortDetail& detail : inspect_ports(device, {}, {})) found.push_back(detail.port);
+  return found;
+}
+
+std::string missing() {
+  std::string why;
+  if (find_library(&why) == nullptr) return why;
+  const std::vector<Device> devices = open_devices();
+  if (devices.empty()) return "this host has no RDMA device (/sys/class/infiniband is empty)";
+  for (const Device& device : devices)
+    for (const PortDetail& detail : inspect_ports(device, {}, {}))
+      if (detail.port.trouble.empty()) return {};
+  return "no RDMA port can be used; there are: " + present_text(devices, {});
+}
+
+std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options) {
+  std::string why;
+  if (find_library(&why) == nullptr) throw TransportError("dlopen", ENOENT, why, kRemedy);
+  std::vector<std::unique_ptr<rdma::Nic>> nics;
+  for (PortDetail& detail : choose(open_devices(), options)) {
+    const std::string device = detail.port.device;
+    nics.push_back(open_nic(device, std::move(detail), options.rdma));
+  }
+  return nics;
+}
+
+}  // namespace crossrail::verbs

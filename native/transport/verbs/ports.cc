@@ -1,0 +1,228 @@
+#include "transport/verbs/ports.h"
+
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <memory>
+
+#include "util/errors.h"
+
+namespace crossrail::verbs {
+
+namespace {
+
+constexpr size_t kGidsMax = 512;
+
+struct Candidate {
+  uint32_t index = 0;
+  uint32_t netdev_index = 0;
+  Fabric fabric = Fabric::kInfiniBand;
+  Gid gid{};
+};
+
+// "100 Gb/sec (4X EDR)".
+uint32_t rate_mbps(const std::string& device, uint32_t port) {
+  std::ifstream file("/sys/class/infiniband/" + device + "/ports/" + std::to_string(port) + "/rate");
+  double gigabits = 0;
+  file >> gigabits;
+  return gigabits > 0 && gigabits < 1e6 ? static_cast<uint32_t>(gigabits * 1000) : 0;
+}
+
+int numa_node(const std::string& device) {
+  std::ifstream file("/sys/class/infiniband/" + device + "/device/numa_node");
+  int node = -1;
+  return file >> node ? node : -1;
+}
+
+// What is simulated has no device behind it.
+bool is_hardware(const std::string& device) {
+  return ::access(("/sys/class/infiniband/" + device + "/device").c_str(), F_OK) == 0;
+}
+
+Fabric fabric_of(uint32_t gid_type) {
+  switch (static_cast<ibv_gid_type>(gid_type)) {
+    case IBV_GID_TYPE_IB:
+      return Fabric::kInfiniBand;
+    case IBV_GID_TYPE_ROCE_V1:
+      return Fabric::kRoceV1;
+    case IBV_GID_TYPE_ROCE_V2:
+      return Fabric::kRoceV2;
+  }
+  return Fabric::kInfiniBand;
+}
+
+std::vector<Candidate> gids_of(ibv_context* context, uint32_t port) {
+  std::vector<ibv_gid_entry> entries(kGidsMax);
+  const ssize_t count = library().query_gid_table(context, entries.data(), entries.size(), 0, sizeof(ibv_gid_entry));
+  std::vector<Candidate> found;
+  for (ssize_t i = 0; i < count; ++i) {
+    const ibv_gid_entry& entry = entries[static_cast<size_t>(i)];
+    if (entry.port_num != port) continue;
+    Candidate candidate{entry.gid_index, entry.ndev_ifindex, fabric_of(entry.gid_type), {}};
+    std::memcpy(candidate.gid.data(), entry.gid.raw, candidate.gid.size());
+    found.push_back(candidate);
+  }
+  return found;
+}
+
+// Smaller is better. RoCE v2 before v1, since only it is routed; IPv4 first, since hosts are mostly reached by it.
+int rank(const Candidate& candidate) {
+  const int address = is_mapped_ipv4(candidate.gid) ? 0 : is_link_local(candidate.gid) ? 2 : 1;
+  return (candidate.fabric == Fabric::kRoceV1 ? 10 : 0) + address;
+}
+
+bool better(const Candidate& a, const Candidate& b) {
+  return rank(a) != rank(b) ? rank(a) < rank(b) : a.index < b.index;
+}
+
+std::string netdev_name(uint32_t index) {
+  char name[IF_NAMESIZE] = "";
+  return index != 0 && ::if_indextoname(index, name) != nullptr ? name : "";
+}
+
+uint8_t ones(const void* bytes, size_t count) {
+  uint8_t bits = 0;
+  for (size_t i = 0; i < count; ++i)
+    bits = static_cast<uint8_t>(bits + __builtin_popcount(static_cast<const uint8_t*>(bytes)[i]));
+  return bits;
+}
+
+// The length of the network's prefix that goes with an address of this host, 0 unknown.
+uint8_t prefix_bits_of(const Gid& gid) {
+  ifaddrs* list = nullptr;
+  if (::getifaddrs(&list) != 0) return 0;
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> owner(list, ::freeifaddrs);
+  const bool v4 = is_mapped_ipv4(gid);
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr || entry->ifa_netmask == nullptr) continue;
+    if (entry->ifa_addr->sa_family != (v4 ? AF_INET : AF_INET6)) continue;
+    if (v4) {
+      const auto* address = reinterpret_cast<const sockaddr_in*>(entry->ifa_addr);
+      if (std::memcmp(&address->sin_addr, gid.data() + 12, 4) == 0)
+        return ones(&reinterpret_cast<const sockaddr_in*>(entry->ifa_netmask)->sin_addr, 4);
+    } else {
+      const auto* address = reinterpret_cast<const sockaddr_in6*>(entry->ifa_addr);
+      if (std::memcmp(&address->sin6_addr, gid.data(), 16) == 0)
+        return ones(&reinterpret_cast<const sockaddr_in6*>(entry->ifa_netmask)->sin6_addr, 16);
+    }
+  }
+  return 0;
+}
+
+const Candidate* choose(std::vector<Candidate>& gids, const RdmaOptions& options, const std::string& address) {
+  std::sort(gids.begin(), gids.end(), better);
+  for (const Candidate& candidate : gids) {
+    if (options.gid_index >= 0 && candidate.index != static_cast<uint32_t>(options.gid_index)) continue;
+    if (!address.empty() && address_text(candidate.gid) != address) continue;
+    return &candidate;
+  }
+  return nullptr;
+}
+
+uint8_t mtu_of(const ibv_port_attr& attributes, const RdmaOptions& options) {
+  auto mtu = static_cast<uint8_t>(attributes.active_mtu);
+  for (uint8_t i = 1; i <= 5; ++i)
+    if (options.path_mtu_bytes == 128u << i) mtu = std::min(mtu, i);
+  return mtu;
+}
+
+PortDetail inspect(const Device& device, uint8_t number, const RdmaOptions& options, const std::string& address) {
+  PortDetail detail;
+  Port& port = detail.port;
+  port.name = device.name + ":" + std::to_string(number);
+  port.device = device.name;
+  port.number = number;
+  port.numa_node = numa_node(device.name);
+  port.is_hardware = is_hardware(device.name);
+  port.speed_mbps = rate_mbps(device.name, number);
+  ibv_port_attr attributes;
+  if (const int error = query_port(device.context.get(), number, &attributes); error != 0) {
+    port.trouble = std::string("cannot query the port: ") + std::strerror(error);
+    return detail;
+  }
+  const bool is_ethernet = attributes.link_layer == IBV_LINK_LAYER_ETHERNET;
+  port.link_layer = is_ethernet ? "Ethernet" : "InfiniBand";
+  port.is_active = attributes.state == IBV_PORT_ACTIVE;
+  detail.work_bytes_max = attributes.max_msg_sz;
+  detail.wants_global_route = is_ethernet || (attributes.flags & IBV_QPF_GRH_REQUIRED) != 0;
+
+  std::vector<Candidate> gids = gids_of(device.context.get(), number);
+  const Candidate* chosen = choose(gids, options, address);
+  for (const Candidate& candidate : gids) detail.addresses.push_back(address_text(candidate.gid));
+  if (chosen == nullptr) {
+    port.trouble = options.gid_index >= 0 ? "it has no GID " + std::to_string(options.gid_index)
+                   : address.empty()      ? "it has no GID; give its network interface an IP address"
+                                          : "no GID of it is " + address;
+    return detail;
+  }
+  port.gid_index = static_cast<int>(chosen->index);
+  port.netdev = netdev_name(chosen->netdev_index);
+  detail.endpoint.fabric = is_ethernet ? chosen->fabric : Fabric::kInfiniBand;
+  detail.endpoint.mtu = mtu_of(attributes, options);
+  detail.endpoint.gid = chosen->gid;
+  detail.endpoint.lid = is_ethernet ? uint16_t{0} : attributes.lid;
+  if (is_ethernet) detail.endpoint.prefix_bits = prefix_bits_of(chosen->gid);
+  port.gid_type = fabric_name(detail.endpoint.fabric);
+  port.address = is_ethernet ? address_text(chosen->gid) : "lid " + std::to_string(attributes.lid);
+  if (!port.is_active) port.trouble = "the port is down";
+  return detail;
+}
+
+}  // namespace
+
+std::vector<Device> open_devices(const std::string& only) {
+  std::vector<Device> devices;
+  int count = 0;
+  ibv_device** list = library().get_device_list(&count);
+  if (list == nullptr) return devices;  // no RDMA in this kernel
+  for (int i = 0; i < count; ++i) {
+    const std::string name = library().get_device_name(list[i]);
+    if (!only.empty() && name != only) continue;
+    Device& device = devices.emplace_back();
+    device.name = name;
+    // Amazon's EFA and iWARP cards are listed too, and have no reliable connections that a queue pair alone can make.
+    if (list[i]->transport_type != IBV_TRANSPORT_IB) {
+      device.trouble = "it has no InfiniBand or RoCE transport (Amazon's EFA: use transport 'ofi')";
+      continue;
+    }
+    device.context.reset(library().open_device(list[i]));
+    if (device.context == nullptr) {
+      device.trouble = std::string("cannot open it: ") + std::strerror(errno) +
+                       (errno == EACCES || errno == EPERM ? " (is /dev/infiniband/uverbs* open to this user?)" : "");
+    }
+  }
+  library().free_device_list(list);
+  return devices;
+}
+
+std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& options, const std::string& address) {
+  std::vector<PortDetail> found;
+  ibv_device_attr attributes{};
+  if (device.context == nullptr || library().query_device(device.context.get(), &attributes) != 0) {
+    PortDetail& detail = found.emplace_back();
+    detail.port.name = detail.port.device = device.name;
+    detail.port.trouble = device.trouble.empty() ? "cannot query the device" : device.trouble;
+    return found;
+  }
+  for (uint32_t number = 1; number <= attributes.phys_port_cnt; ++number)
+    found.push_back(inspect(device, static_cast<uint8_t>(number), options, address));
+  return found;
+}
+
+bool is_usable_now(ibv_context* context, const PortDetail& detail) {
+  ibv_port_attr attributes;
+  if (query_port(context, detail.port.number, &attributes) != 0 || attributes.state != IBV_PORT_ACTIVE) return false;
+  const std::vector<Candidate> gids = gids_of(context, detail.port.number);
+  return std::any_of(gids.begin(), gids.end(), [&](const Candidate& candidate) {
+    return static_cast<int>(candidate.index) == detail.port.gid_index && candidate.gid == detail.endpoint.gid;
+  });
+}
+
+}  // namespace crossrail::verbs

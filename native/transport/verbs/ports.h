@@ -1,0 +1,39 @@
+// The ports of an RDMA device: state, link, and under which of its addresses (GIDs) a port is used.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "transport/transport.h"
+#include "transport/verbs/handles.h"
+#include "transport/verbs/open.h"
+#include "transport/verbs/wire.h"
+
+namespace crossrail::verbs {
+
+struct PortDetail {
+  Port port;
+  Endpoint endpoint;  // its queue pair comes later
+  uint64_t work_bytes_max = 0;
+  bool wants_global_route = false;     // InfiniBand ports that say so, and every RoCE port
+  std::vector<std::string> addresses;  // all that it could be used under
+};
+
+// A device that libibverbs lists; its context is null when it could not be opened, with the reason in `trouble`.
+struct Device {
+  std::string name;
+  Context context;
+  std::string trouble;
+};
+
+// [any] only: the name of the one that is wanted; empty: all.
+std::vector<Device> open_devices(const std::string& only = {});
+
+// [any] address: only GIDs of this IP address are considered; empty: the best.
+std::vector<PortDetail> inspect_ports(const Device& device, const RdmaOptions& options, const std::string& address);
+
+// Is the port active, and does it still have its address?
+bool is_usable_now(ibv_context* context, const PortDetail& detail);
+
+}  // namespace crossrail::verbs

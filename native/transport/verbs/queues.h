@@ -1,0 +1,63 @@
+// How deep the queues are, and what a completion says whom it is about.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "transport/rdma/nic.h"
+
+namespace crossrail::verbs {
+
+// --- of each path ---
+inline constexpr uint32_t kPathWorks = 256;     // 256 KiB in flight with pages of 1 KiB: 400 Gbit/s for 5 us
+inline constexpr uint32_t kPathFragments = 64;  // sent and not acknowledged
+// Small payloads go along with the work request, which saves the NIC a read of memory. More would make each entry of a queue larger.
+inline constexpr uint32_t kWorkInlineBytes = 64;
+inline constexpr uint32_t kFragmentInlineBytes = 128;
+
+// --- of a NIC ---
+// Zero-length receives that immediates use up; taken in one poll and replenished in the same one, in chains.
+inline constexpr uint32_t kImmReceives = 4096;
+inline constexpr uint32_t kFragmentReceives = 256;
+inline constexpr uint32_t kDatagramReceives = 128;
+inline constexpr uint32_t kFragmentSlots = 128;  // that all paths send from
+inline constexpr uint32_t kDatagramSlots = 32;
+inline constexpr uint32_t kReplenishChain = 64;
+inline constexpr uint32_t kDatagramHeaderBytes = 40;  // what the NIC puts in front of a datagram: its route
+
+// The queue of receive completions: each posted receive makes one entry, and is posted again only after that was taken. So
+//   the receives of immediates + those of fragments + those of datagrams.
+inline constexpr uint32_t kReceiveEntries = kImmReceives + kFragmentReceives + kDatagramReceives;
+
+// The queue of send completions: a work request makes at most one entry (with one in every few signalled, or failing, each
+// one). All paths together have at most kSendsOutstanding posted that are not known to be finished, however many paths
+// there are; what a path left behind is subtracted only once the queue was seen empty. So
+//   works and fragments of all paths + datagrams.
+inline constexpr uint32_t kSendsOutstanding = 8192;
+inline constexpr uint32_t kSendEntries = kSendsOutstanding + kDatagramSlots;
+static_assert(kSendsOutstanding >= kPathWorks + kPathFragments);
+
+// At least every so manieth work of a path is signalled, and always the last one of a call.
+inline constexpr uint32_t kSignalEvery = 32;
+// Work requests behind one doorbell.
+inline constexpr uint32_t kChainMax = 16;
+
+// What a work request carries to its completion: kind << 56 | path << 32 | value.
+enum class Tag : uint8_t {
+  kWork = 1,         // value: the lower half of its cookie
+  kFragment,         // value: its slot
+  kDatagram,         // value: its slot
+  kImmReceive,       // no value
+  kFragmentReceive,  // value: its slot
+  kDatagramReceive   // value: its slot
+};
+inline constexpr uint32_t kPathsMax = 1u << 24;
+
+constexpr uint64_t tagged(Tag tag, uint32_t path, uint32_t value) {
+  return uint64_t{static_cast<uint8_t>(tag)} << 56 | uint64_t{path} << 32 | value;
+}
+constexpr Tag tag_of(uint64_t id) { return static_cast<Tag>(id >> 56); }
+constexpr uint32_t path_of(uint64_t id) { return static_cast<uint32_t>(id >> 32) & (kPathsMax - 1); }
+constexpr uint32_t value_of(uint64_t id) { return static_cast<uint32_t>(id); }
+
+}  // namespace crossrail::verbs

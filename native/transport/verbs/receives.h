@@ -1,0 +1,43 @@
+// What peers use up of ours: zero-length receives by immediates, slots by fragments. Shared by all paths of a NIC.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "transport/verbs/queues.h"
+#include "transport/verbs/slots.h"
+
+namespace crossrail::verbs {
+
+// Progress holder. Two queues, since a receive is used up by whatever comes next: an immediate must not eat a fragment's slot.
+class Receives {
+ public:
+  explicit Receives(const Adapter& adapter);  // throws TransportError
+
+  ibv_srq* imm_queue() const { return imms_.get(); }
+  ibv_srq* fragment_queue() const { return fragments_.get(); }
+  void used_imm() { ++imms_missing_; }
+  void used_fragment(uint32_t slot) { slots_missing_.push_back(slot); }
+  std::span<const uint8_t> fragment(uint32_t slot, uint32_t length_bytes) { return {slots_.at(slot), length_bytes}; }
+  // Posts what was used up. What the NIC does not take now is tried again with the next call; a peer waits meanwhile, its NIC
+  // repeats without end.
+  void replenish() {
+    if (imms_missing_ > 0) replenish_imms();
+    if (!slots_missing_.empty()) replenish_fragments();
+  }
+
+ private:
+  void replenish_imms();
+  void replenish_fragments();
+
+  Slots slots_;
+  ReceiveQueue imms_;
+  ReceiveQueue fragments_;
+  uint32_t imms_missing_ = 0;
+  std::vector<uint32_t> slots_missing_;
+  std::array<ibv_recv_wr, kReplenishChain> imm_chain_{};
+};
+
+}  // namespace crossrail::verbs

@@ -1,0 +1,44 @@
+// What a sleeper sleeps on: one descriptor that is readable when a completion came after arm(), the device has something to
+// say, or a route was found.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "transport/verbs/handles.h"
+#include "util/memory_map.h"
+
+namespace crossrail::verbs {
+
+// Threads: progress holder, except where marked [any].
+// An epoll set of three descriptors, edge-triggered: hush() makes it quiet by taking the edges, without reading the sources, so
+// it may run beside a holder that does; a new event is a new edge, so none is lost between the two.
+class Sleeper {
+ public:
+  explicit Sleeper(ibv_context* context);  // throws TransportError
+
+  ibv_comp_channel* channel() const { return channel_.get(); }
+  void arm(ibv_cq* sends, ibv_cq* receives);
+  // A completion was seen: a ring of the last arm() may stand in the set still.
+  void saw_completion() { may_have_rung_ = may_have_rung_ || is_armed_; }
+  // Did a sleeper find the device's own events?
+  bool take_device_news() { return device_news_.exchange(false, std::memory_order_acquire); }  // with hush()
+  void ring();                                                                                 // [any]
+  void hush();                                                                                 // [any]
+  const std::vector<int>& fds() const { return fds_; }                                         // [any]
+  void abandon_after_fork();
+
+ private:
+  void drain_channel();
+  Channel channel_;
+  Fd set_;
+  Fd bell_;
+  std::vector<int> fds_;
+  bool is_armed_ = false;
+  bool may_have_rung_ = false;
+  uint32_t arms_since_drain_ = 0;
+  std::atomic<bool> device_news_{false};
+};
+
+}  // namespace crossrail::verbs

@@ -1,0 +1,184 @@
+#include "transport/verbs/verbs_nic.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "util/errors.h"
+
+namespace crossrail::verbs {
+
+namespace {
+
+constexpr uint64_t kWorkBytesMax = 1 << 30;  // and a work request's length has 32 bits
+
+CompletionQueue make_completion_queue(const Adapter& adapter, uint32_t entries, ibv_comp_channel* channel) {
+  if (static_cast<uint32_t>(adapter.limits.max_cqe) < entries)
+    fail(adapter, "ibv_create_cq", EINVAL,
+         "its completion queues hold too few entries: " + std::to_string(adapter.limits.max_cqe) + " of " +
+             std::to_string(entries));
+  CompletionQueue queue(library().create_cq(adapter.context.get(), static_cast<int>(entries), nullptr, channel, 0));
+  if (queue == nullptr) fail(adapter, "ibv_create_cq", errno, "cannot make a completion queue");
+  return queue;
+}
+
+std::string describe(const Port& port) {
+  std::string text = port.name + ", " + port.gid_type + ", " + port.address;
+  if (!port.netdev.empty()) text += " on " + port.netdev;
+  return text;
+}
+
+}  // namespace
+
+VerbsNic::VerbsNic(Context context, PortDetail detail, const RdmaOptions& options)
+    : adapter_(std::make_shared<Adapter>(std::move(context), std::move(detail), options)),
+      sleeper_(adapter_->context.get()),
+      sends_(make_completion_queue(*adapter_, kSendEntries, sleeper_.channel())),
+      receives_done_(make_completion_queue(*adapter_, kReceiveEntries, sleeper_.channel())),
+      receives_(std::make_unique<Receives>(*adapter_)),
+      fragment_slots_(
+          std::make_unique<Slots>(*adapter_, kFragmentSlots, static_cast<uint32_t>(rdma::kFragmentBytesMax))),
+      datagrams_(
+          std::make_unique<Datagrams>(adapter_, sends_.get(), receives_done_.get(), [this] { sleeper_.ring(); })),
+      description_(describe(adapter_->detail.port)),
+      is_port_up_(adapter_->detail.port.is_active),
+      budget_(kSendsOutstanding) {
+  Endpoint endpoint = adapter_->detail.endpoint;
+  endpoint.queue_pair = datagrams_->number();
+  endpoint.queue_key = datagrams_->key();
+  endpoint_ = encode(endpoint);
+  limits_.work_bytes_max = std::min(adapter_->detail.work_bytes_max, kWorkBytesMax);
+  limits_.path_works_max = kPathWorks;
+  limits_.ordered_paths = true;
+  limits_.names_imm_paths = true;
+}
+
+VerbsNic::~VerbsNic() = default;
+
+int VerbsNic::nearness(std::span<const uint8_t> peer_endpoint) const {
+  const std::optional<Endpoint> peer = decode_endpoint(peer_endpoint);
+  return peer ? verbs::nearness(adapter_->detail.endpoint, *peer) : 0;
+}
+
+std::unique_ptr<rdma::Registration> VerbsNic::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
+  return std::make_unique<VerbsRegistration>(adapter_, base, length_bytes, access);
+}
+
+void VerbsNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) {
+  if (fatal_.empty()) datagrams_->send(peer_endpoint, bytes);
+}
+
+std::unique_ptr<rdma::NicPath> VerbsNic::make_path() {
+  if (!fatal_.empty()) throw TransportError("make_path", EIO, name() + ": the device is gone: " + fatal_);
+  if (free_.empty()) {
+    if (paths_.size() == kPathsMax) throw TransportError("make_path", ENOSPC, name() + ": too many paths");
+    free_.push_back(static_cast<uint32_t>(paths_.size()));
+    paths_.push_back(nullptr);
+  }
+  const uint32_t index = free_.back();
+  auto path = std::make_unique<VerbsPath>(*this, index);
+  free_.pop_back();
+  paths_[index] = path.get();
+  by_queue_pair_[path->messages_->qp_num] = path.get();
+  by_queue_pair_[path->works_->qp_num] = path.get();
+  return path;
+}
+
+VerbsPath* VerbsNic::path_by_queue_pair(uint32_t number) {
+  if (number == last_number_) return last_path_;
+  const auto found = by_queue_pair_.find(number);
+  if (found == by_queue_pair_.end()) return nullptr;
+  last_number_ = number;
+  last_path_ = found->second;
+  return last_path_;
+}
+
+void VerbsNic::forget_queue_pairs(const VerbsPath& path) {
+  if (path.messages_ != nullptr) by_queue_pair_.erase(path.messages_->qp_num);
+  if (path.works_ != nullptr) by_queue_pair_.erase(path.works_->qp_num);
+  last_number_ = 0;
+  last_path_ = nullptr;
+}
+
+void VerbsNic::remove(const VerbsPath& path) {
+  if (path.index_ >= paths_.size() || paths_[path.index_] != &path) return;  // its constructor threw
+  std::erase_if(by_queue_pair_, [&](const auto& entry) { return entry.second == &path; });
+  last_number_ = 0;
+  std::erase(draining_, path.index_);
+  std::erase(troubled_, path.index_);
+  budget_owed_ += path.works_outstanding();
+  paths_[path.index_] = nullptr;
+  freed_.push_back(path.index_);
+}
+
+// --- progress ---
+
+uint32_t VerbsNic::poll(rdma::NicEvents& events) {
+  if (!fatal_.empty()) {
+    if (!is_fatal_told_) on_fatal(fatal_, events);
+    return drain_paths(events);
+  }
+  uint32_t told = 0;
+  try {
+    told += take_receives(events);
+    receives_->replenish();
+    told += take_sends(events);
+    told += datagrams_->send_waiting();
+    told += watch_device(events);
+  } catch (const TransportError& error) {  // of datagrams: without them nobody new can be reached
+    on_fatal(error.what(), events);
+  }
+  if (!troubled_.empty()) told += tell_troubles(events);
+  if (!draining_.empty()) told += drain_paths(events);
+  return told;
+}
+
+uint32_t VerbsNic::tell_troubles(rdma::NicEvents& events) {
+  uint32_t told = 0;
+  for (const uint32_t index : std::exchange(troubled_, {})) {
+    VerbsPath* path = path_by_index(index);
+    if (path == nullptr || path->trouble_.empty()) continue;
+    path->tell_broken(events, std::exchange(path->trouble_, {}));
+    ++told;
+  }
+  return told;
+}
+
+uint32_t VerbsNic::drain_paths(rdma::NicEvents& events) {
+  const int64_t now = now_ns();
+  const auto is_drained = [&](uint32_t index) {
+    VerbsPath* path = path_by_index(index);
+    return path == nullptr || path->drain(events, now);
+  };
+  return static_cast<uint32_t>(std::erase_if(draining_, is_drained));
+}
+
+bool VerbsNic::has_arrivals() {
+  if (!fatal_.empty()) return !is_fatal_told_;
+  if (!troubled_.empty()) return true;
+  refill(sends_.get(), &send_batch_);
+  refill(receives_done_.get(), &receive_batch_);
+  return !send_batch_.is_empty() || !receive_batch_.is_empty();
+}
+
+// The device says when a draining queue pair is idle, but not when nobody says so in time.
+Deadline VerbsNic::next_timer() const {
+  Deadline next = kNoDeadline;
+  for (const uint32_t index : draining_) {
+    const VerbsPath* path = path_by_index(index);
+    if (path == nullptr) continue;
+    const int64_t now = now_ns();
+    next =
+        std::min(next, now < path->idle_by_ns_ ? path->idle_by_ns_ : std::min(now + kDeviceLookNs, path->give_up_ns_));
+  }
+  return next;
+}
+
+void VerbsNic::abandon_after_fork() {
+  sleeper_.abandon_after_fork();
+  ::close(adapter_->context->async_fd);
+  ::close(adapter_->context->cmd_fd);
+}
+
+}  // namespace crossrail::verbs

@@ -1,0 +1,56 @@
+// What peers tell each other about ports and paths. Both travel as bytes in addresses and handshakes of the layer above: they
+// come from outside and are checked.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace crossrail::verbs {
+
+enum class Fabric : uint8_t { kInfiniBand = 1, kRoceV2 = 2, kRoceV1 = 3 };
+const char* fabric_name(Fabric fabric);
+
+using Gid = std::array<uint8_t, 16>;
+
+// A port and its datagram queue pair.
+struct Endpoint {
+  Fabric fabric = Fabric::kInfiniBand;
+  uint8_t mtu = 0;          // an ibv_mtu: 1 is 256 bytes, 5 is 4096
+  uint8_t prefix_bits = 0;  // RoCE: how many bits of the address are its network's, 0 unknown
+  uint16_t lid = 0;         // InfiniBand
+  Gid gid{};
+  uint32_t queue_pair = 0;
+  uint32_t queue_key = 0;
+
+  bool operator==(const Endpoint&) const = default;
+};
+
+std::vector<uint8_t> encode(const Endpoint& endpoint);
+// Nothing: malformed.
+std::optional<Endpoint> decode_endpoint(std::span<const uint8_t> bytes);
+
+// One end of a path: a queue pair for messages, one for writes and reads.
+struct Offer {
+  uint8_t reads_max = 0;  // of the peer's, at once
+  uint32_t message_queue_pair = 0;
+  uint32_t message_psn = 0;  // of the first packet that it sends
+  uint32_t work_queue_pair = 0;
+  uint32_t work_psn = 0;
+};
+
+std::vector<uint8_t> encode(const Offer& offer);
+std::optional<Offer> decode_offer(std::span<const uint8_t> bytes);
+
+// 0 not at all, 1 perhaps by routers, 2 in one network: rdma::Nic::nearness().
+int nearness(const Endpoint& ours, const Endpoint& theirs);
+
+bool is_mapped_ipv4(const Gid& gid);
+bool is_link_local(const Gid& gid);
+// "10.0.0.1" or "fe80::1".
+std::string address_text(const Gid& gid);
+
+}  // namespace crossrail::verbs

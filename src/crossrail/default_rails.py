@@ -1,0 +1,115 @@
+"""Which NICs an engine takes when its owner only said how many, and where its worker runs: both by the topology.
+
+engine.py imports this when it is first needed, and this imports crossrail.topology when that is. Any thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from crossrail._notify import log
+from crossrail.interfaces import read_topology
+
+if TYPE_CHECKING:
+    from crossrail.topology import Need, RailChoice, Topology
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+# What the rails of a transport must offer, the first for which there is a NIC. Others leave the choice to the engine's
+# tcp, and to libfabric.
+_NEEDS: dict[str, tuple[Need, ...]] = {
+    "auto": ("verbs", "efa"),
+    "shm": (),
+    "verbs": ("verbs",),
+    "ofi": ("efa",),
+    "ofi:efa": ("efa",),
+    "ofi:efa-direct": ("efa",),
+}
+
+
+def default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[str]:
+    """The engine's rails: as given, but a number becomes names of RDMA ports where the topology has so many to offer.
+
+    transport, rails: the engine's options. What is wrong with them is left to the engine, which says it better. A
+    machine without RDMA devices is not even looked at.
+    """
+    # Beside a transport that knows other names the names of ports would be errors.
+    words = transport.split("+")
+    needs = [need for word in words for need in _NEEDS[word]] if all(word in _NEEDS for word in words) else []
+    if not isinstance(rails, int) or rails < 1 or not needs or not _has_rdma():
+        return rails
+    topology = read_topology()
+    for need in needs:
+        names = rail_names(topology, need, rails)
+        if names:
+            return names
+    return rails
+
+
+def rail_names(topology: Topology, need: Need, count: int) -> list[str]:
+    """`count` ports, best first, as rails= takes them; none when there are fewer. Pure."""
+    from crossrail.topology import choose_rails
+
+    choice = choose_rails(topology, "host", need=need, limit=count)
+    ports = [(rail.nic.rdma, rail.nic.rdma.port) for rail in choice.rails if rail.nic.rdma is not None]
+    # libfabric knows devices, each with one port.
+    names = [device.name if need == "efa" else f"{device.name}:{port.number}" for device, port in ports if port]
+    return names if len(names) == count else []
+
+
+def _has_rdma() -> bool:
+    try:
+        return any(RDMA_DEVICES.iterdir())
+    except OSError:
+        return False
+
+
+def auto_worker_cpu(transport: str, rails: int | Sequence[str]) -> int | None:
+    """The first core near the rails that this process may use, or None: leave the worker where the scheduler puts it.
+
+    transport, rails: the engine's, after default_rails. Rails given as a number are those that choose_rails takes; the
+    engine's tcp chooses by itself and may differ, so on machines of several nodes name them. None, with the reason
+    in the log (level INFO), when the engine has no rail on a NIC, nobody knows the NIC's NUMA node, or this
+    process may use none of that node's cores. Every engine of the same rails gets the same core: where several run,
+    pin by hand or give each process an affinity of its own.
+    """
+    if transport in ("shm", "null"):
+        log.info("worker_cpu='auto': transport %r uses no NIC; the worker is not pinned", transport)
+        return None
+    topology = read_topology()
+    cpu, reason = core_near(topology, _rails_of(topology, rails), os.sched_getaffinity(0))
+    where = "the worker is not pinned" if cpu is None else f"the worker is pinned to core {cpu}"
+    log.info("worker_cpu='auto': %s; %s", reason, where)
+    return cpu
+
+
+def core_near(topology: Topology, choice: RailChoice, affinity: Iterable[int]) -> tuple[int | None, str]:
+    """The first core of the rails' NUMA node within the affinity, or None; and why. Pure."""
+    from crossrail.topology import worker_cpus
+
+    nodes = [topology.node_of(rail.nic) for rail in choice.rails]
+    if not any(nodes) or not any(node.cpus for node in topology.numa_nodes):
+        return None, "the rails' NUMA node is unknown" if choice.rails else choice.reason
+    near = worker_cpus(topology, choice)  # without the affinity: with it, it answers far cores when there are no near
+    usable = set(near.cpus) & set(affinity)
+    if not usable:
+        return None, f"{near.reason}, but this process may use none of its cores"
+    return min(usable), near.reason
+
+
+def _rails_of(topology: Topology, rails: int | Sequence[str]) -> RailChoice:
+    """What is wrong with rails is left to the engine, which opens next and says it better."""
+    from crossrail.topology import choose_rails
+
+    if isinstance(rails, int):
+        return choose_rails(topology, "host", need="ip", limit=max(rails, 1))
+    by_ip = {ip: device.name for device in topology.net_devices for ip in device.ip_addresses}
+    known = {name for nic in topology.nics for name in nic.names}
+    given = [rail for rail in rails if isinstance(rail, str)] if isinstance(rails, (list, tuple)) else []
+    names = [by_ip.get(rail, rail) for rail in given]
+    # "mlx5_0:1" is a port of mlx5_0.
+    found = [name if name in known else name.rpartition(":")[0] for name in names]
+    return choose_rails(topology, "host", only=[name for name in found if name in known])

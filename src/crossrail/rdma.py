@@ -1,0 +1,25 @@
+"""What only RDMA transports ask of an engine's owner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RdmaOptions:
+    """Options of verbs, and of RoCE where that is said. The defaults are right unless the network's owner says so.
+
+    gid_index: of the port's GID table, on RoCE; None: RoCE v2 before v1, routable before link-local. traffic_class: on
+    RoCE, 0..255: the DSCP is its upper six bits. service_level: 0..15. path_mtu: 256, 512, 1024, 2048 or 4096 bytes;
+    None: the port's.
+    """
+
+    gid_index: int | None = None
+    traffic_class: int = 0
+    service_level: int = 0
+    path_mtu: int | None = None
+
+    def as_tuple(self) -> tuple[int, int, int, int]:
+        """For the native engine, which checks the bounds."""
+        gid_index = -1 if self.gid_index is None else self.gid_index
+        return gid_index, self.traffic_class, self.service_level, self.path_mtu or 0

@@ -1,0 +1,695 @@
+#include "ofi_double.h"
+
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_rma.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <map>
+#include <set>
+
+namespace crossrail::test {
+
+namespace {
+
+constexpr uint64_t kContextMark = 0xc0ffee0ddba11;
+constexpr size_t kNameBytes = 32;
+constexpr int kBadRemoteAddress = 7;
+constexpr int kUnknownPeer = 14;
+
+LibfabricDouble::World* g_world = nullptr;
+
+struct Memory;
+struct Endpoint;
+struct Queue;
+struct Addresses;
+struct Domain;
+
+// The address of an endpoint: which device, and which queue pair of it.
+struct PeerName {
+  uint32_t device = 0;
+  uint32_t number = 0;
+  auto operator<=>(const PeerName&) const = default;
+};
+
+struct Memory {
+  fid_mr fid{};  // first: libfabric's handle
+  Domain* domain = nullptr;
+  std::byte* base = nullptr;
+  uint64_t bytes = 0;
+  uint64_t access = 0;
+};
+
+struct Domain {
+  fid_domain fid{};
+  uint32_t device = 0;
+  bool direct = false;
+  std::map<uint64_t, Memory*> memories;
+  Addresses* addresses = nullptr;
+};
+
+struct Addresses {
+  fid_av fid{};
+  std::map<fi_addr_t, PeerName> names;
+  fi_addr_t next = 100;
+};
+
+struct Completion {
+  fi_cq_data_entry entry{};
+  int error = 0;
+  int status = 0;
+};
+
+struct Queue {
+  fid_cq fid{};
+  uint32_t device = 0;
+  std::deque<Completion> entries;
+  size_t size = 0;
+};
+
+struct Receive {
+  void* buffer;
+  size_t bytes;
+  void* context;
+};
+
+struct Endpoint {
+  fid_ep fid{};
+  Domain* domain = nullptr;
+  Queue* queue = nullptr;
+  PeerName name;
+  bool is_enabled = false;
+  bool shm_refused = false;
+  std::deque<Receive> receives;
+  size_t outstanding = 0;
+};
+
+struct Operation {
+  enum class Kind : uint8_t { kWrite, kRead, kSend } kind;
+  Endpoint* from;
+  PeerName to;
+  std::byte* local = nullptr;
+  uint64_t bytes = 0;
+  uint64_t remote = 0;
+  uint64_t key = 0;
+  bool has_imm = false;
+  uint64_t imm = 0;
+  void* context = nullptr;
+  uint32_t wait = 0;
+  std::vector<std::byte> payload;  // of sends
+};
+
+}  // namespace
+
+struct LibfabricDouble::World {
+  DoubleSettings settings;
+  std::mt19937 random;
+  std::vector<std::string> violations;
+  std::list<Operation> pending;
+  std::set<Endpoint*> endpoints;
+  std::set<uint32_t> frozen;
+  std::map<uint32_t, int> failing;
+  std::set<uint32_t> broken_queues;
+  uint32_t next_number = 1;
+  uint64_t next_key = 0x1000;
+  std::vector<void*> sunk;
+
+  void violate(const std::string& text) { violations.push_back(text); }
+  bool chance(uint32_t percent) { return random() % 100 < percent; }
+  Endpoint* find(const PeerName& name) {
+    for (Endpoint* endpoint : endpoints) {
+      if (endpoint->name == name) return endpoint;
+    }
+    return nullptr;
+  }
+};
+
+namespace {
+
+// --- infos ---
+
+fi_info* allocate_info() {
+  auto* info = static_cast<fi_info*>(std::calloc(1, sizeof(fi_info)));
+  info->tx_attr = static_cast<fi_tx_attr*>(std::calloc(1, sizeof(fi_tx_attr)));
+  info->rx_attr = static_cast<fi_rx_attr*>(std::calloc(1, sizeof(fi_rx_attr)));
+  info->ep_attr = static_cast<fi_ep_attr*>(std::calloc(1, sizeof(fi_ep_attr)));
+  info->domain_attr = static_cast<fi_domain_attr*>(std::calloc(1, sizeof(fi_domain_attr)));
+  info->fabric_attr = static_cast<fi_fabric_attr*>(std::calloc(1, sizeof(fi_fabric_attr)));
+  return info;
+}
+
+fid_nic* make_nic(uint32_t device) {
+  auto* nic = static_cast<fid_nic*>(std::calloc(1, sizeof(fid_nic)));
+  nic->device_attr = static_cast<fi_device_attr*>(std::calloc(1, sizeof(fi_device_attr)));
+  nic->device_attr->name = strdup(("rdmap" + std::to_string(device) + "s6").c_str());
+  nic->bus_attr = static_cast<fi_bus_attr*>(std::calloc(1, sizeof(fi_bus_attr)));
+  nic->bus_attr->bus_type = FI_BUS_PCI;
+  nic->bus_attr->attr.pci = {0, static_cast<uint8_t>(device), 6, 0};
+  nic->link_attr = static_cast<fi_link_attr*>(std::calloc(1, sizeof(fi_link_attr)));
+  nic->link_attr->speed = 100'000'000'000;
+  return nic;
+}
+
+void free_nic(fid_nic* nic) {
+  if (nic == nullptr) return;
+  std::free(nic->device_attr->name);
+  std::free(nic->device_attr);
+  std::free(nic->bus_attr);
+  std::free(nic->link_attr);
+  std::free(nic);
+}
+
+void free_info(fi_info* info) {
+  while (info != nullptr) {
+    fi_info* const next = info->next;
+    free_nic(info->nic);
+    std::free(info->domain_attr->name);
+    std::free(info->fabric_attr->name);
+    std::free(info->fabric_attr->prov_name);
+    std::free(info->tx_attr);
+    std::free(info->rx_attr);
+    std::free(info->ep_attr);
+    std::free(info->domain_attr);
+    std::free(info->fabric_attr);
+    std::free(info);
+    info = next;
+  }
+}
+
+char* copy_text(const char* text) { return text != nullptr ? strdup(text) : nullptr; }
+
+fi_info* duplicate_info(const fi_info* from) {
+  fi_info* const info = allocate_info();
+  if (from == nullptr) return info;
+  fi_info plain = *from;
+  plain.next = nullptr;
+  plain.nic = from->nic != nullptr ? make_nic(from->nic->bus_attr->attr.pci.bus_id) : nullptr;
+  plain.tx_attr = info->tx_attr;
+  plain.rx_attr = info->rx_attr;
+  plain.ep_attr = info->ep_attr;
+  plain.domain_attr = info->domain_attr;
+  plain.fabric_attr = info->fabric_attr;
+  *info = plain;
+  *info->tx_attr = *from->tx_attr;
+  *info->rx_attr = *from->rx_attr;
+  *info->ep_attr = *from->ep_attr;
+  *info->domain_attr = *from->domain_attr;
+  *info->fabric_attr = *from->fabric_attr;
+  info->domain_attr->name = copy_text(from->domain_attr->name);
+  info->fabric_attr->name = copy_text(from->fabric_attr->name);
+  info->fabric_attr->prov_name = copy_text(from->fabric_attr->prov_name);
+  return info;
+}
+
+fi_info* device_info(uint32_t device, bool direct) {
+  fi_info* const info = allocate_info();
+  info->caps = FI_MSG | FI_RMA | FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+  info->mode = direct ? FI_CONTEXT2 : 0;
+  info->addr_format = FI_ADDR_EFA;
+  info->tx_attr->size = g_world->settings.transmit_size;
+  info->ep_attr->type = FI_EP_RDM;
+  info->ep_attr->max_msg_size = direct ? 8192 : ~size_t{0};
+  info->domain_attr->name = strdup(("rdmap" + std::to_string(device) + "s6-rdm").c_str());
+  info->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_LOCAL;
+  info->domain_attr->mr_key_size = 4;
+  info->domain_attr->cq_data_size = 4;
+  info->fabric_attr->name = strdup(direct ? "efa-direct" : "efa");
+  info->fabric_attr->prov_name = strdup("efa");
+  info->nic = make_nic(device);
+  return info;
+}
+
+int get_info(uint32_t version, const char*, const char*, uint64_t, const fi_info* hints, fi_info** list) {
+  if (version > g_world->settings.version) return -FI_ENOSYS;
+  if (hints == nullptr || hints->fabric_attr->prov_name == nullptr ||
+      std::strcmp(hints->fabric_attr->prov_name, "efa") != 0)
+    return -FI_ENODATA;
+  if ((hints->mode & FI_RX_CQ_DATA) != 0) g_world->violate("FI_RX_CQ_DATA offered: immediates would eat receives");
+  const std::string fabric = hints->fabric_attr->name != nullptr ? hints->fabric_attr->name : "";
+  fi_info** end = list;
+  *list = nullptr;
+  for (const bool direct : {false, true}) {
+    if (direct && !g_world->settings.offers_direct) continue;
+    if (!fabric.empty() && fabric != (direct ? "efa-direct" : "efa")) continue;
+    for (uint32_t device = 0; device < g_world->settings.devices; ++device) {
+      *end = device_info(device, direct);
+      end = &(*end)->next;
+    }
+  }
+  return *list != nullptr ? 0 : -FI_ENODATA;
+}
+
+const char* error_text(int code) { return code == FI_EAGAIN ? "Try again" : "an error of the double"; }
+uint32_t version() { return g_world->settings.version; }
+
+// --- memory ---
+
+int close_memory(struct fid* object) {
+  auto* memory = reinterpret_cast<Memory*>(object);
+  memory->domain->memories.erase(memory->fid.key);
+  delete memory;
+  return 0;
+}
+fi_ops g_memory_ops = {.size = sizeof(fi_ops), .close = close_memory};
+
+int register_memory(struct fid* object, const fi_mr_attr* attributes, uint64_t, fid_mr** out) {
+  auto* domain = reinterpret_cast<Domain*>(object);
+  if (attributes->iov_count != 1) return -FI_EINVAL;
+  auto* memory = new Memory;
+  memory->fid.fid.ops = &g_memory_ops;
+  memory->fid.key = g_world->next_key++;
+  memory->fid.mem_desc = memory;
+  memory->domain = domain;
+  memory->base = static_cast<std::byte*>(attributes->mr_iov->iov_base);
+  memory->bytes = attributes->mr_iov->iov_len;
+  memory->access = attributes->access;
+  domain->memories[memory->fid.key] = memory;
+  *out = &memory->fid;
+  return 0;
+}
+
+// --- what an operation does ---
+
+void complete(Queue& queue, const Completion& completion) {
+  if (queue.entries.size() >= queue.size) g_world->violate("the completion queue ran over");
+  queue.entries.push_back(completion);
+}
+
+bool deliver_message(Operation& operation, Endpoint& target) {
+  if (target.receives.empty()) return false;  // receiver not ready: the device tries again, for ever
+  const Receive receive = target.receives.front();
+  target.receives.pop_front();
+  std::memcpy(receive.buffer, operation.payload.data(), std::min(receive.bytes, operation.payload.size()));
+  Completion completion;
+  completion.entry = {receive.context, FI_RECV | FI_MSG, operation.payload.size(), nullptr, 0};
+  complete(*target.queue, completion);
+  return true;
+}
+
+int touch_memory(const Operation& operation, Endpoint& target) {
+  // RDMA needs an address handle of the initiator's device at the target.
+  const auto& names = target.domain->addresses->names;
+  if (std::none_of(names.begin(), names.end(),
+                   [&](const auto& entry) { return entry.second.device == operation.from->name.device; }))
+    return kUnknownPeer;
+  const auto found = target.domain->memories.find(operation.key);
+  if (found == target.domain->memories.end()) return kBadRemoteAddress;
+  const Memory& memory = *found->second;
+  const uint64_t needed = operation.kind == Operation::Kind::kRead ? FI_REMOTE_READ : FI_REMOTE_WRITE;
+  const auto base = reinterpret_cast<uint64_t>(memory.base);
+  if ((memory.access & needed) == 0 || operation.remote < base ||
+      operation.remote + operation.bytes > base + memory.bytes)
+    return kBadRemoteAddress;
+  auto* const remote = reinterpret_cast<std::byte*>(operation.remote);
+  if (operation.kind == Operation::Kind::kRead) {
+    std::memcpy(operation.local, remote, operation.bytes);
+  } else if (operation.bytes != 0) {
+    std::memcpy(remote, operation.local, operation.bytes);
+  }
+  return 0;
+}
+
+// False: not now.
+bool carry_out(Operation& operation) {
+  if (g_world->frozen.contains(operation.to.device)) return false;
+  Completion completion;
+  completion.entry.op_context = operation.context;
+  completion.entry.flags = operation.kind == Operation::Kind::kWrite  ? FI_WRITE | FI_RMA
+                           : operation.kind == Operation::Kind::kRead ? FI_READ | FI_RMA
+                                                                      : FI_SEND | FI_MSG;
+  Endpoint* const target = g_world->find(operation.to);
+  if (const auto failing = g_world->failing.find(operation.to.device); failing != g_world->failing.end()) {
+    completion.status = failing->second;
+  } else if (target == nullptr) {
+    completion.status = 9;  // no such queue pair
+  } else if (operation.kind == Operation::Kind::kSend) {
+    if (!deliver_message(operation, *target)) return false;
+  } else {
+    completion.status = touch_memory(operation, *target);
+    if (completion.status == 0 && operation.has_imm) {
+      Completion arrival;
+      arrival.entry = {nullptr, FI_REMOTE_WRITE | FI_RMA | FI_REMOTE_CQ_DATA, operation.bytes, nullptr,
+                       operation.imm & 0xffffffff};
+      complete(*target->queue, arrival);
+    }
+  }
+  completion.error = completion.status != 0 ? FI_EIO : 0;
+  uint64_t mark;
+  std::memcpy(&mark, operation.context, sizeof mark);
+  if (mark != kContextMark) g_world->violate("a context was touched or reused before its completion");
+  --operation.from->outstanding;
+  complete(*operation.from->queue, completion);
+  return true;
+}
+
+void progress() {
+  std::vector<std::list<Operation>::iterator> order;
+  for (auto at = g_world->pending.begin(); at != g_world->pending.end(); ++at) order.push_back(at);
+  std::shuffle(order.begin(), order.end(), g_world->random);
+  for (const auto& at : order) {
+    if (at->wait != 0) {
+      --at->wait;
+    } else if (carry_out(*at)) {
+      g_world->pending.erase(at);
+    }
+  }
+}
+
+// --- queues ---
+
+ssize_t read_sunk(void* buffer, size_t count) {
+  auto* out = static_cast<fi_cq_data_entry*>(buffer);
+  size_t got = 0;
+  for (; got < count && !g_world->sunk.empty(); ++got) {
+    out[got] = {g_world->sunk.back(), FI_WRITE | FI_RMA, 0, nullptr, 0};
+    g_world->sunk.pop_back();
+  }
+  return static_cast<ssize_t>(got);
+}
+
+ssize_t read_queue(fid_cq* object, void* buffer, size_t count) {
+  auto* queue = reinterpret_cast<Queue*>(object);
+  if (!g_world->sunk.empty()) return read_sunk(buffer, count);
+  if (g_world->broken_queues.contains(queue->device)) return -FI_EIO;
+  if (queue->entries.empty()) progress();
+  if (queue->entries.empty()) return -FI_EAGAIN;
+  if (queue->entries.front().error != 0) return -FI_EAVAIL;
+  auto* out = static_cast<fi_cq_data_entry*>(buffer);
+  size_t got = 0;
+  while (got < count && !queue->entries.empty() && queue->entries.front().error == 0) {
+    out[got++] = queue->entries.front().entry;
+    queue->entries.pop_front();
+  }
+  return static_cast<ssize_t>(got);
+}
+
+ssize_t read_error(fid_cq* object, fi_cq_err_entry* out, uint64_t) {
+  auto* queue = reinterpret_cast<Queue*>(object);
+  if (queue->entries.empty() || queue->entries.front().error == 0) return -FI_EAGAIN;
+  const Completion completion = queue->entries.front();
+  queue->entries.pop_front();
+  out->op_context = completion.entry.op_context;
+  out->flags = completion.entry.flags;
+  out->err = completion.error;
+  out->prov_errno = completion.status;
+  return 1;
+}
+
+const char* queue_error(fid_cq*, int, const void*, char*, size_t) { return "said by the double's device"; }
+
+int close_queue(struct fid* object) {
+  delete reinterpret_cast<Queue*>(object);
+  return 0;
+}
+int no_control(struct fid*, int, void*) { return -FI_ENOSYS; }
+fi_ops g_queue_fid_ops = {.size = sizeof(fi_ops), .close = close_queue, .control = no_control};
+fi_ops_cq g_queue_ops = {.size = sizeof(fi_ops_cq), .read = read_queue, .readerr = read_error, .strerror = queue_error};
+
+int open_queue(fid_domain* domain, fi_cq_attr* attributes, fid_cq** out, void*) {
+  if (attributes->wait_obj != FI_WAIT_NONE) return -FI_ENOSYS;  // efa has nothing to wait on
+  if (attributes->size > g_world->settings.queue_entries_max) return -FI_EINVAL;
+  if (attributes->format != FI_CQ_FORMAT_DATA) return -FI_ENOSYS;
+  auto* queue = new Queue;
+  queue->fid.fid.ops = &g_queue_fid_ops;
+  queue->fid.ops = &g_queue_ops;
+  queue->size = attributes->size;
+  queue->device = reinterpret_cast<Domain*>(domain)->device;
+  *out = &queue->fid;
+  return 0;
+}
+
+// --- addresses ---
+
+int insert_address(fid_av* object, const void* address, size_t count, fi_addr_t* out, uint64_t, void*) {
+  auto* addresses = reinterpret_cast<Addresses*>(object);
+  if (count != 1) return -FI_EINVAL;
+  PeerName name;
+  std::memcpy(&name, address, sizeof name);
+  if (name.number == 0) return 0;
+  *out = addresses->next++;
+  addresses->names[*out] = name;
+  return 1;
+}
+
+int remove_address(fid_av* object, fi_addr_t* address, size_t, uint64_t) {
+  auto* addresses = reinterpret_cast<Addresses*>(object);
+  const auto found = addresses->names.find(*address);
+  if (found == addresses->names.end()) return -FI_EINVAL;
+  for (const Operation& operation : g_world->pending) {
+    if (operation.to == found->second && operation.from->domain->addresses == addresses)
+      g_world->violate("an address was removed that operations are still under way to");
+  }
+  addresses->names.erase(found);
+  return 0;
+}
+
+int close_addresses(struct fid* object) {
+  delete reinterpret_cast<Addresses*>(object);
+  return 0;
+}
+fi_ops g_addresses_fid_ops = {.size = sizeof(fi_ops), .close = close_addresses};
+fi_ops_av g_addresses_ops = {.size = sizeof(fi_ops_av), .insert = insert_address, .remove = remove_address};
+
+int open_addresses(fid_domain* object, fi_av_attr*, fid_av** out, void*) {
+  auto* addresses = new Addresses;
+  addresses->fid.fid.ops = &g_addresses_fid_ops;
+  addresses->fid.ops = &g_addresses_ops;
+  reinterpret_cast<Domain*>(object)->addresses = addresses;
+  *out = &addresses->fid;
+  return 0;
+}
+
+// --- endpoints ---
+
+ssize_t post(Operation operation, fi_addr_t to) {
+  Endpoint& endpoint = *operation.from;
+  const auto& names = endpoint.domain->addresses->names;
+  if (!endpoint.is_enabled) g_world->violate("a post on an endpoint that is not enabled");
+  if (!names.contains(to)) {
+    g_world->violate("a post to an address that is not in the vector");
+    return -FI_EINVAL;
+  }
+  if (endpoint.outstanding >= g_world->settings.transmit_size || g_world->chance(g_world->settings.refuse_percent))
+    return -FI_EAGAIN;
+  operation.to = names.at(to);
+  operation.wait = static_cast<uint32_t>(g_world->random() % std::max(g_world->settings.delay_max, 1u));
+  for (size_t i = 0; i < sizeof(fi_context2) / sizeof kContextMark; ++i)
+    std::memcpy(static_cast<std::byte*>(operation.context) + i * sizeof kContextMark, &kContextMark,
+                sizeof kContextMark);
+  ++endpoint.outstanding;
+  g_world->pending.push_back(std::move(operation));
+  return 0;
+}
+
+void check_local(const Endpoint& endpoint, void* const* descriptors, const iovec& range) {
+  const auto* memory = descriptors != nullptr ? static_cast<const Memory*>(*descriptors) : nullptr;
+  if (memory == nullptr || memory->domain != endpoint.domain || range.iov_base < memory->base ||
+      static_cast<std::byte*>(range.iov_base) + range.iov_len > memory->base + memory->bytes)
+    g_world->violate("local memory without the descriptor of its registration");
+}
+
+ssize_t post_rma(Operation::Kind kind, fid_ep* object, const fi_msg_rma* message, uint64_t flags) {
+  Operation operation{kind, reinterpret_cast<Endpoint*>(object), {}};
+  if (message->rma_iov_count != 1 || message->iov_count > 1) {
+    g_world->violate("RMA takes one local and one remote range");
+    return -FI_EINVAL;
+  }
+  if (message->iov_count == 1) {
+    check_local(*operation.from, message->desc, *message->msg_iov);
+    operation.local = static_cast<std::byte*>(message->msg_iov->iov_base);
+    operation.bytes = message->msg_iov->iov_len;
+  }
+  if (operation.bytes != message->rma_iov->len) g_world->violate("local and remote lengths differ");
+  if (operation.bytes > g_world->settings.rma_bytes_max) g_world->violate("an RMA longer than the device's longest");
+  operation.remote = message->rma_iov->addr;
+  operation.key = message->rma_iov->key;
+  operation.has_imm = (flags & FI_REMOTE_CQ_DATA) != 0;
+  operation.imm = message->data;
+  operation.context = message->context;
+  return post(std::move(operation), message->addr);
+}
+
+ssize_t write_message(fid_ep* object, const fi_msg_rma* message, uint64_t flags) {
+  return post_rma(Operation::Kind::kWrite, object, message, flags);
+}
+ssize_t sink_message(fid_ep*, const fi_msg_rma* message, uint64_t) {
+  g_world->sunk.push_back(message->context);
+  return 0;
+}
+ssize_t read_message(fid_ep* object, const fi_msg_rma* message, uint64_t flags) {
+  return post_rma(Operation::Kind::kRead, object, message, flags);
+}
+
+ssize_t send_message(fid_ep* object, const fi_msg* message, uint64_t) {
+  Operation operation{Operation::Kind::kSend, reinterpret_cast<Endpoint*>(object), {}};
+  check_local(*operation.from, message->desc, *message->msg_iov);
+  const auto* bytes = static_cast<const std::byte*>(message->msg_iov->iov_base);
+  operation.payload.assign(bytes, bytes + message->msg_iov->iov_len);
+  if (operation.payload.size() > 8192) g_world->violate("a message longer than the MTU");
+  operation.context = message->context;
+  return post(std::move(operation), message->addr);
+}
+
+ssize_t receive(fid_ep* object, void* buffer, size_t bytes, void* descriptor, fi_addr_t, void* context) {
+  auto* endpoint = reinterpret_cast<Endpoint*>(object);
+  check_local(*endpoint, &descriptor, {buffer, bytes});
+  endpoint->receives.push_back({buffer, bytes, context});
+  return 0;
+}
+
+int set_option(fid_t object, int, int option, const void* value, size_t) {
+  auto* endpoint = reinterpret_cast<Endpoint*>(object);
+  if (endpoint->is_enabled) g_world->violate("an option set after fi_enable");
+  if (option == FI_OPT_SHARED_MEMORY_PERMITTED) {
+    if (!g_world->settings.takes_shm_option) return -FI_EOPNOTSUPP;
+    endpoint->shm_refused = !*static_cast<const bool*>(value);
+    return 0;
+  }
+  return option == FI_OPT_CUDA_API_PERMITTED ? -FI_EINVAL : -FI_ENOPROTOOPT;  // as a build without CUDA
+}
+
+int get_option(fid_t, int, int option, void* value, size_t* bytes) {
+  if (option != FI_OPT_MAX_RMA_SIZE || *bytes < sizeof(size_t)) return -FI_ENOPROTOOPT;
+  const size_t longest = g_world->settings.rma_bytes_max;
+  std::memcpy(value, &longest, sizeof longest);
+  return 0;
+}
+
+int get_name(fid_t object, void* address, size_t* bytes) {
+  if (*bytes < kNameBytes) return -FI_ETOOSMALL;
+  std::memset(address, 0, kNameBytes);
+  std::memcpy(address, &reinterpret_cast<Endpoint*>(object)->name, sizeof(PeerName));
+  *bytes = kNameBytes;
+  return 0;
+}
+
+int bind_endpoint(struct fid* object, struct fid* other, uint64_t) {
+  auto* endpoint = reinterpret_cast<Endpoint*>(object);
+  if (other->ops == &g_queue_fid_ops) endpoint->queue = reinterpret_cast<Queue*>(other);
+  return 0;
+}
+
+int enable_endpoint(struct fid* object, int command, void*) {
+  auto* endpoint = reinterpret_cast<Endpoint*>(object);
+  if (command != FI_ENABLE) return -FI_ENOSYS;
+  if (!endpoint->domain->direct && !endpoint->shm_refused) g_world->violate("the provider may use shared memory");
+  if (endpoint->queue == nullptr) g_world->violate("an endpoint without a queue");
+  endpoint->is_enabled = true;
+  return 0;
+}
+
+// The queue pair is destroyed: nothing of it moves any more, and nothing of it completes.
+int close_endpoint(struct fid* object) {
+  auto* endpoint = reinterpret_cast<Endpoint*>(object);
+  std::erase_if(g_world->pending, [&](const Operation& operation) { return operation.from == endpoint; });
+  g_world->endpoints.erase(endpoint);
+  delete endpoint;
+  return 0;
+}
+
+fi_ops g_endpoint_fid_ops = {
+    .size = sizeof(fi_ops), .close = close_endpoint, .bind = bind_endpoint, .control = enable_endpoint};
+fi_ops_ep g_endpoint_ops = {.size = sizeof(fi_ops_ep), .getopt = get_option, .setopt = set_option};
+fi_ops_cm g_cm_ops = {.size = sizeof(fi_ops_cm), .getname = get_name};
+fi_ops_msg g_msg_ops = {.size = sizeof(fi_ops_msg), .recv = receive, .sendmsg = send_message};
+fi_ops_rma g_rma_ops = {.size = sizeof(fi_ops_rma), .readmsg = read_message, .writemsg = write_message};
+fi_ops_rma g_sink_ops = {.size = sizeof(fi_ops_rma), .readmsg = read_message, .writemsg = sink_message};
+
+int open_endpoint(fid_domain* object, fi_info*, fid_ep** out, void*) {
+  auto* endpoint = new Endpoint;
+  endpoint->fid.fid.ops = &g_endpoint_fid_ops;
+  endpoint->fid.ops = &g_endpoint_ops;
+  endpoint->fid.cm = &g_cm_ops;
+  endpoint->fid.msg = &g_msg_ops;
+  endpoint->fid.rma = g_world->settings.is_sink ? &g_sink_ops : &g_rma_ops;
+  endpoint->domain = reinterpret_cast<Domain*>(object);
+  endpoint->name = {endpoint->domain->device, g_world->next_number++};
+  g_world->endpoints.insert(endpoint);
+  *out = &endpoint->fid;
+  return 0;
+}
+
+// --- domains and fabrics ---
+
+int close_domain(struct fid* object) {
+  auto* domain = reinterpret_cast<Domain*>(object);
+  if (!domain->memories.empty()) g_world->violate("a domain closed before its registrations");
+  for (const Endpoint* endpoint : g_world->endpoints) {
+    if (endpoint->domain == domain) g_world->violate("a domain closed before its endpoints");
+  }
+  delete domain;
+  return 0;
+}
+fi_ops g_domain_fid_ops = {.size = sizeof(fi_ops), .close = close_domain};
+fi_ops_domain g_domain_ops = {
+    .size = sizeof(fi_ops_domain), .av_open = open_addresses, .cq_open = open_queue, .endpoint = open_endpoint};
+fi_ops_mr g_mr_ops = {.size = sizeof(fi_ops_mr), .regattr = register_memory};
+
+int open_domain(fid_fabric*, fi_info* info, fid_domain** out, void*) {
+  auto* domain = new Domain;
+  domain->fid.fid.ops = &g_domain_fid_ops;
+  domain->fid.ops = &g_domain_ops;
+  domain->fid.mr = &g_mr_ops;
+  domain->device = info->nic->bus_attr->attr.pci.bus_id;
+  domain->direct = std::strcmp(info->fabric_attr->name, "efa-direct") == 0;
+  *out = &domain->fid;
+  return 0;
+}
+
+int close_fabric(struct fid* object) {
+  delete reinterpret_cast<fid_fabric*>(object);
+  return 0;
+}
+int try_wait(fid_fabric*, struct fid**, int) { return -FI_ENOSYS; }
+fi_ops g_fabric_fid_ops = {.size = sizeof(fi_ops), .close = close_fabric};
+fi_ops_fabric g_fabric_ops = {.size = sizeof(fi_ops_fabric), .domain = open_domain, .trywait = try_wait};
+
+int open_fabric(fi_fabric_attr*, fid_fabric** out, void*) {
+  auto* fabric = new fid_fabric{};
+  fabric->fid.ops = &g_fabric_fid_ops;
+  fabric->ops = &g_fabric_ops;
+  *out = fabric;
+  return 0;
+}
+
+}  // namespace
+
+LibfabricDouble::LibfabricDouble(const DoubleSettings& settings, uint32_t seed) : world_(std::make_unique<World>()) {
+  world_->settings = settings;
+  world_->random.seed(seed);
+  if (settings.is_sink) world_->sunk.reserve(1 << 16);
+  g_world = world_.get();
+}
+
+LibfabricDouble::~LibfabricDouble() { g_world = nullptr; }
+
+std::shared_ptr<const ofi::Library> LibfabricDouble::library() {
+  return ofi::make_library({get_info, free_info, duplicate_info, open_fabric, version, error_text}, "the double");
+}
+
+std::vector<std::string>& LibfabricDouble::violations() { return world_->violations; }
+
+void LibfabricDouble::freeze(uint32_t device, bool frozen) {
+  if (frozen) {
+    world_->frozen.insert(device);
+  } else {
+    world_->frozen.erase(device);
+  }
+}
+
+void LibfabricDouble::fail_towards(uint32_t device, int status) {
+  world_->failing.erase(device);
+  if (status != 0) world_->failing[device] = status;
+}
+
+void LibfabricDouble::break_queue(uint32_t device) { world_->broken_queues.insert(device); }
+uint32_t LibfabricDouble::endpoints_open() const { return static_cast<uint32_t>(world_->endpoints.size()); }
+uint32_t LibfabricDouble::operations_pending() const { return static_cast<uint32_t>(world_->pending.size()); }
+
+}  // namespace crossrail::test

@@ -1,0 +1,54 @@
+// A double of libfabric at its own border: the exported calls and the operation tables behind them, playing EFA in one
+// process. It moves real bytes, in any order, late, with full queues and failures, and it notes every use that the
+// documentation of the provider forbids. For what only EFA executes, since no machine here has one.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "transport/ofi/library.h"
+
+namespace crossrail::test {
+
+struct DoubleSettings {
+  uint32_t version = FI_VERSION(2, 5);
+  uint32_t devices = 2;
+  bool offers_direct = true;
+  size_t queue_entries_max = 8192;
+  size_t transmit_size = 64;
+  uint32_t refuse_percent = 0;  // of posts: -FI_EAGAIN although there is room
+  uint32_t delay_max = 6;       // readings of the queue that an operation may wait
+  bool takes_shm_option = true;
+  uint64_t rma_bytes_max = 1ull << 30;
+  bool is_sink = false;  // writes go nowhere and are complete at once: what is left is the cost of posting
+};
+
+class LibfabricDouble {
+ public:
+  explicit LibfabricDouble(const DoubleSettings& settings, uint32_t seed = 1);
+  ~LibfabricDouble();
+  LibfabricDouble(const LibfabricDouble&) = delete;
+  LibfabricDouble& operator=(const LibfabricDouble&) = delete;
+
+  // One at a time: libfabric's calls carry no handle.
+  std::shared_ptr<const ofi::Library> library();
+  std::vector<std::string>& violations();
+
+  // What is sent to the endpoints of a device waits, for ever or until it is thawed.
+  void freeze(uint32_t device, bool frozen);
+  // What is sent to them fails with this status of the device (efa_errno.h), 0: nothing does.
+  void fail_towards(uint32_t device, int status);
+  void break_queue(uint32_t device);  // reading it fails from now on
+  uint32_t endpoints_open() const;
+  uint32_t operations_pending() const;
+
+  struct World;
+
+ private:
+  std::unique_ptr<World> world_;
+};
+
+}  // namespace crossrail::test

@@ -1,0 +1,535 @@
+// The rdma layer over scripted NICs: one thread, every fault of the script.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "rdma_node.h"
+
+namespace crossrail::rdma::test {
+
+namespace {
+
+using Work = Node::Work;
+
+void fill(std::vector<std::byte>& bytes, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  for (auto& byte : bytes) byte = static_cast<std::byte>(random());
+}
+
+}  // namespace
+
+TEST_CASE("rdma: connects, whoever begins, and writes with an immediate") {
+  Net net({});
+  for (int round = 0; round < 8; ++round) {  // who leads is drawn
+    Node a(net, "a"), b(net, "b");
+    a.connect(b);
+    CHECK(a.ups == 0);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    auto src = a.memory(1000), dst = b.memory(2000);
+    fill(src->bytes, 1);
+    Work work;
+    a.post({a.request(work, WorkOp::kWrite, *src, 0, *dst, 500, 1000, 7)}, [] {});
+    REQUIRE(poll_until({&a, &b}, [&] { return work.done() && b.count(7) == 1; }));
+    CHECK(work.status == Status::kDone);
+    CHECK(std::memcmp(src->bytes.data(), dst->bytes.data() + 500, 1000) == 0);
+    CHECK(b.downs == 0);
+  }
+}
+
+TEST_CASE("rdma: both sides connect at once, with lost, doubled and delayed datagrams and garbage") {
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    CAPTURE(seed);
+    Net net({.seed = seed, .datagram_loss = 0.4, .datagram_doubling = 0.4, .datagram_delay_ns_max = 30'000'000});
+    Node a(net, "a", {.rails = 2, .connect_timeout_ns = 20'000'000'000});
+    Node b(net, "b", {.rails = 2, .connect_timeout_ns = 20'000'000'000});
+    std::mt19937_64 random(seed);
+    for (int i = 0; i < 50; ++i) {
+      std::vector<uint8_t> garbage(random() % 1100);
+      for (auto& byte : garbage) byte = static_cast<uint8_t>(random());
+      net.inject_datagram(*b.nics[i % 2], garbage);
+    }
+    a.connect(b);
+    b.connect(a);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && b.ups == 1; }, 20));
+    auto in_a = a.memory(100), in_b = b.memory(100);
+    Work there, back;
+    a.post({a.request(there, WorkOp::kWrite, *in_a, 0, *in_b, 0, 100, 1)}, [] {});
+    b.post({b.request(back, WorkOp::kWrite, *in_b, 0, *in_a, 0, 100, 2)}, [] {});
+    REQUIRE(poll_until({&a, &b}, [&] { return there.done() && back.done() && a.count(2) == 1 && b.count(1) == 1; }));
+    CHECK(there.status == Status::kDone);
+    CHECK(back.status == Status::kDone);
+    CHECK(b.transport->garbage_count() >= 50);
+    CHECK(a.transport->session_count() == 1);
+  }
+}
+
+TEST_CASE("rdma: an engine talks to itself") {
+  Net net({});
+  Node a(net, "a", {.rails = 2});
+  a.connect(a);
+  REQUIRE(poll_until({&a}, [&] { return a.ups == 1; }));
+  auto src = a.memory(5000), dst = a.memory(5000);
+  fill(src->bytes, 3);
+  Work work, sent;
+  std::string text = "to myself";
+  a.post({a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, 5000, 3)}, [] {});
+  a.send(sent, text, [] {});
+  REQUIRE(poll_until({&a}, [&] { return work.done() && sent.done() && a.count(3) == 1; }));
+  CHECK(src->bytes == dst->bytes);
+  REQUIRE(a.messages.size() == 1);
+  CHECK(a.messages[0].first == "a");
+  CHECK(a.messages[0].second == text);
+}
+
+TEST_CASE("rdma: refused with words: another secret, another engine at the address, nobody") {
+  Net net({});
+  Node a(net, "a", {.secret = "one"}), b(net, "b", {.secret = "two"});
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.downs == 1; }));
+  CHECK(a.down_reason.find("secret") != std::string::npos);
+  CHECK(!b.errors.empty());
+
+  Node c(net, "c", {.connect_timeout_ns = 300'000'000});
+  Node d(net, "d");
+  auto forged = d.transport->address();
+  forged.incarnation[3] ^= 1;
+  c.link = c.transport->connect(std::make_shared<const Address>(forged));
+  REQUIRE(poll_until({&c, &d}, [&] { return c.downs == 1; }));
+  CHECK(c.down_reason.find("another engine") != std::string::npos);
+
+  Node e(net, "e", {.connect_timeout_ns = 300'000'000});
+  Address gone;
+  {
+    Node f(net, "f");
+    gone = f.transport->address();
+  }
+  const int64_t began = now_ns();
+  e.link = e.transport->connect(std::make_shared<const Address>(gone));
+  REQUIRE(poll_until({&e}, [&] { return e.downs == 1; }));
+  CHECK(now_ns() - began >= 300'000'000);
+  CHECK(now_ns() - began < 1'000'000'000);
+  CHECK(e.down_reason.find("no answer") != std::string::npos);
+}
+
+TEST_CASE("rdma: writes and reads of any length, longer than a work, over unequal numbers of rails") {
+  for (const uint32_t rails : {1u, 2u, 3u}) {
+    CAPTURE(rails);
+    Net net(
+        {.seed = rails, .delay_ns_max = 20'000, .refuses_post = 0.2, .work_bytes_max = 10'000, .path_works_max = 4});
+    Node a(net, "a", {.rails = rails}), b(net, "b", {.rails = 2, .speeds = {10'000, 40'000}});
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    constexpr uint64_t kBytes = 300'000;
+    auto src = a.memory(kBytes), dst = b.memory(kBytes), back = a.memory(kBytes);
+    fill(src->bytes, 5);
+    std::vector<std::unique_ptr<Work>> works;
+    std::vector<WorkRequest> requests;
+    uint64_t at = 0;
+    for (const uint64_t length : {uint64_t{0}, uint64_t{1}, uint64_t{9'999}, uint64_t{10'000}, uint64_t{10'001},
+                                  uint64_t{50'000}, uint64_t{123'456}}) {
+      works.push_back(std::make_unique<Work>());
+      requests.push_back(a.request(*works.back(), WorkOp::kWrite, *src, at, *dst, at, length, 9));
+      at += length;
+    }
+    const auto turn = [&] {
+      a.transport->poll();
+      b.transport->poll();
+    };
+    a.post(requests, turn);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }));
+    REQUIRE(poll_until({&a, &b}, [&] { return b.count(9) == works.size(); }));
+    for (const auto& work : works) CHECK(work->status == Status::kDone);
+    CHECK(std::memcmp(src->bytes.data(), dst->bytes.data(), at) == 0);
+    Work read;
+    a.post({a.request(read, WorkOp::kRead, *back, 0, *dst, 0, at)}, turn);
+    REQUIRE(poll_until({&a, &b}, [&] { return read.done(); }));
+    CHECK(std::memcmp(src->bytes.data(), back->bytes.data(), at) == 0);
+  }
+}
+
+// Each write goes to a place of its own, and counts once, whatever breaks. Once it is reported, the source is wiped and the
+// target marked: whatever touches them later shows.
+TEST_CASE("rdma: paths break before and after works are carried out: each is counted once, nothing is touched later") {
+  for (uint64_t seed = 1; seed <= 30; ++seed) {
+    CAPTURE(seed);
+    Net net({.seed = seed,
+             .delay_ns_max = 30'000,
+             .datagram_loss = 0.1,
+             .datagram_delay_ns_max = 1'000'000,
+             .breaks_before = 0.01,
+             .breaks_after = 0.01,
+             .refuses_post = 0.05});
+    Node a(net, "a", {.rails = 1 + static_cast<uint32_t>(seed % 3), .peer_timeout_ns = 20'000'000'000});
+    Node b(net, "b", {.rails = 2, .peer_timeout_ns = 20'000'000'000});
+    a.connect(b);
+    b.connect(a);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && b.ups == 1; }));
+    constexpr uint64_t kEach = 600;
+    constexpr uint32_t kWorks = 400;
+    struct Side {
+      Node* node;
+      std::unique_ptr<Node::Memory> src, dst;
+      std::vector<Work> works = std::vector<Work>(kWorks);
+      std::vector<WorkRequest> requests;
+    };
+    std::array<Side, 2> sides{Side{&a, a.memory(kEach * kWorks), a.memory(kEach * kWorks)},
+                              Side{&b, b.memory(kEach * kWorks), b.memory(kEach * kWorks)}};
+    int wrong = 0;
+    for (int s = 0; s < 2; ++s) {
+      Side& side = sides[static_cast<size_t>(s)];
+      Side& other = sides[static_cast<size_t>(1 - s)];
+      fill(side.src->bytes, seed);
+      for (uint32_t i = 0; i < kWorks; ++i) {
+        const uint32_t imm = i % 4 == 3 ? kNoImm : i;
+        side.requests.push_back(
+            side.node->request(side.works[i], WorkOp::kWrite, *side.src, i * kEach, *other.dst, i * kEach, kEach, imm));
+      }
+      side.node->on_done = [&side, &other, &wrong](Work& work) {
+        const auto i = static_cast<size_t>(&work - side.works.data());
+        std::byte* const from = side.src->bytes.data() + i * kEach;
+        std::byte* const to = other.dst->bytes.data() + i * kEach;
+        wrong += std::memcmp(from, to, kEach) != 0 || work.status != Status::kDone;
+        std::memset(from, 0x11, kEach);
+        std::memset(to, 0x22, kEach);
+      };
+    }
+    const auto turn = [&] {
+      a.transport->poll();
+      b.transport->poll();
+    };
+    for (uint32_t i = 0; i < kWorks; i += 20) {
+      for (Side& side : sides) {
+        side.node->post({side.requests.begin() + i, side.requests.begin() + i + 20}, turn);
+      }
+      turn();
+    }
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0 && b.open_works == 0; }, 30));
+    poll_until({&a, &b}, [] { return false; }, 0.02);
+    CHECK(wrong == 0);
+    for (Side& side : sides) {
+      for (uint32_t i = 0; i < kWorks; ++i) {
+        CHECK(side.node->count(i) == (i % 4 == 3 ? 0 : 1));
+      }
+      CHECK(std::ranges::all_of(side.dst->bytes, [](std::byte byte) { return byte == std::byte{0x22}; }));
+      CHECK(side.node->downs == 0);
+    }
+  }
+}
+
+TEST_CASE("rdma: a cable is pulled: the other rail goes on, and the first comes back by itself") {
+  for (const bool both_notice : {true, false}) {
+    CAPTURE(both_notice);
+    Net net({.delay_ns_max = 5'000});
+    Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && a.open_paths() == 2; }));
+    auto src = a.memory(1 << 20), dst = b.memory(1 << 20);
+    std::vector<Work> works(600);
+    const auto turn = [&] {
+      a.transport->poll();
+      b.transport->poll();
+    };
+    for (uint32_t i = 0; i < works.size(); ++i) {
+      if (i == 100) net.set_port(both_notice ? *a.nics[1] : *b.nics[1], false);
+      a.post({a.request(works[i], WorkOp::kWrite, *src, 0, *dst, 1000 * i, 1000, 5)}, turn);
+      if (i % 10 == 0) turn();
+    }
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }));
+    REQUIRE(poll_until({&a, &b}, [&] { return b.count(5) == works.size(); }));
+    for (const Work& work : works) CHECK(work.status == Status::kDone);
+    CHECK(a.open_paths() == 1);
+    net.set_port(both_notice ? *a.nics[1] : *b.nics[1], true);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 2; }));
+    CHECK(a.downs == 0);
+    CHECK(b.count(5) == works.size());
+  }
+}
+
+TEST_CASE("rdma: every cable is pulled, and comes back in time") {
+  Net net({});
+  Node a(net, "a"), b(net, "b");
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+  auto src = a.memory(100'000), dst = b.memory(100'000);
+  std::vector<Work> works(100);
+  net.set_port(*b.nics[0], false);
+  for (uint32_t i = 0; i < works.size(); ++i) {
+    a.post({a.request(works[i], WorkOp::kWrite, *src, 0, *dst, 1000 * i, 1000, 5)}, [] {});
+  }
+  poll_until({&a, &b}, [] { return false; }, 0.3);
+  CHECK(b.count(5) == 0);
+  net.set_port(*b.nics[0], true);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0 && b.count(5) == works.size(); }));
+  CHECK(a.downs == 0);
+}
+
+TEST_CASE("rdma: a stale descriptor fails its own write, with words; others go on") {
+  for (const bool ordered : {true, false}) {
+    CAPTURE(ordered);
+    Net net({.ordered_paths = ordered, .names_imm_paths = ordered});
+    Node a(net, "a"), b(net, "b");
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    auto src = a.memory(8000), good = b.memory(8000), closed = b.memory(8000);
+    auto read_only = b.memory(8000, Access::kRemoteRead);
+    a.key(*closed);
+    b.close(*closed);
+    std::vector<Work> works(7);
+    const auto write = [&](int i, const Node::Memory& dst, uint64_t offset) {
+      return a.request(works[static_cast<size_t>(i)], WorkOp::kWrite, *src, 0, dst, offset, 1000, 1);
+    };
+    a.post({write(0, *good, 0), write(1, *closed, 3000), write(2, *good, 1000), write(3, *read_only, 0),
+            write(4, *good, 7500), write(5, *good, 2000),
+            a.request(works[6], WorkOp::kRead, *src, 4000, *read_only, 0, 1000)},
+           [&] { a.transport->poll(), b.transport->poll(); });
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }));
+    for (const int i : {0, 2, 5, 6}) CHECK(works[static_cast<size_t>(i)].status == Status::kDone);
+    CHECK(works[1].status == Status::kRegionClosed);
+    CHECK(works[1].detail.find("offset 3000") != std::string::npos);
+    CHECK(works[3].status == Status::kAccessDenied);
+    CHECK(works[4].status == Status::kOutOfBounds);
+    poll_until({&a, &b}, [&] { return b.count(1) == 3; });
+    CHECK(b.count(1) == 3);
+    CHECK(a.downs == 0);
+  }
+}
+
+TEST_CASE("rdma: where nobody can tell whether an immediate was counted, its write fails; none is counted twice") {
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    CAPTURE(seed);
+    Net net({.seed = seed,
+             .ordered_paths = false,
+             .names_imm_paths = false,
+             .delay_ns_max = 30'000,
+             .breaks_before = 0.01,
+             .breaks_after = 0.01});
+    Node a(net, "a", {.rails = 2, .peer_timeout_ns = 20'000'000'000});
+    Node b(net, "b", {.rails = 2, .peer_timeout_ns = 20'000'000'000});
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    auto src = a.memory(200'000), dst = b.memory(200'000);
+    std::vector<Work> works(400);
+    const auto turn = [&] { a.transport->poll(), b.transport->poll(); };
+    for (uint32_t i = 0; i < works.size(); ++i) {
+      a.post({a.request(works[i], WorkOp::kWrite, *src, 500 * i, *dst, 500 * i, 500, i % 2 == 0 ? i : kNoImm)}, turn);
+    }
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }, 30));
+    poll_until({&a, &b}, [] { return false; }, 0.02);
+    for (uint32_t i = 0; i < works.size(); ++i) {
+      if (i % 2 == 1) CHECK(works[i].status == Status::kDone);
+      if (works[i].status == Status::kDone) CHECK(b.count(i) == (i % 2 == 0 ? 1 : 0));
+      if (works[i].status != Status::kDone) {
+        CHECK(works[i].status == Status::kTransportFailed);
+        CHECK(b.count(i) <= 1);
+        CHECK(works[i].detail.find("nobody can tell") != std::string::npos);
+      }
+    }
+  }
+}
+
+TEST_CASE("rdma: messages arrive once, whole, whatever breaks") {
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    CAPTURE(seed);
+    Net net({.seed = seed,
+             .ordered_paths = seed % 2 == 0,
+             .delay_ns_max = 20'000,
+             .datagram_loss = 0.1,
+             .refuses_post = 0.1});
+    Node a(net, "a", {.rails = 2, .peer_timeout_ns = 20'000'000'000});
+    Node b(net, "b", {.rails = 2, .peer_timeout_ns = 20'000'000'000});
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    std::mt19937_64 random(seed);
+    std::vector<std::string> texts;
+    for (int i = 0; i < 300; ++i) {
+      const size_t length = i % 50 == 7 ? 256 << 10 : i % 3 == 0 ? random() % 20'000 : random() % 100;
+      texts.push_back(std::to_string(i) + " " + std::string(length, static_cast<char>('a' + i % 26)));
+      if (texts.back().size() > (256 << 10)) texts.back().resize(256 << 10);
+    }
+    std::vector<Work> works(texts.size());
+    const auto turn = [&] { a.transport->poll(), b.transport->poll(); };
+    for (size_t i = 0; i < texts.size(); ++i) {
+      b.holds = random() % 3 == 0;
+      a.send(works[i], texts[i], [&] {
+        b.holds = false;
+        turn();
+      });
+      if (random() % 20 == 0) net.break_all_paths(*a.nics[random() % 2]);
+      turn();
+    }
+    b.holds = false;
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }, 30));
+    std::vector<std::string> got;
+    for (const auto& [sender, text] : b.messages) got.push_back(text);
+    std::ranges::sort(got);
+    std::ranges::sort(texts);
+    CHECK(got == texts);
+    CHECK(b.messages[0].first == "a");
+  }
+}
+
+TEST_CASE("rdma: a message too long for every buffer is refused; others are taken") {
+  Net net({});
+  Node a(net, "a"), b(net, "b");
+  b.longest_message = 100;
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+  std::string small = "small", large(5000, 'x'), empty;
+  std::array<Work, 3> works;
+  a.send(works[0], large, [] {});
+  a.send(works[1], small, [] {});
+  a.send(works[2], empty, [] {});
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }));
+  CHECK(works[0].status == Status::kMessageTooLong);
+  CHECK(works[1].status == Status::kDone);
+  CHECK(works[2].status == Status::kDone);
+  CHECK(b.messages.size() == 2);
+}
+
+TEST_CASE("rdma: a peer that dies or freezes is lost by the deadline, and everything is retired") {
+  for (const bool killed : {true, false}) {
+    CAPTURE(killed);
+    Net net({});
+    Node a(net, "a", {.peer_timeout_ns = 2'500'000'000}), b(net, "b");
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    auto src = a.memory(1000), dst = b.memory(1000);
+    if (killed) {
+      net.kill(*b.nics[0]);
+    } else {
+      net.freeze(*b.nics[0], true);
+    }
+    std::vector<Work> works(100);
+    for (Work& work : works) a.post({a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, 10, 1)}, [] {});
+    std::string text = "anybody?";
+    Work sent;
+    a.send(sent, text, [] {});
+    const int64_t began = now_ns();
+    bool was_frozen = false;
+    REQUIRE(poll_until({&a}, [&] {
+      was_frozen = was_frozen || a.frozen;
+      return a.downs == 1;
+    }));
+    CHECK(now_ns() - began < 3'500'000'000);
+    CHECK(was_frozen == !killed);
+    CHECK(!a.down_orderly);
+    CHECK(a.open_works == 0);
+    for (const Work& work : works) CHECK(work.status == Status::kPeerLost);
+    CHECK(sent.status == Status::kPeerLost);
+  }
+}
+
+TEST_CASE("rdma: a peer that closes says goodbye") {
+  Net net({});
+  Node a(net, "a");
+  {
+    Node b(net, "b");
+    a.connect(b);
+    b.connect(a);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && b.ups == 1; }));
+  }
+  REQUIRE(poll_until({&a}, [&] { return a.downs == 1; }));
+  CHECK(a.down_orderly);
+  CHECK(a.down_reason.find("closed") != std::string::npos);
+}
+
+TEST_CASE("rdma: forgetting a peer retires everything at once, leaves its own operations alone, and can be undone") {
+  Net net({.delay_ns_max = 200'000});
+  Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
+  a.connect(b);
+  b.connect(a);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && b.ups == 1; }));
+  auto in_a = a.memory(100'000), in_b = b.memory(100'000);
+  std::vector<Work> ours(300), theirs(300);
+  const auto turn = [&] { a.transport->poll(), b.transport->poll(); };
+  for (uint32_t i = 0; i < 300; ++i) {
+    a.post({a.request(ours[i], WorkOp::kWrite, *in_a, 0, *in_b, 0, 100, 1)}, turn);
+    b.post({b.request(theirs[i], WorkOp::kWrite, *in_b, 0, *in_a, 100 * i, 100, 2)}, turn);
+  }
+  a.disconnect();
+  CHECK(a.open_works == 0);
+  for (const Work& work : ours) CHECK((work.status == Status::kDone || work.status == Status::kPeerLost));
+  REQUIRE(poll_until({&a, &b}, [&] { return b.open_works == 0; }));
+  for (const Work& work : theirs) CHECK(work.status == Status::kDone);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.count(2) == 300; }));
+  CHECK(b.downs == 0);
+
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 2; }));
+  Work again;
+  a.post({a.request(again, WorkOp::kWrite, *in_a, 0, *in_b, 0, 100, 3)}, turn);
+  REQUIRE(poll_until({&a, &b}, [&] { return again.done() && b.count(3) == 1; }));
+  CHECK(again.status == Status::kDone);
+
+  a.disconnect();
+  b.disconnect();
+  REQUIRE(poll_until({&a, &b}, [&] { return a.transport->session_count() == 0 && b.transport->session_count() == 0; }));
+  CHECK(net.paths.empty());
+  b.connect(a);
+  REQUIRE(poll_until({&a, &b}, [&] { return b.ups == 2; }));
+}
+
+TEST_CASE("rdma: what is queued can be taken back, also of requests longer than a work") {
+  Net net({.retry_ns = 60'000'000'000, .work_bytes_max = 1000, .path_works_max = 4});
+  Node a(net, "a"), b(net, "b");
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+  auto src = a.memory(100'000), dst = b.memory(100'000);
+  net.freeze(*b.nics[0], true);  // writes with immediate wait
+  std::vector<Work> works(20);
+  for (Work& work : works) a.post({a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, 3500, 1)}, [] {});
+  a.transport->poll();
+  a.transport->withdraw([](void*) { return true; });
+  net.freeze(*b.nics[0], false);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }));
+  int withdrawn = 0;
+  for (const Work& work : works) withdrawn += work.withdrawn;
+  CHECK(withdrawn >= 18);
+  poll_until({&a, &b}, [] { return false; }, 0.02);
+  CHECK(b.count(1) == works.size() - static_cast<size_t>(withdrawn));
+}
+
+TEST_CASE("rdma: a work for one rail waits for that rail, and fails when it stays away") {
+  Net net({});
+  Node a(net, "a", {.rails = 2, .peer_timeout_ns = 500'000'000}), b(net, "b", {.rails = 2});
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && a.open_paths() == 2; }));
+  auto src = a.memory(1000), dst = b.memory(1000);
+  net.set_port(*a.nics[1], false);
+  poll_until({&a, &b}, [] { return false; }, 0.01);
+  Work pinned, free;
+  a.post({a.request(pinned, WorkOp::kWrite, *src, 0, *dst, 0, 10, 1)}, [] {}, 1);
+  a.post({a.request(free, WorkOp::kWrite, *src, 0, *dst, 0, 10, 2)}, [] {});
+  REQUIRE(poll_until({&a, &b}, [&] { return free.done(); }));
+  CHECK(free.status == Status::kDone);
+  REQUIRE(poll_until({&a, &b}, [&] { return pinned.done(); }));
+  CHECK(pinned.status == Status::kTransportFailed);
+  CHECK(pinned.detail.find("rail 1 is down") != std::string::npos);
+  CHECK(a.downs == 0);
+}
+
+TEST_CASE("rdma: closing retires what is under way, and the peer forgets an engine that vanished") {
+  Net net({.delay_ns_max = 10'000'000});
+  Node b(net, "b", {.peer_timeout_ns = 100'000'000});
+  auto dst = b.memory(100'000);
+  std::vector<Work> works(200);
+  {
+    Node a(net, "a");
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    auto src = a.memory(100'000);
+    for (Work& work : works) a.post({a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, 100, 1)}, [] {});
+    net.kill(*b.nics[0]);  // hears no goodbye
+    a.transport->close();
+    for (const Work& work : works) CHECK(work.done());
+  }
+  {
+    std::lock_guard guard(net.lock);
+    b.nics[0]->killed = false;
+  }
+  net.break_all_paths(*b.nics[0]);
+  REQUIRE(poll_until({&b}, [&] { return b.transport->session_count() == 0; }));
+}
+
+}  // namespace crossrail::rdma::test
