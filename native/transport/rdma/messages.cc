@@ -226,13 +226,16 @@ void RdmaTransport::offer_held(Session& session) {
 // --- leaving. False: a NIC has no room ---
 
 bool RdmaTransport::pump_control(Session& session) {
+  // One that has no room, because its rail is cut off, must not keep the others from their signs of life.
+  bool all = true;
   Path* first = nullptr;
   for (auto& path : session.paths) {
     if (!is_usable(*path)) continue;
-    if (!pump_path_control(*path)) return false;
-    if (first == nullptr) first = path.get();
+    const bool sent = pump_path_control(*path);
+    all = all && sent;
+    if (sent && first == nullptr) first = path.get();
   }
-  return first == nullptr || pump_outcomes(session, *first);
+  return (first == nullptr || pump_outcomes(session, *first)) && all;
 }
 
 bool RdmaTransport::pump_path_control(Path& path) {
