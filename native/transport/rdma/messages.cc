@@ -226,16 +226,15 @@ void RdmaTransport::offer_held(Session& session) {
 // --- leaving. False: a NIC has no room ---
 
 bool RdmaTransport::pump_control(Session& session) {
-  // One that has no room, because its rail is cut off, must not keep the others from their signs of life.
+  // A path that is stuck must not keep the others from answering.
   bool all = true;
-  Path* first = nullptr;
+  bool told = session.untold.empty();
   for (auto& path : session.paths) {
     if (!is_usable(*path)) continue;
-    const bool sent = pump_path_control(*path);
-    all = all && sent;
-    if (sent && first == nullptr) first = path.get();
+    all = pump_path_control(*path) && all;
+    told = told || pump_outcomes(session, *path);
   }
-  return (first == nullptr || pump_outcomes(session, *first)) && all;
+  return all && (told || !session.has_open_path());
 }
 
 bool RdmaTransport::pump_path_control(Path& path) {
