@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import random
 import secrets
 import shlex
 from collections.abc import Callable, Iterator
@@ -36,6 +37,9 @@ FAILED = pytest.StashKey[bool]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="replay random data and schedules from this number")
+    parser.addoption(
+        "--sample", type=int, default=None, help="of each test's parameters only so many, drawn by the seed"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,6 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"seed: {config.getoption('--seed')} (replay with --seed)"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """--sample: another few with each seed, for machines on which all would take too long. After -k and -m."""
+    if (count := config.getoption("--sample")) is None:
+        return
+    draw = random.Random(config.getoption("--seed"))
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {item for drawn in by_test.values() for item in draw.sample(drawn, min(count, len(drawn)))}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -134,9 +134,7 @@ class EngineCore final : public Sink {
   Progress post_pages(Peer& peer, Transfer* transfer);
   Progress post_target(Peer& peer, Transfer* transfer, ScatterTarget& target);
   Progress post_message(Peer& peer, Transfer* transfer);
-  uint32_t pieces_of(const Peer& peer, const TransferWork& work) const;
-  static bool is_evened(const Peer& peer, const TransferWork& work);
-  static uint64_t slice_bytes_of(const Peer& peer, const TransferWork& work);
+  static void plan_range(const Peer& peer, TransferWork& work);
   static uint32_t rail_for(const Peer& peer, const TransferWork& work, uint32_t piece);
   uint32_t post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, Transfer* transfer);
   RemoteKey* key_of(Peer& peer, RemoteRegion& region);

@@ -10,12 +10,13 @@ namespace crossrail {
 namespace {
 
 constexpr uint32_t kSubmitsPerRound = 64;
-constexpr uint32_t kBatch = 64;                         // work requests handed to the transport at once
-constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;   // of one transfer before others get a turn
-constexpr uint32_t kItemsPerTurn = 256;                 // of one peer in a round,
-constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;  // and bytes in all: then arrivals are looked at again
-constexpr uint32_t kBatchesPerTurn = 8;                 // of one paged transfer
-constexpr uint64_t kCutAlign = 4096;                    // pieces begin at multiples: whole pages and lines
+constexpr uint32_t kBatch = 64;                          // work requests handed to the transport at once
+constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;    // of one transfer before others get a turn
+constexpr uint32_t kItemsPerTurn = 256;                  // of one peer in a round,
+constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;   // and bytes in all: then arrivals are looked at again.
+constexpr uint64_t kQueuedPerRound = uint64_t{4} << 20;  // Where posting only queues: the transport sees to its turns.
+constexpr uint32_t kBatchesPerTurn = 8;                  // of one paged transfer
+constexpr uint64_t kCutAlign = 4096;                     // pieces begin at multiples: whole pages and lines
 // Of a long range over rails that the transport balances: rails that end at different times idle for half of one each.
 constexpr uint64_t kSlicesPerRail = 32;
 
@@ -104,7 +105,8 @@ uint32_t EngineCore::post_backlogs() {
 uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
   uint32_t moved = 0;
   uint32_t blocked = 0;
-  for (uint32_t turn = 0; turn < kItemsPerTurn && blocked < backlog.size() && round_bytes_ < kBytesPerRound; ++turn) {
+  const uint64_t bytes_max = peer.route_.traits->balances_rails ? kQueuedPerRound : kBytesPerRound;
+  for (uint32_t turn = 0; turn < kItemsPerTurn && blocked < backlog.size() && round_bytes_ < bytes_max; ++turn) {
     const PostItem item = backlog.front();
     const uint32_t posted_before = item.transfer->work_->posted;
     const Progress progress = advance(peer, item);
@@ -154,29 +156,30 @@ EngineCore::Progress EngineCore::advance(Peer& peer, const PostItem& item) {
   return Progress::kAllPosted;
 }
 
-// Into how many pieces a contiguous range is cut on its way to this peer. Asked when the link is up.
-uint32_t EngineCore::pieces_of(const Peer& peer, const TransferWork& work) const {
+// How a contiguous range is cut on its way to this peer. Decided once, when the link is up: lanes may come and go while it
+// is being posted, and what was begun one way must not be ended another.
+void EngineCore::plan_range(const Peer& peer, TransferWork& work) {
   const Traits& traits = *peer.route_.traits;
-  if (work.rail != kAnyRail || work.length_bytes < 2 * traits.piece_bytes_min) return 1;
-  if (!traits.balances_rails) return pieces_for(work.length_bytes, traits.rail_count, traits.piece_bytes_min);
-  if (is_evened(peer, work)) return 1;
+  work.pieces = 1;
+  work.is_evened = false;
+  work.slice_bytes = traits.slice_bytes_max;
+  if (work.rail != kAnyRail || work.length_bytes < 2 * traits.piece_bytes_min) return;
+  if (!traits.balances_rails) {
+    work.pieces = pieces_for(work.length_bytes, traits.rail_count, traits.piece_bytes_min);
+    return;
+  }
+  const uint32_t lanes = peer.link_->lanes();
+  if (lanes == 1) return;
+  // So long that even a sixteenth of it is too coarse to keep all rails busy to the end: cut finer than a count can be,
+  // one piece in many slices, and the immediate follows once all of them are in place.
+  work.is_evened = work.length_bytes >= 2 * kRailsMax * traits.piece_bytes_min;
+  if (work.is_evened) {
+    const uint64_t even = work.length_bytes / (kSlicesPerRail * lanes) / kCutAlign * kCutAlign;
+    work.slice_bytes = std::clamp(even, traits.piece_bytes_min, traits.slice_bytes_max);
+    return;
+  }
   // The transport gives each piece to the rail that is free: more pieces than rails even out rails of different speed.
-  return peer.link_->lanes() == 1 ? 1 : pieces_for(work.length_bytes, kRailsMax, traits.piece_bytes_min);
-}
-
-// Whether a range is so long that even a sixteenth of it is too coarse to keep all rails busy to the end. It is cut finer
-// than a count can be: one piece in many slices, and the immediate follows once all of them are in place.
-bool EngineCore::is_evened(const Peer& peer, const TransferWork& work) {
-  const Traits& traits = *peer.route_.traits;
-  return traits.balances_rails && work.rail == kAnyRail && peer.link_->lanes() > 1 &&
-         work.length_bytes >= 2 * kRailsMax * traits.piece_bytes_min;
-}
-
-uint64_t EngineCore::slice_bytes_of(const Peer& peer, const TransferWork& work) {
-  const Traits& traits = *peer.route_.traits;
-  if (!is_evened(peer, work)) return traits.slice_bytes_max;
-  const uint64_t even = work.length_bytes / (kSlicesPerRail * peer.link_->lanes()) / kCutAlign * kCutAlign;
-  return std::clamp(even, traits.piece_bytes_min, traits.slice_bytes_max);
+  work.pieces = pieces_for(work.length_bytes, kRailsMax, traits.piece_bytes_min);
 }
 
 // On which rail the piece goes. Rails are counted over all transports; this one may have fewer.
@@ -241,10 +244,10 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   const Traits& traits = *peer.route_.traits;
   RemoteKey* key = key_of(peer, *work.remote);
-  if (work.pieces == 0) work.pieces = pieces_of(peer, work);
-  const uint64_t slice_bytes = slice_bytes_of(peer, work);
+  if (work.pieces == 0) plan_range(peer, work);
+  const uint64_t slice_bytes = work.slice_bytes;
   if (work.pieces == 1 && work.length_bytes <= slice_bytes) return post_short_range(peer, transfer, key);
-  const bool imm_alone = work.imm != kNoImm && is_evened(peer, work);
+  const bool imm_alone = work.imm != kNoImm && work.is_evened;
   uint64_t turn_bytes = 0;
   const uint64_t longest =
       work.pieces == 1 ? work.length_bytes : piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;

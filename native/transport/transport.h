@@ -26,7 +26,8 @@ namespace crossrail {
 class Link {
  public:
   virtual ~Link() = default;
-  // Rails that this link can use now. Asked only when Traits::balances_rails: with one, cutting a write gains nothing.
+  // Rails that this link can use now; may change at any time. Asked only when Traits::balances_rails: with one, cutting a
+  // write gains nothing.
   virtual uint32_t lanes() const { return 1; }
   void* user = nullptr;  // the engine's Peer
 };

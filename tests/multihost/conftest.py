@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import crossrail as xr
+from tests.contract.setups import why_not as why_not_there
 from tests.support.hosts import Host, Hosts, why_not
 from tests.support.limits import WAIT_S
 from tests.support.node import RemoteEngine, RemoteMemory
@@ -44,6 +45,10 @@ class Network:
 
 
 NetworkFactory = Callable[..., Network]
+
+# What carries bytes between hosts. libfabric's tcp goes by netdevs as a NIC does by its ports.
+TRANSPORTS = tuple(transport for transport in ("tcp", "ofi:tcp") if not why_not_there(transport))
+over_networks = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 @pytest.fixture

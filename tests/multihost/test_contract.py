@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.multihost.conftest import NetworkFactory
+from tests.multihost.conftest import NetworkFactory, over_networks
 from tests.support.limits import WAIT_S
 from tests.support.operations import Operations
 from tests.support.patterns import assert_same_bytes, pattern
@@ -12,9 +12,10 @@ NBYTES = 3_000_001
 PAGE_BYTES = 4096
 
 
+@over_networks
 @pytest.mark.parametrize("by", ["address", "address6", "netdev"])
-def test_every_operation_between_two_hosts(network: NetworkFactory, by: str) -> None:
-    net = network(rails=2, by=by)
+def test_every_operation_between_two_hosts(network: NetworkFactory, by: str, transport: str) -> None:
+    net = network(rails=2, by=by, transport=transport)
     mine, remote = net.source(NBYTES, fill=1), net.target(NBYTES)
     operations = Operations(net.here, mine, [remote.descriptor], imm=1, page_bytes=PAGE_BYTES)
 
@@ -43,9 +44,10 @@ def test_every_operation_between_two_hosts(network: NetworkFactory, by: str) -> 
     net.there.expect_count(1, 1)
 
 
+@over_networks
 @pytest.mark.parametrize("by", ["address", "address6", "netdev"])
-def test_the_other_host_may_begin(network: NetworkFactory, by: str) -> None:
-    net = network(rails=2, by=by, connected=False)
+def test_the_other_host_may_begin(network: NetworkFactory, by: str, transport: str) -> None:
+    net = network(rails=2, by=by, connected=False, transport=transport)
     target = net.here.register(np.zeros(NBYTES, np.uint8))
     remote = net.target(NBYTES, fill=4)
 
@@ -59,8 +61,9 @@ def test_the_other_host_may_begin(network: NetworkFactory, by: str) -> None:
     assert_same_bytes(target.array(), pattern(4, NBYTES))
 
 
-def test_messages_and_answers_cross(network: NetworkFactory) -> None:
-    net = network(rails=2)
+@over_networks
+def test_messages_and_answers_cross(network: NetworkFactory, transport: str) -> None:
+    net = network(rails=2, transport=transport)
     net.there.receive(16, 100_000)
     message = bytes(pattern(6, 60_000))
 

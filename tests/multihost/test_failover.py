@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from tests.multihost.conftest import Network, NetworkFactory
+from tests.multihost.conftest import Network, NetworkFactory, over_networks
 from tests.support.limits import WAIT_S, eventually, never
 from tests.support.operations import Operations
 from tests.support.patterns import assert_same_bytes, pattern
@@ -60,10 +60,13 @@ class Flow:
             assert_same_bytes(self.mine.array(), pattern(1, self.mine.nbytes))
 
 
+@over_networks
 @pytest.mark.parametrize("side", ["a", "b"])
 @pytest.mark.parametrize("kind", ["write", "read", "paged_writes", "send"])
-def test_rail_that_fails_loses_nothing_and_comes_back(network: NetworkFactory, kind: str, side: str) -> None:
-    net = slowed(network(rails=2))
+def test_rail_that_fails_loses_nothing_and_comes_back(
+    network: NetworkFactory, transport: str, kind: str, side: str
+) -> None:
+    net = slowed(network(transport=transport, rails=2))
     flow = Flow(net, kind)
     flow.submit(20)
     time.sleep(0.05)
@@ -88,8 +91,9 @@ def test_rail_that_fails_loses_nothing_and_comes_back(network: NetworkFactory, k
         flow.expect_all_done_and_counted_once()
 
 
-def test_rails_that_fail_in_turn_lose_nothing(network: NetworkFactory) -> None:
-    net = slowed(network(rails=3))
+@over_networks
+def test_rails_that_fail_in_turn_lose_nothing(network: NetworkFactory, transport: str) -> None:
+    net = slowed(network(transport=transport, rails=3))
     flow = Flow(net, "write")
 
     for rail in range(3):
@@ -104,8 +108,9 @@ def test_rails_that_fail_in_turn_lose_nothing(network: NetworkFactory) -> None:
     flow.expect_all_done_and_counted_once()
 
 
-def test_messages_go_on_over_another_rail(network: NetworkFactory) -> None:
-    net = network(rails=2)
+@over_networks
+def test_messages_go_on_over_another_rail(network: NetworkFactory, transport: str) -> None:
+    net = network(transport=transport, rails=2)
     flow = Flow(net, "send")
     flow.submit(5)
     for transfer in flow.transfers:
@@ -117,9 +122,10 @@ def test_messages_go_on_over_another_rail(network: NetworkFactory) -> None:
     flow.expect_all_done_and_counted_once()
 
 
+@over_networks
 @pytest.mark.parametrize("kind", ["write", "read"])
-def test_all_rails_down_and_up_again(network: NetworkFactory, kind: str) -> None:
-    net = slowed(network(rails=2, peer_timeout_s=20))
+def test_all_rails_down_and_up_again(network: NetworkFactory, transport: str, kind: str) -> None:
+    net = slowed(network(transport=transport, rails=2, peer_timeout_s=20))
     flow = Flow(net, kind)
     flow.submit(20)
     time.sleep(0.05)
@@ -135,8 +141,9 @@ def test_all_rails_down_and_up_again(network: NetworkFactory, kind: str) -> None
     assert net.here.peer_state(net.there.address) == "connected"
 
 
-def test_all_rails_down_for_too_long_lose_the_peer(network: NetworkFactory) -> None:
-    net = slowed(network(rails=2, peer_timeout_s=2, connect_timeout_s=2))
+@over_networks
+def test_all_rails_down_for_too_long_lose_the_peer(network: NetworkFactory, transport: str) -> None:
+    net = slowed(network(transport=transport, rails=2, peer_timeout_s=2, connect_timeout_s=2))
     flow = Flow(net, "write")
     mine = net.here.register(np.zeros(NBYTES, np.uint8))
     stream = net.there.stream("write", net.target(NBYTES), [mine.descriptor], imm=2)
@@ -158,8 +165,9 @@ def test_all_rails_down_for_too_long_lose_the_peer(network: NetworkFactory) -> N
         flow.submit(1)[0].wait(WAIT_S)
 
 
-def test_pinned_write_fails_when_its_rail_stays_away(network: NetworkFactory) -> None:
-    net = network(rails=2, peer_timeout_s=2)
+@over_networks
+def test_pinned_write_fails_when_its_rail_stays_away(network: NetworkFactory, transport: str) -> None:
+    net = network(transport=transport, rails=2, peer_timeout_s=2)
     flow = Flow(net, "write")
     net.here.submit_write(flow.mine, flow.remote.descriptor, rail=1).wait(WAIT_S)
     net.a.down(1)

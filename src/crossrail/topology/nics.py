@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from crossrail.topology.model import NetDevice, NetKind, Nic, NicKind, PciAddress, PciFunction, RdmaDevice, RdmaPort
@@ -21,6 +21,7 @@ _LINK_LAYERS = frozenset({"InfiniBand", "Ethernet", "Unknown", "Unspecified"})
 _REPRESENTOR = re.compile(r"(c\d+)?pf\d+(vf|sf)\d+")
 _VETH_LIKE = frozenset({"veth", "macvlan", "ipvlan"})
 _GIDS_MAX = 1024
+_GIDS_UNSET_MAX = 16
 
 # --- net devices ---
 
@@ -192,16 +193,29 @@ def _rate(tree: Tree, path: Path) -> float | None:
 
 
 def _gid_count(tree: Tree, directory: Path) -> int:
-    names = tree.names(*directory.relative_to(tree.root).parts)[:_GIDS_MAX]
-    gids = (tree.text(directory / name) for name in names)
-    # A slot that was never set reads as all zeros, or as a link-local prefix with no identifier behind it.
-    return sum(gid is not None and any(c not in "0:" for c in gid) and not gid.endswith(":0000" * 4) for gid in gids)
+    return len(list(_slots(tree, directory, _is_gid_set)))
 
 
 def _gid_net_devices(tree: Tree, directory: Path) -> tuple[str, ...]:
-    names = tree.names(*directory.relative_to(tree.root).parts)[:_GIDS_MAX]
-    devices = (tree.text(directory / name) for name in names)
-    return tuple(dict.fromkeys(device for device in devices if device is not None))
+    return tuple(dict.fromkeys(_slots(tree, directory, bool)))
+
+
+def _slots(tree: Tree, directory: Path, is_set: Callable[[str], bool]) -> Iterator[str]:
+    """What is set of a port's table of GIDs. It has up to 1024 slots, a file each, and few are set: after some unset
+    ones in a row there are no more."""
+    unset = 0
+    for index in range(_GIDS_MAX):
+        text = tree.text(directory / str(index))
+        if text is not None and is_set(text):
+            unset = 0
+            yield text
+        elif (unset := unset + 1) == _GIDS_UNSET_MAX:
+            return
+
+
+def _is_gid_set(gid: str) -> bool:
+    """A slot that was never set reads as all zeros, or as a link-local prefix with no identifier behind it."""
+    return any(c not in "0:" for c in gid) and not gid.endswith(":0000" * 4)
 
 
 # --- NICs ---
