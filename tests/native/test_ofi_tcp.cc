@@ -306,6 +306,29 @@ TEST_CASE("ofi tcp: offers that no NIC made are refused") {
   a->send_datagram(endpoint, bytes_of("to nobody"));
 }
 
+TEST_CASE("ofi tcp: 64 paths at once") {
+  if (!has_library()) return;
+  OfiPair pair(open_nic("127.0.0.1"), open_nic("127.0.0.2"));
+  std::vector<std::unique_ptr<rdma::NicPath>> ours;
+  std::vector<std::unique_ptr<rdma::NicPath>> theirs;
+  for (int i = 0; i < 64; ++i) {
+    ours.push_back(pair.a.nic->make_path());
+    theirs.push_back(pair.b.nic->make_path());
+    ours.back()->connect(pair.b.nic->endpoint(), theirs.back()->offer());
+    theirs.back()->connect(pair.a.nic->endpoint(), ours.back()->offer());
+  }
+  rdma::NicWork work = pair.a.write_to(pair.b, 0, 0, 4096);
+  work.has_imm = true;
+  for (auto& path : ours) {
+    work.imm = static_cast<uint32_t>(&path - ours.data());
+    REQUIRE(pair.post(pair.a, *path, {work}));
+  }
+  REQUIRE(pair.until([&] { return pair.b.events.imms.size() == ours.size(); }));
+  for (const auto& [path, imm] : pair.b.events.imms) CHECK(path == theirs[imm].get());
+  for (auto& path : ours) CHECK(pair.end(pair.a, path));
+  for (auto& path : theirs) CHECK(pair.end(pair.b, path));
+}
+
 TEST_CASE("ofi tcp: a path to nobody breaks by itself") {
   if (!has_library()) return;
   OfiPair pair(open_nic("127.0.0.1"), open_nic("127.0.0.2"));
