@@ -4,7 +4,9 @@ if(CROSSRAIL_SANITIZE STREQUAL "")
   return()
 elseif(CROSSRAIL_SANITIZE STREQUAL "address")
   # Undefined behaviour ends the program too: a report that scrolls by is a report nobody reads.
-  set(CROSSRAIL_SANITIZE_FLAGS -fsanitize=address,undefined -fno-sanitize-recover=all)
+  # Not its check of virtual tables: that opens a pipe to see whether memory can be read, and without a file
+  # descriptor to spare it reports every object as broken (tests/faults runs engines out of descriptors).
+  set(CROSSRAIL_SANITIZE_FLAGS -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all)
 elseif(CROSSRAIL_SANITIZE STREQUAL "thread")
   set(CROSSRAIL_SANITIZE_FLAGS -fsanitize=thread)
 else()

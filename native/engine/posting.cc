@@ -10,12 +10,13 @@ namespace crossrail {
 namespace {
 
 constexpr uint32_t kSubmitsPerRound = 64;
-constexpr uint32_t kBatch = 64;                         // work requests handed to the transport at once
-constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;   // of one transfer before others get a turn
-constexpr uint32_t kItemsPerTurn = 256;                 // of one peer in a round,
-constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;  // and bytes in all: then arrivals are looked at again
-constexpr uint32_t kBatchesPerTurn = 8;                 // of one paged transfer
-constexpr uint64_t kCutAlign = 4096;                    // pieces begin at multiples: whole pages and lines
+constexpr uint32_t kBatch = 64;                          // work requests handed to the transport at once
+constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;    // of one transfer before others get a turn
+constexpr uint32_t kItemsPerTurn = 256;                  // of one peer in a round,
+constexpr uint64_t kBytesPerRound = uint64_t{1} << 20;   // and bytes in all: then arrivals are looked at again.
+constexpr uint64_t kQueuedPerRound = uint64_t{4} << 20;  // Where posting only queues: the transport sees to its turns.
+constexpr uint32_t kBatchesPerTurn = 8;                  // of one paged transfer
+constexpr uint64_t kCutAlign = 4096;                     // pieces begin at multiples: whole pages and lines
 // Of a long range over rails that the transport balances: rails that end at different times idle for half of one each.
 constexpr uint64_t kSlicesPerRail = 32;
 
@@ -104,7 +105,8 @@ uint32_t EngineCore::post_backlogs() {
 uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
   uint32_t moved = 0;
   uint32_t blocked = 0;
-  for (uint32_t turn = 0; turn < kItemsPerTurn && blocked < backlog.size() && round_bytes_ < kBytesPerRound; ++turn) {
+  const uint64_t bytes_max = peer.route_.traits->balances_rails ? kQueuedPerRound : kBytesPerRound;
+  for (uint32_t turn = 0; turn < kItemsPerTurn && blocked < backlog.size() && round_bytes_ < bytes_max; ++turn) {
     const PostItem item = backlog.front();
     const uint32_t posted_before = item.transfer->work_->posted;
     const Progress progress = advance(peer, item);

@@ -236,11 +236,15 @@ std::string to_hex(std::span<const uint8_t> bytes) {
   return text;
 }
 
-std::string to_text(const Endpoint& endpoint) {
+std::string ip_text(const Endpoint& endpoint) {
   char text[INET6_ADDRSTRLEN] = "?";
   inet_ntop(endpoint.family == 4 ? AF_INET : AF_INET6, endpoint.ip.data(), text, sizeof text);
+  return text;
+}
+
+std::string to_text(const Endpoint& endpoint) {
   const std::string port = ":" + std::to_string(endpoint.port);
-  return endpoint.family == 4 ? text + port : "[" + std::string(text) + "]" + port;
+  return endpoint.family == 4 ? ip_text(endpoint) + port : "[" + ip_text(endpoint) + "]" + port;
 }
 
 uint32_t Address::rail_count_on(TransportKind kind) const {

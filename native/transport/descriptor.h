@@ -31,6 +31,7 @@ struct Endpoint {
 };
 // "10.0.0.1:4711", "[::1]:80"
 std::string to_text(const Endpoint& endpoint);
+std::string ip_text(const Endpoint& endpoint);  // "10.0.0.1", "::1"
 
 // What a rail of an RDMA transport is reached by: its device's own words, opaque to everybody but that transport.
 struct RdmaEndpoint {

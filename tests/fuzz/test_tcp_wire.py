@@ -45,6 +45,8 @@ def victim(open_engine: EngineFactory) -> Iterator[xr.Engine]:
         engine.submit_read(back, src.descriptor).wait(WAIT_S)
 
     both_work()
+    # The first operations may have been served before all connections that they want were up.
+    eventually(has_settled, "connections up")
     before, memory = len(open_fds()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield engine
     both_work()
@@ -55,6 +57,12 @@ def victim(open_engine: EngineFactory) -> Iterator[xr.Engine]:
     eventually(lambda: len(open_fds()) <= before, "the fds of garbage closed")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 256 << 10, "KiB of memory more"
     assert engine.stats()["peers_lost"] == 0
+
+
+def has_settled() -> bool:
+    count = len(open_fds())
+    time.sleep(0.2)
+    return len(open_fds()) == count
 
 
 def rounds() -> Iterator[int]:
@@ -191,6 +199,11 @@ def answers(link_id: int, rng: np.random.Generator) -> bytes:
         wire.frame(wire.Frame.READ_DATA, struct.pack("<QQ", read_id, number()), rng.bytes(int(rng.integers(0, 300)))),
         wire.frame(wire.Frame.READ_END, struct.pack("<QQ", read_id, status)),
         wire.frame(wire.Frame.PONG, bytes(8)),
+        wire.frame(wire.Frame.SHARE, struct.pack("<QIIQ", number(), 2 * channel, status, number())),
+        wire.frame(wire.Frame.SHARED, struct.pack("<IIQ", channel, status, read_id) + b"why"),
+        wire.frame(wire.Frame.CLOSING, b"so long"),
+        wire.write_frame(number(), [(number(), rng.bytes(20), 5)]),
+        wire.ping_frame(),
     ]
     return b"".join(made[int(rng.integers(len(made)))] for _ in range(int(rng.integers(1, 6))))
 

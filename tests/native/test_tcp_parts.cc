@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "transport/identity.h"
+#include "transport/tcp/batch.h"
 #include "transport/tcp/connect.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/link.h"
 #include "transport/tcp/region_table.h"
-#include "transport/tcp/stream.h"
 #include "util/ring_queue.h"
 #include "util/sha256.h"
 

@@ -46,6 +46,9 @@ class Frame(IntEnum):
     RESOLVED = 11
     PONG = 12
     BYE = 13
+    CLOSING = 14
+    SHARE = 15
+    SHARED = 16
 
 
 # --- addresses ---

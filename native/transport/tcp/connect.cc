@@ -114,7 +114,7 @@ Connector::Connector(Poller* poller, Owner* owner, const Rail& from, const Endpo
                      Deadline deadline, int64_t unacknowledged_ms, bool same_machine)
     : poller_(poller),
       owner_(owner),
-      route_(to_text(to) + " from " + to_text(from.endpoint).substr(0, to_text(from.endpoint).rfind(':'))),
+      route_(to_text(to) + " from " + ip_text(from.endpoint)),
       key_(key),
       hello_(std::move(hello)),
       deadline_(deadline) {

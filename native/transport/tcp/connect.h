@@ -15,6 +15,8 @@
 
 namespace crossrail::tcp {
 
+class Connection;
+
 // One address of this host that connections leave from and arrive at.
 struct Rail {
   Endpoint endpoint;             // the port: of the listener
@@ -71,7 +73,8 @@ struct ConnectResult {
   Kind kind = Kind::kFailed;
   RefusalCode code = RefusalCode::kMalformed;
   std::string text;
-  Fd fd;
+  Fd fd;                                   // kUp: of a connection of our own
+  std::shared_ptr<Connection> connection;  // kUp: of the peer's, shared
 };
 
 // The initiator's half. Progress holder. Ends by on_connect_result, once.

@@ -52,9 +52,10 @@ void append_frame(std::vector<std::byte>& out, FrameType type, const Meta& meta,
   append_bytes(out, text.data(), text.size());
 }
 
-inline void append_bye(std::vector<std::byte>& out, std::string_view text) {
+// An orderly end: of a link (kBye) or of the engine (kClosing).
+inline void append_end(std::vector<std::byte>& out, FrameType type, std::string_view text) {
   text = text.substr(0, kTextBytesMax);
-  const FrameHeader header = header_of(FrameType::kBye, 0, 0, text.size(), 0);
+  const FrameHeader header = header_of(type, 0, 0, text.size(), 0);
   append_bytes(out, &header, sizeof header);
   append_bytes(out, text.data(), text.size());
 }

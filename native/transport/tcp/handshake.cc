@@ -44,6 +44,15 @@ std::optional<Reader> open(std::span<const uint8_t> message, HandshakeKind kind)
   return Reader(message.subspan(kHandshakeHeadBytes + 1));
 }
 
+// Challenge and Proof: their fields are fixed, one after the other.
+template <typename... Fields>
+bool read_fields(std::span<const uint8_t> message, HandshakeKind kind, Fields&... fields) {
+  auto reader = open(message, kind);
+  if (!reader) return false;
+  (reader->get_bytes(fields), ...);
+  return reader->finished();
+}
+
 Digest prove(const Digest& key, std::string_view role, std::span<const uint8_t> hello, const Nonce& nonce) {
   return hmac_sha256(key, {bytes_of(role), hello, nonce});
 }
@@ -144,21 +153,14 @@ std::optional<Hello> decode_hello(std::span<const uint8_t> message) {
 }
 
 std::optional<Challenge> decode_challenge(std::span<const uint8_t> message) {
-  auto reader = open(message, HandshakeKind::kChallenge);
-  if (!reader) return std::nullopt;
   Challenge challenge;
-  reader->get_bytes(challenge.nonce);
-  reader->get_bytes(challenge.proof);
-  if (!reader->finished()) return std::nullopt;
+  if (!read_fields(message, HandshakeKind::kChallenge, challenge.nonce, challenge.proof)) return std::nullopt;
   return challenge;
 }
 
 std::optional<Proof> decode_proof(std::span<const uint8_t> message) {
-  auto reader = open(message, HandshakeKind::kProof);
-  if (!reader) return std::nullopt;
   Proof proof;
-  reader->get_bytes(proof.proof);
-  if (!reader->finished()) return std::nullopt;
+  if (!read_fields(message, HandshakeKind::kProof, proof.proof)) return std::nullopt;
   return proof;
 }
 

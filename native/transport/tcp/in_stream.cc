@@ -44,8 +44,8 @@ std::string why_refused(Status status, const RegionUse& region, uint64_t region_
 
 }  // namespace
 
-InStream::InStream(TcpTransport* transport, InChannel* channel, Fd fd, bool is_bulk)
-    : Stream(&transport->streams(), std::move(fd), is_bulk), transport_(transport), channel_(channel) {}
+InStream::InStream(TcpTransport* transport, InChannel* channel, std::shared_ptr<Connection> connection)
+    : Stream(Role::kAcceptor, std::move(connection)), transport_(transport), channel_(channel) {}
 
 void InStream::refuse(uint64_t operation, Status status, const std::string& text) {
   channel_->link->has_refused = true;
@@ -84,24 +84,29 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
       if (meta.size() != sizeof(AckMeta)) return malformed();
       const auto ack = read_meta<AckMeta>(meta);
       // An acknowledgement of a link that ended meanwhile says nothing any more.
-      OutLink* const out = transport_->find_out(link, ack.link_id);
+      OutLink* const out = link.twin != nullptr && link.twin->id == ack.link_id
+                               ? link.twin
+                               : transport_->find_out(*link.peer, ack.link_id);
       return out == nullptr || take_ack(*out, ack) || reject("an acknowledgement of what was never sent");
     }
     case FrameType::kTaken: {  // likewise
       if (meta.size() != sizeof(TakenMeta)) return malformed();
       const auto taken = read_meta<TakenMeta>(meta);
-      OutLink* const out = transport_->find_out(link, taken.link_id);
+      OutLink* const out = transport_->find_out(*link.peer, taken.link_id);
       return out == nullptr || take_taken(*out, taken) || malformed();
     }
     case FrameType::kBye:
       link.over = true;
-      break_off("the peer ended the link: " + text_of(meta));
+      leave("the peer ended the link: " + text_of(meta));
       return true;
     case FrameType::kRefused:
     case FrameType::kResolved:
     case FrameType::kReadData:
     case FrameType::kReadEnd:
     case FrameType::kPong:
+    case FrameType::kClosing:
+    case FrameType::kShare:
+    case FrameType::kShared:
       return reject("a frame that only acceptors send");
   }
   return malformed();
@@ -195,12 +200,13 @@ bool InStream::finish_write() {
 
 void InStream::check_region() {
   if (region_.is_revoked()) {
-    placement().discard_range(region_->base, region_->length_bytes);
+    connection()->placement().discard_range(region_->base, region_->length_bytes);
     region_.reset();
     region_closed_ = true;
   }
   for (RegionUse& region : views_) {
-    if (region.is_revoked() && pending_batch() != nullptr) pending_batch()->detach(region->base, region->length_bytes);
+    TxBatch* const batch = connection()->pending_batch();
+    if (region.is_revoked() && batch != nullptr) batch->detach(region->base, region->length_bytes);
   }
   std::erase_if(views_, [](const RegionUse& region) { return region.is_revoked(); });
   for (ReadJob& job : reads_) {
@@ -228,7 +234,8 @@ bool InStream::on_read(const FrameHeader& header, std::span<const std::byte> met
 }
 
 void InStream::fill_reads(TxBatch& batch) {
-  while (!reads_.empty() && batch.pending_bytes() < kBatchBytes) {
+  const uint64_t others_bytes = batch.pending_bytes();
+  while (!reads_.empty() && batch.pending_bytes() - others_bytes < kBatchBytes) {
     ReadJob& job = reads_.front();
     if (!batch.has_room(2 * (sizeof(FrameHeader) + sizeof(ReadDataMeta)) + kTextBytesMax, 3)) return;
     const bool closed = !job.region || job.region.is_revoked();
@@ -328,8 +335,7 @@ void InStream::on_broken() {
 
 // --- out ---
 
-bool InStream::fill(TxBatch& batch) {
-  views_.clear();  // the batch that they were in is gone
+void InStream::fill(TxBatch& batch) {
   InLink& link = *channel_->link;
   auto& control = channel_->control;
   // Whole or not at all, but for what exceeds a batch: frames have no place where they may be cut but the stream is one.
@@ -341,7 +347,7 @@ bool InStream::fill(TxBatch& batch) {
     taken += piece;
   }
   control.erase(control.begin(), control.begin() + static_cast<std::ptrdiff_t>(taken));
-  if (!control.empty()) return true;
+  if (!control.empty()) return;
   if (!link.taken.empty()) {
     size_t told = 0;
     for (; told < link.taken.size() && batch.has_room(sizeof(FrameHeader) + sizeof(TakenMeta)); ++told) {
@@ -356,7 +362,6 @@ bool InStream::fill(TxBatch& batch) {
     channel_->ack_sent = channel_->placed;
   }
   fill_reads(batch);
-  return !batch.empty();
 }
 
 }  // namespace crossrail::tcp

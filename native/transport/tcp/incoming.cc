@@ -98,7 +98,8 @@ void TcpTransport::keep_to_rail(int fd) {
   }
 }
 
-void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
+// The channel that a connection is for, in its new epoch.
+InChannel& TcpTransport::begin_epoch(const Hello& hello) {
   auto& owned = in_[{hello.sender.incarnation, hello.link_id}];
   if (!owned) {
     owned = std::make_unique<InLink>();
@@ -117,6 +118,26 @@ void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
   if (channel.stream) bury(std::move(channel.stream));
   channel.epoch_min = hello.epoch;
   channel.control.clear();
+  return channel;
+}
+
+void TcpTransport::attach_incoming(const Hello& hello, std::shared_ptr<Connection> connection) {
+  const auto link = in_.find({hello.sender.incarnation, hello.link_id});
+  if (link != in_.end()) {
+    // Asked for twice, the first time in vain.
+    const auto channel = link->second->channels.find(hello.channel);
+    const bool is_same = channel != link->second->channels.end() && channel->second.is_open() &&
+                         channel->second.stream->connection() == connection;
+    if (is_same) channel->second.stream->leave("asked for anew");
+  }
+  InChannel& channel = begin_epoch(hello);
+  channel.link->unconnected_since_ns = 0;
+  channel.stream = std::make_unique<InStream>(this, &channel, std::move(connection));
+}
+
+void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
+  InChannel& channel = begin_epoch(hello);
+  InLink& link = *channel.link;
   if (!Acceptor::accept(fd.get())) {  // it will try again
     if (link.unconnected_since_ns == 0 && !link.is_connected()) link.unconnected_since_ns = now_;
     return;
@@ -125,7 +146,9 @@ void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
   if (hello.sender.host == address_.host) tune_for_loopback(fd.get());
   if (!same_host(hello.sender, address_)) keep_to_rail(fd.get());
   try {
-    channel.stream = std::make_unique<InStream>(this, &channel, std::move(fd), hello.is_bulk);
+    auto connection = std::make_shared<Connection>(&connections_, std::move(fd), hello.is_bulk);
+    channel.stream = std::make_unique<InStream>(this, &channel, std::move(connection));
+    if (link.twin != nullptr) reconsider_attempts(*link.twin);
   } catch (const TransportError& error) {
     link.unconnected_since_ns = link.is_connected() ? 0 : now_;
     sink_->on_protocol_error(link.peer->name, std::string("cannot take its connection in: ") + error.what());

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "transport/tcp/connect.h"
+#include "transport/tcp/connection.h"
 #include "transport/tcp/pace.h"
 #include "transport/tcp/region_table.h"
-#include "transport/tcp/stream.h"
 #include "transport/tcp/wire.h"
 #include "transport/transport.h"
 #include "util/ring_queue.h"
@@ -40,36 +40,61 @@ struct TcpKey final : RemoteKey {
 
 class OutStream final : public Stream {
  public:
-  OutStream(TcpTransport* transport, OutChannel* channel, Fd fd);
+  OutStream(TcpTransport* transport, OutChannel* channel, std::shared_ptr<Connection> connection);
 
  protected:
   bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
   bool on_frame() override;
-  bool fill(TxBatch& batch) override;
+  void fill(TxBatch& batch) override;
   void on_turn_over() override;
   void on_broken() override;
-  bool hears_last_words() const override { return true; }  // acknowledgements, and why it ends
 
  private:
+  bool on_share(const ShareMeta& share);
+
   TcpTransport* const transport_;
   OutChannel* const channel_;
   uint64_t read_id_ = 0;  // of the data that is arriving
   uint64_t read_bytes_ = 0;
 };
 
+// Asks the peer for leave to use a connection that it made for our operations too. Ends like a Connector.
+class Sharer final : public Stream {
+ public:
+  Sharer(OutChannel* channel, std::shared_ptr<Connection> connection, const ShareMeta& share, Deadline deadline);
+  void check_deadline(int64_t now);
+
+ protected:
+  bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
+  bool on_frame() override { return true; }
+  void fill(TxBatch& batch) override;
+  void on_turn_over() override {}
+  void on_broken() override;
+
+ private:
+  void end(ConnectResult result);
+
+  OutChannel* const channel_;
+  const ShareMeta share_;
+  const Deadline deadline_;
+  bool asked_ = false;
+  bool ended_ = false;
+};
+
 // One lane of one pair of rails. Outlives its connections.
-// Lifecycle of a connection: 1. attempt (connector). 2. open (stream). 3. broken: what was sent is in doubt until the
+// Lifecycle of a connection: 1. attempt (connector, or sharer). 2. open (stream). 3. broken: what was sent is in doubt until the
 // peer, asked over any open channel of the link, has said how much of it was placed; then the rest is sent anew.
 // Invariant: operations acked+1 .. acked+sent.size() are in `sent`, in order; `current` comes after them.
 struct OutChannel final : Connector::Owner {
   OutChannel(TcpTransport* transport, OutLink* link, uint32_t index) : transport(transport), link(link), index(index) {}
   void on_connect_result(ConnectResult result) override;
-  // Posts operations into a batch. False: nothing to send.
-  bool fill(TxBatch& batch);
+  // Posts operations into a batch.
+  void fill(TxBatch& batch);
 
   Lane lane() const { return static_cast<Lane>(index & 1); }
   uint32_t pair() const { return index >> 1; }
   bool is_open() const { return stream != nullptr && !stream->is_broken(); }
+  bool is_connecting() const { return connector != nullptr || sharer != nullptr; }
   // May carry operations: open, and nothing of an earlier connection is in doubt.
   bool is_usable() const { return is_open() && !in_doubt; }
   // Whether what was sent over a connection that broke may be lost, or the answer to it.
@@ -82,6 +107,7 @@ struct OutChannel final : Connector::Owner {
   const uint32_t index;  // 2 * pair + lane
   uint32_t epoch = 0;
   std::unique_ptr<Connector> connector;
+  std::unique_ptr<Sharer> sharer;
   std::unique_ptr<OutStream> stream;
   bool in_doubt = false;
   OutChannel* asked_through = nullptr;  // who carries our question; null: not asked yet
@@ -203,18 +229,18 @@ void pair_twins(OutLink& out, InLink& in);
 
 class InStream final : public Stream {
  public:
-  InStream(TcpTransport* transport, InChannel* channel, Fd fd, bool is_bulk);
+  InStream(TcpTransport* transport, InChannel* channel, std::shared_ptr<Connection> connection);
   // A region was revoked: nothing more goes into it, or comes out of it.
   void check_region();
 
  protected:
   bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
   bool on_frame() override;
-  bool fill(TxBatch& batch) override;
+  void fill(TxBatch& batch) override;
+  void on_batch_sent() override { views_.clear(); }
+  bool has_backlog() const override { return !reads_.empty(); }
   void on_turn_over() override;
   void on_broken() override;
-  // An initiator that resets has given its operations up: we may just have been thawed, long after.
-  bool hears_last_words() const override { return false; }
 
  private:
   struct ReadJob {

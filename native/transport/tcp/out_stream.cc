@@ -110,15 +110,12 @@ void OutLink::requeue(const WorkRequest& request) {
   ++queued;
 }
 
-OutStream::OutStream(TcpTransport* transport, OutChannel* channel, Fd fd)
-    : Stream(&transport->streams(), std::move(fd), channel->lane() == Lane::kBulk),
-      transport_(transport),
-      channel_(channel) {}
+OutStream::OutStream(TcpTransport* transport, OutChannel* channel, std::shared_ptr<Connection> connection)
+    : Stream(Role::kInitiator, std::move(connection)), transport_(transport), channel_(channel) {}
 
-bool OutStream::fill(TxBatch& batch) {
-  if (!channel_->fill(batch)) return false;
-  if (channel_->lane() == Lane::kSmall) transport_->put_rider_acks(*channel_->link, batch);
-  return true;
+void OutStream::fill(TxBatch& batch) {
+  channel_->fill(batch);
+  if (!batch.empty() && channel_->lane() == Lane::kSmall) transport_->put_rider_acks(*channel_->link, batch);
 }
 
 void OutStream::on_turn_over() { transport_->mark_dirty(*channel_->link); }
@@ -213,12 +210,13 @@ bool OutChannel::should_take(const WorkRequest& next, size_t queued) const {
   return !all_known || pace.ns_with(length) <= std::max(soonest_ns, static_cast<double>(left_bytes) / rate);
 }
 
-bool OutChannel::fill(TxBatch& batch) {
+void OutChannel::fill(TxBatch& batch) {
   if (!control.empty()) {
     batch.copy(control.data(), control.size());
     control.clear();
   }
-  while (!in_doubt && batch.pending_bytes() < kBatchBytes && sent.size() < kSentMax) {
+  const uint64_t others_bytes = batch.pending_bytes();
+  while (!in_doubt && batch.pending_bytes() - others_bytes < kBatchBytes && sent.size() < kSentMax) {
     if (current) {
       if (!batch.has_room(kRangeHeadBytes, 2)) break;
       const uint64_t length = std::min(current->length_bytes - current_offset, kFrameBytesMax);
@@ -269,7 +267,6 @@ bool OutChannel::fill(TxBatch& batch) {
       --link->queued;
     }
   }
-  return !batch.empty();
 }
 
 // --- in ---
@@ -418,13 +415,15 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kAck: {
       if (meta.size() != sizeof(AckMeta)) return malformed();
       const auto ack = read_meta<AckMeta>(meta);
-      if (ack.link_id != link.id || !take_ack(link, ack)) return reject("an acknowledgement of what was never sent");
-      return true;
+      // An acknowledgement of a link that ended meanwhile says nothing any more.
+      OutLink* const out = ack.link_id == link.id ? &link : transport_->find_out(*link.address, ack.link_id);
+      return out == nullptr || take_ack(*out, ack) || reject("an acknowledgement of what was never sent");
     }
     case FrameType::kTaken: {
       if (meta.size() != sizeof(TakenMeta)) return malformed();
       const auto taken = read_meta<TakenMeta>(meta);
-      return (taken.link_id == link.id && take_taken(link, taken)) || malformed();
+      OutLink* const out = taken.link_id == link.id ? &link : transport_->find_out(*link.address, taken.link_id);
+      return out == nullptr || take_taken(*out, taken) || malformed();
     }
     case FrameType::kRefused: {
       if (meta.size() < sizeof(RefusedMeta)) return malformed();
@@ -493,16 +492,20 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kPong:
       if (meta.size() != sizeof(PingMeta)) return malformed();
       return true;
-    case FrameType::kBye:
+    case FrameType::kClosing:
       if (!link.doom) link.doom.emplace(text_of(meta), true);
       transport_->watch(link);
       return true;
+    case FrameType::kShare:
+      return meta.size() == sizeof(ShareMeta) ? on_share(read_meta<ShareMeta>(meta)) : malformed();
     case FrameType::kWrite:
     case FrameType::kRead:
     case FrameType::kMessage:
     case FrameType::kResolve:
     case FrameType::kPing:
-      return reject("a frame that only initiators send");
+    case FrameType::kBye:
+    case FrameType::kShared:
+      return reject("a frame that does not belong here");
   }
   return malformed();
 }

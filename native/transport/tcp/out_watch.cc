@@ -38,11 +38,6 @@ std::string seconds_text(int64_t ns) {
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
 }
 
-std::string ip_text(const Endpoint& endpoint) {
-  const std::string text = to_text(endpoint);
-  return text.substr(0, text.rfind(':'));
-}
-
 // Those that are connected: "rail 0 (10.1.0.1 to 10.1.0.2), rail 1 (...)".
 std::string rails_text(OutLink& link, const Address& own) {
   std::string text;
@@ -64,6 +59,7 @@ bool on_this_machine(const Address& a, const Address& b) { return a.host == b.ho
 // --- attempts ---
 
 void TcpTransport::start_attempt(OutChannel& channel) {
+  if (start_sharing(channel)) return;
   OutLink& link = *channel.link;
   const RailPair& rails = link.pairs[channel.pair()];
   Hello hello;
@@ -85,11 +81,17 @@ void TcpTransport::start_attempt(OutChannel& channel) {
 void OutChannel::on_connect_result(ConnectResult result) {
   const int64_t now = transport->now();
   transport->bury(std::move(connector));
+  transport->bury(std::move(sharer));
   transport->watch(*link);
   if (result.kind == ConnectResult::Kind::kUp) {
+    if (is_open()) stream->leave("moved over to the connection that the peer made");
     if (stream) transport->bury(std::move(stream));
     try {
-      stream = std::make_unique<OutStream>(transport, this, std::move(result.fd));
+      if (result.connection == nullptr) {
+        const bool is_bulk = lane() == Lane::kBulk;
+        result.connection = std::make_shared<Connection>(&transport->connections(), std::move(result.fd), is_bulk);
+      }
+      stream = std::make_unique<OutStream>(transport, this, std::move(result.connection));
     } catch (const TransportError& error) {
       result.kind = ConnectResult::Kind::kFailed;
       result.text = error.what();
@@ -115,8 +117,9 @@ void OutChannel::on_connect_result(ConnectResult result) {
   if (broken_at_ns == 0) broken_at_ns = now;
   retry_pause_ns = retry_pause_ns == 0 ? kRetryFirstNs : std::min(2 * retry_pause_ns, kRetryMaxNs);
   retry_at_ns = now + retry_pause_ns;
-  bool others = false;  // that still may come up, or are
-  link->for_each_channel([&](OutChannel& other) { others = others || other.is_open() || other.connector; });
+  if (is_open()) return;  // was to move over to the peer's, and stays where it is
+  bool others = false;    // that still may come up, or are
+  link->for_each_channel([&](OutChannel& other) { others = others || other.is_open() || other.is_connecting(); });
   if (link->doom) return;
   if (result.kind == ConnectResult::Kind::kRefused && result.code != RefusalCode::kStale &&
       result.code != RefusalCode::kFull) {
@@ -171,14 +174,19 @@ bool TcpTransport::tend_channels(OutLink& link) {
   bool trying = false;
   link.for_each_channel([&](OutChannel& channel) {
     if (channel.connector) channel.connector->check_deadline(now_);  // may end it
+    if (channel.sharer) channel.sharer->check_deadline(now_);
     if (channel.is_open() && (carrier == nullptr || (carrier->in_doubt && !channel.in_doubt))) carrier = &channel;
   });
   if (link.doom) return true;
   const bool was_up = link.up;
   for (size_t i = 0; i < link.channels.size(); ++i) {
     OutChannel* channel = link.channels[i].get();
-    if (channel == nullptr || !channel->wanted || channel->is_open() || channel->connector) {
-      trying = trying || (channel != nullptr && channel->connector);
+    if (channel != nullptr && channel->is_open() && should_move(*channel) && !channel->has_doubts()) {
+      start_sharing(*channel);
+      continue;
+    }
+    if (channel == nullptr || !channel->wanted || channel->is_open() || channel->is_connecting()) {
+      trying = trying || (channel != nullptr && channel->is_connecting());
       continue;
     }
     if (now_ < channel->retry_at_ns) continue;
@@ -191,7 +199,7 @@ bool TcpTransport::tend_channels(OutLink& link) {
     link.for_each_channel([&](OutChannel& channel) {
       if (!channel.in_doubt || channel.asked_through != nullptr) return;
       // Of the connection before this one, if there is one again, or about to be.
-      const uint32_t epoch = channel.is_open() || channel.connector ? channel.epoch - 1 : channel.epoch;
+      const uint32_t epoch = channel.is_open() || channel.is_connecting() ? channel.epoch - 1 : channel.epoch;
       append_frame(carrier->control, FrameType::kResolve, ResolveMeta{channel.acked, channel.index, epoch});
       channel.asked_through = carrier;
       mark_dirty(link);
@@ -260,11 +268,11 @@ void TcpTransport::tend_liveness(OutLink& link) {
     int queued = 0;
     // The kernel getting rid of bytes that pile up is a sign of life too: long transfers over slow networks are
     // acknowledged seldom. Not of the last ones: the kernel of a frozen peer takes a trickle for a long time.
-    if (ioctl(channel.stream->fd(), SIOCOUTQ, &queued) == 0 && queued != channel.outq_bytes) {
+    if (ioctl(channel.stream->connection()->fd(), SIOCOUTQ, &queued) == 0 && queued != channel.outq_bytes) {
       if (queued > 0 && queued < channel.outq_bytes) channel.moved_ns = now_;
       channel.outq_bytes = queued;
     }
-    channel.moved_ns = std::max(channel.moved_ns, channel.stream->last_received_ns());
+    channel.moved_ns = std::max(channel.moved_ns, channel.stream->connection()->last_received_ns());
     moved = std::max(moved, channel.moved_ns);
   });
   link.for_each_channel([&](OutChannel& channel) {
@@ -307,7 +315,7 @@ void TcpTransport::take_down(OutLink& link, const std::string& reason, bool orde
 void TcpTransport::say_goodbye(OutLink& link, const std::string& text) {
   link.for_each_channel([&](OutChannel& channel) {
     if (!channel.is_open()) return;
-    append_bye(channel.control, text);
+    append_end(channel.control, FrameType::kBye, text);
     channel.in_doubt = true;  // nothing but this
     channel.stream->pump();
   });
@@ -320,6 +328,7 @@ void TcpTransport::flush(OutLink& link, Status status, const std::string& detail
     const bool abort = !channel.sent.empty() || channel.current;
     if (channel.stream) channel.stream->hang_up(abort);
     bury(std::move(channel.stream));
+    bury(std::move(channel.sharer));
     bury(std::move(channel.connector));
     for (size_t i = 0; i < channel.sent.size(); ++i) {
       if (channel.sent[i].op == WorkOp::kWrite) left.push_back(channel.sent[i]);
@@ -350,7 +359,7 @@ void TcpTransport::flush(OutLink& link, Status status, const std::string& detail
 // Descriptors are closed now; the objects, in whose calls we may be, are destroyed at the end of the poll.
 void TcpTransport::bury(std::unique_ptr<Stream> stream) {
   if (!stream) return;
-  if (!stream->is_broken()) stream->hang_up();
+  stream->hang_up();
   dead_streams_.push_back(std::move(stream));
 }
 

@@ -77,8 +77,7 @@ std::vector<HostAddress> host_addresses() {
 std::string list_text(const std::vector<HostAddress>& addresses) {
   std::string text;
   for (const HostAddress& address : addresses) {
-    text += (text.empty() ? "" : ", ") + address.netdev + " " +
-            to_text(address.endpoint).substr(0, to_text(address.endpoint).rfind(':'));
+    text += (text.empty() ? "" : ", ") + address.netdev + " " + ip_text(address.endpoint);
   }
   return text.empty() ? "none" : text;
 }

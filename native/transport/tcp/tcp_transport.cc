@@ -35,6 +35,7 @@ constexpr int64_t kLookEveryNs = 500;
 constexpr uint32_t kMissesToCool = 128;
 constexpr uint32_t kHitsToUnwatch = 32;
 constexpr uint32_t kPollsPerClock = 4;
+constexpr int64_t kStoppedNs = 200'000'000;
 
 uint64_t random_u64() {
   uint64_t value = 0;
@@ -61,7 +62,7 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
     : sink_(sink),
       options_(options),
       key_(handshake_key(options.secret, options.identity.incarnation)),
-      streams_(&poller_),
+      connections_(&poller_),
       rails_(open_rails(options.rails, options.rail_count, options.port)),
       next_link_id_(random_u64()) {
   address_ = with_endpoints(options.identity, rails_);
@@ -76,7 +77,7 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
     listeners_.push_back(std::make_unique<Listener>(this, rail));
     poller_.add(rails_[rail].listener.get(), listeners_.back().get(), EPOLLIN);
   }
-  streams_.now = now_ = now_ns();
+  connections_.now = now_ = now_ns();
 }
 
 TcpTransport::~TcpTransport() { close(); }
@@ -84,19 +85,20 @@ TcpTransport::~TcpTransport() { close(); }
 void TcpTransport::close() {
   if (closed_) return;
   closed_ = true;
-  streams_.now = now_ = now_ns();
+  connections_.now = now_ = now_ns();
   send_acks(true);
+  // First this, since the end of our operations may be the end of connections that carry both.
+  for (auto& [key, link] : in_) {
+    for (auto& [index, channel] : link->channels) {
+      if (!channel.is_open()) continue;
+      append_end(channel.control, FrameType::kClosing, "the engine was closed");
+      channel.stream->pump();
+    }
+  }
   while (!out_.empty()) {
     OutLink& link = *out_.back();
     say_goodbye(link, "the engine was closed");
     flush(link, Status::kEngineClosed, "the engine was closed");
-  }
-  for (auto& [key, link] : in_) {
-    for (auto& [index, channel] : link->channels) {
-      if (!channel.is_open()) continue;
-      append_bye(channel.control, "the engine was closed");
-      channel.stream->pump();
-    }
   }
   out_.clear();
   in_.clear();
@@ -137,7 +139,7 @@ bool TcpTransport::is_region_quiet(const LocalRegion& region) {
 // --- peers ---
 
 Link* TcpTransport::connect(const std::shared_ptr<const Address>& address) {
-  streams_.now = now_ = now_ns();
+  connections_.now = now_ = now_ns();
   auto owned =
       std::make_unique<OutLink>(this, next_link_id_++, address, pair_rails(address_.endpoints, address->endpoints));
   OutLink& link = *owned;
@@ -184,7 +186,7 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
       report.bytes += channel->bytes_acked;
       if (channel->is_open()) {
         state = "connected";
-      } else if (channel->connector || channel->wanted) {
+      } else if (channel->is_connecting() || channel->wanted) {
         if (state != "connected") state = channel->trouble.empty() ? "connecting" : "down: " + channel->trouble;
       }
     }
@@ -288,7 +290,7 @@ uint32_t TcpTransport::pump(OutLink& link) {
   uint32_t moved = 0;
   for (size_t i = 0; i < link.channels.size(); ++i) {
     OutChannel* channel = link.channels[i].get();
-    if (channel == nullptr || !channel->is_open() || channel->stream->is_blocked()) continue;
+    if (channel == nullptr || !channel->is_open() || channel->stream->connection()->is_blocked()) continue;
     if (channel->stream->pump()) ++moved;
   }
   return moved;
@@ -431,10 +433,9 @@ void TcpTransport::tell_outcomes_again(InLink& link) {
   ack_later(link, true);
 }
 
-OutLink* TcpTransport::find_out(const InLink& link, uint64_t id) {
-  if (link.twin != nullptr && link.twin->id == id) return link.twin;
+OutLink* TcpTransport::find_out(const Address& peer, uint64_t id) {
   const auto found = std::find_if(out_.begin(), out_.end(), [&](const auto& out) {
-    return out->id == id && out->address->incarnation == link.peer->incarnation;
+    return out->id == id && out->address->incarnation == peer.incarnation;
   });
   return found == out_.end() ? nullptr : found->get();
 }
@@ -463,18 +464,18 @@ void TcpTransport::offer_held() {
 
 // Sockets that brought something of late are asked directly, until one has something; all of them now and then.
 uint32_t TcpTransport::poll_sockets() {
-  auto& hot = streams_.hot;
+  auto& hot = connections_.hot;
   // Not at every poll either when none is: another transport of the engine may be spinning.
-  const bool looks = polls_ % kPollsPerLook == 0 || (hot[0].stream == nullptr && now_ - looked_ns_ >= kLookEveryNs);
+  const bool looks = polls_ % kPollsPerLook == 0 || (hot[0].connection == nullptr && now_ - looked_ns_ >= kLookEveryNs);
   if (looks) looked_ns_ = now_;
-  for (size_t i = 0; i < hot.size() && hot[i].stream != nullptr && !looks; ++i) {
-    Stream* const stream = hot[i].stream;
-    if (stream->receive()) {
-      if (hot[0].stream == stream && hot[0].hits >= kHitsToUnwatch) stream->watch(false);
+  for (size_t i = 0; i < hot.size() && hot[i].connection != nullptr && !looks; ++i) {
+    Connection* const connection = hot[i].connection;
+    if (connection->receive()) {
+      if (hot[0].connection == connection && hot[0].hits >= kHitsToUnwatch) connection->watch(false);
       return 1;
     }
     if (++hot[i].misses == kMissesToCool) {
-      streams_.forget_hot(hot[i].stream);
+      connections_.forget_hot(hot[i].connection);
       break;
     }
   }
@@ -482,7 +483,12 @@ uint32_t TcpTransport::poll_sockets() {
 }
 
 uint32_t TcpTransport::poll() {
-  if (++polls_ % kPollsPerClock == 0 || streams_.hot[0].stream == nullptr) streams_.now = now_ = now_ns();
+  if (++polls_ % kPollsPerClock == 0 || connections_.hot[0].connection == nullptr) {
+    const int64_t before = std::exchange(now_, now_ns());
+    connections_.now = now_;
+    // We were stopped: peers may have given up what is waiting in our sockets, and only epoll tells of that first.
+    if (now_ - before > kStoppedNs) connections_.cool();
+  }
   uint32_t moved = pump_dirty();
   moved += poll_sockets();
   if (revocations_seen_ != regions_.revocations()) {
@@ -518,7 +524,8 @@ void TcpTransport::tick() {
   std::erase_if(watched_, [&](OutLink* link) {
     bool settled = link->up && link->outstanding == 0 && !link->doom && !link->frozen;
     link->for_each_channel([&](OutChannel& channel) {
-      settled = settled && channel.connector == nullptr && (!channel.wanted || channel.is_usable());
+      settled =
+          settled && !channel.is_connecting() && !should_move(channel) && (!channel.wanted || channel.is_usable());
     });
     if (settled) link->is_watched = false;
     return settled;
@@ -548,11 +555,11 @@ void TcpTransport::arm() {
   armed_.store(true, std::memory_order_seq_cst);
   idle_polls_ = 0;
   polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets
-  streams_.now = now_ = now_ns();
-  for (const StreamContext::Hot& place : streams_.hot) {
-    if (place.stream != nullptr) place.stream->watch(true);
+  connections_.now = now_ = now_ns();
+  for (const ConnectionContext::Hot& place : connections_.hot) {
+    if (place.connection != nullptr) place.connection->watch(true);
   }
-  if (streams_.hot[0].stream != nullptr) streams_.hot[0].hits = 0;
+  if (connections_.hot[0].connection != nullptr) connections_.hot[0].hits = 0;
   pump_dirty();
   // Acknowledgements that wait for company go out in time even if everybody sleeps.
   if (!acks_.empty()) {

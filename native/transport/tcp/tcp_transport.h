@@ -60,7 +60,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
 
   // --- for links; progress holder ---
   Sink& sink() { return *sink_; }
-  StreamContext& streams() { return streams_; }
+  ConnectionContext& connections() { return connections_; }
   RegionTable& regions() { return regions_; }
   Poller& poller() { return poller_; }
   const TransportOptions& options() const { return options_; }
@@ -80,8 +80,10 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   // Of messages: what was told may have been lost with a connection.
   void tell_outcomes_again(InLink& link);
   // Our operations towards the peer of `link`, by their id; null: over.
-  OutLink* find_out(const InLink& link, uint64_t id);
+  OutLink* find_out(const Address& peer, uint64_t id);
   void on_incoming_broken(InChannel& channel, const std::string& reason);
+  // The peer uses this connection for operations of its own, too.
+  void attach_incoming(const Hello& hello, std::shared_ptr<Connection> connection);
   // Frames with what the twin of this link has placed, to ride along. False: nothing due.
   bool put_rider_acks(OutLink& link, TxBatch& batch);
 
@@ -104,6 +106,12 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void accept_all(Listener& listener);
   void make_room_for_stranger();
   void keep_to_rail(int fd);
+  InChannel& begin_epoch(const Hello& hello);
+  // share.cc: one connection for both directions
+  std::shared_ptr<Connection> find_shareable(const OutChannel& channel) const;
+  bool start_sharing(OutChannel& channel);
+  bool should_move(const OutChannel& channel) const;
+  void reconsider_attempts(OutLink& link);
   // out_watch.cc: what goes wrong
   void tend(OutLink& link);
   bool tend_channels(OutLink& link);
@@ -129,7 +137,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   Address address_;
   Digest key_;
   Poller poller_;
-  StreamContext streams_;
+  ConnectionContext connections_;
   RegionTable regions_;
   std::vector<Rail> rails_;
   std::vector<std::unique_ptr<Listener>> listeners_;

@@ -18,7 +18,7 @@ enum class FrameType : uint8_t {
   kMessage,    // MessageMeta, payload
   kResolve,    // ResolveMeta: what of this broken channel was placed?
   kPing,       // PingMeta
-  // acceptor to initiator
+  // acceptor to initiator, but for acknowledgements, which ride either way
   kReadData,  // ReadDataMeta, payload
   kReadEnd,   // ReadEndMeta, text: all data was sent, or why not
   kAck,       // AckMeta
@@ -26,10 +26,14 @@ enum class FrameType : uint8_t {
   kRefused,   // RefusedMeta, text
   kResolved,  // ResolvedMeta. What became of messages is told again
   kPong,      // PingMeta
-  // both
-  kBye  // text: an orderly end
+  // orderly ends
+  kBye,      // initiator to acceptor, text: of the link
+  kClosing,  // acceptor to initiator, text: of the engine
+  // Whoever accepted a connection may ask to use it for operations of its own: to whoever made it.
+  kShare,  // ShareMeta
+  kShared  // back: SharedMeta, text: yes, or why not
 };
-inline constexpr uint8_t kFrameTypeMax = static_cast<uint8_t>(FrameType::kBye);
+inline constexpr uint8_t kFrameTypeMax = static_cast<uint8_t>(FrameType::kShared);
 
 struct FrameHeader {
   uint8_t type;
@@ -98,6 +102,19 @@ struct ResolvedMeta {
   uint64_t placed;
   uint32_t channel;
   uint32_t epoch;
+};
+
+// As in Hello: who it is was settled when the connection was made.
+struct ShareMeta {
+  uint64_t link_id;
+  uint32_t channel;
+  uint32_t epoch;
+  uint64_t resumes;
+};
+struct SharedMeta {
+  uint32_t channel;
+  uint32_t epoch;
+  uint64_t code;  // 0, or a RefusalCode
 };
 
 // What an initiator has under way at most: so far back does the acceptor remember what it has said.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from crossrail.cli.bench.pair import Link, Pair, Pool, alternate, permutation
 from crossrail.cli.bench.passes import (
@@ -136,7 +137,7 @@ def _cpu_measures() -> Iterator[Measure]:
             title=f"CPU of both sides, write 32 MiB, {how}",
             unit="s/GB",
             limit=f"bare socket, {how}",
-            samples=lambda pair, key=key, wait=wait: _cpu_samples(pair, key, wait),  # type: ignore[misc]
+            samples=partial(_cpu_samples, key=key, wait=wait),
             bar=Bar("ratio", "<=", 1.05),
         )
 

@@ -1,4 +1,4 @@
-#include "transport/tcp/stream.h"
+#include "transport/tcp/connection.h"
 
 #include <sys/epoll.h>
 #include <sys/socket.h>
@@ -27,165 +27,104 @@ constexpr size_t kBulkHeadBytes = kRangeHeadBytes;
 
 }  // namespace
 
-// --- batches ---
-
-void TxBatch::copy(const void* data, size_t size) {
-  const size_t at = bytes_.size();
-  bytes_.resize(at + size);
-  std::byte* const begin = bytes_.data() + at;
-  std::memcpy(begin, data, size);
-  pending_bytes_ += size;
-  if (!empty()) {
-    iovec& last = views_.back();
-    if (static_cast<std::byte*>(last.iov_base) + last.iov_len == begin) {
-      last.iov_len += size;
-      return;
-    }
-  }
-  views_.push_back({begin, size});
-}
-
-void TxBatch::view(const std::byte* data, size_t size) {
-  if (size == 0) return;
-  views_.push_back({const_cast<std::byte*>(data), size});
-  pending_bytes_ += size;
-}
-
-void TxBatch::clear() {
-  bytes_.clear();
-  views_.clear();
-  detached_.clear();
-  first_ = 0;
-  pending_bytes_ = 0;
-}
-
-void TxBatch::sent(size_t size) {
-  pending_bytes_ -= size;
-  while (size > 0) {
-    iovec& view = views_[first_];
-    const size_t taken = std::min(size, view.iov_len);
-    view.iov_base = static_cast<std::byte*>(view.iov_base) + taken;
-    view.iov_len -= taken;
-    size -= taken;
-    if (view.iov_len == 0) ++first_;
-  }
-}
-
-void TxBatch::detach(const std::byte* base, uint64_t length_bytes) {
-  for (iovec& view : views()) {
-    const auto* data = static_cast<const std::byte*>(view.iov_base);
-    if (data < base || data >= base + length_bytes) continue;
-    detached_.push_back(std::make_unique<std::byte[]>(view.iov_len));
-    std::memcpy(detached_.back().get(), data, view.iov_len);
-    view.iov_base = detached_.back().get();
-  }
-}
-
-void StreamContext::note_hot(Stream* stream) {
-  if (hot[0].stream == stream) {
+void ConnectionContext::note_hot(Connection* connection) {
+  if (hot[0].connection == connection) {
     hot[0].misses = 0;
     ++hot[0].hits;
     return;
   }
-  Hot moved{.stream = stream};
+  Hot moved{.connection = connection};
   for (Hot& place : hot) {
     std::swap(place, moved);
-    if (moved.stream == stream) hot[0].hits = moved.hits;
-    if (moved.stream == stream || moved.stream == nullptr) return;
+    if (moved.connection == connection) hot[0].hits = moved.hits;
+    if (moved.connection == connection || moved.connection == nullptr) return;
   }
-  moved.stream->watch(true);
+  moved.connection->watch(true);
 }
 
-void StreamContext::forget_hot(Stream* stream) {
-  stream->watch(true);
-  const auto rest = std::remove_if(hot.begin(), hot.end(), [&](const Hot& place) { return place.stream == stream; });
+void ConnectionContext::forget_hot(Connection* connection) {
+  connection->watch(true);
+  const auto rest =
+      std::remove_if(hot.begin(), hot.end(), [&](const Hot& place) { return place.connection == connection; });
   std::fill(rest, hot.end(), Hot{});
 }
 
-std::unique_ptr<TxBatch> StreamContext::take_batch() {
+void ConnectionContext::cool() {
+  while (hot[0].connection != nullptr) forget_hot(hot[0].connection);
+}
+
+std::unique_ptr<TxBatch> ConnectionContext::take_batch() {
   if (batches.empty()) return std::make_unique<TxBatch>();
   std::unique_ptr<TxBatch> batch = std::move(batches.back());
   batches.pop_back();
   return batch;
 }
 
-void StreamContext::give_batch(std::unique_ptr<TxBatch> batch) {
+void ConnectionContext::give_batch(std::unique_ptr<TxBatch> batch) {
   batch->clear();
   if (batches.size() < kBatchesKept) batches.push_back(std::move(batch));
 }
 
-// --- placement ---
+// --- streams ---
 
-void Placement::add(std::byte* base, uint64_t length) {
-  if (length == 0) return;
-  bytes_left += length;
-  if (!targets.empty()) {
-    iovec& last = targets.back();
-    auto* const end = static_cast<std::byte*>(last.iov_base) + last.iov_len;
-    if ((base == nullptr && last.iov_base == nullptr) || (last.iov_base != nullptr && end == base)) {
-      last.iov_len += length;
-      return;
-    }
-  }
-  targets.push_back({base, length});
+Stream::Stream(Role role, std::shared_ptr<Connection> connection) : role_(role), connection_(std::move(connection)) {
+  connection_->attach(this);
 }
 
-void Placement::placed(uint64_t size) {
-  bytes_left -= size;
-  while (size > 0) {
-    iovec& target = targets[at];
-    const uint64_t taken = std::min<uint64_t>(size, target.iov_len);
-    if (target.iov_base != nullptr) target.iov_base = static_cast<std::byte*>(target.iov_base) + taken;
-    target.iov_len -= taken;
-    size -= taken;
-    if (target.iov_len == 0) ++at;
-  }
-}
+Stream::~Stream() { hang_up(); }
 
-void Placement::copy_in(const std::byte* data, uint64_t size) {
-  bytes_left -= size;
-  while (size > 0) {
-    iovec& target = targets[at];
-    const uint64_t taken = std::min<uint64_t>(size, target.iov_len);
-    if (target.iov_base != nullptr) {
-      std::memcpy(target.iov_base, data, taken);
-      target.iov_base = static_cast<std::byte*>(target.iov_base) + taken;
-    }
-    target.iov_len -= taken;
-    data += taken;
-    size -= taken;
-    if (target.iov_len == 0) ++at;
-  }
-}
-
-void Placement::discard_range(const std::byte* base, uint64_t length_bytes) {
-  for (size_t i = at; i < targets.size(); ++i) {
-    const auto* target = static_cast<const std::byte*>(targets[i].iov_base);
-    if (target >= base && target < base + length_bytes) targets[i].iov_base = nullptr;
-  }
-}
-
-// --- the connection ---
-
-Stream::Stream(StreamContext* context, Fd fd, bool is_bulk)
-    : context_(context), fd_(std::move(fd)), is_bulk_(is_bulk), last_received_ns_(now_ns()) {
-  context_->poller->add(fd_.get(), this, EPOLLIN | EPOLLRDHUP);
-}
-
-Stream::~Stream() {
-  context_->forget_hot(this);
-  if (fd_) context_->poller->remove(fd_.get());
-  if (batch_) context_->give_batch(std::move(batch_));
-}
+bool Stream::pump() { return !over_ && connection_->pump(this); }
 
 void Stream::break_off(const std::string& reason) {
-  if (broken_) return;
+  if (!over_) connection_->break_off(reason);
+}
+
+void Stream::leave(const std::string& reason) {
+  if (over_) return;
   reason_ = reason;
   hang_up();
   on_broken();
 }
 
 void Stream::hang_up(bool abort) {
+  if (std::exchange(over_, true)) return;
+  if (abort) connection_->close(true);
+  connection_->detach(this);
+  if (abort) connection_->break_off("the operations of the other direction were given up");
+}
+
+bool Stream::reject(const std::string& why) {
+  connection_->reject_reason_ = why;
+  return false;
+}
+
+// --- the connection ---
+
+Connection::Connection(ConnectionContext* context, Fd fd, bool is_bulk)
+    : context_(context), fd_(std::move(fd)), is_bulk_(is_bulk), last_received_ns_(now_ns()) {
+  context_->poller->add(fd_.get(), this, EPOLLIN | EPOLLRDHUP);
+}
+
+Connection::~Connection() { close(false); }
+
+void Connection::attach(Stream* stream) {
+  const auto role = static_cast<size_t>(stream->role());
+  CROSSRAIL_ASSERT(streams_[role] == nullptr && !broken_);
+  streams_[role] = stream;
+  carried_[role] = true;
+}
+
+void Connection::detach(Stream* stream) {
+  streams_[static_cast<size_t>(stream->role())] = nullptr;
+  if (current_ == stream) {
+    current_ = nullptr;
+    place_.discard_all();
+  }
+  if (streams_[0] == nullptr && streams_[1] == nullptr) close(false);
+}
+
+// The socket is gone; what was arriving and what was to be sent is forgotten.
+void Connection::close(bool abort) {
   broken_ = true;
   context_->forget_hot(this);
   if (fd_ && abort) {
@@ -199,17 +138,38 @@ void Stream::hang_up(bool abort) {
   if (batch_) context_->give_batch(std::move(batch_));
 }
 
-void Stream::on_events(uint32_t events) {
-  if (broken_) return;
-  if ((events & (EPOLLERR | EPOLLHUP)) != 0 && !hears_last_words()) return break_off("the peer reset the connection");
-  if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLERR | EPOLLHUP)) != 0) receive();
-  if (!broken_ && (events & EPOLLOUT) != 0) {
-    watch_out(false);
-    pump();
+void Connection::break_off(const std::string& reason) {
+  close(false);
+  const auto streams = std::exchange(streams_, {});
+  for (Stream* stream : streams) {
+    if (stream == nullptr) continue;
+    stream->over_ = true;
+    stream->reason_ = reason;
+  }
+  for (Stream* stream : streams) {
+    if (stream != nullptr) stream->on_broken();
   }
 }
 
-void Stream::watch(bool on) {
+void Connection::on_events(uint32_t events) {
+  if (broken_) return;
+  if ((events & (EPOLLERR | EPOLLHUP)) != 0) on_reset();
+  if (broken_) return;
+  if ((events & (EPOLLIN | EPOLLRDHUP | EPOLLERR | EPOLLHUP)) != 0) receive();
+  if (!broken_ && (events & EPOLLOUT) != 0) {
+    watch_out(false);
+    pump(nullptr);
+  }
+}
+
+// A peer that resets has given its operations up: we may just have been thawed, long after. What it sent to us as the
+// acceptor is still worth reading: acknowledgements, and why it ends.
+void Connection::on_reset() {
+  is_reset_ = true;
+  if (Stream* const in = stream(Role::kAcceptor)) in->leave("the peer reset the connection");
+}
+
+void Connection::watch(bool on) {
   if (broken_ || is_watched_ == on || (!on && is_blocked_)) return;  // only epoll tells when it is not
   is_watched_ = on;
   if (on) {
@@ -219,13 +179,65 @@ void Stream::watch(bool on) {
   }
 }
 
-void Stream::watch_out(bool on) {
+void Connection::watch_out(bool on) {
   if (std::exchange(is_blocked_, on) == on) return;
   if (on) watch(true);
   context_->poller->change(fd_.get(), this, EPOLLIN | EPOLLRDHUP | (on ? EPOLLOUT : 0u));
 }
 
-bool Stream::receive() {
+namespace {
+
+// Whose frame it is: of the peer's operations, or an answer to ours.
+Role role_of(FrameType type) {
+  switch (type) {
+    case FrameType::kWrite:
+    case FrameType::kRead:
+    case FrameType::kMessage:
+    case FrameType::kResolve:
+    case FrameType::kPing:
+    case FrameType::kBye:
+      return Role::kAcceptor;
+    case FrameType::kReadData:
+    case FrameType::kReadEnd:
+    case FrameType::kAck:
+    case FrameType::kTaken:
+    case FrameType::kRefused:
+    case FrameType::kResolved:
+    case FrameType::kPong:
+    case FrameType::kClosing:
+    case FrameType::kShare:
+    case FrameType::kShared:
+      return Role::kInitiator;
+  }
+  return Role::kInitiator;
+}
+
+}  // namespace
+
+bool Connection::on_head(const FrameHeader& header, std::span<const std::byte> meta) {
+  const auto type = static_cast<FrameType>(header.type);
+  const Role role = role_of(type);
+  Stream* to = stream(role);
+  // Acknowledgements ride with operations, too.
+  const bool is_rider = type == FrameType::kAck || type == FrameType::kTaken;
+  if (is_rider && carries(Role::kAcceptor)) to = stream(Role::kAcceptor);
+  current_ = to;
+  if (to != nullptr) return to->on_head(header, meta, place_);
+  // Answers to what we gave up meanwhile, and operations that the peer gave up.
+  if (carried_[static_cast<size_t>(role)] && (role == Role::kInitiator || is_reset_)) {
+    place_.add_discard(header.payload_bytes);
+    return true;
+  }
+  reject_reason_ = "a frame of type " + std::to_string(header.type) + " that nobody waits for";
+  return false;
+}
+
+bool Connection::on_frame() {
+  Stream* const to = std::exchange(current_, nullptr);
+  return to == nullptr || to->on_frame();
+}
+
+bool Connection::receive() {
   std::byte* const scratch = context_->scratch.data();
   std::array<iovec, kTargetsPerCall + 1> views;  // written as far as used
   uint64_t budget = kReceivePerTurn;
@@ -251,7 +263,7 @@ bool Stream::receive() {
       have = head_.size();
       if (have > 0) std::memcpy(scratch, head_.data(), have);
       // A bulk connection reads no further than the next head, so that payloads need not be copied out of the scratch.
-      room = is_bulk_ ? std::max(kBulkHeadBytes, head_wanted_) - have : StreamContext::kScratchBytes - have;
+      room = is_bulk_ ? std::max(kBulkHeadBytes, head_wanted_) - have : ConnectionContext::kScratchBytes - have;
       views[count++] = {scratch + have, room};
     }
     msghdr message{};
@@ -299,7 +311,7 @@ bool Stream::receive() {
 }
 
 // Frames in the first `size` bytes of the scratch. False: the connection is broken.
-bool Stream::parse(size_t size) {
+bool Connection::parse(size_t size) {
   const std::byte* at = context_->scratch.data();
   head_wanted_ = 0;
   while (size >= sizeof(FrameHeader)) {
@@ -316,7 +328,7 @@ bool Stream::parse(size_t size) {
       head_wanted_ = head_bytes;
       break;
     }
-    if (!on_head(header, {at + sizeof header, header.meta_bytes}, place_)) {
+    if (!on_head(header, {at + sizeof header, header.meta_bytes})) {
       break_off("protocol error: " + reject_reason_);
       return false;
     }
@@ -341,14 +353,28 @@ bool Stream::parse(size_t size) {
   return true;
 }
 
-bool Stream::pump() {
+// What the acceptor has to say waits for company, unless it was asked; operations need not wait for anything.
+bool Connection::fill(TxBatch& batch, const Stream* asker) {
+  Stream* const out = stream(Role::kInitiator);
+  Stream* const in = stream(Role::kAcceptor);
+  if (in != nullptr) in->on_batch_sent();
+  if (in != nullptr && out != nullptr && in->has_backlog()) {
+    backlog_first_ = !backlog_first_;
+    if (backlog_first_) in->fill(batch);
+  }
+  if (out != nullptr) out->fill(batch);
+  if (in != nullptr && (!batch.empty() || asker != out || in->has_backlog())) in->fill(batch);
+  return !batch.empty();
+}
+
+bool Connection::pump(const Stream* asker) {
   if (broken_ || is_blocked_) return false;
   bool moved = false;
   uint64_t budget = kSendPerTurn;
   while (!broken_) {
     if (!batch_) {
       batch_ = context_->take_batch();
-      if (!fill(*batch_)) {
+      if (!fill(*batch_, asker)) {
         context_->give_batch(std::move(batch_));
         break;
       }
@@ -361,17 +387,18 @@ bool Stream::pump() {
     if (!all) break;
     context_->give_batch(std::move(batch_));
     if (sent >= budget) {
-      on_turn_over();
+      for (Stream* stream : streams_) {
+        if (stream != nullptr) stream->on_turn_over();
+      }
       break;
     }
     budget -= sent;
   }
-  if (moved && !broken_) last_sent_ns_ = context_->now;
   return moved;
 }
 
 // True: the whole batch was sent.
-bool Stream::flush() {
+bool Connection::flush() {
   while (!batch_->empty()) {
     msghdr message{};
     const auto views = batch_->views();
@@ -391,7 +418,8 @@ bool Stream::flush() {
       return false;
     }
     const std::string why = std::string("the connection broke: ") + std::strerror(errno);
-    if (hears_last_words()) receive();
+    on_reset();
+    if (!broken_) receive();
     break_off(why);
     return false;
   }

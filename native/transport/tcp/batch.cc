@@ -1,0 +1,118 @@
+#include "transport/tcp/batch.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace crossrail::tcp {
+
+// --- batches ---
+
+void TxBatch::copy(const void* data, size_t size) {
+  const size_t at = bytes_.size();
+  bytes_.resize(at + size);
+  std::byte* const begin = bytes_.data() + at;
+  std::memcpy(begin, data, size);
+  pending_bytes_ += size;
+  if (!empty()) {
+    iovec& last = views_.back();
+    if (static_cast<std::byte*>(last.iov_base) + last.iov_len == begin) {
+      last.iov_len += size;
+      return;
+    }
+  }
+  views_.push_back({begin, size});
+}
+
+void TxBatch::view(const std::byte* data, size_t size) {
+  if (size == 0) return;
+  views_.push_back({const_cast<std::byte*>(data), size});
+  pending_bytes_ += size;
+}
+
+void TxBatch::clear() {
+  bytes_.clear();
+  views_.clear();
+  detached_.clear();
+  first_ = 0;
+  pending_bytes_ = 0;
+}
+
+void TxBatch::sent(size_t size) {
+  pending_bytes_ -= size;
+  while (size > 0) {
+    iovec& view = views_[first_];
+    const size_t taken = std::min(size, view.iov_len);
+    view.iov_base = static_cast<std::byte*>(view.iov_base) + taken;
+    view.iov_len -= taken;
+    size -= taken;
+    if (view.iov_len == 0) ++first_;
+  }
+}
+
+void TxBatch::detach(const std::byte* base, uint64_t length_bytes) {
+  for (iovec& view : views()) {
+    const auto* data = static_cast<const std::byte*>(view.iov_base);
+    if (data < base || data >= base + length_bytes) continue;
+    detached_.push_back(std::make_unique<std::byte[]>(view.iov_len));
+    std::memcpy(detached_.back().get(), data, view.iov_len);
+    view.iov_base = detached_.back().get();
+  }
+}
+
+// --- placement ---
+
+void Placement::add(std::byte* base, uint64_t length) {
+  if (length == 0) return;
+  bytes_left += length;
+  if (!targets.empty()) {
+    iovec& last = targets.back();
+    auto* const end = static_cast<std::byte*>(last.iov_base) + last.iov_len;
+    if ((base == nullptr && last.iov_base == nullptr) || (last.iov_base != nullptr && end == base)) {
+      last.iov_len += length;
+      return;
+    }
+  }
+  targets.push_back({base, length});
+}
+
+void Placement::placed(uint64_t size) {
+  bytes_left -= size;
+  while (size > 0) {
+    iovec& target = targets[at];
+    const uint64_t taken = std::min<uint64_t>(size, target.iov_len);
+    if (target.iov_base != nullptr) target.iov_base = static_cast<std::byte*>(target.iov_base) + taken;
+    target.iov_len -= taken;
+    size -= taken;
+    if (target.iov_len == 0) ++at;
+  }
+}
+
+void Placement::copy_in(const std::byte* data, uint64_t size) {
+  bytes_left -= size;
+  while (size > 0) {
+    iovec& target = targets[at];
+    const uint64_t taken = std::min<uint64_t>(size, target.iov_len);
+    if (target.iov_base != nullptr) {
+      std::memcpy(target.iov_base, data, taken);
+      target.iov_base = static_cast<std::byte*>(target.iov_base) + taken;
+    }
+    target.iov_len -= taken;
+    data += taken;
+    size -= taken;
+    if (target.iov_len == 0) ++at;
+  }
+}
+
+void Placement::discard_all() {
+  for (size_t i = at; i < targets.size(); ++i) targets[i].iov_base = nullptr;
+}
+
+void Placement::discard_range(const std::byte* base, uint64_t length_bytes) {
+  for (size_t i = at; i < targets.size(); ++i) {
+    const auto* target = static_cast<const std::byte*>(targets[i].iov_base);
+    if (target >= base && target < base + length_bytes) targets[i].iov_base = nullptr;
+  }
+}
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,75 @@
+// What goes through a socket: frames on their way out, and where the payload of an arriving frame goes.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace crossrail::tcp {
+
+// Frames on their way out: heads and short payloads copied, long payloads as views of the regions they are in.
+// Invariant: bytes_ never moves (its capacity is fixed), so that iovecs may point into it.
+class TxBatch {
+ public:
+  static constexpr size_t kBytes = 64 << 10;
+  static constexpr size_t kViewsMax = 1020;  // a little less than IOV_MAX
+
+  TxBatch() {
+    bytes_.reserve(kBytes);
+    views_.reserve(kViewsMax + 4);
+  }
+  bool empty() const { return first_ == views_.size(); }
+  // Room for `bytes` copied and `views` more.
+  bool has_room(size_t bytes, size_t views = 1) const {
+    return bytes_.size() + bytes <= kBytes && views_.size() + views <= kViewsMax;
+  }
+  void copy(const void* data, size_t size);
+  template <typename T>
+  void put(const T& value) {
+    copy(&value, sizeof value);
+  }
+  void view(const std::byte* data, size_t size);
+  void clear();
+
+  uint64_t pending_bytes() const { return pending_bytes_; }
+  std::span<iovec> views() { return std::span(views_).subspan(first_); }
+  void sent(size_t size);
+  // Copies what is left of views into [base, base + length), so that this memory is not touched any more.
+  void detach(const std::byte* base, uint64_t length_bytes);
+
+ private:
+  std::vector<std::byte> bytes_;
+  std::vector<iovec> views_;
+  size_t first_ = 0;
+  uint64_t pending_bytes_ = 0;
+  std::vector<std::unique_ptr<std::byte[]>> detached_;
+};
+
+// Where the bytes of a payload go, in order. A null base discards.
+struct Placement {
+  std::vector<iovec> targets;
+  size_t at = 0;
+  uint64_t bytes_left = 0;
+
+  void add(std::byte* base, uint64_t length);
+  void add_discard(uint64_t length) { add(nullptr, length); }
+  void clear() {
+    targets.clear();
+    at = 0;
+    bytes_left = 0;
+  }
+  // Advances over `size` bytes that a system call has placed.
+  void placed(uint64_t size);
+  // Places bytes that arrived in another buffer.
+  void copy_in(const std::byte* data, uint64_t size);
+  // From here on, everything is discarded.
+  void discard_all();
+  // From here on, whatever was to go into [base, base + length) is discarded.
+  void discard_range(const std::byte* base, uint64_t length_bytes);
+};
+
+}  // namespace crossrail::tcp

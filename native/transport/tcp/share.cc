@@ -1,0 +1,149 @@
+// One connection for both directions. Where two engines send each other small operations in turn, a connection each way
+// makes the kernels acknowledge every one of them by a packet of its own; on a common one the answer carries that along.
+// Who accepted a connection of the small lane asks to use it (Sharer) instead of making one. When both made one at the
+// same time, the engine with the larger incarnation moves over to the other's.
+#include <algorithm>
+
+#include "transport/tcp/frames.h"
+#include "transport/tcp/tcp_transport.h"
+
+namespace crossrail::tcp {
+
+namespace {
+// The peer's connection is up: it answers in a round trip, or is frozen.
+constexpr int64_t kShareNs = 300'000'000;
+}  // namespace
+
+// --- who asks ---
+
+Sharer::Sharer(OutChannel* channel, std::shared_ptr<Connection> connection, const ShareMeta& share, Deadline deadline)
+    : Stream(Role::kInitiator, std::move(connection)), channel_(channel), share_(share), deadline_(deadline) {}
+
+void Sharer::fill(TxBatch& batch) {
+  if (asked_ || !batch.has_room(sizeof(FrameHeader) + sizeof share_)) return;
+  asked_ = true;
+  batch.put(header_of(FrameType::kShare, 0, 0, sizeof share_, 0));
+  batch.put(share_);
+}
+
+bool Sharer::on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement&) {
+  const auto type = static_cast<FrameType>(header.type);
+  ConnectResult result;
+  if (type == FrameType::kClosing && header.payload_bytes == 0) {
+    result.kind = ConnectResult::Kind::kRefused;
+    result.code = RefusalCode::kClosing;
+    result.text = text_of(meta);
+    end(std::move(result));
+    return true;
+  }
+  if (type != FrameType::kShared || meta.size() < sizeof(SharedMeta) || header.payload_bytes != 0)
+    return reject("an answer to what was never asked");
+  const auto shared = read_meta<SharedMeta>(meta);
+  if (shared.channel != share_.channel || shared.epoch != share_.epoch) return true;  // to an earlier question
+  if (shared.code == 0) {
+    result.kind = ConnectResult::Kind::kUp;
+    result.connection = connection();
+  } else {
+    result.kind = ConnectResult::Kind::kRefused;
+    result.code = static_cast<RefusalCode>(shared.code);
+    result.text = "the peer refuses: " + text_of(meta.subspan(sizeof shared));
+  }
+  end(std::move(result));
+  return true;
+}
+
+void Sharer::check_deadline(int64_t now) {
+  if (now < deadline_) return;
+  ConnectResult result;
+  result.kind = ConnectResult::Kind::kTimeout;
+  result.text = "the peer does not answer on the connection that it made";
+  end(std::move(result));
+}
+
+void Sharer::on_broken() {
+  ConnectResult result;
+  result.text = reason();
+  end(std::move(result));
+}
+
+void Sharer::end(ConnectResult result) {
+  if (std::exchange(ended_, true)) return;
+  hang_up();                                                                   // its place is the operations' own
+  if (result.kind == ConnectResult::Kind::kUp && connection()->is_broken()) {  // nobody else was left on it
+    result.kind = ConnectResult::Kind::kFailed;
+    result.text = "the connection that the peer made broke";
+  }
+  channel_->on_connect_result(std::move(result));
+}
+
+// A connection that the peer made over the rails of this channel and that carries no operations of ours yet, or null.
+std::shared_ptr<Connection> TcpTransport::find_shareable(const OutChannel& channel) const {
+  const OutLink& link = *channel.link;
+  const bool is_self = link.address->incarnation == address_.incarnation;
+  if (channel.lane() != Lane::kSmall || link.twin == nullptr || is_self) return nullptr;
+  const RailPair& ours = link.pairs[channel.pair()];
+  const std::vector<RailPair> theirs = pair_rails(link.address->endpoints, address_.endpoints);
+  for (const auto& [index, incoming] : link.twin->channels) {
+    const bool is_small = static_cast<Lane>(index & 1) == Lane::kSmall;
+    if (!is_small || !incoming.is_open() || index >> 1 >= theirs.size()) continue;
+    if (theirs[index >> 1] != RailPair{ours.peer_rail, ours.rail}) continue;
+    const auto& connection = incoming.stream->connection();
+    if (!connection->carries(Role::kInitiator)) return connection;
+  }
+  return nullptr;
+}
+
+bool TcpTransport::start_sharing(OutChannel& channel) {
+  // Not again where it was tried without success: the connection may be good for nothing.
+  std::shared_ptr<Connection> connection = channel.retry_pause_ns == 0 ? find_shareable(channel) : nullptr;
+  if (connection == nullptr) return false;
+  OutLink& link = *channel.link;
+  const ShareMeta share{link.id, channel.index, ++channel.epoch, link.up};
+  const Deadline deadline = now_ + kShareNs;
+  channel.sharer = std::make_unique<Sharer>(&channel, std::move(connection), share, deadline);
+  channel.sharer->pump();
+  return true;
+}
+
+// Both made a connection: one of the two engines, and only one, gives its own up.
+bool TcpTransport::should_move(const OutChannel& channel) const {
+  const OutLink& link = *channel.link;
+  return channel.lane() == Lane::kSmall && link.twin != nullptr && channel.is_usable() && !channel.is_connecting() &&
+         channel.retry_pause_ns == 0 && address_.incarnation > link.address->incarnation &&
+         !channel.stream->connection()->carries(Role::kAcceptor) && find_shareable(channel) != nullptr;
+}
+
+// The peer has made a connection. An attempt of ours that has not come far gives way to sharing it.
+void TcpTransport::reconsider_attempts(OutLink& link) {
+  if (address_.incarnation <= link.address->incarnation) return;
+  link.for_each_channel([&](OutChannel& channel) {
+    if (channel.connector && find_shareable(channel) != nullptr) bury(std::move(channel.connector));
+  });
+  watch(link);
+}
+
+// --- who is asked ---
+
+bool OutStream::on_share(const ShareMeta& share) {
+  OutLink& link = *channel_->link;
+  Hello hello;
+  hello.link_id = share.link_id;
+  hello.channel = share.channel;
+  hello.epoch = share.epoch;
+  hello.resumes = share.resumes != 0;
+  hello.sender = *link.address;
+  if (static_cast<Lane>(share.channel & 1) != Lane::kSmall) return reject("a question for a lane that is not shared");
+  SharedMeta answer{share.channel, share.epoch, 0};
+  std::string text;
+  if (const auto refusal = transport_->check_hello(hello)) {
+    answer.code = static_cast<uint64_t>(refusal->code);
+    text = refusal->text;
+  } else {
+    transport_->attach_incoming(hello, connection());
+  }
+  append_frame(channel_->control, FrameType::kShared, answer, text);
+  transport_->mark_dirty(link);
+  return true;
+}
+
+}  // namespace crossrail::tcp
