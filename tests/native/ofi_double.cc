@@ -118,6 +118,7 @@ struct LibfabricDouble::World {
   std::set<uint32_t> broken_queues;
   uint32_t next_number = 1;
   uint64_t next_key = 0x1000;
+  std::vector<void*> sunk;
 
   void violate(const std::string& text) { violations.push_back(text); }
   bool chance(uint32_t percent) { return random() % 100 < percent; }
@@ -362,8 +363,19 @@ void progress() {
 
 // --- queues ---
 
+ssize_t read_sunk(void* buffer, size_t count) {
+  auto* out = static_cast<fi_cq_data_entry*>(buffer);
+  size_t got = 0;
+  for (; got < count && !g_world->sunk.empty(); ++got) {
+    out[got] = {g_world->sunk.back(), FI_WRITE | FI_RMA, 0, nullptr, 0};
+    g_world->sunk.pop_back();
+  }
+  return static_cast<ssize_t>(got);
+}
+
 ssize_t read_queue(fid_cq* object, void* buffer, size_t count) {
   auto* queue = reinterpret_cast<Queue*>(object);
+  if (!g_world->sunk.empty()) return read_sunk(buffer, count);
   if (g_world->broken_queues.contains(queue->device)) return -FI_EIO;
   if (queue->entries.empty()) progress();
   if (queue->entries.empty()) return -FI_EAGAIN;
@@ -506,6 +518,10 @@ ssize_t post_rma(Operation::Kind kind, fid_ep* object, const fi_msg_rma* message
 ssize_t write_message(fid_ep* object, const fi_msg_rma* message, uint64_t flags) {
   return post_rma(Operation::Kind::kWrite, object, message, flags);
 }
+ssize_t sink_message(fid_ep*, const fi_msg_rma* message, uint64_t) {
+  g_world->sunk.push_back(message->context);
+  return 0;
+}
 ssize_t read_message(fid_ep* object, const fi_msg_rma* message, uint64_t flags) {
   return post_rma(Operation::Kind::kRead, object, message, flags);
 }
@@ -583,6 +599,7 @@ fi_ops_ep g_endpoint_ops = {.size = sizeof(fi_ops_ep), .getopt = get_option, .se
 fi_ops_cm g_cm_ops = {.size = sizeof(fi_ops_cm), .getname = get_name};
 fi_ops_msg g_msg_ops = {.size = sizeof(fi_ops_msg), .recv = receive, .sendmsg = send_message};
 fi_ops_rma g_rma_ops = {.size = sizeof(fi_ops_rma), .readmsg = read_message, .writemsg = write_message};
+fi_ops_rma g_sink_ops = {.size = sizeof(fi_ops_rma), .readmsg = read_message, .writemsg = sink_message};
 
 int open_endpoint(fid_domain* object, fi_info*, fid_ep** out, void*) {
   auto* endpoint = new Endpoint;
@@ -590,7 +607,7 @@ int open_endpoint(fid_domain* object, fi_info*, fid_ep** out, void*) {
   endpoint->fid.ops = &g_endpoint_ops;
   endpoint->fid.cm = &g_cm_ops;
   endpoint->fid.msg = &g_msg_ops;
-  endpoint->fid.rma = &g_rma_ops;
+  endpoint->fid.rma = g_world->settings.is_sink ? &g_sink_ops : &g_rma_ops;
   endpoint->domain = reinterpret_cast<Domain*>(object);
   endpoint->name = {endpoint->domain->device, g_world->next_number++};
   g_world->endpoints.insert(endpoint);
@@ -646,6 +663,7 @@ int open_fabric(fi_fabric_attr*, fid_fabric** out, void*) {
 LibfabricDouble::LibfabricDouble(const DoubleSettings& settings, uint32_t seed) : world_(std::make_unique<World>()) {
   world_->settings = settings;
   world_->random.seed(seed);
+  if (settings.is_sink) world_->sunk.reserve(1 << 16);
   g_world = world_.get();
 }
 

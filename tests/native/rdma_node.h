@@ -3,6 +3,7 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -179,6 +180,11 @@ class Node final : public Sink {
     made.length_bytes = text.size();
     made.context = &work;
     post({made}, turn);
+  }
+  size_t open_paths() {
+    const auto* const session = static_cast<RdmaLink*>(link)->session;
+    return static_cast<size_t>(
+        std::ranges::count_if(session->paths, [](const auto& path) { return path->state == PathState::kOpen; }));
   }
   uint64_t count(uint32_t imm) { return counts[imm] / kUnitsPerCount; }
 

@@ -223,7 +223,7 @@ TEST_CASE("rdma: a cable is pulled: the other rail goes on, and the first comes 
     Net net({.delay_ns_max = 5'000});
     Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
     a.connect(b);
-    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && a.link->lanes() == 2; }));
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && a.open_paths() == 2; }));
     auto src = a.memory(1 << 20), dst = b.memory(1 << 20);
     std::vector<Work> works(600);
     const auto turn = [&] {
@@ -238,9 +238,9 @@ TEST_CASE("rdma: a cable is pulled: the other rail goes on, and the first comes 
     REQUIRE(poll_until({&a, &b}, [&] { return a.open_works == 0; }));
     REQUIRE(poll_until({&a, &b}, [&] { return b.count(5) == works.size(); }));
     for (const Work& work : works) CHECK(work.status == Status::kDone);
-    CHECK(a.link->lanes() == 1);
+    CHECK(a.open_paths() == 1);
     net.set_port(both_notice ? *a.nics[1] : *b.nics[1], true);
-    REQUIRE(poll_until({&a, &b}, [&] { return a.link->lanes() == 2; }));
+    REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 2; }));
     CHECK(a.downs == 0);
     CHECK(b.count(5) == works.size());
   }
@@ -494,7 +494,7 @@ TEST_CASE("rdma: a work for one rail waits for that rail, and fails when it stay
   Net net({});
   Node a(net, "a", {.rails = 2, .peer_timeout_ns = 500'000'000}), b(net, "b", {.rails = 2});
   a.connect(b);
-  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && a.link->lanes() == 2; }));
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1 && a.open_paths() == 2; }));
   auto src = a.memory(1000), dst = b.memory(1000);
   net.set_port(*a.nics[1], false);
   poll_until({&a, &b}, [] { return false; }, 0.01);

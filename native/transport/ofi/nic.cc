@@ -250,7 +250,8 @@ Deadline OfiNic::next_timer() const {
 }
 
 void OfiNic::abandon_after_fork() {
-  // What libfabric has open cannot be told apart from here; its sockets are closed on exec.
+  // What libfabric has open cannot be told apart from here. While a child holds copies of its sockets, peers notice the
+  // parent's death by its silence and not by the sockets' end (docs/efa.md).
 }
 
 }  // namespace crossrail::ofi

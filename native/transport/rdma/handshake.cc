@@ -393,7 +393,7 @@ void RdmaTransport::on_knock(Session& session, const PathBody& body) {
       tend_path(path);
       return;
     case PathState::kOpen:
-      if (body.epoch >= path.epoch) mark_broken(path, "its other end broke");
+      if (body.epoch >= path.epoch) mark_broken(path, kItsEndBroke);
       return;
     case PathState::kAccepted:
     case PathState::kBreaking:
@@ -414,7 +414,7 @@ void RdmaTransport::on_hello(Session& session, const PathBody& body) {
     return;
   }
   if (path.state != PathState::kIdle) {
-    mark_broken(path, "its other end broke");
+    mark_broken(path, kItsEndBroke);
     return;  // it will say Hello again
   }
   if (!path.doubt.empty() || !make_nic_path(path)) return;

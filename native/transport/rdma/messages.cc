@@ -226,13 +226,15 @@ void RdmaTransport::offer_held(Session& session) {
 // --- leaving. False: a NIC has no room ---
 
 bool RdmaTransport::pump_control(Session& session) {
-  Path* first = nullptr;
+  // A path that is stuck must not keep the others from answering.
+  bool all = true;
+  bool told = session.untold.empty();
   for (auto& path : session.paths) {
     if (!is_usable(*path)) continue;
-    if (!pump_path_control(*path)) return false;
-    if (first == nullptr) first = path.get();
+    all = pump_path_control(*path) && all;
+    told = told || pump_outcomes(session, *path);
   }
-  return first == nullptr || pump_outcomes(session, *first);
+  return all && (told || !session.has_open_path());
 }
 
 bool RdmaTransport::pump_path_control(Path& path) {

@@ -21,6 +21,10 @@ constexpr int64_t kRetryFirstNs = 20'000'000;
 constexpr int64_t kAskMaxNs = 500'000'000;
 constexpr int64_t kGoodForNs =
     1'000'000'000;  // a path that broke sooner, and was good for nothing, is remade after a pause
+// Times that a work is to blame for a break. Without order, any that was under way may be: the limit is far.
+constexpr uint32_t kAttemptsMax = 12;
+constexpr uint32_t kAttemptsMaxUnordered = 60;
+static_assert(kAttemptsMaxUnordered < 64);  // bits of attempts_of()
 constexpr int64_t kDrainMaxNs = 10'000'000'000;
 
 bool needs_region(const WorkRequest& work) { return work.remote != nullptr; }
@@ -237,7 +241,7 @@ void RdmaTransport::on_resolve(Session& session, const ResolveBody& body) {
     answer(*path, body.spans);
   } else if (body.epoch == path->epoch && path->is_connected && path->state != PathState::kIdle) {
     path->answer = body.spans;
-    mark_broken(*path, "its other end broke");  // answered once it is flushed
+    mark_broken(*path, kItsEndBroke);  // answered once it is flushed
   }  // else delayed: it knew before it let the next epoch be made
 }
 
@@ -259,7 +263,7 @@ void RdmaTransport::on_resolved(Session& session, const ResolvedBody& body) {
   if (path->is_resolving && body.epoch == path->closed_epoch) {
     settle(*path, body);
   } else if (body.epoch == path->epoch && path->state != PathState::kIdle) {
-    mark_broken(*path, "its other end broke");
+    mark_broken(*path, kItsEndBroke);
   }  // else delayed
 }
 
@@ -308,7 +312,10 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
     if (doubt[i].has_imm && imms++ < seen) seen_end = i + 1;
   }
   // On an ordered path one work is to blame at most, the first that was not carried out: those behind it had no chance.
-  bool blames = true;
+  // And none, when the peer broke the path.
+  const uint32_t attempts_max = ordered ? kAttemptsMax : kAttemptsMaxUnordered;
+  const bool all = !ordered && !path.is_broken_by_peer;
+  bool blames = !path.is_broken_by_peer;
   std::vector<WorkRequest> again;
   for (size_t i = 0; i < doubt.size(); ++i) {
     WorkRequest work = doubt[i];
@@ -330,13 +337,13 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
                  " broke with this write under way, and on this network nobody can tell whether its "
                  "immediate was counted: " +
                  path.trouble);
-    } else if (blames && attempts_of(work) + 1 >= kAttemptsMax) {
-      blames = !ordered;
+    } else if (blames && attempts_of(work) + 1 >= attempts_max) {
+      blames = all;
       retire(link, work, Status::kTransportFailed,
-             std::to_string(kAttemptsMax) + " attempts failed, the last on " + pair_text(path) + ": " + path.trouble);
+             std::to_string(attempts_max) + " attempts failed, the last on " + pair_text(path) + ": " + path.trouble);
     } else {
       if (blames) add_attempt(work);
-      blames = !ordered;
+      blames = all;
       again.push_back(work);
     }
   }

@@ -19,12 +19,6 @@ const std::string kNoDetail;
 
 }  // namespace
 
-uint32_t RdmaLink::lanes() const {
-  uint32_t open = 0;
-  for (const auto& path : session->paths) open += path->state == PathState::kOpen ? 1 : 0;
-  return std::max<uint32_t>(1, open);
-}
-
 bool RdmaTransport::is_usable(const Path& path) const {
   return path.state == PathState::kOpen && !path.is_broken && rails_[path.rail]->is_up;
 }

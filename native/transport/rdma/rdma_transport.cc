@@ -162,6 +162,7 @@ Link* RdmaTransport::connect(const std::shared_ptr<const Address>& address) {
   link.down_since_ns = now_;
   link.unsent_id = session->next_message_id;
   pair_paths(*session, *address);
+  link.pair_count = std::max<uint32_t>(1, static_cast<uint32_t>(session->paths.size()));
   for (auto& path : session->paths) {
     if (path->state == PathState::kOpen) path->state_due = true;
     if (path->state == PathState::kIdle) path->retry_at_ns = 0;
@@ -409,6 +410,7 @@ void RdmaTransport::mark_dirty(Session& session) {
 void RdmaTransport::mark_broken(Path& path, const std::string& reason) {
   if (path.state == PathState::kIdle || path.state == PathState::kBreaking || path.is_broken) return;
   path.is_broken = true;
+  path.is_broken_by_peer = &reason == &kItsEndBroke;
   path.trouble = reason;
   broken_.push_back(&path);
   if (reason.starts_with("protocol error")) sink_->on_protocol_error(path.session->peer_name, reason);

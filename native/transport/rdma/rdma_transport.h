@@ -103,6 +103,9 @@ class RdmaTransport final : public Transport {
     Bytes body;
   };
 
+  // For mark_broken(), which knows it by its address.
+  static inline const std::string kItsEndBroke = "its other end broke";
+
   // --- running (rdma_transport.cc) ---
   uint32_t poll_nics();
   void act();
@@ -198,6 +201,7 @@ class RdmaTransport final : public Transport {
   bool is_watched(const Session& session) const;
   void say_bye(Session& session, const std::string& text);
   std::string pair_text(const Path& path) const;
+  std::string open_text(const Session& session) const;
 
   Sink* const sink_;
   const TransportKind kind_;

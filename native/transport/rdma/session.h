@@ -44,7 +44,6 @@ inline void set_fault(WorkRequest& work, WorkFault fault) {
 }
 inline bool is_part(const WorkRequest& work) { return (work.reserved & 1u << 15) != 0; }
 inline constexpr uint32_t kPartBit = 1u << 15;
-inline constexpr uint32_t kAttemptsMax = 12;
 
 // A request longer than a NIC's longest work. Its parts go like other works, without immediate; once all are done, the
 // rest of it follows as a request of its own, with the immediate.
@@ -83,8 +82,9 @@ struct Path {
   bool is_connected = false;  // nic_path->connect() was called
   bool is_broken = false;     // to be broken off at the end of this poll
   bool is_flushed = false;
-  std::string trouble;  // why it is not open; for people
-  uint64_t token = 0;   // ours
+  bool is_broken_by_peer = false;  // its end broke first, as far as we know
+  std::string trouble;             // why it is not open; for people
+  uint64_t token = 0;              // ours
   uint64_t peer_token = 0;
   Bytes offer;              // of nic_path, as we tell it
   uint32_t speed_mbps = 0;  // of the slower end, 0 unknown
@@ -147,12 +147,14 @@ struct Assembly {
 struct RdmaLink final : Link {
   explicit RdmaLink(Session* session, std::shared_ptr<const Address> address, uint32_t rails)
       : session(session), address(std::move(address)), queues(rails + 1) {}
-  uint32_t lanes() const override;
+  // The engine cuts by it, and asks again in the middle of a transfer: it must not change, whatever breaks.
+  uint32_t lanes() const override { return pair_count; }
   // Of `rail`, or kAnyRail.
   RingQueue<WorkRequest>& queue(uint32_t rail) { return queues[routing_of(rail)]; }
 
   Session* const session;
   const std::shared_ptr<const Address> address;
+  uint32_t pair_count = 1;
   std::vector<RingQueue<WorkRequest>> queues;  // [0] for any rail, [rail + 1]
   std::vector<std::unique_ptr<Whole>> wholes;
   RingQueue<WorkRequest> sends;     // not begun

@@ -115,6 +115,14 @@ void RdmaTransport::tend_link(Session& session) {
   if (link.queued > 0) fail_pinned(link);
 }
 
+std::string RdmaTransport::open_text(const Session& session) const {
+  std::string text;
+  for (const auto& path : session.paths) {
+    if (path->state == PathState::kOpen) text += (text.empty() ? "" : ", ") + pair_text(*path);
+  }
+  return text;
+}
+
 // Pings what is silent while we wait for anything. Paths that owe nothing are asked too: their answers tell a silent path
 // from a silent peer.
 void RdmaTransport::tend_liveness(Session& session) {
@@ -142,7 +150,8 @@ void RdmaTransport::tend_liveness(Session& session) {
   const int64_t silent = now_ - moved;
   if (silent >= options_.peer_timeout_ns) {
     doom(session,
-         "silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way: it is frozen, or cut off",
+         "silent for " + seconds_text(silent) + " (peer_timeout_s) with operations under way on " + open_text(session) +
+             ": it is frozen, or cut off",
          false);
   } else if (silent >= kFrozenAfterNs && !link->is_frozen) {
     link->is_frozen = true;
