@@ -1,0 +1,46 @@
+// What control.cc (the thread, commands, deadlines) and control_packets.cc (what is said on a socket) share.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/shm/control.h"
+
+namespace crossrail::shm {
+
+inline constexpr uint16_t kControlVersion = 2;
+
+enum PacketType : uint8_t { kHello = 1, kWelcome, kRefuse, kImport, kImported, kRegionGone, kPing, kPong, kGoodbye };
+
+// A value that only this process has; survives fork, so it is compared together with the pid.
+uint64_t process_token();
+
+// One socket. Lifecycle: 1. strangers have accepted = true and no link yet; initiators are connecting. 2. up. 3. lost;
+// swept at the end of the loop turn.
+struct Control::Connection {
+  uint64_t token = 0;
+  uint64_t link_id = 0;  // ours when we initiated, made up by us when accepted
+  bool accepted = false;
+  bool up = false;
+  bool lost = false;
+  bool connected = false;  // connect(2) went through
+  bool same_process = false;
+  bool orderly = false;  // it said goodbye
+  uint32_t pid = 0;
+  int64_t deadline_ns = 0;
+  Fd socket;
+  Fd process;  // pidfd: sees death even while a forked child holds the socket open
+  std::string peer_name = "?";
+  std::shared_ptr<const Address> target;  // initiator only
+  std::shared_ptr<MemoryMap> segment;     // initiator only
+  uint32_t rail_count = 0;
+  struct Packet {
+    std::vector<uint8_t> bytes;
+    std::vector<Fd> fds;
+  };
+  std::deque<Packet> outbox;
+};
+
+}  // namespace crossrail::shm

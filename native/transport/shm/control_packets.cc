@@ -1,0 +1,276 @@
+// What is said on a control socket. Nothing that arrives is believed.
+#include <fcntl.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "transport/shm/control_connection.h"
+#include "util/clock.h"
+#include "util/codec.h"
+#include "util/errors.h"
+
+namespace crossrail::shm {
+
+namespace {
+
+constexpr size_t kPacketBytesMax = 2048;
+constexpr size_t kFdsMax = 4;
+constexpr size_t kOutboxMax = 4096;  // packets queued for a peer that does not read; then it is cut off
+
+// What a peer sent of its home. Throws UsageError or TransportError.
+std::unique_ptr<PeerHome> open_home(Fd map, Fd bell) {
+  auto home = std::make_unique<PeerHome>();
+  home->map = MemoryMap::map(std::move(map), sizeof(HomeSegment));
+  home->segment = reinterpret_cast<HomeSegment*>(home->map->data());
+  if (home->segment->magic != kLayoutMagic) throw UsageError("shared memory is not crossrail's");
+  home->bell = WakeEvent::adopt(std::move(bell));
+  return home;
+}
+
+}  // namespace
+
+uint64_t process_token() {
+  static const int anchor = 0;
+  static const uint64_t token = static_cast<uint64_t>(now_ns()) ^ reinterpret_cast<uint64_t>(&anchor) << 16;
+  return token;
+}
+
+void Control::on_readable(Connection& connection) {
+  for (int round = 0; round < 64 && !connection.lost; ++round) {
+    uint8_t bytes[kPacketBytesMax];
+    alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * kFdsMax)];
+    iovec vector{.iov_base = bytes, .iov_len = sizeof bytes};
+    msghdr header{};
+    header.msg_iov = &vector;
+    header.msg_iovlen = 1;
+    header.msg_control = ancillary;
+    header.msg_controllen = sizeof ancillary;
+    const ssize_t got = recvmsg(connection.socket.get(), &header, MSG_CMSG_CLOEXEC);
+    if (got < 0) {
+      if (errno == EAGAIN || errno == EINTR) return;
+      lose(connection, std::string("connection broke: ") + std::strerror(errno));
+      return;
+    }
+    std::vector<Fd> fds;
+    for (cmsghdr* item = CMSG_FIRSTHDR(&header); item != nullptr; item = CMSG_NXTHDR(&header, item)) {
+      if (item->cmsg_level != SOL_SOCKET || item->cmsg_type != SCM_RIGHTS) continue;
+      const size_t count = (item->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+      for (size_t i = 0; i < count; ++i) {
+        int fd;
+        std::memcpy(&fd, CMSG_DATA(item) + i * sizeof(int), sizeof fd);
+        fds.emplace_back(fd);
+      }
+    }
+    if (got == 0) {
+      lose(connection, "process " + std::to_string(connection.pid) + " exited or closed the connection");
+      return;
+    }
+    if ((header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
+      emit({.kind = ControlEvent::Kind::kProtocolError, .text = "oversized packet from " + connection.peer_name});
+      lose(connection, "it sent an oversized packet");
+      return;
+    }
+    on_message(connection, {bytes, static_cast<size_t>(got)}, std::move(fds));
+  }
+}
+
+void Control::on_message(Connection& connection, std::span<const uint8_t> bytes, std::vector<Fd> fds) {
+  const uint8_t type = bytes[0];
+  const auto body = bytes.subspan(1);
+  Reader reader(body);
+  try {
+    if (connection.accepted && !connection.up) {
+      if (type != kHello) throw UsageError("first packet is not a hello");
+      on_hello(connection, body, std::move(fds));
+      return;
+    }
+    switch (type) {
+      case kWelcome:
+        on_welcome(connection, body, std::move(fds));
+        return;
+      case kRefuse:
+        lose(connection, "it refused us: " + reader.get_text());
+        return;
+      case kImport:
+        on_import(connection, body);
+        return;
+      case kImported:
+        on_imported(connection, body, std::move(fds));
+        return;
+      case kRegionGone:
+        emit({.kind = ControlEvent::Kind::kRegionClosed,
+              .link_id = connection.link_id,
+              .region_id = reader.get<uint64_t>()});
+        return;
+      case kPing:
+        send(connection, kPong, {});
+        return;
+      case kPong:
+        emit({.kind = ControlEvent::Kind::kPong, .link_id = connection.link_id});
+        return;
+      case kGoodbye:
+        connection.orderly = true;
+        lose(connection, "the engine was closed");
+        return;
+      default:  // a byte from outside, not an enum
+        throw UsageError("packet of unknown type " + std::to_string(type));
+    }
+  } catch (const std::exception& error) {
+    emit({.kind = ControlEvent::Kind::kProtocolError, .text = connection.peer_name + ": " + error.what()});
+    Writer refusal;
+    refusal.put_text(std::string_view(error.what()).substr(0, 255));
+    send(connection, kRefuse, refusal.bytes());
+    lose(connection, std::string("protocol error: ") + error.what());
+  }
+}
+
+void Control::on_hello(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds) {
+  Reader reader(body);
+  const auto protocol = reader.get<uint16_t>();
+  const auto layout = reader.get<uint32_t>();
+  reader.get<uint64_t>();  // process token: only the welcome's is used
+  const uint32_t rails = reader.get<uint8_t>();
+  if (!reader.ok()) throw UsageError("hello is too short");
+  if (protocol != kControlVersion || layout != kLayoutVersion) {
+    throw UsageError("it speaks shm protocol " + std::to_string(protocol) + "." + std::to_string(layout) +
+                     ", we speak " + std::to_string(kControlVersion) + "." + std::to_string(kLayoutVersion) +
+                     "; use the same crossrail release on both sides");
+  }
+  if (rails < 1 || rails > kRailsMax) throw UsageError("hello names " + std::to_string(rails) + " rails");
+  auto peer = std::make_shared<const Address>(Address::decode(reader.rest()));
+  if (fds.size() != 3) throw UsageError("hello carries " + std::to_string(fds.size()) + " descriptors, 3 expected");
+  auto home = open_home(std::move(fds[0]), std::move(fds[1]));
+  auto segment = MemoryMap::map(std::move(fds[2]), link_segment_bytes(rails));
+  if (reinterpret_cast<const LinkSegment*>(segment->data())->magic != kLayoutMagic)
+    throw UsageError("shared memory is not crossrail's");
+  connection.peer_name = peer->name;
+  connection.up = true;
+  regions_->add_toucher(connection.link_id, segment);  // until the holder has handled kInDown
+  emit({.kind = ControlEvent::Kind::kInUp,
+        .link_id = connection.link_id,
+        .peer = peer,
+        .home = std::move(home),
+        .segment = segment,
+        .rail_count = rails,
+        .pid = connection.pid});
+  Writer welcome;
+  welcome.put(process_token());
+  const int out[] = {home_->fd(), bell_->fd()};
+  send(connection, kWelcome, welcome.bytes(), out);
+}
+
+void Control::on_welcome(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds) {
+  Reader reader(body);
+  const auto token = reader.get<uint64_t>();
+  if (connection.accepted || connection.up || !reader.finished() || fds.size() != 2)
+    throw UsageError("unexpected welcome");
+  auto home = open_home(std::move(fds[0]), std::move(fds[1]));
+  connection.up = true;
+  connection.same_process = token == process_token() && connection.pid == static_cast<uint32_t>(getpid());
+  emit({.kind = ControlEvent::Kind::kOutUp,
+        .link_id = connection.link_id,
+        .home = std::move(home),
+        .pid = connection.pid,
+        .same_process = connection.same_process});
+}
+
+void Control::on_import(Connection& connection, std::span<const uint8_t> body) {
+  Reader reader(body);
+  const auto region_id = reader.get<uint64_t>();
+  if (!reader.finished()) throw UsageError("malformed import");
+  const RegionFacts facts = regions_->facts(region_id);
+  Writer reply;
+  reply.put(region_id);
+  reply.put(static_cast<uint8_t>(facts.status));
+  reply.put(static_cast<uint8_t>(facts.access));
+  reply.put(facts.base);
+  reply.put(facts.length_bytes);
+  reply.put(facts.map_offset);
+  if (facts.map) {
+    const int fds[] = {facts.map->fd()};
+    send(connection, kImported, reply.bytes(), fds);
+  } else {
+    send(connection, kImported, reply.bytes());
+  }
+}
+
+void Control::on_imported(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds) {
+  Reader reader(body);
+  ControlEvent event{.kind = ControlEvent::Kind::kImported, .link_id = connection.link_id};
+  event.region_id = reader.get<uint64_t>();
+  const auto status = reader.get<uint8_t>();
+  event.facts.access = static_cast<Access>(reader.get<uint8_t>());
+  event.facts.base = reader.get<uint64_t>();
+  event.facts.length_bytes = reader.get<uint64_t>();
+  event.facts.map_offset = reader.get<uint64_t>();
+  if (!reader.finished() || connection.accepted) throw UsageError("malformed import reply");
+  event.facts.status = status == static_cast<uint8_t>(Status::kDone) ? Status::kDone : Status::kRegionClosed;
+  if (event.facts.status == Status::kDone && !fds.empty()) {
+    const uint64_t end = event.facts.map_offset + event.facts.length_bytes;
+    if (end < event.facts.length_bytes) throw UsageError("import reply with a range that wraps");
+    try {
+      event.facts.map = MemoryMap::map(std::move(fds[0]), end);
+    } catch (const TransportError& error) {
+      event.facts.status = Status::kTransportFailed;  // this region only: the peer is fine
+      event.text = error.what();
+    }
+  }
+  emit(std::move(event));
+}
+
+void Control::send(Connection& connection, uint8_t type, std::span<const uint8_t> body, std::span<const int> fds) {
+  if (connection.lost) return;
+  if (connection.outbox.size() >= kOutboxMax) {
+    lose(connection, "it does not read its control socket");
+    return;
+  }
+  Connection::Packet packet;
+  packet.bytes.push_back(type);
+  packet.bytes.insert(packet.bytes.end(), body.begin(), body.end());
+  for (const int fd : fds) packet.fds.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  connection.outbox.push_back(std::move(packet));
+  flush(connection);
+}
+
+void Control::flush(Connection& connection) {
+  while (!connection.outbox.empty() && !connection.lost) {
+    Connection::Packet& packet = connection.outbox.front();
+    iovec vector{.iov_base = packet.bytes.data(), .iov_len = packet.bytes.size()};
+    alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * kFdsMax)] = {};
+    msghdr header{};
+    header.msg_iov = &vector;
+    header.msg_iovlen = 1;
+    if (!packet.fds.empty()) {
+      header.msg_control = ancillary;
+      header.msg_controllen = CMSG_SPACE(sizeof(int) * packet.fds.size());
+      cmsghdr* item = CMSG_FIRSTHDR(&header);
+      item->cmsg_level = SOL_SOCKET;
+      item->cmsg_type = SCM_RIGHTS;
+      item->cmsg_len = CMSG_LEN(sizeof(int) * packet.fds.size());
+      for (size_t i = 0; i < packet.fds.size(); ++i) {
+        const int fd = packet.fds[i].get();
+        std::memcpy(CMSG_DATA(item) + i * sizeof(int), &fd, sizeof fd);
+      }
+    }
+    if (sendmsg(connection.socket.get(), &header, MSG_NOSIGNAL) < 0) {
+      if (errno == EAGAIN || errno == EINTR) break;
+      // A peer that closed first may have left us a reason: let the read side find it.
+      if (errno == EPIPE || errno == ECONNRESET) {
+        connection.outbox.clear();
+        return;
+      }
+      lose(connection, std::string("cannot send: ") + std::strerror(errno));
+      return;
+    }
+    connection.outbox.pop_front();
+  }
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = connection.token}};
+  if (!connection.outbox.empty()) event.events |= EPOLLOUT;
+  epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, connection.socket.get(), &event);
+}
+
+}  // namespace crossrail::shm
