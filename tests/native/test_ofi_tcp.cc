@@ -295,6 +295,13 @@ TEST_CASE("ofi tcp: offers that no NIC made are refused") {
   for (size_t length = 0; length < good.size(); ++length)
     CHECK_THROWS_AS(path->connect(b->endpoint(), {good.data(), length}), TransportError);
   CHECK_THROWS_AS(path->connect(bytes_of("endpoint"), good), TransportError);
+  std::vector<uint8_t> liar = good;  // a family whose addresses are longer than what is there
+  liar[liar.size() - 16] = 10;
+  CHECK_THROWS_AS(path->connect(b->endpoint(), liar), TransportError);
+  std::vector<uint8_t> endpoint(b->endpoint().begin(), b->endpoint().end());
+  endpoint[endpoint.size() - 16] = 10;
+  CHECK(a->nearness(endpoint) == 0);
+  a->send_datagram(endpoint, bytes_of("to nobody"));
 }
 
 TEST_CASE("ofi tcp: a path to nobody breaks by itself") {
