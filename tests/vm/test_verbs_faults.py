@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import pytest
 import crossrail as xr
 from tests.conftest import EngineFactory, PeerFactory
 from tests.support.limits import WAIT_S, eventually, never
-from tests.support.node import RemoteEngine
+from tests.support.node import LocalNode, RemoteEngine
 from tests.support.operations import Operations
 from tests.support.patterns import assert_same_bytes, pattern
 from tests.vm.conftest import Cables
@@ -55,17 +57,27 @@ class Flow:
         self.transfers.clear()
 
 
-def flow(open_engine: EngineFactory, spawn_peer: PeerFactory, kind: str, **options: object) -> Flow:
-    here = open_engine(transport="verbs", rails=OURS, **options)
-    return Flow(here, spawn_peer().open(transport="verbs", rails=THEIRS, **options), kind)
+OpenThere = Callable[..., RemoteEngine]
+
+
+@pytest.fixture
+def open_there(nothing_leaks: None) -> Iterator[OpenThere]:
+    """Opens engines for the other side, in this process: to start a child takes seconds here."""
+    node = LocalNode()
+    yield lambda key="main", **options: RemoteEngine(node, key, transport="verbs", **({"rails": THEIRS} | options))
+    node.shutdown()
+
+
+def flow(open_engine: EngineFactory, open_there: OpenThere, kind: str, **options: object) -> Flow:
+    return Flow(open_engine(transport="verbs", rails=OURS, **options), open_there(**options), kind)
 
 
 @pytest.mark.parametrize("end", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rail_that_fails_loses_nothing_and_comes_back(
-    open_engine: EngineFactory, spawn_peer: PeerFactory, cables: Cables, kind: str, end: int
+    open_engine: EngineFactory, open_there: OpenThere, cables: Cables, kind: str, end: int
 ) -> None:
-    moving = flow(open_engine, spawn_peer, kind)
+    moving = flow(open_engine, open_there, kind)
     moving.submit(16)
     time.sleep(0.05)
 
@@ -86,12 +98,11 @@ def again(moving: Flow) -> bool:
 
 
 def received_bytes(nic: int) -> int:
-    with open(f"/sys/class/net/nic{nic}/statistics/rx_bytes") as file:
-        return int(file.read())
+    return int(Path(f"/sys/class/net/nic{nic}/statistics/rx_bytes").read_text())
 
 
-def test_all_rails_down_and_up_again(open_engine: EngineFactory, spawn_peer: PeerFactory, cables: Cables) -> None:
-    moving = flow(open_engine, spawn_peer, "write", peer_timeout_s=30)
+def test_all_rails_down_and_up_again(open_engine: EngineFactory, open_there: OpenThere, cables: Cables) -> None:
+    moving = flow(open_engine, open_there, "write", peer_timeout_s=30)
     moving.submit(8)
 
     for nic in (0, 1):
@@ -104,8 +115,8 @@ def test_all_rails_down_and_up_again(open_engine: EngineFactory, spawn_peer: Pee
     moving.expect_all_done_and_counted_once()
 
 
-def test_peer_out_of_reach_is_lost_in_time(open_engine: EngineFactory, spawn_peer: PeerFactory, cables: Cables) -> None:
-    moving = flow(open_engine, spawn_peer, "write", peer_timeout_s=3)
+def test_peer_out_of_reach_is_lost_in_time(open_engine: EngineFactory, open_there: OpenThere, cables: Cables) -> None:
+    moving = flow(open_engine, open_there, "write", peer_timeout_s=3)
     moving.submit(2)
     moving.expect_all_done_and_counted_once()
     for nic in (2, 3):
@@ -121,10 +132,10 @@ def test_peer_out_of_reach_is_lost_in_time(open_engine: EngineFactory, spawn_pee
 
 
 def test_peer_that_was_never_there_is_not_connected(
-    open_engine: EngineFactory, spawn_peer: PeerFactory, cables: Cables
+    open_engine: EngineFactory, open_there: OpenThere, cables: Cables
 ) -> None:
     here = open_engine(transport="verbs", rails=OURS, connect_timeout_s=2)
-    there = spawn_peer().open(transport="verbs", rails=THEIRS)
+    there = open_there()
     target = there.memory(1000)
     for nic in (2, 3):
         cables.pull(nic)
@@ -135,12 +146,13 @@ def test_peer_that_was_never_there_is_not_connected(
 
 @pytest.mark.parametrize("spoilt", [("loss", "2%"), ("delay", "200us", "reorder", "5%"), ("duplicate", "10%")])
 def test_bad_network_loses_nothing(
-    open_engine: EngineFactory, spawn_peer: PeerFactory, cables: Cables, spoilt: tuple[str, ...]
+    open_engine: EngineFactory, open_there: OpenThere, cables: Cables, spoilt: tuple[str, ...]
 ) -> None:
     for nic in range(4):
         cables.spoil(nic, *spoilt)
     for kind in KINDS:
-        moving = flow(open_engine, spawn_peer, kind)
+        here, there = open_engine(transport="verbs", rails=OURS), open_there(kind)
+        moving = Flow(here, there, kind)
         moving.submit(4)
         moving.expect_all_done_and_counted_once()
 
@@ -202,20 +214,21 @@ def test_same_name_restarted_is_another(open_engine: EngineFactory, spawn_peer: 
         here.submit_write(source, stale).wait(NOTICED_S)
 
 
-def test_other_secret_is_refused(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
+def test_other_secret_is_refused(open_engine: EngineFactory, open_there: OpenThere) -> None:
     here = open_engine(transport="verbs", rails=OURS, secret="one", connect_timeout_s=3)
-    there = spawn_peer().open(transport="verbs", rails=THEIRS, secret="two")
+    there = open_there(secret="two")
 
     with pytest.raises(xr.PeerLost):
         here.connect(there.address, WAIT_S)
 
 
 def test_port_that_is_down_at_the_start_is_used_later(
-    open_engine: EngineFactory, spawn_peer: PeerFactory, cables: Cables
+    open_engine: EngineFactory, open_there: OpenThere, cables: Cables
 ) -> None:
     cables.pull(1)
-    eventually(lambda: "DOWN" in open("/sys/class/infiniband/rxe1/ports/1/state").read(), "the port down")
-    moving = flow(open_engine, spawn_peer, "write")
+    state = Path("/sys/class/infiniband/rxe1/ports/1/state")
+    eventually(lambda: "DOWN" in state.read_text(), "the port down")
+    moving = flow(open_engine, open_there, "write")
     moving.submit(4)
     moving.expect_all_done_and_counted_once()
 
@@ -225,9 +238,9 @@ def test_port_that_is_down_at_the_start_is_used_later(
     eventually(lambda: again(moving) and received_bytes(3) - carried > NBYTES, "bytes on the rail", NOTICED_S)
 
 
-def test_ten_thousand_transfers_outstanding(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
+def test_ten_thousand_transfers_outstanding(open_engine: EngineFactory, open_there: OpenThere) -> None:
     here = open_engine(transport="verbs", rails=OURS)
-    there = spawn_peer().open(transport="verbs", rails=THEIRS)
+    there = open_there()
     source, target = here.alloc(64), there.memory(64)
 
     transfers = [here.submit_write(source, target.descriptor, imm=1) for _ in range(10_000)]
@@ -259,10 +272,10 @@ def test_unknown_rail_is_a_usage_error_that_lists_what_is_there() -> None:
         xr.Engine("here", transport="verbs", rails=["mlx5_9"])
 
 
-def test_region_larger_than_one_work_request(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
+def test_region_larger_than_one_work_request(open_engine: EngineFactory, open_there: OpenThere) -> None:
     """Soft-RoCE takes 8 MiB at once."""
     here = open_engine(transport="verbs", rails=["rxe0"])
-    there = spawn_peer().open(transport="verbs", rails=["rxe2"])
+    there = open_there(rails=["rxe2"])
     source = here.register(np.random.default_rng(1).integers(0, 256, 20 << 20, np.uint8))
     target = there.memory(20 << 20, "private")
 

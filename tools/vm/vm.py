@@ -250,8 +250,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(main(sys.argv[1:]))
-    except VmError as error:
-        say(str(error))
+    except (VmError, OSError, subprocess.SubprocessError) as error:
+        say(f"cannot: {error}")
         sys.exit(CANNOT)
     except KeyboardInterrupt:
         sys.exit(130)
