@@ -34,7 +34,7 @@ def default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[
     """The engine's rails: as given, but a number becomes names of RDMA ports where the topology has so many to offer.
 
     transport, rails: the engine's options. What is wrong with them is left to the engine, which says it better. A
-    machine without RDMA devices is not even looked at.
+    machine without such hardware is not even looked at.
     """
     # Beside a transport that knows other names the names of ports would be errors.
     words = transport.split("+")
@@ -61,8 +61,9 @@ def rail_names(topology: Topology, need: Need, count: int) -> list[str]:
 
 
 def _has_rdma() -> bool:
+    """Of hardware: software devices, which the topology leaves out, have none below them."""
     try:
-        return any(RDMA_DEVICES.iterdir())
+        return any((entry / "device").exists() for entry in RDMA_DEVICES.iterdir())
     except OSError:
         return False
 

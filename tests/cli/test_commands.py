@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.setups import why_not
 from tests.support.limits import WAIT_S
 from tests.support.process import REPOSITORY
 from tests.support.seeds import Seed
@@ -247,3 +248,17 @@ def test_quick_bench_runs_every_limit_of_bare_sockets(tmp_path: Path) -> None:
     results = json.loads(file.read_text())["results"]
     assert all(result["value"] > 0 for result in results if result["name"] != "first-write-trips")
     assert all(result["limit"] > 0 for result in results if result["limit_is"])
+
+
+@pytest.mark.no_sanitizer
+@pytest.mark.skipif(bool(why_not("ofi:tcp")), reason=why_not("ofi:tcp") or "-")
+def test_quick_bench_over_ofi_runs_beside_bare_libfabric(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    some = ("--only", "write-1m-w16", "--only", "paged-64k")
+    options = ("--transport", "ofi:tcp", "--quick", "--runs", 1, "--pool-bytes", "64M", "--json", file)
+
+    succeeded(crossrail("bench", *options, *some))
+
+    results = json.loads(file.read_text())["results"]
+    assert [result["limit_is"] for result in results] == ["bare libfabric"] * 2
+    assert all(result["value"] > 0 and result["limit"] > 0 for result in results)

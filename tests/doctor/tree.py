@@ -37,6 +37,7 @@ class FakeHost(Host):
             transports=[TransportTest("shm", "ok", "", 12.0)],
         )  # fmt: skip
         self.sites: list[Path] = []
+        self.brought: list[Path] = []
 
     @property
     def uid(self) -> int:
@@ -60,6 +61,9 @@ class FakeHost(Host):
 
     def site_folders(self) -> list[Path]:
         return self.sites
+
+    def libfabrics_of_packages(self) -> list[Path]:
+        return self.brought
 
     def open_libraries(self, names: Sequence[str]) -> dict[str, Library]:
         missing = "cannot open shared object file: No such file or directory"

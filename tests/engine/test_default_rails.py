@@ -19,7 +19,7 @@ from tests.support.machines import machine, nic, pretend, rdma_nic
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Three ports that could be rails, one of them slower, one that is down, one that is software."""
-    (tmp_path / "mlx5_0").mkdir()
+    (tmp_path / "mlx5_0" / "device").mkdir(parents=True)
     monkeypatch.setattr(chooser, "RDMA_DEVICES", tmp_path)
     nics = [rdma_nic("mlx5_0", speed=200.0), rdma_nic("mlx5_1"), rdma_nic("mlx5_2")]
     pretend(
@@ -56,7 +56,7 @@ def test_number_of_rails_becomes_the_best_ports(
 
 @pytest.mark.parametrize("transport", ["ofi", "ofi:efa", "auto"])
 def test_rails_of_ofi_are_efa_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str) -> None:
-    (tmp_path / "rdmap0s0").mkdir()
+    (tmp_path / "rdmap0s0" / "device").mkdir(parents=True)
     monkeypatch.setattr(chooser, "RDMA_DEVICES", tmp_path)
     pretend(monkeypatch, machine(rdma_nic("rdmap0s0", kind="efa"), rdma_nic("rdmap0s1", kind="efa")))
 
@@ -64,7 +64,9 @@ def test_rails_of_ofi_are_efa_devices(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_machine_without_rdma_is_not_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "missing"):
+    (tmp_path / "soft" / "rxe0").mkdir(parents=True)
+    (tmp_path / "none").mkdir()
+    for folder in (tmp_path / "soft", tmp_path / "none", tmp_path / "missing"):
         monkeypatch.setattr(chooser, "RDMA_DEVICES", folder)
         monkeypatch.setattr(chooser, "read_topology", lambda: pytest.fail("read"))
         assert default_rails("auto", 3) == 3

@@ -9,12 +9,8 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
-from tests.contract.setups import why_not
 from tests.support.limits import WAIT_S
 from tests.support.patterns import pattern
-
-if reason := why_not("ofi:tcp"):
-    pytest.skip(reason, allow_module_level=True)
 
 LOOPBACK = ["127.0.0.1"]
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.contract.setups import why_not
 from tests.support.process import assert_clean, run_script
 
 ENDINGS = {
@@ -29,6 +30,8 @@ OPTIONS = {
     "shm": "{'transport': 'shm', 'rails': 2}",
     "tcp": "{'transport': 'tcp', 'rails': ['127.0.0.1', '127.0.0.2']}",
 }
+if not why_not("ofi:tcp"):
+    OPTIONS["ofi:tcp"] = "{'transport': 'ofi:tcp', 'rails': ['127.0.0.1', '127.0.0.2']}"
 
 SCRIPT = """
     import asyncio, threading, time

@@ -1,6 +1,7 @@
 // The ofi NIC on libfabric's own tcp provider, over 127.0.0.0/8.
 #include <doctest/doctest.h>
 #include <poll.h>
+#include <rdma/fi_rma.h>
 
 #include <algorithm>
 #include <numeric>
@@ -8,6 +9,7 @@
 
 #include "ofi_rig.h"
 #include "transport/ofi/open.h"
+#include "transport/ofi/wire.h"
 #include "util/errors.h"
 
 namespace crossrail::test {
@@ -295,6 +297,36 @@ TEST_CASE("ofi tcp: offers that no NIC made are refused") {
   for (size_t length = 0; length < good.size(); ++length)
     CHECK_THROWS_AS(path->connect(b->endpoint(), {good.data(), length}), TransportError);
   CHECK_THROWS_AS(path->connect(bytes_of("endpoint"), good), TransportError);
+  std::vector<uint8_t> liar = good;  // a family whose addresses are longer than what is there
+  liar[liar.size() - 16] = 10;
+  CHECK_THROWS_AS(path->connect(b->endpoint(), liar), TransportError);
+  std::vector<uint8_t> endpoint(b->endpoint().begin(), b->endpoint().end());
+  endpoint[endpoint.size() - 16] = 10;
+  CHECK(a->nearness(endpoint) == 0);
+  a->send_datagram(endpoint, bytes_of("to nobody"));
+}
+
+TEST_CASE("ofi tcp: 64 paths at once") {
+  if (!has_library()) return;
+  OfiPair pair(open_nic("127.0.0.1"), open_nic("127.0.0.2"));
+  std::vector<std::unique_ptr<rdma::NicPath>> ours;
+  std::vector<std::unique_ptr<rdma::NicPath>> theirs;
+  for (int i = 0; i < 64; ++i) {
+    ours.push_back(pair.a.nic->make_path());
+    theirs.push_back(pair.b.nic->make_path());
+    ours.back()->connect(pair.b.nic->endpoint(), theirs.back()->offer());
+    theirs.back()->connect(pair.a.nic->endpoint(), ours.back()->offer());
+  }
+  rdma::NicWork work = pair.a.write_to(pair.b, 0, 0, 4096);
+  work.has_imm = true;
+  for (auto& path : ours) {
+    work.imm = static_cast<uint32_t>(&path - ours.data());
+    REQUIRE(pair.post(pair.a, *path, {work}));
+  }
+  REQUIRE(pair.until([&] { return pair.b.events.imms.size() == ours.size(); }));
+  for (const auto& [path, imm] : pair.b.events.imms) CHECK(path == theirs[imm].get());
+  for (auto& path : ours) CHECK(pair.end(pair.a, path));
+  for (auto& path : theirs) CHECK(pair.end(pair.b, path));
 }
 
 TEST_CASE("ofi tcp: a path to nobody breaks by itself") {
@@ -308,6 +340,34 @@ TEST_CASE("ofi tcp: a path to nobody breaks by itself") {
   CHECK(pair.at_a->post({}) == 0);
   REQUIRE(pair.until([&] { return !pair.a.events.broken.empty(); }, 8));
   CHECK(pair.end(pair.a, pair.at_a));
+}
+
+TEST_CASE("ofi tcp: plain libfabric, without a NIC of ours, writes into registered memory and counts") {
+  if (!has_library()) return;
+  TcpPair pair;
+  const auto offer = ofi::OfferWords::decode(pair.at_b->offer());
+  const auto library = ofi::open_library();
+  const ofi::Rules rules = ofi::rules_for("tcp");
+  ofi::Domain domain(library, rules, std::move(ofi::choose(*library, rules, {"127.0.0.3"}, 1).front()));
+  ofi::Endpoint endpoint(domain, 0);
+  const fi_addr_t to = domain.peers().add(offer->name);
+  std::string text = "from a stranger";
+  const uint64_t data = static_cast<uint64_t>(offer->path_id) << 32 | 4711;
+  fi_context2 context;
+  const auto progress = [&](const auto& wanted) {
+    return pair.until([&] {
+      fi_cq_data_entry entry;
+      return wanted(fi_cq_read(domain.queue(), &entry, 1));
+    });
+  };
+  REQUIRE(progress([&](ssize_t) {
+    return fi_writedata(endpoint.fid(), text.data(), text.size(), nullptr, data, to,
+                        pair.b.registration->remote_base + 9, pair.b.registration->key, &context) == 0;
+  }));
+  REQUIRE(progress([&](ssize_t) { return pair.b.events.imms.size() == 1; }));
+  CHECK(pair.b.events.imms[0].first == pair.at_b.get());
+  CHECK(pair.b.events.imms[0].second == 4711);
+  CHECK(std::memcmp(pair.b.memory.data() + 9, text.data(), text.size()) == 0);
 }
 
 TEST_CASE("ofi tcp: registration from other threads while the holder polls") {

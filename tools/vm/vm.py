@@ -72,7 +72,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--nics", type=int, default=4, help="Soft-RoCE NICs (4)")
-    parser.add_argument("--timeout", type=float, default=300, metavar="S", help="the guest's longest life (300)")
+    parser.add_argument("--timeout", type=float, default=660, metavar="S", help="the guest's longest life (660)")
     parser.add_argument("--memory", type=int, default=2048, metavar="MIB", help="its memory (2048)")
     parser.add_argument("--cpus", type=int, default=2, help="its processors (2)")
     parser.add_argument("--mtu", type=int, default=9000, help="9000 gives RDMA packets of 4096, 1500 of 1024")
@@ -250,8 +250,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(main(sys.argv[1:]))
-    except VmError as error:
-        say(str(error))
+    except (VmError, OSError, subprocess.SubprocessError) as error:
+        say(f"cannot: {error}")
         sys.exit(CANNOT)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -72,6 +72,7 @@ void Domain::open_queue() {
   int code = 0;
   fid_cq* queue = nullptr;
   for (const fi_wait_obj wait : {FI_WAIT_FD, FI_WAIT_NONE}) {
+    if (wait == FI_WAIT_FD && !rules_.has_descriptor) continue;
     attributes.wait_obj = wait;
     for (attributes.size = rules_.is_efa ? kQueueEntriesMax : kQueueEntries; attributes.size >= kQueueEntriesMin;
          attributes.size /= 2) {

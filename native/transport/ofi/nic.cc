@@ -27,6 +27,7 @@ constexpr uint64_t kWorkBytesMax = 1ull << 30;
 constexpr size_t kDatagramsMax = 1024;
 constexpr size_t kKnownMax = 1024;
 constexpr int64_t kDatagramLife = 1'000'000'000;
+constexpr int64_t kDatagramPause = 200'000;  // each attempt at a peer that is not there costs a socket
 constexpr int64_t kMillisecond = 1'000'000;
 
 uint32_t random_id() {
@@ -187,12 +188,15 @@ void OfiNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::span<con
     return;
   }
   datagrams_.push_back({words->name, {bytes.begin(), bytes.end()}, now_ns() + kDatagramLife});
+  datagrams_next_ns_ = 0;
   tend_datagrams();
 }
 
 uint32_t OfiNic::tend_datagrams() {
   uint32_t moved = 0;
   const int64_t now = now_ns();
+  if (now < datagrams_next_ns_) return 0;
+  datagrams_next_ns_ = now + kDatagramPause;
   std::deque<Datagram> waiting;
   waiting.swap(datagrams_);
   const PacketHead head{static_cast<uint32_t>(Packet::kDatagram), 0, 0};

@@ -145,6 +145,8 @@ class OfiNic final : public rdma::Nic {
   bool pending_ = false;
   uint32_t dropped_ = 0;  // packets that were nonsense
   int64_t now_ = 0;
+  int64_t unready_next_ns_ = 0;
+  int64_t datagrams_next_ns_ = 0;
   int64_t active_ns_ = 0;
   int64_t port_looked_ns_ = 0;
 };

@@ -38,7 +38,8 @@ OfiPath::~OfiPath() { nic_.remove_path(*this); }
 void OfiPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> peer_offer) {
   const auto endpoint = EndpointWords::decode(peer_endpoint);
   const auto offer = OfferWords::decode(peer_offer);
-  if (!endpoint || !offer || nic_.nearness(peer_endpoint) == 0 || offer->name.size() != endpoint->name.size())
+  if (!endpoint || !offer || nic_.nearness(peer_endpoint) == 0 ||
+      !is_name_like(endpoint->format, offer->name, endpoint->name))
     throw TransportError("connect", 0, "the peer's NIC tells of itself what no " + nic_.fabric() + " NIC would");
   // Where the peer's works come from another of its endpoints than that of its address, the NIC still knows its host by
   // this one: efa answers nobody whose address it was not given.
@@ -50,6 +51,7 @@ void OfiPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const ui
   is_connected_ = true;
   ready_by_ = now_ns() + kReadyTimeout;
   nic_.unready_.push_back(this);
+  nic_.unready_next_ns_ = 0;
   nic_.tend_unready();
 }
 

@@ -12,6 +12,9 @@ namespace {
 
 constexpr size_t kEntriesAtOnce = 32;
 constexpr int kReadsMax = 16;  // of so many entries in one poll
+// While somebody waits for its end: traffic of others must not put it off for ever.
+constexpr int kReadsToEndMax = 256;
+constexpr int64_t kUnreadyPause = 20'000;  // each attempt drives the provider
 constexpr int64_t kFenceTimeout = 2'000'000'000;
 constexpr int64_t kPortInterval = 500'000'000;
 
@@ -82,8 +85,10 @@ uint32_t OfiNic::read_queue(rdma::NicEvents& events) {
   uint32_t count = 0;
   queue_read_to_end_ = is_dead_;
   if (is_dead_) return 0;
+  const bool to_end = !ending_.empty() || !closed_.empty() || fences_->wanted.load() != fences_->done.load();
+  const int rounds = to_end ? kReadsToEndMax : kReadsMax;
   fi_cq_data_entry entries[kEntriesAtOnce];
-  for (int round = 0; round < kReadsMax; ++round) {
+  for (int round = 0; round < rounds; ++round) {
     const ssize_t got = fi_cq_read(domain_->queue(), entries, kEntriesAtOnce);
     if (got > 0) {
       for (ssize_t i = 0; i < got; ++i) on_entry(entries[i], events);
@@ -246,6 +251,8 @@ void OfiNic::on_path_packet(Op& op, const PacketHead& head, std::span<const uint
 uint32_t OfiNic::tend_unready() {
   uint32_t ready = 0;
   const int64_t now = now_ns();
+  if (now < unready_next_ns_) return 0;
+  unready_next_ns_ = now + kUnreadyPause;
   const std::vector<OfiPath*> waiting = unready_;
   for (OfiPath* path : waiting) {
     if (path->send_packet(Packet::kHello, 0, {}, {})) {

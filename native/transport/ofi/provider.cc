@@ -240,6 +240,7 @@ Rules rules_for(const std::string& provider) {
   rules.uses_ip = provider == "tcp" || provider == "net" || provider == "sockets" || provider.starts_with("tcp;") ||
                   provider.starts_with("udp;") || provider.starts_with("verbs;");
   rules.ordered = provider == "tcp";
+  rules.has_descriptor = provider.find(';') == std::string::npos;
   if (provider == "tcp") return rules;
   rules.unproven = "no test of ours runs on this provider";
   if (provider == "shm") {

@@ -27,6 +27,9 @@ struct Rules {
   bool delivery_complete = true;
   // The provider, not a NIC, places peers' bytes: closing a registration does not end what is being placed.
   bool placed_by_software = true;
+  // Its queue's descriptor can be slept on. Not those of layered ones (tcp;ofi_rxm): epoll sets within epoll sets, as
+  // deep as the kernel allows, and ours would be one more.
+  bool has_descriptor = true;
   bool keeps_doorbell = false;  // FI_MORE saves something
   std::string unproven;         // what nobody has proven of it, to be said to the user; empty: our tests run on it
   std::string refused;          // why it is not used at all; empty: it is

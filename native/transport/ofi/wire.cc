@@ -76,8 +76,15 @@ std::optional<OfferWords> OfferWords::decode(std::span<const uint8_t> bytes) {
   return words;
 }
 
+bool is_name_like(uint32_t format, const Name& name, const Name& ours) {
+  if (name.size() != ours.size()) return false;
+  // A socket address says itself how long it is, by its family.
+  const bool has_family = format == FI_SOCKADDR || format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6;
+  return !has_family || (name.size() >= 2 && name[0] == ours[0] && name[1] == ours[1]);
+}
+
 int nearness_of(const EndpointWords& a, const EndpointWords& b) {
-  if (a.format != b.format || a.name.size() != b.name.size()) return 0;
+  if (a.format != b.format || !is_name_like(a.format, b.name, a.name)) return 0;
   const std::span<const uint8_t> left = ip_of(a);
   const std::span<const uint8_t> right = ip_of(b);
   const size_t bits =

@@ -28,6 +28,9 @@ struct OfferWords {
   static std::optional<OfferWords> decode(std::span<const uint8_t> bytes);
 };
 
+// Whether a provider can be given `name` as one more of the kind of `ours`: providers trust lengths and families.
+bool is_name_like(uint32_t format, const Name& name, const Name& ours);
+
 // 0 not reachable from each other, 1 perhaps, 2 in one IP network.
 int nearness_of(const EndpointWords& a, const EndpointWords& b);
 

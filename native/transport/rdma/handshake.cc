@@ -262,6 +262,7 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
     doom(*session, "it has forgotten this engine, and begins anew", false);
     return nullptr;
   }
+  session->peer_nonce = head.nonce;
   session->peer_has_link = head.has_link;
   if (head.has_link) session->has_left = session->peer_left = false;
   return session;
@@ -377,8 +378,10 @@ void RdmaTransport::tend_path(Path& path) {
     case PathState::kAccepted:
       if (now_ - path.state_since_ns >= kAcceptedMaxNs) mark_broken(path, "the peer asked for it, and never used it");
       return;
-    case PathState::kOpen:
     case PathState::kBreaking:
+      if (now_ - path.state_since_ns >= kFlushMaxNs) give_up(path);
+      return;
+    case PathState::kOpen:
       return;
   }
 }
@@ -417,7 +420,16 @@ void RdmaTransport::on_hello(Session& session, const PathBody& body) {
     mark_broken(path, kItsEndBroke);
     return;  // it will say Hello again
   }
-  if (!path.doubt.empty() || !make_nic_path(path)) return;
+  if (!path.doubt.empty()) return;
+  if (!make_nic_path(path)) {
+    DatagramHead head;
+    head.kind = DatagramKind::kHello;
+    head.nonce = session.peer_nonce;
+    head.sender = session.key.peer;
+    head.endpoint = session.peer_endpoints[path.peer_rail];
+    refuse(*rails_[path.rail], head, RefuseCode::kFull, path.trouble);
+    return;
+  }
   path.epoch = body.epoch;
   path.peer_token = body.token;
   if (!connect_path(path, body.offer)) return;

@@ -25,7 +25,6 @@ constexpr int64_t kGoodForNs =
 constexpr uint32_t kAttemptsMax = 12;
 constexpr uint32_t kAttemptsMaxUnordered = 60;
 static_assert(kAttemptsMaxUnordered < 64);  // bits of attempts_of()
-constexpr int64_t kDrainMaxNs = 10'000'000'000;
 
 bool needs_region(const WorkRequest& work) { return work.remote != nullptr; }
 const RdmaKey& key_of(const WorkRequest& work) { return static_cast<const RdmaKey&>(*work.remote); }
@@ -130,6 +129,7 @@ void RdmaTransport::finish_break(Path& path) {
   Session& session = *path.session;
   path.closed_epoch = path.epoch;
   path.closed_seen = path.seen;
+  path.closed_counts = path.nic_path != nullptr && rails_[path.rail]->nic->limits().names_imm_paths;
   collect_doubt(path);
   drop_nic_path(path);
   path.state = PathState::kIdle;
@@ -163,7 +163,7 @@ void RdmaTransport::collect_doubt(Path& path) {
 
 // Polls until these paths are flushed. For calls that have to retire everything before they return.
 void RdmaTransport::drain(const std::vector<Path*>& paths) {
-  const int64_t patience = now_ns() + kDrainMaxNs;
+  const int64_t patience = now_ns() + kFlushMaxNs;
   const auto is_drained = [&] {
     return std::ranges::all_of(paths, [](const Path* path) { return path->state != PathState::kBreaking; });
   };
@@ -172,18 +172,21 @@ void RdmaTransport::drain(const std::vector<Path*>& paths) {
     for (Path* path : std::exchange(broken_, {})) start_break(*path);
     for (Path* path : std::exchange(flushed_, {})) finish_break(*path);
     if (now_ns() < patience) continue;
-    // A NIC that does not keep its promise: what it still holds stays its own, for ever.
     for (Path* path : paths) {
-      if (path->state != PathState::kBreaking) continue;
-      sink_->on_protocol_error(rails_[path->rail]->nic->name(),
-                               "the NIC did not flush a path within 10 s; memory in use by it may still be touched");
-      collect_doubt(*path);
-      tokens_.erase(path->token);
-      path->nic_path->user = nullptr;
-      static_cast<void>(path->nic_path.release());
-      path->state = PathState::kIdle;
+      if (path->state == PathState::kBreaking) give_up(*path);
     }
   }
+}
+
+// A NIC that does not keep its promise: what it still holds stays its own, for ever.
+void RdmaTransport::give_up(Path& path) {
+  sink_->on_protocol_error(rails_[path.rail]->nic->name(),
+                           "the NIC did not flush a path within 10 s; memory in use by it may still be touched");
+  tokens_.erase(path.token);
+  path.nic_path->user = nullptr;
+  static_cast<void>(path.nic_path.release());
+  path.is_flushed = true;
+  finish_break(path);
 }
 
 // --- asking and answering ---
@@ -247,8 +250,7 @@ void RdmaTransport::on_resolve(Session& session, const ResolveBody& body) {
 
 // Of the epoch that was closed last.
 void RdmaTransport::answer(Path& path, const std::vector<Span>& spans) {
-  ResolvedBody body{
-      path.key, path.closed_epoch, rails_[path.rail]->nic->limits().names_imm_paths, path.closed_seen, {}};
+  ResolvedBody body{path.key, path.closed_epoch, path.closed_counts, path.closed_seen, {}};
   for (const Span& span : spans) body.verdicts.push_back(regions_.verdict(span));
   send_to_peer(path, FragmentKind::kResolved, body_of(body), DatagramKind::kResolved, true);
 }

@@ -49,7 +49,7 @@ RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options
              .fifo_rails = false,  // a work may go by any path, and once more by another
              .balances_rails = true,
              .piece_bytes_min = kPieceBytesMin};
-  now_ = now_ns();
+  now_ = ticked_ns_ = now_ns();
 }
 
 RdmaTransport::~RdmaTransport() { close(); }
@@ -265,6 +265,7 @@ void RdmaTransport::Rail::on_work_failed(NicPath& nic_path, uint64_t cookie, Nic
                   : fault == NicFault::kLocal      ? WorkFault::kLocal
                                                    : WorkFault::kInDoubt);
   if (is_refused && !nic->limits().ordered_paths) {
+    if (path->suspects.empty()) path->doubt_since_ns = transport->now_;
     path->suspects.push_back(work);  // the path lives on
     path->outstanding_bytes -= work.length_bytes;
     path->ask_at_ns = 0;
@@ -451,6 +452,7 @@ void RdmaTransport::arm() {
 void RdmaTransport::disarm() {
   if (!armed_.load(std::memory_order_relaxed)) return;
   armed_.store(false, std::memory_order_relaxed);
+  polls_ = kPollsPerClock - 1;  // who slept looks at the clock first
   bell_.unwatch();
 }
 

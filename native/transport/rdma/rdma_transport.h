@@ -151,6 +151,7 @@ class RdmaTransport final : public Transport {
                     bool by_datagram_too);
   void retire_refused(RdmaLink& link, const WorkRequest& work, Status status, const std::string& provider);
   void drain(const std::vector<Path*>& paths);
+  void give_up(Path& path);
 
   // --- posting.cc ---
   bool is_usable(const Path& path) const;
@@ -235,6 +236,7 @@ class RdmaTransport final : public Transport {
   int64_t now_ = 0;
   uint32_t polls_ = 0;
   int64_t next_tick_ns_ = 0;
+  int64_t ticked_ns_ = 0;
   uint64_t garbage_ = 0;
   int64_t garbage_told_ns_ = 0;
   // Whether the progress holder is about to sleep, and nobody has rung since.

@@ -43,6 +43,7 @@ inline void set_fault(WorkRequest& work, WorkFault fault) {
   work.reserved = (work.reserved & ~(7u << 12)) | static_cast<uint32_t>(fault) << 12;
 }
 inline bool is_part(const WorkRequest& work) { return (work.reserved & 1u << 15) != 0; }
+inline constexpr int64_t kFlushMaxNs = 10'000'000'000;  // in which a NIC flushes
 inline constexpr uint32_t kPartBit = 1u << 15;
 
 // A request longer than a NIC's longest work. Its parts go like other works, without immediate; once all are done, the
@@ -112,7 +113,8 @@ struct Path {
   // --- what we saw of the peer's ---
   uint64_t seen = 0;                        // immediates of this epoch
   uint32_t closed_epoch = 0;                // the latest that was connected here and is flushed,
-  uint64_t closed_seen = 0;                 // and what was seen in it
+  uint64_t closed_seen = 0;                 // and what was seen in it,
+  bool closed_counts = false;               // if that is known
   std::optional<std::vector<Span>> answer;  // owed once `epoch` is closed
 
   // --- signs of life ---
@@ -190,7 +192,8 @@ struct Session {
   Key key;
   uint64_t own_number = 0;
   uint64_t peer_number = 0;  // 0: not known yet
-  uint64_t nonce = 0;
+  uint64_t nonce = 0;        // ours,
+  uint64_t peer_nonce = 0;   // and the peer's: what a Refuse repeats
   Digest seal{};
   std::array<uint8_t, 8> target{};
   std::vector<std::unique_ptr<Path>> paths;

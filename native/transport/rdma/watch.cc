@@ -18,6 +18,7 @@ constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 constexpr int64_t kPathSilentNs = 2'000'000'000;
 // Peers that only ever talk to us are asked now and then whether they live: their paths cost memory.
 constexpr int64_t kIdlePingNs = 60'000'000'000;
+constexpr int64_t kAwayNs = 1'000'000'000;
 constexpr int64_t kLeaveNs = 100'000'000;
 
 std::string seconds_text(int64_t ns) {
@@ -29,9 +30,12 @@ std::string seconds_text(int64_t ns) {
 
 void RdmaTransport::tick() {
   now_ = now_ns();
+  // We were not there to listen (stopped, or nobody polled): what that time was silent says nothing about peers.
+  const bool was_away = now_ - std::exchange(ticked_ns_, now_) > std::max(kAwayNs, options_.peer_timeout_ns / 4);
   bool fast = false;
   is_watching_ = false;
   for (auto& [key, session] : sessions_) {
+    if (was_away && session->link) session->link->waits_since_ns = now_;
     tend(*session);
     is_watching_ = is_watching_ || is_watched(*session);
     for (const auto& path : session->paths) {
@@ -107,9 +111,11 @@ void RdmaTransport::tend_link(Session& session) {
   }
   if (session.is_over) return;
   for (const auto& path : session.paths) {
-    if (!path->is_resolving || now_ - path->doubt_since_ns < options_.peer_timeout_ns) continue;
+    const bool asks = path->is_resolving || !path->suspects.empty();
+    if (!asks || now_ - path->doubt_since_ns < options_.peer_timeout_ns) continue;
     doom(session,
-         "it does not say what became of operations on " + pair_text(*path) + ", which broke: " + path->trouble, false);
+         "it does not say what became of operations on " + pair_text(*path) + ", which failed: " + path->trouble,
+         false);
     return;
   }
   if (link.queued > 0) fail_pinned(link);

@@ -20,6 +20,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from crossrail.cli.text import format_count
+from crossrail.default_rails import default_rails
 from crossrail.errors import UsageError
 from crossrail.topology import (
     Candidate,
@@ -368,3 +369,6 @@ def command(root: Path | None, as_json: bool, name: str | None, need: str | None
         click.echo(json.dumps(describe(topology, devices, need=wanted, affinity=affinity), indent=2))
     else:
         _show(topology, devices, name is not None, wanted, affinity)
+        chosen = default_rails("auto", 1) if root is None else 1
+        if not isinstance(chosen, int):
+            click.echo(f"\nAn engine takes {', '.join(chosen)} by itself; rails=N or rails=[...] for others.")

