@@ -50,6 +50,7 @@ class Reader {
     return value;
   }
   void get_bytes(std::span<uint8_t> out) {
+    if (out.empty()) return;  // memcpy wants no null pointer, not even for nothing
     if (take(out.size())) {
       std::memcpy(out.data(), taken_, out.size());
     } else {

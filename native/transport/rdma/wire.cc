@@ -48,7 +48,7 @@ bool is_rail(PathKey key) { return key.leader_rail < kRailsMax && key.other_rail
 Bytes get_short(Reader& reader, size_t bytes_max) {
   Bytes bytes(reader.get<uint8_t>());
   if (bytes.size() > bytes_max) bytes.resize(bytes_max + 1);  // too long: the caller looks
-  if (!bytes.empty()) reader.get_bytes(bytes);                // memcpy wants no null pointer, not even for nothing
+  reader.get_bytes(bytes);
   return bytes;
 }
 
