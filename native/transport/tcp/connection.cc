@@ -151,6 +151,10 @@ void Connection::break_off(const std::string& reason) {
   }
 }
 
+void Connection::leave(Role role, const std::string& reason) {
+  if (Stream* const leaving = stream(role)) leaving->leave(reason);
+}
+
 void Connection::on_events(uint32_t events) {
   if (broken_) return;
   if ((events & (EPOLLERR | EPOLLHUP)) != 0) on_reset();
@@ -166,7 +170,7 @@ void Connection::on_events(uint32_t events) {
 // acceptor is still worth reading: acknowledgements, and why it ends.
 void Connection::on_reset() {
   is_reset_ = true;
-  if (Stream* const in = stream(Role::kAcceptor)) in->leave("the peer reset the connection");
+  leave(Role::kAcceptor, "the peer reset the connection");
 }
 
 void Connection::watch(bool on) {

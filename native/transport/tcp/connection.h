@@ -108,6 +108,8 @@ class Connection final : public Pollable {
   // asker: whose frames are to be sent; what the other stream has rides along. Null: everybody's.
   bool pump(const Stream* asker);
   void break_off(const std::string& reason);
+  // The end of that stream, if there is one; of the connection, if it was the last.
+  void leave(Role role, const std::string& reason);
 
   bool is_broken() const { return broken_; }
   bool carries(Role role) const { return stream(role) != nullptr; }

@@ -122,14 +122,8 @@ InChannel& TcpTransport::begin_epoch(const Hello& hello) {
 }
 
 void TcpTransport::attach_incoming(const Hello& hello, std::shared_ptr<Connection> connection) {
-  const auto link = in_.find({hello.sender.incarnation, hello.link_id});
-  if (link != in_.end()) {
-    // Asked for twice, the first time in vain.
-    const auto channel = link->second->channels.find(hello.channel);
-    const bool is_same = channel != link->second->channels.end() && channel->second.is_open() &&
-                         channel->second.stream->connection() == connection;
-    if (is_same) channel->second.stream->leave("asked for anew");
-  }
+  // Asked for twice, the first time in vain; or by a new link of the peer, whose old one ended without a word.
+  connection->leave(Role::kAcceptor, "the peer uses the connection anew");
   InChannel& channel = begin_epoch(hello);
   channel.link->unconnected_since_ns = 0;
   channel.stream = std::make_unique<InStream>(this, &channel, std::move(connection));
