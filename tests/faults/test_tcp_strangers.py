@@ -577,3 +577,39 @@ def test_fork_while_connections_come_and_go() -> None:
     )
 
     assert_clean(script)
+
+
+# --- a target that uses our connection for operations of its own ---
+
+
+def shared_answer(connection: socket.socket) -> tuple[int, ...]:
+    """Channel, epoch and code of the next answer."""
+    while True:
+        kind, meta, _ = wire.receive_frame(connection)
+        assert kind != 0, "the connection ended"
+        if kind == Frame.SHARED:
+            return struct.unpack("<IIQ", meta[:16])
+
+
+def test_connection_is_shared_by_one_link_after_another(open_engine: EngineFactory) -> None:
+    """Each without a word about the one before. Its operations are carried out; what is not for it to ask ends it."""
+    engine = open_engine("here", **TCP)
+    region = engine.alloc(1000)
+    key = region_id(region)
+    with closing(RawAcceptor(engine.address)) as there:
+        connecting = threading.Thread(target=lambda: engine.connect(there.address, WAIT_S))
+        connecting.start()
+        with there.accept() as connection:
+            there.handshake(connection)
+            connecting.join(WAIT_S)
+            for link_id in range(10, 20):
+                connection.sendall(wire.frame(Frame.SHARE, struct.pack("<QIIQ", link_id, 0, 1, 0)))
+                connection.sendall(wire.write_frame(key, [(link_id, b"x", 7)]))
+                assert shared_answer(connection) == (0, 1, 0)
+            engine.imm_counter(7).wait(10, WAIT_S)
+            assert bytes(region.array()[10:20]) == b"x" * 10
+
+            resumed = struct.pack("<QIIQ", 99, 0, 2, 1)
+            connection.sendall(wire.frame(Frame.SHARE, resumed))
+            assert shared_answer(connection)[2] != 0, "a link that was never there was resumed"
+    still_serves(engine)
