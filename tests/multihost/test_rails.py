@@ -8,7 +8,7 @@ import pytest
 
 import crossrail as xr
 from tests.multihost.conftest import Network, NetworkFactory
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, eventually
 from tests.support.node import RemoteMemory
 from tests.support.patterns import assert_same_bytes, pattern
 
@@ -26,6 +26,10 @@ def moved(net: Network, before: list[int]) -> list[int]:
     return [now - then for now, then in zip(net.rail_bytes(), before, strict=True)]
 
 
+def all_connected(net: Network) -> bool:
+    return all(path.reason.endswith(", connected") for path in net.here.explain(net.there.address).paths)
+
+
 @pytest.mark.parametrize(
     ("rails", "by"), [*((rails, "netdev") for rails in RAILS), ((2, 3), "address"), ((8, 5), "address6")]
 )
@@ -35,7 +39,8 @@ def test_all_rails_of_the_larger_side_carry_bytes(network: NetworkFactory, rails
     larger = net.a if rails[0] >= rails[1] else net.b
     for rail in range(rails[0]):  # one that is always free would take everything
         net.a.limit(rail, 1600 // rails[0])
-    net.here.submit_write(mine, remote.descriptor, SHORT, imm=1).wait(WAIT_S)  # connects all
+    net.here.submit_write(mine, remote.descriptor, SHORT, imm=1).wait(WAIT_S)  # connects all, and need not wait for all
+    eventually(lambda: all_connected(net), "all rails connected")
 
     pairs = net.here.explain(net.there.address).rails
     assert len(pairs) == max(rails)
