@@ -7,6 +7,7 @@ the figure stands alone, and has no bar: another network's limit says nothing ab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 from crossrail.cli.bench.fabric import BareFabric
@@ -64,7 +65,7 @@ def _write_measures(bare: BareLoop | None) -> Iterator[Measure]:
             title=f"write {size}, window {window}",
             unit="GB/s",
             limit=_limit_of(bare),
-            samples=lambda pair, nbytes=nbytes, window=window: _write_samples(pair, bare, nbytes, window),  # type: ignore[misc]
+            samples=partial(_write_samples, bare=bare, nbytes=nbytes, window=window),
             bar=bar if bare else None,
         )
 
@@ -85,7 +86,7 @@ def _paged_measures(bare: BareLoop | None) -> Iterator[Measure]:
             title=f"paged 4096 x {page_bytes // _KIB} KiB, shuffled",
             unit=unit,
             limit=_limit_of(bare),
-            samples=lambda pair, page_bytes=page_bytes, unit=unit: _paged_samples(pair, bare, page_bytes, unit),  # type: ignore[misc]
+            samples=partial(_paged_samples, bare=bare, page_bytes=page_bytes, unit=unit),
             bar=(_PAGES_BAR if page_bytes == _KIB else _SPEED_BAR) if bare else None,
         )
 
@@ -118,7 +119,7 @@ def _ping_pong_measures() -> Iterator[Measure]:
             title=f"8-byte write + imm, {how}, one way",
             unit="us",
             limit="",
-            samples=lambda pair, key=key: _ping_pong_samples(pair, key),  # type: ignore[misc]
+            samples=partial(_ping_pong_samples, key=key),
         )
 
 
