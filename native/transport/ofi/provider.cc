@@ -42,7 +42,7 @@ Info hints_for(const Library& library, const Rules& rules) {
   hints->caps = kCaps;
   // Not FI_RX_CQ_DATA: efa would take it as leave to eat a receive for every immediate.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
-  hints->ep_attr->type = FI_EP_RDM;
+  hints->ep_attr->type = rules.connects ? FI_EP_MSG : FI_EP_RDM;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
   // One progress holder at a time for queues and endpoints, but registration comes from any thread. FI_THREAD_COMPLETION
   // would say just that; tcp of 2.5 crashes in fi_cq_open with it.
@@ -59,7 +59,8 @@ Info hints_for(const Library& library, const Rules& rules) {
 
 bool is_wanted(const fi_info& info, const Rules& rules) {
   return info.fabric_attr->prov_name != nullptr && rules.provider == info.fabric_attr->prov_name &&
-         (info.caps & kCaps) == kCaps && info.domain_attr->cq_data_size >= kImmBytes;
+         (info.caps & kCaps) == kCaps && info.domain_attr->cq_data_size >= kImmBytes &&
+         info.ep_attr->rx_ctx_cnt != FI_SHARED_CONTEXT;  // each endpoint takes receives of its own
 }
 
 // What the provider offers, at `source` if it is not empty. Throws for anything but "nothing".
@@ -239,7 +240,7 @@ Rules rules_for(const std::string& provider) {
   rules.provider = provider;
   rules.uses_ip = provider == "tcp" || provider == "net" || provider == "sockets" || provider.starts_with("tcp;") ||
                   provider.starts_with("udp;") || provider.starts_with("verbs;");
-  rules.ordered = provider == "tcp";
+  rules.connects = rules.ordered = provider == "tcp";
   rules.has_descriptor = provider.find(';') == std::string::npos;
   if (provider == "tcp") return rules;
   rules.unproven = "no test of ours runs on this provider";
