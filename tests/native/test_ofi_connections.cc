@@ -72,6 +72,20 @@ TEST_CASE("ofi connections: whichever end is connected first, and however late t
   }
 }
 
+TEST_CASE("ofi connections: a region is not held up by a connection that stands before its path is connected") {
+  if (!has_library()) return;
+  OfiPair pair(open_nic("127.0.0.1"), open_nic("127.0.0.2"));
+  pair.at_b = pair.b.nic->make_path();
+  const ofi::OfferWords offer = offer_of(*pair.at_b);
+  OfiStranger stranger("127.0.0.3");
+  REQUIRE(stranger.dial(offer.name, ofi::DialWords{offer.path_id, offer.token}.encode(), [&] { pair.poll(); }));
+  pair.b.registration->revoke();
+  REQUIRE(pair.until([&] { return pair.b.events.broken.contains(pair.at_b.get()); }));
+  CHECK_FALSE(pair.b.registration->is_quiet());
+  pair.at_b.reset();  // as the layer does with what was never connected
+  CHECK(pair.until([&] { return pair.b.registration->is_quiet(); }));
+}
+
 TEST_CASE("ofi connections: an end that goes is noticed by the other without anything under way") {
   if (!has_library()) return;
   OfiPair pair(open_nic("127.0.0.1"), open_nic("127.0.0.2"));

@@ -74,6 +74,7 @@ uint32_t OfiNic::finish_endings(rdma::NicEvents& events) {
 // Without a queue nothing can be told of any operation: all endpoints are closed, all paths end without being asked to.
 void OfiNic::die(const std::string& reason, rdma::NicEvents& events) {
   is_dead_ = true;
+  events_due_ = false;
   is_port_up_ = false;
   datagrams_.clear();
   if (transmit_ != nullptr) condemned_.push_back(std::move(transmit_));

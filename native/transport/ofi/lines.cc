@@ -14,6 +14,7 @@ constexpr size_t kLinesInMax = 256;  // 17 KiB each
 constexpr size_t kLinesOutMax = 1024;
 constexpr int64_t kIdleTime = 10'000'000'000;
 constexpr int64_t kDialTime = 5'000'000'000;
+constexpr int64_t kTendPause = 100'000'000;
 
 }  // namespace
 
@@ -74,6 +75,8 @@ void Lines::on_heard(const Endpoint& endpoint, int64_t now) {
 }
 
 void Lines::tend(int64_t now) {
+  if (now < tend_next_ns_) return;
+  tend_next_ns_ = now + kTendPause;
   for (auto item = out_.begin(); item != out_.end();) {
     Line& line = item->second;
     const int64_t patience = line.is_up ? kIdleTime : kDialTime;

@@ -32,7 +32,7 @@ class Lines {
   void on_heard(const Endpoint& endpoint, int64_t now);
 
   bool is_dialing() const { return dialing_ != 0; }
-  // Closes what is idle.
+  // Closes what is idle; looks now and then.
   void tend(int64_t now);
   void close_all();
   Deadline next_timer() const;
@@ -52,6 +52,7 @@ class Lines {
   std::map<Name, Line> out_;
   std::deque<Line> in_;
   uint32_t dialing_ = 0;  // of out_, those that are not up
+  int64_t tend_next_ns_ = 0;
   std::vector<std::unique_ptr<Endpoint>> closing_;
 };
 

@@ -67,10 +67,9 @@ uint32_t OfiNic::poll(rdma::NicEvents& events) {
   tend_endings();
   uint32_t moved = read_queue(events);
   // Behind the queue, which may have told already that a connection ended; before fences, which ask those that stand.
-  const bool begins_fence = fence_number_ == 0 && fences_wanted != fences_->done.load(std::memory_order_relaxed);
-  if (listener_ && !is_dead_ && (begins_fence || are_events_due())) moved += read_events(events);
-  if (fence_number_ == 0 && queue_read_to_end_ && fences_wanted != fences_->done.load(std::memory_order_relaxed))
-    fence_number_ = fences_wanted;
+  const bool wants_fence = fence_number_ == 0 && fences_wanted != fences_->done.load(std::memory_order_relaxed);
+  if (listener_ && !is_dead_ && (wants_fence || are_events_due())) moved += read_events(events);
+  if (wants_fence && queue_read_to_end_ && !events_due_) fence_number_ = fences_wanted;
   if (control_ && !is_dead_) moved += control_->post_starved_receives();
   if (!unready_.empty()) moved += tend_unready();
   if (!datagrams_.empty()) moved += tend_datagrams();
@@ -315,16 +314,18 @@ uint32_t OfiNic::tend_fences() {
 }
 
 bool OfiNic::tend_fence_of(OfiPath& path, uint64_t number) {
-  if (path.fence_answered_ >= number || path.is_flushed_) return true;
+  if (path.fence_answered_ >= number || path.is_flushed_) {
+    path.fence_by_ = kNoDeadline;
+    return true;
+  }
+  if (path.fence_sent_ < number && !path.was_heard_) {
+    path.fence_answered_ = path.fence_sent_ = number;
+    return true;
+  }
+  if (path.fence_by_ == kNoDeadline) path.fence_by_ = now_ + kFenceTimeout;
   if (path.fence_sent_ < number) {
-    if (!path.was_heard_) {
-      path.fence_answered_ = path.fence_sent_ = number;
-      return true;
-    }
-    if (!path.is_ready_ || !path.send_packet(Packet::kFence, number, {}, {})) return false;
-    path.fence_sent_ = number;
-    path.fence_by_ = now_ + kFenceTimeout;
-    return false;
+    // Not ready: a connection that stands, and whose other end has not told the layer yet.
+    if (path.is_ready_ && path.send_packet(Packet::kFence, number, {}, {})) path.fence_sent_ = number;
   }
   if (now_ >= path.fence_by_) path.break_by_itself("the peer's NIC did not answer a fence for 2 s");
   return false;
