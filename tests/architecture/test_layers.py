@@ -99,7 +99,7 @@ def normalised(path: PurePosixPath) -> str:
 PYTHON_MAY_USE: dict[str, set[str]] = {
     "_core": set(),
     "engine": {"_core"},
-    "sim": {"engine", "_core"},
+    "sim": {"engine", "observe", "_core"},
     "observe": {"engine"},
     "kv": {"engine", "observe"},
     "weights": {"engine", "observe"},
