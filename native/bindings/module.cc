@@ -17,6 +17,7 @@ NB_MODULE(_core, module) {
   register_imm_counter(module);
   register_recv_pool(module);
   register_watcher(module);
+  register_poison(module);
   register_devices(module);
   register_engine(module);
   register_bench(module);

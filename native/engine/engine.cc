@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <limits>
 #include <thread>
 
 #include "engine/core.h"
+#include "engine/page_indices.h"
 #include "engine/sharding.h"
 
 namespace crossrail {
@@ -142,60 +142,6 @@ inline void check_remote(const RemoteRegion* region, const char* name, Access ne
     if (access == Access::kRemoteWrite || access == needed) return;
   }
   throw_remote(region, name, needed);
-}
-
-template <typename Index>
-uint64_t convert_indices(const void* data, uint64_t count, const char* name, uint32_t* out) {
-  const auto* indices = static_cast<const Index*>(data);
-  // Copied first and checked on the copy: the caller's array may change under us.
-  bool fits = true;
-  uint32_t largest = 0;
-  for (uint64_t i = 0; i < count; ++i) {
-    const Index index = indices[i];
-    if constexpr (sizeof(Index) == 8) fits &= static_cast<uint64_t>(index) <= std::numeric_limits<uint32_t>::max();
-    if constexpr (std::is_signed_v<Index>) fits &= index >= 0;
-    out[i] = static_cast<uint32_t>(index);
-    largest = std::max(largest, out[i]);
-  }
-  if (!fits) {
-    for (uint64_t i = 0; i < count; ++i) {
-      const Index index = indices[i];
-      bool bad = static_cast<uint64_t>(index) > std::numeric_limits<uint32_t>::max();
-      if constexpr (std::is_signed_v<Index>) bad |= index < 0;
-      if (bad)
-        throw UsageError(std::string(name) + "[" + text(i) + "] = " + std::to_string(index) + " is not in 0..2**32-1");
-    }
-    throw UsageError(std::string(name) + " changed while it was read");
-  }
-  return largest;
-}
-
-// Copies page indices and checks that the furthest page ends within the region.
-void take_pages(const PageIndices& pages, const char* name, uint64_t offset, uint64_t stride, uint64_t page_bytes,
-                uint64_t bound, uint32_t* out) {
-  uint64_t largest = 0;
-  switch (pages.type) {
-    case IndexType::kInt32:
-      largest = convert_indices<int32_t>(pages.data, pages.count, name, out);
-      break;
-    case IndexType::kUint32:
-      largest = convert_indices<uint32_t>(pages.data, pages.count, name, out);
-      break;
-    case IndexType::kInt64:
-      largest = convert_indices<int64_t>(pages.data, pages.count, name, out);
-      break;
-    case IndexType::kUint64:
-      largest = convert_indices<uint64_t>(pages.data, pages.count, name, out);
-      break;
-  }
-  // Strides and offsets are at most 2^56 by the checks of the caller, indices 2^32: 128 bits hold the product.
-  const auto end = static_cast<unsigned __int128>(largest) * stride + offset + page_bytes;
-  if (end <= bound) return;
-  uint64_t at = 0;
-  while (out[at] != largest) ++at;
-  throw UsageError(std::string(name) + "[" + text(at) + "] = " + text(largest) + ": the page ends past the region's " +
-                   text(bound) + " bytes (stride " + text(stride) + ", offset " + text(offset) + ", page " +
-                   text(page_bytes) + " bytes)");
 }
 
 }  // namespace
@@ -438,10 +384,10 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
     work.page_capacity = capacity;
   }
   if (count > 0) {
-    take_pages(request.src_pages, "src_pages", request.src_offset, request.src_stride_bytes, request.page_bytes,
-               request.src->length_bytes(), work.local_pages.get());
-    take_pages(request.dst_pages, "dst_pages", request.dst_offset, request.dst_stride_bytes, request.page_bytes,
-               request.dst->length_bytes(), work.remote_pages.get());
+    copy_page_indices(request.src_pages, "src_pages", request.src_offset, request.src_stride_bytes, request.page_bytes,
+                      request.src->length_bytes(), work.local_pages.get());
+    copy_page_indices(request.dst_pages, "dst_pages", request.dst_offset, request.dst_stride_bytes, request.page_bytes,
+                      request.dst->length_bytes(), work.remote_pages.get());
   }
   work.local = request.src;
   work.set_remote(request.dst);

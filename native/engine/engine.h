@@ -17,6 +17,7 @@
 
 #include "engine/imm_counter.h"
 #include "engine/notifier.h"
+#include "engine/page_indices.h"
 #include "engine/recv_pool.h"
 #include "engine/region.h"
 #include "engine/transfer.h"
@@ -147,13 +148,6 @@ struct ReadRequest {
 
 // Page i goes from src.base + src_offset + src_stride_bytes*src_pages[i] to the like at dst. Index arrays are copied at
 // submit. Counts page_count. Target pages may overlap: which write lands last is then undefined.
-// Index types are given as pointers to the first element and the element's kind.
-enum class IndexType : uint8_t { kInt32, kUint32, kInt64, kUint64 };
-struct PageIndices {
-  const void* data = nullptr;
-  uint64_t count = 0;
-  IndexType type = IndexType::kInt64;
-};
 struct PagedWriteRequest {
   Region* src = nullptr;
   uint64_t src_offset = 0;

@@ -11,6 +11,7 @@ from crossrail.engine import Engine
 from crossrail.errors import (
     CrossrailError,
     EngineClosed,
+    LateWrite,
     MessageTooLong,
     PeerLost,
     RemoteAccessError,
@@ -23,6 +24,7 @@ from crossrail.errors import (
 )
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, PathExplanation
+from crossrail.poison import Poisoned
 from crossrail.rdma import RdmaOptions
 from crossrail.regions import Region
 from crossrail.watchers import Watcher
@@ -38,11 +40,13 @@ __all__ = [
     "EngineEvent",
     "Explanation",
     "ImmCounter",
+    "LateWrite",
     "Message",
     "MessageTooLong",
     "PathExplanation",
     "PeerGroup",
     "PeerLost",
+    "Poisoned",
     "RdmaOptions",
     "ReceivePool",
     "Region",

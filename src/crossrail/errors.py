@@ -99,3 +99,24 @@ class WaitTimeout(CrossrailError, TimeoutError):
         super().__init__(message)
         self.arrived = arrived
         self.expected = expected
+
+
+class LateWrite(CrossrailError):
+    """Somebody wrote to poisoned memory.
+
+    region: which, in words; offset: of the first byte that was changed, from its start; nbytes: from there to the last
+    changed one of the same range or page; found: the first of the bytes there now, at most 16; pages: how many ranges
+    or pages were changed.
+    """
+
+    def __init__(self, region: str, offset: int, nbytes: int, found: bytes, pages: int) -> None:
+        more = f", and {pages - 1} more page(s)" if pages > 1 else ""
+        super().__init__(
+            f"{region} was written to after it was poisoned: {nbytes} bytes at offset {offset}{more}; they begin with "
+            f"{found.hex(' ')}"
+        )
+        self.region = region
+        self.offset = offset
+        self.nbytes = nbytes
+        self.found = found
+        self.pages = pages

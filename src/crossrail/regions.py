@@ -11,6 +11,7 @@ import numpy.typing as npt
 from crossrail import _core
 from crossrail._core import RegionDescriptor
 from crossrail.errors import UsageError
+from crossrail.poison import Poisoned
 
 __all__ = ["Region", "RegionDescriptor"]
 
@@ -49,6 +50,25 @@ class Region(_core.Region):
             return np.frombuffer(self._memoryview(), of_type, count).reshape(shape)
         except (TypeError, ValueError) as error:
             raise UsageError(f"region of {self.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
+
+    def poison(self, offset: int = 0, nbytes: int | None = None) -> Poisoned:
+        """Fills nbytes from offset on with a pattern; Poisoned.check() raises LateWrite if anything wrote there since.
+
+        For memory that was released: pages whose transfer was cancelled, a buffer given back, all of a region before
+        its close(). nbytes None: to the end. Everything that may still write there is to have ended, which is what this
+        finds out. Blocks for as long as the writing takes (some GB/s), GIL released. UsageError for a range that is
+        not in the region, a region that is read-only or closed.
+        """
+        nbytes = self.nbytes - offset if nbytes is None else nbytes
+        return Poisoned(self, None, nbytes, 0, offset)
+
+    def poison_pages(self, pages: Any, page_bytes: int, *, stride: int | None = None, offset: int = 0) -> Poisoned:
+        """The same for pages: index p names page_bytes bytes at offset + stride * p, as in submit_paged_writes.
+
+        pages: a one-dimensional contiguous array (numpy, torch on CPU, any buffer) of int32, uint32, int64 or uint64;
+        copied. stride None: page_bytes.
+        """
+        return Poisoned(self, pages, page_bytes, page_bytes if stride is None else stride, offset)
 
     def close(self, timeout_s: float | None = 5.0) -> None:
         """Refuses new use and blocks until nothing touches the memory, GIL released. Idempotent.

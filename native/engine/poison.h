@@ -1,0 +1,51 @@
+// Fills memory that nobody should write to any more with a pattern, and finds out whether somebody did.
+//
+// The bytes depend on where they lie and on a number drawn for each poisoning: neither zeros, nor a copy of other poisoned
+// memory, nor what an earlier poisoning left pass for them. A write of a single byte goes unseen once in 256, of eight once
+// in 2^64.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "engine/page_indices.h"
+
+namespace crossrail {
+
+// page_bytes at offset + stride_bytes * index, for each index. Pages may overlap or repeat.
+struct PoisonedPages {
+  uint64_t offset = 0;
+  uint64_t stride_bytes = 0;
+  uint64_t page_bytes = 0;
+  std::vector<uint32_t> indices;
+};
+
+// Owner of the memory: the caller, for as long as it calls fill() and find().
+// Threads: one at a time. Who writes meanwhile is what this is there to find.
+class Poison {
+ public:
+  // Throws UsageError for pages that do not lie within the memory.
+  Poison(std::byte* base, uint64_t length_bytes, uint64_t offset, uint64_t stride_bytes, uint64_t page_bytes,
+         const PageIndices& pages);
+
+  void fill();
+
+  struct Finding {
+    uint64_t offset;                // of the first byte that is not as it was left
+    uint64_t length_bytes;          // from that to the last one in the same page
+    std::array<uint8_t, 16> found;  // the first of what is there now,
+    uint32_t found_bytes;           // of which so many count
+    uint64_t pages;                 // that are not as they were left, the one of `offset` included
+  };
+  std::optional<Finding> find() const;
+
+ private:
+  std::byte* const base_;
+  PoisonedPages pages_;
+  uint64_t seed_;
+};
+
+}  // namespace crossrail
