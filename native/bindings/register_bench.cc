@@ -60,8 +60,9 @@ void set_rails(EngineOptions& options, const Rails& rails) {
 }
 
 void open_rig(Rig* self, const std::string& name, const std::string& transport, const Rails& rails,
-              const std::string& polling, double spin_us, const std::string& private_path) {
+              const std::string& polling, double spin_us, const std::string& private_path, uint32_t recorder_entries) {
   EngineOptions options;
+  options.recorder_entries = recorder_entries;
   options.name = name;
   TransportWord word = to_transports(transport);
   options.transports = std::move(word.kinds);
@@ -234,7 +235,8 @@ void register_rig(nb::module_& module) {
   using release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Rig>(module, "Rig", "One engine with its memory, for measuring: handles are indices, descriptors bytes.")
       .def("__init__", &open_rig, "name"_a, nb::kw_only(), "transport"_a = "shm", "rails"_a = Rails(1u),
-           "polling"_a = "manual", "spin_us"_a = 50.0, "private_path"_a = "auto")
+           "polling"_a = "manual", "spin_us"_a = 50.0, "private_path"_a = "auto",
+           "recorder_entries"_a = EngineOptions{}.recorder_entries)
       .def("close", &Rig::close, release())
       .def_prop_ro("address", [](Rig& rig) { return to_bytes(rig.address()); })
       .def("alloc", &Rig::alloc, "nbytes"_a, release())

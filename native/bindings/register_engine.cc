@@ -61,7 +61,8 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
           nb::handle secret, double peer_timeout_s, const std::string& polling, double spin_us, nb::handle worker_cpu,
           nb::handle submit_queue_depth, nb::handle imm_counters_max, nb::handle message_bytes_max,
           double watcher_poll_us, double connect_timeout_s, const std::string& private_path,
-          const std::tuple<int, uint32_t, uint32_t, uint32_t>& rdma) {
+          const std::tuple<int, uint32_t, uint32_t, uint32_t>& rdma,
+          const std::tuple<nb::object, nb::object, std::string>& flight) {
   EngineOptions options;
   options.name = name;
   TransportWord word = to_transports(transport);
@@ -84,6 +85,10 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   std::tie(options.rdma.gid_index, options.rdma.traffic_class, options.rdma.service_level,
            options.rdma.path_mtu_bytes) = rdma;
   options.rdma.provider = std::move(word.provider);
+  const auto& [recorder_entries, watchdog_s, dump_directory] = flight;
+  options.recorder_entries = to_u32(recorder_entries, "recorder_entries");
+  if (!watchdog_s.is_none()) options.watchdog_ns = to_ns(nb::cast<double>(watchdog_s), "watchdog_s", 1e9, 1e-3, 1e6);
+  options.dump_directory = dump_directory;
   new (self.p) EngineHandle(self.h.ptr(), options);
 }
 
@@ -138,32 +143,10 @@ PeerGroupHandle add_peer_group(Self self, nb::sequence peers) {
   return PeerGroupHandle{Held<PeerGroup>(engine->add_peer_group(addresses)), nb::borrow(self.h)};
 }
 
-const char* event_name(EngineEvent::Kind kind) {
-  switch (kind) {
-    case EngineEvent::Kind::kImmOverflow:
-      return "imm-overflow";
-    case EngineEvent::Kind::kPeerConnected:
-      return "peer-connected";
-    case EngineEvent::Kind::kPeerLost:
-      return "peer-lost";
-    case EngineEvent::Kind::kPeerLeft:
-      return "peer-left";
-    case EngineEvent::Kind::kPeerFrozen:
-      return "peer-frozen";
-    case EngineEvent::Kind::kPeerThawed:
-      return "peer-thawed";
-    case EngineEvent::Kind::kTransportAbsent:
-      return "transport-absent";
-    case EngineEvent::Kind::kProtocolError:
-      return "protocol-error";
-  }
-  return "unknown";
-}
-
 nb::list take_events(Self self) {
   nb::list list;
   for (const EngineEvent& event : self.p->core()->take_events()) {
-    list.append(nb::make_tuple(event_name(event.kind), to_text(event.peer), to_text(event.detail)));
+    list.append(nb::make_tuple(event_kind_name(event.kind), to_text(event.peer), to_text(event.detail)));
   }
   return list;
 }
@@ -250,12 +233,12 @@ void register_engine(nb::module_& module) {
            nb::arg("secret"), nb::arg("peer_timeout_s"), nb::arg("polling"), nb::arg("spin_us"),
            nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
            nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"), nb::arg("connect_timeout_s"),
-           nb::arg("private_path"), nb::arg("rdma"),
+           nb::arg("private_path"), nb::arg("rdma"), nb::arg("flight"),
            nb::sig("def __init__(self, name: str, transport: str, rails: int | collections.abc.Sequence[str], "
                    "port: int, secret: bytes, peer_timeout_s: float, polling: str, spin_us: float, "
                    "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
                    "watcher_poll_us: float, connect_timeout_s: float, private_path: str, rdma: tuple[int, int, int, "
-                   "int]) -> None"))
+                   "int], flight: tuple[int, float | None, str]) -> None"))
       .def_prop_ro("name", [](Self self) { return to_text(self.p->address()->name); })
       .def_prop_ro(
           "address", [](Self self) { return AddressHandle(self.p->address()); },
@@ -292,6 +275,7 @@ void register_engine(nb::module_& module) {
       .def("_take_events", &take_events, nb::sig("def _take_events(self) -> list[tuple[str, str, str]]"));
   register_peers(engine);
   register_operations(engine);
+  register_flight(module, engine);
 }
 
 }  // namespace crossrail::bindings

@@ -6,25 +6,21 @@
 
 #include <algorithm>
 #include <chrono>
-#include <set>
 
+#include "engine/dump_triggers.h"
 #include "engine/path_speed.h"
 #include "engine/sharding.h"
+#include "engine/watchdog.h"
 #include "util/errors.h"
 
 namespace crossrail {
 
-namespace {
-
-// Engines of this process, so that fork can be survived. Never destroyed: engines may outlive static destructors.
-struct LiveEngines {
-  std::mutex mutex;
-  std::set<EngineCore*> cores;
-};
 LiveEngines& live_engines() {
   static auto* instance = new LiveEngines;
   return *instance;
 }
+
+namespace {
 
 // How often this process is the child of a fork. A plain global: looked at by every submit.
 constinit std::atomic<uint64_t> fork_generation{0};
@@ -68,18 +64,29 @@ void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, 
 EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
     : engine_(engine),
       options_(options),
+      recorder_(options.recorder_entries),
       transfers_(engine, this),
       submits_(options.submit_queue_depth),
       imms_(options.imm_counters_max),
       watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns)),
       transports_(options, this),
       live_(this) {
+  std::vector<FlightRecorder::Rails> rails;
+  for (uint32_t i = 0; i < transports_.size(); ++i)
+    rails.push_back({transport_name(transports_.kind_at(i)), transports_.at(i).traits().rail_count});
+  recorder_.set_rails(rails);
+  dump_on_failed_assert();
   for (const Absent& absent : transports_.absent()) {
     if (!absent.is_fault) continue;
     add_event(
         {EngineEvent::Kind::kTransportAbsent, "",
          std::string(transport_name(absent.kind)) + " is not used, though there is a device for it: " + absent.reason});
   }
+  if (options_.watchdog_ns > 0) {
+    watchdog_ = std::make_unique<Watchdog>(this, options_.watchdog_ns);
+    watchdog_->start();
+  }
+  // Last: nothing that may fail comes after it.
   if (options_.polling != Polling::kManual) worker_ = std::thread([this] { worker_main(); });
 }
 
@@ -117,6 +124,7 @@ void EngineCore::abandon_after_fork() {
   new std::thread(
       std::move(worker_));  // leaked: a thread that is not in this process can be neither joined nor detached
   watchers_->abandon_after_fork();
+  if (watchdog_) watchdog_->abandon_after_fork();
   transports_.abandon_after_fork();
 }
 
@@ -151,11 +159,13 @@ void EngineCore::leave() {
 
 uint32_t EngineCore::round() {
   bump(counters_.rounds);
+  recorder_.new_moment();
   if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
   uint32_t moved = take_submits();
   moved += post_backlogs();
   moved += transports_.poll();
   imms_.flush_arrivals();
+  record_arrivals();
   if (moved > 0) bump(moves_);
   return moved;
 }
@@ -262,6 +272,7 @@ uint64_t EngineCore::inflight() const {
 // of the transfer, nothing about it needs an atomic.
 void EngineCore::submit_here(Transfer* transfer) {
   TransferWork& work = *transfer->work_;
+  recorder_.new_moment();
   take_submits();  // what came before us
   bump(started_here_);
   bump(moves_);
@@ -269,6 +280,7 @@ void EngineCore::submit_here(Transfer* transfer) {
   start(transfer);     // knows whether the engine closed meanwhile
   if (work.at_once) {  // not complete yet: from here on others complete it
     work.at_once = false;
+    record_transfer(FlightState::kSubmitted, *transfer);
     if (work.local != nullptr) work.local->begin_op();
   }
   if (worker_.joinable()) {
@@ -299,12 +311,17 @@ void EngineCore::submit(Transfer* transfer) {
 // A submit that raced with close(): its transfer completes here.
 void EngineCore::drain_after_close() {
   while (!progress_lock_.try_lock()) std::this_thread::yield();
+  finish_submits();
+  progress_lock_.unlock();
+}
+
+void EngineCore::finish_submits() {
   Transfer* transfer;
   while (submits_.try_pop(&transfer)) {
+    bump(taken_);
     transfer->work_->open_items = 0;
     finish(transfer, Status::kEngineClosed);
   }
-  progress_lock_.unlock();
 }
 
 void EngineCore::request_cancel_scan() {
@@ -331,13 +348,10 @@ void EngineCore::close(Deadline drain_deadline) {
       worker_.join();
     }
     watchers_->stop();
+    if (watchdog_) watchdog_->stop();
     // 3. Everything that is left completes.
     while (!progress_lock_.try_lock()) std::this_thread::yield();
-    Transfer* transfer;
-    while (submits_.try_pop(&transfer)) {
-      transfer->work_->open_items = 0;
-      finish(transfer, Status::kEngineClosed);
-    }
+    finish_submits();
     std::map<Incarnation, PeerRef> peers;
     {
       std::lock_guard lock(tables_mutex_);
@@ -374,19 +388,22 @@ Peer& EngineCore::add_peer(const Address& address) {
   Route route = transports_.choose(address);
   std::lock_guard lock(tables_mutex_);
   PeerRef& peer = peers_[address.incarnation];
-  if (!peer) peer = PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route)));
+  if (!peer) {
+    auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown);
+    peer = PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route), std::move(track)));
+  }
   return *peer;
 }
 
 void EngineCore::start_connect(Peer& peer) {
   if (peer.link_ != nullptr || peer.state() == PeerState::kLost || closed()) return;
-  peer.state_.store(PeerState::kConnecting, std::memory_order_release);
+  set_state(peer, PeerState::kConnecting, FlightState::kConnecting);
   try {
     peer.link_ = peer.route_.transport->connect(peer.address_);
     peer.link_->user = &peer;
   } catch (const TransportError& error) {  // no memory or descriptors for a link: the peer is out of reach
     peer.work_->note = error.what();
-    peer.state_.store(PeerState::kLost, std::memory_order_release);
+    set_state(peer, PeerState::kLost, FlightState::kLost);
     add_event({EngineEvent::Kind::kPeerLost, peer.address().name, error.what()});
   }
 }
@@ -401,7 +418,7 @@ void EngineCore::forget_peer(Peer& peer) {
     }
     fail_backlogs(peer, Status::kPeerLost, "forgotten on request");
     peer.work_->note.clear();
-    peer.state_.store(PeerState::kUnknown, std::memory_order_release);
+    set_state(peer, PeerState::kUnknown, FlightState::kForgotten);
     std::lock_guard lock(tables_mutex_);
     for (auto& [id, region] : remote_regions_) {
       if (region->peer() == &peer) region->key_.reset();
@@ -441,7 +458,8 @@ PeerExplanation EngineCore::explain(Peer& peer) {
 
 void EngineCore::on_link_up(Link& link) {
   auto& peer = *static_cast<Peer*>(link.user);
-  peer.state_.store(PeerState::kConnected, std::memory_order_release);
+  set_state(peer, PeerState::kConnected, FlightState::kConnected);
+  bump(peer.track_->moves);
   bump(counters_.connected);
   runnable_ = true;
   add_event({EngineEvent::Kind::kPeerConnected, peer.address().name, ""});
@@ -451,7 +469,7 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderl
   const PeerRef peer = PeerRef::share(static_cast<Peer*>(link.user));
   peer->link_ = nullptr;
   peer->work_->note = reason;
-  peer->state_.store(PeerState::kLost, std::memory_order_release);
+  set_state(*peer, PeerState::kLost, orderly ? FlightState::kLeft : FlightState::kLost);
   bump(counters_.lost);
   fail_backlogs(*peer, Status::kPeerLost, reason);
   {
@@ -465,7 +483,8 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderl
 
 void EngineCore::on_link_frozen(Link& link, bool frozen, const std::string& detail) {
   auto& peer = *static_cast<Peer*>(link.user);
-  peer.state_.store(frozen ? PeerState::kFrozen : PeerState::kConnected, std::memory_order_release);
+  set_state(peer, frozen ? PeerState::kFrozen : PeerState::kConnected,
+            frozen ? FlightState::kFrozen : FlightState::kThawed);
   peer.work_->note = frozen ? detail : "";
   add_event({frozen ? EngineEvent::Kind::kPeerFrozen : EngineEvent::Kind::kPeerThawed, peer.address().name, detail});
 }
@@ -476,6 +495,10 @@ void EngineCore::on_protocol_error(const std::string& peer, const std::string& d
 
 void EngineCore::on_imm(uint32_t imm, uint64_t units) {
   bump(counters_.imm_units, units);
+  if (imm != arrived_imm_) record_arrivals();
+  arrived_imm_ = imm;
+  arrived_units_ += units;
+  ++arrived_count_;
   if (imms_.note_arrival(engine_, imm, units)) return;
   bump(counters_.imm_overflow, units);
   if (std::exchange(overflow_reported_, true)) return;
@@ -497,6 +520,7 @@ Sink::Offer EngineCore::on_message(const std::shared_ptr<const Address>& sender,
   switch (pool_in_use_->offer(sender, payload)) {
     case ReceivePool::Offer::kTaken:
       bump(counters_.received);
+      recorder_.record({.bytes = payload.size(), .count = 1, .state = FlightState::kReceived});
       return Offer::kTaken;
     case ReceivePool::Offer::kTooLong:
       return Offer::kTooLong;
@@ -518,6 +542,8 @@ void EngineCore::pool_closed(ReceivePool* pool) {
 
 void EngineCore::add_event(EngineEvent event) {
   constexpr size_t kEventsKept = 1024;  // for a user who never asks; the newest tell most
+  if (!event.detail.empty() || !event.peer.empty())
+    recorder_.note(event_kind_name(event.kind), event.peer, event.detail);
   std::lock_guard lock(tables_mutex_);
   if (!event.detail.empty() || !event.peer.empty()) {
     if (events_.size() == kEventsKept) events_.erase(events_.begin());

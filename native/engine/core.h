@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
 #include <thread>
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/flight_recorder.h"
 #include "engine/imm_table.h"
 #include "engine/transfer_pool.h"
 #include "engine/transfer_work.h"
@@ -30,6 +32,16 @@
 #include "util/spinlock.h"
 
 namespace crossrail {
+
+class Watchdog;
+
+// Engines of this process, so that fork can be survived and a signal knows whom to dump. Never destroyed: engines may
+// outlive static destructors.
+struct LiveEngines {
+  std::mutex mutex;  // held over fork
+  std::set<EngineCore*> cores;
+};
+LiveEngines& live_engines();
 
 // One transfer's (or one scatter target's) turn to post towards a peer.
 struct PostItem {
@@ -84,6 +96,22 @@ class EngineCore final : public Sink {
   void pool_closed(ReceivePool* pool);
   void add_event(EngineEvent event);
 
+  // --- what an engine tells of itself; any thread, also while the holder hangs ---
+  const std::string& name() const { return options_.name; }
+  const std::string& dump_directory() const { return options_.dump_directory; }
+  EngineStats stats() const;
+  const FlightRecorder& recorder() const { return recorder_; }
+  // Accepted, and not seen by the holder yet.
+  uint64_t submits_waiting() const {
+    // taken_ first, so that the difference is not negative.
+    const uint64_t taken = taken_.load(std::memory_order_acquire);
+    return submits_.pushed() - taken;
+  }
+  void dump(std::string_view reason, TextSink* sink) const;
+  // Calls visit for every engine of the process, none of which can close meanwhile. False, and nothing visited: not
+  // patient, and the list is being changed by a thread that does not get on.
+  static bool visit_live(bool patient, const std::function<void(EngineCore&)>& visit);
+
   // Sink, progress holder
   void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
                   const std::string& detail) override;
@@ -94,6 +122,7 @@ class EngineCore final : public Sink {
   void on_link_down(Link& link, const std::string& reason, bool orderly) override;
   void on_link_frozen(Link& link, bool frozen, const std::string& detail) override;
   void on_protocol_error(const std::string& peer, const std::string& detail) override;
+  void on_rail(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes, bool over) override;
 
   // From the submitting thread: an empty transfer, and its way into the queue.
   TransferRef make_transfer(OpKind kind);
@@ -119,6 +148,18 @@ class EngineCore final : public Sink {
   uint32_t round();
   bool has_work();
   void drain_after_close();
+  void finish_submits();
+
+  // --- recording (recording.cc), progress holder ---
+  void record_transfer(FlightState state, const Transfer& transfer);
+  void record_works(FlightState state, const Peer& peer, uint32_t rail, const Transfer& transfer, uint32_t count,
+                    uint64_t bytes);
+  void record_posted(Peer& peer, uint32_t rail, uint32_t accepted, uint32_t completed, uint64_t bytes,
+                     const Transfer& transfer);
+  void record_arrivals();
+  static void note_retired(Peer& peer, uint32_t count);
+  static void note_queued(Peer& peer);
+  void set_state(Peer& peer, PeerState state, FlightState shown);
 
   // --- posting (posting.cc), progress holder ---
   uint32_t take_submits();
@@ -136,7 +177,7 @@ class EngineCore final : public Sink {
   Progress post_message(Peer& peer, Transfer* transfer);
   static void plan_range(const Peer& peer, TransferWork& work);
   static uint32_t rail_for(const Peer& peer, const TransferWork& work, uint32_t piece);
-  uint32_t post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, Transfer* transfer);
+  uint32_t post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, uint64_t bytes, Transfer* transfer);
   RemoteKey* key_of(Peer& peer, RemoteRegion& region);
   void close_item(Transfer* transfer);
   void note_kept(TransferWork& work);
@@ -151,6 +192,7 @@ class EngineCore final : public Sink {
 
   Engine* const engine_;
   const EngineOptions options_;
+  FlightRecorder recorder_;
   TransferPool transfers_;
   MpscQueue<Transfer*> submits_;
   ImmTable imms_;
@@ -170,6 +212,7 @@ class EngineCore final : public Sink {
   std::atomic<Deadline> wakes_at_{0};         // the worker sleeps no longer than this; 0 awake
   std::atomic<uint64_t> started_here_{0};     // transfers that never were in the queue; progress holder writes
   std::atomic<uint64_t> finished_{0};         // transfers complete; progress holder writes
+  std::atomic<uint64_t> taken_{0};            // transfers out of the queue; progress holder writes
 
   std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, events_
   std::map<Incarnation, PeerRef> peers_;
@@ -188,6 +231,10 @@ class EngineCore final : public Sink {
   Ref<ReceivePool> pool_in_use_;
   uint64_t pool_version_seen_ = 0;
   bool overflow_reported_ = false;
+  uint32_t last_serial_ = 0;
+  uint32_t arrived_imm_ = kNoImm;  // arrivals that are not recorded yet
+  uint32_t arrived_count_ = 0;
+  uint64_t arrived_units_ = 0;
 
   struct Counters {
     std::atomic<uint64_t> done{0}, failed{0}, cancelled{0}, bytes_written{0}, bytes_read{0}, sent{0}, received{0},
@@ -204,6 +251,7 @@ class EngineCore final : public Sink {
     uint64_t generation;
   } live_;
   std::thread worker_;
+  std::unique_ptr<Watchdog> watchdog_;
 };
 
 // Counts of the progress holder, read by any thread. release: who sees a count sees those bumped before it.

@@ -75,6 +75,15 @@ void check_options(const EngineOptions& options) {
                std::to_string(static_cast<double>(options.watcher_poll_ns) * 1e-3), "0..1e6");
   check_option(options.connect_timeout_ns > 0, "connect_timeout_s",
                std::to_string(static_cast<double>(options.connect_timeout_ns) * 1e-9), "the numbers above 0");
+  check_option(
+      options.recorder_entries == 0 || (options.recorder_entries >= 64 && options.recorder_entries <= (1u << 20) &&
+                                        std::has_single_bit(options.recorder_entries)),
+      "recorder_entries", text(options.recorder_entries), "the powers of two 64..2**20, or 0: off");
+  check_option(options.watchdog_ns >= 0, "watchdog_s", std::to_string(static_cast<double>(options.watchdog_ns) * 1e-9),
+               "the numbers above 0");
+  constexpr size_t kDirectoryBytesMax = 512;
+  check_option(options.dump_directory.size() <= kDirectoryBytesMax, "dump_dir", "'" + options.dump_directory + "'",
+               "the paths of at most 512 bytes");
   check_option(options.worker_cpu >= -1 && options.worker_cpu < 1024, "worker_cpu", std::to_string(options.worker_cpu),
                "-1..1023");
 }
@@ -146,6 +155,30 @@ inline void check_remote(const RemoteRegion* region, const char* name, Access ne
 
 }  // namespace
 
+const char* event_kind_name(EngineEvent::Kind kind) {
+  switch (kind) {
+    case EngineEvent::Kind::kImmOverflow:
+      return "imm-overflow";
+    case EngineEvent::Kind::kPeerConnected:
+      return "peer-connected";
+    case EngineEvent::Kind::kPeerLost:
+      return "peer-lost";
+    case EngineEvent::Kind::kPeerLeft:
+      return "peer-left";
+    case EngineEvent::Kind::kPeerFrozen:
+      return "peer-frozen";
+    case EngineEvent::Kind::kPeerThawed:
+      return "peer-thawed";
+    case EngineEvent::Kind::kTransportAbsent:
+      return "transport-absent";
+    case EngineEvent::Kind::kStalled:
+      return "stalled";
+    case EngineEvent::Kind::kProtocolError:
+      return "protocol-error";
+  }
+  return "unknown";
+}
+
 const char* peer_state_name(PeerState state) {
   switch (state) {
     case PeerState::kUnknown:
@@ -162,8 +195,11 @@ const char* peer_state_name(PeerState state) {
   return "?";
 }
 
-Peer::Peer(std::shared_ptr<const Address> address, Route route)
-    : address_(std::move(address)), work_(std::make_unique<PeerWork>()), route_(std::move(route)) {}
+Peer::Peer(std::shared_ptr<const Address> address, Route route, std::shared_ptr<PeerTrack> track)
+    : address_(std::move(address)),
+      work_(std::make_unique<PeerWork>()),
+      route_(std::move(route)),
+      track_(std::move(track)) {}
 Peer::~Peer() = default;
 
 Engine::Engine(const EngineOptions& options) : core_(std::make_unique<EngineCore>(this, options)) {}
@@ -545,30 +581,7 @@ std::vector<EngineEvent> Engine::take_events() {
   return std::exchange(core_->events_, {});
 }
 
-EngineStats Engine::stats() const {
-  const auto& counters = core_->counters_;
-  const auto get = [](const std::atomic<uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
-  EngineStats stats{};
-  stats.transfers_done = get(counters.done);
-  stats.transfers_failed = get(counters.failed);
-  stats.transfers_cancelled = get(counters.cancelled);
-  stats.transfers_inflight = core_->inflight();
-  stats.transfers_submitted =
-      stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled + stats.transfers_inflight;
-  stats.bytes_written = get(counters.bytes_written);
-  stats.bytes_read = get(counters.bytes_read);
-  stats.messages_sent = get(counters.sent);
-  stats.messages_received = get(counters.received);
-  stats.imm_units_received = get(counters.imm_units);
-  stats.imm_overflow_units = get(counters.imm_overflow);
-  stats.work_requests_posted = get(counters.posted);
-  stats.work_requests_retried = get(counters.retried);
-  stats.worker_rounds = get(counters.rounds);
-  stats.worker_sleeps = get(counters.sleeps);
-  stats.peers_connected = get(counters.connected);
-  stats.peers_lost = get(counters.lost);
-  stats.regions_open = get(counters.regions);
-  return stats;
-}
+EngineStats Engine::stats() const { return core_->stats(); }
+void Engine::dump(std::string_view reason, TextSink* sink) const { core_->dump(reason, sink); }
 
 }  // namespace crossrail

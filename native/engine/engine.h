@@ -13,6 +13,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/imm_counter.h"
@@ -31,6 +32,8 @@ namespace crossrail {
 
 class EngineCore;  // worker side, in engine/core.h
 struct PeerWork;   // what waits for a peer, in engine/core.h
+struct PeerTrack;  // what the flight recorder knows of it, in engine/flight_recorder.h
+class TextSink;
 
 enum class Polling : uint8_t {
   kAdaptive,  // the worker spins briefly, then sleeps; a thread that waits drives the engine itself meanwhile
@@ -65,6 +68,9 @@ struct EngineOptions {
   int64_t watcher_poll_ns = 5'000;             // pause between looks at watched words; 0 spins
   int64_t connect_timeout_ns = 5'000'000'000;  // a peer that does not answer the handshake by then is lost
   PrivatePath private_path = PrivatePath::kAuto;
+  uint32_t recorder_entries = 1024;     // of each ring of the flight recorder: 0 off, or a power of two 64..2^20
+  int64_t watchdog_ns = 0;              // 0: none; else what waits and has not moved for so long is a kStalled event
+  std::string dump_directory = "/tmp";  // where the watchdog, a signal and a failed assertion write the flight recorder
 };
 
 // Something that happened outside of any transfer.
@@ -76,6 +82,7 @@ struct EngineEvent {
     kPeerLeft,    // the same, by closing its engine
     kPeerFrozen,  // has not moved while something waits for it; may come back
     kPeerThawed,
+    kStalled,  // nothing has moved for watchdog_ns while something waited; the detail says where the flight recorder is
     kTransportAbsent,  // a device is there, and yet its transport did not open: peers are reached by a slower one
     kProtocolError     // malformed bytes from a peer; it was cut off
   };
@@ -83,6 +90,8 @@ struct EngineEvent {
   std::string peer;
   std::string detail;
 };
+
+const char* event_kind_name(EngineEvent::Kind kind);
 
 enum class PeerState : uint8_t { kUnknown, kConnecting, kConnected, kFrozen, kLost };
 const char* peer_state_name(PeerState state);
@@ -98,14 +107,15 @@ class Peer : public RefCounted<Peer> {
   friend class Engine;
   friend class EngineCore;
   friend class RefCounted<Peer>;
-  Peer(std::shared_ptr<const Address> address, Route route);
+  Peer(std::shared_ptr<const Address> address, Route route, std::shared_ptr<PeerTrack> track);
   ~Peer();
   const std::shared_ptr<const Address> address_;
   std::atomic<PeerState> state_{PeerState::kUnknown};
   // Progress holder only:
   Link* link_ = nullptr;
   std::unique_ptr<PeerWork> work_;
-  const Route route_;  // last: what posting asks of it then lies beside link_
+  const Route route_;  // here: what posting asks of it lies in one cache line with link_
+  const std::shared_ptr<PeerTrack> track_;
 };
 using PeerRef = Ref<Peer>;
 
@@ -259,6 +269,8 @@ class Engine : public RefCounted<Engine> {
   void set_event_notifier(Notifier* notifier, uint64_t cookie);
   std::vector<EngineEvent> take_events();
   EngineStats stats() const;
+  // Writes what the flight recorder holds, and what waits for whom, as engine/flight_dump.h says. Also once closed.
+  void dump(std::string_view reason, TextSink* sink) const;
 
   // For the engine's own parts.
   EngineCore& core() { return *core_; }

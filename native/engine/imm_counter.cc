@@ -59,6 +59,15 @@ void ImmCounter::serve() {
   has_waiters_.store(false, std::memory_order_seq_cst);
 }
 
+bool ImmCounter::try_waiting(uint64_t* needed_units, uint64_t* units) const {
+  if (!has_waiters_.load(std::memory_order_acquire) || !lock_.try_lock_for_a_moment()) return false;
+  std::lock_guard lock(lock_, std::adopt_lock);
+  if (waiters_.empty()) return false;
+  *needed_units = waiters_.front().units;
+  *units = poll_units();
+  return true;
+}
+
 void ImmCounter::close() {
   std::lock_guard lock(lock_);
   closed_.store(true, std::memory_order_release);

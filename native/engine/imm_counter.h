@@ -46,6 +46,10 @@ class ImmCounter : public RefCounted<ImmCounter> {
   // True once the engine was closed: notified waiters then got nothing.
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 
+  // For dumps: whether anybody waits, for how many 48ths, and how many there are. False also when the counter is being
+  // changed and that does not end.
+  bool try_waiting(uint64_t* needed_units, uint64_t* units) const;
+
   // Progress holder: adds arrivals and serves waiters.
   void arrive(uint64_t units);
   // Engine::close: serves every waiter with "closed".

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <unordered_map>
 
 #include "engine/imm_counter.h"
@@ -23,6 +24,19 @@ class ImmTable {
   void release(uint32_t imm);
   void close_all();
 
+  // For dumps: calls visit(imm, units, needed_units) for each counter that somebody waits for. Gives up after a moment
+  // when the table is being changed: whoever does that may have crashed.
+  template <typename Visit>
+  void visit_waiting(Visit&& visit) const {
+    if (!lock_.try_lock_for_a_moment()) return;
+    std::lock_guard lock(lock_, std::adopt_lock);
+    uint64_t needed = 0;
+    uint64_t units = 0;
+    for (const auto& [imm, counter] : counters_) {
+      if (counter->try_waiting(&needed, &units)) visit(imm, units, needed);
+    }
+  }
+
   // Gathers arrivals of one number after the other, so that a burst costs one look-up and one atomic.
   // False: the table is full and the arrival is lost.
   bool note_arrival(Engine* engine, uint32_t imm, uint64_t units);
@@ -32,7 +46,7 @@ class ImmTable {
   static constexpr uint32_t kFirstAllocated = 1u << (kImmBits - 1);
 
   const uint32_t capacity_;
-  SpinLock lock_;  // guards counters_, next_, released_
+  mutable SpinLock lock_;  // guards counters_, next_, released_
   std::unordered_map<uint32_t, Ref<ImmCounter>> counters_;
   uint32_t next_ = kFirstAllocated;
   std::deque<uint32_t> released_;  // reused only when all numbers were handed out once: the oldest first

@@ -32,11 +32,14 @@ uint32_t EngineCore::take_submits() {
     start(transfer);
     ++taken;
   }
+  if (taken > 0) bump(taken_, taken);
   return taken;
 }
 
 void EngineCore::start(Transfer* transfer) {
   TransferWork& work = *transfer->work_;
+  work.serial = ++last_serial_;
+  if (!work.at_once) record_transfer(FlightState::kSubmitted, *transfer);
   if (closed()) {
     finish(transfer, Status::kEngineClosed);
     return;
@@ -79,6 +82,7 @@ void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
 }
 
 void EngineCore::mark_busy(Peer& peer) {
+  note_queued(peer);
   if (std::exchange(peer.work_->is_busy, true)) return;
   busy_.push_back(PeerRef::share(&peer));
 }
@@ -94,6 +98,7 @@ uint32_t EngineCore::post_backlogs() {
     moved += post_backlog(*peer, peer->work_->backlog);
   }
   std::erase_if(busy_, [](const PeerRef& peer) {
+    note_queued(*peer);
     peer->work_->is_busy = !peer->work_->backlog.empty() || !peer->work_->messages.empty();
     return !peer->work_->is_busy;
   });
@@ -132,6 +137,7 @@ uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
       break;
     }
   }
+  if (moved > 0) bump(peer.track_->moves);
   return moved;
 }
 
@@ -192,7 +198,9 @@ uint32_t EngineCore::rail_for(const Peer& peer, const TransferWork& work, uint32
   return wrapped < traits.rail_count ? wrapped : wrapped % traits.rail_count;
 }
 
-uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, Transfer* transfer) {
+// bytes: of all requests.
+uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, uint64_t bytes,
+                          Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   uint32_t completed = 0;
   // Counted before: the transport may retire some through the sink while it posts.
@@ -201,7 +209,14 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   work.posted -= static_cast<uint32_t>(requests.size()) - accepted;
   work.retired += completed;
   bump(counters_.posted, accepted);
-  if (accepted < requests.size()) bump(counters_.retried);
+  if (accepted < requests.size()) {
+    bump(counters_.retried);
+    for (const WorkRequest& request : requests.subspan(accepted)) bytes -= request.length_bytes;
+  }
+  // Of a scatter whose targets are all done at once finish() makes one entry: one for each would show.
+  const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;
+  if (accepted > completed || (accepted > 0 && !has_targets))
+    record_posted(peer, rail, accepted, completed, bytes, *transfer);
   return accepted;
 }
 
@@ -231,7 +246,7 @@ EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer
   request.has_imm = work.imm != kNoImm;
   request.wire_imm = request.has_imm ? wire_imm(work.imm, 0) : 0;
   request.context = transfer;
-  if (post(peer, rail_for(peer, work, 0), {&request, 1}, transfer) == 0) return Progress::kBlocked;
+  if (post(peer, rail_for(peer, work, 0), {&request, 1}, work.length_bytes, transfer) == 0) return Progress::kBlocked;
   round_bytes_ += work.length_bytes;
   return Progress::kAllPosted;
 }
@@ -270,7 +285,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       request.tag = work.piece;
       const uint32_t rail = rail_for(peer, work, work.piece);
       const uint32_t retired_before = work.retired;
-      if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
+      if (post(peer, rail, {&request, 1}, length, transfer) == 0) return Progress::kBlocked;
       if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
       if (work.failure != Status::kDone) return Progress::kAllPosted;
       turn_bytes += length;
@@ -285,7 +300,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
     request.has_imm = true;
     request.wire_imm = wire_imm(work.imm, 0);
     request.context = transfer;
-    if (post(peer, kAnyRail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
+    if (post(peer, kAnyRail, {&request, 1}, 0, transfer) == 0) return Progress::kBlocked;
   }
   return Progress::kAllPosted;
 }
@@ -305,6 +320,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
   std::array<WorkRequest, kBatch> batch;
   for (uint32_t turn = 0; work.page < work.page_count; ++turn) {
     if (turn == kBatchesPerTurn || turn_bytes >= kBytesPerTurn) return Progress::kMore;
+    const uint64_t turn_bytes_before = turn_bytes;
     uint32_t filled = 0;
     uint64_t page = work.page;
     for (; filled < kBatch && page < work.page_count && turn_bytes < kBytesPerTurn; ++filled) {
@@ -335,7 +351,8 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
       turn_bytes += request.length_bytes;
     }
     const uint32_t retired_before = work.retired;
-    const uint32_t accepted = post(peer, rail_for(peer, work, 0), {batch.data(), filled}, transfer);
+    const uint32_t accepted =
+        post(peer, rail_for(peer, work, 0), {batch.data(), filled}, turn_bytes - turn_bytes_before, transfer);
     const bool at_once = work.retired == retired_before + accepted && work.failure == Status::kDone;
     for (uint32_t i = 0; i < accepted; ++i) {
       work.page += batch[i].reserved;
@@ -375,7 +392,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
     request.local_region = work.local ? work.local->local_.on(peer.route_.index) : nullptr;
     request.context = transfer;
     const uint32_t retired_before = work.retired;
-    if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
+    if (post(peer, rail, {&request, 1}, length, transfer) == 0) return Progress::kBlocked;
     if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
     target.posted_bytes += length;
     turn_bytes += length;
@@ -392,7 +409,7 @@ EngineCore::Progress EngineCore::post_message(Peer& peer, Transfer* transfer) {
   request.length_bytes = work.payload.size();
   request.context = transfer;
   const uint32_t rail = peer.route_.traits->balances_rails ? kAnyRail : 0;
-  if (post(peer, rail, {&request, 1}, transfer) == 0) return Progress::kBlocked;
+  if (post(peer, rail, {&request, 1}, request.length_bytes, transfer) == 0) return Progress::kBlocked;
   return Progress::kAllPosted;
 }
 
@@ -402,16 +419,21 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t 
                             const std::string& detail) {
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
+  Peer& peer = *static_cast<Peer*>(link.user);
+  note_retired(peer, count);
+  if (!peer.route_.traits->balances_rails) record_works(FlightState::kRetired, peer, kAnyRail, *transfer, count, bytes);
   work.retired += count;
   if (status == Status::kDone) work.bytes_retired += bytes;
-  if (status != Status::kDone) fail(transfer, status, static_cast<Peer*>(link.user)->address().name, detail);
+  if (status != Status::kDone) fail(transfer, status, peer.address().name, detail);
   finish_if_done(transfer);
 }
 
 // The transfer's item was cut before (scan_cancels), or all of it posted: nothing is posted until we know what is left.
-void EngineCore::on_withdrawn(Link&, void* context, uint32_t tag, uint64_t bytes) {
+void EngineCore::on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) {
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
+  note_retired(*static_cast<Peer*>(link.user), 1);
+  record_works(FlightState::kWithdrawn, *static_cast<Peer*>(link.user), kAnyRail, *transfer, 1, bytes);
   ++work.retired;
   work.cut_short = true;
   if (work.kind == OpKind::kWrite && work.pieces > 1) {
@@ -509,6 +531,13 @@ void EngineCore::finish(Transfer* transfer, Status status) {
     bump(status == Status::kCancelled ? counters_.cancelled : counters_.failed);
   }
   const bool unseen = std::exchange(work.at_once, false);
+  // Of what was done at once its works tell already, unless they are too many to be recorded.
+  if (!unseen || status != Status::kDone || work.targets_total > 0) {
+    record_transfer(status == Status::kDone        ? FlightState::kDone
+                    : status == Status::kCancelled ? FlightState::kCancelled
+                                                   : FlightState::kFailed,
+                    *transfer);
+  }
   Region* const local = std::exchange(work.local, nullptr);
   if (local != nullptr && !unseen) local->end_op();
   if (!work.targets.empty()) work.targets.clear();
@@ -521,6 +550,7 @@ void EngineCore::finish(Transfer* transfer, Status status) {
 }
 
 void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {
+  peer.track_->queued.store(0, std::memory_order_relaxed);
   for (auto* backlog : {&peer.work_->backlog, &peer.work_->messages}) {
     std::deque<PostItem> items;
     items.swap(*backlog);

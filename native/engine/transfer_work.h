@@ -50,6 +50,7 @@ struct alignas(64) TransferWork {
   uint32_t piece = 0;         // next piece to post a slice of
   bool at_once = false;       // being posted by its submitter: nobody else knows of it, `local` has no begin_op yet
   bool resumed = false;       // cancelled too late, see EngineCore::go_on: ends done, or fails
+  uint32_t serial = 0;        // of the engine, for the flight recorder
   bool is_evened = false;     // with pieces: one piece, and the immediate goes alone, at the end
   uint64_t slice_offset = 0;  // within the pieces
   uint64_t slice_bytes = 0;   // with pieces: how long slices are

@@ -101,6 +101,10 @@ class Sink {
   virtual void on_link_down(Link& link, const std::string& reason, bool orderly) = 0;
   virtual void on_link_frozen(Link& link, bool frozen, const std::string& detail) = 0;
   virtual void on_protocol_error(const std::string& peer, const std::string& detail) = 0;
+  // For the record, of a transport that balances its rails: `count` works of this context, `bytes` in all, were put on
+  // `rail`, or are over there. Said beside on_retired, not instead.
+  virtual void on_rail(Link& /*link*/, uint32_t /*rail*/, void* /*context*/, uint32_t /*count*/, uint64_t /*bytes*/,
+                       bool /*over*/) {}
 
  protected:
   ~Sink() = default;

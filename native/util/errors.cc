@@ -1,5 +1,6 @@
 #include "util/errors.h"
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -29,8 +30,16 @@ void throw_errno(const char* call, const std::string& what, const std::string& r
   throw TransportError(call, code, what + ": " + std::strerror(code), remedy);
 }
 
+namespace {
+constinit std::atomic<AssertHook> assert_hook{nullptr};
+}  // namespace
+
+void set_assert_hook(AssertHook hook) { assert_hook.store(hook, std::memory_order_release); }
+
 void fail_assert(const char* expression, const char* file, int line) {
   std::fprintf(stderr, "crossrail: internal error: %s is false at %s:%d. Please report it.\n", expression, file, line);
+  // Taken away: the hook's own bug must not call it again.
+  if (const AssertHook hook = assert_hook.exchange(nullptr, std::memory_order_acq_rel)) hook();
   std::abort();
 }
 

@@ -39,6 +39,10 @@ class EngineClosedError : public std::runtime_error {
 // Throws TransportError for errno of a failed system call.
 [[noreturn]] void throw_errno(const char* call, const std::string& what, const std::string& remedy = {});
 
+// Called once by the first assertion that fails, after it was printed; the process aborts when it returns. Any thread.
+using AssertHook = void (*)();
+void set_assert_hook(AssertHook hook);
+
 // Our own bug: prints and aborts. Kept on in release builds, off the hot path.
 [[noreturn]] void fail_assert(const char* expression, const char* file, int line);
 

@@ -37,6 +37,16 @@ class SpinLock {
     return held_.load(std::memory_order_relaxed) == 0 &&
            held_.compare_exchange_strong(free, mark, std::memory_order_seq_cst, std::memory_order_relaxed);
   }
+  // For who must not hang when the holder does not come back, as in a process that is about to abort: gives up after some
+  // milliseconds.
+  bool try_lock_for_a_moment() {
+    constexpr int kAttempts = 10'000;
+    for (int attempts = 0; attempts < kAttempts; ++attempts) {
+      if (try_lock()) return true;
+      std::this_thread::yield();
+    }
+    return false;
+  }
   // A hint: may be outdated when it returns.
   bool is_locked() const { return held_.load(std::memory_order_relaxed) != 0; }
   // What the holder passed to try_lock(), or 0. When it no longer is a holder's mark, what that holder did is visible.

@@ -22,6 +22,7 @@ from crossrail.errors import (
     UsageError,
     WaitTimeout,
 )
+from crossrail.flight import dump_on_signal
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, PathExplanation
 from crossrail.poison import Poisoned
@@ -61,4 +62,5 @@ __all__ = [
     "WaitTimeout",
     "Watcher",
     "__version__",
+    "dump_on_signal",
 ]

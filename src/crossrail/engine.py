@@ -18,6 +18,7 @@ from crossrail._core import Address, Message
 from crossrail._notify import CallbackThread, log
 from crossrail.counters import ImmCounter
 from crossrail.errors import UsageError
+from crossrail.flight import default_directory, parse_dump
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, PathExplanation
 from crossrail.rdma import RdmaOptions
@@ -33,6 +34,7 @@ _EVENT_LEVELS = {
     "peer-lost": logging.WARNING,
     "peer-left": logging.INFO,
     "peer-frozen": logging.WARNING,
+    "stalled": logging.WARNING,
     "transport-absent": logging.WARNING,
     "protocol-error": logging.ERROR,
     "imm-overflow": logging.ERROR,
@@ -72,6 +74,10 @@ class Engine(_core.Engine):
     imm_counters_max: distinct immediates kept. message_bytes_max: longest message, up to 256 KiB.
     watcher_poll_us: pause between looks at watched words. connect_timeout_s: silent peers are lost after that.
     private_path: "auto" (measured), "staged" or "cma" for memory that the peer cannot map.
+    recorder_entries: of each ring of the flight recorder (one for each rail, one for the rest), a power of two
+    64..2**20; 0: off. watchdog_s: what waits and has not moved for so long is an event, "stalled", and the recorder is
+    written to a file, once per stall; None: no watchdog. dump_dir: where the watchdog, dump_on_signal and a failed
+    assertion write it; None: CROSSRAIL_DUMP_DIR's value, TMPDIR's, or /tmp.
     require: clauses that must hold once it is open, as "shm, rails>=4": shm, tcp, verbs, ofi, rdma (verbs or ofi),
     gpudirect, rails>=N (also = and >), speed>=X (Gb/s of all interfaces that the rails are on and that say theirs). If
     one does not, the engine is closed again and TransportError says which and why. require() does so for one peer.
@@ -96,6 +102,9 @@ class Engine(_core.Engine):
         connect_timeout_s: float = 5.0,
         private_path: str = "auto",
         rdma: RdmaOptions | None = None,
+        recorder_entries: int = 1024,
+        watchdog_s: float | None = None,
+        dump_dir: str | os.PathLike[str] | None = None,
         require: str | None = None,
     ) -> None:
         clauses = None if require is None else _parse_policy(require)
@@ -113,6 +122,7 @@ class Engine(_core.Engine):
             name, transport, rails, port, _secret_bytes(secret), peer_timeout_s, polling, spin_us, worker_cpu,
             submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
             (rdma or RdmaOptions()).as_tuple(),
+            (recorder_entries, watchdog_s, default_directory() if dump_dir is None else os.fspath(dump_dir)),
         )  # fmt: skip
         self._on_event: Callable[[EngineEvent], object] | None = None
         self._callbacks = CallbackThread(name)
@@ -241,6 +251,18 @@ class Engine(_core.Engine):
         if explanation.state not in ("connected", "frozen", "lost"):
             raise UsageError(f"peer '{explanation.peer}' is {explanation.state}, must be connected: connect() first")
         policy.check(parsed, policy.of_path(self, explanation, parsed))
+
+    def dump(self, path: str | os.PathLike[str] | None = None, *, reason: str = "asked for") -> str | None:
+        """What the flight recorder holds, and what waits for whom: as text for people, or into a file.
+
+        path: written, or replaced, for `crossrail trace` and crossrail.flight.read_dump; readable for this user only.
+        None: returns the text. reason: why, in words; the file says so. Works on a closed engine too.
+        Any thread, also while another one hangs in this engine. Raises TransportError when the file cannot be written.
+        """
+        if path is not None:
+            self._dump_to(os.fspath(path), reason)
+            return None
+        return parse_dump(self._dump(reason), f"engine {self.name!r}").text()
 
     def _check_opened(self, transport: str, clauses: tuple[Clause, ...]) -> None:
         from crossrail import policy

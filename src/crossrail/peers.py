@@ -15,8 +15,9 @@ class EngineEvent:
 
     kind: "imm-overflow" (arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken),
     "peer-connected", "peer-lost", "peer-left" (it closed), "peer-frozen", "peer-thawed", "protocol-error" (malformed
-    bytes; the peer was cut off), "transport-absent" (it has a device, and yet did not open: peers are reached by a
-    slower one).
+    bytes; the peer was cut off), "stalled" (of watchdog_s: what waits for this peer has not moved; without a peer:
+    nobody drives the engine; the detail says where the flight recorder was written), "transport-absent" (it has a
+    device, and yet did not open: peers are reached by a slower one).
     peer: its name, may be empty.
     """
 

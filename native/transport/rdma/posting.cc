@@ -97,7 +97,20 @@ uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> reque
     if (rail != kRequeued) work.reserved = routing_of(rail);
     path.outstanding_bytes += work.length_bytes;
   }
+  tell_sent(path, accepted);
   return accepted;
+}
+
+// The last `accepted` of the path's works. Those of one transfer come one after the other: told in one call.
+void RdmaTransport::tell_sent(Path& path, uint32_t accepted) {
+  for (size_t i = path.works.size() - accepted; i < path.works.size();) {
+    void* const context = context_of(path.works[i]);
+    uint32_t count = 0;
+    uint64_t bytes = 0;
+    for (; i < path.works.size() && context_of(path.works[i]) == context; ++i, ++count)
+      bytes += path.works[i].length_bytes;
+    sink_->on_rail(*path.session->link, path.rail, context, count, bytes, false);
+  }
 }
 
 uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) {
@@ -238,6 +251,7 @@ void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
     if (count == 0) return;
     end_outstanding(link, count);
     path.bytes_done += bytes;
+    sink_->on_rail(link, path.rail, context, count, bytes, true);
     sink_->on_retired(link, context, std::exchange(count, 0), std::exchange(bytes, 0), Status::kDone, kNoDetail);
   };
   while (!path.works.empty() && path.first_cookie <= through_cookie) {
@@ -248,6 +262,7 @@ void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
       if (is_part(work)) {
         tell();
         path.bytes_done += work.length_bytes;
+        sink_->on_rail(link, path.rail, context_of(work), 1, work.length_bytes, true);
         end_part(link, work, Status::kDone, kNoDetail);
       } else {
         if (work.context != context) tell();
@@ -274,6 +289,7 @@ void RdmaTransport::end_work(Path& path, uint64_t cookie) {
   path.imms_done += done.has_imm ? 1 : 0;
   path.bytes_done += done.length_bytes;
   pop_ended(path);
+  sink_->on_rail(*path.session->link, path.rail, context_of(done), 1, done.length_bytes, true);
   retire(*path.session->link, done, Status::kDone, kNoDetail);
 }
 

@@ -160,6 +160,7 @@ class RdmaTransport final : public Transport {
   bool has_room(const Path& path, uint64_t length_bytes) const;
   static constexpr uint32_t kRequeued = ~1u;  // for post_some: routing and attempts are noted already
   uint32_t post_some(Path& path, std::span<const WorkRequest> requests, uint32_t rail);
+  void tell_sent(Path& path, uint32_t accepted);
   bool pump_works(Session& session);
   bool pump_queue(Session& session, uint32_t rail);
   void cut(RdmaLink& link, WorkRequest request);

@@ -58,6 +58,11 @@ struct Whole {
   std::string detail;
 };
 
+// The engine's context of a work, also of a part.
+inline void* context_of(const WorkRequest& work) {
+  return is_part(work) ? static_cast<Whole*>(work.context)->request.context : work.context;
+}
+
 // One pair of rails. Lifecycle of an epoch:
 //   kIdle      no path at the NIC; nothing of earlier epochs is under way here, though `doubt` may wait for the peer's word
 //   kOffered   leader: Hello is out, again and again until Accept comes

@@ -101,6 +101,8 @@ struct OutChannel final : Connector::Owner {
   bool has_doubts() const;
   // Whether to take the first of this many requests now. Not a long one that others would have done sooner.
   bool should_take(const WorkRequest& next, size_t queued) const;
+  // Tells the engine of what is in `sent` from here on.
+  void tell_sent(size_t first);
 
   TcpTransport* const transport;
   OutLink* const link;

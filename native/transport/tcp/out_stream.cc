@@ -210,7 +210,19 @@ bool OutChannel::should_take(const WorkRequest& next, size_t queued) const {
   return !all_known || pace.ns_with(length) <= std::max(soonest_ns, static_cast<double>(left_bytes) / rate);
 }
 
+// Works of one transfer that follow each other in `sent` are told together.
+void OutChannel::tell_sent(size_t first) {
+  for (size_t i = first; i < sent.size();) {
+    void* const context = sent[i].context;
+    uint32_t count = 0;
+    uint64_t bytes = 0;
+    for (; i < sent.size() && sent[i].context == context; ++i, ++count) bytes += sent[i].length_bytes;
+    transport->sink().on_rail(*link, link->pairs[pair()].rail, context, count, bytes, false);
+  }
+}
+
 void OutChannel::fill(TxBatch& batch) {
+  const size_t sent_before = sent.size();
   if (!control.empty()) {
     batch.copy(control.data(), control.size());
     control.clear();
@@ -267,6 +279,7 @@ void OutChannel::fill(TxBatch& batch) {
       --link->queued;
     }
   }
+  tell_sent(sent_before);
 }
 
 // --- in ---
@@ -301,6 +314,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
     }
     channel.bytes_acked += bytes;
     link.end(count, transport.now());
+    transport.sink().on_rail(link, link.pairs[channel.pair()].rail, request.context, count, bytes, true);
     transport.sink().on_retired(link, request.context, count, bytes, Status::kDone, {});
   }
   if (channel.sent.empty() && channel.sent.capacity() > 64) channel.sent.release();
@@ -309,6 +323,10 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
 void end_message(TcpTransport& transport, OutLink& link, SentMessage& message, Status status, const std::string& text) {
   if (std::exchange(message.over, true)) return;
   link.messages_bytes -= message.request.length_bytes;
+  if (status == Status::kDone) {
+    const uint32_t rail = link.pairs[link.channels[message.channel]->pair()].rail;
+    transport.sink().on_rail(link, rail, message.request.context, 1, message.request.length_bytes, true);
+  }
   transport.retire(link, message.request, status, text);
 }
 
@@ -485,6 +503,10 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       --asked.reads_open;
       asked.reads_bytes -= pending.request.length_bytes;
       asked.pace.done(pending.request.length_bytes, transport_->now());
+      if (is_done) {
+        transport_->sink().on_rail(link, link.pairs[asked.pair()].rail, pending.request.context, 1,
+                                   pending.request.length_bytes, true);
+      }
       transport_->retire(link, pending.request, status, text_of(meta.subspan(sizeof end)));
       if (link.queued > 0) transport_->mark_dirty(link);
       return true;

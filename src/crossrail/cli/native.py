@@ -68,6 +68,7 @@ class Native(Protocol):
         polling: str = ...,
         spin_us: float = ...,
         private_path: str = ...,
+        recorder_entries: int = ...,
     ) -> BenchRig: ...
     def FabricLoop(self, provider: str, rail: str) -> BenchFabric: ...  # noqa: N802 - likewise
     def run_writes(

@@ -1,0 +1,173 @@
+#include "engine/dump_triggers.h"
+
+#include <pthread.h>
+#include <semaphore.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+
+#include "engine/core.h"
+#include "engine/flight_dump.h"
+#include "util/errors.h"
+
+namespace crossrail {
+
+namespace {
+
+constexpr int kNamesTried = 1000;
+
+// Of the last file written by this process, so that two dumps of one engine do not meet.
+constinit std::atomic<int> last_number{0};
+
+// A file's name of an engine's: what is safe in one, the rest as '_'.
+void put_name(std::string_view name, std::array<char, 80>* text) {
+  const size_t length = std::min(name.size(), text->size() - 1);
+  for (size_t i = 0; i < length; ++i) {
+    const auto letter = static_cast<unsigned char>(name[i]);
+    const bool is_plain = letter < 0x80 && (std::isalnum(letter) != 0 || letter == '-' || letter == '.');
+    (*text)[i] = is_plain ? name[i] : '_';
+  }
+  (*text)[length] = 0;
+}
+
+void say(const EngineCore& core, const DumpOutcome& outcome, const char* reason) {
+  std::array<char, 1400> line;
+  const int length =
+      outcome.written()
+          ? std::snprintf(line.data(), line.size(), "crossrail: %s: flight recorder of engine '%s' is in %s\n", reason,
+                          core.name().c_str(), outcome.path.data())
+          : std::snprintf(line.data(), line.size(),
+                          "crossrail: %s: flight recorder of engine '%s' was not written to %s: errno %d\n", reason,
+                          core.name().c_str(), outcome.path.data(), outcome.error);
+  // To nobody who could do something about it if this fails.
+  [[maybe_unused]] const ssize_t told =
+      write(STDERR_FILENO, line.data(), std::min(line.size() - 1, static_cast<size_t>(length)));
+}
+
+// False: somebody holds the list of engines, and is not going to let go of it.
+bool dump_all(const char* reason, std::string_view directory, bool patient) {
+  return EngineCore::visit_live(patient, [&](EngineCore& core) {
+    say(core, dump_to_directory(core, directory.empty() ? core.dump_directory() : directory, reason), reason);
+  });
+}
+
+void on_failed_assert() {
+  if (dump_all("failed assertion", {}, false)) return;
+  constexpr std::string_view kBusy = "crossrail: no flight recorder is written: the list of engines is being changed\n";
+  [[maybe_unused]] const ssize_t told = write(STDERR_FILENO, kBusy.data(), kBusy.size());
+}
+
+// --- signals ---
+
+// Never destroyed or closed: a handler may be in it at any time.
+sem_t* wanted_dumps() {
+  static sem_t semaphore;
+  static const int made = sem_init(&semaphore, 0, 0);
+  (void)made;
+  return &semaphore;
+}
+
+constinit std::atomic<sem_t*> handler_semaphore{nullptr};
+constinit std::atomic<SignalDump*> the_dump{nullptr};
+
+void on_signal(int) {
+  const int saved = errno;
+  // acquire: pairs with the release in SignalDump's constructor.
+  if (sem_t* const semaphore = handler_semaphore.load(std::memory_order_acquire)) sem_post(semaphore);
+  errno = saved;
+}
+
+}  // namespace
+
+DumpOutcome dump_to_directory(EngineCore& core, std::string_view directory, std::string_view reason) {
+  std::array<char, 80> name;
+  put_name(core.name(), &name);
+  DumpOutcome outcome;
+  for (int i = 0; i < kNamesTried; ++i) {
+    const int number = last_number.fetch_add(1, std::memory_order_relaxed) + 1;
+    std::snprintf(outcome.path.data(), outcome.path.size(), "%.*s/crossrail-%s-%d-%d.flight",
+                  static_cast<int>(directory.size()), directory.data(), name.data(), getpid(), number);
+    FileSink file(outcome.path.data(), false);
+    outcome.error = file.error();
+    if (outcome.error == EEXIST) continue;  // of a process that had our number before
+    if (outcome.error == 0) {
+      core.dump(reason, &file);
+      outcome.error = file.error();
+    }
+    break;
+  }
+  return outcome;
+}
+
+void dump_on_failed_assert() { set_assert_hook(&on_failed_assert); }
+
+SignalDump::SignalDump(int signal_number, std::string directory)
+    : signal_number_(signal_number), directory_(std::move(directory)), owner_pid_(getpid()) {
+  constexpr size_t kDirectoryBytesMax = 512;
+  if (directory_.size() > kDirectoryBytesMax) throw UsageError("directory is a path of more than 512 bytes");
+  struct sigaction before{};
+  if (sigaction(signal_number, nullptr, &before) != 0)
+    throw UsageError("signum = " + std::to_string(signal_number) + " is no signal that can be handled");
+  SignalDump* other = the_dump.load(std::memory_order_acquire);
+  if (other != nullptr && other->owner_pid_ == getpid())
+    throw UsageError("signal " + std::to_string(other->signal_number_) + " dumps already: close() that first");
+  const bool is_ours = other != nullptr && other->signal_number_ == signal_number;  // of our parent before a fork
+  if (!is_ours && before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN)
+    throw UsageError("signal " + std::to_string(signal_number) + " has a handler already: choose another signum");
+  sem_t* const semaphore = wanted_dumps();
+  while (sem_trywait(semaphore) == 0) {  // of a signal that came too late for the last one
+  }
+  thread_ = std::thread([this] { run(); });
+  handler_semaphore.store(semaphore, std::memory_order_release);
+  struct sigaction action{};
+  action.sa_handler = &on_signal;
+  action.sa_flags = SA_RESTART | SA_ONSTACK;
+  sigemptyset(&action.sa_mask);
+  if (sigaction(signal_number, &action, nullptr) != 0) {
+    const int code = errno;
+    stopping_.store(true, std::memory_order_release);
+    sem_post(semaphore);
+    thread_.join();
+    throw UsageError("signum = " + std::to_string(signal_number) + " cannot be handled: " + std::strerror(code));
+  }
+  the_dump.store(this, std::memory_order_release);
+}
+
+void SignalDump::close() {
+  if (stopping_.exchange(true, std::memory_order_acq_rel)) return;
+  if (getpid() != owner_pid_) {
+    new std::thread(std::move(thread_));  // leaked: a thread that is not in this process cannot be joined
+    return;
+  }
+  struct sigaction action{};
+  // Somebody may have taken the signal over since.
+  if (sigaction(signal_number_, nullptr, &action) == 0 && action.sa_handler == &on_signal) {
+    action = {};
+    action.sa_handler = SIG_DFL;
+    sigaction(signal_number_, &action, nullptr);
+  }
+  SignalDump* self = this;
+  the_dump.compare_exchange_strong(self, nullptr, std::memory_order_acq_rel);
+  sem_post(wanted_dumps());
+  thread_.join();
+}
+
+void SignalDump::run() {
+  pthread_setname_np(pthread_self(), "crossrail-dump");
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals are for threads that somebody waits on
+  for (;;) {
+    if (sem_wait(wanted_dumps()) != 0) continue;  // interrupted
+    if (stopping_.load(std::memory_order_acquire)) return;
+    std::array<char, 32> reason;
+    std::snprintf(reason.data(), reason.size(), "signal %d", signal_number_);
+    dump_all(reason.data(), directory_, true);
+  }
+}
+
+}  // namespace crossrail

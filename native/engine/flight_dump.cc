@@ -1,0 +1,173 @@
+#include "engine/flight_dump.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+
+#include "engine/core.h"
+
+namespace crossrail {
+
+FileSink::FileSink(const char* path, bool replaces)
+    : fd_(open(path, O_WRONLY | O_CREAT | O_CLOEXEC | O_NOFOLLOW | (replaces ? O_TRUNC : O_EXCL), 0600)) {
+  if (fd_ < 0) error_ = errno;
+}
+
+FileSink::~FileSink() {
+  if (fd_ >= 0) close(fd_);
+}
+
+void FileSink::write(std::string_view text) {
+  while (error_ == 0 && !text.empty()) {
+    const ssize_t written = ::write(fd_, text.data(), text.size());
+    if (written >= 0) {
+      text.remove_prefix(static_cast<size_t>(written));
+    } else if (errno != EINTR) {
+      error_ = errno;
+    }
+  }
+}
+
+void JsonLines::flush() {
+  sink_->write({buffer_.data(), filled_});
+  filled_ = 0;
+}
+
+void JsonLines::raw(std::string_view text) {
+  while (!text.empty()) {
+    if (filled_ == buffer_.size()) flush();
+    const size_t fits = std::min(text.size(), buffer_.size() - filled_);
+    std::memcpy(buffer_.data() + filled_, text.data(), fits);
+    filled_ += fits;
+    text.remove_prefix(fits);
+  }
+}
+
+// Names and details may hold any bytes. Bytes from 128 on are left as they are: whoever reads replaces what is no UTF-8.
+void JsonLines::value(std::string_view text) {
+  constexpr char kHex[] = "0123456789abcdef";
+  raw("\"");
+  for (const char letter : text) {
+    const auto byte = static_cast<unsigned char>(letter);
+    if (byte < 0x20 || byte == 0x7f) {
+      const std::array<char, 6> escape = {'\\', 'u', '0', '0', kHex[byte >> 4], kHex[byte & 15]};
+      raw({escape.data(), escape.size()});
+    } else {
+      if (byte == '"' || byte == '\\') raw("\\");
+      raw({&letter, 1});
+    }
+  }
+  raw("\"");
+}
+
+namespace {
+
+int64_t wall_ns() {
+  timespec time;
+  clock_gettime(CLOCK_REALTIME, &time);
+  return static_cast<int64_t>(time.tv_sec) * 1'000'000'000 + time.tv_nsec;
+}
+
+const char* op_name(uint32_t op) { return op == FlightEntry::kNoOp ? "" : op_kind_name(static_cast<OpKind>(op - 1)); }
+
+void put_entry(JsonLines& out, uint32_t ring, const FlightEntry& entry, const TickClock::Scale& scale) {
+  const int64_t imm = entry.imm == kNoImm ? -1 : static_cast<int64_t>(entry.imm);
+  out.line("op", scale.to_ns(entry.ticks), ring, flight_state_name(entry.state), op_name(entry.op), entry.transfer,
+           entry.peer, entry.bytes, imm, entry.count);
+}
+
+// Where the reading of one ring is: at an entry that is to be written next, or at the end.
+class RingCursor {
+ public:
+  RingCursor() = default;
+  explicit RingCursor(const FlightRing& ring) : ring_(&ring), at_(ring.oldest()), end_(ring.written()) { find(); }
+  bool at_end() const { return at_ == end_; }
+  const FlightEntry& entry() const { return entry_; }
+  void advance() {
+    ++at_;
+    find();
+  }
+
+ private:
+  // Past what was overwritten meanwhile.
+  void find() {
+    while (at_ < end_ && !ring_->read(at_, &entry_)) at_ = std::min(end_, std::max(at_ + 1, ring_->oldest()));
+  }
+  const FlightRing* ring_ = nullptr;
+  uint64_t at_ = 0;
+  uint64_t end_ = 0;
+  FlightEntry entry_;
+};
+
+// All rings, merged by time.
+void put_rings(JsonLines& out, const FlightRecorder& recorder, const TickClock::Scale& scale) {
+  constexpr size_t kRingsMax = 1 + kTransportsMax * kRailsMax;
+  std::array<RingCursor, kRingsMax> cursors;
+  const uint32_t count = recorder.ring_count();
+  for (uint32_t i = 0; i < count; ++i) {
+    const FlightRing& ring = recorder.ring(i);
+    out.line("ring", ring.name(), ring.written());
+    cursors[i] = RingCursor(ring);
+  }
+  for (;;) {
+    uint32_t next = count;
+    for (uint32_t i = 0; i < count; ++i) {
+      if (cursors[i].at_end()) continue;
+      if (next == count || cursors[i].entry().ticks < cursors[next].entry().ticks) next = i;
+    }
+    if (next == count) return;
+    put_entry(out, next, cursors[next].entry(), scale);
+    cursors[next].advance();
+  }
+}
+
+void put_counts(JsonLines& out, const EngineStats& stats) {
+#define CROSSRAIL_COUNT(name) out.line("count", #name, stats.name)
+  CROSSRAIL_COUNT(transfers_submitted);
+  CROSSRAIL_COUNT(transfers_done);
+  CROSSRAIL_COUNT(transfers_failed);
+  CROSSRAIL_COUNT(transfers_cancelled);
+  CROSSRAIL_COUNT(transfers_inflight);
+  CROSSRAIL_COUNT(bytes_written);
+  CROSSRAIL_COUNT(bytes_read);
+  CROSSRAIL_COUNT(messages_sent);
+  CROSSRAIL_COUNT(messages_received);
+  CROSSRAIL_COUNT(imm_units_received);
+  CROSSRAIL_COUNT(imm_overflow_units);
+  CROSSRAIL_COUNT(work_requests_posted);
+  CROSSRAIL_COUNT(work_requests_retried);
+  CROSSRAIL_COUNT(worker_rounds);
+  CROSSRAIL_COUNT(worker_sleeps);
+  CROSSRAIL_COUNT(peers_connected);
+  CROSSRAIL_COUNT(peers_lost);
+  CROSSRAIL_COUNT(regions_open);
+#undef CROSSRAIL_COUNT
+}
+
+}  // namespace
+
+void EngineCore::dump(std::string_view reason, TextSink* sink) const {
+  JsonLines out(sink);
+  const TickClock::Scale scale = recorder_.scale();
+  out.line("flight", kFlightVersion, CROSSRAIL_VERSION, options_.name, transports_.address().pid, reason, now_ns(),
+           wall_ns());
+  put_counts(out, stats());
+  out.line("count", "submits_waiting", submits_waiting());
+  imms_.visit_waiting([&](uint32_t imm, uint64_t units, uint64_t needed) { out.line("wait", imm, units, needed); });
+  for (size_t i = 0; const auto track = recorder_.track(i); ++i) {
+    const auto get = [](const auto& value) { return value.load(std::memory_order_relaxed); };
+    out.line("peer", track->id, track->name, track->pid, track->transport, peer_state_name(get(track->state)),
+             get(track->outstanding), get(track->queued), get(track->moves));
+  }
+  for (size_t i = 0; const auto note = recorder_.note(i); ++i)
+    out.line("note", scale.to_ns(note->ticks), note->kind, note->peer, note->detail);
+  put_rings(out, recorder_, scale);
+  out.line("end");
+}
+
+}  // namespace crossrail

@@ -1,0 +1,90 @@
+// Writes down what a FlightRecorder holds, for src/crossrail/flight.py to read: JSON lines, version 1.
+//
+// One line tells the engine and why this was written; then a line for each count, peer, note, ring and entry, each an array
+// whose first element says which; entries are in the order of time and name their ring by its number. The last line is
+// ["end"], so that a file that was cut short is told from one that is whole.
+#pragma once
+
+#include <array>
+#include <charconv>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+
+namespace crossrail {
+
+inline constexpr int kFlightVersion = 1;
+
+// Text in pieces, without allocation: a dump may be written by a process that is about to abort.
+class TextSink {
+ public:
+  virtual ~TextSink() = default;
+  virtual void write(std::string_view text) = 0;
+};
+
+// Into a string.
+class StringSink final : public TextSink {
+ public:
+  void write(std::string_view text) override { text_ += text; }
+  std::string take() { return std::move(text_); }
+
+ private:
+  std::string text_;
+};
+
+// Into a new file, that only this user may read. Owner of the descriptor: the sink.
+class FileSink final : public TextSink {
+ public:
+  // replaces: an existing file of that name, else it must not exist; a symbolic link is never followed.
+  FileSink(const char* path, bool replaces);
+  ~FileSink() override;
+  FileSink(const FileSink&) = delete;
+  FileSink& operator=(const FileSink&) = delete;
+  void write(std::string_view text) override;
+  // errno of the first call that failed, or 0.
+  int error() const { return error_; }
+
+ private:
+  int fd_;
+  int error_ = 0;
+};
+
+// Builds JSON in a buffer of its own; flushes when that is full and at the end.
+class JsonLines {
+ public:
+  explicit JsonLines(TextSink* sink) : sink_(sink) {}
+  ~JsonLines() { flush(); }
+  JsonLines(const JsonLines&) = delete;
+  JsonLines& operator=(const JsonLines&) = delete;
+
+  // An array of values.
+  template <typename... Values>
+  void line(const Values&... values) {
+    raw("[");
+    bool first = true;
+    ((raw(std::exchange(first, false) ? "" : ","), value(values)), ...);
+    raw("]\n");
+  }
+  void value(std::string_view text);  // quoted
+  void value(const char* text) { value(std::string_view(text)); }
+  void value(const std::string& text) { value(std::string_view(text)); }
+  template <typename T>
+    requires std::is_integral_v<T>
+  void value(T number) {
+    std::array<char, 24> digits;
+    const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr;
+    raw({digits.data(), static_cast<size_t>(end - digits.data())});
+  }
+  void raw(std::string_view text);
+  void flush();
+
+ private:
+  TextSink* const sink_;
+  std::array<char, 8192> buffer_;
+  size_t filled_ = 0;
+};
+
+}  // namespace crossrail

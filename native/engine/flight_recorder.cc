@@ -1,0 +1,141 @@
+#include "engine/flight_recorder.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "engine/engine.h"
+
+namespace crossrail {
+
+namespace {
+constexpr size_t kGonePeersKept = 256;  // so that entries about them can still be read
+constexpr size_t kNotesKept = 128;
+}  // namespace
+
+const char* flight_state_name(FlightState state) {
+  switch (state) {
+    case FlightState::kSubmitted:
+      return "submitted";
+    case FlightState::kDone:
+      return "done";
+    case FlightState::kFailed:
+      return "failed";
+    case FlightState::kCancelled:
+      return "cancelled";
+    case FlightState::kPosted:
+      return "posted";
+    case FlightState::kMoved:
+      return "moved";
+    case FlightState::kSent:
+      return "sent";
+    case FlightState::kRetired:
+      return "retired";
+    case FlightState::kWithdrawn:
+      return "withdrawn";
+    case FlightState::kArrived:
+      return "arrived";
+    case FlightState::kReceived:
+      return "received";
+    case FlightState::kConnecting:
+      return "connecting";
+    case FlightState::kConnected:
+      return "connected";
+    case FlightState::kFrozen:
+      return "frozen";
+    case FlightState::kThawed:
+      return "thawed";
+    case FlightState::kLost:
+      return "lost";
+    case FlightState::kLeft:
+      return "left";
+    case FlightState::kForgotten:
+      return "forgotten";
+  }
+  return "?";
+}
+
+bool FlightRing::read(uint64_t at, FlightEntry* entry) const {
+  const Slot& slot = slots_[at & mask_];
+  std::array<uint64_t, 4> words;
+  for (size_t i = 0; i < words.size(); ++i) words[i] = slot[i].load(std::memory_order_relaxed);
+  // Pairs with the release fence in write(): if any word is of a later entry, the head below is at least that entry's
+  // number, which is at + capacity or more.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (head_.load(std::memory_order_relaxed) - at > mask_) return false;
+  entry->ticks = static_cast<int64_t>(words[0]);
+  entry->bytes = words[1];
+  entry->transfer = static_cast<uint32_t>(words[2]);
+  entry->peer = static_cast<uint32_t>(words[2] >> 32);
+  entry->imm = static_cast<uint32_t>(words[3]);
+  entry->count = static_cast<uint32_t>(words[3] >> 32) & FlightEntry::kCountMax;
+  entry->op = static_cast<uint32_t>(words[3] >> 52) & 0x3f;
+  entry->state = static_cast<FlightState>(words[3] >> 58);
+  return true;
+}
+
+FlightRecorder::FlightRecorder(uint32_t entries) : entries_(entries) {
+  if (!is_on()) return;
+  rings_.reserve(1 + kTransportsMax * kRailsMax);
+  rings_.push_back(std::make_unique<FlightRing>("engine", entries_));
+  ring_count_.store(1, std::memory_order_release);
+}
+
+void FlightRecorder::set_rails(std::span<const Rails> transports) {
+  if (!is_on()) return;
+  for (size_t i = 0; i < transports.size(); ++i) {
+    first_ring_[i] = static_cast<uint32_t>(rings_.size());
+    for (uint32_t rail = 0; rail < transports[i].count; ++rail) {
+      rings_.push_back(
+          std::make_unique<FlightRing>(std::string(transports[i].transport) + ":" + std::to_string(rail), entries_));
+    }
+  }
+  ring_count_.store(static_cast<uint32_t>(rings_.size()), std::memory_order_release);
+}
+
+std::shared_ptr<PeerTrack> FlightRecorder::add_peer(const std::string& name, uint32_t pid, const char* transport,
+                                                    PeerState state) {
+  auto track = std::make_shared<PeerTrack>();
+  track->name = name;
+  track->pid = pid;
+  track->transport = transport;
+  track->state.store(state, std::memory_order_relaxed);
+  std::lock_guard lock(lock_);
+  track->id = ++last_peer_id_;
+  tracks_.push_back(track);
+  if (track->id % kGonePeersKept == 0) {
+    // Whom nobody but us holds any more is gone; of these the newest are kept.
+    const auto is_gone = [](const auto& known) { return known.use_count() == 1; };
+    size_t surplus = static_cast<size_t>(std::count_if(tracks_.begin(), tracks_.end(), is_gone));
+    surplus -= std::min(surplus, kGonePeersKept);
+    std::erase_if(tracks_, [&](const auto& known) {
+      if (surplus == 0 || !is_gone(known)) return false;
+      --surplus;
+      return true;
+    });
+  }
+  return track;
+}
+
+void FlightRecorder::note(const char* kind, const std::string& peer, const std::string& detail) {
+  if (!is_on()) return;
+  auto note = std::make_shared<FlightNote>();
+  note->ticks = clock_.ticks();
+  note->kind = kind;
+  note->peer = peer;
+  note->detail = detail;
+  std::lock_guard lock(lock_);
+  if (notes_.size() == kNotesKept) notes_.pop_front();
+  notes_.push_back(std::move(note));
+}
+
+template <typename T>
+std::shared_ptr<const T> FlightRecorder::at(const std::deque<std::shared_ptr<T>>& list, size_t index) const {
+  if (!lock_.try_lock_for_a_moment()) return nullptr;
+  std::lock_guard lock(lock_, std::adopt_lock);
+  return index < list.size() ? list[index] : nullptr;
+}
+
+std::shared_ptr<const PeerTrack> FlightRecorder::track(size_t index) const { return at(tracks_, index); }
+std::shared_ptr<const FlightNote> FlightRecorder::note(size_t index) const { return at(notes_, index); }
+
+}  // namespace crossrail

@@ -1,0 +1,115 @@
+// What an engine tells of itself: counts, and the flight recorder's entries.
+#include <mutex>
+
+#include "engine/core.h"
+
+namespace crossrail {
+
+EngineStats EngineCore::stats() const {
+  const auto get = [](const std::atomic<uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
+  EngineStats stats{};
+  stats.transfers_done = get(counters_.done);
+  stats.transfers_failed = get(counters_.failed);
+  stats.transfers_cancelled = get(counters_.cancelled);
+  stats.transfers_inflight = inflight();
+  stats.transfers_submitted =
+      stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled + stats.transfers_inflight;
+  stats.bytes_written = get(counters_.bytes_written);
+  stats.bytes_read = get(counters_.bytes_read);
+  stats.messages_sent = get(counters_.sent);
+  stats.messages_received = get(counters_.received);
+  stats.imm_units_received = get(counters_.imm_units);
+  stats.imm_overflow_units = get(counters_.imm_overflow);
+  stats.work_requests_posted = get(counters_.posted);
+  stats.work_requests_retried = get(counters_.retried);
+  stats.worker_rounds = get(counters_.rounds);
+  stats.worker_sleeps = get(counters_.sleeps);
+  stats.peers_connected = get(counters_.connected);
+  stats.peers_lost = get(counters_.lost);
+  stats.regions_open = get(counters_.regions);
+  return stats;
+}
+
+bool EngineCore::visit_live(bool patient, const std::function<void(EngineCore&)>& visit) {
+  LiveEngines& live = live_engines();
+  constexpr int kAttempts = 10'000;  // some milliseconds
+  if (patient) {
+    live.mutex.lock();
+  } else {
+    int attempts = 0;
+    while (!live.mutex.try_lock()) {
+      if (++attempts == kAttempts) return false;
+      std::this_thread::yield();
+    }
+  }
+  std::lock_guard lock(live.mutex, std::adopt_lock);
+  for (EngineCore* core : live.cores) visit(*core);
+  return true;
+}
+
+// --- progress holder ---
+
+void EngineCore::record_transfer(FlightState state, const Transfer& transfer) {
+  const TransferWork& work = *transfer.work_;
+  const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;
+  recorder_.record({.bytes = work.length_bytes,
+                    .transfer = work.serial,
+                    .peer = has_targets ? 0 : work.peer().track_->id,
+                    .imm = work.imm,
+                    .count = has_targets ? static_cast<uint32_t>(work.targets_total) : 1,
+                    .op = static_cast<uint32_t>(work.kind) + 1,
+                    .state = state});
+}
+
+// Works of one transfer that went to a transport, to one of its rails, or ended there.
+void EngineCore::record_works(FlightState state, const Peer& peer, uint32_t rail, const Transfer& transfer,
+                              uint32_t count, uint64_t bytes) {
+  const TransferWork& work = *transfer.work_;
+  recorder_.record(peer.route_.index, rail,
+                   {.bytes = bytes,
+                    .transfer = work.serial,
+                    .peer = peer.track_->id,
+                    .imm = work.imm,
+                    .count = count,
+                    .op = static_cast<uint32_t>(work.kind) + 1,
+                    .state = state});
+}
+
+void EngineCore::record_posted(Peer& peer, uint32_t rail, uint32_t accepted, uint32_t completed, uint64_t bytes,
+                               const Transfer& transfer) {
+  // What was retired through the sink meanwhile is counted already: below zero for a moment.
+  if (accepted > completed) bump(peer.track_->outstanding, accepted - completed);
+  record_works(accepted > completed ? FlightState::kPosted : FlightState::kMoved, peer, rail, transfer, accepted,
+               bytes);
+}
+
+void EngineCore::note_retired(Peer& peer, uint32_t count) {
+  PeerTrack& track = *peer.track_;
+  track.outstanding.store(track.outstanding.load(std::memory_order_relaxed) - count, std::memory_order_relaxed);
+  bump(track.moves);
+}
+
+void EngineCore::note_queued(Peer& peer) {
+  peer.track_->queued.store(peer.work_->backlog.size() + peer.work_->messages.size(), std::memory_order_relaxed);
+}
+
+void EngineCore::set_state(Peer& peer, PeerState state, FlightState shown) {
+  peer.state_.store(state, std::memory_order_release);
+  peer.track_->state.store(state, std::memory_order_relaxed);
+  recorder_.record({.peer = peer.track_->id, .count = 1, .state = shown});
+}
+
+// Arrivals of one number that come one after the other are one entry.
+void EngineCore::record_arrivals() {
+  if (arrived_count_ == 0) return;
+  recorder_.record(
+      {.bytes = arrived_units_, .imm = arrived_imm_, .count = arrived_count_, .state = FlightState::kArrived});
+  arrived_units_ = arrived_count_ = 0;
+}
+
+void EngineCore::on_rail(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes, bool over) {
+  record_works(over ? FlightState::kRetired : FlightState::kSent, *static_cast<Peer*>(link.user), rail,
+               *static_cast<Transfer*>(context), count, bytes);
+}
+
+}  // namespace crossrail

@@ -1,0 +1,121 @@
+#include "engine/watchdog.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+
+#include "engine/core.h"
+#include "engine/dump_triggers.h"
+#include "util/clock.h"
+
+namespace crossrail {
+
+namespace {
+
+constexpr uint32_t kEngineItself = 0;  // peers' ids begin at 1
+constexpr int64_t kPauseNsMin = 1'000'000;
+constexpr int64_t kPauseNsMax = 1'000'000'000;
+
+std::string seconds(int64_t ns) {
+  std::array<char, 32> text;
+  std::snprintf(text.data(), text.size(), "%.1f s", static_cast<double>(ns) * 1e-9);
+  return text.data();
+}
+
+std::string counted(uint64_t count, const char* noun) {
+  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+}
+
+}  // namespace
+
+bool StallFinder::look(uint32_t who, uint64_t waiting, uint64_t moves, int64_t now) {
+  if (waiting == 0) {
+    seen_.erase(who);
+    return false;
+  }
+  const auto [at, is_new] = seen_.try_emplace(who, Seen{moves, now, false});
+  Seen& seen = at->second;
+  if (is_new || seen.moves != moves) {
+    seen = {moves, now, false};
+    return false;
+  }
+  if (seen.is_told || now - seen.since_ns < patience_ns_) return false;
+  seen.is_told = true;
+  return true;
+}
+
+int64_t StallFinder::still_ns(uint32_t who, int64_t now) const {
+  const auto found = seen_.find(who);
+  return found == seen_.end() ? 0 : now - found->second.since_ns;
+}
+
+Watchdog::Watchdog(EngineCore* core, int64_t patience_ns)
+    : core_(core), pause_ns_(std::clamp(patience_ns / 4, kPauseNsMin, kPauseNsMax)), finder_(patience_ns) {}
+
+void Watchdog::start() {
+  thread_ = std::thread([this] { run(); });
+}
+
+void Watchdog::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+// Leaked: a thread that is not in this process can be neither joined nor detached.
+void Watchdog::abandon_after_fork() { new std::thread(std::move(thread_)); }
+
+void Watchdog::run() {
+  pthread_setname_np(pthread_self(), "crossrail-dog");
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    changed_.wait_for(lock, std::chrono::nanoseconds(pause_ns_));
+    if (stopping_) return;
+    lock.unlock();
+    look(now_ns());
+    lock.lock();
+  }
+}
+
+void Watchdog::look(int64_t now) {
+  const FlightRecorder& recorder = core_->recorder();
+  const EngineStats stats = core_->stats();
+  // Submits that nobody takes over: with polling="manual" nobody drives, otherwise the progress holder itself hangs.
+  if (finder_.look(kEngineItself, core_->submits_waiting(), stats.worker_rounds, now)) {
+    tell("", counted(core_->submits_waiting(), "submitted operation") + " of " +
+                 std::to_string(stats.transfers_inflight) +
+                 " in flight are not taken over: nobody has driven the engine for " +
+                 seconds(finder_.still_ns(kEngineItself, now)));
+  }
+  for (size_t i = 0; const auto track = recorder.track(i); ++i) {
+    const uint64_t outstanding = track->outstanding.load(std::memory_order_relaxed);
+    const uint64_t queued = track->queued.load(std::memory_order_relaxed);
+    const uint64_t moves = track->moves.load(std::memory_order_relaxed);
+    if (!finder_.look(track->id, outstanding + queued, moves, now)) continue;
+    const PeerState state = track->state.load(std::memory_order_relaxed);
+    tell(track->name, counted(outstanding, "work request") + " under way and " + counted(queued, "operation") +
+                          " waiting for peer '" + track->name + "' (pid " + std::to_string(track->pid) + ", " +
+                          track->transport + ", " + peer_state_name(state) + ") have not moved for " +
+                          seconds(finder_.still_ns(track->id, now)) +
+                          (stats.worker_rounds == rounds_before_ ? "; nobody drives the engine" : ""));
+  }
+  rounds_before_ = stats.worker_rounds;
+}
+
+// The dump comes first: the event takes a lock.
+void Watchdog::tell(const std::string& peer, const std::string& what) {
+  const DumpOutcome dump = dump_to_directory(*core_, core_->dump_directory(), "stall: " + what);
+  const std::string where = dump.written() ? std::string("flight recorder: ") + dump.path.data()
+                                           : std::string("its flight recorder was not written to ") + dump.path.data() +
+                                                 ": " + std::strerror(dump.error);
+  core_->add_event({EngineEvent::Kind::kStalled, peer, what + "; " + where});
+}
+
+}  // namespace crossrail

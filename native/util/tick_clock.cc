@@ -1,0 +1,36 @@
+#include "util/tick_clock.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace crossrail {
+
+namespace {
+
+#if defined(__x86_64__)
+// The counter runs at one rate in every power state (AMD64 Architecture Programmer's Manual, CPUID 8000_0007, EDX bit 8;
+// the same bit with Intel).
+bool has_constant_counter() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(0x80000007, &eax, &ebx, &ecx, &edx) != 0 && (edx & (1u << 8)) != 0;
+}
+#else
+bool has_constant_counter() { return true; }
+#endif
+
+}  // namespace
+
+TickClock::TickClock() : has_counter_(has_constant_counter()), start_ticks_(ticks()), start_ns_(now_ns()) {}
+
+TickClock::Scale TickClock::scale() const {
+  const int64_t ticks_passed = ticks() - start_ticks_;
+  const int64_t ns_passed = now_ns() - start_ns_;
+  Scale scale;
+  scale.start_ticks_ = start_ticks_;
+  scale.start_ns_ = start_ns_;
+  scale.ns_per_tick_ = ticks_passed > 0 ? static_cast<double>(ns_passed) / static_cast<double>(ticks_passed) : 0;
+  return scale;
+}
+
+}  // namespace crossrail

@@ -1,0 +1,50 @@
+// Time stamps in large numbers: a counter of the processor is read where they are taken, and becomes time where they are
+// read.
+#pragma once
+
+#include <cstdint>
+
+#include "util/clock.h"
+
+namespace crossrail {
+
+// Counts at a constant rate where the processor promises one, and in nanoseconds of now_ns() elsewhere. Measured here: 10
+// against 24 ns a reading.
+// Threads: any.
+class TickClock {
+ public:
+  TickClock();
+
+  int64_t ticks() const {
+#if defined(__x86_64__)
+    return has_counter_ ? static_cast<int64_t>(__builtin_ia32_rdtsc()) : now_ns();
+#elif defined(__aarch64__)
+    int64_t count;
+    asm volatile("mrs %0, cntvct_el0" : "=r"(count));
+    return count;
+#else
+    return now_ns();
+#endif
+  }
+
+  // From ticks to now_ns(): a straight line through the clock's first reading and the one made here.
+  class Scale {
+   public:
+    int64_t to_ns(int64_t ticks) const {
+      return start_ns_ + static_cast<int64_t>(static_cast<double>(ticks - start_ticks_) * ns_per_tick_);
+    }
+
+   private:
+    friend class TickClock;
+    int64_t start_ticks_, start_ns_;
+    double ns_per_tick_;
+  };
+  Scale scale() const;
+
+ private:
+  [[maybe_unused]] bool has_counter_;
+  int64_t start_ticks_;
+  int64_t start_ns_;
+};
+
+}  // namespace crossrail
