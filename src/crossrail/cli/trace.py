@@ -1,0 +1,77 @@
+"""`crossrail trace`: what a flight recording holds, as a table or as a Chrome trace."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from crossrail.flight import COLUMNS, FlightDump, FlightEntry, read_dump, row_of
+from crossrail.observe.chrome import ChromeTrace
+from crossrail.observe.flight import select, write_chrome
+
+_PIPE_COLUMNS = 140
+_LAST_SHOWN = 200
+_RIGHT = ("s", "bytes", "count")
+_STYLES = {
+    "failed": "red",
+    "lost": "red",
+    "cancelled": "yellow",
+    "withdrawn": "yellow",
+    "frozen": "yellow",
+    "done": "green",
+    "moved": "green",
+    "arrived": "cyan",
+    "received": "cyan",
+}
+
+
+def _table(dump: FlightDump, entries: list[FlightEntry]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for header in COLUMNS:
+        table.add_column(header, justify="right" if header in _RIGHT else "left", no_wrap=header != "peer")
+    for entry in entries:
+        table.add_row(*(Text(cell) for cell in row_of(dump, entry)), style=_STYLES.get(entry.state, ""))
+    return table
+
+
+@click.command("trace")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--peer", help="Only what concerns the peer of this name.")
+@click.option("--rail", help="Only one rail: tcp:0, or 0 for rail 0 of every transport; engine: what belongs to none.")
+@click.option(
+    "--last",
+    type=click.IntRange(min=1),
+    help=f"Only so many, the latest [default: {_LAST_SHOWN} in the table, all with --chrome].",
+)
+@click.option(
+    "--chrome",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a Chrome trace there instead, for ui.perfetto.dev or chrome://tracing.",
+)
+def command(file: Path, peer: str | None, rail: str | None, last: int | None, chrome: Path | None) -> None:
+    """Show what a flight recording holds: engine.dump(path), crossrail.dump_on_signal(), a watchdog's, a crash's.
+
+    Times are seconds before the recording was written.
+    """
+    dump = read_dump(file)
+    if chrome is not None:
+        entries = select(dump, peer=peer, rail=rail, last=last)
+        with ChromeTrace.create(chrome) as trace:
+            write_chrome(dump, entries, trace)
+        click.echo(f"{len(entries)} entries in {chrome}: open it at https://ui.perfetto.dev")
+        return
+    entries = select(dump, peer=peer, rail=rail, last=last or _LAST_SHOWN)
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_COLUMNS
+    for line in dump.summary():
+        console.print(Text(line), soft_wrap=True)
+    console.print()
+    console.print(_table(dump, entries))
+    console.print(Text(f"\n{len(entries)} of {len(dump.entries)} entries", "dim"))
