@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from crossrail.cli.bench.pair import IMM_DATA, Pair, permutation
@@ -12,6 +12,7 @@ from crossrail.cli.native import BenchRig
 _PAGE_BYTES = 8 << 10
 _PAGE_COUNT = 4096
 _WINDOW = 4
+_RECORDER_ENTRIES = 1024  # the engine's default
 _SCATTER_PEERS = 56
 _SLICE_BYTES = 256
 _MEMORY_BYTES = _PAGE_BYTES * _PAGE_COUNT
@@ -36,12 +37,23 @@ def measures() -> list[Measure]:
             samples=_scatter_samples,
             bar=Bar("value", "<=", 3.0),
         ),
+        Measure(
+            name="post-recorded",
+            title="posting alone, paged, beside it unrecorded",
+            unit="Mpages/s",
+            limit="the same without flight recorder",
+            samples=_recorded_samples,
+            bar=Bar("ratio", ">=", 0.98),
+        ),
     ]
 
 
 @contextmanager
-def _null_rigs(pair: Pair, count: int) -> Iterator[list[BenchRig]]:
-    rigs = [pair.native.Rig(f"bench-null-{i}", transport="null", polling="manual") for i in range(count)]
+def _null_rigs(pair: Pair, count: int, recorder_entries: int = _RECORDER_ENTRIES) -> Iterator[list[BenchRig]]:
+    rigs = [
+        pair.native.Rig(f"bench-null-{i}", transport="null", polling="manual", recorder_entries=recorder_entries)
+        for i in range(count)
+    ]
     try:
         yield rigs
     finally:
@@ -52,7 +64,31 @@ def _null_rigs(pair: Pair, count: int) -> Iterator[list[BenchRig]]:
 def _paged_samples(pair: Pair) -> SampleStream:
     src_pages, dst_pages = permutation(_PAGE_COUNT, 1), permutation(_PAGE_COUNT, 2)
     rounds = pair.settings.scaled(1000)
-    with _null_rigs(pair, 2) as (rig, target):
+    with _paged_poster(pair) as post:
+        while True:
+            fill_ns = pair.native.fill_work_requests(dst_pages, src_pages, _PAGE_BYTES, rounds)
+            pages = rounds * _PAGE_COUNT
+            yield Sample(pages / post(rounds) * 1e3, pages / fill_ns * 1e3)
+
+
+def _recorded_samples(pair: Pair) -> SampleStream:
+    """Both engines take turns within a sample, so that both see the same machine."""
+    turns, rounds = 20, pair.settings.scaled(50)
+    pages = turns * rounds * _PAGE_COUNT
+    with _paged_poster(pair) as post, _paged_poster(pair, recorder_entries=0) as post_unrecorded:
+        while True:
+            recorded_ns = unrecorded_ns = 0
+            for _ in range(turns):
+                recorded_ns += post(rounds)
+                unrecorded_ns += post_unrecorded(rounds)
+            yield Sample(pages / recorded_ns * 1e3, pages / unrecorded_ns * 1e3)
+
+
+@contextmanager
+def _paged_poster(pair: Pair, recorder_entries: int = _RECORDER_ENTRIES) -> Iterator[Callable[[int], int]]:
+    """Posts all pages so many times over, and returns how long that took in nanoseconds."""
+    src_pages, dst_pages = permutation(_PAGE_COUNT, 1), permutation(_PAGE_COUNT, 2)
+    with _null_rigs(pair, 2, recorder_entries) as (rig, target):
         src, dst = rig.alloc(_MEMORY_BYTES), rig.remote(target.descriptor(target.alloc(_MEMORY_BYTES)))
 
         def post(count: int) -> int:
@@ -70,10 +106,7 @@ def _paged_samples(pair: Pair) -> SampleStream:
             )
 
         post(10)
-        while True:
-            fill_ns = pair.native.fill_work_requests(dst_pages, src_pages, _PAGE_BYTES, rounds)
-            pages = rounds * _PAGE_COUNT
-            yield Sample(pages / post(rounds) * 1e3, pages / fill_ns * 1e3)
+        yield post
 
 
 def _scatter_samples(pair: Pair) -> SampleStream:
