@@ -36,6 +36,9 @@ void register_notifier(nb::module_& module) {
           "fd", [](const NotifierHandle& self) { return self.notifier->fd(); },
           "Readable when there is something to drain. Owned by the notifier.")
       .def(
+          "fileno", [](const NotifierHandle& self) { return self.notifier->fd(); },
+          "The same: loops and select() take the notifier itself.")
+      .def(
           "post", [](const NotifierHandle& self, uint64_t cookie) { self.notifier->post(cookie); }, nb::arg("cookie"),
           "Any thread.")
       .def("drain", &drain, nb::sig("def drain(self) -> list[int]"),
