@@ -19,7 +19,7 @@ nb::list drain(const NotifierHandle& self) {
 }
 
 bool wait(const NotifierHandle& self, nb::handle timeout_s) {
-  const Deadline deadline = to_deadline(timeout_s);
+  const Deadline deadline = to_deadline(timeout_s, real_clock());
   const Ref<Notifier> notifier = self.notifier.ref();
   WithoutGil no_gil;
   return notifier->wait(deadline);

@@ -205,11 +205,22 @@ def _run(owner: weakref.ref[CallbackThread], notifier: _core.Notifier) -> None:
         del callbacks
 
 
+class Callbacks(Protocol):
+    """Runs an engine's callbacks: CallbackThread, or in a simulated world whoever waits there (crossrail._stage)."""
+
+    notifier: _core.Notifier
+
+    def register(self, call: Callable[[], object], *, once: bool = True) -> int: ...
+    def forget(self, cookie: int) -> None: ...
+    def start(self) -> threading.Thread | None: ...
+    def close(self, timeout_s: float) -> None: ...
+
+
 class _HasCallbacks(Protocol):
-    _callbacks: CallbackThread
+    _callbacks: Callbacks
 
 
-def callbacks_of(engine: _core.Engine) -> CallbackThread:
+def callbacks_of(engine: _core.Engine) -> Callbacks:
     return cast(_HasCallbacks, engine)._callbacks
 
 
