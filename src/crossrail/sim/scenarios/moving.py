@@ -65,7 +65,7 @@ async def _exchange(run: Run, here: xr.Engine, there: xr.Engine) -> int:
 _LAYERS = 8
 _PAGE_BYTES = 32 << 10
 _LAYER_COMPUTE_S = 2e-3
-_POOL_PAGES = 512
+_POOL_PAGES = 64
 
 
 @dataclass
@@ -133,7 +133,7 @@ async def _decode(run: Run, engine: xr.Engine, prefiller: xr.Address, cache: xr.
     for _ in range(3):
         await asyncio.sleep(run.rng.uniform(0, 0.05))
         began_s = run.world.now_s
-        pages = np.array(run.rng.sample(range(_POOL_PAGES), run.rng.randint(1, 128)), np.int64)
+        pages = np.array(run.rng.sample(range(_POOL_PAGES), run.rng.randint(1, 48)), np.int64)
         counter = run.counter(engine)
         request = _Request(pages, memory.descriptor, counter.imm)
         await run.track(engine.submit_send(prefiller, request.to_bytes()), "request")
