@@ -72,7 +72,8 @@ class World:
     event_loop(). Callbacks of the user run in the thread that waits. A wait without deadline for what can never come
     raises SimulationIdle.
 
-    seed: all choices come from it; `rng` is a generator of the same seed, for choices of yours. The same seed, calls and build give the same log, byte for byte, on every machine.
+    seed: all choices come from it; `rng` is a generator of the same seed, for choices of yours. The same seed, calls and
+    build give the same log, byte for byte, on every machine.
     keep_log: keep the lines of `log`; `log_digest` is there in any case.
     Its engines are the world's: who opened one need not hold it.
     Lifecycle: 1. open; inside `with` it is the current world, where Engine(transport="sim") opens on a host of its own.
