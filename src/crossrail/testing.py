@@ -77,7 +77,8 @@ def sim_world(request: pytest.FixtureRequest) -> Iterator[World]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a coroutine that takes sim_world on the world's event loop."""
-    if "sim_world" not in pyfuncitem.funcargs:
+    world = pyfuncitem.funcargs.get("sim_world")
+    if not isinstance(world, World):
         return None
     if pyfuncitem.get_closest_marker("asyncio") is not None:
         raise pytest.UsageError(
@@ -87,7 +88,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    run_on(pyfuncitem.funcargs["sim_world"], pyfuncitem.obj(**arguments), limit_s=LIMIT_S)
+    run_on(world, pyfuncitem.obj(**arguments), limit_s=LIMIT_S)
     return True
 
 

@@ -161,12 +161,12 @@ class World:
         """
         return SimEventLoop(self, limit_s=limit_s)
 
-    def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> bool:
+    def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> str:
         """For the event loop, which says what it wants. Past the limit the clock goes by one event at most."""
         outcome = self._native.run_until(deadline_ns, notifier, limit_ns=limit_ns)
         if outcome == "callbacks":
             self._hub.run()
-        return outcome != "idle"
+        return outcome
 
     # ---- what goes wrong on purpose
 
