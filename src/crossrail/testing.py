@@ -70,7 +70,7 @@ def sim_world(request: pytest.FixtureRequest) -> Iterator[World]:
     """
     name = f"{request.config.stash[_SESSION_SEED]}/{request.node.nodeid}"
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    with World(seed=seed, keep_log=True) as world:
+    with World(seed=seed, keep_log=_EVENTS_TOLD) as world:
         yield world
 
 
