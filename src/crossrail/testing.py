@@ -87,7 +87,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         )
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    wanted = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: value for name, value in pyfuncitem.funcargs.items() if name in wanted}
     run_on(world, pyfuncitem.obj(**arguments), limit_s=LIMIT_S)
     return True
 

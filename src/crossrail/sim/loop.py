@@ -120,6 +120,16 @@ class SimEventLoop(asyncio.BaseEventLoop):
         super().close()
         self._selector = self._notifier = self._on_news = None  # no cycles: what engines told us by goes at once
 
+    async def _refuse(self, *args: object, **options: object) -> Any:
+        raise UsageError(
+            "a simulated loop has no sockets, pipes, processes and signals. Next: let simulated parts talk by messages of "
+            "their engines, or hand them a substitute"
+        )
+
+    create_connection = create_server = create_datagram_endpoint = _refuse
+    create_unix_connection = create_unix_server = getaddrinfo = getnameinfo = _refuse
+    connect_read_pipe = connect_write_pipe = subprocess_exec = subprocess_shell = _refuse
+
     def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:  # type: ignore[override]
         """Calls func(*args) at once: a thread would run in real time, and differ from run to run."""
         future: asyncio.Future[_T] = self.create_future()
@@ -154,6 +164,9 @@ def run_on(world: Drivable, main: Coroutine[Any, Any, _T], *, limit_s: float | N
 
     limit_s: as of SimEventLoop. Raises what main raises, SimulationIdle, WaitTimeout.
     """
+    if asyncio._get_running_loop() is not None:
+        main.close()
+        raise UsageError("an event loop runs in this thread already: call crossrail.sim.run() from outside of it")
     loop = SimEventLoop(world, limit_s=limit_s)
     try:
         return loop.run_until_complete(main)
