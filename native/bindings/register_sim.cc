@@ -180,7 +180,7 @@ void register_faults(nb::class_<SimWorldHandle>& world) {
 
 void register_sim(nb::module_& module) {
   nb::class_<SimWorldHandle> world(module, "SimWorld", nb::is_final(), "The native half of crossrail.sim.World.");
-  world.def(nb::init<uint64_t, bool>(), nb::arg("seed"), nb::arg("keeps_log"))
+  world.def(nb::init<uint64_t, size_t>(), nb::arg("seed"), nb::arg("log_lines_max"))
       .def("add_host", &add_host, nb::arg("name"), nb::arg("rails"), nb::arg("local"))
       .def_prop_ro(
           "now_ns", [](Self self) { return self.world->now_ns() - sim::World::kOriginNs; },

@@ -144,7 +144,10 @@ void EventLog::write(int64_t at_ns, uint32_t host, LogWord word, const std::arra
       number("value", values[1]);
       break;
   }
+  if (lines_.size() == keep_max_) lines_.pop_front();
   lines_.push_back(std::move(line));
 }
+
+std::vector<std::string> EventLog::lines() const { return {lines_.begin(), lines_.end()}; }
 
 }  // namespace crossrail::sim

@@ -25,7 +25,7 @@ namespace crossrail::sim {
 
 class World final : public Stage {
  public:
-  World(uint64_t seed, bool keeps_log);
+  World(uint64_t seed, size_t log_lines_max);
   ~World() override;
 
   // Virtual time begins here on the clock, which is never 0.
