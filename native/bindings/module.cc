@@ -19,6 +19,7 @@ NB_MODULE(_core, module) {
   register_watcher(module);
   register_poison(module);
   register_devices(module);
+  register_sim(module);
   register_engine(module);
   register_bench(module);
 }

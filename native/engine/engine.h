@@ -71,6 +71,9 @@ struct EngineOptions {
   uint32_t recorder_entries = 1024;     // of each ring of the flight recorder: 0 off, or a power of two 64..2^20
   int64_t watchdog_ns = 0;              // 0: none; else what waits and has not moved for so long is a kStalled event
   std::string dump_directory = "/tmp";  // where the watchdog, a signal and a failed assertion write the flight recorder
+  // sim, and only with it: the world, and which of its hosts. The engine then has no threads: who waits drives the world.
+  std::shared_ptr<Stage> stage;
+  uint32_t stage_host = 0;
 };
 
 // Something that happened outside of any transfer.
@@ -225,6 +228,7 @@ class Engine : public RefCounted<Engine> {
   bool closed() const;
 
   const EngineOptions& options() const;
+  const Clock& clock() const;  // that deadlines are points on
   const Address& address() const;
   uint32_t rail_count() const;  // of the transport that has most
 
@@ -232,6 +236,8 @@ class Engine : public RefCounted<Engine> {
   RegionRef register_memory(void* base, uint64_t length_bytes, Access access);
   // Zeroed memory, page aligned, that peers of this host map: the fast target and source. populate: fault it in now.
   RegionRef alloc(uint64_t length_bytes, bool populate);
+  // sim only: as long as one likes, without any memory: transfers with it are counted and take their time, and move no byte.
+  RegionRef register_phantom(uint64_t length_bytes);
   // Cached: the same descriptor gives the same object. Does not connect.
   RemoteRegionRef remote_region(const RegionDescriptor& descriptor);
 
@@ -271,6 +277,8 @@ class Engine : public RefCounted<Engine> {
   EngineStats stats() const;
   // Writes what the flight recorder holds, and what waits for whom, as engine/flight_dump.h says. Also once closed.
   void dump(std::string_view reason, TextSink* sink) const;
+
+  uint32_t seat() const;  // sim: its number in the world
 
   // For the engine's own parts.
   EngineCore& core() { return *core_; }

@@ -154,8 +154,8 @@ void put_counts(JsonLines& out, const EngineStats& stats) {
 void EngineCore::dump(std::string_view reason, TextSink* sink) const {
   JsonLines out(sink);
   const TickClock::Scale scale = recorder_.scale();
-  out.line("flight", kFlightVersion, CROSSRAIL_VERSION, options_.name, transports_.address().pid, reason, now_ns(),
-           wall_ns());
+  out.line("flight", kFlightVersion, CROSSRAIL_VERSION, options_.name, transports_.address().pid, reason,
+           clock().now_ns(), wall_ns());
   put_counts(out, stats());
   out.line("count", "submits_waiting", submits_waiting());
   imms_.visit_waiting([&](uint32_t imm, uint64_t units, uint64_t needed) { out.line("wait", imm, units, needed); });

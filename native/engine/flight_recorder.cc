@@ -73,7 +73,7 @@ bool FlightRing::read(uint64_t at, FlightEntry* entry) const {
   return true;
 }
 
-FlightRecorder::FlightRecorder(uint32_t entries) : entries_(entries) {
+FlightRecorder::FlightRecorder(uint32_t entries, const Clock* simulated) : entries_(entries), clock_(simulated) {
   if (!is_on()) return;
   rings_.reserve(1 + kTransportsMax * kRailsMax);
   rings_.push_back(std::make_unique<FlightRing>("engine", entries_));

@@ -134,8 +134,8 @@ struct FlightNote {
 
 class FlightRecorder {
  public:
-  // entries: of each ring, a power of two; 0: off.
-  explicit FlightRecorder(uint32_t entries);
+  // entries: of each ring, a power of two; 0: off. simulated: null, or the clock of a simulated engine.
+  FlightRecorder(uint32_t entries, const Clock* simulated);
   // Of the engine's transports, in its order of them. Once, before anything is recorded of a rail.
   struct Rails {
     const char* transport;

@@ -21,16 +21,18 @@ bool has_constant_counter() { return true; }
 
 }  // namespace
 
-TickClock::TickClock() : has_counter_(has_constant_counter()), start_ticks_(ticks()), start_ns_(now_ns()) {}
+TickClock::TickClock(const Clock* simulated)
+    : simulated_(simulated),
+      has_counter_(has_constant_counter()),
+      start_ticks_(ticks()),
+      start_ns_(simulated != nullptr ? start_ticks_ : now_ns()) {}
 
 TickClock::Scale TickClock::scale() const {
+  if (simulated_ != nullptr) return {0, 0, 1.0};
   const int64_t ticks_passed = ticks() - start_ticks_;
   const int64_t ns_passed = now_ns() - start_ns_;
-  Scale scale;
-  scale.start_ticks_ = start_ticks_;
-  scale.start_ns_ = start_ns_;
-  scale.ns_per_tick_ = ticks_passed > 0 ? static_cast<double>(ns_passed) / static_cast<double>(ticks_passed) : 0;
-  return scale;
+  const double rate = ticks_passed > 0 ? static_cast<double>(ns_passed) / static_cast<double>(ticks_passed) : 0;
+  return {start_ticks_, start_ns_, rate};
 }
 
 }  // namespace crossrail

@@ -3,8 +3,9 @@
 A case takes the fixture `pair` and says with `@setups(...)` over which rails and memory it runs.
 """
 
+import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail import sim
+from crossrail.sim.loop import run_on
 from tests.conftest import EngineFactory
 from tests.contract.setups import DEFAULT, Setup
+from tests.support import limits
 from tests.support.limits import WAIT_S, eventually
 from tests.support.node import Caller, LocalNode, RemoteEngine, RemoteMemory
 from tests.support.patterns import CANARY, ByteArray, pattern
@@ -40,6 +44,7 @@ class Pair:
     there: RemoteEngine
     caller: Caller
     seed: Seed
+    world: sim.World | None
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
@@ -63,6 +68,13 @@ class Pair:
         """Memory there, filled with the canary or with the pattern of `fill`."""
         return self.there.memory(nbytes, self.setup.memory_there, access=access, fill=fill)
 
+    def run(self, main: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine to its end: on the simulated world's loop, else on an ordinary one."""
+        if self.world is None:
+            asyncio.run(main)
+        else:
+            run_on(self.world, main)
+
     def another(self, key: str, **options: Any) -> RemoteEngine:
         """One more engine on the other side, known there as `key`. Closed with the pair."""
         return RemoteEngine(self.caller, key, **({"transport": self.setup.transport} | options))
@@ -82,7 +94,19 @@ def shared_process() -> Iterator[list[PeerProcess]]:
 
 
 @pytest.fixture
-def caller(setup: Setup, shared_process: list[PeerProcess], nothing_leaks: None) -> Iterator[Caller]:
+def world(setup: Setup, seed: Seed, nothing_leaks: None) -> Iterator[sim.World | None]:
+    """Of simulated set-ups. Tests that look again and again in real time (eventually) let it go on meanwhile."""
+    if setup.transport != "sim":
+        yield None
+        return
+    with sim.World(seed.number()) as world:
+        limits.between_looks.append(lambda: world.run(0.001))
+        yield world
+        limits.between_looks.pop()
+
+
+@pytest.fixture
+def caller(setup: Setup, shared_process: list[PeerProcess], world: sim.World | None) -> Iterator[Caller]:
     if setup.processes == 1:
         node = LocalNode()
         yield node
@@ -99,8 +123,8 @@ def caller(setup: Setup, shared_process: list[PeerProcess], nothing_leaks: None)
 
 
 @pytest.fixture
-def pair(setup: Setup, caller: Caller, open_engine: EngineFactory, seed: Seed) -> Pair:
+def pair(setup: Setup, caller: Caller, open_engine: EngineFactory, seed: Seed, world: sim.World | None) -> Pair:
     common = {"transport": setup.transport, "private_path": setup.private_path}
     here = open_engine(rails=setup.rails_here, **common)
     there = RemoteEngine(caller, rails=setup.rails_there, **common)
-    return Pair(setup, here, there, caller, seed)
+    return Pair(setup, here, there, caller, seed, world)

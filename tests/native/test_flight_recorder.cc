@@ -135,7 +135,7 @@ TEST_CASE("what is read beside the writer is whole or refused") {
 }
 
 TEST_CASE("peers that are gone are forgotten, those in use are not") {
-  FlightRecorder recorder(64);
+  FlightRecorder recorder(64, nullptr);
   const auto kept = recorder.add_peer("kept", 1, "tcp", PeerState::kConnected);
   for (int i = 0; i < 5000; ++i) recorder.add_peer("passing", 2, "tcp", PeerState::kLost);
   size_t count = 0;
