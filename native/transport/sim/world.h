@@ -77,10 +77,10 @@ class World final : public Stage {
     Actor* actor = nullptr;  // null: left, or killed
     uint32_t host = 0;
     bool is_frozen = false;
-    bool has_news = false;               // while frozen
-    int64_t turn_at_ns = kNoDeadline;    // a turn is scheduled
-    int64_t timer_ns = kNoDeadline;      // what it asked for,
-    int64_t timer_at_ns = kNoDeadline;   // and the event that looks after it
+    bool has_news = false;              // while frozen
+    int64_t turn_at_ns = kNoDeadline;   // a turn is scheduled
+    int64_t timer_ns = kNoDeadline;     // what it asked for,
+    int64_t timer_at_ns = kNoDeadline;  // and the event that looks after it
   };
   void schedule_turn(uint32_t number, int64_t at_ns);
   void give_turn(uint32_t number);

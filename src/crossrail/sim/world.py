@@ -10,7 +10,7 @@ from typing import Any
 
 from crossrail import _core, _stage
 from crossrail.engine import Engine
-from crossrail.errors import SimulationIdle, UsageError
+from crossrail.errors import UsageError
 from crossrail.sim import profiles
 from crossrail.sim.loop import SimEventLoop
 from crossrail.sim.profiles import LocalProfile, NicProfile
@@ -67,8 +67,8 @@ class Host:
 class World:
     """A simulated world: one thread, a seed, a clock of its own.
 
-    Engines opened on its hosts move bytes between each other as those of the real transports do, over the same handshake,
-    failover and liveness; what the contract leaves open happens in an order drawn from the seed. The clock only moves
+    Engines opened on its hosts move bytes between each other as those of the real transports do, over the same
+    handshake, failover and liveness; what the contract leaves open happens in an order drawn from the seed. The clock only moves
     while somebody waits: in a transfer, counter, message, connect() or close() of its engines, in run(), or in the
     event_loop(). Callbacks of the user run in the thread that waits. A wait without deadline for what can never come
     raises SimulationIdle.
