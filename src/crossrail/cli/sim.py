@@ -104,7 +104,7 @@ def _seconds(value: float) -> str:
 
 
 def _replay(outcome: Outcome) -> str:
-    trace = f"{outcome.scenario}-{outcome.seed}.json"
+    trace = f"{outcome.scenario.rpartition(':')[2]}-{outcome.seed}.json"
     return shlex.join(
         ["crossrail", "sim", "--scenario", outcome.scenario, "--seed", str(outcome.seed), "--trace", trace]
     )
@@ -199,8 +199,6 @@ def command(
     first = secrets.randbits(_SEED_BITS) if seed is None else seed
     tasks = [Task(scenario.name, number, twice) for scenario in scenarios for number in range(first, first + runs)]
     outcomes = _play_all(tasks, jobs or len(os.sched_getaffinity(0)), Console(stderr=True))
-    if trace is not None or log is not None:
-        _write_pictures(outcomes, trace, log)
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if as_json:
         click.echo(json.dumps(_to_json(outcomes), indent=2))
@@ -216,6 +214,8 @@ def command(
             _tell_failure(outcome, console, in_full=len(failed) == 1)
         if len(failed) > _REPLAYS_TOLD_MAX:
             click.echo(f"\nand {len(failed) - _REPLAYS_TOLD_MAX} more runs failed; --json has all")
+    if trace is not None or log is not None:
+        _write_pictures(outcomes, trace, log)  # last: a run that crashed will do so again
     if failed:
         raise click.exceptions.Exit(1)
 
