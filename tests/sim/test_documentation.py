@@ -33,6 +33,7 @@ def test_the_scenario_of_ones_own_holds() -> None:
         assert play(Scenario("slow_start", "", module["slow_start"]), number).failures == []
 
 
+@pytest.mark.no_sanitizer  # a million works: minutes under one
 def test_the_script_moves_its_terabyte(capsys: pytest.CaptureFixture[str]) -> None:
     exec(SCRIPT, {"asyncio": asyncio})
 
