@@ -262,6 +262,7 @@ WaitResult EngineCore::wait_on_stage(const std::function<bool()>& ready, Deadlin
   constexpr int64_t kInterruptEveryNs = 50'000'000;
   constexpr uint32_t kStepsPerLook = 256;  // at the real clock
   constexpr auto kNap = std::chrono::microseconds(100);
+  if (deadline <= 0) return ready() ? WaitResult::kReady : WaitResult::kTimeout;  // who only looks drives nobody
   Stage& stage = *options_.stage;
   const Stage::Wait wait(&stage);
   if (!closed()) stage.wake(seat_.number);  // words that somebody changed, and nobody told us
@@ -291,6 +292,20 @@ WaitResult EngineCore::wait_on_stage(const std::function<bool()>& ready, Deadlin
     next_interrupt = now + kInterruptEveryNs;
     if (interrupted && interrupted()) return WaitResult::kInterrupted;
   }
+}
+
+bool EngineCore::is_busy() const {
+  if (inflight() > 0) return true;
+  std::lock_guard lock(tables_mutex_);
+  return std::ranges::any_of(peers_, [](const auto& item) { return item.second->state() == PeerState::kConnecting; });
+}
+
+uint64_t EngineCore::outcomes() const {
+  uint64_t sum = finished_.load(std::memory_order_relaxed);
+  for (const auto* counter : {&counters_.received, &counters_.imm_units, &counters_.connected, &counters_.lost}) {
+    sum += counter->load(std::memory_order_relaxed);
+  }
+  return sum;
 }
 
 bool EngineCore::turn() {

@@ -89,7 +89,9 @@ class EngineCore final : public Sink, public Actor {
   bool turn() override;
   Deadline next_timer() const override { return stage_timer_; }
   bool watches() const override { return watchers_->has_any(); }
-  bool is_busy() const override { return inflight() > 0; }
+  bool is_busy() const override;
+  uint64_t outcomes() const override;
+  int64_t patience_ns() const override { return std::max(options_.peer_timeout_ns, options_.connect_timeout_ns); }
   void die() override { close(0); }
 
   // The peer of that address, new or known. Throws UsageError when it is out of reach.
@@ -188,7 +190,7 @@ class EngineCore final : public Sink, public Actor {
   std::atomic<uint64_t> started_here_{0};     // transfers that never were in the queue; progress holder writes
   std::atomic<uint64_t> finished_{0};         // transfers complete; progress holder writes
 
-  std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, events_
+  mutable std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, events_
   std::map<Incarnation, PeerRef> peers_;
   std::map<std::pair<Incarnation, uint64_t>, RemoteRegionRef> remote_regions_;
   Ref<ReceivePool> pool_;

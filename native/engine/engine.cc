@@ -240,7 +240,10 @@ Engine::~Engine() {
 // The last reference may be a transfer's that the worker completes after its user dropped everything. The worker cannot
 // join itself: somebody else ends the engine then.
 void Engine::destroy() {
-  if (core_->is_worker()) {
+  if (core_->is_staged()) {
+    const std::shared_ptr<Stage> stage = options().stage;  // outlives us
+    stage->after_turn([this] { delete this; });
+  } else if (core_->is_worker()) {
     std::thread([this] { delete this; }).detach();
   } else {
     delete this;

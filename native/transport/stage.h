@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "util/clock.h"
@@ -24,6 +25,10 @@ class Actor {
   virtual bool watches() const = 0;
   // Something that was begun has not ended yet.
   virtual bool is_busy() const = 0;
+  // Grows with everything that its user could have waited for.
+  virtual uint64_t outcomes() const = 0;
+  // How long it waits for its peers at most.
+  virtual int64_t patience_ns() const = 0;
   // Ends like a process that was killed: everything of it completes, nothing is told to peers.
   virtual void die() = 0;
 
@@ -41,6 +46,8 @@ class Stage : public Clock, public Entropy {
   virtual void leave(uint32_t actor) = 0;
   // [any] It has news, and wants a turn.
   virtual void wake(uint32_t actor) = 0;
+  // Now, or, from inside a turn, right after it: for what must not happen within.
+  virtual void after_turn(std::function<void()> deed) = 0;
   // What the engines of that host call it: part of their addresses.
   virtual std::string host_name(uint32_t host) const = 0;
 

@@ -14,10 +14,11 @@ constexpr int64_t kTurnNsMin = 20;
 constexpr int64_t kTurnNsMax = 200;
 constexpr int64_t kLongGapNs = 1'000'000;
 constexpr int kEventsPerStep = 64;
-// Only timers of idle engines for so long: whatever is waited for never comes.
-constexpr int64_t kCalmNsMax = 100'000'000'000;
-// The same when somebody is busy for ever: a message that nobody receives.
-constexpr int64_t kStuckNsMax = 10'000'000'000'000;
+// Only timers of idle engines for so long: whatever is waited for never comes. Less than the pause between their pings.
+constexpr int64_t kCalmNsMax = 30'000'000'000;
+// The same when somebody is busy for ever, with a message that nobody receives: beyond what engines wait for each other.
+constexpr int64_t kStuckNsMax = 1'000'000'000'000;
+constexpr int64_t kPatiences = 4;
 
 // Not of the seed: two worlds of one seed are two.
 std::string draw_id() {
@@ -100,6 +101,18 @@ void World::wake(uint32_t actor) {
   }
 }
 
+// With the lock, in_turn_ says that it is this thread's turn.
+void World::after_turn(std::function<void()> deed) {
+  {
+    std::lock_guard lock(mutex_);
+    if (in_turn_) {
+      after_turn_.push_back(std::move(deed));
+      return;
+    }
+  }
+  deed();
+}
+
 void World::schedule_turn(uint32_t number, int64_t at_ns) {
   seats_[number].turn_at_ns = at_ns;
   events_.push(at_ns, EventKind::kTurn, number);
@@ -109,9 +122,10 @@ void World::give_turn(uint32_t number) {
   visitors_.note_move();
   ++fabric_.totals().turns;
   Actor* const actor = seats_[number].actor;
+  in_turn_ = true;
   const bool more = actor->turn();
-  Seat& seat = seats_[number];  // an engine's turn opens no engines, but who knows
-  if (seat.actor == nullptr) return;
+  in_turn_ = false;
+  Seat& seat = seats_[number];
   if (more && seat.turn_at_ns == kNoDeadline) {
     schedule_turn(number, now_ns_ + kTurnNsMin + prng_.up_to(kTurnNsMax - kTurnNsMin));
   }
@@ -150,11 +164,16 @@ bool World::is_calm() const {
 
 // Asked when a timer is next, which is often enough.
 bool World::is_idle() {
-  if (!is_calm()) {
-    calm_since_ns_ = now_ns_;
-    return false;
+  uint64_t outcomes = 0;
+  int64_t patience_ns = 0;
+  for (const Seat& seat : seats_) {
+    if (seat.actor == nullptr) continue;
+    outcomes += seat.actor->outcomes();
+    patience_ns = std::max(patience_ns, seat.actor->patience_ns());
   }
-  return now_ns_ - calm_since_ns_ > kCalmNsMax;
+  if (std::exchange(outcomes_, outcomes) != outcomes || !deeds_.empty()) stuck_since_ns_ = now_ns_;
+  if (!is_calm()) calm_since_ns_ = now_ns_;
+  return now_ns_ - calm_since_ns_ > kCalmNsMax || now_ns_ - stuck_since_ns_ > kStuckNsMax + kPatiences * patience_ns;
 }
 
 // Whether anything happened that a waiting thread could see.
@@ -201,7 +220,13 @@ Stage::Step World::advance(Deadline until) {
   std::unique_lock held(mutex_);
   visitors_.come_back();
   const Step step = go_on(until, &held);
-  if (held.owns_lock()) visitors_.go_look();
+  if (!held.owns_lock()) return step;
+  visitors_.go_look();
+  if (!after_turn_.empty()) {
+    const std::vector<std::function<void()>> deeds = std::exchange(after_turn_, {});
+    held.unlock();
+    for (const auto& deed : deeds) deed();
+  }
   return step;
 }
 

@@ -38,6 +38,7 @@ class World final : public Stage {
   uint32_t enter(Actor* actor, uint32_t host, const std::string& name) override;
   void leave(uint32_t actor) override;
   void wake(uint32_t actor) override;
+  void after_turn(std::function<void()> deed) override;
   std::string host_name(uint32_t host) const override;
   Step advance(Deadline until) override;
   bool has_callbacks() const override { return has_callbacks_ && has_callbacks_(); }
@@ -99,9 +100,13 @@ class World final : public Stage {
   const std::string id_;
   std::vector<Seat> seats_;
   std::vector<Event> postponed_;  // by pass()
+  bool in_turn_ = false;
+  std::vector<std::function<void()>> after_turn_;
   std::map<uint32_t, std::function<void()>> deeds_;
   uint32_t next_deed_ = 0;
   int64_t calm_since_ns_ = kOriginNs;
+  int64_t stuck_since_ns_ = kOriginNs;
+  uint64_t outcomes_ = 0;  // of all engines, when last looked at
   Visitors visitors_;
   std::function<bool()> has_callbacks_;
   std::function<void()> run_callbacks_;

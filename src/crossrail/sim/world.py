@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import product
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from crossrail import _core, _stage
 from crossrail.engine import Engine
@@ -14,6 +16,8 @@ from crossrail.errors import UsageError
 from crossrail.sim import profiles
 from crossrail.sim.loop import SimEventLoop
 from crossrail.sim.profiles import LocalProfile, NicProfile
+
+_T = TypeVar("_T")
 
 _STEPS_PER_LOOK = 64
 _CHANCES = 1_000_000
@@ -177,7 +181,7 @@ class World:
     def rail_down(self, host: Host, rail: int, *, at_s: float | None = None, for_s: float | None = None) -> None:
         """Unplugs a rail: what is under way there is tried again for half a second, then its paths break."""
         self._check_rail(host, rail)
-        self._twice(at_s, for_s, lambda on, at_ns: self._native.set_rail_up(host._index, rail, not on, at_ns))
+        self._twice(at_s, for_s, partial(self._native.set_rail_up, host._index, rail), False, True)
 
     def rail_up(self, host: Host, rail: int, *, at_s: float | None = None) -> None:
         """Plugs it in again."""
@@ -187,7 +191,7 @@ class World:
     def fill_queue(self, host: Host, rail: int, *, at_s: float | None = None, for_s: float | None = None) -> None:
         """The rail takes no new works, as a NIC whose queues are full."""
         self._check_rail(host, rail)
-        self._twice(at_s, for_s, lambda on, at_ns: self._native.set_rail_full(host._index, rail, on, at_ns))
+        self._twice(at_s, for_s, partial(self._native.set_rail_full, host._index, rail), True, False)
 
     def slow(
         self, host: Host, rail: int, factor: float, *, at_s: float | None = None, for_s: float | None = None
@@ -196,20 +200,19 @@ class World:
         self._check_rail(host, rail)
         if not 0.001 <= factor <= _SLOWNESS_MAX:
             raise UsageError(f"factor is {factor}, must be 0.001 to 1e6")
-        permille = round(factor * 1000)
-        self._twice(
-            at_s, for_s, lambda on, at_ns: self._native.set_slowness(host._index, rail, permille if on else 1000, at_ns)
-        )
+        self._twice(at_s, for_s, partial(self._native.set_slowness, host._index, rail), round(factor * 1000), 1000)
 
     def partition(
         self, these: Iterable[Host], those: Iterable[Host], *, at_s: float | None = None, for_s: float | None = None
     ) -> None:
         """Nothing passes between these hosts and those."""
-        self._part(these, those, True, at_s, for_s)
+        for a, b in self._pairs(these, those):
+            self._twice(at_s, for_s, partial(self._native.set_partition, a._index, b._index), True, False)
 
     def heal(self, these: Iterable[Host], those: Iterable[Host], *, at_s: float | None = None) -> None:
         """Ends a partition."""
-        self._part(these, those, False, at_s, None)
+        for a, b in self._pairs(these, those):
+            self._native.set_partition(a._index, b._index, False, self._at_ns(at_s))
 
     def kill(self, what: Engine | Host, *, at_s: float | None = None) -> None:
         """The process of the engine, or all on the host, dies: what it does next raises EngineClosed.
@@ -222,7 +225,7 @@ class World:
     def freeze(self, what: Engine | Host, *, at_s: float | None = None, for_s: float | None = None) -> None:
         """The process stops, as by SIGSTOP: its NICs go on placing bytes, nobody looks at them."""
         for seat in self._seats(what):
-            self._twice(at_s, for_s, lambda on, at_ns, seat=seat: self._native.freeze(seat, on, at_ns))
+            self._twice(at_s, for_s, partial(self._native.freeze, seat), True, False)
 
     def thaw(self, what: Engine | Host, *, at_s: float | None = None) -> None:
         """It goes on."""
@@ -236,14 +239,17 @@ class World:
         """
         if not 0 <= chance <= 1:
             raise UsageError(f"chance is {chance}, must be 0 to 1")
+        self._check_host(host)
         self._native.set_failing(host._index, round(chance * _CHANCES), count, self._at_ns(at_s))
 
     def withhold_completions(self, host: Host, *, at_s: float | None = None, for_s: float | None = None) -> None:
         """Completions of this host's works are not reported until then, or until their path is flushed."""
-        self._twice(at_s, for_s, lambda on, at_ns: self._native.set_withholding(host._index, on, at_ns))
+        self._check_host(host)
+        self._twice(at_s, for_s, partial(self._native.set_withholding, host._index), True, False)
 
     def fail_registrations(self, host: Host, count: int, *, at_s: float | None = None) -> None:
         """The next `count` registrations of memory, of one rail each, raise TransportError."""
+        self._check_host(host)
         self._native.set_registrations_to_fail(host._index, count, self._at_ns(at_s))
 
     def lose_datagrams(self, chance: float, *, doubling: float = 0.0, at_s: float | None = None) -> None:
@@ -253,40 +259,41 @@ class World:
                 raise UsageError(f"a chance is {given}, must be 0 to 1")
         self._native.set_datagram_faults(round(chance * _CHANCES), round(doubling * _CHANCES), self._at_ns(at_s))
 
-    def _part(
-        self, these: Iterable[Host], those: Iterable[Host], parted: bool, at_s: float | None, for_s: float | None
-    ) -> None:
-        others = list(those)
-        for a in these:
-            for b in others:
-                if a is b:
-                    raise UsageError(f"host {a.name!r} is on both sides")
-                self._twice(
-                    at_s,
-                    for_s,
-                    lambda on, at_ns, a=a, b=b: self._native.set_partition(a._index, b._index, on == parted, at_ns),
-                )
+    def _pairs(self, these: Iterable[Host], those: Iterable[Host]) -> list[tuple[Host, Host]]:
+        pairs = list(product(these, those))
+        for a, b in pairs:
+            self._check_host(a)
+            self._check_host(b)
+            if a is b:
+                raise UsageError(f"host {a.name!r} is on both sides")
+        return pairs
 
     def _seats(self, what: Engine | Host) -> list[int]:
         if isinstance(what, Host):
+            self._check_host(what)
             return [engine._seat for engine in what.engines]
         if what._world is not self:
             raise UsageError(f"{what!r} is not in this world")
         return [] if what.closed else [what._seat]
 
-    def _twice(self, at_s: float | None, for_s: float | None, change: Callable[[bool, int | None], None]) -> None:
+    def _twice(
+        self, at_s: float | None, for_s: float | None, change: Callable[[_T, int | None], None], begin: _T, end: _T
+    ) -> None:
         """Something begins, and after for_s ends."""
         at_ns = self._at_ns(at_s)
-        change(True, at_ns)
+        change(begin, at_ns)
         if for_s is not None:
-            change(False, (self.now_ns if at_ns is None else at_ns) + _ns(for_s))
+            change(end, (self.now_ns if at_ns is None else at_ns) + _ns(for_s))
 
     def _at_ns(self, at_s: float | None) -> int | None:
         return None if at_s is None else _ns(at_s)
 
-    def _check_rail(self, host: Host, rail: int) -> None:
+    def _check_host(self, host: Host) -> None:
         if host.world is not self:
             raise UsageError(f"{host!r} is of another world")
+
+    def _check_rail(self, host: Host, rail: int) -> None:
+        self._check_host(host)
         if not 0 <= rail < len(host.rails):
             raise UsageError(f"rail is {rail}, and {host!r} has 0..{len(host.rails) - 1}")
 
