@@ -78,19 +78,23 @@ def sim_world(request: pytest.FixtureRequest) -> Iterator[World]:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a coroutine that takes sim_world on the world's event loop."""
     world = pyfuncitem.funcargs.get("sim_world")
-    if not isinstance(world, World):
+    if not isinstance(world, World) or not inspect.iscoroutinefunction(inspect.unwrap(pyfuncitem.obj)):
         return None
     if pyfuncitem.get_closest_marker("asyncio") is not None:
         raise pytest.UsageError(
             f"{pyfuncitem.name} takes sim_world and is pytest-asyncio's, by its mark or asyncio_mode=auto, whose loop "
             "is not on the world's clock. Next: remove the mark, or write a plain function with crossrail.sim.run()"
         )
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
     wanted = inspect.signature(pyfuncitem.obj).parameters
     arguments = {name: value for name, value in pyfuncitem.funcargs.items() if name in wanted}
     run_on(world, pyfuncitem.obj(**arguments), limit_s=LIMIT_S)
     return True
+
+
+def _replay(item: pytest.Item) -> str:
+    words = ["pytest", item.nodeid, "--sim-seed", str(item.config.stash[_SESSION_SEED])]
+    runs = item.config.getoption("--sim-runs")
+    return shlex.join([*words, "--sim-runs", str(runs)] if runs > 1 else words)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -99,7 +103,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     world = getattr(item, "funcargs", {}).get("sim_world")
     if report.failed and isinstance(world, World):
-        seed = item.config.stash[_SESSION_SEED]
-        report.sections.append(("replay", f"pytest {shlex.quote(item.nodeid)} --sim-seed {seed}"))
+        report.sections.append(("replay", _replay(item)))
         report.sections.append(("last events of the simulated world", "\n".join(world.log[-_EVENTS_TOLD:])))
     return report

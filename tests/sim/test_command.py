@@ -5,27 +5,19 @@ import re
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from crossrail.cli import sim as command_module
-from crossrail.cli.main import main
-from crossrail.sim.scenarios import SCENARIOS, Run, Scenario
+from crossrail.sim.scenarios import SCENARIOS
 from tests.cli.test_commands import crossrail, failed, succeeded
 
-
-async def fails_with_odd_seeds(run: Run) -> None:
-    run.check.that(run.world.seed % 2 == 0, "the seed is odd")
-
-
-@pytest.fixture
-def odd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCENARIOS, "odd", Scenario("odd", "fails with odd seeds", fails_with_odd_seeds))
+OWN = "tests.sim.own_scenarios"
+ODD = f"{OWN}:odd"
 
 
 def sim(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(main, ["sim", *map(str, arguments)], env={"COLUMNS": "160", "NO_COLOR": "1"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
+    run = crossrail("sim", *arguments)
+    assert "Traceback" not in run.stderr, run.stderr
+    return run.returncode, run.stdout
 
 
 def test_a_run_is_summed_up_in_a_table() -> None:
@@ -49,18 +41,18 @@ def test_list_names_every_scenario() -> None:
     assert [line.split()[0] for line in text.splitlines()] == list(SCENARIOS)
 
 
-def test_a_failure_ends_in_status_1_and_the_command_that_replays_it(odd: None) -> None:
-    status, text = sim("--scenario", "odd", "--seed", 3)
+def test_a_failure_ends_in_status_1_and_the_command_that_replays_it() -> None:
+    status, text = sim("--scenario", ODD, "--seed", 3)
 
     assert status == 1
     assert "the seed is odd" in text
     replay = re.search(r"replay: crossrail (sim .*)", text)
     assert replay is not None
-    assert replay[1].startswith("sim --scenario odd --seed 3")
+    assert replay[1].startswith(f"sim --scenario {ODD} --seed 3 ")
 
 
-def test_of_many_runs_the_failing_seeds_are_told(odd: None) -> None:
-    status, text = sim("--scenario", "odd", "--seed", 2, "--runs", 4)
+def test_of_many_runs_the_failing_seeds_are_told() -> None:
+    status, text = sim("--scenario", ODD, "--seed", 2, "--runs", 4)
 
     assert status == 1
     assert "--seed 3" in text
@@ -69,8 +61,8 @@ def test_of_many_runs_the_failing_seeds_are_told(odd: None) -> None:
     assert "2 failed" in text
 
 
-def test_json_has_every_run(odd: None) -> None:
-    status, text = sim("--scenario", "odd", "--seed", 2, "--runs", 2, "--json")
+def test_json_has_every_run() -> None:
+    status, text = sim("--scenario", ODD, "--seed", 2, "--runs", 2, "--json")
 
     content = json.loads(text)
     assert (status, content["format"], content["ok"]) == (1, 1, False)
@@ -82,13 +74,13 @@ def test_json_has_every_run(odd: None) -> None:
     assert all(run["digest"] for run in content["runs"])
 
 
-def test_trace_and_log_are_of_the_first_failing_run(odd: None, tmp_path: Path) -> None:
+def test_trace_and_log_are_of_the_first_failing_run(tmp_path: Path) -> None:
     trace, log = tmp_path / "trace.json", tmp_path / "log"
 
-    status, _ = sim("--scenario", "odd", "--seed", 2, "--runs", 4, "--trace", trace, "--log", log)
+    status, _ = sim("--scenario", ODD, "--seed", 2, "--runs", 4, "--trace", trace, "--log", log)
 
     assert status == 1
-    assert json.loads(trace.read_text())["otherData"] == {"title": "odd, seed 3"}
+    assert json.loads(trace.read_text())["otherData"] == {"title": f"{ODD}, seed 3"}
     assert log.exists()
 
 
@@ -101,19 +93,23 @@ def test_the_log_of_one_seed_is_the_same_to_the_byte(tmp_path: Path) -> None:
     assert logs[0].read_bytes() == logs[1].read_bytes()
 
 
-def test_twice_compares_two_runs_of_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twice_compares_two_runs_of_a_seed() -> None:
     assert sim("--scenario", "pair", "--seed", 1, "--twice")[0] == 0
 
-    async def differs(run: Run) -> None:
-        run.check.that(True, "")
-        made.append(run)
-        run.host(f"host{len(made)}").engine("engine")
+    status, text = sim("--scenario", f"{OWN}:differs", "--seed", 1, "--twice")
 
-    made: list[Run] = []
-    monkeypatch.setitem(SCENARIOS, "differs", Scenario("differs", "", differs))
-    status, text = sim("--scenario", "differs", "--seed", 1, "--twice")
     assert status == 1
     assert "two event logs" in text
+
+
+def test_a_run_that_crashes_is_told_and_the_others_go_on() -> None:
+    status, text = sim("--scenario", f"{OWN}:crashes", "--seed", 1, "--runs", 6, "--jobs", 2, "--json")
+
+    content = json.loads(text)
+    assert status == 1
+    assert [run["seed"] for run in content["runs"]] == [1, 2, 3, 4, 5, 6]
+    assert [run["failures"] for run in content["runs"] if not run["ok"]] == [["its process was ended by SIGABRT"]]
+    assert "--seed 3" in content["runs"][2]["replay"]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +117,10 @@ def test_twice_compares_two_runs_of_a_seed(monkeypatch: pytest.MonkeyPatch) -> N
     [
         ([], "--scenario is missing"),
         (["--scenario", "flood"], "--scenario flood is not known"),
+        (["--scenario", "no.such.module:flood"], "No module named"),
+        (["--scenario", f"{OWN}:flood"], "has no attribute"),
+        (["--scenario", f"{OWN}:no_coroutine"], "no coroutine function"),
+        (["--scenario", "pair", "--jobs", "0"], "--jobs"),
         (["--scenario", "pair", "--runs", "0"], "--runs"),
         (["--scenario", "pair", "--seed", "-1"], "--seed"),
     ],

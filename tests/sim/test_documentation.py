@@ -3,15 +3,17 @@
 import asyncio
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from crossrail.sim.scenarios import Scenario, play
 from tests.support.process import REPOSITORY
 
 pytest_plugins = ["pytester"]
 
 TEXT = (Path(REPOSITORY) / "docs" / "simulator.md").read_text()
-CONFTEST, TEST, SCRIPT = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+CONFTEST, TEST, SCRIPT, CHAOS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_the_test_of_two_minutes_passes_with_many_seeds(pytester: pytest.Pytester) -> None:
@@ -23,6 +25,15 @@ def test_the_test_of_two_minutes_passes_with_many_seeds(pytester: pytest.Pyteste
     result.assert_outcomes(passed=20)
 
 
+def test_the_scenario_of_ones_own_holds() -> None:
+    module: dict[str, Any] = {}
+    exec(CHAOS, module)
+
+    for number in range(5):
+        assert play(Scenario("slow_start", "", module["slow_start"]), number).failures == []
+
+
+@pytest.mark.no_sanitizer  # a million works: minutes under one
 def test_the_script_moves_its_terabyte(capsys: pytest.CaptureFixture[str]) -> None:
     exec(SCRIPT, {"asyncio": asyncio})
 

@@ -1,6 +1,7 @@
 """The pytest plugin for users: crossrail.testing."""
 
 import re
+import shlex
 
 import pytest
 
@@ -68,6 +69,21 @@ def test_a_failure_tells_the_command_that_replays_it_and_the_last_events(user: p
 
     result.assert_outcomes(failed=1, deselected=3)
     result.stdout.fnmatch_lines(["*replay*", "pytest *test_mine.py::test_fails* --sim-seed 1847", "*engine-open*"])
+
+
+def test_a_failure_of_many_runs_is_replayed_by_its_command(user: pytest.Pytester) -> None:
+    """The command of a run that failed runs that one again, in the same world."""
+    fails = "def test_odd(sim_world):\n    print('world', sim_world.seed)\n    assert sim_world.seed % 2 == 0\n"
+    user.makepyfile(test_odd=fails)
+    first = user.runpytest_subprocess(*WITHOUT, "test_odd.py", "--sim-runs", "12", "--sim-seed", "3", timeout=50)
+    command = re.search(r"^pytest (.*)$", first.stdout.str(), re.MULTILINE)
+    assert command is not None
+
+    again = user.runpytest_subprocess(*WITHOUT, *shlex.split(command[1]), timeout=50)
+
+    again.assert_outcomes(failed=1)
+    shown = [re.findall(r"^world (\d+)$", result.stdout.str(), re.MULTILINE)[0] for result in (first, again)]
+    assert shown[0] == shown[1]
 
 
 def test_the_same_session_seed_gives_the_same_worlds_and_another_others(user: pytest.Pytester) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from crossrail.cli.sim_players import Task, play_each
 from crossrail.cli.text import format_bytes, format_count
 from crossrail.errors import UsageError
 from crossrail.sim import timeline
@@ -31,31 +34,27 @@ _TRACE_LINES_MAX = 200_000  # more is slow to draw, and the end is what matters
 
 def _choose(names: Sequence[str]) -> list[Scenario]:
     if not names:
-        raise UsageError(f"--scenario is missing; there are {', '.join(SCENARIOS)}, and all")
+        raise UsageError(f"--scenario is missing; there are {', '.join(SCENARIOS)}, all, and MODULE:FUNCTION")
     return list({scenario.name: scenario for name in names for scenario in find(name)}.values())
 
 
-def _play_all(scenarios: Sequence[Scenario], seeds: range, twice: bool, console: Console) -> Iterator[Outcome]:
-    """One outcome after another; on a terminal a bar meanwhile."""
+def _play_all(tasks: Sequence[Task], jobs: int, console: Console) -> list[Outcome]:
+    """All outcomes, in the order of the tasks; on a terminal a bar meanwhile. One run stays in this process."""
+    if len(tasks) == 1:
+        return [tasks[0].play()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
-    failed = 0
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(scenarios) * len(seeds), failed="")
-        for scenario in scenarios:
-            for seed in seeds:
-                progress.update(task, description=f"{scenario.name}, seed {seed}")
-                outcome = play(scenario, seed)
-                if twice:
-                    _compare(outcome, play(scenario, seed))
-                failed += not outcome.ok
-                progress.update(task, advance=1, failed=f"{failed} failed" if failed else "")
-                yield outcome
-
-
-def _compare(first: Outcome, second: Outcome) -> None:
-    first.checks += 1
-    if first.digest != second.digest:
-        first.failures.append(f"the same seed gave two event logs: {first.digest} and {second.digest}")
+    outcomes, failed = [], 0
+    with (
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+        closing(play_each(tasks, min(jobs, len(tasks)))) as played,
+    ):
+        bar = progress.add_task("", total=len(tasks), failed="")
+        for outcome in played:
+            outcomes.append(outcome)
+            failed += not outcome.ok
+            progress.update(bar, advance=1, description=outcome.scenario, failed=f"{failed} failed" if failed else "")
+    places = {(task.scenario, task.seed): place for place, task in enumerate(tasks)}
+    return sorted(outcomes, key=lambda outcome: places[outcome.scenario, outcome.seed])
 
 
 # --- what people see ---
@@ -75,8 +74,8 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
             str(len(runs)),
             _seconds(sum(run.virtual_s for run in runs)),
             _seconds(sum(run.real_s for run in runs)),
-            f"{sum(run.stats['works'] for run in runs):,}",
-            format_bytes(sum(run.stats["bytes"] for run in runs)),
+            f"{sum(run.stats.get('works', 0) for run in runs):,}",
+            format_bytes(sum(run.stats.get("bytes", 0) for run in runs)),
             f"[red]{failed} failed[/red]" if failed else "[green]ok[/green]",
         )
     return table
@@ -105,7 +104,7 @@ def _seconds(value: float) -> str:
 
 
 def _replay(outcome: Outcome) -> str:
-    trace = f"{outcome.scenario}-{outcome.seed}.json"
+    trace = f"{outcome.scenario.rpartition(':')[2]}-{outcome.seed}.json"
     return shlex.join(
         ["crossrail", "sim", "--scenario", outcome.scenario, "--seed", str(outcome.seed), "--trace", trace]
     )
@@ -138,7 +137,7 @@ def _to_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def _write_pictures(outcomes: Sequence[Outcome], trace: Path | None, log: Path | None) -> None:
     """Of the first run that failed, else of the first: run once more, now with the log kept."""
     chosen = next((outcome for outcome in outcomes if not outcome.ok), outcomes[0])
-    again = play(SCENARIOS[chosen.scenario], chosen.seed, keep_log=True if log is not None else _TRACE_LINES_MAX)
+    again = play(find(chosen.scenario)[0], chosen.seed, keep_log=True if log is not None else _TRACE_LINES_MAX)
     about = f"{again.scenario}, seed {again.seed}"
     if log is not None:
         log.write_text("".join(f"{line}\n" for line in again.log))
@@ -154,10 +153,11 @@ def _write_pictures(outcomes: Sequence[Outcome], trace: Path | None, log: Path |
 
 
 @click.command("sim")
-@click.option("--scenario", "names", multiple=True, metavar="NAME", help="Which; may be repeated; `all` for all.")
+@click.option("--scenario", "names", multiple=True, metavar="NAME", help="Which; `all`; or your own, MODULE:FUNCTION.")
 @click.option("--list", "list_only", is_flag=True, help="List the scenarios and end.")
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), help="Of the first run [default: a new one].")
 @click.option("--runs", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="Seeds SEED, SEED+1, ...")
+@click.option("--jobs", type=click.IntRange(1, 1024), help="Runs at once, in processes [default: one for each core].")
 @click.option("--twice", is_flag=True, help="Run each seed twice: both must give the same event log.")
 @click.option(
     "--trace",
@@ -177,6 +177,7 @@ def command(
     list_only: bool,
     seed: int | None,
     runs: int,
+    jobs: int | None,
     twice: bool,
     trace: Path | None,
     log: Path | None,
@@ -196,9 +197,8 @@ def command(
         return
     scenarios = _choose(names)
     first = secrets.randbits(_SEED_BITS) if seed is None else seed
-    outcomes = list(_play_all(scenarios, range(first, first + runs), twice, Console(stderr=True)))
-    if trace is not None or log is not None:
-        _write_pictures(outcomes, trace, log)
+    tasks = [Task(scenario.name, number, twice) for scenario in scenarios for number in range(first, first + runs)]
+    outcomes = _play_all(tasks, jobs or len(os.sched_getaffinity(0)), Console(stderr=True))
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if as_json:
         click.echo(json.dumps(_to_json(outcomes), indent=2))
@@ -214,6 +214,8 @@ def command(
             _tell_failure(outcome, console, in_full=len(failed) == 1)
         if len(failed) > _REPLAYS_TOLD_MAX:
             click.echo(f"\nand {len(failed) - _REPLAYS_TOLD_MAX} more runs failed; --json has all")
+    if trace is not None or log is not None:
+        _write_pictures(outcomes, trace, log)  # last: a run that crashed will do so again
     if failed:
         raise click.exceptions.Exit(1)
 

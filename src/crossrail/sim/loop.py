@@ -122,8 +122,8 @@ class SimEventLoop(asyncio.BaseEventLoop):
 
     async def _refuse(self, *args: object, **options: object) -> Any:
         raise UsageError(
-            "a simulated loop has no sockets, pipes, processes and signals. Next: let simulated parts talk by messages of "
-            "their engines, or hand them a substitute"
+            "a simulated loop has no sockets, pipes, processes and signals. Next: let simulated parts talk by messages "
+            "of their engines, or hand them a substitute"
         )
 
     create_connection = create_server = create_datagram_endpoint = _refuse

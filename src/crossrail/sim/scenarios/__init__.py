@@ -1,5 +1,10 @@
 """Whole situations of LLM systems, each replayable from one number: `crossrail sim --list`."""
 
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
 from crossrail.errors import UsageError
 from crossrail.sim.scenarios import links, moving, restarts, storm
 from crossrail.sim.scenarios.base import Checks, Figure, Outcome, Run, Scenario, play
@@ -27,9 +32,27 @@ SCENARIOS = {
 
 
 def find(name: str) -> list[Scenario]:
-    """The scenario of that name; "all": all of them. UsageError for others."""
+    """The scenario of that name; "all": all of them; "module:function": your own, `async def function(run)`.
+
+    Modules are looked for in the current directory too. UsageError for others.
+    """
     if name == "all":
         return list(SCENARIOS.values())
+    if ":" in name:
+        return [_own(name)]
     if name not in SCENARIOS:
-        raise UsageError(f"--scenario {name} is not known; there are {', '.join(SCENARIOS)}, and all")
+        raise UsageError(f"--scenario {name} is not known; there are {', '.join(SCENARIOS)}, all, and MODULE:FUNCTION")
     return [SCENARIOS[name]]
+
+
+def _own(name: str) -> Scenario:
+    module_name, _, function_name = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"--scenario {name}: {error}") from None
+    if not inspect.iscoroutinefunction(function):
+        raise UsageError(f"--scenario {name} is no coroutine function (async def ...(run))")
+    return Scenario(name, (inspect.getdoc(function) or "").partition("\n")[0], function)

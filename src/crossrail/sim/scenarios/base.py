@@ -148,18 +148,24 @@ class Outcome:
     scenario: str
     seed: int
     failures: list[str]
-    checks: int
-    figures: dict[str, Figure]
-    virtual_s: float
-    real_s: float
-    stats: dict[str, int]
-    digest: str
+    checks: int = 0
+    figures: dict[str, Figure] = field(default_factory=dict)
+    virtual_s: float = 0.0
+    real_s: float = 0.0
+    stats: dict[str, int] = field(default_factory=dict)
+    digest: str = ""
     log: list[str] = field(default_factory=list)
     traceback: str = ""
 
     @property
     def ok(self) -> bool:
         return not self.failures
+
+    def compare(self, again: Outcome) -> None:
+        """Another run of the same scenario and seed has the same event log, or this one has failed."""
+        self.checks += 1
+        if self.digest != again.digest:
+            self.failures.append(f"the same seed gave two event logs: {self.digest} and {again.digest}")
 
 
 def play(scenario: Scenario, seed: int, *, keep_log: bool | int = False) -> Outcome:

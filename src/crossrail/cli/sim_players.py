@@ -1,0 +1,112 @@
+"""Runs of `crossrail sim` in processes of their own: several at once, and one that crashes takes no other with it."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+from collections.abc import Generator, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import NamedTuple
+
+from crossrail.sim.scenarios import Outcome, find, play
+
+_CONTEXT = multiprocessing.get_context("spawn")  # a fork would copy what the progress bar's thread holds
+_END_PATIENCE_S = 5.0
+
+
+class Task(NamedTuple):
+    """One run. twice: run it once more, the event logs must be equal."""
+
+    scenario: str
+    seed: int
+    twice: bool
+
+    def play(self) -> Outcome:
+        """In this process."""
+        scenario = find(self.scenario)[0]
+        outcome = play(scenario, self.seed)
+        if self.twice:
+            outcome.compare(play(scenario, self.seed))
+        return outcome
+
+
+class _Player:
+    """A process that plays one task after another."""
+
+    def __init__(self) -> None:
+        self.task: Task | None = None
+        self.connection, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()  # ours of it: when the process ends, reading ends too
+
+    def give(self, task: Task) -> None:
+        self.task = task
+        self.connection.send(task)
+
+    def take(self) -> Outcome:
+        """What became of its task. A process that died is a run that failed, and ends with it."""
+        assert self.task is not None
+        task, self.task = self.task, None
+        try:
+            outcome = self.connection.recv()
+        except EOFError:
+            self._process.join(_END_PATIENCE_S)
+            return Outcome(task.scenario, task.seed, failures=[f"its process {_ending(self._process.exitcode)}"])
+        assert isinstance(outcome, Outcome)
+        return outcome
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.exitcode is None
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join(_END_PATIENCE_S)
+        self.connection.close()
+
+
+def play_each(tasks: Iterable[Task], jobs: int) -> Generator[Outcome, None, None]:
+    """Their outcomes, in the order in which they end. Blocks. Closing it ends the processes."""
+    left = iter(tasks)
+    players = [_Player() for _ in range(jobs)]
+    try:
+        for player in players:
+            _give_next(player, left)
+        while any(player.task is not None for player in players):
+            ready = wait([player.connection for player in players if player.task is not None])
+            for index, player in enumerate(players):
+                if player.connection not in ready:
+                    continue
+                yield player.take()
+                if not player.is_alive:
+                    player.stop()
+                    players[index] = player = _Player()
+                _give_next(player, left)
+    finally:
+        for player in players:
+            player.stop()
+
+
+def _give_next(player: _Player, left: Iterator[Task]) -> None:
+    task = next(left, None)
+    if task is not None:
+        player.give(task)
+
+
+def _serve(connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of the terminal; who started us ends us
+    logging.getLogger("crossrail").setLevel(logging.ERROR)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        connection.send(task.play())
+
+
+def _ending(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "closed its pipe and goes on"
+    return f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with status {exitcode}"

@@ -1,0 +1,33 @@
+"""Scenarios of somebody's own, for `crossrail sim --scenario tests.sim.own_scenarios:NAME`."""
+
+import os
+import signal
+
+from crossrail.sim.scenarios import Run
+
+calls = 0
+
+
+async def odd(run: Run) -> None:
+    """Fails with odd seeds.
+
+    And says so.
+    """
+    run.check.that(run.world.seed % 2 == 0, "the seed is odd")
+
+
+async def differs(run: Run) -> None:
+    global calls
+    calls += 1
+    run.check.that(True, "")
+    run.host(f"host{calls}").engine("engine")
+
+
+async def crashes(run: Run) -> None:
+    run.check.that(True, "")
+    if run.world.seed == 3:
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
+def no_coroutine(run: Run) -> None:
+    pass
