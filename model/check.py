@@ -1,7 +1,7 @@
 """Checks the models here with Spin: every state of each, in every configuration that it names.
 
 A line `// CONFIG NAME=1 ...` of a model is one configuration; none is one without names. What is defined by name in the
-text of a model is checked too: each WRONG_x leaves a rule out, and each REACH_x denies that a state can be reached. Spin
+text of a model is checked too: each WRONG_x leaves a rule out, each REACH_x denies that a state can be reached. Spin
 must find fault with all of them in some configuration, else the model says nothing.
 
     python model/check.py [--keep FOLDER] [NAME ...]    all models, or those named (without .pml)
