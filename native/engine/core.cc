@@ -10,6 +10,7 @@
 
 #include "engine/sharding.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail {
 
@@ -378,6 +379,11 @@ void EngineCore::close(Deadline drain_deadline) {
 Peer& EngineCore::add_peer(const Address& address) {
   Route route = transports_.choose(address);
   std::lock_guard lock(tables_mutex_);
+  if (is_mutated(Mutation::kAcceptStaleIncarnation)) {
+    for (auto& [incarnation, known] : peers_) {
+      if (known->address().name == address.name) return *known;
+    }
+  }
   PeerRef& peer = peers_[address.incarnation];
   if (!peer) peer = PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route)));
   return *peer;

@@ -14,6 +14,7 @@
 
 #include "transport/rdma/rdma_transport.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail::rdma {
 
@@ -324,7 +325,9 @@ bool RdmaTransport::make_nic_path(Path& path) {
   path.offer = bytes_of(path.nic_path->offer());
   path.is_connected = path.is_broken = path.is_flushed = false;
   path.works.clear();
+  const uint64_t seen_before = path.seen;
   path.first_cookie = path.outstanding_bytes = path.imms_done = path.seen = 0;
+  if (is_mutated(Mutation::kSeenOfLastEpoch)) path.seen = seen_before;
   path.fault_text.clear();
   tokens_[path.token] = &path;
   return true;
