@@ -18,6 +18,7 @@ void register_watcher(nanobind::module_& module);
 void register_devices(nanobind::module_& module);
 void register_engine(nanobind::module_& module);
 void register_operations(nanobind::class_<EngineHandle>& engine);  // the submits of engine.h
+void register_sim(nanobind::module_& module);
 void register_bench(nanobind::module_& module);
 void register_bench_sockets(nanobind::module_& module);  // into the module of register_bench
 void register_bench_fabric(nanobind::module_& module);   // likewise

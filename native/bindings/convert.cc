@@ -56,7 +56,7 @@ int64_t to_ns(double value, const char* argument, double unit_ns, double min, do
   return static_cast<int64_t>(value * unit_ns);
 }
 
-Deadline to_deadline(nb::handle timeout_s) {
+Deadline to_deadline(nb::handle timeout_s, const Clock& clock) {
   constexpr double kForEverSeconds = 1e9;  // 30 years; more would overflow nanoseconds in 64 bits
   if (timeout_s.is_none()) return kNoDeadline;
   const double seconds = PyFloat_AsDouble(timeout_s.ptr());
@@ -67,7 +67,7 @@ Deadline to_deadline(nb::handle timeout_s) {
   if (std::isnan(seconds) || seconds < 0.0) {
     throw UsageError("timeout_s is " + number_text(seconds) + ", must be 0 or more, or None to wait for ever");
   }
-  return seconds >= kForEverSeconds ? kNoDeadline : deadline_in(seconds);
+  return seconds >= kForEverSeconds ? kNoDeadline : clock.deadline_in(seconds);
 }
 
 namespace {
@@ -85,7 +85,7 @@ void add_transport(const std::string& word, const std::string& all, TransportWor
   if (provider.empty() || provider.size() > kFabricBytesMax) {
     throw UsageError("transport is '" + all +
                      "', must be 'auto', or one or several of 'shm', 'tcp', 'verbs', 'ofi', 'ofi:PROVIDER' and 'null', "
-                     "as 'ofi:tcp' or 'shm+verbs'");
+                     "as 'ofi:tcp' or 'shm+verbs'; 'sim' inside a simulated world");
   }
   to->kinds.push_back(TransportKind::kOfi);
   to->provider = provider;

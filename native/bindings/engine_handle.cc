@@ -26,7 +26,7 @@ EngineHandle::EngineHandle(PyObject* self, const EngineOptions& options) : self_
 
 // The Python class closes earlier, in __del__; this is for an engine whose __init__ did not come to its end.
 EngineHandle::~EngineHandle() {
-  close(0);
+  close(nb::float_(0.0));
   // A peer is still at this memory, and nobody will ask again: it is never freed.
   for (Retired& retired : retired_) retired.buffer.release();
 }
@@ -42,9 +42,10 @@ PeerRef EngineHandle::peer(nb::handle address) {
   throw UsageError(std::string("peer must be an Address or the bytes of one, not ") + type_name_of(address));
 }
 
-void EngineHandle::close(Deadline deadline) {
+void EngineHandle::close(nb::handle timeout_s) {
   if (!engine_ || engine_.inherited()) return;
   const EngineRef engine = engine_.ref();
+  const Deadline deadline = to_deadline(timeout_s, engine->clock());
   {
     WithoutGil no_gil;
     engine->close(deadline);

@@ -40,8 +40,8 @@ class EngineHandle {
   // Of an Address or of its bytes.
   PeerRef peer(nb::handle address);
 
-  // No-op in a forked child: what there is to close is the parent's.
-  void close(Deadline deadline);
+  // No-op in a forked child: what there is to close is the parent's. timeout_s: seconds or None, on the engine's clock.
+  void close(nb::handle timeout_s);
   void forget_peer(Peer& peer);
 
   void adopt(RegionHandle* region) { region->insert_after(&regions_); }

@@ -35,6 +35,7 @@ nb::object RegionHandle::take_quiet_buffer() {
 }
 
 void RegionHandle::check_viewable() const {
+  if (core()->base() == kPhantomBase) throw UsageError("a phantom region has no memory to look at");
   if (core()->closed()) throw UsageError("a view of a closed region: its memory may belong to somebody else by now");
 }
 

@@ -18,6 +18,7 @@ NB_MODULE(_core, module) {
   register_recv_pool(module);
   register_watcher(module);
   register_devices(module);
+  register_sim(module);
   register_engine(module);
   register_bench(module);
 }

@@ -12,6 +12,7 @@
 #include "bindings/engine_handle.h"
 #include "bindings/handles.h"
 #include "bindings/raise.h"
+#include "bindings/sim_world.h"
 
 namespace crossrail::bindings {
 
@@ -61,7 +62,7 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
           nb::handle secret, double peer_timeout_s, const std::string& polling, double spin_us, nb::handle worker_cpu,
           nb::handle submit_queue_depth, nb::handle imm_counters_max, nb::handle message_bytes_max,
           double watcher_poll_us, double connect_timeout_s, const std::string& private_path,
-          const std::tuple<int, uint32_t, uint32_t, uint32_t>& rdma) {
+          const std::tuple<int, uint32_t, uint32_t, uint32_t>& rdma, nb::handle world, nb::handle host) {
   EngineOptions options;
   options.name = name;
   TransportWord word = to_transports(transport);
@@ -84,13 +85,17 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   std::tie(options.rdma.gid_index, options.rdma.traffic_class, options.rdma.service_level,
            options.rdma.path_mtu_bytes) = rdma;
   options.rdma.provider = std::move(word.provider);
+  if (!world.is_none()) {
+    options.stage = nb::cast<const SimWorldHandle&>(world).world;
+    options.stage_host = to_u32(host, "host");
+  }
   new (self.p) EngineHandle(self.h.ptr(), options);
 }
 
 void connect(Self self, nb::handle address, nb::handle timeout_s) {
   const EngineRef engine = self.p->core();
   const PeerRef peer = self.p->peer(address);
-  const Deadline deadline = to_deadline(timeout_s);
+  const Deadline deadline = to_deadline(timeout_s, engine->clock());
   const WaitResult result = wait_without_gil([&] { return engine->connect(*peer, deadline, interrupted); });
   if (result == WaitResult::kReady) return;
   const Address& target = peer->address();
@@ -250,12 +255,12 @@ void register_engine(nb::module_& module) {
            nb::arg("secret"), nb::arg("peer_timeout_s"), nb::arg("polling"), nb::arg("spin_us"),
            nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
            nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"), nb::arg("connect_timeout_s"),
-           nb::arg("private_path"), nb::arg("rdma"),
+           nb::arg("private_path"), nb::arg("rdma"), nb::arg("world").none(), nb::arg("host").none(),
            nb::sig("def __init__(self, name: str, transport: str, rails: int | collections.abc.Sequence[str], "
                    "port: int, secret: bytes, peer_timeout_s: float, polling: str, spin_us: float, "
                    "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
                    "watcher_poll_us: float, connect_timeout_s: float, private_path: str, rdma: tuple[int, int, int, "
-                   "int]) -> None"))
+                   "int], world: SimWorld | None, host: int | None) -> None"))
       .def_prop_ro("name", [](Self self) { return to_text(self.p->address()->name); })
       .def_prop_ro(
           "address", [](Self self) { return AddressHandle(self.p->address()); },
@@ -268,7 +273,7 @@ void register_engine(nb::module_& module) {
       .def_prop_ro(
           "_inherited", [](Self self) { return self.p->inherited(); }, "In a forked child.")
       .def(
-          "_close", [](Self self, nb::handle timeout_s) { self.p->close(to_deadline(timeout_s)); },
+          "_close", [](Self self, nb::handle timeout_s) { self.p->close(timeout_s); },
           nb::arg("timeout_s"), nb::sig("def _close(self, timeout_s: float | None) -> None"))
       .def(
           "release_imm", [](Self self, nb::handle imm) { self.p->core()->release_imm(to_u32(imm, "imm", kImmMax)); },
@@ -282,6 +287,8 @@ void register_engine(nb::module_& module) {
             return core->progress();
           },
           "One round of the engine's work; True when anything moved. Needed only with polling='manual'. Any thread.")
+      .def_prop_ro(
+          "_seat", [](Self self) { return self.p->core()->seat(); }, "Which engine of its simulated world it is.")
       .def("stats", &stats, nb::sig("def stats(self) -> dict[str, int]"), "Counts since the engine opened.")
       .def(
           "_set_event_notifier",

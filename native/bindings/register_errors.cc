@@ -46,6 +46,8 @@ void translate(const std::exception_ptr& pointer, void*) {
     set_error("TransportError", to_text(error.call()), error.code(), to_text(error.text()), to_text(error.remedy()));
   } catch (const EngineClosedError& error) {
     set_error("EngineClosed", to_text(error.what()));
+  } catch (const SimulationIdleError& error) {
+    set_error("SimulationIdle", to_text(error.what()));
   }
 }
 

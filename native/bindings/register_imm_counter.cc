@@ -22,8 +22,8 @@ void init(ImmCounterHandle* self, nb::pointer_and_handle<EngineHandle> engine, n
 
 void wait(const ImmCounterHandle& self, nb::handle count_object, nb::handle timeout_s) {
   const uint64_t count = to_u64(count_object, "count", kCountMax);
-  const Deadline deadline = to_deadline(timeout_s);
   const Ref<ImmCounter> counter = self.counter.ref();
+  const Deadline deadline = to_deadline(timeout_s, counter->clock());
   if (counter->try_consume(count)) return;
   switch (wait_without_gil([&] { return counter->wait(count, deadline, interrupted); })) {
     case WaitResult::kReady:

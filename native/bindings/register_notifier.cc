@@ -19,7 +19,7 @@ nb::list drain(const NotifierHandle& self) {
 }
 
 bool wait(const NotifierHandle& self, nb::handle timeout_s) {
-  const Deadline deadline = to_deadline(timeout_s);
+  const Deadline deadline = to_deadline(timeout_s, real_clock());
   const Ref<Notifier> notifier = self.notifier.ref();
   WithoutGil no_gil;
   return notifier->wait(deadline);
@@ -35,6 +35,9 @@ void register_notifier(nb::module_& module) {
       .def_prop_ro(
           "fd", [](const NotifierHandle& self) { return self.notifier->fd(); },
           "Readable when there is something to drain. Owned by the notifier.")
+      .def(
+          "fileno", [](const NotifierHandle& self) { return self.notifier->fd(); },
+          "The same: loops and select() take the notifier itself.")
       .def(
           "post", [](const NotifierHandle& self, uint64_t cookie) { self.notifier->post(cookie); }, nb::arg("cookie"),
           "Any thread.")

@@ -55,8 +55,8 @@ nb::list poll(ReceivePoolHandle& self, nb::handle limit) {
 
 nb::object recv(ReceivePoolHandle& self, nb::handle timeout_s) {
   refuse_beside_callback(self);
-  const Deadline deadline = to_deadline(timeout_s);
   const Ref<ReceivePool> pool = self.pool.ref();
+  const Deadline deadline = to_deadline(timeout_s, pool->clock());
   std::vector<Message> messages;
   for (;;) {
     pool->poll(1, &messages);

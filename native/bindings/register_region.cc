@@ -41,9 +41,14 @@ void init_allocated(RegionHandle* self, EngineArgument engine, nb::handle nbytes
   new (self) RegionHandle(engine, std::move(region), nb::object(), true);
 }
 
+void init_phantom(RegionHandle* self, EngineArgument engine, nb::handle nbytes_object) {
+  const uint64_t nbytes = to_u64(nbytes_object, "nbytes");
+  new (self) RegionHandle(engine, engine.p->core()->register_phantom(nbytes), nb::object(), true);
+}
+
 void close(RegionHandle& self, nb::handle timeout_s) {
   const RegionRef region = self.core();
-  const Deadline deadline = to_deadline(timeout_s);
+  const Deadline deadline = to_deadline(timeout_s, region->clock());
   const WaitResult result = wait_without_gil([&] { return region->close(deadline, interrupted); });
   if (result == WaitResult::kTimeout) {
     raise_object(
@@ -102,6 +107,8 @@ void register_region(nb::module_& module) {
                    "owner: object) -> None"))
       .def("__init__", &init_allocated, nb::arg("engine"), nb::arg("nbytes"), nb::arg("populate"),
            nb::sig("def __init__(self, engine: Engine, nbytes: int, populate: bool) -> None"))
+      .def("__init__", &init_phantom, nb::arg("engine"), nb::arg("nbytes"),
+           nb::sig("def __init__(self, engine: Engine, nbytes: int) -> None"))
       .def_prop_ro("nbytes", [](const RegionHandle& self) { return self.core()->length_bytes(); })
       .def_prop_ro(
           "base", [](const RegionHandle& self) { return reinterpret_cast<uint64_t>(self.core()->base()); },

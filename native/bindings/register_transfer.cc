@@ -29,7 +29,7 @@ nb::object exception_of(const TransferHandle& self) {
 void wait(const TransferHandle& self, nb::handle timeout_s) {
   const TransferRef transfer = self.transfer.ref();
   if (!transfer->done()) {
-    const Deadline deadline = to_deadline(timeout_s);
+    const Deadline deadline = to_deadline(timeout_s, transfer->clock());
     if (wait_without_gil([&] { return transfer->wait(deadline, interrupted); }) == WaitResult::kTimeout) {
       const TransferInfo info = transfer->info();
       raise_object(make_error("transfer_timeout", self.engine, op_kind_name(info.kind), to_text(info.peer), info.bytes,

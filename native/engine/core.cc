@@ -77,14 +77,19 @@ EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
       transfers_(engine, this),
       submits_(options.submit_queue_depth),
       imms_(options.imm_counters_max),
-      watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns)),
-      transports_(options, this),
+      watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns, options.stage == nullptr)),
+      seat_(this, options),
+      transports_(options, {options.stage.get(), options.stage_host, seat_.number}, this),
       live_(this) {
   for (const Absent& absent : transports_.absent()) {
     if (!absent.is_fault) continue;
     add_event(
         {EngineEvent::Kind::kTransportAbsent, "",
          std::string(transport_name(absent.kind)) + " is not used, though there is a device for it: " + absent.reason});
+  }
+  if (is_staged()) {
+    options_.stage->wake(seat_.number);
+    return;
   }
   if (options_.polling != Polling::kManual) worker_ = std::thread([this] { worker_main(); });
 }
@@ -143,6 +148,11 @@ bool EngineCore::has_work() {
 // what came before is seen by has_work(). A ring that fell between arm() and unlock() may have woken a worker that
 // found the lock taken and slept again: then the bell is no longer armed, and we ring once more.
 void EngineCore::leave() {
+  if (is_staged()) {
+    progress_lock_.unlock();
+    options_.stage->wake(seat_.number);
+    return;
+  }
   transports_.arm();
   const bool work = has_work();
   if (work) transports_.disarm();
@@ -247,7 +257,62 @@ void EngineCore::run_as_holder(const std::function<void()>& work) {
   leave();
 }
 
+// On a stage who waits drives all engines of the world, ours among them; between steps callbacks of the user run here.
+WaitResult EngineCore::wait_on_stage(const std::function<bool()>& ready, Deadline deadline,
+                                     const InterruptCheck& interrupted) {
+  constexpr int64_t kInterruptEveryNs = 50'000'000;
+  constexpr uint32_t kStepsPerLook = 256;  // at the real clock
+  constexpr auto kNap = std::chrono::microseconds(100);
+  Stage& stage = *options_.stage;
+  const Stage::Wait wait(&stage);
+  if (!closed()) stage.wake(seat_.number);  // words that somebody changed, and nobody told us
+  int64_t next_interrupt = now_ns() + kInterruptEveryNs;
+  for (uint32_t steps = 1;; ++steps) {
+    if (stage.has_callbacks()) stage.run_callbacks();
+    if (ready()) return WaitResult::kReady;
+    if (closed() && drained_.load(std::memory_order_acquire)) return ready() ? WaitResult::kReady : WaitResult::kClosed;
+    const Stage::Step step = closed() ? Stage::Step::kHeld : stage.advance(deadline);
+    switch (step) {
+      case Stage::Step::kMoved:
+        break;
+      case Stage::Step::kReached:
+        return ready() ? WaitResult::kReady : WaitResult::kTimeout;
+      case Stage::Step::kIdle:
+        if (ready()) return WaitResult::kReady;
+        throw SimulationIdleError("the simulation is idle: nothing is left to happen that could end this wait of engine '" +
+                                  options_.name + "', which has no deadline");
+      case Stage::Step::kHeld:
+        std::this_thread::sleep_for(kNap);
+        break;
+    }
+    if (steps % kStepsPerLook != 0 && step != Stage::Step::kHeld) continue;
+    const int64_t now = now_ns();
+    if (now < next_interrupt) continue;
+    next_interrupt = now + kInterruptEveryNs;
+    if (interrupted && interrupted()) return WaitResult::kInterrupted;
+  }
+}
+
+bool EngineCore::turn() {
+  if (closed()) {
+    stage_timer_ = kNoDeadline;
+    return false;
+  }
+  if (!try_enter()) return true;  // a thread that connects, or forgets a peer
+  watchers_->look();
+  round();
+  const bool more = has_work();
+  stage_timer_ = transports_.next_timer();
+  progress_lock_.unlock();
+  return more;
+}
+
 bool EngineCore::progress() {
+  if (is_staged()) {
+    const Stage::Wait wait(options_.stage.get());
+    options_.stage->wake(seat_.number);
+    return options_.stage->advance(clock().now_ns()) == Stage::Step::kMoved;
+  }
   if (!try_enter()) return false;
   const bool moved = round() > 0;
   if (!moved && worker_.joinable()) {
@@ -288,6 +353,12 @@ void EngineCore::submit(Transfer* transfer) {
   int attempts = 0;
   while (!submits_.try_push(transfer)) {
     // Back-pressure: help until there is room. The engine cannot close under us for good: close() empties the queue.
+    if (is_staged()) {
+      bool pushed = false;
+      wait_on_stage([&] { return closed() || (pushed = submits_.try_push(transfer)); }, kNoDeadline, {});
+      if (pushed) break;
+      continue;
+    }
     if (try_enter()) {
       round();
       leave();
@@ -297,7 +368,11 @@ void EngineCore::submit(Transfer* transfer) {
       cpu_relax();
     }
   }
-  transports_.wake();
+  if (is_staged()) {
+    options_.stage->wake(seat_.number);
+  } else {
+    transports_.wake();
+  }
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the seq_cst store of closed_ in close()
   if (closed()) drain_after_close();
 }
@@ -315,14 +390,18 @@ void EngineCore::drain_after_close() {
 
 void EngineCore::request_cancel_scan() {
   cancel_scan_.store(true, std::memory_order_release);
-  transports_.wake();
+  if (is_staged()) {
+    options_.stage->wake(seat_.number);
+  } else {
+    transports_.wake();
+  }
 }
 
 void EngineCore::close(Deadline drain_deadline) {
   if (forked()) return;
   std::call_once(close_once_, [&] {
     // 1. What is under way may finish until the deadline.
-    if (inflight() > 0 && drain_deadline > now_ns()) {
+    if (inflight() > 0 && drain_deadline > clock().now_ns()) {
       const auto drained = [this] { return inflight() == 0; };
       const auto nap = [](Deadline until) {
         std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, 200'000)));

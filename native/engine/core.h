@@ -46,7 +46,7 @@ struct PeerWork {
   std::string note;  // why lost or frozen
 };
 
-class EngineCore final : public Sink {
+class EngineCore final : public Sink, public Actor {
  public:
   EngineCore(Engine* engine, const EngineOptions& options);
   ~EngineCore();
@@ -54,6 +54,9 @@ class EngineCore final : public Sink {
   // Throws EngineClosedError when closed, or in a forked child.
   void check_usable() const;
   bool forked() const;
+  // On a stage: no thread of ours drives.
+  bool is_staged() const { return options_.stage != nullptr; }
+  const Clock& clock() const { return is_staged() ? static_cast<const Clock&>(*options_.stage) : real_clock(); }
   bool is_worker() const { return worker_.get_id() == std::this_thread::get_id(); }
   void close(Deadline drain_deadline);
   bool closed() const { return closed_.load(std::memory_order_seq_cst); }
@@ -69,12 +72,25 @@ class EngineCore final : public Sink {
   bool progress();
   // Transfers accepted and not complete.
   uint64_t inflight() const;
-  void wake() { transports_.wake_always(); }
+  void wake() {
+    if (is_staged()) {
+      options_.stage->wake(seat_.number);
+    } else {
+      transports_.wake_always();
+    }
+  }
 
   // Blocks until ready(), driving the engine when no worker does. sleep(until) blocks at most until then, and returns
   // early once ready() may have become true. ready() must not have effects while false.
   template <typename Ready, typename Sleep>
   WaitResult wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted);
+
+  // Actor, from inside Stage::advance.
+  bool turn() override;
+  Deadline next_timer() const override { return stage_timer_; }
+  bool watches() const override { return watchers_->has_any(); }
+  bool is_busy() const override { return inflight() > 0; }
+  void die() override { close(0); }
 
   // The peer of that address, new or known. Throws UsageError when it is out of reach.
   Peer& add_peer(const Address& address);
@@ -114,6 +130,7 @@ class EngineCore final : public Sink {
   void worker_main();
   void drive_until_idle();
   bool try_enter(uint8_t mark = 1);
+  WaitResult wait_on_stage(const std::function<bool()>& ready, Deadline deadline, const InterruptCheck& interrupted);
   void leave();
   void submit_here(Transfer* transfer);
   uint32_t round();
@@ -194,6 +211,19 @@ class EngineCore final : public Sink {
         imm_units{0}, imm_overflow{0}, posted{0}, retried{0}, rounds{0}, sleeps{0}, connected{0}, lost{0}, regions{0};
   } counters_;
 
+  // Its place on a stage, if it has one: entered before its NICs are made, left after they are gone.
+  struct Seat {
+    Seat(Actor* actor, const EngineOptions& options)
+        : stage(options.stage.get()), number(stage != nullptr ? stage->enter(actor, options.stage_host, options.name) : 0) {}
+    ~Seat() {
+      if (stage != nullptr) stage->leave(number);
+    }
+    Seat(const Seat&) = delete;
+    Seat& operator=(const Seat&) = delete;
+    Stage* const stage;
+    const uint32_t number;
+  } seat_;
+  Deadline stage_timer_ = kNoDeadline;  // as of the last turn
   TransportSet transports_;  // their threads call us: built after what that needs
 
   // Known to the handlers of fork. A member, and after all that may fail to open: an engine that does not open is forgotten.
@@ -218,6 +248,8 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
   constexpr int64_t kInterruptEveryNs = 50'000'000;
   constexpr int kRoundsPerClock = 32;
   if (forked()) return WaitResult::kClosed;
+  if (is_staged()) [[unlikely]]
+    return wait_on_stage(ready, deadline, interrupted);
   const bool manual = options_.polling == Polling::kManual;
   const bool assists = options_.polling != Polling::kSpin;
   bool holding = false;

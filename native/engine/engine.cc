@@ -44,6 +44,13 @@ void check_transports(const EngineOptions& options) {
     transports |= transport_bit(kind);
   }
   if (transports == 0) throw UsageError("transports is empty: an engine has at least one");
+  const bool simulated = (transports & transport_bit(TransportKind::kSim)) != 0;
+  if (simulated && transports != transport_bit(TransportKind::kSim))
+    throw UsageError("transport 'sim' goes with no other: its time is not theirs");
+  if (simulated != (options.stage != nullptr))
+    throw UsageError(simulated ? "transport 'sim' needs a world: open the engine inside `with sim.World():`, or by "
+                                 "world.host(...).engine(...)"
+                               : "an engine in a simulated world has transport 'sim' and no other");
   const std::string has = ", and the engine has transport " + transport_names(transports) + " only: open it with ";
   if ((transports & (transport_bit(TransportKind::kTcp) | kRdmaTransports)) == 0 && !options.rails.empty())
     throw UsageError("rails as a list of names needs a network" + has + "transport 'tcp', 'verbs', 'ofi' or 'auto'");
@@ -248,6 +255,7 @@ Ref<Engine> Engine::open(const EngineOptions& options) {
 void Engine::close(Deadline drain_deadline) { core_->close(drain_deadline); }
 bool Engine::closed() const { return core_->closed() || core_->forked(); }
 const EngineOptions& Engine::options() const { return core_->options_; }
+const Clock& Engine::clock() const { return core_->clock(); }
 const Address& Engine::address() const { return core_->transports_.address(); }
 uint32_t Engine::rail_count() const { return core_->transports_.rail_count(); }
 
@@ -271,6 +279,15 @@ RegionRef Engine::alloc(uint64_t length_bytes, bool populate) {
   auto local = core_->transports_.allocate(length_bytes, populate);
   core_->region_made();
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), Access::kRemoteWrite));
+}
+
+RegionRef Engine::register_phantom(uint64_t length_bytes) {
+  core_->check_usable();
+  if (options().stage == nullptr) {
+    throw UsageError("register_phantom is for simulated engines: this one, with transport " +
+                     transport_names(address().transports) + ", moves real bytes and needs real memory");
+  }
+  return register_memory(kPhantomBase, length_bytes, Access::kRemoteWrite);
 }
 
 RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
@@ -349,7 +366,7 @@ TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
   Region* const local = transfer->work_->local;
   // The caller's reference, and the engine's until completion. Not published yet: no atomic addition needed.
   transfer->word_.store(2 * Transfer::kOneRef, std::memory_order_relaxed);
-  const bool here = short_work && options_.polling != Polling::kSpin && try_enter(kSubmitting);
+  const bool here = short_work && options_.polling != Polling::kSpin && !is_staged() && try_enter(kSubmitting);
   if (!here && local != nullptr) local->begin_op();
   // Between our caller's look and now. From try_enter or begin_op on, close() waits for us; before it, we see it.
   if (local != nullptr && local->closed()) {
@@ -598,6 +615,8 @@ std::vector<EngineEvent> Engine::take_events() {
   std::lock_guard lock(core_->tables_mutex_);
   return std::exchange(core_->events_, {});
 }
+
+uint32_t Engine::seat() const { return core_->seat_.number; }
 
 EngineStats Engine::stats() const {
   const auto& counters = core_->counters_;

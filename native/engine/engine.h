@@ -64,6 +64,9 @@ struct EngineOptions {
   int64_t watcher_poll_ns = 5'000;             // pause between looks at watched words; 0 spins
   int64_t connect_timeout_ns = 5'000'000'000;  // a peer that does not answer the handshake by then is lost
   PrivatePath private_path = PrivatePath::kAuto;
+  // sim, and only with it: the world, and which of its hosts. The engine then has no threads: who waits drives the world.
+  std::shared_ptr<Stage> stage;
+  uint32_t stage_host = 0;
 };
 
 // Something that happened outside of any transfer.
@@ -221,6 +224,7 @@ class Engine : public RefCounted<Engine> {
   bool closed() const;
 
   const EngineOptions& options() const;
+  const Clock& clock() const;  // that deadlines are points on
   const Address& address() const;
   uint32_t rail_count() const;  // of the transport that has most
 
@@ -228,6 +232,8 @@ class Engine : public RefCounted<Engine> {
   RegionRef register_memory(void* base, uint64_t length_bytes, Access access);
   // Zeroed memory, page aligned, that peers of this host map: the fast target and source. populate: fault it in now.
   RegionRef alloc(uint64_t length_bytes, bool populate);
+  // sim only: as long as one likes, without any memory: transfers with it are counted and take their time, and move no byte.
+  RegionRef register_phantom(uint64_t length_bytes);
   // Cached: the same descriptor gives the same object. Does not connect.
   RemoteRegionRef remote_region(const RegionDescriptor& descriptor);
 
@@ -265,6 +271,8 @@ class Engine : public RefCounted<Engine> {
   void set_event_notifier(Notifier* notifier, uint64_t cookie);
   std::vector<EngineEvent> take_events();
   EngineStats stats() const;
+
+  uint32_t seat() const;  // sim: its number in the world
 
   // For the engine's own parts.
   EngineCore& core() { return *core_; }

@@ -17,6 +17,8 @@ constexpr uint32_t kClosed = 2;
 ImmCounter::ImmCounter(Ref<Engine> engine, uint32_t imm) : engine_(std::move(engine)), imm_(imm) {}
 ImmCounter::~ImmCounter() = default;
 
+const Clock& ImmCounter::clock() const { return engine_->clock(); }
+
 uint64_t ImmCounter::poll() const { return poll_units() / kUnitsPerCount; }
 
 bool ImmCounter::try_consume(uint64_t count) {

@@ -23,6 +23,9 @@ class Notifier : public RefCounted<Notifier> {
   // Never blocks, never allocates more than one node; never lost.
   void post(uint64_t cookie);
 
+  // [any] relaxed: who needs what happened before a post drains it.
+  bool has_posts() const { return head_.load(std::memory_order_relaxed) != nullptr; }
+
   // Appends the cookies posted so far, oldest first.
   void drain(std::vector<uint64_t>* cookies);
 

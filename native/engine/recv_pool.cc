@@ -74,6 +74,8 @@ void ReceivePool::notify(Notifier* notifier, uint64_t cookie) {
   cookie_ = cookie;
 }
 
+const Clock& ReceivePool::clock() const { return engine_->clock(); }
+
 void ReceivePool::close() {
   {
     std::lock_guard lock(lock_);

@@ -43,6 +43,7 @@ class ReceivePool : public RefCounted<ReceivePool> {
   // Stops receiving into this pool; messages already in it can still be polled. Idempotent.
   void close();
   bool closed() const;
+  const Clock& clock() const;  // that deadlines of wait() are points on
 
   // Progress holder.
   enum class Offer : uint8_t { kTaken, kFull, kTooLong, kClosed };

@@ -32,6 +32,7 @@ Region::~Region() {
   engine_->core().region_gone();
 }
 
+const Clock& Region::clock() const { return engine_->clock(); }
 bool Region::is_mapped() const { return local_.is_mapped(); }
 
 void Region::begin_close() {

@@ -45,6 +45,7 @@ class Region {
   // Refuses new use and blocks until neither our worker nor a peer touches the memory. Idempotent. kTimeout: still in
   // use, and still refusing: call again.
   WaitResult close(Deadline deadline, const InterruptCheck& interrupted);
+  const Clock& clock() const;  // that deadlines of close() are points on
   // The first half of close() without the wait.
   void begin_close();
 

@@ -9,7 +9,7 @@ namespace crossrail {
 namespace {
 
 constexpr TransportKind kBetweenHosts[] = {TransportKind::kVerbs, TransportKind::kOfi, TransportKind::kTcp,
-                                           TransportKind::kNull};
+                                           TransportKind::kSim, TransportKind::kNull};
 
 const char* place_of(const Address& own, const Address& peer) {
   if (same_host(own, peer)) return "on this host";
@@ -18,7 +18,7 @@ const char* place_of(const Address& own, const Address& peer) {
 
 // As transport= has it: "tcp", "ofi:tcp".
 std::string asked_for(const Address& own, TransportKind kind) {
-  const std::string fabric = is_rdma(kind) ? own.rdma_on(kind).fabric : "";
+  const std::string fabric = is_rdma(kind) && kind != TransportKind::kSim ? own.rdma_on(kind).fabric : "";
   return std::string(transport_name(kind)) + (fabric.empty() ? "" : ":" + fabric);
 }
 
@@ -36,6 +36,7 @@ std::string obstacle(TransportKind kind, const Address& own, const Address& peer
   if (!is_rdma(kind)) return {};
   const std::string& here = own.rdma_on(kind).fabric;
   const std::string& there = peer.rdma_on(kind).fabric;
+  if (here != there && kind == TransportKind::kSim) return "it is in another simulated world, or of another process";
   if (here != there) return "its " + name + " is of another network: " + quoted(there) + ", ours " + quoted(here);
   return why_out_of_reach(kind);
 }

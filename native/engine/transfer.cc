@@ -107,6 +107,8 @@ WaitResult Transfer::wait(Deadline deadline, const InterruptCheck& interrupted) 
   return WaitResult::kReady;
 }
 
+const Clock& Transfer::clock() const { return core_->clock(); }
+
 TransferInfo Transfer::info() const {
   const Status now = status();
   TransferInfo info{.kind = work_->kind,

@@ -55,6 +55,7 @@ class alignas(64) Transfer {
   bool notify(Notifier* notifier, uint64_t cookie);
 
   TransferInfo info() const;
+  const Clock& clock() const;  // that deadlines of wait() are points on
 
   // relaxed: whoever adds a reference already holds one.
   void add_ref() { word_.fetch_add(kOneRef, std::memory_order_relaxed); }

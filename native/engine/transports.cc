@@ -43,7 +43,7 @@ uint32_t rails_of(TransportKind kind, const EngineOptions& options, uint32_t mas
   return !is_network && (mask & kNetworkTransports) != 0 ? 1 : options.rail_count;
 }
 
-TransportOptions options_for(TransportKind kind, const EngineOptions& options, Address identity) {
+TransportOptions options_for(TransportKind kind, const EngineOptions& options, Place place, Address identity) {
   const bool is_network = (transport_bit(kind) & kNetworkTransports) != 0;
   const uint32_t rail_count = rails_of(kind, options, identity.transports);
   return {.identity = std::move(identity),
@@ -55,7 +55,10 @@ TransportOptions options_for(TransportKind kind, const EngineOptions& options, A
           .message_bytes_max = options.message_bytes_max,
           .connect_timeout_ns = options.connect_timeout_ns,
           .private_path = static_cast<int>(options.private_path),
-          .rdma = options.rdma};
+          .rdma = options.rdma,
+          .clock = place.stage != nullptr ? place.stage : &real_clock(),
+          .entropy = place.stage != nullptr ? place.stage : &kernel_entropy(),
+          .place = place};
 }
 
 std::string why_no_hardware(TransportKind kind, const EngineOptions& options, std::span<const RdmaPort> ports) {
@@ -72,9 +75,11 @@ bool any_hardware(std::span<const RdmaPort> ports) {
 
 }  // namespace
 
-TransportSet::TransportSet(const EngineOptions& options, Sink* sink) {
+TransportSet::TransportSet(const EngineOptions& options, Place place, Sink* sink) {
   const uint32_t mask = mask_of(options);
-  Address identity = make_identity(options.name, mask, rails_of(TransportKind::kShm, options, mask));
+  Address identity = place.stage != nullptr
+                         ? make_identity_on(*place.stage, place.host, options.name, mask)
+                         : make_identity(options.name, mask, rails_of(TransportKind::kShm, options, mask));
   Opened opened;
   EngineOptions rest = options;
   if (options.adds_rdma) rest.rails = add_rdma(options, &identity, &opened, sink);
@@ -82,7 +87,7 @@ TransportSet::TransportSet(const EngineOptions& options, Sink* sink) {
   for (uint32_t number = kTransportKinds; number > 0; --number) {
     const auto kind = static_cast<TransportKind>(number);
     if ((mask & transport_bit(kind)) == 0) continue;
-    opened[number] = open_transport(kind, options_for(kind, rest, identity), sink);
+    opened[number] = open_transport(kind, options_for(kind, rest, place, identity), sink);
     identity = opened[number]->address();
   }
   keep(std::move(opened));
@@ -107,7 +112,7 @@ std::vector<std::string> TransportSet::add_rdma(const EngineOptions& options, Ad
     }
     Address with = *identity;
     with.transports |= transport_bit(kind);
-    TransportOptions own = options_for(kind, options, std::move(with));
+    TransportOptions own = options_for(kind, options, {}, std::move(with));
     own.rails = names.rdma;
     own.rail_count = names.rdma.empty() ? own.rail_count : static_cast<uint32_t>(names.rdma.size());
     try {

@@ -56,7 +56,7 @@ struct Route {
 class TransportSet {
  public:
   // `sink` must outlive the set. Throws TransportError, UsageError.
-  TransportSet(const EngineOptions& options, Sink* sink);
+  TransportSet(const EngineOptions& options, Place place, Sink* sink);
 
   uint32_t size() const { return size_; }
   Transport& at(uint32_t index) const { return *transports_[index]; }

@@ -30,7 +30,7 @@ Watcher::Change Watcher::take() {
 
 void Watcher::close() { thread_->remove(this); }
 
-WatcherThread::WatcherThread(int64_t poll_ns) : poll_ns_(poll_ns) {
+WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread) : poll_ns_(poll_ns), has_thread_(has_thread) {
   void* memory = mmap(nullptr, kWords * sizeof(uint64_t), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate watched words");
   words_ = static_cast<std::atomic<uint64_t>*>(memory);
@@ -52,7 +52,7 @@ Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Noti
   words_[slot].store(0, std::memory_order_release);
   auto watcher = Ref<Watcher>::adopt(new Watcher(self, &words_[slot], slot, Ref<Notifier>::share(notifier), cookie));
   watchers_.push_back(watcher.get());
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  if (has_thread_ && !thread_.joinable()) thread_ = std::thread([this] { run(); });
   changed_.notify_all();
   return watcher;
 }
@@ -81,6 +81,16 @@ void WatcherThread::stop() {
 
 // Leaked: a thread that is not in this process can be neither joined nor detached.
 void WatcherThread::abandon_after_fork() { new std::thread(std::move(thread_)); }
+
+void WatcherThread::look() {
+  std::lock_guard lock(mutex_);
+  look_at_all();
+}
+
+bool WatcherThread::has_any() {
+  std::lock_guard lock(mutex_);
+  return !watchers_.empty();
+}
 
 bool WatcherThread::look_at_all() {
   bool changed = false;

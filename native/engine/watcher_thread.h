@@ -18,12 +18,15 @@ namespace crossrail {
 // Threads: any.
 class WatcherThread {
  public:
-  explicit WatcherThread(int64_t poll_ns);
+  // has_thread: else somebody calls look().
+  WatcherThread(int64_t poll_ns, bool has_thread);
   ~WatcherThread();
 
   Ref<Watcher> add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie);
   void remove(Watcher* watcher);
   void free_slot(uint32_t slot);
+  void look();
+  bool has_any();
   void stop();
   void abandon_after_fork();
 
@@ -34,6 +37,7 @@ class WatcherThread {
   bool look_at_all();
 
   const int64_t poll_ns_;
+  const bool has_thread_;
   std::atomic<uint64_t>* words_;
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;

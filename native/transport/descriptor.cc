@@ -17,7 +17,7 @@ constexpr uint32_t kDescriptorMagic = 0x44525258;  // "XRRD"
 constexpr uint16_t kVersion = 3;
 constexpr size_t kNameBytesMax = 64;
 constexpr uint64_t kRegionBytesMax = uint64_t{1} << 56;
-constexpr TransportKind kRdma[kRdmaKinds] = {TransportKind::kVerbs, TransportKind::kOfi};
+constexpr TransportKind kRdma[kRdmaKinds] = {TransportKind::kVerbs, TransportKind::kOfi, TransportKind::kSim};
 constexpr size_t kEncodedBytesMax = 2048;
 constexpr size_t kFrameBytes = 4 + 2 + 4;                                           // magic, version, checksum
 constexpr size_t kIdentityBytesMax = 4 + 16 + 2 * (1 + kNameBytesMax) + 8 + 4 + 1;  // see put_address
@@ -156,7 +156,7 @@ void check_rdma(const char* what, const Address& address) {
   size_t rails = 0;
   for (const RdmaRails& half : address.rdma) rails += half.endpoints.size();
   if (rails > kRailsMax) {
-    malformed(what, std::to_string(rails) + " rails of verbs and ofi together, at most 16 expected");
+    malformed(what, std::to_string(rails) + " rails of verbs, ofi and sim together, at most 16 expected");
   }
 }
 
@@ -256,6 +256,7 @@ uint32_t Address::rail_count_on(TransportKind kind) const {
       return static_cast<uint32_t>(endpoints.size());
     case TransportKind::kVerbs:
     case TransportKind::kOfi:
+    case TransportKind::kSim:
       return static_cast<uint32_t>(rdma_on(kind).endpoints.size());
   }
   return 0;
@@ -345,6 +346,8 @@ const char* transport_name(TransportKind kind) {
       return "verbs";
     case TransportKind::kOfi:
       return "ofi";
+    case TransportKind::kSim:
+      return "sim";
   }
   return "?";
 }

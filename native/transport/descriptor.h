@@ -45,7 +45,7 @@ inline constexpr size_t kRdmaEndpointBytesMax = 64;
 // The rails of one RDMA transport.
 struct RdmaRails {
   // What kind of network it is; engines on different ones do not reach each other: the provider of ofi ("efa", "tcp"),
-  // for verbs what it likes. 0..kFabricBytesMax bytes of UTF-8.
+  // for verbs what it likes, of sim the world. 0..kFabricBytesMax bytes of UTF-8.
   std::string fabric;
   std::vector<RdmaEndpoint> endpoints;
 
@@ -62,11 +62,12 @@ struct RdmaKeys {
 };
 
 // Where a kind's half of `Address::rdma` and `RegionDescriptor::rdma` is.
-inline constexpr size_t kRdmaKinds = 2;
+inline constexpr size_t kRdmaKinds = 3;
 constexpr bool is_rdma(TransportKind kind) { return (transport_bit(kind) & kRdmaTransports) != 0; }
+// Of RDMA transports only.
 constexpr size_t rdma_index(TransportKind kind) {
-  return kind == TransportKind::kOfi ? 1 : 0;
-}  // of verbs and ofi only
+  return kind == TransportKind::kVerbs ? 0 : kind == TransportKind::kOfi ? 1 : 2;
+}
 
 // Identity of one engine, and how to reach it.
 struct Address {
@@ -78,14 +79,14 @@ struct Address {
   uint32_t pid = 0;                 // as seen in the engine's own pid namespace; for messages only
   uint8_t rail_count = 1;           // of shm and null: 1..kRailsMax
   std::vector<Endpoint> endpoints;  // the rails of tcp: 1..kRailsMax with tcp, else none
-  // The rails of verbs and ofi: at least one with the transport, else none; at most kRailsMax together, so that an
+  // The rails of verbs, ofi and sim: at least one with the transport, else none; at most kRailsMax together, so that an
   // address fits wherever one is shown at the beginning of a connection.
   std::array<RdmaRails, kRdmaKinds> rdma;
 
   bool has(TransportKind kind) const { return (transports & transport_bit(kind)) != 0; }
   uint32_t rail_count_on(TransportKind kind) const;
   uint32_t speed_mbps_of(TransportKind kind, uint32_t rail) const;           // 0 unknown, or no such rail
-  RdmaRails& rdma_on(TransportKind kind) { return rdma[rdma_index(kind)]; }  // of verbs and ofi only
+  RdmaRails& rdma_on(TransportKind kind) { return rdma[rdma_index(kind)]; }  // of RDMA transports only
   const RdmaRails& rdma_on(TransportKind kind) const { return rdma[rdma_index(kind)]; }
 
   Bytes encode() const;
@@ -105,7 +106,7 @@ struct RegionDescriptor {
   Access access = Access::kRemoteWrite;
   std::array<RdmaKeys, kRdmaKinds> rdma;  // with as many keys as the owner has rails there
 
-  RdmaKeys& rdma_on(TransportKind kind) { return rdma[rdma_index(kind)]; }  // of verbs and ofi only
+  RdmaKeys& rdma_on(TransportKind kind) { return rdma[rdma_index(kind)]; }  // of RDMA transports only
   const RdmaKeys& rdma_on(TransportKind kind) const { return rdma[rdma_index(kind)]; }
 
   Bytes encode() const;

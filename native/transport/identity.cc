@@ -1,12 +1,11 @@
 #include "transport/identity.h"
 
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <fstream>
 
-#include "util/errors.h"
+#include "util/entropy.h"
 
 namespace crossrail {
 
@@ -18,10 +17,16 @@ Address make_identity(const std::string& name, uint32_t transports, uint32_t rai
   address.net = network_namespace();
   address.pid = static_cast<uint32_t>(getpid());
   address.rail_count = static_cast<uint8_t>(rail_count);
-  if (getrandom(address.incarnation.data(), address.incarnation.size(), 0) !=
-      static_cast<ssize_t>(address.incarnation.size())) {
-    throw_errno("getrandom", "cannot draw an incarnation");
-  }
+  kernel_entropy().fill(address.incarnation);
+  return address;
+}
+
+Address make_identity_on(Stage& stage, uint32_t host, const std::string& name, uint32_t transports) {
+  Address address;
+  address.transports = transports;
+  address.name = name;
+  address.host = stage.host_name(host);
+  stage.fill(address.incarnation);
   return address;
 }
 

@@ -5,12 +5,16 @@
 #include <string>
 
 #include "transport/descriptor.h"
+#include "transport/stage.h"
 
 namespace crossrail {
 
 // A fresh incarnation on this host, without endpoints yet. transports: mask of transport_bit()s. Throws TransportError
 // when the kernel gives no random bytes.
 Address make_identity(const std::string& name, uint32_t transports, uint32_t rail_count);
+
+// The same for an engine on a stage: nothing in it tells of this machine or process.
+Address make_identity_on(Stage& stage, uint32_t host, const std::string& name, uint32_t transports);
 
 // Identity of this host: the kernel's boot id. Containers of one host share it.
 const std::string& host_identity();

@@ -7,6 +7,7 @@
 #include "transport/ofi/open.h"
 #include "transport/rdma/rdma_transport.h"
 #include "transport/shm/shm_transport.h"
+#include "transport/sim/open.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/verbs/open.h"
 
@@ -69,6 +70,8 @@ std::unique_ptr<Transport> open_transport(TransportKind kind, const TransportOpt
       return std::make_unique<rdma::RdmaTransport>(kind, options, verbs::open_nics(options), sink);
     case TransportKind::kOfi:
       return std::make_unique<rdma::RdmaTransport>(kind, options, ofi::open_nics(options), sink);
+    case TransportKind::kSim:
+      return std::make_unique<rdma::RdmaTransport>(kind, options, sim::open_nics(options), sink);
   }
   return nullptr;
 }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "transport/descriptor.h"
+#include "transport/stage.h"
 #include "transport/types.h"
 #include "util/clock.h"
 
@@ -199,6 +200,13 @@ struct RdmaOptions {
   uint32_t path_mtu_bytes = 0;  // verbs: 256, 512 ... 4096; 0: the port's
 };
 
+// sim: where in which world. Elsewhere there is no stage, and engines have threads.
+struct Place {
+  Stage* stage = nullptr;
+  uint32_t host = 0;
+  uint32_t actor = 0;  // of Stage::enter
+};
+
 struct TransportOptions {
   // Who the engine is, with what the transports opened before have added. Transport::address() is this and what this
   // transport adds: tcp its endpoints, verbs and ofi theirs.
@@ -214,6 +222,10 @@ struct TransportOptions {
   int64_t connect_timeout_ns = 0;
   int private_path = 0;  // shm: 0 by measurement, 1 staged, 2 cross-memory attach
   RdmaOptions rdma;
+  // Of RDMA transports. They outlive the transport.
+  Clock* clock = &real_clock();
+  Entropy* entropy = &kernel_entropy();
+  Place place;
 };
 
 }  // namespace crossrail

@@ -18,14 +18,16 @@ inline constexpr uint32_t kUnitsPerCount = 48;
 inline constexpr uint32_t kRailsMax = 16;
 inline constexpr uint32_t kAnyRail = ~0u;
 
-enum class TransportKind : uint8_t { kShm = 1, kNull = 2, kTcp = 3, kVerbs = 4, kOfi = 5 };
+enum class TransportKind : uint8_t { kShm = 1, kNull = 2, kTcp = 3, kVerbs = 4, kOfi = 5, kSim = 6 };
 inline constexpr uint32_t kTransportsMax = 4;  // of one engine at once
-inline constexpr uint32_t kTransportKinds = 5;
+inline constexpr uint32_t kTransportKinds = 6;
 const char* transport_name(TransportKind kind);
 
 // Sets of kinds are masks of these.
 constexpr uint32_t transport_bit(TransportKind kind) { return 1u << static_cast<uint32_t>(kind); }
-inline constexpr uint32_t kRdmaTransports = transport_bit(TransportKind::kVerbs) | transport_bit(TransportKind::kOfi);
+// Those whose rails are RDMA NICs, simulated ones too.
+inline constexpr uint32_t kRdmaTransports = transport_bit(TransportKind::kVerbs) | transport_bit(TransportKind::kOfi) |
+                                            transport_bit(TransportKind::kSim);
 inline constexpr uint32_t kAllTransports = transport_bit(TransportKind::kShm) | transport_bit(TransportKind::kNull) |
                                            transport_bit(TransportKind::kTcp) | kRdmaTransports;
 // "shm and tcp"; "none" for the empty set.
@@ -43,6 +45,9 @@ enum class Access : uint8_t {
   kRemoteRead = 1,  // and peers may read it
   kRemoteWrite = 3  // and peers may read and write it
 };
+
+// Where phantom regions begin (Engine::register_phantom): an address that no memory has.
+inline std::byte* const kPhantomBase = reinterpret_cast<std::byte*>(uint64_t{1} << 60);  // NOLINT(performance-no-int-to-ptr)
 
 // How an operation ended.
 enum class Status : uint8_t {

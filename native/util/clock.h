@@ -15,4 +15,19 @@ inline constexpr Deadline kNoDeadline = std::numeric_limits<int64_t>::max();
 // A deadline `seconds` from now; negative means none.
 Deadline deadline_in(double seconds);
 
+// Where an engine has its time from: the real clock, or that of a simulated world. Deadlines of one are points on it.
+// Threads: any.
+class Clock {
+ public:
+  virtual int64_t now_ns() const = 0;
+  // Said in loops that poll until something happens: simulated time moves on to what happens next, real time does so by
+  // itself.
+  virtual void pass() = 0;
+  Deadline deadline_in(double seconds) const;
+
+ protected:
+  ~Clock() = default;
+};
+Clock& real_clock();
+
 }  // namespace crossrail

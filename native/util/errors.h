@@ -36,6 +36,12 @@ class EngineClosedError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A wait without deadline in a simulated world in which nothing is left to happen.
+class SimulationIdleError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // Throws TransportError for errno of a failed system call.
 [[noreturn]] void throw_errno(const char* call, const std::string& what, const std::string& remedy = {});
 

@@ -40,7 +40,7 @@ class LoopNotifier:
         self._handlers: dict[int, Callable[[], object]] = {}
         self._cookies = itertools.count(1)
         self._loop = weakref.ref(loop)
-        loop.add_reader(self.notifier.fd, self._drain)
+        loop.add_reader(self.notifier, self._drain)
 
     @classmethod
     def running(cls) -> LoopNotifier:
@@ -75,6 +75,12 @@ class LoopNotifier:
             call = self._handlers.pop(cookie, None)
             if call is not None:
                 call()
+
+
+def loop_time() -> float:
+    """Seconds, on the clock of the running loop."""
+    time: float = sys.modules["asyncio"].get_running_loop().time()
+    return time
 
 
 async def arrival(future: asyncio.Future[bool], timeout_s: float | None) -> bool:
@@ -199,11 +205,22 @@ def _run(owner: weakref.ref[CallbackThread], notifier: _core.Notifier) -> None:
         del callbacks
 
 
+class Callbacks(Protocol):
+    """Runs an engine's callbacks: CallbackThread, or in a simulated world whoever waits there (crossrail._stage)."""
+
+    notifier: _core.Notifier
+
+    def register(self, call: Callable[[], object], *, once: bool = True) -> int: ...
+    def forget(self, cookie: int) -> None: ...
+    def start(self) -> threading.Thread | None: ...
+    def close(self, timeout_s: float) -> None: ...
+
+
 class _HasCallbacks(Protocol):
-    _callbacks: CallbackThread
+    _callbacks: Callbacks
 
 
-def callbacks_of(engine: _core.Engine) -> CallbackThread:
+def callbacks_of(engine: _core.Engine) -> Callbacks:
     return cast(_HasCallbacks, engine)._callbacks
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from crossrail import _core, _raise
+from crossrail import _core, _raise, _stage
 from crossrail._buffers import memory_of
 from crossrail._core import Address, Message
-from crossrail._notify import CallbackThread, log
+from crossrail._notify import Callbacks, CallbackThread, log
 from crossrail.counters import ImmCounter
 from crossrail.errors import UsageError
 from crossrail.messages import ReceivePool
@@ -59,7 +59,7 @@ class Engine(_core.Engine):
     transport: "shm" (processes of one host), "tcp", "verbs" (ConnectX and other RC-capable NICs), "ofi" (AWS EFA), or
     "auto": shm, tcp, and verbs or ofi where there is such a device; then a peer on this host is reached by shm, another
     by verbs, ofi or tcp, the first that both have. "ofi:tcp" is ofi over that provider of libfabric, "shm+verbs" these
-    two and no others. "null" moves nothing: for measuring. explain(peer) shows what was chosen, and why.
+    two and no others. "null" moves nothing: for measuring. "sim": in a simulated world (crossrail.sim). explain(peer) shows what was chosen, and why.
     rails: 1..16 of them, or a list of what each is bound to: IP addresses or interface names, of verbs and ofi also
     devices and ports ("mlx5_0", "mlx5_0:1"). Beside a network shm has one.
     port: where tcp listens, 0: anywhere; rails that share an address take port, port + 1, ...
@@ -102,6 +102,7 @@ class Engine(_core.Engine):
         if name is None:
             program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
             name = f"{program.encode()[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
+        place = _stage.place(transport, name, rails)
         rails = _default_rails(transport, rails)
         if worker_cpu == "auto":
             from crossrail.default_rails import auto_worker_cpu
@@ -109,18 +110,21 @@ class Engine(_core.Engine):
             worker_cpu = auto_worker_cpu(transport, rails)
         elif isinstance(worker_cpu, str):
             raise UsageError(f"worker_cpu is {worker_cpu!r}, must be the number of a core, 'auto' or None")
+        self._world = None if place is None else place.stage  # kept as long as the engine
         super().__init__(
             name, transport, rails, port, _secret_bytes(secret), peer_timeout_s, polling, spin_us, worker_cpu,
             submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
-            (rdma or RdmaOptions()).as_tuple(),
+            (rdma or RdmaOptions()).as_tuple(), place and place.world, place and place.host,
         )  # fmt: skip
         self._on_event: Callable[[EngineEvent], object] | None = None
-        self._callbacks = CallbackThread(name)
+        self._callbacks: Callbacks = CallbackThread(name) if place is None else place.callbacks(name)
         handle_events = weakref.WeakMethod(self._handle_events)
         self._event_cookie = self._callbacks.register(lambda: _call(handle_events), once=False)
         self._set_event_notifier(self._callbacks.notifier, self._event_cookie)
         self._is_open = True
         _open_engines.add(self)
+        if place is not None:
+            place.opened(self)
         if clauses is not None:
             self._check_opened(transport, clauses)
 
@@ -176,6 +180,12 @@ class Engine(_core.Engine):
         if memory.nbytes == 0:
             raise UsageError("buffer has 0 bytes, at least 1 is needed")
         return Region(self, memory.address, memory.nbytes, access, memory.writable, memory.owner)
+
+    def register_phantom(self, nbytes: int) -> Region:
+        """A region without memory, as long as you like, for transport "sim": peers' writes to it and ours from it take
+        their time and are counted, and no byte moves. Any thread.
+        """
+        return Region(self, nbytes)
 
     def alloc(self, nbytes: int, *, populate: bool = False) -> Region:
         """Zeroed memory of the engine's own, page aligned, that peers of this host map: the fast source and target.
@@ -267,7 +277,7 @@ class Engine(_core.Engine):
 
 
 def _default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[str]:
-    if transport in ("shm", "tcp", "null"):
+    if transport in ("shm", "tcp", "null", "sim"):
         return rails
     from crossrail.default_rails import default_rails
 

@@ -3,7 +3,7 @@
 - `UsageError`: the caller's mistake, raised by the call; names the argument, what was given and the bound.
 - `TransportError`: set-up or the system failed; says what was attempted and what to do next.
 - `TransferError` and its subclasses: one operation failed, others are unaffected; names peer, operation and bytes.
-- `EngineClosed`, `WaitTimeout`: a wait ended without what it waited for.
+- `EngineClosed`, `WaitTimeout`: a wait ended without what it waited for. `SimulationIdle`: it would never end.
 """
 
 from __future__ import annotations
@@ -99,3 +99,7 @@ class WaitTimeout(CrossrailError, TimeoutError):
         super().__init__(message)
         self.arrived = arrived
         self.expected = expected
+
+
+class SimulationIdle(CrossrailError):
+    """A simulated world has nothing left to happen, so what somebody waits for without a deadline will never be."""

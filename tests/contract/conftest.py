@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail import sim
 from tests.conftest import EngineFactory
 from tests.contract.setups import DEFAULT, Setup
+from tests.support import limits
 from tests.support.limits import WAIT_S, eventually
 from tests.support.node import Caller, LocalNode, RemoteEngine, RemoteMemory
 from tests.support.patterns import CANARY, ByteArray, pattern
@@ -82,7 +84,19 @@ def shared_process() -> Iterator[list[PeerProcess]]:
 
 
 @pytest.fixture
-def caller(setup: Setup, shared_process: list[PeerProcess], nothing_leaks: None) -> Iterator[Caller]:
+def world(setup: Setup, seed: Seed, nothing_leaks: None) -> Iterator[sim.World | None]:
+    """Of simulated set-ups. Tests that look again and again in real time (eventually) let it go on meanwhile."""
+    if setup.transport != "sim":
+        yield None
+        return
+    with sim.World(seed.number()) as world:
+        limits.between_looks.append(lambda: world.run(0.001))
+        yield world
+        limits.between_looks.pop()
+
+
+@pytest.fixture
+def caller(setup: Setup, shared_process: list[PeerProcess], world: sim.World | None) -> Iterator[Caller]:
     if setup.processes == 1:
         node = LocalNode()
         yield node

@@ -14,11 +14,11 @@ from crossrail import _core
 def why_not(transport: str) -> str:
     """Why this machine has no such backend; empty when it has. verbs: no active port; ofi:tcp: no libfabric."""
     kind, _, provider = transport.partition(":")
-    return "" if kind in ("shm", "tcp") else _core._rdma_missing(kind, provider)
+    return "" if kind in ("shm", "tcp", "sim") else _core._rdma_missing(kind, provider)
 
 
 # Every backend present. A new backend is a word here, and passes every case unchanged.
-BACKENDS = ("shm", "tcp", "ofi:tcp", "verbs")
+BACKENDS = ("shm", "tcp", "ofi:tcp", "verbs", "sim")
 TRANSPORTS = tuple(transport for transport in BACKENDS if not why_not(transport))
 
 
@@ -86,7 +86,7 @@ def setup_list(rails: Iterable[Rails], memory: Iterable[Memory]) -> list[Setup]:
         Setup(transport, processes, here, there, memory_here, memory_there, path)
         for transport in TRANSPORTS
         for processes, (here, there), (memory_here, memory_there, path) in product(
-            (1, 2), rails, memory if transport == "shm" else others
+            (1,) if transport == "sim" else (1, 2), rails, memory if transport == "shm" else others
         )
     ]
 

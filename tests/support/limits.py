@@ -7,6 +7,8 @@ WAIT_S = 20.0  # any single wait that is expected to end well
 DEATH_S = 2.0  # a peer's death must be seen by then (the requirement is 0.1 s; shared machines are noisy)
 NEVER_S = 0.3  # how long we look before we believe that something does not happen
 
+between_looks: list[Callable[[], object]] = []  # what has to be called for anything to go on, in a simulated world
+
 
 def eventually(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S, pause_s: float = 0.002) -> None:
     """Returns once `condition()` is true; fails naming `what` when that takes longer than `timeout_s`."""
@@ -14,7 +16,13 @@ def eventually(condition: Callable[[], object], what: str, timeout_s: float = WA
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}")
-        time.sleep(pause_s)
+        _pause(pause_s)
+
+
+def _pause(pause_s: float) -> None:
+    for call in between_looks:
+        call()
+    time.sleep(pause_s)
 
 
 def never(condition: Callable[[], object], what: str, for_s: float = NEVER_S) -> None:
@@ -22,4 +30,4 @@ def never(condition: Callable[[], object], what: str, for_s: float = NEVER_S) ->
     deadline = time.monotonic() + for_s
     while time.monotonic() < deadline:
         assert not condition(), what
-        time.sleep(0.005)
+        _pause(0.005)

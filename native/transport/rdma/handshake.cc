@@ -8,8 +8,6 @@
 //
 // Epochs only grow, so doubled and delayed datagrams are recognised. Sessions are numbered by each side, so a peer that
 // forgot us and begins anew is told from one that repeats itself.
-#include <sys/random.h>
-
 #include <algorithm>
 
 #include "transport/rdma/rdma_transport.h"
@@ -25,12 +23,6 @@ constexpr int64_t kRetryMaxNs = 500'000'000;
 constexpr int64_t kAcceptedMaxNs = 5'000'000'000;
 constexpr size_t kSessionsMax = 4096;
 constexpr size_t kPathsMax = 32;  // of one session
-
-uint64_t random_u64() {
-  uint64_t value;
-  if (getrandom(&value, sizeof value, 0) != sizeof value) throw_errno("getrandom", "cannot draw random bytes");
-  return value;
-}
 
 Bytes bytes_of(std::span<const uint8_t> span) { return Bytes(span.begin(), span.end()); }
 
@@ -52,7 +44,7 @@ Session& RdmaTransport::make_session(const Incarnation& peer, bool leads) {
   const Incarnation& own = options_.identity.incarnation;
   session->key = {peer, leads};
   session->own_number = next_session_number_++;
-  session->nonce = random_u64();
+  session->nonce = options_.entropy->draw_u64();
   session->seal = session_key(options_.secret, leads ? own : peer, leads ? peer : own);
   session->target = target_tag(peer);
   session->quiet_since_ns = now_;
@@ -315,7 +307,7 @@ bool RdmaTransport::wants_paths(const Session& session) const {
 bool RdmaTransport::make_nic_path(Path& path) {
   try {
     path.nic_path = rails_[path.rail]->nic->make_path();
-    path.token = random_u64();
+    path.token = options_.entropy->draw_u64();
   } catch (const TransportError& error) {
     path.nic_path.reset();
     path.trouble = error.what();

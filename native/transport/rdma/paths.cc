@@ -179,7 +179,7 @@ void RdmaTransport::collect_doubt(Path& path) {
 
 // Polls until these paths are flushed. For calls that have to retire everything before they return.
 void RdmaTransport::drain(const std::vector<Path*>& paths) {
-  const int64_t patience = now_ns() + kFlushMaxNs;
+  const int64_t patience = options_.clock->now_ns() + kFlushMaxNs;
   const auto is_drained = [&] {
     return std::ranges::all_of(paths, [](const Path* path) { return path->state != PathState::kBreaking; });
   };
@@ -187,7 +187,8 @@ void RdmaTransport::drain(const std::vector<Path*>& paths) {
     poll_nics();
     for (Path* path : std::exchange(broken_, {})) start_break(*path);
     for (Path* path : std::exchange(flushed_, {})) finish_break(*path);
-    if (now_ns() < patience) continue;
+    options_.clock->pass();
+    if (options_.clock->now_ns() < patience) continue;
     for (Path* path : paths) {
       if (path->state == PathState::kBreaking) give_up(*path);
     }

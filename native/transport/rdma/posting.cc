@@ -116,7 +116,7 @@ uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequ
     return static_cast<uint32_t>(requests.size());
   }
   if (out.outstanding == 0) {
-    now_ = now_ns();
+    now_ = options_.clock->now_ns();
     out.busy_since_ns = out.waits_since_ns = now_;
     is_watching_ = true;
   }

@@ -13,7 +13,7 @@ namespace crossrail::rdma {
 
 namespace {
 
-constexpr uint32_t kPollsPerClock = 16;
+constexpr uint32_t kPollsPerClock = 16;  // a power of two
 constexpr size_t kDatagramsMax = 1024;  // waiting to be looked at: more in one poll are lost, as datagrams may be
 constexpr uint64_t kSliceBytes = uint64_t{1} << 20;
 constexpr uint64_t kPieceBytesMin = 64 << 10;
@@ -30,7 +30,11 @@ std::vector<int> fds_of(const std::vector<std::unique_ptr<Nic>>& nics) {
 
 RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options,
                              std::vector<std::unique_ptr<Nic>> nics, Sink* sink)
-    : sink_(sink), kind_(kind), options_(options), address_(options.identity), bell_(fds_of(nics)) {
+    : sink_(sink), kind_(kind), options_(options), address_(options.identity) {
+  if (options.place.stage == nullptr) {
+    bell_.emplace(fds_of(nics));
+    clock_mask_ = kPollsPerClock - 1;
+  }
   CROSSRAIL_ASSERT(!nics.empty() && nics.size() <= kRailsMax);
   RdmaRails& own = address_.rdma_on(kind);
   own.fabric = nics.front()->fabric();
@@ -50,7 +54,7 @@ RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options
              .fifo_rails = false,  // a work may go by any path, and once more by another
              .balances_rails = true,
              .piece_bytes_min = kPieceBytesMin};
-  now_ = ticked_ns_ = now_ns();
+  now_ = ticked_ns_ = options_.clock->now_ns();
 }
 
 RdmaTransport::~RdmaTransport() { close(); }
@@ -64,7 +68,7 @@ void RdmaTransport::complete_address(const Address& address) {
 void RdmaTransport::close() {
   if (closed_) return;
   closed_ = true;
-  now_ = now_ns();
+  now_ = options_.clock->now_ns();
   for (auto& [key, session] : sessions_) say_bye(*session, "the engine was closed");
   const auto is_said = [&] {
     return std::ranges::all_of(sessions_, [](const auto& item) {
@@ -74,7 +78,10 @@ void RdmaTransport::close() {
     });
   };
   const int64_t patience = now_ + kByeNs;
-  while (!is_said() && now_ns() < patience) poll_nics();
+  while (!is_said() && options_.clock->now_ns() < patience) {
+    poll_nics();
+    options_.clock->pass();
+  }
   std::vector<Path*> paths;
   for (auto& [key, session] : sessions_) {
     session->is_over = true;
@@ -94,11 +101,11 @@ void RdmaTransport::close() {
   broken_.clear();
   flushed_.clear();
   sessions_.clear();
-  bell_.unwatch();
+  if (bell_) bell_->unwatch();
 }
 
 void RdmaTransport::abandon_after_fork() {
-  bell_.abandon();
+  if (bell_) bell_->abandon();
   for (auto& rail : rails_) rail->nic->abandon_after_fork();
 }
 
@@ -145,7 +152,7 @@ bool RdmaTransport::is_region_quiet(const LocalRegion& region) {
 // --- peers ---
 
 Link* RdmaTransport::connect(const std::shared_ptr<const Address>& address) {
-  now_ = now_ns();
+  now_ = options_.clock->now_ns();
   const Incarnation& own = options_.identity.incarnation;
   const bool leads = own <= address->incarnation;
   Session* session = find_session(address->incarnation, leads);
@@ -178,7 +185,7 @@ Link* RdmaTransport::connect(const std::shared_ptr<const Address>& address) {
 void RdmaTransport::disconnect(Link& link) {
   auto& out = static_cast<RdmaLink&>(link);
   Session& session = *out.session;
-  now_ = now_ns();
+  now_ = options_.clock->now_ns();
   std::vector<Path*> used;
   for (auto& path : session.paths) {
     const bool dooming = path->state == PathState::kBreaking;
@@ -348,7 +355,7 @@ uint32_t RdmaTransport::poll_nics() {
 
 uint32_t RdmaTransport::poll() {
   if (closed_) return 0;
-  if (++polls_ % kPollsPerClock == 0) now_ = now_ns();
+  if ((++polls_ & clock_mask_) == 0) now_ = options_.clock->now_ns();
   uint32_t moved = poll_nics();
   if (moved > 0) {
     for (Session* session : blocked_) {
@@ -447,16 +454,16 @@ void RdmaTransport::arm() {
   // seq_cst: pairs with the fence in wake(): either it sees us armed and rings, or who leaves sees its news.
   armed_.store(true, std::memory_order_seq_cst);
   if (closed_) return;
-  now_ = now_ns();
-  bell_.watch();
+  now_ = options_.clock->now_ns();
+  bell_->watch();
   for (auto& rail : rails_) rail->nic->arm();
 }
 
 void RdmaTransport::disarm() {
   if (!armed_.load(std::memory_order_relaxed)) return;
   armed_.store(false, std::memory_order_relaxed);
-  polls_ = kPollsPerClock - 1;  // who slept looks at the clock first
-  bell_.unwatch();
+  polls_ = clock_mask_;  // who slept looks at the clock first
+  bell_->unwatch();
 }
 
 bool RdmaTransport::has_arrivals() {
@@ -467,8 +474,8 @@ bool RdmaTransport::has_arrivals() {
 }
 
 bool RdmaTransport::hush() {
-  bell_.silence();
-  bell_.unwatch();
+  bell_->silence();
+  bell_->unwatch();
   for (auto& rail : rails_) rail->nic->hush();
   return true;
 }
@@ -476,7 +483,7 @@ bool RdmaTransport::hush() {
 void RdmaTransport::wake() {
   // seq_cst fence: the caller's news is visible before we look whether anyone is awake to see it; pairs with arm().
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) bell_.ring();
+  if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) bell_->ring();
 }
 
 }  // namespace crossrail::rdma

@@ -19,6 +19,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "transport/rdma/bell.h"
@@ -31,7 +32,7 @@ namespace crossrail::rdma {
 
 class RdmaTransport final : public Transport {
  public:
-  // kind: kVerbs or kOfi, as whose rails `nics` appear in addresses. Throws TransportError.
+  // kind: kVerbs, kOfi or kSim, as whose rails `nics` appear in addresses. Throws TransportError.
   RdmaTransport(TransportKind kind, const TransportOptions& options, std::vector<std::unique_ptr<Nic>> nics,
                 Sink* sink);
   ~RdmaTransport() override;
@@ -61,10 +62,10 @@ class RdmaTransport final : public Transport {
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
   bool has_arrivals() override;
   Deadline next_timer() const override;
-  int wake_fd() const override { return bell_.fd(); }
+  int wake_fd() const override { return bell_->fd(); }
   bool hush() override;
   void wake() override;
-  void wake_always() override { bell_.ring(); }
+  void wake_always() override { bell_->ring(); }
 
   void close() override;
   void abandon_after_fork() override;
@@ -214,7 +215,7 @@ class RdmaTransport final : public Transport {
   std::vector<std::unique_ptr<Rail>> rails_;
   uint32_t fastest_mbps_ = 0;
   uint64_t work_bytes_max_ = 0;  // of all NICs
-  Bell bell_;
+  std::optional<Bell> bell_;  // none on a stage, where nobody sleeps
   std::map<Session::Key, std::unique_ptr<Session>> sessions_;
   std::map<uint64_t, Path*> tokens_;  // of paths that have a NicPath
   uint64_t next_session_number_ = 1;
@@ -236,6 +237,7 @@ class RdmaTransport final : public Transport {
   bool closed_ = false;
   int64_t now_ = 0;
   uint32_t polls_ = 0;
+  uint32_t clock_mask_ = 0;  // the clock is looked at when polls_ has none of these bits
   int64_t next_tick_ns_ = 0;
   int64_t ticked_ns_ = 0;
   uint64_t garbage_ = 0;

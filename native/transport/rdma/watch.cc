@@ -29,7 +29,7 @@ std::string seconds_text(int64_t ns) {
 }  // namespace
 
 void RdmaTransport::tick() {
-  now_ = now_ns();
+  now_ = options_.clock->now_ns();
   // We were not there to listen (stopped, or nobody polled): what that time was silent says nothing about peers.
   const bool was_away = now_ - std::exchange(ticked_ns_, now_) > std::max(kAwayNs, options_.peer_timeout_ns / 4);
   bool fast = false;

@@ -1,0 +1,216 @@
+// crossrail._core.SimWorld: what crossrail.sim is made of.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/convert.h"
+#include "bindings/handles.h"
+#include "bindings/sim_world.h"
+
+namespace crossrail::bindings {
+
+namespace {
+
+using Self = SimWorldHandle&;
+
+// As NicProfile.as_tuple(): name, bytes/s, works/s, latency, completion, jitter, overhead (ns), ordered, names its paths,
+// works, bytes of a work.
+using RailTuple =
+    std::tuple<std::string, uint64_t, uint64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, uint32_t, uint64_t>;
+
+sim::NicModel model_of(const RailTuple& rail) {
+  sim::NicModel model;
+  std::tie(model.name, model.bytes_per_s, model.works_per_s, model.latency_ns, model.completion_ns, model.jitter_ns,
+           model.overhead_ns, model.is_ordered, model.names_imm_paths, model.works_max, model.work_bytes_max) = rail;
+  return model;
+}
+
+uint32_t add_host(Self self, const std::string& name, const std::vector<RailTuple>& rails,
+                  const std::tuple<uint64_t, int64_t>& local) {
+  std::vector<sim::NicModel> models;
+  for (const RailTuple& rail : rails) models.push_back(model_of(rail));
+  std::lock_guard lock(self.world->lock());
+  return self.world->fabric().add_host(name, std::move(models), {std::get<0>(local), std::get<1>(local)});
+}
+
+// None: no deadline. Nanoseconds since the world began.
+Deadline clock_time(nb::handle since_begin_ns) {
+  constexpr uint64_t kLatest = static_cast<uint64_t>(kNoDeadline - sim::World::kOriginNs) - 1;
+  return since_begin_ns.is_none()
+             ? kNoDeadline
+             : static_cast<Deadline>(to_u64(since_begin_ns, "deadline_ns", kLatest)) + sim::World::kOriginNs;
+}
+
+// Goes on until the notifier has something ("news"), callbacks of the user are due ("callbacks"), the deadline is reached
+// ("deadline": the clock stands there), nothing is left to happen and there is no deadline ("idle"), or so many steps or
+// some real time have passed, or the clock is past the limit ("more").
+const char* run_until(Self self, nb::handle deadline_ns, nb::handle notifier, uint32_t steps_max,
+                      nb::handle limit_ns) {
+  constexpr int64_t kRealNsMax = 20'000'000;
+  constexpr uint32_t kStepsPerLook = 256;
+  const Deadline until = clock_time(deadline_ns);
+  const Deadline limit = clock_time(limit_ns);
+  const Ref<Notifier> watched = notifier.is_none() ? Ref<Notifier>() : nb::cast<NotifierHandle&>(notifier).notifier.ref();
+  const std::shared_ptr<sim::World> world = self.world;
+  const Ref<Notifier> callbacks = self.callbacks;
+  const WithoutGil no_gil;
+  const sim::World::Wait wait(world.get());
+  world->wake_watchers();
+  const int64_t end_ns = now_ns() + kRealNsMax;
+  for (uint32_t steps = 1;; ++steps) {
+    if (watched && watched->has_posts()) return "news";
+    if (callbacks && callbacks->has_posts()) return "callbacks";
+    switch (world->advance(until)) {
+      case Stage::Step::kMoved:
+        if (limit != kNoDeadline && world->now_ns() >= limit) return "more";
+        if (steps == steps_max || (steps % kStepsPerLook == 0 && now_ns() >= end_ns)) return "more";
+        break;
+      case Stage::Step::kReached:
+        if (watched && watched->has_posts()) return "news";
+        return callbacks && callbacks->has_posts() ? "callbacks" : "deadline";
+      case Stage::Step::kIdle:
+        if (watched && watched->has_posts()) return "news";
+        return callbacks && callbacks->has_posts() ? "callbacks" : "idle";
+      case Stage::Step::kHeld:
+        return "more";
+    }
+  }
+}
+
+template <typename Deed>
+void at(Self self, nb::handle at_ns, Deed deed) {
+  const std::shared_ptr<sim::World> world = self.world;
+  const Deadline when = at_ns.is_none() ? world->now_ns() : clock_time(at_ns);
+  const WithoutGil no_gil;
+  world->at(when, [raw = world.get(), deed] { deed(*raw); });
+}
+
+// A fault of the network: with the lock.
+template <typename Change>
+void on_fabric(Self self, nb::handle at_ns, Change change) {
+  at(self, at_ns, [change](sim::World& world) {
+    std::lock_guard lock(world.lock());
+    change(world.fabric());
+  });
+}
+
+void register_faults(nb::class_<SimWorldHandle>& world) {
+  world
+      .def(
+          "set_rail_up",
+          [](Self self, uint32_t host, uint32_t rail, bool up, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_rail_up(host, rail, up); });
+          },
+          nb::arg("host"), nb::arg("rail"), nb::arg("up"), nb::arg("at_ns").none(),
+          nb::sig("def set_rail_up(self, host: int, rail: int, up: bool, at_ns: int | None) -> None"))
+      .def(
+          "set_rail_full",
+          [](Self self, uint32_t host, uint32_t rail, bool full, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_rail_full(host, rail, full); });
+          },
+          nb::arg("host"), nb::arg("rail"), nb::arg("full"), nb::arg("at_ns").none(),
+          nb::sig("def set_rail_full(self, host: int, rail: int, full: bool, at_ns: int | None) -> None"))
+      .def(
+          "set_slowness",
+          [](Self self, uint32_t host, uint32_t rail, uint32_t permille, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_slowness(host, rail, permille); });
+          },
+          nb::arg("host"), nb::arg("rail"), nb::arg("permille"), nb::arg("at_ns").none(),
+          nb::sig("def set_slowness(self, host: int, rail: int, permille: int, at_ns: int | None) -> None"))
+      .def(
+          "set_partition",
+          [](Self self, uint32_t a, uint32_t b, bool parted, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_partition(a, b, parted); });
+          },
+          nb::arg("a"), nb::arg("b"), nb::arg("parted"), nb::arg("at_ns").none(),
+          nb::sig("def set_partition(self, a: int, b: int, parted: bool, at_ns: int | None) -> None"))
+      .def(
+          "set_failing",
+          [](Self self, uint32_t host, uint32_t chance_ppm, uint64_t count, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_failing(host, chance_ppm, count); });
+          },
+          nb::arg("host"), nb::arg("chance_ppm"), nb::arg("count"), nb::arg("at_ns").none(),
+          nb::sig("def set_failing(self, host: int, chance_ppm: int, count: int, at_ns: int | None) -> None"))
+      .def(
+          "set_withholding",
+          [](Self self, uint32_t host, bool withholds, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_withholding(host, withholds); });
+          },
+          nb::arg("host"), nb::arg("withholds"), nb::arg("at_ns").none(),
+          nb::sig("def set_withholding(self, host: int, withholds: bool, at_ns: int | None) -> None"))
+      .def(
+          "set_registrations_to_fail",
+          [](Self self, uint32_t host, uint64_t count, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_registrations_to_fail(host, count); });
+          },
+          nb::arg("host"), nb::arg("count"), nb::arg("at_ns").none(),
+          nb::sig("def set_registrations_to_fail(self, host: int, count: int, at_ns: int | None) -> None"))
+      .def(
+          "set_datagram_faults",
+          [](Self self, uint32_t loss_ppm, uint32_t doubling_ppm, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_datagram_faults(loss_ppm, doubling_ppm); });
+          },
+          nb::arg("loss_ppm"), nb::arg("doubling_ppm"), nb::arg("at_ns").none(),
+          nb::sig("def set_datagram_faults(self, loss_ppm: int, doubling_ppm: int, at_ns: int | None) -> None"))
+      .def(
+          "freeze",
+          [](Self self, uint32_t engine, bool frozen, nb::handle at_ns) {
+            at(self, at_ns, [=](sim::World& native) { native.freeze(engine, frozen); });
+          },
+          nb::arg("engine"), nb::arg("frozen"), nb::arg("at_ns").none(),
+          nb::sig("def freeze(self, engine: int, frozen: bool, at_ns: int | None) -> None"))
+      .def(
+          "kill",
+          [](Self self, uint32_t engine, nb::handle at_ns) {
+            at(self, at_ns, [=](sim::World& native) { native.kill(engine); });
+          },
+          nb::arg("engine"), nb::arg("at_ns").none(),
+          nb::sig("def kill(self, engine: int, at_ns: int | None) -> None"));
+}
+
+}  // namespace
+
+void register_sim(nb::module_& module) {
+  nb::class_<SimWorldHandle> world(module, "SimWorld", nb::is_final(), "The native half of crossrail.sim.World.");
+  world.def(nb::init<uint64_t, bool>(), nb::arg("seed"), nb::arg("keeps_log"))
+      .def("add_host", &add_host, nb::arg("name"), nb::arg("rails"), nb::arg("local"))
+      .def_prop_ro(
+          "now_ns", [](Self self) { return self.world->now_ns() - sim::World::kOriginNs; },
+          "Virtual nanoseconds since the world began.")
+      .def_prop_ro(
+          "is_calm", [](Self self) { return self.world->is_calm(); },
+          "Nothing is under way and no fault is scheduled: only timers of idle engines are left.")
+      .def("run_until", &run_until, nb::arg("deadline_ns").none(), nb::arg("notifier").none(),
+           nb::arg("steps_max") = 0, nb::arg("limit_ns") = nb::none(),
+           nb::sig("def run_until(self, deadline_ns: int | None, notifier: Notifier | None, steps_max: int = 0, "
+                   "limit_ns: int | None = None) -> str"))
+      .def(
+          "set_callbacks",
+          [](Self self, const NotifierHandle& notifier, nb::object run) {
+            self.set_callbacks(notifier.notifier.ref(), std::move(run));
+          },
+          nb::arg("notifier"), nb::arg("run"),
+          nb::sig("def set_callbacks(self, notifier: Notifier, run: collections.abc.Callable[[], None]) -> None"),
+          "run() is called by threads that wait, between steps, when the notifier has something.")
+      .def_prop_ro("log", [](Self self) { return self.world->log_lines(); })
+      .def_prop_ro("log_digest", [](Self self) { return self.world->log_digest(); })
+      .def_prop_ro(
+          "totals",
+          [](Self self) {
+            const sim::Totals totals = self.world->totals();
+            return std::tuple(totals.works, totals.bytes, totals.events, totals.turns);
+          },
+          "works, bytes, events, turns of engines.")
+      .def_prop_ro("faults_scheduled", [](Self self) { return self.world->deeds_scheduled(); });
+  register_faults(world);
+}
+
+}  // namespace crossrail::bindings

@@ -1,0 +1,38 @@
+// What an instance of crossrail._core.SimWorld holds.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <utility>
+
+#include "bindings/handles.h"
+#include "transport/sim/world.h"
+
+namespace crossrail::bindings {
+
+// Engines keep the native world, not this; the Python world keeps this, and is kept by its engines' callers.
+struct SimWorldHandle {
+  SimWorldHandle(uint64_t seed, bool keeps_log) : world(std::make_shared<sim::World>(seed, keeps_log)) {}
+
+  // `run` must not refer to what keeps this alive, but weakly: nobody collects a cycle through here.
+  void set_callbacks(Ref<Notifier> notifier, nb::object run) {
+    callbacks = notifier;
+    // Dropped with the GIL, wherever the last engine goes.
+    const std::shared_ptr<nb::object> shared(new nb::object(std::move(run)), [](nb::object* object) {
+      if (Py_IsInitialized() == 0) return;  // leaked: there is nobody left to give it back to
+      const nb::gil_scoped_acquire gil;
+      delete object;
+    });
+    world->set_callbacks([notifier = std::move(notifier)] { return notifier->has_posts(); },
+                         [shared] {
+                           const nb::gil_scoped_acquire gil;
+                           (*shared)();
+                         });
+  }
+
+  const std::shared_ptr<sim::World> world;
+  Ref<Notifier> callbacks;
+};
+
+}  // namespace crossrail::bindings

@@ -1,0 +1,81 @@
+// What is to happen, by time.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace crossrail::sim {
+
+enum class EventKind : uint32_t {
+  kTurn,      // of actor `what`
+  kTimer,     // of actor `what`
+  kDeed,      // number `what`: a fault that was scheduled
+  kPart,      // part `detail` of work `what` arrives
+  kNotice,    // the immediate of work `what` is told
+  kDone,      // work `what` is reported
+  kFragment,  // parcel `what` arrives
+  kDatagram,  // parcel `what` arrives
+  kFlush      // path `what` has nothing with its NIC any more
+};
+
+// Invariant: two events are never equal: `number` counts them.
+struct Event {
+  int64_t at_ns;
+  uint64_t number;
+  EventKind kind;
+  uint32_t what;
+  uint64_t detail;
+};
+
+// A heap of four children a node: half the levels of the usual one, and those are cache misses.
+class EventQueue {
+ public:
+  bool empty() const { return heap_.empty(); }
+  size_t size() const { return heap_.size(); }
+  const Event& top() const { return heap_.front(); }
+
+  void push(int64_t at_ns, EventKind kind, uint32_t what, uint64_t detail = 0) {
+    const Event event{at_ns, next_number_++, kind, what, detail};
+    size_t at = heap_.size();
+    heap_.push_back(event);
+    while (at > 0) {
+      const size_t parent = (at - 1) / 4;
+      if (!before(event, heap_[parent])) break;
+      heap_[at] = heap_[parent];
+      at = parent;
+    }
+    heap_[at] = event;
+  }
+
+  Event pop() {
+    const Event first = heap_.front();
+    const Event last = heap_.back();
+    heap_.pop_back();
+    const size_t count = heap_.size();
+    if (count == 0) return first;
+    size_t at = 0;
+    for (;;) {
+      const size_t child = 4 * at + 1;
+      if (child >= count) break;
+      size_t least = child;
+      for (size_t other = child + 1; other < child + 4 && other < count; ++other) {
+        if (before(heap_[other], heap_[least])) least = other;
+      }
+      if (!before(heap_[least], last)) break;
+      heap_[at] = heap_[least];
+      at = least;
+    }
+    heap_[at] = last;
+    return first;
+  }
+
+ private:
+  static bool before(const Event& a, const Event& b) {
+    return a.at_ns != b.at_ns ? a.at_ns < b.at_ns : a.number < b.number;
+  }
+  std::vector<Event> heap_;
+  uint64_t next_number_ = 0;
+};
+
+}  // namespace crossrail::sim

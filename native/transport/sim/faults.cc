@@ -1,0 +1,101 @@
+// What goes wrong on purpose.
+#include <algorithm>
+#include <cstring>
+
+#include "transport/sim/fabric.h"
+#include "transport/sim/sim_nic.h"
+#include "transport/sim/world.h"
+
+namespace crossrail::sim {
+
+void Fabric::set_rail_up(uint32_t host, uint32_t rail, bool up) {
+  if (std::exchange(hosts_[host].rails[rail].is_up, up) == up) return;
+  log_->note(now() - World::kOriginNs, host, LogWord::kFault, up ? FaultWord::kRailUp : FaultWord::kRailDown, rail);
+  for (SimNic* nic : nics_) {
+    if (nic == nullptr || nic->is_dead || nic->host != host || nic->rail != rail) continue;
+    nic->push({.kind = SimNic::NewsKind::kPort, .is_up = up}, up ? "plugged in" : "unplugged");
+    wake(*nic);
+  }
+}
+
+void Fabric::set_rail_full(uint32_t host, uint32_t rail, bool full) {
+  if (std::exchange(hosts_[host].rails[rail].is_full, full) == full) return;
+  log_->note(now() - World::kOriginNs, host, LogWord::kFault, full ? FaultWord::kQueueFull : FaultWord::kQueueRoom, rail);
+  for (SimNic* nic : nics_) {
+    if (full || nic == nullptr || nic->host != host || nic->rail != rail) continue;
+    nic->make_room();
+    wake(*nic);
+  }
+}
+
+void Fabric::set_slowness(uint32_t host, uint32_t rail, uint32_t permille) {
+  hosts_[host].rails[rail].slowness_permille = permille;
+  log_->note(now() - World::kOriginNs, host, LogWord::kFault, FaultWord::kSlow, permille);
+}
+
+void Fabric::set_partition(uint32_t a, uint32_t b, bool parted) {
+  const std::pair<uint32_t, uint32_t> pair{std::min(a, b), std::max(a, b)};
+  if (parted) {
+    partitions_.insert(pair);
+  } else {
+    partitions_.erase(pair);
+  }
+  log_->note(now() - World::kOriginNs, a, LogWord::kFault, parted ? FaultWord::kPartition : FaultWord::kHeal, b);
+}
+
+void Fabric::set_failing(uint32_t host, uint32_t chance_ppm, uint64_t count) {
+  hosts_[host].fail_chance_ppm = chance_ppm;
+  hosts_[host].fail_count = count;
+  log_->note(now() - World::kOriginNs, host, LogWord::kFault, FaultWord::kFailWorks, count != 0 ? count : chance_ppm);
+}
+
+void Fabric::set_withholding(uint32_t host, bool withholds) {
+  if (std::exchange(hosts_[host].withholds, withholds) == withholds) return;
+  log_->note(now() - World::kOriginNs, host, LogWord::kFault,
+             withholds ? FaultWord::kWithhold : FaultWord::kRelease, 0);
+  if (withholds) return;
+  for (SimPath* path : paths_) {
+    if (path == nullptr || path->nic->host != host) continue;
+    release_withheld(*path);
+  }
+}
+
+void Fabric::set_registrations_to_fail(uint32_t host, uint64_t count) {
+  hosts_[host].registrations_to_fail = count;
+  log_->note(now() - World::kOriginNs, host, LogWord::kFault, FaultWord::kFailRegistrations, count);
+}
+
+void Fabric::set_datagram_faults(uint32_t loss_ppm, uint32_t doubling_ppm) {
+  datagram_loss_ppm_ = loss_ppm;
+  datagram_doubling_ppm_ = doubling_ppm;
+  log_->note(now() - World::kOriginNs, 0, LogWord::kFault, FaultWord::kDatagramLoss, loss_ppm);
+}
+
+// What has left its NICs is carried out, with the bytes that the memory had at this moment; the rest never was.
+void Fabric::kill(uint32_t actor) {
+  for (SimPath* path : paths_) {
+    if (path == nullptr || path->nic->actor != actor) continue;
+    for (size_t i = 0; i < path->works.size(); ++i) {
+      SimPath::Posted& posted = path->works[i];
+      if (posted.is_reported) continue;
+      const uint32_t slot = std::exchange(posted.slot, SimPath::kGone);
+      Work& item = works_[slot];
+      const bool flies = !item.given_up && !item.has_landed && item.leaves_ns <= now() &&
+                         item.work.op == rdma::NicOp::kWrite && item.retry_until_ns == 0;
+      if (!flies) {
+        free_work(slot);
+        continue;
+      }
+      item.path = {};
+      if (!item.moves_bytes) continue;
+      item.copy = std::make_unique<std::byte[]>(item.work.length_bytes);
+      std::memcpy(item.copy.get(), item.work.local, item.work.length_bytes);
+    }
+    path->is_broken = true;
+  }
+  for (SimNic* nic : nics_) {
+    if (nic != nullptr && nic->actor == actor) nic->is_dead = true;
+  }
+}
+
+}  // namespace crossrail::sim

@@ -1,0 +1,40 @@
+// Who uses a world: a thread that waits must not let time run on while another is about to do something.
+#pragma once
+
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace crossrail::sim {
+
+// With one thread, as it should be, none of this matters. A thread that was not heard of for kPatienceNs of real time
+// does something else, or is gone: nobody waits for it until it comes back.
+// Threads: whoever has the world's lock.
+class Visitors {
+ public:
+  void act() { ++self().acts; }
+  void begin_wait() { ++self().waits; }
+  void end_wait();
+  // Whether one of the others is about, and not in a wait.
+  bool others_act();
+
+ private:
+  static constexpr int64_t kPatienceNs = 100'000'000;
+  struct Visitor {
+    std::thread::id thread;
+    uint32_t waits = 0;
+    uint64_t acts = 0;
+    uint64_t acts_seen = 0;     // when somebody last looked,
+    int64_t seen_since_ns = 0;  // and since when these are all
+  };
+  Visitor& self() {
+    if (last_ < visitors_.size() && visitors_[last_].thread == std::this_thread::get_id()) return visitors_[last_];
+    return find();
+  }
+  Visitor& find();
+
+  std::vector<Visitor> visitors_;
+  size_t last_ = 0;
+};
+
+}  // namespace crossrail::sim

@@ -1,0 +1,309 @@
+#include "transport/sim/world.h"
+
+#include <algorithm>
+
+#include "transport/descriptor.h"
+#include "util/errors.h"
+
+namespace crossrail::sim {
+
+namespace {
+
+// Between an engine's news and its turn: what a polling thread takes to see them. Drawn, so that the order is.
+constexpr int64_t kTurnNsMin = 20;
+constexpr int64_t kTurnNsMax = 200;
+constexpr int64_t kLongGapNs = 1'000'000;
+constexpr int kEventsPerStep = 64;
+// Only timers of idle engines for so long: whatever is waited for never comes.
+constexpr int64_t kCalmNsMax = 100'000'000'000;
+// The same when somebody is busy for ever: a message that nobody receives.
+constexpr int64_t kStuckNsMax = 10'000'000'000'000;
+
+// Not of the seed: two worlds of one seed are two.
+std::string draw_id() {
+  uint8_t bytes[8];
+  kernel_entropy().fill(bytes);
+  return to_hex(bytes);
+}
+
+}  // namespace
+
+World::World(uint64_t seed, bool keeps_log)
+    : prng_(seed),
+      entropy_(~seed),
+      log_(keeps_log),
+      fabric_(&now_ns_, &prng_, &events_, &log_, [this](uint32_t actor) { wake(actor); }),
+      id_(draw_id()) {}
+
+World::~World() = default;
+
+// --- clock, random bits ---
+
+int64_t World::now_ns() const {
+  std::lock_guard lock(mutex_);
+  return now_ns_;
+}
+
+void World::fill(std::span<uint8_t> bytes) {
+  std::lock_guard lock(mutex_);
+  for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(entropy_.next() >> 56);
+}
+
+// Called from inside a turn too: only the network goes on, whatever concerns engines waits.
+void World::pass() {
+  std::lock_guard lock(mutex_);
+  while (!events_.empty()) {
+    const Event event = events_.pop();
+    if (event.kind == EventKind::kTurn || event.kind == EventKind::kTimer || event.kind == EventKind::kDeed) {
+      postponed_.push_back(event);
+      continue;
+    }
+    now_ns_ = std::max(now_ns_, event.at_ns);
+    fabric_.happen(event);
+    return;
+  }
+  now_ns_ += kTurnNsMax;
+}
+
+// --- engines ---
+
+uint32_t World::enter(Actor* actor, uint32_t host, const std::string& name) {
+  std::lock_guard lock(mutex_);
+  if (host >= fabric_.host_count()) throw UsageError("the world has no host " + std::to_string(host));
+  const auto number = static_cast<uint32_t>(seats_.size());
+  seats_.push_back({.actor = actor, .host = host});
+  log_.name_engine(name);
+  log_.note(log_time(), host, LogWord::kEngineOpen, number);
+  return number;
+}
+
+void World::leave(uint32_t actor) {
+  std::lock_guard lock(mutex_);
+  Seat& seat = seats_[actor];
+  seat.actor = nullptr;
+  log_.note(log_time(), seat.host, LogWord::kEngineClose, actor);
+}
+
+std::string World::host_name(uint32_t host) const {
+  std::lock_guard lock(mutex_);
+  return "sim-" + const_cast<Fabric&>(fabric_).host(host).name;
+}
+
+void World::wake(uint32_t actor) {
+  std::lock_guard lock(mutex_);
+  visitors_.act();
+  Seat& seat = seats_[actor];
+  if (seat.is_frozen) {
+    seat.has_news = true;
+  } else if (seat.turn_at_ns == kNoDeadline) {
+    schedule_turn(actor, now_ns_ + kTurnNsMin + prng_.up_to(kTurnNsMax - kTurnNsMin));
+  }
+}
+
+void World::schedule_turn(uint32_t number, int64_t at_ns) {
+  seats_[number].turn_at_ns = at_ns;
+  events_.push(at_ns, EventKind::kTurn, number);
+}
+
+void World::give_turn(uint32_t number) {
+  ++fabric_.totals().turns;
+  Actor* const actor = seats_[number].actor;
+  const bool more = actor->turn();
+  Seat& seat = seats_[number];  // an engine's turn opens no engines, but who knows
+  if (seat.actor == nullptr) return;
+  if (more && seat.turn_at_ns == kNoDeadline) {
+    schedule_turn(number, now_ns_ + kTurnNsMin + prng_.up_to(kTurnNsMax - kTurnNsMin));
+  }
+  seat.timer_ns = actor->next_timer();
+  if (seat.timer_ns < seat.timer_at_ns) {
+    seat.timer_at_ns = std::max(seat.timer_ns, now_ns_ + 1);
+    events_.push(seat.timer_at_ns, EventKind::kTimer, number);
+  }
+}
+
+// Timers mostly move on: one event looks after them all. True: it is time for a turn.
+bool World::look_at_timer(uint32_t number, int64_t at_ns) {
+  Seat& seat = seats_[number];
+  if (seat.timer_at_ns != at_ns) return false;  // an earlier one came after it
+  seat.timer_at_ns = kNoDeadline;
+  if (seat.actor == nullptr || seat.timer_ns == kNoDeadline) return false;
+  if (seat.is_frozen) {
+    seat.has_news = true;
+    return false;
+  }
+  if (seat.timer_ns <= now_ns_) return true;
+  seat.timer_at_ns = seat.timer_ns;
+  events_.push(seat.timer_at_ns, EventKind::kTimer, number);
+  return false;
+}
+
+// --- going on ---
+
+bool World::is_calm() const {
+  std::lock_guard lock(mutex_);
+  if (fabric_.under_way() || !deeds_.empty()) return false;
+  return std::ranges::all_of(seats_, [](const Seat& seat) {
+    return seat.actor == nullptr || (seat.turn_at_ns == kNoDeadline && !seat.actor->is_busy());
+  });
+}
+
+// Asked when a timer is next, which is often enough.
+bool World::is_idle() {
+  if (!is_calm()) {
+    calm_since_ns_ = now_ns_;
+    return false;
+  }
+  return now_ns_ - calm_since_ns_ > kCalmNsMax;
+}
+
+// Whether anything happened that a waiting thread could see.
+bool World::happens(const Event& event, std::unique_lock<std::recursive_mutex>* held) {
+  ++fabric_.totals().events;
+  switch (event.kind) {
+    case EventKind::kTurn: {
+      Seat& seat = seats_[event.what];
+      if (seat.turn_at_ns != event.at_ns) return false;
+      seat.turn_at_ns = kNoDeadline;
+      if (seat.actor == nullptr) return false;
+      if (seat.is_frozen) {
+        seat.has_news = true;
+        return false;
+      }
+      give_turn(event.what);
+      return true;
+    }
+    case EventKind::kTimer:
+      if (!look_at_timer(event.what, event.at_ns)) return false;
+      give_turn(event.what);
+      return true;
+    case EventKind::kDeed: {
+      const auto found = deeds_.find(event.what);
+      const std::function<void()> deed = std::move(found->second);
+      deeds_.erase(found);
+      held->unlock();
+      deed();
+      return true;
+    }
+    case EventKind::kPart:
+    case EventKind::kNotice:
+    case EventKind::kDone:
+    case EventKind::kFragment:
+    case EventKind::kDatagram:
+    case EventKind::kFlush:
+      fabric_.happen(event);
+      return false;
+  }
+  return false;
+}
+
+Stage::Step World::advance(Deadline until) {
+  std::unique_lock held(mutex_);
+  for (const Event& event : postponed_) events_.push(event.at_ns, event.kind, event.what, event.detail);
+  postponed_.clear();
+  until = std::max(until, now_ns_);
+  for (int count = 0; count < kEventsPerStep; ++count) {
+    const bool ends = events_.empty() || events_.top().at_ns > until;
+    if (ends && until == kNoDeadline) return visitors_.others_act() ? Step::kHeld : Step::kIdle;
+    const int64_t next_ns = ends ? until : events_.top().at_ns;
+    if (next_ns - now_ns_ > kLongGapNs && visitors_.others_act()) return Step::kHeld;
+    if (ends) {
+      now_ns_ = until;
+      return Step::kReached;
+    }
+    if (until == kNoDeadline && events_.top().kind == EventKind::kTimer && is_idle()) return Step::kIdle;
+    const Event event = events_.pop();
+    now_ns_ = std::max(now_ns_, event.at_ns);
+    if (happens(event, &held)) return Step::kMoved;
+  }
+  return Step::kMoved;
+}
+
+void World::wake_watchers() {
+  std::lock_guard lock(mutex_);
+  for (uint32_t number = 0; number < seats_.size(); ++number) {
+    if (seats_[number].actor != nullptr && seats_[number].actor->watches()) wake(number);
+  }
+}
+
+void World::begin_wait() {
+  std::lock_guard lock(mutex_);
+  visitors_.begin_wait();
+}
+
+void World::end_wait() {
+  std::lock_guard lock(mutex_);
+  visitors_.end_wait();
+}
+
+void World::set_callbacks(std::function<bool()> is_due, std::function<void()> run) {
+  std::lock_guard lock(mutex_);
+  has_callbacks_ = std::move(is_due);
+  run_callbacks_ = std::move(run);
+}
+
+// Meanwhile this thread does not wait: others do not run ahead.
+void World::run_callbacks() {
+  end_wait();
+  run_callbacks_();
+  begin_wait();
+}
+
+// --- deeds ---
+
+void World::at(int64_t at_ns, std::function<void()> deed) {
+  {
+    std::lock_guard lock(mutex_);
+    if (at_ns > now_ns_) {
+      deeds_[next_deed_] = std::move(deed);
+      events_.push(at_ns, EventKind::kDeed, next_deed_++);
+      return;
+    }
+  }
+  deed();
+}
+
+void World::freeze(uint32_t actor, bool frozen) {
+  std::lock_guard lock(mutex_);
+  Seat& seat = seats_[actor];
+  if (seat.is_frozen == frozen || seat.actor == nullptr) return;
+  seat.is_frozen = frozen;
+  log_.note(log_time(), seat.host, frozen ? LogWord::kFrozen : LogWord::kThawed, actor);
+  if (!frozen) wake(actor);
+}
+
+void World::kill(uint32_t actor) {
+  Actor* dying = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    Seat& seat = seats_[actor];
+    if (seat.actor == nullptr) return;
+    dying = seat.actor;
+    log_.note(log_time(), seat.host, LogWord::kKilled, actor);
+    fabric_.kill(actor);
+  }
+  dying->die();
+}
+
+// --- looking at it ---
+
+std::vector<std::string> World::log_lines() const {
+  std::lock_guard lock(mutex_);
+  return log_.lines();
+}
+
+std::string World::log_digest() const {
+  std::lock_guard lock(mutex_);
+  return log_.digest();
+}
+
+Totals World::totals() const {
+  std::lock_guard lock(mutex_);
+  return const_cast<Fabric&>(fabric_).totals();
+}
+
+size_t World::deeds_scheduled() const {
+  std::lock_guard lock(mutex_);
+  return deeds_.size();
+}
+
+}  // namespace crossrail::sim

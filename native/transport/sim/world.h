@@ -1,0 +1,109 @@
+// A simulated world: a seed, a virtual clock, hosts with rails, and the engines on them, which it gives their turns.
+//
+// Everything that happens is an event at a moment of the clock; of two at the same moment the one that was planned first
+// comes first. All choices come from the seed. So one thread that does the same things again sees the same, byte for
+// byte; several threads are safe, and nothing more.
+//
+// Threads: any; one at a time is inside (mutex_). Nobody holds the lock while callbacks of the user run, or an engine dies.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "transport/sim/events.h"
+#include "transport/sim/fabric.h"
+#include "transport/sim/log.h"
+#include "transport/sim/prng.h"
+#include "transport/sim/visitors.h"
+#include "transport/stage.h"
+
+namespace crossrail::sim {
+
+class World final : public Stage {
+ public:
+  World(uint64_t seed, bool keeps_log);
+  ~World() override;
+
+  // Virtual time begins here on the clock, which is never 0.
+  static constexpr int64_t kOriginNs = 1'000'000'000;
+
+  // --- Stage ---
+  int64_t now_ns() const override;
+  void pass() override;
+  void fill(std::span<uint8_t> bytes) override;
+  uint32_t enter(Actor* actor, uint32_t host, const std::string& name) override;
+  void leave(uint32_t actor) override;
+  void wake(uint32_t actor) override;
+  std::string host_name(uint32_t host) const override;
+  Step advance(Deadline until) override;
+  bool has_callbacks() const override { return has_callbacks_ && has_callbacks_(); }
+  void run_callbacks() override;
+
+  // Somebody begins to wait: engines with watched words look at them.
+  void wake_watchers();
+  // Nothing is under way, nobody is busy, no fault is scheduled: only timers of idle engines are left.
+  bool is_calm() const;
+  // Has the user's callbacks run while somebody waits. is_due may be asked often; run is called without the lock.
+  void set_callbacks(std::function<bool()> is_due, std::function<void()> run);
+
+  // --- what happens on purpose: at once when at_ns is not in the future, else then ---
+  void at(int64_t at_ns, std::function<void()> deed);
+  void freeze(uint32_t actor, bool frozen);
+  void kill(uint32_t actor);
+
+  const std::string& id() const { return id_; }  // of this world and no other: what addresses carry
+  std::vector<std::string> log_lines() const;
+  std::string log_digest() const;
+  Totals totals() const;
+  size_t deeds_scheduled() const;
+
+  // For NICs and bindings: with the lock.
+  std::recursive_mutex& lock() const { return mutex_; }
+  Fabric& fabric() { return fabric_; }
+  Prng& prng() { return prng_; }
+  EventLog& log() { return log_; }
+  int64_t log_time() const { return now_ns_ - kOriginNs; }
+
+ protected:
+  void begin_wait() override;
+  void end_wait() override;
+
+ private:
+  struct Seat {
+    Actor* actor = nullptr;  // null: left, or killed
+    uint32_t host = 0;
+    bool is_frozen = false;
+    bool has_news = false;               // while frozen
+    int64_t turn_at_ns = kNoDeadline;    // a turn is scheduled
+    int64_t timer_ns = kNoDeadline;      // what it asked for,
+    int64_t timer_at_ns = kNoDeadline;   // and the event that looks after it
+  };
+  void schedule_turn(uint32_t number, int64_t at_ns);
+  void give_turn(uint32_t number);
+  bool look_at_timer(uint32_t number, int64_t at_ns);
+  bool is_idle();
+  bool happens(const Event& event, std::unique_lock<std::recursive_mutex>* held);
+
+  mutable std::recursive_mutex mutex_;
+  int64_t now_ns_ = kOriginNs;
+  Prng prng_;
+  Prng entropy_;  // apart: how many bits an engine asks for changes nothing else
+  EventLog log_;
+  EventQueue events_;
+  Fabric fabric_;
+  const std::string id_;
+  std::vector<Seat> seats_;
+  std::vector<Event> postponed_;  // by pass()
+  std::map<uint32_t, std::function<void()>> deeds_;
+  uint32_t next_deed_ = 0;
+  int64_t calm_since_ns_ = kOriginNs;
+  Visitors visitors_;
+  std::function<bool()> has_callbacks_;
+  std::function<void()> run_callbacks_;
+};
+
+}  // namespace crossrail::sim

@@ -1,0 +1,23 @@
+// Where an engine has its random bits from: the kernel, or the seed of a simulated world.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+namespace crossrail {
+
+// Threads: any.
+class Entropy {
+ public:
+  // Throws TransportError when there are none to be had.
+  virtual void fill(std::span<uint8_t> bytes) = 0;
+  uint64_t draw_u64();
+
+ protected:
+  ~Entropy() = default;
+};
+
+// Bits that strangers cannot guess.
+Entropy& kernel_entropy();
+
+}  // namespace crossrail

@@ -1,0 +1,179 @@
+"""An asyncio event loop on the virtual clock: whole services run unchanged, as fast as they can be computed.
+
+Between steps of tasks the loop lets the world go on until something concerns a task, or its next timer is due: then
+the clock stands at that moment. A sleep of an hour costs what one of a microsecond does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import crossrail
+from crossrail import _core
+from crossrail.errors import SimulationIdle, UsageError, WaitTimeout
+
+# So many turns of the loop without a wait take no time. Further ones take _SPIN_NS each: who polls with
+# `await asyncio.sleep(0)` would else hold the clock for ever.
+_SPINS_FREE = 1000
+_SPIN_NS = 1000
+_TASKS_TOLD_MAX = 8
+_END_PATIENCE_NS = 60 * 10**9  # virtual, for tasks that are cancelled at the end
+_INNER = tuple(str(Path(module.__file__).parent) for module in (asyncio, crossrail) if module.__file__)
+
+_T = TypeVar("_T")
+
+
+class Drivable(Protocol):
+    """What the loop asks of a world."""
+
+    @property
+    def now_ns(self) -> int:
+        """Virtual nanoseconds since the world began."""
+        ...
+
+    def _advance(self, deadline_ns: int | None, notifier: _core.Notifier | None) -> bool:
+        """Lets the world go on until the notifier has something, a callback ran, a while of real time has passed or
+        the deadline is reached: then the clock stands there. False: no deadline, and nothing is left to happen.
+        """
+        ...
+
+
+class SimEventLoop(asyncio.BaseEventLoop):
+    """The loop of one world, from World.event_loop(). Tasks, timers, queues, locks, to_thread: as ever.
+
+    time() is the virtual clock, in seconds. A loop in which all tasks wait for what can never happen raises
+    SimulationIdle, with their names and places; one that reaches limit_s (virtual seconds of the world) WaitTimeout.
+    Functions given to run_in_executor run at once, in this thread, and take no virtual time. There are no sockets,
+    pipes, subprocesses or signal handlers. Threads: the one that runs it.
+    """
+
+    def __init__(self, world: Drivable, *, limit_s: float | None = None) -> None:
+        super().__init__()
+        self.world = world
+        self._limit_ns = None if limit_s is None else math.ceil(limit_s * 1e9)
+        self._clock_resolution = 1e-9
+        self._selector = self  # BaseEventLoop asks it to select()
+        self._notifier: _core.Notifier | None = None
+        self._on_news: asyncio.Handle | None = None
+        self._is_poked = False
+        self._spins = 0
+
+    def time(self) -> float:
+        """Virtual seconds since the world began."""
+        return self.world.now_ns / 1e9
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed() else "running" if self.is_running() else "open"
+        return f"<SimEventLoop at {self.time():.9f} s, {state}>"
+
+    # ---- what BaseEventLoop asks of those who know how to wait
+
+    def select(self, timeout: float | None) -> list[asyncio.Handle]:
+        """Waits for at most so many virtual seconds, None: for ever. The callbacks that are due."""
+        now_ns = self.world.now_ns
+        deadline_ns = None if timeout is None else now_ns + self._spun_ns(math.ceil(timeout * 1e9))
+        if self._limit_ns is not None:
+            if now_ns >= self._limit_ns:
+                raise WaitTimeout(f"the simulation is at its limit of {self._limit_ns / 1e9:g} s; {self._waiting()}")
+            deadline_ns = self._limit_ns if deadline_ns is None else min(deadline_ns, self._limit_ns)
+        went_on = self.world._advance(deadline_ns, self._notifier)
+        is_poked, self._is_poked = self._is_poked, False  # by a signal handler, while the world went on
+        if not went_on and not is_poked:
+            raise SimulationIdle(
+                f"the simulation is idle at {self.time():.9f} s: no event is left, so nothing will ever wake "
+                f"{self._waiting()}"
+            )
+        return [] if self._on_news is None else [self._on_news]
+
+    def _spun_ns(self, wait_ns: int) -> int:
+        self._spins = 0 if wait_ns > 0 else self._spins + 1
+        return _SPIN_NS if self._spins > _SPINS_FREE else wait_ns
+
+    def _process_events(self, event_list: list[asyncio.Handle]) -> None:
+        for handle in event_list:
+            self._add_callback(handle)  # type: ignore[attr-defined]  # BaseEventLoop's, for this use
+
+    def _write_to_self(self) -> None:
+        self._is_poked = True
+
+    # ---- what engines tell
+
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
+        """Only for notifiers of engines: everything else with a descriptor lives in real time."""
+        if not isinstance(fd, _core.Notifier):
+            raise UsageError(f"add_reader({fd!r}): a simulated loop has no files and no sockets, only engines")
+        self._notifier = fd
+        self._on_news = asyncio.Handle(callback, args, self, None)
+
+    def remove_reader(self, fd: Any) -> bool:
+        """As add_reader. True when it was there."""
+        if self._notifier is None or fd is not self._notifier:
+            return False
+        self._notifier = self._on_news = None
+        return True
+
+    def close(self) -> None:
+        """As ever. The world stays as it is."""
+        super().close()
+        self._notifier = self._on_news = None
+
+    def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:  # type: ignore[override]
+        """Calls func(*args) at once: a thread would run in real time, and differ from run to run."""
+        future: asyncio.Future[_T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def _waiting(self) -> str:
+        """Who waits, and where."""
+        tasks = sorted((task for task in asyncio.all_tasks(self)), key=lambda task: task.get_name())
+        told = [_where(task) for task in tasks[:_TASKS_TOLD_MAX]]
+        more = [f"and {len(tasks) - len(told)} more"] if len(tasks) > len(told) else []
+        return f"{len(tasks)} waiting {'task' if len(tasks) == 1 else 'tasks'}: {', '.join([*told, *more])}"
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    """Its name, and the innermost line of it that is neither asyncio's nor ours."""
+    step: Any = task.get_coro()
+    name, place = getattr(step, "__qualname__", "?"), ""
+    while (frame := getattr(step, "cr_frame", None) or getattr(step, "gi_frame", None)) is not None:
+        file = frame.f_code.co_filename
+        if not place or not file.startswith(_INNER):
+            place = f" at {file}:{frame.f_lineno}"
+        step = getattr(step, "cr_await", None) or getattr(step, "gi_yieldfrom", None)
+    return f"{task.get_name()} in {name}{place}"
+
+
+def run_on(world: Drivable, main: Coroutine[Any, Any, _T], *, limit_s: float | None = None) -> _T:
+    """Runs main to its end on a loop of this world, as asyncio.run() would, and cancels the tasks that it left.
+
+    limit_s: as of SimEventLoop. Raises what main raises, SimulationIdle, WaitTimeout.
+    """
+    loop = SimEventLoop(world, limit_s=limit_s)
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        try:
+            loop._limit_ns = world.now_ns + _END_PATIENCE_NS
+            _cancel_tasks(loop)
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()
+
+
+def _cancel_tasks(loop: SimEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        ended = loop.run_until_complete(asyncio.wait(tasks))[0]
+        for task in ended:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                context = {"message": "a task raised while it was cancelled", "exception": error, "task": task}
+                loop.call_exception_handler(context)

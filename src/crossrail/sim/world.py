@@ -1,0 +1,327 @@
+"""Worlds, their hosts, and what goes wrong there on purpose."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+from crossrail import _core, _stage
+from crossrail.engine import Engine
+from crossrail.errors import SimulationIdle, UsageError
+from crossrail.sim import profiles
+from crossrail.sim.profiles import LocalProfile, NicProfile
+
+_STEPS_PER_LOOK = 64
+_CHANCES = 1_000_000
+_SLOWNESS_MAX = 1e6
+_CLOSE_PATIENCE_S = 0.5
+
+_current: list[World] = []
+
+
+def current() -> World:
+    """The innermost world whose `with` block this is. Raises UsageError outside of any."""
+    if not _current:
+        raise UsageError("there is no current world: use `with sim.World(...) as world:`")
+    return _current[-1]
+
+
+class Host:
+    """A machine of a world: rails that its engines share. Made by World.host()."""
+
+    def __init__(self, world: World, index: int, name: str, rails: Sequence[NicProfile]) -> None:
+        self.world = world
+        self.name = name
+        self.rails = tuple(rails)
+        self._index = index
+        self._engines: list[weakref.ref[_core.Engine]] = []
+
+    def engine(self, name: str | None = None, *, rails: int | Sequence[str] | None = None, **options: Any) -> Engine:
+        """An engine on this host: an ordinary crossrail.Engine, with its options.
+
+        rails: so many of the host's, or their numbers as a list of text ("0", "2"); None: all.
+        """
+        with _stage.at(self._place()):
+            return Engine(name, transport="sim", rails=len(self.rails) if rails is None else rails, **options)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Those opened here that still exist, in the order of opening."""
+        return [engine for ref in self._engines if isinstance(engine := ref(), Engine)]
+
+    def _place(self) -> _stage.Place:
+        return _stage.Place(self.world, self.world._native, self._index, self.world._callbacks_of, self._opened)
+
+    def _opened(self, engine: _core.Engine) -> None:
+        self._engines.append(weakref.ref(engine))
+        self.world._engines.append(weakref.ref(engine))
+
+    def __repr__(self) -> str:
+        return f"<Host {self.name!r}, rails {', '.join(rail.name for rail in self.rails)}>"
+
+
+class World:
+    """A simulated world: one thread, a seed, a clock of its own.
+
+    Engines opened on its hosts move bytes between each other as those of the real transports do, over the same handshake,
+    failover and liveness; what the contract leaves open happens in an order drawn from the seed. The clock only moves
+    while somebody waits: in a transfer, counter, message, connect() or close() of its engines, in run(), or in the
+    event_loop(). Callbacks of the user run in the thread that waits. A wait without deadline for what can never come
+    raises SimulationIdle.
+
+    seed: all choices come from it. The same seed, calls and build give the same log, byte for byte, on every machine.
+    keep_log: keep the lines of `log`; `log_digest` is there in any case.
+    Lifecycle: 1. open; inside `with` it is the current world, where Engine(transport="sim") opens on a host of its own.
+    2. close(): closes its engines. Threads: one. Several are safe, and what they see is not determined.
+    Times (at_s, for_s) are virtual seconds since the world began; None: now, and for ever.
+    """
+
+    def __init__(self, seed: int = 0, *, keep_log: bool = False) -> None:
+        if not 0 <= seed < 1 << 64:
+            raise UsageError(f"seed is {seed}, must be 0..2**64-1")
+        self.seed = seed
+        self._native = _core.SimWorld(seed, keep_log)
+        self._hub = _stage.CallbackHub()
+        _stage.connect_callbacks(self._native, self._hub)
+        self._hosts: dict[str, Host] = {}
+        self._engines: list[weakref.ref[_core.Engine]] = []
+        self._own_hosts = 0
+
+    # ---- hosts
+
+    def host(self, name: str, nic: profiles.Rails = profiles.DEFAULT, local: LocalProfile | None = None) -> Host:
+        """A new host.
+
+        nic: its rails: a profile, its name, "2xefa200" for two of them, or a list of these. local: the way between
+        engines of this host. Raises UsageError for a name that the world has already.
+        """
+        if not name or name in self._hosts or any(letter.isspace() or letter == "/" for letter in name):
+            raise UsageError(f"a host by the name {name!r}: it must be new, not empty, without spaces and slashes")
+        if len(f"sim-{name}".encode()) > 64:
+            raise UsageError(f"host name {name!r} is longer than 60 bytes")
+        rails = profiles.rails_of(nic)
+        way = local or LocalProfile()
+        index = self._native.add_host(name, [rail.as_tuple() for rail in rails], way.as_tuple())
+        self._hosts[name] = Host(self, index, name, rails)
+        return self._hosts[name]
+
+    @property
+    def hosts(self) -> list[Host]:
+        """In the order in which they were made."""
+        return list(self._hosts.values())
+
+    def _place(self, name: str, rails: int | Sequence[str]) -> _stage.Place:
+        """For an engine that named no host: one of its own."""
+        self._own_hosts += 1
+        count = rails if isinstance(rails, int) else len(rails)
+        profile = profiles.rails_of(profiles.DEFAULT)
+        return self.host(f"host{self._own_hosts}", profile * max(1, min(count, 16)))._place()
+
+    def _callbacks_of(self, engine_name: str) -> _stage.StageCallbacks:
+        return _stage.StageCallbacks(self._hub, engine_name)
+
+    # ---- time
+
+    @property
+    def now_ns(self) -> int:
+        """Virtual nanoseconds since the world began."""
+        return self._native.now_ns
+
+    @property
+    def now_s(self) -> float:
+        """The same in seconds."""
+        return self.now_ns / 1e9
+
+    def run(self, for_s: float | None = None, *, until: Callable[[], object] | None = None) -> bool:
+        """Lets the world go on: for so long, until the condition is true, or until nothing is left to happen.
+
+        True when the condition came true, or when there was none. Callbacks of the user run here. A transfer that waits
+        for its peer, or a fault that is scheduled, is something left to happen.
+        """
+        deadline_ns = None if for_s is None else self.now_ns + _ns(for_s)
+        while True:
+            if until is not None and until():
+                return True
+            outcome = self._native.run_until(deadline_ns, None, 1 if until is not None else _STEPS_PER_LOOK)
+            if outcome == "callbacks":
+                self._hub.run()
+            elif outcome in ("deadline", "idle") or (deadline_ns is None and until is None and self._native.is_calm):
+                return until is None or bool(until())
+
+    def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> bool:
+        """For the event loop, which says what it wants. Past the limit the clock goes by one event at most."""
+        outcome = self._native.run_until(deadline_ns, notifier, limit_ns=limit_ns)
+        if outcome == "callbacks":
+            self._hub.run()
+        return outcome != "idle"
+
+    # ---- what goes wrong on purpose
+
+    def rail_down(self, host: Host, rail: int, *, at_s: float | None = None, for_s: float | None = None) -> None:
+        """Unplugs a rail: what is under way there is tried again for half a second, then its paths break."""
+        self._check_rail(host, rail)
+        self._twice(at_s, for_s, lambda on, at_ns: self._native.set_rail_up(host._index, rail, not on, at_ns))
+
+    def rail_up(self, host: Host, rail: int, *, at_s: float | None = None) -> None:
+        """Plugs it in again."""
+        self._check_rail(host, rail)
+        self._native.set_rail_up(host._index, rail, True, self._at_ns(at_s))
+
+    def fill_queue(self, host: Host, rail: int, *, at_s: float | None = None, for_s: float | None = None) -> None:
+        """The rail takes no new works, as a NIC whose queues are full."""
+        self._check_rail(host, rail)
+        self._twice(at_s, for_s, lambda on, at_ns: self._native.set_rail_full(host._index, rail, on, at_ns))
+
+    def slow(
+        self, host: Host, rail: int, factor: float, *, at_s: float | None = None, for_s: float | None = None
+    ) -> None:
+        """Works that begin now take so many times as long on that rail's wire. 1: as fast as ever."""
+        self._check_rail(host, rail)
+        if not 0.001 <= factor <= _SLOWNESS_MAX:
+            raise UsageError(f"factor is {factor}, must be 0.001 to 1e6")
+        permille = round(factor * 1000)
+        self._twice(
+            at_s, for_s, lambda on, at_ns: self._native.set_slowness(host._index, rail, permille if on else 1000, at_ns)
+        )
+
+    def partition(
+        self, these: Iterable[Host], those: Iterable[Host], *, at_s: float | None = None, for_s: float | None = None
+    ) -> None:
+        """Nothing passes between these hosts and those."""
+        self._part(these, those, True, at_s, for_s)
+
+    def heal(self, these: Iterable[Host], those: Iterable[Host], *, at_s: float | None = None) -> None:
+        """Ends a partition."""
+        self._part(these, those, False, at_s, None)
+
+    def kill(self, what: Engine | Host, *, at_s: float | None = None) -> None:
+        """The process of the engine, or all on the host, dies: what it does next raises EngineClosed.
+
+        What has left its NICs still arrives. Peers learn of it by silence, or by their own NICs' errors.
+        """
+        for seat in self._seats(what):
+            self._native.kill(seat, self._at_ns(at_s))
+
+    def freeze(self, what: Engine | Host, *, at_s: float | None = None, for_s: float | None = None) -> None:
+        """The process stops, as by SIGSTOP: its NICs go on placing bytes, nobody looks at them."""
+        for seat in self._seats(what):
+            self._twice(at_s, for_s, lambda on, at_ns, seat=seat: self._native.freeze(seat, on, at_ns))
+
+    def thaw(self, what: Engine | Host, *, at_s: float | None = None) -> None:
+        """It goes on."""
+        for seat in self._seats(what):
+            self._native.freeze(seat, False, self._at_ns(at_s))
+
+    def fail_works(self, host: Host, *, chance: float = 0.0, count: int = 0, at_s: float | None = None) -> None:
+        """Works posted by this host end with an error: the next `count`, and each later one by chance. Zeros end it.
+
+        Half of them are carried out, and only the sender never learns it.
+        """
+        if not 0 <= chance <= 1:
+            raise UsageError(f"chance is {chance}, must be 0 to 1")
+        self._native.set_failing(host._index, round(chance * _CHANCES), count, self._at_ns(at_s))
+
+    def withhold_completions(self, host: Host, *, at_s: float | None = None, for_s: float | None = None) -> None:
+        """Completions of this host's works are not reported until then, or until their path is flushed."""
+        self._twice(at_s, for_s, lambda on, at_ns: self._native.set_withholding(host._index, on, at_ns))
+
+    def fail_registrations(self, host: Host, count: int, *, at_s: float | None = None) -> None:
+        """The next `count` registrations of memory, of one rail each, raise TransportError."""
+        self._native.set_registrations_to_fail(host._index, count, self._at_ns(at_s))
+
+    def lose_datagrams(self, chance: float, *, doubling: float = 0.0, at_s: float | None = None) -> None:
+        """Of the datagrams by which engines meet, so many are lost, and so many arrive twice."""
+        for given in (chance, doubling):
+            if not 0 <= given <= 1:
+                raise UsageError(f"a chance is {given}, must be 0 to 1")
+        self._native.set_datagram_faults(round(chance * _CHANCES), round(doubling * _CHANCES), self._at_ns(at_s))
+
+    def _part(
+        self, these: Iterable[Host], those: Iterable[Host], parted: bool, at_s: float | None, for_s: float | None
+    ) -> None:
+        others = list(those)
+        for a in these:
+            for b in others:
+                if a is b:
+                    raise UsageError(f"host {a.name!r} is on both sides")
+                self._twice(
+                    at_s,
+                    for_s,
+                    lambda on, at_ns, a=a, b=b: self._native.set_partition(a._index, b._index, on == parted, at_ns),
+                )
+
+    def _seats(self, what: Engine | Host) -> list[int]:
+        if isinstance(what, Host):
+            return [engine._seat for engine in what.engines if not engine.closed]
+        if not any(ref() is what for ref in self._engines):
+            raise UsageError(f"{what!r} is not in this world")
+        return [] if what.closed else [what._seat]
+
+    def _twice(
+        self, at_s: float | None, for_s: float | None, change: Callable[[bool, int | None], None]
+    ) -> None:
+        """Something begins, and after for_s ends."""
+        at_ns = self._at_ns(at_s)
+        change(True, at_ns)
+        if for_s is not None:
+            change(False, (self.now_ns if at_ns is None else at_ns) + _ns(for_s))
+
+    def _at_ns(self, at_s: float | None) -> int | None:
+        return None if at_s is None else _ns(at_s)
+
+    def _check_rail(self, host: Host, rail: int) -> None:
+        if host.world is not self:
+            raise UsageError(f"{host!r} is of another world")
+        if not 0 <= rail < len(host.rails):
+            raise UsageError(f"rail is {rail}, and {host!r} has 0..{len(host.rails) - 1}")
+
+    # ---- what happened
+
+    @property
+    def log(self) -> list[str]:
+        """What happened, one line an event: "<ns> <host> <what> <name>=<value> ...". Empty without keep_log."""
+        return self._native.log
+
+    @property
+    def log_digest(self) -> str:
+        """Of everything that happened so far, kept or not: 32 hexadecimal digits, equal for equal runs."""
+        return self._native.log_digest
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Works carried out and their bytes, events of the world, turns of engines."""
+        return dict(zip(("works", "bytes", "events", "turns"), self._native.totals, strict=True))
+
+    # ---- its end
+
+    def close(self) -> None:
+        """Closes the world's engines, the youngest first. Idempotent."""
+        for ref in reversed(self._engines):
+            engine = ref()
+            if isinstance(engine, Engine):
+                engine.close(_CLOSE_PATIENCE_S)
+        self._engines.clear()
+
+    def __enter__(self) -> World:
+        _current.append(self)
+        _stage.enter(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _current.remove(self)
+        _stage.leave(self)
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<World of seed {self.seed} at {self.now_s:.9f} s, {len(self._hosts)} hosts>"
+
+
+def _ns(seconds: float) -> int:
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"a time is {seconds} s, must be 0 or more")
+    return round(seconds * 1e9)
