@@ -260,9 +260,7 @@ class World:
             raise UsageError(f"{what!r} is not in this world")
         return [] if what.closed else [what._seat]
 
-    def _twice(
-        self, at_s: float | None, for_s: float | None, change: Callable[[bool, int | None], None]
-    ) -> None:
+    def _twice(self, at_s: float | None, for_s: float | None, change: Callable[[bool, int | None], None]) -> None:
         """Something begins, and after for_s ends."""
         at_ns = self._at_ns(at_s)
         change(True, at_ns)
