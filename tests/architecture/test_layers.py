@@ -100,6 +100,7 @@ PYTHON_MAY_USE: dict[str, set[str]] = {
     "_core": set(),
     "engine": {"_core"},
     "sim": {"engine", "_core"},
+    "testing": {"engine", "sim"},
     "observe": {"engine"},
     "kv": {"engine", "observe"},
     "weights": {"engine", "observe"},

@@ -3,8 +3,9 @@
 A case takes the fixture `pair` and says with `@setups(...)` over which rails and memory it runs.
 """
 
+import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import crossrail as xr
 from crossrail import sim
+from crossrail.sim.loop import run_on
 from tests.conftest import EngineFactory
 from tests.contract.setups import DEFAULT, Setup
 from tests.support import limits
@@ -42,6 +44,7 @@ class Pair:
     there: RemoteEngine
     caller: Caller
     seed: Seed
+    world: sim.World | None
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
@@ -64,6 +67,13 @@ class Pair:
     def target(self, nbytes: int, *, fill: int | None = None, access: str | None = None) -> RemoteMemory:
         """Memory there, filled with the canary or with the pattern of `fill`."""
         return self.there.memory(nbytes, self.setup.memory_there, access=access, fill=fill)
+
+    def run(self, main: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine to its end: on the simulated world's loop, else on an ordinary one."""
+        if self.world is None:
+            asyncio.run(main)
+        else:
+            run_on(self.world, main)
 
     def another(self, key: str, **options: Any) -> RemoteEngine:
         """One more engine on the other side, known there as `key`. Closed with the pair."""
@@ -113,8 +123,10 @@ def caller(setup: Setup, shared_process: list[PeerProcess], world: sim.World | N
 
 
 @pytest.fixture
-def pair(setup: Setup, caller: Caller, open_engine: EngineFactory, seed: Seed) -> Pair:
+def pair(
+    setup: Setup, caller: Caller, open_engine: EngineFactory, seed: Seed, world: sim.World | None
+) -> Pair:
     common = {"transport": setup.transport, "private_path": setup.private_path}
     here = open_engine(rails=setup.rails_here, **common)
     there = RemoteEngine(caller, rails=setup.rails_there, **common)
-    return Pair(setup, here, there, caller, seed)
+    return Pair(setup, here, there, caller, seed, world)

@@ -88,7 +88,11 @@ def test_counts_of_different_immediates_do_not_mix(pair: Pair) -> None:
         pair.there.expect_count(imm, count)
 
 
-async def test_a_count_can_be_awaited(pair: Pair) -> None:
+def test_a_count_can_be_awaited(pair: Pair) -> None:
+    pair.run(_await_a_count(pair))
+
+
+async def _await_a_count(pair: Pair) -> None:
     mine, remote = pair.memory(100), pair.target(100, fill=1)
     waiting = asyncio.create_task(pair.here.imm_counter(4).wait_async(3, WAIT_S))
     await asyncio.sleep(0)

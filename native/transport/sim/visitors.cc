@@ -13,6 +13,12 @@ Visitors::Visitor& Visitors::find() {
   return visitors_.back();
 }
 
+void Visitors::begin_wait() {
+  Visitor& visitor = self();
+  ++visitor.waits;
+  visitor.looked = moves_ - 1;  // not yet
+}
+
 void Visitors::end_wait() {
   Visitor& visitor = self();
   --visitor.waits;
@@ -25,7 +31,7 @@ bool Visitors::others_act() {
   const int64_t now = now_ns();
   bool any = false;
   for (Visitor& visitor : visitors_) {
-    if (visitor.thread == thread || visitor.waits > 0) continue;
+    if (visitor.thread == thread || (visitor.waits > 0 && visitor.looked == moves_)) continue;
     if (visitor.acts != visitor.acts_seen || visitor.seen_since_ns == 0) {
       visitor.acts_seen = visitor.acts;
       visitor.seen_since_ns = now;

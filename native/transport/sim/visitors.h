@@ -7,15 +7,21 @@
 
 namespace crossrail::sim {
 
-// With one thread, as it should be, none of this matters. A thread that was not heard of for kPatienceNs of real time
-// does something else, or is gone: nobody waits for it until it comes back.
+// With one thread, as it should be, none of this matters. Else time stands still until all threads wait and have looked
+// at what moved last. A thread that was not heard of for kPatienceNs of real time does something else, or is gone: nobody
+// waits for it until it comes back.
 // Threads: whoever has the world's lock.
 class Visitors {
  public:
   void act() { ++self().acts; }
-  void begin_wait() { ++self().waits; }
+  void begin_wait();
   void end_wait();
-  // Whether one of the others is about, and not in a wait.
+  // An engine had a turn: who waits has to look whether it is what it waits for.
+  void note_move() { ++moves_; }
+  // This thread is about to look.
+  void look() { self().looked = moves_; }
+  bool has_looked() { return self().looked == moves_; }
+  // Whether one of the others is about to do something, or to look.
   bool others_act();
 
  private:
@@ -23,6 +29,7 @@ class Visitors {
   struct Visitor {
     std::thread::id thread;
     uint32_t waits = 0;
+    uint64_t looked = 0;  // at so many moves
     uint64_t acts = 0;
     uint64_t acts_seen = 0;     // when somebody last looked,
     int64_t seen_since_ns = 0;  // and since when these are all
@@ -34,6 +41,7 @@ class Visitors {
   Visitor& find();
 
   std::vector<Visitor> visitors_;
+  uint64_t moves_ = 0;
   size_t last_ = 0;
 };
 

@@ -106,6 +106,7 @@ void World::schedule_turn(uint32_t number, int64_t at_ns) {
 }
 
 void World::give_turn(uint32_t number) {
+  visitors_.note_move();
   ++fabric_.totals().turns;
   Actor* const actor = seats_[number].actor;
   const bool more = actor->turn();
@@ -198,14 +199,23 @@ bool World::happens(const Event& event, std::unique_lock<std::recursive_mutex>* 
 
 Stage::Step World::advance(Deadline until) {
   std::unique_lock held(mutex_);
+  const Step step = go_on(until, &held);
+  if (held.owns_lock()) visitors_.look();
+  return step;
+}
+
+Stage::Step World::go_on(Deadline until, std::unique_lock<std::recursive_mutex>* held) {
   for (const Event& event : postponed_) events_.push(event.at_ns, event.kind, event.what, event.detail);
   postponed_.clear();
   until = std::max(until, now_ns_);
   for (int count = 0; count < kEventsPerStep; ++count) {
     const bool ends = events_.empty() || events_.top().at_ns > until;
-    if (ends && until == kNoDeadline) return visitors_.others_act() ? Step::kHeld : Step::kIdle;
     const int64_t next_ns = ends ? until : events_.top().at_ns;
-    if (next_ns - now_ns_ > kLongGapNs && visitors_.others_act()) return Step::kHeld;
+    if (next_ns - now_ns_ > kLongGapNs) {
+      if (!visitors_.has_looked()) return Step::kMoved;  // another thread's doing
+      if (visitors_.others_act()) return Step::kHeld;
+    }
+    if (ends && until == kNoDeadline) return Step::kIdle;
     if (ends) {
       now_ns_ = until;
       return Step::kReached;
@@ -213,7 +223,7 @@ Stage::Step World::advance(Deadline until) {
     if (until == kNoDeadline && events_.top().kind == EventKind::kTimer && is_idle()) return Step::kIdle;
     const Event event = events_.pop();
     now_ns_ = std::max(now_ns_, event.at_ns);
-    if (happens(event, &held)) return Step::kMoved;
+    if (happens(event, held)) return Step::kMoved;
   }
   return Step::kMoved;
 }

@@ -86,6 +86,7 @@ class World final : public Stage {
   void give_turn(uint32_t number);
   bool look_at_timer(uint32_t number, int64_t at_ns);
   bool is_idle();
+  Step go_on(Deadline until, std::unique_lock<std::recursive_mutex>* held);
   bool happens(const Event& event, std::unique_lock<std::recursive_mutex>* held);
 
   mutable std::recursive_mutex mutex_;

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("crossrail.cli.serve", "Receive files that other shells push."),
     "push": ("crossrail.cli.push", "Push a file to a `crossrail serve`."),
     "bench": ("crossrail.cli.bench.command", "Measure the engine beside the limits of this machine."),
+    "sim": ("crossrail.cli.sim", "Run whole systems on simulated NICs and faults, each run replayable from its seed."),
     "doctor": ("crossrail.cli.doctor", "Find what would make transfers slow, impossible or unsafe here."),
     "topo": ("crossrail.cli.topo", "Show where GPUs and NICs are, and which NICs serve which device."),
     "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why that way."),

@@ -35,9 +35,10 @@ class Drivable(Protocol):
         """Virtual nanoseconds since the world began."""
         ...
 
-    def _advance(self, deadline_ns: int | None, notifier: _core.Notifier | None) -> bool:
-        """Lets the world go on until the notifier has something, a callback ran, a while of real time has passed or
-        the deadline is reached: then the clock stands there. False: no deadline, and nothing is left to happen.
+    def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> bool:
+        """Lets the world go on until the notifier has something, a callback ran, a while of real time has passed, the
+        clock is past the limit, or the deadline is reached: then the clock stands there. False: there is no deadline,
+        and nothing is left to happen.
         """
         ...
 
@@ -56,7 +57,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
         self.world = world
         self._limit_ns = None if limit_s is None else math.ceil(limit_s * 1e9)
         self._clock_resolution = 1e-9
-        self._selector = self  # BaseEventLoop asks it to select()
+        self._selector: SimEventLoop | None = self  # BaseEventLoop asks it to select()
         self._notifier: _core.Notifier | None = None
         self._on_news: asyncio.Handle | None = None
         self._is_poked = False
@@ -79,8 +80,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
         if self._limit_ns is not None:
             if now_ns >= self._limit_ns:
                 raise WaitTimeout(f"the simulation is at its limit of {self._limit_ns / 1e9:g} s; {self._waiting()}")
-            deadline_ns = self._limit_ns if deadline_ns is None else min(deadline_ns, self._limit_ns)
-        went_on = self.world._advance(deadline_ns, self._notifier)
+        went_on = self.world._advance(deadline_ns, self._limit_ns, self._notifier)
         is_poked, self._is_poked = self._is_poked, False  # by a signal handler, while the world went on
         if not went_on and not is_poked:
             raise SimulationIdle(
@@ -119,7 +119,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
     def close(self) -> None:
         """As ever. The world stays as it is."""
         super().close()
-        self._notifier = self._on_news = None
+        self._selector = self._notifier = self._on_news = None  # no cycles: what engines told us by goes at once
 
     def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:  # type: ignore[override]
         """Calls func(*args) at once: a thread would run in real time, and differ from run to run."""

@@ -1,0 +1,216 @@
+"""`crossrail sim`: run scenarios in simulated worlds, many seeds if wanted, and say how to replay what failed."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from crossrail.cli.text import format_bytes, format_count
+from crossrail.errors import UsageError
+from crossrail.sim import timeline
+from crossrail.sim.scenarios import SCENARIOS, Outcome, Scenario, find, play
+
+_JSON_FORMAT = 1
+_SEED_BITS = 31
+_FAILURES_TOLD_MAX = 8
+_REPLAYS_TOLD_MAX = 5
+
+
+def _choose(names: Sequence[str]) -> list[Scenario]:
+    if not names:
+        raise UsageError(f"--scenario is missing; there are {', '.join(SCENARIOS)}, and all")
+    return list({scenario.name: scenario for name in names for scenario in find(name)}.values())
+
+
+def _play_all(scenarios: Sequence[Scenario], seeds: range, twice: bool, console: Console) -> Iterator[Outcome]:
+    """One outcome after another; on a terminal a bar meanwhile."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
+    failed = 0
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(scenarios) * len(seeds), failed="")
+        for scenario in scenarios:
+            for seed in seeds:
+                progress.update(task, description=f"{scenario.name}, seed {seed}")
+                outcome = play(scenario, seed)
+                if twice:
+                    _compare(outcome, play(scenario, seed))
+                failed += not outcome.ok
+                progress.update(task, advance=1, failed=f"{failed} failed" if failed else "")
+                yield outcome
+
+
+def _compare(first: Outcome, second: Outcome) -> None:
+    first.checks += 1
+    if first.digest != second.digest:
+        first.failures.append(f"the same seed gave two event logs: {first.digest} and {second.digest}")
+
+
+# --- what people see ---
+
+
+def _table(outcomes: Sequence[Outcome], width: int) -> Table:
+    """A line a scenario: sums over its runs, and the median of each figure."""
+    table = Table(title="crossrail sim: all times but the last are virtual", title_justify="left")
+    table.add_column("scenario", no_wrap=True)
+    for title in ("runs", "virtual", "works", "bytes", "checks"):
+        table.add_column(title, justify="right", no_wrap=True)
+    if wide := width >= 100:
+        table.add_column("figures")
+    table.add_column("real", justify="right", no_wrap=True)
+    table.add_column("")
+    for name in dict.fromkeys(outcome.scenario for outcome in outcomes):
+        runs = [outcome for outcome in outcomes if outcome.scenario == name]
+        ok = sum(run.ok for run in runs)
+        figures = [", ".join(_figures(runs))] if wide else []
+        table.add_row(
+            escape(name),
+            str(len(runs)),
+            _seconds(sum(run.virtual_s for run in runs)),
+            f"{sum(run.stats['works'] for run in runs):,}",
+            format_bytes(sum(run.stats["bytes"] for run in runs)),
+            f"{sum(run.checks for run in runs):,}",
+            *figures,
+            _seconds(sum(run.real_s for run in runs)),
+            "[green]ok[/green]" if ok == len(runs) else f"[red]{len(runs) - ok} failed[/red]",
+        )
+    return table
+
+
+def _figures(runs: Sequence[Outcome]) -> list[str]:
+    told = []
+    for name in dict.fromkeys(name for run in runs for name in run.figures):
+        found = [run.figures[name] for run in runs if name in run.figures]
+        value = statistics.median(figure.value for figure in found)
+        told.append(f"{name} {value:.4g}{' ' if found[0].unit else ''}{found[0].unit}")
+    return told
+
+
+def _seconds(value: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}" if value < 1000 else f"{value:,.0f} s"
+    return f"{value * 1e9:.3g} ns"
+
+
+def _replay(outcome: Outcome) -> str:
+    trace = f"{outcome.scenario}-{outcome.seed}.json"
+    return shlex.join(
+        ["crossrail", "sim", "--scenario", outcome.scenario, "--seed", str(outcome.seed), "--trace", trace]
+    )
+
+
+def _tell_failure(outcome: Outcome, console: Console, *, in_full: bool) -> None:
+    console.print(
+        f"\n{outcome.scenario} with seed {outcome.seed} failed: {len(outcome.failures)} of "
+        f"{format_count(outcome.checks, 'check')}",
+        style="red",
+        highlight=False,
+    )
+    for failure in outcome.failures[:_FAILURES_TOLD_MAX]:
+        click.echo(f"  {failure}")
+    if len(outcome.failures) > _FAILURES_TOLD_MAX:
+        click.echo(f"  and {len(outcome.failures) - _FAILURES_TOLD_MAX} more; --json has all")
+    if in_full and outcome.traceback:
+        click.echo(outcome.traceback)
+    click.echo(f"  replay: {_replay(outcome)}")
+
+
+def _to_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    runs = []
+    for outcome in outcomes:
+        run = {name: value for name, value in asdict(outcome).items() if name != "log"}
+        runs.append(run | {"ok": outcome.ok, "replay": _replay(outcome)})
+    return {"format": _JSON_FORMAT, "ok": all(outcome.ok for outcome in outcomes), "runs": runs}
+
+
+def _write_traces(outcomes: Sequence[Outcome], trace: Path | None, log: Path | None) -> None:
+    """Of the first run that failed, else of the first: run once more, now with the log kept."""
+    chosen = next((outcome for outcome in outcomes if not outcome.ok), outcomes[0])
+    again = play(SCENARIOS[chosen.scenario], chosen.seed, keep_log=True)
+    about = f"{again.scenario}, seed {again.seed}"
+    if log is not None:
+        log.write_text("".join(f"{line}\n" for line in again.log))
+        click.echo(f"event log of {about}: {log}", err=True)
+    if trace is not None:
+        timeline.write_chrome_trace(trace, again.log, title=about)
+        click.echo(f"timeline of {about}: {trace}; open it in https://ui.perfetto.dev or chrome://tracing", err=True)
+
+
+# --- the command ---
+
+
+@click.command("sim")
+@click.option("--scenario", "names", multiple=True, metavar="NAME", help="Which; may be repeated; `all` for all.")
+@click.option("--list", "list_only", is_flag=True, help="List the scenarios and end.")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), help="Of the first run [default: a new one].")
+@click.option("--runs", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="Seeds SEED, SEED+1, ...")
+@click.option("--twice", is_flag=True, help="Run each seed twice: both must give the same event log.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    metavar="FILE",
+    help="Write the timeline of the first run that failed, else of the first, for chrome://tracing or Perfetto.",
+)
+@click.option(
+    "--log",
+    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    metavar="FILE",
+    help="Write the event log of that run: the same bytes for the same seed.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead; its `format` is 1.")
+def command(
+    names: tuple[str, ...],
+    list_only: bool,
+    seed: int | None,
+    runs: int,
+    twice: bool,
+    trace: Path | None,
+    log: Path | None,
+    as_json: bool,
+) -> None:
+    """Run whole systems on simulated NICs, hosts and faults, with a virtual clock.
+
+    Every run is replayable from its seed, and checked: transfers complete exactly once, counts are those of the
+    operations, bytes are those that were sent, nothing is written after its completion. docs/simulator.md has the rest,
+    also how to test code of your own so.
+
+    Exit code: 0 all checks held, 1 some did not (then the command that replays it is printed), 2 wrong usage.
+    """
+    if list_only:
+        for scenario in SCENARIOS.values():
+            click.echo(f"{scenario.name:16} {scenario.title}")
+        return
+    scenarios = _choose(names)
+    first = secrets.randbits(_SEED_BITS) if seed is None else seed
+    outcomes = list(_play_all(scenarios, range(first, first + runs), twice, Console(stderr=True)))
+    if trace is not None or log is not None:
+        _write_traces(outcomes, trace, log)
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if as_json:
+        click.echo(json.dumps(_to_json(outcomes), indent=2))
+    else:
+        console = Console()
+        console.print(_table(outcomes, console.width))
+        click.echo(_seeds_line(first, runs))
+        for outcome in failed[:_REPLAYS_TOLD_MAX]:
+            _tell_failure(outcome, console, in_full=len(failed) == 1)
+        if len(failed) > _REPLAYS_TOLD_MAX:
+            click.echo(f"\nand {len(failed) - _REPLAYS_TOLD_MAX} more runs failed; --json has all")
+    if failed:
+        raise click.exceptions.Exit(1)
+
+
+def _seeds_line(first: int, runs: int) -> str:
+    return f"seed {first}" if runs == 1 else f"seeds {first} to {first + runs - 1}"

@@ -1,0 +1,34 @@
+"""Whole situations of LLM systems, each replayable from one number: `crossrail sim --list`."""
+
+from crossrail.errors import UsageError
+from crossrail.sim.scenarios import links, moving, restarts
+from crossrail.sim.scenarios.base import Checks, Figure, Outcome, Run, Scenario, play
+
+__all__ = ["SCENARIOS", "Checks", "Figure", "Outcome", "Run", "Scenario", "find", "play"]
+
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("pair", "writes and reads of all lengths between two engines", moving.pair),
+        Scenario("paged-push", "prefill pushes KV-cache pages to decoders, layer by layer", moving.paged_push),
+        Scenario("weight-fanout", "a terabyte of weights from 8 trainers to 8 ranks (phantom)", moving.weight_fanout),
+        Scenario("moe-scatter", "all-to-all of tokens over 8 ranks on 4 hosts, and back", moving.moe_scatter),
+        Scenario("rail-failover", "rails go down and up under load", links.rail_failover),
+        Scenario("slow-rail", "one rail of four at a tenth of its speed", links.slow_rail),
+        Scenario("freeze-thaw", "a worker stands still, heartbeats tell slow from dead", links.freeze_thaw),
+        Scenario("partition", "two halves of the network lose each other for a while", links.partition),
+        Scenario("peer-restart", "a service dies and comes back while clients write", restarts.peer_restart),
+        Scenario(
+            "late-packets", "writes of a killed engine meet closed memory and its successor", restarts.late_packets
+        ),
+    )
+}
+
+
+def find(name: str) -> list[Scenario]:
+    """The scenario of that name; "all": all of them. UsageError for others."""
+    if name == "all":
+        return list(SCENARIOS.values())
+    if name not in SCENARIOS:
+        raise UsageError(f"--scenario {name} is not known; there are {', '.join(SCENARIOS)}, and all")
+    return [SCENARIOS[name]]

@@ -1,0 +1,126 @@
+"""Scenarios in which engines die: what others do with those that come back under the same name."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+import crossrail as xr
+from crossrail.sim.scenarios.base import Run
+
+_KIB = 1 << 10
+_MIB = 1 << 20
+_WAIT_S = 5.0
+
+
+class _Store:
+    """A service that keeps blocks for others, and its supervisor. `region` is what it tells those who ask by name."""
+
+    BLOCKS = 64
+    BLOCK_BYTES = 64 * _KIB
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.host = run.host("store", nic="2xefa200")
+        self.starts = 0
+        self.start()
+
+    def start(self) -> None:
+        self.starts += 1
+        self.engine = self.host.engine("store")
+        self.region = self.engine.alloc(self.BLOCKS * self.BLOCK_BYTES)
+        self.counter = self.run.counter(self.engine)
+
+    async def supervise(self, deaths: int) -> None:
+        for _ in range(deaths):
+            await asyncio.sleep(self.run.rng.uniform(1e-4, 4e-3))
+            self.run.world.kill(self.engine)
+            await asyncio.sleep(self.run.rng.uniform(0.1, 2.0))
+            self.start()
+
+
+async def peer_restart(run: Run) -> None:
+    """A store dies and is restarted under its name while clients write: they learn of it, ask again and end well."""
+    store = _Store(run)
+    clients = [run.host(f"client{i}", nic="2xefa200").engine(f"client{i}", peer_timeout_s=3.0) for i in range(4)]
+    deaths = run.rng.randint(1, 3)
+    supervisor = asyncio.create_task(store.supervise(deaths))
+    blocks = run.random_bytes(store.BLOCKS * store.BLOCK_BYTES)
+    each = store.BLOCKS // len(clients)
+    repeats = await asyncio.gather(
+        *(_put(run, store, client, blocks, range(i * each, (i + 1) * each)) for i, client in enumerate(clients))
+    )
+    await supervisor
+    # The last incarnation has nothing of the ones before: all once more, with nobody dying.
+    for i, client in enumerate(clients):
+        await _put(run, store, client, blocks, range(i * each, (i + 1) * each))
+    run.check.same_bytes("what the store holds", store.region.array(), blocks)
+    store.counter.try_consume(store.counter.poll())
+    run.check.equal("incarnations", store.starts, deaths + 1)
+    run.figure("deaths", deaths, "")
+    run.figure("writes repeated", sum(repeats), "")
+
+
+async def _put(
+    run: Run, store: _Store, client: xr.Engine, blocks: np.ndarray[tuple[int], np.dtype[np.uint8]], which: range
+) -> int:
+    """Writes these blocks, each until it is done. How many times one had to be written again."""
+    source = client.register(blocks, access="local")
+    again = 0
+    for block in which:
+        while True:
+            target, counter = store.region.descriptor, store.counter  # a look at whoever has that name now
+            offset = block * store.BLOCK_BYTES
+            transfer = client.submit_write(
+                source, target, store.BLOCK_BYTES, src_offset=offset, dst_offset=offset, imm=counter.imm
+            )
+            try:
+                await run.track(transfer, f"block {block}")
+                break
+            except xr.PeerLost:
+                again += 1
+                client.forget_peer(target.owner)
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(2e-4)
+    source.close()
+    return again
+
+
+async def late_packets(run: Run) -> None:
+    """A writer is killed with writes under way: none lands in closed memory, none counts for the next writer."""
+    receiver = run.host("receiver").engine("receiver")
+    host = run.host("writer")
+    memory = np.zeros(8 * _MIB, np.uint8)
+    generations = run.rng.randint(2, 5)
+    for generation in range(generations):
+        writer = host.engine("writer")
+        target = receiver.register(memory)
+        counter = run.counter(receiver)
+        source = writer.alloc(memory.nbytes)
+        source.array()[:] = data = run.random_bytes(memory.nbytes)
+        writes = [
+            writer.submit_write(source, target.descriptor, _MIB, src_offset=at, dst_offset=at, imm=counter.imm)
+            for at in range(0, memory.nbytes, _MIB)
+        ]
+        if generation < generations - 1:
+            await asyncio.sleep(run.rng.uniform(2e-6, 2e-4))
+            run.world.kill(writer)
+            # No word of it reaches us: a deadline tells, and from close() on the memory is ours.
+            try:
+                await counter.wait_async(len(writes), timeout_s=run.rng.uniform(1e-6, 5e-4))
+            except xr.WaitTimeout:
+                counter.try_consume(counter.poll())
+            await asyncio.to_thread(target.close)
+            memory[:] = generation
+            before = memory.copy()
+            await asyncio.sleep(0.01)
+            run.check.same_bytes(f"memory closed to generation {generation}", memory, before)
+            counter.try_consume(counter.poll())
+            continue
+        for write in writes:
+            await run.track(write, "write of the last generation")
+        await counter.wait_async(len(writes), timeout_s=_WAIT_S)
+        run.check.same_bytes("what the last generation wrote", memory, data)
+        run.seal("what the last generation wrote", memory)
+    run.figure("generations", generations, "")

@@ -1,0 +1,103 @@
+"""Tests of your own code without hardware: a pytest plugin with simulated worlds, in which any failure is replayed.
+
+In conftest.py: `pytest_plugins = ["crossrail.testing"]`. Then a test that takes `sim_world` gets a world of its own,
+and one that is a coroutine runs on that world's event loop:
+
+    async def test_push(sim_world):
+        a, b = (sim_world.host(name).engine(name) for name in "ab")
+        ...
+
+Seeds differ from session to session unless --sim-seed, CROSSRAIL_SIM_SEED or `sim_seed` in pytest's configuration says
+otherwise, in this order; a failed test tells with which it fails again. --sim-runs N runs each such test N times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import secrets
+import shlex
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from crossrail.sim import World
+from crossrail.sim.loop import run_on
+
+SEED_VARIABLE = "CROSSRAIL_SIM_SEED"
+_EVENTS_TOLD = 20
+LIMIT_S = 3600.0  # virtual, of a test that is a coroutine
+_SESSION_SEED = pytest.StashKey[int]()
+_Reporting = Generator[None, pytest.TestReport, pytest.TestReport]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--sim-seed, --sim-runs, and sim_seed for pytest.ini."""
+    group = parser.getgroup("crossrail")
+    group.addoption("--sim-seed", type=int, metavar="N", help="seed of simulated worlds: replays a failure")
+    group.addoption("--sim-runs", type=int, default=1, metavar="N", help="run each test of a simulated world N times")
+    parser.addini("sim_seed", "seed of simulated worlds; without it each session has a new one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settles the session's seed."""
+    given = [config.getoption("--sim-seed"), os.environ.get(SEED_VARIABLE) or None, config.getini("sim_seed") or None]
+    seed = next((value for value in given if value is not None), None)
+    try:
+        config.stash[_SESSION_SEED] = secrets.randbits(31) if seed is None else int(seed)
+    except ValueError:
+        raise pytest.UsageError(f"{SEED_VARIABLE} or sim_seed is {seed!r}, must be a whole number") from None
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """The seed, for who wants the same session again."""
+    return f"simulated worlds: --sim-seed {config.stash[_SESSION_SEED]}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """--sim-runs."""
+    runs = metafunc.config.getoption("--sim-runs")
+    if runs > 1 and "sim_world" in metafunc.fixturenames:
+        metafunc.parametrize("sim_world", range(runs), indirect=True, ids=lambda run: f"run{run}")
+
+
+@pytest.fixture
+def sim_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A world of its own, current during the test: `xr.Engine(..., transport="sim")` is in it. Closed afterwards.
+
+    Its seed is drawn from the session's and the test's name, so tests can be left out and put in another order.
+    """
+    name = f"{request.config.stash[_SESSION_SEED]}/{request.node.nodeid}"
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    with World(seed=seed, keep_log=True) as world:
+        yield world
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a coroutine that takes sim_world on the world's event loop."""
+    if "sim_world" not in pyfuncitem.funcargs:
+        return None
+    if pyfuncitem.get_closest_marker("asyncio") is not None:
+        raise pytest.UsageError(
+            f"{pyfuncitem.name} takes sim_world and is pytest-asyncio's, by its mark or asyncio_mode=auto, whose loop "
+            "is not on the world's clock. Next: remove the mark, or write a plain function with crossrail.sim.run()"
+        )
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    run_on(pyfuncitem.funcargs["sim_world"], pyfuncitem.obj(**arguments), limit_s=LIMIT_S)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> _Reporting:
+    """Beside a failure: the command that replays it, and what happened last in its world."""
+    report = yield
+    world = getattr(item, "funcargs", {}).get("sim_world")
+    if report.failed and isinstance(world, World):
+        seed = item.config.stash[_SESSION_SEED]
+        report.sections.append(("replay", f"pytest {shlex.quote(item.nodeid)} --sim-seed {seed}"))
+        report.sections.append(("last events of the simulated world", "\n".join(world.log[-_EVENTS_TOLD:])))
+    return report

@@ -1,0 +1,139 @@
+"""`crossrail sim`, as a user runs it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from crossrail.cli import sim as command_module
+from crossrail.cli.main import main
+from crossrail.sim.scenarios import SCENARIOS, Run, Scenario
+from tests.cli.test_commands import crossrail, failed, succeeded
+
+
+async def fails_with_odd_seeds(run: Run) -> None:
+    run.check.that(run.world.seed % 2 == 0, "the seed is odd")
+
+
+@pytest.fixture
+def odd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCENARIOS, "odd", Scenario("odd", "fails with odd seeds", fails_with_odd_seeds))
+
+
+def sim(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["sim", *map(str, arguments)], env={"COLUMNS": "160", "NO_COLOR": "1"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_a_run_is_summed_up_in_a_table() -> None:
+    text = succeeded(crossrail("sim", "--scenario", "pair", "--seed", 7))
+
+    for word in ("pair", "virtual", "works", "both ways", "Gb/s", "ok", "seed 7"):
+        assert word in text, f"no {word} in:\n{text}"
+
+
+def test_many_runs_are_one_line_and_many_seeds() -> None:
+    text = succeeded(crossrail("sim", "--scenario", "pair", "--scenario", "slow-rail", "--seed", 1, "--runs", 3))
+
+    assert re.search(r"pair +. +3 ", text)
+    assert re.search(r"slow-rail +. +3 ", text)
+    assert "seeds 1 to 3" in text
+
+
+def test_list_names_every_scenario() -> None:
+    text = succeeded(crossrail("sim", "--list"))
+
+    assert [line.split()[0] for line in text.splitlines()] == list(SCENARIOS)
+
+
+def test_a_failure_ends_in_status_1_and_the_command_that_replays_it(odd: None) -> None:
+    status, text = sim("--scenario", "odd", "--seed", 3)
+
+    assert status == 1
+    assert "the seed is odd" in text
+    replay = re.search(r"replay: crossrail (sim .*)", text)
+    assert replay is not None
+    assert replay[1].startswith("sim --scenario odd --seed 3")
+
+
+def test_of_many_runs_the_failing_seeds_are_told(odd: None) -> None:
+    status, text = sim("--scenario", "odd", "--seed", 2, "--runs", 4)
+
+    assert status == 1
+    assert "--seed 3" in text
+    assert "--seed 5" in text
+    assert "--seed 4" not in text
+    assert "2 failed" in text
+
+
+def test_json_has_every_run(odd: None) -> None:
+    status, text = sim("--scenario", "odd", "--seed", 2, "--runs", 2, "--json")
+
+    content = json.loads(text)
+    assert (status, content["format"], content["ok"]) == (1, 1, False)
+    assert [(run["seed"], run["ok"], run["failures"]) for run in content["runs"]] == [
+        (2, True, []),
+        (3, False, ["the seed is odd"]),
+    ]
+    assert "--seed 3" in content["runs"][1]["replay"]
+    assert all(run["digest"] for run in content["runs"])
+
+
+def test_trace_and_log_are_of_the_first_failing_run(odd: None, tmp_path: Path) -> None:
+    trace, log = tmp_path / "trace.json", tmp_path / "log"
+
+    status, _ = sim("--scenario", "odd", "--seed", 2, "--runs", 4, "--trace", trace, "--log", log)
+
+    assert status == 1
+    assert json.loads(trace.read_text())["otherData"] == {"title": "odd, seed 3"}
+    assert log.exists()
+
+
+def test_the_log_of_one_seed_is_the_same_to_the_byte(tmp_path: Path) -> None:
+    logs = [tmp_path / "first", tmp_path / "second"]
+    for log in logs:
+        succeeded(crossrail("sim", "--scenario", "paged-push", "--seed", 5, "--log", log))
+
+    assert logs[0].stat().st_size > 10_000
+    assert logs[0].read_bytes() == logs[1].read_bytes()
+
+
+def test_twice_compares_two_runs_of_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sim("--scenario", "pair", "--seed", 1, "--twice")[0] == 0
+
+    async def differs(run: Run) -> None:
+        run.check.that(True, "")
+        made.append(run)
+        run.host(f"host{len(made)}").engine("engine")
+
+    made: list[Run] = []
+    monkeypatch.setitem(SCENARIOS, "differs", Scenario("differs", "", differs))
+    status, text = sim("--scenario", "differs", "--seed", 1, "--twice")
+    assert status == 1
+    assert "two event logs" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "--scenario is missing"),
+        (["--scenario", "flood"], "--scenario flood is not known"),
+        (["--scenario", "pair", "--runs", "0"], "--runs"),
+        (["--scenario", "pair", "--seed", "-1"], "--seed"),
+    ],
+)
+def test_nonsense_is_refused_in_words(arguments: list[str], complaint: str) -> None:
+    run = crossrail("sim", *arguments)
+
+    assert run.returncode == 2
+    assert complaint in failed(run)
+
+
+def test_every_scenario_is_told_in_the_documentation() -> None:
+    text = Path(command_module.__file__).parents[3].joinpath("docs", "simulator.md").read_text()
+
+    for name in SCENARIOS:
+        assert f"`{name}`" in text

@@ -1,0 +1,230 @@
+"""The event loop on the virtual clock."""
+
+import asyncio
+import re
+import signal
+import threading
+import time
+
+import pytest
+
+import crossrail as xr
+from crossrail import sim
+
+DAY_S = 86_400.0
+
+
+async def beat(every_s: float, beats: list[float]) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(every_s)
+        beats.append(loop.time())
+
+
+def test_a_sleep_takes_its_time_on_the_virtual_clock_alone() -> None:
+    async def main(world: sim.World) -> float:
+        await asyncio.sleep(10 * DAY_S)
+        assert asyncio.get_running_loop().time() == world.now_s
+        return world.now_s
+
+    began = time.monotonic()
+    assert sim.run(main) == pytest.approx(10 * DAY_S)
+    assert time.monotonic() - began < 30  # a bound against waiting in real time, no measure
+
+
+def test_timers_of_many_tasks_come_in_their_order() -> None:
+    async def main(world: sim.World) -> list[float]:
+        beats: list[float] = []
+        tasks = [asyncio.create_task(beat(every_s, beats)) for every_s in (0.3, 0.5, 0.7)]
+        await asyncio.sleep(2.05)
+        for task in tasks:
+            task.cancel()
+        return beats
+
+    beats = sim.run(main)
+
+    expected = sorted(every_s * n for every_s in (0.3, 0.5, 0.7) for n in range(1, 7) if every_s * n < 2.05)
+    assert beats == pytest.approx(expected)
+
+
+def test_a_timeout_passes_on_the_virtual_clock() -> None:
+    async def main(world: sim.World) -> float:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 30)
+        return world.now_s
+
+    assert sim.run(main) == pytest.approx(30)
+
+
+def test_tasks_that_nothing_can_wake_are_named_with_their_places() -> None:
+    async def for_ever() -> None:
+        await asyncio.Queue().get()
+
+    async def main(world: sim.World) -> None:
+        await asyncio.create_task(for_ever(), name="consumer")
+
+    with pytest.raises(xr.SimulationIdle, match=r"consumer in .*for_ever at .*test_loop\.py:\d+"):
+        sim.run(main)
+
+
+def test_awaiting_a_count_that_nobody_sends_is_idle_and_no_hang() -> None:
+    async def main(world: sim.World) -> None:
+        engine = world.host("a").engine("a")
+        await engine.imm_counter(1).wait_async(1)
+
+    with pytest.raises(xr.SimulationIdle, match="1 waiting task"):
+        sim.run(main)
+
+
+def test_tasks_of_an_idle_world_are_cancelled_and_clean_up() -> None:
+    ended = []
+
+    async def consumer() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(1)
+            ended.append("consumer")
+
+    async def main(world: sim.World) -> None:
+        await asyncio.gather(consumer(), consumer())
+
+    with pytest.raises(xr.SimulationIdle):
+        sim.run(main)
+    assert ended == ["consumer", "consumer"]
+
+
+def test_a_world_that_never_rests_ends_at_its_limit() -> None:
+    async def main(world: sim.World) -> None:
+        asyncio.create_task(beat(1.0, []), name="heart")  # noqa: RUF006
+        await asyncio.Event().wait()
+
+    with pytest.raises(xr.WaitTimeout, match=r"limit of 100 s.*heart"):
+        sim.run(main, limit_s=100)
+
+
+def test_a_transfer_and_its_count_are_awaited() -> None:
+    async def main(world: sim.World) -> float:
+        a, b = (world.host(name).engine(name) for name in "ab")
+        source, target = a.alloc(4096), b.alloc(4096)
+        source.array()[:] = 7
+        counted = asyncio.create_task(b.imm_counter(1).wait_async(1, timeout_s=5))
+        await a.submit_write(source, target.descriptor, imm=1)
+        await counted
+        assert target.array().tolist() == [7] * 4096
+        return world.now_s
+
+    assert 0 < sim.run(main) < 0.1
+
+
+def test_messages_are_awaited_with_virtual_deadlines() -> None:
+    async def main(world: sim.World) -> tuple[bytes, float]:
+        a, b = (world.host(name).engine(name) for name in "ab")
+        with b.submit_recvs(4, 64) as pool:
+            with pytest.raises(xr.WaitTimeout):
+                await pool.recv_async(timeout_s=60)
+            await a.submit_send(b.address, b"hello")
+            return (await pool.recv_async(timeout_s=60)).data, world.now_s
+
+    data, now_s = sim.run(main)
+    assert data == b"hello"
+    assert 60 <= now_s < 60.1
+
+
+def test_a_count_that_does_not_come_times_out_on_the_virtual_clock() -> None:
+    async def main(world: sim.World) -> float:
+        engine = world.host("a").engine("a")
+        with pytest.raises(xr.WaitTimeout, match="0 of 3"):
+            await engine.imm_counter(1).wait_async(3, timeout_s=3600)
+        return world.now_s
+
+    assert sim.run(main) == pytest.approx(3600)
+
+
+def test_polling_with_sleep_0_moves_the_clock() -> None:
+    async def main(world: sim.World) -> None:
+        a, b = (world.host(name).engine(name) for name in "ab")
+        transfer = a.submit_write(a.alloc(1 << 20), b.alloc(1 << 20).descriptor)
+        while not transfer.done:
+            await asyncio.sleep(0)
+
+    sim.run(main)
+
+
+def test_functions_of_an_executor_run_at_once_in_this_thread() -> None:
+    async def main(world: sim.World) -> None:
+        assert await asyncio.to_thread(threading.get_ident) == threading.get_ident()
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.to_thread(lambda: 1 / 0)
+        assert world.now_s == 0
+
+    sim.run(main)
+
+
+def test_a_callback_of_the_engine_may_wake_the_loop() -> None:
+    async def main(world: sim.World) -> float:
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        a, b = (world.host(name).engine(name) for name in "ab")
+        target = b.alloc(64)
+        b.imm_counter(1).on_count(1, lambda: loop.call_soon_threadsafe(woken.set))
+        a.submit_write(a.alloc(64), target.descriptor, imm=1)
+        await woken.wait()
+        return world.now_s
+
+    assert 0 < sim.run(main) < 0.1
+
+
+def test_ctrl_c_ends_a_run_that_goes_on_for_ever() -> None:
+    async def main(world: sim.World) -> None:
+        await beat(1e-3, [])
+
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        sim.run(main)
+
+
+def test_sockets_and_files_are_refused_in_words() -> None:
+    async def main(world: sim.World) -> None:
+        with pytest.raises(xr.UsageError, match="no sockets"):
+            asyncio.get_running_loop().add_reader(0, print)
+        with pytest.raises(NotImplementedError):
+            await asyncio.create_subprocess_exec("true")
+
+    sim.run(main)
+
+
+@pytest.mark.parametrize("of_world", [True, False])
+async def test_awaiting_on_a_loop_with_another_clock_is_refused(of_world: bool) -> None:
+    with sim.World(seed=1) as world, world.host("a").engine("a") as simulated, xr.Engine("real") as real:
+        if not of_world:
+            with pytest.raises(xr.UsageError, match="event loop"):
+                await simulated.imm_counter(1).wait_async(1, timeout_s=5)
+            return
+
+        async def main(_: sim.World) -> None:
+            with pytest.raises(xr.UsageError, match="event loop"):
+                await real.imm_counter(1).wait_async(1, timeout_s=5)
+
+        await asyncio.to_thread(sim.run, main, world=world)
+
+
+def test_two_runs_of_one_seed_are_the_same_to_the_byte() -> None:
+    async def main(world: sim.World) -> None:
+        engines = [world.host(f"h{i}", nic="2xefa200").engine(f"e{i}") for i in range(4)]
+        regions = [engine.alloc(1 << 20) for engine in engines]
+
+        async def talk(i: int) -> None:
+            for j in range(10):
+                await engines[i].submit_write(regions[i], regions[(i + 1 + j) % 4].descriptor, imm=5)
+                await asyncio.sleep(1e-4 * j)
+
+        await asyncio.gather(*(talk(i) for i in range(4)))
+
+    def digest(seed: int) -> str:
+        with sim.World(seed=seed) as world:
+            sim.run(main, world=world)
+            return world.log_digest
+
+    assert digest(3) == digest(3)
+    assert digest(3) != digest(4)
+    assert re.fullmatch(r"[0-9a-f]{16,64}", digest(3))
