@@ -57,6 +57,7 @@ class SimPath final : public rdma::NicPath {
   uint32_t peer_nic = 0;
   bool is_connected = false;
   bool is_broken = false;
+  bool has_failed = false;  // ordered: a work of it failed, and those behind it end by the flush
   bool is_broken_off = false;
   bool is_flushed = false;
   bool wants_room = false;  // a fragment was refused

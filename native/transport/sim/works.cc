@@ -284,6 +284,7 @@ void Fabric::report(uint32_t slot) {
   SimPath* const path = find(item.path);
   if (path == nullptr) return;  // killed, and landed
   if (item.given_up) return;    // its acknowledgement is lost
+  if (path->has_failed) return;  // behind one that failed: it was carried out, and is reported flushed
   if (item.doom == Work::Doom::kAfter) {
     fail_work(*path, slot, rdma::NicFault::kUnreachable, "the acknowledgement was lost, as asked for");
     return;
@@ -321,6 +322,7 @@ void Fabric::fail_work(SimPath& path, uint32_t slot, rdma::NicFault fault, const
   const bool breaks = works_[slot].is_ordered || fault == rdma::NicFault::kUnreachable;
   log_->note(now() - World::kOriginNs, path.nic->host, LogWord::kFail, works_[slot].number, static_cast<uint64_t>(fault));
   path.nic->push({.kind = SimNic::NewsKind::kFailed, .fault = fault, .path = &path, .cookie = cookie}, text);
+  path.has_failed = path.has_failed || works_[slot].is_ordered;
   path.end_work(cookie);
   free_work(slot);
   wake(*path.nic);
