@@ -24,14 +24,25 @@ from crossrail.engine import Engine
 from crossrail.errors import CrossrailError, TransportError, UsageError
 from crossrail.messages import ReceivePool
 from crossrail.sim import NicProfile, World
-from crossrail.sim.checkers import Arena, CheckFailed, Ledger, Tally, ends_within
+from crossrail.sim.checkers import Arena, CheckFailed, Ledger, Op, Tally, ends_within
 from crossrail.sim.world import Host
 
-_ARENA_BYTES = 6 << 20
+_ARENA_BYTES = (4 << 20) - 4096  # numpy asks for huge pages from 4 MiB on, and zeroing those takes longer than the rest
 _STEPS = 40
+_STEPS_PER_CHECK = 10
 _DRAIN_LIMIT_S = 120.0  # virtual; peers are given up after peer_timeout_s = 2 s
 _PROBE_LIMIT_S = 30.0
+_PROBES = 3
 _BATCH = 25  # seeds of one process
+
+# What the engine does with them: one work; the same; a piece for each rail; pieces in slices; even slices, the count last.
+_LENGTHS = {
+    "short": (1, 100),
+    "page": (101, 70_000),
+    "pieces": (130_000, 400_000),
+    "slices": (1_100_000, 1_400_000),
+    "evened": (2_100_000, 2_600_000),
+}
 
 # Slow and uneven, so that faults fall into the middle of things.
 _ORDERED = NicProfile(
@@ -68,17 +79,19 @@ class Campaign:
             actions = self._actions()
             names = list(actions)
             weights = [actions[name][0] for name in names]
-            for _ in range(_STEPS):
+            for step in range(_STEPS):
                 name = self.random.choices(names, weights)[0]
                 self.done[name] = self.done.get(name, 0) + 1
                 with contextlib.suppress(_Refused):
                     actions[name][1]()
                 self.world.run(for_s=10 ** self.random.uniform(-6, -1.5))
-                self.ledger.check()
+                if step % _STEPS_PER_CHECK == 0:
+                    self.ledger.check()
             self._stop_faults()
             if not ends_within(self.ledger, lambda step_s: self.world.run(for_s=step_s), _DRAIN_LIMIT_S):
                 left = ", ".join(map(str, self.ledger.pending[:5]))
                 raise CheckFailed(f"{_DRAIN_LIMIT_S:.0f} s after the last fault there is no end of {left}")
+            self._check_restarts()
             self._probe()
             self.world.run(for_s=5.0)  # what is late arrives now
             self.ledger.check_end()
@@ -160,10 +173,9 @@ class Campaign:
         return tally
 
     def _length(self) -> int:
-        return self.random.choice([
-            self.random.randint(1, 100), self.random.randint(1, 70_000), self.random.randint(65_000, 300_000),
-            self.random.randint(130_000, 1_500_000), self.random.randint(2_000_000, 3_000_000),
-        ])  # fmt: skip
+        kind = self.random.choices(["short", "page", "pieces", "slices", "evened"], [6, 6, 4, 2, 1])[0]
+        least, most = _LENGTHS[kind]
+        return self.random.randint(least, most)
 
     # ---- what they do
 
@@ -278,10 +290,12 @@ class Campaign:
         """The same name, another incarnation."""
         dead = [engine for engine in self.engines if engine.closed]
         if dead:
-            engine = self.random.choice(dead)
-            host = next(host for host in self.hosts if f"e{host.name[1:]}" == engine.name or engine.name == "neighbour")
-            self.engines.remove(engine)
-            self._open(host, engine.name)
+            self._reopen(self.random.choice(dead))
+
+    def _reopen(self, engine: Engine) -> Engine:
+        host = next(host for host in self.hosts if engine.name in (f"e{host.name[1:]}", "neighbour"))
+        self.engines.remove(engine)
+        return self._open(host, engine.name)
 
     # ---- what goes wrong
 
@@ -320,30 +334,47 @@ class Campaign:
             self.world.fail_registrations(host, 0)
         self.world.lose_datagrams(0.0)
 
-    def _probe(self) -> None:
-        """Everybody who lives reaches everybody who lives, once it has forgotten that it gave some up."""
+    def _check_restarts(self) -> None:
+        """Who was restarted under the name of a lost one is another peer: reached at once, with nothing forgotten."""
         living = self._living()
-        for engine in living:
-            for peer in living:
+        dead = [engine for engine in self.engines if engine.closed]
+        if not dead and len(living) > 1 and self.random.random() < 0.3:
+            dead = [living.pop()]
+            self.ledger.note_dead(dead[0])
+            self.world.kill(dead[0])
+            self.world.run(for_s=6.0)
+        for engine in dead:
+            fresh = self._reopen(engine)
+            ops = [self._write_to(fresh, engine) for engine in living]
+            ends_within(self.ledger, lambda step_s: self.world.run(for_s=step_s), _PROBE_LIMIT_S)
+            for op in ops:
+                if op.status != "done":
+                    raise CheckFailed(f"{op} to {fresh.name!r}, which was restarted, fails: {_why(op.transfer)}")
+
+    def _write_to(self, peer: Engine, engine: Engine) -> Op:
+        for arenas, owner in ((self.sources, engine), (self.targets, peer)):
+            arenas.pop(id(owner), None)
+        op = self.ledger.write(self._source(engine), self._target(peer), 3000, self.ledger.tally(peer))
+        assert op is not None
+        return op
+
+    def _probe(self) -> None:
+        """Everybody who lives reaches everybody who lives, once both have heard that one gave the other up."""
+        pairs = [(engine, peer) for engine in self._living() for peer in self._living()]
+        for _ in range(_PROBES):
+            for engine, peer in pairs:
                 if engine.peer_state(peer.address) == "lost":
                     self.ledger.note_given_up(engine, peer)
                     engine.forget_peer(peer.address)
-        self.world.run(for_s=6.0)  # the others have noticed
-        ops = []
-        for engine in living:
-            for peer in living:
-                for arenas in (self.sources, self.targets):
-                    arenas.pop(id(engine), None)
-                self._add_arenas(engine)
-                op = self.ledger.write(self._source(engine), self._target(peer), 3000, self.ledger.tally(peer))
-                assert op is not None
-                ops.append((engine, peer, op))
-        ends_within(self.ledger, lambda step_s: self.world.run(for_s=step_s), _PROBE_LIMIT_S)
-        for engine, peer, op in ops:
-            if op.status != "done":
-                raise CheckFailed(
-                    f"all faults are over, and a write of {engine.name!r} to {peer.name!r} is {op.status}: {_why(op.transfer)}"
-                )
+            ops = [self._write_to(peer, engine) for engine, peer in pairs]
+            ends_within(self.ledger, lambda step_s: self.world.run(for_s=step_s), _PROBE_LIMIT_S)
+            failed = [(pair, op) for pair, op in zip(pairs, ops, strict=True) if op.status != "done"]
+            # Who was forgotten hears of it by the other's new beginning, at the cost of what it had submitted.
+            if not failed or any(op.status != "peer-lost" for _, op in failed):
+                break
+        for (engine, peer), op in failed:
+            why = _why(op.transfer)
+            raise CheckFailed(f"all faults are over, and {op} of {engine.name!r} to {peer.name!r} fails: {why}")
 
 
 # Faults and how often they happen.
@@ -391,9 +422,10 @@ def run_seed(seed: int) -> str:
 # ---- many seeds
 
 
-def _run_batch(first: int, count: int, timeout_s: float) -> tuple[list[tuple[int, str]], int]:
+def _run_batch(first: int, count: int, timeout_s: float, until_failure: bool) -> tuple[list[tuple[int, str]], int]:
     """In a process of its own, which may crash. Findings, and how many seeds ran."""
     command = [sys.executable, "-m", "crossrail.sim.campaign", "--child", "--from", str(first), "--seeds", str(count)]
+    command += ["--until-failure"] * until_failure
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             output, _ = process.communicate(timeout=timeout_s)
@@ -412,17 +444,19 @@ def _run_batch(first: int, count: int, timeout_s: float) -> tuple[list[tuple[int
         elif line.startswith("failed "):
             ended = started
             findings.append((started, line[len("failed ") :].replace("\\n", "\n")))
-    if ended < first + count - 1 and (process.returncode != 0 or ended != started):
+    if ended != started or (ended < first + count - 1 and not findings):
         last_words = "\n".join(line for line in output.splitlines() if not line.startswith(("seed ", "ok ", "failed ")))
         findings.append((max(started, first), f"{ending}\n{last_words[-3000:]}"))
     return findings, max(ended - first + 1, 0)
 
 
-def _child(first: int, count: int) -> int:
+def _child(first: int, count: int, until_failure: bool) -> int:
     for seed in range(first, first + count):
         print(f"seed {seed}", flush=True)
         failure = run_seed(seed)
         print("failed " + failure.replace("\n", "\\n") if failure else "ok", "", flush=True)
+        if failure and until_failure:
+            return 3
     return 0
 
 
@@ -438,12 +472,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     first = options.first if options.first is not None else int.from_bytes(os.urandom(4), "little") << 16
     if options.child:
-        return _child(first, options.seeds)
+        return _child(first, options.seeds, options.until_failure)
     started = time.monotonic()
     batches = [(at, min(_BATCH, first + options.seeds - at)) for at in range(first, first + options.seeds, _BATCH)]
     ran = failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = [pool.submit(_run_batch, at, count, options.seed_timeout_s + 5.0 * count) for at, count in batches]
+        runs = [
+            pool.submit(_run_batch, at, count, options.seed_timeout_s + 5.0 * count, options.until_failure)
+            for at, count in batches
+        ]
         for run in runs:
             if run.cancelled():
                 continue

@@ -11,6 +11,7 @@ and a failed operation may have been counted, as a whole or in part.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ SOURCE_POISON = 0xD5  # what a source is filled with once its operation is compl
 TARGET_POISON = 0xEA  # and a target: neither may be seen, nor change
 UNTOUCHED = 0x00
 _UNITS_PER_COUNT = 48
+_POOL_BYTES = 4 << 20
 # Failures after which nothing is promised of the target: it is the memory of a peer that was given up.
 _GIVEN_UP = ("peer-lost", "engine-closed")
 
@@ -102,12 +104,12 @@ class Op:
 class Ledger:
     """Submits operations and keeps book of them. One thread.
 
-    random: where the bytes of sources come from. Faults that nothing can survive (a killed engine, say) are told by
+    seed: which bytes sources have. Faults that nothing can survive (a killed engine, say) are told by
     note_dead(). Checks raise CheckFailed; those that run in callbacks are kept and raised by the next check().
     """
 
     def __init__(self, seed: int) -> None:
-        self._random = np.random.Generator(np.random.PCG64(seed))
+        self._seed = seed
         self.ops: list[Op] = []
         self.arenas: list[Arena] = []
         self.failures: list[str] = []
@@ -218,7 +220,7 @@ class Ledger:
     def send(self, engine: Engine, peer: Engine, nbytes: int) -> Op:
         """A message; the first eight bytes name it."""
         self._next_message += 1
-        filler = self._random.integers(0, 256, max(0, nbytes - 8), np.uint8).tobytes()
+        filler = self._data(max(0, nbytes - 8)).tobytes()
         payload = self._next_message.to_bytes(8, "little") + filler
         op = self._add("send", engine.submit_send(peer.address, payload), [], [], {})
         op.payload, op.receiver = payload, peer
@@ -293,8 +295,15 @@ class Ledger:
 
     # ---- how
 
+    def _data(self, nbytes: int) -> Bytes:
+        """Bytes that no other operation of about that length has."""
+        pool = _random_bytes(-(-(nbytes + 1) // _POOL_BYTES))
+        self._seed = self._seed * 6364136223846793005 + 1442695040888963407 & (1 << 64) - 1
+        at = (self._seed >> 32) % (len(pool) - nbytes)
+        return pool[at : at + nbytes]
+
     def _piece(self, source: Arena, at: int, target: Arena, to: int, nbytes: int) -> Piece:
-        data = self._random.integers(1, 0xD0, nbytes, np.uint8)  # neither poison nor zero
+        data = self._data(nbytes)
         source.memory[at : at + nbytes] = data
         return Piece(target, to, data, is_unsure=self.is_dead(target.engine))
 
@@ -322,7 +331,8 @@ class Ledger:
                 tally.counter._give_back(count)
                 return
             for piece in op.pieces:
-                if not piece.is_poisoned and not piece.is_unsure and not np.array_equal(piece.memory, piece.data):
+                is_ours = piece.is_poisoned or piece.is_unsure or piece.arena.is_closed  # by now
+                if not is_ours and not np.array_equal(piece.memory, piece.data):
                     self._fail(f"{op} was counted before its bytes were in place")
             tally.counter._give_back(count)
 
@@ -406,6 +416,12 @@ def ends_within(ledger: Ledger, run: Callable[[float], object], limit_s: float, 
         run(step_s)
         passed_s += step_s
     return not ledger.pending
+
+
+@functools.cache
+def _random_bytes(pools: int) -> Bytes:
+    """Made once: drawing them anew would take longer than all else. Neither poison nor zero among them."""
+    return np.random.Generator(np.random.PCG64(1)).integers(1, 0xD0, 2 * pools * _POOL_BYTES, np.uint8)
 
 
 def _take_both(source: Arena, target: Arena, nbytes: int) -> tuple[int, int] | None:
