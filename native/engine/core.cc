@@ -300,8 +300,8 @@ bool EngineCore::turn() {
   }
   if (!try_enter()) return true;  // a thread that connects, or forgets a peer
   watchers_->look();
-  round();
-  const bool more = has_work();
+  const bool moved = round() > 0;  // what was retired may make room for what round() looked at before
+  const bool more = moved || has_work();
   stage_timer_ = transports_.next_timer();
   progress_lock_.unlock();
   return more;

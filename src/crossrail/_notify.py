@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from crossrail import _core
+from crossrail import _core, _raise
 
 if TYPE_CHECKING:
     import asyncio  # slow to import, and who runs a loop has done it
@@ -43,9 +43,11 @@ class LoopNotifier:
         loop.add_reader(self.notifier, self._drain)
 
     @classmethod
-    def running(cls) -> LoopNotifier:
-        """That of the running loop."""
+    def running(cls, engine: _core.Engine) -> LoopNotifier:
+        """That of the running loop. UsageError when its clock is not the engine's: nobody would wake it."""
         loop: asyncio.AbstractEventLoop = sys.modules["asyncio"].get_running_loop()
+        if getattr(loop, "world", None) is not cast(_HasWorld, engine)._world:
+            raise _raise.another_clock(engine, loop)
         found = _of_loop.get(loop)
         if found is None:
             found = _of_loop[loop] = cls(loop)
@@ -214,6 +216,10 @@ class Callbacks(Protocol):
     def forget(self, cookie: int) -> None: ...
     def start(self) -> threading.Thread | None: ...
     def close(self, timeout_s: float) -> None: ...
+
+
+class _HasWorld(Protocol):
+    _world: object  # None outside of simulations
 
 
 class _HasCallbacks(Protocol):

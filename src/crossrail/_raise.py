@@ -175,6 +175,13 @@ def connect_failed(engine: _core.Engine, peer: str, pid: int, note: str) -> erro
     )
 
 
+def another_clock(engine: _core.Engine, loop: object) -> errors.UsageError:
+    return errors.UsageError(
+        f"engine '{engine.name}' cannot be awaited on {loop!r}: they go by different clocks. Next: await engines of a "
+        "simulated world in crossrail.sim.run() or on its world.event_loop(), and others outside of these"
+    )
+
+
 def check_callable(fn: object, argument: str) -> None:
     if not callable(fn):
         raise errors.UsageError(f"{argument} must be callable, not {type(fn).__name__}")

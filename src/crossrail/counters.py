@@ -44,7 +44,7 @@ class ImmCounter(_core.ImmCounter):
         """
         if self.try_consume(count):
             return
-        loop = LoopNotifier.running()
+        loop = LoopNotifier.running(self._engine)
         cookie, served = loop.expect()
         ticket = self._notify(count, loop.notifier, cookie)
         try:

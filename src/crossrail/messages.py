@@ -61,7 +61,7 @@ class ReceivePool(_core.ReceivePool):
 
     async def _ready(self, timeout_s: float | None) -> bool:
         """True when it is worth looking again."""
-        loop = LoopNotifier.running()
+        loop = LoopNotifier.running(self._engine)
         if loop is not self._loop:
             if self._waiters:
                 raise UsageError("tasks of another event loop wait for messages of this pool: use one loop per pool")

@@ -16,7 +16,7 @@ __all__ = ["Transfer"]
 def await_transfer(transfer: Transfer) -> Generator[Any, None, None]:
     """`await transfer`. A task that is cancelled meanwhile lets go of the transfer and nothing else."""
     if not transfer.done:
-        loop = LoopNotifier.running()
+        loop = LoopNotifier.running(transfer._engine)
         cookie, completed = loop.expect()
         try:
             if transfer._notify(loop.notifier, cookie):

@@ -1,6 +1,5 @@
 """submit_send and submit_recvs: messages, copied at submit, into a pool of receive buffers."""
 
-import threading
 
 import pytest
 
@@ -8,6 +7,7 @@ import crossrail as xr
 from tests.contract.conftest import Pair
 from tests.contract.setups import ALL_RAILS, SOME_RAILS, setups
 from tests.support.limits import WAIT_S, eventually, never
+from tests.support.threads import start_thread
 from tests.support.patterns import pattern
 
 
@@ -137,8 +137,7 @@ def test_senders_from_several_engines_and_threads_share_a_pool(pair: Pair) -> No
     engines = [pair.there, pair.another("second"), pair.another("third")]
     with pair.here.submit_recvs(3, 16) as pool:
         got: list[tuple[str, bytes]] = []
-        reader = threading.Thread(target=lambda: got.extend(taken(pool, 30)))
-        reader.start()
+        reader = start_thread(pair.here, lambda: got.extend(taken(pool, 30)), "reader")
         for i in range(10):
             for engine in engines:
                 engine.send(pair.here.address, bytes([i]))

@@ -20,7 +20,8 @@ async def test_coroutine(sim_world):
 
 def test_current(sim_world):
     a, b = (xr.Engine(name, transport="sim") for name in "ab")
-    a.submit_write(a.alloc(64), b.alloc(64).descriptor, imm=1).wait(timeout_s=1)
+    source, target = a.alloc(64), b.alloc(64)
+    a.submit_write(source, target.descriptor, imm=1).wait(timeout_s=1)
     b.imm_counter(1).wait(1, timeout_s=1)
 
 def test_seed(sim_world):
@@ -43,8 +44,11 @@ def user(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
     return pytester
 
 
+WITHOUT = ("-p", "no:cacheprovider", "-p", "no:asyncio")
+
+
 def run(user: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    return user.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=50)
+    return user.runpytest_inprocess(*WITHOUT, *arguments)
 
 
 def seeds(user: pytest.Pytester) -> list[int]:
@@ -59,7 +63,8 @@ def test_worlds_are_made_and_coroutines_run_on_their_loops(user: pytest.Pytester
 
 
 def test_a_failure_tells_the_command_that_replays_it_and_the_last_events(user: pytest.Pytester) -> None:
-    result = run(user, "-k", "fails", "--sim-seed", "1847")
+    # In a process of its own: pytest holds on to the failure, and so to its world.
+    result = user.runpytest_subprocess(*WITHOUT, "-k", "fails", "--sim-seed", "1847", timeout=50)
 
     result.assert_outcomes(failed=1, deselected=3)
     result.stdout.fnmatch_lines(["*replay*", "pytest *test_mine.py::test_fails* --sim-seed 1847", "*engine-open*"])
@@ -106,7 +111,9 @@ def test_a_seed_that_is_no_number_is_refused_in_words(user: pytest.Pytester, mon
 
 
 def test_a_coroutine_that_pytest_asyncio_takes_is_refused_in_words(user: pytest.Pytester) -> None:
-    result = run(user, "-k", "coroutine", "-o", "asyncio_mode=auto")
+    user.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
+
+    result = user.runpytest_inprocess("-k", "coroutine")
 
     result.assert_outcomes(failed=1, deselected=3)
     result.stdout.fnmatch_lines(["*crossrail.sim.run()*"])

@@ -21,6 +21,7 @@ from tests.support.operations import Operations
 from tests.support.patterns import CANARY, ByteArray, pattern
 from tests.support.scribble import scribble
 from tests.support.streams import Stream
+from tests.support.threads import start_thread
 
 
 class CommandError(Exception):
@@ -215,9 +216,7 @@ class Node:
         return Operations(self._engines[engine], self._regions[number], targets, imm=imm, page_bytes=page_bytes)
 
     def _start(self, engine: str, run: Callable[[], None]) -> None:
-        thread = threading.Thread(target=run, name=f"node-{engine}", daemon=True)
-        self._threads[engine].append(thread)
-        thread.start()
+        self._threads[engine].append(start_thread(self._engines[engine], run, f"node-{engine}"))
 
 
 class LocalNode:

@@ -16,7 +16,7 @@ Visitors::Visitor& Visitors::find() {
 void Visitors::begin_wait() {
   Visitor& visitor = self();
   ++visitor.waits;
-  visitor.looked = moves_ - 1;  // not yet
+  visitor.looking_at = visitor.looked = moves_ - 1;  // not yet
 }
 
 void Visitors::end_wait() {

@@ -18,8 +18,12 @@ class Visitors {
   void end_wait();
   // An engine had a turn: who waits has to look whether it is what it waits for.
   void note_move() { ++moves_; }
-  // This thread is about to look.
-  void look() { self().looked = moves_; }
+  // This thread goes to look, and comes back from there: what moved before it went it has looked at.
+  void go_look() { self().looking_at = moves_; }
+  void come_back() {
+    Visitor& visitor = self();
+    visitor.looked = visitor.looking_at;
+  }
   bool has_looked() { return self().looked == moves_; }
   // Whether one of the others is about to do something, or to look.
   bool others_act();
@@ -29,7 +33,8 @@ class Visitors {
   struct Visitor {
     std::thread::id thread;
     uint32_t waits = 0;
-    uint64_t looked = 0;  // at so many moves
+    uint64_t looking_at = 0;  // so many moves
+    uint64_t looked = 0;
     uint64_t acts = 0;
     uint64_t acts_seen = 0;     // when somebody last looked,
     int64_t seen_since_ns = 0;  // and since when these are all

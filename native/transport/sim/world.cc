@@ -199,8 +199,9 @@ bool World::happens(const Event& event, std::unique_lock<std::recursive_mutex>* 
 
 Stage::Step World::advance(Deadline until) {
   std::unique_lock held(mutex_);
+  visitors_.come_back();
   const Step step = go_on(until, &held);
-  if (held.owns_lock()) visitors_.look();
+  if (held.owns_lock()) visitors_.go_look();
   return step;
 }
 

@@ -60,35 +60,34 @@ def _compare(first: Outcome, second: Outcome) -> None:
 # --- what people see ---
 
 
-def _table(outcomes: Sequence[Outcome], width: int) -> Table:
-    """A line a scenario: sums over its runs, and the median of each figure."""
-    table = Table(title="crossrail sim: all times but the last are virtual", title_justify="left")
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    """A line a scenario: sums over its runs."""
+    table = Table(title="crossrail sim", title_justify="left")
     table.add_column("scenario", no_wrap=True)
-    for title in ("runs", "virtual", "works", "bytes", "checks"):
+    for title in ("runs", "virtual", "real", "works", "bytes"):
         table.add_column(title, justify="right", no_wrap=True)
-    if wide := width >= 100:
-        table.add_column("figures")
-    table.add_column("real", justify="right", no_wrap=True)
-    table.add_column("")
-    for name in dict.fromkeys(outcome.scenario for outcome in outcomes):
-        runs = [outcome for outcome in outcomes if outcome.scenario == name]
-        ok = sum(run.ok for run in runs)
-        figures = [", ".join(_figures(runs))] if wide else []
+    table.add_column("", no_wrap=True)
+    for name, runs in _by_scenario(outcomes):
+        failed = sum(not run.ok for run in runs)
         table.add_row(
             escape(name),
             str(len(runs)),
             _seconds(sum(run.virtual_s for run in runs)),
+            _seconds(sum(run.real_s for run in runs)),
             f"{sum(run.stats['works'] for run in runs):,}",
             format_bytes(sum(run.stats["bytes"] for run in runs)),
-            f"{sum(run.checks for run in runs):,}",
-            *figures,
-            _seconds(sum(run.real_s for run in runs)),
-            "[green]ok[/green]" if ok == len(runs) else f"[red]{len(runs) - ok} failed[/red]",
+            f"[red]{failed} failed[/red]" if failed else "[green]ok[/green]",
         )
     return table
 
 
+def _by_scenario(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
+    names = dict.fromkeys(outcome.scenario for outcome in outcomes)
+    return [(name, [outcome for outcome in outcomes if outcome.scenario == name]) for name in names]
+
+
 def _figures(runs: Sequence[Outcome]) -> list[str]:
+    """The medians, in virtual units."""
     told = []
     for name in dict.fromkeys(name for run in runs for name in run.figures):
         found = [run.figures[name] for run in runs if name in run.figures]
@@ -202,8 +201,12 @@ def command(
         click.echo(json.dumps(_to_json(outcomes), indent=2))
     else:
         console = Console()
-        console.print(_table(outcomes, console.width))
-        click.echo(_seeds_line(first, runs))
+        console.print(_table(outcomes))
+        for name, of_one in _by_scenario(outcomes):
+            if figures := _figures(of_one):
+                click.echo(f"{name}: {'; '.join(figures)}{'' if runs == 1 else ' (medians)'}")
+        checks = format_count(sum(outcome.checks for outcome in outcomes), "check")
+        click.echo(f"{checks}, {_seeds_text(first, runs)}")
         for outcome in failed[:_REPLAYS_TOLD_MAX]:
             _tell_failure(outcome, console, in_full=len(failed) == 1)
         if len(failed) > _REPLAYS_TOLD_MAX:
@@ -212,5 +215,5 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-def _seeds_line(first: int, runs: int) -> str:
+def _seeds_text(first: int, runs: int) -> str:
     return f"seed {first}" if runs == 1 else f"seeds {first} to {first + runs - 1}"

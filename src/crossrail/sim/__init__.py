@@ -5,7 +5,20 @@ Engines in a world are ordinary engines: the same class, the same calls. A test 
 """
 
 from crossrail.errors import SimulationIdle
-from crossrail.sim.profiles import LocalProfile, NicProfile
+from crossrail.sim.loop import SimEventLoop
+from crossrail.sim.profiles import LocalProfile, NicProfile, Rails, from_bench
+from crossrail.sim.running import run
 from crossrail.sim.world import Host, World, current
 
-__all__ = ["Host", "LocalProfile", "NicProfile", "SimulationIdle", "World", "current"]
+__all__ = [
+    "Host",
+    "LocalProfile",
+    "NicProfile",
+    "Rails",
+    "SimEventLoop",
+    "SimulationIdle",
+    "World",
+    "current",
+    "from_bench",
+    "run",
+]

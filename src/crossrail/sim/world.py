@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
+import random
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -12,6 +12,7 @@ from crossrail import _core, _stage
 from crossrail.engine import Engine
 from crossrail.errors import SimulationIdle, UsageError
 from crossrail.sim import profiles
+from crossrail.sim.loop import SimEventLoop
 from crossrail.sim.profiles import LocalProfile, NicProfile
 
 _STEPS_PER_LOOK = 64
@@ -37,7 +38,6 @@ class Host:
         self.name = name
         self.rails = tuple(rails)
         self._index = index
-        self._engines: list[weakref.ref[_core.Engine]] = []
 
     def engine(self, name: str | None = None, *, rails: int | Sequence[str] | None = None, **options: Any) -> Engine:
         """An engine on this host: an ordinary crossrail.Engine, with its options.
@@ -49,15 +49,15 @@ class Host:
 
     @property
     def engines(self) -> list[Engine]:
-        """Those opened here that still exist, in the order of opening."""
-        return [engine for ref in self._engines if isinstance(engine := ref(), Engine)]
+        """Those opened here and not closed or killed, in the order of opening."""
+        return [engine for engine, host in self.world._engines.items() if host is self and not engine.closed]
 
     def _place(self) -> _stage.Place:
         return _stage.Place(self.world, self.world._native, self._index, self.world._callbacks_of, self._opened)
 
     def _opened(self, engine: _core.Engine) -> None:
-        self._engines.append(weakref.ref(engine))
-        self.world._engines.append(weakref.ref(engine))
+        assert isinstance(engine, Engine)
+        self.world._keep(engine, self)
 
     def __repr__(self) -> str:
         return f"<Host {self.name!r}, rails {', '.join(rail.name for rail in self.rails)}>"
@@ -72,8 +72,10 @@ class World:
     event_loop(). Callbacks of the user run in the thread that waits. A wait without deadline for what can never come
     raises SimulationIdle.
 
-    seed: all choices come from it. The same seed, calls and build give the same log, byte for byte, on every machine.
+    seed: all choices come from it; `rng` is a generator of the same seed, for choices of yours. The same seed, calls and
+    build give the same log, byte for byte, on every machine.
     keep_log: keep the lines of `log`; `log_digest` is there in any case.
+    Its engines are the world's: who opened one need not hold it.
     Lifecycle: 1. open; inside `with` it is the current world, where Engine(transport="sim") opens on a host of its own.
     2. close(): closes its engines. Threads: one. Several are safe, and what they see is not determined.
     Times (at_s, for_s) are virtual seconds since the world began; None: now, and for ever.
@@ -83,11 +85,12 @@ class World:
         if not 0 <= seed < 1 << 64:
             raise UsageError(f"seed is {seed}, must be 0..2**64-1")
         self.seed = seed
+        self.rng = random.Random(seed)
         self._native = _core.SimWorld(seed, keep_log)
         self._hub = _stage.CallbackHub()
         _stage.connect_callbacks(self._native, self._hub)
         self._hosts: dict[str, Host] = {}
-        self._engines: list[weakref.ref[_core.Engine]] = []
+        self._engines: dict[Engine, Host] = {}
         self._own_hosts = 0
 
     # ---- hosts
@@ -150,6 +153,13 @@ class World:
                 self._hub.run()
             elif outcome in ("deadline", "idle") or (deadline_ns is None and until is None and self._native.is_calm):
                 return until is None or bool(until())
+
+    def event_loop(self, *, limit_s: float | None = None) -> SimEventLoop:
+        """A new asyncio loop on this world's clock; crossrail.sim.run() makes, runs and closes one.
+
+        limit_s: virtual seconds since the world began, after which it raises WaitTimeout.
+        """
+        return SimEventLoop(self, limit_s=limit_s)
 
     def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> bool:
         """For the event loop, which says what it wants. Past the limit the clock goes by one event at most."""
@@ -255,8 +265,8 @@ class World:
 
     def _seats(self, what: Engine | Host) -> list[int]:
         if isinstance(what, Host):
-            return [engine._seat for engine in what.engines if not engine.closed]
-        if not any(ref() is what for ref in self._engines):
+            return [engine._seat for engine in what.engines]
+        if what._world is not self:
             raise UsageError(f"{what!r} is not in this world")
         return [] if what.closed else [what._seat]
 
@@ -297,11 +307,16 @@ class World:
 
     def close(self) -> None:
         """Closes the world's engines, the youngest first. Idempotent."""
-        for ref in reversed(self._engines):
-            engine = ref()
-            if isinstance(engine, Engine):
-                engine.close(_CLOSE_PATIENCE_S)
+        for engine in reversed(self._engines):
+            engine.close(_CLOSE_PATIENCE_S)
         self._engines.clear()
+
+    def _keep(self, engine: Engine, host: Host) -> None:
+        """Engines are the world's: who opened one may drop it. Those that were closed or killed go."""
+        for ended in [engine for engine in self._engines if engine.closed]:
+            ended.close(0.0)  # of a killed one, what is left
+            del self._engines[ended]
+        self._engines[engine] = host
 
     def __enter__(self) -> World:
         _current.append(self)

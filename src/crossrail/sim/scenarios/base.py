@@ -78,6 +78,7 @@ class Run:
     def __init__(self, world: World) -> None:
         self.world = world
         self.rng = random.Random(f"scenario-{world.seed}")
+        self._bytes = np.random.Generator(np.random.PCG64(world.seed))
         self.check = Checks()
         self.figures: dict[str, Figure] = {}
         self._tracked: list[_Tracked] = []
@@ -91,7 +92,7 @@ class Run:
 
     def random_bytes(self, nbytes: int) -> Bytes:
         """The same for the same seed."""
-        return np.frombuffer(self.rng.randbytes(nbytes), np.uint8)
+        return np.frombuffer(self._bytes.bytes(nbytes), np.uint8)
 
     def counter(self, engine: xr.Engine, imm: int | None = None) -> xr.ImmCounter:
         """One whose every count has to be taken by the end. imm: None for a number that nobody uses."""

@@ -10,7 +10,7 @@ import crossrail as xr
 from crossrail.sim.scenarios.base import Run
 
 _KIB = 1 << 10
-_MIB = 1 << 20
+_WRITE_BYTES = 256 << 10
 _WAIT_S = 5.0
 
 
@@ -91,7 +91,7 @@ async def late_packets(run: Run) -> None:
     """A writer is killed with writes under way: none lands in closed memory, none counts for the next writer."""
     receiver = run.host("receiver").engine("receiver")
     host = run.host("writer")
-    memory = np.zeros(8 * _MIB, np.uint8)
+    memory = np.zeros(8 * _WRITE_BYTES, np.uint8)
     generations = run.rng.randint(2, 5)
     for generation in range(generations):
         writer = host.engine("writer")
@@ -100,8 +100,8 @@ async def late_packets(run: Run) -> None:
         source = writer.alloc(memory.nbytes)
         source.array()[:] = data = run.random_bytes(memory.nbytes)
         writes = [
-            writer.submit_write(source, target.descriptor, _MIB, src_offset=at, dst_offset=at, imm=counter.imm)
-            for at in range(0, memory.nbytes, _MIB)
+            writer.submit_write(source, target.descriptor, _WRITE_BYTES, src_offset=at, dst_offset=at, imm=counter.imm)
+            for at in range(0, memory.nbytes, _WRITE_BYTES)
         ]
         if generation < generations - 1:
             await asyncio.sleep(run.rng.uniform(2e-6, 2e-4))

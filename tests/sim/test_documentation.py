@@ -1,0 +1,31 @@
+"""What docs/simulator.md shows runs as it stands there."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.process import REPOSITORY
+
+pytest_plugins = ["pytester"]
+
+TEXT = (Path(REPOSITORY) / "docs" / "simulator.md").read_text()
+CONFTEST, TEST, SCRIPT = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def test_the_test_of_two_minutes_passes_with_many_seeds(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_push=TEST)
+
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:asyncio", "--sim-runs", "20")
+
+    result.assert_outcomes(passed=20)
+
+
+def test_the_script_moves_its_terabyte(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(SCRIPT, {"asyncio": asyncio})
+
+    seconds, words = capsys.readouterr().out.split(" ", 1)
+    assert words == "virtual seconds\n"
+    assert float(seconds) == pytest.approx((1 << 40) * 8 / 364e9, rel=0.1)

@@ -1,0 +1,25 @@
+"""Threads of tests that wait in an engine."""
+
+import threading
+from collections.abc import Callable
+
+import crossrail as xr
+from tests.support.limits import WAIT_S
+
+
+def start_thread(engine: xr.Engine, run: Callable[[], object], name: str) -> threading.Thread:
+    """Runs run() on a thread, once the engine has seen that thread.
+
+    Simulated time goes on when all threads wait that a world knows of: it must not run away before this one waits too.
+    """
+    is_known = threading.Event()
+
+    def begin() -> None:
+        engine.progress()
+        is_known.set()
+        run()
+
+    thread = threading.Thread(target=begin, name=name, daemon=True)
+    thread.start()
+    assert is_known.wait(WAIT_S), f"thread {name} did not begin"
+    return thread
