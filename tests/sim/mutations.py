@@ -1,4 +1,4 @@
-"""Each deliberate mistake of native/util/mutation.h, found by the campaign within so many seeds, or the campaign is blind.
+"""Each deliberate mistake of native/util/mutation.h: found by the campaign within so many seeds, or it is blind.
 
 Run by `./dev sim --mutations [NAME ...]`, with a build that has them.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 HEADER = Path(__file__).resolve().parents[2] / "native" / "util" / "mutation.h"
 FIRST_SEED = 1
 # Within so many seeds of FIRST_SEED each has to be found.
-SEEDS_MAX = 400
+SEEDS_MAX = 200
 SEEDS_CLEAN = 50
 TIMEOUT_S = 600
 

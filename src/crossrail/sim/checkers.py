@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from crossrail.counters import ImmCounter
 from crossrail.engine import Engine
-from crossrail.errors import TransportError, UsageError, WaitTimeout
+from crossrail.errors import WaitTimeout
 from crossrail.regions import Region
 from crossrail.transfers import Transfer
 
@@ -120,9 +120,8 @@ class Ledger:
 
     # ---- memory
 
-    def arena(self, engine: Engine, nbytes: int) -> Arena:
-        """Registers zeroed memory. Raises TransportError as Engine.register does."""
-        memory = np.zeros(nbytes, np.uint8)
+    def arena(self, engine: Engine, memory: Bytes) -> Arena:
+        """Registers memory, which is all zeros. Raises TransportError as Engine.register does."""
         arena = Arena(engine, memory, engine.register(memory))
         self.arenas.append(arena)
         return arena
@@ -202,20 +201,20 @@ class Ledger:
             self._piece(source, at, target, to, nbytes)
             for at, to, target, nbytes in zip(starts, ends, targets, lengths, strict=True)
         ]
-        tallies = [self.tally(target.engine, imm) for target in targets if not target.engine.closed]
+        counts = self._tallies_of([target.engine for target in targets], imm)
         transfer = source.engine.submit_scatter(
             source.region, [target.region.descriptor for target in targets], lengths=list(lengths),
             src_offsets=starts, dst_offsets=ends, imm=imm,
         )  # fmt: skip
         sources = [(source, at, nbytes) for at, nbytes in zip(starts, lengths, strict=True)]
-        return self._add("scatter", transfer, sources, pieces, {tally: 1 for tally in tallies})
+        return self._add("scatter", transfer, sources, pieces, counts)
 
     def barrier(self, engine: Engine, peers: Sequence[Engine], imm: int) -> Op:
         """The immediate alone, to each."""
         group = engine.add_peer_group([peer.address for peer in peers])
-        tallies = [self.tally(peer, imm) for peer in peers if not peer.closed]
+        counts = self._tallies_of(peers, imm)
         transfer = engine.submit_barrier(group, imm)
-        return self._add("barrier", transfer, [], [], {tally: 1 for tally in tallies})
+        return self._add("barrier", transfer, [], [], counts)
 
     def send(self, engine: Engine, peer: Engine, nbytes: int) -> Op:
         """A message; the first eight bytes name it."""
@@ -255,7 +254,8 @@ class Ledger:
         self._check_tally(tally)
         self._tallies.remove(tally)
 
-    def is_dead(self, engine: Engine) -> bool:
+    def is_dead(self, engine: object) -> bool:
+        """Whether note_dead() was told of it."""
         return any(dead is engine for dead in self._dead)
 
     # ---- checks
@@ -294,6 +294,12 @@ class Ledger:
         self.check()
 
     # ---- how
+
+    def _tallies_of(self, engines: Sequence[Engine], imm: int) -> dict[Tally, int]:
+        """Of one number at several engines, and how often each is named."""
+        named = {id(engine): engine for engine in engines if not engine.closed}
+        counts = {key: sum(id(engine) == key for engine in engines) for key in named}
+        return {self.tally(engine, imm): counts[key] for key, engine in named.items()}
 
     def _data(self, nbytes: int) -> Bytes:
         """Bytes that no other operation of about that length has."""
@@ -380,9 +386,8 @@ class Ledger:
         got = tally.counter.poll()
         if not least <= got <= most:
             names = ", ".join(map(str, tally.ops))
-            self._fail(
-                f"engine {tally.engine.name!r} counts {got} of immediate {tally.counter.imm}, must be {least} to {most}: {names}"
-            )
+            number = f"immediate {tally.counter.imm}"
+            self._fail(f"engine {tally.engine.name!r} counts {got} of {number}, must be {least} to {most}: {names}")
 
     def _check_message(self, op: Op) -> None:
         assert op.receiver is not None
@@ -438,4 +443,4 @@ def _counts_nothing(op: Op) -> bool:
     return op.status == "cancelled" and op.kind == "write"
 
 
-__all__ = ["Arena", "CheckFailed", "Ledger", "Op", "Piece", "Tally", "TransportError", "UsageError", "ends_within"]
+__all__ = ["UNTOUCHED", "Arena", "Bytes", "CheckFailed", "Ledger", "Op", "Piece", "Tally", "ends_within"]

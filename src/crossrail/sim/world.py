@@ -10,7 +10,7 @@ from typing import Any
 
 from crossrail import _core, _stage
 from crossrail.engine import Engine
-from crossrail.errors import SimulationIdle, UsageError
+from crossrail.errors import UsageError
 from crossrail.sim import profiles
 from crossrail.sim.loop import SimEventLoop
 from crossrail.sim.profiles import LocalProfile, NicProfile
