@@ -273,8 +273,8 @@ void register_engine(nb::module_& module) {
       .def_prop_ro(
           "_inherited", [](Self self) { return self.p->inherited(); }, "In a forked child.")
       .def(
-          "_close", [](Self self, nb::handle timeout_s) { self.p->close(timeout_s); },
-          nb::arg("timeout_s"), nb::sig("def _close(self, timeout_s: float | None) -> None"))
+          "_close", [](Self self, nb::handle timeout_s) { self.p->close(timeout_s); }, nb::arg("timeout_s"),
+          nb::sig("def _close(self, timeout_s: float | None) -> None"))
       .def(
           "release_imm", [](Self self, nb::handle imm) { self.p->core()->release_imm(to_u32(imm, "imm", kImmMax)); },
           nb::arg("imm"), nb::sig("def release_imm(self, imm: int) -> None"),

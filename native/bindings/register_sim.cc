@@ -52,13 +52,13 @@ Deadline clock_time(nb::handle since_begin_ns) {
 // Goes on until the notifier has something ("news"), callbacks of the user are due ("callbacks"), the deadline is reached
 // ("deadline": the clock stands there), nothing is left to happen and there is no deadline ("idle"), or so many steps or
 // some real time have passed, or the clock is past the limit ("more").
-const char* run_until(Self self, nb::handle deadline_ns, nb::handle notifier, uint32_t steps_max,
-                      nb::handle limit_ns) {
+const char* run_until(Self self, nb::handle deadline_ns, nb::handle notifier, uint32_t steps_max, nb::handle limit_ns) {
   constexpr int64_t kRealNsMax = 20'000'000;
   constexpr uint32_t kStepsPerLook = 256;
   const Deadline until = clock_time(deadline_ns);
   const Deadline limit = clock_time(limit_ns);
-  const Ref<Notifier> watched = notifier.is_none() ? Ref<Notifier>() : nb::cast<NotifierHandle&>(notifier).notifier.ref();
+  const Ref<Notifier> watched =
+      notifier.is_none() ? Ref<Notifier>() : nb::cast<NotifierHandle&>(notifier).notifier.ref();
   const std::shared_ptr<sim::World> world = self.world;
   const Ref<Notifier> callbacks = self.callbacks;
   const WithoutGil no_gil;
@@ -180,7 +180,7 @@ void register_faults(nb::class_<SimWorldHandle>& world) {
 
 void register_sim(nb::module_& module) {
   nb::class_<SimWorldHandle> world(module, "SimWorld", nb::is_final(), "The native half of crossrail.sim.World.");
-  world.def(nb::init<uint64_t, bool>(), nb::arg("seed"), nb::arg("keeps_log"))
+  world.def(nb::init<uint64_t, size_t>(), nb::arg("seed"), nb::arg("log_lines_max"))
       .def("add_host", &add_host, nb::arg("name"), nb::arg("rails"), nb::arg("local"))
       .def_prop_ro(
           "now_ns", [](Self self) { return self.world->now_ns() - sim::World::kOriginNs; },
@@ -188,8 +188,8 @@ void register_sim(nb::module_& module) {
       .def_prop_ro(
           "is_calm", [](Self self) { return self.world->is_calm(); },
           "Nothing is under way and no fault is scheduled: only timers of idle engines are left.")
-      .def("run_until", &run_until, nb::arg("deadline_ns").none(), nb::arg("notifier").none(),
-           nb::arg("steps_max") = 0, nb::arg("limit_ns") = nb::none(),
+      .def("run_until", &run_until, nb::arg("deadline_ns").none(), nb::arg("notifier").none(), nb::arg("steps_max") = 0,
+           nb::arg("limit_ns") = nb::none(),
            nb::sig("def run_until(self, deadline_ns: int | None, notifier: Notifier | None, steps_max: int = 0, "
                    "limit_ns: int | None = None) -> str"))
       .def(

@@ -279,8 +279,9 @@ WaitResult EngineCore::wait_on_stage(const std::function<bool()>& ready, Deadlin
         return ready() ? WaitResult::kReady : WaitResult::kTimeout;
       case Stage::Step::kIdle:
         if (ready()) return WaitResult::kReady;
-        throw SimulationIdleError("the simulation is idle: nothing is left to happen that could end this wait of engine '" +
-                                  options_.name + "', which has no deadline");
+        throw SimulationIdleError(
+            "the simulation is idle: nothing is left to happen that could end this wait of engine '" + options_.name +
+            "', which has no deadline");
       case Stage::Step::kHeld:
         std::this_thread::sleep_for(kNap);
         break;

@@ -214,7 +214,8 @@ class EngineCore final : public Sink, public Actor {
   // Its place on a stage, if it has one: entered before its NICs are made, left after they are gone.
   struct Seat {
     Seat(Actor* actor, const EngineOptions& options)
-        : stage(options.stage.get()), number(stage != nullptr ? stage->enter(actor, options.stage_host, options.name) : 0) {}
+        : stage(options.stage.get()),
+          number(stage != nullptr ? stage->enter(actor, options.stage_host, options.name) : 0) {}
     ~Seat() {
       if (stage != nullptr) stage->leave(number);
     }
@@ -224,7 +225,7 @@ class EngineCore final : public Sink, public Actor {
     const uint32_t number;
   } seat_;
   Deadline stage_timer_ = kNoDeadline;  // as of the last turn
-  TransportSet transports_;  // their threads call us: built after what that needs
+  TransportSet transports_;             // their threads call us: built after what that needs
 
   // Known to the handlers of fork. A member, and after all that may fail to open: an engine that does not open is forgotten.
   struct Live {

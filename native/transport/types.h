@@ -26,8 +26,8 @@ const char* transport_name(TransportKind kind);
 // Sets of kinds are masks of these.
 constexpr uint32_t transport_bit(TransportKind kind) { return 1u << static_cast<uint32_t>(kind); }
 // Those whose rails are RDMA NICs, simulated ones too.
-inline constexpr uint32_t kRdmaTransports = transport_bit(TransportKind::kVerbs) | transport_bit(TransportKind::kOfi) |
-                                            transport_bit(TransportKind::kSim);
+inline constexpr uint32_t kRdmaTransports =
+    transport_bit(TransportKind::kVerbs) | transport_bit(TransportKind::kOfi) | transport_bit(TransportKind::kSim);
 inline constexpr uint32_t kAllTransports = transport_bit(TransportKind::kShm) | transport_bit(TransportKind::kNull) |
                                            transport_bit(TransportKind::kTcp) | kRdmaTransports;
 // "shm and tcp"; "none" for the empty set.
@@ -47,7 +47,8 @@ enum class Access : uint8_t {
 };
 
 // Where phantom regions begin (Engine::register_phantom): an address that no memory has.
-inline std::byte* const kPhantomBase = reinterpret_cast<std::byte*>(uint64_t{1} << 60);  // NOLINT(performance-no-int-to-ptr)
+inline std::byte* const kPhantomBase =
+    reinterpret_cast<std::byte*>(uint64_t{1} << 60);  // NOLINT(performance-no-int-to-ptr)
 
 // How an operation ended.
 enum class Status : uint8_t {

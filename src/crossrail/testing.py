@@ -70,14 +70,15 @@ def sim_world(request: pytest.FixtureRequest) -> Iterator[World]:
     """
     name = f"{request.config.stash[_SESSION_SEED]}/{request.node.nodeid}"
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    with World(seed=seed, keep_log=True) as world:
+    with World(seed=seed, keep_log=_EVENTS_TOLD) as world:
         yield world
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a coroutine that takes sim_world on the world's event loop."""
-    if "sim_world" not in pyfuncitem.funcargs:
+    world = pyfuncitem.funcargs.get("sim_world")
+    if not isinstance(world, World):
         return None
     if pyfuncitem.get_closest_marker("asyncio") is not None:
         raise pytest.UsageError(
@@ -86,8 +87,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         )
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    run_on(pyfuncitem.funcargs["sim_world"], pyfuncitem.obj(**arguments), limit_s=LIMIT_S)
+    wanted = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: value for name, value in pyfuncitem.funcargs.items() if name in wanted}
+    run_on(world, pyfuncitem.obj(**arguments), limit_s=LIMIT_S)
     return True
 
 

@@ -123,9 +123,7 @@ def caller(setup: Setup, shared_process: list[PeerProcess], world: sim.World | N
 
 
 @pytest.fixture
-def pair(
-    setup: Setup, caller: Caller, open_engine: EngineFactory, seed: Seed, world: sim.World | None
-) -> Pair:
+def pair(setup: Setup, caller: Caller, open_engine: EngineFactory, seed: Seed, world: sim.World | None) -> Pair:
     common = {"transport": setup.transport, "private_path": setup.private_path}
     here = open_engine(rails=setup.rails_here, **common)
     there = RemoteEngine(caller, rails=setup.rails_there, **common)

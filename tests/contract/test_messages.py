@@ -1,14 +1,13 @@
 """submit_send and submit_recvs: messages, copied at submit, into a pool of receive buffers."""
 
-
 import pytest
 
 import crossrail as xr
 from tests.contract.conftest import Pair
 from tests.contract.setups import ALL_RAILS, SOME_RAILS, setups
 from tests.support.limits import WAIT_S, eventually, never
-from tests.support.threads import start_thread
 from tests.support.patterns import pattern
+from tests.support.threads import start_thread
 
 
 @setups(ALL_RAILS)

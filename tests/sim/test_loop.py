@@ -187,8 +187,10 @@ def test_sockets_and_files_are_refused_in_words() -> None:
     async def main(world: sim.World) -> None:
         with pytest.raises(xr.UsageError, match="no sockets"):
             asyncio.get_running_loop().add_reader(0, print)
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(xr.UsageError, match="no sockets, pipes, processes"):
             await asyncio.create_subprocess_exec("true")
+        with pytest.raises(xr.UsageError, match="no sockets, pipes, processes"):
+            await asyncio.open_connection("localhost", 80)
 
     sim.run(main)
 
@@ -205,6 +207,14 @@ def test_awaiting_a_real_engine_on_a_simulated_loop_is_refused() -> None:
             await engine.imm_counter(1).wait_async(1, timeout_s=5)
 
     with xr.Engine("real") as engine:
+        sim.run(main)
+
+
+async def test_a_run_inside_a_running_loop_is_refused() -> None:
+    async def main(world: sim.World) -> None:
+        raise AssertionError("it ran")
+
+    with pytest.raises(xr.UsageError, match="already"):
         sim.run(main)
 
 

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+import crossrail as xr
 from crossrail.sim.scenarios import SCENARIOS, Run, Scenario, play
 from tests.support.seeds import Seed
 
@@ -40,6 +41,14 @@ def test_other_seeds_are_other_runs() -> None:
 
 
 # --- the checkers bite ---
+
+
+def test_late_packets_are_seen_where_memory_is_taken_back_without_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xr.Region, "close", lambda region: None)
+
+    failures = [failure for number in range(5) for failure in play(SCENARIOS["late-packets"], number).failures]
+
+    assert any("memory closed to writer" in failure for failure in failures)
 
 
 async def touches_what_it_sealed(run: Run) -> None:

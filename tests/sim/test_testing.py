@@ -113,7 +113,7 @@ def test_a_seed_that_is_no_number_is_refused_in_words(user: pytest.Pytester, mon
 def test_a_coroutine_that_pytest_asyncio_takes_is_refused_in_words(user: pytest.Pytester) -> None:
     user.makeini("[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n")
 
-    result = user.runpytest_inprocess("-k", "coroutine")
+    result = user.runpytest_subprocess("-p", "no:cacheprovider", "-k", "coroutine", timeout=50)
 
     result.assert_outcomes(failed=1, deselected=3)
     result.stdout.fnmatch_lines(["*crossrail.sim.run()*"])

@@ -14,7 +14,7 @@ namespace crossrail::rdma {
 namespace {
 
 constexpr uint32_t kPollsPerClock = 16;  // a power of two
-constexpr size_t kDatagramsMax = 1024;  // waiting to be looked at: more in one poll are lost, as datagrams may be
+constexpr size_t kDatagramsMax = 1024;   // waiting to be looked at: more in one poll are lost, as datagrams may be
 constexpr uint64_t kSliceBytes = uint64_t{1} << 20;
 constexpr uint64_t kPieceBytesMin = 64 << 10;
 constexpr int64_t kTellGarbageEveryNs = 1'000'000'000;

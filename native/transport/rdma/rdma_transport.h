@@ -215,7 +215,7 @@ class RdmaTransport final : public Transport {
   std::vector<std::unique_ptr<Rail>> rails_;
   uint32_t fastest_mbps_ = 0;
   uint64_t work_bytes_max_ = 0;  // of all NICs
-  std::optional<Bell> bell_;  // none on a stage, where nobody sleeps
+  std::optional<Bell> bell_;     // none on a stage, where nobody sleeps
   std::map<Session::Key, std::unique_ptr<Session>> sessions_;
   std::map<uint64_t, Path*> tokens_;  // of paths that have a NicPath
   uint64_t next_session_number_ = 1;

@@ -151,7 +151,8 @@ void Fabric::flush(SimPath& path) {
                  static_cast<uint64_t>(rdma::NicFault::kFlushed));
       free_work(posted.slot);
     }
-    path.nic->push({.kind = SimNic::NewsKind::kFailed, .fault = rdma::NicFault::kFlushed, .path = &path, .cookie = cookie});
+    path.nic->push(
+        {.kind = SimNic::NewsKind::kFailed, .fault = rdma::NicFault::kFlushed, .path = &path, .cookie = cookie});
   }
   path.works.clear();
   path.nic->push({.kind = SimNic::NewsKind::kFlushed, .path = &path});
@@ -162,7 +163,8 @@ void Fabric::flush(SimPath& path) {
 void Fabric::happen(const Event& event) {
   switch (event.kind) {
     case EventKind::kPart: {
-      if (works_[event.what].number == event.detail >> 8) arrive(event.what, static_cast<uint32_t>(event.detail & 0xff));
+      if (works_[event.what].number == event.detail >> 8)
+        arrive(event.what, static_cast<uint32_t>(event.detail & 0xff));
       return;
     }
     case EventKind::kNotice:

@@ -121,7 +121,7 @@ class Fabric {
   struct Work {
     uint64_t number = 0;  // 0: free
     rdma::NicWork work;
-    PathId path;     // none: the sender is gone, what left it is still on its way
+    PathId path;  // none: the sender is gone, what left it is still on its way
     PathId to_path;
     uint32_t to_nic = 0;
     uint32_t from_host = 0;
@@ -130,7 +130,11 @@ class Fabric {
     uint32_t key_index = kNone;  // of the peer's registration, while bytes arrive there
     int64_t leaves_ns = 0;
     int64_t retry_until_ns = 0;
-    enum class Doom : uint8_t { kNone, kBefore, kAfter } doom = Doom::kNone;  // fails, not carried out or unacknowledged
+    enum class Doom : uint8_t {
+      kNone,
+      kBefore,
+      kAfter
+    } doom = Doom::kNone;  // fails, not carried out or unacknowledged
     bool is_ordered = false;
     bool moves_bytes = false;
     bool is_admitted = false;  // its first part arrived

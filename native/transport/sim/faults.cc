@@ -20,7 +20,8 @@ void Fabric::set_rail_up(uint32_t host, uint32_t rail, bool up) {
 
 void Fabric::set_rail_full(uint32_t host, uint32_t rail, bool full) {
   if (std::exchange(hosts_[host].rails[rail].is_full, full) == full) return;
-  log_->note(now() - World::kOriginNs, host, LogWord::kFault, full ? FaultWord::kQueueFull : FaultWord::kQueueRoom, rail);
+  log_->note(now() - World::kOriginNs, host, LogWord::kFault, full ? FaultWord::kQueueFull : FaultWord::kQueueRoom,
+             rail);
   for (SimNic* nic : nics_) {
     if (full || nic == nullptr || nic->host != host || nic->rail != rail) continue;
     nic->make_room();
@@ -51,8 +52,8 @@ void Fabric::set_failing(uint32_t host, uint32_t chance_ppm, uint64_t count) {
 
 void Fabric::set_withholding(uint32_t host, bool withholds) {
   if (std::exchange(hosts_[host].withholds, withholds) == withholds) return;
-  log_->note(now() - World::kOriginNs, host, LogWord::kFault,
-             withholds ? FaultWord::kWithhold : FaultWord::kRelease, 0);
+  log_->note(now() - World::kOriginNs, host, LogWord::kFault, withholds ? FaultWord::kWithhold : FaultWord::kRelease,
+             0);
   if (withholds) return;
   for (SimPath* path : paths_) {
     if (path == nullptr || path->nic->host != host) continue;

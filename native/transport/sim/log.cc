@@ -78,7 +78,9 @@ std::string EventLog::digest() const {
 
 void EventLog::write(int64_t at_ns, uint32_t host, LogWord word, const std::array<uint64_t, kValues>& values) {
   std::string line = std::to_string(at_ns) + " " + hosts_[host] + " ";
-  const auto number = [&](const char* name, uint64_t value) { line += std::string(" ") + name + "=" + std::to_string(value); };
+  const auto number = [&](const char* name, uint64_t value) {
+    line += std::string(" ") + name + "=" + std::to_string(value);
+  };
   const auto engine = [&](const char* what) { line += std::string(what) + " engine=" + engines_[values[0]]; };
   const auto to = [&](size_t at) { line += " to=" + hosts_[values[at]] + "/" + std::to_string(values[at + 1]); };
   const auto of_rail = [&](const char* what) {
@@ -142,7 +144,10 @@ void EventLog::write(int64_t at_ns, uint32_t host, LogWord word, const std::arra
       number("value", values[1]);
       break;
   }
+  if (lines_.size() == keep_max_) lines_.pop_front();
   lines_.push_back(std::move(line));
 }
+
+std::vector<std::string> EventLog::lines() const { return {lines_.begin(), lines_.end()}; }
 
 }  // namespace crossrail::sim

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -48,7 +49,8 @@ class EventLog {
  public:
   static constexpr size_t kValues = 8;
 
-  explicit EventLog(bool keeps) : keeps_(keeps) {}
+  // keep_max: how many lines are kept, the last ones; 0: none.
+  explicit EventLog(size_t keep_max) : keep_max_(keep_max) {}
 
   void name_host(const std::string& name);
   void name_engine(const std::string& name);
@@ -59,10 +61,10 @@ class EventLog {
     mix(static_cast<uint64_t>(at_ns));
     mix(uint64_t{host} << 8 | static_cast<uint8_t>(word));
     (mix(static_cast<uint64_t>(values)), ...);
-    if (keeps_) write(at_ns, host, word, {static_cast<uint64_t>(values)...});
+    if (keep_max_ != 0) write(at_ns, host, word, {static_cast<uint64_t>(values)...});
   }
 
-  const std::vector<std::string>& lines() const { return lines_; }
+  std::vector<std::string> lines() const;
   std::string digest() const;  // 32 hexadecimal digits
 
  private:
@@ -75,12 +77,12 @@ class EventLog {
   void mix(std::string_view text);
   void write(int64_t at_ns, uint32_t host, LogWord word, const std::array<uint64_t, kValues>& values);
 
-  const bool keeps_;
+  const size_t keep_max_;
   uint64_t first_ = 0x243f6a8885a308d3;
   uint64_t second_ = 0x13198a2e03707344;
   std::vector<std::string> hosts_;
   std::vector<std::string> engines_;
-  std::vector<std::string> lines_;
+  std::deque<std::string> lines_;
 };
 
 }  // namespace crossrail::sim

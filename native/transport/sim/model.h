@@ -21,9 +21,7 @@ struct NicModel {
   uint32_t works_max = 0;  // under way on one path
   uint64_t work_bytes_max = 0;
 
-  uint32_t speed_mbps() const {
-    return static_cast<uint32_t>(std::min<uint64_t>(bytes_per_s / 125'000, ~uint32_t{0}));
-  }
+  uint32_t speed_mbps() const { return static_cast<uint32_t>(std::min<uint64_t>(bytes_per_s / 125'000, ~uint32_t{0})); }
 };
 
 // The way between engines of one host.

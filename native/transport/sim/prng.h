@@ -36,7 +36,9 @@ class Prng {
     return static_cast<uint64_t>((static_cast<unsigned __int128>(next()) * bound) >> 64);
   }
   // In 0..limit.
-  int64_t up_to(int64_t limit) { return limit <= 0 ? 0 : static_cast<int64_t>(below(static_cast<uint64_t>(limit) + 1)); }
+  int64_t up_to(int64_t limit) {
+    return limit <= 0 ? 0 : static_cast<int64_t>(below(static_cast<uint64_t>(limit) + 1));
+  }
   // True with so many chances in a million.
   bool chance(uint32_t per_million) { return per_million != 0 && below(1'000'000) < per_million; }
 

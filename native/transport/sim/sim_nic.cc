@@ -164,7 +164,8 @@ uint32_t SimNic::poll(rdma::NicEvents& events) {
     // Nothing reaches the engine any more but the end of its own paths.
     moved = 0;
   }
-  for (size_t count = std::min(news_.size(), kNewsPerPoll); count > 0; --count, ++moved) tell(events, news_.pop_front());
+  for (size_t count = std::min(news_.size(), kNewsPerPoll); count > 0; --count, ++moved)
+    tell(events, news_.pop_front());
   return moved;
 }
 

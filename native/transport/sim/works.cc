@@ -21,7 +21,9 @@ constexpr size_t kReceivesMax = 8192;
 constexpr int64_t kNotReadyNs = 20'000;
 constexpr uint32_t kNoticeLatePpm = 250'000;  // of immediates that are told some time after their bytes are in place
 
-Wire::Time slowed(Wire::Time duration, uint32_t permille) { return permille == 1000 ? duration : duration * permille / 1000; }
+Wire::Time slowed(Wire::Time duration, uint32_t permille) {
+  return permille == 1000 ? duration : duration * permille / 1000;
+}
 
 }  // namespace
 
@@ -72,8 +74,7 @@ void Fabric::post(SimPath& path, const rdma::NicWork& work) {
   item.to_nic = path.peer_nic;
   item.from_host = nic.host;
   item.is_ordered = nic.limits().ordered_paths;
-  item.moves_bytes =
-      work.length_bytes > 0 && !static_cast<const SimRegistration*>(work.registration)->is_phantom();
+  item.moves_bytes = work.length_bytes > 0 && !static_cast<const SimRegistration*>(work.registration)->is_phantom();
   if (draws_failure(hosts_[nic.host], *prng_)) {
     item.doom = prng_->chance(500'000) ? Work::Doom::kBefore : Work::Doom::kAfter;
   }
@@ -320,7 +321,8 @@ void Fabric::release_withheld(SimPath& path) {
 void Fabric::fail_work(SimPath& path, uint32_t slot, rdma::NicFault fault, const std::string& text) {
   const uint64_t cookie = works_[slot].work.cookie;
   const bool breaks = works_[slot].is_ordered || fault == rdma::NicFault::kUnreachable;
-  log_->note(now() - World::kOriginNs, path.nic->host, LogWord::kFail, works_[slot].number, static_cast<uint64_t>(fault));
+  log_->note(now() - World::kOriginNs, path.nic->host, LogWord::kFail, works_[slot].number,
+             static_cast<uint64_t>(fault));
   path.nic->push({.kind = SimNic::NewsKind::kFailed, .fault = fault, .path = &path, .cookie = cookie}, text);
   path.has_failed = path.has_failed || works_[slot].is_ordered;
   path.end_work(cookie);

@@ -28,10 +28,10 @@ std::string draw_id() {
 
 }  // namespace
 
-World::World(uint64_t seed, bool keeps_log)
+World::World(uint64_t seed, size_t log_lines_max)
     : prng_(seed),
       entropy_(~seed),
-      log_(keeps_log),
+      log_(log_lines_max),
       fabric_(&now_ns_, &prng_, &events_, &log_, [this](uint32_t actor) { wake(actor); }),
       id_(draw_id()) {}
 

@@ -25,7 +25,7 @@ namespace crossrail::sim {
 
 class World final : public Stage {
  public:
-  World(uint64_t seed, bool keeps_log);
+  World(uint64_t seed, size_t log_lines_max);
   ~World() override;
 
   // Virtual time begins here on the clock, which is never 0.
@@ -77,10 +77,10 @@ class World final : public Stage {
     Actor* actor = nullptr;  // null: left, or killed
     uint32_t host = 0;
     bool is_frozen = false;
-    bool has_news = false;               // while frozen
-    int64_t turn_at_ns = kNoDeadline;    // a turn is scheduled
-    int64_t timer_ns = kNoDeadline;      // what it asked for,
-    int64_t timer_at_ns = kNoDeadline;   // and the event that looks after it
+    bool has_news = false;              // while frozen
+    int64_t turn_at_ns = kNoDeadline;   // a turn is scheduled
+    int64_t timer_ns = kNoDeadline;     // what it asked for,
+    int64_t timer_at_ns = kNoDeadline;  // and the event that looks after it
   };
   void schedule_turn(uint32_t number, int64_t at_ns);
   void give_turn(uint32_t number);

@@ -26,6 +26,7 @@ _JSON_FORMAT = 1
 _SEED_BITS = 31
 _FAILURES_TOLD_MAX = 8
 _REPLAYS_TOLD_MAX = 5
+_TRACE_LINES_MAX = 200_000  # more is slow to draw, and the end is what matters
 
 
 def _choose(names: Sequence[str]) -> list[Scenario]:
@@ -134,17 +135,19 @@ def _to_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {"format": _JSON_FORMAT, "ok": all(outcome.ok for outcome in outcomes), "runs": runs}
 
 
-def _write_traces(outcomes: Sequence[Outcome], trace: Path | None, log: Path | None) -> None:
+def _write_pictures(outcomes: Sequence[Outcome], trace: Path | None, log: Path | None) -> None:
     """Of the first run that failed, else of the first: run once more, now with the log kept."""
     chosen = next((outcome for outcome in outcomes if not outcome.ok), outcomes[0])
-    again = play(SCENARIOS[chosen.scenario], chosen.seed, keep_log=True)
+    again = play(SCENARIOS[chosen.scenario], chosen.seed, keep_log=True if log is not None else _TRACE_LINES_MAX)
     about = f"{again.scenario}, seed {again.seed}"
     if log is not None:
         log.write_text("".join(f"{line}\n" for line in again.log))
         click.echo(f"event log of {about}: {log}", err=True)
     if trace is not None:
-        timeline.write_chrome_trace(trace, again.log, title=about)
-        click.echo(f"timeline of {about}: {trace}; open it in https://ui.perfetto.dev or chrome://tracing", err=True)
+        lines = again.log[-_TRACE_LINES_MAX:]
+        timeline.write_chrome_trace(trace, lines, title=about)
+        part = f" (the last {len(lines):,} events)" if len(lines) == _TRACE_LINES_MAX else ""
+        click.echo(f"timeline of {about}{part}: {trace}; open it in https://ui.perfetto.dev", err=True)
 
 
 # --- the command ---
@@ -195,7 +198,7 @@ def command(
     first = secrets.randbits(_SEED_BITS) if seed is None else seed
     outcomes = list(_play_all(scenarios, range(first, first + runs), twice, Console(stderr=True)))
     if trace is not None or log is not None:
-        _write_traces(outcomes, trace, log)
+        _write_pictures(outcomes, trace, log)
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if as_json:
         click.echo(json.dumps(_to_json(outcomes), indent=2))

@@ -35,10 +35,10 @@ class Drivable(Protocol):
         """Virtual nanoseconds since the world began."""
         ...
 
-    def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> bool:
-        """Lets the world go on until the notifier has something, a callback ran, a while of real time has passed, the
-        clock is past the limit, or the deadline is reached: then the clock stands there. False: there is no deadline,
-        and nothing is left to happen.
+    def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> str:
+        """Lets the world go on until the notifier has something ("news"), a callback ran, a while of real time has
+        passed, the clock is past the limit, or the deadline is reached: then the clock stands there. "idle": there is
+        no deadline, and nothing is left to happen.
         """
         ...
 
@@ -77,17 +77,16 @@ class SimEventLoop(asyncio.BaseEventLoop):
         """Waits for at most so many virtual seconds, None: for ever. The callbacks that are due."""
         now_ns = self.world.now_ns
         deadline_ns = None if timeout is None else now_ns + self._spun_ns(math.ceil(timeout * 1e9))
-        if self._limit_ns is not None:
-            if now_ns >= self._limit_ns:
-                raise WaitTimeout(f"the simulation is at its limit of {self._limit_ns / 1e9:g} s; {self._waiting()}")
-        went_on = self.world._advance(deadline_ns, self._limit_ns, self._notifier)
+        if self._limit_ns is not None and now_ns >= self._limit_ns:
+            raise WaitTimeout(f"the simulation is at its limit of {self._limit_ns / 1e9:g} s; {self._waiting()}")
+        outcome = self.world._advance(deadline_ns, self._limit_ns, self._notifier)
         is_poked, self._is_poked = self._is_poked, False  # by a signal handler, while the world went on
-        if not went_on and not is_poked:
+        if outcome == "idle" and not is_poked:
             raise SimulationIdle(
                 f"the simulation is idle at {self.time():.9f} s: no event is left, so nothing will ever wake "
                 f"{self._waiting()}"
             )
-        return [] if self._on_news is None else [self._on_news]
+        return [self._on_news] if outcome == "news" and self._on_news is not None else []
 
     def _spun_ns(self, wait_ns: int) -> int:
         self._spins = 0 if wait_ns > 0 else self._spins + 1
@@ -120,6 +119,16 @@ class SimEventLoop(asyncio.BaseEventLoop):
         """As ever. The world stays as it is."""
         super().close()
         self._selector = self._notifier = self._on_news = None  # no cycles: what engines told us by goes at once
+
+    async def _refuse(self, *args: object, **options: object) -> Any:
+        raise UsageError(
+            "a simulated loop has no sockets, pipes, processes and signals. Next: let simulated parts talk by messages of "
+            "their engines, or hand them a substitute"
+        )
+
+    create_connection = create_server = create_datagram_endpoint = _refuse
+    create_unix_connection = create_unix_server = getaddrinfo = getnameinfo = _refuse
+    connect_read_pipe = connect_write_pipe = subprocess_exec = subprocess_shell = _refuse
 
     def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:  # type: ignore[override]
         """Calls func(*args) at once: a thread would run in real time, and differ from run to run."""
@@ -155,6 +164,9 @@ def run_on(world: Drivable, main: Coroutine[Any, Any, _T], *, limit_s: float | N
 
     limit_s: as of SimEventLoop. Raises what main raises, SimulationIdle, WaitTimeout.
     """
+    if asyncio._get_running_loop() is not None:
+        main.close()
+        raise UsageError("an event loop runs in this thread already: call crossrail.sim.run() from outside of it")
     loop = SimEventLoop(world, limit_s=limit_s)
     try:
         return loop.run_until_complete(main)

@@ -105,8 +105,8 @@ CX7 = NicProfile(
     gbps=386.0,
     ops_per_s=11.1e6,
     overhead_ns=30.0,
-    latency_us=5.25,
-    completion_us=5.25,
+    latency_us=5.35,
+    completion_us=5.35,
     jitter_us=0.5,
     ordered=True,
 )
@@ -115,8 +115,8 @@ EFA_200G = NicProfile(
     gbps=182.0,
     ops_per_s=1.05e6,
     overhead_ns=20.0,
-    latency_us=14.6,
-    completion_us=14.6,
+    latency_us=14.8,
+    completion_us=14.8,
     jitter_us=1.5,
     names_imm_paths=False,
 )
@@ -158,14 +158,14 @@ def from_bench(file: str | Path, name: str = "bench") -> NicProfile:
     """A rail as fast as what `crossrail bench --transport tcp|verbs|ofi --json FILE` measured. Blocks to read it.
 
     Rate: the best of the long writes with 16 under way. Overhead: what shuffled pages of 1 KiB take beyond their bytes.
-    Latency: the ping-pong, one way. Completion: what the shortest writes with one under way take beyond all this.
+    Latency: the ping-pong one way, less that. Completion: what short writes with one under way take beyond all this.
     Raises UsageError for a file without these, OSError.
     """
     values = _bench_values(Path(file))
     byte_s = 1 / (1e9 * max(_figure(values, file, "write-32m-w16"), _figure(values, file, "write-1m-w16")))
     page_s = 1e-6 / _figure(values, file, "paged-1k")
     overhead_s = max(0.0, page_s - _KIB * byte_s)
-    latency_s = 1e-6 * _figure(values, file, "ping-pong")
+    latency_s = max(0.0, 1e-6 * _figure(values, file, "ping-pong") - overhead_s)
     short = next((size for size in (64, 256) if f"write-{size}k-w1" in values), 256) * _KIB
     short_s = short / (1e9 * _figure(values, file, f"write-{short // _KIB}k-w1"))
     return NicProfile(

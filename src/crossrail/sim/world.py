@@ -17,6 +17,7 @@ from crossrail.sim.profiles import LocalProfile, NicProfile
 
 _STEPS_PER_LOOK = 64
 _CHANCES = 1_000_000
+_ALL_LINES = (1 << 64) - 1
 _SLOWNESS_MAX = 1e6
 _CLOSE_PATIENCE_S = 0.5
 
@@ -66,27 +67,30 @@ class Host:
 class World:
     """A simulated world: one thread, a seed, a clock of its own.
 
-    Engines opened on its hosts move bytes between each other as those of the real transports do, over the same handshake,
-    failover and liveness; what the contract leaves open happens in an order drawn from the seed. The clock only moves
+    Engines opened on its hosts move bytes between each other as those of the real transports do, over the same
+    handshake, failover and liveness; what the contract leaves open happens in an order drawn from the seed. The clock only moves
     while somebody waits: in a transfer, counter, message, connect() or close() of its engines, in run(), or in the
     event_loop(). Callbacks of the user run in the thread that waits. A wait without deadline for what can never come
     raises SimulationIdle.
 
     seed: all choices come from it; `rng` is a generator of the same seed, for choices of yours. The same seed, calls and
     build give the same log, byte for byte, on every machine.
-    keep_log: keep the lines of `log`; `log_digest` is there in any case.
+    keep_log: keep the lines of `log`, or the last so many of them; `log_digest` is of all in any case.
     Its engines are the world's: who opened one need not hold it.
     Lifecycle: 1. open; inside `with` it is the current world, where Engine(transport="sim") opens on a host of its own.
     2. close(): closes its engines. Threads: one. Several are safe, and what they see is not determined.
     Times (at_s, for_s) are virtual seconds since the world began; None: now, and for ever.
     """
 
-    def __init__(self, seed: int = 0, *, keep_log: bool = False) -> None:
+    def __init__(self, seed: int = 0, *, keep_log: bool | int = False) -> None:
         if not 0 <= seed < 1 << 64:
             raise UsageError(f"seed is {seed}, must be 0..2**64-1")
         self.seed = seed
         self.rng = random.Random(seed)
-        self._native = _core.SimWorld(seed, keep_log)
+        log_lines_max = (_ALL_LINES if keep_log else 0) if isinstance(keep_log, bool) else keep_log
+        if log_lines_max < 0:
+            raise UsageError(f"keep_log is {keep_log}, must be True, False or a number of lines")
+        self._native = _core.SimWorld(seed, log_lines_max)
         self._hub = _stage.CallbackHub()
         _stage.connect_callbacks(self._native, self._hub)
         self._hosts: dict[str, Host] = {}
@@ -161,12 +165,12 @@ class World:
         """
         return SimEventLoop(self, limit_s=limit_s)
 
-    def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> bool:
+    def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> str:
         """For the event loop, which says what it wants. Past the limit the clock goes by one event at most."""
         outcome = self._native.run_until(deadline_ns, notifier, limit_ns=limit_ns)
         if outcome == "callbacks":
             self._hub.run()
-        return outcome != "idle"
+        return outcome
 
     # ---- what goes wrong on purpose
 

@@ -1,7 +1,7 @@
 """Whole situations of LLM systems, each replayable from one number: `crossrail sim --list`."""
 
 from crossrail.errors import UsageError
-from crossrail.sim.scenarios import links, moving, restarts
+from crossrail.sim.scenarios import links, moving, restarts, storm
 from crossrail.sim.scenarios.base import Checks, Figure, Outcome, Run, Scenario, play
 
 __all__ = ["SCENARIOS", "Checks", "Figure", "Outcome", "Run", "Scenario", "find", "play"]
@@ -21,6 +21,7 @@ SCENARIOS = {
         Scenario(
             "late-packets", "writes of a killed engine meet closed memory and its successor", restarts.late_packets
         ),
+        Scenario("storm", "every kind of fault at once over writes in all directions", storm.storm),
     )
 }
 

@@ -162,8 +162,8 @@ class Outcome:
         return not self.failures
 
 
-def play(scenario: Scenario, seed: int, *, keep_log: bool = False) -> Outcome:
-    """Runs it once, in this thread. Whatever is raised in there is a failure of the run."""
+def play(scenario: Scenario, seed: int, *, keep_log: bool | int = False) -> Outcome:
+    """Runs it once, in this thread. keep_log: as of World. Whatever is raised in there is a failure of the run."""
     began = time.perf_counter()
     told = ""
     with World(seed=seed, keep_log=keep_log) as world:

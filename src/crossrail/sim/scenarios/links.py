@@ -7,7 +7,7 @@ import json
 
 import crossrail as xr
 from crossrail.sim.scenarios.base import Run
-from crossrail.sim.scenarios.moving import gbps
+from crossrail.sim.scenarios.moving import gbps, until_counted
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -32,7 +32,7 @@ async def rail_failover(run: Run) -> None:
 
     async def write(index: int) -> int:
         async with room:
-            return await _until_counted(run, sender, source, receiver, target, index * nbytes, nbytes)
+            return await until_counted(run, sender, source, receiver, target, index * nbytes, nbytes)
 
     repeated = sum(await asyncio.gather(*(write(index) for index in range(writes))))
     run.check.same_bytes("what arrived", target.array(), data)
@@ -42,27 +42,6 @@ async def rail_failover(run: Run) -> None:
     run.figure("outages", outages, "")
     run.figure("writes repeated", repeated, "")
     run.figure("throughput", gbps(writes * nbytes, run.world.now_s - began_s), "Gb/s")
-
-
-async def _until_counted(
-    run: Run, sender: xr.Engine, source: xr.Region, receiver: xr.Engine, target: xr.Region, offset: int, nbytes: int
-) -> int:
-    """Writes to the same offset until it is done and counted. How often it had to be repeated."""
-    for repeated in range(100):
-        # A write in doubt fails where a NIC cannot tell which immediates arrived: some of its count may be there. So
-        # the next try has another number.
-        counter = receiver.alloc_imm()
-        transfer = sender.submit_write(
-            source, target.descriptor, nbytes, src_offset=offset, dst_offset=offset, imm=counter.imm
-        )
-        try:
-            await run.track(transfer, f"write at {offset}")
-        except xr.TransferError:
-            continue
-        await counter.wait_async(1, timeout_s=_WAIT_S)
-        run.check.equal(f"further counts of the write at {offset}", counter.poll(), 0)
-        return repeated
-    raise RuntimeError(f"the write at {offset} failed a hundred times")
 
 
 async def slow_rail(run: Run) -> None:

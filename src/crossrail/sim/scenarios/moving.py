@@ -13,12 +13,38 @@ from crossrail.sim.scenarios.base import Run
 
 _MIB = 1 << 20
 _GIB = 1 << 30
-_WAIT_S = 10.0
+_WAIT_S = 60.0
+_TRIES_MAX = 1000
 
 
 def gbps(nbytes: int, seconds: float) -> float:
     """10**9 bits per second."""
     return nbytes * 8 / seconds / 1e9 if seconds > 0 else 0.0
+
+
+async def until_counted(
+    run: Run, sender: xr.Engine, source: xr.Region, receiver: xr.Engine, target: xr.Region, offset: int, nbytes: int
+) -> int:
+    """Writes these bytes to the same offset until they are done and counted. How often that had to be repeated."""
+    for repeated in range(_TRIES_MAX):
+        # A write in doubt fails where a NIC cannot tell which immediates arrived: some of its count may be there. So
+        # the next try has another number.
+        counter = receiver.alloc_imm()
+        transfer = sender.submit_write(
+            source, target.descriptor, nbytes, src_offset=offset, dst_offset=offset, imm=counter.imm
+        )
+        try:
+            await run.track(transfer, f"write at {offset}")
+        except xr.PeerLost:
+            sender.forget_peer(receiver.address)
+            await asyncio.sleep(0.01)
+            continue
+        except xr.TransferError:
+            continue
+        await counter.wait_async(1, timeout_s=_WAIT_S)
+        run.check.equal(f"further counts of the write at {offset}", counter.poll(), 0)
+        return repeated
+    raise RuntimeError(f"the write at {offset} failed {_TRIES_MAX} times")
 
 
 # --- pair ---

@@ -1,0 +1,42 @@
+"""The event log of a world: all of it, the last of it, or its digest alone."""
+
+import pytest
+
+import crossrail as xr
+from crossrail import sim
+
+
+def log_and_digest(keep_log: bool | int, seed: int = 1) -> tuple[list[str], str]:
+    with sim.World(seed=seed, keep_log=keep_log) as world:
+        a, b = (world.host(name).engine(name) for name in "ab")
+        source, target = a.alloc(4096), b.alloc(4096)
+        for _ in range(20):
+            a.submit_write(source, target.descriptor, imm=1).wait(timeout_s=1)
+        return world.log, world.log_digest
+
+
+def test_every_event_is_a_line_in_the_order_of_the_clock() -> None:
+    lines, _ = log_and_digest(True)
+
+    times = [int(line.split()[0]) for line in lines]
+    assert times == sorted(times)
+    for word in ("engine-open", "connect", "post", "land", "count", "done"):
+        assert any(line.split()[2] == word for line in lines), word
+
+
+@pytest.mark.parametrize("count", [1, 10, 1_000_000])
+def test_a_number_keeps_the_last_so_many_lines(count: int) -> None:
+    assert log_and_digest(count)[0] == log_and_digest(True)[0][-count:]
+
+
+def test_the_digest_is_of_everything_kept_or_not() -> None:
+    digests = {log_and_digest(keep_log)[1] for keep_log in (True, False, 0, 7)}
+
+    assert len(digests) == 1
+    assert log_and_digest(False) == ([], digests.pop())
+    assert log_and_digest(True, seed=2)[1] != log_and_digest(True, seed=1)[1]
+
+
+def test_a_negative_number_of_lines_is_refused() -> None:
+    with pytest.raises(xr.UsageError, match="keep_log"):
+        sim.World(keep_log=-1)
