@@ -283,8 +283,8 @@ void Fabric::tell_notices(SimPath& to, bool all) {
 void Fabric::report(uint32_t slot) {
   Work& item = works_[slot];
   SimPath* const path = find(item.path);
-  if (path == nullptr) return;  // killed, and landed
-  if (item.given_up) return;    // its acknowledgement is lost
+  if (path == nullptr) return;   // killed, and landed
+  if (item.given_up) return;     // its acknowledgement is lost
   if (path->has_failed) return;  // behind one that failed: it was carried out, and is reported flushed
   if (item.doom == Work::Doom::kAfter) {
     fail_work(*path, slot, rdma::NicFault::kUnreachable, "the acknowledgement was lost, as asked for");
