@@ -300,8 +300,10 @@ void RdmaTransport::on_refuse(const Datagram& datagram) {
 
 // --- making paths ---
 
+// Also who has no operations of its own: that its end of a path broke, a peer that is idle learns in no other way, and
+// would lose its next write to it where nobody can tell what became of works in doubt.
 bool RdmaTransport::wants_paths(const Session& session) const {
-  return !session.is_over && (session.link != nullptr || (session.key.leads && session.peer_has_link));
+  return !session.is_over && (session.link != nullptr || session.peer_has_link);
 }
 
 bool RdmaTransport::make_nic_path(Path& path) {
