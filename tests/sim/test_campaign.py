@@ -1,7 +1,10 @@
 """The randomised campaign: fixed seeds, fresh ones, the same again, and what it prints. ./dev sim runs many more."""
 
+from pathlib import Path
+
 import pytest
 
+from crossrail import _core
 from crossrail.sim import campaign
 from crossrail.sim.workload import Workload
 from tests.support.seeds import Seed
@@ -66,3 +69,7 @@ def test_a_process_that_crashes_is_a_finding(monkeypatch: pytest.MonkeyPatch) ->
     assert ran == 0
     assert [seed for seed, _ in findings] == [7]
     assert "status 1" in findings[0][1]
+
+
+def test_no_deliberate_mistake_is_in_this_build() -> None:
+    assert b"CROSSRAIL_MUTATION" not in Path(_core.__file__).read_bytes()

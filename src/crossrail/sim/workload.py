@@ -53,10 +53,9 @@ class Workload:
         self.ledger = Ledger(seed)
         self.hosts: list[Host] = []
         self.engines: list[Engine] = []
-        self.frozen: set[int] = set()
         self.sources: dict[int, Arena] = {}
         self.targets: dict[int, Arena] = {}
-        self.pools: list[ReceivePool] = []
+        self.pools: dict[int, ReceivePool] = {}
         self.shared: dict[int, Tally] = {}
         self.done: dict[str, int] = {}
         self.released: set[tuple[int, int]] = set()  # engine, number
@@ -111,8 +110,12 @@ class Workload:
         engine.on_event(lambda event: None)
         self.engines.append(engine)
         self._add_arenas(engine)
-        self.pools.append(engine.submit_recvs(4, 65536, lambda message: self.ledger.note_message(bytes(message.data))))
+        self._open_pool(engine)
         return engine
+
+    def _open_pool(self, engine: Engine) -> None:
+        pool = engine.submit_recvs(4, 65536, lambda message: self.ledger.note_message(bytes(message.data)))
+        self.pools[id(engine)] = pool
 
     def _add_arenas(self, engine: Engine) -> None:
         for arenas in (self.sources, self.targets):
@@ -183,6 +186,7 @@ class Workload:
             "barrier": (4, self._barrier),
             "send": (10, self._send),
             "cancel": (14, self._cancel),
+            "pool": (1.5, self._swap_pool),
             "close-region": (2, self._close_region),
             "release": (2, self._release),
             "forget": (1, self._forget),
@@ -196,8 +200,9 @@ class Workload:
         for _ in range(self.random.choice([1, 1, 2, 8])):
             engine, peer = self._pair()
             tally = self._tally(peer)
+            pinned = {"rail": self.random.randrange(engine.rails)} if self.random.random() < 0.15 else {}
             with _refusals():
-                self.ledger.write(self._source(engine), self._target(peer), self._length(), tally)
+                self.ledger.write(self._source(engine), self._target(peer), self._length(), tally, **pinned)
 
     def _read(self) -> None:
         engine, peer = self._pair()
@@ -239,6 +244,14 @@ class Workload:
             nbytes = self.random.choice([8, 100, 5000, 65536])
             with _refusals():
                 self.ledger.send(engine, peer, nbytes)
+
+    def _swap_pool(self) -> None:
+        """Closes the pool of buffers, or opens another: meanwhile senders wait."""
+        engine = self.random.choice(self._living())
+        if self.pools[id(engine)].closed:
+            self._open_pool(engine)
+        else:
+            self.pools[id(engine)].close()
 
     def _cancel(self) -> None:
         pending = self.ledger.pending
@@ -328,6 +341,9 @@ class Workload:
             self.world.fail_works(host)
             self.world.fail_registrations(host, 0)
         self.world.lose_datagrams(0.0)
+        for engine in self._living():
+            if self.pools[id(engine)].closed:
+                self._open_pool(engine)
 
     def _check_restarts(self) -> None:
         """Who was restarted under the name of a lost one is another peer: reached at once, with nothing forgotten."""
