@@ -16,7 +16,8 @@ constexpr size_t kEntries = 64;
 
 FabricLoop::FabricLoop(const std::string& provider, const std::string& rail) {
   const auto library = ofi::open_library();
-  const ofi::Rules rules = ofi::rules_for(provider);
+  ofi::Rules rules = ofi::rules_for(provider);
+  rules.connects = false;  // as most use it: reliable datagram endpoints
   auto devices = ofi::choose(*library, rules, {rail}, 1);
   domain_ = std::make_unique<ofi::Domain>(library, rules, std::move(devices.front()));
   fid_ep* endpoint = nullptr;

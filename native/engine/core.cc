@@ -8,6 +8,7 @@
 #include <chrono>
 #include <set>
 
+#include "engine/path_speed.h"
 #include "engine/sharding.h"
 #include "util/errors.h"
 #include "util/mutation.h"
@@ -51,9 +52,6 @@ std::vector<RailReport> expected_rails(const Route& route, const Address& own, c
 
 void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, TransportKind kind, const Address& own,
                const Address& peer) {
-  constexpr double kGbPerMbps = 1e-3 / 8;
-  bool all_known = true;
-  double gb_per_s = 0;
   for (const RailReport& rail : rails) {
     RailExplanation& shown = explanation.rails.emplace_back();
     shown.rail = rail.rail;
@@ -62,11 +60,8 @@ void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, 
       shown.endpoint = to_text(own.endpoints[rail.rail]);
       shown.peer_endpoint = to_text(peer.endpoints[rail.peer_rail]);
     }
-    const uint32_t slower = std::min(own.speed_mbps_of(kind, rail.rail), peer.speed_mbps_of(kind, rail.peer_rail));
-    all_known = all_known && slower != 0;
-    gb_per_s += slower * kGbPerMbps;
   }
-  if (all_known) explanation.gb_per_s_expected = gb_per_s;
+  explanation.gb_per_s_expected = expected_gb_per_s(rails, kind, own, peer);
 }
 
 }  // namespace

@@ -43,6 +43,15 @@ def warmed_up(engine: xr.Engine, child: PeerProcess, **options: object) -> tuple
     return there, Operations(engine, mine, [remote.descriptor], imm=5)
 
 
+def transfer_failed(transfer: xr.Transfer) -> bool:
+    """False: it was done. Fails unless it was the peer's loss that made it fail."""
+    try:
+        transfer.wait(WAIT_S)
+    except xr.PeerLost:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_target_ends_every_transfer_as_lost(open_engine: EngineFactory, child: PeerProcess, kind: str) -> None:
     engine = open_engine(peer_timeout_s=3.0, **TWO)
@@ -57,6 +66,38 @@ def test_killed_target_ends_every_transfer_as_lost(open_engine: EngineFactory, c
     assert failures
     assert all(isinstance(failure, xr.PeerLost) for failure in failures), failures
     assert engine.peer_state(there.address) == "lost"
+
+
+@pytest.mark.parametrize("kind", ["write", "read", "send"])
+def test_killed_peer_is_lost_without_waiting_for_its_timeout(
+    open_engine: EngineFactory, child: PeerProcess, kind: str
+) -> None:
+    engine = open_engine(peer_timeout_s=600.0, connect_timeout_s=600.0, **TWO)
+    there, operations = warmed_up(engine, child, **TWO)
+    child.kill()
+
+    transfer = operations.submit(kind)  # of a write, the bytes may have been placed before the death
+    while not transfer_failed(transfer):
+        transfer = operations.submit(kind)
+    assert engine.peer_state(there.address) == "lost"
+
+
+def test_death_of_a_peer_that_nobody_waits_for_is_noticed(open_engine: EngineFactory, child: PeerProcess) -> None:
+    engine = open_engine(peer_timeout_s=600.0, connect_timeout_s=600.0, **TWO)
+    there, _ = warmed_up(engine, child, **TWO)
+    child.kill()
+
+    eventually(lambda: engine.peer_state(there.address) == "lost", "the idle peer's death noticed", WAIT_S)
+
+
+def test_engine_that_has_ended_is_not_waited_for(open_engine: EngineFactory, child: PeerProcess) -> None:
+    engine = open_engine(peer_timeout_s=600.0, connect_timeout_s=600.0, **TWO)
+    there = child.open(**TWO)
+    child.kill()
+    child.wait_dead()
+
+    with pytest.raises(xr.PeerLost, match="nobody is at its address"):
+        engine.connect(there.address, WAIT_S)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,9 +29,7 @@ CASES = [
 
 def options_of(path: str) -> dict[str, object]:
     if path in NETWORKS:
-        options = {"transport": path, "rails": ["127.0.0.1", "127.0.0.2", "127.0.0.3"]}
-        # No NIC tells that the process behind another one died: the deadline does.
-        return options if path == "tcp" else options | {"peer_timeout_s": 1.0}
+        return {"transport": path, "rails": ["127.0.0.1", "127.0.0.2", "127.0.0.3"]}
     return {"rails": 3, "private_path": "auto" if path == "mapped" else path}
 
 
@@ -123,8 +121,7 @@ def test_killed_initiator_leaves_the_target_well(
             kill_soon(child, seed, round_number)
             child.close()
 
-            if path != "ofi:tcp":  # who only ever was written to asks after a silent peer once a minute
-                eventually(lambda n=fd_count: len(open_fds()) <= n, "nothing kept of a dead peer")
+            eventually(lambda n=fd_count: len(open_fds()) <= n, "nothing kept of a dead peer")
         still_works(engine, mine)
 
 

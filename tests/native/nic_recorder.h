@@ -28,6 +28,7 @@ struct NicRecorder final : rdma::NicEvents {
     fragments.emplace_back(path, std::string(bytes.begin(), bytes.end()));
   }
   void on_datagram(std::span<const uint8_t> bytes) override { datagrams.emplace_back(bytes.begin(), bytes.end()); }
+  void on_nobody(std::span<const uint8_t> endpoint) override { nobody.emplace_back(endpoint.begin(), endpoint.end()); }
   void on_path_broken(rdma::NicPath& path, const std::string& reason) override { broken[&path] = reason; }
   void on_path_flushed(rdma::NicPath& path) override { ++flushed[&path]; }
   void on_port(bool is_up, const std::string&) override { ports.push_back(is_up); }
@@ -38,6 +39,7 @@ struct NicRecorder final : rdma::NicEvents {
   std::vector<std::pair<rdma::NicPath*, uint32_t>> imms;
   std::vector<std::pair<rdma::NicPath*, std::string>> fragments;
   std::vector<std::string> datagrams;
+  std::vector<std::vector<uint8_t>> nobody;
   std::map<rdma::NicPath*, std::string> broken;
   std::map<rdma::NicPath*, int> flushed;
   std::vector<bool> ports;

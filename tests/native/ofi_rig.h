@@ -1,14 +1,19 @@
 // Two or more ofi NICs in one process, polled in turn.
 #pragma once
 
-#include <chrono>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "nic_recorder.h"
 #include "transport/ofi/nic.h"
+#include "transport/ofi/wire.h"
 #include "util/clock.h"
 
 namespace crossrail::test {
@@ -38,6 +43,41 @@ struct OfiSide {
   NicRecorder events;
   std::vector<std::byte> memory;
   std::unique_ptr<rdma::Registration> registration;
+};
+
+// Plain libfabric over tcp, without a NIC of ours: what anybody can do who reaches a NIC's port.
+struct OfiStranger {
+  explicit OfiStranger(const std::string& address)
+      : library(ofi::open_library()),
+        rules(ofi::rules_for("tcp")),
+        domain(library, rules, std::move(ofi::choose(*library, rules, {address}, 1).front())),
+        listener(domain) {}
+
+  // Dials, and polls whoever is dialed until there is an answer. True: let in.
+  bool dial(const ofi::Name& to, std::span<const uint8_t> said, const std::function<void()>& poll) {
+    endpoint = std::make_unique<ofi::Endpoint>(domain, listener, 4, nullptr);
+    endpoint->dial(to, said);
+    for (const Deadline end = deadline_in(10); now_ns() < end;) {
+      poll();
+      read();
+      const auto event = listener.next();
+      if (event) return event->kind == ofi::ConnectionEvent::Kind::kConnected;
+    }
+    throw std::runtime_error("nobody answered");
+  }
+  ssize_t read() {
+    fi_cq_data_entry entry;
+    const ssize_t got = fi_cq_read(domain.queue(), &entry, 1);
+    fi_cq_err_entry error{};
+    if (got == -FI_EAVAIL) fi_cq_readerr(domain.queue(), &error, 0);
+    return got;
+  }
+
+  std::shared_ptr<const ofi::Library> library;
+  ofi::Rules rules;
+  ofi::Domain domain;
+  ofi::Listener listener;
+  std::unique_ptr<ofi::Endpoint> endpoint;
 };
 
 struct OfiPair {

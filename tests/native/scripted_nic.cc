@@ -290,6 +290,11 @@ void ScriptedNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::spa
   std::lock_guard guard(net->lock);
   CROSSRAIL_ASSERT(bytes.size() <= kDatagramBytesMax);
   if (!up || killed || peer_endpoint.size() != endpoint_.size()) return;
+  const auto there = net->nics.find(u64_of(peer_endpoint));
+  if (net->options.tells_nobody && (there == net->nics.end() || there->second->killed)) {
+    push({.kind = NicEvent::Kind::kNobody, .bytes = {peer_endpoint.begin(), peer_endpoint.end()}});
+    return;
+  }
   const int copies = net->chance(net->options.datagram_doubling) ? 2 : 1;
   for (int i = 0; i < copies; ++i) {
     if (net->chance(net->options.datagram_loss)) continue;
@@ -341,6 +346,9 @@ uint32_t ScriptedNic::poll(NicEvents& told) {
         break;
       case NicEvent::Kind::kDatagram:
         if (!event.bytes.empty()) told.on_datagram(event.bytes);
+        break;
+      case NicEvent::Kind::kNobody:
+        told.on_nobody(event.bytes);
         break;
       case NicEvent::Kind::kBroken:
         told.on_path_broken(*path, event.text);

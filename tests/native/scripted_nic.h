@@ -34,6 +34,7 @@ struct NetOptions {
   int64_t datagram_delay_ns_max = 0;
   double breaks_before = 0;      // of works: the path breaks, and the work was not carried out
   double breaks_after = 0;       // it was, but nobody is told
+  bool tells_nobody = false;     // where datagrams go to a NIC that is gone
   double refuses_post = 0;       // of post() and send() calls: no room
   int64_t retry_ns = 3'000'000;  // until a NIC that gets no answer gives up
   uint64_t work_bytes_max = uint64_t{1} << 30;
@@ -113,7 +114,7 @@ class ScriptedRegistration final : public Registration {
 };
 
 struct NicEvent {
-  enum class Kind { kDone, kFailed, kImm, kFragment, kDatagram, kBroken, kFlushed, kPort } kind;
+  enum class Kind { kDone, kFailed, kImm, kFragment, kDatagram, kNobody, kBroken, kFlushed, kPort } kind;
   uint64_t path = 0;  // id; 0: none
   uint64_t cookie = 0;
   NicFault fault = NicFault::kFlushed;

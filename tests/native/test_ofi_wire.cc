@@ -37,7 +37,8 @@ ofi::Name ip_name(uint8_t last) { return {2, 0, 0x12, 0x34, 10, 0, 0, last, 0, 0
 
 TEST_CASE("ofi wire: changed bytes are refused or read as what they say") {
   mutate(ofi::EndpointWords{FI_SOCKADDR_IN, 24, ip_name(1)}, rdma::kEndpointBytesMax);
-  mutate(ofi::OfferWords{77, 1234, 5678, ip_name(2)}, rdma::kOfferBytesMax);
+  mutate(ofi::OfferWords{77, 1234, 5678, 9, ip_name(2)}, rdma::kOfferBytesMax);
+  mutate(ofi::DialWords{77, 1234}, 64);
 }
 
 TEST_CASE("ofi wire: nearness") {
@@ -68,27 +69,23 @@ TEST_CASE("ofi wire: packets of a stranger are dropped, and the path goes on") {
   };
   OfiPair pair(open("127.0.0.1"), open("127.0.0.2"));
   pair.connect();
-  ofi::Domain domain(library, rules, std::move(ofi::choose(*library, rules, {"127.0.0.3"}, 1).front()));
-  ofi::Endpoint endpoint(domain, 0);
+  OfiStranger stranger("127.0.0.3");
   std::mt19937 random(11);
   std::vector<uint8_t> junk(4096);
   std::vector<std::unique_ptr<ofi::Op>> contexts;
   const auto offer = ofi::OfferWords::decode(pair.at_b->offer());
-  const auto address = ofi::EndpointWords::decode(pair.b.nic->endpoint());
-  for (const ofi::Name& target : {offer->name, address->name}) {
-    const fi_addr_t to = domain.peers().add(target);
-    for (int i = 0; i < 300; ++i) {
-      for (uint8_t& byte : junk) byte = static_cast<uint8_t>(random());
-      const ofi::PacketHead head{0x78720001u + static_cast<uint32_t>(random() % 7), static_cast<uint32_t>(random()), 1};
-      if (i % 2 == 0) std::memcpy(junk.data(), &head, sizeof head);
-      const size_t bytes = i % 5 == 0 ? random() % 40 : 4096;
-      contexts.push_back(std::make_unique<ofi::Op>());
-      REQUIRE(pair.until([&] {
-        fi_cq_data_entry entry;
-        fi_cq_read(domain.queue(), &entry, 1);
-        return fi_send(endpoint.fid(), junk.data(), bytes, nullptr, to, contexts.back().get()) == 0;
-      }));
-    }
+  REQUIRE(stranger.dial(offer->name, ofi::DialWords{}.encode(), [&] { pair.poll(); }));
+  for (int i = 0; i < 600; ++i) {
+    for (uint8_t& byte : junk) byte = static_cast<uint8_t>(random());
+    const uint32_t path_id = i % 3 == 0 ? offer->path_id : static_cast<uint32_t>(random());
+    const ofi::PacketHead head{0x78720001u + static_cast<uint32_t>(random() % 7), path_id, 1};
+    if (i % 2 == 0) std::memcpy(junk.data(), &head, sizeof head);
+    const size_t bytes = i % 5 == 0 ? random() % 40 : 4096;
+    contexts.push_back(std::make_unique<ofi::Op>());
+    REQUIRE(pair.until([&] {
+      stranger.read();
+      return fi_send(stranger.endpoint->fid(), junk.data(), bytes, nullptr, 0, contexts.back().get()) == 0;
+    }));
   }
   rdma::NicWork work = pair.a.write_to(pair.b, 0, 0, 4096);
   work.has_imm = true;

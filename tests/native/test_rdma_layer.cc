@@ -443,6 +443,34 @@ TEST_CASE("rdma: a peer that dies or freezes is lost by the deadline, and everyt
   }
 }
 
+TEST_CASE("rdma: a peer is lost as soon as nobody is at any of its endpoints, and not before") {
+  Net net({.tells_nobody = true});
+  const NodeOptions patient{.rails = 2, .peer_timeout_ns = 60'000'000'000, .connect_timeout_ns = 60'000'000'000};
+  Node a(net, "a", patient), b(net, "b", patient);
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+  const auto kill = [&](size_t rail) {
+    net.kill(*b.nics[rail]);
+    net.break_all_paths(*a.nics[rail]);
+  };
+  kill(0);
+  const int64_t enough = now_ns() + 200'000'000;
+  REQUIRE(poll_until({&a, &b}, [&] { return now_ns() > enough; }));
+  CHECK(a.downs == 0);
+
+  kill(1);
+  auto src = a.memory(1000), dst = b.memory(1000);
+  Work last;
+  a.post({a.request(last, WorkOp::kWrite, *src, 0, *dst, 0, 10, 1)}, [] {});
+  REQUIRE(poll_until({&a}, [&] { return a.downs == 1; }));
+  CHECK(last.status == Status::kPeerLost);
+  CHECK(a.down_reason.find("nobody is at its address") != std::string::npos);
+
+  Node c(net, "c", patient);
+  c.link = c.transport->connect(std::make_shared<const Address>(b.transport->address()));
+  REQUIRE(poll_until({&c}, [&] { return c.downs == 1; }));
+}
+
 TEST_CASE("rdma: a peer that closes says goodbye") {
   Net net({});
   Node a(net, "a");

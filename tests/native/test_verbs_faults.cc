@@ -35,6 +35,7 @@ struct Told final : rdma::NicEvents {
   void on_imm(rdma::NicPath*, uint32_t imm) override { imms.push_back(imm); }
   void on_fragment(rdma::NicPath*, std::span<const uint8_t>) override {}
   void on_datagram(std::span<const uint8_t>) override {}
+  void on_nobody(std::span<const uint8_t>) override {}
   void on_path_broken(rdma::NicPath&, const std::string&) override { ++broken; }
   void on_path_flushed(rdma::NicPath&) override { ++flushed; }
   void on_port(bool is_up, const std::string&) override { ports.push_back(is_up); }

@@ -88,6 +88,7 @@ struct Heard final : rdma::NicEvents {
     fragments.emplace_back(bytes.begin(), bytes.end());
   }
   void on_datagram(std::span<const uint8_t>) override {}
+  void on_nobody(std::span<const uint8_t>) override {}
   void on_path_broken(rdma::NicPath&, const std::string&) override {}
   void on_path_flushed(rdma::NicPath&) override { flushed = true; }
   void on_port(bool, const std::string&) override {}

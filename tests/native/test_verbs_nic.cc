@@ -67,6 +67,7 @@ struct Recorder final : rdma::NicEvents {
     fragments.emplace_back(bytes.begin(), bytes.end());
   }
   void on_datagram(std::span<const uint8_t> bytes) override { datagrams.emplace_back(bytes.begin(), bytes.end()); }
+  void on_nobody(std::span<const uint8_t>) override {}
   void on_path_broken(rdma::NicPath& path, const std::string&) override { CHECK(broken.insert(&path).second); }
   void on_path_flushed(rdma::NicPath& path) override { CHECK(flushed.insert(&path).second); }
   void on_port(bool is_up, const std::string&) override { ports.push_back(is_up); }

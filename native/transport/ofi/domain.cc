@@ -55,15 +55,19 @@ Domain::Domain(std::shared_ptr<const Library> library, const Rules& rules, Devic
   fid_domain* domain = nullptr;
   if (const int code = fi_domain(fabric, &info(), &domain, nullptr); code != 0) fail("fi_domain", code);
   domain_.reset(domain);
+  if (!rules.connects) open_addresses();
+  open_queue();
+}
+
+void Domain::open_addresses() {
   fi_av_attr attributes{};
   attributes.type = FI_AV_UNSPEC;
   attributes.count = kPeersExpected;
   fid_av* addresses = nullptr;
-  if (const int code = domain->ops->av_open(domain, &attributes, &addresses, nullptr); code != 0)
+  if (const int code = domain_->ops->av_open(domain_.get(), &attributes, &addresses, nullptr); code != 0)
     fail("fi_av_open", code);
   addresses_.reset(addresses);
   peers_ = std::make_unique<Peers>(addresses);
-  open_queue();
 }
 
 void Domain::open_queue() {
@@ -88,9 +92,9 @@ void Domain::open_queue() {
   if (fi_control(&queue->fid, FI_GETWAIT, &fd) == 0) wait_fd_ = fd;
 }
 
-bool Domain::may_sleep() const {
-  struct fid* object = &queue_->fid;
-  return wait_fd_ >= 0 && fi_trywait(fabric_.get(), &object, 1) == 0;
+bool Domain::may_sleep(fid_eq* events) const {
+  struct fid* objects[] = {&queue_->fid, events != nullptr ? &events->fid : nullptr};
+  return wait_fd_ >= 0 && fi_trywait(fabric_.get(), objects, events != nullptr ? 2 : 1) == 0;
 }
 
 Fid<fid_mr> Domain::register_memory(void* base, uint64_t length_bytes, uint64_t access) const {

@@ -1,4 +1,5 @@
-// One device opened: fabric, domain, completion queue, address vector; and the pieces of memory that libfabric sees.
+// One device opened: fabric, domain, completion queue, address vector if it needs one; and the pieces of memory that
+// libfabric sees.
 #pragma once
 
 #include <rdma/fi_domain.h>
@@ -53,14 +54,16 @@ class Domain {
   const Device& device() const { return device_; }
   fi_info& info() const { return *device_.info; }
   fid_domain* fid() const { return domain_.get(); }
+  fid_fabric* fabric() const { return fabric_.get(); }
   fid_cq* queue() const { return queue_.get(); }
+  // Not with Rules::connects.
   fid_av* addresses() const { return addresses_.get(); }
   Peers& peers() { return *peers_; }
   bool wants(int mr_mode) const { return (info().domain_attr->mr_mode & mr_mode) != 0; }
   // Readable when the queue has to be read; -1 where the provider has none and must be polled.
   int wait_fd() const { return wait_fd_; }
-  // False: something is there already, or may be.
-  bool may_sleep() const;
+  // False: something is there already, or may be. events: a queue to sleep on beside ours, or null.
+  bool may_sleep(fid_eq* events) const;
 
   // [any] Throws TransportError with a remedy.
   Fid<fid_mr> register_memory(void* base, uint64_t length_bytes, uint64_t access) const;
@@ -68,6 +71,7 @@ class Domain {
   [[noreturn]] void fail(const char* call, int code, const std::string& remedy = {}) const;
 
  private:
+  void open_addresses();
   void open_queue();
 
   const std::shared_ptr<const Library> library_;

@@ -1,5 +1,6 @@
 // How paths end: what is under way is closed with its endpoint, its last completions are read, then the layer is told.
 #include <algorithm>
+#include <iterator>
 
 #include "transport/ofi/nic.h"
 #include "util/errors.h"
@@ -39,6 +40,7 @@ void OfiNic::tend_endings() {
     if (path->own_ == nullptr || !path->own_->close()) continue;
     closed_.push_back(std::move(path->own_));
   }
+  if (lines_) std::ranges::move(lines_->take_closed(), std::back_inserter(closed_));
   for (auto& endpoint : condemned_) {
     bool is_needed = false;
     for (const Op* op = endpoint->first(); op != nullptr; op = op->next)
@@ -60,8 +62,7 @@ uint32_t OfiNic::finish_endings(rdma::NicEvents& events) {
     path->is_flushed_ = true;
     std::erase(ending_, path);
     paths_.erase(path->id_);  // what still names it comes from before
-    if (path->is_connected_) domain_->peers().remove(path->peer_name_);
-    path->is_connected_ = false;
+    forget_address(*path);
     if (path->answer_due_) --answers_due_;
     path->answer_due_ = false;
     events.on_path_flushed(*path);
@@ -73,6 +74,7 @@ uint32_t OfiNic::finish_endings(rdma::NicEvents& events) {
 // Without a queue nothing can be told of any operation: all endpoints are closed, all paths end without being asked to.
 void OfiNic::die(const std::string& reason, rdma::NicEvents& events) {
   is_dead_ = true;
+  events_due_ = false;
   is_port_up_ = false;
   datagrams_.clear();
   if (transmit_ != nullptr) condemned_.push_back(std::move(transmit_));
@@ -82,7 +84,8 @@ void OfiNic::die(const std::string& reason, rdma::NicEvents& events) {
     path->is_ending_ = true;
     ending_.push_back(path);
   }
-  control_->close();
+  if (control_) control_->close();
+  if (lines_) lines_->close_all();
   events.on_device_fatal(reason);
 }
 
@@ -118,6 +121,11 @@ void OfiNic::tend_graves() {
   }
 }
 
+void OfiNic::forget_address(OfiPath& path) {
+  if (path.address_ != FI_ADDR_NOTAVAIL) domain_->peers().remove(path.peer_name_);
+  path.address_ = FI_ADDR_NOTAVAIL;
+}
+
 // The layer lets a path go: flushed, or one that never reached a peer.
 void OfiNic::remove_path(OfiPath& path) {
   std::erase(unready_, &path);
@@ -125,7 +133,7 @@ void OfiNic::remove_path(OfiPath& path) {
   std::erase(ending_, &path);
   if (path.is_flushed_) return;
   paths_.erase(path.id_);
-  if (path.is_connected_) domain_->peers().remove(path.peer_name_);
+  forget_address(path);
   if (path.answer_due_) --answers_due_;
   if (path.own_ != nullptr) {
     path.own_->owner = nullptr;

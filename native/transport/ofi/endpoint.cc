@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "transport/ofi/listener.h"
 #include "util/errors.h"
 
 namespace crossrail::ofi {
@@ -37,25 +38,31 @@ Slots::Slots(const Domain& domain, uint32_t count, Op::Kind kind) : ops_(count) 
 
 Endpoint::Endpoint(Domain& domain, uint32_t receives) : domain_(domain) {
   if (receives != 0) receives_ = std::make_unique<Slots>(domain, receives, Op::Kind::kReceive);
-  if (const int code = fi_endpoint(domain.fid(), &domain.info(), &fid_, nullptr); code != 0) {
-    domain.fail("fi_endpoint", code,
-                "every path of this provider takes one: raise the limit on open files (ulimit -n)");
+  open(domain.info(), nullptr);
+  post_receives();
+}
+
+Endpoint::Endpoint(Domain& domain, const Listener& listener, uint32_t receives, fi_info* request) : domain_(domain) {
+  receives_ = std::make_unique<Slots>(domain, receives, Op::Kind::kReceive);
+  open(request != nullptr ? *request : domain.info(), &listener);
+}
+
+Endpoint::~Endpoint() { close(); }
+
+void Endpoint::open(fi_info& info, const Listener* listener) {
+  if (const int code = fi_endpoint(domain_.fid(), &info, &fid_, nullptr); code != 0) {
+    domain_.fail("fi_endpoint", code,
+                 "every path of this provider takes one: raise the limit on open files (ulimit -n)");
   }
   try {
-    if (domain.rules().is_efa) set_efa_options();
-    bind_and_enable();
+    if (domain_.rules().is_efa) set_efa_options();
+    bind_and_enable(listener);
+    if (listener == nullptr) read_name();
   } catch (...) {
     close();
     throw;
   }
-  if (receives_ == nullptr) return;
-  for (Op& op : receives_->ops()) {
-    op.endpoint = this;
-    post_receive(op);
-  }
 }
-
-Endpoint::~Endpoint() { close(); }
 
 void Endpoint::set_efa_options() {
   const bool no = false;
@@ -69,18 +76,36 @@ void Endpoint::set_efa_options() {
     domain_.fail("fi_setopt(FI_OPT_CUDA_API_PERMITTED)", code);
 }
 
-void Endpoint::bind_and_enable() {
-  if (const int code = fi_ep_bind(fid_, &domain_.addresses()->fid, 0); code != 0)
+void Endpoint::bind_and_enable(const Listener* listener) {
+  if (listener != nullptr) {
+    if (const int code = fi_ep_bind(fid_, &listener->queue()->fid, 0); code != 0)
+      domain_.fail("fi_ep_bind(event queue)", code);
+  } else if (const int code = fi_ep_bind(fid_, &domain_.addresses()->fid, 0); code != 0) {
     domain_.fail("fi_ep_bind(address vector)", code);
+  }
   if (const int code = fi_ep_bind(fid_, &domain_.queue()->fid, FI_TRANSMIT | FI_RECV); code != 0)
     domain_.fail("fi_ep_bind(completion queue)", code);
   if (const int code = fi_enable(fid_); code != 0) {
     domain_.fail("fi_enable", code, domain_.rules().uses_ip ? "check that this address is one of the host's" : "");
   }
+}
+
+void Endpoint::read_name() {
   uint8_t name[kNameBytesMax];
   size_t bytes = sizeof name;
   if (const int code = fi_getname(&fid_->fid, name, &bytes); code != 0) domain_.fail("fi_getname", code);
   name_.assign(name, name + bytes);
+}
+
+void Endpoint::dial(const Name& to, std::span<const uint8_t> said) {
+  if (const int code = fi_connect(fid_, to.data(), said.data(), said.size()); code != 0)
+    domain_.fail("fi_connect", code);
+  post_receives();
+}
+
+void Endpoint::accept() {
+  if (const int code = fi_accept(fid_, nullptr, 0); code != 0) domain_.fail("fi_accept", code);
+  post_receives();
 }
 
 bool Endpoint::close() {
@@ -109,6 +134,14 @@ void Endpoint::unlist(Op& op) {
   if (op.next != nullptr) op.next->previous = op.previous;
   op.is_listed = false;
   --outstanding_;
+}
+
+void Endpoint::post_receives() {
+  if (receives_ == nullptr) return;
+  for (Op& op : receives_->ops()) {
+    op.endpoint = this;
+    post_receive(op);
+  }
 }
 
 void Endpoint::post_receive(Op& op) {

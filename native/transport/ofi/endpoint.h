@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "transport/ofi/domain.h"
@@ -13,6 +14,7 @@
 namespace crossrail::ofi {
 
 class Endpoint;
+class Listener;
 class OfiPath;
 
 // What is told to libfabric with an operation, and comes back with its completion.
@@ -62,12 +64,20 @@ class Endpoint {
  public:
   // receives: how many it keeps posted. Throws TransportError.
   Endpoint(Domain& domain, uint32_t receives);
+  // One end of a connection, whose events go to the listener's queue: it dials, or accepts `request`.
+  Endpoint(Domain& domain, const Listener& listener, uint32_t receives, fi_info* request);
   ~Endpoint();
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
 
+  // Of a connection, once; the listener tells how it went. said: to the other side. Throw TransportError: it can only be
+  // closed then.
+  void dial(const Name& to, std::span<const uint8_t> said);
+  void accept();
+  bool is(const struct fid* object) const { return fid_ != nullptr && object == &fid_->fid; }
+
   fid_ep* fid() const { return fid_; }
-  const Name& name() const { return name_; }
+  const Name& name() const { return name_; }  // not of a connection: its listener's is what peers dial
   bool is_closed() const { return fid_ == nullptr; }
   // False: the provider is not ready for it; try again.
   bool close();
@@ -86,8 +96,11 @@ class Endpoint {
   OfiPath* owner = nullptr;  // of an endpoint of one path
 
  private:
-  void bind_and_enable();
+  void open(fi_info& info, const Listener* listener);
+  void bind_and_enable(const Listener* listener);
+  void read_name();
   void set_efa_options();
+  void post_receives();
 
   Domain& domain_;
   fid_ep* fid_ = nullptr;

@@ -10,7 +10,7 @@
 namespace crossrail::ofi {
 
 inline constexpr uint32_t kHeaderVersion = FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION);
-// What is promised. From here on tcp has reliable datagram endpoints of its own.
+// What is promised. From here on there is efa-direct; nobody tried the connections of an older tcp.
 inline constexpr uint32_t kVersionMin = FI_VERSION(2, 1);
 
 // All that libfabric exports and we use: the rest is reached through the operation tables of its objects.

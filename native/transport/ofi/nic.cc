@@ -51,15 +51,20 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
     : domain_(std::make_shared<Domain>(std::move(library), rules, std::move(device))), next_path_id_(random_id()) {
   name_ = domain_->device().name;
   description_ = describe(*domain_);
-  control_ = std::make_unique<Endpoint>(*domain_, shares_endpoints() ? kSharedReceives : kControlReceives);
+  if (connects()) {
+    listener_ = std::make_unique<Listener>(*domain_);
+    lines_ = std::make_unique<Lines>(*domain_, *listener_);
+  } else {
+    control_ = std::make_unique<Endpoint>(*domain_, shares_endpoints() ? kSharedReceives : kControlReceives);
+  }
   if (shares_endpoints()) transmit_ = std::make_unique<Endpoint>(*domain_, 0);
-  endpoint_ = EndpointWords{domain_->info().addr_format, domain_->device().prefix_bits, control_->name()}.encode();
+  endpoint_ = EndpointWords{domain_->info().addr_format, domain_->device().prefix_bits, own_name()}.encode();
   landing_memory_ = std::make_unique<std::byte[]>(kLandingBytes);
   landing_ =
       std::make_unique<OfiRegistration>(domain_, fences_, landing_memory_.get(), kLandingBytes, Access::kRemoteWrite);
   const fi_info& info = domain_->info();
-  const uint64_t longest = control_->option_bytes(FI_OPT_MAX_RMA_SIZE, info.ep_attr->max_msg_size);
-  limits_.work_bytes_max = std::min({longest, static_cast<uint64_t>(info.ep_attr->max_msg_size), kWorkBytesMax});
+  limits_.work_bytes_max = std::min(static_cast<uint64_t>(info.ep_attr->max_msg_size), kWorkBytesMax);
+  if (control_) limits_.work_bytes_max = control_->option_bytes(FI_OPT_MAX_RMA_SIZE, limits_.work_bytes_max);
   limits_.path_works_max =
       std::clamp<uint32_t>(static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, 1u << 20)), 1, kPathWorksMax);
   limits_.names_imm_paths = rules.endpoint_per_path && info.domain_attr->cq_data_size >= 8;
@@ -70,9 +75,13 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
   if (domain_->wait_fd() < 0) return;
   outer_ = Fd(epoll_create1(EPOLL_CLOEXEC));
   if (!outer_) throw_errno("epoll_create1", "cannot make an epoll set", "raise the limit on open files (ulimit -n)");
-  epoll_event event{};
-  if (epoll_ctl(outer_.get(), EPOLL_CTL_ADD, domain_->wait_fd(), &event) != 0)
-    throw_errno("epoll_ctl", "cannot wait for the completion queue");
+  waits_.push_back(domain_->wait_fd());
+  if (listener_) waits_.push_back(listener_->wait_fd());
+  for (const int fd : waits_) {
+    epoll_event event{};
+    if (epoll_ctl(outer_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
+      throw_errno("epoll_ctl", "cannot wait for a queue of libfabric's");
+  }
   fds_.push_back(outer_.get());
 }
 
@@ -80,6 +89,7 @@ OfiNic::~OfiNic() {
   condemned_.clear();
   transmit_.reset();
   control_.reset();
+  lines_.reset();
   // The layer has let go of every path; with the endpoints nothing can come in any more.
   fences_->done.store(~0ull, std::memory_order_release);
   landing_.reset();
@@ -117,7 +127,8 @@ std::vector<uint8_t> OfiNic::make_offer(const OfiPath& path) const {
   words.path_id = path.id_;
   words.landing = landing_->remote_base;
   words.landing_key = landing_->key;
-  words.name = path.own_ ? path.own_->name() : control_->name();
+  words.token = path.token_;
+  words.name = path.own_ ? path.own_->name() : own_name();
   return words.encode();
 }
 
@@ -187,7 +198,10 @@ void OfiNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::span<con
       datagrams_.size() == kDatagramsMax) {
     return;
   }
-  datagrams_.push_back({words->name, {bytes.begin(), bytes.end()}, now_ns() + kDatagramLife});
+  datagrams_.push_back({{peer_endpoint.begin(), peer_endpoint.end()},
+                        words->name,
+                        {bytes.begin(), bytes.end()},
+                        now_ns() + kDatagramLife});
   datagrams_next_ns_ = 0;
   tend_datagrams();
 }
@@ -202,26 +216,34 @@ uint32_t OfiNic::tend_datagrams() {
   const PacketHead head{static_cast<uint32_t>(Packet::kDatagram), 0, 0};
   for (Datagram& datagram : waiting) {
     if (now >= datagram.until) continue;
-    auto known = known_.find(datagram.to);
-    if (known == known_.end()) {
-      try {
-        known = known_.emplace(datagram.to, Known{domain_->peers().add(datagram.to), now}).first;
-      } catch (const TransportError&) {
-        continue;  // an address that is none: into the void
-      }
+    ssize_t code = -FI_EAGAIN;
+    try {
+      fi_addr_t address = FI_ADDR_UNSPEC;
+      if (Endpoint* const way = way_to(datagram.to, now, &address))
+        code = send_from(*way, address, nullptr, head, datagram.bytes, {});
+    } catch (const TransportError&) {
+      continue;  // into the void
     }
-    known->second.used_ns = now;
-    const ssize_t code = send_from(*control_, known->second.address, nullptr, head, datagram.bytes, {});
     if (code == -FI_EAGAIN) datagrams_.push_back(std::move(datagram));  // no connection yet
     moved += code == 0 ? 1 : 0;
   }
-  if (known_.size() > kKnownMax) {
-    const auto oldest = std::min_element(
-        known_.begin(), known_.end(), [](const auto& a, const auto& b) { return a.second.used_ns < b.second.used_ns; });
-    domain_->peers().remove(oldest->first);
-    known_.erase(oldest);
-  }
   return moved;
+}
+
+Endpoint* OfiNic::way_to(const Name& name, int64_t now, fi_addr_t* address) {
+  if (lines_) return lines_->to(name, now);
+  auto known = known_.find(name);
+  if (known == known_.end()) {
+    if (known_.size() == kKnownMax) {
+      const auto oldest = std::ranges::min_element(known_, {}, [](const auto& item) { return item.second.used_ns; });
+      domain_->peers().remove(oldest->first);
+      known_.erase(oldest);
+    }
+    known = known_.emplace(name, Known{domain_->peers().add(name), now}).first;
+  }
+  known->second.used_ns = now;
+  *address = known->second.address;
+  return control_.get();
 }
 
 // --- sleeping ---
@@ -229,17 +251,21 @@ uint32_t OfiNic::tend_datagrams() {
 void OfiNic::arm() {
   pending_ = !breaking_.empty() || !ending_.empty();
   if (!outer_) return;
-  epoll_event event{};
-  event.events = EPOLLIN | EPOLLONESHOT;
-  if (epoll_ctl(outer_.get(), EPOLL_CTL_MOD, domain_->wait_fd(), &event) != 0)
-    throw_errno("epoll_ctl", "cannot wait for the completion queue");
-  pending_ = pending_ || !domain_->may_sleep();
+  for (const int fd : waits_) {
+    epoll_event event{};
+    event.events = EPOLLIN | EPOLLONESHOT;
+    if (epoll_ctl(outer_.get(), EPOLL_CTL_MOD, fd, &event) != 0)
+      throw_errno("epoll_ctl", "cannot wait for a queue of libfabric's");
+  }
+  pending_ = pending_ || !domain_->may_sleep(listener_ ? listener_->queue() : nullptr);
 }
 
 void OfiNic::hush() {
   if (!outer_) return;
-  epoll_event event{};
-  epoll_ctl(outer_.get(), EPOLL_CTL_MOD, domain_->wait_fd(), &event);  // cannot fail: it is in the set
+  for (const int fd : waits_) {
+    epoll_event event{};
+    epoll_ctl(outer_.get(), EPOLL_CTL_MOD, fd, &event);  // cannot fail: it is in the set
+  }
 }
 
 Deadline OfiNic::next_timer() const {
@@ -248,6 +274,7 @@ Deadline OfiNic::next_timer() const {
   if (!datagrams_.empty() || !unready_.empty() || answers_due_ != 0 || !closed_.empty() || !condemned_.empty())
     next = now + kMillisecond;
   if (fences_->wanted.load() != fences_->done.load(std::memory_order_relaxed)) next = now + kMillisecond;
+  if (lines_) next = std::min(next, lines_->next_timer());
   // A provider without a descriptor to sleep on is polled: often while something moves, seldom else.
   if (!outer_) next = now + (now - active_ns_ < 2 * kMillisecond ? kMillisecond / 20 : kMillisecond);
   return next;

@@ -1,11 +1,14 @@
 // One libfabric domain as a rail.
 //
-// Endpoints. `control_` is the one that peers know from our address: datagrams arrive there and leave from it. With
-// Rules::endpoint_per_path (tcp) a path has an endpoint of its own at either end, told in the offers: a connection, in
-// effect, and closing it ends all that is under way, in both directions, exactly. Without (efa), works and fragments go
-// out by `transmit_` and arrive at control_; libfabric cannot take back what is under way to one peer, so when a path
-// ends that has something out, transmit_ is replaced: new works of all paths go by the new one, the old one is closed as
-// soon as nothing of a living path is with it, and with it goes what the dead path had out.
+// Endpoints, of three kinds of providers:
+// - Rules::connects (tcp). Peers know our listener from our address. A path is a connection, and closing its endpoint ends
+//   all that is under way, in both directions, exactly. Datagrams go by connections too (lines.h).
+// - Rules::endpoint_per_path, without connections (what is not proven). `control_` is what peers know from our address:
+//   datagrams arrive there and leave from it. A path has an endpoint of its own at either end, told in the offers.
+// - Neither (efa). Works and fragments go out by `transmit_` and arrive at control_; libfabric cannot take back what is
+//   under way to one peer, so when a path ends that has something out, transmit_ is replaced: new works of all paths go
+//   by the new one, the old one is closed as soon as nothing of a living path is with it, and with it goes what the dead
+//   path had out.
 #pragma once
 
 #include <deque>
@@ -15,6 +18,8 @@
 #include <vector>
 
 #include "transport/ofi/endpoint.h"
+#include "transport/ofi/lines.h"
+#include "transport/ofi/listener.h"
 #include "transport/ofi/path.h"
 #include "transport/ofi/registration.h"
 #include "transport/rdma/nic.h"
@@ -50,7 +55,8 @@ class OfiNic final : public rdma::Nic {
  private:
   friend class OfiPath;
   struct Datagram {
-    Name to;
+    std::vector<uint8_t> endpoint;  // as we were given it,
+    Name to;                        // and what libfabric calls it
     std::vector<uint8_t> bytes;
     Deadline until;
   };
@@ -65,7 +71,9 @@ class OfiNic final : public rdma::Nic {
     Deadline until;
   };
 
+  bool connects() const { return domain_->rules().connects; }
   bool shares_endpoints() const { return !domain_->rules().endpoint_per_path; }
+  const Name& own_name() const { return listener_ ? listener_->name() : control_->name(); }
   std::vector<uint8_t> make_offer(const OfiPath& path) const;
   uint32_t add_path(OfiPath& path);
   void remove_path(OfiPath& path);
@@ -91,11 +99,21 @@ class OfiNic final : public rdma::Nic {
   void on_imm(uint64_t data, rdma::NicEvents& events);
   uint32_t tend_unready();
   uint32_t tend_datagrams();
+  // Null: no connection yet. Throws TransportError for an address that is none.
+  Endpoint* way_to(const Name& name, int64_t now, fi_addr_t* address);
   uint32_t tend_fences();
   bool tend_fence_of(OfiPath& path, uint64_t number);
   uint32_t tend_answers();
   uint32_t tell_breaks(rdma::NicEvents& events);
+  // connections.cc
+  bool are_events_due() const;
+  uint32_t read_events(rdma::NicEvents& events);
+  void on_request(const ConnectionEvent& event);
+  void on_connected(const struct fid* endpoint);
+  void on_ended(const ConnectionEvent& event, rdma::NicEvents& events);
+  OfiPath* path_of(const struct fid* endpoint) const;
   // ending.cc
+  void forget_address(OfiPath& path);
   void begin_end(OfiPath& path);
   void replace_transmit();
   void tend_endings();
@@ -117,14 +135,18 @@ class OfiNic final : public rdma::Nic {
   uint64_t send_flags_ = 0;
   uint32_t doorbell_room_ = 0;  // FI_MORE only while fewer works are out: a full queue would keep what it holds back
   Fd outer_;
+  std::vector<int> waits_;  // libfabric's descriptors within outer_
   std::vector<int> fds_;
+
+  std::unique_ptr<Listener> listener_;  // with Rules::connects; before all endpoints, whose events come by it
 
   // Before the endpoints, whose operations they are.
   std::deque<Op> works_;
   Op* free_works_ = nullptr;
   std::vector<std::unique_ptr<Slots>> send_blocks_;
   Op* free_sends_ = nullptr;
-  std::unique_ptr<Endpoint> control_;
+  std::unique_ptr<Lines> lines_;       // with Rules::connects,
+  std::unique_ptr<Endpoint> control_;  // without
   std::unique_ptr<Endpoint> transmit_;
   std::vector<std::unique_ptr<Endpoint>> condemned_;  // replaced, still with works of living paths
   std::vector<std::unique_ptr<Endpoint>> closed_;     // their last completions may still lie in the queue
@@ -142,9 +164,11 @@ class OfiNic final : public rdma::Nic {
   bool queue_read_to_end_ = false;
   bool is_port_up_ = true;
   bool is_dead_ = false;  // on_device_fatal was said
+  bool events_due_ = false;
   bool pending_ = false;
   uint32_t dropped_ = 0;  // packets that were nonsense
   int64_t now_ = 0;
+  int64_t events_read_ns_ = 0;
   int64_t unready_next_ns_ = 0;
   int64_t datagrams_next_ns_ = 0;
   int64_t active_ns_ = 0;

@@ -1,8 +1,10 @@
 #include "transport/ofi/path.h"
 
 #include <rdma/fi_rma.h>
+#include <sys/random.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "transport/ofi/nic.h"
 #include "transport/ofi/wire.h"
@@ -16,10 +18,16 @@ constexpr uint32_t kPathReceives = 16;  // 68 KiB for each path; more wait at th
 constexpr uint32_t kPathSendsMax = 16;
 constexpr int64_t kReadyTimeout = 5'000'000'000;
 
+uint64_t random_token() {
+  uint64_t token = 0;
+  if (getrandom(&token, sizeof token, 0) != sizeof token) throw_errno("getrandom", "cannot draw a token");
+  return token;
+}
+
 }  // namespace
 
-OfiPath::OfiPath(OfiNic& nic) : nic_(nic), id_(nic.add_path(*this)) {
-  if (nic.shares_endpoints()) {
+OfiPath::OfiPath(OfiNic& nic) : nic_(nic), id_(nic.add_path(*this)), token_(nic.connects() ? random_token() : 0) {
+  if (nic.shares_endpoints() || nic.connects()) {
     offer_ = nic.make_offer(*this);
     return;
   }
@@ -41,18 +49,50 @@ void OfiPath::connect(std::span<const uint8_t> peer_endpoint, std::span<const ui
   if (!endpoint || !offer || nic_.nearness(peer_endpoint) == 0 ||
       !is_name_like(endpoint->format, offer->name, endpoint->name))
     throw TransportError("connect", 0, "the peer's NIC tells of itself what no " + nic_.fabric() + " NIC would");
-  // Where the peer's works come from another of its endpoints than that of its address, the NIC still knows its host by
-  // this one: efa answers nobody whose address it was not given.
-  address_ = nic_.domain_->peers().add(offer->name);
   peer_name_ = offer->name;
   peer_id_ = offer->path_id;
+  peer_token_ = offer->token;
   peer_landing_ = offer->landing;
   peer_landing_key_ = offer->landing_key;
+  // Where the peer's works come from another of its endpoints than that of its address, the NIC still knows its host by
+  // this one: efa answers nobody whose address it was not given.
+  if (!nic_.connects()) address_ = nic_.domain_->peers().add(offer->name);
+  if (nic_.connects() && own_ == nullptr && !is_broken_) dial();
   is_connected_ = true;
+  if (is_broken_) return;  // it stood, and has ended already
   ready_by_ = now_ns() + kReadyTimeout;
   nic_.unready_.push_back(this);
   nic_.unready_next_ns_ = 0;
-  nic_.tend_unready();
+  if (is_standing_) {
+    on_standing();
+  } else {
+    nic_.tend_unready();
+  }
+}
+
+// If it is on us to.
+void OfiPath::dial() {
+  const Name& name = nic_.own_name();
+  if (std::tie(peer_name_, peer_id_) < std::tie(name, id_)) return;
+  own_ = std::make_unique<Endpoint>(*nic_.domain_, *nic_.listener_, kPathReceives, nullptr);
+  own_->owner = this;
+  own_->dial(peer_name_, DialWords{peer_id_, peer_token_}.encode());
+}
+
+bool OfiPath::accept(fi_info& request, uint64_t token) {
+  if (token != token_ || own_ != nullptr || is_broken_) return false;
+  auto endpoint = std::make_unique<Endpoint>(*nic_.domain_, *nic_.listener_, kPathReceives, &request);
+  endpoint->owner = this;
+  endpoint->accept();
+  own_ = std::move(endpoint);
+  was_heard_ = true;  // who dialed may write from now on
+  return true;
+}
+
+void OfiPath::on_standing() {
+  was_heard_ = is_standing_ = true;
+  is_ready_ = is_connected_ && !is_broken_;
+  if (is_ready_) std::erase(nic_.unready_, this);
 }
 
 uint32_t OfiPath::post(std::span<const rdma::NicWork> works) {
@@ -109,9 +149,9 @@ ssize_t OfiPath::post_one(const rdma::NicWork& work, bool more) {
 }
 
 void OfiPath::on_refused_post(ssize_t code) {
-  // Of an endpoint that shares its queue: no room. Of a connection that stood: it stands no more, and the provider would
-  // make another behind our back, on which later works overtake those that were lost with the first.
-  if (code == -FI_EAGAIN && nic_.shares_endpoints()) return;
+  // Of an endpoint that shares its queue, or of a connection: no room. Of a datagram endpoint that worked: it has lost its
+  // connection, and the provider would make another behind our back, on which later works overtake those that were lost.
+  if (code == -FI_EAGAIN && (nic_.shares_endpoints() || nic_.connects())) return;
   if (code == -FI_EAGAIN) {
     break_by_itself("the connection ended");
   } else {

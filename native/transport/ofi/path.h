@@ -1,4 +1,5 @@
-// What reaches one NIC of one peer: an address in the vector, and with some providers an endpoint of its own.
+// What reaches one NIC of one peer: a connection; or an address in the vector, with some providers with an endpoint of
+// its own.
 #pragma once
 
 #include <memory>
@@ -27,6 +28,10 @@ class OfiPath final : public rdma::NicPath {
  private:
   friend class OfiNic;
   // Invariant: is_ready only while connected and not broken; once is_ending, is_broken too.
+  void dial();
+  // False: not with this token, or not any more. Throws TransportError.
+  bool accept(fi_info& request, uint64_t token);
+  void on_standing();  // the connection
   ssize_t post_one(const rdma::NicWork& work, bool more);
   void on_refused_post(ssize_t code);
   bool send_packet(Packet kind, uint64_t number, std::span<const uint8_t> head, std::span<const uint8_t> body);
@@ -34,19 +39,23 @@ class OfiPath final : public rdma::NicPath {
 
   OfiNic& nic_;
   const uint32_t id_;
+  const uint64_t token_;  // 0 without connections
   std::vector<uint8_t> offer_;
-  std::unique_ptr<Endpoint> own_;  // with Rules::endpoint_per_path; null once closed and read to its end
+  // With Rules::endpoint_per_path; null before a connection is begun, and once closed and read to its end.
+  std::unique_ptr<Endpoint> own_;
   // Of the peer:
   Name peer_name_;
   fi_addr_t address_ = FI_ADDR_NOTAVAIL;
   uint32_t peer_id_ = 0;
+  uint64_t peer_token_ = 0;
   uint64_t peer_landing_ = 0;  // where immediates go that concern no region
   uint64_t peer_landing_key_ = 0;
 
   uint32_t works_out_ = 0;
   uint32_t sends_out_ = 0;
-  bool is_connected_ = false;
-  bool is_ready_ = false;  // the provider has a connection, or needs none
+  bool is_connected_ = false;  // connect() was called
+  bool is_standing_ = false;   // the provider's connection
+  bool is_ready_ = false;      // works may go
   bool is_broken_ = false;
   bool is_ending_ = false;  // break_off() was called
   bool is_flushed_ = false;

@@ -66,13 +66,16 @@ uint32_t OfiNic::poll(rdma::NicEvents& events) {
   const uint64_t fences_wanted = fences_->wanted.load();  // before the queue is read: see tend_fences
   tend_endings();
   uint32_t moved = read_queue(events);
-  if (fence_number_ == 0 && queue_read_to_end_ && fences_wanted != fences_->done.load(std::memory_order_relaxed))
-    fence_number_ = fences_wanted;
-  if (!is_dead_) moved += control_->post_starved_receives();
+  // Behind the queue, which may have told already that a connection ended; before fences, which ask those that stand.
+  const bool wants_fence = fence_number_ == 0 && fences_wanted != fences_->done.load(std::memory_order_relaxed);
+  if (listener_ && !is_dead_ && (wants_fence || are_events_due())) moved += read_events(events);
+  if (wants_fence && queue_read_to_end_ && !events_due_) fence_number_ = fences_wanted;
+  if (control_ && !is_dead_) moved += control_->post_starved_receives();
   if (!unready_.empty()) moved += tend_unready();
   if (!datagrams_.empty()) moved += tend_datagrams();
   if (answers_due_ != 0) moved += tend_answers();
   if (fence_number_ != 0) moved += tend_fences();
+  if (lines_) lines_->tend(now_);
   moved += tell_breaks(events);
   moved += finish_endings(events);
   if (!graves_.empty()) tend_graves();
@@ -156,9 +159,10 @@ void OfiNic::on_error_entry(rdma::NicEvents& events) {
   auto* const op = static_cast<Op*>(error.op_context);
   if (op == nullptr) return;
   switch (op->kind) {
-    case Op::Kind::kReceive:  // too long, or of an endpoint being closed
+    case Op::Kind::kReceive:  // too long, or of an endpoint that is closed; a connection ends with it
       ++dropped_;
-      op->endpoint->post_receive(*op);
+      events_due_ = connects();
+      if (!connects()) op->endpoint->post_receive(*op);
       break;
     case Op::Kind::kSend:
       if (op->path != nullptr)
@@ -209,7 +213,8 @@ void OfiNic::on_packet(Op& op, size_t length_bytes, rdma::NicEvents& events) {
                                            length_bytes - sizeof head};
     if (static_cast<Packet>(head.kind) != Packet::kDatagram) {
       on_path_packet(op, head, payload, events);
-    } else if (op.endpoint == control_.get() && payload.size() <= rdma::kDatagramBytesMax) {
+    } else if (op.endpoint->owner == nullptr && payload.size() <= rdma::kDatagramBytesMax) {
+      if (lines_) lines_->on_heard(*op.endpoint, now_);
       events.on_datagram(payload);
     } else {
       ++dropped_;
@@ -222,7 +227,7 @@ void OfiNic::on_packet(Op& op, size_t length_bytes, rdma::NicEvents& events) {
 
 void OfiNic::on_path_packet(Op& op, const PacketHead& head, std::span<const uint8_t> payload, rdma::NicEvents& events) {
   OfiPath* const path = find_path(head.path_id);
-  if (path == nullptr || (op.endpoint->owner != nullptr ? op.endpoint->owner != path : path->own_ != nullptr)) {
+  if (path == nullptr || op.endpoint->owner != (shares_endpoints() ? nullptr : path)) {
     ++dropped_;
     return;
   }
@@ -255,7 +260,7 @@ uint32_t OfiNic::tend_unready() {
   unready_next_ns_ = now + kUnreadyPause;
   const std::vector<OfiPath*> waiting = unready_;
   for (OfiPath* path : waiting) {
-    if (path->send_packet(Packet::kHello, 0, {}, {})) {
+    if (!connects() && path->send_packet(Packet::kHello, 0, {}, {})) {
       path->is_ready_ = true;
       std::erase(unready_, path);
       ++ready;
@@ -297,7 +302,8 @@ uint32_t OfiNic::tend_answers() {
 }
 
 // A fence begins once the queue was read to its end after the registrations it is for were closed. A path from which
-// nothing was heard by then carries nothing that could have begun before: its hello comes first, and in order.
+// nothing was heard by then carries nothing that could have begun before: its hello comes first, and in order; or the
+// event of its connection, which was not there when events were read to their end.
 uint32_t OfiNic::tend_fences() {
   bool all = true;
   for (const auto& [id, path] : paths_) all = tend_fence_of(*path, fence_number_) && all;
@@ -308,16 +314,18 @@ uint32_t OfiNic::tend_fences() {
 }
 
 bool OfiNic::tend_fence_of(OfiPath& path, uint64_t number) {
-  if (path.fence_answered_ >= number || path.is_flushed_) return true;
+  if (path.fence_answered_ >= number || path.is_flushed_) {
+    path.fence_by_ = kNoDeadline;
+    return true;
+  }
+  if (path.fence_sent_ < number && !path.was_heard_) {
+    path.fence_answered_ = path.fence_sent_ = number;
+    return true;
+  }
+  if (path.fence_by_ == kNoDeadline) path.fence_by_ = now_ + kFenceTimeout;
   if (path.fence_sent_ < number) {
-    if (!path.was_heard_) {
-      path.fence_answered_ = path.fence_sent_ = number;
-      return true;
-    }
-    if (!path.is_ready_ || !path.send_packet(Packet::kFence, number, {}, {})) return false;
-    path.fence_sent_ = number;
-    path.fence_by_ = now_ + kFenceTimeout;
-    return false;
+    // Not ready: a connection that stands, and whose other end has not told the layer yet.
+    if (path.is_ready_ && path.send_packet(Packet::kFence, number, {}, {})) path.fence_sent_ = number;
   }
   if (now_ >= path.fence_by_) path.break_by_itself("the peer's NIC did not answer a fence for 2 s");
   return false;

@@ -7,9 +7,9 @@
 #include <cstring>
 #include <set>
 
-#include "transport/ofi/addresses.h"
 #include "transport/types.h"
 #include "util/errors.h"
+#include "util/host_addresses.h"
 
 namespace crossrail::ofi {
 
@@ -42,7 +42,7 @@ Info hints_for(const Library& library, const Rules& rules) {
   hints->caps = kCaps;
   // Not FI_RX_CQ_DATA: efa would take it as leave to eat a receive for every immediate.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
-  hints->ep_attr->type = FI_EP_RDM;
+  hints->ep_attr->type = rules.connects ? FI_EP_MSG : FI_EP_RDM;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
   // One progress holder at a time for queues and endpoints, but registration comes from any thread. FI_THREAD_COMPLETION
   // would say just that; tcp of 2.5 crashes in fi_cq_open with it.
@@ -59,7 +59,8 @@ Info hints_for(const Library& library, const Rules& rules) {
 
 bool is_wanted(const fi_info& info, const Rules& rules) {
   return info.fabric_attr->prov_name != nullptr && rules.provider == info.fabric_attr->prov_name &&
-         (info.caps & kCaps) == kCaps && info.domain_attr->cq_data_size >= kImmBytes;
+         (info.caps & kCaps) == kCaps && info.domain_attr->cq_data_size >= kImmBytes &&
+         info.ep_attr->rx_ctx_cnt != FI_SHARED_CONTEXT;  // each endpoint takes receives of its own
 }
 
 // What the provider offers, at `source` if it is not empty. Throws for anything but "nothing".
@@ -119,52 +120,13 @@ Device at_address(const Library& library, const Rules& rules, const HostAddress&
   return device;
 }
 
-// Real devices first, fast ones first; one family, since rails of different ones cannot talk to each other, and one
-// address of each netdev.
-std::vector<HostAddress> default_addresses(std::vector<HostAddress> present) {
-  std::erase_if(present, [](const HostAddress& address) { return address.is_loopback; });
-  std::stable_sort(present.begin(), present.end(), [](const HostAddress& a, const HostAddress& b) {
-    if (a.is_virtual != b.is_virtual) return b.is_virtual;
-    return a.speed_mbps > b.speed_mbps;
-  });
-  const bool any_v4 =
-      std::any_of(present.begin(), present.end(), [](const HostAddress& address) { return !address.is_v6; });
-  std::set<std::string> netdevs;
-  std::erase_if(present, [&](const HostAddress& address) {
-    return address.is_v6 == any_v4 || !netdevs.insert(address.netdev).second;
-  });
-  return present;
-}
-
-std::string list_text(const std::vector<HostAddress>& addresses) {
-  std::string text;
-  for (const HostAddress& address : addresses) text += (text.empty() ? "" : ", ") + address.netdev + " " + address.text;
-  return text.empty() ? "none" : text;
-}
-
-HostAddress find_address(const std::string& name, const std::vector<HostAddress>& present) {
-  HostAddress address = parse_address(name, present);
-  if (!address.text.empty()) {
-    if (!address.netdev.empty() || address.is_loopback) return address;
-    throw UsageError("rails: " + name + " is no address of this host; it has: " + list_text(present));
-  }
-  for (const bool wants_v6 : {false, true}) {
-    for (const HostAddress& other : present) {
-      if (other.netdev == name && other.is_v6 == wants_v6) return other;
-    }
-  }
-  throw UsageError("rails: '" + name +
-                   "' is neither an IP address nor a netdev of this host that is up and has an address; it has: " +
-                   list_text(present));
-}
-
 std::vector<Device> choose_addresses(const Library& library, const Rules& rules, const std::vector<std::string>& names,
                                      uint32_t count) {
   const std::vector<HostAddress> present = host_addresses();
   std::vector<HostAddress> wanted;
   for (const std::string& name : names) wanted.push_back(find_address(name, present));
   if (names.empty()) {
-    const std::vector<HostAddress> usual = default_addresses(present);
+    const std::vector<HostAddress> usual = usual_addresses(present);
     for (uint32_t i = 0; i < std::max(count, 1u); ++i) {
       wanted.push_back(usual.empty() ? parse_address("127.0.0." + std::to_string(i + 1), present)
                                      : usual[i % usual.size()]);
@@ -239,7 +201,7 @@ Rules rules_for(const std::string& provider) {
   rules.provider = provider;
   rules.uses_ip = provider == "tcp" || provider == "net" || provider == "sockets" || provider.starts_with("tcp;") ||
                   provider.starts_with("udp;") || provider.starts_with("verbs;");
-  rules.ordered = provider == "tcp";
+  rules.connects = rules.ordered = provider == "tcp";
   rules.has_descriptor = provider.find(';') == std::string::npos;
   if (provider == "tcp") return rules;
   rules.unproven = "no test of ours runs on this provider";

@@ -21,6 +21,9 @@ struct Rules {
   // Works to one peer cannot be cancelled. So either each path has an endpoint of its own, which is closed (exact, but
   // costs a queue pair or a socket per peer), or all share one that is replaced when a path with unfinished works ends.
   bool endpoint_per_path = true;
+  // Paths are connections (FI_EP_MSG): one listens for each NIC, one side dials, the other accepts. Else endpoints are
+  // reliable datagram ones (FI_EP_RDM), which know peers by an address vector.
+  bool connects = false;
   // Its endpoints carry out writes in the order of posting, and end a connection at the first error.
   bool ordered = false;
   // Completions must be asked for as FI_DELIVERY_COMPLETE: those by default say that the bytes were handed on.

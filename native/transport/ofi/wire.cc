@@ -9,10 +9,10 @@ namespace crossrail::ofi {
 
 namespace {
 
-constexpr uint8_t kVersion = 1;
+constexpr uint8_t kVersion = 2;
 constexpr size_t kNameBytesMax = 56;
 static_assert(1 + 1 + 2 + 1 + kNameBytesMax <= rdma::kEndpointBytesMax);
-static_assert(1 + 4 + 8 + 8 + 1 + kNameBytesMax <= rdma::kOfferBytesMax);
+static_assert(1 + 4 + 8 + 8 + 8 + 1 + kNameBytesMax <= rdma::kOfferBytesMax);
 
 void put_name(Writer& writer, const Name& name) {
   writer.put(static_cast<uint8_t>(name.size()));
@@ -61,6 +61,7 @@ std::vector<uint8_t> OfferWords::encode() const {
   writer.put(path_id);
   writer.put(landing);
   writer.put(landing_key);
+  writer.put(token);
   put_name(writer, name);
   return std::move(writer.bytes());
 }
@@ -72,7 +73,26 @@ std::optional<OfferWords> OfferWords::decode(std::span<const uint8_t> bytes) {
   words.path_id = reader.get<uint32_t>();
   words.landing = reader.get<uint64_t>();
   words.landing_key = reader.get<uint64_t>();
+  words.token = reader.get<uint64_t>();
   if (version != kVersion || words.path_id == 0 || !get_name(reader, &words.name)) return std::nullopt;
+  return words;
+}
+
+std::vector<uint8_t> DialWords::encode() const {
+  Writer writer;
+  writer.put(kVersion);
+  writer.put(path_id);
+  writer.put(token);
+  return std::move(writer.bytes());
+}
+
+std::optional<DialWords> DialWords::decode(std::span<const uint8_t> bytes) {
+  Reader reader(bytes);
+  DialWords words;
+  const uint8_t version = reader.get<uint8_t>();
+  words.path_id = reader.get<uint32_t>();
+  words.token = reader.get<uint64_t>();
+  if (version != kVersion || !reader.finished()) return std::nullopt;
   return words;
 }
 

@@ -1,4 +1,5 @@
-// What NICs of this kind tell each other: endpoint bytes (in addresses) and offers (of paths). From outside, so checked.
+// What NICs of this kind tell each other: endpoint bytes (in addresses), offers (of paths), and what they say when they
+// dial each other (Rules::connects). From outside, so checked.
 #pragma once
 
 #include <optional>
@@ -22,10 +23,20 @@ struct OfferWords {
   uint32_t path_id = 0;  // what its packets and immediates have to name
   uint64_t landing = 0;  // address and key of memory that nobody looks at, for immediates of no region
   uint64_t landing_key = 0;
-  Name name;  // of the endpoint that takes this path's works
+  uint64_t token = 0;  // what who dials this path has to know; 0 where nobody dials
+  Name name;           // of the endpoint that takes this path's works, or of where to dial
 
   std::vector<uint8_t> encode() const;
   static std::optional<OfferWords> decode(std::span<const uint8_t> bytes);
+};
+
+// Of a connection request.
+struct DialWords {
+  uint32_t path_id = 0;  // of who is dialed, from its offer; 0: a line for datagrams
+  uint64_t token = 0;    // from the same offer
+
+  std::vector<uint8_t> encode() const;
+  static std::optional<DialWords> decode(std::span<const uint8_t> bytes);
 };
 
 // Whether a provider can be given `name` as one more of the kind of `ours`: providers trust lengths and families.

@@ -255,6 +255,7 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
     doom(*session, "it has forgotten this engine, and begins anew", false);
     return nullptr;
   }
+  session->deserted.clear();
   session->peer_nonce = head.nonce;
   session->peer_has_link = head.has_link;
   if (head.has_link) session->has_left = session->peer_left = false;

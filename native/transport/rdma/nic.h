@@ -96,6 +96,9 @@ class NicEvents {
   // What the peer sent() whole. path: null if not known. The bytes are the NIC's again when the call returns.
   virtual void on_fragment(NicPath* path, std::span<const uint8_t> bytes) = 0;
   virtual void on_datagram(std::span<const uint8_t> bytes) = 0;
+  // Datagrams were sent there, and the peer's host says that nobody takes them: the process that had this endpoint has
+  // ended. For NICs that can tell.
+  virtual void on_nobody(std::span<const uint8_t> peer_endpoint) = 0;
   // The path broke by itself. Said at most once, not after break_off(). The layer calls break_off() next.
   virtual void on_path_broken(NicPath& path, const std::string& reason) = 0;
   // After break_off(), exactly once, the last event of the path.

@@ -322,6 +322,10 @@ void RdmaTransport::Rail::on_datagram(std::span<const uint8_t> bytes) {
   transport->datagrams_.push_back({index, Bytes(bytes.begin(), bytes.end())});
 }
 
+void RdmaTransport::Rail::on_nobody(std::span<const uint8_t> peer_endpoint) {
+  transport->deserted_.emplace_back(peer_endpoint.begin(), peer_endpoint.end());
+}
+
 void RdmaTransport::Rail::on_path_broken(NicPath& nic_path, const std::string& reason) {
   if (Path* const path = path_of(nic_path)) transport->mark_broken(*path, reason);
 }
@@ -376,6 +380,9 @@ void RdmaTransport::act() {
     const Arrived arrived = std::move(datagrams_.front());
     datagrams_.pop_front();
     on_datagram(*rails_[arrived.rail], arrived.bytes);
+  }
+  if (!deserted_.empty()) {
+    for (const Bytes& endpoint : std::exchange(deserted_, {})) on_nobody(endpoint);
   }
   if (!said_.empty()) {
     for (const Said& said : std::exchange(said_, {})) on_said(said);
@@ -468,7 +475,8 @@ void RdmaTransport::disarm() {
 
 bool RdmaTransport::has_arrivals() {
   if (closed_) return false;
-  if (!dirty_.empty() || !datagrams_.empty() || !said_.empty() || !broken_.empty() || !flushed_.empty() || any_over_)
+  if (!dirty_.empty() || !datagrams_.empty() || !deserted_.empty() || !said_.empty() || !broken_.empty() ||
+      !flushed_.empty() || any_over_)
     return true;
   return std::ranges::any_of(rails_, [](const auto& rail) { return rail->nic->has_arrivals(); });
 }

@@ -84,6 +84,7 @@ class RdmaTransport final : public Transport {
     void on_imm(NicPath* path, uint32_t imm) override;
     void on_fragment(NicPath* path, std::span<const uint8_t> bytes) override;
     void on_datagram(std::span<const uint8_t> bytes) override;
+    void on_nobody(std::span<const uint8_t> peer_endpoint) override;
     void on_path_broken(NicPath& path, const std::string& reason) override;
     void on_path_flushed(NicPath& path) override;
     void on_port(bool is_up, const std::string& detail) override;
@@ -201,6 +202,7 @@ class RdmaTransport final : public Transport {
   void end_session(Session& session, const std::string& reason);
   void forget(Session& session);
   void on_port(Rail& rail);
+  void on_nobody(const Bytes& endpoint);
   bool is_watched(const Session& session) const;
   void say_bye(Session& session, const std::string& text);
   std::string pair_text(const Path& path) const;
@@ -229,6 +231,7 @@ class RdmaTransport final : public Transport {
     Bytes bytes;
   };
   std::deque<Arrived> datagrams_;
+  std::vector<Bytes> deserted_;  // endpoints where nobody is
   std::vector<Said> said_;
   Bytes introduction_;  // our address, encoded
   std::vector<uint32_t> ports_changed_;

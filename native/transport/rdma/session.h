@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -198,6 +199,7 @@ struct Session {
   std::array<uint8_t, 8> target{};
   std::vector<std::unique_ptr<Path>> paths;
   std::map<uint32_t, Bytes> peer_endpoints;     // by the peer's rail
+  std::set<Bytes> deserted;                     // of those: nobody is there, since the peer was last heard of
   std::shared_ptr<const Address> peer_address;  // known when introduced, or when we connected
   std::string peer_name = "a peer";
   std::unique_ptr<RdmaLink> link;

@@ -208,6 +208,21 @@ void RdmaTransport::on_port(Rail& rail) {
   next_tick_ns_ = 0;
 }
 
+// A peer is gone when nobody is at any of the endpoints that we would reach it by.
+void RdmaTransport::on_nobody(const Bytes& endpoint) {
+  for (auto& [key, item] : sessions_) {
+    Session& session = *item;
+    const auto is_it = [&](const auto& known) { return known.second == endpoint; };
+    if (session.is_over || session.has_open_path() || std::ranges::none_of(session.peer_endpoints, is_it)) continue;
+    session.deserted.insert(endpoint);
+    const bool is_gone = std::ranges::all_of(session.paths, [&](const auto& path) {
+      const auto at = session.peer_endpoints.find(path->peer_rail);
+      return at != session.peer_endpoints.end() && session.deserted.contains(at->second);
+    });
+    if (is_gone) doom(session, "nobody is at its address any more: its process has ended", false);
+  }
+}
+
 // --- ends ---
 
 // The session ends: its paths are broken off, and once all are flushed, the link goes down.

@@ -1,4 +1,4 @@
-#include "transport/ofi/addresses.h"
+#include "util/host_addresses.h"
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
@@ -7,11 +7,12 @@
 
 #include <algorithm>
 #include <fstream>
+#include <set>
 #include <span>
 
 #include "util/errors.h"
 
-namespace crossrail::ofi {
+namespace crossrail {
 
 namespace {
 
@@ -43,6 +44,7 @@ HostAddress describe(const ifaddrs& entry) {
   char text[INET6_ADDRSTRLEN] = "";
   inet_ntop(entry.ifa_addr->sa_family, bytes.data(), text, sizeof text);
   address.text = text;
+  std::ranges::copy(bytes, address.ip.begin());
   address.netdev = entry.ifa_name;
   address.prefix_bits = prefix_of(entry.ifa_netmask, address.is_v6);
   address.is_loopback = (entry.ifa_flags & IFF_LOOPBACK) != 0;
@@ -55,6 +57,12 @@ HostAddress describe(const ifaddrs& entry) {
 bool is_link_local(const sockaddr* address) {
   const std::span<const uint8_t> bytes = ip_bytes(address);
   return bytes.size() == 16 && bytes[0] == 0xfe && (bytes[1] & 0xc0) == 0x80;
+}
+
+std::string list_text(const std::vector<HostAddress>& addresses) {
+  std::string text;
+  for (const HostAddress& address : addresses) text += (text.empty() ? "" : ", ") + address.netdev + " " + address.text;
+  return text.empty() ? "none" : text;
 }
 
 }  // namespace
@@ -74,23 +82,53 @@ std::vector<HostAddress> host_addresses() {
 }
 
 HostAddress parse_address(const std::string& text, const std::vector<HostAddress>& present) {
-  uint8_t bytes[16];
   HostAddress address;
-  if (inet_pton(AF_INET, text.c_str(), bytes) == 1) {
-    address.prefix_bits = bytes[0] == 127 ? 8 : 32;
-    address.is_loopback = bytes[0] == 127;  // all of 127/8 is there without being configured
-  } else if (inet_pton(AF_INET6, text.c_str(), bytes) == 1) {
+  if (inet_pton(AF_INET, text.c_str(), address.ip.data()) == 1) {
+    address.is_loopback = address.ip[0] == 127;
+    address.prefix_bits = address.is_loopback ? 8 : 32;
+  } else if (inet_pton(AF_INET6, text.c_str(), address.ip.data()) == 1) {
     address.is_v6 = true;
     address.prefix_bits = 128;
   } else {
     return {};
   }
   char normal[INET6_ADDRSTRLEN] = "";
-  inet_ntop(address.is_v6 ? AF_INET6 : AF_INET, bytes, normal, sizeof normal);
+  inet_ntop(address.is_v6 ? AF_INET6 : AF_INET, address.ip.data(), normal, sizeof normal);
   address.text = normal;
   const auto known = std::find_if(present.begin(), present.end(),
                                   [&](const HostAddress& other) { return other.text == address.text; });
   return known != present.end() ? *known : address;
 }
 
-}  // namespace crossrail::ofi
+HostAddress find_address(const std::string& name, const std::vector<HostAddress>& present) {
+  HostAddress address = parse_address(name, present);
+  if (!address.text.empty()) {
+    if (!address.netdev.empty() || address.is_loopback) return address;
+    throw UsageError("rails: " + name + " is no address of this host; it has: " + list_text(present));
+  }
+  for (const bool wants_v6 : {false, true}) {
+    for (const HostAddress& other : present) {
+      if (other.netdev == name && other.is_v6 == wants_v6) return other;
+    }
+  }
+  throw UsageError("rails: '" + name +
+                   "' is neither an IP address nor a netdev of this host that is up and has an address; it has: " +
+                   list_text(present));
+}
+
+std::vector<HostAddress> usual_addresses(std::vector<HostAddress> present) {
+  std::erase_if(present, [](const HostAddress& address) { return address.is_loopback; });
+  std::stable_sort(present.begin(), present.end(), [](const HostAddress& a, const HostAddress& b) {
+    if (a.is_virtual != b.is_virtual) return b.is_virtual;
+    return a.speed_mbps > b.speed_mbps;
+  });
+  const bool any_v4 =
+      std::any_of(present.begin(), present.end(), [](const HostAddress& address) { return !address.is_v6; });
+  std::set<std::string> netdevs;
+  std::erase_if(present, [&](const HostAddress& address) {
+    return address.is_v6 == any_v4 || !netdevs.insert(address.netdev).second;
+  });
+  return present;
+}
+
+}  // namespace crossrail

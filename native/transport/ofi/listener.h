@@ -1,0 +1,57 @@
+// Where a NIC of a provider with connections (Rules::connects) is dialed, and hears what becomes of connections.
+#pragma once
+
+#include <rdma/fi_eq.h>
+
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "transport/ofi/domain.h"
+
+namespace crossrail::ofi {
+
+struct ConnectionEvent {
+  enum class Kind : uint8_t { kRequest, kConnected, kEnded };
+  Kind kind = Kind::kEnded;
+  // Whose, of the last two. It may be closed by now: to be compared, never to be followed.
+  const struct fid* endpoint = nullptr;
+  Info request;               // to be accepted by an endpoint made of it, or rejected
+  std::vector<uint8_t> said;  // by the peer, with its request or rejection
+  int code = 0;               // of kEnded: 0 it ended, else why there was none (fi_errno)
+};
+
+// One passive endpoint and one event queue, for as long as the NIC. That long, because tcp (of 2.5 at least) keeps, with
+// each socket that it accepted and that has not said yet what it wants, a pointer to the passive endpoint: were that
+// closed earlier, the next byte from such a socket would crash the process.
+// Threads: the progress holder.
+class Listener {
+ public:
+  explicit Listener(const Domain& domain);  // throws TransportError
+  ~Listener();                              // after all endpoints that it was bound to
+  Listener(const Listener&) = delete;
+  Listener& operator=(const Listener&) = delete;
+
+  const Name& name() const { return name_; }  // where it is dialed
+  fid_eq* queue() const { return queue_.get(); }
+  // Readable when next() has something to do; -1: to be called now and then.
+  int wait_fd() const { return wait_fd_; }
+
+  // Drives the provider's connections, and with them all else: some system calls. Nothing: no more for now.
+  // Throws TransportError: the queue is of no use any more.
+  // Throws TransportError: the queue is of no use any more.
+  std::optional<ConnectionEvent> next();
+  // What is said tells who dialed that somebody was there.
+  void reject(const fi_info& request) const;
+
+ private:
+  std::optional<ConnectionEvent> next_error();
+
+  const Domain& domain_;
+  Fid<fid_eq> queue_;
+  Fid<fid_pep> endpoint_;
+  Name name_;
+  int wait_fd_ = -1;
+};
+
+}  // namespace crossrail::ofi
