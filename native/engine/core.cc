@@ -12,6 +12,7 @@
 #include "engine/sharding.h"
 #include "engine/watchdog.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail {
 
@@ -499,6 +500,11 @@ void EngineCore::close(Deadline drain_deadline) {
 Peer& EngineCore::add_peer(const Address& address) {
   Route route = transports_.choose(address);
   std::lock_guard lock(tables_mutex_);
+  if (is_mutated(Mutation::kAcceptStaleIncarnation)) {
+    for (auto& [incarnation, known] : peers_) {
+      if (known->address().name == address.name) return *known;
+    }
+  }
   PeerRef& peer = peers_[address.incarnation];
   if (!peer) {
     auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown);

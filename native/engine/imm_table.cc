@@ -4,6 +4,7 @@
 
 #include "engine/engine.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail {
 
@@ -53,6 +54,7 @@ void ImmTable::release(uint32_t imm) {
     dropped = found->second;
     counters_.erase(found);
     if (imm >= kFirstAllocated && next_ > imm) released_.push_back(imm);
+    if (is_mutated(Mutation::kReuseImmediateEarly) && imm >= kFirstAllocated) next_ = std::min(next_, imm);
     // release: pairs with the acquire in note_arrival; the holder then forgets its remembered counter.
     releases_.fetch_add(1, std::memory_order_release);
   }

@@ -4,6 +4,7 @@
 #include "engine/core.h"
 #include "engine/sharding.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail {
 
@@ -276,11 +277,16 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       const uint64_t length = std::min(range.length_bytes - work.slice_offset, slice_bytes);
       const bool last = work.slice_offset + length == range.length_bytes;
       const bool has_imm = work.imm != kNoImm && last && !imm_alone;
-      if (has_imm && !traits.fifo_rails && longest > slice_bytes && work.retired < work.posted)
+      if (has_imm && !traits.fifo_rails && longest > slice_bytes && work.retired < work.posted &&
+          !is_mutated(Mutation::kImmediateBeforeBytes))
         return Progress::kBlocked;
       WorkRequest request = range_request(peer, work, key, range.offset + work.slice_offset, length);
+      if (is_mutated(Mutation::kShortPiece) && work.pieces > 1 && last) --request.length_bytes;
       request.has_imm = has_imm;
       request.wire_imm = has_imm ? wire_imm(work.imm, share_code_of_piece(work.pieces, work.piece)) : 0;
+      if (is_mutated(Mutation::kCountShareTwice) && work.pieces > 1 && work.piece == 0) {
+        request.wire_imm = wire_imm(work.imm, share_code_of_piece(work.pieces / 2, 0));
+      }
       request.context = transfer;
       request.tag = work.piece;
       const uint32_t rail = rail_for(peer, work, work.piece);
@@ -295,7 +301,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
     work.slice_offset += slice_bytes;
   }
   if (imm_alone) {
-    if (work.retired < work.posted) return Progress::kBlocked;
+    if (work.retired < work.posted && !is_mutated(Mutation::kImmediateBeforeBytes)) return Progress::kBlocked;
     WorkRequest request = range_request(peer, work, key, work.length_bytes, 0);
     request.has_imm = true;
     request.wire_imm = wire_imm(work.imm, 0);
@@ -347,6 +353,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
       request.local_region = work.local->local_.on(peer.route_.index);
       request.context = transfer;
       request.reserved = static_cast<uint32_t>(run);
+      if (is_mutated(Mutation::kIgnorePage) && run > 1) request.length_bytes -= work.page_bytes;
       page += run;
       turn_bytes += request.length_bytes;
     }
@@ -419,6 +426,7 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t 
                             const std::string& detail) {
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
+  if (is_mutated_now(Mutation::kForgetCompletion, 100)) return;
   Peer& peer = *static_cast<Peer*>(link.user);
   note_retired(peer, count);
   if (!peer.route_.traits->balances_rails) record_works(FlightState::kRetired, peer, kAnyRail, *transfer, count, bytes);
@@ -458,6 +466,7 @@ void EngineCore::note_kept(TransferWork& work) {
 // and not taken back. Operations without pieces count in single work requests and cannot end so.
 bool EngineCore::is_partly_counted(TransferWork& work) {
   if (work.kind != OpKind::kWrite || work.imm == kNoImm || work.pieces == 1) return false;
+  if (is_mutated(Mutation::kCancelLeavesShare)) return false;
   note_kept(work);
   for (uint32_t piece = 0; piece < work.pieces; ++piece) {
     if (work.kept_bytes[piece] == piece_of(work.length_bytes, work.pieces, piece, kCutAlign).length_bytes) return true;
@@ -582,6 +591,7 @@ void EngineCore::scan_cancels() {
       for (const PostItem& item : cut) {
         item.transfer->work_->cut_short = true;
         close_item(item.transfer);
+        if (is_mutated(Mutation::kCancelEarly)) item.transfer->work_->posted = item.transfer->work_->retired;
         finish_if_done(item.transfer);
       }
     }

@@ -12,6 +12,7 @@
 
 #include "transport/rdma/rdma_transport.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail::rdma {
 
@@ -300,8 +301,10 @@ void RdmaTransport::on_refuse(const Datagram& datagram) {
 
 // --- making paths ---
 
+// Also who has no operations of its own: that its end of a path broke, a peer that is idle learns in no other way, and
+// would lose its next write to it where nobody can tell what became of works in doubt.
 bool RdmaTransport::wants_paths(const Session& session) const {
-  return !session.is_over && (session.link != nullptr || (session.key.leads && session.peer_has_link));
+  return !session.is_over && (session.link != nullptr || session.peer_has_link);
 }
 
 bool RdmaTransport::make_nic_path(Path& path) {
@@ -317,7 +320,9 @@ bool RdmaTransport::make_nic_path(Path& path) {
   path.offer = bytes_of(path.nic_path->offer());
   path.is_connected = path.is_broken = path.is_flushed = false;
   path.works.clear();
+  const uint64_t seen_before = path.seen;
   path.first_cookie = path.outstanding_bytes = path.imms_done = path.seen = 0;
+  if (is_mutated(Mutation::kSeenOfLastEpoch)) path.seen = seen_before;
   path.fault_text.clear();
   tokens_[path.token] = &path;
   return true;

@@ -8,6 +8,7 @@
 #include "transport/rdma/rdma_transport.h"
 #include "util/codec.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail::rdma {
 
@@ -134,7 +135,7 @@ bool RdmaTransport::on_message_chunk(Session& session, std::span<const uint8_t> 
     return false;
   forget_known_outcomes(session, head->first_open);
   if (head->id < session.first_open_id) return true;  // delayed: the sender knows its outcome
-  if (session.outcomes.contains(head->id)) {          // it does not yet
+  if (session.outcomes.contains(head->id) && !is_mutated(Mutation::kMessageTwice)) {  // it does not yet
     if (std::ranges::find(session.untold, head->id) == session.untold.end()) session.untold.push_back(head->id);
     mark_dirty(session);
     return true;

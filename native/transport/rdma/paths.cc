@@ -12,6 +12,7 @@
 
 #include "transport/rdma/rdma_transport.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail::rdma {
 
@@ -109,11 +110,21 @@ void RdmaTransport::start_break(Path& path) {
     path.state = PathState::kIdle;
   } else {
     path.state = PathState::kBreaking;
+    if (is_mutated(Mutation::kCompleteBeforeFlush)) fail_before_flush(path);
     path.nic_path->break_off(path.trouble);
   }
   if (!session.has_open_path()) {
     session.quiet_since_ns = now_;
     if (session.link && session.link->down_since_ns == 0) session.link->down_since_ns = now_;
+  }
+}
+
+// A mistake on purpose: the NIC still has these.
+void RdmaTransport::fail_before_flush(Path& path) {
+  for (size_t i = 0; i < path.works.size() && path.session->link; ++i) {
+    if (fault_of(path.works[i]) != WorkFault::kNone) continue;
+    retire(*path.session->link, path.works[i], Status::kTransportFailed, "the path broke");
+    set_fault(path.works[i], WorkFault::kEnded);
   }
 }
 
@@ -155,6 +166,11 @@ void RdmaTransport::collect_doubt(Path& path) {
   }
   path.works.clear();
   path.outstanding_bytes = 0;
+  if (is_mutated(Mutation::kRepostUnasked) && path.session->link) {
+    std::vector<WorkRequest> again = std::exchange(path.doubt, {});
+    for (WorkRequest& work : again) set_fault(work, WorkFault::kNone);
+    requeue(*path.session->link, again);
+  }
   path.is_resolving = !path.doubt.empty();
   path.ask_at_ns = now_;
   path.ask_pause_ns = 0;
@@ -244,6 +260,13 @@ void RdmaTransport::on_resolve(Session& session, const ResolveBody& body) {
   if (body.epoch == path->closed_epoch) {
     answer(*path, body.spans);
   } else if (body.epoch == path->epoch && path->is_connected && path->state != PathState::kIdle) {
+    if (is_mutated(Mutation::kAnswerBeforeClosing)) {
+      path->closed_epoch = path->epoch;
+      path->closed_seen = path->seen;
+      path->closed_counts = true;
+      answer(*path, body.spans);
+      return;
+    }
     path->answer = body.spans;
     mark_broken(*path, kItsEndBroke);  // answered once it is flushed
   }  // else delayed: it knew before it let the next epoch be made

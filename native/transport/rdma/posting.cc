@@ -3,6 +3,7 @@
 
 #include "transport/rdma/rdma_transport.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail::rdma {
 
@@ -282,6 +283,7 @@ void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
 void RdmaTransport::end_work(Path& path, uint64_t cookie) {
   CROSSRAIL_ASSERT(cookie - path.first_cookie < path.works.size());
   WorkRequest& work = path.works[cookie - path.first_cookie];
+  if (is_mutated(Mutation::kCompleteBeforeFlush) && fault_of(work) == WorkFault::kEnded) return;
   CROSSRAIL_ASSERT(fault_of(work) == WorkFault::kNone);
   const WorkRequest done = work;
   set_fault(work, WorkFault::kEnded);

@@ -7,6 +7,7 @@
 
 #include "transport/wire_imm.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail::rdma {
 
@@ -264,6 +265,7 @@ void RdmaTransport::Rail::on_work_failed(NicPath& nic_path, uint64_t cookie, Nic
   if (path == nullptr) return;
   CROSSRAIL_ASSERT(cookie >= path->first_cookie && cookie - path->first_cookie < path->works.size());
   WorkRequest& work = path->works[cookie - path->first_cookie];
+  if (is_mutated(Mutation::kCompleteBeforeFlush) && fault_of(work) == WorkFault::kEnded) return;
   CROSSRAIL_ASSERT(fault_of(work) == WorkFault::kNone);
   const std::string said = text + " (" + std::to_string(code) + ")";
   if (fault != NicFault::kFlushed && path->fault_text.empty()) path->fault_text = said;
@@ -292,6 +294,7 @@ void RdmaTransport::Rail::on_imm(NicPath* nic_path, uint32_t imm) {
     path->heard_ns = transport->now_;
     if (path->state == PathState::kAccepted) transport->open_path(*path);
   }
+  if (is_mutated_now(Mutation::kDropImmediate, 8)) return;
   transport->sink_->on_imm(imm_of_wire(imm), units_of_wire(imm));
 }
 

@@ -143,6 +143,7 @@ class RdmaTransport final : public Transport {
   void finish_break(Path& path);
   void collect_doubt(Path& path);
   void drop_nic_path(Path& path);
+  void fail_before_flush(Path& path);
   void ask(Path& path);
   void answer(Path& path, const std::vector<Span>& spans);
   void on_resolve(Session& session, const ResolveBody& body);

@@ -1,0 +1,191 @@
+// A peer of the tcp transport that holds the secret: after an honest handshake, frames of its own making, on a real socket.
+// The transport lives on, checks every range, and nothing is written outside the region.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "fuzz.h"
+#include "transport/identity.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/tcp_transport.h"
+
+namespace crossrail::fuzz {
+namespace {
+
+using namespace tcp;
+
+constexpr size_t kRegionBytes = 4096;
+constexpr uint64_t kRegionId = uint64_t{1} << 16 | 1;
+constexpr size_t kGuardBytes = 256;
+
+class Victim {
+ public:
+  Victim() : memory_(kRegionBytes + 2 * kGuardBytes, std::byte{0x5a}) {
+    TransportOptions options;
+    options.identity = make_identity("victim", transport_bit(TransportKind::kTcp), 1);
+    options.rails = {"127.0.0.1"};
+    options.message_bytes_max = 64 << 10;
+    options.connect_timeout_ns = options.peer_timeout_ns = 1'000'000'000;
+    transport_ = std::make_unique<TcpTransport>(options, &sink_);
+    transport_->complete_address(transport_->address());
+    region_ = transport_->register_memory(kRegionId, memory_.data() + kGuardBytes, kRegionBytes, Access::kRemoteWrite);
+  }
+
+  const Address& address() const { return transport_->address(); }
+  void turn() {
+    while (transport_->poll() > 0) {
+    }
+  }
+  void check_guards() const {
+    const auto is_whole = [&](size_t from) {
+      return std::all_of(memory_.begin() + static_cast<ptrdiff_t>(from),
+                         memory_.begin() + static_cast<ptrdiff_t>(from + kGuardBytes),
+                         [](std::byte byte) { return byte == std::byte{0x5a}; });
+    };
+    require(is_whole(0) && is_whole(kGuardBytes + kRegionBytes), "nothing is written outside the region");
+  }
+
+ private:
+  BookSink sink_;
+  std::vector<std::byte> memory_;
+  std::unique_ptr<TcpTransport> transport_;
+  std::unique_ptr<LocalRegion> region_;
+};
+
+// One connection, as an initiator.
+class Stranger {
+ public:
+  explicit Stranger(Victim* victim) : victim_(victim), fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    sockaddr_in to{};
+    to.sin_family = AF_INET;
+    to.sin_port = htons(victim->address().endpoints[0].port);
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    require(fd_ >= 0 && connect(fd_, reinterpret_cast<const sockaddr*>(&to), sizeof to) == 0, "the victim listens");
+    const int on = 1;
+    setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  }
+  ~Stranger() {
+    const linger reset{.l_onoff = 1, .l_linger = 0};  // else ports run out
+    setsockopt(fd_, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+    close(fd_);
+  }
+
+  void shake_hands(uint64_t link_id, bool is_bulk) {
+    Hello hello;
+    hello.target_tag = target_tag(victim_->address().incarnation);
+    hello.link_id = link_id;
+    hello.epoch = 1;
+    hello.is_bulk = is_bulk;
+    hello.sender = victim_->address();
+    for (size_t i = 0; i < 8; ++i) hello.sender.incarnation[i] = static_cast<uint8_t>(link_id >> 8 * i);
+    hello.sender.name = "fuzzer";
+    const Bytes said = encode(hello);
+    send_all(said);
+    const auto challenge = decode_challenge(receive_message());
+    require(challenge.has_value(), "an honest hello is answered by a challenge");
+    const Digest key = handshake_key("", victim_->address().incarnation);
+    send_all(encode(Proof{initiator_proof(key, said, challenge->nonce)}));
+    require(handshake_kind(receive_message()) == HandshakeKind::kAccept, "an honest proof is accepted");
+  }
+
+  // What does not go at once does not go: the victim has stopped reading.
+  void send_some(Input bytes) {
+    size_t sent = 0;
+    for (int tries = 0; sent < bytes.size() && tries < 64; ++tries) {
+      const ssize_t n = send(fd_, bytes.data() + sent, bytes.size() - sent, MSG_DONTWAIT | MSG_NOSIGNAL);
+      if (n > 0) sent += static_cast<size_t>(n);
+      victim_->turn();
+      if (n < 0 && errno != EAGAIN) return;
+      read_away();
+    }
+  }
+
+ private:
+  void send_all(Input bytes) {
+    require(send(fd_, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()), "it is sent");
+  }
+  Bytes receive_message() {
+    Bytes bytes(kHandshakeBytesMax);
+    size_t have = 0;
+    size_t wanted = kHandshakeHeadBytes;
+    for (int tries = 0; have < wanted && tries < 1'000'000; ++tries) {
+      victim_->turn();
+      const ssize_t n = recv(fd_, bytes.data() + have, wanted - have, MSG_DONTWAIT);
+      if (n > 0) have += static_cast<size_t>(n);
+      uint16_t version;
+      if (have == kHandshakeHeadBytes) wanted = handshake_bytes(Input(bytes).first(have), &version).value_or(have);
+    }
+    bytes.resize(have);
+    return bytes;
+  }
+  void read_away() {
+    uint8_t sink[4096];
+    while (recv(fd_, sink, sizeof sink, MSG_DONTWAIT) > 0) {
+    }
+  }
+
+  Victim* const victim_;
+  const int fd_;
+};
+
+// A frame: header fields from the input, or such that they fit what follows.
+Bytes frame(Choices& choices) {
+  FrameHeader header{};
+  header.type = choices.byte();
+  header.mark = kFrameMark;
+  const uint8_t how = choices.byte();
+  const Input given = choices.chunk();
+  Bytes meta(given.begin(), given.end());
+  const bool is_write = header.type == static_cast<uint8_t>(FrameType::kWrite);
+  uint64_t payload = 0;
+  if (is_write && (how & 1) == 0) {  // a table that fits its frame, for our region
+    meta.resize(sizeof(WriteMeta) + std::max<size_t>(1, meta.size() / sizeof(WriteEntry)) * sizeof(WriteEntry));
+    const uint64_t id = kRegionId;
+    std::memcpy(meta.data(), &id, sizeof id);
+    header.count = static_cast<uint16_t>((meta.size() - sizeof(WriteMeta)) / sizeof(WriteEntry));
+    for (size_t i = 0; i < header.count; ++i) {
+      WriteEntry entry;
+      std::memcpy(&entry, meta.data() + sizeof(WriteMeta) + i * sizeof entry, sizeof entry);
+      entry.length &= kHasImm | 0x1fff;
+      if ((how & 2) == 0) entry.offset &= 0x1fff;
+      std::memcpy(meta.data() + sizeof(WriteMeta) + i * sizeof entry, &entry, sizeof entry);
+      payload += entry.length & ~kHasImm;
+    }
+    header.operations = static_cast<uint16_t>((how & 4) == 0 ? header.count : how);
+  } else {
+    header.count = choices.byte();
+    header.operations = choices.byte() % 8;
+    payload = (how & 8) == 0 ? 0 : choices.byte() * uint64_t{17};
+  }
+  header.meta_bytes = static_cast<uint16_t>(meta.size());
+  header.payload_bytes = payload;
+  Bytes bytes(sizeof header);
+  std::memcpy(bytes.data(), &header, sizeof header);
+  bytes.insert(bytes.end(), meta.begin(), meta.end());
+  bytes.resize(bytes.size() + std::min<uint64_t>(payload, 256 << 10), 0xab);
+  return bytes;
+}
+
+}  // namespace
+}  // namespace crossrail::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace crossrail::fuzz;
+  static auto* const victim = new Victim;  // one for all inputs: it has to survive each of them
+  static uint64_t links = 0;
+  Choices choices({data, size});
+  const uint8_t how = choices.byte();
+  Stranger stranger(victim);
+  stranger.shake_hands(++links, (how & 1) != 0);
+  if ((how & 2) != 0) {
+    stranger.send_some(choices.rest());
+  } else {
+    for (int frames = 0; frames < 32 && !choices.is_empty(); ++frames) stranger.send_some(frame(choices));
+  }
+  victim->check_guards();
+  return 0;
+}
