@@ -19,6 +19,11 @@ CANARY = 0xAB
 TAIL_BYTES = 40
 
 
+def kv_of(layout: KvLayout, request: str, tokens: int) -> npt.NDArray[Any]:
+    """The KV that the model computes for a request, on whichever instance."""
+    return whole_kv(layout, tokens, seed=sum(request.encode()))
+
+
 class Prefiller:
     """engines: one for all ranks, or one a rank."""
 
@@ -28,7 +33,6 @@ class Prefiller:
         self.ranks = {rank: RankMemory.alloc(engines[rank % len(engines)], layout) for rank in range(layout.tp)}
         self.pool = PagePool(layout.pages, layout.page_tokens)
         self.sender = KvSender(layout, self.ranks)
-        self.kv: dict[str, npt.NDArray[Any]] = {}
         self.tail = engines[0].alloc(TAIL_BYTES)
         self.tail.array()[:] = np.arange(TAIL_BYTES) + seed
         self.seed = seed
@@ -44,8 +48,7 @@ class Prefiller:
             raise
 
     def kv_of(self, request: str, tokens: int) -> npt.NDArray[Any]:
-        """The KV that this model computes for a request, on whichever instance."""
-        return whole_kv(self.layout, tokens, seed=sum(request.encode()))
+        return kv_of(self.layout, request, tokens)
 
     def compute(self, job: SendJob, layer: int) -> None:
         """One layer of all tokens of a request: who sends too early sends the canary."""

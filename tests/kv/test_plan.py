@@ -254,7 +254,7 @@ def test_chunk_out_of_range_is_refused(begin: int, end: int) -> None:
 
 
 def test_layouts_of_different_models_have_no_plan() -> None:
-    with pytest.raises(LayoutMismatch, match="head_dim: ours 3, theirs 2"):
+    with pytest.raises(LayoutMismatch, match="head_dim: prefiller 2, decoder 3"):
         plan_transfer(KvLayout(**MODEL), KvLayout(**MODEL | {"head_dim": 3}))
 
 

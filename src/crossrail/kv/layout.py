@@ -204,26 +204,27 @@ def dtype_name(dtype: object) -> str:
     return name
 
 
-def differences(ours: KvLayout, theirs: KvLayout) -> list[str]:
+def differences(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("ours", "theirs")) -> list[str]:
     """What keeps two instances from exchanging KV: one line for each field, with both values. Empty: they can.
 
-    Pages, page_tokens, order, separate_kv and tp may differ, and MHA is GQA with as many heads.
+    sides: what the text calls the two. Pages, page_tokens, order, separate_kv and tp may differ, and MHA is GQA with as many heads.
     """
     names = ["layers", "kv_heads", "head_dim", "dtype"]
     if ours.parts != theirs.parts:
         names.insert(0, "kind")
     return [
-        f"{name}: ours {getattr(ours, name)}, theirs {getattr(theirs, name)}"
+        f"{name}: {sides[0]} {getattr(ours, name)}, {sides[1]} {getattr(theirs, name)}"
         for name in names
         if getattr(ours, name) != getattr(theirs, name)
     ]
 
 
-def compatible(ours: KvLayout, theirs: KvLayout) -> None:
+def compatible(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("ours", "theirs")) -> None:
     """Raises LayoutMismatch, which says what differs and prints both, unless the two can exchange KV."""
-    if differs := differences(ours, theirs):
+    if differs := differences(ours, theirs, sides):
         raise LayoutMismatch(
-            f"layouts do not match; {'; '.join(differs)}.\n  ours:   {ours.describe()}\n  theirs: {theirs.describe()}"
+            f"layouts do not match; {'; '.join(differs)}.\n  {sides[0]}: {ours.describe()}\n  {sides[1]}: "
+            f"{theirs.describe()}"
         )
 
 

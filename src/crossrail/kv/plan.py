@@ -129,7 +129,7 @@ def plan_transfer(src: KvLayout, dst: KvLayout, request: str = "") -> TransferPl
 
 @lru_cache(maxsize=1024)
 def _plan(src: KvLayout, dst: KvLayout, spread: int) -> TransferPlan:
-    compatible(dst, src)
+    compatible(src, dst, sides=("prefiller", "decoder"))
     unit_tokens = gcd(src.page_tokens, dst.page_tokens)
     routes = tuple(route(src, dst, lane, unit_tokens) for lane in lanes(src, dst, spread))
     return TransferPlan(src, dst, unit_tokens, routes)
