@@ -109,7 +109,7 @@ async def test_after_a_confirmed_cancel_nothing_lands(prefiller: Prefiller, deco
 async def test_pages_are_kept_while_the_model_fills_them(prefiller: Prefiller, decoder: Decoder) -> None:
     """A confirmed cancel says nothing of the prefiller's own pages: its step is still under way."""
     async with closing(prefiller):
-        job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT))
+        job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT, "prefiller"))
         prefiller.sender.begin_step([(job, 16)])
         prefiller.sender.begin_step([(job, 30)])
 
@@ -130,7 +130,7 @@ async def test_a_stopped_job_may_still_be_in_a_step_and_a_settled_one_not(
     prefiller: Prefiller, decoder: Decoder
 ) -> None:
     async with closing(prefiller):
-        job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT))
+        job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT, "prefiller"))
         prefiller.sender.begin_step([(job, 16)])
         await job.cancel()
         prefiller.sender.begin_step([(job, 24)])  # the scheduler had it in its batch already
@@ -146,13 +146,13 @@ async def test_a_stopped_job_may_still_be_in_a_step_and_a_settled_one_not(
 
 async def test_cancel_twice_and_after_the_end(prefiller: Prefiller, decoder: Decoder) -> None:
     async with closing(prefiller):
-        job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT))
+        job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT, "prefiller"))
         await asyncio.gather(job.cancel("first"), job.cancel("second"))
         await job.cancel("third")
         with pytest.raises(TransferStopped, match="first"):
             await job.finish()
 
-        done = prefiller.open(decoder.reserve("other", 30).dispatch(LAYOUT))
+        done = prefiller.open(decoder.reserve("other", 30).dispatch(LAYOUT, "prefiller"))
         await prefiller.prefill(done, [30])
         await done.cancel()
         await done.finish()  # all was written before: it went well
@@ -178,7 +178,7 @@ async def test_cancelling_a_waiter_stops_nothing(prefiller: Prefiller, decoder: 
 
 async def test_a_model_that_fails_stops_its_requests_and_no_others(prefiller: Prefiller, decoder: Decoder) -> None:
     async with closing(prefiller):
-        failing = prefiller.open(decoder.reserve("failing", 30).dispatch(LAYOUT))
+        failing = prefiller.open(decoder.reserve("failing", 30).dispatch(LAYOUT, "prefiller"))
         step = prefiller.sender.begin_step([(failing, 30)])
         ahead = decoder.reserve("ahead", 11)
         job = prefiller.open(ahead.dispatch(LAYOUT))
@@ -203,7 +203,7 @@ async def test_a_model_that_fails_stops_its_requests_and_no_others(prefiller: Pr
 
 async def test_a_step_that_never_began_is_abandoned(prefiller: Prefiller, decoder: Decoder) -> None:
     async with closing(prefiller):
-        jobs = [prefiller.open(decoder.reserve(name, 9).dispatch(LAYOUT)) for name in ("a", "b", "c")]
+        jobs = [prefiller.open(decoder.reserve(name, 9).dispatch(LAYOUT, "prefiller")) for name in ("a", "b", "c")]
         steps = [prefiller.sender.begin_step([(job, 9)]) for job in jobs]
 
         steps[1].abandon("not worth it")
@@ -222,7 +222,7 @@ async def test_a_decoder_that_goes_stops_what_is_sent_to_it(open_engine: EngineF
     going = open_engine("going", transport=transport)
     decoder = Decoder(LAYOUT, [going])
     async with closing(prefiller):
-        job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT))
+        job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT, "prefiller"))
         prefiller.sender.begin_step([(job, 30)])
 
         await asyncio.to_thread(going.close)
@@ -234,10 +234,10 @@ async def test_a_decoder_that_goes_stops_what_is_sent_to_it(open_engine: EngineF
     assert_all_free(prefiller.pool)
 
 
-async def test_a_closed_region_of_the_decoder_stops_the_request(prefiller: Prefiller, decoder: Decoder) -> None:
+async def test_a_decoder_that_fences_its_prefiller_stops_the_request(prefiller: Prefiller, decoder: Decoder) -> None:
     async with closing(prefiller):
-        job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT))
-        decoder.ranks[1].regions[0].close()
+        job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT, "prefiller"))
+        await decoder.receiver.fence("prefiller", WAIT_S)
 
         await prefiller.step([(job, 30)])
 
@@ -262,7 +262,7 @@ async def test_a_target_that_does_not_fit_stops_the_request(
     prefiller: Prefiller, decoder: Decoder, spoil: Callable[[KvTarget], KvTarget]
 ) -> None:
     async with closing(prefiller):
-        job = prefiller.open(spoil(decoder.reserve("request", 30).dispatch(LAYOUT)))
+        job = prefiller.open(spoil(decoder.reserve("request", 30).dispatch(LAYOUT, "prefiller")))
 
         await prefiller.step([(job, 30)])
         job.send_tail(prefiller.tail)
@@ -273,7 +273,7 @@ async def test_a_target_that_does_not_fit_stops_the_request(
 
 
 async def test_open_refuses_and_leaves_the_lease_alone(prefiller: Prefiller, decoder: Decoder) -> None:
-    target = decoder.reserve("request", 30).dispatch(LAYOUT)
+    target = decoder.reserve("request", 30).dispatch(LAYOUT, "prefiller")
     async with closing(prefiller):
         lease = prefiller.pool.reserve(3, "short")
         with pytest.raises(xr.UsageError, match="has 3 pages, 30 tokens take 4"):
@@ -292,7 +292,7 @@ async def test_chunks_that_do_not_follow_are_refused_and_no_step_begins(
     prefiller: Prefiller, decoder: Decoder, end: int, message: str
 ) -> None:
     async with closing(prefiller):
-        jobs = [prefiller.open(decoder.reserve(name, 30).dispatch(LAYOUT)) for name in ("a", "b")]
+        jobs = [prefiller.open(decoder.reserve(name, 30).dispatch(LAYOUT, "prefiller")) for name in ("a", "b")]
         await prefiller.step([(job, 16) for job in jobs])
 
         with pytest.raises(xr.UsageError, match=message):
@@ -305,7 +305,7 @@ async def test_chunks_that_do_not_follow_are_refused_and_no_step_begins(
 
 
 async def test_closing_a_sender_ends_its_requests(prefiller: Prefiller, decoder: Decoder) -> None:
-    job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT))
+    job = prefiller.open(decoder.reserve("request", 30).dispatch(LAYOUT, "prefiller"))
     prefiller.sender.begin_step([(job, 16)])
 
     await asyncio.wait_for(prefiller.sender.close(), WAIT_S)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 import crossrail as xr
-from crossrail.kv import KvLayout, LayoutMismatch, NoPages, PagePool, PagesInUse, PageState, SurplusCount
+from crossrail.kv import KvLayout, KvTarget, LayoutMismatch, NoPages, PagePool, PagesInUse, PageState, SurplusCount
 from tests.conftest import EngineFactory
 from tests.kv.instances import Decoder, Prefiller, assert_all_free, closing
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, eventually
 
 LAYOUT = KvLayout(layers=4, pages=8, page_tokens=8, kv_heads=4, head_dim=16, dtype="bfloat16", tp=2)
 S = PageState
@@ -53,9 +53,9 @@ async def test_withdrawn_pages_serve_another_attempt(open_engine: EngineFactory,
 
 async def test_without_confirmation_pages_and_immediate_are_quarantined(decoder: Decoder) -> None:
     reception = decoder.reserve("request", 30)
-    imm = reception.dispatch(LAYOUT).ranks[0].imm
+    imm = reception.dispatch(LAYOUT, "prefiller").ranks[0].imm
 
-    with pytest.raises(xr.WaitTimeout, match=r"has not confirmed within 0\.05 s .* its 4 pages are quarantined"):
+    with pytest.raises(xr.WaitTimeout, match=r"has not confirmed within 0\.05 s"):
         await reception.withdraw(never, 0.05)
 
     assert decoder.pool.report().leases == [("request", S.QUARANTINED, 4, 0)]
@@ -68,8 +68,9 @@ async def test_without_confirmation_pages_and_immediate_are_quarantined(decoder:
     other = decoder.reserve("small", 8).dispatch(LAYOUT)
     assert other.ranks[0].imm != imm
 
-    reception.confirm()
+    await decoder.receiver.fence("prefiller", WAIT_S)
 
+    await reception.withdraw(never, WAIT_S)
     reception.release()
     assert decoder.pool.available == 7
 
@@ -77,7 +78,7 @@ async def test_without_confirmation_pages_and_immediate_are_quarantined(decoder:
 async def test_what_is_quarantined_can_be_withdrawn_again(prefiller: Prefiller, decoder: Decoder) -> None:
     reception = decoder.reserve("request", 30)
     async with closing(prefiller):
-        job = prefiller.open(reception.dispatch(LAYOUT))
+        job = prefiller.open(reception.dispatch(LAYOUT, "prefiller"))
         with pytest.raises(xr.WaitTimeout):
             await reception.withdraw(never, 0.05)
 
@@ -107,12 +108,64 @@ async def test_an_error_of_asking_quarantines_and_is_raised(decoder: Decoder) ->
         raise xr.UsageError("the router forgot who the prefiller is")
 
     reception = decoder.reserve("request", 30)
-    reception.dispatch(LAYOUT)
+    reception.dispatch(LAYOUT, "prefiller")
 
     with pytest.raises(xr.UsageError, match="the router forgot"):
         await reception.withdraw(ask, WAIT_S)
 
     assert reception.state is S.QUARANTINED
+
+
+async def late_write(prefiller: Prefiller, target: KvTarget) -> None:
+    """What a prefiller that was given up does when it comes to: it fails, and no byte and no count get through."""
+    job = prefiller.open(replace(target, request="late"))
+    await prefiller.step([(job, target.tokens)])
+    with pytest.raises(xr.RemoteRegionClosed):
+        await asyncio.wait_for(job.finish(), WAIT_S)
+    job.lease.release()
+
+
+async def test_an_attempt_with_registrations_of_its_own_ends_without_an_answer(
+    prefiller: Prefiller, decoder: Decoder
+) -> None:
+    reception, other = decoder.reserve("request", 30), decoder.reserve("other", 30)
+    target = reception.dispatch(LAYOUT)
+    others = other.dispatch(LAYOUT)
+    async with closing(prefiller):
+        await reception.withdraw(never, 0.05)
+
+        assert reception.state is S.RESERVED
+        await late_write(prefiller, target)
+        decoder.assert_untouched(reception.lease.pages)
+        assert decoder.ranks[0].engine.imm_counter(target.ranks[0].imm).poll() == 0
+        await asyncio.gather(prefiller.prefill(prefiller.open(others), [30]), other.arrived(WAIT_S))
+
+
+async def test_a_fence_shuts_out_one_writer_and_no_other(open_engine: EngineFactory, decoder: Decoder) -> None:
+    frozen, good = (Prefiller(LAYOUT, [open_engine(name)]) for name in ("frozen", "good"))
+    async with closing(frozen, good):
+        kept = decoder.reserve("kept", 20)
+        job = good.open(kept.dispatch(LAYOUT, "good"))
+        good.sender.begin_step([(job, 20)])
+        lost = decoder.reserve("lost", 20)
+        target = lost.dispatch(LAYOUT, "frozen")
+        waiting = asyncio.create_task(lost.withdraw(never, WAIT_S))
+        await asyncio.sleep(0)
+
+        await decoder.receiver.fence("frozen", WAIT_S)
+        await decoder.receiver.fence("frozen", WAIT_S)
+        await decoder.receiver.fence("nobody", WAIT_S)
+
+        await waiting
+        await late_write(frozen, target)
+        decoder.assert_untouched(lost.lease.pages)
+        for layer in range(LAYOUT.layers):
+            good.compute(job, layer)
+        good.sender.layer_done(LAYOUT.layers)
+        await kept.arrived(WAIT_S)
+        decoder.assert_holds(kept, good.kv_of("kept", 20))
+        again = frozen.open(lost.dispatch(LAYOUT, "frozen"))  # it came back
+        await asyncio.gather(frozen.prefill(again, [20]), lost.arrived(WAIT_S))
 
 
 async def test_a_prefiller_known_to_be_dead_needs_no_confirmation(decoder: Decoder) -> None:
@@ -154,7 +207,7 @@ async def test_withdraw_and_arrived_do_not_wait_at_once(decoder: Decoder) -> Non
     reception = decoder.reserve("request", 30)
     with pytest.raises(xr.UsageError, match="it is reserved"):
         await reception.arrived(WAIT_S)
-    reception.dispatch(LAYOUT)
+    reception.dispatch(LAYOUT, "prefiller")
     waiting = asyncio.create_task(reception.arrived(WAIT_S))
     await asyncio.sleep(0)
 
@@ -177,8 +230,10 @@ async def test_two_prefillers_of_one_request_are_noticed(open_engine: EngineFact
         target = reception.dispatch(LAYOUT)
         for prefiller in prefillers:
             await prefiller.prefill(prefiller.open(target), [30])
+        counter = decoder.ranks[0].engine.imm_counter(target.ranks[0].imm)
+        eventually(lambda: counter.poll() == 128, "all of both")  # 2 x 4 layers x 4 pages x K and V x 2 ranks
 
-        with pytest.raises(SurplusCount, match="64 more counts"):  # 4 layers x 4 pages x K and V x 2 ranks
+        with pytest.raises(SurplusCount, match="64 more counts"):
             await reception.arrived(WAIT_S)
 
     assert reception.state is S.QUARANTINED

@@ -207,7 +207,8 @@ def dtype_name(dtype: object) -> str:
 def differences(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("ours", "theirs")) -> list[str]:
     """What keeps two instances from exchanging KV: one line for each field, with both values. Empty: they can.
 
-    sides: what the text calls the two. Pages, page_tokens, order, separate_kv and tp may differ, and MHA is GQA with as many heads.
+    sides: what the text calls the two. Pages, page_tokens, order, separate_kv and tp may differ, and MHA is GQA with as
+    many heads.
     """
     names = ["layers", "kv_heads", "head_dim", "dtype"]
     if ours.parts != theirs.parts:

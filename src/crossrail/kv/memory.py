@@ -42,6 +42,10 @@ class RankMemory:
         """Existing memory: one buffer with all layers, or one a layer, each as Engine.register takes them."""
         return cls(engine, layout, [engine.register(buffer) for buffer in buffers])
 
+    def registered_again(self) -> RankMemory:
+        """The same memory by other regions, whose owner is the caller: who was given these does not have those."""
+        return RankMemory(self.engine, self.layout, [self.engine.register(region.view()) for region in self.regions])
+
     def place(self, layer: int) -> tuple[Region, int]:
         """The region that a layer is in, and the offset of its first byte."""
         if len(self.regions) == 1:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crossrail.errors import UsageError
+from crossrail.kv.access import Access, Tails
 from crossrail.kv.errors import NoPages
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.pages import PagePool
-from crossrail.kv.reception import Reception, Tails
+from crossrail.kv.reception import Reception
 from crossrail.kv.target import check_request
 
 
@@ -46,6 +47,7 @@ class KvReceiver:
         self.ranks = tuple(ranks)
         self.pool = pool
         self.tail_bytes = tail_bytes
+        self._accesses: dict[str, Access] = {}
         self._tails = Tails(ranks[0].engine, tail_bytes, tail_slots) if tail_bytes else None
 
     def reserve(self, request: str, tokens: int, *, room_tokens: int = 0, names: Sequence[bytes] = ()) -> Reception:
@@ -61,9 +63,37 @@ class KvReceiver:
         if self._tails is not None and not self._tails.free_slots:
             raise NoPages(f"request {request!r}: all room for tails is in use", 1, 0)
         lease = self.pool.reserve(self.layout.pages_of(tokens + room_tokens), request, names=names[:full_pages])
-        return Reception(request, tokens, lease, self.ranks, self._tails)
+        return Reception(request, tokens, self.layout, lease, self._tails, self._access_of)
+
+    async def fence(self, writer: str, timeout_s: float) -> None:
+        """Shuts a prefiller out: returns once nothing of it can land here any more, however late it comes.
+
+        For one that is dead, frozen or not believed any more. Its requests that have not arrived will not: withdraw()
+        of each then returns at once. Does nothing when it was never dispatched to. One that comes back can be given
+        requests again, by new registrations.
+        Raises WaitTimeout while it is in the middle of a copy, as when it froze there: all else is refused; call again.
+        """
+        access = self._accesses.get(writer)
+        if access is not None:
+            await access.shut(timeout_s)
+            if self._accesses.get(writer) is access:
+                del self._accesses[writer]
 
     def close(self) -> None:
-        """Closes the memory of tails. After all requests have ended. Idempotent."""
+        """Closes all registrations of writers, and the memory of tails. After all requests have ended. Idempotent."""
+        for access in self._accesses.values():
+            access.close()
+        self._accesses.clear()
         if self._tails is not None:
             self._tails.region.close()
+
+    def _access_of(self, writer: str | None) -> Access:
+        """None: one of its own."""
+        if writer is None:
+            return Access(self.ranks, self._tails)
+        access = self._accesses.get(writer)
+        if access is None:
+            access = self._accesses[writer] = Access(self.ranks, self._tails)
+        elif access.is_closing:
+            raise UsageError(f"writer {writer!r} is being fenced off: nothing can be dispatched to it")
+        return access

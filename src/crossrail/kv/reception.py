@@ -6,26 +6,23 @@ Nobody tells a decoder that a transfer is done: it knows how many immediates it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from crossrail import Engine, ImmCounter
-from crossrail.errors import PeerLost, UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
+from crossrail.kv.access import Access, Tails
 from crossrail.kv.errors import PagesInUse, SurplusCount
 from crossrail.kv.layout import KvLayout
-from crossrail.kv.memory import RankMemory
 from crossrail.kv.pages import PageLease, PageState
 from crossrail.kv.plan import expected_count
 from crossrail.kv.target import KvTarget, RankTarget
 
+log = logging.getLogger("crossrail.kv")
 
-class Tails:
-    """Room for the tails of some requests, at rank 0. A slot has the same life as its request's pages."""
-
-    def __init__(self, engine: Engine, nbytes: int, slots: int) -> None:
-        self.nbytes = nbytes
-        self.region = engine.alloc(nbytes * slots)
-        self.free_slots = list(range(slots - 1, -1, -1))
+_SHUT_S = 5.0  # for registrations that nobody writes by any more: they close at once
 
 
 @dataclass
@@ -47,14 +44,24 @@ class Reception:
     """
 
     def __init__(
-        self, request: str, tokens: int, lease: PageLease, ranks: Sequence[RankMemory], tails: Tails | None
+        self,
+        request: str,
+        tokens: int,
+        layout: KvLayout,
+        lease: PageLease,
+        tails: Tails | None,
+        access_of: Callable[[str | None], Access],
     ) -> None:
         self.request = request
         self.tokens = tokens
         self.lease = lease
-        self._ranks = ranks
+        self._layout = layout
         self._tails = tails
         self._slot = tails.free_slots.pop() if tails else 0
+        self._access_of = access_of
+        # Of the attempt under way, if there is one.
+        self._access: Access | None = None
+        self._owns_access = False
         self._awaited: list[_Awaited] = []
         self._is_awaited = False
         self._withdrawal: asyncio.Task[None] | None = None
@@ -68,27 +75,37 @@ class Reception:
     def state(self) -> PageState:
         return self.lease.state
 
-    def dispatch(self, source: KvLayout) -> KvTarget:
+    def dispatch(self, source: KvLayout, writer: str | None = None) -> KvTarget:
         """What the prefiller of this layout has to know. Call it once an attempt, then send it to that prefiller alone.
 
         From here on it may write, whether or not the message arrives: what ends this is arrived() or withdraw().
+        writer: which prefiller, by a name of its incarnation. Its requests share registrations of our memory, which are
+        made at the first and last until KvReceiver.fence(writer). None: registrations for this attempt alone; it costs
+        them, and the prefiller's first look at them, but can be ended without the prefiller's confirmation.
         Raises LayoutMismatch, PagesInUse while another attempt is not over; nothing has changed then.
         """
-        layout = self._ranks[0].layout
+        layout = self._layout
         if self.state is not PageState.RESERVED:
             raise PagesInUse(f"request {self.request!r} cannot be dispatched now: its pages are {self.state}")
         counts = [
             expected_count(
-                source, layout, rank, self.tokens, prefix_tokens=self.prefix_tokens, tail=self._has_tail(rank)
+                source,
+                layout,
+                rank,
+                self.tokens,
+                prefix_tokens=self.prefix_tokens,
+                tail=self._tails is not None and rank == 0,
             )
             for rank in range(layout.tp)
         ]
+        access = self._access_of(writer)
         by_engine: dict[Engine, _Awaited] = {}
-        for memory, count in zip(self._ranks, counts, strict=True):
+        for memory, count in zip(access.ranks, counts, strict=True):
             if memory.engine not in by_engine:
                 by_engine[memory.engine] = _Awaited(memory.engine.alloc_imm())
             by_engine[memory.engine].expected += count
         self._awaited = list(by_engine.values())
+        self._access, self._owns_access = access, writer is None
         self.lease.fill()
         return KvTarget(
             request=self.request,
@@ -97,7 +114,13 @@ class Reception:
             prefix_tokens=self.prefix_tokens,
             pages=self.lease.pages[: layout.pages_of(self.tokens)],
             ranks=tuple(
-                self._rank_target(rank, by_engine[memory.engine].counter.imm) for rank, memory in enumerate(self._ranks)
+                RankTarget(
+                    imm=by_engine[memory.engine].counter.imm,
+                    regions=memory.descriptors,
+                    tail=access.tail.descriptor if access.tail is not None and rank == 0 else None,
+                    tail_offset=self._slot * self._tails.nbytes if self._tails and rank == 0 else 0,
+                )
+                for rank, memory in enumerate(access.ranks)
             ),
             tail_bytes=self._tails.nbytes if self._tails else 0,
         )
@@ -123,17 +146,19 @@ class Reception:
                 f"request {self.request!r}: {surplus} more counts than its plan makes: two senders use its immediate, "
                 "or one that has another plan. Its pages are quarantined"
             )
-        self._release_imms()
+        await self._end_attempt()
         self.lease.use()
 
     async def withdraw(self, ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
         """Takes the pages back: returns when nothing can land in them any more, and they are reserved again.
 
         ask: tells the prefiller to stop, and returns when it has confirmed that nothing of the request is under way;
-        raises PeerLost when it is dead, which is as good. The full count, should it come first, is so too.
-        Raises WaitTimeout when none of this came in timeout_s, and whatever else ask raised: the pages are quarantined
-        then, until withdraw() is called again or confirm(). A second call while the first is under way shares its end;
-        cancelling the task that awaits does not stop it. Does nothing before dispatch().
+        raises PeerLost when it is dead, and its registrations are closed then. The full count is as good, and so is a
+        fence(). When none of this came in timeout_s, or ask raised another error: registrations that are this attempt's
+        alone are closed, which ends it too; shared ones are not, and WaitTimeout or that error is raised. The pages are
+        quarantined then: call it again, perhaps after fence(writer).
+        A second call while the first is under way shares its end; cancelling the task that awaits does not stop it.
+        Does nothing before dispatch().
         """
         if self._withdrawal is None or self._withdrawal.done():
             if self._is_awaited or self.state is PageState.IN_USE:
@@ -142,14 +167,6 @@ class Reception:
                 return
             self._withdrawal = asyncio.create_task(self._withdraw(ask, timeout_s), name=f"kv-withdraw-{self.request}")
         await asyncio.shield(self._withdrawal)
-
-    def confirm(self) -> None:
-        """Whoever calls this knows that nothing can land in the quarantined pages any more: they are reserved again.
-
-        As when the prefiller's process is known to be gone, or it cannot reach this memory any more.
-        """
-        self.lease.confirm()
-        self._release_imms()
 
     def tail(self) -> memoryview:
         """The tail's bytes, ours until release(). Only while the request is in use."""
@@ -162,15 +179,6 @@ class Reception:
         self.lease.release()
         if self._tails is not None:
             self._tails.free_slots.append(self._slot)
-
-    def _has_tail(self, rank: int) -> bool:
-        return self._tails is not None and rank == 0
-
-    def _rank_target(self, rank: int, imm: int) -> RankTarget:
-        regions = self._ranks[rank].descriptors
-        if self._tails is None or rank != 0:
-            return RankTarget(imm, regions)
-        return RankTarget(imm, regions, self._tails.region.descriptor, self._slot * self._tails.nbytes)
 
     async def _count(self, timeout_s: float | None) -> None:
         """Takes what is expected, engine by engine; what was taken when it is interrupted stays taken."""
@@ -185,40 +193,50 @@ class Reception:
     async def _withdraw(self, ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
         if self.state is PageState.FILLING:
             self.lease.drain()
-        counted = asyncio.ensure_future(self._count(None))
-        asked = asyncio.ensure_future(ask())
         try:
-            await asyncio.wait({counted, asked}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            error = None if _succeeded(counted) else self._answer(asked, timeout_s)
+            try:
+                await self._await_quiet(ask, timeout_s)
+            except CrossrailError as error:
+                if not self._owns_access and not isinstance(error, PeerLost):
+                    raise
+                log.info("%s; its way to our memory is shut", error)
+                assert self._access is not None  # it was dispatched
+                await self._access.shut(timeout_s)
+            await self._end_attempt()
+        except BaseException:
+            if self.state is PageState.DRAINING:
+                self.lease.quarantine()
+            raise
+        self.lease.confirm()
+
+    async def _await_quiet(self, ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
+        """Until the prefiller has confirmed, everything is there, or its access is shut. Raises what ask raised."""
+        assert self._access is not None  # it was dispatched
+        asked = asyncio.ensure_future(ask())
+        counted = asyncio.ensure_future(self._count(None))
+        shut = asyncio.ensure_future(self._access.wait_shut())
+        ends: set[asyncio.Future[Any]] = {asked, counted, shut}
+        try:
+            done, _ = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            counted.cancel()
-            asked.cancel()
-            await asyncio.wait({counted, asked})
-        if error is None:
-            self.confirm()
-            return
-        if self.state is PageState.DRAINING:
-            self.lease.quarantine()
-        raise error
-
-    def _answer(self, asked: asyncio.Future[object], timeout_s: float) -> BaseException | None:
-        """None when the prefiller confirmed, or is dead."""
-        if not asked.done():
-            return WaitTimeout(
-                f"request {self.request!r}: its prefiller has not confirmed within {timeout_s:g} s that it stopped; "
-                f"its {len(self.lease.own)} pages are quarantined"
+            for end in ends:
+                end.cancel()
+            await asyncio.wait(ends)
+        if not done:
+            raise WaitTimeout(
+                f"request {self.request!r}: its prefiller has not confirmed within {timeout_s:g} s that it stopped"
             )
-        error = asked.exception()
-        return None if isinstance(error, PeerLost) else error
+        if counted not in done and shut not in done:
+            asked.result()
 
-    def _release_imms(self) -> None:
+    async def _end_attempt(self) -> None:
+        """Nothing can land: registrations of this attempt and its immediates go."""
+        if self._owns_access and self._access is not None:
+            await self._access.shut(_SHUT_S)
+        self._access = None
         for awaited in self._awaited:
             awaited.counter.release()
         self._awaited = []
 
     def __repr__(self) -> str:
         return f"<Reception of {self.request!r}: {self.tokens} tokens, {self.state}>"
-
-
-def _succeeded(task: asyncio.Future[None]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
