@@ -33,6 +33,7 @@ class Prefiller:
         self.ranks = {rank: RankMemory.alloc(engines[rank % len(engines)], layout) for rank in range(layout.tp)}
         self.pool = PagePool(layout.pages, layout.page_tokens)
         self.sender = KvSender(layout, self.ranks)
+        self.model = asyncio.Lock()
         self.tail = engines[0].alloc(TAIL_BYTES)
         self.tail.array()[:] = np.arange(TAIL_BYTES) + seed
         self.seed = seed
@@ -62,14 +63,15 @@ class Prefiller:
                 memory.layer(layer)[:, job.lease.pages] = np.array(CANARY).astype(self.layout.storage)
 
     async def step(self, chunks: Iterable[tuple[SendJob, int]]) -> None:
-        """A forward pass over these chunks, layer by layer."""
+        """A forward pass over these chunks, layer by layer; one at a time, as a model does it."""
         chunks = list(chunks)
-        self.sender.begin_step(chunks)
-        for layer in range(self.layout.layers):
-            for job, _ in chunks:
-                self.compute(job, layer)
-            self.sender.layer_done()
-            await asyncio.sleep(0)
+        async with self.model:
+            self.sender.begin_step(chunks)
+            for layer in range(self.layout.layers):
+                for job, _ in chunks:
+                    self.compute(job, layer)
+                self.sender.layer_done()
+                await asyncio.sleep(0)
 
     async def prefill(self, job: SendJob, ends: Iterable[int]) -> None:
         """A whole request, to its end; its pages are free again."""

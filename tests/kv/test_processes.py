@@ -11,7 +11,7 @@ import pytest
 import crossrail as xr
 from crossrail.kv import KvLayout, KvTarget, PageState
 from tests.conftest import EngineFactory
-from tests.kv.instances import Decoder, Prefiller, assert_all_free, closing, kv_of
+from tests.kv.instances import CANARY, Decoder, Prefiller, assert_all_free, closing, kv_of
 from tests.support.limits import WAIT_S
 from tests.support.process import start_script
 
@@ -137,3 +137,34 @@ async def test_a_prefiller_killed_in_the_middle_is_replaced(
     decoder.assert_holds(reception, spare.kv_of("request", TOKENS))
     reception.release()
     assert_all_free(decoder.pool, spare.pool)
+
+
+async def test_a_frozen_prefiller_is_fenced_off_and_writes_nothing_when_it_thaws(
+    remote: RemotePrefiller, open_engine: EngineFactory, transport: str
+) -> None:
+    decoder = Decoder(LAYOUT, [open_engine("decoder", transport=transport)])
+    reception = decoder.reserve("request", TOKENS)
+    target = reception.dispatch(replace(LAYOUT, tp=4, page_tokens=4), "remote")
+    remote.dispatch(target)
+    remote.compute(2)
+    with pytest.raises(xr.WaitTimeout):
+        await reception.arrived(0.1)
+    remote.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(xr.WaitTimeout):
+        await reception.withdraw(asyncio.Event().wait, 0.1)
+    assert reception.state is PageState.QUARANTINED
+
+    await decoder.receiver.fence("remote", WAIT_S)
+    await reception.withdraw(asyncio.Event().wait, WAIT_S)
+
+    for memory in decoder.ranks:
+        memory.regions[0].array()[:] = CANARY
+    remote.process.send_signal(signal.SIGCONT)
+    remote.compute(LAYOUT.layers - 2)
+    remote.say("finish")
+    assert remote.process.wait(WAIT_S) != 0
+    assert "RemoteRegionClosed" in remote.errors()
+    decoder.assert_untouched(reception.lease.pages)
+    assert decoder.ranks[0].engine.imm_counter(target.ranks[0].imm).poll() == 0
+    reception.release()
+    assert_all_free(decoder.pool)
