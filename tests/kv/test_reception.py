@@ -180,6 +180,21 @@ async def test_a_prefiller_known_to_be_dead_needs_no_confirmation(decoder: Decod
     assert reception.state is S.RESERVED
 
 
+async def test_a_writer_that_was_lost_may_come_back_under_its_name(prefiller: Prefiller, decoder: Decoder) -> None:
+    async def ask() -> None:
+        raise xr.PeerLost("peer 'prefiller' lost: killed")
+
+    reception = decoder.reserve("request", 30)
+    lost = reception.dispatch(LAYOUT, "prefiller")
+    await reception.withdraw(ask, WAIT_S)
+    async with closing(prefiller):
+        await late_write(prefiller, lost)
+
+        job = prefiller.open(reception.dispatch(LAYOUT, "prefiller"))
+
+        await asyncio.gather(prefiller.prefill(job, [30]), reception.arrived(WAIT_S))
+
+
 async def test_withdrawing_twice_asks_once(decoder: Decoder) -> None:
     asked = 0
     confirmed = asyncio.Event()
@@ -227,7 +242,7 @@ async def test_two_prefillers_of_one_request_are_noticed(open_engine: EngineFact
     prefillers = [Prefiller(LAYOUT, [open_engine(name)]) for name in ("first", "second")]
     reception = decoder.reserve("request", 30)
     async with closing(*prefillers):
-        target = reception.dispatch(LAYOUT)
+        target = reception.dispatch(LAYOUT, "first")
         for prefiller in prefillers:
             await prefiller.prefill(prefiller.open(target), [30])
         counter = decoder.ranks[0].engine.imm_counter(target.ranks[0].imm)
@@ -236,7 +251,12 @@ async def test_two_prefillers_of_one_request_are_noticed(open_engine: EngineFact
         with pytest.raises(SurplusCount, match="64 more counts"):
             await reception.arrived(WAIT_S)
 
-    assert reception.state is S.QUARANTINED
+        with pytest.raises(xr.WaitTimeout):  # that the count is full says nothing any more
+            await reception.withdraw(never, 0.05)
+        assert reception.state is S.QUARANTINED
+        await decoder.receiver.fence("first", WAIT_S)
+        await reception.withdraw(never, WAIT_S)
+        assert reception.state is S.RESERVED
 
 
 async def test_a_wait_that_ran_out_is_taken_up_again(prefiller: Prefiller, decoder: Decoder) -> None:

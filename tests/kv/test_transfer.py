@@ -217,6 +217,23 @@ async def test_a_prompt_that_the_decoder_knows_wholly_needs_only_its_tail(
     assert bytes(reception.tail()) == bytes(prefiller.tail.view())
 
 
+async def test_a_prompt_that_the_decoder_knows_wholly_needs_nobody(engines: tuple[xr.Engine, xr.Engine]) -> None:
+    decoder = Decoder(LAYOUT, [engines[1]])
+    names = page_hashes(range(16), LAYOUT.page_tokens)
+    holder = decoder.pool.reserve(2, "before")
+    holder.fill()
+    holder.use()
+    holder.publish(names)
+
+    known = decoder.reserve("known", 16, room_tokens=5, names=names)
+    await known.arrived(0)
+
+    assert known.state is PageState.IN_USE and len(known.lease.own) == 1
+    unknown = decoder.reserve("unknown", 17, names=names)
+    with pytest.raises(xr.UsageError, match="it is reserved"):
+        await unknown.arrived(0)
+
+
 @TRANSPORTS
 async def test_tails_arrive_each_in_its_place(engines: tuple[xr.Engine, xr.Engine]) -> None:
     prefiller, decoder = Prefiller(LAYOUT, [engines[0]]), Decoder(LAYOUT, [engines[1]], tail=True, slots=2)

@@ -41,6 +41,10 @@ class Access:
         self.is_closing = False
         self._shut = asyncio.Event()
 
+    @property
+    def is_shut(self) -> bool:
+        return self._shut.is_set()
+
     async def wait_shut(self) -> None:
         await self._shut.wait()
 

@@ -92,7 +92,7 @@ class KvReceiver:
         if writer is None:
             return Access(self.ranks, self._tails)
         access = self._accesses.get(writer)
-        if access is None:
+        if access is None or access.is_shut:
             access = self._accesses[writer] = Access(self.ranks, self._tails)
         elif access.is_closing:
             raise UsageError(f"writer {writer!r} is being fenced off: nothing can be dispatched to it")

@@ -63,6 +63,7 @@ class Reception:
         self._access: Access | None = None
         self._owns_access = False
         self._awaited: list[_Awaited] = []
+        self._has_surplus = False
         self._is_awaited = False
         self._withdrawal: asyncio.Task[None] | None = None
 
@@ -100,12 +101,18 @@ class Reception:
         ]
         access = self._access_of(writer)
         by_engine: dict[Engine, _Awaited] = {}
-        for memory, count in zip(access.ranks, counts, strict=True):
-            if memory.engine not in by_engine:
-                by_engine[memory.engine] = _Awaited(memory.engine.alloc_imm())
-            by_engine[memory.engine].expected += count
+        try:
+            for memory, count in zip(access.ranks, counts, strict=True):
+                if memory.engine not in by_engine:
+                    by_engine[memory.engine] = _Awaited(memory.engine.alloc_imm())
+                by_engine[memory.engine].expected += count
+        except BaseException:
+            for awaited in by_engine.values():
+                awaited.counter.release()
+            raise
         self._awaited = list(by_engine.values())
         self._access, self._owns_access = access, writer is None
+        self._has_surplus = False
         self.lease.fill()
         return KvTarget(
             request=self.request,
@@ -129,8 +136,13 @@ class Reception:
         """Returns when all KV and the tail are there: the pages are in use, and nobody else writes them.
 
         Raises WaitTimeout: the transfer goes on, call it again or withdraw(). SurplusCount: the pages are quarantined.
+        Nobody needs to be dispatched to when nothing is to come: all tokens are in the prefix, and there is no tail.
         """
         if self.state is PageState.IN_USE:
+            return
+        if self.state is PageState.RESERVED and self.prefix_tokens == self.tokens and self._tails is None:
+            self.lease.fill()
+            self.lease.use()
             return
         if self.state is not PageState.FILLING or self._is_awaited:
             raise UsageError(f"request {self.request!r}: nothing to wait for, or another task does; it is {self.state}")
@@ -140,6 +152,7 @@ class Reception:
         finally:
             self._is_awaited = False
         if surplus := sum(awaited.counter.poll() for awaited in self._awaited):
+            self._has_surplus = True
             self.lease.drain()
             self.lease.quarantine()
             raise SurplusCount(
@@ -213,7 +226,8 @@ class Reception:
         """Until the prefiller has confirmed, everything is there, or its access is shut. Raises what ask raised."""
         assert self._access is not None  # it was dispatched
         asked = asyncio.ensure_future(ask())
-        counted = asyncio.ensure_future(self._count(None))
+        # After a surplus the count says nothing: somebody has written more than it counts, and may go on.
+        counted = asyncio.ensure_future(asyncio.Event().wait() if self._has_surplus else self._count(None))
         shut = asyncio.ensure_future(self._access.wait_shut())
         ends: set[asyncio.Future[Any]] = {asked, counted, shut}
         try:
