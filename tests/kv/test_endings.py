@@ -79,7 +79,7 @@ MOMENTS: list[Moment] = [nothing, a_step_begun, half_a_chunk, a_chunk, all_but_t
 async def whole_transfer(prefiller: Prefiller, decoder: Decoder, request: str, tokens: int) -> Reception:
     """A request that goes well; it stays at the decoder."""
     reception = decoder.reserve(request, tokens)
-    job = prefiller.open(reception.dispatch(prefiller.layout))
+    job = prefiller.open(reception.dispatch(prefiller.layout, "prefiller"))
     await asyncio.gather(prefiller.prefill(job, [tokens]), reception.arrived(WAIT_S))
     decoder.assert_holds(reception, prefiller.kv_of(request, tokens))
     return reception
@@ -89,7 +89,7 @@ async def whole_transfer(prefiller: Prefiller, decoder: Decoder, request: str, t
 async def test_after_a_confirmed_cancel_nothing_lands(prefiller: Prefiller, decoder: Decoder, moment: Moment) -> None:
     reception = decoder.reserve("request", 30)
     async with closing(prefiller):
-        job = prefiller.open(reception.dispatch(LAYOUT))
+        job = prefiller.open(reception.dispatch(LAYOUT, "prefiller"))
         layers_left = await moment(prefiller, job)
 
         await reception.withdraw(lambda: job.cancel("the client left"), WAIT_S)
@@ -161,7 +161,7 @@ async def test_cancel_twice_and_after_the_end(prefiller: Prefiller, decoder: Dec
 async def test_cancelling_a_waiter_stops_nothing(prefiller: Prefiller, decoder: Decoder) -> None:
     reception = decoder.reserve("request", 30)
     async with closing(prefiller):
-        job = prefiller.open(reception.dispatch(LAYOUT))
+        job = prefiller.open(reception.dispatch(LAYOUT, "prefiller"))
         waiters = [asyncio.create_task(job.finish()), asyncio.create_task(reception.arrived())]
         await asyncio.sleep(0)
         for waiter in waiters:

@@ -302,6 +302,20 @@ async def test_dispatch_refuses_a_layout_that_does_not_fit_and_changes_nothing(d
         reception.dispatch(LAYOUT)
 
 
+async def test_without_an_immediate_to_spare_nothing_is_dispatched(open_engine: EngineFactory) -> None:
+    decoder = Decoder(LAYOUT, [open_engine("roomy"), open_engine("tight", imm_counters_max=1)])
+    first, second = decoder.reserve("first", 8), decoder.reserve("second", 8)
+    first.dispatch(LAYOUT, "prefiller")
+
+    with pytest.raises(xr.UsageError, match="imm_counters_max = 1"):
+        second.dispatch(LAYOUT, "prefiller")
+
+    assert second.state is S.RESERVED
+    await decoder.receiver.fence("prefiller", WAIT_S)
+    await first.withdraw(never, WAIT_S)
+    second.dispatch(LAYOUT, "prefiller")  # what the first gave back is enough
+
+
 @pytest.mark.parametrize(
     ("tokens", "room", "name"), [(-1, 0, "a"), (0, -1, "a"), (1, 0, ""), (1, 0, "x" * 257), (1, 0, 5)]
 )

@@ -100,20 +100,15 @@ class Reception:
             for rank in range(layout.tp)
         ]
         access = self._access_of(writer)
-        by_engine: dict[Engine, _Awaited] = {}
-        try:
-            for memory, count in zip(access.ranks, counts, strict=True):
-                if memory.engine not in by_engine:
-                    by_engine[memory.engine] = _Awaited(memory.engine.alloc_imm())
-                by_engine[memory.engine].expected += count
-        except BaseException:
-            for awaited in by_engine.values():
-                awaited.counter.release()
-            raise
+        by_engine = _awaited_by_engine(access, counts)
         self._awaited = list(by_engine.values())
+        try:
+            self.lease.fill()
+        except PagesInUse:
+            self._release_imms()
+            raise
         self._access, self._owns_access = access, writer is None
         self._has_surplus = False
-        self.lease.fill()
         return KvTarget(
             request=self.request,
             layout=layout,
@@ -248,9 +243,27 @@ class Reception:
         if self._owns_access and self._access is not None:
             await self._access.shut(_SHUT_S)
         self._access = None
+        self._release_imms()
+
+    def _release_imms(self) -> None:
         for awaited in self._awaited:
             awaited.counter.release()
         self._awaited = []
 
     def __repr__(self) -> str:
         return f"<Reception of {self.request!r}: {self.tokens} tokens, {self.state}>"
+
+
+def _awaited_by_engine(access: Access, counts: list[int]) -> dict[Engine, _Awaited]:
+    """An immediate for each engine, and the sum of its ranks' counts. All of them, or none."""
+    by_engine: dict[Engine, _Awaited] = {}
+    try:
+        for memory, count in zip(access.ranks, counts, strict=True):
+            if memory.engine not in by_engine:
+                by_engine[memory.engine] = _Awaited(memory.engine.alloc_imm())
+            by_engine[memory.engine].expected += count
+    except BaseException:
+        for awaited in by_engine.values():
+            awaited.counter.release()
+        raise
+    return by_engine
