@@ -116,6 +116,8 @@ async def test_pages_are_kept_while_the_model_fills_them(prefiller: Prefiller, d
         await job.cancel()
 
         assert job.lease.state is S.DRAINING and not job.settled
+        with pytest.raises(xr.WaitTimeout, match="is not settled"):
+            await job.finish(0.01)
         prefiller.sender.layer_done(2 * LAYOUT.layers - 1)
         await asyncio.sleep(0.05)
         with pytest.raises(PagesInUse):

@@ -132,6 +132,8 @@ async def test_values_of_the_word_may_be_missed(engines: tuple[xr.Engine, xr.Eng
 
     decoder.assert_holds(reception, prefiller.kv_of("request", 30))
     assert [(posted.end_tokens, posted.layer) for posted in job.posted] == [(30, 0), (30, 1), (30, 2)]
+    assert [(written.end_tokens, written.layer) for written in job.written] == [(30, 0), (30, 1), (30, 2)]
+    assert all(before.at_s <= after.at_s for before, after in zip(job.posted, job.written, strict=True))
 
 
 async def test_steps_begun_ahead_post_when_their_layers_come(engines: tuple[xr.Engine, xr.Engine]) -> None:

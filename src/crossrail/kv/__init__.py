@@ -5,7 +5,7 @@ makes; pages.py, who may use a page and when; sender.py and receiver.py are the 
 """
 
 from crossrail.kv.errors import DuplicateRequest, LayoutMismatch, NoPages, PagesInUse, SurplusCount, TransferStopped
-from crossrail.kv.job import LayerPosted, SendJob
+from crossrail.kv.job import LayerTime, SendJob
 from crossrail.kv.layout import KvLayout, compatible, differences
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.pages import PageLease, PagePool, PageState, PoolReport
@@ -22,7 +22,7 @@ __all__ = [
     "KvReceiver",
     "KvSender",
     "KvTarget",
-    "LayerPosted",
+    "LayerTime",
     "LayoutMismatch",
     "NoPages",
     "PageLease",

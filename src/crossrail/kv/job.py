@@ -9,7 +9,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from crossrail import Region, Transfer
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.kv.errors import TransferStopped
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.pages import PageLease
@@ -17,8 +17,8 @@ from crossrail.kv.plan import PageWrites, TransferPlan
 from crossrail.kv.target import KvTarget
 
 
-class LayerPosted(NamedTuple):
-    """For the timeline: when (loop time) the writes of a layer were posted, of the chunk that ends with this token."""
+class LayerTime(NamedTuple):
+    """For the timeline: when (loop time) something happened to a layer of the chunk that ends with this token."""
 
     end_tokens: int
     layer: int
@@ -34,6 +34,7 @@ class SendJob:
     released.
 
     Invariant: once it is stopped nothing more is posted, and what is posted is in _transfers until it has ended.
+    posted, written: when the writes of each layer were given to the engine; when they were seen to have ended.
     Threads: that of the event loop; the sender posts on the engine's callback thread too, under its lock.
     """
 
@@ -48,7 +49,8 @@ class SendJob:
         self.target = target
         self.plan = plan
         self.lease = lease
-        self.posted: list[LayerPosted] = []
+        self.posted: list[LayerTime] = []
+        self.written: list[LayerTime] = []
         self._ranks = ranks
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
@@ -60,6 +62,8 @@ class SendJob:
         self._tail_owed = 0 in ranks and target.tail_bytes > 0
         self._open_steps = 0
         self._transfers: deque[Transfer] = deque()
+        self._submitted = self._retired_count = 0  # transfers
+        self._layer_ends: deque[tuple[int, int, int]] = deque()  # submitted by the end of a layer; its chunk; it
         self._error: CrossrailError | None = None
         self._end = asyncio.create_task(self._run(), name=f"kv-send-{target.request}")
 
@@ -99,23 +103,35 @@ class SendJob:
                     )
         self._changed.set()
 
-    async def finish(self) -> None:
+    async def finish(self, timeout_s: float | None = None) -> None:
         """Returns when the job is settled: all was written, and the pages are complete and free of writers.
 
-        Raises what stopped it, TransferStopped after a cancel; the job is settled then too. Cancelling the task that
-        awaits stops nothing. Any number of tasks, any number of times.
+        Raises what stopped it, TransferStopped after a cancel; the job is settled then too. WaitTimeout: it goes on.
+        Cancelling the task that awaits stops nothing. Any number of tasks, any number of times.
         """
-        await asyncio.shield(self._end)
+        await self._wait([self._end], timeout_s, "settled")
         if self._error is not None:
             raise self._error
 
-    async def cancel(self, reason: str = "cancelled") -> None:
-        """Stops it, and returns once it is quiet: nothing of it can arrive any more. Idempotent; in time for none, too.
+    async def cancel(self, reason: str = "cancelled", timeout_s: float | None = None) -> None:
+        """Stops it, and returns once it is quiet: nothing of it can arrive any more. When all was written it stays so.
 
         This is what a decoder that gave up waits to hear. Our own pages can be reused later: when finish() is through.
+        Raises WaitTimeout when writes are still under way, as to a decoder that froze in the middle of one; it is
+        stopped all the same. Any number of times.
         """
         self._stop(TransferStopped(f"request {self.request!r}: {reason}"))
-        await self._quiet.wait()
+        quiet = asyncio.create_task(self._quiet.wait())
+        try:
+            await self._wait([quiet], timeout_s, "quiet")
+        finally:
+            quiet.cancel()
+
+    async def _wait(self, what: list[asyncio.Task[Any]], timeout_s: float | None, state: str) -> None:
+        done, _ = await asyncio.wait(what, timeout=timeout_s)
+        if not done:
+            raise WaitTimeout(f"request {self.request!r} is not {state} after {timeout_s:g} s: {self!r}")
+        done.pop().result()
 
     # ---- for the sender
 
@@ -162,7 +178,8 @@ class SendJob:
                 dst_offset=dst_base + write.dst_offset,
                 imm=rank.imm,
             )
-        self.posted.append(LayerPosted(end, layer, self._loop.time()))
+        self._layer_ends.append((self._submitted, end, layer))
+        self.posted.append(LayerTime(end, layer, self._loop.time()))
 
     def _close_step(self) -> None:
         """A step does not touch its pages any more. The lock is held."""
@@ -188,6 +205,7 @@ class SendJob:
             return
         try:
             self._transfers.append(submit(*args, **options))
+            self._submitted += 1
         except CrossrailError as error:  # the peer's numbers do not fit its memory, or our engine is closed
             self._stop(error)
 
@@ -220,6 +238,14 @@ class SendJob:
                 self._stop(error)
             with self._lock:
                 self._transfers.popleft()
+                self._retired_count += 1
+                self._note_written()
+
+    def _note_written(self) -> None:
+        """The lock is held."""
+        while self._error is None and self._layer_ends and self._layer_ends[0][0] <= self._retired_count:
+            _, end, layer = self._layer_ends.popleft()
+            self.written.append(LayerTime(end, layer, self._loop.time()))
 
     def _is_posted(self) -> bool:
         return self._planned_tokens == self.target.tokens and not self._layers_owed and not self._tail_owed
