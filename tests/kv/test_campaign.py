@@ -15,7 +15,7 @@ from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
 
 LAYOUT = KvLayout(layers=3, pages=48, page_tokens=4, kv_heads=2, head_dim=8, dtype="bfloat16", tp=2)
-REQUESTS = 120
+REQUESTS = 80
 TOKENS_MAX = 60
 
 
