@@ -143,7 +143,7 @@ async def test_a_stopped_job_may_still_be_in_a_step_and_a_settled_one_not(
         with pytest.raises(TransferStopped, match="'request': cancelled"):
             prefiller.sender.begin_step([(job, 30)])
 
-        assert [posted.layer for posted in job.posted] == list(range(4)) * 2  # passed, though nothing was written
+        assert job.posted == []
 
 
 async def test_cancel_twice_and_after_the_end(prefiller: Prefiller, decoder: Decoder) -> None:

@@ -180,6 +180,21 @@ async def test_a_prefiller_known_to_be_dead_needs_no_confirmation(decoder: Decod
     assert reception.state is S.RESERVED
 
 
+async def test_an_engine_of_ours_that_closes_is_no_confirmation(open_engine: EngineFactory) -> None:
+    engine = open_engine("decoder")
+    decoder = Decoder(LAYOUT, [engine])
+    reception = decoder.reserve("request", 30)
+    reception.dispatch(LAYOUT, "prefiller")
+    withdrawal = asyncio.create_task(reception.withdraw(never, WAIT_S))
+    await asyncio.sleep(0)
+
+    await asyncio.to_thread(engine.close)
+
+    with pytest.raises(xr.EngineClosed):
+        await withdrawal
+    assert reception.state is S.QUARANTINED
+
+
 async def test_a_writer_that_was_lost_may_come_back_under_its_name(prefiller: Prefiller, decoder: Decoder) -> None:
     async def ask() -> None:
         raise xr.PeerLost("peer 'prefiller' lost: killed")

@@ -159,6 +159,8 @@ class SendJob:
     def _post(self, end: int, layer: int, writes: Sequence[PageWrites]) -> None:
         """Sends one layer of a chunk. The lock is held."""
         self._layers_owed -= 1
+        if self._error is not None:
+            return
         layout = self.target.layout
         for write in writes:
             memory = self._ranks[write.source]

@@ -143,19 +143,9 @@ class Reception:
             raise UsageError(f"request {self.request!r}: nothing to wait for, or another task does; it is {self.state}")
         self._is_awaited = True
         try:
-            await self._count(timeout_s)
+            await self._take(timeout_s)
         finally:
             self._is_awaited = False
-        if surplus := sum(awaited.counter.poll() for awaited in self._awaited):
-            self._has_surplus = True
-            self.lease.drain()
-            self.lease.quarantine()
-            raise SurplusCount(
-                f"request {self.request!r}: {surplus} more counts than its plan makes: two senders use its immediate, "
-                "or one that has another plan. Its pages are quarantined"
-            )
-        await self._end_attempt()
-        self.lease.use()
 
     async def withdraw(self, ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
         """Takes the pages back: returns when nothing can land in them any more, and they are reserved again.
@@ -187,6 +177,20 @@ class Reception:
         self.lease.release()
         if self._tails is not None:
             self._tails.free_slots.append(self._slot)
+
+    async def _take(self, timeout_s: float | None) -> None:
+        """Waits for everything, and then the pages are ours alone."""
+        await self._count(timeout_s)
+        if surplus := sum(awaited.counter.poll() for awaited in self._awaited):
+            self._has_surplus = True
+            self.lease.drain()
+            self.lease.quarantine()
+            raise SurplusCount(
+                f"request {self.request!r}: {surplus} more counts than its plan makes: two senders use its immediate, "
+                "or one that has another plan. Its pages are quarantined"
+            )
+        await self._end_attempt()
+        self.lease.use()
 
     async def _count(self, timeout_s: float | None) -> None:
         """Takes what is expected, engine by engine; what was taken when it is interrupted stays taken."""
@@ -235,8 +239,8 @@ class Reception:
             raise WaitTimeout(
                 f"request {self.request!r}: its prefiller has not confirmed within {timeout_s:g} s that it stopped"
             )
-        if counted not in done and shut not in done:
-            asked.result()
+        if not any(end.exception() is None for end in done):
+            done.pop().result()
 
     async def _end_attempt(self) -> None:
         """Nothing can land: registrations of this attempt and its immediates go."""
