@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("crossrail.cli.bench.command", "Measure the engine beside the limits of this machine."),
     "doctor": ("crossrail.cli.doctor", "Find what would make transfers slow, impossible or unsafe here."),
     "topo": ("crossrail.cli.topo", "Show where GPUs and NICs are, and which NICs serve which device."),
+    "kv": ("crossrail.cli.kv", "Serve a model from prefillers and decoders: router, prefiller, decoder, demo, top."),
     "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why that way."),
 }
 
