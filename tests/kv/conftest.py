@@ -1,6 +1,7 @@
 """A router of its own for each test that asks, and ways to know that all is quiet again."""
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -9,6 +10,9 @@ from crossrail.kv.decoder import Decoder
 from crossrail.kv.prefiller import Prefiller
 from tests.support.kv_cluster import Cluster
 from tests.support.limits import WAIT_S
+
+# Tests on the simulator are there only where that is built.
+collect_ignore = [] if importlib.util.find_spec("crossrail.sim") else ["test_services_sim.py"]
 
 
 @pytest.fixture
