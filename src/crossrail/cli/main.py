@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("crossrail.cli.doctor", "Find what would make transfers slow, impossible or unsafe here."),
     "topo": ("crossrail.cli.topo", "Show where GPUs and NICs are, and which NICs serve which device."),
     "trace": ("crossrail.cli.trace", "Show what an engine did last, from its flight recording."),
+    "kv": ("crossrail.cli.kv", "Serve a model from prefillers and decoders: router, prefiller, decoder, demo, top."),
     "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why that way."),
 }
 

@@ -1,6 +1,7 @@
 """`crossrail bench`: what the engine does beside what the machine can do, side by side in the same run.
 
 spec.py says what a measure is; copies.py, small.py, posting.py, api.py and footprint.py are the measures, tcp_copies.py
-and tcp_small.py those of TCP; passes.py is what copies share; pair.py and peer.py are the two processes, sockets.py the
-bare connection between them; report.py is the table and the JSON file; command.py puts them together.
+and tcp_small.py those of TCP, kv.py those of KV transfers, between the sides of kv_sides.py; passes.py is what copies
+share; pair.py and peer.py are the two processes, sockets.py the bare connection between them; report.py is the table
+and the JSON file; command.py puts them together.
 """

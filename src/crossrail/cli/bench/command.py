@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from crossrail.cli.bench import api, copies, footprint, posting, rdma, report, small, tcp_copies, tcp_small
+from crossrail.cli.bench import api, copies, footprint, kv, posting, rdma, report, small, tcp_copies, tcp_small
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
 from crossrail.cli.bench.spec import Measure, Result
 from crossrail.cli.text import cpu_pair, size
@@ -31,6 +31,7 @@ def all_measures(transport: str) -> list[Measure]:
         *small.measures(),
         *posting.measures(),
         *api.measures(),
+        *kv.measures(),
         *footprint.measures(),
     ]
 

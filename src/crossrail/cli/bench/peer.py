@@ -11,9 +11,11 @@ from typing import Any
 import crossrail as xr
 from crossrail.cli.bench import api_loops
 from crossrail.cli.bench.fabric import FabricPeer
+from crossrail.cli.bench.kv_sides import KvDecoder, to_text
 from crossrail.cli.bench.sockets import SocketPeer
 from crossrail.cli.child import answer_calls
 from crossrail.cli.native import BenchRig, load_native
+from crossrail.kv import KvLayout
 
 _LET_GO_S = 0.001
 
@@ -29,6 +31,7 @@ class Peer:
         self._manual: set[str] = set()  # keys of rigs that nobody drives between calls
         self._engines: list[xr.Engine] = []
         self._side: api_loops.Side | None = None
+        self._decoder: KvDecoder | None = None
 
     # --- native rigs ---
 
@@ -51,6 +54,8 @@ class Peer:
         self._rigs, self._manual = {}, set()
         if self._side is not None:
             self.close_side()
+        if self._decoder is not None:
+            self.close_decoder()
         self.close_engines()
 
     def add_memory(self, key: str, nbytes: int, private: bool) -> list[Any]:
@@ -151,6 +156,34 @@ class Peer:
         """The consumer of the bare ring."""
         return self._native.slot_stream(fd, producer=False, start=start, count=count)
 
+    # --- KV cache ---
+
+    def open_decoder(self, layout: dict[str, Any], transport: str) -> None:
+        """A decoder of this layout."""
+        self._decoder = KvDecoder(KvLayout.from_wire(layout), transport)
+
+    def decoder(self) -> KvDecoder:
+        """The one opened."""
+        assert self._decoder is not None
+        return self._decoder
+
+    def expect_request(self) -> str:
+        """The target of a request that takes all pages."""
+        return to_text(self.decoder().expect())
+
+    def take_request(self) -> None:
+        """Wait until it is there."""
+        self.decoder().take()
+
+    def digest_decoder(self) -> str:
+        """SHA-256 of its memory."""
+        return self.decoder().digest()
+
+    def close_decoder(self) -> None:
+        """Close it."""
+        self.decoder().close()
+        self._decoder = None
+
     # --- the Python API ---
 
     def open_side(self) -> list[str]:
@@ -202,7 +235,7 @@ class Peer:
 def main() -> None:
     """Answer the parent's calls: every public method of Peer that takes and gives JSON."""
     peer = Peer()
-    names = (name for name in dir(Peer) if not name.startswith("_") and name != "side")
+    names = (name for name in dir(Peer) if not name.startswith("_") and name not in ("side", "decoder"))
     with contextlib.suppress(KeyboardInterrupt):
         answer_calls({name: getattr(peer, name) for name in names})
 

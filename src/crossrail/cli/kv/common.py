@@ -1,0 +1,115 @@
+"""What `crossrail kv` commands share: options, models by name, and how a service runs until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from crossrail.engine import SECRET_VARIABLE
+from crossrail.errors import UsageError
+from crossrail.kv.layout import KvLayout
+from crossrail.kv.model import Model
+from crossrail.kv.toy import ToyModel
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_TOY_LAYOUT: dict[str, int | str] = {
+    "layers": 8, "pages": 512, "page_tokens": 16, "kv_heads": 4, "head_dim": 8, "dtype": "float16", "kind": "GQA",
+    "order": "HND", "tp": 1,
+}  # fmt: skip
+
+
+def together(*decorators: Decorator) -> Decorator:
+    """Several options as one decorator, shown in this order."""
+
+    def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
+        for decorator in reversed(decorators):
+            fn = decorator(fn)
+        return fn
+
+    return apply
+
+
+service_options = together(
+    click.option("--transport", default="auto", show_default=True, help="Of the engine: auto, shm, tcp, verbs, ofi."),
+    click.option("--rails", multiple=True, help="What the engine's rails are bound to; several times for several."),
+    click.option("--port", default=0, show_default=True, help="Where the engine's tcp rails listen; 0: anywhere."),
+    click.option(
+        "--secret-file",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help=f"File with the secret that all nodes share; without it the environment's {SECRET_VARIABLE}.",
+    ),
+    click.option("--until-stdin-closes", is_flag=True, hidden=True),
+)
+
+
+def read_secret(file: Path | None) -> bytes:
+    """UsageError when there is none: whoever can reach a node without one could give it work."""
+    secret = file.read_bytes().strip() if file is not None else os.environb.get(SECRET_VARIABLE.encode(), b"")
+    if not secret:
+        raise UsageError(f"a secret that all nodes share is needed: --secret-file, or {SECRET_VARIABLE}")
+    return secret
+
+
+def engine_options(transport: str, rails: tuple[str, ...], port: int, secret: bytes) -> dict[str, Any]:
+    """For Engine()."""
+    return {"transport": transport, "port": port, "secret": secret} | ({"rails": list(rails)} if rails else {})
+
+
+def open_model(name: str, options: Mapping[str, str]) -> Model:
+    """ "toy", or "package.module:function", which is called with the options as keywords and returns a Model."""
+    if name == "toy":
+        return _open_toy(dict(options))
+    module_name, colon, function = name.partition(":")
+    if not colon:
+        raise UsageError(f"model {name!r} must be 'toy' or 'package.module:function'")
+    try:
+        factory = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"model {name!r}: {error}") from None
+    model: Model = factory(**options)
+    return model
+
+
+def _open_toy(options: dict[str, str]) -> ToyModel:
+    try:
+        seed = int(options.pop("seed", "1"))
+        token_s = float(options.pop("token_us", "0")) / 1e6
+        given = {key: type(_TOY_LAYOUT[key])(text) for key, text in options.items()}
+    except KeyError as error:
+        known = ", ".join([*_TOY_LAYOUT, "seed", "token_us"])
+        raise UsageError(f"the toy model has no option {error.args[0]!r}; there are {known}") from None
+    except ValueError as error:
+        raise UsageError(f"option of the toy model: {error}") from None
+    return ToyModel(KvLayout(**(_TOY_LAYOUT | given)), seed, token_s)  # type: ignore[arg-type]  # checked by KvLayout
+
+
+def parse_options(pairs: tuple[str, ...]) -> dict[str, str]:
+    """key=value pairs."""
+    if bad := next((pair for pair in pairs if "=" not in pair), None):
+        raise UsageError(f"model option {bad!r} must be KEY=VALUE")
+    return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def end_wanted(until_stdin_closes: bool) -> asyncio.Event:
+    """An event of the running loop that is set by SIGTERM, SIGINT, or the end of standard input."""
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    if until_stdin_closes:
+
+        def read() -> None:
+            if not os.read(0, 4096):
+                loop.remove_reader(0)
+                event.set()
+
+        loop.add_reader(0, read)
+    return event

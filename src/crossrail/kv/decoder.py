@@ -1,0 +1,319 @@
+"""The decoder: has a prompt's KV sent here, runs the last prompt token and all that follow, and tells the router.
+
+Life of a request here:
+1. started: pages for the prompt and all that may be generated are reserved, or the router is told to look elsewhere.
+2. fetching: a prefiller writes the KV (fetch.py); if it is lost, the router names another.
+3. decoding: token by token; each goes to the router at once, and is kept until the router has taken it.
+4. ended: pages are given back, the router is told why. A stop (client gone, deadline, router's word) ends it at any
+   point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv import messages as m
+from crossrail.kv.errors import NoPages
+from crossrail.kv.fetch import Fetcher
+from crossrail.kv.layout import KvLayout, compatible
+from crossrail.kv.mailbox import Mailbox, NoAnswer
+from crossrail.kv.memory import RankMemory
+from crossrail.kv.model import Model, Tokens, generate
+from crossrail.kv.node import FindRouter, Node, NodeOptions, RouterLink
+from crossrail.kv.pages import PageState
+from crossrail.kv.prefix import page_hashes
+from crossrail.kv.receiver import KvReceiver
+from crossrail.kv.reception import Reception
+from crossrail.kv.serving import PrefillerGone, Serving, Stopped
+from crossrail.kv.timeline import Timeline
+from crossrail.kv.wire import Unreachable
+
+log = logging.getLogger("crossrail.kv")
+
+_ENDED_KEPT = 16384
+_ROUTER_GONE_S = 60.0  # how long what has ended is kept for a router that is not there
+_REASSIGN_S = 60.0  # a router may wait for a prefiller to join before it answers
+_TOKENS_AT_ONCE = 4096
+
+
+class Decoder(Node):
+    """A Node that decodes."""
+
+    role: m.Role = "decoder"
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox,
+        model: Model,
+        ranks: Mapping[int, RankMemory],
+        find_routers: Sequence[FindRouter],
+        options: NodeOptions | None = None,
+    ) -> None:
+        super().__init__(name, mailbox, model, ranks, find_routers, options)
+        self.receiver = KvReceiver(
+            model.layout,
+            [ranks[rank] for rank in sorted(ranks)],
+            self.pool,
+            tail_bytes=model.tail_bytes,
+            # Quarantined requests keep theirs while others take their place.
+            tail_slots=2 * self.options.requests_max,
+        )
+        self._fetcher = Fetcher(mailbox, self.options, self.receiver, self._reserve_again, self._report_room)
+        self._servings: dict[str, Serving] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._replacements = 0
+        mailbox.handle(m.Start, self._on_start)
+        mailbox.handle(m.Cancel, self._on_cancel)
+
+    def load(self) -> m.Load:
+        return m.Load(
+            requests=len(self._servings),
+            queued_tokens=sum(
+                len(serving.prompt) + serving.sampling.max_tokens - len(serving.tokens)
+                for serving in self._servings.values()
+            ),
+            pages_free=self.pool.available,
+            pages_total=self.pool.pages,
+            pages_quarantined=self.pool.report().pages[PageState.QUARANTINED],
+            draining=self.draining,
+        )
+
+    def running(self, link: RouterLink) -> list[str]:
+        return [serving.request for serving in self._servings.values() if serving.link is link]
+
+    def on_joined(self, link: RouterLink) -> None:
+        for serving in self._servings.values():
+            if serving.link is link:
+                serving.offer_again()
+
+    async def close(self) -> None:
+        """Stops requests, waits for prefillers to be quiet as long as the options say, and ends. Idempotent."""
+        for serving in self._servings.values():
+            serving.stop("error", f"decoder {self.name!r} is closing")
+        if self._servings:
+            await self.drain(2 * self.options.silent_s)
+        await super().close()
+        self.receiver.close()
+
+    # --- what the router says ---
+
+    async def _on_start(self, sender: bytes, start: m.Start) -> m.Message:
+        serving = self._servings.get(start.request)
+        if serving is not None and serving.link.address == sender:
+            return m.Started(start.request)
+        try:
+            prompt = m.unpack_tokens(start.tokens)
+            self._check(start, prompt)
+            reception = self._reserve(start.request, prompt, start.sampling)
+        except NoPages as error:
+            return m.StartRefused(start.request, m.clipped(error), busy=True)
+        except UsageError as error:
+            return m.StartRefused(start.request, m.clipped(error), busy=False)
+        link = next((link for link in self.links if link.address == sender), None)
+        busy = self._too_busy()
+        if link is None:  # its answer to our Join is late, or we left it
+            busy = f"node {self.name!r} is no member of that router yet, or any more"
+        if busy or link is None:
+            reception.release()
+            return m.StartRefused(start.request, busy, busy=True)
+        timeline = Timeline(asyncio.get_running_loop().time)
+        serving = Serving(start.request, link, prompt, start.sampling, timeline, reception)
+        self._servings[start.request] = serving
+        self._count_active(len(self._servings))
+        self.mailbox.spawn(self._serve(serving, start), f"request {start.request}")
+        return m.Started(start.request)
+
+    def _check(self, start: m.Start, prompt: Tokens) -> None:
+        """UsageError for what no decoder could do."""
+        if start.request in self._servings or start.request in self._ended:
+            raise UsageError(f"request {start.request!r} is or was under way at node {self.name!r}")
+        if not len(prompt) or (len(prompt) > 1) != (start.prefiller is not None):
+            raise UsageError("a prompt has at least one token, and a prefiller from two tokens on")
+        if start.prefiller is not None:
+            compatible(self.model.layout, KvLayout.from_wire(start.prefiller.layout))
+
+    def _too_busy(self) -> str:
+        if self.draining:
+            return f"node {self.name!r} is draining"
+        if len(self._servings) >= self.options.requests_max:
+            return f"node {self.name!r} serves {len(self._servings)} requests, which is its most"
+        return ""
+
+    async def _on_cancel(self, sender: bytes, cancel: m.Cancel) -> m.Message:
+        serving = self._servings.get(cancel.request)
+        if serving is None:
+            self._remember_ended(cancel.request)  # its Start may still be on the way
+        else:
+            serving.stop("cancelled", cancel.reason)
+        return m.Taken(wanted=serving is not None)
+
+    # --- pages ---
+
+    def _reserve(self, request: str, prompt: Tokens, sampling: m.Sampling) -> Reception:
+        """NoPages when there are too few now, UsageError when there never will be enough."""
+        layout = self.model.layout
+        arriving = len(prompt) - 1
+        wanted = layout.pages_of(len(prompt) + sampling.max_tokens)
+        if wanted > self.pool.pages:
+            raise UsageError(
+                f"{len(prompt)} + {sampling.max_tokens} tokens take {wanted} pages, node {self.name!r} has "
+                f"{self.pool.pages}"
+            )
+        names = page_hashes(prompt[:-1], layout.page_tokens, salt=self.model.name.encode())
+        return self.receiver.reserve(request, arriving, room_tokens=1 + sampling.max_tokens, names=names)
+
+    def _reserve_again(self, serving: Serving) -> Reception:
+        # The quarantined ones keep the request's name.
+        self._replacements += 1
+        return self._reserve(f"{serving.request}#{self._replacements}", serving.prompt, serving.sampling)
+
+    def _report_room(self) -> None:
+        for link in self.links:
+            link.report_soon()
+
+    # --- serving ---
+
+    async def _serve(self, serving: Serving, start: m.Start) -> None:
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(start.deadline_s, serving.stop, "deadline", "its time was up")
+        delivery = self.mailbox.spawn(self._deliver(serving), f"tokens of {serving.request}")
+        try:
+            end = await self._run(serving, start, loop.time() + start.deadline_s)
+        except Stopped as stopped:
+            end = m.End(stopped.reason, m.clipped(stopped), serving.timeline.spans)
+        except CrossrailError as error:
+            end = m.End("error", m.clipped(error), serving.timeline.spans)
+        except Exception as error:
+            log.exception("request %s failed", serving.request)
+            end = m.End("error", m.clipped(f"{type(error).__name__}: {error}"), serving.timeline.spans)
+        finally:
+            timer.cancel()
+            if serving.reception.state in (PageState.RESERVED, PageState.IN_USE):
+                serving.reception.release()
+        serving.finish(end)
+        await asyncio.wait([delivery])
+        del self._servings[serving.request]
+        self._remember_ended(serving.request)
+        self._count_active(len(self._servings))
+        self._report_room()
+
+    async def _run(self, serving: Serving, start: m.Start, deadline_s: float) -> m.End:
+        tail = None
+        told: asyncio.Task[None] | None = None
+        if start.prefiller is not None:
+            prefiller, attempt = await self._fetch(serving, start.prefiller, deadline_s)
+            reception = serving.reception
+            tail = bytes(reception.tail())
+            layout = self.model.layout
+            names = page_hashes(serving.prompt[:-1], layout.page_tokens, salt=self.model.name.encode())
+            reception.lease.publish(names)
+            told = self.mailbox.spawn(self._add_timeline(serving, prefiller, attempt), "a prefiller's timeline")
+        else:
+            serving.reception.lease.fill()
+            serving.reception.lease.use()
+        begun = serving.timeline.now()
+        pages = serving.reception.lease.pages
+        async for token in generate(self.model, self.cache, serving.prompt, pages, serving.sampling, tail):
+            serving.raise_if_stopped()
+            if not serving.tokens:
+                serving.timeline.add("first token", begun)
+            serving.add(token)
+        serving.timeline.add("decode", begun)
+        if told is not None:
+            await asyncio.wait([told], timeout=self.options.ask_s)
+        is_end = serving.tokens[-1] == self.model.end_token and not serving.sampling.ignore_end
+        return m.End("stop" if is_end else "length", "", serving.timeline.spans)
+
+    async def _add_timeline(self, serving: Serving, prefiller: m.PrefillerRef, attempt: int) -> None:
+        dispatched_s = next((span.begin_s for span in reversed(serving.timeline.spans) if span.name == "dispatch"), 0.0)
+        spans = await self._fetcher.timeline_of(prefiller, serving.request, attempt)
+        serving.timeline.add_all("prefiller: ", spans, dispatched_s)
+
+    async def _fetch(
+        self, serving: Serving, prefiller: m.PrefillerRef, deadline_s: float
+    ) -> tuple[m.PrefillerRef, int]:
+        """Who has sent the KV at last, and at which attempt."""
+        clock = asyncio.get_running_loop().time
+        attempt = 1
+        while True:
+            serving.raise_if_stopped()
+            begun = serving.timeline.now()
+            try:
+                await self._fetcher.attempt(serving, prefiller, attempt, max(deadline_s - clock(), 0.0))
+                return prefiller, attempt
+            except PrefillerGone as gone:
+                serving.timeline.add(f"lost attempt {attempt}", begun)
+                lost = m.PrefillerLost(serving.request, attempt, prefiller.node, prefiller.address, m.clipped(gone))
+            begun = serving.timeline.now()
+            prefiller, attempt = await self._reassigned(serving, lost)
+            serving.timeline.add(f"another prefiller {attempt}", begun)
+
+    async def _reassigned(self, serving: Serving, lost: m.PrefillerLost) -> tuple[m.PrefillerRef, int]:
+        """The router's next choice; waits for the router, should it be gone, until the request is stopped."""
+        while True:
+            serving.raise_if_stopped()
+            if serving.link.address is not None:
+                try:
+                    answer = await self.mailbox.ask(serving.link.address, lost, m.Reassigned, _REASSIGN_S)
+                except (NoAnswer, Unreachable) as error:
+                    log.warning("request %s lost its prefiller, and its router: %s", serving.request, error)
+                else:
+                    if answer.prefiller is None:
+                        raise Stopped("error", answer.reason)
+                    return answer.prefiller, answer.attempt
+            await asyncio.sleep(self.options.retry_s)
+
+    # --- telling the router ---
+
+    async def _deliver(self, serving: Serving) -> None:
+        """Sends tokens as they come, until the end was taken, or the router stays away after it."""
+        clock = asyncio.get_running_loop().time
+        heard_s = clock()
+        while not serving.end_taken:
+            await serving.changed.wait()
+            serving.changed.clear()
+            if serving.taken == len(serving.tokens) and serving.end is None:
+                continue
+            if await self._offer(serving):
+                heard_s = clock()
+                continue
+            if serving.end is not None and clock() - heard_s > _ROUTER_GONE_S:
+                log.warning("request %s ended (%s) and no router took it", serving.request, serving.end.reason)
+                return
+            await asyncio.sleep(self.options.retry_s)
+            serving.changed.set()
+
+    async def _offer(self, serving: Serving) -> bool:
+        """One message with what the router has not taken yet. False when it was not taken."""
+        address, first = serving.link.address, serving.taken
+        if address is None:
+            return False
+        tokens = serving.tokens[first : first + _TOKENS_AT_ONCE]
+        is_last = first + len(tokens) == len(serving.tokens)
+        end = serving.end if is_last else None
+        message = m.Tokens(serving.request, first, m.pack_tokens(tokens), end)
+        try:
+            answer = await self.mailbox.ask(address, message, m.Taken, self.options.ask_s)
+        except (NoAnswer, Unreachable) as error:
+            log.info("tokens of %s were not taken: %s", serving.request, error)
+            return False
+        if not answer.wanted:
+            serving.stop("cancelled", "its router does not know it, or does not want it any more")
+            serving.end_taken = serving.end is not None
+            return True
+        if serving.link.address == address and serving.taken == first:  # else it is offered to another from the start
+            serving.taken = first + len(tokens)
+            serving.end_taken = end is not None
+        if serving.taken < len(serving.tokens) or (serving.end is not None and not serving.end_taken):
+            serving.changed.set()
+        return True
+
+    def _remember_ended(self, request: str) -> None:
+        self._ended[request] = None
+        while len(self._ended) > _ENDED_KEPT:
+            self._ended.popitem(last=False)

@@ -1,0 +1,193 @@
+"""How a decoder gets a prompt's KV: from one prefiller after another, until one has sent it all.
+
+An attempt ends in one of these ways, and in no other are its pages used again:
+- arrived: the count is complete.
+- refused: the prefiller said that it wrote nothing and will not.
+- withdrawn: it confirmed that nothing can land any more.
+- fenced: it is gone, or does not answer. Its way to our memory is shut, so whatever it still sends lands nowhere.
+- quarantined: it cannot be shut out, because it stands still in the middle of a copy. The pages stay out of use, the
+  request goes on with others, and a task tries on until it can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from crossrail.errors import PeerLost, UsageError, WaitTimeout
+from crossrail.kv import messages as m
+from crossrail.kv.errors import SurplusCount
+from crossrail.kv.layout import KvLayout
+from crossrail.kv.mailbox import Mailbox, NoAnswer
+from crossrail.kv.node import NodeOptions
+from crossrail.kv.receiver import KvReceiver
+from crossrail.kv.reception import Reception
+from crossrail.kv.serving import PrefillerGone, Serving
+from crossrail.kv.wire import Unreachable
+
+log = logging.getLogger("crossrail.kv")
+
+_LOOK_S = 0.1  # between looks at whether the prefiller's engine is gone
+
+
+class Fetcher:
+    """Makes attempts. Threads: the event loop's.
+
+    reserve_again(serving): pages for a request whose earlier ones are quarantined; NoPages.
+    on_released(): called when quarantined pages came back.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        options: NodeOptions,
+        receiver: KvReceiver,
+        reserve_again: Callable[[Serving], Reception],
+        on_released: Callable[[], None],
+    ) -> None:
+        self._mailbox = mailbox
+        self._options = options
+        self._receiver = receiver
+        self._reserve_again = reserve_again
+        self._on_released = on_released
+
+    async def attempt(self, serving: Serving, prefiller: m.PrefillerRef, attempt: int, left_s: float) -> None:
+        """Returns when all is there. Raises PrefillerGone; Stopped, with the pages quiet or quarantined."""
+        key = (serving.request, attempt)
+        reception = serving.reception
+        begun = serving.timeline.now()
+        try:
+            target = reception.dispatch(KvLayout.from_wire(prefiller.layout), self._writer(prefiller))
+        except UsageError as mismatch:
+            raise PrefillerGone(str(mismatch)) from None
+        tokens = m.pack_tokens(serving.prompt[:-1])
+        question = m.Dispatch(*key, tokens, target.to_wire(), left_s)
+        kinds = (m.Dispatched, m.DispatchRefused)
+        try:
+            answer = await self._mailbox.ask(prefiller.address, question, kinds, self._options.ask_s)
+        except (NoAnswer, Unreachable) as error:
+            await self._withdraw(serving, prefiller, attempt)
+            raise PrefillerGone(str(error)) from None
+        if isinstance(answer, m.DispatchRefused):
+            await reception.withdraw(_confirmed, 1.0)
+            raise PrefillerGone(answer.reason)
+        serving.timeline.add("dispatch", begun)
+        if why := await self._lost_before_arrival(serving, prefiller, key):
+            await self._withdraw(serving, prefiller, attempt)
+            serving.raise_if_stopped()
+            raise PrefillerGone(why)
+        serving.timeline.add("transfer", begun)
+
+    async def timeline_of(self, prefiller: m.PrefillerRef, request: str, attempt: int) -> list[m.Span]:
+        """What the prefiller spent its time on; empty when it does not say so soon."""
+        pause_s = 0.02
+        for _ in range(5):
+            try:
+                question = m.Probe(request, attempt)
+                progress = await self._mailbox.ask(prefiller.address, question, m.Progress, self._options.ask_s)
+            except (NoAnswer, Unreachable) as error:
+                log.info("no timeline of %s from %s: %s", request, prefiller.node, error)
+                return []
+            if progress.timeline:
+                return progress.timeline
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+        return []
+
+    async def _lost_before_arrival(self, serving: Serving, prefiller: m.PrefillerRef, key: tuple[str, int]) -> str:
+        """Empty when all has arrived; else why it will not, or that it was stopped."""
+        arrival = asyncio.ensure_future(serving.reception.arrived())
+        watch = asyncio.ensure_future(self._watch(prefiller, key))
+        stop = asyncio.ensure_future(serving.stop_wanted.wait())
+        tasks: list[asyncio.Future[Any]] = [arrival, watch, stop]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if arrival.done():
+                arrival.result()
+                return ""
+            return watch.result() if watch.done() else "stopped"
+        except SurplusCount as error:
+            return str(error)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, prefiller: m.PrefillerRef, key: tuple[str, int]) -> str:
+        """Returns why nothing more is to be expected from this attempt, as soon as that is so."""
+        clock = asyncio.get_running_loop().time
+        heard_s = asked_s = clock()
+        written = False
+        while True:
+            await asyncio.sleep(min(_LOOK_S, self._options.probe_s))
+            if self._mailbox.wire.is_lost(prefiller.address):
+                return f"prefiller {prefiller.node!r} died or closed"
+            if clock() - asked_s < self._options.probe_s:
+                continue
+            asked_s = clock()
+            try:
+                progress = await self._mailbox.ask(prefiller.address, m.Probe(*key), m.Progress, self._options.probe_s)
+            except Unreachable as error:
+                return str(error)
+            except NoAnswer:
+                if clock() - heard_s > self._options.silent_s:
+                    return f"prefiller {prefiller.node!r} has not answered for {self._options.silent_s:g} s"
+                continue
+            heard_s = clock()
+            if progress.state in ("failed", "unknown"):
+                return f"prefiller {prefiller.node!r}: {progress.detail or progress.state}"
+            if progress.state == "written":
+                if written:
+                    return f"prefiller {prefiller.node!r} says that it has written all, and not all was counted"
+                written = True  # counts come after bytes, and may be behind this answer
+
+    async def _withdraw(self, serving: Serving, prefiller: m.PrefillerRef, attempt: int) -> None:
+        """Afterwards serving.reception is quiet: the same one, or another if this one had to be quarantined."""
+        reception = serving.reception
+        try:
+            await reception.withdraw(
+                lambda: self._ask_to_stop(prefiller, serving.request, attempt), self._options.silent_s
+            )
+            return
+        except (WaitTimeout, NoAnswer, Unreachable) as error:
+            log.warning("request %s, attempt %d: %s; it is fenced off", serving.request, attempt, error)
+        try:
+            await self._shut_out(reception, prefiller)
+        except WaitTimeout as error:
+            log.warning("request %s, attempt %d: %s; its pages are quarantined", serving.request, attempt, error)
+            self._mailbox.spawn(self._reclaim(reception, prefiller), "reclaiming pages")
+            serving.raise_if_stopped()
+            serving.reception = self._reserve_again(serving)
+
+    async def _shut_out(self, reception: Reception, prefiller: m.PrefillerRef) -> None:
+        """Ends all that this incarnation of a prefiller has under way here. WaitTimeout: a copy of it stands still."""
+        await self._receiver.fence(self._writer(prefiller), self._options.silent_s)
+        await reception.withdraw(_confirmed, self._options.silent_s)
+
+    def _writer(self, prefiller: m.PrefillerRef) -> str:
+        return self._mailbox.wire.identity(prefiller.address).hex()
+
+    async def _ask_to_stop(self, prefiller: m.PrefillerRef, request: str, attempt: int) -> None:
+        wait_s = self._options.silent_s
+        try:
+            await self._mailbox.ask(prefiller.address, m.Withdraw(request, attempt), m.Quiesced, wait_s)
+        except Unreachable as error:
+            if self._mailbox.wire.is_lost(prefiller.address):
+                raise PeerLost(str(error)) from None
+            raise
+
+    async def _reclaim(self, reception: Reception, prefiller: m.PrefillerRef) -> None:
+        while True:
+            try:
+                await self._shut_out(reception, prefiller)
+                break
+            except WaitTimeout as error:
+                log.info("pages of %s stay quarantined: %s", reception.request, error)
+        reception.release()
+        self._on_released()
+
+
+async def _confirmed() -> None:
+    """For a withdrawal of what is known to be quiet."""

@@ -1,0 +1,278 @@
+"""The router's front: OpenAI's completions, streamed or whole, and what operators look at.
+
+    POST /v1/completions        prompt (text or token ids), max_tokens, temperature, top_p, seed, stream, ignore_eos
+    GET  /v1/models, /v1/nodes  what is served, and by whom
+    GET  /v1/requests/ID        how it ended, its timeline; also /trace (Chrome trace) and /timeline.svg below it
+    GET  /health, /metrics      200 or 503; Prometheus
+    GET  /kv/router             the address of the router's engine, for nodes (rendezvous.py)
+
+Statuses: 400 what was asked makes no sense or is not supported; 409 that name was used; 429 no room now; 502 a node
+failed; 503 no node; 504 its time was up. A client that hangs up cancels its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv import messages as m
+from crossrail.kv import rendezvous
+from crossrail.kv.errors import DuplicateRequest
+from crossrail.kv.metrics import Metrics
+from crossrail.kv.model import Tokenizer, Tokens
+from crossrail.kv.router import Router
+from crossrail.kv.router_requests import Chunk, Overloaded, RequestFailed, Unavailable
+from crossrail.kv.timeline import chrome_trace, picture
+
+_BODY_BYTES_MAX = 16 << 20
+_STATUS: dict[type[Exception], int] = {
+    DuplicateRequest: 409,
+    UsageError: 400,
+    Overloaded: 429,
+    Unavailable: 503,
+    RequestFailed: 502,
+}
+_END_STATUS: dict[str, int] = {"error": 502, "deadline": 504, "cancelled": 499}
+
+
+class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What a client may ask for. Fields of OpenAI's that are not here are refused, not passed over."""
+
+    prompt: (
+        Annotated[str, msgspec.Meta(max_length=4 << 20)]
+        | Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=m.TOKENS_MAX)]
+    )
+    model: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=m.TOKENS_MAX)] = 16
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+    stream: bool = False
+    ignore_eos: bool = False
+    user: str | None = None
+
+
+_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+class Front:
+    """Serves one router over HTTP. Threads: the event loop's.
+
+    secret: of the cluster; nodes prove with it that they may know the router's address.
+    """
+
+    def __init__(self, router: Router, tokenizer: Tokenizer, secret: bytes) -> None:
+        self._router = router
+        self._tokenizer = tokenizer
+        self._token = rendezvous.token(secret)
+        self.metrics = Metrics(router)
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens; returns the port, which the system chooses for 0. OSError when it cannot."""
+        app = web.Application(client_max_size=_BODY_BYTES_MAX)
+        app.add_routes(
+            [
+                web.post("/v1/completions", _in_words(self._complete)),
+                web.get("/v1/models", self._models),
+                web.get("/v1/nodes", self._nodes),
+                web.get("/v1/requests/{request}", self._request),
+                web.get("/v1/requests/{request}/trace", self._trace),
+                web.get("/v1/requests/{request}/timeline.svg", self._picture),
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.get(rendezvous.PATH, self._address),
+            ]
+        )
+        # A handler whose client is gone is cancelled, and with it the request.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        return int(self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        """Stops listening; requests under way are cut off. Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    # --- completions ---
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        begun_s = _now_s()
+        try:
+            body = _decoder.decode(await http.read())
+        except msgspec.MsgspecError as error:
+            raise UsageError(str(error)) from None
+        prompt = self._prompt(body)
+        sampling = m.Sampling(body.max_tokens, body.temperature, body.top_p, body.seed, body.ignore_eos)
+        name = http.headers.get("X-Request-Id") or None
+        if name is not None and len(name) > 128:
+            raise UsageError(f"X-Request-Id has {len(name)} characters, at most 128 are taken")
+        name = name or self._router.new_name()
+        try:
+            chunks = self._router.complete(prompt, sampling, model=body.model, request=name)
+            async with contextlib.aclosing(self._timed(chunks, begun_s)) as timed:
+                answer = _Answer(name, body.model or self._served_model(), len(prompt), self._tokenizer)
+                if body.stream:
+                    return await answer.stream(http, timed)
+                return await answer.whole(timed)
+        finally:
+            self.metrics.request_s.observe(_now_s() - begun_s)
+
+    def _prompt(self, body: CompletionBody) -> Tokens:
+        if isinstance(body.prompt, str):
+            return self._tokenizer.encode(body.prompt)
+        return np.array(body.prompt, np.int32)
+
+    async def _timed(self, chunks: AsyncGenerator[Chunk, None], begun_s: float) -> AsyncGenerator[Chunk, None]:
+        is_first = True
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                if is_first and chunk.tokens:
+                    self.metrics.first_token_s.observe(_now_s() - begun_s)
+                    is_first = False
+                yield chunk
+
+    # --- looking ---
+
+    def _served_model(self) -> str:
+        return next((member.record.model for member in self._router.roster.members("decoder")), "")
+
+    async def _models(self, _: web.Request) -> web.Response:
+        names = sorted({member.record.model for member in self._router.roster.members("decoder")})
+        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
+
+    async def _nodes(self, _: web.Request) -> web.Response:
+        members = [*self._router.roster.members("prefiller"), *self._router.roster.members("decoder")]
+        nodes = [
+            {"node": member.name, "role": member.record.role, "model": member.record.model}
+            | {"layout": member.layout.describe(), "heard_s_ago": round(_now_s() - member.heard_s, 3)}
+            | msgspec.to_builtins(member.load)
+            for member in members
+        ]
+        return web.json_response({"router": self._router.name, "requests": self._router.requests, "nodes": nodes})
+
+    async def _request(self, http: web.Request) -> web.Response:
+        name = http.match_info["request"]
+        adopted = self._router.adopted(name)
+        if adopted is not None:
+            end = None if adopted.end is None else msgspec.to_builtins(adopted.end)
+            return web.json_response({"id": name, "tokens": adopted.tokens, "end": end})
+        return web.json_response({"id": name, "end": msgspec.to_builtins(self._ended(name))})
+
+    async def _trace(self, http: web.Request) -> web.Response:
+        name = http.match_info["request"]
+        text = chrome_trace({name: self._ended(name).timeline})
+        return web.Response(text=text, content_type="application/json")
+
+    async def _picture(self, http: web.Request) -> web.Response:
+        name = http.match_info["request"]
+        return web.Response(text=picture(name, self._ended(name).timeline), content_type="image/svg+xml")
+
+    def _ended(self, name: str) -> m.End:
+        end = self._router.ended(name)
+        if end is None:
+            raise web.HTTPNotFound(text=f"no request {name!r} has ended here, or it is long ago\n")
+        return end
+
+    async def _health(self, _: web.Request) -> web.Response:
+        counts = {f"{role}s": len(self._router.roster.members(role)) for role in ("prefiller", "decoder")}
+        return web.json_response(counts, status=200 if all(counts.values()) else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self.metrics.text(), headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async def _address(self, http: web.Request) -> web.Response:
+        given = http.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            raise web.HTTPForbidden(text="this takes the cluster's secret, and it is another one\n")
+        return web.Response(body=self._router.mailbox.address)
+
+
+class _Answer:
+    """How tokens of one request go back to its client."""
+
+    def __init__(self, name: str, model: str, prompt_tokens: int, tokenizer: Tokenizer) -> None:
+        self._frame = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
+        self._prompt_tokens = prompt_tokens
+        self._tokenizer = tokenizer
+
+    async def whole(self, chunks: AsyncIterator[Chunk]) -> web.Response:
+        tokens: list[int] = []
+        async for chunk in chunks:
+            tokens += chunk.tokens
+            if chunk.end is not None:
+                if status := _END_STATUS.get(chunk.end.reason):
+                    return _refusal(status, f"{chunk.end.reason}: {chunk.end.detail}")
+                return web.json_response(self._object(tokens, chunk.end.reason) | self._usage(len(tokens)))
+        raise RequestFailed("its tokens ended without an end")
+
+    async def stream(self, http: web.Request, chunks: AsyncIterator[Chunk]) -> web.StreamResponse:
+        """Statuses are for what happens before the first token; what happens later comes as an event."""
+        first = await anext(chunks)
+        if first.end is not None and (status := _END_STATUS.get(first.end.reason)):
+            return _refusal(status, f"{first.end.reason}: {first.end.detail}")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(http)
+        count = len(first.tokens)
+        await self._send(response, first, count)
+        async for chunk in chunks:
+            count += len(chunk.tokens)
+            await self._send(response, chunk, count)
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _send(self, response: web.StreamResponse, chunk: Chunk, count: int) -> None:
+        end = chunk.end
+        if end is not None and end.reason in _END_STATUS:
+            event: dict[str, Any] = {"error": {"message": f"{end.reason}: {end.detail}", "type": end.reason}}
+        else:
+            event = self._object(chunk.tokens, None if end is None else end.reason)
+            event |= {} if end is None else self._usage(count)
+        await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+
+    def _object(self, tokens: list[int], finish_reason: str | None) -> dict[str, Any]:
+        text = self._tokenizer.decode(tokens)
+        choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": finish_reason, "logprobs": None}
+        return self._frame | {"choices": [choice]}
+
+    def _usage(self, count: int) -> dict[str, Any]:
+        total = self._prompt_tokens + count
+        return {"usage": {"prompt_tokens": self._prompt_tokens, "completion_tokens": count, "total_tokens": total}}
+
+
+def _refusal(status: int, words: str) -> web.Response:
+    headers = {"Retry-After": "1"} if status == 429 else None
+    return web.json_response({"error": {"message": words, "code": status}}, status=status, headers=headers)
+
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _in_words(handler: _Handler) -> _Handler:
+    """Our errors as statuses. No middleware: aiohttp keeps those of dead applications, and all that they refer to."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except CrossrailError as error:
+            status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 502)
+            return _refusal(status, str(error))
+
+    return answer
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

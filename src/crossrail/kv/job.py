@@ -1,0 +1,264 @@
+"""One request at the prefiller: what is posted for it, and when its pages are quiet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from threading import RLock
+from typing import Any, NamedTuple
+
+from crossrail import Region, Transfer
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.kv.errors import TransferStopped
+from crossrail.kv.memory import RankMemory
+from crossrail.kv.pages import PageLease
+from crossrail.kv.plan import PageWrites, TransferPlan
+from crossrail.kv.target import KvTarget
+
+
+class LayerTime(NamedTuple):
+    """For the timeline: when (loop time) something happened to a layer of the chunk that ends with this token."""
+
+    end_tokens: int
+    layer: int
+    at_s: float
+
+
+class SendJob:
+    """The transfer of one request's KV and tail. Made by KvSender.open.
+
+    Lifecycle: 1. open: steps of the model post its chunks, send_tail its tail. 2. over: all is posted, or it was
+    stopped, by cancel(), a write that failed or a step that was abandoned. 3. quiet: no write of ours is under way.
+    4. settled: no step of the model fills its pages either. The lease, in use if all went well, else reserved, can be
+    released.
+
+    Invariant: once it is stopped nothing more is posted, and what is posted is in _transfers until it has ended.
+    posted, written: when the writes of each layer were given to the engine; when they were seen to have ended.
+    Threads: that of the event loop; the sender posts on the engine's callback thread too, under its lock.
+    """
+
+    def __init__(
+        self,
+        target: KvTarget,
+        plan: TransferPlan,
+        lease: PageLease,
+        ranks: Mapping[int, RankMemory],
+        lock: RLock,
+    ) -> None:
+        self.target = target
+        self.plan = plan
+        self.lease = lease
+        self.posted: list[LayerTime] = []
+        self.written: list[LayerTime] = []
+        self._ranks = ranks
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._quiet = asyncio.Event()
+        self._lock = lock  # guards all that follows
+        needs_nothing = target.prefix_tokens == target.tokens
+        self._planned_tokens = target.tokens if needs_nothing else 0
+        self._layers_owed = 0
+        self._tail_owed = 0 in ranks and target.tail_bytes > 0
+        self._open_steps = 0
+        self._transfers: deque[Transfer] = deque()
+        self._submitted = self._retired_count = 0  # transfers
+        self._layer_ends: deque[tuple[int, int, int]] = deque()  # submitted by the end of a layer; its chunk; it
+        self._error: CrossrailError | None = None
+        self._end = asyncio.create_task(self._run(), name=f"kv-send-{target.request}")
+
+    @property
+    def request(self) -> str:
+        return self.target.request
+
+    @property
+    def stopped(self) -> bool:
+        """True once nothing more will be posted because something went wrong, or somebody cancelled."""
+        return self._error is not None
+
+    @property
+    def settled(self) -> bool:
+        return self._end.done()
+
+    def send_tail(self, region: Region, offset: int = 0) -> None:
+        """Writes the request's tail, target.tail_bytes of region from offset on, to each rank that takes one.
+
+        Once, by the sender that has rank 0; region: of that rank's engine. The bytes must stay unchanged until finish()
+        is through. Does nothing once the job is stopped.
+        """
+        with self._lock:
+            if not self._tail_owed:
+                raise UsageError(f"request {self.request!r} owes no tail: it has none, it was sent, or rank 0 sends it")
+            self._tail_owed = False
+            for rank in self.target.ranks:
+                if rank.tail is not None:
+                    self._submit(
+                        self._ranks[0].engine.submit_write,
+                        region,
+                        rank.tail,
+                        self.target.tail_bytes,
+                        src_offset=offset,
+                        dst_offset=rank.tail_offset,
+                        imm=rank.imm,
+                    )
+        self._changed.set()
+
+    async def finish(self, timeout_s: float | None = None) -> None:
+        """Returns when the job is settled: all was written, and the pages are complete and free of writers.
+
+        Raises what stopped it, TransferStopped after a cancel; the job is settled then too. WaitTimeout: it goes on.
+        Cancelling the task that awaits stops nothing. Any number of tasks, any number of times.
+        """
+        await self._wait([self._end], timeout_s, "settled")
+        if self._error is not None:
+            raise self._error
+
+    async def cancel(self, reason: str = "cancelled", timeout_s: float | None = None) -> None:
+        """Stops it, and returns once it is quiet: nothing of it can arrive any more. When all was written it stays so.
+
+        This is what a decoder that gave up waits to hear. Our own pages can be reused later: when finish() is through.
+        Raises WaitTimeout when writes are still under way, as to a decoder that froze in the middle of one; it is
+        stopped all the same. Any number of times.
+        """
+        self._stop(TransferStopped(f"request {self.request!r}: {reason}"))
+        quiet = asyncio.create_task(self._quiet.wait())
+        try:
+            await self._wait([quiet], timeout_s, "quiet")
+        finally:
+            quiet.cancel()
+
+    async def _wait(self, what: list[asyncio.Task[Any]], timeout_s: float | None, state: str) -> None:
+        done, _ = await asyncio.wait(what, timeout=timeout_s)
+        if not done:
+            raise WaitTimeout(f"request {self.request!r} is not {state} after {timeout_s:g} s: {self!r}")
+        done.pop().result()
+
+    # ---- for the sender
+
+    def _check_chunk(self, end: int) -> None:
+        """Refuses a chunk that does not end behind the one before, or comes when the pages may be somebody else's."""
+        if self.settled and self._error is not None:
+            raise self._error
+        if not self._planned_tokens < end <= self.target.tokens:
+            raise UsageError(
+                f"request {self.request!r}: a chunk up to token {end} must end behind {self._planned_tokens} and "
+                f"at most at {self.target.tokens}"
+            )
+
+    def _plan(self, end: int) -> list[PageWrites]:
+        """The writes of each layer of a chunk that ends with this token; a step of the model computes it now."""
+        target = self.target
+        units = self.plan.ready(target.tokens, target.prefix_tokens, self._planned_tokens, end)
+        writes = self.plan.writes(self.lease.pages, target.pages, units, self._ranks.keys())
+        with self._lock:
+            self._planned_tokens = end
+            self._layers_owed += self.plan.src.layers
+            self._open_steps += 1
+        return writes
+
+    def _post(self, end: int, layer: int, writes: Sequence[PageWrites]) -> None:
+        """Sends one layer of a chunk. The lock is held."""
+        self._layers_owed -= 1
+        if self._error is not None:
+            return
+        layout = self.target.layout
+        for write in writes:
+            memory = self._ranks[write.source]
+            rank = self.target.ranks[write.target]
+            src, src_base = memory.place(layer)
+            dst, dst_base = rank.place(layout, layer)
+            self._submit(
+                memory.engine.submit_paged_writes,
+                src,
+                write.src_pages,
+                dst,
+                write.dst_pages,
+                write.page_bytes,
+                src_stride=write.src_stride,
+                dst_stride=write.dst_stride,
+                src_offset=src_base + write.src_offset,
+                dst_offset=dst_base + write.dst_offset,
+                imm=rank.imm,
+            )
+        self._layer_ends.append((self._submitted, end, layer))
+        self.posted.append(LayerTime(end, layer, self._loop.time()))
+
+    def _close_step(self) -> None:
+        """A step does not touch its pages any more. The lock is held."""
+        self._open_steps -= 1
+
+    def _wake(self) -> None:
+        """Any thread, after a change: the job looks at itself."""
+        self._loop.call_soon_threadsafe(self._changed.set)
+
+    def _stop(self, error: CrossrailError) -> None:
+        """Any thread. The first error is the one."""
+        with self._lock:
+            if self._error is not None or self._quiet.is_set():
+                return
+            self._error = error
+            transfers = list(self._transfers)
+        for transfer in transfers:
+            transfer.cancel()
+        self._wake()
+
+    def _submit(self, submit: Callable[..., Transfer], *args: Any, **options: Any) -> None:
+        if self._error is not None:
+            return
+        try:
+            self._transfers.append(submit(*args, **options))
+            self._submitted += 1
+        except CrossrailError as error:  # the peer's numbers do not fit its memory, or our engine is closed
+            self._stop(error)
+
+    # ---- its life
+
+    async def _run(self) -> None:
+        while not await self._retired():
+            await self._changed.wait()
+        self._quiet.set()
+        if self._error is not None:
+            self.lease.drain()
+        while self._has_open_steps():
+            await self._changed.wait()
+        if self._error is None:
+            self.lease.use()
+        else:
+            self.lease.confirm()
+
+    async def _retired(self) -> bool:
+        """Waits for all writes under way. True: there will be no others."""
+        self._changed.clear()  # before looking, so that a change after it wakes us
+        while True:
+            with self._lock:
+                if not self._transfers:
+                    return self._error is not None or self._is_posted()
+                oldest = self._transfers[0]
+            try:
+                await oldest
+            except CrossrailError as error:
+                self._stop(error)
+            with self._lock:
+                self._transfers.popleft()
+                self._retired_count += 1
+                self._note_written()
+
+    def _note_written(self) -> None:
+        """The lock is held."""
+        while self._error is None and self._layer_ends and self._layer_ends[0][0] <= self._retired_count:
+            _, end, layer = self._layer_ends.popleft()
+            self.written.append(LayerTime(end, layer, self._loop.time()))
+
+    def _is_posted(self) -> bool:
+        return self._planned_tokens == self.target.tokens and not self._layers_owed and not self._tail_owed
+
+    def _has_open_steps(self) -> bool:
+        self._changed.clear()
+        with self._lock:
+            return self._open_steps > 0
+
+    def __repr__(self) -> str:
+        state = (
+            "settled" if self.settled else "quiet" if self._quiet.is_set() else "stopped" if self.stopped else "open"
+        )
+        return f"<SendJob {self.request!r}, {state}>"

@@ -1,0 +1,117 @@
+"""Who is there: nodes join, are heard of, drain, leave, or are missed.
+
+Membership is what a router asks. Roster is the one that lives in the router itself: nodes join by message and keep
+their lease by heartbeats. Another store with leases (etcd) would be another Membership; none is built yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from crossrail.errors import UsageError
+from crossrail.kv.errors import LayoutMismatch
+from crossrail.kv.layout import KvLayout, compatible
+from crossrail.kv.messages import Load, NodeRecord, Role
+
+
+@dataclass
+class Member:
+    """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock."""
+
+    record: NodeRecord
+    layout: KvLayout
+    load: Load
+    heard_s: float
+
+    @property
+    def name(self) -> str:
+        return self.record.node
+
+    @property
+    def address(self) -> bytes:
+        return self.record.address
+
+
+Gone = Callable[[Member, str], None]
+
+
+class Membership(Protocol):
+    """The members that a router may choose from. Threads: the event loop's."""
+
+    def members(self, role: Role) -> list[Member]:
+        """Those of a role, by name; draining ones too."""
+
+    def on_gone(self, fn: Gone) -> None:
+        """Calls fn(member, why) for each that is no member any more."""
+
+
+class Roster:
+    """The Membership inside a router.
+
+    Lifecycle of a member: 1. join. 2. heartbeat within every lease_s; draining is part of its load. 3. gone: it left,
+    was missed for lease_s, is lost, or was superseded by another incarnation of its name.
+    Invariant: at most one member of a name; an incarnation that was superseded does not come back.
+    """
+
+    _SUPERSEDED_KEPT = 1024
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._members: dict[str, Member] = {}
+        self._superseded: deque[bytes] = deque(maxlen=self._SUPERSEDED_KEPT)
+        self._gone: list[Gone] = []
+
+    def members(self, role: Role) -> list[Member]:
+        return [self._members[name] for name in sorted(self._members) if self._members[name].record.role == role]
+
+    def on_gone(self, fn: Gone) -> None:
+        self._gone.append(fn)
+
+    def join(self, record: NodeRecord, load: Load, now_s: float) -> None:
+        """Takes a node in, or hears of it again. UsageError when it does not fit: both sides are in the words."""
+        if record.address in self._superseded:
+            raise UsageError(f"another incarnation of node {record.node!r} has joined since: one name, one node")
+        layout = KvLayout.from_wire(record.layout)
+        for other in self._members.values():
+            if other.record.model == record.model and other.name != record.node:
+                try:
+                    compatible(layout, other.layout)
+                except LayoutMismatch as mismatch:
+                    raise UsageError(f"node {record.node!r} does not fit {other.name!r}: {mismatch}") from None
+        before = self._members.get(record.node)
+        if before is not None and before.address != record.address:
+            self._superseded.append(before.address)
+            self.remove(before, f"another incarnation of node {record.node!r} has joined")
+        self._members[record.node] = Member(record, layout, load, now_s)
+
+    def heartbeat(self, node: str, address: bytes, load: Load, now_s: float) -> bool:
+        """False when this incarnation is no member: it may join."""
+        member = self._members.get(node)
+        if member is None or member.address != address:
+            return False
+        member.load, member.heard_s = load, now_s
+        return True
+
+    def leave(self, node: str, address: bytes) -> None:
+        """It goes by itself. One that is no member is gone already."""
+        member = self._members.get(node)
+        if member is not None and member.address == address:
+            self.remove(member, f"node {node!r} left")
+
+    def remove(self, member: Member, why: str) -> None:
+        """It is no member any more."""
+        if self._members.get(member.name) is member:
+            del self._members[member.name]
+            for fn in self._gone:
+                fn(member, why)
+
+    def sweep(self, now_s: float, is_lost: Callable[[bytes], bool]) -> None:
+        """Removes those that are lost, by what the engine knows, or were not heard of for lease_s."""
+        for member in list(self._members.values()):
+            if is_lost(member.address):
+                self.remove(member, f"node {member.name!r} died or closed")
+            elif now_s - member.heard_s > self.lease_s:
+                self.remove(member, f"node {member.name!r} was not heard of for {self.lease_s:g} s")

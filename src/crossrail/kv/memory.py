@@ -1,0 +1,65 @@
+"""The KV memory of one rank, registered with its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from crossrail import Engine, Region, RegionDescriptor
+from crossrail.errors import UsageError
+from crossrail.kv.layout import KvLayout
+
+
+class RankMemory:
+    """Where one rank keeps its KV: one region with all layers, or one region a layer. Immutable; any thread.
+
+    Owner of the regions: whoever made them. They must stay open while requests run.
+    """
+
+    def __init__(self, engine: Engine, layout: KvLayout, regions: Sequence[Region]) -> None:
+        self.engine = engine
+        self.layout = layout
+        self.regions = tuple(regions)
+        wanted = {1: layout.rank_bytes, layout.layers: layout.layer_bytes}
+        if len(self.regions) not in wanted:
+            raise UsageError(f"{len(self.regions)} regions for {layout.layers} layers: there must be 1 or one a layer")
+        nbytes = layout.rank_bytes if len(self.regions) == 1 else layout.layer_bytes
+        for i, region in enumerate(self.regions):
+            if region.nbytes != nbytes:
+                raise UsageError(
+                    f"region {i} has {region.nbytes} bytes, the layout has {nbytes} a region: {layout.describe()}"
+                )
+
+    @classmethod
+    def alloc(cls, engine: Engine, layout: KvLayout) -> RankMemory:
+        """Zeroed memory of the engine's own: the fast source and target between processes of one host."""
+        return cls(engine, layout, [engine.alloc(layout.rank_bytes)])
+
+    @classmethod
+    def register(cls, engine: Engine, layout: KvLayout, buffers: Sequence[Any]) -> RankMemory:
+        """Existing memory: one buffer with all layers, or one a layer, each as Engine.register takes them."""
+        return cls(engine, layout, [engine.register(buffer) for buffer in buffers])
+
+    def registered_again(self) -> RankMemory:
+        """The same memory by other regions, whose owner is the caller: who was given these does not have those."""
+        return RankMemory(self.engine, self.layout, [self.engine.register(region.view()) for region in self.regions])
+
+    def place(self, layer: int) -> tuple[Region, int]:
+        """The region that a layer is in, and the offset of its first byte."""
+        if len(self.regions) == 1:
+            return self.regions[0], layer * self.layout.layer_bytes
+        return self.regions[layer], 0
+
+    @property
+    def descriptors(self) -> tuple[RegionDescriptor, ...]:
+        return tuple(region.descriptor for region in self.regions)
+
+    def layer(self, layer: int) -> npt.NDArray[Any]:
+        """One layer's KV as an array of shape (parts, pages, rank_heads, page_tokens, head_dim) that shares it.
+
+        Of dtype layout.storage. It keeps the memory alive. Peers may write to it: a page's lease says until when.
+        """
+        region, offset = self.place(layer)
+        return self.layout.layer_view(region.array()[offset : offset + self.layout.layer_bytes])

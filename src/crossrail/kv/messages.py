@@ -1,0 +1,328 @@
+"""What routers, prefillers and decoders say to each other: typed MessagePack, every field bounded.
+
+A new field has a default: receivers that do not know it ignore it. Whatever changes a meaning raises seal.VERSION.
+All durations are seconds, never points in time: hosts need no common clock. Tokens are int32, little-endian.
+Every question may be asked again (messages are lost, repeated and late): answers say so where it matters.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Struct
+
+from crossrail.errors import UsageError
+
+TOKENS_MAX = 1 << 20
+
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Text = Annotated[str, Meta(max_length=2000)]
+AddressBytes = Annotated[bytes, Meta(min_length=1, max_length=4096)]
+TokenBytes = Annotated[bytes, Meta(max_length=4 * TOKENS_MAX)]
+Index = Annotated[int, Meta(ge=0, le=1 << 40)]
+Attempt = Annotated[int, Meta(ge=1, le=1 << 20)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+Plain = dict[str, Any]
+Role = Literal["prefiller", "decoder"]
+EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+
+
+class Load(Struct, frozen=True):
+    """What a node has to do. queued_tokens: prompt tokens not yet prefilled, or tokens in decoding requests."""
+
+    requests: Index = 0
+    queued_tokens: Index = 0
+    pages_free: Index = 0
+    pages_total: Index = 0
+    pages_quarantined: Index = 0
+    draining: bool = False
+
+
+class NodeRecord(Struct, frozen=True):
+    """One incarnation of a node. layout: KvLayout.to_wire()."""
+
+    node: Name
+    role: Role
+    address: AddressBytes
+    model: Name
+    layout: Plain
+
+
+class PrefillerRef(Struct, frozen=True):
+    """Whom a decoder is to ask."""
+
+    node: Name
+    address: AddressBytes
+    layout: Plain
+
+
+class Sampling(Struct, frozen=True):
+    """temperature 0: greedy. seed and position alone decide the draw, so it is the same wherever it is run."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 16
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    ignore_end: bool = False
+
+
+class Span(Struct, frozen=True):
+    """One piece of a request's timeline. begin_s: since the decoder took the request."""
+
+    name: Name
+    begin_s: float
+    length_s: float
+
+
+class End(Struct, frozen=True):
+    """How a request ended. detail: for people, may be empty."""
+
+    reason: EndReason
+    detail: Text = ""
+    timeline: Annotated[list[Span], Meta(max_length=4096)] = []
+
+
+# --- node to router ---
+
+
+class Join(Struct, frozen=True, tag=True):
+    """A node offers itself; again after the router was restarted. running: requests that go on meanwhile."""
+
+    record: NodeRecord
+    load: Load
+    running: Annotated[list[Name], Meta(max_length=100_000)] = []
+
+
+class Joined(Struct, frozen=True, tag=True):
+    """It is a member as long as it sends a heartbeat within every lease_s; it should every heartbeat_s."""
+
+    router: Name
+    heartbeat_s: Seconds
+    lease_s: Seconds
+
+
+class JoinRefused(Struct, frozen=True, tag=True):
+    """It does not fit; asking again is of no use."""
+
+    reason: Text
+
+
+class Heartbeat(Struct, frozen=True, tag=True):
+    """Alive, and with so much to do."""
+
+    node: Name
+    load: Load
+
+
+class HeartbeatTaken(Struct, frozen=True, tag=True):
+    """member: whether the router knows this incarnation; if not, it joins again."""
+
+    member: bool
+
+
+class Leave(Struct, frozen=True, tag=True):
+    """The node has nothing left to do and goes."""
+
+    node: Name
+
+
+class Tokens(Struct, frozen=True, tag=True):
+    """Tokens of a request from index `first` on, and how it ended, if it did. Repeated until taken."""
+
+    request: Name
+    first: Index
+    tokens: TokenBytes
+    end: End | None = None
+
+
+class PrefillerLost(Struct, frozen=True, tag=True):
+    """The prefiller of this attempt does not answer, refused or failed. Answered by Reassigned."""
+
+    request: Name
+    attempt: Attempt
+    node: Name
+    address: AddressBytes
+    reason: Text
+
+
+# --- router to decoder ---
+
+
+class Start(Struct, frozen=True, tag=True):
+    """Serve this request. prefiller None: the prompt is one token long, there is nothing to prefill."""
+
+    request: Name
+    tokens: TokenBytes
+    sampling: Sampling
+    deadline_s: Seconds
+    prefiller: PrefillerRef | None = None
+
+
+class Started(Struct, frozen=True, tag=True):
+    """It is, or was already."""
+
+    request: Name
+
+
+class StartRefused(Struct, frozen=True, tag=True):
+    """busy: another decoder, or the same one later, may take it; else nobody should be asked."""
+
+    request: Name
+    reason: Text
+    busy: bool
+
+
+class Cancel(Struct, frozen=True, tag=True):
+    """Nobody wants it any more. The answer says that it was heard; the end comes as Tokens."""
+
+    request: Name
+    reason: Text
+
+
+class Reassigned(Struct, frozen=True, tag=True):
+    """prefiller None: there is no other, or the request is unknown; reason says so."""
+
+    request: Name
+    attempt: Attempt
+    prefiller: PrefillerRef | None
+    reason: Text = ""
+
+
+# --- decoder to prefiller ---
+
+
+class Dispatch(Struct, frozen=True, tag=True):
+    """Prefill tokens and write their KV as the ticket says. ticket: of receiver.Incoming."""
+
+    request: Name
+    attempt: Attempt
+    tokens: TokenBytes
+    ticket: Plain
+    deadline_s: Seconds
+
+
+class Dispatched(Struct, frozen=True, tag=True):
+    """It is queued, or was already."""
+
+    request: Name
+    attempt: Attempt
+
+
+class DispatchRefused(Struct, frozen=True, tag=True):
+    """Nothing was and nothing will be written."""
+
+    request: Name
+    attempt: Attempt
+    reason: Text
+
+
+class Probe(Struct, frozen=True, tag=True):
+    """How far is it?"""
+
+    request: Name
+    attempt: Attempt
+
+
+class Progress(Struct, frozen=True, tag=True):
+    """state unknown: nothing of it will be written. failed: nor any more, and detail says why.
+
+    timeline: what is known by now, begin_s since the prefiller took the request.
+    """
+
+    request: Name
+    attempt: Attempt
+    state: Literal["queued", "running", "written", "failed", "unknown"]
+    detail: Text = ""
+    timeline: Annotated[list[Span], Meta(max_length=4096)] = []
+
+
+class Withdraw(Struct, frozen=True, tag=True):
+    """Stop. Answered by Quiesced once nothing can land any more, which may take as long as the writes under way."""
+
+    request: Name
+    attempt: Attempt
+
+
+class Quiesced(Struct, frozen=True, tag=True):
+    """Nothing of this attempt can land any more, nor will it be begun, should its Dispatch still be on its way."""
+
+    request: Name
+    attempt: Attempt
+
+
+class Taken(Struct, frozen=True, tag=True):
+    """Heard. wanted False: the request is unknown, nobody waits for it."""
+
+    wanted: bool = True
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The question was understood and could not be answered: a fault of the one asked."""
+
+    reason: Text
+
+
+Message = (
+    Join | Joined | JoinRefused | Heartbeat | HeartbeatTaken | Leave | Tokens | PrefillerLost
+    | Start | Started | StartRefused | Cancel | Reassigned
+    | Dispatch | Dispatched | DispatchRefused | Probe | Progress | Withdraw | Quiesced | Taken | Failed
+)  # fmt: skip
+
+
+class Envelope(Struct, frozen=True):
+    """A message, and which question it is (ask) or answers (answers); 0: none."""
+
+    body: Message
+    ask: Index = 0
+    answers: Index = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(envelope: Envelope) -> bytes:
+    """As it travels. UsageError for a field out of bounds, which the other side would drop without a word."""
+    data = _encoder.encode(envelope)
+    try:
+        _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{type(envelope.body).__name__} cannot be sent: {error}") from None
+    return data
+
+
+def decode(data: bytes) -> Envelope:
+    """The inverse of encode. UsageError for anything malformed."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"no message: {error}") from None
+
+
+def clipped(text: object) -> str:
+    """Words short enough for a Text field."""
+    words = str(text)
+    return words if len(words) <= 2000 else words[:1997] + "..."
+
+
+def pack_tokens(tokens: npt.ArrayLike) -> bytes:
+    """int32, little-endian. UsageError for more than TOKENS_MAX, or numbers that do not fit."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or array.size > TOKENS_MAX:
+        raise UsageError(f"tokens have shape {array.shape}, must be one row of at most {TOKENS_MAX}")
+    if array.size and (array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 0x7FFFFFFF):
+        raise UsageError(f"tokens must be integers in 0..{0x7FFFFFFF}")
+    return array.astype("<i4").tobytes()
+
+
+def unpack_tokens(data: bytes) -> npt.NDArray[np.int32]:
+    """The inverse of pack_tokens; read-only. UsageError when malformed."""
+    if len(data) % 4:
+        raise UsageError(f"tokens have {len(data)} bytes, not a multiple of 4")
+    tokens = np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+    if tokens.size and tokens.min() < 0:
+        raise UsageError(f"token {tokens.min()} is negative")
+    return tokens

@@ -1,0 +1,205 @@
+"""What prefillers and decoders have in common: they belong to routers, report, drain and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv import messages as m
+from crossrail.kv.mailbox import Mailbox, NoAnswer
+from crossrail.kv.memory import RankMemory
+from crossrail.kv.model import Cache, Model
+from crossrail.kv.pages import PagePool
+from crossrail.kv.wire import Unreachable
+
+log = logging.getLogger("crossrail.kv")
+
+# Where a router is now: its address, or an exception when it cannot be found.
+FindRouter = Callable[[], Awaitable[bytes]]
+
+
+class Refused(CrossrailError):
+    """A router does not take this node, and will not: the words say why."""
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """join_s: how long a router may take to answer. retry_s: pause before looking for a router again.
+
+    chunk_tokens: of a prefill step. queue_max: requests that a prefiller takes beside the one it works on.
+    requests_max: that a decoder serves side by side. probe_s: how often a decoder asks its prefiller how far it is.
+    silent_s: a prefiller that does not answer for so long is given up. ask_s: for other questions.
+    pages_s: how long a prefiller waits for pages before it gives a request up.
+    """
+
+    join_s: float = 3.0
+    retry_s: float = 0.5
+    chunk_tokens: int = 2048
+    queue_max: int = 256
+    requests_max: int = 256
+    probe_s: float = 1.0
+    silent_s: float = 4.0
+    ask_s: float = 3.0
+    pages_s: float = 30.0
+
+
+class RouterLink:
+    """This node's membership with one router, for as long as the node lives, through restarts of the router.
+
+    address: where the router is; None while it is not known, or does not know us.
+    """
+
+    def __init__(self, node: Node, find: FindRouter) -> None:
+        self._node = node
+        self._find = find
+        self.address: bytes | None = None
+        self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.joined = asyncio.Event()
+        self._report_now = asyncio.Event()
+        self._left = False
+
+    def report_soon(self) -> None:
+        """Something changed that the router should know before the next heartbeat."""
+        self._report_now.set()
+
+    async def run(self) -> None:
+        """Joins, reports, joins again when it must; ends when it is refused, or has left."""
+        while not self._left:
+            try:
+                address = await self._find()
+                await self._stay(address, await self._join(address))
+            except Refused as refusal:
+                log.error("%s", refusal)
+                self.refused.set_exception(refusal)
+                self.refused.exception()  # seen: who runs the node may never look
+                return
+            except (CrossrailError, OSError, asyncio.TimeoutError) as error:
+                log.info("node %s has no router: %s", self._node.name, error)
+            self.address = None
+            self.joined.clear()
+            await asyncio.sleep(self._node.options.retry_s)
+
+    async def leave(self) -> None:
+        """Says goodbye, if the router can be reached, and does not come back."""
+        self._left = True
+        self.report_soon()
+        if self.address is not None:
+            try:
+                await self._node.mailbox.ask(self.address, m.Leave(self._node.name), m.Taken, 1.0)
+            except (Unreachable, NoAnswer) as error:
+                log.info("node %s left without a word: %s", self._node.name, error)
+
+    async def _join(self, address: bytes) -> m.Joined:
+        question = m.Join(self._node.record, self._node.load(), self._node.running(self))
+        kinds = (m.Joined, m.JoinRefused)
+        answer: m.Joined | m.JoinRefused = await self._node.mailbox.ask(
+            address, question, kinds, self._node.options.join_s
+        )
+        if isinstance(answer, m.JoinRefused):
+            raise Refused(f"node {self._node.name!r} was refused: {answer.reason}")
+        self.address = address
+        self.joined.set()
+        self._node.on_joined(self)
+        return answer
+
+    async def _stay(self, address: bytes, terms: m.Joined) -> None:
+        """Reports until the router does not know us, or does not answer for a lease."""
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
+        while True:
+            await _wait(self._report_now, terms.heartbeat_s)
+            self._report_now.clear()
+            try:
+                question = m.Heartbeat(self._node.name, self._node.load())
+                answer = await self._node.mailbox.ask(address, question, m.HeartbeatTaken, terms.lease_s)
+            except NoAnswer:
+                if loop.time() - heard_s > terms.lease_s:
+                    raise
+                continue
+            if not answer.member:
+                raise NoAnswer("the router does not know this node any more")
+            heard_s = loop.time()
+
+
+class Node:
+    """A prefiller or a decoder: base class. Threads: the event loop's.
+
+    Lifecycle: 1. made. 2. start(). 3. drain(): what is there is finished, nothing new taken. 4. close().
+    ranks: memory of each rank of the model's layout, by rank. find_routers: one for each router that it is to serve.
+    Owner of the mailbox, the memory and the engine: whoever made them; they stay open until after close().
+    """
+
+    role: m.Role
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox,
+        model: Model,
+        ranks: Mapping[int, RankMemory],
+        find_routers: Sequence[FindRouter],
+        options: NodeOptions | None = None,
+    ) -> None:
+        if sorted(ranks) != list(range(model.layout.tp)):
+            raise UsageError(f"ranks {sorted(ranks)} are given, a node has all of its layout's {model.layout.tp}")
+        self.name = name
+        self.mailbox = mailbox
+        self.model = model
+        self.options = options or NodeOptions()
+        self.pool = PagePool(model.layout.pages, model.layout.page_tokens)
+        self.cache: Cache = [
+            [ranks[rank].layer(layer) for layer in range(model.layout.layers)] for rank in range(model.layout.tp)
+        ]
+        self.record = m.NodeRecord(name, self.role, mailbox.address, model.name, model.layout.to_wire())
+        self.draining = False
+        self.links = [RouterLink(self, find) for find in find_routers]
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def load(self) -> m.Load:
+        """What a router is told."""
+        raise NotImplementedError
+
+    def running(self, link: RouterLink) -> list[str]:
+        """Requests that came from this router and go on."""
+        return []
+
+    def on_joined(self, link: RouterLink) -> None:
+        """The router knows us, for the first time or again."""
+
+    def start(self) -> None:
+        """Begins to take messages, and joins the routers."""
+        self.mailbox.start()
+        for link in self.links:
+            self.mailbox.spawn(link.run(), f"membership of {self.name}")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new, waits until all that is here has ended, and leaves. False when that took too long."""
+        self.draining = True
+        for link in self.links:
+            link.report_soon()
+        ended = await _wait(self._idle, timeout_s)
+        await asyncio.gather(*(link.leave() for link in self.links))
+        return ended
+
+    async def close(self) -> None:
+        """Ends what is under way. Idempotent."""
+        await self.mailbox.close()
+
+    def _count_active(self, active: int) -> None:
+        """To be called whenever the number of requests under way changes."""
+        if active:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except asyncio.TimeoutError:
+        return False
+    return True

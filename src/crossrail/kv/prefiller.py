@@ -1,0 +1,332 @@
+"""The prefiller: runs prompts through the model, one after another, and writes their KV to decoders as it is computed.
+
+Life of a request here, an attempt of it more exactly:
+1. queued: a Dispatch came.
+2. running: pages are reserved, a SendJob is open; the model runs chunk by chunk, layers leave as they are done, then
+   the tail.
+3. written, once our own writes have completed; or failed, once nothing of it can land any more. Pages are released.
+A Withdraw ends it at any point and is answered when nothing can land any more. One that overtakes its Dispatch is
+remembered, and the Dispatch refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import crossrail as xr
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv import messages as m
+from crossrail.kv.errors import NoPages, TransferStopped
+from crossrail.kv.job import SendJob
+from crossrail.kv.mailbox import Mailbox
+from crossrail.kv.memory import RankMemory
+from crossrail.kv.model import Model, Tokens
+from crossrail.kv.node import FindRouter, Node, NodeOptions
+from crossrail.kv.pages import PageLease
+from crossrail.kv.plan import plan_transfer
+from crossrail.kv.prefix import page_hashes
+from crossrail.kv.sender import KvSender
+from crossrail.kv.target import KvTarget
+from crossrail.kv.timeline import Timeline
+
+log = logging.getLogger("crossrail.kv")
+
+_ENDED_KEPT = 2048
+_TAIL_SLOTS = 256
+
+Key = tuple[str, int]
+
+
+@dataclass
+class _Work:
+    """One attempt of a request. job: from when it runs on. withdrawn: nothing more is to be begun for it."""
+
+    key: Key
+    decoder: bytes
+    tokens: Tokens
+    target: KvTarget
+    deadline_s: float
+    timeline: Timeline
+    job: SendJob | None = None
+    withdrawn: str = ""
+    tail_slot: int | None = None
+    quiet: asyncio.Event = field(default_factory=asyncio.Event)  # set once nothing of it can land any more
+
+
+class Prefiller(Node):
+    """A Node that prefills. One request's chunk runs at a time; transfers of earlier ones go on meanwhile."""
+
+    role: m.Role = "prefiller"
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox,
+        model: Model,
+        ranks: Mapping[int, RankMemory],
+        find_routers: Sequence[FindRouter],
+        options: NodeOptions | None = None,
+    ) -> None:
+        super().__init__(name, mailbox, model, ranks, find_routers, options)
+        self.sender = KvSender(model.layout, ranks)
+        self._tails: xr.Region = ranks[0].engine.alloc(_TAIL_SLOTS * model.tail_bytes)
+        self._free_tails = list(range(_TAIL_SLOTS))
+        self._queue: deque[_Work] = deque()
+        self._queued = asyncio.Event()
+        self._works: dict[Key, _Work] = {}
+        self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
+        self._released = asyncio.Event()  # pages or a tail slot came back
+        mailbox.handle(m.Dispatch, self._on_dispatch)
+        mailbox.handle(m.Probe, self._on_probe)
+        mailbox.handle(m.Withdraw, self._on_withdraw)
+
+    def start(self) -> None:
+        super().start()
+        self.mailbox.spawn(self._work(), f"prefilling of {self.name}")
+
+    def load(self) -> m.Load:
+        report = self.pool.report()
+        return m.Load(
+            requests=len(self._works),
+            queued_tokens=sum(len(work.tokens) for work in self._works.values()),
+            pages_free=self.pool.available,
+            pages_total=self.pool.pages,
+            pages_quarantined=sum(own for _, state, own, _ in report.leases if str(state) == "quarantined"),
+            draining=self.draining,
+        )
+
+    async def close(self) -> None:
+        """Ends what is under way: waits until nothing of it can land any more. Idempotent."""
+        await super().close()
+        await self.sender.close()
+        self._tails.close()
+
+    # --- what decoders say ---
+
+    async def _on_dispatch(self, sender: bytes, dispatch: m.Dispatch) -> m.Message:
+        key = (dispatch.request, dispatch.attempt)
+        if key in self._works:
+            return m.Dispatched(*key)
+        if refusal := self._refusal(key):
+            return m.DispatchRefused(*key, m.clipped(refusal))
+        try:
+            target = KvTarget.from_wire(dispatch.ticket)
+            tokens = m.unpack_tokens(dispatch.tokens)
+            plan_transfer(self.model.layout, target.layout, target.request)
+            if len(tokens) != target.tokens or not len(tokens):
+                raise UsageError(f"{len(tokens)} tokens came for pages of {target.tokens}")
+            if target.tail_bytes != self.model.tail_bytes:
+                raise UsageError(f"the tail has {self.model.tail_bytes} bytes, there is room for {target.tail_bytes}")
+            if (pages := self.model.layout.pages_of(len(tokens))) > self.pool.pages:
+                raise UsageError(f"{len(tokens)} tokens take {pages} pages, there are {self.pool.pages} here")
+        except UsageError as refusal:
+            return m.DispatchRefused(*key, m.clipped(refusal))
+        clock = asyncio.get_running_loop().time
+        work = _Work(key, sender, tokens, target, clock() + dispatch.deadline_s, Timeline(clock))
+        self._works[key] = work
+        self._queue.append(work)
+        self._queued.set()
+        self._count_active(len(self._works))
+        return m.Dispatched(*key)
+
+    def _refusal(self, key: Key) -> str:
+        if key in self._ended:
+            return "this attempt has ended"
+        if self.draining:
+            return f"node {self.name!r} is draining"
+        if len(self._queue) >= self.options.queue_max:
+            return f"node {self.name!r} has {len(self._queue)} requests in its queue already"
+        return ""
+
+    async def _on_probe(self, sender: bytes, probe: m.Probe) -> m.Message:
+        key = (probe.request, probe.attempt)
+        work = self._works.get(key)
+        if work is not None:
+            return m.Progress(*key, "queued" if work.job is None else "running")
+        return self._ended.get(key, m.Progress(*key, "unknown"))
+
+    async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Message:
+        key = (withdraw.request, withdraw.attempt)
+        work = self._works.get(key)
+        if work is None:
+            self._ended.setdefault(key, m.Progress(*key, "unknown"))
+            self._forget_old()
+        else:
+            self._give_up(work, "its decoder withdrew it")
+            await work.quiet.wait()
+        return m.Quiesced(*key)
+
+    # --- work ---
+
+    def _give_up(self, work: _Work, why: str) -> None:
+        """Begins nothing more for it; what is under way ends as soon as it can."""
+        work.withdrawn = work.withdrawn or why
+        if work.job is None:
+            # It never ran, and will not: nothing to wait for. Whoever has it in hand looks at `withdrawn` first.
+            work.quiet.set()
+        else:
+            self.mailbox.spawn(self._stop(work, work.job, why), "stopping a transfer")
+
+    async def _stop(self, work: _Work, job: SendJob, why: str) -> None:
+        await job.cancel(why)
+        work.quiet.set()
+
+    async def _work(self) -> None:
+        while True:
+            self._queued.clear()
+            while self._queue:
+                work = self._queue.popleft()
+                try:
+                    await self._run(work)
+                except CrossrailError as error:
+                    self._end(work, "failed", str(error))
+                except Exception as error:
+                    log.exception("request %s failed in the model", work.key[0])
+                    self._end(work, "failed", f"{type(error).__name__}: {error}")
+            await self._queued.wait()
+
+    async def _run(self, work: _Work) -> None:
+        """Prefills one request. When it returns all is posted; raises, with nothing under way, when it failed."""
+        lease = await self._reserve(work)
+        work.timeline.add("queue", 0.0)
+        try:
+            job = work.job = self.sender.open(work.target, lease)
+        except CrossrailError:
+            self._release(work, lease)
+            raise
+        timer = asyncio.get_running_loop().call_at(work.deadline_s, self._give_up, work, "its time is up")
+        try:
+            await self._prefill(work, job)
+        except BaseException as error:
+            await job.cancel(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(CrossrailError):  # the same once more, in the job's words
+                await self._settle(work, job, timer)
+            raise
+        self.mailbox.spawn(self._finish(work, job, timer), "finishing a transfer")
+
+    async def _reserve(self, work: _Work) -> PageLease:
+        """Pages for all of its tokens, and a place for its tail, as soon as there are any."""
+        page_tokens = self.model.layout.page_tokens
+        # Its last token is run in any case, for the tail, and must not write into a page that others read.
+        names = self._names(work)[: (len(work.tokens) - 1) // page_tokens]
+        give_up_s = min(work.timeline.now() + self.options.pages_s, work.timeline.since_begin(work.deadline_s))
+        while True:
+            self._raise_if_withdrawn(work)
+            self._released.clear()
+            try:
+                if not self._free_tails:
+                    raise NoPages(f"all {_TAIL_SLOTS} places for tails are in use", 1, 0)
+                name = f"{work.key[0]}/{work.key[1]}"
+                lease = self.pool.reserve(self.model.layout.pages_of(len(work.tokens)), name, names=names)
+                work.tail_slot = self._free_tails.pop()
+                return lease
+            except NoPages:
+                left_s = give_up_s - work.timeline.now()
+                if left_s <= 0:
+                    raise
+                try:
+                    await asyncio.wait_for(self._released.wait(), min(left_s, self.options.probe_s))
+                except asyncio.TimeoutError:
+                    continue  # look again: it may have been withdrawn meanwhile
+
+    def _raise_if_withdrawn(self, work: _Work) -> None:
+        if not work.withdrawn and self.mailbox.wire.is_lost(work.decoder):
+            work.withdrawn = "its decoder is gone"
+        if not work.withdrawn and work.timeline.since_begin(work.deadline_s) <= work.timeline.now():
+            work.withdrawn = "its time is up"
+        if work.withdrawn:
+            raise TransferStopped(f"request {work.key[0]!r}: {work.withdrawn}")
+
+    async def _prefill(self, work: _Work, job: SendJob) -> None:
+        tokens = work.tokens
+        start = job.lease.prefix_tokens
+        tail = b""
+        while start < len(tokens):
+            self._raise_if_withdrawn(work)
+            if job.stopped:
+                await job.finish()  # raises what stopped it
+            end = min(start + self.options.chunk_tokens, len(tokens))
+            begun = work.timeline.now()
+            tail = await self._run_chunk(job, tokens[:end], start)
+            work.timeline.add(f"prefill {end}", begun)
+            start = end
+        if len(tail) != self.model.tail_bytes:
+            raise UsageError(f"the model's tail has {len(tail)} bytes, it says {self.model.tail_bytes}")
+        assert work.tail_slot is not None
+        offset = work.tail_slot * self.model.tail_bytes
+        self._tails.view()[offset : offset + len(tail)] = tail
+        job.send_tail(self._tails, offset)
+        work.timeline.add("tail posted", work.timeline.now())
+
+    async def _run_chunk(self, job: SendJob, tokens: Tokens, start: int) -> bytes:
+        """Tokens from `start` on go through the model, and their layers leave. Returns the tail."""
+        pages = job.lease.pages
+        if job.target.prefix_tokens == job.target.tokens:  # the decoder has all pages, and lacks the tail alone
+            return await self.model.prefill(self.cache, tokens, start, pages, _nothing_to_send)
+        step = self.sender.begin_step([(job, len(tokens))])
+        try:
+            return await self.model.prefill(self.cache, tokens, start, pages, self.sender.layer_done)
+        except BaseException as error:
+            step.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    async def _finish(self, work: _Work, job: SendJob, timer: asyncio.TimerHandle) -> None:
+        try:
+            await self._settle(work, job, timer)
+        except CrossrailError as error:
+            self._end(work, "failed", str(error))
+        else:
+            self._end(work, "written", "")
+
+    async def _settle(self, work: _Work, job: SendJob, timer: asyncio.TimerHandle) -> None:
+        """Waits for the end of our writes and gives the pages back. Raises what stopped the job."""
+        try:
+            await job.finish()
+            job.lease.publish(self._names(work))
+        finally:
+            timer.cancel()
+            work.quiet.set()
+            _add_layers(work.timeline, job)
+            self._release(work, job.lease)
+
+    def _names(self, work: _Work) -> list[bytes]:
+        return page_hashes(work.tokens, self.model.layout.page_tokens, salt=self.model.name.encode())
+
+    def _release(self, work: _Work, lease: PageLease) -> None:
+        lease.release()
+        if work.tail_slot is not None:
+            self._free_tails.append(work.tail_slot)
+            work.tail_slot = None
+        self._released.set()
+
+    def _end(self, work: _Work, state: str, detail: str) -> None:
+        work.quiet.set()
+        if self._works.pop(work.key, None) is None:
+            return
+        assert state in ("written", "failed")
+        progress = m.Progress(
+            *work.key, "written" if state == "written" else "failed", m.clipped(detail), work.timeline.spans
+        )
+        self._ended[work.key] = progress
+        self._forget_old()
+        self._count_active(len(self._works))
+
+    def _forget_old(self) -> None:
+        while len(self._ended) > _ENDED_KEPT:
+            self._ended.popitem(last=False)
+
+
+def _nothing_to_send() -> None:
+    """A layer is done, and nobody waits for it."""
+
+
+def _add_layers(timeline: Timeline, job: SendJob) -> None:
+    """A span for each layer of each chunk, from its writes being posted until they were seen to have ended."""
+    posted_s = {(layer.end_tokens, layer.layer): timeline.since_begin(layer.at_s) for layer in job.posted}
+    for layer in job.written:
+        timeline.add(f"layer {layer.layer}", posted_s[layer.end_tokens, layer.layer], timeline.since_begin(layer.at_s))

@@ -1,0 +1,273 @@
+"""One request at the decoder: pages and an immediate, and nothing reused before it is quiet.
+
+Nobody tells a decoder that a transfer is done: it knows how many immediates it makes, and counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from crossrail import Engine, ImmCounter
+from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
+from crossrail.kv.access import Access, Tails
+from crossrail.kv.errors import PagesInUse, SurplusCount
+from crossrail.kv.layout import KvLayout
+from crossrail.kv.pages import PageLease, PageState
+from crossrail.kv.plan import expected_count
+from crossrail.kv.target import KvTarget, RankTarget
+
+log = logging.getLogger("crossrail.kv")
+
+_SHUT_S = 5.0  # for registrations that nobody writes by any more: they close at once
+
+
+@dataclass
+class _Awaited:
+    """What one engine of ours waits for, on an immediate of its own."""
+
+    counter: ImmCounter
+    expected: int = 0
+    is_there: bool = False
+
+
+class Reception:
+    """One request's pages at the decoder, while they arrive and while they are used. Made by KvReceiver.reserve.
+
+    Lifecycle: 1. reserved. 2. dispatch(): a prefiller may write. 3. arrived(): in use, all is there; or withdraw():
+    reserved again once nothing can land any more, for another dispatch() or release(). 4. release().
+    Invariant: from dispatch() until the full count or a confirmed withdrawal nobody else gets pages, tail, immediate.
+    Threads: that of the event loop. One task awaits arrived() at a time; cancelling it leaves the transfer as it is.
+    """
+
+    def __init__(
+        self,
+        request: str,
+        tokens: int,
+        layout: KvLayout,
+        lease: PageLease,
+        tails: Tails | None,
+        access_of: Callable[[str | None], Access],
+    ) -> None:
+        self.request = request
+        self.tokens = tokens
+        self.lease = lease
+        self._layout = layout
+        self._tails = tails
+        self._slot = tails.free_slots.pop() if tails else 0
+        self._access_of = access_of
+        # Of the attempt under way, if there is one.
+        self._access: Access | None = None
+        self._owns_access = False
+        self._awaited: list[_Awaited] = []
+        self._has_surplus = False
+        self._is_awaited = False
+        self._withdrawal: asyncio.Task[None] | None = None
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that are here already: the prefiller does not send them."""
+        return self.lease.prefix_tokens
+
+    @property
+    def state(self) -> PageState:
+        return self.lease.state
+
+    def dispatch(self, source: KvLayout, writer: str | None = None) -> KvTarget:
+        """What the prefiller of this layout has to know. Call it once an attempt, then send it to that prefiller alone.
+
+        From here on it may write, whether or not the message arrives: what ends this is arrived() or withdraw().
+        writer: which prefiller, by a name of its incarnation. Its requests share registrations of our memory, which are
+        made at the first and last until KvReceiver.fence(writer). None: registrations for this attempt alone; it costs
+        them, and the prefiller's first look at them, but can be ended without the prefiller's confirmation.
+        Raises LayoutMismatch, PagesInUse while another attempt is not over; nothing has changed then.
+        """
+        layout = self._layout
+        if self.state is not PageState.RESERVED:
+            raise PagesInUse(f"request {self.request!r} cannot be dispatched now: its pages are {self.state}")
+        counts = [
+            expected_count(
+                source,
+                layout,
+                rank,
+                self.tokens,
+                prefix_tokens=self.prefix_tokens,
+                tail=self._tails is not None and rank == 0,
+            )
+            for rank in range(layout.tp)
+        ]
+        access = self._access_of(writer)
+        by_engine = _awaited_by_engine(access, counts)
+        self._awaited = list(by_engine.values())
+        try:
+            self.lease.fill()
+        except PagesInUse:
+            self._release_imms()
+            raise
+        self._access, self._owns_access = access, writer is None
+        self._has_surplus = False
+        return KvTarget(
+            request=self.request,
+            layout=layout,
+            tokens=self.tokens,
+            prefix_tokens=self.prefix_tokens,
+            pages=self.lease.pages[: layout.pages_of(self.tokens)],
+            ranks=tuple(
+                RankTarget(
+                    imm=by_engine[memory.engine].counter.imm,
+                    regions=memory.descriptors,
+                    tail=access.tail.descriptor if access.tail is not None and rank == 0 else None,
+                    tail_offset=self._slot * self._tails.nbytes if self._tails and rank == 0 else 0,
+                )
+                for rank, memory in enumerate(access.ranks)
+            ),
+            tail_bytes=self._tails.nbytes if self._tails else 0,
+        )
+
+    async def arrived(self, timeout_s: float | None = None) -> None:
+        """Returns when all KV and the tail are there: the pages are in use, and nobody else writes them.
+
+        Raises WaitTimeout: the transfer goes on, call it again or withdraw(). SurplusCount: the pages are quarantined.
+        Nobody needs to be dispatched to when nothing is to come: all tokens are in the prefix, and there is no tail.
+        """
+        if self.state is PageState.IN_USE:
+            return
+        if self.state is PageState.RESERVED and self.prefix_tokens == self.tokens and self._tails is None:
+            self.lease.fill()
+            self.lease.use()
+            return
+        if self.state is not PageState.FILLING or self._is_awaited:
+            raise UsageError(f"request {self.request!r}: nothing to wait for, or another task does; it is {self.state}")
+        self._is_awaited = True
+        try:
+            await self._take(timeout_s)
+        finally:
+            self._is_awaited = False
+
+    async def withdraw(self, ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
+        """Takes the pages back: returns when nothing can land in them any more, and they are reserved again.
+
+        ask: tells the prefiller to stop, and returns when it has confirmed that nothing of the request is under way;
+        raises PeerLost when it is dead, and its registrations are closed then. The full count is as good, and so is a
+        fence(). When none of this came in timeout_s, or ask raised another error: registrations that are this attempt's
+        alone are closed, which ends it too; shared ones are not, and WaitTimeout or that error is raised. The pages are
+        quarantined then: call it again, perhaps after fence(writer).
+        A second call while the first is under way shares its end; cancelling the task that awaits does not stop it.
+        Does nothing before dispatch().
+        """
+        if self._withdrawal is None or self._withdrawal.done():
+            if self._is_awaited or self.state is PageState.IN_USE:
+                raise UsageError(f"request {self.request!r}: it arrived, or a task awaits arrived(); end that first")
+            if self.state is PageState.RESERVED:
+                return
+            self._withdrawal = asyncio.create_task(self._withdraw(ask, timeout_s), name=f"kv-withdraw-{self.request}")
+        await asyncio.shield(self._withdrawal)
+
+    def tail(self) -> memoryview:
+        """The tail's bytes, ours until release(). Only while the request is in use."""
+        if self._tails is None or self.state is not PageState.IN_USE:
+            raise UsageError(f"request {self.request!r} has no tail, or it is not there: {self.state}")
+        return self._tails.region.view()[self._slot * self._tails.nbytes :][: self._tails.nbytes]
+
+    def release(self) -> None:
+        """Gives pages and room for the tail back. Raises PagesInUse while a prefiller may write."""
+        self.lease.release()
+        if self._tails is not None:
+            self._tails.free_slots.append(self._slot)
+
+    async def _take(self, timeout_s: float | None) -> None:
+        """Waits for everything, and then the pages are ours alone."""
+        await self._count(timeout_s)
+        if surplus := sum(awaited.counter.poll() for awaited in self._awaited):
+            self._has_surplus = True
+            self.lease.drain()
+            self.lease.quarantine()
+            raise SurplusCount(
+                f"request {self.request!r}: {surplus} more counts than its plan makes: two senders use its immediate, "
+                "or one that has another plan. Its pages are quarantined"
+            )
+        await self._end_attempt()
+        self.lease.use()
+
+    async def _count(self, timeout_s: float | None) -> None:
+        """Takes what is expected, engine by engine; what was taken when it is interrupted stays taken."""
+        clock = asyncio.get_running_loop().time
+        deadline = None if timeout_s is None else clock() + timeout_s
+        for awaited in self._awaited:
+            if awaited.expected and not awaited.is_there:
+                left_s = None if deadline is None else max(deadline - clock(), 0)
+                await awaited.counter.wait_async(awaited.expected, left_s)
+            awaited.is_there = True
+
+    async def _withdraw(self, ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
+        if self.state is PageState.FILLING:
+            self.lease.drain()
+        try:
+            try:
+                await self._await_quiet(ask, timeout_s)
+            except CrossrailError as error:
+                if not self._owns_access and not isinstance(error, PeerLost):
+                    raise
+                log.info("%s; its way to our memory is shut", error)
+                assert self._access is not None  # it was dispatched
+                await self._access.shut(timeout_s)
+            await self._end_attempt()
+        except BaseException:
+            if self.state is PageState.DRAINING:
+                self.lease.quarantine()
+            raise
+        self.lease.confirm()
+
+    async def _await_quiet(self, ask: Callable[[], Awaitable[object]], timeout_s: float) -> None:
+        """Until the prefiller has confirmed, everything is there, or its access is shut. Raises what ask raised."""
+        assert self._access is not None  # it was dispatched
+        asked = asyncio.ensure_future(ask())
+        # After a surplus the count says nothing: somebody has written more than it counts, and may go on.
+        counted = asyncio.ensure_future(asyncio.Event().wait() if self._has_surplus else self._count(None))
+        shut = asyncio.ensure_future(self._access.wait_shut())
+        ends: set[asyncio.Future[Any]] = {asked, counted, shut}
+        try:
+            done, _ = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.wait(ends)
+        if not done:
+            raise WaitTimeout(
+                f"request {self.request!r}: its prefiller has not confirmed within {timeout_s:g} s that it stopped"
+            )
+        if not any(end.exception() is None for end in done):
+            done.pop().result()
+
+    async def _end_attempt(self) -> None:
+        """Nothing can land: registrations of this attempt and its immediates go."""
+        if self._owns_access and self._access is not None:
+            await self._access.shut(_SHUT_S)
+        self._access = None
+        self._release_imms()
+
+    def _release_imms(self) -> None:
+        for awaited in self._awaited:
+            awaited.counter.release()
+        self._awaited = []
+
+    def __repr__(self) -> str:
+        return f"<Reception of {self.request!r}: {self.tokens} tokens, {self.state}>"
+
+
+def _awaited_by_engine(access: Access, counts: list[int]) -> dict[Engine, _Awaited]:
+    """An immediate for each engine, and the sum of its ranks' counts. All of them, or none."""
+    by_engine: dict[Engine, _Awaited] = {}
+    try:
+        for memory, count in zip(access.ranks, counts, strict=True):
+            if memory.engine not in by_engine:
+                by_engine[memory.engine] = _Awaited(memory.engine.alloc_imm())
+            by_engine[memory.engine].expected += count
+    except BaseException:
+        for awaited in by_engine.values():
+            awaited.counter.release()
+        raise
+    return by_engine

@@ -1,0 +1,44 @@
+"""How nodes find a router: its HTTP front tells the address of its engine to whoever knows the secret."""
+
+from __future__ import annotations
+
+import hmac
+
+import aiohttp
+
+from crossrail.errors import CrossrailError
+from crossrail.kv.node import FindRouter
+
+PATH = "/kv/router"
+_TIMEOUT_S = 3.0
+_ADDRESS_BYTES_MAX = 4096
+
+
+class RouterNotFound(CrossrailError):
+    """Nobody answers at its URL, or not as a router does."""
+
+
+def token(secret: bytes) -> str:
+    """What proves at the HTTP front that one knows the secret. It opens nothing but the address."""
+    return hmac.digest(secret, b"crossrail kv rendezvous", "sha256").hex()
+
+
+def find_by_http(url: str, secret: bytes) -> FindRouter:
+    """Asks the router whose front is at `url` ("http://host:port"), anew each time: it may have been restarted."""
+
+    async def find() -> bytes:
+        headers = {"Authorization": f"Bearer {token(secret)}"}
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(url.rstrip("/") + PATH, headers=headers) as response,
+            ):
+                if response.status != 200:
+                    said = (await response.content.read(500)).decode(errors="replace")
+                    raise RouterNotFound(f"{url} answered {response.status}: {said}")
+                return await response.content.read(_ADDRESS_BYTES_MAX)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise RouterNotFound(f"{url}: {type(error).__name__} {error}") from None
+
+    return find

@@ -1,0 +1,103 @@
+"""What a router knows of each request, and how requests end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from crossrail.errors import CrossrailError
+from crossrail.kv import messages as m
+from crossrail.kv.membership import Member
+from crossrail.kv.model import Tokens
+
+
+class Overloaded(CrossrailError):
+    """No room now: ask again later. HTTP 429."""
+
+
+class Unavailable(CrossrailError):
+    """There is no node that could do it. HTTP 503."""
+
+
+class RequestFailed(CrossrailError):
+    """It ended without being finished; the words say why. HTTP 502."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens that came together, and the end, if this is the last."""
+
+    tokens: list[int]
+    end: m.End | None = None
+
+
+@dataclass
+class Running:
+    """A request that a client waits for.
+
+    Invariant: `received` tokens were put into `chunks`, each once and in order; only the last chunk has an end.
+    """
+
+    request: str
+    prompt: Tokens
+    sampling: m.Sampling
+    names: list[bytes]  # of its full pages, for matching prefixes
+    deadline_s: float  # on the event loop's clock
+    decoder: Member | None = None
+    prefiller: Member | None = None
+    attempt: int = 1
+    received: int = 0
+    charged: bool = False  # counted among what its decoder has to do
+    ended: bool = False
+    end: m.End | None = None  # as the client was told
+    chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
+
+    def take(self, first: int, tokens: list[int], end: m.End | None) -> None:
+        """What a decoder sent. What is here already is passed over; a gap cannot be, since decoders send in order."""
+        if self.ended:
+            return
+        if first > self.received:
+            self.finish("error", f"tokens {self.received}..{first - 1} never came")
+            return
+        fresh = tokens[self.received - first :]
+        self.received += len(fresh)
+        self.ended = end is not None
+        if fresh or end is not None:
+            self.chunks.put_nowait(Chunk(fresh, end))
+
+    def finish(self, reason: m.EndReason, detail: str) -> None:
+        """Ends it from this side."""
+        if not self.ended:
+            self.ended = True
+            self.chunks.put_nowait(Chunk([], m.End(reason, m.clipped(detail))))
+
+
+@dataclass
+class Adopted:
+    """A request that a decoder still runs for a router that is no more. Kept for whoever asks by its name."""
+
+    decoder: bytes
+    tokens: list[int] = field(default_factory=list)
+    end: m.End | None = None
+
+    def take(self, first: int, tokens: list[int], end: m.End | None) -> None:
+        if first <= len(self.tokens):
+            self.tokens[first:] = tokens
+        self.end = end or self.end
+
+
+class Adoptions:
+    """Adopted requests, the oldest given up first, whether ended or not."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._requests: OrderedDict[str, Adopted] = OrderedDict()
+
+    def get(self, request: str) -> Adopted | None:
+        return self._requests.get(request)
+
+    def add(self, request: str, decoder: bytes) -> None:
+        self._requests[request] = Adopted(decoder)
+        while len(self._requests) > self._most:
+            self._requests.popitem(last=False)

@@ -1,0 +1,160 @@
+"""Authenticated, bounded, replay-safe packets: what control messages travel in.
+
+A packet is `header | payload | HMAC-SHA256`. The MAC covers the identity of the receiver too, so a packet recorded on
+its way to one engine is worth nothing at another, nor at the same name restarted: identities are incarnations, drawn at
+random when an engine opens. Within one incarnation every packet has a number, and the receiver takes each once.
+No clock takes part, so clocks may differ between hosts by any amount.
+
+Nothing is encrypted: who can read the network reads prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections import Counter
+from dataclasses import dataclass, field
+
+from crossrail.errors import CrossrailError, UsageError
+
+VERSION = 1
+IDENTITY_BYTES = 16
+MESSAGE_BYTES_MAX = 8 << 20
+
+_MAGIC = b"xrkv"
+# magic, version, part, parts, sender's incarnation, number of the packet
+_HEADER = struct.Struct("<4sBxHH16sQ")
+_MAC_BYTES = 32
+OVERHEAD_BYTES = _HEADER.size + _MAC_BYTES
+_WINDOW = 4096  # packets of one sender that may overtake each other
+_SENDERS_MAX = 16384
+_PARTIAL_MAX = 64  # messages per sender of which some parts are still missing
+
+
+class Rejected(CrossrailError):
+    """A packet that is not taken. kind: for counting, one of `malformed`, `version`, `secret`, `sender`, `replay`."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+@dataclass
+class _Sender:
+    """What is known of one sender.
+
+    Invariant: bit i of `seen` says that packet `highest - i` was taken; what is older than the window counts as taken.
+    """
+
+    highest: int = -1
+    seen: int = 0
+    partial: dict[int, dict[int, bytes]] = field(default_factory=dict)  # first packet's number: parts by index
+
+    def take(self, number: int) -> bool:
+        """False when this packet was taken before, or is too old to tell."""
+        ahead = number - self.highest
+        if ahead > 0:
+            self.seen = ((self.seen << min(ahead, _WINDOW)) | 1) & ((1 << _WINDOW) - 1)
+            self.highest = number
+            return True
+        if -ahead >= _WINDOW or self.seen >> -ahead & 1:
+            return False
+        self.seen |= 1 << -ahead
+        return True
+
+
+class Sealer:
+    """Seals what one engine sends and opens what it receives. Threads: one, the event loop's.
+
+    secret: shared by all nodes of a cluster, 1..1024 bytes. own: identity of this engine, IDENTITY_BYTES.
+    packet_bytes_max: the longest that the carrier takes.
+    rejected: how many packets were not taken, by kind.
+    """
+
+    def __init__(self, secret: bytes, own: bytes, packet_bytes_max: int) -> None:
+        if not 1 <= len(secret) <= 1024:
+            raise UsageError(f"secret has {len(secret)} bytes, must have 1..1024: all nodes of a cluster share one")
+        if len(own) != IDENTITY_BYTES:
+            raise UsageError(f"own has {len(own)} bytes, must have {IDENTITY_BYTES}")
+        if packet_bytes_max <= OVERHEAD_BYTES:
+            raise UsageError(f"packet_bytes_max is {packet_bytes_max}, must be more than {OVERHEAD_BYTES}")
+        self.rejected: Counter[str] = Counter()
+        self._key = hmac.digest(secret, b"crossrail kv control", "sha256")
+        self._own = own
+        self._room = packet_bytes_max - OVERHEAD_BYTES
+        self._next = 0
+        self._senders: dict[bytes, _Sender] = {}
+
+    def seal(self, message: bytes, to: bytes) -> list[bytes]:
+        """The packets of a message to the engine of identity `to`. UsageError when it is too long."""
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise UsageError(f"message has {len(message)} bytes, at most {MESSAGE_BYTES_MAX} are sent")
+        parts = max(1, -(-len(message) // self._room))
+        if parts > 0xFFFF:
+            raise UsageError(f"message of {len(message)} bytes takes {parts} packets, at most {0xFFFF} are sent")
+        first, self._next = self._next, self._next + parts
+        packets = []
+        for part in range(parts):
+            header = _HEADER.pack(_MAGIC, VERSION, part, parts, self._own, first + part)
+            body = header + message[part * self._room : (part + 1) * self._room]
+            packets.append(body + self._mac(to, body))
+        return packets
+
+    def open(self, packet: bytes, sender: bytes) -> bytes | None:
+        """The message that this packet completes, None while parts are missing. Rejected, and counted, if not sound.
+
+        sender: identity of the engine that the carrier received it from.
+        """
+        try:
+            return self._open(packet, sender)
+        except Rejected as rejection:
+            self.rejected[rejection.kind] += 1
+            raise
+
+    def _open(self, packet: bytes, sender: bytes) -> bytes | None:
+        if len(packet) < OVERHEAD_BYTES:
+            raise Rejected("malformed", f"{len(packet)} bytes, a packet has at least {OVERHEAD_BYTES}")
+        magic, version, part, parts, claimed, number = _HEADER.unpack_from(packet)
+        if magic != _MAGIC:
+            raise Rejected("malformed", "it does not begin like a packet")
+        if version != VERSION:
+            raise Rejected("version", f"version {version}, this is {VERSION}: update the older side")
+        body, mac = packet[:-_MAC_BYTES], packet[-_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(self._own, body)):
+            raise Rejected("secret", "the MAC is wrong: another secret, or meant for another engine")
+        if claimed != sender:
+            raise Rejected("sender", "it names another sender than it came from")
+        if not part < parts or number < part or (parts - 1) * self._room > MESSAGE_BYTES_MAX:
+            raise Rejected("malformed", f"part {part} of {parts}")
+        known = self._sender(sender)
+        if not known.take(number):
+            raise Rejected("replay", f"packet {number} was taken before")
+        payload = body[_HEADER.size :]
+        return payload if parts == 1 else _assemble(known, number - part, part, parts, payload)
+
+    def _sender(self, identity: bytes) -> _Sender:
+        known = self._senders.get(identity)
+        if known is None:
+            # Forgetting one would let its packets be taken again, so the table has an end instead.
+            if len(self._senders) >= _SENDERS_MAX:
+                raise Rejected("sender", f"more than {_SENDERS_MAX} senders since this engine opened: restart it")
+            known = self._senders[identity] = _Sender()
+        return known
+
+    def _mac(self, to: bytes, body: bytes) -> bytes:
+        mac = hmac.new(self._key, to, hashlib.sha256)
+        mac.update(body)
+        return mac.digest()
+
+
+def _assemble(sender: _Sender, first: int, part: int, parts: int, payload: bytes) -> bytes | None:
+    pieces = sender.partial.setdefault(first, {})
+    pieces[part] = payload
+    if len(pieces) == parts:
+        del sender.partial[first]
+        return b"".join(pieces[index] for index in range(parts))
+    if len(sender.partial) > _PARTIAL_MAX:
+        # The oldest has waited longest for parts that were lost; whoever sent it asks again.
+        del sender.partial[next(iter(sender.partial))]
+    return None

@@ -1,0 +1,73 @@
+"""One request at a decoder: what is known of it, and how it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from crossrail.errors import CrossrailError
+from crossrail.kv import messages as m
+from crossrail.kv.model import Tokens
+from crossrail.kv.node import RouterLink
+from crossrail.kv.reception import Reception
+from crossrail.kv.timeline import Timeline
+
+
+class Stopped(CrossrailError):
+    """Somebody does not want it any more, or its time is up."""
+
+    def __init__(self, reason: m.EndReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class PrefillerGone(CrossrailError):
+    """This attempt comes to nothing, and its pages are quiet, or quarantined and replaced. Another may be made."""
+
+
+@dataclass
+class Serving:
+    """A request that this decoder runs.
+
+    Invariant: `tokens` only grows, until `end` is set, once; its router has taken the first `taken` of them.
+    reception: of the current attempt; while one is withdrawn without an answer, its successor.
+    """
+
+    request: str
+    link: RouterLink
+    prompt: Tokens
+    sampling: m.Sampling
+    timeline: Timeline
+    reception: Reception
+    tokens: list[int] = field(default_factory=list)
+    end: m.End | None = None
+    taken: int = 0
+    end_taken: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    _stop: Stopped | None = None
+
+    def stop(self, reason: m.EndReason, detail: str) -> None:
+        """Ends it as soon as it can be. The first reason is the one."""
+        if self._stop is None:
+            self._stop = Stopped(reason, detail)
+        self.stop_wanted.set()
+
+    def raise_if_stopped(self) -> None:
+        if self._stop is not None:
+            raise self._stop
+
+    def add(self, token: int) -> None:
+        """One more."""
+        self.tokens.append(token)
+        self.changed.set()
+
+    def finish(self, end: m.End) -> None:
+        """It has ended, and its pages are given back."""
+        self.end = end
+        self.changed.set()
+
+    def offer_again(self) -> None:
+        """Its router was restarted, and knows nothing of it."""
+        self.taken = 0
+        self.changed.set()

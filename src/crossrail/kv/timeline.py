@@ -1,0 +1,104 @@
+"""What a request spent its time on: spans, as Chrome trace and as a picture."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from crossrail.kv.messages import Span
+
+_SPANS_MAX = 4096
+_ROW, _LEFT, _WIDTH, _TOP = 22, 190, 900, 34
+_COLOURS = {"queue": "#b0b0b0", "prefill": "#4878cf", "transfer": "#6acc65", "layer": "#6acc65", "tail": "#d65f5f"}
+
+
+class Timeline:
+    """Spans of one request at one node. clock: a function of no arguments, seconds; times are since it was made."""
+
+    def __init__(self, clock: Any) -> None:
+        self._clock = clock
+        self._begun_s: float = clock()
+        self.spans: list[Span] = []
+
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return float(self._clock()) - self._begun_s
+
+    def since_begin(self, at_s: float) -> float:
+        """A reading of the clock as seconds since the beginning."""
+        return at_s - self._begun_s
+
+    def add(self, name: str, begin_s: float, end_s: float | None = None) -> None:
+        """end_s None: now. The first few thousand are kept, which is all that a message holds."""
+        if len(self.spans) < _SPANS_MAX:
+            end_s = self.now() if end_s is None else end_s
+            self.spans.append(Span(name, begin_s, max(end_s - begin_s, 0.0)))
+
+    def add_all(self, prefix: str, spans: Sequence[Span], begin_s: float) -> None:
+        """Those of another node, which began at begin_s of ours, as near as we know."""
+        for span in spans[: _SPANS_MAX - len(self.spans)]:
+            self.spans.append(Span(f"{prefix}{span.name}"[:128], begin_s + span.begin_s, span.length_s))
+
+
+def chrome_trace(requests: Mapping[str, Sequence[Span]]) -> str:
+    """JSON for chrome://tracing or Perfetto: a process for each request, by name, a row for each kind of span."""
+    events: list[dict[str, Any]] = []
+    for pid, (request, spans) in enumerate(requests.items(), 1):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": request}})
+        rows = {row: tid for tid, row in enumerate(dict.fromkeys(_row(span) for span in spans), 1)}
+        events += [
+            {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": row}}
+            for row, tid in rows.items()
+        ]
+        events += [
+            {
+                "ph": "X",
+                "pid": pid,
+                "tid": rows[_row(span)],
+                "name": span.name,
+                "ts": span.begin_s * 1e6,
+                "dur": span.length_s * 1e6,
+            }
+            for span in spans
+        ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def picture(title: str, spans: Sequence[Span]) -> str:
+    """An SVG: a row for each kind of span, time from left to right."""
+    rows = list(dict.fromkeys(_row(span) for span in spans))
+    total_s = max((span.begin_s + span.length_s for span in spans), default=0.0) or 1e-9
+    height = _TOP + _ROW * len(rows) + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="20" font-size="14">{html.escape(title)}: {total_s * 1e3:.1f} ms</text>',
+    ]
+    for index, row in enumerate(rows):
+        y = _TOP + _ROW * index
+        parts.append(f'<text x="8" y="{y + 15}">{html.escape(row)}</text>')
+        for span in (span for span in spans if _row(span) == row):
+            x = _LEFT + span.begin_s / total_s * _WIDTH
+            width = max(span.length_s / total_s * _WIDTH, 1.0)
+            note = html.escape(f"{span.name}: {span.length_s * 1e3:.3f} ms from {span.begin_s * 1e3:.3f} ms on")
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="{_ROW - 6}" fill="{_colour(row)}" '
+                f'fill-opacity="0.8"><title>{note}</title></rect>'
+            )
+    for tick in range(6):
+        x = _LEFT + tick / 5 * _WIDTH
+        parts.append(f'<text x="{x:.0f}" y="{height - 10}" text-anchor="middle">{tick / 5 * total_s * 1e3:.1f}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def _row(span: Span) -> str:
+    """Layers of all chunks share a row, as do chunks: what is behind the last space only numbers them."""
+    name, _, number = span.name.rpartition(" ")
+    return name if name and number.isdigit() else span.name
+
+
+def _colour(row: str) -> str:
+    return next((colour for kind, colour in _COLOURS.items() if kind in row), "#956cb4")

@@ -1,0 +1,127 @@
+"""A model in numpy for tests and the demo: no sense, but every token depends on every byte of the KV before it.
+
+Each layer keeps, per token, numbers drawn from that token's state; "attention" is their sum, weighted by odd numbers,
+modulo 2**64. A changed byte times odd weights is never 0 modulo 2**64, and all else is a bijection of the state: so one
+wrong, lost or late byte changes the state of every token after it, and with it what is generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from crossrail.errors import UsageError
+from crossrail.kv.layout import KvLayout
+from crossrail.kv.model import Cache, Logits, Pages, Tokens
+
+_U64 = npt.NDArray[np.uint64]
+_VOCABULARY = 257  # bytes, and the end
+_TAIL_BYTES = 64
+_EMBED_TOKEN, _EMBED_POSITION = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
+
+
+class ToyTokenizer:
+    """A Tokenizer: tokens are bytes of UTF-8. The toy model's own are no text: printable characters stand for them."""
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(0x21 + token % 94) for token in tokens if token < 256)
+
+
+class ToyModel:
+    """A Model. Equal seeds and layouts but for pages, order and TP: equal tokens.
+
+    token_s: how long a layer is made to take for each token that it runs: what a transfer can hide behind.
+    """
+
+    end_token = _VOCABULARY - 1
+    tail_bytes = _TAIL_BYTES
+
+    def __init__(self, layout: KvLayout, seed: int = 1, token_s: float = 0.0) -> None:
+        self.name = f"toy-{layout.layers}x{layout.kv_heads}x{layout.head_dim}-{seed}"
+        self.layout = layout
+        self._token_s = token_s
+        self._bits = np.dtype(f"u{layout.storage.itemsize}")
+        shape = (layout.layers, layout.parts, layout.kv_heads, layout.head_dim)
+        draw = np.random.Generator(np.random.Philox(key=seed))
+        odd = np.uint64(1)
+        self._write = draw.integers(0, 1 << 64, shape, np.uint64) | odd
+        self._read = draw.integers(0, 1 << 64, shape, np.uint64) | odd
+        self._replica = draw.integers(0, 1 << 64, shape, np.uint64) | odd
+        self._words = draw.integers(0, 1 << 64, _VOCABULARY, np.uint64)
+
+    async def prefill(
+        self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]
+    ) -> bytes:
+        state = await self._run(cache, tokens[start:], start, pages, bytes(_TAIL_BYTES), layer_done)
+        return _tail(state[-1])
+
+    async def step(self, cache: Cache, token: int, position: int, pages: Pages, tail: bytes) -> tuple[Logits, bytes]:
+        state = (await self._run(cache, np.array([token], np.int32), position, pages, tail, lambda: None))[-1]
+        logits = (_mixed(self._words ^ state) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 20)
+        return logits, _tail(state)
+
+    async def _run(
+        self, cache: Cache, tokens: Tokens, start: int, pages: Pages, tail: bytes, layer_done: Callable[[], None]
+    ) -> _U64:
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < _VOCABULARY:
+            raise UsageError(f"tokens must be in 0..{_VOCABULARY - 1}, not {tokens.min()}..{tokens.max()}")
+        positions = np.arange(start, start + len(tokens), dtype=np.uint64)
+        embedded = tokens.astype(np.uint64) * _EMBED_TOKEN + positions * _EMBED_POSITION
+        # What the tail says goes into the first token; one that nobody wrote is zeros and says nothing.
+        embedded[0] ^= np.bitwise_xor.reduce(np.frombuffer(tail, np.uint64) * _odd(_TAIL_BYTES // 8))
+        state = _mixed(embedded)
+        for layer in range(self.layout.layers):
+            self._store(cache, layer, state, start, pages)
+            state = _mixed(state ^ self._attend(cache, layer, start, len(tokens), pages))
+            await asyncio.sleep(self._token_s * len(tokens))
+            layer_done()
+        return state
+
+    def _places(self, begin: int, end: int, pages: Pages) -> tuple[Pages, Pages]:
+        positions = np.arange(begin, end)
+        return np.asarray(pages)[positions // self.layout.page_tokens], positions % self.layout.page_tokens
+
+    def _store(self, cache: Cache, layer: int, state: _U64, start: int, pages: Pages) -> None:
+        page, slot = self._places(start, start + len(state), pages)
+        drawn = _mixed(state[:, None, None, None] * self._write[layer])
+        values = (drawn >> np.uint64(64 - 8 * self._bits.itemsize)).astype(self._bits)
+        for rank, layers in enumerate(cache):
+            heads = self.layout.heads_of(rank)
+            layers[layer].view(self._bits)[:, page, :, slot, :] = values[:, :, heads.start : heads.stop]
+
+    def _attend(self, cache: Cache, layer: int, start: int, count: int, pages: Pages) -> _U64:
+        """For each of the new tokens the weighted sum over itself and all before it; shape (count,)."""
+        page, slot = self._places(0, start + count, pages)
+        held = [layers[layer].view(self._bits)[:, page, :, slot, :].astype(np.uint64) for layers in cache]
+        sums = np.zeros(start + count, np.uint64)
+        for rank, values in enumerate(held):
+            heads = slice(self.layout.heads_of(rank).start, self.layout.heads_of(rank).stop)
+            if rank % self.layout.replicas == 0:
+                sums += (values * self._read[layer][:, heads]).sum((1, 2, 3), dtype=np.uint64)
+            else:  # a copy says something only where it differs
+                differs = values - held[rank - rank % self.layout.replicas]
+                sums += (differs * self._replica[layer][:, heads]).sum((1, 2, 3), dtype=np.uint64)
+        sums *= _odd(start + count)
+        return np.cumsum(sums, dtype=np.uint64)[start:]
+
+
+def _odd(count: int) -> _U64:
+    return np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+
+
+def _tail(state: np.uint64) -> bytes:
+    return _mixed(state ^ _odd(_TAIL_BYTES // 8)).tobytes()
+
+
+def _mixed(values: _U64) -> _U64:
+    """A bijection of 64-bit numbers that leaves no pattern: xor-shifts and multiplications by odd numbers."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+        values = (values ^ (values >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    return values ^ (values >> np.uint64(32))

@@ -1,0 +1,46 @@
+"""A router of its own for each test that asks, and ways to know that all is quiet again."""
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from crossrail.kv.decoder import Decoder
+from crossrail.kv.prefiller import Prefiller
+from tests.support.kv_cluster import Cluster
+from tests.support.limits import WAIT_S
+
+# Tests on the simulator are there only where that is built.
+collect_ignore = [] if importlib.util.find_spec("crossrail.sim") else ["test_services_sim.py"]
+
+
+@pytest.fixture
+async def cluster(nothing_leaks: None) -> AsyncIterator[Cluster]:
+    """With a router and no nodes yet."""
+    made = Cluster()
+    made.add_router()
+    yield made
+    await made.close()
+
+
+async def start(cluster: Cluster, prefillers: int = 1, decoders: int = 1, token_s: float = 0.0) -> None:
+    """Nodes p0, p1 ... and d0, d1 ..., joined. token_s: what makes prefill slow enough to be met in the middle."""
+    for index in range(prefillers):
+        cluster.add(Prefiller, f"p{index}", token_s)
+    for index in range(decoders):
+        cluster.add(Decoder, f"d{index}", token_s)
+    await asyncio.wait_for(cluster.joined(), WAIT_S)
+
+
+async def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not condition():
+        assert loop.time() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0.002)
+
+
+async def quiet(cluster: Cluster) -> None:
+    """Every page of every node is free or cached again, soon."""
+    await until(lambda: not cluster.busy_pages(), f"no page in use: {cluster.busy_pages()}")

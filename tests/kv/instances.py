@@ -1,0 +1,137 @@
+"""A prefiller and a decoder without services around them: engines, memory, pool, and a model that fills in known KV."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import crossrail as xr
+from crossrail.kv import KvLayout, KvReceiver, KvSender, KvTarget, PagePool, PageState, RankMemory, Reception, SendJob
+from tests.kv.worlds import bits, fill, rows, whole_kv
+from tests.support.limits import WAIT_S
+
+CANARY = 0xAB
+TAIL_BYTES = 40
+
+
+def kv_of(layout: KvLayout, request: str, tokens: int) -> npt.NDArray[Any]:
+    """The KV that the model computes for a request, on whichever instance."""
+    return whole_kv(layout, tokens, seed=sum(request.encode()))
+
+
+class Prefiller:
+    """engines: one for all ranks, or one a rank."""
+
+    def __init__(self, layout: KvLayout, engines: Sequence[xr.Engine], seed: int = 1) -> None:
+        self.layout = layout
+        self.engines = engines
+        self.ranks = {rank: RankMemory.alloc(engines[rank % len(engines)], layout) for rank in range(layout.tp)}
+        self.pool = PagePool(layout.pages, layout.page_tokens)
+        self.sender = KvSender(layout, self.ranks)
+        self.model = asyncio.Lock()
+        self.tail = engines[0].alloc(TAIL_BYTES)
+        self.tail.array()[:] = np.arange(TAIL_BYTES) + seed
+        self.seed = seed
+
+    def open(self, target: KvTarget) -> SendJob:
+        """Takes a request as it came over the wire."""
+        target = KvTarget.from_wire(target.to_wire())
+        lease = self.pool.reserve(self.layout.pages_of(target.tokens), target.request)
+        try:
+            return self.sender.open(target, lease)
+        except xr.CrossrailError:
+            lease.release()
+            raise
+
+    def kv_of(self, request: str, tokens: int) -> npt.NDArray[Any]:
+        return kv_of(self.layout, request, tokens)
+
+    def compute(self, job: SendJob, layer: int) -> None:
+        """One layer of all tokens of a request: who sends too early sends the canary."""
+        kv = self.kv_of(job.request, job.target.tokens)
+        for rank, memory in self.ranks.items():
+            fill(self.layout, rank, layer, memory.layer(layer), job.lease.pages, kv)
+
+    def poison(self, job: SendJob) -> None:
+        for memory in self.ranks.values():
+            for layer in range(self.layout.layers):
+                memory.layer(layer)[:, job.lease.pages] = np.array(CANARY).astype(self.layout.storage)
+
+    async def step(self, chunks: Iterable[tuple[SendJob, int]]) -> None:
+        """A forward pass over these chunks, layer by layer; one at a time, as a model does it."""
+        chunks = list(chunks)
+        async with self.model:
+            self.sender.begin_step(chunks)
+            for layer in range(self.layout.layers):
+                for job, _ in chunks:
+                    self.compute(job, layer)
+                self.sender.layer_done()
+                await asyncio.sleep(0)
+
+    async def prefill(self, job: SendJob, ends: Iterable[int]) -> None:
+        """A whole request, to its end; its pages are free again."""
+        self.poison(job)
+        for end in ends:
+            await self.step([(job, end)])
+        if job.target.tail_bytes:
+            job.send_tail(self.tail)
+        await asyncio.wait_for(job.finish(), WAIT_S)
+        assert job.lease.state is PageState.IN_USE
+        job.lease.release()
+
+
+class Decoder:
+    def __init__(self, layout: KvLayout, engines: Sequence[xr.Engine], *, tail: bool = False, slots: int = 64) -> None:
+        self.layout = layout
+        self.ranks = [RankMemory.alloc(engines[rank % len(engines)], layout) for rank in range(layout.tp)]
+        self.pool = PagePool(layout.pages, layout.page_tokens)
+        self.receiver = KvReceiver(
+            layout, self.ranks, self.pool, tail_bytes=TAIL_BYTES if tail else 0, tail_slots=slots
+        )
+        for memory in self.ranks:
+            memory.regions[0].array()[:] = CANARY
+
+    def reserve(self, request: str, tokens: int, **options: Any) -> Reception:
+        return self.receiver.reserve(request, tokens, **options)
+
+    def received(self, reception: Reception) -> list[npt.NDArray[Any]]:
+        """What is there of a request's tokens behind its prefix: a rank's (layers, parts, heads, tokens, head_dim)."""
+        tokens = range(reception.prefix_tokens, reception.tokens)
+        return [
+            np.stack(
+                [rows(self.layout, memory.layer(i), reception.lease.pages, tokens) for i in range(self.layout.layers)]
+            )
+            for memory in self.ranks
+        ]
+
+    def assert_holds(self, reception: Reception, kv: npt.NDArray[Any]) -> None:
+        """All of a request's KV behind its prefix is there, on every rank."""
+        for rank, got in enumerate(self.received(reception)):
+            heads = self.layout.heads_of(rank)
+            expected = kv[:, :, heads.start : heads.stop, reception.prefix_tokens :]
+            assert (bits(got) == bits(expected)).all(), f"rank {rank} of {reception.request!r}"
+
+    def assert_untouched(self, pages: npt.NDArray[Any]) -> None:
+        for memory in self.ranks:
+            for layer in range(self.layout.layers):
+                assert (bits(memory.layer(layer)[:, pages]) == CANARY).all()
+
+
+@asynccontextmanager
+async def closing(*prefillers: Prefiller) -> AsyncIterator[None]:
+    """Ends their senders while the engines are open."""
+    try:
+        yield
+    finally:
+        for prefiller in prefillers:
+            await asyncio.wait_for(prefiller.sender.close(), WAIT_S)
+
+
+def assert_all_free(*pools: PagePool) -> None:
+    for pool in pools:
+        assert pool.available == pool.pages and not pool.report().leases, str(pool.report())

@@ -1,0 +1,178 @@
+"""The router's front, as clients, nodes and Prometheus see it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from crossrail.kv import messages as m
+from crossrail.kv.http import Front
+from crossrail.kv.rendezvous import RouterNotFound, find_by_http
+from crossrail.kv.toy import ToyTokenizer
+from tests.kv.conftest import quiet, start, until
+from tests.support.kv_cluster import ROUTER, SECRET, Cluster, monolithic, prompt_of
+from tests.support.limits import WAIT_S
+
+TEXT = "To be, or not to be, that is the question."
+SLOW_S = 0.0004
+
+
+@pytest.fixture
+async def url(cluster: Cluster) -> AsyncIterator[str]:
+    front = Front(cluster.router, ToyTokenizer(), SECRET)
+    port = await front.start("127.0.0.1", 0)
+    yield f"http://127.0.0.1:{port}"
+    await front.close()
+
+
+@pytest.fixture
+async def client(nothing_leaks: None) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WAIT_S)) as session:
+        yield session
+
+
+def body(**changes: object) -> dict[str, object]:
+    return {"prompt": TEXT, "max_tokens": 8, "temperature": 0.7, "seed": 3, "ignore_eos": True} | changes
+
+
+async def expected(max_tokens: int = 8) -> list[int]:
+    sampling = m.Sampling(max_tokens, temperature=0.7, seed=3, ignore_end=True)
+    return await monolithic(ToyTokenizer().encode(TEXT), sampling)
+
+
+async def test_completion_whole(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    async with client.post(url + "/v1/completions", json=body()) as response:
+        answer = await response.json()
+    assert response.status == 200
+    choice = answer["choices"][0]
+    assert (choice["token_ids"], choice["finish_reason"]) == (await expected(), "length")
+    assert choice["text"] == ToyTokenizer().decode(choice["token_ids"])
+    assert answer["usage"] == {"prompt_tokens": len(TEXT), "completion_tokens": 8, "total_tokens": len(TEXT) + 8}
+
+
+async def test_completion_of_token_ids(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    prompt = prompt_of(50)
+    async with client.post(url + "/v1/completions", json=body(prompt=prompt.tolist(), temperature=0)) as response:
+        answer = await response.json()
+    assert answer["choices"][0]["token_ids"] == await monolithic(prompt, m.Sampling(8, ignore_end=True))
+
+
+async def test_completion_streamed(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    async with client.post(url + "/v1/completions", json=body(stream=True)) as response:
+        assert response.headers["Content-Type"] == "text/event-stream"
+        lines = [line.decode().strip() async for line in response.content if line.strip()]
+    assert lines.pop() == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == await expected()
+    assert [event["choices"][0]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1]["choices"][0]["finish_reason"] == "length" and "usage" in events[-1]
+
+
+async def test_client_that_hangs_up_cancels(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster, token_s=SLOW_S)
+    for stream in (False, True):
+        asking = asyncio.ensure_future(client.post(url + "/v1/completions", json=body(stream=stream, max_tokens=200)))
+        await until(lambda: cluster.router.requests == 1, "the request is under way")
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: cluster.router.requests == 0, "the request is given up")
+        await quiet(cluster)
+    assert cluster.router.counts["cancelled"] == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_tokens": 0}, "`int` >= 1 - at `$.max_tokens`"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": [-1]}, ">= 0"),
+        ({"temperature": "hot"}, "Expected `float`"),
+        ({"n": 2}, "unknown field `n`"),
+        ({"prompt": "x" * 700}, "take 89 pages"),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, str) else next(iter(value)),
+)
+async def test_what_makes_no_sense_is_refused_in_words(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession, wrong: dict[str, object], words: str
+) -> None:
+    await start(cluster)
+    async with client.post(url + "/v1/completions", json=body(**wrong)) as response:
+        answer = await response.json()
+    assert words in answer["error"]["message"]
+    assert response.status == 400
+
+
+async def test_statuses_say_what_to_do(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    cluster.router.options = replace(ROUTER, requests_max=1, queue_s=0.1)
+    async with client.post(url + "/v1/completions", json=body()) as response:
+        assert response.status == 503
+    async with client.get(url + "/health") as response:
+        assert response.status == 503
+    await start(cluster, token_s=SLOW_S)
+    async with client.get(url + "/health") as response:
+        assert (response.status, await response.json()) == (200, {"prefillers": 1, "decoders": 1})
+    named = {"X-Request-Id": "mine"}
+    first = asyncio.ensure_future(client.post(url + "/v1/completions", json=body(), headers=named))
+    await until(lambda: cluster.router.requests == 1, "the request is under way")
+    async with client.post(url + "/v1/completions", json=body()) as response:
+        assert response.status == 429 and response.headers["Retry-After"] == "1"
+    async with await first as response:
+        assert (await response.json())["id"] == "mine"
+    async with client.post(url + "/v1/completions", json=body(), headers=named) as response:
+        assert response.status == 409
+
+
+async def test_decoder_that_dies_ends_a_stream_in_words(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    await start(cluster, token_s=0.002)
+    async with client.post(url + "/v1/completions", json=body(stream=True, max_tokens=200)) as response:
+        await response.content.readline()
+        await cluster.kill("d0")
+        rest = (await response.content.read()).decode()
+    assert "its decoder is gone" in rest and '"type":"error"' in rest
+
+
+async def test_timeline_of_a_request(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    async with client.post(url + "/v1/completions", json=body(), headers={"X-Request-Id": "r1"}) as response:
+        await response.read()
+    async with client.get(url + "/v1/requests/r1") as response:
+        names = [span["name"] for span in (await response.json())["end"]["timeline"]]
+    assert {"dispatch", "transfer", "first token", "decode", "prefiller: queue", "prefiller: layer 3"} <= {*names}
+    async with client.get(url + "/v1/requests/r1/trace") as response:
+        events = (await response.json())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "X"} == set(names)
+    async with client.get(url + "/v1/requests/r1/timeline.svg") as response:
+        assert response.content_type == "image/svg+xml" and (await response.text()).count("<rect") == len(names) + 1
+    async with client.get(url + "/v1/requests/r2") as response:
+        assert response.status == 404
+
+
+async def test_metrics_and_nodes(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    async with client.post(url + "/v1/completions", json=body()) as response:
+        await response.read()
+    async with client.get(url + "/metrics") as response:
+        lines = (await response.text()).splitlines()
+    assert 'crossrail_kv_requests_ended_total{how="length"} 1.0' in lines
+    assert 'crossrail_kv_nodes{role="decoder"} 1.0' in lines
+    assert 'crossrail_kv_pages{node="d0",state="all"} 64.0' in lines
+    assert "crossrail_kv_time_to_first_token_seconds_count 1.0" in lines
+    async with client.get(url + "/v1/nodes") as response:
+        nodes = (await response.json())["nodes"]
+    assert [(node["node"], node["role"]) for node in nodes] == [("p0", "prefiller"), ("d0", "decoder")]
+
+
+async def test_nodes_find_the_router_with_the_secret_alone(cluster: Cluster, url: str) -> None:
+    assert await find_by_http(url, SECRET)() == cluster.router.mailbox.address
+    with pytest.raises(RouterNotFound, match="403"):
+        await find_by_http(url, b"guessed")()
+    with pytest.raises(RouterNotFound, match="ClientConnectorError"):
+        await find_by_http("http://127.0.0.1:1", SECRET)()

@@ -1,0 +1,275 @@
+"""Control messages: what is sound is understood, what is not is counted and dropped."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import crossrail as xr
+from crossrail.kv import messages as m
+from crossrail.kv.mailbox import Mailbox, NoAnswer
+from crossrail.kv.seal import OVERHEAD_BYTES, Rejected, Sealer
+from crossrail.kv.wire import EngineWire, Unreachable
+from tests.conftest import EngineFactory
+from tests.fuzz.targets import mutations
+from tests.support.kv_net import MemoryWire, Net
+from tests.support.limits import WAIT_S
+from tests.support.seeds import Seed
+
+HERE, THERE, ELSEWHERE = (bytes([n]) * 16 for n in (1, 2, 3))
+PROBE = m.Envelope(m.Probe("r1", 1), ask=7)
+
+
+def sealers(packet_bytes_max: int = 4096) -> tuple[Sealer, Sealer]:
+    return Sealer(b"s3cret", HERE, packet_bytes_max), Sealer(b"s3cret", THERE, packet_bytes_max)
+
+
+# --- sealing ---
+
+
+@given(st.binary(max_size=3000), st.integers(OVERHEAD_BYTES + 50, 4096), st.randoms())
+def test_message_in_parts_in_any_order_arrives_whole(data: bytes, packet_bytes_max: int, order: random.Random) -> None:
+    here, there = sealers(packet_bytes_max)
+    packets = here.seal(data, THERE)
+    assert all(len(packet) <= packet_bytes_max for packet in packets)
+    order.shuffle(packets)
+    opened = [there.open(packet, HERE) for packet in packets]
+    assert [got for got in opened if got is not None] == [data]
+    assert opened[-1] == data
+
+
+def rejected(sealer: Sealer, packet: bytes, sender: bytes = HERE) -> str:
+    with pytest.raises(Rejected) as caught:
+        sealer.open(packet, sender)
+    assert sum(sealer.rejected.values()) >= 1
+    return caught.value.kind
+
+
+def test_packet_taken_once() -> None:
+    here, there = sealers()
+    (packet,) = here.seal(b"once", THERE)
+    assert there.open(packet, HERE) == b"once"
+    assert rejected(there, packet) == "replay"
+
+
+def test_packets_that_overtake_are_taken_and_those_older_than_the_window_are_not() -> None:
+    here, there = sealers()
+    packets = [here.seal(bytes([n % 256]), THERE)[0] for n in range(5000)]
+    assert there.open(packets[4500], HERE) is not None
+    assert there.open(packets[4500 - 4095], HERE) is not None
+    assert rejected(there, packets[4500 - 4096]) == "replay"
+
+
+def test_packet_for_another_engine_is_refused() -> None:
+    here, _ = sealers()
+    (packet,) = here.seal(b"for elsewhere", ELSEWHERE)
+    assert rejected(Sealer(b"s3cret", THERE, 4096), packet) == "secret"
+
+
+def test_wrong_secret_is_refused() -> None:
+    here, _ = sealers()
+    assert rejected(Sealer(b"another", THERE, 4096), here.seal(b"x", THERE)[0]) == "secret"
+
+
+def test_packet_of_one_sender_through_another_is_refused() -> None:
+    here, there = sealers()
+    assert rejected(there, here.seal(b"x", THERE)[0], sender=ELSEWHERE) == "sender"
+
+
+def test_other_version_is_named() -> None:
+    here, there = sealers()
+    packet = bytearray(here.seal(b"x", THERE)[0])
+    packet[4] = 99
+    with pytest.raises(Rejected, match="version 99, this is 1"):
+        there.open(bytes(packet), HERE)
+
+
+@pytest.mark.parametrize("secret", [b"", b"x" * 1025])
+def test_secret_out_of_bounds_is_refused(secret: bytes) -> None:
+    with pytest.raises(xr.UsageError, match=r"must have 1\.\.1024"):
+        Sealer(secret, HERE, 4096)
+
+
+@given(st.data())
+def test_changed_packet_is_never_taken(data: st.DataObject) -> None:
+    here, there = sealers()
+    (packet,) = here.seal(m.encode(PROBE), THERE)
+    changed = data.draw(mutations(packet))
+    if changed != packet:
+        rejected(there, changed)
+    assert there.open(packet, HERE) == m.encode(PROBE)
+
+
+def test_missing_parts_are_bounded() -> None:
+    here, there = sealers(OVERHEAD_BYTES + 10)
+    for _ in range(1000):
+        there.open(here.seal(b"x" * 15, THERE)[0], HERE)
+    assert len(there._senders[HERE].partial) <= 64
+
+
+# --- encoding ---
+
+
+@given(st.data())
+def test_bytes_near_a_message_are_decoded_or_refused(data: st.DataObject) -> None:
+    raw = data.draw(mutations(m.encode(PROBE)))
+    try:
+        envelope = m.decode(raw)
+    except xr.UsageError as error:
+        assert str(error).startswith("no message:")
+        return
+    assert m.decode(m.encode(envelope)) == envelope
+
+
+def test_field_out_of_bounds_is_refused_at_both_ends() -> None:
+    too_long = m.Envelope(m.Probe("r" * 129, 1), ask=1)
+    with pytest.raises(xr.UsageError, match="Probe cannot be sent"):
+        m.encode(too_long)
+    with pytest.raises(xr.UsageError, match="length <= 128"):
+        m.decode(m._encoder.encode(too_long))
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=100))
+def test_tokens_arrive_as_they_were(tokens: list[int]) -> None:
+    assert m.unpack_tokens(m.pack_tokens(np.array(tokens, np.int64))).tolist() == tokens
+
+
+@pytest.mark.parametrize("tokens", [[-1], [2**31], [0.5], [[1, 2]]])
+def test_what_is_no_token_is_refused(tokens: object) -> None:
+    with pytest.raises(xr.UsageError):
+        m.pack_tokens(np.array(tokens))
+
+
+# --- asking ---
+
+
+class Desk:
+    """Two mailboxes; `there` answers Probe with Progress, and counts how often each was asked."""
+
+    def __init__(self, here: object, there: object, secrets: tuple[bytes, bytes] = (b"s3cret", b"s3cret")) -> None:
+        self.here = Mailbox(here, secrets[0], resend_s=0.02)
+        self.there = Mailbox(there, secrets[1], resend_s=0.02)
+        self.asked: list[str] = []
+        self.there.handle(m.Probe, self.answer)
+        self.here.start()
+        self.there.start()
+
+    async def answer(self, sender: bytes, probe: m.Probe) -> m.Message:
+        assert sender == self.here.address
+        self.asked.append(probe.request)
+        await asyncio.sleep(0)
+        if probe.request == "bad":
+            raise RuntimeError("broken model")
+        return m.Progress(probe.request, probe.attempt, "running")
+
+    async def probe(self, request: str, timeout_s: float = WAIT_S) -> m.Progress:
+        return await self.here.ask(self.there.address, m.Probe(request, 1), m.Progress, timeout_s)
+
+    async def close(self) -> None:
+        await self.here.close()
+        await self.there.close()
+
+
+@pytest.fixture
+async def desk(seed: Seed) -> AsyncIterator[Desk]:
+    net = Net(random.Random(seed.number()))
+    made = Desk(net.wire("here"), net.wire("there"))
+    yield made
+    await made.close()
+
+
+def net_of(desk: Desk) -> Net:
+    assert isinstance(desk.here.wire, MemoryWire)
+    return desk.here.wire._net
+
+
+async def test_question_is_answered(desk: Desk) -> None:
+    assert (await desk.probe("r1")).request == "r1"
+
+
+async def test_bad_net_question_runs_once_and_is_answered(desk: Desk) -> None:
+    net = net_of(desk)
+    net.loss, net.repeat, net.late_s = 0.4, 0.4, 0.05
+    answers = await asyncio.gather(*(desk.probe(f"r{n}") for n in range(50)))
+    assert [answer.request for answer in answers] == [f"r{n}" for n in range(50)]
+    assert sorted(desk.asked) == sorted(f"r{n}" for n in range(50))
+
+
+async def test_no_answer_says_how_long_it_waited(desk: Desk) -> None:
+    net_of(desk).loss = 1.0
+    with pytest.raises(NoAnswer, match=r"no answer to Probe within 0\.1 s"):
+        await desk.probe("r1", timeout_s=0.1)
+
+
+async def test_node_that_is_gone_is_known_at_once(desk: Desk) -> None:
+    assert isinstance(desk.there.wire, MemoryWire)
+    desk.there.wire.kill()
+    with pytest.raises(Unreachable):
+        await desk.probe("r1")
+
+
+async def test_handler_that_raises_answers_so_and_the_node_goes_on(desk: Desk) -> None:
+    with pytest.raises(NoAnswer, match="RuntimeError: broken model"):
+        await desk.probe("bad")
+    assert (await desk.probe("r1")).request == "r1"
+
+
+async def test_wrong_secret_is_dropped_and_counted(seed: Seed) -> None:
+    net = Net(random.Random(seed.number()))
+    desk = Desk(net.wire("here"), net.wire("there"), (b"s3cret", b"guess"))
+    with pytest.raises(NoAnswer):
+        await desk.probe("r1", timeout_s=0.1)
+    assert desk.there.dropped["secret"] >= 1 and desk.asked == []
+    await desk.close()
+
+
+async def test_rubbish_is_dropped_and_counted(desk: Desk, seed: Seed) -> None:
+    draw = random.Random(seed.number())
+    for _ in range(200):
+        desk.there.wire.inject(desk.here.address, draw.randbytes(draw.randrange(200)))
+    assert (await desk.probe("r1")).request == "r1"
+    assert desk.there.dropped["malformed"] == 200
+
+
+async def test_recorded_packets_do_nothing(desk: Desk) -> None:
+    await desk.probe("r1")
+    for sender, to, packet in list(net_of(desk).carried):
+        net_of(desk).wires[to].inject(sender, packet)
+    await desk.probe("r2")
+    assert desk.asked == ["r1", "r2"]
+    assert desk.there.dropped["replay"] == 1 and desk.here.dropped["replay"] == 1
+
+
+async def test_answers_of_others_are_not_taken(desk: Desk) -> None:
+    stranger = Mailbox(net_of(desk).wire("stranger"), b"s3cret")
+    net_of(desk).wires[desk.there.address].freeze()
+    question = asyncio.ensure_future(desk.probe("r1"))
+    await asyncio.sleep(0.01)
+    await stranger._reply(desk.here.address, m.encode(m.Envelope(m.Progress("r1", 1, "failed"), answers=1)))
+    await asyncio.sleep(0.05)
+    net_of(desk).wires[desk.there.address].thaw()
+    assert (await question).state == "running"
+    assert desk.here.dropped["unasked"] >= 1
+
+
+async def test_over_engines(open_engine: EngineFactory) -> None:
+    wires = [EngineWire(open_engine(name)) for name in ("here", "there")]
+    desk = Desk(*wires)
+    assert (await desk.probe("r1")).request == "r1"
+    long = m.Dispatch("r2", 1, m.pack_tokens(np.arange(200_000)), {}, 1.0)
+    seen: list[m.Dispatch] = []
+
+    async def take(_: bytes, dispatch: m.Dispatch) -> m.Message:
+        seen.append(dispatch)
+        return m.Dispatched(dispatch.request, dispatch.attempt)
+
+    desk.there.handle(m.Dispatch, take)
+    await desk.here.ask(desk.there.address, long, m.Dispatched, WAIT_S)
+    assert seen == [long]
+    await desk.close()
+    for wire in wires:
+        wire.close()

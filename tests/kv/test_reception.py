@@ -1,0 +1,353 @@
+"""Requests that the decoder gives up: its pages are nobody else's until nothing can land in them any more."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+import crossrail as xr
+from crossrail.kv import KvLayout, KvTarget, LayoutMismatch, NoPages, PagePool, PagesInUse, PageState, SurplusCount
+from tests.conftest import EngineFactory
+from tests.kv.instances import Decoder, Prefiller, assert_all_free, closing
+from tests.support.limits import WAIT_S, eventually
+
+LAYOUT = KvLayout(layers=4, pages=8, page_tokens=8, kv_heads=4, head_dim=16, dtype="bfloat16", tp=2)
+S = PageState
+
+
+@pytest.fixture
+def prefiller(open_engine: EngineFactory) -> Prefiller:
+    return Prefiller(LAYOUT, [open_engine("prefiller")])
+
+
+@pytest.fixture
+def decoder(open_engine: EngineFactory) -> Decoder:
+    return Decoder(LAYOUT, [open_engine("decoder")])
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def test_withdrawn_pages_serve_another_attempt(open_engine: EngineFactory, decoder: Decoder) -> None:
+    """What a re-dispatch is: the same pages, another prefiller of another shape, another immediate."""
+    first = Prefiller(LAYOUT, [open_engine("first")])
+    second = Prefiller(replace(LAYOUT, tp=4, order="NHD"), [open_engine("second")], seed=2)
+    reception = decoder.reserve("request", 30)
+    async with closing(first, second):
+        target = reception.dispatch(first.layout)
+        job = first.open(target)
+        first.sender.begin_step([(job, 30)])
+        first.sender.layer_done(3)
+        await reception.withdraw(job.cancel, WAIT_S)
+        assert reception.state is S.RESERVED
+
+        again = reception.dispatch(second.layout)
+
+        assert again.ranks[0].imm != target.ranks[0].imm and list(again.pages) == list(target.pages)
+        await asyncio.gather(second.prefill(second.open(again), [9, 30]), reception.arrived(WAIT_S))
+        decoder.assert_holds(reception, second.kv_of("request", 30))
+        reception.release()
+    assert_all_free(decoder.pool)
+
+
+async def test_without_confirmation_pages_and_immediate_are_quarantined(decoder: Decoder) -> None:
+    reception = decoder.reserve("request", 30)
+    imm = reception.dispatch(LAYOUT, "prefiller").ranks[0].imm
+
+    with pytest.raises(xr.WaitTimeout, match=r"has not confirmed within 0\.05 s"):
+        await reception.withdraw(never, 0.05)
+
+    assert decoder.pool.report().leases == [("request", S.QUARANTINED, 4, 0)]
+    with pytest.raises(PagesInUse):
+        reception.release()
+    with pytest.raises(PagesInUse, match="its pages are quarantined"):
+        reception.dispatch(LAYOUT)
+    with pytest.raises(NoPages):
+        decoder.reserve("other", 40)
+    other = decoder.reserve("small", 8).dispatch(LAYOUT)
+    assert other.ranks[0].imm != imm
+
+    await decoder.receiver.fence("prefiller", WAIT_S)
+
+    await reception.withdraw(never, WAIT_S)
+    reception.release()
+    assert decoder.pool.available == 7
+
+
+async def test_what_is_quarantined_can_be_withdrawn_again(prefiller: Prefiller, decoder: Decoder) -> None:
+    reception = decoder.reserve("request", 30)
+    async with closing(prefiller):
+        job = prefiller.open(reception.dispatch(LAYOUT, "prefiller"))
+        with pytest.raises(xr.WaitTimeout):
+            await reception.withdraw(never, 0.05)
+
+        await reception.withdraw(job.cancel, WAIT_S)
+
+    reception.release()
+    assert_all_free(decoder.pool)
+
+
+async def test_the_full_count_is_as_good_as_a_confirmation(prefiller: Prefiller, decoder: Decoder) -> None:
+    """A cancel that comes too late, and whose answer is lost."""
+    reception = decoder.reserve("request", 30)
+    async with closing(prefiller):
+        job = prefiller.open(reception.dispatch(LAYOUT))
+        withdrawal = asyncio.create_task(reception.withdraw(never, WAIT_S))
+        await asyncio.sleep(0)
+
+        await prefiller.prefill(job, [30])
+
+        await withdrawal
+    reception.release()
+    assert_all_free(decoder.pool)
+
+
+async def test_an_error_of_asking_quarantines_and_is_raised(decoder: Decoder) -> None:
+    async def ask() -> None:
+        raise xr.UsageError("the router forgot who the prefiller is")
+
+    reception = decoder.reserve("request", 30)
+    reception.dispatch(LAYOUT, "prefiller")
+
+    with pytest.raises(xr.UsageError, match="the router forgot"):
+        await reception.withdraw(ask, WAIT_S)
+
+    assert reception.state is S.QUARANTINED
+
+
+async def late_write(prefiller: Prefiller, target: KvTarget) -> None:
+    """What a prefiller that was given up does when it comes to: it fails, and no byte and no count get through."""
+    job = prefiller.open(replace(target, request="late"))
+    await prefiller.step([(job, target.tokens)])
+    with pytest.raises(xr.RemoteRegionClosed):
+        await asyncio.wait_for(job.finish(), WAIT_S)
+    job.lease.release()
+
+
+async def test_an_attempt_with_registrations_of_its_own_ends_without_an_answer(
+    prefiller: Prefiller, decoder: Decoder
+) -> None:
+    reception, other = decoder.reserve("request", 30), decoder.reserve("other", 30)
+    target = reception.dispatch(LAYOUT)
+    others = other.dispatch(LAYOUT)
+    async with closing(prefiller):
+        await reception.withdraw(never, 0.05)
+
+        assert reception.state is S.RESERVED
+        await late_write(prefiller, target)
+        decoder.assert_untouched(reception.lease.pages)
+        assert decoder.ranks[0].engine.imm_counter(target.ranks[0].imm).poll() == 0
+        await asyncio.gather(prefiller.prefill(prefiller.open(others), [30]), other.arrived(WAIT_S))
+
+
+async def test_a_fence_shuts_out_one_writer_and_no_other(open_engine: EngineFactory, decoder: Decoder) -> None:
+    frozen, good = (Prefiller(LAYOUT, [open_engine(name)]) for name in ("frozen", "good"))
+    async with closing(frozen, good):
+        kept = decoder.reserve("kept", 20)
+        job = good.open(kept.dispatch(LAYOUT, "good"))
+        good.sender.begin_step([(job, 20)])
+        lost = decoder.reserve("lost", 20)
+        target = lost.dispatch(LAYOUT, "frozen")
+        waiting = asyncio.create_task(lost.withdraw(never, WAIT_S))
+        await asyncio.sleep(0)
+
+        await decoder.receiver.fence("frozen", WAIT_S)
+        await decoder.receiver.fence("frozen", WAIT_S)
+        await decoder.receiver.fence("nobody", WAIT_S)
+
+        await waiting
+        await late_write(frozen, target)
+        decoder.assert_untouched(lost.lease.pages)
+        for layer in range(LAYOUT.layers):
+            good.compute(job, layer)
+        good.sender.layer_done(LAYOUT.layers)
+        await kept.arrived(WAIT_S)
+        decoder.assert_holds(kept, good.kv_of("kept", 20))
+        again = frozen.open(lost.dispatch(LAYOUT, "frozen"))  # it came back
+        await asyncio.gather(frozen.prefill(again, [20]), lost.arrived(WAIT_S))
+
+
+async def test_a_prefiller_known_to_be_dead_needs_no_confirmation(decoder: Decoder) -> None:
+    async def ask() -> None:
+        raise xr.PeerLost("peer 'prefiller' lost: killed")
+
+    reception = decoder.reserve("request", 30)
+    reception.dispatch(LAYOUT)
+
+    await reception.withdraw(ask, WAIT_S)
+
+    assert reception.state is S.RESERVED
+
+
+async def test_an_engine_of_ours_that_closes_is_no_confirmation(open_engine: EngineFactory) -> None:
+    engine = open_engine("decoder")
+    decoder = Decoder(LAYOUT, [engine])
+    reception = decoder.reserve("request", 30)
+    reception.dispatch(LAYOUT, "prefiller")
+    withdrawal = asyncio.create_task(reception.withdraw(never, WAIT_S))
+    await asyncio.sleep(0)
+
+    await asyncio.to_thread(engine.close)
+
+    with pytest.raises(xr.EngineClosed):
+        await withdrawal
+    assert reception.state is S.QUARANTINED
+
+
+async def test_a_writer_that_was_lost_may_come_back_under_its_name(prefiller: Prefiller, decoder: Decoder) -> None:
+    async def ask() -> None:
+        raise xr.PeerLost("peer 'prefiller' lost: killed")
+
+    reception = decoder.reserve("request", 30)
+    lost = reception.dispatch(LAYOUT, "prefiller")
+    await reception.withdraw(ask, WAIT_S)
+    async with closing(prefiller):
+        await late_write(prefiller, lost)
+
+        job = prefiller.open(reception.dispatch(LAYOUT, "prefiller"))
+
+        await asyncio.gather(prefiller.prefill(job, [30]), reception.arrived(WAIT_S))
+
+
+async def test_withdrawing_twice_asks_once(decoder: Decoder) -> None:
+    asked = 0
+    confirmed = asyncio.Event()
+
+    async def ask() -> None:
+        nonlocal asked
+        asked += 1
+        await confirmed.wait()
+
+    reception = decoder.reserve("request", 30)
+    reception.dispatch(LAYOUT)
+    both = [asyncio.create_task(reception.withdraw(ask, WAIT_S)) for _ in range(2)]
+    await asyncio.sleep(0)
+    both[0].cancel()  # who gives up waiting does not stop it
+    confirmed.set()
+
+    await both[1]
+
+    assert asked == 1 and reception.state is S.RESERVED
+    await reception.withdraw(ask, WAIT_S)  # nothing is out: nobody is asked
+    assert asked == 1
+
+
+async def test_withdraw_and_arrived_do_not_wait_at_once(decoder: Decoder) -> None:
+    reception = decoder.reserve("request", 30)
+    with pytest.raises(xr.UsageError, match="it is reserved"):
+        await reception.arrived(WAIT_S)
+    reception.dispatch(LAYOUT, "prefiller")
+    waiting = asyncio.create_task(reception.arrived(WAIT_S))
+    await asyncio.sleep(0)
+
+    with pytest.raises(xr.UsageError, match="end that first"):
+        await reception.withdraw(never, WAIT_S)
+    with pytest.raises(xr.UsageError, match="another task"):
+        await reception.arrived(WAIT_S)
+
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    with pytest.raises(xr.WaitTimeout):
+        await reception.withdraw(never, 0.01)
+
+
+async def test_two_prefillers_of_one_request_are_noticed(open_engine: EngineFactory, decoder: Decoder) -> None:
+    """A dispatch that was delivered twice, to prefillers that do not know of each other."""
+    prefillers = [Prefiller(LAYOUT, [open_engine(name)]) for name in ("first", "second")]
+    reception = decoder.reserve("request", 30)
+    async with closing(*prefillers):
+        target = reception.dispatch(LAYOUT, "first")
+        for prefiller in prefillers:
+            await prefiller.prefill(prefiller.open(target), [30])
+        counter = decoder.ranks[0].engine.imm_counter(target.ranks[0].imm)
+        eventually(lambda: counter.poll() == 128, "all of both")  # 2 x 4 layers x 4 pages x K and V x 2 ranks
+
+        with pytest.raises(SurplusCount, match="64 more counts"):
+            await reception.arrived(WAIT_S)
+
+        with pytest.raises(xr.WaitTimeout):  # that the count is full says nothing any more
+            await reception.withdraw(never, 0.05)
+        assert reception.state is S.QUARANTINED
+        await decoder.receiver.fence("first", WAIT_S)
+        await reception.withdraw(never, WAIT_S)
+        assert reception.state is S.RESERVED
+
+
+async def test_a_wait_that_ran_out_is_taken_up_again(prefiller: Prefiller, decoder: Decoder) -> None:
+    reception = decoder.reserve("request", 30)
+    async with closing(prefiller):
+        job = prefiller.open(reception.dispatch(LAYOUT))
+        with pytest.raises(xr.WaitTimeout, match="0 of 64 arrived"):
+            await reception.arrived(0.02)
+
+        await asyncio.gather(prefiller.prefill(job, [30]), reception.arrived(WAIT_S))
+
+    await reception.arrived(0)  # it has
+    assert reception.state is S.IN_USE
+
+
+async def test_counts_of_several_engines_are_taken_one_by_one(open_engine: EngineFactory, prefiller: Prefiller) -> None:
+    decoder = Decoder(LAYOUT, [open_engine(name) for name in ("rank0", "rank1")])
+    reception = decoder.reserve("request", 30)
+    async with closing(prefiller):
+        target = reception.dispatch(LAYOUT)
+        only_first = replace(target, ranks=(target.ranks[0], replace(target.ranks[1], imm=5)))
+        job = prefiller.open(only_first)
+        await prefiller.prefill(job, [30])
+        with pytest.raises(xr.WaitTimeout):
+            await reception.arrived(0.2)  # rank 0 is taken, rank 1 is not there
+
+        src, dst = prefiller.tail, decoder.ranks[1].regions[0].descriptor
+        for _ in range(32):
+            prefiller.engines[0].submit_write(src, dst, 0, imm=target.ranks[1].imm)
+
+        await reception.arrived(WAIT_S)
+
+
+async def test_dispatch_refuses_a_layout_that_does_not_fit_and_changes_nothing(decoder: Decoder) -> None:
+    reception = decoder.reserve("request", 30)
+
+    with pytest.raises(LayoutMismatch, match="head_dim: prefiller 8, decoder 16"):
+        reception.dispatch(replace(LAYOUT, head_dim=8))
+
+    assert reception.state is S.RESERVED
+    reception.dispatch(LAYOUT)
+    with pytest.raises(PagesInUse, match="its pages are filling"):
+        reception.dispatch(LAYOUT)
+
+
+async def test_without_an_immediate_to_spare_nothing_is_dispatched(open_engine: EngineFactory) -> None:
+    decoder = Decoder(LAYOUT, [open_engine("roomy"), open_engine("tight", imm_counters_max=1)])
+    first, second = decoder.reserve("first", 8), decoder.reserve("second", 8)
+    first.dispatch(LAYOUT, "prefiller")
+
+    with pytest.raises(xr.UsageError, match="imm_counters_max = 1"):
+        second.dispatch(LAYOUT, "prefiller")
+
+    assert second.state is S.RESERVED
+    await decoder.receiver.fence("prefiller", WAIT_S)
+    await first.withdraw(never, WAIT_S)
+    second.dispatch(LAYOUT, "prefiller")  # what the first gave back is enough
+
+
+@pytest.mark.parametrize(
+    ("tokens", "room", "name"), [(-1, 0, "a"), (0, -1, "a"), (1, 0, ""), (1, 0, "x" * 257), (1, 0, 5)]
+)
+async def test_requests_that_are_none_are_refused(decoder: Decoder, tokens: int, room: int, name: str) -> None:
+    with pytest.raises(xr.UsageError):
+        decoder.reserve(name, tokens, room_tokens=room)
+    assert_all_free(decoder.pool)
+
+
+async def test_more_tokens_than_pages_take_none(decoder: Decoder) -> None:
+    with pytest.raises(NoPages, match="needs 9 pages beside 0 shared ones, 8 of 8 are free"):
+        decoder.reserve("request", 64, room_tokens=1)
+    assert_all_free(decoder.pool)
+
+
+async def test_a_pool_of_another_layout_is_refused(decoder: Decoder) -> None:
+    with pytest.raises(xr.UsageError, match="the pool has 9 pages of 8 tokens, the layout 8 of 8"):
+        xr.kv.KvReceiver(LAYOUT, decoder.ranks, PagePool(9, 8))
+    with pytest.raises(xr.UsageError, match="1 ranks are given, the layout has 2"):
+        xr.kv.KvReceiver(LAYOUT, decoder.ranks[:1], PagePool(8, 8))

@@ -1,0 +1,280 @@
+"""Whom a router chooses, and who is a member: nodes here are scripts, and the network is in memory."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.kv import messages as m
+from crossrail.kv.layout import KvLayout
+from crossrail.kv.mailbox import Mailbox
+from crossrail.kv.membership import Member, Roster
+from crossrail.kv.router import Router, RouterOptions
+from crossrail.kv.router_requests import Overloaded
+from crossrail.kv.selection import Candidate, PrefixMemory, rank
+from tests.support.kv_cluster import LAYOUT, prompt_of
+from tests.support.kv_net import MemoryWire, Net
+from tests.support.limits import WAIT_S
+from tests.support.seeds import Seed
+
+OPTIONS = RouterOptions(heartbeat_s=0.05, lease_s=0.4, queue_s=0.3, ask_s=0.2, sweep_s=0.02)
+SHORT = m.Sampling(max_tokens=3)
+
+
+def record(name: str, role: m.Role = "decoder", address: bytes = b"", layout: KvLayout = LAYOUT) -> m.NodeRecord:
+    return m.NodeRecord(name, role, address or name.encode(), "model", layout.to_wire())
+
+
+# --- membership ---
+
+
+def test_node_not_heard_of_for_a_lease_is_gone() -> None:
+    roster, gone = Roster(lease_s=2.0), []
+    roster.on_gone(lambda member, why: gone.append((member.name, why)))
+    roster.join(record("d0"), m.Load(), 10.0)
+    assert roster.heartbeat("d0", b"d0", m.Load(requests=3), 11.5)
+    roster.sweep(13.4, lambda _: False)
+    assert [member.load.requests for member in roster.members("decoder")] == [3] and not gone
+    roster.sweep(13.6, lambda _: False)
+    assert gone == [("d0", "node 'd0' was not heard of for 2 s")]
+    assert not roster.heartbeat("d0", b"d0", m.Load(), 13.7)
+
+
+def test_node_restarted_under_its_name_supersedes_the_old_for_good() -> None:
+    roster, gone = Roster(lease_s=2.0), []
+    roster.on_gone(lambda member, why: gone.append(member.address))
+    roster.join(record("d0", address=b"old"), m.Load(), 0.0)
+    roster.join(record("d0", address=b"new"), m.Load(), 0.1)
+    assert gone == [b"old"] and [member.address for member in roster.members("decoder")] == [b"new"]
+    assert not roster.heartbeat("d0", b"old", m.Load(), 0.2)
+    with pytest.raises(xr.UsageError, match="another incarnation of node 'd0' has joined since"):
+        roster.join(record("d0", address=b"old"), m.Load(), 0.3)
+
+
+def test_node_of_another_layout_is_refused_with_both_sides() -> None:
+    roster = Roster(lease_s=2.0)
+    roster.join(record("p0", "prefiller"), m.Load(), 0.0)
+    with pytest.raises(
+        xr.UsageError, match=r"(?s)'d0' does not fit 'p0'.*head_dim: ours 16, theirs 8.*16 float16.*8 f"
+    ):
+        roster.join(record("d0", layout=replace(LAYOUT, head_dim=16)), m.Load(), 0.1)
+    roster.join(record("d0", layout=replace(LAYOUT, tp=2, page_tokens=16, order="NHD")), m.Load(), 0.2)
+
+
+def test_malformed_layout_is_refused() -> None:
+    with pytest.raises(xr.UsageError, match="a layout has the fields"):
+        Roster(2.0).join(m.NodeRecord("d0", "decoder", b"d0", "model", {"layers": 3}), m.Load(), 0.0)
+
+
+# --- selection ---
+
+
+def candidate(name: str, waiting: int, cached: int) -> Candidate:
+    return Candidate(Member(record(name), LAYOUT, m.Load(), 0.0), waiting, cached)
+
+
+def test_least_work_is_chosen_and_what_is_cached_is_no_work() -> None:
+    idle, busy, busy_knows = candidate("a", 100, 0), candidate("b", 500, 0), candidate("c", 500, 900)
+    assert [c.member.name for c in rank([busy, idle], 1000)] == ["a", "b"]
+    assert [c.member.name for c in rank([busy, idle, busy_knows], 1000)] == ["c", "a", "b"]
+    assert [c.member.name for c in rank([candidate("z", 5, 0), candidate("y", 5, 0)], 10)] == ["y", "z"]
+
+
+def test_prefix_memory_forgets_the_oldest() -> None:
+    memory = PrefixMemory(names_max=3)
+    names = [bytes([n]) for n in range(5)]
+    memory.note(b"d0", names[:3])
+    assert memory.match(b"d0", names) == 3 and memory.match(b"d1", names) == 0
+    memory.note(b"d0", names[3:])
+    assert memory.match(b"d0", names) == 0 and memory.match(b"d0", names[2:]) == 3
+    memory.forget(b"d0")
+    assert memory.match(b"d0", names[2:]) == 0
+
+
+# --- a router and scripted decoders ---
+
+
+@dataclass
+class Script:
+    """A decoder that answers Start as told ("pause": serves only when it may go on), and sends the tokens 1, 2, 3."""
+
+    mailbox: Mailbox
+    answer: str = "serve"
+    started: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    unwanted: list[str] = field(default_factory=list)
+    paused: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    refused: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def on_start(self, router: bytes, start: m.Start) -> m.Message:
+        self.started.append(start.request)
+        if self.answer == "late":
+            await asyncio.sleep(3 * OPTIONS.ask_s)
+        if self.answer in ("busy", "never"):
+            return m.StartRefused(start.request, f"told to say {self.answer}", self.answer == "busy")
+        self.mailbox.spawn(self.serve(router, start.request), "a script")
+        return m.Started(start.request)
+
+    async def serve(self, router: bytes, request: str) -> None:
+        if self.answer == "pause":
+            self.paused.set()
+            await self.go_on.wait()
+        for index in range(3):
+            end = m.End("length") if index == 2 else None
+            message = m.Tokens(request, index, m.pack_tokens([index + 1]), end)
+            taken = await self.mailbox.ask(router, message, m.Taken, WAIT_S)
+            if not taken.wanted:
+                self.unwanted.append(request)
+                self.refused.set()
+                return
+
+    async def on_cancel(self, _: bytes, cancel: m.Cancel) -> m.Message:
+        self.cancelled.append(cancel.request)
+        return m.Taken()
+
+
+@dataclass
+class Town:
+    net: Net
+    router: Router
+    scripts: dict[str, Script] = field(default_factory=dict)
+
+    async def add(self, name: str, answer: str = "serve", load: m.Load | None = None) -> Script:
+        mailbox = Mailbox(self.net.wire(name), b"s3cret", resend_s=0.05)
+        script = self.scripts[name] = Script(mailbox, answer)
+        mailbox.handle(m.Start, script.on_start)
+        mailbox.handle(m.Cancel, script.on_cancel)
+        mailbox.start()
+        join = m.Join(record(name, address=mailbox.address), load or m.Load())
+        await mailbox.ask(self.router.mailbox.address, join, m.Joined, WAIT_S)
+        return script
+
+    async def complete(self, seed: int = 1, count: int = 1) -> list[int]:
+        chunks = self.router.complete(prompt_of(count, seed), SHORT)
+        return [token async for chunk in chunks for token in chunk.tokens]
+
+    async def ends(self) -> str:
+        """What the end of a request says."""
+        details = [chunk.end.detail async for chunk in self.router.complete(prompt_of(1), SHORT) if chunk.end]
+        return details[0]
+
+
+@pytest.fixture
+async def town(seed: Seed) -> AsyncIterator[Town]:
+    net = Net(random.Random(seed.number()))
+    made = Town(net, Router("router", Mailbox(net.wire("router"), b"s3cret", resend_s=0.05), OPTIONS))
+    made.router.start()
+    yield made
+    for script in made.scripts.values():
+        await script.mailbox.close()
+    await made.router.close()
+
+
+async def test_busy_decoder_is_passed_over(town: Town) -> None:
+    busy, free = await town.add("a", "busy"), await town.add("b", load=m.Load(queued_tokens=1000))
+    assert await town.complete() == [1, 2, 3]
+    assert len(busy.started) == len(free.started) == 1
+
+
+async def test_all_busy_is_overloaded_and_says_what_the_last_said(town: Town) -> None:
+    await town.add("a", "busy")
+    with pytest.raises(Overloaded, match=r"no node took the request within 0\.3 s.*told to say busy"):
+        await town.complete()
+    assert town.router.requests == 0
+
+
+async def test_what_no_decoder_could_do_is_asked_of_one_only(town: Town) -> None:
+    scripts = [await town.add(name, "never") for name in ("a", "b")]
+    with pytest.raises(xr.UsageError, match="told to say never"):
+        await town.complete()
+    assert sum(len(script.started) for script in scripts) == 1
+
+
+async def test_silent_decoder_is_passed_over_and_what_it_begins_later_is_not_wanted(town: Town) -> None:
+    late, other = await town.add("a", "late"), await town.add("b", load=m.Load(queued_tokens=1000))
+    assert await town.complete() == [1, 2, 3]
+    assert len(other.started) == 1
+    for _ in range(200):
+        if late.unwanted and late.cancelled:
+            break
+        await asyncio.sleep(0.02)
+    assert late.unwanted == late.cancelled == late.started
+
+
+async def test_request_that_was_only_offered_to_a_decoder_that_dies_goes_to_another(town: Town) -> None:
+    late, other = await town.add("a", "late"), await town.add("b", load=m.Load(queued_tokens=1000))
+    running = asyncio.ensure_future(town.complete())
+    while not late.started:
+        await asyncio.sleep(0.001)
+    assert isinstance(late.mailbox.wire, MemoryWire)
+    late.mailbox.wire.kill()
+    assert await running == [1, 2, 3] and len(other.started) == 1
+    assert [member.name for member in town.router.roster.members("decoder")] == ["b"]
+
+
+async def test_draining_decoder_gets_nothing(town: Town) -> None:
+    draining = await town.add("a", load=m.Load(draining=True))
+    await town.add("b", load=m.Load(queued_tokens=10_000))
+    assert await town.complete() == [1, 2, 3] and draining.started == []
+
+
+async def test_same_prefix_goes_where_it_was(town: Town) -> None:
+    town.router.options = replace(OPTIONS, lease_s=10.0)
+    scripts = [await town.add(name) for name in ("a", "b", "c")]
+    fetched = m.NodeRecord("p", "prefiller", town.net.wire("p").address, "model", LAYOUT.to_wire())
+    town.router.roster.join(fetched, m.Load(), asyncio.get_running_loop().time() + 1e6)
+    where: dict[int, set[str]] = {}
+    for seed in (1, 2, 3, 1, 2, 3):
+        before = {script.mailbox.address: len(script.started) for script in scripts}
+        assert await town.complete(seed, count=1000) == [1, 2, 3]
+        name = next(n for n, s in town.scripts.items() if len(s.started) > before[s.mailbox.address])
+        where.setdefault(seed, set()).add(name)
+    assert all(len(names) == 1 for names in where.values())
+
+
+async def test_join_for_somebody_else_is_refused(town: Town) -> None:
+    script = await town.add("a")
+    stolen = m.Join(record("b", address=b"elsewhere"), m.Load())
+    answer = await script.mailbox.ask(town.router.mailbox.address, stolen, m.JoinRefused, WAIT_S)
+    assert "an address that is not its own" in answer.reason
+
+
+async def test_decoder_that_is_frozen_for_a_lease_is_fenced_when_it_thaws(town: Town) -> None:
+    script = await town.add("a", "pause")
+    wire = script.mailbox.wire
+    assert isinstance(wire, MemoryWire)
+    running = asyncio.ensure_future(town.ends())
+    await script.paused.wait()
+    wire.freeze()
+    assert "its decoder is gone: node 'a' was not heard of for 0.4 s" in await asyncio.wait_for(running, WAIT_S)
+    wire.thaw()
+    script.go_on.set()
+    await asyncio.wait_for(script.refused.wait(), WAIT_S)
+    assert script.unwanted == script.started
+    heartbeat = m.Heartbeat("a", m.Load())
+    answer = await script.mailbox.ask(town.router.mailbox.address, heartbeat, m.HeartbeatTaken, WAIT_S)
+    assert not answer.member
+
+
+async def test_tokens_of_a_stranger_are_not_taken(town: Town) -> None:
+    await town.add("a", "pause")
+    stranger = await town.add("b", load=m.Load(draining=True))
+    running = asyncio.ensure_future(town.complete())
+    while not town.scripts["a"].started:
+        await asyncio.sleep(0.001)
+    forged = m.Tokens(town.scripts["a"].started[0], 0, m.pack_tokens([9, 9]), m.End("length"))
+    assert not (await stranger.mailbox.ask(town.router.mailbox.address, forged, m.Taken, WAIT_S)).wanted
+    town.scripts["a"].go_on.set()
+    assert await running == [1, 2, 3]
+
+
+def test_names_of_requests_differ_between_routers(seed: Seed) -> None:
+    net = Net(random.Random(seed.number()))
+    routers = [Router("same", Mailbox(net.wire("same"), b"s3cret")) for _ in range(2)]
+    names = [router.new_name() for router in routers for _ in range(100)]
+    assert len(set(names)) == 200 and np.unique([len(name) for name in names]).max() <= 128

@@ -1,0 +1,114 @@
+"""Router, prefillers and decoders together, over real engines: the tokens are those of one node alone."""
+
+import asyncio
+
+import pytest
+
+import crossrail as xr
+from crossrail.kv import messages as m
+from crossrail.kv.decoder import Decoder
+from crossrail.kv.node import Refused
+from crossrail.kv.prefiller import Prefiller
+from tests.kv.conftest import quiet, start
+from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
+from tests.support.limits import WAIT_S
+
+GREEDY = m.Sampling(max_tokens=10, ignore_end=True)
+SEEDED = m.Sampling(max_tokens=10, temperature=0.8, top_p=0.9, seed=7, ignore_end=True)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 33, 150])
+async def test_tokens_are_those_of_one_node(cluster: Cluster, length: int, sampling: m.Sampling) -> None:
+    await start(cluster)
+    tokens, end = await cluster.complete(prompt_of(length), sampling)
+    assert (tokens, end.reason) == (await monolithic(prompt_of(length), sampling), "length")
+    await quiet(cluster)
+
+
+async def test_timeline_has_every_layer_of_every_chunk(cluster: Cluster) -> None:
+    await start(cluster)
+    _, end = await cluster.complete(prompt_of(100), GREEDY)
+    layers = [span for span in end.timeline if span.name.startswith("prefiller: layer ")]
+    assert sorted(span.name for span in layers) == sorted(f"prefiller: layer {n}" for n in range(4) for _ in range(4))
+    assert len([span for span in end.timeline if span.name.startswith("prefiller: prefill ")]) == 4
+    assert all(span.length_s >= 0 for span in end.timeline)
+    names = [span.name for span in end.timeline]
+    assert names.index("dispatch") < names.index("transfer") < names.index("first token")
+
+
+async def test_many_at_once_over_several_nodes(cluster: Cluster) -> None:
+    await start(cluster, prefillers=2, decoders=3)
+    prompts = [prompt_of(20 + 7 * n, seed=n) for n in range(16)]
+    results = await asyncio.gather(*(cluster.complete(prompt, GREEDY) for prompt in prompts))
+    for prompt, (tokens, end) in zip(prompts, results, strict=True):
+        assert tokens == await monolithic(prompt, GREEDY), end
+    await quiet(cluster)
+
+
+@pytest.mark.parametrize("changes", [{"order": "NHD"}, {"page_tokens": 4, "pages": 128}, {"tp": 2}, {"tp": 8}], ids=str)
+async def test_nodes_that_keep_kv_otherwise(cluster: Cluster, changes: dict[str, object]) -> None:
+    cluster.add(Prefiller, "p0", **changes)
+    cluster.add(Decoder, "d0", tp=4)
+    await asyncio.wait_for(cluster.joined(), WAIT_S)
+    tokens, end = await cluster.complete(prompt_of(77), GREEDY)
+    assert tokens == await monolithic(prompt_of(77), GREEDY), end
+
+
+async def test_known_prefix_is_not_sent_again(cluster: Cluster) -> None:
+    await start(cluster)
+    written: list[int] = []
+    for _ in range(2):
+        before = cluster.engines["p0"].stats()["bytes_written"]
+        tokens, _ = await cluster.complete(prompt_of(65), GREEDY)
+        assert tokens == await monolithic(prompt_of(65), GREEDY)
+        await quiet(cluster)
+        written.append(cluster.engines["p0"].stats()["bytes_written"] - before)
+    # 8 pages in 4 layers the first time; then the tail and some words to others.
+    assert written[0] > 4 * 2 * 8 * LAYOUT.block_bytes
+    assert written[1] < 4 * 2 * LAYOUT.block_bytes
+
+
+async def test_end_token_ends_it(cluster: Cluster) -> None:
+    await start(cluster)
+    sampling = m.Sampling(max_tokens=40)
+    prompt = prompt_of(30)
+    whole = await monolithic(prompt, m.Sampling(max_tokens=40, ignore_end=True))
+    for node in cluster.nodes.values():
+        node.model.end_token = whole[12]
+    tokens, end = await cluster.complete(prompt, sampling)
+    assert tokens == whole[: whole.index(whole[12]) + 1] and end.reason == "stop"
+
+
+# --- what does not fit ---
+
+
+async def test_more_tokens_than_pages_is_refused_in_words(cluster: Cluster) -> None:
+    await start(cluster)
+    with pytest.raises(xr.CrossrailError, match=r"600 \+ 10 tokens take 77 pages, node 'd0' has 64"):
+        await cluster.complete(prompt_of(600), GREEDY)
+    assert (await cluster.complete(prompt_of(10), GREEDY))[1].reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"dtype": "float32"}, "dtype"), ({"kv_heads": 2}, "kv_heads"), ({"layers": 5}, "layers")],
+    ids=["dtype", "heads", "layers"],
+)
+async def test_layout_that_does_not_match_is_refused_at_join(
+    cluster: Cluster, changes: dict[str, object], words: str
+) -> None:
+    await start(cluster)
+    odd = cluster.add(Decoder, "odd", **changes)
+    odd.model.name = cluster.nodes["p0"].model.name
+    odd.record = m.NodeRecord("odd", "decoder", odd.mailbox.address, odd.model.name, odd.model.layout.to_wire())
+    with pytest.raises(Refused, match=f"{words}: ours .*, theirs "):
+        await asyncio.wait_for(odd.links[0].refused, WAIT_S)
+
+
+async def test_wrong_secret_never_joins(cluster: Cluster) -> None:
+    await start(cluster)
+    stranger = cluster.add(Decoder, "stranger", secret=b"guessed")
+    await asyncio.sleep(0.5)
+    assert not stranger.links[0].joined.is_set()
+    assert cluster.router is not None and cluster.router.mailbox.dropped["secret"] > 0

@@ -1,0 +1,325 @@
+"""Nodes that die, clients that leave, messages that are lost - at every step. No page leaks, no token is wrong."""
+
+import asyncio
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.kv import messages as m
+from crossrail.kv.decoder import Decoder
+from crossrail.kv.errors import DuplicateRequest
+from crossrail.kv.prefiller import Prefiller
+from crossrail.kv.router_requests import Overloaded, Unavailable
+from tests.kv.conftest import quiet, start, until
+from tests.support.kv_cluster import ROUTER, Cluster, monolithic, prompt_of
+from tests.support.kv_net import BadWire
+from tests.support.limits import WAIT_S
+from tests.support.seeds import Seed
+
+GREEDY = m.Sampling(max_tokens=8, ignore_end=True)
+SLOW_S = 0.0004  # a layer, each token: 4 layers of 120 tokens take 0.2 s
+PROMPT = prompt_of(120)
+
+
+def prefiller(cluster: Cluster, name: str = "p0") -> Prefiller:
+    node = cluster.nodes[name]
+    assert isinstance(node, Prefiller)
+    return node
+
+
+def jobs(cluster: Cluster) -> list:
+    return [work.job for node in cluster.nodes.values() if isinstance(node, Prefiller) for work in node._works.values()]
+
+
+def posted(cluster: Cluster) -> int:
+    """Layers that were posted for what is under way."""
+    return sum(len(job.posted) for job in jobs(cluster) if job is not None)
+
+
+# Steps of a request as the cluster shows them: each becomes true in this order.
+STEPS = {
+    "asked": lambda cluster: cluster.router.requests,
+    "dispatched": lambda cluster: jobs(cluster),
+    "running": lambda cluster: any(job is not None for job in jobs(cluster)),
+    "first layer posted": lambda cluster: posted(cluster) >= 1,
+    "second chunk": lambda cluster: posted(cluster) >= 5,
+    "last chunk": lambda cluster: posted(cluster) >= 13,
+    "decoding": lambda cluster: any(s.tokens for s in cluster.nodes["d0"]._servings.values()),
+}
+
+
+async def reach(cluster: Cluster, step: str) -> None:
+    await until(lambda: STEPS[step](cluster), f"step {step!r}")
+
+
+async def assert_still_serves(cluster: Cluster) -> None:
+    await quiet(cluster)
+    prompt = prompt_of(30, seed=9)
+    tokens, _ = await asyncio.wait_for(cluster.complete(prompt, GREEDY), WAIT_S)
+    assert tokens == await monolithic(prompt, GREEDY)
+    await quiet(cluster)
+
+
+# --- clients that leave ---
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_client_that_leaves_at_a_step_frees_everything(cluster: Cluster, step: str) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, step)
+    client.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client
+    assert cluster.router.requests == 0
+    await assert_still_serves(cluster)
+
+
+async def test_many_clients_that_leave_at_any_moment(cluster: Cluster, seed: Seed) -> None:
+    await start(cluster, prefillers=2, decoders=2, token_s=SLOW_S / 10)
+    draw = random.Random(seed.number())
+
+    async def leave_early(index: int) -> None:
+        client = asyncio.ensure_future(cluster.complete(prompt_of(40 + index, seed=index), GREEDY))
+        await asyncio.wait([client], timeout=draw.uniform(0, 0.4))
+        client.cancel()
+        await asyncio.gather(client, return_exceptions=True)
+
+    await asyncio.gather(*(leave_early(index) for index in range(24)))
+    await assert_still_serves(cluster)
+
+
+async def test_cancel_twice_and_of_what_is_unknown(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "first layer posted")
+    ask = cluster.router.mailbox.ask
+    address = cluster.nodes["d0"].mailbox.address
+    answers = [await ask(address, m.Cancel("r1", "test"), m.Taken, WAIT_S) for _ in range(2)]
+    assert [answer.wanted for answer in answers] == [True, True]
+    tokens, end = await client
+    assert (tokens, end.reason, end.detail) == ([], "cancelled", "test")
+    assert not (await ask(address, m.Cancel("r2", "test"), m.Taken, WAIT_S)).wanted
+    # Its start comes after its cancel: it is not begun.
+    with pytest.raises(xr.CrossrailError, match="is or was under way"):
+        await cluster.complete(PROMPT, GREEDY, request="r2")
+    await assert_still_serves(cluster)
+
+
+async def test_deadline_ends_it_at_all_nodes(cluster: Cluster) -> None:
+    await start(cluster, token_s=10 * SLOW_S)
+    _, end = await cluster.complete(PROMPT, GREEDY, deadline_s=0.3)
+    assert end.reason == "deadline"
+    await quiet(cluster)
+
+
+# --- prefillers that die or fail ---
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "asked"])
+async def test_prefiller_that_dies_at_a_step_is_replaced(cluster: Cluster, step: str) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, step)
+    await cluster.kill("p0")
+    cluster.add(Prefiller, "p1", SLOW_S)
+    tokens, end = await asyncio.wait_for(client, WAIT_S)
+    assert tokens == await monolithic(PROMPT, GREEDY), end
+    await assert_still_serves(cluster)
+
+
+async def test_model_that_fails_at_one_prefiller_runs_at_another(cluster: Cluster) -> None:
+    await start(cluster, prefillers=2)
+
+    async def broken(*_: object) -> bytes:
+        raise RuntimeError("out of luck")
+
+    prefiller(cluster, "p0").model.prefill = broken
+    for seed in range(4):
+        prompt = prompt_of(60, seed)
+        assert (await cluster.complete(prompt, GREEDY))[0] == await monolithic(prompt, GREEDY)
+    assert cluster.router.counts["redispatched"] >= 1
+    prefiller(cluster, "p1").model.prefill = broken
+    _, end = await cluster.complete(PROMPT, GREEDY)
+    assert end.reason == "error" and "out of luck" in end.detail and "8 prefillers were tried" in end.detail
+    await quiet(cluster)
+
+
+async def test_model_that_fails_at_the_decoder_ends_it_in_words(cluster: Cluster) -> None:
+    await start(cluster)
+    right = cluster.nodes["d0"].model.step
+
+    async def broken(*_: object) -> None:
+        raise RuntimeError("no step")
+
+    cluster.nodes["d0"].model.step = broken
+    _, end = await cluster.complete(PROMPT, GREEDY)
+    assert (end.reason, end.detail) == ("error", "RuntimeError: no step")
+    cluster.nodes["d0"].model.step = right
+    await assert_still_serves(cluster)
+
+
+async def test_prefiller_that_is_silent_is_fenced_off_and_harmless_when_it_speaks_again(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, "first layer posted")
+    # It stands still after the current chunk, and neither hears nor says anything.
+    frozen = prefiller(cluster)
+    heard, run, thawed = frozen.mailbox._sort, frozen.model.prefill, asyncio.Event()
+
+    async def frozen_run(*arguments: Any) -> bytes:
+        await thawed.wait()
+        return await run(*arguments)
+
+    frozen.mailbox._sort = lambda *_: None
+    frozen.model.prefill = frozen_run
+    cluster.add(Prefiller, "p1")
+    tokens, _ = await asyncio.wait_for(client, WAIT_S)
+    assert tokens == await monolithic(PROMPT, GREEDY)
+    await until(lambda: "d0" not in cluster.busy_pages(), "the decoder's pages are free before it thaws")
+    frozen.mailbox._sort = heard
+    thawed.set()
+    await assert_still_serves(cluster)
+
+
+# --- decoders that die ---
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "asked"])
+async def test_decoder_that_dies_at_a_step_ends_it_in_words(cluster: Cluster, step: str) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, step)
+    await cluster.kill("d0")
+    _, end = await asyncio.wait_for(client, WAIT_S)
+    assert end.reason == "error" and "its decoder is gone: node 'd0' died or closed" in end.detail
+    cluster.add(Decoder, "d1")
+    await cluster.nodes["d1"].links[0].joined.wait()
+    await assert_still_serves(cluster)
+
+
+# --- routers ---
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "asked"])
+async def test_router_restarted_at_a_step_running_requests_finish(cluster: Cluster, step: str) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, step)
+    await cluster.close_router()
+    _, end = await client
+    assert end.detail == "the router is closing"
+    router = cluster.add_router("router-again")
+    await until(lambda: (found := router.adopted("r1")) and found.end, "the request ends")
+    assert router.adopted("r1").tokens == await monolithic(PROMPT, GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_two_routers_share_nodes(cluster: Cluster) -> None:
+    second = Cluster()
+    second.add_router("router-2")
+    cluster.also = [second.where]
+    await start(cluster, token_s=SLOW_S / 10)
+    await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
+    await asyncio.wait_for(cluster.nodes["p0"].links[1].joined.wait(), WAIT_S)
+    prompts = [prompt_of(50 + n, seed=n) for n in range(8)]
+    sides = [cluster, second] * 4
+    results = await asyncio.gather(*(side.complete(p, GREEDY) for side, p in zip(sides, prompts, strict=True)))
+    for prompt, (tokens, end) in zip(prompts, results, strict=True):
+        assert tokens == await monolithic(prompt, GREEDY), end
+    await quiet(cluster)
+    await second.close()
+
+
+# --- nodes that come and go ---
+
+
+async def test_nodes_drain_and_join_while_requests_run(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, "first layer posted")
+    leaving = [cluster.nodes[name] for name in ("p0", "d0")]
+    for node in leaving:
+        node.draining = True
+        node.links[0].report_soon()
+    cluster.add(Prefiller, "p1")
+    cluster.add(Decoder, "d1")
+    await until(lambda: all(x.load.draining for x in cluster.router.roster.members("decoder")[:1]), "d0 drains")
+    other = prompt_of(90, seed=5)
+    assert (await cluster.complete(other, GREEDY))[0] == await monolithic(other, GREEDY)
+    assert all(await asyncio.gather(*(node.drain(WAIT_S) for node in leaving)))
+    assert (await first)[0] == await monolithic(PROMPT, GREEDY)
+    assert [member.name for member in cluster.router.roster.members("decoder")] == ["d1"]
+    await asyncio.sleep(0.5)  # several heartbeats: those that left do not come back
+    assert len(cluster.router.roster.members("prefiller")) == 1
+    await quiet(cluster)
+
+
+# --- limits ---
+
+
+async def test_requests_over_the_limit_are_refused(cluster: Cluster) -> None:
+    cluster.router.options = replace(ROUTER, requests_max=2)
+    await start(cluster, token_s=SLOW_S)
+    running = [asyncio.ensure_future(cluster.complete(prompt_of(50, seed=n), GREEDY)) for n in range(2)]
+    await until(lambda: cluster.router.requests == 2, "two requests")
+    with pytest.raises(Overloaded, match="at most 2 may be"):
+        await cluster.complete(PROMPT, GREEDY)
+    await asyncio.gather(*running)
+    await assert_still_serves(cluster)
+
+
+async def test_request_waits_for_pages_and_gets_them(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S / 4)
+    prompts = [prompt_of(300, seed=n) for n in range(3)]  # 39 of 64 pages each: one at a time
+    results = await asyncio.gather(*(cluster.complete(prompt, GREEDY) for prompt in prompts))
+    for prompt, (tokens, _) in zip(prompts, results, strict=True):
+        assert tokens == await monolithic(prompt, GREEDY)
+    await quiet(cluster)
+
+
+async def test_name_is_used_once(cluster: Cluster) -> None:
+    await start(cluster)
+    await cluster.complete(PROMPT, GREEDY, request="r1")
+    with pytest.raises(DuplicateRequest, match="'r1' is or was under way"):
+        await cluster.complete(PROMPT, GREEDY, request="r1")
+
+
+async def test_no_nodes_is_unavailable(cluster: Cluster) -> None:
+    cluster.router.options = replace(ROUTER, queue_s=0.1)
+    with pytest.raises(Unavailable, match="no decoder has joined router 'router'"):
+        await cluster.complete(PROMPT, GREEDY)
+    cluster.add(Decoder, "d0")
+    await asyncio.wait_for(cluster.joined(), WAIT_S)
+    with pytest.raises(xr.CrossrailError, match="no prefiller for model"):
+        await cluster.complete(PROMPT, GREEDY)
+
+
+async def test_empty_prompt_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(xr.UsageError, match="the prompt is empty"):
+        await cluster.complete(np.zeros(0, np.int32), GREEDY)
+
+
+# --- a bad network for control messages ---
+
+
+@pytest.mark.parametrize(
+    ("loss", "repeat", "late_s"), [(0.3, 0.0, 0.0), (0.0, 0.5, 0.0), (0.0, 0.2, 0.2), (0.2, 0.2, 0.1)]
+)
+async def test_control_messages_lost_repeated_and_late(
+    nothing_leaks: None, seed: Seed, loss: float, repeat: float, late_s: float
+) -> None:
+    draw = random.Random(seed.number())
+    cluster = Cluster(spoil=lambda wire: BadWire(wire, draw, loss, repeat, late_s))
+    cluster.add_router()
+    await start(cluster, prefillers=2, decoders=2)
+    prompts = [prompt_of(30 + 11 * n, seed=n) for n in range(8)]
+    results = await asyncio.wait_for(asyncio.gather(*(cluster.complete(p, GREEDY) for p in prompts)), 2 * WAIT_S)
+    for prompt, (tokens, end) in zip(prompts, results, strict=True):
+        assert tokens == await monolithic(prompt, GREEDY), end
+    await quiet(cluster)
+    await cluster.close()

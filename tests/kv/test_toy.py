@@ -1,0 +1,115 @@
+"""The toy model: what makes it a witness. A wrong byte must show; all that may differ between nodes must not."""
+
+import numpy as np
+import pytest
+
+from crossrail.kv.layout import KvLayout
+from crossrail.kv.messages import Sampling
+from crossrail.kv.model import Cache, generate
+from crossrail.kv.sampling import sample
+from crossrail.kv.toy import ToyModel
+from tests.support.seeds import Seed
+
+PROMPT = np.arange(40, dtype=np.int32) * 5 % 256
+
+
+def layout(**changes: object) -> KvLayout:
+    given = {"layers": 3, "pages": 16, "page_tokens": 8, "kv_heads": 4, "head_dim": 6, "dtype": "float16"}
+    return KvLayout(**(given | changes))
+
+
+def cache_of(model: ToyModel) -> Cache:
+    of = model.layout
+    return [[of.layer_view(np.zeros(of.layer_bytes, np.uint8)) for _ in range(of.layers)] for _ in range(of.tp)]
+
+
+def pages_of(model: ToyModel, order: int = 0) -> np.ndarray:
+    return np.random.default_rng(order).permutation(model.layout.pages)
+
+
+async def tokens_of(model: ToyModel, sampling: Sampling, order: int = 0) -> list[int]:
+    pages = pages_of(model, order)
+    return [token async for token in generate(model, cache_of(model), PROMPT, pages, sampling)]
+
+
+GREEDY = Sampling(max_tokens=12, ignore_end=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"order": "NHD"}, {"tp": 2}, {"tp": 8}, {"page_tokens": 16}, {"separate_kv": False}, {"pages": 40}],
+    ids=str,
+)
+async def test_where_kv_lies_does_not_matter(changes: dict[str, object]) -> None:
+    expected = await tokens_of(ToyModel(layout()), GREEDY)
+    assert await tokens_of(ToyModel(layout(**changes)), GREEDY, order=1) == expected
+
+
+async def test_seed_and_prompt_matter() -> None:
+    expected = await tokens_of(ToyModel(layout()), GREEDY)
+    assert await tokens_of(ToyModel(layout(), seed=2), GREEDY) != expected
+    assert len(set(expected)) > 3
+
+
+async def test_chunks_give_the_same_kv() -> None:
+    model = ToyModel(layout())
+    whole, chunked = cache_of(model), cache_of(model)
+    tail = await model.prefill(whole, PROMPT, 0, pages_of(model), lambda: None)
+    for end in (7, 16, 33, 40):
+        start = {7: 0, 16: 7, 33: 16, 40: 33}[end]
+        last = await model.prefill(chunked, PROMPT[:end], start, pages_of(model), lambda: None)
+    assert last == tail
+    assert [layer.tobytes() for layer in whole[0]] == [layer.tobytes() for layer in chunked[0]]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+async def test_any_wrong_byte_changes_what_follows(tp: int, seed: Seed) -> None:
+    model = ToyModel(layout(tp=tp))
+    cache, pages = cache_of(model), pages_of(model)
+    tail = await model.prefill(cache, PROMPT, 0, pages, lambda: None)
+    right, _ = await model.step(cache, 1, len(PROMPT), pages, tail)
+    draw = np.random.default_rng(seed.number())
+    for _ in range(60):
+        rank, layer = draw.integers(tp), draw.integers(model.layout.layers)
+        token = int(draw.integers(len(PROMPT)))
+        view = cache[rank][layer].view(np.uint8)
+        at = (draw.integers(2), pages[token // 8], draw.integers(view.shape[2]), token % 8, draw.integers(12))
+        before = view[at]
+        view[at] ^= np.uint8(1 << draw.integers(8))
+        wrong, _ = await model.step(cache, 1, len(PROMPT), pages, tail)
+        assert (wrong != right).any()
+        view[at] = before
+    again, _ = await model.step(cache, 1, len(PROMPT), pages, tail)
+    assert (again == right).all()
+
+
+async def test_tail_matters() -> None:
+    model = ToyModel(layout())
+    cache, pages = cache_of(model), pages_of(model)
+    tail = await model.prefill(cache, PROMPT, 0, pages, lambda: None)
+    right, _ = await model.step(cache, 1, len(PROMPT), pages, tail)
+    for at in range(model.tail_bytes):
+        wrong_tail = bytearray(tail)
+        wrong_tail[at] ^= 1
+        wrong, _ = await model.step(cache, 1, len(PROMPT), pages, bytes(wrong_tail))
+        assert (wrong != right).any()
+
+
+# --- sampling ---
+
+
+def test_sampling_draws_each_token_as_often_as_it_should() -> None:
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    drawn = [sample(logits, Sampling(temperature=1.0, seed=3), position) for position in range(4000)]
+    share = np.bincount(drawn, minlength=4) / len(drawn)
+    assert np.abs(share - [0.5, 0.3, 0.15, 0.05]).max() < 0.04
+    top = {sample(logits, Sampling(temperature=1.0, top_p=0.75, seed=3), position) for position in range(200)}
+    assert top == {0, 1}
+
+
+def test_sampling_depends_on_seed_and_position_alone() -> None:
+    logits = np.random.default_rng(1).random(300).astype(np.float32)
+    first = [sample(logits, Sampling(temperature=1.0, seed=5), position) for position in range(50)]
+    assert first == [sample(logits, Sampling(temperature=1.0, seed=5), position) for position in range(50)]
+    assert first != [sample(logits, Sampling(temperature=1.0, seed=6), position) for position in range(50)]
+    assert sample(logits, Sampling(), 0) == int(logits.argmax())

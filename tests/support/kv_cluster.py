@@ -1,0 +1,133 @@
+"""A router, prefillers and decoders of the toy model in this process, each on an engine of its own."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+import crossrail as xr
+from crossrail.kv import messages as m
+from crossrail.kv.layout import KvLayout
+from crossrail.kv.mailbox import Mailbox
+from crossrail.kv.memory import RankMemory
+from crossrail.kv.model import Tokens, generate
+from crossrail.kv.node import FindRouter, Node, NodeOptions
+from crossrail.kv.pages import PageState
+from crossrail.kv.router import Router, RouterOptions
+from crossrail.kv.router_requests import Chunk
+from crossrail.kv.toy import ToyModel
+from crossrail.kv.wire import EngineWire, Wire
+from tests.support.kv_net import BadWire
+
+SECRET = b"of these tests"
+LAYOUT = KvLayout(layers=4, pages=64, page_tokens=8, kv_heads=4, head_dim=8, dtype="float16")
+# Short enough that a test sees deaths, long enough that a busy machine makes none up.
+NODE = NodeOptions(retry_s=0.05, chunk_tokens=32, probe_s=0.3, silent_s=1.5, ask_s=1.5)
+ROUTER = RouterOptions(heartbeat_s=0.2, lease_s=2.0, queue_s=5.0, request_s=40.0, ask_s=1.5, sweep_s=0.05)
+
+
+@dataclass
+class Cluster:
+    """Everything is closed by close()."""
+
+    transport: str = "shm"
+    node_options: NodeOptions = NODE
+    router_options: RouterOptions = ROUTER
+    router: Router | None = None
+    nodes: dict[str, Node] = field(default_factory=dict)
+    models: dict[str, ToyModel] = field(default_factory=dict)
+    engines: dict[str, xr.Engine] = field(default_factory=dict)
+    wires: dict[str, EngineWire] = field(default_factory=dict)
+    also: list[FindRouter] = field(default_factory=list)  # more routers of the nodes
+    spoil: Callable[[Wire], BadWire] | None = None  # what control messages go through
+    spoilt: dict[str, BadWire] = field(default_factory=dict)
+
+    def mailbox(self, name: str, secret: bytes = SECRET) -> Mailbox:
+        self.engines[name] = xr.Engine(name, transport=self.transport)
+        self.wires[name] = EngineWire(self.engines[name])
+        wire: Wire = self.wires[name]
+        if self.spoil is not None:
+            wire = self.spoilt[name] = self.spoil(wire)
+        return Mailbox(wire, secret, resend_s=0.2)
+
+    def add_router(self, name: str = "router") -> Router:
+        self.router = Router(name, self.mailbox(name), self.router_options)
+        self.router.start()
+        return self.router
+
+    async def where(self) -> bytes:
+        if self.router is None:
+            raise xr.CrossrailError("the router is not there")
+        return self.router.mailbox.address
+
+    def add(self, kind: type[Node], name: str, token_s: float = 0.0, secret: bytes = SECRET, **changes: object) -> Node:
+        layout = replace(LAYOUT, **changes)
+        model = self.models[name] = ToyModel(layout, token_s=token_s)
+        mailbox = self.mailbox(name, secret)
+        ranks = {rank: RankMemory.alloc(self.engines[name], layout) for rank in range(layout.tp)}
+        node = self.nodes[name] = kind(name, mailbox, model, ranks, [self.where, *self.also], self.node_options)
+        node.start()
+        return node
+
+    async def joined(self) -> None:
+        for node in self.nodes.values():
+            await node.links[0].joined.wait()
+
+    async def complete(self, prompt: Tokens, sampling: m.Sampling, **options: object) -> tuple[list[int], m.End]:
+        """All tokens, and the end."""
+        assert self.router is not None
+        tokens: list[int] = []
+        chunks: AsyncIterator[Chunk] = self.router.complete(prompt, sampling, **options)
+        async for chunk in chunks:
+            tokens += chunk.tokens
+            if chunk.end is not None:
+                return tokens, chunk.end
+        raise AssertionError("no end came")
+
+    async def kill(self, name: str) -> None:
+        """Its engine ends at once; what Python of it is left is cleared away."""
+        self.engines[name].close(0.0)
+        node = self.nodes.pop(name)
+        await node.mailbox.close()
+
+    async def close_router(self) -> None:
+        router, self.router = self.router, None
+        assert router is not None
+        await router.close()
+        self.wires.pop(router.name).close()
+        self.engines.pop(router.name).close()
+
+    async def close(self) -> None:
+        for node in self.nodes.values():
+            await node.close()
+        if self.router is not None:
+            await self.router.close()
+        for bad in self.spoilt.values():
+            await bad.close()
+        for wire in self.wires.values():
+            with contextlib.suppress(xr.EngineClosed):
+                wire.close()
+        for engine in self.engines.values():
+            engine.close()
+
+    def busy_pages(self) -> dict[str, str]:
+        """What is neither free nor cached, by node; empty: nothing leaked."""
+        reports = {name: node.pool.report() for name, node in self.nodes.items()}
+        return {
+            name: str(report)
+            for name, report in reports.items()
+            if report.leases or report.pages[PageState.FREE] + report.pages[PageState.CACHED] != LAYOUT.pages
+        }
+
+
+async def monolithic(prompt: Tokens, sampling: m.Sampling) -> list[int]:
+    """What one node alone generates."""
+    layout = replace(LAYOUT, pages=256)
+    model = ToyModel(layout)
+    cache = [[layout.layer_view(np.zeros(layout.layer_bytes, np.uint8)) for _ in range(layout.layers)]]
+    return [token async for token in generate(model, cache, prompt, np.arange(256), sampling)]
+
+
+def prompt_of(count: int, seed: int = 1) -> Tokens:
+    return np.random.default_rng(seed).integers(0, 256, count).astype(np.int32)
