@@ -23,6 +23,11 @@ constexpr uint64_t kSlicesPerRail = 32;
 // Largest power of two <= value, value in 1..256: its log2.
 constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t>(__builtin_clzll(value)); }
 
+// Asked for by its owner, or by who closes the region it uses.
+bool is_to_be_cancelled(const Transfer& transfer, const TransferWork& work) {
+  return transfer.is_cancel_requested() || (work.local != nullptr && work.local->cancels_ops());
+}
+
 }  // namespace
 
 uint32_t EngineCore::take_submits() {
@@ -41,7 +46,7 @@ void EngineCore::start(Transfer* transfer) {
     finish(transfer, Status::kEngineClosed);
     return;
   }
-  if (transfer->cancel_requested_.load(std::memory_order_acquire)) {
+  if (is_to_be_cancelled(*transfer, work)) {
     finish(transfer, Status::kCancelled);
     return;
   }
@@ -539,7 +544,7 @@ void EngineCore::scan_cancels() {
   // away, or their flag stays; a plain store could pass the loads below.
   cancel_scan_.exchange(false, std::memory_order_acq_rel);
   const auto is_cut = [](const Transfer* transfer) {
-    return transfer->cancel_requested_.load(std::memory_order_acquire) && !transfer->work_->resumed;
+    return is_to_be_cancelled(*transfer, *transfer->work_) && !transfer->work_->resumed;
   };
   for (const PeerRef& peer : busy_) {
     for (auto* backlog : {&peer->work_->backlog, &peer->work_->messages}) {
@@ -561,8 +566,7 @@ void EngineCore::scan_cancels() {
   transports_.withdraw([](void* context) {
     const auto* transfer = static_cast<Transfer*>(context);
     const TransferWork& work = *transfer->work_;
-    return (work.open_items == 0 || work.cut_short) && !work.resumed &&
-           transfer->cancel_requested_.load(std::memory_order_acquire);
+    return (work.open_items == 0 || work.cut_short) && !work.resumed && is_to_be_cancelled(*transfer, work);
   });
 }
 

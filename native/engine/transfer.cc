@@ -115,11 +115,17 @@ TransferInfo Transfer::info() const {
                     .bytes = work_->length_bytes,
                     .bytes_retired = 0,
                     .imm = work_->imm,
+                    .region_id = 0,
+                    .offset = 0,
                     .detail = {}};
   if (work_->kind == OpKind::kScatter || work_->kind == OpKind::kBarrier) {
     info.peer = std::to_string(work_->targets_total) + " peers";
   } else {
     info.peer = work_->peer().address().name;
+    if (work_->kind != OpKind::kSend) {
+      info.region_id = work_->remote->descriptor().region_id;
+      info.offset = work_->remote_offset;
+    }
   }
   if (now == Status::kPending) return info;  // the rest is still the progress holder's
   info.bytes_retired = work_->bytes_retired;

@@ -137,8 +137,15 @@ class Transport {
   virtual std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) = 0;
   // Refuses peers from now on.
   virtual void revoke_region(LocalRegion& region) = 0;
-  // True when neither a peer nor our progress holder touches the revoked region any more.
+  // True when neither a peer nor our progress holder touches the revoked region any more. Where move_source() means
+  // something, our own work requests that name the region have ended, or were moved, before this is asked.
   virtual bool is_region_quiet(const LocalRegion& region) = 0;
+  // Names of the peers that may still touch the revoked region, as far as it is known who they are.
+  virtual std::vector<std::string> users_of(const LocalRegion&) { return {}; }
+  // Progress holder. Our own work requests that name `from` and are not with a device yet go on with `to`, which is the
+  // same memory. True when none names `from` any more: asked until then. True at once where work requests do not need
+  // the region they name.
+  virtual bool move_source(const LocalRegion&, LocalRegion&) { return true; }
 
   // --- peers ---
   // Starts connecting; on_link_up or on_link_down follows. Work may be posted before that; it is then not accepted.

@@ -121,6 +121,12 @@ class Node:
     def close_memory(self, number: int, timeout_s: float = WAIT_S) -> None:
         self._regions[number].close(timeout_s)
 
+    def revoke_memory(self, number: int, timeout_s: float = WAIT_S) -> None:
+        self._regions[number].revoke(timeout_s)
+
+    def renew_memory(self, number: int) -> str:
+        return self._regions[number].renew().to_bytes().hex()
+
     # --- counting ---
     def count(self, engine: str, imm: int) -> int:
         return self._engines[engine].imm_counter(imm).poll()
@@ -260,6 +266,13 @@ class RemoteMemory:
 
     def close(self, timeout_s: float = WAIT_S) -> None:
         self._caller.call("close_memory", number=self.number, timeout_s=timeout_s)
+
+    def revoke(self, timeout_s: float = WAIT_S) -> None:
+        self._caller.call("revoke_memory", number=self.number, timeout_s=timeout_s)
+
+    def renew(self) -> None:
+        text = self._caller.call("renew_memory", number=self.number)
+        self.descriptor = xr.RegionDescriptor.from_bytes(bytes.fromhex(text))
 
 
 class RemoteEngine:

@@ -174,6 +174,30 @@ bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
   return true;
 }
 
+// What is with a NIC keeps the registration it was posted with; all else goes on with the other one.
+bool RdmaTransport::move_source(const LocalRegion& from, LocalRegion& to) {
+  bool is_free = true;
+  const auto move = [&](WorkRequest& request) {
+    if (request.local_region == &from) request.local_region = &to;
+  };
+  for (auto& [key, session] : sessions_) {
+    for (auto& path : session->paths) {
+      for (size_t i = 0; i < path->works.size(); ++i) {
+        const WorkRequest& work = path->works[i];
+        is_free = is_free && (work.local_region != &from || fault_of(work) == WorkFault::kEnded);
+      }
+      for (WorkRequest& work : path->doubt) move(work);
+      for (WorkRequest& work : path->suspects) move(work);
+    }
+    if (!session->link) continue;
+    for (auto& queue : session->link->queues) {
+      for (size_t i = 0; i < queue.size(); ++i) move(queue[i]);
+    }
+    for (auto& whole : session->link->wholes) move(whole->request);
+  }
+  return is_free;
+}
+
 // --- requests longer than a NIC's longest work ---
 
 void RdmaTransport::cut(RdmaLink& link, WorkRequest request) {

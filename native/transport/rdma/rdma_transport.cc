@@ -18,6 +18,7 @@ constexpr uint64_t kSliceBytes = uint64_t{1} << 20;
 constexpr uint64_t kPieceBytesMin = 64 << 10;
 constexpr int64_t kTellGarbageEveryNs = 1'000'000'000;
 constexpr int64_t kByeNs = 200'000'000;  // for last words to leave
+constexpr int64_t kQuietNs = 1'000'000'000;  // for NICs to let go of regions, once no path is left
 
 std::vector<int> fds_of(const std::vector<std::unique_ptr<Nic>>& nics) {
   std::vector<int> fds;
@@ -93,6 +94,9 @@ void RdmaTransport::close() {
   broken_.clear();
   flushed_.clear();
   sessions_.clear();
+  // Regions outlive us, and nobody drives the NICs any more: whoever asks later whether one is quiet gets this answer.
+  const int64_t give_up = now_ns() + kQuietNs;
+  while (!regions_.revoke_all() && now_ns() < give_up) poll_nics();
   bell_.unwatch();
 }
 

@@ -45,6 +45,7 @@ class RdmaTransport final : public Transport {
   std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
   void revoke_region(LocalRegion& region) override;
   bool is_region_quiet(const LocalRegion& region) override;
+  bool move_source(const LocalRegion& from, LocalRegion& to) override;
 
   Link* connect(const std::shared_ptr<const Address>& address) override;
   void disconnect(Link& link) override;

@@ -24,14 +24,16 @@ constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces a
 // Announces that we are about to touch the region, then checks that it is still open. From true until clear_hazards()
 // the owner's close() waits for us. The store and the load are seq_cst, and so are the owner's withdrawal of the id and
 // its look at the hazard (RegionTable::revoke, is_region_quiet): one of the two sides sees the other.
+// Announced already, we look all the same, so that who was frozen meanwhile stops here and not some copies later; the
+// owner waits for us in any case, so that relaxed is enough.
 bool ShmTransport::touch(Outgoing& link, uint64_t region_id) {
-  if (link.hazard == region_id) return true;
+  const std::atomic<uint64_t>& open_id = link.home->segment->region_ids[region_slot(region_id)];
+  if (link.hazard == region_id && open_id.load(std::memory_order_relaxed) == region_id) return true;
   if (hazardous_ != nullptr && hazardous_ != &link) clear_hazards();
   link.segment->hazard.store(region_id, std::memory_order_seq_cst);
   link.hazard = region_id;
   hazardous_ = &link;
-  const uint32_t slot = region_slot(region_id);
-  if (link.home->segment->region_ids[slot].load(std::memory_order_seq_cst) == region_id) return true;
+  if (open_id.load(std::memory_order_seq_cst) == region_id) return true;
   clear_hazards();
   return false;
 }

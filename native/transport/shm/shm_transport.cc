@@ -45,15 +45,15 @@ void ShmTransport::close() {
   if (closed_) return;
   closed_ = true;
   for (auto& link : outgoing_) flush_link(*link, Status::kEngineClosed, "the engine was closed");
-  // Peers that are just copying into our memory finish; one that is stopped in the middle is not waited for longer: it
-  // writes to shared memory of its own mapping, or by cross-memory attach, which a stopped process does not do.
+  // Peers that are just copying into our memory finish. One that is stopped in the middle of a copy is not waited for
+  // longer, and not forgotten either: its region goes on being in use (is_region_quiet), so that nobody frees the memory.
   regions_.revoke_all();
   const Deadline patience = now_ns() + kQuietTimeoutNs;
   while (regions_.is_touched(0) && now_ns() < patience) std::this_thread::yield();
   control_->stop();
   control_->take_events();  // they may hold memory
   ring_all();
-  regions_.drop_touchers();
+  regions_.drop_idle_touchers();
   home_map_->release_fd();
   outgoing_.clear();
   incoming_.clear();

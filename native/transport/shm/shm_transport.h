@@ -32,6 +32,7 @@ class ShmTransport final : public Transport {
   std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
   void revoke_region(LocalRegion& region) override;
   bool is_region_quiet(const LocalRegion& region) override;
+  std::vector<std::string> users_of(const LocalRegion& region) override { return regions_.touchers_of(region.id); }
 
   Link* connect(const std::shared_ptr<const Address>& address) override;
   void disconnect(Link& link) override;
