@@ -271,9 +271,16 @@ void register_engine(nb::module_& module) {
           "_close", [](Self self, nb::handle timeout_s) { self.p->close(to_deadline(timeout_s)); },
           nb::arg("timeout_s"), nb::sig("def _close(self, timeout_s: float | None) -> None"))
       .def(
-          "release_imm", [](Self self, nb::handle imm) { self.p->core()->release_imm(to_u32(imm, "imm", kImmMax)); },
-          nb::arg("imm"), nb::sig("def release_imm(self, imm: int) -> None"),
-          "Says that no peer sends this number any more: drops its counter, and alloc_imm may hand it out again.")
+          "release_imm",
+          [](Self self, nb::handle imm, bool force) {
+            self.p->core()->release_imm(to_u32(imm, "imm", kImmMax), force);
+          },
+          nb::arg("imm"), nb::kw_only(), nb::arg("force") = false,
+          nb::sig("def release_imm(self, imm: int, *, force: bool = False) -> None"),
+          R"(Says that no peer sends this number any more: drops its counter, and alloc_imm may hand it out again.
+
+It rests until all others were handed out, and what arrives for it meanwhile puts it in use again. UsageError where it
+can be seen that counts are expected: somebody waits for it, or a part of one has arrived. force: drops those too.)")
       .def(
           "progress",
           [](Self self) {

@@ -573,7 +573,7 @@ Ref<ImmCounter> Engine::alloc_imm() {
   return core_->imms_.allocate(Ref<Engine>::share(this));
 }
 
-void Engine::release_imm(uint32_t imm) { core_->imms_.release(imm); }
+void Engine::release_imm(uint32_t imm, bool force) { core_->imms_.release(imm, force); }
 
 Ref<Watcher> Engine::alloc_watcher(Notifier* notifier, uint64_t cookie) {
   core_->check_usable();

@@ -253,10 +253,12 @@ class Engine : public RefCounted<Engine> {
   // --- counting ---
   // The one counter of this number; kept by the engine until release_imm.
   Ref<ImmCounter> imm_counter(uint32_t imm);
-  // A number that nobody uses, from the upper half of the number space, and its counter.
+  // A number that nobody uses, from the upper half of the number space, and its counter. Never one that was handed out and
+  // not released, that has a counter, or for which something arrived since it was released.
   Ref<ImmCounter> alloc_imm();
-  // The user says: quiesced, no peer will send it any more. Drops the counter; alloc_imm may hand the number out again.
-  void release_imm(uint32_t imm);
+  // The user says: quiesced, no peer will send it any more. Drops the counter; alloc_imm may hand the number out again,
+  // once all others were. Throws UsageError while somebody waits for it, or a part of a count has arrived; force drops both.
+  void release_imm(uint32_t imm, bool force = false);
   Ref<Watcher> alloc_watcher(Notifier* notifier, uint64_t cookie);
 
   // --- running it ---

@@ -43,6 +43,8 @@ class ImmCounter : public RefCounted<ImmCounter> {
   uint64_t notify(uint64_t count, Notifier* notifier, uint64_t cookie);
   // True: withdrawn, nothing was taken and no cookie comes. False: served already, the cookie comes or came.
   bool cancel_notify(uint64_t ticket);
+  // Throws UsageError when counts are expected for certain: somebody waits, or a part of one has arrived.
+  void check_settled() const;
   // True once the engine was closed: notified waiters then got nothing.
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 
