@@ -75,6 +75,8 @@ void check_options(const EngineOptions& options) {
                std::to_string(static_cast<double>(options.watcher_poll_ns) * 1e-3), "0..1e6");
   check_option(options.connect_timeout_ns > 0, "connect_timeout_s",
                std::to_string(static_cast<double>(options.connect_timeout_ns) * 1e-9), "the numbers above 0");
+  check_option(options.heartbeat_ns >= 0, "heartbeat_s",
+               std::to_string(static_cast<double>(options.heartbeat_ns) * 1e-9), "the numbers above 0, or none");
   check_option(options.worker_cpu >= -1 && options.worker_cpu < 1024, "worker_cpu", std::to_string(options.worker_cpu),
                "-1..1023");
 }
@@ -208,12 +210,21 @@ const char* peer_state_name(PeerState state) {
       return "connecting";
     case PeerState::kConnected:
       return "connected";
+    case PeerState::kSlow:
+      return "slow";
     case PeerState::kFrozen:
       return "frozen";
     case PeerState::kLost:
       return "lost";
   }
   return "?";
+}
+
+// Reads all that is to be sent: on the submitting thread, so that nobody else waits meanwhile.
+static void verify(TransferWork& work) {
+  if (work.peer().transport_kind() == TransportKind::kNull)
+    throw UsageError("verify needs a transport that moves bytes, and 'null' does not");
+  make_verify_plan(work);
 }
 
 Peer::Peer(std::shared_ptr<const Address> address, Route route)
@@ -291,12 +302,7 @@ RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
 
 PeerRef Engine::peer(const Address& peer_address) {
   core_->check_usable();
-  {
-    std::lock_guard lock(core_->tables_mutex_);
-    const auto found = core_->peers_.find(peer_address.incarnation);
-    if (found != core_->peers_.end()) return found->second;
-  }
-  return PeerRef::share(&core_->add_peer(peer_address));
+  return core_->add_peer(peer_address);
 }
 
 WaitResult Engine::connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted) {
@@ -316,12 +322,7 @@ void Engine::forget_peer(Peer& peer) {
   core_->forget_peer(peer);
 }
 
-std::vector<PeerRef> Engine::peers() const {
-  std::lock_guard lock(core_->tables_mutex_);
-  std::vector<PeerRef> peers;
-  for (const auto& [incarnation, peer] : core_->peers_) peers.push_back(peer);
-  return peers;
-}
+std::vector<PeerRef> Engine::peers() const { return core_->peers(); }
 
 PeerExplanation Engine::explain(Peer& peer) {
   core_->check_usable();
@@ -388,6 +389,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   work.imm = request.imm;
   work.rail = request.rail;
   work.bulk = request.length_bytes >= kBulkBytes;
+  if (request.verify) verify(work);
   return core_->hand_over(std::move(transfer), request.length_bytes <= kShortBytes);
 }
 
@@ -455,6 +457,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   work.imm = request.imm;
   work.rail = request.rail;
   work.bulk = work.length_bytes >= kBulkBytes;
+  if (request.verify) verify(work);
   return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes && count <= kShortPages);
 }
 
@@ -606,7 +609,7 @@ EngineStats Engine::stats() const {
   stats.transfers_done = get(counters.done);
   stats.transfers_failed = get(counters.failed);
   stats.transfers_cancelled = get(counters.cancelled);
-  stats.transfers_inflight = core_->inflight();
+  stats.transfers_inflight = core_->users_inflight();
   stats.transfers_submitted =
       stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled + stats.transfers_inflight;
   stats.bytes_written = get(counters.bytes_written);

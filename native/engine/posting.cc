@@ -73,7 +73,11 @@ void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
     return;
   }
   const PostItem item{transfer, target};
-  auto& backlog = transfer->work_->kind == OpKind::kSend ? peer.work_->messages : peer.work_->backlog;
+  PeerWork& waiting = *peer.work_;
+  const OpKind kind = transfer->work_->kind;
+  auto& backlog = kind == OpKind::kSend      ? waiting.messages
+                  : kind == OpKind::kService ? waiting.services
+                                             : waiting.backlog;
   if (backlog.empty() && advance(peer, item) == Progress::kAllPosted) {
     close_item(transfer);
     return;
@@ -95,11 +99,13 @@ uint32_t EngineCore::post_backlogs() {
   uint32_t moved = 0;
   for (size_t i = 0; i < busy_.size(); ++i) {
     const PeerRef peer = busy_[i];  // posting may lose the peer
+    moved += post_backlog(*peer, peer->work_->services);
     moved += post_backlog(*peer, peer->work_->messages);
     moved += post_backlog(*peer, peer->work_->backlog);
   }
   std::erase_if(busy_, [](const PeerRef& peer) {
-    peer->work_->is_busy = !peer->work_->backlog.empty() || !peer->work_->messages.empty();
+    const PeerWork& work = *peer->work_;
+    peer->work_->is_busy = !work.backlog.empty() || !work.messages.empty() || !work.services.empty();
     return !peer->work_->is_busy;
   });
   runnable_ = runnable_ || moved > 0;
@@ -131,7 +137,7 @@ uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
       ++blocked;
     }
     // Messages keep their place: one blocked means the channel is full.
-    if (&backlog == &peer.work_->messages && progress == Progress::kBlocked) {
+    if (&backlog != &peer.work_->backlog && progress == Progress::kBlocked) {
       backlog.push_front(backlog.back());
       backlog.pop_back();
       break;
@@ -156,6 +162,7 @@ EngineCore::Progress EngineCore::advance(Peer& peer, const PostItem& item) {
     case OpKind::kBarrier:
       return post_target(peer, item.transfer, work.targets[item.target]);
     case OpKind::kSend:
+    case OpKind::kService:
       return post_message(peer, item.transfer);
   }
   return Progress::kAllPosted;
@@ -392,7 +399,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
 EngineCore::Progress EngineCore::post_message(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   WorkRequest request;
-  request.op = WorkOp::kSend;
+  request.op = work.kind == OpKind::kService ? WorkOp::kService : WorkOp::kSend;
   request.local = reinterpret_cast<std::byte*>(work.payload.data());
   request.length_bytes = work.payload.size();
   request.context = transfer;
@@ -487,8 +494,11 @@ void EngineCore::fail(Transfer* transfer, Status status, const std::string& peer
 void EngineCore::finish_if_done(Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   if (work.open_items > 0 || work.retired < work.posted || transfer->done()) return;
+  if (work.has_plan && work.verify->open > 0) return;
   if (work.failure != Status::kDone) {
     finish(transfer, work.failure);
+  } else if (!work.cut_short && work.has_plan && !work.verify->is_asked && !work.verify->checks.empty()) {
+    verifications_.ask(transfer);
   } else if (!work.cut_short) {
     finish(transfer, Status::kDone);
   } else if (is_partly_counted(work)) {
@@ -500,7 +510,9 @@ void EngineCore::finish_if_done(Transfer* transfer) {
 
 void EngineCore::finish(Transfer* transfer, Status status) {
   TransferWork& work = *transfer->work_;
-  if (status == Status::kDone) {
+  if (work.kind == OpKind::kService) {
+    on_service_ended(work, status);
+  } else if (status == Status::kDone) {
     bump(counters_.done);
     if (work.kind == OpKind::kRead) {
       bump(counters_.bytes_read, work.length_bytes);
@@ -526,7 +538,7 @@ void EngineCore::finish(Transfer* transfer, Status status) {
 }
 
 void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {
-  for (auto* backlog : {&peer.work_->backlog, &peer.work_->messages}) {
+  for (auto* backlog : {&peer.work_->backlog, &peer.work_->messages, &peer.work_->services}) {
     std::deque<PostItem> items;
     items.swap(*backlog);
     for (const PostItem& item : items) {

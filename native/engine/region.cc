@@ -28,7 +28,7 @@ Region::Region(Ref<Engine> engine, LocalRegions local, Access access)
   descriptor_.owner = engine_->address();
   descriptor_.length_bytes = length_bytes_;
   descriptor_.access = access;
-  describe(local_);
+  show(local_);
 }
 
 Region::~Region() {
@@ -38,12 +38,47 @@ Region::~Region() {
     if (first_) first_->leak();
     return;
   }
+  hide();
   engine_->core().region_gone();
 }
 
-void Region::describe(const LocalRegions& region) {
+// Peers may name it by this.
+void Region::show(const LocalRegions& region) {
   descriptor_.region_id = region.id();
   engine_->core().transports().describe(region, &descriptor_);
+  engine_->core().list_region(region.id(), this);
+  shown_id_.store(region.id(), std::memory_order_seq_cst);
+}
+
+void Region::hide() {
+  if (const uint64_t id = shown_id_.exchange(0, std::memory_order_seq_cst); id != 0) engine_->core().unlist_region(id);
+}
+
+bool Region::try_add_ref() {
+  uint64_t uses = uses_.load(std::memory_order_relaxed);
+  do {
+    if (static_cast<uint32_t>(uses) == 0) return false;
+  } while (!uses_.compare_exchange_weak(uses, uses + 1, std::memory_order_relaxed));
+  return true;
+}
+
+RegionUse::RegionUse(RegionRef region, uint64_t id) : region_(std::move(region)), id_(id) {
+  region_->peer_uses_.fetch_add(1, std::memory_order_seq_cst);
+  if (is_over()) reset();
+}
+
+RegionUse& RegionUse::operator=(RegionUse&& other) noexcept {
+  if (this == &other) return *this;
+  reset();
+  region_ = std::move(other.region_);
+  id_ = other.id_;
+  return *this;
+}
+
+void RegionUse::reset() {
+  // release: pairs with the load in is_quiet() and is_fence_up(), after which the memory may be written.
+  if (region_) region_->peer_uses_.fetch_sub(1, std::memory_order_release);
+  region_ = nullptr;
 }
 
 RegionDescriptor Region::descriptor() const {
@@ -69,10 +104,12 @@ WaitResult Region::wait_until(const std::function<bool()>& ready, Deadline deadl
   return result;
 }
 
-// Never blocks: it may be the progress holder who asks.
+// Never blocks: it may be the progress holder who asks. Somebody else may have seen it through, and renewed since.
 bool Region::is_fence_up() const {
   const std::unique_lock lock(fencing_, std::try_to_lock);
-  return lock && engine_->core().transports().is_region_quiet(*shown_);
+  if (lock && fence_.load(std::memory_order_relaxed) != kRevoking) return true;
+  return lock && shown_ && peer_uses_.load(std::memory_order_seq_cst) == 0 &&
+         engine_->core().transports().is_region_quiet(*shown_);
 }
 
 // Likewise. Submitters first: one that stops being one has begun its operation, if it goes on. The loads of inflight_ops
@@ -81,7 +118,8 @@ bool Region::is_quiet() const {
   EngineCore& core = engine_->core();
   if (core.is_submitting() || inflight_ops() != 0) return false;
   const std::unique_lock lock(fencing_, std::try_to_lock);
-  return lock && core.transports().is_region_quiet(local_) && (!shown_ || core.transports().is_region_quiet(*shown_));
+  return lock && peer_uses_.load(std::memory_order_seq_cst) == 0 && core.transports().is_region_quiet(local_) &&
+         (!shown_ || core.transports().is_region_quiet(*shown_));
 }
 
 bool Region::quarantined() const {
@@ -111,9 +149,11 @@ WaitResult Region::revoke(Deadline deadline, const InterruptCheck& interrupted) 
     if (fence_.load(std::memory_order_relaxed) == kAdmitted) {
       TransportSet& transports = core.transports();
       if (shown_) {
+        hide();
         transports.revoke_region(*shown_);
       } else {
         LocalRegions own = transports.register_memory(base_, length_bytes_, Access::kLocal);
+        hide();
         transports.revoke_region(local_);
         core.run_as_holder([&] { local_.swap(own); });
         shown_.emplace(std::move(own));
@@ -126,8 +166,8 @@ WaitResult Region::revoke(Deadline deadline, const InterruptCheck& interrupted) 
     result = wait_until([this] { return is_fence_up(); }, deadline, interrupted);
   }
   if (result != WaitResult::kReady) return result;
-  uint8_t expected = kRevoking;
-  fence_.compare_exchange_strong(expected, kRevoked, std::memory_order_acq_rel);
+  std::lock_guard lock(fencing_);
+  if (fence_.load(std::memory_order_relaxed) == kRevoking) fence_.store(kRevoked, std::memory_order_release);
   return WaitResult::kReady;
 }
 
@@ -138,7 +178,11 @@ WaitResult Region::move_own_transfers(Deadline deadline, const InterruptCheck& i
   for (;;) {
     bool moved = false;
     if (core.closed()) return WaitResult::kReady;  // no work of our own is left
-    core.run_as_holder([&] { moved = core.transports().move_source(*shown_, local_); });
+    core.run_as_holder([&] {
+      const std::unique_lock lock(fencing_, std::try_to_lock);
+      moved = lock && (fence_.load(std::memory_order_relaxed) != kRevoking || !shown_ ||
+                       core.transports().move_source(*shown_, local_));
+    });
     if (moved) return WaitResult::kReady;
     const Deadline next = std::min(deadline, now_ns() + kAskEveryNs);
     const WaitResult result = core.wait_until([] { return false; }, nap, next, interrupted);
@@ -160,9 +204,9 @@ void Region::renew() {
       break;
   }
   LocalRegions fresh = engine_->core().transports().register_memory(base_, length_bytes_, access_);
-  if (!first_) first_.emplace(std::move(*shown_));
+  if (shown_ && !first_) first_.emplace(std::move(*shown_));
   shown_.emplace(std::move(fresh));
-  describe(*shown_);
+  show(*shown_);
   fence_.store(kAdmitted, std::memory_order_release);
 }
 
@@ -173,6 +217,7 @@ void Region::begin_close() {
   if (!phase_.compare_exchange_strong(expected, kClosing, std::memory_order_seq_cst)) return;
   if (engine_->core().forked()) return;
   std::lock_guard lock(fencing_);
+  hide();
   engine_->core().transports().revoke_region(local_);
   if (shown_ && !revoked()) engine_->core().transports().revoke_region(*shown_);
 }

@@ -69,12 +69,19 @@ class Region {
   bool quarantined() const;
   // Who keeps it so, as far as that is known: names of peers.
   std::vector<std::string> users() const;
+  // --- a peer's question about what is in it, answered by the progress holder (RegionUse) ---
+  // A reference for who has none; false: it is being destroyed.
+  bool try_add_ref();
+  // Whether peers may name it by this id now.
+  bool is_open_as(uint64_t id) const { return shown_id_.load(std::memory_order_seq_cst) == id; }
+
   // close() without drain: the transfers that use it are to be cancelled. relaxed: asked again after request_cancel_scan.
   bool cancels_ops() const { return cancels_ops_.load(std::memory_order_relaxed); }
 
  private:
   friend class Engine;
   friend class EngineCore;
+  friend class RegionUse;
   Region(Ref<Engine> engine, LocalRegions local, Access access);
   ~Region();
   // A transfer's use: a reference and an operation in flight, in one atomic. seq_cst: who begins and then looks at
@@ -86,7 +93,8 @@ class Region {
     if (static_cast<uint32_t>(uses_.fetch_sub(uses, std::memory_order_acq_rel) - uses) == 0) delete this;
   }
 
-  void describe(const LocalRegions& region);
+  void show(const LocalRegions& region);
+  void hide();
   bool is_fence_up() const;
   bool is_quiet() const;
   WaitResult wait_until(const std::function<bool()>& ready, Deadline deadline, const InterruptCheck& interrupted);
@@ -108,6 +116,10 @@ class Region {
   // the progress holder only tries to lock it: revoke() becomes the holder while it has it.
   mutable std::mutex fencing_;
   RegionDescriptor descriptor_;
+  // Under which id peers may name it; 0: under none. seq_cst: who begins a use counts itself, then looks at this; who ends
+  // all uses clears this, then looks at the count.
+  std::atomic<uint64_t> shown_id_{0};
+  std::atomic<uint32_t> peer_uses_{0};
   enum : uint8_t { kAdmitted, kRevoking, kRevoked };
   std::atomic<uint8_t> fence_{kAdmitted};
   std::atomic<bool> cancels_ops_{false};
@@ -119,6 +131,28 @@ class Region {
 };
 
 using RegionRef = Ref<Region>;
+
+// The progress holder looks into a region on behalf of a peer: close() and revoke() wait for the end of it, which comes
+// soon after is_over().
+class RegionUse {
+ public:
+  RegionUse() = default;  // none
+  // None unless the region is open under that id.
+  RegionUse(RegionRef region, uint64_t id);
+  RegionUse(RegionUse&& other) noexcept : region_(std::move(other.region_)), id_(other.id_) {}
+  RegionUse& operator=(RegionUse&& other) noexcept;
+  ~RegionUse() { reset(); }
+
+  explicit operator bool() const { return static_cast<bool>(region_); }
+  const Region* operator->() const { return region_.get(); }
+  // Peers are refused from now on.
+  bool is_over() const { return !region_->is_open_as(id_); }
+
+ private:
+  void reset();
+  RegionRef region_;
+  uint64_t id_ = 0;
+};
 
 // Memory of a peer, resolved once from its descriptor.
 class RemoteRegion : public RefCounted<RemoteRegion> {

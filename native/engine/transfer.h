@@ -21,7 +21,7 @@ class EngineCore;
 class TransferPool;
 struct TransferWork;  // what the progress holder knows of it, in engine/transfer_work.h
 
-enum class OpKind : uint8_t { kWrite, kRead, kPagedWrites, kScatter, kBarrier, kSend };
+enum class OpKind : uint8_t { kWrite, kRead, kPagedWrites, kScatter, kBarrier, kSend, kService };
 const char* op_kind_name(OpKind kind);
 
 // Everything an error message needs.
@@ -34,6 +34,8 @@ struct TransferInfo {
   uint32_t imm;            // or kNoImm
   uint64_t region_id;      // of the peer, 0: none, or several
   uint64_t offset;         // in that region, where the first byte, or page 0, is
+  uint64_t sum_sent;       // of kChecksumMismatch: what was sent,
+  uint64_t sum_found;      // and what the target's memory has
   std::string detail;      // more about a failure, may be empty
 };
 

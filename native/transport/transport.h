@@ -50,7 +50,11 @@ class RemoteKey {
   virtual ~RemoteKey() = default;
 };
 
-enum class WorkOp : uint8_t { kWrite, kRead, kSend };
+// kService: what the peer's engine itself is told (Sink::on_service). At most kServiceBytesMax, kept in place until it is
+// retired; kDone then says that the peer's engine has it. Never held back by the peer's receive pool, nor by messages.
+enum class WorkOp : uint8_t { kWrite, kRead, kSend, kService };
+inline constexpr uint64_t kServiceBytesMax = 4000;  // a fragment of rdma
+inline constexpr uint32_t kServicesQueuedMax = 64;  // of one link, accepted and not retired: post() takes no more
 
 // One piece of work for one rail. 64 bytes: a cache line per piece.
 struct WorkRequest {
@@ -60,9 +64,9 @@ struct WorkRequest {
   uint32_t wire_imm = 0;  // share code and number (engine/sharding.h)
   std::byte* local = nullptr;
   uint64_t length_bytes = 0;
-  RemoteKey* remote = nullptr;  // null for kSend, and for an immediate without bytes that concerns no region
+  RemoteKey* remote = nullptr;  // null for kSend, kService, and for an immediate without bytes that concerns no region
   uint64_t remote_offset = 0;
-  LocalRegion* local_region = nullptr;  // null for kSend
+  LocalRegion* local_region = nullptr;  // null for kSend, kService
   void* context = nullptr;              // given back when retired
   uint32_t tag = 0;                     // given back when taken back; requests of one context may differ in it
   uint32_t reserved = 0;                // the engine's own
@@ -95,6 +99,8 @@ class Sink {
   enum class Offer : uint8_t { kTaken, kHold, kTooLong };
   // A message arrived. kHold: keep it and offer it again at the next poll.
   virtual Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
+  // What the peer's engine tells ours: untrusted, 0..kServiceBytesMax bytes. Once for each, in any order. Takes a note.
+  virtual void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
   virtual void on_link_up(Link& link) = 0;
   // The peer is gone: post no more. Everything still posted on the link is retired next, then the link is deleted.
   // orderly: the peer's engine was closed, not killed.

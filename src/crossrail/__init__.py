@@ -9,6 +9,7 @@ from crossrail._core import Address, Message, PeerGroup, RegionDescriptor, Trans
 from crossrail.counters import CountTicket, ImmCounter
 from crossrail.engine import Engine
 from crossrail.errors import (
+    ChecksumMismatch,
     CrossrailError,
     EngineClosed,
     MessageTooLong,
@@ -22,7 +23,7 @@ from crossrail.errors import (
     WaitTimeout,
 )
 from crossrail.messages import ReceivePool
-from crossrail.peers import EngineEvent, Explanation, PathExplanation
+from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
 from crossrail.rdma import RdmaOptions
 from crossrail.regions import Region
 from crossrail.watchers import Watcher
@@ -31,12 +32,14 @@ _libfabric.announce()
 
 __all__ = [
     "Address",
+    "ChecksumMismatch",
     "CountTicket",
     "CrossrailError",
     "Engine",
     "EngineClosed",
     "EngineEvent",
     "Explanation",
+    "Heartbeat",
     "ImmCounter",
     "Message",
     "MessageTooLong",

@@ -36,6 +36,12 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
         "the region is not open to this operation",
         "register it there with access='write' (or 'read' for reads)",
     ),
+    "checksum-mismatch": (
+        errors.ChecksumMismatch,
+        "the peer's memory is not what was sent",
+        "",
+        "see that nobody changes the source, or writes to the target, meanwhile; else distrust memory and network",
+    ),
     "message-too-long": (
         errors.MessageTooLong,
         "the message is longer than the buffers of the peer's receive pool",
@@ -81,6 +87,7 @@ def transfer_failed(
     imm: int | None,
     region: int | None,
     offset: int,
+    sums: tuple[int, int],
     detail: str,
 ) -> errors.CrossrailError:
     what = _operation(engine, op, peer, nbytes, imm)
@@ -94,7 +101,7 @@ def transfer_failed(
     )
     because = f": {detail or otherwise}" if detail or otherwise else ""
     then = f". Next: {remedy}" if remedy else ""
-    return kind(
+    error = kind(
         f"{what} failed: {cause}{because}; {nbytes_retired} bytes had moved{then}",
         op=op,
         peer=peer,
@@ -106,6 +113,9 @@ def transfer_failed(
         region=region,
         offset=None if region is None else offset,
     )
+    if isinstance(error, errors.ChecksumMismatch):
+        error.sum_sent, error.sum_found = sums
+    return error
 
 
 def transfer_timeout(

@@ -91,6 +91,17 @@ class RemoteAccessError(TransferError):
     """The target refused: past the region's end, or not open to this operation."""
 
 
+class ChecksumMismatch(TransferError):
+    """A write with verify=True: the peer's memory is not what was sent. It was not counted.
+
+    sum_sent, sum_found: 64-bit checksums of what was sent and of what the peer's memory has; of paged writes, of the
+    first group of pages that differs.
+    """
+
+    sum_sent: int = 0
+    sum_found: int = 0
+
+
 class MessageTooLong(TransferError):
     """No buffer of the peer's receive pool can hold the message."""
 

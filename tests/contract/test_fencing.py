@@ -6,7 +6,6 @@ import crossrail as xr
 from tests.contract.conftest import Pair, bytes_of
 from tests.contract.setups import SOME_MEMORY, setups
 from tests.support.limits import NEVER_S, WAIT_S, never
-from tests.support.node import CommandError
 from tests.support.operations import DATA_KINDS, Operations
 from tests.support.patterns import CANARY, assert_same_bytes, pattern
 
@@ -162,11 +161,3 @@ def test_undrained_close_ends_transfers_to_a_peer_that_never_answers(pair: Pair)
     mine.close(WAIT_S, drain=False)
 
     assert transfer.status in ("cancelled", "peer-lost")
-
-
-@setups([(1, 1)])
-def test_a_peer_in_another_process_is_told_what_it_did_wrong(pair: Pair) -> None:
-    remote = pair.target(100)
-
-    with pytest.raises((CommandError, xr.UsageError), match="not revoked"):
-        remote.renew()

@@ -71,16 +71,20 @@ def scene(way: Way, open_engine: EngineFactory, spawn_peer: PeerFactory) -> Scen
     return Scene(here, child, there, memory, region, array, stream)
 
 
-def stopped_in_a_copy(scene: Scene) -> bool:
-    """Stops the writer, again and again, until it stands still in the middle of something; then the fence says so."""
-    scene.child.stop()
-    try:
-        scene.region.revoke(0.05)
-    except xr.WaitTimeout as error:
-        assert "'writer'" in str(error), error
-        return True
-    scene.child.resume()
-    return False
+def stop_in_a_copy(scene: Scene) -> None:
+    """Stops the writer, again and again, until it stands still in the middle of something: then the fence says so."""
+    for _ in range(ATTEMPTS):
+        scene.child.stop()
+        try:
+            scene.region.revoke(0.05)
+        except xr.WaitTimeout as error:
+            assert "'writer'" in str(error), error
+            return
+        scene.child.resume()
+        descriptor = scene.region.renew()
+        assert set(scene.outcome()["failures"]) == {"RemoteRegionClosed"}
+        scene.stream = scene.there.stream("write", scene.memory, [descriptor], imm=IMM)
+    pytest.fail(f"in {ATTEMPTS} attempts the writer was never stopped in a copy")
 
 
 @over_all
@@ -133,17 +137,8 @@ def test_successor_of_a_frozen_writer_uses_the_renewed_region_undisturbed(
 
 
 @over_direct
-def test_writer_stopped_in_a_copy_quarantines_the_region_until_it_moves(
-    way: Way, open_engine: EngineFactory, spawn_peer: PeerFactory, scene: Scene
-) -> None:
-    for attempt in range(ATTEMPTS):
-        if stopped_in_a_copy(scene):
-            break
-        descriptor = scene.region.renew()
-        assert set(scene.outcome()["failures"]) == {"RemoteRegionClosed"}
-        scene.stream = scene.there.stream("write", scene.memory, [descriptor], imm=IMM)
-    else:
-        pytest.fail(f"in {ATTEMPTS} attempts the writer was never stopped in a copy")
+def test_writer_stopped_in_a_copy_quarantines_the_region_until_it_moves(scene: Scene) -> None:
+    stop_in_a_copy(scene)
 
     assert scene.region.quarantined
     with pytest.raises(xr.WaitTimeout, match="'writer'"):
@@ -160,14 +155,7 @@ def test_writer_stopped_in_a_copy_quarantines_the_region_until_it_moves(
 
 @over_direct
 def test_closing_the_engine_does_not_free_what_a_frozen_writer_is_at(scene: Scene) -> None:
-    for _ in range(ATTEMPTS):
-        if stopped_in_a_copy(scene):
-            break
-        descriptor = scene.region.renew()
-        assert set(scene.outcome()["failures"]) == {"RemoteRegionClosed"}
-        scene.stream = scene.there.stream("write", scene.memory, [descriptor], imm=IMM)
-    else:
-        pytest.fail(f"in {ATTEMPTS} attempts the writer was never stopped in a copy")
+    stop_in_a_copy(scene)
 
     scene.here.close(0.2)
 
@@ -183,12 +171,7 @@ def test_closing_the_engine_does_not_free_what_a_frozen_writer_is_at(scene: Scen
 
 @over_direct
 def test_writer_that_dies_in_a_copy_holds_nobody_up(scene: Scene) -> None:
-    for _ in range(ATTEMPTS):
-        if stopped_in_a_copy(scene):
-            break
-        descriptor = scene.region.renew()
-        assert set(scene.outcome()["failures"]) == {"RemoteRegionClosed"}
-        scene.stream = scene.there.stream("write", scene.memory, [descriptor], imm=IMM)
+    stop_in_a_copy(scene)
     scene.here.close(0.2)
 
     scene.child.kill()
@@ -208,7 +191,7 @@ def test_engine_closes_in_time_while_its_writer_is_frozen(scene: Scene) -> None:
 
 
 @over_all
-def test_engine_closes_in_time_while_its_target_is_frozen(scene: Scene, way: Way) -> None:
+def test_engine_closes_in_time_while_its_target_is_frozen(scene: Scene) -> None:
     source = scene.here.register(np.zeros(NBYTES, np.uint8))
     scene.here.connect(scene.there.address, WAIT_S)
     scene.child.stop()
@@ -222,7 +205,7 @@ def test_engine_closes_in_time_while_its_target_is_frozen(scene: Scene, way: Way
 
 
 @over_all
-def test_undrained_close_of_a_source_of_a_frozen_target_waits_only_for_what_is_begun(scene: Scene, way: Way) -> None:
+def test_undrained_close_of_a_source_of_a_frozen_target_waits_only_for_what_is_begun(scene: Scene) -> None:
     source = scene.here.register(np.zeros(NBYTES, np.uint8))
     scene.here.connect(scene.there.address, WAIT_S)
     scene.child.stop()

@@ -50,6 +50,7 @@ class Node:
         self._backing: dict[int, ByteArray] = {}
         self._owner: dict[int, str] = {}
         self._pools: dict[str, xr.ReceivePool] = {}
+        self._events: dict[str, list[xr.EngineEvent]] = {}
         self._streams: dict[int, Stream] = {}
         self._stopping: dict[str, threading.Event] = {}
         self._threads: dict[str, list[threading.Thread]] = {}
@@ -88,6 +89,15 @@ class Node:
     def peer_state(self, engine: str, peer: str) -> str:
         state: str = self._engines[engine].peer_state(bytes.fromhex(peer))
         return state
+
+    def keep_events(self, engine: str) -> None:
+        """From now on event_kinds tells what happened."""
+        kept: list[xr.EngineEvent] = []
+        self._events[engine] = kept
+        self._engines[engine].on_event(kept.append)
+
+    def event_kinds(self, engine: str) -> list[str]:
+        return [event.kind for event in self._events[engine]]
 
     def stats(self, engine: str) -> dict[str, int]:
         return dict(self._engines[engine].stats())

@@ -119,8 +119,9 @@ uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequ
     out.busy_since_ns = out.waits_since_ns = now_;
     is_watching_ = true;
   }
-  const bool sends = requests.front().op == WorkOp::kSend;
-  auto& queue = sends ? out.sends : out.queue(rail);
+  const bool is_service = requests.front().op == WorkOp::kService;
+  const bool sends = is_service || requests.front().op == WorkOp::kSend;
+  auto& queue = is_service ? out.services : sends ? out.sends : out.queue(rail);
   uint32_t taken = 0;
   if (!sends && queue.empty()) {
     while (taken < requests.size()) {
@@ -132,7 +133,7 @@ uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequ
       if (accepted == 0) break;
     }
   }
-  const size_t queued_max = sends ? kSendsQueuedMax : kQueuedMax;
+  const size_t queued_max = is_service ? kServicesQueuedMax : sends ? kSendsQueuedMax : kQueuedMax;
   const uint32_t posted = taken;
   for (; taken < requests.size() && queue.size() < queued_max; ++taken) {
     queue.push_back(requests[taken]).reserved = routing_of(rail);

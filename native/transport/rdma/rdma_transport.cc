@@ -17,7 +17,7 @@ constexpr size_t kDatagramsMax = 1024;  // waiting to be looked at: more in one 
 constexpr uint64_t kSliceBytes = uint64_t{1} << 20;
 constexpr uint64_t kPieceBytesMin = 64 << 10;
 constexpr int64_t kTellGarbageEveryNs = 1'000'000'000;
-constexpr int64_t kByeNs = 200'000'000;  // for last words to leave
+constexpr int64_t kByeNs = 200'000'000;      // for last words to leave
 constexpr int64_t kQuietNs = 1'000'000'000;  // for NICs to let go of regions, once no path is left
 
 std::vector<int> fds_of(const std::vector<std::unique_ptr<Nic>>& nics) {
@@ -304,7 +304,7 @@ void RdmaTransport::Rail::on_fragment(NicPath* nic_path, std::span<const uint8_t
   path->heard_ns = transport->now_;
   if (path->state == PathState::kAccepted) transport->open_path(*path);
   const uint8_t kind = bytes[8];
-  if (kind < static_cast<uint8_t>(FragmentKind::kState) || kind > static_cast<uint8_t>(FragmentKind::kBye)) {
+  if (kind < static_cast<uint8_t>(FragmentKind::kState) || kind > static_cast<uint8_t>(FragmentKind::kServed)) {
     transport->mark_broken(*path, "protocol error: a fragment of kind " + std::to_string(kind));
     return;
   }

@@ -81,7 +81,7 @@ class RegionTable {
 
   HomeSegment* const home_;
   std::mutex mutex_;
-  std::map<uint64_t, const ShmRegion*> open_;                // by id
+  std::map<uint64_t, const ShmRegion*> open_;  // by id
   struct Toucher {
     std::string name;
     std::shared_ptr<MemoryMap> segment;
@@ -90,7 +90,7 @@ class RegionTable {
     bool is_at(uint64_t region_id) const;
   };
   std::map<uint64_t, Toucher> touchers_;                 // by the link's id
-  std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;      // engine-owned memory by address
+  std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;  // engine-owned memory by address
   struct Deleter {
     void operator()(Target* targets) const;
   };
