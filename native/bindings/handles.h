@@ -44,6 +44,7 @@ class RegionHandle : public RingNode {
   const nb::object& owner_engine() const { return engine_object_; }
   bool writable() const { return writable_; }
   nb::object descriptor();
+  void forget_descriptor() { descriptor_.reset(); }
 
   // After the core's close() said that nothing touches the memory: gives up the buffer, now or with the last view. The
   // end of a buffer may run any Python code, so the caller decides when.

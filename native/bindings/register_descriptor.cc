@@ -191,6 +191,10 @@ Keep and reuse the object: it remembers what an engine resolved it to. Pickles a
           "Address of the engine that registered it.")
       .def_prop_ro("nbytes", [](const DescriptorHandle& self) { return self.value->length_bytes; })
       .def_prop_ro(
+          "region", [](const DescriptorHandle& self) { return self.value->region_id; },
+          "Its number, as errors name it. Unique in the engine's life: a region that was revoked and renewed has "
+          "another.")
+      .def_prop_ro(
           "access", [](const DescriptorHandle& self) { return access_name(self.value->access); },
           nb::sig("def access(self) -> str"), "What peers may do: 'local' (nothing), 'read' or 'write'.");
 }

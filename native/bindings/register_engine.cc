@@ -61,7 +61,7 @@ void set_rails(EngineOptions* options, nb::handle rails) {
 void init(Self self, const std::string& name, const std::string& transport, nb::handle rails, nb::handle port,
           nb::handle secret, double peer_timeout_s, const std::string& polling, double spin_us, nb::handle worker_cpu,
           nb::handle submit_queue_depth, nb::handle imm_counters_max, nb::handle message_bytes_max,
-          double watcher_poll_us, double connect_timeout_s, const std::string& private_path,
+          double watcher_poll_us, double connect_timeout_s, const std::string& private_path, double heartbeat_s,
           const std::tuple<int, uint32_t, uint32_t, uint32_t>& rdma,
           const std::tuple<nb::object, nb::object, std::string>& flight, nb::handle world, nb::handle host) {
   EngineOptions options;
@@ -82,6 +82,7 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   options.message_bytes_max = to_u32(message_bytes_max, "message_bytes_max");
   options.watcher_poll_ns = to_ns(watcher_poll_us, "watcher_poll_us", 1e3, 0, 1e6);
   options.connect_timeout_ns = to_ns(connect_timeout_s, "connect_timeout_s", 1e9, 1e-3, 1e6);
+  if (heartbeat_s != 0) options.heartbeat_ns = to_ns(heartbeat_s, "heartbeat_s", 1e9, 1e-3, 1e6);
   options.private_path = choose("private_path", private_path, kPrivatePaths);
   std::tie(options.rdma.gid_index, options.rdma.traffic_class, options.rdma.service_level,
            options.rdma.path_mtu_bytes) = rdma;
@@ -130,9 +131,16 @@ nb::object explain(Self self, nb::handle address) {
     paths.append(
         nb::make_tuple(to_text(path.what), to_text(path.path), to_text(path.reason), path.gb_per_s, path.bytes));
   }
+  const auto seconds = [](int64_t ns) { return static_cast<double>(ns) * 1e-9; };
+  const Heartbeat& beat = found.heartbeat;
+  nb::object heartbeat = nb::none();
+  if (beat.answered > 0) {
+    heartbeat = nb::make_tuple(beat.answered, seconds(beat.rtt_ns), seconds(beat.rtt_smooth_ns),
+                               seconds(beat.rtt_min_ns), seconds(beat.rtt_max_ns));
+  }
   return nb::make_tuple(to_text(found.peer), to_text(found.transport), to_text(found.reason),
                         peer_state_name(found.state), to_text(found.note), rails, endpoints, found.gb_per_s_expected,
-                        paths);
+                        paths, heartbeat);
 }
 
 nb::list peers(Self self) {
@@ -199,8 +207,9 @@ Raises PeerLost when the peer is gone or of an older incarnation, WaitTimeout, E
       .def(
           "peer_state", [](Self self, nb::handle peer) { return peer_state_name(self.p->peer(peer)->state()); },
           nb::arg("peer"), nb::sig("def peer_state(self, peer: Address | bytes) -> str"),
-          "'unknown', 'connecting', 'connected', 'frozen' (does not move while something waits for it, may come back)\n"
-          "or 'lost'. Any thread, never blocks.")
+          "'unknown', 'connecting', 'connected', 'slow' (with heartbeats: no answer within an interval), 'frozen' "
+          "(does not\n"
+          "move while something waits for it, may come back) or 'lost'. Any thread, never blocks.")
       .def("peers", &peers, nb::sig("def peers(self) -> list[Address]"), "The peers known to this engine, in no order.")
       .def(
           "forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(*self.p->peer(peer)); }, nb::arg("peer"),
@@ -214,7 +223,8 @@ Raises PeerLost when the peer is gone or of an older incarnation, WaitTimeout, E
           "Later use of the group raises UsageError; what is in flight goes on.")
       .def("_explain", &explain, nb::arg("peer"),
            nb::sig("def _explain(self, peer: Address | bytes) -> tuple[str, str, str, str, str, list[tuple[int, int]], "
-                   "list[tuple[str, str]], float, list[tuple[str, str, str, float, int]]]"));
+                   "list[tuple[str, str]], float, list[tuple[str, str, str, float, int]], "
+                   "tuple[int, float, float, float, float] | None]"));
 }
 
 }  // namespace
@@ -238,11 +248,11 @@ void register_engine(nb::module_& module) {
            nb::arg("secret"), nb::arg("peer_timeout_s"), nb::arg("polling"), nb::arg("spin_us"),
            nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
            nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"), nb::arg("connect_timeout_s"),
-           nb::arg("private_path"), nb::arg("rdma"), nb::arg("flight"), nb::arg("world").none(), nb::arg("host").none(),
+           nb::arg("private_path"), nb::arg("heartbeat_s"), nb::arg("rdma"), nb::arg("flight"), nb::arg("world").none(), nb::arg("host").none(),
            nb::sig("def __init__(self, name: str, transport: str, rails: int | collections.abc.Sequence[str], "
                    "port: int, secret: bytes, peer_timeout_s: float, polling: str, spin_us: float, "
                    "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
-                   "watcher_poll_us: float, connect_timeout_s: float, private_path: str, rdma: tuple[int, int, int, "
+                   "watcher_poll_us: float, connect_timeout_s: float, private_path: str, heartbeat_s: float, rdma: tuple[int, int, int, "
                    "int], flight: tuple[int, float | None, str], world: SimWorld | None, host: int | None) -> None"))
       .def_prop_ro("name", [](Self self) { return to_text(self.p->address()->name); })
       .def_prop_ro(
@@ -259,9 +269,16 @@ void register_engine(nb::module_& module) {
           "_close", [](Self self, nb::handle timeout_s) { self.p->close(timeout_s); }, nb::arg("timeout_s"),
           nb::sig("def _close(self, timeout_s: float | None) -> None"))
       .def(
-          "release_imm", [](Self self, nb::handle imm) { self.p->core()->release_imm(to_u32(imm, "imm", kImmMax)); },
-          nb::arg("imm"), nb::sig("def release_imm(self, imm: int) -> None"),
-          "Says that no peer sends this number any more: drops its counter, and alloc_imm may hand it out again.")
+          "release_imm",
+          [](Self self, nb::handle imm, bool force) {
+            self.p->core()->release_imm(to_u32(imm, "imm", kImmMax), force);
+          },
+          nb::arg("imm"), nb::kw_only(), nb::arg("force") = false,
+          nb::sig("def release_imm(self, imm: int, *, force: bool = False) -> None"),
+          R"(Says that no peer sends this number any more: drops its counter, and alloc_imm may hand it out again.
+
+It rests until all others were handed out, and what arrives for it meanwhile puts it in use again. UsageError where it
+can be seen that counts are expected: somebody waits for it, or a part of one has arrived. force: drops those too.)")
       .def(
           "progress",
           [](Self self) {

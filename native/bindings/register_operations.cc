@@ -49,7 +49,8 @@ uint64_t to_length(nb::handle length, const Region& local, uint64_t local_offset
 }
 
 TransferHandle submit_write(Self self, const RegionHandle& src, DescriptorHandle& dst, nb::handle length,
-                            nb::handle src_offset, nb::handle dst_offset, nb::handle imm, nb::handle rail) {
+                            nb::handle src_offset, nb::handle dst_offset, nb::handle imm, nb::handle rail,
+                            bool verify) {
   const EngineRef engine = self.p->core();
   const RegionRef source = own_region(self, src, "src");
   const RemoteRegionRef target = self.p->remote(dst);
@@ -61,6 +62,7 @@ TransferHandle submit_write(Self self, const RegionHandle& src, DescriptorHandle
   request.length_bytes = to_length(length, *source, request.src_offset);
   request.imm = to_imm(imm);
   request.rail = to_rail(rail);
+  request.verify = verify;
   return submit(self, [&] { return engine->submit_write(request); });
 }
 
@@ -83,7 +85,7 @@ TransferHandle submit_read(Self self, const RegionHandle& dst, DescriptorHandle&
 TransferHandle submit_paged_writes(Self self, const RegionHandle& src, nb::handle src_pages, DescriptorHandle& dst,
                                    nb::handle dst_pages, nb::handle page_bytes, nb::handle src_stride,
                                    nb::handle dst_stride, nb::handle src_offset, nb::handle dst_offset, nb::handle imm,
-                                   nb::handle rail) {
+                                   nb::handle rail, bool verify) {
   const EngineRef engine = self.p->core();
   const RegionRef source = own_region(self, src, "src");
   const RemoteRegionRef target = self.p->remote(dst);
@@ -101,6 +103,7 @@ TransferHandle submit_paged_writes(Self self, const RegionHandle& src, nb::handl
   request.dst_pages = dst_indices.get();
   request.imm = to_imm(imm);
   request.rail = to_rail(rail);
+  request.verify = verify;
   return submit(self, [&] { return engine->submit_paged_writes(request); });
 }
 
@@ -176,15 +179,18 @@ void register_operations(nb::class_<EngineHandle>& engine) {
   engine
       .def("submit_write", &submit_write, nb::arg("src"), nb::arg("dst"), nb::arg("length") = nb::none(), nb::kw_only(),
            nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0, nb::arg("imm") = nb::none(),
-           nb::arg("rail") = nb::none(),
+           nb::arg("rail") = nb::none(), nb::arg("verify") = false,
            nb::sig("def submit_write(self, src: Region, dst: RegionDescriptor, length: int | None = None, *, "
-                   "src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, rail: int | None = None) "
-                   "-> Transfer"),
+                   "src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, rail: int | None = None, "
+                   "verify: bool = False) -> Transfer"),
            R"(Writes length bytes (None: all from src_offset on) of src into a peer's region. Counts 1 there with imm.
 
 Any thread. Returns at once; blocks, GIL released, only while the submit queue is full. src must stay unchanged until
 the transfer is done. imm is 0..2**28-1; length 0 moves nothing and counts all the same. Long writes are split over
-all rails unless rail says which. Not ordered with anything else. UsageError for what can be checked now: ranges, access.)")
+all rails unless rail says which. Not ordered with anything else. UsageError for what can be checked now: ranges, access.
+verify: a checksum of src is taken now, on this thread, and the target's engine compares it with its memory before it
+counts; the transfer is done when it has. If they differ nothing is counted and the transfer fails with ChecksumMismatch.
+The range must be written by nobody else meanwhile. It costs a pass over the bytes on either side.)")
       .def("submit_read", &submit_read, nb::arg("dst"), nb::arg("src"), nb::arg("length") = nb::none(), nb::kw_only(),
            nb::arg("dst_offset") = 0, nb::arg("src_offset") = 0, nb::arg("rail") = nb::none(),
            nb::sig("def submit_read(self, dst: Region, src: RegionDescriptor, length: int | None = None, *, "
@@ -197,17 +203,19 @@ there. The peer is not told. Not ordered with anything else.)")
           "submit_paged_writes", &submit_paged_writes, nb::arg("src"), nb::arg("src_pages").none(), nb::arg("dst"),
           nb::arg("dst_pages").none(), nb::arg("page_bytes"), nb::kw_only(), nb::arg("src_stride") = nb::none(),
           nb::arg("dst_stride") = nb::none(), nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0,
-          nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(),
+          nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(), nb::arg("verify") = false,
           nb::sig("def submit_paged_writes(self, src: Region, src_pages: typing.Any, dst: RegionDescriptor, "
                   "dst_pages: typing.Any, page_bytes: int, *, src_stride: int | None = None, "
                   "dst_stride: int | None = None, src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, "
-                  "rail: int | None = None) -> Transfer"),
+                  "rail: int | None = None, verify: bool = False) -> Transfer"),
           R"(Writes page src_pages[i] of src to page dst_pages[i] of a peer's region, for all i. Counts 1 a page with imm.
 
 A page index p names page_bytes bytes at offset + stride * p; strides default to page_bytes. src_pages and dst_pages are
 one-dimensional contiguous arrays (numpy, torch on CPU, any buffer) of int32, uint32, int64 or uint64 and of equal
 length; they are copied before this returns. Target pages may overlap: which write lands last is then undefined.
-Any thread; blocks only while the submit queue is full. Pages are not ordered.)")
+Any thread; blocks only while the submit queue is full. Pages are not ordered.
+verify: as of submit_write, in groups of 960 pages, each of which is counted whole or not at all; pages must then not
+overlap at the target.)")
       .def(
           "submit_scatter", &submit_scatter, nb::arg("src"), nb::arg("dsts"), nb::kw_only(), nb::arg("lengths").none(),
           nb::arg("src_offsets").none(), nb::arg("dst_offsets").none(), nb::arg("group").none() = nb::none(),

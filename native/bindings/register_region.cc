@@ -46,15 +46,37 @@ void init_phantom(RegionHandle* self, EngineArgument engine, nb::handle nbytes_o
   new (self) RegionHandle(engine, engine.p->core()->register_phantom(nbytes), nb::object(), true);
 }
 
-void close(RegionHandle& self, nb::handle timeout_s) {
+[[noreturn]] void raise_in_use(const RegionHandle& self, const char* call, nb::handle timeout_s) {
+  const RegionRef region = self.core();
+  nb::list users;
+  for (const std::string& name : region->users()) users.append(to_text(name));
+  raise_object(make_error("region_in_use", self.owner_engine(), call, region->length_bytes(), region->inflight_ops(),
+                          users, timeout_s));
+}
+
+void close(RegionHandle& self, nb::handle timeout_s, bool drain) {
   const RegionRef region = self.core();
   const Deadline deadline = to_deadline(timeout_s, region->clock());
-  const WaitResult result = wait_without_gil([&] { return region->close(deadline, interrupted); });
-  if (result == WaitResult::kTimeout) {
-    raise_object(
-        make_error("region_in_use", self.owner_engine(), region->length_bytes(), region->inflight_ops(), timeout_s));
-  }
+  const WaitResult result = wait_without_gil([&] { return region->close(deadline, interrupted, drain); });
+  if (result == WaitResult::kTimeout) raise_in_use(self, "close", timeout_s);
   self.take_quiet_buffer();
+}
+
+void revoke(RegionHandle& self, nb::handle timeout_s) {
+  const RegionRef region = self.core();
+  const Deadline deadline = to_deadline(timeout_s, region->clock());
+  self.forget_descriptor();
+  const WaitResult result = wait_without_gil([&] { return region->revoke(deadline, interrupted); });
+  if (result == WaitResult::kTimeout) raise_in_use(self, "revoke", timeout_s);
+}
+
+nb::object renew(RegionHandle& self) {
+  const RegionRef region = self.core();
+  {
+    WithoutGil no_gil;
+    region->renew();
+  }
+  return self.descriptor();
 }
 
 int get_buffer(PyObject* self, Py_buffer* view, int flags) {
@@ -134,7 +156,22 @@ void register_region(nb::module_& module) {
       .def_prop_ro(
           "_engine", [](const RegionHandle& self) { return self.owner_engine(); },
           nb::sig("def _engine(self) -> Engine"))
-      .def("_close", &close, nb::arg("timeout_s"), nb::sig("def _close(self, timeout_s: float | None) -> None"))
+      .def_prop_ro(
+          "revoked", [](const RegionHandle& self) { return self.core()->revoked(); },
+          "Whether peers are locked out by revoke(), and not let in again by renew().")
+      .def_prop_ro(
+          "quarantined", [](const RegionHandle& self) { return self.core()->quarantined(); },
+          "True while peers are refused and yet one may still touch the memory: one that stands still in the middle of "
+          "something. Until then the memory must be neither freed nor reused; the engine does not do it either.")
+      .def("_close", &close, nb::arg("timeout_s"), nb::arg("drain"),
+           nb::sig("def _close(self, timeout_s: float | None, drain: bool) -> None"))
+      .def("_revoke", &revoke, nb::arg("timeout_s"), nb::sig("def _revoke(self, timeout_s: float | None) -> None"))
+      .def("renew", &renew, nb::sig("def renew(self) -> RegionDescriptor"),
+           R"(Lets peers in again after revoke() returned, and gives the descriptor that they need from now on.
+
+Its keys were never used before: whoever has an older descriptor stays out. UsageError when peers were not locked out,
+when one may still be at the memory, or when the region is closed; TransportError when a NIC does not register it. Any
+thread.)")
       .def(
           "_memoryview",
           [](nb::pointer_and_handle<RegionHandle> self) {

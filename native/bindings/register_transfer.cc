@@ -20,10 +20,16 @@ nb::object imm_of(const TransferInfo& info) {
   return nb::int_(info.imm);
 }
 
+nb::object region_of(const TransferInfo& info) {
+  if (info.region_id == 0) return nb::none();
+  return nb::int_(info.region_id);
+}
+
 nb::object exception_of(const TransferHandle& self) {
   const TransferInfo info = self.transfer->info();
   return make_error("transfer_failed", self.engine, op_kind_name(info.kind), status_name(info.status),
-                    to_text(info.peer), info.bytes, info.bytes_retired, imm_of(info), to_text(info.detail));
+                    to_text(info.peer), info.bytes, info.bytes_retired, imm_of(info), region_of(info), info.offset,
+                    nb::make_tuple(info.sum_sent, info.sum_found), to_text(info.detail));
 }
 
 void wait(const TransferHandle& self, nb::handle timeout_s) {
@@ -53,6 +59,7 @@ nb::object exception(const TransferHandle& self) {
     case Status::kMessageTooLong:
     case Status::kEngineClosed:
     case Status::kTransportFailed:
+    case Status::kChecksumMismatch:
       break;
   }
   return exception_of(self);

@@ -70,6 +70,7 @@ EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
       submits_(options.submit_queue_depth),
       imms_(options.imm_counters_max),
       watchers_(std::make_shared<WatcherThread>(options.watcher_poll_ns, options.stage == nullptr)),
+      heartbeats_(this, options.heartbeat_ns),
       seat_(this, options),
       transports_(options, {options.stage.get(), options.stage_host, seat_.number}, this),
       live_(this) {
@@ -144,7 +145,8 @@ bool EngineCore::try_enter(uint8_t mark) {
 
 // Something that a round would move. May say yes too often, never no too often.
 bool EngineCore::has_work() {
-  return !submits_.empty() || runnable_ || cancel_scan_.load(std::memory_order_acquire) || transports_.has_arrivals();
+  return !submits_.empty() || runnable_ || cancel_scan_.load(std::memory_order_acquire) || verifications_.has_work() ||
+         transports_.has_arrivals();
 }
 
 // Gives the progress lock up such that nothing is left lying: from arm() on, everybody with news rings the bell, and
@@ -159,7 +161,7 @@ void EngineCore::leave() {
   transports_.arm();
   const bool work = has_work();
   if (work) transports_.disarm();
-  const Deadline timer = transports_.next_timer();
+  const Deadline timer = next_due();
   progress_lock_.unlock();
   if (!worker_.joinable()) return;
   // A worker that goes to sleep just now may miss both: then it looks again soon (worker_main).
@@ -175,6 +177,7 @@ uint32_t EngineCore::round() {
   uint32_t moved = take_submits();
   moved += post_backlogs();
   moved += transports_.poll();
+  moved += serve();
   imms_.flush_arrivals();
   record_arrivals();
   if (moved > 0) bump(moves_);
@@ -211,7 +214,7 @@ void EngineCore::worker_main() {
       transports_.arm();
       const bool work = has_work();
       if (work) transports_.disarm();
-      timer = transports_.next_timer();
+      timer = next_due();
       knows_timer = true;
       progress_lock_.unlock();
       if (work || !transports_.is_armed() || guests_.load(std::memory_order_relaxed) != 0) continue;
@@ -323,7 +326,7 @@ bool EngineCore::turn() {
   watchers_->look();
   const bool moved = round() > 0;  // what was retired may make room for what round() looked at before
   const bool more = moved || has_work();
-  stage_timer_ = std::min(transports_.next_timer(), tend_watchdog());
+  stage_timer_ = std::min(next_due(), tend_watchdog());
   progress_lock_.unlock();
   return more;
 }
@@ -365,6 +368,13 @@ uint64_t EngineCore::inflight() const {
   // finished_ first: a transfer that starts and ends between the two loads must not make the difference negative.
   const uint64_t finished = finished_.load(std::memory_order_acquire);
   return submits_.pushed() + started_here_.load(std::memory_order_acquire) - finished;
+}
+
+uint64_t EngineCore::users_inflight() const {
+  // Ended first, begun last: those that end meanwhile must not make a difference negative.
+  const uint64_t ended = counters_.services_ended.load(std::memory_order_acquire);
+  const uint64_t all = inflight();
+  return all - std::min(all, counters_.services_begun.load(std::memory_order_acquire) - ended);
 }
 
 // Short work while nobody drives: posted here, as the progress holder, without the queue. As long as nobody else knows
@@ -446,8 +456,8 @@ void EngineCore::close(Deadline drain_deadline) {
   if (forked()) return;
   std::call_once(close_once_, [&] {
     // 1. What is under way may finish until the deadline.
-    if (inflight() > 0 && drain_deadline > clock().now_ns()) {
-      const auto drained = [this] { return inflight() == 0; };
+    if (users_inflight() > 0 && drain_deadline > clock().now_ns()) {
+      const auto drained = [this] { return users_inflight() == 0; };
       const auto nap = [](Deadline until) {
         std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, 200'000)));
       };
@@ -472,6 +482,8 @@ void EngineCore::close(Deadline drain_deadline) {
     }
     for (auto& [incarnation, peer] : peers) fail_backlogs(*peer, Status::kEngineClosed, "the engine was closed");
     transports_.close();
+    verifications_.fail(nullptr, Status::kEngineClosed, "the engine was closed");
+    verifications_.drop_jobs();
     imms_.flush_arrivals();
     for (auto& [incarnation, peer] : peers) peer->link_ = nullptr;
     busy_.clear();
@@ -497,12 +509,17 @@ void EngineCore::close(Deadline drain_deadline) {
 
 // --- peers ---
 
-Peer& EngineCore::add_peer(const Address& address) {
+PeerRef EngineCore::add_peer(const Address& address) {
+  {
+    std::lock_guard lock(tables_mutex_);
+    const auto known = peers_.find(address.incarnation);
+    if (known != peers_.end()) return known->second;
+  }
   Route route = transports_.choose(address);
   std::lock_guard lock(tables_mutex_);
   if (is_mutated(Mutation::kAcceptStaleIncarnation)) {
     for (auto& [incarnation, known] : peers_) {
-      if (known->address().name == address.name) return *known;
+      if (known->address().name == address.name) return known;
     }
   }
   PeerRef& peer = peers_[address.incarnation];
@@ -510,7 +527,7 @@ Peer& EngineCore::add_peer(const Address& address) {
     auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown);
     peer = PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route), std::move(track)));
   }
-  return *peer;
+  return peer;
 }
 
 void EngineCore::start_connect(Peer& peer) {
@@ -535,6 +552,7 @@ void EngineCore::forget_peer(Peer& peer) {
       peer.link_ = nullptr;
     }
     fail_backlogs(peer, Status::kPeerLost, "forgotten on request");
+    verifications_.fail(&peer, Status::kPeerLost, "forgotten on request");
     peer.work_->note.clear();
     set_state(peer, PeerState::kUnknown, FlightState::kForgotten);
     std::lock_guard lock(tables_mutex_);
@@ -555,11 +573,13 @@ PeerExplanation EngineCore::explain(Peer& peer) {
                               .note = {},
                               .rails = {},
                               .gb_per_s_expected = 0,
-                              .paths = {}};
+                              .paths = {},
+                              .heartbeat = {}};
   std::vector<RailReport> rails;
   run_as_holder([&] {
     explanation.state = peer.state();
     explanation.note = peer.work_->note;
+    explanation.heartbeat = peer.work_->heartbeat;
     if (peer.link_ == nullptr || closed()) return;
     rails = route.transport->explain_rails(*peer.link_);
     for (PathReport& path : route.transport->explain(*peer.link_)) {
@@ -590,6 +610,7 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderl
   set_state(*peer, PeerState::kLost, orderly ? FlightState::kLeft : FlightState::kLost);
   bump(counters_.lost);
   fail_backlogs(*peer, Status::kPeerLost, reason);
+  verifications_.fail(peer.get(), Status::kPeerLost, reason);
   {
     std::lock_guard lock(tables_mutex_);
     for (auto& [id, region] : remote_regions_) {
@@ -600,11 +621,7 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderl
 }
 
 void EngineCore::on_link_frozen(Link& link, bool frozen, const std::string& detail) {
-  auto& peer = *static_cast<Peer*>(link.user);
-  set_state(peer, frozen ? PeerState::kFrozen : PeerState::kConnected,
-            frozen ? FlightState::kFrozen : FlightState::kThawed);
-  peer.work_->note = frozen ? detail : "";
-  add_event({frozen ? EngineEvent::Kind::kPeerFrozen : EngineEvent::Kind::kPeerThawed, peer.address().name, detail});
+  set_liveness(*static_cast<Peer*>(link.user), frozen ? PeerState::kFrozen : PeerState::kConnected, detail);
 }
 
 void EngineCore::on_protocol_error(const std::string& peer, const std::string& detail) {

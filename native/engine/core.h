@@ -7,6 +7,7 @@
 // Everything marked "progress holder" is guarded by the progress lock.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -23,10 +24,12 @@
 
 #include "engine/engine.h"
 #include "engine/flight_recorder.h"
+#include "engine/heartbeats.h"
 #include "engine/imm_table.h"
 #include "engine/transfer_pool.h"
 #include "engine/transfer_work.h"
 #include "engine/transports.h"
+#include "engine/verification.h"
 #include "engine/watcher_thread.h"
 #include "util/mpsc_queue.h"
 #include "util/spinlock.h"
@@ -54,6 +57,8 @@ struct PostItem {
 struct PeerWork {
   std::deque<PostItem> backlog;   // one-sided
   std::deque<PostItem> messages;  // kept apart: a receiver without buffers holds back messages only
+  std::deque<PostItem> services;  // of the engines themselves: before all others
+  Heartbeat heartbeat;
   bool is_busy = false;
   std::string note;  // why lost or frozen
 };
@@ -84,6 +89,8 @@ class EngineCore final : public Sink, public Actor {
   bool progress();
   // Transfers accepted and not complete.
   uint64_t inflight() const;
+  // The same without what engines tell each other.
+  uint64_t users_inflight() const;
   void wake() {
     if (is_staged()) {
       options_.stage->wake(seat_.number);
@@ -107,7 +114,7 @@ class EngineCore final : public Sink, public Actor {
   void die() override { close(0); }
 
   // The peer of that address, new or known. Throws UsageError when it is out of reach.
-  Peer& add_peer(const Address& address);
+  PeerRef add_peer(const Address& address);
   void forget_peer(Peer& peer);
   PeerExplanation explain(Peer& peer);
   void start_connect(Peer& peer);  // progress holder
@@ -136,6 +143,7 @@ class EngineCore final : public Sink, public Actor {
   void on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) override;
   void on_imm(uint32_t imm, uint64_t units) override;
   Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
+  void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_link_up(Link& link) override;
   void on_link_down(Link& link, const std::string& reason, bool orderly) override;
   void on_link_frozen(Link& link, bool frozen, const std::string& detail) override;
@@ -147,6 +155,20 @@ class EngineCore final : public Sink, public Actor {
   static TransferWork& work_of(Transfer& transfer) { return *transfer.work_; }
   // `short_work`: posting it costs no more than waking the worker would.
   TransferRef hand_over(TransferRef transfer, bool short_work);
+  // Regions that peers may name, by id. Any thread.
+  void list_region(uint64_t id, Region* region);
+  void unlist_region(uint64_t id);
+  RegionUse use_region(uint64_t id);
+
+  // --- what engines tell each other (services.cc), progress holder; not from inside a Sink call ---
+  void send_service(Peer& peer, Bytes payload, uint64_t token);
+  // The same to whoever asked us, whom we may not know yet.
+  void tell(const Address& address, Bytes payload);
+  static Heartbeat& heartbeat_of(Peer& peer) { return peer.work_->heartbeat; }
+  // A connected peer is seen to be slow or frozen, or to move again: an event, if that is news.
+  void set_liveness(Peer& peer, PeerState state, const std::string& detail);
+  std::vector<PeerRef> peers();
+
   void region_made() { counters_.regions.fetch_add(1, std::memory_order_relaxed); }
   void region_gone() { counters_.regions.fetch_sub(1, std::memory_order_relaxed); }
 
@@ -155,6 +177,7 @@ class EngineCore final : public Sink, public Actor {
 
  private:
   friend class Engine;
+  friend class Verifications;
   enum class Progress : uint8_t { kAllPosted, kMore, kBlocked };
 
   // --- driving (core.cc) ---
@@ -210,6 +233,11 @@ class EngineCore final : public Sink, public Actor {
   void scan_cancels();
   void mark_busy(Peer& peer);
 
+  // --- services.cc, progress holder ---
+  uint32_t serve();
+  void on_service_ended(const TransferWork& work, Status status);
+  Deadline next_due() const { return std::min(transports_.next_timer(), heartbeats_.next_timer()); }
+
   Engine* const engine_;
   const EngineOptions options_;
   FlightRecorder recorder_;
@@ -255,10 +283,22 @@ class EngineCore final : public Sink, public Actor {
   uint32_t arrived_imm_ = kNoImm;  // arrivals that are not recorded yet
   uint32_t arrived_count_ = 0;
   uint64_t arrived_units_ = 0;
+  struct ServiceNote {
+    std::shared_ptr<const Address> sender;
+    Bytes payload;
+  };
+  std::vector<ServiceNote> services_in_;
+  uint32_t bad_services_ = 0;
+  Heartbeats heartbeats_;
+  Verifications verifications_{this};
+
+  std::mutex regions_mutex_;  // guards regions_
+  std::unordered_map<uint64_t, Region*> regions_;
 
   struct Counters {
     std::atomic<uint64_t> done{0}, failed{0}, cancelled{0}, bytes_written{0}, bytes_read{0}, sent{0}, received{0},
-        imm_units{0}, imm_overflow{0}, posted{0}, retried{0}, rounds{0}, sleeps{0}, connected{0}, lost{0}, regions{0};
+        imm_units{0}, imm_overflow{0}, posted{0}, retried{0}, rounds{0}, sleeps{0}, connected{0}, lost{0}, regions{0},
+        services_begun{0}, services_ended{0};
   } counters_;
 
   // Its place on a stage, if it has one: entered before its NICs are made, left after they are gone.

@@ -91,6 +91,8 @@ void check_options(const EngineOptions& options) {
   constexpr size_t kDirectoryBytesMax = 512;
   check_option(options.dump_directory.size() <= kDirectoryBytesMax, "dump_dir", "'" + options.dump_directory + "'",
                "the paths of at most 512 bytes");
+  check_option(options.heartbeat_ns >= 0, "heartbeat_s",
+               std::to_string(static_cast<double>(options.heartbeat_ns) * 1e-9), "the numbers above 0, or none");
   check_option(options.worker_cpu >= -1 && options.worker_cpu < 1024, "worker_cpu", std::to_string(options.worker_cpu),
                "-1..1023");
 }
@@ -172,10 +174,14 @@ const char* event_kind_name(EngineEvent::Kind kind) {
       return "peer-lost";
     case EngineEvent::Kind::kPeerLeft:
       return "peer-left";
+    case EngineEvent::Kind::kPeerSlow:
+      return "peer-slow";
     case EngineEvent::Kind::kPeerFrozen:
       return "peer-frozen";
     case EngineEvent::Kind::kPeerThawed:
       return "peer-thawed";
+    case EngineEvent::Kind::kChecksumMismatch:
+      return "checksum-mismatch";
     case EngineEvent::Kind::kTransportAbsent:
       return "transport-absent";
     case EngineEvent::Kind::kStalled:
@@ -194,12 +200,21 @@ const char* peer_state_name(PeerState state) {
       return "connecting";
     case PeerState::kConnected:
       return "connected";
+    case PeerState::kSlow:
+      return "slow";
     case PeerState::kFrozen:
       return "frozen";
     case PeerState::kLost:
       return "lost";
   }
   return "?";
+}
+
+// Reads all that is to be sent: on the submitting thread, so that nobody else waits meanwhile.
+static void verify(TransferWork& work) {
+  if (work.peer().transport_kind() == TransportKind::kNull)
+    throw UsageError("verify needs a transport that moves bytes, and 'null' does not");
+  make_verify_plan(work);
 }
 
 Peer::Peer(std::shared_ptr<const Address> address, Route route, std::shared_ptr<PeerTrack> track)
@@ -293,12 +308,7 @@ RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
 
 PeerRef Engine::peer(const Address& peer_address) {
   core_->check_usable();
-  {
-    std::lock_guard lock(core_->tables_mutex_);
-    const auto found = core_->peers_.find(peer_address.incarnation);
-    if (found != core_->peers_.end()) return found->second;
-  }
-  return PeerRef::share(&core_->add_peer(peer_address));
+  return core_->add_peer(peer_address);
 }
 
 WaitResult Engine::connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted) {
@@ -318,12 +328,7 @@ void Engine::forget_peer(Peer& peer) {
   core_->forget_peer(peer);
 }
 
-std::vector<PeerRef> Engine::peers() const {
-  std::lock_guard lock(core_->tables_mutex_);
-  std::vector<PeerRef> peers;
-  for (const auto& [incarnation, peer] : core_->peers_) peers.push_back(peer);
-  return peers;
-}
+std::vector<PeerRef> Engine::peers() const { return core_->peers(); }
 
 PeerExplanation Engine::explain(Peer& peer) {
   core_->check_usable();
@@ -390,6 +395,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   work.imm = request.imm;
   work.rail = request.rail;
   work.bulk = request.length_bytes >= kBulkBytes;
+  if (request.verify) verify(work);
   return core_->hand_over(std::move(transfer), request.length_bytes <= kShortBytes);
 }
 
@@ -457,6 +463,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   work.imm = request.imm;
   work.rail = request.rail;
   work.bulk = work.length_bytes >= kBulkBytes;
+  if (request.verify) verify(work);
   return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes && count <= kShortPages);
 }
 
@@ -575,7 +582,7 @@ Ref<ImmCounter> Engine::alloc_imm() {
   return core_->imms_.allocate(Ref<Engine>::share(this));
 }
 
-void Engine::release_imm(uint32_t imm) { core_->imms_.release(imm); }
+void Engine::release_imm(uint32_t imm, bool force) { core_->imms_.release(imm, force); }
 
 Ref<Watcher> Engine::alloc_watcher(Notifier* notifier, uint64_t cookie) {
   core_->check_usable();

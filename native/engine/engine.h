@@ -16,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/heartbeats.h"
 #include "engine/imm_counter.h"
 #include "engine/notifier.h"
 #include "engine/page_indices.h"
@@ -67,6 +68,7 @@ struct EngineOptions {
   uint32_t message_bytes_max = 64 * 1024;      // longest submit_send, at most 256 KiB
   int64_t watcher_poll_ns = 5'000;             // pause between looks at watched words; 0 spins
   int64_t connect_timeout_ns = 5'000'000'000;  // a peer that does not answer the handshake by then is lost
+  int64_t heartbeat_ns = 0;                    // connected peers are asked for a sign of life so often; 0: never
   PrivatePath private_path = PrivatePath::kAuto;
   uint32_t recorder_entries = 1024;     // of each ring of the flight recorder: 0 off, or a power of two 64..2^20
   int64_t watchdog_ns = 0;              // 0: none; else what waits and has not moved for so long is a kStalled event
@@ -82,12 +84,14 @@ struct EngineEvent {
     kImmOverflow,  // arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken
     kPeerConnected,
     kPeerLost,
-    kPeerLeft,    // the same, by closing its engine
-    kPeerFrozen,  // has not moved while something waits for it; may come back
-    kPeerThawed,
-    kStalled,  // nothing has moved for watchdog_ns while something waited; the detail says where the flight recorder is
-    kTransportAbsent,  // a device is there, and yet its transport did not open: peers are reached by a slower one
-    kProtocolError     // malformed bytes from a peer; it was cut off
+    kPeerLeft,          // the same, by closing its engine
+    kPeerSlow,          // with heartbeats: has not answered one within an interval
+    kPeerFrozen,        // has not moved while something waits for it; may come back
+    kPeerThawed,        // slow or frozen, it answers again
+    kChecksumMismatch,  // a peer's checked write is not in our memory as it was sent; it was not counted
+    kStalled,           // nothing has moved for watchdog_ns while something waited; the detail says where the recorder is
+    kTransportAbsent,   // a device is there, and yet its transport did not open: peers are reached by a slower one
+    kProtocolError      // malformed bytes from a peer; it was cut off
   };
   Kind kind;
   std::string peer;
@@ -96,7 +100,7 @@ struct EngineEvent {
 
 const char* event_kind_name(EngineEvent::Kind kind);
 
-enum class PeerState : uint8_t { kUnknown, kConnecting, kConnected, kFrozen, kLost };
+enum class PeerState : uint8_t { kUnknown, kConnecting, kConnected, kSlow, kFrozen, kLost };
 const char* peer_state_name(PeerState state);
 
 // An engine we can reach: one per incarnation. Made by Engine::peer.
@@ -105,6 +109,7 @@ class Peer : public RefCounted<Peer> {
   const Address& address() const { return *address_; }
   const std::shared_ptr<const Address>& shared_address() const { return address_; }
   PeerState state() const { return state_.load(std::memory_order_acquire); }
+  TransportKind transport_kind() const { return route_.kind; }
 
  private:
   friend class Engine;
@@ -147,6 +152,8 @@ struct WriteRequest {
   uint64_t length_bytes = 0;
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;  // kAnyRail: split over all rails when long enough
+  // Sums src up at submit; the target's engine compares that with its memory before it counts (engine/verification.h).
+  bool verify = false;
 };
 
 // Contiguous range pulled from src to dst.
@@ -173,6 +180,7 @@ struct PagedWriteRequest {
   uint64_t page_bytes = 0;
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;
+  bool verify = false;  // as of WriteRequest; pages must not overlap at the target
 };
 
 // Slice i: lengths[i] bytes from src + src_offsets[i] to dsts[i] + dst_offsets[i]. Each target counts 1.
@@ -210,6 +218,7 @@ struct PeerExplanation {
   std::vector<RailExplanation> rails;
   double gb_per_s_expected;  // of all rails, by the speed of their interfaces or ports; 0 unknown
   std::vector<PathExplanation> paths;
+  Heartbeat heartbeat;  // answered == 0: none was
 };
 
 struct EngineStats {
@@ -263,10 +272,12 @@ class Engine : public RefCounted<Engine> {
   // --- counting ---
   // The one counter of this number; kept by the engine until release_imm.
   Ref<ImmCounter> imm_counter(uint32_t imm);
-  // A number that nobody uses, from the upper half of the number space, and its counter.
+  // A number that nobody uses, from the upper half of the number space, and its counter. Never one that was handed out and
+  // not released, that has a counter, or for which something arrived since it was released.
   Ref<ImmCounter> alloc_imm();
-  // The user says: quiesced, no peer will send it any more. Drops the counter; alloc_imm may hand the number out again.
-  void release_imm(uint32_t imm);
+  // The user says: quiesced, no peer will send it any more. Drops the counter; alloc_imm may hand the number out again,
+  // once all others were. Throws UsageError while somebody waits for it, or a part of a count has arrived; force drops both.
+  void release_imm(uint32_t imm, bool force = false);
   Ref<Watcher> alloc_watcher(Notifier* notifier, uint64_t cookie);
 
   // --- running it ---

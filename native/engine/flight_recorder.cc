@@ -42,6 +42,8 @@ const char* flight_state_name(FlightState state) {
       return "connected";
     case FlightState::kFrozen:
       return "frozen";
+    case FlightState::kSlow:
+      return "slow";
     case FlightState::kThawed:
       return "thawed";
     case FlightState::kLost:

@@ -44,6 +44,7 @@ enum class FlightState : uint8_t {
   // of a peer, in the engine's ring
   kConnecting,
   kConnected,
+  kSlow,
   kFrozen,
   kThawed,
   kLost,

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <mutex>
+#include <string>
 
 #include "engine/core.h"
 #include "engine/engine.h"
+#include "util/errors.h"
 #include "util/futex.h"
 
 namespace crossrail {
@@ -83,6 +85,17 @@ void ImmCounter::close() {
   }
   waiters_.clear();
   has_waiters_.store(false, std::memory_order_seq_cst);
+}
+
+void ImmCounter::check_settled() const {
+  const std::string what = "immediate " + std::to_string(imm_) + " cannot be released: ";
+  if (has_waiters_.load(std::memory_order_acquire)) throw UsageError(what + "somebody waits for it");
+  if (const uint64_t part = poll_units() % kUnitsPerCount; part != 0) {
+    throw UsageError(
+        what + std::to_string(part) + "/" + std::to_string(kUnitsPerCount) +
+        " of a count have arrived, the rest is under way, or was when its region was closed or revoked; force "
+        "drops it");
+  }
 }
 
 uint64_t ImmCounter::notify(uint64_t count, Notifier* notifier, uint64_t cookie) {

@@ -44,6 +44,8 @@ class ImmCounter : public RefCounted<ImmCounter> {
   // True: withdrawn, nothing was taken and no cookie comes. False: served already, the cookie comes or came.
   bool cancel_notify(uint64_t ticket);
   const Clock& clock() const;  // that deadlines of wait() are points on
+  // Throws UsageError when counts are expected for certain: somebody waits, or a part of one has arrived.
+  void check_settled() const;
   // True once the engine was closed: notified waiters then got nothing.
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 

@@ -22,39 +22,46 @@ Ref<ImmCounter> ImmTable::find_or_add(const Ref<Engine>& engine, uint32_t imm) {
   return counter;
 }
 
-Ref<ImmCounter> ImmTable::allocate(const Ref<Engine>& engine) {
-  uint32_t imm;
-  {
-    std::lock_guard lock(lock_);
-    while (next_ <= kImmMax && counters_.contains(next_)) ++next_;
-    if (next_ <= kImmMax) {
-      imm = next_++;
-    } else if (!released_.empty()) {
-      imm = released_.front();
-      released_.pop_front();
-    } else {
-      throw UsageError("all " + std::to_string(kImmMax - kFirstAllocated + 1) +
-                       " immediate numbers are in use: release some");
-    }
+// A number without a counter: what has arrived for a released one since takes it out of circulation.
+uint32_t ImmTable::draw() {
+  while (next_ <= kImmMax && counters_.contains(next_)) ++next_;
+  if (next_ <= kImmMax) return next_++;
+  while (!released_.empty()) {
+    const uint32_t imm = released_.front();
+    released_.pop_front();
+    if (!counters_.contains(imm)) return imm;
   }
-  Ref<ImmCounter> counter = find_or_add(engine, imm);
-  if (!counter) {
+  throw UsageError("all " + std::to_string(kImmMax - first_ + 1) + " immediate numbers are in use: release some");
+}
+
+// Drawn and taken under one lock: nothing can arrive in between and pass for a count of the new owner's.
+Ref<ImmCounter> ImmTable::allocate(const Ref<Engine>& engine) {
+  std::lock_guard lock(lock_);
+  if (counters_.size() >= capacity_) {
     throw UsageError("imm_counters_max = " + std::to_string(capacity_) +
                      " counters exist already: release some, or raise it");
+  }
+  const uint32_t imm = draw();
+  auto counter = Ref<ImmCounter>::adopt(new ImmCounter(engine, imm));
+  if (closed_) {
+    counter->close();
+  } else {
+    counters_.emplace(imm, counter);
   }
   return counter;
 }
 
-void ImmTable::release(uint32_t imm) {
+void ImmTable::release(uint32_t imm, bool force) {
   Ref<ImmCounter> dropped;
   {
     std::lock_guard lock(lock_);
     const auto found = counters_.find(imm);
     if (found == counters_.end()) return;
+    if (!force) found->second->check_settled();
     dropped = found->second;
     counters_.erase(found);
-    if (imm >= kFirstAllocated && next_ > imm) released_.push_back(imm);
-    if (is_mutated(Mutation::kReuseImmediateEarly) && imm >= kFirstAllocated) next_ = std::min(next_, imm);
+    if (imm >= first_ && next_ > imm) released_.push_back(imm);
+    if (is_mutated(Mutation::kReuseImmediateEarly) && imm >= first_) next_ = std::min(next_, imm);
     // release: pairs with the acquire in note_arrival; the holder then forgets its remembered counter.
     releases_.fetch_add(1, std::memory_order_release);
   }

@@ -12,16 +12,20 @@
 namespace crossrail {
 
 // Invariant: at most capacity counters; arrivals of further numbers are refused by find_or_add, never dropped silently.
+// Invariant: a number that allocate() gives had no counter: it was released, or never given, and nothing arrived for it since.
 // Threads: any. flush_arrivals, note_arrival: progress holder.
 class ImmTable {
  public:
-  explicit ImmTable(uint32_t capacity) : capacity_(capacity) {}
+  // Allocated are numbers from `first` on.
+  explicit ImmTable(uint32_t capacity, uint32_t first = kFirstAllocated)
+      : capacity_(capacity), first_(first), next_(first) {}
 
   // Null when the table is full.
   Ref<ImmCounter> find_or_add(const Ref<Engine>& engine, uint32_t imm);
   // A number from the upper half that has no counter.
   Ref<ImmCounter> allocate(const Ref<Engine>& engine);
-  void release(uint32_t imm);
+  // Throws UsageError where it can be seen that counts of it are still expected, unless forced: then they are dropped.
+  void release(uint32_t imm, bool force);
   void close_all();
 
   // For dumps: calls visit(imm, units, needed_units) for each counter that somebody waits for. Gives up after a moment
@@ -45,11 +49,15 @@ class ImmTable {
  private:
   static constexpr uint32_t kFirstAllocated = 1u << (kImmBits - 1);
 
+  uint32_t draw();
+
   const uint32_t capacity_;
+  const uint32_t first_;
   mutable SpinLock lock_;  // guards counters_, next_, released_
   std::unordered_map<uint32_t, Ref<ImmCounter>> counters_;
-  uint32_t next_ = kFirstAllocated;
-  std::deque<uint32_t> released_;  // reused only when all numbers were handed out once: the oldest first
+  uint32_t next_;
+  // Reused only when all numbers were handed out once: the oldest first. May hold some that are in use again, or twice.
+  std::deque<uint32_t> released_;
   std::atomic<uint64_t> releases_{0};
   bool closed_ = false;
   // Progress holder: the counter of the last arrival.

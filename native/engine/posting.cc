@@ -24,6 +24,11 @@ constexpr uint64_t kSlicesPerRail = 32;
 // Largest power of two <= value, value in 1..256: its log2.
 constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t>(__builtin_clzll(value)); }
 
+// Asked for by its owner, or by who closes the region it uses.
+bool is_to_be_cancelled(const Transfer& transfer, const TransferWork& work) {
+  return transfer.is_cancel_requested() || (work.local != nullptr && work.local->cancels_ops());
+}
+
 }  // namespace
 
 uint32_t EngineCore::take_submits() {
@@ -45,7 +50,7 @@ void EngineCore::start(Transfer* transfer) {
     finish(transfer, Status::kEngineClosed);
     return;
   }
-  if (transfer->cancel_requested_.load(std::memory_order_acquire)) {
+  if (is_to_be_cancelled(*transfer, work)) {
     finish(transfer, Status::kCancelled);
     return;
   }
@@ -72,7 +77,11 @@ void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
     return;
   }
   const PostItem item{transfer, target};
-  auto& backlog = transfer->work_->kind == OpKind::kSend ? peer.work_->messages : peer.work_->backlog;
+  PeerWork& waiting = *peer.work_;
+  const OpKind kind = transfer->work_->kind;
+  auto& backlog = kind == OpKind::kSend      ? waiting.messages
+                  : kind == OpKind::kService ? waiting.services
+                                             : waiting.backlog;
   if (backlog.empty() && advance(peer, item) == Progress::kAllPosted) {
     close_item(transfer);
     return;
@@ -95,12 +104,14 @@ uint32_t EngineCore::post_backlogs() {
   uint32_t moved = 0;
   for (size_t i = 0; i < busy_.size(); ++i) {
     const PeerRef peer = busy_[i];  // posting may lose the peer
+    moved += post_backlog(*peer, peer->work_->services);
     moved += post_backlog(*peer, peer->work_->messages);
     moved += post_backlog(*peer, peer->work_->backlog);
   }
   std::erase_if(busy_, [](const PeerRef& peer) {
     note_queued(*peer);
-    peer->work_->is_busy = !peer->work_->backlog.empty() || !peer->work_->messages.empty();
+    const PeerWork& work = *peer->work_;
+    peer->work_->is_busy = !work.backlog.empty() || !work.messages.empty() || !work.services.empty();
     return !peer->work_->is_busy;
   });
   runnable_ = runnable_ || moved > 0;
@@ -132,7 +143,7 @@ uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
       ++blocked;
     }
     // Messages keep their place: one blocked means the channel is full.
-    if (&backlog == &peer.work_->messages && progress == Progress::kBlocked) {
+    if (&backlog != &peer.work_->backlog && progress == Progress::kBlocked) {
       backlog.push_front(backlog.back());
       backlog.pop_back();
       break;
@@ -158,6 +169,7 @@ EngineCore::Progress EngineCore::advance(Peer& peer, const PostItem& item) {
     case OpKind::kBarrier:
       return post_target(peer, item.transfer, work.targets[item.target]);
     case OpKind::kSend:
+    case OpKind::kService:
       return post_message(peer, item.transfer);
   }
   return Progress::kAllPosted;
@@ -411,7 +423,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
 EngineCore::Progress EngineCore::post_message(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   WorkRequest request;
-  request.op = WorkOp::kSend;
+  request.op = work.kind == OpKind::kService ? WorkOp::kService : WorkOp::kSend;
   request.local = reinterpret_cast<std::byte*>(work.payload.data());
   request.length_bytes = work.payload.size();
   request.context = transfer;
@@ -513,8 +525,11 @@ void EngineCore::fail(Transfer* transfer, Status status, const std::string& peer
 void EngineCore::finish_if_done(Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   if (work.open_items > 0 || work.retired < work.posted || transfer->done()) return;
+  if (work.has_plan && work.verify->open > 0) return;
   if (work.failure != Status::kDone) {
     finish(transfer, work.failure);
+  } else if (!work.cut_short && work.has_plan && !work.verify->is_asked && !work.verify->checks.empty()) {
+    verifications_.ask(transfer);
   } else if (!work.cut_short) {
     finish(transfer, Status::kDone);
   } else if (is_partly_counted(work)) {
@@ -526,7 +541,9 @@ void EngineCore::finish_if_done(Transfer* transfer) {
 
 void EngineCore::finish(Transfer* transfer, Status status) {
   TransferWork& work = *transfer->work_;
-  if (status == Status::kDone) {
+  if (work.kind == OpKind::kService) {
+    on_service_ended(work, status);
+  } else if (status == Status::kDone) {
     bump(counters_.done);
     if (work.kind == OpKind::kRead) {
       bump(counters_.bytes_read, work.length_bytes);
@@ -560,7 +577,7 @@ void EngineCore::finish(Transfer* transfer, Status status) {
 
 void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {
   peer.track_->queued.store(0, std::memory_order_relaxed);
-  for (auto* backlog : {&peer.work_->backlog, &peer.work_->messages}) {
+  for (auto* backlog : {&peer.work_->backlog, &peer.work_->messages, &peer.work_->services}) {
     std::deque<PostItem> items;
     items.swap(*backlog);
     for (const PostItem& item : items) {
@@ -578,7 +595,7 @@ void EngineCore::scan_cancels() {
   // away, or their flag stays; a plain store could pass the loads below.
   cancel_scan_.exchange(false, std::memory_order_acq_rel);
   const auto is_cut = [](const Transfer* transfer) {
-    return transfer->cancel_requested_.load(std::memory_order_acquire) && !transfer->work_->resumed;
+    return is_to_be_cancelled(*transfer, *transfer->work_) && !transfer->work_->resumed;
   };
   for (const PeerRef& peer : busy_) {
     for (auto* backlog : {&peer->work_->backlog, &peer->work_->messages}) {
@@ -601,8 +618,7 @@ void EngineCore::scan_cancels() {
   transports_.withdraw([](void* context) {
     const auto* transfer = static_cast<Transfer*>(context);
     const TransferWork& work = *transfer->work_;
-    return (work.open_items == 0 || work.cut_short) && !work.resumed &&
-           transfer->cancel_requested_.load(std::memory_order_acquire);
+    return (work.open_items == 0 || work.cut_short) && !work.resumed && is_to_be_cancelled(*transfer, work);
   });
 }
 

@@ -1,7 +1,5 @@
 #include "engine/region.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <thread>
 
@@ -11,55 +9,231 @@
 
 namespace crossrail {
 
+namespace {
+
+constexpr int64_t kAskEveryNs = 200'000;
+
+void nap(Deadline until) {
+  std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, kAskEveryNs)));
+}
+
+}  // namespace
+
 Region::Region(Ref<Engine> engine, LocalRegions local, Access access)
     : engine_(std::move(engine)),
       local_(std::move(local)),
       base_(local_.base()),
       length_bytes_(local_.length_bytes()),
-      access_(access) {
+      access_(access),
+      is_mapped_(local_.is_mapped()) {
   descriptor_.owner = engine_->address();
-  descriptor_.region_id = local_.id();
   descriptor_.length_bytes = length_bytes_;
   descriptor_.access = access;
-  engine_->core().transports().describe(local_, &descriptor_);
+  show(local_);
 }
 
 Region::~Region() {
-  if (engine_->core().forked()) {
-    local_.leak();  // its locks may be held for ever in this process
+  if (engine_->core().forked()) {  // the transports' locks may be held for ever in this process
+    local_.leak();
+    if (shown_) shown_->leak();
+    if (first_) first_->leak();
     return;
   }
+  hide();
   engine_->core().region_gone();
 }
 
 const Clock& Region::clock() const { return engine_->clock(); }
-bool Region::is_mapped() const { return local_.is_mapped(); }
+
+// Peers may name it by this.
+void Region::show(const LocalRegions& region) {
+  descriptor_.region_id = region.id();
+  engine_->core().transports().describe(region, &descriptor_);
+  engine_->core().list_region(region.id(), this);
+  shown_id_.store(region.id(), std::memory_order_seq_cst);
+}
+
+void Region::hide() {
+  if (const uint64_t id = shown_id_.exchange(0, std::memory_order_seq_cst); id != 0) engine_->core().unlist_region(id);
+}
+
+bool Region::try_add_ref() {
+  uint64_t uses = uses_.load(std::memory_order_relaxed);
+  do {
+    if (static_cast<uint32_t>(uses) == 0) return false;
+  } while (!uses_.compare_exchange_weak(uses, uses + 1, std::memory_order_relaxed));
+  return true;
+}
+
+RegionUse::RegionUse(RegionRef region, uint64_t id) : region_(std::move(region)), id_(id) {
+  region_->peer_uses_.fetch_add(1, std::memory_order_seq_cst);
+  if (is_over()) reset();
+}
+
+RegionUse& RegionUse::operator=(RegionUse&& other) noexcept {
+  if (this == &other) return *this;
+  reset();
+  region_ = std::move(other.region_);
+  id_ = other.id_;
+  return *this;
+}
+
+void RegionUse::reset() {
+  // release: pairs with the load in is_quiet() and is_fence_up(), after which the memory may be written.
+  if (region_) region_->peer_uses_.fetch_sub(1, std::memory_order_release);
+  region_ = nullptr;
+}
+
+RegionDescriptor Region::descriptor() const {
+  std::lock_guard lock(fencing_);
+  if (revoked()) throw UsageError("the region is revoked: it has no descriptor that peers could use until renew()");
+  return descriptor_;
+}
+
+// --- waiting ---
+
+// Like EngineCore::wait_until, but goes on when the engine is closed: its own work is over then, yet a peer that was
+// stopped in the middle of something can still be at the memory.
+WaitResult Region::wait_until(const std::function<bool()>& ready, Deadline deadline,
+                              const InterruptCheck& interrupted) {
+  if (ready()) return WaitResult::kReady;
+  WaitResult result = engine_->core().wait_until(ready, nap, deadline, interrupted);
+  // Nobody would drive a simulated peer meanwhile.
+  if (result == WaitResult::kClosed && engine_->core().is_staged())
+    return ready() ? WaitResult::kReady : WaitResult::kTimeout;
+  while (result == WaitResult::kClosed) {
+    if (ready()) return WaitResult::kReady;
+    if (now_ns() >= deadline) return WaitResult::kTimeout;
+    if (interrupted && interrupted()) return WaitResult::kInterrupted;
+    nap(deadline);
+  }
+  return result;
+}
+
+// Never blocks: it may be the progress holder who asks. Somebody else may have seen it through, and renewed since.
+bool Region::is_fence_up() const {
+  const std::unique_lock lock(fencing_, std::try_to_lock);
+  if (lock && fence_.load(std::memory_order_relaxed) != kRevoking) return true;
+  return lock && shown_ && peer_uses_.load(std::memory_order_seq_cst) == 0 &&
+         engine_->core().transports().is_region_quiet(*shown_);
+}
+
+// Likewise. Submitters first: one that stops being one has begun its operation, if it goes on. The loads of inflight_ops
+// pair with the release in EngineCore::finish. No NIC is asked to forget what our own transfers still use.
+bool Region::is_quiet() const {
+  EngineCore& core = engine_->core();
+  if (core.is_submitting() || inflight_ops() != 0) return false;
+  const std::unique_lock lock(fencing_, std::try_to_lock);
+  return lock && peer_uses_.load(std::memory_order_seq_cst) == 0 && core.transports().is_region_quiet(local_) &&
+         (!shown_ || core.transports().is_region_quiet(*shown_));
+}
+
+bool Region::quarantined() const {
+  if (engine_->core().forked()) return false;
+  if (closed()) return phase_.load(std::memory_order_acquire) != kClosed && inflight_ops() == 0 && !is_quiet();
+  return fence_.load(std::memory_order_acquire) == kRevoking;
+}
+
+std::vector<std::string> Region::users() const {
+  if (engine_->core().forked()) return {};
+  std::lock_guard lock(fencing_);
+  const TransportSet& transports = engine_->core().transports();
+  std::vector<std::string> names = transports.users_of(shown_ ? *shown_ : local_);
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  return names;
+}
+
+// --- locking peers out ---
+
+WaitResult Region::revoke(Deadline deadline, const InterruptCheck& interrupted) {
+  EngineCore& core = engine_->core();
+  core.check_usable();
+  {
+    std::lock_guard lock(fencing_);
+    if (closed()) throw UsageError("the region is closed: peers are refused already");
+    if (fence_.load(std::memory_order_relaxed) == kAdmitted) {
+      TransportSet& transports = core.transports();
+      if (shown_) {
+        hide();
+        transports.revoke_region(*shown_);
+      } else {
+        LocalRegions own = transports.register_memory(base_, length_bytes_, Access::kLocal);
+        hide();
+        transports.revoke_region(local_);
+        core.run_as_holder([&] { local_.swap(own); });
+        shown_.emplace(std::move(own));
+      }
+      fence_.store(kRevoking, std::memory_order_release);
+    }
+  }
+  WaitResult result = move_own_transfers(deadline, interrupted);
+  if (result == WaitResult::kReady) {
+    result = wait_until([this] { return is_fence_up(); }, deadline, interrupted);
+  }
+  if (result != WaitResult::kReady) return result;
+  std::lock_guard lock(fencing_);
+  if (fence_.load(std::memory_order_relaxed) == kRevoking) fence_.store(kRevoked, std::memory_order_release);
+  return WaitResult::kReady;
+}
+
+// A NIC cannot forget what peers know while works of our own use that very registration. Asking takes the progress
+// holder, so this is no condition of wait_until.
+WaitResult Region::move_own_transfers(Deadline deadline, const InterruptCheck& interrupted) {
+  EngineCore& core = engine_->core();
+  for (;;) {
+    bool moved = false;
+    if (core.closed()) return WaitResult::kReady;  // no work of our own is left
+    core.run_as_holder([&] {
+      const std::unique_lock lock(fencing_, std::try_to_lock);
+      moved = lock && (fence_.load(std::memory_order_relaxed) != kRevoking || !shown_ ||
+                       core.transports().move_source(*shown_, local_));
+    });
+    if (moved) return WaitResult::kReady;
+    const Deadline next = std::min(deadline, clock().now_ns() + kAskEveryNs);
+    const WaitResult result = core.wait_until([] { return false; }, nap, next, interrupted);
+    if (result == WaitResult::kInterrupted) return result;
+    if (clock().now_ns() >= deadline) return WaitResult::kTimeout;
+  }
+}
+
+void Region::renew() {
+  engine_->core().check_usable();
+  std::lock_guard lock(fencing_);
+  if (closed()) throw UsageError("the region is closed");
+  switch (fence_.load(std::memory_order_relaxed)) {
+    case kAdmitted:
+      throw UsageError("the region is not revoked: peers use it by its present descriptor");
+    case kRevoking:
+      throw UsageError("a peer may still be at the region: revoke() it until it returns");
+    default:
+      break;
+  }
+  LocalRegions fresh = engine_->core().transports().register_memory(base_, length_bytes_, access_);
+  if (shown_ && !first_) first_.emplace(std::move(*shown_));
+  shown_.emplace(std::move(fresh));
+  show(*shown_);
+  fence_.store(kAdmitted, std::memory_order_release);
+}
+
+// --- closing ---
 
 void Region::begin_close() {
   uint8_t expected = kOpen;
   if (!phase_.compare_exchange_strong(expected, kClosing, std::memory_order_seq_cst)) return;
-  if (!engine_->core().forked()) engine_->core().transports().revoke_region(local_);
+  if (engine_->core().forked()) return;
+  std::lock_guard lock(fencing_);
+  hide();
+  engine_->core().transports().revoke_region(local_);
+  if (shown_ && !revoked()) engine_->core().transports().revoke_region(*shown_);
 }
 
-WaitResult Region::close(Deadline deadline, const InterruptCheck& interrupted) {
+WaitResult Region::close(Deadline deadline, const InterruptCheck& interrupted, bool drain) {
   begin_close();
   if (phase_.load(std::memory_order_acquire) == kClosed || engine_->core().forked()) return WaitResult::kReady;
-  // Submitters first: one that stops being one has begun its operation, if it goes on. The loads of inflight_ops pair
-  // with the release in EngineCore::finish.
-  const auto quiet = [this] {
-    EngineCore& core = engine_->core();
-    if (is_mutated(Mutation::kSkipCloseWait)) return true;
-    return !core.is_submitting() && inflight_ops() == 0 && core.transports().is_region_quiet(local_);
-  };
-  WaitResult result = WaitResult::kReady;
-  if (!quiet()) {
-    const auto nap = [&](Deadline until) {
-      std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, 200'000)));
-    };
-    result = engine_->core().wait_until(quiet, nap, deadline, interrupted);
-    // A closed engine's own work is over; only a peer can still be at it.
-    if (result == WaitResult::kClosed) result = quiet() ? WaitResult::kReady : WaitResult::kTimeout;
-  }
+  if (!drain && !cancels_ops_.exchange(true, std::memory_order_relaxed)) engine_->core().request_cancel_scan();
+  const WaitResult result = 
+      wait_until([this] { return is_mutated(Mutation::kSkipCloseWait) || is_quiet(); }, deadline, interrupted);
   if (result == WaitResult::kReady) phase_.store(kClosed, std::memory_order_release);
   return result;
 }

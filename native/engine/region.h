@@ -3,7 +3,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "engine/transports.h"
 #include "engine/waiting.h"
@@ -20,6 +24,8 @@ class Peer;
 
 // Local memory that transfers may use as source, and peers as target.
 // Lifecycle: 1. open. 2. closing: no new submit, peers refused. 3. closed: nothing touches the memory any more.
+// While it is open, peers may be locked out and let in again, any number of times: admitted -> revoking -> revoked ->
+// admitted, each time under an id and keys that were never used before. So a descriptor names one generation of peers.
 // Owner of the memory: the caller, from registration until close() returned kReady; the engine for alloc().
 // Threads: any.
 class Region {
@@ -33,25 +39,50 @@ class Region {
   std::byte* base() const { return base_; }
   uint64_t length_bytes() const { return length_bytes_; }
   Access access() const { return access_; }
-  uint64_t id() const { return descriptor_.region_id; }
   // Engine-owned or shared memory: peers of this host can map it.
-  bool is_mapped() const;
-  const RegionDescriptor& descriptor() const { return descriptor_; }
+  bool is_mapped() const { return is_mapped_; }
+  // What peers of the present generation are to be given. Throws UsageError while they are locked out.
+  RegionDescriptor descriptor() const;
   // Transfers of ours that read from (or, for reads, write to) it now.
   uint32_t inflight_ops() const { return static_cast<uint32_t>(uses_.load(std::memory_order_seq_cst) >> 32); }
   // seq_cst: pairs with close(), see begin_op.
   bool closed() const { return phase_.load(std::memory_order_seq_cst) != kOpen; }
 
+  // Locks peers out: refuses them from now on, and blocks until none of them can touch the memory any more. Our own
+  // transfers go on with it. Descriptors given out so far never work again. kTimeout: refused they are, but one is still
+  // at it (quarantined()): call again. Throws UsageError when closed, TransportError when a NIC does not take the memory
+  // a second time; then nothing has changed.
+  WaitResult revoke(Deadline deadline, const InterruptCheck& interrupted);
+  // Lets peers in again, by a new descriptor. Throws UsageError unless revoke() has returned kReady, and TransportError.
+  void renew();
+  // Peers are locked out, or are being so.
+  bool revoked() const { return fence_.load(std::memory_order_acquire) != kAdmitted; }
+
   // Refuses new use and blocks until neither our worker nor a peer touches the memory. Idempotent. kTimeout: still in
-  // use, and still refusing: call again.
-  WaitResult close(Deadline deadline, const InterruptCheck& interrupted);
-  const Clock& clock() const;  // that deadlines of close() are points on
+  // use, and still refusing: call again. drain: our own transfers with it run to their ends; else they are cancelled
+  // first, which takes back what peers have not begun.
+  WaitResult close(Deadline deadline, const InterruptCheck& interrupted, bool drain = true);
+  const Clock& clock() const;  // that deadlines are points on
   // The first half of close() without the wait.
   void begin_close();
+
+  // Peers are refused and yet one may still touch the memory: it must be neither freed nor used for anything else.
+  bool quarantined() const;
+  // Who keeps it so, as far as that is known: names of peers.
+  std::vector<std::string> users() const;
+  // --- a peer's question about what is in it, answered by the progress holder (RegionUse) ---
+  // A reference for who has none; false: it is being destroyed.
+  bool try_add_ref();
+  // Whether peers may name it by this id now.
+  bool is_open_as(uint64_t id) const { return shown_id_.load(std::memory_order_seq_cst) == id; }
+
+  // close() without drain: the transfers that use it are to be cancelled. relaxed: asked again after request_cancel_scan.
+  bool cancels_ops() const { return cancels_ops_.load(std::memory_order_relaxed); }
 
  private:
   friend class Engine;
   friend class EngineCore;
+  friend class RegionUse;
   Region(Ref<Engine> engine, LocalRegions local, Access access);
   ~Region();
   // A transfer's use: a reference and an operation in flight, in one atomic. seq_cst: who begins and then looks at
@@ -63,12 +94,36 @@ class Region {
     if (static_cast<uint32_t>(uses_.fetch_sub(uses, std::memory_order_acq_rel) - uses) == 0) delete this;
   }
 
-  const Ref<Engine> engine_;  // the transports must outlive local_
-  LocalRegions local_;        // the transports' halves
+  void show(const LocalRegions& region);
+  void hide();
+  bool is_fence_up() const;
+  bool is_quiet() const;
+  WaitResult wait_until(const std::function<bool()>& ready, Deadline deadline, const InterruptCheck& interrupted);
+  WaitResult move_own_transfers(Deadline deadline, const InterruptCheck& interrupted);
+
+  const Ref<Engine> engine_;  // the transports must outlive what follows
+  // The transports' halves. Before the first revoke() local_ is all there is. Then peers and our own transfers part:
+  // local_ is exchanged for one that no peer knows (by the progress holder, who reads it without the mutex), shown_ is
+  // what peers know, or last knew, and first_ what shown_ was before the first renew(): it may own the memory, and is
+  // therefore destroyed last.
+  std::optional<LocalRegions> first_;
+  std::optional<LocalRegions> shown_;
+  LocalRegions local_;
   std::byte* const base_;
   const uint64_t length_bytes_;
   const Access access_;
+  const bool is_mapped_;
+  // Guards the three against other threads than the progress holder, descriptor_, and changes of fence_. Whoever may be
+  // the progress holder only tries to lock it: revoke() becomes the holder while it has it.
+  mutable std::mutex fencing_;
   RegionDescriptor descriptor_;
+  // Under which id peers may name it; 0: under none. seq_cst: who begins a use counts itself, then looks at this; who ends
+  // all uses clears this, then looks at the count.
+  std::atomic<uint64_t> shown_id_{0};
+  std::atomic<uint32_t> peer_uses_{0};
+  enum : uint8_t { kAdmitted, kRevoking, kRevoked };
+  std::atomic<uint8_t> fence_{kAdmitted};
+  std::atomic<bool> cancels_ops_{false};
   // Low half: references. High half: operations in flight; each holds a reference too.
   static constexpr uint64_t kOneOp = (uint64_t{1} << 32) + 1;
   std::atomic<uint64_t> uses_{1};
@@ -77,6 +132,28 @@ class Region {
 };
 
 using RegionRef = Ref<Region>;
+
+// The progress holder looks into a region on behalf of a peer: close() and revoke() wait for the end of it, which comes
+// soon after is_over().
+class RegionUse {
+ public:
+  RegionUse() = default;  // none
+  // None unless the region is open under that id.
+  RegionUse(RegionRef region, uint64_t id);
+  RegionUse(RegionUse&& other) noexcept : region_(std::move(other.region_)), id_(other.id_) {}
+  RegionUse& operator=(RegionUse&& other) noexcept;
+  ~RegionUse() { reset(); }
+
+  explicit operator bool() const { return static_cast<bool>(region_); }
+  const Region* operator->() const { return region_.get(); }
+  // Peers are refused from now on.
+  bool is_over() const { return !region_->is_open_as(id_); }
+
+ private:
+  void reset();
+  RegionRef region_;
+  uint64_t id_ = 0;
+};
 
 // Memory of a peer, resolved once from its descriptor.
 class RemoteRegion : public RefCounted<RemoteRegion> {

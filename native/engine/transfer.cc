@@ -23,6 +23,8 @@ const char* op_kind_name(OpKind kind) {
       return "barrier";
     case OpKind::kSend:
       return "send";
+    case OpKind::kService:
+      return "service";
   }
   return "?";
 }
@@ -116,17 +118,29 @@ TransferInfo Transfer::info() const {
                     .peer = {},
                     .bytes = work_->length_bytes,
                     .bytes_retired = 0,
-                    .imm = work_->imm,
+                    .imm = work_->verify ? work_->verify->imm : work_->imm,
+                    .region_id = 0,
+                    .offset = 0,
+                    .sum_sent = 0,
+                    .sum_found = 0,
                     .detail = {}};
   if (work_->kind == OpKind::kScatter || work_->kind == OpKind::kBarrier) {
     info.peer = std::to_string(work_->targets_total) + " peers";
   } else {
     info.peer = work_->peer().address().name;
+    if (work_->kind != OpKind::kSend && work_->kind != OpKind::kService) {
+      info.region_id = work_->remote->descriptor().region_id;
+      info.offset = work_->remote_offset;
+    }
   }
   if (now == Status::kPending) return info;  // the rest is still the progress holder's
   info.bytes_retired = work_->bytes_retired;
   if (!work_->failed_peer.empty()) info.peer = work_->failed_peer;
   info.detail = work_->detail;
+  if (work_->verify) {
+    info.sum_sent = work_->verify->sum_sent;
+    info.sum_found = work_->verify->sum_found;
+  }
   return info;
 }
 

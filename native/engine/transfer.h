@@ -21,7 +21,7 @@ class EngineCore;
 class TransferPool;
 struct TransferWork;  // what the progress holder knows of it, in engine/transfer_work.h
 
-enum class OpKind : uint8_t { kWrite, kRead, kPagedWrites, kScatter, kBarrier, kSend };
+enum class OpKind : uint8_t { kWrite, kRead, kPagedWrites, kScatter, kBarrier, kSend, kService };
 const char* op_kind_name(OpKind kind);
 
 // Everything an error message needs.
@@ -32,6 +32,10 @@ struct TransferInfo {
   uint64_t bytes;          // asked for
   uint64_t bytes_retired;  // of these, known to have moved
   uint32_t imm;            // or kNoImm
+  uint64_t region_id;      // of the peer, 0: none, or several
+  uint64_t offset;         // in that region, where the first byte, or page 0, is
+  uint64_t sum_sent;       // of kChecksumMismatch: what was sent,
+  uint64_t sum_found;      // and what the target's memory has
   std::string detail;      // more about a failure, may be empty
 };
 
@@ -50,6 +54,8 @@ class alignas(64) Transfer {
   // What is counted is whole: a cancelled write is not counted at all; of a scatter or barrier each target, and of paged
   // writes each page, counts 1 or nothing. A write of which the receiver has counted a part already runs to its end, kDone.
   bool cancel();
+
+  bool is_cancel_requested() const { return cancel_requested_.load(std::memory_order_acquire); }
 
   // Posts `cookie` to `notifier` once at completion. False (and nothing will be posted) when complete already.
   bool notify(Notifier* notifier, uint64_t cookie);

@@ -1,5 +1,7 @@
 #include "engine/transfer_work.h"
 
+#include <utility>
+
 namespace crossrail {
 
 void TransferWork::recycle() {
@@ -25,6 +27,7 @@ void TransferWork::recycle() {
       group = nullptr;
       break;
     case OpKind::kSend:
+    case OpKind::kService:
       payload.clear();
       receiver = nullptr;
       break;
@@ -32,6 +35,7 @@ void TransferWork::recycle() {
   failure = Status::kDone;
   if (cut_short || resumed) kept_bytes.clear();
   bulk = cut_short = resumed = false;
+  if (std::exchange(has_plan, false)) verify.reset();
   imm = kNoImm;
   rail = kAnyRail;
   open_items = posted = retired = 0;

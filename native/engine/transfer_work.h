@@ -8,6 +8,7 @@
 
 #include "engine/engine.h"
 #include "engine/transfer.h"
+#include "engine/verification.h"
 
 namespace crossrail {
 
@@ -33,6 +34,7 @@ struct alignas(64) TransferWork {
   Status failure = Status::kDone;
   bool bulk = false;
   bool cut_short = false;  // cancelled with something left unposted, or taken back
+  bool has_plan = false;   // `verify` is set
   uint32_t imm = kNoImm;
   uint32_t rail = kAnyRail;
   uint32_t open_items = 0;  // entries in peers' backlogs
@@ -74,14 +76,17 @@ struct alignas(64) TransferWork {
   uint64_t targets_total = 0;  // kept for messages after the targets are dropped
   PeerGroupRef group;          // of a barrier
 
-  std::vector<uint8_t> payload;  // send
+  std::vector<uint8_t> payload;  // send, service
+  uint64_t service_token = 0;    // service: the sender's
+
+  std::unique_ptr<VerifyPlan> verify;  // of a checked write: `imm` is in it
 
   // of a failure
   std::string failed_peer;
   std::string detail;
 
   // Of single-peer operations.
-  Peer& peer() const { return kind == OpKind::kSend ? *receiver : *remote->peer(); }
+  Peer& peer() const { return kind == OpKind::kSend || kind == OpKind::kService ? *receiver : *remote->peer(); }
   void set_remote(RemoteRegion* region) {
     if (remote.get() != region) remote = RemoteRegionRef::share(region);
   }

@@ -25,6 +25,12 @@ void LocalRegions::leak() {
   ids_ = nullptr;
 }
 
+void LocalRegions::swap(LocalRegions& other) noexcept {
+  std::swap(ids_, other.ids_);
+  std::swap(id_, other.id_);
+  halves_.swap(other.halves_);
+}
+
 // --- TransportSet ---
 
 namespace {
@@ -181,6 +187,22 @@ bool TransportSet::is_region_quiet(const LocalRegions& region) const {
     if (!transports_[i]->is_region_quiet(*region.halves_[i])) return false;
   }
   return true;
+}
+
+std::vector<std::string> TransportSet::users_of(const LocalRegions& region) const {
+  std::vector<std::string> names;
+  for (uint32_t i = 0; i < size_; ++i) {
+    for (std::string& name : transports_[i]->users_of(*region.halves_[i])) names.push_back(std::move(name));
+  }
+  return names;
+}
+
+bool TransportSet::move_source(const LocalRegions& from, const LocalRegions& to) const {
+  bool all = true;
+  for (uint32_t i = 0; i < size_; ++i) {
+    all = transports_[i]->move_source(*from.halves_[i], *to.halves_[i]) && all;
+  }
+  return all;
 }
 
 void TransportSet::withdraw(bool (*wanted)(void* context)) {

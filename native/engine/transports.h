@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "engine/region_ids.h"
 #include "engine/routes.h"
@@ -31,6 +32,7 @@ class LocalRegions {
   LocalRegion* on(uint32_t transport) const { return halves_[transport].get(); }
   // In a forked child, where the transports' locks may be held for ever: never destroyed.
   void leak();
+  void swap(LocalRegions& other) noexcept;
 
  private:
   friend class TransportSet;
@@ -76,6 +78,10 @@ class TransportSet {
   void describe(const LocalRegions& region, RegionDescriptor* descriptor) const;
   void revoke_region(LocalRegions& region);
   bool is_region_quiet(const LocalRegions& region) const;
+  // Names of peers that keep the revoked region from becoming quiet, as far as the transports know.
+  std::vector<std::string> users_of(const LocalRegions& region) const;
+  // Progress holder: Transport::move_source of each.
+  bool move_source(const LocalRegions& from, const LocalRegions& to) const;
 
   // --- all at once ---
   uint32_t poll() {

@@ -383,6 +383,8 @@ const char* status_name(Status status) {
       return "engine-closed";
     case Status::kTransportFailed:
       return "transport-failed";
+    case Status::kChecksumMismatch:
+      return "checksum-mismatch";
   }
   return "?";
 }

@@ -51,7 +51,11 @@ class RemoteKey {
   virtual ~RemoteKey() = default;
 };
 
-enum class WorkOp : uint8_t { kWrite, kRead, kSend };
+// kService: what the peer's engine itself is told (Sink::on_service). At most kServiceBytesMax, kept in place until it is
+// retired; kDone then says that the peer's engine has it. Never held back by the peer's receive pool, nor by messages.
+enum class WorkOp : uint8_t { kWrite, kRead, kSend, kService };
+inline constexpr uint64_t kServiceBytesMax = 4000;  // a fragment of rdma
+inline constexpr uint32_t kServicesQueuedMax = 64;  // of one link, accepted and not retired: post() takes no more
 
 // One piece of work for one rail. 64 bytes: a cache line per piece.
 struct WorkRequest {
@@ -61,9 +65,9 @@ struct WorkRequest {
   uint32_t wire_imm = 0;  // share code and number (engine/sharding.h)
   std::byte* local = nullptr;
   uint64_t length_bytes = 0;
-  RemoteKey* remote = nullptr;  // null for kSend, and for an immediate without bytes that concerns no region
+  RemoteKey* remote = nullptr;  // null for kSend, kService, and for an immediate without bytes that concerns no region
   uint64_t remote_offset = 0;
-  LocalRegion* local_region = nullptr;  // null for kSend
+  LocalRegion* local_region = nullptr;  // null for kSend, kService
   void* context = nullptr;              // given back when retired
   uint32_t tag = 0;                     // given back when taken back; requests of one context may differ in it
   uint32_t reserved = 0;                // the engine's own
@@ -96,6 +100,8 @@ class Sink {
   enum class Offer : uint8_t { kTaken, kHold, kTooLong };
   // A message arrived. kHold: keep it and offer it again at the next poll.
   virtual Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
+  // What the peer's engine tells ours: untrusted, 0..kServiceBytesMax bytes. Once for each, in any order. Takes a note.
+  virtual void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
   virtual void on_link_up(Link& link) = 0;
   // The peer is gone: post no more. Everything still posted on the link is retired next, then the link is deleted.
   // orderly: the peer's engine was closed, not killed.
@@ -142,8 +148,15 @@ class Transport {
   virtual std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) = 0;
   // Refuses peers from now on.
   virtual void revoke_region(LocalRegion& region) = 0;
-  // True when neither a peer nor our progress holder touches the revoked region any more.
+  // True when neither a peer nor our progress holder touches the revoked region any more. Where move_source() means
+  // something, our own work requests that name the region have ended, or were moved, before this is asked.
   virtual bool is_region_quiet(const LocalRegion& region) = 0;
+  // Names of the peers that may still touch the revoked region, as far as it is known who they are.
+  virtual std::vector<std::string> users_of(const LocalRegion&) { return {}; }
+  // Progress holder. Our own work requests that name `from` and are not with a device yet go on with `to`, which is the
+  // same memory. True when none names `from` any more: asked until then. True at once where work requests do not need
+  // the region they name.
+  virtual bool move_source(const LocalRegion&, LocalRegion&) { return true; }
 
   // --- peers ---
   // Starts connecting; on_link_up or on_link_down follows. Work may be posted before that; it is then not accepted.

@@ -54,14 +54,15 @@ inline std::byte* const kPhantomBase =
 enum class Status : uint8_t {
   kPending = 0,
   kDone,
-  kCancelled,       // asked for by the user; nothing of it moves any more
-  kPeerLost,        // the peer died, left, or is of an older incarnation
-  kRegionClosed,    // the remote region was closed, or never existed
-  kOutOfBounds,     // refused by the target: past the region's end
-  kAccessDenied,    // refused by the target: region not open to this operation
-  kMessageTooLong,  // no receive buffer of the target can hold it
-  kEngineClosed,    // our own engine was closed first
-  kTransportFailed  // anything else; the detail says what
+  kCancelled,        // asked for by the user; nothing of it moves any more
+  kPeerLost,         // the peer died, left, or is of an older incarnation
+  kRegionClosed,     // the remote region was closed, or never existed
+  kOutOfBounds,      // refused by the target: past the region's end
+  kAccessDenied,     // refused by the target: region not open to this operation
+  kMessageTooLong,   // no receive buffer of the target can hold it
+  kEngineClosed,     // our own engine was closed first
+  kTransportFailed,  // anything else; the detail says what
+  kChecksumMismatch  // a checked write: the target's memory is not what was sent
 };
 const char* status_name(Status status);
 

@@ -9,6 +9,7 @@ from crossrail._core import Address, Message, PeerGroup, RegionDescriptor, Trans
 from crossrail.counters import CountTicket, ImmCounter
 from crossrail.engine import Engine
 from crossrail.errors import (
+    ChecksumMismatch,
     CrossrailError,
     EngineClosed,
     LateWrite,
@@ -25,7 +26,7 @@ from crossrail.errors import (
 )
 from crossrail.flight import dump_on_signal
 from crossrail.messages import ReceivePool
-from crossrail.peers import EngineEvent, Explanation, PathExplanation
+from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
 from crossrail.poison import Poisoned
 from crossrail.rdma import RdmaOptions
 from crossrail.regions import Region
@@ -35,12 +36,14 @@ _libfabric.announce()
 
 __all__ = [
     "Address",
+    "ChecksumMismatch",
     "CountTicket",
     "CrossrailError",
     "Engine",
     "EngineClosed",
     "EngineEvent",
     "Explanation",
+    "Heartbeat",
     "ImmCounter",
     "LateWrite",
     "Message",

@@ -20,9 +20,9 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
     ),
     "region-closed": (
         errors.RemoteRegionClosed,
-        "the peer closed the region",
+        "the peer closed or revoked the region",
         "",
-        "get a descriptor of a region that is open",
+        "get a descriptor of a region that is open: one that was revoked has another when it is renewed",
     ),
     "out-of-bounds": (
         errors.RemoteAccessError,
@@ -35,6 +35,12 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
         "refused by the peer",
         "the region is not open to this operation",
         "register it there with access='write' (or 'read' for reads)",
+    ),
+    "checksum-mismatch": (
+        errors.ChecksumMismatch,
+        "the peer's memory is not what was sent",
+        "",
+        "see that nobody changes the source, or writes to the target, meanwhile; else distrust memory and network",
     ),
     "message-too-long": (
         errors.MessageTooLong,
@@ -79,9 +85,14 @@ def transfer_failed(
     nbytes: int,
     nbytes_retired: int,
     imm: int | None,
+    region: int | None,
+    offset: int,
+    sums: tuple[int, int],
     detail: str,
 ) -> errors.CrossrailError:
     what = _operation(engine, op, peer, nbytes, imm)
+    if region is not None:
+        what += f" (its region {region}, offset {offset})"
     if status == "engine-closed":
         return errors.EngineClosed(f"{what} was not finished: engine '{engine.name}' was closed first")
     _log_events(engine)
@@ -90,7 +101,7 @@ def transfer_failed(
     )
     because = f": {detail or otherwise}" if detail or otherwise else ""
     then = f". Next: {remedy}" if remedy else ""
-    return kind(
+    error = kind(
         f"{what} failed: {cause}{because}; {nbytes_retired} bytes had moved{then}",
         op=op,
         peer=peer,
@@ -99,7 +110,12 @@ def transfer_failed(
         imm=imm,
         status=status,
         detail=detail,
+        region=region,
+        offset=None if region is None else offset,
     )
+    if isinstance(error, errors.ChecksumMismatch):
+        error.sum_sent, error.sum_found = sums
+    return error
 
 
 def transfer_timeout(
@@ -134,10 +150,15 @@ def counter_closed(engine: _core.Engine, imm: int, arrived: int, expected: int) 
     )
 
 
-def region_in_use(engine: _core.Engine, nbytes: int, inflight: int, timeout_s: float | None) -> errors.WaitTimeout:
+def region_in_use(
+    engine: _core.Engine, call: str, nbytes: int, inflight: int, users: list[str], timeout_s: float | None
+) -> errors.WaitTimeout:
+    peers = "by " + " and ".join(f"peer {name!r}" for name in users) if users else "perhaps by peers"
+    ours = "" if call == "revoke" or not inflight else f"by {inflight} transfers of our own, "
+    refuses = "It refuses peers" if call == "revoke" else "It refuses new use"
     return errors.WaitTimeout(
-        f"region of {nbytes} bytes of engine '{engine.name}' is still in use{_within(timeout_s)}, by {inflight} "
-        "transfers of our own or by peers. It refuses new use; its memory must stay. Next: close() it again"
+        f"region of {nbytes} bytes of engine '{engine.name}' is still in use{_within(timeout_s)}, {ours}{peers}. "
+        f"{refuses}; its memory must stay as it is. Next: {call}() it again"
     )
 
 

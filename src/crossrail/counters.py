@@ -80,9 +80,14 @@ class ImmCounter(_core.ImmCounter):
         callbacks.start()
         return ticket
 
-    def release(self) -> None:
-        """Gives the number back. Call it when no peer will send it any more: it may then be handed out again."""
-        self._engine.release_imm(self.imm)
+    def release(self, *, force: bool = False) -> None:
+        """Gives the number back. Call it when no peer will send it any more: it may then be handed out again.
+
+        It rests until all others were handed out; what arrives for it meanwhile puts it in use again. Raises UsageError
+        where it can be seen that counts are expected: somebody waits for it, or a part of one has arrived (the rest is
+        under way, or the write was fenced off in the middle). force: drops both; who waits gets EngineClosed.
+        """
+        self._engine.release_imm(self.imm, force=force)
 
     def __repr__(self) -> str:
         return f"<ImmCounter {self.imm}: {self.poll()} arrived>"

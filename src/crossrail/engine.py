@@ -20,7 +20,7 @@ from crossrail.counters import ImmCounter
 from crossrail.errors import UsageError
 from crossrail.flight import default_directory, parse_dump
 from crossrail.messages import ReceivePool
-from crossrail.peers import EngineEvent, Explanation, PathExplanation
+from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
 from crossrail.rdma import RdmaOptions
 from crossrail.regions import Region
 from crossrail.watchers import Watcher
@@ -33,8 +33,10 @@ _EVENT_LEVELS = {
     "peer-thawed": logging.INFO,
     "peer-lost": logging.WARNING,
     "peer-left": logging.INFO,
+    "peer-slow": logging.INFO,
     "peer-frozen": logging.WARNING,
     "stalled": logging.WARNING,
+    "checksum-mismatch": logging.ERROR,
     "transport-absent": logging.WARNING,
     "protocol-error": logging.ERROR,
     "imm-overflow": logging.ERROR,
@@ -79,6 +81,8 @@ class Engine(_core.Engine):
     64..2**20; 0: off. watchdog_s: what waits and has not moved for so long is an event, "stalled", and the recorder is
     written to a file, once per stall; None: no watchdog. dump_dir: where the watchdog, dump_on_signal and a failed
     assertion write it; None: CROSSRAIL_DUMP_DIR's value, TMPDIR's, or /tmp.
+    heartbeat_s: connected peers, idle ones too, are asked for a sign of life so often; one that does not answer within
+    heartbeat_s is "slow", within three times that "frozen" (peer_state, events, explain); None: never.
     require: clauses that must hold once it is open, as "shm, rails>=4": shm, tcp, verbs, ofi, rdma (verbs or ofi),
     gpudirect, rails>=N (also = and >), speed>=X (Gb/s of all interfaces that the rails are on and that say theirs). If
     one does not, the engine is closed again and TransportError says which and why. require() does so for one peer.
@@ -102,6 +106,7 @@ class Engine(_core.Engine):
         watcher_poll_us: float = 5.0,
         connect_timeout_s: float = 5.0,
         private_path: str = "auto",
+        heartbeat_s: float | None = None,
         rdma: RdmaOptions | None = None,
         recorder_entries: int = 1024,
         watchdog_s: float | None = None,
@@ -124,7 +129,7 @@ class Engine(_core.Engine):
         super().__init__(
             name, transport, rails, port, _secret_bytes(secret), peer_timeout_s, polling, spin_us, worker_cpu,
             submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
-            (rdma or RdmaOptions()).as_tuple(),
+            heartbeat_s or 0.0, (rdma or RdmaOptions()).as_tuple(),
             (recorder_entries, watchdog_s, default_directory() if dump_dir is None else os.fspath(dump_dir)),
             place and place.world, place and place.host,
         )  # fmt: skip
@@ -244,9 +249,10 @@ class Engine(_core.Engine):
 
     def explain(self, peer: Address | bytes) -> Explanation:
         """Which way bytes go to this peer, and why: print it. Any thread."""
-        name, transport, reason, state, note, rails, endpoints, gb_per_s, paths = self._explain(peer)
+        name, transport, reason, state, note, rails, endpoints, gb_per_s, paths, beat = self._explain(peer)
         shown = [PathExplanation(*path) for path in paths]
-        return Explanation(name, transport, reason, state, note, rails, endpoints, gb_per_s, shown)
+        heartbeat = None if beat is None else Heartbeat(*beat)
+        return Explanation(name, transport, reason, state, note, rails, endpoints, gb_per_s, shown, heartbeat)
 
     def require(self, peer: Address | bytes, clauses: str) -> None:
         """Raises TransportError unless all clauses hold for the path to this connected peer, by explain(). Any thread.
@@ -260,7 +266,7 @@ class Engine(_core.Engine):
 
         parsed = policy.parse(clauses)
         explanation = self.explain(peer)
-        if explanation.state not in ("connected", "frozen", "lost"):
+        if explanation.state not in ("connected", "slow", "frozen", "lost"):
             raise UsageError(f"peer '{explanation.peer}' is {explanation.state}, must be connected: connect() first")
         policy.check(parsed, policy.of_path(self, explanation, parsed))
 

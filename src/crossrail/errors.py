@@ -45,6 +45,8 @@ class TransferError(CrossrailError):
 
     op: "write", "read", ...; peer: name of the peer; nbytes: bytes asked for; nbytes_retired: of these, known to have
     moved; imm: its immediate or None; status: how it ended; detail: more about the cause, may be empty.
+    region: number of the peer's region (RegionDescriptor.region), offset: where in it; None where there is none, or are
+    several, as of a scatter.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class TransferError(CrossrailError):
         imm: int | None = None,
         status: str = "",
         detail: str = "",
+        region: int | None = None,
+        offset: int | None = None,
     ) -> None:
         super().__init__(message)
         self.op = op
@@ -67,6 +71,8 @@ class TransferError(CrossrailError):
         self.imm = imm
         self.status = status
         self.detail = detail
+        self.region = region
+        self.offset = offset
 
 
 class PeerLost(TransferError):
@@ -78,11 +84,22 @@ class TransferCancelled(TransferError):
 
 
 class RemoteRegionClosed(TransferError):
-    """The peer closed the region, or never had it."""
+    """The peer closed or revoked the region, or never had it."""
 
 
 class RemoteAccessError(TransferError):
     """The target refused: past the region's end, or not open to this operation."""
+
+
+class ChecksumMismatch(TransferError):
+    """A write with verify=True: the peer's memory is not what was sent. It was not counted.
+
+    sum_sent, sum_found: 64-bit checksums of what was sent and of what the peer's memory has; of paged writes, of the
+    first group of pages that differs.
+    """
+
+    sum_sent: int = 0
+    sum_found: int = 0
 
 
 class MessageTooLong(TransferError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from crossrail._core import Address, PeerGroup
 
-__all__ = ["Address", "EngineEvent", "Explanation", "PathExplanation", "PeerGroup"]
+__all__ = ["Address", "EngineEvent", "Explanation", "Heartbeat", "PathExplanation", "PeerGroup"]
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,12 @@ class EngineEvent:
     """Something that happened outside of any transfer.
 
     kind: "imm-overflow" (arrivals of more distinct immediates than imm_counters_max were dropped: the job is broken),
-    "peer-connected", "peer-lost", "peer-left" (it closed), "peer-frozen", "peer-thawed", "protocol-error" (malformed
-    bytes; the peer was cut off), "stalled" (of watchdog_s: what waits for this peer has not moved; without a peer:
-    nobody drives the engine; the detail says where the flight recorder was written), "transport-absent" (it has a
-    device, and yet did not open: peers are reached by a slower one).
+    "peer-connected", "peer-lost", "peer-left" (it closed), "peer-slow" (with heartbeats: no answer within an interval),
+    "peer-frozen" (it does not move), "peer-thawed" (slow or frozen, it answers again), "checksum-mismatch" (a peer's
+    write with verify=True is not in our memory as it was sent; it was not counted), "protocol-error" (malformed bytes;
+    the peer was cut off, or, where it says so, they were ignored), "stalled" (of watchdog_s: what waits for this peer has
+    not moved; without a peer: nobody drives the engine; the detail says where the recorder was written), "transport-absent" (it has a device, and yet did
+    not open: peers are reached by a slower one).
     peer: its name, may be empty.
     """
 
@@ -38,12 +40,24 @@ class PathExplanation:
 
 
 @dataclass(frozen=True)
+class Heartbeat:
+    """What heartbeats to a peer have shown: how many it answered, and round trips through both engines in seconds."""
+
+    answered: int
+    rtt_s: float
+    rtt_smooth_s: float
+    rtt_min_s: float
+    rtt_max_s: float
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What an engine knows of a peer, and which way bytes go to it. str() is for people.
 
     transport: the one chosen for this peer; reason: why. note: why lost or frozen, may be empty.
     rails: pairs, ours and theirs; endpoints: where these are, as "ip:port", empty where there are none.
     gb_per_s_expected: of all rails together, by the speed of their interfaces; 0 when that is not known.
+    heartbeat: None while none was answered.
     """
 
     peer: str
@@ -55,6 +69,7 @@ class Explanation:
     endpoints: list[tuple[str, str]]
     gb_per_s_expected: float
     paths: list[PathExplanation]
+    heartbeat: Heartbeat | None = None
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
@@ -64,6 +79,12 @@ class Explanation:
             pairs = [f"{ours} -> {theirs}{place}" for (ours, theirs), place in zip(self.rails, places, strict=True)]
             speed = f"; {self.gb_per_s_expected:.1f} GB/s by their interfaces" if self.gb_per_s_expected else ""
             lines.append(f"  rails (ours -> theirs): {', '.join(pairs)}{speed}")
+        if self.heartbeat:
+            beat = self.heartbeat
+            lines.append(
+                f"  {beat.answered} heartbeats answered, the last after {beat.rtt_s * 1e6:.0f} us "
+                f"({beat.rtt_min_s * 1e6:.0f} to {beat.rtt_max_s * 1e6:.0f}, mostly {beat.rtt_smooth_s * 1e6:.0f})"
+            )
         for path in self.paths:
             speed = f", {path.gb_per_s:.1f} GB/s measured" if path.gb_per_s else ""
             lines.append(f"  {path.what}: {path.path}, {path.bytes} bytes so far{speed}; {path.reason}")

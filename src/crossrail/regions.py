@@ -20,6 +20,7 @@ class Region(_core.Region):
     """Local memory that transfers may use as source, and peers as target. Made by Engine.register and Engine.alloc.
 
     Lifecycle: 1. open. 2. closing: new use is refused, here and to peers. 3. closed: nothing touches the memory.
+    While it is open, revoke() locks peers out and renew() lets them in again, by a new descriptor.
     Owner of the memory: whoever owned it before. The region keeps that Python object alive until it is closed and no
     view() of it is left. A region that the garbage collector takes is closed, and the engine keeps the object until
     the last transfer with it has ended.
@@ -70,12 +71,27 @@ class Region(_core.Region):
         """
         return Poisoned(self, pages, page_bytes, page_bytes if stride is None else stride, offset)
 
-    def close(self, timeout_s: float | None = 5.0) -> None:
+    def close(self, timeout_s: float | None = 5.0, *, drain: bool = True) -> None:
         """Refuses new use and blocks until nothing touches the memory, GIL released. Idempotent.
 
-        Raises WaitTimeout when it is still in use after timeout_s: it goes on refusing; call again.
+        drain: transfers of ours that use it run to their ends; False cancels them first, which takes back what peers
+        have not begun. What peers have begun to do with it ends first in either case.
+        Raises WaitTimeout, naming the peers where that is known, when it is still in use after timeout_s: it goes on
+        refusing; call again. Until then see quarantined.
         """
-        self._close(timeout_s)
+        self._close(timeout_s, drain)
+
+    def revoke(self, timeout_s: float | None = 5.0) -> None:
+        """Locks peers out: returns once none of them can touch the memory any more, GIL released. Any thread.
+
+        All descriptors given out so far are dead for good: what peers do by them fails there with RemoteRegionClosed,
+        and nothing of it lands or is counted, however late it comes. Our own transfers go on using the memory. So a
+        writer that was slow, frozen or replaced is fenced off; renew() lets its successor in.
+        Raises WaitTimeout, naming the peers where that is known, when one is still in the middle of something after
+        timeout_s: all others are refused already; call again. UsageError when closed, TransportError when a NIC does
+        not register the memory a second time: then nothing has changed.
+        """
+        self._revoke(timeout_s)
 
     def __enter__(self) -> Region:
         return self
@@ -87,4 +103,5 @@ class Region(_core.Region):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"{self.access}, {'mapped' if self.mapped else 'private'}"
+        state += ", revoked" if self.revoked and not self.closed else ""
         return f"<Region of {self.nbytes} bytes at {self.base:#x}, {state}>"

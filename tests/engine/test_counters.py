@@ -9,6 +9,7 @@ import pytest
 import crossrail as xr
 from tests.conftest import EngineFactory
 from tests.support.limits import NEVER_S, WAIT_S, eventually, never
+from tests.support.tcp_wire import RawPeer, write_frame
 
 IMM_MAX = 2**28 - 1
 
@@ -172,6 +173,34 @@ def test_release_of_a_plain_number_drops_its_counts(engine: xr.Engine) -> None:
     engine.release_imm(3)
 
     assert engine.imm_counter(3).poll() == 0
+
+
+def test_number_that_somebody_waits_for_is_not_released(engine: xr.Engine) -> None:
+    counter = engine.alloc_imm()
+    ticket = counter.on_count(2, lambda: None)
+
+    with pytest.raises(xr.UsageError, match="waits"):
+        counter.release()
+    assert ticket.cancel()
+
+    counter.release()
+
+
+def test_number_with_a_part_of_a_count_is_not_released_unless_forced(open_engine: EngineFactory) -> None:
+    """Writes over rails count in shares; one that is fenced off in the middle leaves some."""
+    engine = open_engine(transport="tcp", rails=["127.0.0.1"])
+    counter = engine.alloc_imm()
+    half = 1 << 28  # share code 1
+    with RawPeer(engine.address).connected() as connection:
+        connection.sendall(write_frame(0, [(0, b"", counter.imm | half)]))
+        eventually(lambda: engine.stats()["imm_units_received"] == 24, "half a count")
+
+        with pytest.raises(xr.UsageError, match="24/48 of a count"):
+            counter.release()
+        assert counter.poll() == 0
+        counter.release(force=True)
+
+    assert counter.closed
 
 
 def test_numbers_do_not_run_out_when_released(open_engine: EngineFactory) -> None:

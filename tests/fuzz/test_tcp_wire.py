@@ -146,6 +146,8 @@ def frames(region: int, rng: np.random.Generator) -> list[bytes]:
         ),
         lambda: wire.message_frame(int(rng.integers(1, 50)), rng.bytes(int(rng.integers(0, 100)))),
         lambda: wire.ping_frame(),
+        lambda: wire.service_frame(wire.SERVICE_PING),
+        lambda: wire.service_frame(rng.bytes(int(rng.integers(0, 200)))),
         lambda: wire.resolve_frame(int(rng.integers(0, 3)), int(rng.integers(0, 3)), int(rng.integers(0, 5))),
         lambda: wire.frame(wire.Frame.ACK, struct.pack("<QQII", int(rng.integers(0, 9)), 1, 0, 0)),
         lambda: wire.frame(wire.Frame.BYE, b"so long"),
@@ -202,6 +204,7 @@ def answers(link_id: int, rng: np.random.Generator) -> bytes:
         wire.frame(wire.Frame.SHARE, struct.pack("<QIIQ", number(), 2 * channel, status, number())),
         wire.frame(wire.Frame.SHARED, struct.pack("<IIQ", channel, status, read_id) + b"why"),
         wire.frame(wire.Frame.CLOSING, b"so long"),
+        wire.service_frame(wire.SERVICE_PING),
         wire.write_frame(number(), [(number(), rng.bytes(20), 5)]),
         wire.ping_frame(),
     ]

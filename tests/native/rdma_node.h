@@ -77,6 +77,9 @@ class Node final : public Sink {
     ++work.withdrawn;
   }
   void on_imm(uint32_t imm, uint64_t units) override { counts[imm] += units; }
+  void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override {
+    services.emplace_back(sender->name, std::string(payload.begin(), payload.end()));
+  }
   Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override {
     if (holds) return Offer::kHold;
     if (payload.size() > longest_message) return Offer::kTooLong;
@@ -195,6 +198,7 @@ class Node final : public Sink {
   std::map<uint64_t, std::unique_ptr<RemoteKey>> keys;
   std::map<uint32_t, uint64_t> counts;
   std::vector<std::pair<std::string, std::string>> messages;
+  std::vector<std::pair<std::string, std::string>> services;
   std::vector<std::string> errors;
   std::function<void(Work&)> on_done;
   bool holds = false;

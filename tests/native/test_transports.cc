@@ -33,6 +33,7 @@ class QuietSink final : public Sink {
   void on_withdrawn(Link&, void*, uint32_t, uint64_t) override {}
   void on_imm(uint32_t, uint64_t) override {}
   Offer on_message(const std::shared_ptr<const Address>&, std::span<const uint8_t>) override { return Offer::kTaken; }
+  void on_service(const std::shared_ptr<const Address>&, std::span<const uint8_t>) override {}
   void on_link_up(Link&) override {}
   void on_link_down(Link&, const std::string&, bool) override {}
   void on_link_frozen(Link&, bool, const std::string&) override {}

@@ -51,6 +51,7 @@ class Node:
         self._backing: dict[int, ByteArray] = {}
         self._owner: dict[int, str] = {}
         self._pools: dict[str, xr.ReceivePool] = {}
+        self._events: dict[str, list[xr.EngineEvent]] = {}
         self._streams: dict[int, Stream] = {}
         self._stopping: dict[str, threading.Event] = {}
         self._threads: dict[str, list[threading.Thread]] = {}
@@ -90,6 +91,15 @@ class Node:
         state: str = self._engines[engine].peer_state(bytes.fromhex(peer))
         return state
 
+    def keep_events(self, engine: str) -> None:
+        """From now on event_kinds tells what happened."""
+        kept: list[xr.EngineEvent] = []
+        self._events[engine] = kept
+        self._engines[engine].on_event(kept.append)
+
+    def event_kinds(self, engine: str) -> list[str]:
+        return [event.kind for event in self._events[engine]]
+
     def stats(self, engine: str) -> dict[str, int]:
         return dict(self._engines[engine].stats())
 
@@ -121,6 +131,12 @@ class Node:
 
     def close_memory(self, number: int, timeout_s: float = WAIT_S) -> None:
         self._regions[number].close(timeout_s)
+
+    def revoke_memory(self, number: int, timeout_s: float = WAIT_S) -> None:
+        self._regions[number].revoke(timeout_s)
+
+    def renew_memory(self, number: int) -> str:
+        return self._regions[number].renew().to_bytes().hex()
 
     # --- counting ---
     def count(self, engine: str, imm: int) -> int:
@@ -259,6 +275,13 @@ class RemoteMemory:
 
     def close(self, timeout_s: float = WAIT_S) -> None:
         self._caller.call("close_memory", number=self.number, timeout_s=timeout_s)
+
+    def revoke(self, timeout_s: float = WAIT_S) -> None:
+        self._caller.call("revoke_memory", number=self.number, timeout_s=timeout_s)
+
+    def renew(self) -> None:
+        text = self._caller.call("renew_memory", number=self.number)
+        self.descriptor = xr.RegionDescriptor.from_bytes(bytes.fromhex(text))
 
 
 class RemoteEngine:

@@ -42,10 +42,15 @@ class Operations:
 
     def counts(self, kind: str) -> int:
         """What one operation of this kind adds to the counter at each target."""
-        return {"write": 1, "paged_writes": len(self.pages), "scatter": 1, "barrier": 1}.get(kind, 0)
+        return {"write": 1, "verified_write": 1, "paged_writes": len(self.pages), "scatter": 1, "barrier": 1}.get(
+            kind, 0
+        )
 
     def _write(self) -> xr.Transfer:
         return self.engine.submit_write(self.region, self.descriptors[0], imm=self.imm)
+
+    def _verified_write(self) -> xr.Transfer:
+        return self.engine.submit_write(self.region, self.descriptors[0], imm=self.imm, verify=True)
 
     def _read(self) -> xr.Transfer:
         return self.engine.submit_read(self.region, self.descriptors[0])

@@ -17,7 +17,7 @@ from tests.support.limits import WAIT_S
 from tests.support.sealing import resealed
 
 MAGIC = 0x54525258
-VERSION = 1
+VERSION = 2
 FRAME_MARK = 0xC7
 INCARNATION_AT = 10
 HAS_IMM = 1 << 31
@@ -49,6 +49,7 @@ class Frame(IntEnum):
     CLOSING = 14
     SHARE = 15
     SHARED = 16
+    SERVICE = 17
 
 
 # --- addresses ---
@@ -192,6 +193,14 @@ def read_frame(region_id: int, offset: int, length: int, read_id: int) -> bytes:
 
 def message_frame(message_id: int, payload: bytes) -> bytes:
     return frame(Frame.MESSAGE, struct.pack("<Q", message_id), payload, operations=1)
+
+
+def service_frame(payload: bytes) -> bytes:
+    """What one engine tells the other: native/engine/service_wire.h."""
+    return frame(Frame.SERVICE, b"", payload, operations=1)
+
+
+SERVICE_PING = bytes([1, 1])  # version, kind
 
 
 def resolve_frame(acked: int, channel: int, epoch: int) -> bytes:

@@ -1,7 +1,8 @@
 // What travels as fragments: control, and messages.
 //
 // Messages go by one path at a time. When it breaks, those whose outcome is not known go again, whole, by another: the
-// receiver knows them by their ids, and outcomes are told again. So each is delivered once.
+// receiver knows them by their ids, and outcomes are told again. So each is delivered once. Service messages do likewise,
+// under numbers of their own.
 #include <algorithm>
 #include <cstring>
 
@@ -56,6 +57,12 @@ void RdmaTransport::on_fragment(Path& path, FragmentKind kind, std::span<const u
       break;
     case FragmentKind::kOutcomes:
       makes_sense = on_outcomes(session, body);
+      break;
+    case FragmentKind::kService:
+      makes_sense = on_service(session, body);
+      break;
+    case FragmentKind::kServed:
+      makes_sense = on_served(session, body);
       break;
     case FragmentKind::kPing:
     case FragmentKind::kPong: {
@@ -201,9 +208,91 @@ bool RdmaTransport::on_outcomes(Session& session, std::span<const uint8_t> body)
   return reader.finished();
 }
 
+// --- service messages ---
+
+bool RdmaTransport::on_service(Session& session, std::span<const uint8_t> body) {
+  const auto head = decode_service_head(body);
+  if (!head || body.size() - kServiceHeadBytes > kServiceBytesMax) return false;
+  if (head->first_open > session.first_open_service) {  // what the sender knows, need not be remembered
+    session.first_open_service = head->first_open;
+    auto& heard = session.services_heard;
+    heard.erase(heard.begin(), heard.lower_bound(head->first_open));
+  }
+  if (head->id < session.first_open_service) return true;  // delayed
+  mark_dirty(session);
+  if (!session.services_heard.insert(head->id).second) {  // it was told, and that was lost
+    if (std::ranges::none_of(session.services, [&](const auto& held) { return held.id == head->id; }))
+      session.services_untold.push_back(head->id);
+    return session.services_untold.size() <= 4 * kServicesUnderWayMax;
+  }
+  const auto payload = body.subspan(kServiceHeadBytes);
+  session.services.push_back({head->id, {payload.begin(), payload.end()}});
+  return true;
+}
+
+bool RdmaTransport::on_served(Session& session, std::span<const uint8_t> body) {
+  Reader reader(body);
+  const size_t count = reader.get<uint8_t>();
+  for (size_t i = 0; i < count; ++i) {
+    const auto id = reader.get<uint64_t>();
+    if (!reader.ok()) return false;
+    if (!session.link || session.link->services_out.empty()) continue;
+    RdmaLink& link = *session.link;
+    const uint64_t first = link.services_out.front().id;
+    if (id < first || id - first >= link.services_out.size()) continue;  // told again
+    SentService& service = link.services_out[id - first];
+    if (std::exchange(service.is_over, true)) continue;
+    const WorkRequest request = service.request;
+    retire(link, request, Status::kDone, "");
+  }
+  if (session.link) {
+    auto& services = session.link->services_out;
+    while (!services.empty() && services.front().is_over) services.pop_front();
+    mark_dirty(session);  // the window has room
+  }
+  return reader.finished();
+}
+
+bool RdmaTransport::pump_served(Session& session, Path& path) {
+  while (!session.services_untold.empty()) {
+    const size_t count = std::min(kOutcomesPerFragment, session.services_untold.size());
+    Writer writer;
+    writer.put(static_cast<uint8_t>(count));
+    for (size_t i = 0; i < count; ++i) writer.put(session.services_untold[i]);
+    if (!path.nic_path->send(begin_fragment(path.peer_token, FragmentKind::kServed), writer.bytes())) return false;
+    const auto begin = session.services_untold.begin();
+    session.services_untold.erase(begin, begin + static_cast<std::ptrdiff_t>(count));
+  }
+  return true;
+}
+
+bool RdmaTransport::pump_services(Session& session, Path& path) {
+  RdmaLink& link = *session.link;
+  while (!link.services.empty() && link.services_out.size() < kServicesUnderWayMax) {
+    link.services_out.push_back({link.services.pop_front(), session.next_service_id++});
+    --link.queued;
+  }
+  for (size_t i = 0; i < link.services_out.size(); ++i) {
+    SentService& service = link.services_out[i];
+    if (service.is_over || service.is_sent) continue;
+    Bytes head = begin_fragment(path.peer_token, FragmentKind::kService);
+    put(head, ServiceHead{service.id, link.services_out.front().id});
+    const auto* const payload = reinterpret_cast<const uint8_t*>(service.request.local);
+    if (!path.nic_path->send(head, {payload, static_cast<size_t>(service.request.length_bytes)})) return false;
+    service.is_sent = true;
+  }
+  return true;
+}
+
 // --- what the engine takes ---
 
 void RdmaTransport::offer_held(Session& session) {
+  while (!session.services.empty() && session.peer_address) {
+    const Session::Held& message = session.services.front();
+    sink_->on_service(session.peer_address, message.payload);
+    session.services_untold.push_back(message.id);
+    session.services.pop_front();
+  }
   while (!session.held.empty() && session.peer_address) {
     const Session::Held& message = session.held.front();
     const Sink::Offer offer = sink_->on_message(session.peer_address, message.payload);
@@ -229,11 +318,11 @@ void RdmaTransport::offer_held(Session& session) {
 bool RdmaTransport::pump_control(Session& session) {
   // A path that is stuck must not keep the others from answering.
   bool all = true;
-  bool told = session.untold.empty();
+  bool told = session.untold.empty() && session.services_untold.empty();
   for (auto& path : session.paths) {
     if (!is_usable(*path)) continue;
     all = pump_path_control(*path) && all;
-    told = told || pump_outcomes(session, *path);
+    told = told || (pump_outcomes(session, *path) && pump_served(session, *path));
   }
   return all && (told || !session.has_open_path());
 }
@@ -300,6 +389,7 @@ Path* RdmaTransport::message_path(Session& session) {
   if (next == nullptr) return nullptr;
   link.message_path = next;
   link.message_epoch = next->epoch;
+  for (size_t i = 0; i < link.services_out.size(); ++i) link.services_out[i].is_sent = false;
   if (link.messages.empty()) return next;
   for (size_t i = 0; i < link.messages.size(); ++i) link.messages[i].next_chunk = 0;
   link.unsent_id = link.messages.front().id;
@@ -309,9 +399,11 @@ Path* RdmaTransport::message_path(Session& session) {
 bool RdmaTransport::pump_messages(Session& session) {
   if (!session.link || session.link->doom) return true;
   RdmaLink& link = *session.link;
-  if (link.sends.empty() && link.messages.empty()) return true;
+  const bool has_services = !link.services.empty() || !link.services_out.empty();
+  if (link.sends.empty() && link.messages.empty() && !has_services) return true;
   Path* const path = message_path(session);
   if (path == nullptr || path->state_due || path->introduce_due) return path == nullptr || pump_path_control(*path);
+  if (has_services && !pump_services(session, *path)) return false;
   while (!link.sends.empty() && link.messages.size() < kMessagesUnderWayMax &&
          (link.messages_bytes == 0 || link.messages_bytes + link.sends.front().length_bytes <= kMessageWindowBytes)) {
     const WorkRequest request = link.sends.pop_front();

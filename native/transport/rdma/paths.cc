@@ -147,6 +147,11 @@ void RdmaTransport::finish_break(Path& path) {
   // Acknowledgements of the peer's messages may have been lost with it.
   session.untold.clear();
   for (const auto& [id, outcome] : session.outcomes) session.untold.push_back(id);
+  session.services_untold.clear();
+  for (const uint64_t id : session.services_heard) {
+    const auto is_same = [&](const Session::Held& held) { return held.id == id; };
+    if (std::ranges::none_of(session.services, is_same)) session.services_untold.push_back(id);
+  }
   if (session.is_over) {
     any_over_ = true;
     return;

@@ -133,8 +133,9 @@ uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequ
     out.busy_since_ns = out.waits_since_ns = now_;
     is_watching_ = true;
   }
-  const bool sends = requests.front().op == WorkOp::kSend;
-  auto& queue = sends ? out.sends : out.queue(rail);
+  const bool is_service = requests.front().op == WorkOp::kService;
+  const bool sends = is_service || requests.front().op == WorkOp::kSend;
+  auto& queue = is_service ? out.services : sends ? out.sends : out.queue(rail);
   uint32_t taken = 0;
   if (!sends && queue.empty()) {
     while (taken < requests.size()) {
@@ -146,7 +147,7 @@ uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequ
       if (accepted == 0) break;
     }
   }
-  const size_t queued_max = sends ? kSendsQueuedMax : kQueuedMax;
+  const size_t queued_max = is_service ? kServicesQueuedMax : sends ? kSendsQueuedMax : kQueuedMax;
   const uint32_t posted = taken;
   for (; taken < requests.size() && queue.size() < queued_max; ++taken) {
     queue.push_back(requests[taken]).reserved = routing_of(rail);
@@ -186,6 +187,30 @@ bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
     if (accepted == 0) return false;
   }
   return true;
+}
+
+// What is with a NIC keeps the registration it was posted with; all else goes on with the other one.
+bool RdmaTransport::move_source(const LocalRegion& from, LocalRegion& to) {
+  bool is_free = true;
+  const auto move = [&](WorkRequest& request) {
+    if (request.local_region == &from) request.local_region = &to;
+  };
+  for (auto& [key, session] : sessions_) {
+    for (auto& path : session->paths) {
+      for (size_t i = 0; i < path->works.size(); ++i) {
+        const WorkRequest& work = path->works[i];
+        is_free = is_free && (work.local_region != &from || fault_of(work) == WorkFault::kEnded);
+      }
+      for (WorkRequest& work : path->doubt) move(work);
+      for (WorkRequest& work : path->suspects) move(work);
+    }
+    if (!session->link) continue;
+    for (auto& queue : session->link->queues) {
+      for (size_t i = 0; i < queue.size(); ++i) move(queue[i]);
+    }
+    for (auto& whole : session->link->wholes) move(whole->request);
+  }
+  return is_free;
 }
 
 // --- requests longer than a NIC's longest work ---

@@ -18,7 +18,8 @@ constexpr size_t kDatagramsMax = 1024;   // waiting to be looked at: more in one
 constexpr uint64_t kSliceBytes = uint64_t{1} << 20;
 constexpr uint64_t kPieceBytesMin = 64 << 10;
 constexpr int64_t kTellGarbageEveryNs = 1'000'000'000;
-constexpr int64_t kByeNs = 200'000'000;  // for last words to leave
+constexpr int64_t kByeNs = 200'000'000;      // for last words to leave
+constexpr int64_t kQuietNs = 1'000'000'000;  // for NICs to let go of regions, once no path is left
 
 std::vector<int> fds_of(const std::vector<std::unique_ptr<Nic>>& nics) {
   std::vector<int> fds;
@@ -101,6 +102,12 @@ void RdmaTransport::close() {
   broken_.clear();
   flushed_.clear();
   sessions_.clear();
+  // Regions outlive us, and nobody drives the NICs any more: whoever asks later whether one is quiet gets this answer.
+  const int64_t give_up = options_.clock->now_ns() + kQuietNs;
+  while (!regions_.revoke_all() && options_.clock->now_ns() < give_up) {
+    poll_nics();
+    options_.clock->pass();
+  }
   if (bell_) bell_->unwatch();
 }
 
@@ -310,7 +317,7 @@ void RdmaTransport::Rail::on_fragment(NicPath* nic_path, std::span<const uint8_t
   path->heard_ns = transport->now_;
   if (path->state == PathState::kAccepted) transport->open_path(*path);
   const uint8_t kind = bytes[8];
-  if (kind < static_cast<uint8_t>(FragmentKind::kState) || kind > static_cast<uint8_t>(FragmentKind::kBye)) {
+  if (kind < static_cast<uint8_t>(FragmentKind::kState) || kind > static_cast<uint8_t>(FragmentKind::kServed)) {
     transport->mark_broken(*path, "protocol error: a fragment of kind " + std::to_string(kind));
     return;
   }

@@ -46,6 +46,7 @@ class RdmaTransport final : public Transport {
   std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
   void revoke_region(LocalRegion& region) override;
   bool is_region_quiet(const LocalRegion& region) override;
+  bool move_source(const LocalRegion& from, LocalRegion& to) override;
 
   Link* connect(const std::shared_ptr<const Address>& address) override;
   void disconnect(Link& link) override;
@@ -180,6 +181,10 @@ class RdmaTransport final : public Transport {
   void on_fragment(Path& path, FragmentKind kind, std::span<const uint8_t> body);
   bool on_message_chunk(Session& session, std::span<const uint8_t> body);
   bool on_outcomes(Session& session, std::span<const uint8_t> body);
+  bool on_service(Session& session, std::span<const uint8_t> body);
+  bool on_served(Session& session, std::span<const uint8_t> body);
+  bool pump_served(Session& session, Path& path);
+  bool pump_services(Session& session, Path& path);
   bool on_introduce(Session& session, std::span<const uint8_t> body);
   void on_state(Session& session, uint8_t flags);
   void on_bye(Session& session, const std::string& text);

@@ -5,7 +5,7 @@
 namespace crossrail::rdma {
 
 RdmaRegion::~RdmaRegion() {
-  table_->remove(*this);
+  table_->forget(*this);
   registrations.clear();
   if (owns_memory) munmap(base, length_bytes);
 }
@@ -29,18 +29,33 @@ bool RdmaRegion::is_quiet() const {
 }
 
 void RegionTable::add(RdmaRegion& region) {
-  std::lock_guard lock(lock_);
+  std::lock_guard lock(mutex_);
   open_[region.id] = &region;
+  living_.insert(&region);
 }
 
 void RegionTable::remove(const RdmaRegion& region) {
-  std::lock_guard lock(lock_);
+  std::lock_guard lock(mutex_);
   const auto found = open_.find(region.id);
   if (found != open_.end() && found->second == &region) open_.erase(found);
 }
 
+void RegionTable::forget(const RdmaRegion& region) {
+  remove(region);
+  std::lock_guard lock(mutex_);
+  living_.erase(&region);
+}
+
+bool RegionTable::revoke_all() {
+  std::lock_guard lock(mutex_);
+  open_.clear();
+  bool all_quiet = true;
+  for (const RdmaRegion* region : living_) all_quiet = region->is_quiet() && all_quiet;
+  return all_quiet;
+}
+
 Status RegionTable::verdict(const Span& span) const {
-  std::lock_guard lock(lock_);
+  std::lock_guard lock(mutex_);
   const auto found = open_.find(span.region_id);
   if (found == open_.end()) return Status::kRegionClosed;
   const RdmaRegion& region = *found->second;

@@ -5,12 +5,12 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "transport/rdma/nic.h"
 #include "transport/rdma/wire.h"
 #include "transport/transport.h"
-#include "util/spinlock.h"
 
 namespace crossrail::rdma {
 
@@ -44,12 +44,17 @@ class RegionTable {
  public:
   void add(RdmaRegion& region);
   void remove(const RdmaRegion& region);
+  // It is being destroyed.
+  void forget(const RdmaRegion& region);
+  // Takes every region from the NICs, once none of our own works is under way. True when all are quiet.
+  bool revoke_all();
   // What a peer whose operations failed has to be told: kDone if its NIC would have to let them pass.
   Status verdict(const Span& span) const;
 
  private:
-  mutable SpinLock lock_;
+  mutable std::mutex mutex_;
   std::unordered_map<uint64_t, const RdmaRegion*> open_;
+  std::unordered_set<const RdmaRegion*> living_;  // revoked ones too
 };
 
 }  // namespace crossrail::rdma

@@ -145,6 +145,13 @@ struct SentMessage {
   bool is_over = false;  // its outcome is known
 };
 
+struct SentService {
+  WorkRequest request;
+  uint64_t id = 0;
+  bool is_sent = false;  // by the present path
+  bool is_over = false;
+};
+
 struct Assembly {
   std::vector<uint8_t> payload;
   std::vector<bool> arrived;  // by chunk
@@ -165,15 +172,17 @@ struct RdmaLink final : Link {
   uint32_t pair_count = 1;
   std::vector<RingQueue<WorkRequest>> queues;  // [0] for any rail, [rail + 1]
   std::vector<std::unique_ptr<Whole>> wholes;
-  RingQueue<WorkRequest> sends;     // not begun
-  RingQueue<SentMessage> messages;  // begun, consecutive ids
-  uint64_t messages_bytes = 0;      // of those whose outcome is not known
-  Path* message_path = nullptr;     // that they go by
-  uint32_t message_epoch = 0;       // its epoch then
-  uint64_t unsent_id = 1;           // of the first message that is not sent whole; all before it are
-  size_t queued = 0;                // in all queues
-  uint64_t outstanding = 0;         // accepted and not retired
-  bool is_up = false;               // on_link_up was said
+  RingQueue<WorkRequest> services;      // not begun
+  RingQueue<SentService> services_out;  // begun, consecutive ids
+  RingQueue<WorkRequest> sends;         // not begun
+  RingQueue<SentMessage> messages;      // begun, consecutive ids
+  uint64_t messages_bytes = 0;          // of those whose outcome is not known
+  Path* message_path = nullptr;         // that they go by
+  uint32_t message_epoch = 0;           // its epoch then
+  uint64_t unsent_id = 1;               // of the first message that is not sent whole; all before it are
+  size_t queued = 0;                    // in all queues
+  uint64_t outstanding = 0;             // accepted and not retired
+  bool is_up = false;                   // on_link_up was said
   bool is_frozen = false;
   struct Doom {
     std::string reason;
@@ -231,8 +240,13 @@ struct Session {
   std::map<uint64_t, Outcome> outcomes;  // of ids from first_open_id on
   std::vector<uint64_t> untold;          // outcomes to be told
   uint64_t first_open_id = 1;
+  std::deque<Held> services;          // to be told to the engine
+  std::set<uint64_t> services_heard;  // of ids from first_open_service on
+  uint64_t first_open_service = 1;
+  std::vector<uint64_t> services_untold;  // that we have them
   // --- ours ---
   uint64_t next_message_id = 1;
+  uint64_t next_service_id = 1;
 
   Path* find(PathKey key) {
     for (auto& path : paths) {

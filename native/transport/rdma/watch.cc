@@ -286,8 +286,13 @@ void RdmaTransport::flush_link(RdmaLink& link, Status status, const std::string&
     if (!link.messages[i].is_over) left.push_back(link.messages[i].request);
   }
   link.messages.clear();
+  for (size_t i = 0; i < link.services_out.size(); ++i) {
+    if (!link.services_out[i].is_over) left.push_back(link.services_out[i].request);
+  }
+  link.services_out.clear();
   for (auto& queue : link.queues) take(queue);
   take(link.sends);
+  take(link.services);
   link.queued = 0;
   for (const WorkRequest& work : left) retire(link, work, status, detail);
 }

@@ -254,6 +254,25 @@ Bytes begin_fragment(uint64_t token, FragmentKind kind) {
   return std::move(writer.bytes());
 }
 
+void put(Bytes& bytes, const ServiceHead& head) {
+  append(bytes, [&](Writer& writer) {
+    writer.put(head.id);
+    writer.put(head.first_open);
+  });
+}
+
+std::optional<ServiceHead> decode_service_head(std::span<const uint8_t> body) {
+  Reader reader(body);
+  ServiceHead head;
+  head.id = reader.get<uint64_t>();
+  head.first_open = reader.get<uint64_t>();
+  if (!reader.ok() || head.first_open == 0 || head.id < head.first_open ||
+      head.id - head.first_open >= kServicesUnderWayMax) {
+    return std::nullopt;
+  }
+  return head;
+}
+
 void put(Bytes& bytes, const MessageHead& head) {
   append(bytes, [&](Writer& writer) {
     writer.put(head.id);

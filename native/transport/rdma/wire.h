@@ -17,11 +17,12 @@
 
 #include "transport/descriptor.h"
 #include "transport/rdma/nic.h"
+#include "transport/transport.h"
 #include "util/sha256.h"
 
 namespace crossrail::rdma {
 
-inline constexpr uint16_t kProtocolVersion = 1;
+inline constexpr uint16_t kProtocolVersion = 2;
 inline constexpr size_t kMacBytes = 16;
 inline constexpr size_t kTextBytesMax = 400;
 
@@ -128,7 +129,9 @@ enum class FragmentKind : uint8_t {
   kPong,       // the same u64
   kResolve,    // as the datagrams
   kResolved,
-  kBye  // text
+  kBye,      // text
+  kService,  // ServiceHead, then the message: what one engine tells the other
+  kServed    // count u8, then for each: id u64. The engine has them
 };
 inline constexpr size_t kFragmentHeadBytes = 9;
 
@@ -149,7 +152,19 @@ inline constexpr uint64_t kMessageWindowBytes = uint64_t{1} << 20;  // of those 
 inline constexpr size_t kOutcomesPerFragment = 200;
 enum class Outcome : uint8_t { kTaken = 0, kTooLong = 1 };
 
+// Numbered for themselves, since messages may be held back for ever: they go in one fragment each, and again by another
+// path when theirs breaks; the receiver knows them by their ids.
+struct ServiceHead {
+  uint64_t id = 0;          // from 1, of this session and direction
+  uint64_t first_open = 0;  // the sender knows that all before this one arrived
+};
+inline constexpr size_t kServiceHeadBytes = 16;
+inline constexpr uint64_t kServicesUnderWayMax = 64;  // consecutive ids
+static_assert(kFragmentHeadBytes + kServiceHeadBytes + kServiceBytesMax <= kFragmentBytesMax);
+
 Bytes begin_fragment(uint64_t token, FragmentKind kind);
+void put(Bytes& bytes, const ServiceHead& head);
+std::optional<ServiceHead> decode_service_head(std::span<const uint8_t> body);
 void put(Bytes& bytes, const MessageHead& head);
 std::optional<MessageHead> decode_message_head(std::span<const uint8_t> body);
 

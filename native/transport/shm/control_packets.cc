@@ -149,7 +149,9 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
     throw UsageError("shared memory is not crossrail's");
   connection.peer_name = peer->name;
   connection.up = true;
-  regions_->add_toucher(connection.link_id, segment);  // until the holder has handled kInDown
+  // Until the holder has handled kInDown.
+  Fd process(connection.process ? fcntl(connection.process.get(), F_DUPFD_CLOEXEC, 0) : -1);
+  regions_->add_toucher(connection.link_id, peer->name, segment, std::move(process));
   emit({.kind = ControlEvent::Kind::kInUp,
         .link_id = connection.link_id,
         .peer = peer,

@@ -19,7 +19,7 @@ constexpr uint8_t code(Status status) { return status == Status::kDone ? 0 : sta
 }  // namespace
 
 uint32_t ShmTransport::poll_incoming(Incoming& link) {
-  uint32_t moved = drain_messages(link);
+  uint32_t moved = drain_messages(link) + drain_services(link);
   for (ChannelReader& reader : link.rails) moved += drain_rail(link, reader);
   if (moved > 0) ring_later(*link.home);
   return moved;
@@ -62,6 +62,29 @@ uint32_t ShmTransport::drain_messages(Incoming& link) {
     ++taken;
   }
   link.messages.publish();
+  return taken;
+}
+
+uint32_t ShmTransport::drain_services(Incoming& link) {
+  uint32_t taken = 0;
+  for (; taken < kMessagesPerPoll; ++taken) {
+    const Entry* entry = link.services.peek();
+    if (entry == nullptr) break;
+    const uint64_t bytes = entry->work.stage_bytes;
+    const std::byte* block = link.services.block(entry->work.stage_at, bytes);
+    Status status = Status::kDone;
+    if (entry->kind != EntryKind::kService || block == nullptr || bytes > kServiceBytesMax) {
+      sink_->on_protocol_error(link.peer->name, "malformed service message");
+      status = Status::kTransportFailed;
+    } else {
+      const auto* begin = reinterpret_cast<const uint8_t*>(block);
+      const std::vector<uint8_t> payload(begin,
+                                         begin + bytes);  // one copy: the peer may change its memory while we look
+      sink_->on_service(link.peer, payload);
+    }
+    link.services.pop(code(status));
+  }
+  link.services.publish();
   return taken;
 }
 
@@ -195,6 +218,8 @@ void ShmTransport::drop_incoming(uint64_t link_id) {
   Incoming& link = **found;
   // A ring holds at most kRingEntries entries; more would be a peer that still writes.
   for (uint32_t round = 0; round <= kRingEntries / kMessagesPerPoll && drain_messages(link) > 0; ++round) {
+  }
+  for (uint32_t round = 0; round <= kRingEntries / kMessagesPerPoll && drain_services(link) > 0; ++round) {
   }
   for (ChannelReader& reader : link.rails) {
     for (uint32_t round = 0; round <= kRingEntries / kEntriesPerPoll && drain_rail(link, reader) > 0; ++round) {

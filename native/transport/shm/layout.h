@@ -13,7 +13,7 @@
 namespace crossrail::shm {
 
 inline constexpr uint32_t kLayoutMagic = 0x53525258;  // "XRRS"
-inline constexpr uint32_t kLayoutVersion = 2;
+inline constexpr uint32_t kLayoutVersion = 3;
 inline constexpr size_t kLine = 64;
 
 // --- one per engine, mapped by all its peers ---
@@ -53,6 +53,7 @@ enum class EntryKind : uint8_t {
   kReadRequest,   // the target stages a range of its region into the response channel
   kMessage,       // two-sided message in the staging ring
   kReadResponse,  // on the response channel, from target to initiator
+  kService,       // on the service channel: what one engine tells the other, in the staging ring
 };
 
 inline constexpr uint8_t kEntryTaken = 254;
@@ -108,10 +109,11 @@ struct Channel {
   alignas(4096) std::byte stage[kStageBytes];
 };
 
-// Channels of a link: 0 messages, 1 responses (from the target), 2.. one per rail of the initiator.
+// Channels of a link: 0 messages, 1 responses (from the target), 2 service, 3.. one per rail of the initiator.
 inline constexpr uint32_t kMessageChannel = 0;
 inline constexpr uint32_t kResponseChannel = 1;
-inline constexpr uint32_t kFirstRailChannel = 2;
+inline constexpr uint32_t kServiceChannel = 2;
+inline constexpr uint32_t kFirstRailChannel = 3;
 constexpr uint32_t channel_count(uint32_t rails) { return kFirstRailChannel + rails; }
 
 struct LinkSegment {

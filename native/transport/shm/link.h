@@ -136,6 +136,7 @@ struct Outgoing final : Link {
   std::unique_ptr<PeerHome> home;
   uint64_t hazard = 0;  // what segment->hazard holds
   RailQueue messages;
+  RailQueue services;
   std::vector<RailQueue> rails;
   ChannelReader responses;
   std::array<ReadChunk, kReadChunks> read_chunks;
@@ -162,6 +163,7 @@ struct Incoming {
   LinkSegment* segment = nullptr;
   std::unique_ptr<PeerHome> home;
   ChannelReader messages;
+  ChannelReader services;
   std::vector<ChannelReader> rails;
   RailQueue responses;
   bool message_held = false;  // the next message was offered and held back

@@ -24,14 +24,16 @@ constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces a
 // Announces that we are about to touch the region, then checks that it is still open. From true until clear_hazards()
 // the owner's close() waits for us. The store and the load are seq_cst, and so are the owner's withdrawal of the id and
 // its look at the hazard (RegionTable::revoke, is_region_quiet): one of the two sides sees the other.
+// Announced already, we look all the same, so that who was frozen meanwhile stops here and not some copies later; the
+// owner waits for us in any case, so that relaxed is enough.
 bool ShmTransport::touch(Outgoing& link, uint64_t region_id) {
-  if (link.hazard == region_id) return true;
+  const std::atomic<uint64_t>& open_id = link.home->segment->region_ids[region_slot(region_id)];
+  if (link.hazard == region_id && open_id.load(std::memory_order_relaxed) == region_id) return true;
   if (hazardous_ != nullptr && hazardous_ != &link) clear_hazards();
   link.segment->hazard.store(region_id, std::memory_order_seq_cst);
   link.hazard = region_id;
   hazardous_ = &link;
-  const uint32_t slot = region_slot(region_id);
-  if (link.home->segment->region_ids[slot].load(std::memory_order_seq_cst) == region_id) return true;
+  if (open_id.load(std::memory_order_seq_cst) == region_id) return true;
   clear_hazards();
   return false;
 }
@@ -154,7 +156,10 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
   if (!link.up) return 0;
   uint32_t accepted = 0;
   if (requests.front().op == WorkOp::kSend) {
-    accepted = post_messages(link, requests);
+    accepted = post_messages(link, link.messages, EntryKind::kMessage, requests);
+  } else if (requests.front().op == WorkOp::kService) {
+    const size_t room = kServicesQueuedMax - std::min(kServicesQueuedMax, link.services.staged_inflight);
+    accepted = post_messages(link, link.services, EntryKind::kService, requests.first(std::min(room, requests.size())));
   } else {
     RailQueue& rail = link.rails[rail_index];
     const size_t pending_before = rail.pending.size();
@@ -222,17 +227,18 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   return true;
 }
 
-uint32_t ShmTransport::post_messages(Outgoing& link, std::span<const WorkRequest> requests) {
+uint32_t ShmTransport::post_messages(Outgoing& link, RailQueue& queue, EntryKind kind,
+                                     std::span<const WorkRequest> requests) {
   uint32_t accepted = 0;
-  ChannelWriter& writer = link.messages.writer;
+  ChannelWriter& writer = queue.writer;
   for (const WorkRequest& request : requests) {
     uint64_t stage_at = 0;
-    if (!has_room(link, link.messages)) break;
+    if (!has_room(link, queue)) break;
     std::byte* block = writer.reserve(request.length_bytes, &stage_at);
     if (block == nullptr) break;
     if (request.length_bytes > 0)
       std::memcpy(block, request.local, request.length_bytes);  // null is no source, even of 0
-    InFlight& slot = inflight_slot(link.messages);
+    InFlight& slot = inflight_slot(queue);
     slot = {.context = request.context,
             .bytes = request.length_bytes,
             .stage_head = writer.stage_head(),
@@ -241,9 +247,9 @@ uint32_t ShmTransport::post_messages(Outgoing& link, std::span<const WorkRequest
             .staged = true,
             .cut = false,
             .wanted_back = false};
-    ++link.messages.staged_inflight;
+    ++queue.staged_inflight;
     Entry& entry = writer.next();
-    entry.kind = EntryKind::kMessage;
+    entry.kind = kind;
     entry.work = {.region_id = 0,
                   .offset = 0,
                   .stage_at = stage_at,

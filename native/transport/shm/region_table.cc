@@ -1,6 +1,7 @@
 #include "transport/shm/region_table.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -89,9 +90,9 @@ void RegionTable::withdraw(uint64_t region_id) {
   home_->region_ids[region_slot(region_id)].compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
 }
 
-void RegionTable::add_toucher(uint64_t link_id, std::shared_ptr<MemoryMap> segment) {
+void RegionTable::add_toucher(uint64_t link_id, std::string name, std::shared_ptr<MemoryMap> segment, Fd process) {
   std::lock_guard lock(mutex_);
-  touchers_[link_id] = std::move(segment);
+  touchers_[link_id] = {std::move(name), std::move(segment), std::move(process)};
 }
 
 void RegionTable::drop_toucher(uint64_t link_id) {
@@ -99,20 +100,33 @@ void RegionTable::drop_toucher(uint64_t link_id) {
   touchers_.erase(link_id);
 }
 
-void RegionTable::drop_touchers() {
+void RegionTable::drop_idle_touchers() {
   std::lock_guard lock(mutex_);
-  touchers_.clear();
+  std::erase_if(touchers_, [](const auto& item) { return !item.second.is_at(0); });
+}
+
+bool RegionTable::Toucher::is_at(uint64_t region_id) const {
+  // seq_cst: see withdraw().
+  const uint64_t hazard = reinterpret_cast<const LinkSegment*>(segment->data())->hazard.load(std::memory_order_seq_cst);
+  if (hazard == 0 || (region_id != 0 && hazard != region_id)) return false;
+  // The dead touch nothing. Their word stays as it was, and after close() nobody tells us of their end.
+  pollfd exited{.fd = process.get(), .events = POLLIN, .revents = 0};
+  return !process || poll(&exited, 1, 0) != 1;
 }
 
 bool RegionTable::is_touched(uint64_t region_id) {
   // An initiator that is listed after this was welcomed after it too, and finds the id withdrawn.
   std::lock_guard lock(mutex_);
-  return std::any_of(touchers_.begin(), touchers_.end(), [&](const auto& toucher) {
-    // seq_cst: see withdraw().
-    const uint64_t hazard =
-        reinterpret_cast<const LinkSegment*>(toucher.second->data())->hazard.load(std::memory_order_seq_cst);
-    return region_id == 0 ? hazard != 0 : hazard == region_id;
-  });
+  return std::ranges::any_of(touchers_, [&](const auto& item) { return item.second.is_at(region_id); });
+}
+
+std::vector<std::string> RegionTable::touchers_of(uint64_t region_id) {
+  std::lock_guard lock(mutex_);
+  std::vector<std::string> names;
+  for (const auto& [link_id, toucher] : touchers_) {
+    if (toucher.is_at(region_id)) names.push_back(toucher.name);
+  }
+  return names;
 }
 
 RegionFacts RegionTable::facts(uint64_t region_id) {

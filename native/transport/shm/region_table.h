@@ -5,6 +5,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <vector>
 
 #include "transport/shm/layout.h"
 #include "transport/transport.h"
@@ -60,11 +62,14 @@ class RegionTable {
 
   // --- who touches regions directly: the initiators of links to us. Listed from before they learn that they are welcome,
   // so that nobody touches a region unseen ---
-  void add_toucher(uint64_t link_id, std::shared_ptr<MemoryMap> segment);
+  // process: its pidfd, none where its processes are invisible to us.
+  void add_toucher(uint64_t link_id, std::string name, std::shared_ptr<MemoryMap> segment, Fd process);
   void drop_toucher(uint64_t link_id);
-  void drop_touchers();
+  // At the end: those that are at some region stay, until they have let go of it or died.
+  void drop_idle_touchers();
   // Whether one of them is at this region now, or, for 0, at any.
   bool is_touched(uint64_t region_id);
+  std::vector<std::string> touchers_of(uint64_t region_id);
 
   // Region that the progress holder copies into or out of on behalf of a peer, or 0. Same protocol as
   // LinkSegment::hazard: store the id, then look whether the region is still open; revoke, then look at this.
@@ -76,9 +81,16 @@ class RegionTable {
 
   HomeSegment* const home_;
   std::mutex mutex_;
-  std::map<uint64_t, const ShmRegion*> open_;                // by id
-  std::map<uint64_t, std::shared_ptr<MemoryMap>> touchers_;  // link segments by the link's id
-  std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;      // engine-owned memory by address
+  std::map<uint64_t, const ShmRegion*> open_;  // by id
+  struct Toucher {
+    std::string name;
+    std::shared_ptr<MemoryMap> segment;
+    Fd process;
+    // Whether it is at this region, or, for 0, at any.
+    bool is_at(uint64_t region_id) const;
+  };
+  std::map<uint64_t, Toucher> touchers_;                 // by the link's id
+  std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;  // engine-owned memory by address
   struct Deleter {
     void operator()(Target* targets) const;
   };

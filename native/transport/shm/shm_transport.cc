@@ -45,15 +45,15 @@ void ShmTransport::close() {
   if (closed_) return;
   closed_ = true;
   for (auto& link : outgoing_) flush_link(*link, Status::kEngineClosed, "the engine was closed");
-  // Peers that are just copying into our memory finish; one that is stopped in the middle is not waited for longer: it
-  // writes to shared memory of its own mapping, or by cross-memory attach, which a stopped process does not do.
+  // Peers that are just copying into our memory finish. One that is stopped in the middle of a copy is not waited for
+  // longer, and not forgotten either: its region goes on being in use (is_region_quiet), so that nobody frees the memory.
   regions_.revoke_all();
   const Deadline patience = now_ns() + kQuietTimeoutNs;
   while (regions_.is_touched(0) && now_ns() < patience) std::this_thread::yield();
   control_->stop();
   control_->take_events();  // they may hold memory
   ring_all();
-  regions_.drop_touchers();
+  regions_.drop_idle_touchers();
   home_map_->release_fd();
   outgoing_.clear();
   incoming_.clear();
@@ -97,6 +97,7 @@ Link* ShmTransport::connect(const std::shared_ptr<const Address>& address) {
   link->segment->rail_count = link->rail_count;
   link->messages.writer = ChannelWriter(&link->segment->channels[kMessageChannel]);
   link->responses = ChannelReader(&link->segment->channels[kResponseChannel]);
+  link->services.writer = ChannelWriter(&link->segment->channels[kServiceChannel]);
   link->rails.resize(link->rail_count);
   for (uint32_t rail = 0; rail < link->rail_count; ++rail) {
     link->rails[rail].writer = ChannelWriter(&link->segment->channels[kFirstRailChannel + rail]);
@@ -173,6 +174,7 @@ uint32_t ShmTransport::handle_control() {
         link->home = std::move(event.home);
         link->messages = ChannelReader(&link->segment->channels[kMessageChannel]);
         link->responses.writer = ChannelWriter(&link->segment->channels[kResponseChannel]);
+        link->services = ChannelReader(&link->segment->channels[kServiceChannel]);
         for (uint32_t rail = 0; rail < link->rail_count; ++rail) {
           link->rails.emplace_back(&link->segment->channels[kFirstRailChannel + rail]);
         }
@@ -261,6 +263,7 @@ bool ShmTransport::has_arrivals() {
   if (control_->has_events()) return true;
   for (const auto& link : incoming_) {
     if (!link->message_held && link->messages.has_entry()) return true;
+    if (link->services.has_entry()) return true;
     for (const ChannelReader& reader : link->rails) {
       if (reader.has_entry()) return true;
     }
@@ -273,7 +276,7 @@ bool ShmTransport::has_arrivals() {
       queue.writer.refresh();
       return queue.staged_inflight > 0 && queue.writer.consumed() != before;
     };
-    if (confirmed(link->messages)) return true;
+    if (confirmed(link->messages) || confirmed(link->services)) return true;
     for (RailQueue& rail : link->rails) {
       if (confirmed(rail)) return true;
     }

@@ -32,6 +32,7 @@ class ShmTransport final : public Transport {
   std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
   void revoke_region(LocalRegion& region) override;
   bool is_region_quiet(const LocalRegion& region) override;
+  std::vector<std::string> users_of(const LocalRegion& region) override { return regions_.touchers_of(region.id); }
 
   Link* connect(const std::shared_ptr<const Address>& address) override;
   void disconnect(Link& link) override;
@@ -64,7 +65,7 @@ class ShmTransport final : public Transport {
   void clear_hazards();
   bool copy_direct(Outgoing& link, const WorkRequest& request, const WorkRequest* next);
   bool copy_attached(Outgoing& link, const WorkRequest& request);
-  uint32_t post_messages(Outgoing& link, std::span<const WorkRequest> requests);
+  uint32_t post_messages(Outgoing& link, RailQueue& queue, EntryKind kind, std::span<const WorkRequest> requests);
   bool post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next,
                 uint32_t* completed);
   bool has_room(Outgoing& link, RailQueue& rail);
@@ -93,6 +94,7 @@ class ShmTransport final : public Transport {
   // --- target (incoming.cc) ---
   uint32_t poll_incoming(Incoming& link);
   uint32_t drain_messages(Incoming& link);
+  uint32_t drain_services(Incoming& link);
   uint32_t drain_rail(Incoming& link, ChannelReader& reader);
   Status execute_write(const ChannelReader& reader, const Entry& entry);
   bool answer_read(Incoming& link, const Entry& entry);

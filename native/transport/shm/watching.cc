@@ -40,6 +40,7 @@ std::string process_state(uint32_t pid) {
 uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   const uint64_t staged_before = link.staged_bytes;
   uint32_t moved = retire_staged(link, link.messages);
+  moved += retire_staged(link, link.services);
   if (link.messages_wanted) moved += retry_messages(link);
   if (link.responses_due > 0) moved += take_responses(link);
   uint32_t pushed = 0;

@@ -163,6 +163,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
   };
   if (link.up && link.responses_due > 0) take_responses(link);
   flush_queue(link.messages);
+  flush_queue(link.services);
   for (RailQueue& rail : link.rails) flush_queue(rail);
   for (ReadChunk& chunk : link.read_chunks) {
     if (chunk.read == nullptr) continue;

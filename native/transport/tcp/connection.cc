@@ -200,6 +200,7 @@ Role role_of(FrameType type) {
     case FrameType::kResolve:
     case FrameType::kPing:
     case FrameType::kBye:
+    case FrameType::kService:
       return Role::kAcceptor;
     case FrameType::kReadData:
     case FrameType::kReadEnd:

@@ -64,7 +64,8 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
   operations_ = header.operations;
   if (channel_->control.size() > kControlBytesMax) return reject("it does not read what we answer");
   const auto malformed = [&] { return reject("a malformed frame of type " + std::to_string(header.type)); };
-  if (type_ != FrameType::kWrite && type_ != FrameType::kMessage && header.payload_bytes != 0) return malformed();
+  const bool has_payload = type_ == FrameType::kWrite || type_ == FrameType::kMessage || type_ == FrameType::kService;
+  if (!has_payload && header.payload_bytes != 0) return malformed();
   switch (type_) {
     case FrameType::kWrite:
       return on_write(header, meta, place);
@@ -72,6 +73,11 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
       return on_read(header, meta);
     case FrameType::kMessage:
       return on_message(header, meta, place);
+    case FrameType::kService:
+      if (!meta.empty() || operations_ != 1 || header.payload_bytes > kServiceBytesMax) return malformed();
+      message_.resize(header.payload_bytes);
+      if (!message_.empty()) place.add(reinterpret_cast<std::byte*>(message_.data()), message_.size());
+      return true;
     case FrameType::kResolve:
       if (meta.size() != sizeof(ResolveMeta)) return malformed();
       return on_resolve(read_meta<ResolveMeta>(meta));
@@ -118,6 +124,11 @@ bool InStream::on_frame() {
       return finish_write();
     case FrameType::kMessage:
       return finish_message();
+    case FrameType::kService:
+      transport_->sink().on_service(channel_->link->peer, message_);
+      ++channel_->placed;
+      transport_->ack_later(*channel_->link, true);
+      return true;
     default:  // without payload: handled by its head
       return true;
   }

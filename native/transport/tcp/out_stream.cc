@@ -249,6 +249,14 @@ void OutChannel::fill(TxBatch& batch) {
     if (queue == nullptr) break;
     const WorkRequest& request = queue->front();
     if (!should_take(request, queue->size())) break;
+    if (request.op == WorkOp::kService) {
+      if (!batch.has_room(sizeof(FrameHeader) + request.length_bytes)) break;
+      batch.put(header_of(FrameType::kService, 0, 1, 0, request.length_bytes));
+      batch.copy(request.local, request.length_bytes);
+      sent.push_back(queue->pop_front());
+      --link->queued;
+      continue;
+    }
     if (request.op == WorkOp::kWrite) {
       if (request.length_bytes > kFrameBytesMax) {
         pace.take(request.length_bytes, transport->now());
@@ -293,6 +301,10 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
   while (channel.acked < placed) {
     const WorkRequest request = channel.sent.pop_front();
     const uint64_t operation = ++channel.acked;
+    if (request.op == WorkOp::kService) {
+      transport.retire(link, request, Status::kDone, {});
+      continue;
+    }
     if (request.op != WorkOp::kWrite) continue;  // messages end when taken, reads when their data is here
     channel.pace.done(request.length_bytes, transport.now());
     const auto refused = std::find_if(channel.refusals.begin(), channel.refusals.end(),
@@ -362,7 +374,8 @@ void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed) 
   if (channel.current) again.push_back(*channel.current);
   channel.current.reset();
   for (size_t i = channel.sent.size(); i > 0; --i) {
-    if (channel.sent[i - 1].op == WorkOp::kWrite) again.push_back(channel.sent[i - 1]);
+    const WorkOp op = channel.sent[i - 1].op;
+    if (op == WorkOp::kWrite || op == WorkOp::kService) again.push_back(channel.sent[i - 1]);
   }
   // Messages go out under new ids. What became of those that were placed is told anyway.
   for (size_t i = link.messages.size(); i > 0; --i) {
@@ -527,6 +540,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
     case FrameType::kPing:
     case FrameType::kBye:
     case FrameType::kShared:
+    case FrameType::kService:
       return reject("a frame that does not belong here");
   }
   return malformed();

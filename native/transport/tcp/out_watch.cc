@@ -331,7 +331,8 @@ void TcpTransport::flush(OutLink& link, Status status, const std::string& detail
     bury(std::move(channel.sharer));
     bury(std::move(channel.connector));
     for (size_t i = 0; i < channel.sent.size(); ++i) {
-      if (channel.sent[i].op == WorkOp::kWrite) left.push_back(channel.sent[i]);
+      const WorkOp op = channel.sent[i].op;
+      if (op == WorkOp::kWrite || op == WorkOp::kService) left.push_back(channel.sent[i]);
     }
     if (channel.current) left.push_back(*channel.current);
   });

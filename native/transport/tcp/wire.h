@@ -30,10 +30,11 @@ enum class FrameType : uint8_t {
   kBye,      // initiator to acceptor, text: of the link
   kClosing,  // acceptor to initiator, text: of the engine
   // Whoever accepted a connection may ask to use it for operations of its own: to whoever made it.
-  kShare,  // ShareMeta
-  kShared  // back: SharedMeta, text: yes, or why not
+  kShare,   // ShareMeta
+  kShared,  // back: SharedMeta, text: yes, or why not
+  kService  // initiator to acceptor, payload: what one engine tells the other; an operation of its channel
 };
-inline constexpr uint8_t kFrameTypeMax = static_cast<uint8_t>(FrameType::kShared);
+inline constexpr uint8_t kFrameTypeMax = static_cast<uint8_t>(FrameType::kService);
 
 struct FrameHeader {
   uint8_t type;

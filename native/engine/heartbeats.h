@@ -1,0 +1,55 @@
+// Whether peers still move, also those that nothing is asked of: EngineOptions::heartbeat_ns.
+//
+// A heartbeat is a service message without content. That the peer's engine has taken it is told by the transport, so that
+// the time until then is a round trip through both engines. One is under way per peer at most.
+//   answered within an interval            connected
+//   an interval without an answer          slow
+//   kFrozenAfter intervals without one     frozen: its network, or kernel, takes what we send, and the process stands still
+//   lost                                   is the transport's to say, which a heartbeat under way makes look
+#pragma once
+
+#include <cstdint>
+
+#include "util/clock.h"
+
+namespace crossrail {
+
+class EngineCore;
+class Peer;
+enum class Status : uint8_t;
+
+// What is known of one peer. Progress holder.
+struct Heartbeat {
+  int64_t sent_ns = 0;  // of the one under way; 0: none is
+  int64_t next_ns = 0;  // when the next one is due
+  uint64_t answered = 0;
+  int64_t rtt_ns = 0;  // of the last one answered
+  int64_t rtt_smooth_ns = 0;
+  int64_t rtt_min_ns = 0;
+  int64_t rtt_max_ns = 0;
+};
+
+// Threads: progress holder.
+class Heartbeats {
+ public:
+  Heartbeats(EngineCore* core, int64_t interval_ns) : core_(core), interval_ns_(interval_ns) {}
+
+  bool is_on() const { return interval_ns_ > 0; }
+  // When tend() wants to be called; kNoDeadline when off.
+  Deadline next_timer() const { return is_on() ? due_ns_ : kNoDeadline; }
+  // Sends what is due, and says of whom nothing is heard.
+  void tend(int64_t now);
+  // The one under way has ended.
+  void on_ended(Peer& peer, Status status);
+
+ private:
+  static constexpr int64_t kFrozenAfter = 3;
+  void tend_peer(Peer& peer, int64_t now);
+
+  EngineCore* const core_;
+  const int64_t interval_ns_;
+  int64_t due_ns_ = 0;
+  int64_t tended_ns_ = 0;
+};
+
+}  // namespace crossrail

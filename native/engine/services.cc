@@ -1,0 +1,139 @@
+// What engines tell each other beside their users' operations: who sends it, who hears it.
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "engine/core.h"
+#include "engine/service_wire.h"
+#include "util/errors.h"
+
+namespace crossrail {
+
+namespace {
+
+constexpr uint32_t kBadServicesTold = 16;  // of one engine's life: whoever sends nonsense may send much of it
+
+bool is_linked(PeerState state) {
+  return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
+}
+
+}  // namespace
+
+// --- sending ---
+
+// A transfer like others, but nobody's: it is not in the user's statistics.
+void EngineCore::send_service(Peer& peer, Bytes payload, uint64_t token) {
+  Transfer* const transfer = transfers_.take();
+  TransferWork& work = *transfer->work_;
+  work.kind = OpKind::kService;
+  work.payload = std::move(payload);
+  work.length_bytes = work.payload.size();
+  work.receiver = PeerRef::share(&peer);
+  work.service_token = token;
+  bump(counters_.services_begun);
+  bump(started_here_);
+  start(transfer);
+}
+
+void EngineCore::on_service_ended(const TransferWork& work, Status status) {
+  bump(counters_.services_ended);
+  switch (static_cast<ServiceKind>(work.payload[1])) {
+    case ServiceKind::kPing:
+      heartbeats_.on_ended(*work.receiver, status);
+      break;
+    case ServiceKind::kQuestion:
+      if (status != Status::kDone) verifications_.on_unsent(work.service_token, status, work.detail);
+      break;
+    case ServiceKind::kVerdict:
+      break;  // if it did not arrive, the asker has lost us
+  }
+}
+
+void EngineCore::tell(const Address& address, Bytes payload) {
+  if (closed()) return;
+  try {
+    const PeerRef peer = add_peer(address);
+    // Given up before, and here it is.
+    if (peer->state() == PeerState::kLost) set_state(*peer, PeerState::kUnknown, FlightState::kForgotten);
+    send_service(*peer, std::move(payload), 0);
+  } catch (const UsageError& error) {
+    on_protocol_error(address.name, std::string("cannot answer its question: ") + error.what());
+  }
+}
+
+// --- hearing ---
+
+void EngineCore::on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) {
+  services_in_.push_back({sender, Bytes(payload.begin(), payload.end())});
+}
+
+uint32_t EngineCore::serve() {
+  uint32_t moved = 0;
+  if (!services_in_.empty()) {
+    for (const ServiceNote& note : std::exchange(services_in_, {})) {
+      ++moved;
+      std::string why;
+      std::optional<ServiceMessage> message = decode_service(note.payload, &why);
+      if (!message) {
+        if (++bad_services_ <= kBadServicesTold) on_protocol_error(note.sender->name, why + "; ignored");
+      } else if (auto* question = std::get_if<Question>(&*message)) {
+        verifications_.on_question(note.sender, std::move(*question));
+      } else if (const auto* verdict = std::get_if<Verdict>(&*message)) {
+        verifications_.on_verdict(*note.sender, *verdict);
+      }  // a heartbeat asks for nothing but to be taken
+    }
+  }
+  if (verifications_.has_work()) moved += verifications_.work();
+  if (heartbeats_.is_on()) heartbeats_.tend(clock().now_ns());
+  return moved;
+}
+
+// --- what is known of peers ---
+
+std::vector<PeerRef> EngineCore::peers() {
+  std::lock_guard lock(tables_mutex_);
+  std::vector<PeerRef> peers;
+  peers.reserve(peers_.size());
+  for (const auto& [incarnation, peer] : peers_) peers.push_back(peer);
+  return peers;
+}
+
+void EngineCore::set_liveness(Peer& peer, PeerState state, const std::string& detail) {
+  const PeerState before = peer.state();
+  if (before == state || !is_linked(before)) return;
+  const bool moves = state == PeerState::kConnected;
+  set_state(peer, state,
+            moves                       ? FlightState::kThawed
+            : state == PeerState::kSlow ? FlightState::kSlow
+                                        : FlightState::kFrozen);
+  peer.work_->note = moves ? "" : detail;
+  add_event({moves                       ? EngineEvent::Kind::kPeerThawed
+             : state == PeerState::kSlow ? EngineEvent::Kind::kPeerSlow
+                                         : EngineEvent::Kind::kPeerFrozen,
+             peer.address().name, detail});
+}
+
+// --- regions that peers may ask about ---
+
+void EngineCore::list_region(uint64_t id, Region* region) {
+  std::lock_guard lock(regions_mutex_);
+  regions_[id] = region;
+}
+
+void EngineCore::unlist_region(uint64_t id) {
+  std::lock_guard lock(regions_mutex_);
+  regions_.erase(id);
+}
+
+RegionUse EngineCore::use_region(uint64_t id) {
+  RegionRef region;
+  {
+    std::lock_guard lock(regions_mutex_);
+    const auto found = regions_.find(id);
+    if (found == regions_.end() || !found->second->try_add_ref()) return {};
+    region = RegionRef::adopt(found->second);
+  }
+  return {std::move(region), id};
+}
+
+}  // namespace crossrail

@@ -1,0 +1,208 @@
+#include "engine/verification.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "engine/core.h"
+#include "util/errors.h"
+
+namespace crossrail {
+
+namespace {
+
+constexpr size_t kJobsMax = 16384;                     // questions of all peers that wait: 64 MiB at most
+constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // summed up before others get a turn
+
+std::string hex_text(uint64_t value) {
+  std::string text(16, '0');
+  for (size_t i = 16; i > 0; --i, value >>= 4) text[i - 1] = "0123456789abcdef"[value & 15];
+  return text;
+}
+
+std::string mismatch_text(uint64_t sum_sent, uint64_t sum_found) {
+  return "checksum " + hex_text(sum_sent) + " was sent, the memory has " + hex_text(sum_found);
+}
+
+Status check(const Question& question, const RegionUse& region) {
+  if (!region) return Status::kRegionClosed;
+  if (region->access() != Access::kRemoteWrite) return Status::kAccessDenied;
+  const uint64_t largest = *std::ranges::max_element(question.pages);
+  // 128 bits: every number comes from the peer.
+  const auto end =
+      static_cast<unsigned __int128>(largest) * question.stride_bytes + question.offset + question.page_bytes;
+  return end > region->length_bytes() ? Status::kOutOfBounds : Status::kDone;
+}
+
+}  // namespace
+
+void make_verify_plan(TransferWork& work) {
+  work.verify = std::make_unique<VerifyPlan>();
+  work.has_plan = true;
+  VerifyPlan& plan = *work.verify;
+  plan.imm = std::exchange(work.imm, kNoImm);
+  const std::byte* const base = work.local->base() + work.local_offset;
+  if (work.kind == OpKind::kWrite) {
+    Checksum sum;
+    sum.add(base, work.length_bytes);
+    plan.checks.push_back({0, 1, sum.value()});
+    return;
+  }
+  for (uint64_t page = 0; page < work.page_count;) {
+    const auto count = static_cast<uint32_t>(std::min<uint64_t>(kPagesPerQuestion, work.page_count - page));
+    Checksum sum;
+    for (uint64_t i = page; i < page + count; ++i) {
+      sum.add(base + work.local_pages[i] * work.local_stride_bytes, work.page_bytes);
+    }
+    plan.checks.push_back({page, count, sum.value()});
+    page += count;
+  }
+}
+
+// --- of our own transfers ---
+
+void Verifications::ask(Transfer* transfer) {
+  TransferWork& work = EngineCore::work_of(*transfer);
+  VerifyPlan& plan = *work.verify;
+  plan.is_asked = true;
+  plan.open = static_cast<uint32_t>(plan.checks.size());
+  for (const VerifyPlan::Check& check : plan.checks) {
+    open_[next_token_] = {transfer, &work.peer(), check};
+    unsent_.push_back(next_token_++);
+  }
+}
+
+Question Verifications::question_of(const Open& open, uint64_t token) {
+  const TransferWork& work = EngineCore::work_of(*open.transfer);
+  const bool is_range = work.kind == OpKind::kWrite;
+  Question question;
+  question.token = token;
+  question.region_id = work.remote->descriptor().region_id;
+  question.offset = work.remote_offset;
+  question.page_bytes = is_range ? work.length_bytes : work.page_bytes;
+  question.stride_bytes = is_range ? 0 : work.remote_stride_bytes;
+  question.sum = open.check.sum;
+  question.imm = work.verify->imm;
+  if (is_range) {
+    question.pages = {0};
+  } else {
+    const uint32_t* const first = work.remote_pages.get() + open.check.first_page;
+    question.pages.assign(first, first + open.check.pages);
+  }
+  return question;
+}
+
+void Verifications::on_unsent(uint64_t token, Status status, const std::string& detail) {
+  end(token, status, detail, 0);
+}
+
+void Verifications::on_verdict(const Address& sender, const Verdict& verdict) {
+  const auto found = open_.find(verdict.token);
+  if (found == open_.end()) return;  // of a transfer that has ended: the peer was lost, say, and came back
+  if (found->second.peer->address().incarnation != sender.incarnation) {
+    core_->on_protocol_error(sender.name, "it answers a question that it was never asked; ignored");
+    return;
+  }
+  const std::string detail = verdict.status == Status::kChecksumMismatch
+                                 ? mismatch_text(found->second.check.sum, verdict.sum)
+                                 : "when its bytes were in place and to be verified";
+  end(verdict.token, verdict.status, detail, verdict.sum);
+}
+
+void Verifications::fail(const Peer* peer, Status status, const std::string& detail) {
+  std::vector<uint64_t> tokens;
+  for (const auto& [token, open] : open_) {
+    if (peer == nullptr || open.peer == peer) tokens.push_back(token);
+  }
+  for (const uint64_t token : tokens) end(token, status, detail, 0);
+}
+
+void Verifications::end(uint64_t token, Status status, const std::string& detail, uint64_t sum_found) {
+  const auto found = open_.find(token);
+  if (found == open_.end()) return;
+  const Open open = found->second;
+  open_.erase(found);
+  TransferWork& work = EngineCore::work_of(*open.transfer);
+  --work.verify->open;
+  if (status == Status::kChecksumMismatch && work.failure == Status::kDone) {
+    work.verify->sum_sent = open.check.sum;
+    work.verify->sum_found = sum_found;
+  }
+  if (status != Status::kDone) core_->fail(open.transfer, status, open.peer->address().name, detail);
+  core_->finish_if_done(open.transfer);
+}
+
+// --- of peers' ---
+
+void Verifications::on_question(const std::shared_ptr<const Address>& sender, Question question) {
+  Job job{.asker = sender, .question = std::move(question), .region = {}};
+  if (jobs_.size() >= kJobsMax) {
+    job.status = Status::kTransportFailed;
+  } else {
+    job.region = core_->use_region(job.question.region_id);
+    job.status = check(job.question, job.region);
+  }
+  if (job.status == Status::kDone) {
+    jobs_.push_back(std::move(job));
+  } else {
+    answer(job);
+  }
+}
+
+uint32_t Verifications::work() {
+  uint64_t budget = kBytesPerTurn;
+  uint32_t moved = 0;
+  for (; !unsent_.empty(); ++moved) {
+    const uint64_t token = unsent_.front();
+    unsent_.pop_front();
+    const auto found = open_.find(token);
+    if (found == open_.end()) continue;
+    // If it cannot be sent, on_unsent() is called before this returns.
+    core_->send_service(*found->second.peer, encode(question_of(found->second, token)), token);
+  }
+  while (!jobs_.empty() && budget > 0) {
+    ++moved;
+    if (!advance(jobs_.front(), &budget)) break;
+    const Job job = std::move(jobs_.front());
+    jobs_.pop_front();
+    answer(job);
+  }
+  return moved;
+}
+
+// True: it is through.
+bool Verifications::advance(Job& job, uint64_t* budget) {
+  const Question& question = job.question;
+  for (; job.page < question.pages.size(); ++job.page, job.done_bytes = 0) {
+    // Whoever closes or revokes the region waits for us only so long.
+    if (job.region.is_over()) {
+      job.status = Status::kRegionClosed;
+      return true;
+    }
+    const uint64_t length = std::min(question.page_bytes - job.done_bytes, *budget);
+    const uint64_t at = question.offset + question.stride_bytes * question.pages[job.page] + job.done_bytes;
+    job.sum.add(job.region->base() + at, length);
+    job.done_bytes += length;
+    *budget -= length;
+    if (job.done_bytes < question.page_bytes) return false;
+  }
+  if (job.sum.value() != question.sum) job.status = Status::kChecksumMismatch;
+  return true;
+}
+
+void Verifications::answer(const Job& job) {
+  const Question& question = job.question;
+  const uint64_t sum = job.sum.value();
+  if (job.status == Status::kDone && question.imm != kNoImm) {
+    core_->on_imm(question.imm, question.pages.size() * uint64_t{kUnitsPerCount});
+  }
+  if (job.status == Status::kChecksumMismatch) {
+    core_->add_event({EngineEvent::Kind::kChecksumMismatch, job.asker->name,
+                      "a write to region " + std::to_string(question.region_id) + ", offset " +
+                          std::to_string(question.offset) + ", " + std::to_string(question.pages.size()) + " x " +
+                          std::to_string(question.page_bytes) + " bytes: " + mismatch_text(question.sum, sum) +
+                          "; not counted"});
+  }
+  core_->tell(*job.asker, encode(Verdict{question.token, job.status, sum}));
+}
+
+}  // namespace crossrail

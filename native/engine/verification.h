@@ -1,0 +1,92 @@
+// Checked writes (verify): the bytes travel without an immediate; once they are in place, the target's engine is told their
+// sum, compares it with that of its own memory, and only then counts. So nothing is counted that was not found right.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/region.h"
+#include "engine/service_wire.h"
+#include "engine/transfer.h"
+#include "util/checksum.h"
+
+namespace crossrail {
+
+class EngineCore;
+class Peer;
+struct TransferWork;
+
+// What is to be asked about one transfer. Made by the submitting thread, then the progress holder's.
+// Invariant: the transfer is not complete while open > 0.
+struct VerifyPlan {
+  struct Check {
+    uint64_t first_page;
+    uint32_t pages;
+    uint64_t sum;
+  };
+  uint32_t imm = kNoImm;
+  std::vector<Check> checks;
+  bool is_asked = false;
+  uint32_t open = 0;  // asked and not answered
+  // Of the first that was found wrong.
+  uint64_t sum_sent = 0;
+  uint64_t sum_found = 0;
+};
+
+// Sums up what the transfer is to send, which must not change any more; moves the immediate into the plan.
+void make_verify_plan(TransferWork& work);
+
+// Threads: progress holder.
+class Verifications {
+ public:
+  explicit Verifications(EngineCore* core) : core_(core) {}
+
+  // --- of our own transfers ---
+  // Everything of it is in place: asks, at the next work(); now, a transport may be in the middle of telling us.
+  void ask(Transfer* transfer);
+  // A question did not reach the peer.
+  void on_unsent(uint64_t token, Status status, const std::string& detail);
+  void on_verdict(const Address& sender, const Verdict& verdict);
+  // Those that this peer (null: any) was asked about will not be answered.
+  void fail(const Peer* peer, Status status, const std::string& detail);
+
+  // --- of peers' ---
+  void on_question(const std::shared_ptr<const Address>& sender, Question question);
+  bool has_work() const { return !jobs_.empty() || !unsent_.empty(); }
+  // Asks, and sums up a little more. Returns how many questions were asked, answered or came further.
+  uint32_t work();
+  // Answers nobody any more.
+  void drop_jobs() { jobs_.clear(); }
+
+ private:
+  struct Open {
+    Transfer* transfer;
+    Peer* peer;  // kept by the transfer
+    VerifyPlan::Check check;
+  };
+  struct Job {
+    std::shared_ptr<const Address> asker;
+    Question question;
+    RegionUse region;  // none: refused already
+    Status status = Status::kDone;
+    Checksum sum{};
+    size_t page = 0;
+    uint64_t done_bytes = 0;  // of that page
+  };
+  static Question question_of(const Open& open, uint64_t token);
+  void end(uint64_t token, Status status, const std::string& detail, uint64_t sum_found);
+  bool advance(Job& job, uint64_t* budget);
+  void answer(const Job& job);
+
+  EngineCore* const core_;
+  std::map<uint64_t, Open> open_;  // by token
+  std::deque<uint64_t> unsent_;    // tokens; those that are not in open_ any more are skipped
+  uint64_t next_token_ = 1;
+  std::deque<Job> jobs_;
+};
+
+}  // namespace crossrail

@@ -1,0 +1,80 @@
+#include <doctest/doctest.h>
+
+#include <set>
+
+#include "engine/engine.h"
+#include "engine/imm_table.h"
+
+namespace crossrail {
+
+namespace {
+
+struct Table {
+  EngineRef engine = [] {
+    EngineOptions options;
+    options.name = "counting";
+    options.transports = {TransportKind::kNull};
+    return Engine::open(options);
+  }();
+  ImmTable imms{100, kImmMax - 3};  // four numbers to give
+};
+
+}  // namespace
+
+TEST_CASE("immediates: numbers are given once, and released ones only when no other is left, the oldest first") {
+  Table table;
+  std::set<uint32_t> given;
+  for (int i = 0; i < 4; ++i) CHECK(given.insert(table.imms.allocate(table.engine)->imm()).second);
+  CHECK_THROWS_AS(table.imms.allocate(table.engine), UsageError);
+  table.imms.release(kImmMax - 1, false);
+  table.imms.release(kImmMax - 3, false);
+  CHECK(table.imms.allocate(table.engine)->imm() == kImmMax - 1);
+  CHECK(table.imms.allocate(table.engine)->imm() == kImmMax - 3);
+  CHECK_THROWS_AS(table.imms.allocate(table.engine), UsageError);
+}
+
+TEST_CASE("immediates: a number for which something arrived after its release is not given again") {
+  Table table;
+  for (int i = 0; i < 4; ++i) table.imms.allocate(table.engine);
+  table.imms.release(kImmMax, false);
+  table.imms.release(kImmMax - 1, false);
+  REQUIRE(table.imms.note_arrival(table.engine.get(), kImmMax, kUnitsPerCount));
+  table.imms.flush_arrivals();
+
+  CHECK(table.imms.allocate(table.engine)->imm() == kImmMax - 1);
+  CHECK_THROWS_AS(table.imms.allocate(table.engine), UsageError);
+  table.imms.release(kImmMax, false);  // whoever looked after it says that it is quiet now
+  const auto again = table.imms.allocate(table.engine);
+  CHECK(again->imm() == kImmMax);
+  CHECK(again->poll_units() == 0);
+}
+
+TEST_CASE("immediates: released twice, with an arrival in between, a number is still given to one only") {
+  Table table;
+  for (int i = 0; i < 4; ++i) table.imms.allocate(table.engine);
+  table.imms.release(kImmMax, false);
+  REQUIRE(table.imms.note_arrival(table.engine.get(), kImmMax, kUnitsPerCount));
+  table.imms.flush_arrivals();
+  table.imms.release(kImmMax, false);
+  CHECK(table.imms.allocate(table.engine)->imm() == kImmMax);
+  CHECK_THROWS_AS(table.imms.allocate(table.engine), UsageError);
+}
+
+TEST_CASE("immediates: what is expected for certain is not released, unless forced") {
+  Table table;
+  const auto counter = table.imms.allocate(table.engine);
+  REQUIRE(table.imms.note_arrival(table.engine.get(), counter->imm(), kUnitsPerCount / 4));
+  table.imms.flush_arrivals();
+  CHECK_THROWS_AS(table.imms.release(counter->imm(), false), UsageError);
+  REQUIRE(table.imms.note_arrival(table.engine.get(), counter->imm(), kUnitsPerCount * 3 / 4));
+  table.imms.flush_arrivals();
+  table.imms.release(counter->imm(), false);  // whole counts that nobody took are the owner's to drop
+  CHECK(counter->closed());
+  const auto other = table.imms.allocate(table.engine);
+  REQUIRE(table.imms.note_arrival(table.engine.get(), other->imm(), 1));
+  table.imms.flush_arrivals();
+  table.imms.release(other->imm(), true);
+  CHECK(other->closed());
+}
+
+}  // namespace crossrail
