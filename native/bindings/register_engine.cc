@@ -248,11 +248,13 @@ void register_engine(nb::module_& module) {
            nb::arg("secret"), nb::arg("peer_timeout_s"), nb::arg("polling"), nb::arg("spin_us"),
            nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
            nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"), nb::arg("connect_timeout_s"),
-           nb::arg("private_path"), nb::arg("heartbeat_s"), nb::arg("rdma"), nb::arg("flight"), nb::arg("world").none(), nb::arg("host").none(),
+           nb::arg("private_path"), nb::arg("heartbeat_s"), nb::arg("rdma"), nb::arg("flight"), nb::arg("world").none(),
+           nb::arg("host").none(),
            nb::sig("def __init__(self, name: str, transport: str, rails: int | collections.abc.Sequence[str], "
                    "port: int, secret: bytes, peer_timeout_s: float, polling: str, spin_us: float, "
                    "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
-                   "watcher_poll_us: float, connect_timeout_s: float, private_path: str, heartbeat_s: float, rdma: tuple[int, int, int, "
+                   "watcher_poll_us: float, connect_timeout_s: float, private_path: str, heartbeat_s: float, rdma: "
+                   "tuple[int, int, int, "
                    "int], flight: tuple[int, float | None, str], world: SimWorld | None, host: int | None) -> None"))
       .def_prop_ro("name", [](Self self) { return to_text(self.p->address()->name); })
       .def_prop_ro(

@@ -89,9 +89,9 @@ struct EngineEvent {
     kPeerFrozen,        // has not moved while something waits for it; may come back
     kPeerThawed,        // slow or frozen, it answers again
     kChecksumMismatch,  // a peer's checked write is not in our memory as it was sent; it was not counted
-    kStalled,           // nothing has moved for watchdog_ns while something waited; the detail says where the recorder is
-    kTransportAbsent,   // a device is there, and yet its transport did not open: peers are reached by a slower one
-    kProtocolError      // malformed bytes from a peer; it was cut off
+    kStalled,  // nothing has moved for watchdog_ns while something waited; the detail says where the recorder is
+    kTransportAbsent,  // a device is there, and yet its transport did not open: peers are reached by a slower one
+    kProtocolError     // malformed bytes from a peer; it was cut off
   };
   Kind kind;
   std::string peer;

@@ -232,7 +232,7 @@ WaitResult Region::close(Deadline deadline, const InterruptCheck& interrupted, b
   begin_close();
   if (phase_.load(std::memory_order_acquire) == kClosed || engine_->core().forked()) return WaitResult::kReady;
   if (!drain && !cancels_ops_.exchange(true, std::memory_order_relaxed)) engine_->core().request_cancel_scan();
-  const WaitResult result = 
+  const WaitResult result =
       wait_until([this] { return is_mutated(Mutation::kSkipCloseWait) || is_quiet(); }, deadline, interrupted);
   if (result == WaitResult::kReady) phase_.store(kClosed, std::memory_order_release);
   return result;
