@@ -32,8 +32,8 @@ class FlightEntry:
     ring: "engine", or transport and rail as "tcp:0". state, of a transfer: "submitted" (the engine took it over),
     "done", "failed", "cancelled"; of works, its pieces: "posted" (the transport has them), "moved" (posted and over
     already), "sent" (put on this rail), "retired" (over), "withdrawn" (taken back by a cancel); "arrived" (immediates,
-    counts of them), "received" (a message); of a peer: "connecting", "connected", "slow", "frozen", "thawed", "lost", "left",
-    "forgotten".
+    counts of them), "received" (a message); of a peer: "connecting", "connected", "slow", "frozen", "thawed", "lost",
+    "left", "forgotten".
     op: "write", ..., or "". transfer: its number in this engine, 0 none. peer: its name, "" none. count: how many
     works, targets or arrivals. counts: of "arrived", what they add to the counter; writes over rails bring fractions.
     """

@@ -17,9 +17,9 @@ class EngineEvent:
     "peer-connected", "peer-lost", "peer-left" (it closed), "peer-slow" (with heartbeats: no answer within an interval),
     "peer-frozen" (it does not move), "peer-thawed" (slow or frozen, it answers again), "checksum-mismatch" (a peer's
     write with verify=True is not in our memory as it was sent; it was not counted), "protocol-error" (malformed bytes;
-    the peer was cut off, or, where it says so, they were ignored), "stalled" (of watchdog_s: what waits for this peer has
-    not moved; without a peer: nobody drives the engine; the detail says where the recorder was written), "transport-absent" (it has a device, and yet did
-    not open: peers are reached by a slower one).
+    the peer was cut off, or, where it says so, they were ignored), "stalled" (of watchdog_s: what waits for this peer
+    has not moved; without a peer: nobody drives the engine; the detail says where the flight recorder was written),
+    "transport-absent" (it has a device, and yet did not open: peers are reached by a slower one).
     peer: its name, may be empty.
     """
 

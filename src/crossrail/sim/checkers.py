@@ -79,7 +79,9 @@ class Ledger:
 
     # ---- operations. All ranges are fresh; None where an arena has no room left
 
-    def write(self, source: Arena, target: Arena, nbytes: int, tally: Tally | None = None, **options: int) -> Op | None:
+    def write(
+        self, source: Arena, target: Arena, nbytes: int, tally: Tally | None = None, *, rail: int | None = None
+    ) -> Op | None:
         """One contiguous range."""
         ranges = _take_both(source, target, nbytes)
         if ranges is None:
@@ -87,7 +89,7 @@ class Ledger:
         at, to = ranges
         piece = self._piece(source, at, target, to, nbytes)
         transfer = source.engine.submit_write(
-            source.region, target.region.descriptor, nbytes, src_offset=at, dst_offset=to, imm=_imm(tally), **options
+            source.region, target.region.descriptor, nbytes, src_offset=at, dst_offset=to, imm=_imm(tally), rail=rail
         )
         return self._add("write", transfer, [(source, at, nbytes)], [piece], {} if tally is None else {tally: 1})
 
