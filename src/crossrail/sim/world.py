@@ -72,13 +72,13 @@ class World:
     """A simulated world: one thread, a seed, a clock of its own.
 
     Engines opened on its hosts move bytes between each other as those of the real transports do, over the same
-    handshake, failover and liveness; what the contract leaves open happens in an order drawn from the seed. The clock only moves
-    while somebody waits: in a transfer, counter, message, connect() or close() of its engines, in run(), or in the
-    event_loop(). Callbacks of the user run in the thread that waits. A wait without deadline for what can never come
-    raises SimulationIdle.
+    handshake, failover and liveness; what the contract leaves open happens in an order drawn from the seed. The clock
+    only moves while somebody waits: in a transfer, counter, message, connect() or close() of its engines, in run(), or
+    in the event_loop(). Callbacks of the user run in the thread that waits. A wait without deadline for what can never
+    come raises SimulationIdle.
 
-    seed: all choices come from it; `rng` is a generator of the same seed, for choices of yours. The same seed, calls and
-    build give the same log, byte for byte, on every machine.
+    seed: all choices come from it; `rng` is a generator of the same seed, for choices of yours. The same seed, calls
+    and build give the same log, byte for byte, on every machine.
     keep_log: keep the lines of `log`, or the last so many of them; `log_digest` is of all in any case.
     Its engines are the world's: who opened one need not hold it.
     Lifecycle: 1. open; inside `with` it is the current world, where Engine(transport="sim") opens on a host of its own.
