@@ -199,7 +199,7 @@ PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {0, 
 
 void register_peers(nb::class_<EngineHandle>& engine) {
   engine
-      .def("connect", &connect, nb::arg("peer"), nb::arg("timeout_s") = 5.0,
+      .def("connect", &connect, nb::arg("peer"), nb::arg("timeout_s").none() = 5.0,
            nb::sig("def connect(self, peer: Address | bytes, timeout_s: float | None = 5.0) -> None"),
            R"(Connects now instead of at the first operation. Optional. Blocks, GIL released; any thread.
 

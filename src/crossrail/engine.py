@@ -63,8 +63,8 @@ class Engine(_core.Engine):
     transport: "shm" (processes of one host), "tcp", "verbs" (ConnectX and other RC-capable NICs), "ofi" (AWS EFA), or
     "auto": shm, tcp, and verbs or ofi where there is such a device; then a peer on this host is reached by shm, another
     by verbs, ofi or tcp, the first that both have. "ofi:tcp" is ofi over that provider of libfabric, "shm+verbs" these
-    two and no others. "sim": in a simulated world (crossrail.sim). "null" moves nothing: for measuring.
-    explain(peer) shows what was chosen, and why.
+    two and no others. "null" moves nothing: for measuring. "sim": in a simulated world (crossrail.sim). explain(peer)
+    shows what was chosen, and why.
     rails: 1..16 of them, or a list of what each is bound to: IP addresses or interface names, of verbs and ofi also
     devices and ports ("mlx5_0", "mlx5_0:1"). Beside a network shm has one.
     port: where tcp listens, 0: anywhere; rails that share an address take port, port + 1, ...

@@ -1,7 +1,7 @@
 """The tree shows the architecture, and this keeps it true: imports and #includes point down, never up.
 
     kv | weights | moe -> engine -> _core -> native/engine -> transport.h <- shm | tcp | rdma | null
-    transport/rdma/nic.h <- rdma | ofi | verbs
+    transport/rdma/nic.h <- rdma | ofi | verbs | sim
 
 To allow a new arrow, add it to NATIVE_MAY_USE or PYTHON_MAY_USE below, where a reviewer sees it.
 """
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A layer is a folder of native/; "backend" is any folder of native/transport/, and "factory" is
 # transport/open.h, the one way from an engine to a backend. "nic" is transport/rdma/nic.h, which is all that the rdma
-# backend and its NICs, verbs and ofi, know of each other. Every layer may use itself; a backend, its own folder.
+# backend and its NICs, verbs, ofi and sim, know of each other. Every layer may use itself; a backend, its own folder.
 NATIVE_MAY_USE: dict[str, set[str]] = {
     "util": set(),
     "device": {"util"},

@@ -21,8 +21,10 @@ RegionDescriptor sample() {
   descriptor.owner.rdma_on(TransportKind::kVerbs) = {
       .fabric = "", .endpoints = {{.bytes = {1, 2, 3}, .speed_mbps = 400'000}, {.bytes = {0}, .speed_mbps = 0}}};
   descriptor.owner.rdma_on(TransportKind::kOfi) = {.fabric = "efa", .endpoints = {{.bytes = Bytes(64, 7)}}};
+  descriptor.owner.rdma_on(TransportKind::kSim) = {.fabric = "w", .endpoints = {{.bytes = {5, 6}}}};
   descriptor.rdma_on(TransportKind::kVerbs) = {.base = uint64_t{1} << 46, .keys = {7, ~uint64_t{0}}};
   descriptor.rdma_on(TransportKind::kOfi) = {.base = 0, .keys = {0x1122334455667788}};
+  descriptor.rdma_on(TransportKind::kSim) = {.base = 1, .keys = {9}};
   for (uint8_t i = 0; i < 16; ++i) descriptor.owner.incarnation[i] = i;
   descriptor.region_id = 0x10003;
   descriptor.length_bytes = (uint64_t{1} << 40) + 1;
@@ -53,9 +55,10 @@ TEST_CASE("the longest address and descriptor that are allowed fit, one rail mor
   Address& owner = descriptor.owner;
   owner.name = owner.host = std::string(64, 'x');
   owner.endpoints.assign(kRailsMax, {.family = 6, .ip = {0xfe, 0x80}, .port = 80, .prefix_bits = 128});
-  owner.rdma_on(TransportKind::kVerbs).fabric = owner.rdma_on(TransportKind::kOfi).fabric = std::string(32, 'x');
-  owner.rdma_on(TransportKind::kVerbs).endpoints.assign(kRailsMax - 1, {.bytes = Bytes(kRdmaEndpointBytesMax)});
-  descriptor.rdma_on(TransportKind::kVerbs).keys.assign(kRailsMax - 1, ~uint64_t{0});
+  owner.rdma_on(TransportKind::kVerbs).fabric = owner.rdma_on(TransportKind::kOfi).fabric =
+      owner.rdma_on(TransportKind::kSim).fabric = std::string(32, 'x');
+  owner.rdma_on(TransportKind::kVerbs).endpoints.assign(kRailsMax - 2, {.bytes = Bytes(kRdmaEndpointBytesMax)});
+  descriptor.rdma_on(TransportKind::kVerbs).keys.assign(kRailsMax - 2, ~uint64_t{0});
   CHECK(RegionDescriptor::decode(descriptor.encode()) == descriptor);
   CHECK(Address::decode(owner.encode()) == owner);
   owner.rdma_on(TransportKind::kOfi).endpoints.push_back({.bytes = {1}});
@@ -67,7 +70,9 @@ TEST_CASE("an engine without RDMA pays nothing for it in its address") {
   const size_t with = address.encode().size();
   address.transports &= ~kRdmaTransports;
   address.rdma = {};
-  CHECK(address.encode().size() + (1 + 1 + 1 + 3 + 4 + 1 + 1 + 4) + (1 + 3 + 1 + 1 + 64 + 4) == with);
+  CHECK(address.encode().size() + (1 + 1 + 1 + 3 + 4 + 1 + 1 + 4) + (1 + 3 + 1 + 1 + 64 + 4) +
+            (1 + 1 + 1 + 1 + 2 + 4) ==
+        with);
 }
 
 TEST_CASE("an address is not a descriptor, nor the other way round") {
