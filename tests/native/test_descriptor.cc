@@ -70,7 +70,9 @@ TEST_CASE("an engine without RDMA pays nothing for it in its address") {
   const size_t with = address.encode().size();
   address.transports &= ~kRdmaTransports;
   address.rdma = {};
-  CHECK(address.encode().size() + (1 + 1 + 1 + 3 + 4 + 1 + 1 + 4) + (1 + 3 + 1 + 1 + 64 + 4) + (1 + 1 + 1 + 1 + 2 + 4) == with);
+  CHECK(address.encode().size() + (1 + 1 + 1 + 3 + 4 + 1 + 1 + 4) + (1 + 3 + 1 + 1 + 64 + 4) +
+            (1 + 1 + 1 + 1 + 2 + 4) ==
+        with);
 }
 
 TEST_CASE("an address is not a descriptor, nor the other way round") {

@@ -80,9 +80,9 @@ TEST_CASE("an engine whose last reference a transfer drops ends after the turn")
   EngineRef a = open_engine(world, "a", true);
   const EngineRef b = open_engine(world, "b", true);
   std::vector<std::byte> memory(64);
+  RegionRef dst = b->register_phantom(1 << 20);
   {
     const RegionRef src = a->register_memory(memory.data(), memory.size(), Access::kLocal);
-    const RegionRef dst = b->register_phantom(1 << 20);
     WriteRequest request;
     request.src = src.get();
     const RemoteRegionRef remote = a->remote_region(dst->descriptor());
@@ -95,6 +95,7 @@ TEST_CASE("an engine whose last reference a transfer drops ends after the turn")
   while (world->advance(world->now_ns() + 1'000'000) == Stage::Step::kMoved) {
   }
   CHECK(world->totals().works == before + 1);
+  dst = nullptr;
   b->close();
 }
 

@@ -49,7 +49,7 @@ EngineOptions options_with(std::vector<TransportKind> transports, uint32_t rails
 
 struct Set {
   explicit Set(std::vector<TransportKind> transports, uint32_t rails = 1)
-      : transports(options_with(std::move(transports), rails), &sink) {}
+      : transports(options_with(std::move(transports), rails), {}, &sink) {}
   ~Set() { transports.close(); }
   QuietSink sink;
   TransportSet transports;
