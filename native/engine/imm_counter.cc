@@ -89,7 +89,10 @@ void ImmCounter::close() {
 
 void ImmCounter::check_settled() const {
   const std::string what = "immediate " + std::to_string(imm_) + " cannot be released: ";
-  if (has_waiters_.load(std::memory_order_acquire)) throw UsageError(what + "somebody waits for it");
+  {
+    std::lock_guard lock(lock_);  // whoever was just served may be here before serve() has taken it off the list
+    if (!waiters_.empty()) throw UsageError(what + "somebody waits for it");
+  }
   if (const uint64_t part = poll_units() % kUnitsPerCount; part != 0) {
     throw UsageError(
         what + std::to_string(part) + "/" + std::to_string(kUnitsPerCount) +

@@ -1,9 +1,11 @@
 #include <doctest/doctest.h>
 
 #include <set>
+#include <thread>
 
 #include "engine/engine.h"
 #include "engine/imm_table.h"
+#include "util/spinlock.h"
 
 namespace crossrail {
 
@@ -75,6 +77,30 @@ TEST_CASE("immediates: what is expected for certain is not released, unless forc
   table.imms.flush_arrivals();
   table.imms.release(other->imm(), true);
   CHECK(other->closed());
+}
+
+TEST_CASE("immediates: who was just served may give the number back at once") {
+  Table table;
+  const auto notifier = Ref<Notifier>::adopt(new Notifier);
+  for (int i = 0; i < 3000; ++i) {
+    const auto counter = table.imms.allocate(table.engine);
+    counter->notify(1, notifier.get(), 7);
+    std::atomic<bool> was_refused{false};
+    std::thread user([&] {
+      while (!notifier->has_posts()) cpu_relax();
+      try {
+        table.imms.release(counter->imm(), false);
+      } catch (const UsageError&) {
+        was_refused = true;
+      }
+    });
+    counter->arrive(kUnitsPerCount);
+    user.join();
+    REQUIRE(!was_refused);
+    std::vector<uint64_t> cookies;
+    notifier->drain(&cookies);
+    REQUIRE(cookies.size() == 1);
+  }
 }
 
 }  // namespace crossrail
