@@ -20,6 +20,8 @@ def why_not(transport: str) -> str:
 # Every backend present. A new backend is a word here, and passes every case unchanged.
 BACKENDS = ("shm", "tcp", "ofi:tcp", "verbs", "sim")
 TRANSPORTS = tuple(transport for transport in BACKENDS if not why_not(transport))
+# Those that join processes.
+REAL_TRANSPORTS = tuple(transport for transport in TRANSPORTS if transport != "sim")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory, PeerFactory
-from tests.contract.setups import TRANSPORTS
+from tests.contract.setups import REAL_TRANSPORTS
 from tests.support.limits import NEVER_S, WAIT_S, eventually, never
 from tests.support.node import RemoteEngine, RemoteMemory
 from tests.support.patterns import CANARY, ByteArray
@@ -32,7 +32,7 @@ class Way:
 
 
 SHM = [Way("shm", "mapped"), Way("shm", "private", "staged"), Way("shm", "private", "cma")]
-NETWORK = [Way(transport, "private") for transport in TRANSPORTS if transport != "shm"]
+NETWORK = [Way(transport, "private") for transport in REAL_TRANSPORTS if transport != "shm"]
 DIRECT = [SHM[0], SHM[2]]  # the writer itself copies into the memory
 
 over_all = pytest.mark.parametrize("way", SHM + NETWORK, ids=str)

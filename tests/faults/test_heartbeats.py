@@ -6,12 +6,12 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory, PeerFactory
-from tests.contract.setups import TRANSPORTS
+from tests.contract.setups import REAL_TRANSPORTS
 from tests.support.limits import NEVER_S, WAIT_S, eventually, never
 
 BEAT_S = 0.05
 
-over_all = pytest.mark.parametrize("transport", TRANSPORTS)
+over_all = pytest.mark.parametrize("transport", REAL_TRANSPORTS)
 
 
 @over_all
@@ -90,7 +90,7 @@ def test_idle_peer_that_dies_is_lost(transport: str, open_engine: EngineFactory,
     eventually(lambda: here.peer_state(there.address) == "lost", "the peer lost")
 
 
-@pytest.mark.parametrize("transport", [transport for transport in TRANSPORTS if transport != "shm"])
+@pytest.mark.parametrize("transport", [transport for transport in REAL_TRANSPORTS if transport != "shm"])
 def test_idle_peer_of_another_host_that_stays_frozen_is_lost_in_the_end(
     transport: str, open_engine: EngineFactory, spawn_peer: PeerFactory
 ) -> None:
