@@ -28,20 +28,22 @@ SimRegistration::SimRegistration(World* world, SimNic* nic, std::byte* base, uin
 
 SimRegistration::~SimRegistration() {
   std::lock_guard lock(world_->lock());
-  is_revoked = true;
-  while (arriving > 0) world_->pass();
+  is_revoked_ = true;
+  while (arriving_ > 0) world_->pass();
   world_->fabric().remove(this);
 }
 
-void SimRegistration::revoke() {
-  std::lock_guard lock(world_->lock());
-  is_revoked = true;
+void SimRegistration::revoke() { is_revoked_ = true; }
+bool SimRegistration::is_quiet() const { return is_revoked_ && arriving_ == 0; }
+
+bool SimRegistration::enter() {
+  ++arriving_;
+  if (!is_revoked_) return true;
+  --arriving_;
+  return false;
 }
 
-bool SimRegistration::is_quiet() const {
-  std::lock_guard lock(world_->lock());
-  return is_revoked && arriving == 0;
-}
+bool SimRegistration::leave() { return --arriving_ == 0 && is_revoked_; }
 
 // --- NIC ---
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -31,11 +32,19 @@ class SimRegistration final : public rdma::Registration {
   const uint64_t length_bytes;
   const Access access;
   bool is_phantom() const { return base == kPhantomBase; }
-  bool is_revoked = false;
-  uint32_t arriving = 0;  // works whose first part is there and whose last is not: not to be stopped any more
+
+  // --- of the fabric ---
+  // A work's first part is there: from now on until leave() its others are not to be stopped. False: refused.
+  bool enter();
+  // Its last part is, or it was given up. True: somebody who has revoked it waits for this.
+  bool leave();
 
  private:
   World* const world_;
+  // Without the world's lock, which turns hold while they look at an engine's regions. seq_cst: enter() counts before it
+  // looks, revoke() says so before is_quiet() looks, so one of the two sees the other.
+  std::atomic<bool> is_revoked_{false};
+  std::atomic<uint32_t> arriving_{0};
 };
 
 // The peer's end of a path is another SimPath. Invariant: `works` holds those posted, from first_cookie on, the first of

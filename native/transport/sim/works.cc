@@ -52,7 +52,7 @@ void Fabric::leave_key(Work& item) {
   if (item.key_index == kNone) return;
   SimRegistration* const registration = keys_[item.key_index].registration;
   item.key_index = kNone;
-  if (--registration->arriving == 0 && registration->is_revoked) wake(*registration->nic);
+  if (registration->leave()) wake(*registration->nic);
 }
 
 bool Fabric::draws_failure(Host& host, Prng& prng) {
@@ -194,15 +194,13 @@ bool Fabric::admit(uint32_t slot, SimPath& to) {
   if (item.work.length_bytes == 0) return true;
   SimRegistration* const registration = registration_of(item.work.remote_key);
   const uint64_t offset = item.work.remote_address - SimRegistration::kRemoteBase;
-  const bool fits = registration != nullptr && registration->nic == to.nic && !registration->is_revoked &&
-                    offset <= registration->length_bytes &&
+  const bool fits = registration != nullptr && registration->nic == to.nic && offset <= registration->length_bytes &&
                     item.work.length_bytes <= registration->length_bytes - offset;
   const bool may = fits && (item.work.op == rdma::NicOp::kRead ? registration->access != Access::kLocal
                                                                : registration->access == Access::kRemoteWrite);
-  if (may) {
+  if (may && registration->enter()) {
     item.key_index = static_cast<uint32_t>(item.work.remote_key);
     item.moves_bytes = item.moves_bytes && !registration->is_phantom();
-    ++registration->arriving;
     return true;
   }
   if (path == nullptr) {
