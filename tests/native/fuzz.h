@@ -57,6 +57,10 @@ class BookSink final : public Sink {
     if (payload.size() > message_bytes_max) return Offer::kTooLong;
     return ++messages % 3 == 0 ? Offer::kHold : Offer::kTaken;
   }
+  void on_service(const std::shared_ptr<const Address>& sender, Input payload) override {
+    require(sender != nullptr, "a service message has a sender");
+    require(payload.size() <= kServiceBytesMax, "a service message is no longer than one may be");
+  }
   void on_link_up(Link&) override { ++ups; }
   void on_link_down(Link&, const std::string&, bool) override { ++downs; }
   void on_link_frozen(Link&, bool, const std::string&) override {}
