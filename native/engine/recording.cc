@@ -11,7 +11,7 @@ EngineStats EngineCore::stats() const {
   stats.transfers_done = get(counters_.done);
   stats.transfers_failed = get(counters_.failed);
   stats.transfers_cancelled = get(counters_.cancelled);
-  stats.transfers_inflight = inflight();
+  stats.transfers_inflight = users_inflight();  // not what engines tell each other
   stats.transfers_submitted =
       stats.transfers_done + stats.transfers_failed + stats.transfers_cancelled + stats.transfers_inflight;
   stats.bytes_written = get(counters_.bytes_written);

@@ -39,7 +39,6 @@ class Listener {
 
   // Drives the provider's connections, and with them all else: some system calls. Nothing: no more for now.
   // Throws TransportError: the queue is of no use any more.
-  // Throws TransportError: the queue is of no use any more.
   std::optional<ConnectionEvent> next();
   // What is said tells who dialed that somebody was there.
   void reject(const fi_info& request) const;
