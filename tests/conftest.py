@@ -32,14 +32,23 @@ PeerFactory = Callable[[], PeerProcess]
 
 FAILED = pytest.StashKey[bool]()
 
+# The contract's cases run on the product of rails, memory and processes: thousands per transport, minutes each time.
+CONTRACT_SAMPLE = 4
+
 # --- seeds and skips ---
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="replay random data and schedules from this number")
     parser.addoption(
-        "--sample", type=int, default=None, help="of each test's parameters only so many, drawn by the seed"
+        "--sample",
+        type=int,
+        default=None,
+        metavar="N",
+        help=f"of each test's parameters only N per transport, others with each seed (default: {CONTRACT_SAMPLE} of "
+        "contract cases, all of other tests)",
     )
+    parser.addoption("--all", action="store_true", help="contract cases on all their set-ups, not a sample of them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,21 +57,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {config.getoption('--seed')} (replay with --seed)"
+    return f"seed: {config.getoption('--seed')} (replay with --seed; it also draws the sample: --sample, --all)"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """--sample: another few with each seed, for machines on which all would take too long. After -k and -m."""
-    if (count := config.getoption("--sample")) is None:
+    """Draws the sample (--sample, --all), after -k and -m. What is named one by one always runs."""
+    if config.getoption("--all"):
         return
+    sample: int | None = config.getoption("--sample")
     draw = random.Random(config.getoption("--seed"))
-    by_test: dict[str, list[pytest.Item]] = {}
+    strata: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {item for drawn in by_test.values() for item in draw.sample(drawn, min(count, len(drawn)))}
+        strata.setdefault((item.nodeid.partition("[")[0], transport_of(item)), []).append(item)
+    kept: set[pytest.Item] = set()
+    for (test, transport), members in strata.items():
+        count = sample if sample is not None else CONTRACT_SAMPLE if transport else len(members)
+        named = any(argument.startswith(f"{test}[") for argument in config.args)
+        kept.update(members if named else draw.sample(members, min(count, len(members))))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def transport_of(item: pytest.Item) -> str:
+    """That of a contract case's set-up; empty for other tests."""
+    callspec = getattr(item, "callspec", None)
+    return getattr(callspec.params.get("setup"), "transport", "") if callspec else ""
 
 
 @pytest.hookimpl(wrapper=True)
