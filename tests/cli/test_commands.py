@@ -230,7 +230,7 @@ def test_push_of_a_missing_file_is_refused_in_words(tmp_path: Path) -> None:
 def test_quick_bench_writes_its_numbers(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
 
-    text = succeeded(crossrail("bench", "--quick", "--json", file))
+    text = succeeded(crossrail("bench", "--quick", "--json", file, timeout_s=2 * LONG_S))
 
     assert text.strip()
     numbers = json.loads(file.read_text())

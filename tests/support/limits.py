@@ -1,10 +1,13 @@
 """How long a test may wait. Upper bounds against a hang, never a statement about speed."""
 
+import os
 import time
 from collections.abc import Callable
 
-WAIT_S = 20.0  # any single wait that is expected to end well
-DEATH_S = 2.0  # a peer's death must be seen by then (the requirement is 0.1 s; shared machines are noisy)
+SLOWNESS = 3.0 if "CROSSRAIL_SANITIZER" in os.environ else 1.0  # of instrumented code
+
+WAIT_S = 20.0 * SLOWNESS  # any single wait that is expected to end well
+DEATH_S = 2.0 * SLOWNESS  # a peer's death must be seen by then (the requirement is 0.1 s; shared machines are noisy)
 NEVER_S = 0.3  # how long we look before we believe that something does not happen
 
 between_looks: list[Callable[[], object]] = []  # what has to be called for anything to go on, in a simulated world
