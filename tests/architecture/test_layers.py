@@ -99,7 +99,8 @@ def normalised(path: PurePosixPath) -> str:
 PYTHON_MAY_USE: dict[str, set[str]] = {
     "_core": set(),
     "engine": {"_core"},
-    "sim": {"engine", "observe", "_core"},
+    "campaign": {"engine"},
+    "sim": {"engine", "observe", "campaign", "_core"},
     "testing": {"engine", "sim"},
     "observe": {"engine"},
     "kv": {"engine", "observe"},

@@ -7,7 +7,7 @@ import pytest
 
 import crossrail as xr
 from crossrail import sim
-from crossrail.sim.checkers import Arena, CheckFailed, Ledger, ends_within
+from crossrail.campaign.checkers import Arena, CheckFailed, Ledger, ends_within
 
 NBYTES = 200_000
 

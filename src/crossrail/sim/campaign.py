@@ -16,7 +16,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 
-from crossrail.sim.checkers import CheckFailed
+from crossrail.campaign.checkers import CheckFailed
 from crossrail.sim.workload import Workload
 
 _BATCH = 25  # seeds of one process

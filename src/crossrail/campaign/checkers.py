@@ -2,8 +2,8 @@
 
 A Ledger submits operations on tracked memory and notes what the contract then promises: completion exactly once, counts
 equal to operations, bytes as they were sent, no touch of source or target after a completion, messages delivered once,
-everything ended once faults stop, nothing left over. It works on any engines; on those of a World it checks at the very
-moment of each event, and runs are repeatable.
+everything ended once faults stop, nothing left over. It works on any engines whose memory is in reach. On those of a
+World it checks at the very moment of each event, and runs are repeatable; on those of other processes, when it hears.
 
 What is not promised is not checked: a peer that was given up (PeerLost) may still be written to by what was on its way,
 and a failed operation may have been counted, as a whole or in part.
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from crossrail.engine import Engine
+from crossrail.campaign.books import Arena, Bytes, Op, Piece, Tally
+from crossrail.campaign.parts import AnyEngine, AnyTransfer
 from crossrail.errors import WaitTimeout
-from crossrail.sim.books import Arena, Bytes, Op, Piece, Tally
-from crossrail.transfers import Transfer
 
 SOURCE_POISON = 0xD5  # what a source is filled with once its operation is complete,
 TARGET_POISON = 0xEA  # and a target: neither may be seen, nor change
@@ -28,6 +28,7 @@ _UNITS_PER_COUNT = 48
 _POOL_BYTES = 4 << 20
 # Failures after which nothing is promised of the target: it is the memory of a peer that was given up.
 _GIVEN_UP = ("peer-lost", "engine-closed")
+REFUSED = "refused"  # by the submit itself, in another process: nothing was begun, nothing counts
 
 
 class CheckFailed(AssertionError):
@@ -47,17 +48,22 @@ class Ledger:
         self.arenas: list[Arena] = []
         self.failures: list[str] = []
         self._tallies: list[Tally] = []
-        self._dead: list[Engine] = []
+        self._dead: list[AnyEngine] = []
         self._messages: dict[bytes, int] = {}
         self._next_message = 0
 
     # ---- memory
 
-    def arena(self, engine: Engine, memory: Bytes) -> Arena:
+    def arena(self, engine: AnyEngine, memory: Bytes) -> Arena:
         """Registers memory, which is all zeros. Raises TransportError as Engine.register does."""
         arena = Arena(engine, memory, engine.register(memory))
         self.arenas.append(arena)
         return arena
+
+    def adopt(self, arena: Arena) -> None:
+        """Takes over an arena of another ledger that has ended: its memory is all zeros again."""
+        arena.taken = 0
+        self.arenas.append(arena)
 
     def close_arena(self, arena: Arena, timeout_s: float) -> bool:
         """Closes the region; what is in it from then on stays as it is. False: still in use after timeout_s."""
@@ -65,13 +71,17 @@ class Ledger:
             arena.region.close(timeout_s)
         except WaitTimeout:
             return False
+        self.note_closed(arena)
+        return True
+
+    def note_closed(self, arena: Arena) -> None:
+        """Its region was closed, or was revoked and has no use of its owner's: nothing in it may change any more."""
         arena.is_closed = True
         arena.memory[:] = TARGET_POISON
-        return True
 
     # ---- counting
 
-    def tally(self, engine: Engine, imm: int | None = None) -> Tally:
+    def tally(self, engine: AnyEngine, imm: int | None = None) -> Tally:
         """A number of the receiver's, allocated unless given. Several operations may share it."""
         tally = Tally(engine.alloc_imm() if imm is None else engine.imm_counter(imm), engine)
         self._tallies.append(tally)
@@ -79,17 +89,15 @@ class Ledger:
 
     # ---- operations. All ranges are fresh; None where an arena has no room left
 
-    def write(
-        self, source: Arena, target: Arena, nbytes: int, tally: Tally | None = None, *, rail: int | None = None
-    ) -> Op | None:
-        """One contiguous range."""
+    def write(self, source: Arena, target: Arena, nbytes: int, tally: Tally | None = None, **options: Any) -> Op | None:
+        """One contiguous range. options: rail and verify, as of submit_write."""
         ranges = _take_both(source, target, nbytes)
         if ranges is None:
             return None
         at, to = ranges
         piece = self._piece(source, at, target, to, nbytes)
         transfer = source.engine.submit_write(
-            source.region, target.region.descriptor, nbytes, src_offset=at, dst_offset=to, imm=_imm(tally), rail=rail
+            source.region, target.region.descriptor, nbytes, src_offset=at, dst_offset=to, imm=_imm(tally), **options
         )
         return self._add("write", transfer, [(source, at, nbytes)], [piece], {} if tally is None else {tally: 1})
 
@@ -107,9 +115,9 @@ class Ledger:
 
     def paged_writes(
         self, source: Arena, target: Arena, from_pages: Sequence[int], to_pages: Sequence[int], page_bytes: int,
-        tally: Tally | None = None,
+        tally: Tally | None = None, **options: Any,
     ) -> Op | None:  # fmt: skip
-        """Pages, by their numbers in a fresh range of each arena."""
+        """Pages, by their numbers in a fresh range of each arena. options: verify, as of submit_paged_writes."""
         source_bytes, target_bytes = (page_bytes * (max(pages) + 1) for pages in (from_pages, to_pages))
         at, to = source.take(source_bytes), target.take(target_bytes)
         if at is None or to is None:
@@ -120,7 +128,7 @@ class Ledger:
         ]
         transfer = source.engine.submit_paged_writes(
             source.region, np.array(from_pages, np.uint32), target.region.descriptor, np.array(to_pages, np.uint32),
-            page_bytes, src_offset=at, dst_offset=to, imm=_imm(tally),
+            page_bytes, src_offset=at, dst_offset=to, imm=_imm(tally), **options,
         )  # fmt: skip
         counts = {} if tally is None else {tally: len(pieces)}
         return self._add("paged", transfer, [(source, at, source_bytes)], pieces, counts)
@@ -144,14 +152,14 @@ class Ledger:
         sources = [(source, at, nbytes) for at, nbytes in zip(starts, lengths, strict=True)]
         return self._add("scatter", transfer, sources, pieces, counts)
 
-    def barrier(self, engine: Engine, peers: Sequence[Engine], imm: int) -> Op:
+    def barrier(self, engine: AnyEngine, peers: Sequence[AnyEngine], imm: int) -> Op:
         """The immediate alone, to each."""
         group = engine.add_peer_group([peer.address for peer in peers])
         counts = self._tallies_of(peers, imm)
         transfer = engine.submit_barrier(group, imm)
         return self._add("barrier", transfer, [], [], counts)
 
-    def send(self, engine: Engine, peer: Engine, nbytes: int) -> Op:
+    def send(self, engine: AnyEngine, peer: AnyEngine, nbytes: int) -> Op:
         """A message; the first eight bytes name it."""
         self._next_message += 1
         filler = self._data(max(0, nbytes - 8)).tobytes()
@@ -170,14 +178,14 @@ class Ledger:
             if self._messages[payload] > 1:
                 self._fail(f"message {int.from_bytes(payload[:8], 'little')} was delivered twice")
 
-    def note_dead(self, engine: Engine) -> None:
+    def note_dead(self, engine: AnyEngine) -> None:
         """That engine was killed or closed: nothing is promised of what it had, nor of what was on its way to it."""
         self._dead.append(engine)
         for op in self.ops:
             for piece in op.pieces:
                 piece.is_unsure = piece.is_unsure or piece.arena.engine is engine
 
-    def note_given_up(self, engine: Engine, peer: Engine) -> None:
+    def note_given_up(self, engine: AnyEngine, peer: AnyEngine) -> None:
         """The engine is about to forget the peer: what is on its way to the peer's memory may still arrive."""
         for op in self.ops:
             for piece in op.pieces:
@@ -186,7 +194,7 @@ class Ledger:
 
     def retire(self, tally: Tally) -> None:
         """That number is about to be released: its count is checked now, and no more."""
-        self._check_tally(tally)
+        self._check_tally(tally, self._fail)
         self._tallies.remove(tally)
 
     def is_dead(self, engine: object) -> bool:
@@ -218,19 +226,30 @@ class Ledger:
                 self._fail(f"{op} completed {op.completions} times")
             elif op.transfer.status != op.status:
                 self._fail(f"{op} completed, and is {op.transfer.status} now")
+        self.failures += self.unsettled()
+        self.check()
+
+    def unsettled(self) -> list[str]:
+        """What has to hold in the end, and does not yet: counts and messages may come later than the completion."""
+        found: list[str] = []
         for tally in self._tallies:
-            self._check_tally(tally)
+            self._check_tally(tally, found.append)
         for op in self.ops:
             if op.kind == "send":
-                self._check_message(op)
+                self._check_message(op, found.append)
         for engine in {id(arena.engine): arena.engine for arena in self.arenas}.values():
             if not self.is_dead(engine):
-                self._check_engine(engine)
-        self.check()
+                self._check_engine(engine, found.append)
+        return found
+
+    @property
+    def tallies(self) -> list[Tally]:
+        """The numbers that are not retired."""
+        return list(self._tallies)
 
     # ---- how
 
-    def _tallies_of(self, engines: Sequence[Engine], imm: int) -> dict[Tally, int]:
+    def _tallies_of(self, engines: Sequence[AnyEngine], imm: int) -> dict[Tally, int]:
         """Of one number at several engines, and how often each is named."""
         named = {id(engine): engine for engine in engines if not engine.closed}
         counts = {key: sum(id(engine) == key for engine in engines) for key in named}
@@ -249,7 +268,7 @@ class Ledger:
         return Piece(target, to, data, is_unsure=self.is_dead(target.engine))
 
     def _add(
-        self, kind: str, transfer: Transfer, sources: list[tuple[Arena, int, int]], pieces: list[Piece],
+        self, kind: str, transfer: AnyTransfer, sources: list[tuple[Arena, int, int]], pieces: list[Piece],
         counts: dict[Tally, int],
     ) -> Op:  # fmt: skip
         op = Op(len(self.ops), kind, transfer, sources, pieces, counts)
@@ -279,7 +298,7 @@ class Ledger:
 
         tally.counter.on_count(count, counted)
 
-    def _completed(self, op: Op, transfer: Transfer) -> None:
+    def _completed(self, op: Op, transfer: AnyTransfer) -> None:
         op.completions += 1
         op.status = transfer.status
         if op.completions > 1:
@@ -295,6 +314,8 @@ class Ledger:
                 piece.is_unsure = True
             if piece.is_unsure or piece.arena.is_closed:
                 continue
+            if op.status == "checksum-mismatch":
+                self._fail(f"{op} fails its checksum, and nobody else wrote there")
             if op.status == "done" and not np.array_equal(piece.memory, piece.data):
                 wrong = int(np.flatnonzero(piece.memory != piece.data)[0])
                 self._fail(f"{op} is done, and byte {wrong} of {len(piece.data)} at its target is not what was sent")
@@ -313,7 +334,7 @@ class Ledger:
         if op.completions and (piece.memory == SOURCE_POISON).any():
             self._fail(f"the source of {op} was read after its completion")
 
-    def _check_tally(self, tally: Tally) -> None:
+    def _check_tally(self, tally: Tally, fail: Callable[[str], None]) -> None:
         if self.is_dead(tally.engine):
             return
         least = sum(op.counts[tally] for op in tally.ops if op.status == "done")
@@ -322,28 +343,28 @@ class Ledger:
         if not least <= got <= most:
             names = ", ".join(map(str, tally.ops))
             number = f"immediate {tally.counter.imm}"
-            self._fail(f"engine {tally.engine.name!r} counts {got} of {number}, must be {least} to {most}: {names}")
+            fail(f"engine {tally.engine.name!r} counts {got} of {number}, must be {least} to {most}: {names}")
 
-    def _check_message(self, op: Op) -> None:
+    def _check_message(self, op: Op, fail: Callable[[str], None]) -> None:
         assert op.receiver is not None
         delivered = self._messages[op.payload]
         if op.status == "done" and delivered != 1 and not self.is_dead(op.receiver):
-            self._fail(f"{op} is done, and was delivered {delivered} times")
+            fail(f"{op} is done, and was delivered {delivered} times")
         if op.status == "cancelled" and delivered:
-            self._fail(f"{op} was delivered all the same")
+            fail(f"{op} was delivered all the same")
 
-    def _check_engine(self, engine: Engine) -> None:
+    def _check_engine(self, engine: AnyEngine, fail: Callable[[str], None]) -> None:
         """Nothing is left over, and no fraction of a count."""
         stats = engine.stats()
         ended = stats["transfers_done"] + stats["transfers_failed"] + stats["transfers_cancelled"]
         if stats["transfers_inflight"] or ended != stats["transfers_submitted"]:
-            self._fail(f"engine {engine.name!r} has transfers left: {stats}")
+            fail(f"engine {engine.name!r} has transfers left: {stats}")
         has_failed = any(
             op.status not in ("done", "cancelled") and any(tally.engine is engine for tally in op.counts)
             for op in self.ops
         )
         if not has_failed and stats["imm_units_received"] % _UNITS_PER_COUNT:
-            self._fail(f"engine {engine.name!r} has counted {stats['imm_units_received']}/48: not a whole number")
+            fail(f"engine {engine.name!r} has counted {stats['imm_units_received']}/48: not a whole number")
 
     def _fail(self, text: str) -> None:
         self.failures.append(text)
@@ -374,8 +395,8 @@ def _imm(tally: Tally | None) -> int | None:
 
 
 def _counts_nothing(op: Op) -> bool:
-    """Pages and targets count 1 or nothing each when it was cancelled; a write counts nothing."""
-    return op.status == "cancelled" and op.kind == "write"
+    """Pages and targets count 1 or nothing each when it was cancelled; a write counts nothing, nor what was refused."""
+    return op.status == REFUSED or (op.status == "cancelled" and op.kind == "write")
 
 
-__all__ = ["UNTOUCHED", "Arena", "Bytes", "CheckFailed", "Ledger", "Op", "Piece", "Tally", "ends_within"]
+__all__ = ["REFUSED", "UNTOUCHED", "Arena", "Bytes", "CheckFailed", "Ledger", "Op", "Piece", "Tally", "ends_within"]

@@ -1,4 +1,4 @@
-"""What a Ledger (crossrail.sim.checkers) notes: memory, ranges in it, numbers, operations."""
+"""What a Ledger (crossrail.campaign.checkers) notes: memory, ranges in it, numbers, operations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from crossrail.counters import ImmCounter
-from crossrail.engine import Engine
-from crossrail.regions import Region
-from crossrail.transfers import Transfer
+from crossrail.campaign.parts import AnyCounter, AnyEngine, AnyRegion, AnyTransfer
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -19,11 +16,11 @@ Bytes = npt.NDArray[np.uint8]
 class Arena:
     """Registered memory from which a ledger takes ranges that nobody else uses."""
 
-    engine: Engine
+    engine: AnyEngine
     memory: Bytes
-    region: Region
+    region: AnyRegion
     taken: int = 0
-    is_closed: bool = False
+    is_closed: bool = False  # or revoked: nobody who learned of it by its descriptor may touch it
 
     def take(self, nbytes: int, align: int = 1) -> int | None:
         """Offset of a range that was never used; None when there is none left."""
@@ -53,8 +50,8 @@ class Piece:
 class Tally:
     """One immediate number at one receiver, and the operations that count there."""
 
-    counter: ImmCounter
-    engine: Engine
+    counter: AnyCounter
+    engine: AnyEngine
     ops: list[Op] = field(default_factory=list)
 
 
@@ -64,14 +61,14 @@ class Op:
 
     number: int
     kind: str
-    transfer: Transfer
+    transfer: AnyTransfer
     sources: list[tuple[Arena, int, int]]
     pieces: list[Piece]
     counts: dict[Tally, int] = field(default_factory=dict)  # how much each receiver counts of it
     completions: int = 0
     status: str = "pending"
     payload: bytes = b""
-    receiver: Engine | None = None
+    receiver: AnyEngine | None = None
 
     def __str__(self) -> str:
         return f"operation {self.number} ({self.kind}, {self.transfer.nbytes} bytes, {self.status})"

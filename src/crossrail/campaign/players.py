@@ -1,0 +1,120 @@
+"""Four processes with an engine each, which live on from round to round; who is killed gets a successor."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+from crossrail.campaign.books import Arena
+from crossrail.campaign.checkers import UNTOUCHED, CheckFailed
+from crossrail.campaign.process import SLOT_BYTES, Fleet, ProcessGone
+from crossrail.campaign.remote import RemoteEngine
+from crossrail.peers import Address
+
+TRANSPORTS = ("shm", "tcp")
+_RAILS = 2
+_ARENAS = 4  # sources, and as many targets, of an engine in a round
+_CLOSE_LIMIT_S = 20.0
+
+
+class Players:
+    """The engines, and arenas for the next round. spared: who is never killed. One thread."""
+
+    def __init__(self, transport: str, count: int = 4, spared: str = "") -> None:
+        self.transport = transport
+        self.spared = spared
+        self.fleet = Fleet()
+        self.engines: list[RemoteEngine] = []
+        self.next_imm = 1  # for those who choose numbers themselves
+        self.gone: list[Address] = []  # dead, and perhaps still known to the living
+        self.started = 0
+        self._stock: dict[int, list[Arena]] = {}
+        draw = random.Random(0)
+        for number in range(count):
+            self.open(f"player-{number}", draw)
+
+    def open(self, name: str, draw: random.Random) -> RemoteEngine:
+        """An engine in a process of its own."""
+        self.started += 1
+        return self._open_in(RemoteEngine(self.fleet.start(name), name, _RAILS, self._options(draw)))
+
+    def reopen(self, engine: RemoteEngine, draw: random.Random) -> RemoteEngine:
+        """Another incarnation in the place of one that is closed: in its process if that lives."""
+        self.engines.remove(engine)
+        self.gone.append(engine.address)
+        self._stock.pop(id(engine))
+        if not engine.process.is_alive:
+            return self.open(engine.name, draw)
+        if left := engine.left_behind():
+            raise CheckFailed(f"engine {engine.name!r} was closed and left behind {left}")
+        process = engine.process
+        process.slots_resting = [slot for slot in range(len(process.slots)) if slot not in process.slots_free]
+        return self._open_in(RemoteEngine(engine.process, engine.name, _RAILS, self._options(draw)))
+
+    def take_arena(self, engine: RemoteEngine) -> Arena | None:
+        """One that nobody has; None when there are no more."""
+        stock = self._stock[id(engine)]
+        return stock.pop() if stock else None
+
+    def give_back(self, arena: Arena, *, is_dirty: bool) -> None:
+        """After a round. is_dirty: something may still come there, so that its region has to be closed first."""
+        engine = arena.engine
+        assert isinstance(engine, RemoteEngine)
+        if engine.closed:
+            return
+        if is_dirty:
+            try:
+                arena.region.close(_CLOSE_LIMIT_S)
+            except TimeoutError as error:
+                raise CheckFailed(f"nothing goes on, and a region cannot be closed: {error}") from error
+        else:
+            arena.memory[: arena.taken] = UNTOUCHED
+            self._stock[id(engine)].append(arena)
+
+    def restock(self, draw: random.Random) -> None:
+        """Sees that everybody who lives has arenas for a round."""
+        for engine in self.engines:
+            if not engine.closed:
+                self._fill(engine, draw)
+
+    def end_round(self) -> None:
+        """Nobody looks any more at what was closed in it."""
+        for process in self.fleet.processes:
+            process.free_slots()
+
+    def dump(self, folder: str) -> None:
+        """Writes there what the flight recorders hold, and what each engine knows of its peers."""
+        for engine in self.engines:
+            if engine.process.is_alive:
+                with contextlib.suppress(ProcessGone, CheckFailed):  # it has crashed, or hangs: no word of it then
+                    engine.process.ask("dump", f"{folder}/{engine.name}.json")
+
+    def close(self) -> None:
+        """Ends all of them."""
+        self.fleet.close()
+
+    def _open_in(self, engine: RemoteEngine) -> RemoteEngine:
+        self.engines.append(engine)
+        self._stock[id(engine)] = []
+        self._fill(engine, random.Random(engine.process.pid))
+        return engine
+
+    def _fill(self, engine: RemoteEngine, draw: random.Random) -> None:
+        """With memory that they share with us, and over shm also such as peers map."""
+        stock = self._stock[id(engine)]
+        while len(stock) < 2 * _ARENAS:
+            free = engine.process.slots_free
+            if self.transport == "shm" and draw.random() < 0.5:
+                region = engine.alloc(SLOT_BYTES)
+            elif free:
+                region = engine.register(engine.process.slots[free[0]])
+            else:
+                return
+            stock.append(Arena(engine, region.memory, region))
+
+    def _options(self, draw: random.Random) -> dict[str, Any]:
+        common: dict[str, Any] = {"transport": self.transport, "heartbeat_s": 0.5, "connect_timeout_s": 5.0}
+        if self.transport == "tcp":
+            return common | {"rails": [f"127.0.0.{1 + rail}" for rail in range(_RAILS)], "peer_timeout_s": 3.0}
+        return common | {"rails": _RAILS, "private_path": draw.choice(["auto", "staged", "cma"])}

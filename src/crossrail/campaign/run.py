@@ -1,0 +1,79 @@
+"""Many rounds, and what came of them."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections import Counter
+
+from crossrail.campaign.checkers import CheckFailed
+from crossrail.campaign.players import Players
+from crossrail.campaign.rounds import Round
+from crossrail.campaign.usage import Usage
+
+_FAULTS = ("kill", "freeze", "cut", "close-engine", "close-region", "revoke")
+
+
+class Campaign:
+    """Rounds of one transport, one after the other. spared: a player that is never killed: its growth is seen."""
+
+    def __init__(self, transport: str, first: int, spared: str = "") -> None:
+        self.transport = transport
+        self.first = first
+        self.rounds = self.failed = self.started = 0
+        self.did: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+        self._spared = spared
+        self._began = time.monotonic()
+        self._players: Players | None = None
+
+    def round(self) -> None:
+        """The next one. Its findings are printed; after some there are other players."""
+        seed = self.first + self.rounds
+        self.rounds += 1
+        try:
+            if self._players is None:
+                self._players = Players(self.transport, spared=self._spared)
+            this = Round(self._players, seed)
+            this.run()
+        except Exception as failure:  # whatever else happens is a finding too
+            self.failed += 1
+            text = str(failure) if isinstance(failure, CheckFailed) else traceback.format_exc(limit=-6)
+            command = f"./dev campaign --transport {self.transport} --from {seed} --rounds 1"
+            print(f"FAILED: {self.transport}, round {seed}: {text}\n  again: {command}", flush=True)
+            if self._players is not None:
+                folder = tempfile.mkdtemp(prefix=f"campaign-{self.transport}-{seed}-")
+                self._players.dump(folder)
+                print(f"  flight recorders: {folder}\n", flush=True)
+            self.close()
+            return
+        self.did.update(this.done)
+        self.ended.update(op.status for op in this.ledger.ops)
+
+    def usage(self) -> dict[str, Usage]:
+        """What every player's process holds now, between rounds, by its name."""
+        players = [] if self._players is None else self._players.engines
+        return {engine.name: engine.usage for engine in players if engine.usage is not None}
+
+    def close(self) -> None:
+        """Ends the processes."""
+        if self._players is not None:
+            self.started += self._players.started
+            self._players.close()
+            self._players = None
+
+    def summary(self) -> str:
+        """What came of it, in some lines."""
+        seconds = time.monotonic() - self._began
+        faults = ", ".join(f"{self.did[name]} {name}" for name in _FAULTS)
+        return (
+            f"{self.transport}: {self.rounds} rounds from {self.first}, {self.failed} failed, {seconds:.0f} s "
+            f"({self.rounds / seconds:.1f} a second)\n"
+            f"  {sum(self.ended.values())} operations: {_listed(self.ended)}\n"
+            f"  {self.started} processes; drawn: {faults}"
+        )
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common())
