@@ -1,0 +1,275 @@
+"""What a process holds of a model's parameters, and where in its memory. Pure data, refused by the parameter's name.
+
+Parameters have the names and shapes of the checkpoint (mapping.py translates a framework's own), and a holding is a
+box of one of them at a place in a registered region. So a fused tensor is several holdings in one piece of memory, a
+shard is a smaller box, and neither side knows how the other cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Struct
+
+from crossrail.errors import UsageError
+from crossrail.weights.dtypes import DTYPES, ITEM_BYTES, dtype_code
+
+Role: TypeAlias = Literal["trainer", "target"]
+Box: TypeAlias = tuple[tuple[int, int], ...]
+Rows: TypeAlias = npt.NDArray[Any]
+
+VERSION = 1
+DIMS = 5
+_EXTENT_MAX = 1 << 48
+_ROWS_MAX = 1 << 24
+
+# One holding. Dimensions that it lacks follow those it has, with the extent 1. name, mesh and scale_of are indices into
+# the inventory's names and meshes (scale_of -1: none); dtype into DTYPES; offset and strides are bytes.
+HOLDING = np.dtype(
+    [
+        ("name", "<i4"),
+        ("mesh", "<i4"),
+        ("scale_of", "<i4"),
+        ("region", "<i4"),
+        ("dtype", "<i2"),
+        ("dims", "<i2"),
+        ("offset", "<i8"),
+        ("shape", "<i8", DIMS),
+        ("start", "<i8", DIMS),
+        ("stop", "<i8", DIMS),
+        ("strides", "<i8", DIMS),
+        ("block", "<i8", DIMS),
+    ]
+)
+
+
+class RegionInfo(Struct, frozen=True, array_like=True):
+    """A registered region: its descriptor as bytes (RegionDescriptor.to_bytes()), and how long it is."""
+
+    descriptor: Annotated[bytes, Meta(max_length=4096)]
+    nbytes: Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class Holding(Struct, frozen=True):
+    """A box of one parameter, at a place in memory.
+
+    name: of the parameter in the checkpoint. shape: of the whole parameter. box: (start, stop) in elements, for each
+    dimension; () for a scalar. dtype: of the elements here.
+    region: index of the region in the inventory; offset: bytes from its start to the box's first element.
+    strides: bytes, for each dimension; None: the box lies there in C order without gaps. The elements of the innermost
+    dimension always lie side by side.
+    mesh (trainers): a name for the processes that hold the parameter together: the boxes of a mesh are disjoint or
+    equal, and make the whole parameter. A parameter may be held by several meshes.
+    scale_of, block (targets): the fp32 scales of the blocks, so many elements in each dimension, of the parameter of
+    that name, whose holdings here are float8_e4m3fn. shape and box then count blocks.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    region: int
+    offset: int
+    strides: tuple[int, ...] | None = None
+    mesh: str = ""
+    scale_of: str | None = None
+    block: tuple[int, ...] = ()
+
+    @classmethod
+    def whole(cls, name: str, dtype: str, shape: Sequence[int], region: int, offset: int, **more: Any) -> Holding:
+        """A parameter that is here in one piece."""
+        return cls(name, dtype, tuple(shape), tuple((0, n) for n in shape), region, offset, **more)
+
+
+class _Wire(Struct, frozen=True, tag="crossrail.weights.inventory", forbid_unknown_fields=True):
+    version: int
+    role: Role
+    rank: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+    regions: Annotated[tuple[RegionInfo, ...], Meta(max_length=1 << 16)]
+    names: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=512)], ...], Meta(max_length=_ROWS_MAX)]
+    meshes: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=1 << 16)]
+    rows: bytes
+
+
+class Inventory:
+    """All holdings of one process. Immutable; any thread.
+
+    role: "trainer" or "target". rank: its number among those of its role; they need not be 0, 1, 2...
+    rows: one HOLDING each, read-only; names, meshes: what they point to.
+    Made by Inventory.of() from Holdings, by from_bytes() from what to_bytes() gave, or from rows directly where there
+    are many. Malformed ones raise UsageError.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        rank: int,
+        regions: Iterable[RegionInfo],
+        names: Sequence[str],
+        meshes: Sequence[str],
+        rows: Rows,
+    ) -> None:
+        self.role: Role = role
+        self.rank = rank
+        self.regions = tuple(regions)
+        self.names = tuple(names)
+        self.meshes = tuple(meshes)
+        self.rows = rows
+        self._check()
+        rows.flags.writeable = False
+
+    @classmethod
+    def of(cls, role: Role, rank: int, regions: Iterable[RegionInfo], holdings: Iterable[Holding]) -> Inventory:
+        """From Holdings. Those with an empty box are left out: an uneven shard may have nothing on some rank."""
+        held = [holding for holding in holdings if all(start != stop for start, stop in holding.box)]
+        names: dict[str, int] = {}
+        meshes: dict[str, int] = {}
+        rows = np.zeros(len(held), HOLDING)
+        for row, holding in zip(rows, held, strict=True):
+            _fill(row, holding)
+            row["name"] = names.setdefault(holding.name, len(names))
+            row["mesh"] = meshes.setdefault(holding.mesh, len(meshes))
+            if holding.scale_of is not None:
+                row["scale_of"] = names.setdefault(holding.scale_of, len(names))
+        return cls(role, rank, regions, list(names), list(meshes), rows)
+
+    @property
+    def holdings(self) -> Iterator[Holding]:
+        """As Holdings, for people and small ones."""
+        for row in self.rows:
+            dims = int(row["dims"])
+            scaled = int(row["scale_of"]) >= 0
+            yield Holding(
+                name=self.names[row["name"]],
+                dtype=DTYPES[row["dtype"]],
+                shape=tuple(row["shape"][:dims].tolist()),
+                box=tuple(zip(row["start"][:dims].tolist(), row["stop"][:dims].tolist(), strict=True)),
+                region=int(row["region"]),
+                offset=int(row["offset"]),
+                strides=tuple(row["strides"][:dims].tolist()),
+                mesh=self.meshes[row["mesh"]],
+                scale_of=self.names[row["scale_of"]] if scaled else None,
+                block=tuple(row["block"][:dims].tolist()) if scaled else (),
+            )
+
+    # ---- telling others
+
+    def to_bytes(self) -> bytes:
+        """For a message or a file."""
+        wire = _Wire(VERSION, self.role, self.rank, self.regions, self.names, self.meshes, self.rows.tobytes())
+        return msgspec.msgpack.encode(wire)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Inventory:
+        """Raises UsageError for anything but what to_bytes() gave."""
+        try:
+            wire = msgspec.msgpack.decode(data, type=_Wire)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise UsageError(f"this is no inventory: {error}") from None
+        if wire.version != VERSION:
+            raise UsageError(
+                f"inventory of version {wire.version}, this is version {VERSION}: use the same on all sides"
+            )
+        if len(wire.rows) % HOLDING.itemsize:
+            raise UsageError(f"inventory with {len(wire.rows)} bytes of rows, {HOLDING.itemsize} each")
+        rows = np.frombuffer(wire.rows, HOLDING)
+        return cls(wire.role, wire.rank, wire.regions, wire.names, wire.meshes, rows)
+
+    # ---- refusing
+
+    def _check(self) -> None:
+        rows = self.rows
+        if self.role not in ("trainer", "target"):
+            raise UsageError(f"role={self.role!r} must be 'trainer' or 'target'")
+        if rows.dtype != HOLDING or rows.ndim != 1:
+            raise UsageError(f"rows must be one-dimensional and of the dtype HOLDING, not {rows.dtype}")
+        if len(set(self.names)) != len(self.names):
+            raise UsageError(f"{self}: a name is listed twice")
+        self._refuse((rows["name"] < 0) | (rows["name"] >= len(self.names)), "names no parameter", named=False)
+        self._refuse((rows["mesh"] < 0) | (rows["mesh"] >= len(self.meshes)), "names no mesh")
+        self._refuse((rows["region"] < 0) | (rows["region"] >= len(self.regions)), "region", rows["region"])
+        self._refuse((rows["dtype"] < 0) | (rows["dtype"] >= len(DTYPES)), "has no dtype", rows["dtype"])
+        self._refuse((rows["dims"] < 0) | (rows["dims"] > DIMS), f"has more than {DIMS} dimensions", rows["dims"])
+        beyond = np.arange(DIMS) >= rows["dims"][:, np.newaxis]
+        self._refuse((beyond & (rows["shape"] != 1)).any(1), "shape", rows["shape"])
+        self._refuse(((rows["shape"] < 1) | (rows["shape"] > _EXTENT_MAX)).any(1), "shape", rows["shape"])
+        empty = (rows["start"] < 0) | (rows["start"] >= rows["stop"]) | (rows["stop"] > rows["shape"])
+        self._refuse(empty.any(1), "box is empty or not in the shape: starts at", rows["start"])
+        self._check_scales()
+        self._check_memory()
+
+    def _check_scales(self) -> None:
+        rows = self.rows
+        scales = rows["scale_of"] >= 0
+        self._refuse((rows["scale_of"] < -1) | (rows["scale_of"] >= len(self.names)), "scales of no parameter")
+        self._refuse(scales & (rows["dtype"] != dtype_code("float32")), "scales must be float32")
+        self._refuse(scales & (rows["block"] < 1).any(1), "scales: blocks must be 1 or more", rows["block"])
+
+    def _check_memory(self) -> None:
+        rows = self.rows
+        extent = rows["stop"] - rows["start"]
+        item = ITEM_BYTES[rows["dtype"]]
+        self._refuse((rows["strides"] < 0).any(1) | (rows["offset"] < 0), "offset or strides below 0")
+        span = item.copy()
+        for dim in reversed(range(DIMS)):
+            # C order, gaps allowed: a step of an outer dimension passes all that lies within it.
+            stride, count = rows["strides"][:, dim], extent[:, dim]
+            self._refuse((count > 1) & (stride < span), "strides are not in C order (transposed?)", rows["strides"])
+            if dim == DIMS - 1:
+                innermost = np.ones(len(rows), bool)
+            self._refuse((count > 1) & innermost & (stride != item), "innermost dimension has gaps", rows["strides"])
+            innermost = innermost & (count == 1)
+            span = np.where(count > 1, (count - 1) * stride + span, span)
+        nbytes = np.array([region.nbytes for region in self.regions], np.int64)
+        end = rows["offset"] + span
+        self._refuse(
+            end > nbytes[rows["region"]] if len(rows) else np.zeros(0, bool), "ends behind its region, at", end
+        )
+
+    def _refuse(self, bad: Any, what: str, values: Any = None, *, named: bool = True) -> None:
+        if not bad.any():
+            return
+        row = int(np.argmax(bad))
+        name = repr(self.names[self.rows["name"][row]]) if named else f"row {row}"
+        value = "" if values is None else f" {np.asarray(values[row]).tolist()}"
+        raise UsageError(f"{self}: {name}: {what}{value}")
+
+    def __repr__(self) -> str:
+        return f"<Inventory of {self.role} {self.rank}, {len(self.rows)} holdings>"
+
+
+def _fill(row: Any, holding: Holding) -> None:
+    dims = len(holding.shape)
+    if dims > DIMS:
+        raise UsageError(f"{holding.name!r}: shape {holding.shape} has more than {DIMS} dimensions")
+    if len(holding.box) != dims:
+        raise UsageError(f"{holding.name!r}: box {holding.box} does not have the {dims} dimensions of the shape")
+    if holding.strides is not None and len(holding.strides) != dims:
+        raise UsageError(f"{holding.name!r}: strides {holding.strides} do not have the {dims} dimensions of the shape")
+    if holding.scale_of is not None and len(holding.block) != dims:
+        raise UsageError(f"{holding.name!r}: block {holding.block} does not have the {dims} dimensions of the shape")
+    row["scale_of"] = -1
+    row["dims"] = dims
+    row["region"] = holding.region
+    row["offset"] = holding.offset
+    row["dtype"] = dtype_code(holding.dtype)
+    row["shape"] = row["stop"] = row["block"] = 1
+    row["shape"][:dims] = holding.shape
+    row["start"][:dims] = [start for start, _ in holding.box]
+    row["stop"][:dims] = [stop for _, stop in holding.box]
+    row["block"][: len(holding.block)] = holding.block
+    row["strides"] = c_strides(row["stop"] - row["start"], int(ITEM_BYTES[row["dtype"]]))
+    if holding.strides is not None:
+        row["strides"][:dims] = holding.strides
+
+
+def c_strides(extent: npt.NDArray[np.int64], item_bytes: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Bytes from one element to the next in each dimension, for boxes without gaps. extent: shape (..., DIMS)."""
+    inner = np.ones_like(extent)
+    inner[..., :-1] = np.cumprod(extent[..., :0:-1], axis=-1)[..., ::-1]
+    strides: npt.NDArray[np.int64] = inner * np.asarray(item_bytes)[..., np.newaxis]
+    return strides

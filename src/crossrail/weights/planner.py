@@ -1,0 +1,137 @@
+"""From what everyone holds to who sends what to whom: numpy over all byte ranges at once.
+
+The idea is section 5 of the paper: one static schedule, each slice from the holder with the fewest bytes so far. Where
+the paper gathers every parameter in full at all trainers of its mesh, this cuts parameters as the trainers hold them
+(sources.cells_of), so that most of it is prepared where it lies and nothing is gathered; gather="full" is the paper's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from crossrail.errors import UsageError
+from crossrail.weights import balance, tables
+from crossrail.weights.assemble import Slices, assemble
+from crossrail.weights.boxes import Boxes, Ints, distinct, overlaps, ranges
+from crossrail.weights.dtypes import ITEM_BYTES
+from crossrail.weights.inventory import Inventory
+from crossrail.weights.plan import Plan, ranks_of
+from crossrail.weights.sources import Sources, cells_of, sources_of
+from crossrail.weights.tables import Forms, Tables, Wants
+
+Gather = Literal["needed", "full"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What make_plan() may choose.
+
+    gather: "needed": parameters are prepared in the pieces in which trainers hold them; only what a piece lacks
+    to whole blocks is fetched from others. "full": every sender gathers the whole parameter, as the paper does.
+    write_bytes_min: pieces are joined until their values have so many bytes, as far as there are; bounds how many
+    small writes a plan has. Bytes, of the target's dtype.
+    ignore: parameters that trainers hold and no target wants.
+    groups: (meshes) in the order in which each trainer takes their tasks; meshes not named come last.
+    """
+
+    gather: Gather = "needed"
+    write_bytes_min: int = 256 << 10
+    ignore: tuple[str, ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.gather not in get_args(Gather):
+            raise UsageError(f"gather={self.gather!r} must be one of {', '.join(get_args(Gather))}")
+        if self.write_bytes_min < 1:
+            raise UsageError(f"write_bytes_min={self.write_bytes_min} must be 1 or more")
+
+
+def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], options: PlanOptions | None = None) -> Plan:
+    """The plan by which these trainers write all that these targets hold. Pure: the same input gives the same plan.
+
+    Raises UsageError, which names the parameter, when what they hold does not fit together.
+    """
+    options = options or PlanOptions()
+    _check_roles(trainers, targets)
+    trainer_ranks, target_ranks = ranks_of(trainers), ranks_of(targets)
+    joined = tables.join(sorted(trainers, key=_rank), sorted(targets, key=_rank))
+    forms, wants = tables.match(joined, options.ignore)
+    sources = sources_of(joined)
+    cells = cells_of(forms, sources, whole=options.gather == "full", write_bytes_min=options.write_bytes_min)
+    slices = _slices(joined, forms, wants, cells)
+    ranks = np.array(trainer_ranks)
+    first, members = _holders(joined, forms, sources, cells, ranks)
+    kind, candidates = balance.classes_of(first, members)
+    # What one target wants of a cell comes from one sender: values and scales are made together.
+    units, unit = distinct([slices.cell, joined.target.rank[slices.want]])
+    nbytes = np.bincount(unit, weights=slices.nbytes).astype(np.int64)
+    chosen = balance.choose(kind[slices.cell[units]], candidates, nbytes, len(ranks))[unit]
+    return assemble(
+        joined,
+        forms,
+        sources,
+        cells,
+        slices._replace(sender=ranks[chosen]),
+        options.groups,
+        trainer_ranks,
+        target_ranks,
+    )
+
+
+def _rank(inventory: Inventory) -> int:
+    return inventory.rank
+
+
+def _check_roles(trainers: Sequence[Inventory], targets: Sequence[Inventory]) -> None:
+    for role, inventories in (("trainer", trainers), ("target", targets)):
+        if not inventories:
+            raise UsageError(f"there is no {role}: a plan needs one or more")
+        for inventory in inventories:
+            if inventory.role != role:
+                raise UsageError(f"{inventory} is given as a {role}")
+
+
+def _slices(joined: Tables, forms: Forms, wants: Wants, cells: Boxes) -> Slices:
+    """Whatever of a cell some target wants; of scales, in blocks."""
+    block = np.maximum(forms.block, 1)[cells.key]
+    scaled = Boxes(cells.key, cells.start // block, -(-cells.stop // block))
+    rows = joined.target.rows
+    found: list[Slices] = []
+    for scales, boxes in ((False, cells), (True, scaled)):
+        chosen = np.flatnonzero(wants.scales == scales)
+        chosen = chosen[np.argsort(wants.form[chosen], kind="stable")]
+        row = wants.row[chosen]
+        pairs = overlaps(boxes, Boxes(wants.form[chosen], rows["start"][row], rows["stop"][row]))
+        want = row[pairs.right]
+        item = ITEM_BYTES[rows["dtype"][want]]
+        flags = np.full(len(want), scales)
+        nbytes = (pairs.stop - pairs.start).prod(axis=1) * item
+        found.append(Slices(pairs.left, want, flags, pairs.start, pairs.stop, nbytes, np.zeros(0, np.int64)))
+    joined_slices = [np.concatenate(parts) for parts in zip(*found, strict=True)]
+    return Slices(*joined_slices)
+
+
+def _holders(joined: Tables, forms: Forms, sources: Sources, cells: Boxes, ranks: Ints) -> tuple[Ints, Ints]:
+    """Of each cell, the trainers that may prepare it, as indices into ranks: those that hold half of what any holds."""
+    by_param = np.argsort(forms.param[cells.key], kind="stable")
+    left = Boxes(forms.param[cells.key][by_param], cells.start[by_param], cells.stop[by_param])
+    pairs = overlaps(left, sources.boxes)
+    counts = np.diff(sources.first)[pairs.right]
+    cell = np.repeat(by_param[pairs.left], counts)
+    held = np.repeat((pairs.stop - pairs.start).prod(axis=1), counts)
+    row = sources.holders[np.repeat(sources.first[pairs.right], counts) + ranges(counts)]
+    trainer = np.searchsorted(ranks, joined.source.rank[row])
+    # A trainer may hold several boxes of a cell: what counts is their sum.
+    key = cell * len(ranks) + trainer
+    keys, at = np.unique(key, return_inverse=True)
+    share = np.bincount(at, weights=held)
+    cell, trainer = keys // len(ranks), keys % len(ranks)
+    most = np.zeros(len(cells.key))
+    np.maximum.at(most, cell, share)
+    able = share * 2 >= most[cell]
+    cell, trainer = cell[able], trainer[able]
+    return np.searchsorted(cell, np.arange(len(cells.key) + 1)), trainer
