@@ -242,11 +242,15 @@ async def test_rubbish_is_dropped_and_counted(desk: Desk, seed: Seed) -> None:
 
 async def test_recorded_packets_do_nothing(desk: Desk) -> None:
     await desk.probe("r1")
-    for sender, to, packet in list(net_of(desk).carried):
+    carried = list(
+        net_of(desk).carried
+    )  # more than a question and an answer where a slow machine made the mailbox ask again
+    for sender, to, packet in carried:
         net_of(desk).wires[to].inject(sender, packet)
     await desk.probe("r2")
     assert desk.asked == ["r1", "r2"]
-    assert desk.there.dropped["replay"] == 1 and desk.here.dropped["replay"] == 1
+    for mailbox in (desk.there, desk.here):
+        assert mailbox.dropped["replay"] == sum(to == mailbox.address for _, to, _ in carried) > 0
 
 
 async def test_answers_of_others_are_not_taken(desk: Desk) -> None:
