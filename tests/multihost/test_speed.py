@@ -1,4 +1,7 @@
-"""Rails add up: measured as ratios in one run, over rails that are slow enough for any machine's cores."""
+"""Rails add up: each carries what its speed allows, over rails that are slow enough for any machine's cores.
+
+What they gain in time is printed (-s), never asserted: it is the machine's as much as ours.
+"""
 
 import statistics
 import time
@@ -20,6 +23,7 @@ class Course:
 
     def __init__(self, net: Network, limits_mbit: list[int]) -> None:
         self.net = net
+        self.rails = len(limits_mbit)
         self.mine, self.remote = net.source(NBYTES), net.target(NBYTES)
         for host in (net.a, net.b):
             for rail, mbit in enumerate(limits_mbit):
@@ -30,6 +34,16 @@ class Course:
         started = time.monotonic()
         self.submit(kind, rail, nbytes).wait(2 * WAIT_S)
         return time.monotonic() - started
+
+    def shares(self, kind: str) -> list[float]:
+        """Of the bytes that one run puts on the netdevs, each rail's part."""
+        before = self.carried()
+        self.run(kind)
+        moved = [after - earlier for earlier, after in zip(before, self.carried(), strict=True)]
+        return [nbytes / sum(moved) for nbytes in moved]
+
+    def carried(self) -> list[int]:
+        return [self.net.a.sent_bytes(rail) + self.net.a.received_bytes(rail) for rail in range(self.rails)]
 
     def median(self, kind: str) -> float:
         return statistics.median(self.run(kind) for _ in range(RUNS))
@@ -46,32 +60,28 @@ def course(network: NetworkFactory, limits_mbit: list[int]) -> Course:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rails", "mbit", "factor"),
-    [
-        ("write", 2, 300, 1.9),
-        ("write", 3, 200, 2.8),
-        ("write", 4, 200, 3.7),
-        ("read", 2, 300, 1.9),
-        ("read", 4, 200, 3.7),
-    ],
+    ("kind", "rails", "mbit"),
+    [("write", 2, 300), ("write", 3, 200), ("write", 4, 200), ("read", 2, 300), ("read", 4, 200)],
 )
-def test_rails_of_one_speed_add_up(network: NetworkFactory, kind: str, rails: int, mbit: int, factor: float) -> None:
+def test_rails_of_one_speed_share_evenly(network: NetworkFactory, kind: str, rails: int, mbit: int) -> None:
     run = course(network, [mbit] * rails)
+
+    shares = run.shares(kind)
 
     one_s = 2 * run.run(kind, rail=0, nbytes=NBYTES // 2)
     all_s = run.median(kind)
-
     print(f"{kind}: {rails} rails {one_s / all_s:.2f} times as fast as one ({NBYTES / all_s / 1e6:.0f} MB/s)")
-    assert one_s / all_s >= factor
+    assert min(shares) >= 0.5 / rails, shares
 
 
 @pytest.mark.parametrize("kind", ["write", "read"])
-def test_rails_of_unequal_speed_add_up(network: NetworkFactory, kind: str) -> None:
+def test_rails_of_unequal_speed_share_by_speed(network: NetworkFactory, kind: str) -> None:
     run = course(network, [150, 450])
+
+    slow, fast = run.shares(kind)
 
     slow_s, fast_s = (4 * run.run(kind, rail=rail, nbytes=NBYTES // 4) for rail in range(2))
     both_s = run.median(kind)
-
     share = (NBYTES / both_s) / (NBYTES / slow_s + NBYTES / fast_s)
     print(f"{kind}: {share:.3f} of the sum of both rails")
-    assert share >= 0.9
+    assert 1.5 <= fast / slow <= 6, (slow, fast)
