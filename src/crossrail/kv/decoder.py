@@ -229,14 +229,12 @@ class Decoder(Node):
         is_end = serving.tokens[-1] == self.model.end_token and not serving.sampling.ignore_end
         return m.End("stop" if is_end else "length", "", serving.timeline.spans)
 
-    async def _add_timeline(self, serving: Serving, prefiller: m.PrefillerRef, attempt: int) -> None:
+    async def _add_timeline(self, serving: Serving, prefiller: m.NodeRef, attempt: int) -> None:
         dispatched_s = next((span.begin_s for span in reversed(serving.timeline.spans) if span.name == "dispatch"), 0.0)
         spans = await self._fetcher.timeline_of(prefiller, serving.request, attempt)
         serving.timeline.add_all("prefiller: ", spans, dispatched_s)
 
-    async def _fetch(
-        self, serving: Serving, prefiller: m.PrefillerRef, deadline_s: float
-    ) -> tuple[m.PrefillerRef, int]:
+    async def _fetch(self, serving: Serving, prefiller: m.NodeRef, deadline_s: float) -> tuple[m.NodeRef, int]:
         """Who has sent the KV at last, and at which attempt."""
         clock = asyncio.get_running_loop().time
         attempt = 1
@@ -253,7 +251,7 @@ class Decoder(Node):
             prefiller, attempt = await self._reassigned(serving, lost)
             serving.timeline.add(f"another prefiller {attempt}", begun)
 
-    async def _reassigned(self, serving: Serving, lost: m.PrefillerLost) -> tuple[m.PrefillerRef, int]:
+    async def _reassigned(self, serving: Serving, lost: m.PrefillerLost) -> tuple[m.NodeRef, int]:
         """The router's next choice; waits for the router, should it be gone, until the request is stopped."""
         while True:
             serving.raise_if_stopped()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -124,7 +125,7 @@ class RouterLink:
             heard_s = loop.time()
 
 
-class Node:
+class Node(ABC):
     """A prefiller or a decoder: base class. Threads: the event loop's.
 
     Lifecycle: 1. made. 2. start(). 3. drain(): what is there is finished, nothing new taken. 4. close().
@@ -153,21 +154,21 @@ class Node:
         self.cache: Cache = [
             [ranks[rank].layer(layer) for layer in range(model.layout.layers)] for rank in range(model.layout.tp)
         ]
-        self.record = m.NodeRecord(name, self.role, mailbox.address, model.name, model.layout.to_wire())
+        self.record = m.NodeRecord(name, mailbox.address, model.layout.to_wire(), role=self.role, model=model.name)
         self.draining = False
         self.links = [RouterLink(self, find) for find in find_routers]
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @abstractmethod
     def load(self) -> m.Load:
         """What a router is told."""
-        raise NotImplementedError
 
     def running(self, link: RouterLink) -> list[str]:
         """Requests that came from this router and go on."""
         return []
 
-    def on_joined(self, link: RouterLink) -> None:
+    def on_joined(self, link: RouterLink) -> None:  # noqa: B027  # not every node has something to do then
         """The router knows us, for the first time or again."""
 
     def start(self) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
@@ -26,17 +26,13 @@ from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.mailbox import Mailbox, NoAnswer
 from crossrail.kv.membership import Member, Roster
 from crossrail.kv.model import Tokens
-from crossrail.kv.prefix import page_hashes
-from crossrail.kv.router_requests import Adopted, Adoptions, Chunk, Overloaded, Running, Unavailable
-from crossrail.kv.selection import Candidate, PrefixMemory, rank
+from crossrail.kv.placement import Placement, prefix_names
+from crossrail.kv.router_requests import Adopted, Adoptions, Chunk, Ends, Overloaded, Running, Unavailable
 from crossrail.kv.wire import Unreachable
 
 log = logging.getLogger("crossrail.kv")
 
-_PREFIX_TOKENS = 64  # of a block in the router's own memory of prefixes; nodes have pages of their own sizes
 _SAME_AGAIN_S = 0.5  # times the attempt: what refused or failed a moment ago may do so again
-_ENDED_KEPT = 16384
-_TIMELINES_KEPT = 256  # of these
 
 
 @dataclass(frozen=True)
@@ -68,12 +64,10 @@ class Router:
         self.counts: Counter[str] = Counter()  # requests by how they ended, and "redispatched"
         self._mailbox = mailbox
         self._running: dict[str, Running] = {}
-        self._ended: OrderedDict[str, m.End] = OrderedDict()
-        self._with_timeline: deque[str] = deque()
+        self._ended = Ends()
         self._adopted = Adoptions()
         self._numbers = itertools.count(1)
-        self._prefixes = PrefixMemory()
-        self._sent: Counter[bytes] = Counter()  # tokens under way by node, by what this router sent there
+        self._placement = Placement(self.roster)
         self._room = asyncio.Event()  # set whenever something changed that a waiting request may profit from
         self.roster.on_gone(self._on_gone)
         mailbox.handle(m.Join, self._on_join)
@@ -152,15 +146,18 @@ class Router:
         if len(prompt) + sampling.max_tokens > m.TOKENS_MAX:
             raise UsageError(f"{len(prompt)} + {sampling.max_tokens} tokens, at most {m.TOKENS_MAX} are served")
         request = request or self.new_name()
-        if request in self._running or request in self._ended or self._adopted.get(request) is not None:
+        if self._knows(request):
             raise DuplicateRequest(f"request {request!r} is or was under way: names are used once")
         if len(self._running) >= self.options.requests_max:
             self.counts["overloaded"] += 1
             raise Overloaded(f"{len(self._running)} requests are under way, at most {self.options.requests_max} may be")
         patience_s = min(deadline_s or self.options.request_s, self.options.request_s)
-        names = page_hashes(prompt, _PREFIX_TOKENS)
+        names = prefix_names(prompt)
         running = self._running[request] = Running(request, prompt, sampling, names, _now_s() + patience_s)
         return running
+
+    def _knows(self, request: str) -> bool:
+        return request in self._running or any(known.get(request) is not None for known in (self._ended, self._adopted))
 
     async def _place(self, running: Running, model: str | None) -> None:
         """Finds a decoder that takes it."""
@@ -168,9 +165,9 @@ class Router:
         why = ""
         while True:
             self._room.clear()
-            decoders = self._ranked("decoder", running, model)
-            for candidate in decoders:
-                why = await self._offer(running, candidate.member)
+            decoders = self._placement.ranked("decoder", running, model)
+            for decoder in decoders:
+                why = await self._offer(running, decoder)
                 if not why:
                     return
             if _now_s() >= give_up_s:
@@ -186,7 +183,7 @@ class Router:
         """Empty when the decoder has taken it, else why not."""
         prefiller = None
         if len(running.prompt) > 1:
-            prefiller = self._best_prefiller(running, decoder.record.model)
+            prefiller = self._placement.best_prefiller(running, decoder.record.model)
             if prefiller is None:
                 return f"no prefiller for model {decoder.record.model!r} has joined router {self.name!r}"
         running.decoder = decoder
@@ -195,7 +192,7 @@ class Router:
             m.pack_tokens(running.prompt),
             running.sampling,
             max(running.deadline_s - _now_s(), 0.0),
-            None if prefiller is None else _reference(prefiller),
+            None if prefiller is None else prefiller.record.ref,
         )
         try:
             answer = await self._mailbox.ask(decoder.address, start, (m.Started, m.StartRefused), self.options.ask_s)
@@ -211,10 +208,7 @@ class Router:
             if not answer.busy:
                 raise UsageError(answer.reason)
             return answer.reason
-        self._assign(running, prefiller)
-        running.charged = True
-        self._sent[decoder.address] += _weight(running)
-        self._prefixes.note(decoder.address, running.names)
+        self._placement.give(running, decoder, prefiller)
         return ""
 
     async def _next_chunk(self, running: Running) -> Chunk:
@@ -235,20 +229,9 @@ class Router:
             self._cancel(running, "the client is gone")
         end = running.end or m.End("cancelled", "the client is gone")
         self.counts[end.reason] += 1
-        self._keep_end(running.request, end)
-        if running.decoder is not None and running.charged:
-            self._discharge(running.decoder, _weight(running))
-        self._assign(running, None)
+        self._ended.keep(running.request, end)
+        self._placement.take_back(running)
         self._room.set()
-
-    def _keep_end(self, request: str, end: m.End) -> None:
-        self._ended[request] = end
-        self._with_timeline.append(request)
-        if len(self._with_timeline) > _TIMELINES_KEPT:
-            stripped = self._with_timeline.popleft()
-            self._ended[stripped] = m.End(self._ended[stripped].reason, self._ended[stripped].detail)
-        while len(self._ended) > _ENDED_KEPT:
-            self._ended.popitem(last=False)
 
     def _cancel(self, running: Running, why: str) -> None:
         if running.decoder is not None:
@@ -264,38 +247,6 @@ class Router:
 
         self._mailbox.spawn(tell(), "cancelling")
 
-    # --- choosing ---
-
-    def _ranked(self, role: m.Role, running: Running, model: str | None) -> list[Candidate]:
-        members = [
-            member
-            for member in self.roster.members(role)
-            if not member.load.draining and model in (None, member.record.model)
-        ]
-        return rank((self._candidate(member, running) for member in members), len(running.prompt))
-
-    def _candidate(self, member: Member, running: Running) -> Candidate:
-        waiting = max(member.load.queued_tokens, self._sent[member.address])
-        return Candidate(member, waiting, self._prefixes.match(member.address, running.names) * _PREFIX_TOKENS)
-
-    def _best_prefiller(self, running: Running, model: str, avoid: bytes = b"") -> Member | None:
-        """The best whose address is another than that to avoid; that one when there is no other."""
-        ranked = [candidate.member for candidate in self._ranked("prefiller", running, model)]
-        return next((member for member in ranked if member.address != avoid), ranked[0] if ranked else None)
-
-    def _assign(self, running: Running, prefiller: Member | None) -> None:
-        """Counts the prompt as work of its prefiller, from now on until it has another or ends."""
-        if running.prefiller is not None:
-            self._discharge(running.prefiller, len(running.prompt))
-        running.prefiller = prefiller
-        if prefiller is not None:
-            self._sent[prefiller.address] += len(running.prompt)
-            self._prefixes.note(prefiller.address, running.names)
-
-    def _discharge(self, member: Member, tokens: int) -> None:
-        if member.address in self._sent:  # else it is gone, and forgotten
-            self._sent[member.address] -= tokens
-
     # --- what nodes say ---
 
     async def _on_join(self, sender: bytes, join: m.Join) -> m.Message:
@@ -307,7 +258,7 @@ class Router:
             log.warning("refused: %s", refusal)
             return m.JoinRefused(m.clipped(refusal))
         for request in join.running:
-            if request not in self._running and request not in self._ended and self._adopted.get(request) is None:
+            if not self._knows(request):
                 self._adopted.add(request, sender)
         self._room.set()
         return m.Joined(self.name, self.options.heartbeat_s, self.options.lease_s)
@@ -326,7 +277,7 @@ class Router:
         if running is not None and running.decoder is not None and running.decoder.address == sender:
             running.take(tokens.first, numbers, tokens.end)
             if running.received and running.prefiller is not None:
-                self._assign(running, None)  # a first token: the prefiller has done its part
+                self._placement.assign(running, None)  # a first token: the prefiller has done its part
             return m.Taken(wanted=not running.ended or tokens.end is not None)
         adopted = self._adopted.get(tokens.request)
         if adopted is not None and adopted.decoder == sender:
@@ -349,8 +300,8 @@ class Router:
             return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why))
         self.counts["redispatched"] += 1
         running.attempt = lost.attempt + 1
-        self._assign(running, found)
-        return m.Reassigned(lost.request, running.attempt, _reference(found))
+        self._placement.assign(running, found)
+        return m.Reassigned(lost.request, running.attempt, found.record.ref)
 
     def _adopted_as_running(self, lost: m.PrefillerLost, sender: bytes) -> Running | None:
         """A request of an earlier router, as far as choosing a prefiller goes: nothing is known of its prompt."""
@@ -368,7 +319,7 @@ class Router:
         give_up_s = _now_s() + self.options.queue_s
         while True:
             self._room.clear()
-            found = self._best_prefiller(running, model, avoid=lost.address)
+            found = self._placement.best_prefiller(running, model, avoid=lost.address)
             is_other = found is not None and found.address != lost.address
             if is_other or running.ended or _now_s() >= min(give_up_s, same_after_s if found else give_up_s):
                 return found
@@ -376,25 +327,16 @@ class Router:
 
     def _on_gone(self, member: Member, why: str) -> None:
         log.info("gone: %s", why)
-        self._prefixes.forget(member.address)
-        self._sent.pop(member.address, None)
+        self._placement.forget(member)
         for running in self._running.values():
             # One that it was only offered to goes to another, once it has not answered.
-            if running.decoder is member and running.charged and not running.ended:
+            if running.decoder is member and running.is_charged and not running.ended:
                 running.finish("error", f"its decoder is gone: {why}")
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self.options.sweep_s)
             self.roster.sweep(_now_s(), self._mailbox.wire.is_lost)
-
-
-def _reference(member: Member) -> m.PrefillerRef:
-    return m.PrefillerRef(member.name, member.address, member.record.layout)
-
-
-def _weight(running: Running) -> int:
-    return len(running.prompt) + running.sampling.max_tokens
 
 
 def _now_s() -> float:

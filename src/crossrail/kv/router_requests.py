@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from crossrail.errors import CrossrailError
@@ -48,7 +48,7 @@ class Running:
     prefiller: Member | None = None
     attempt: int = 1
     received: int = 0
-    charged: bool = False  # counted among what its decoder has to do
+    is_charged: bool = False  # counted among what its decoder has to do
     ended: bool = False
     end: m.End | None = None  # as the client was told
     chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
@@ -101,3 +101,25 @@ class Adoptions:
         self._requests[request] = Adopted(decoder)
         while len(self._requests) > self._most:
             self._requests.popitem(last=False)
+
+
+class Ends:
+    """How requests ended, the oldest forgotten first; the latest few hundred with their timelines."""
+
+    def __init__(self, most: int = 16384, timelines_max: int = 256) -> None:
+        self._most = most
+        self._timelines_max = timelines_max
+        self._ends: OrderedDict[str, m.End] = OrderedDict()
+        self._with_timeline: deque[str] = deque()
+
+    def get(self, request: str) -> m.End | None:
+        return self._ends.get(request)
+
+    def keep(self, request: str, end: m.End) -> None:
+        self._ends[request] = end
+        self._with_timeline.append(request)
+        if len(self._with_timeline) > self._timelines_max:
+            stripped = self._with_timeline.popleft()
+            self._ends[stripped] = m.End(self._ends[stripped].reason, self._ends[stripped].detail)
+        while len(self._ends) > self._most:
+            self._ends.popitem(last=False)
