@@ -104,7 +104,7 @@ async def test_layout_that_does_not_match_is_refused_at_join(
     odd.model.name = cluster.nodes["p0"].model.name
     odd.record = structs.replace(odd.record, model=odd.model.name)
     with pytest.raises(Refused, match=f"{words}: ours .*, theirs "):
-        await asyncio.wait_for(odd.links[0].refused, WAIT_S)
+        await asyncio.wait_for(odd.refused, WAIT_S)
 
 
 async def test_wrong_secret_never_joins(cluster: Cluster) -> None:

@@ -24,7 +24,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.mailbox import Mailbox, NoAnswer
-from crossrail.kv.membership import Member, Roster
+from crossrail.kv.membership import Member, Membership, Roster
 from crossrail.kv.model import Tokens
 from crossrail.kv.placement import Placement, prefix_names
 from crossrail.kv.router_requests import Adopted, Adoptions, Chunk, Ends, Overloaded, Running, Unavailable
@@ -55,12 +55,21 @@ class RouterOptions:
 
 
 class Router:
-    """Threads: the event loop's. start(), then complete() any number of times side by side, then close()."""
+    """Threads: the event loop's. start(), then complete() any number of times side by side, then close().
 
-    def __init__(self, name: str, mailbox: Mailbox, options: RouterOptions | None = None) -> None:
+    membership: who is there; None: whoever joins by message, as long as its heartbeats come.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mailbox: Mailbox,
+        options: RouterOptions | None = None,
+        membership: Membership | None = None,
+    ) -> None:
         self.name = name
         self.options = options or RouterOptions()
-        self.roster = Roster(self.options.lease_s)
+        self.roster = membership or Roster(self.options.lease_s)
         self.counts: Counter[str] = Counter()  # requests by how they ended, and "redispatched"
         self._mailbox = mailbox
         self._running: dict[str, Running] = {}
@@ -88,6 +97,7 @@ class Router:
     def start(self) -> None:
         """Begins to take messages."""
         self._mailbox.start()
+        self.roster.start(self.name, self._mailbox)
         self._mailbox.spawn(self._sweep(), "looking after members")
 
     async def close(self) -> None:
@@ -95,6 +105,7 @@ class Router:
         for running in self._running.values():
             running.finish("error", "the router is closing")
         await self._mailbox.close()
+        await self.roster.close()
 
     def adopted(self, request: str) -> Adopted | None:
         """A request that was begun by an earlier router, as far as it is known."""

@@ -32,6 +32,7 @@ _TOY_LAYOUT: dict[str, int | str] = {
     "layers": 8, "pages": 512, "page_tokens": 16, "kv_heads": 4, "head_dim": 8, "dtype": "float16", "kind": "GQA",
     "order": "HND", "tp": 1,
 }  # fmt: skip
+MEMBERSHIP_HELP = "etcd://HOST:PORT,HOST:PORT/CLUSTER, where a cluster's nodes and routers are"
 
 
 def together(*decorators: Decorator) -> Decorator:

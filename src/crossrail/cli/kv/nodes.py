@@ -9,8 +9,20 @@ from typing import Any
 
 import click
 
-from crossrail.cli.kv.common import chosen, open_model, opened, options_of, parse_options, service_options, together
+from crossrail.cli.kv.common import (
+    MEMBERSHIP_HELP,
+    chosen,
+    open_model,
+    opened,
+    options_of,
+    parse_options,
+    service_options,
+    together,
+)
+from crossrail.errors import UsageError
 from crossrail.kv.decoder import Decoder
+from crossrail.kv.etcd_membership import EtcdPresence
+from crossrail.kv.etcd_records import Place
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.node import Node, NodeOptions
 from crossrail.kv.prefiller import Prefiller
@@ -19,12 +31,18 @@ from crossrail.kv.rendezvous import find_by_http
 _DEFAULTS = NodeOptions()
 
 _node_options = together(
-    click.option("--router", "routers", multiple=True, required=True, metavar="URL", help="Several times for several."),
+    click.option("--router", "routers", multiple=True, metavar="URL", help="Several times for several."),
+    click.option("--membership", metavar="URL", help=f"Instead of --router: {MEMBERSHIP_HELP}."),
     click.option("--name", help="Unique among all nodes; by default made of role, host and process."),
     click.option("--model", default="toy", show_default=True, help="'toy', or package.module:function."),
     click.option("--model-option", "model_options", multiple=True, metavar="KEY=VALUE", help="For the model."),
     click.option("--drain-s", default=30.0, show_default=True, help="For what is under way, when told to end."),
-    options_of(_DEFAULTS, probe_s="How often peers are asked.", silent_s="Then they are given up."),
+    options_of(
+        _DEFAULTS,
+        probe_s="How often peers are asked.",
+        silent_s="Then they are given up.",
+        lease_s="A node that etcd has not heard of for so long is gone.",
+    ),
     service_options,
 )
 
@@ -48,11 +66,18 @@ def decoder(**options: Any) -> None:
 async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
     name = options["name"] or f"{kind.role}-{socket.gethostname()}-{os.getpid()}"
     model = open_model(options["model"], parse_options(options["model_options"]))
+    url = options["membership"]
+    if bool(url) == bool(options["routers"]):
+        raise UsageError("a node finds its routers by --router, or by --membership etcd://...: give one of the two")
+    place = Place.from_url(url) if url else None
     async with opened(name, options) as service:
         ranks = {rank: RankMemory.alloc(service.engine, model.layout) for rank in range(model.layout.tp)}
         finders = [find_by_http(url, service.secret) for url in options["routers"]]
         node = kind(name, service.mailbox, model, ranks, finders, chosen(_DEFAULTS, options))
+        presence = EtcdPresence(node, place, service.secret) if place is not None else None
         node.start()
+        if presence is not None:
+            presence.start()
         try:
             click.echo(f"{kind.role} {name}: {model.name}, {model.layout.describe()}")
             await _until_ended_or_refused(node, service.ended)
@@ -61,15 +86,15 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
                 click.echo(f"{kind.role} {name}: not all was finished within {options['drain_s']:g} s", err=True)
         finally:
             await node.close()
+            if presence is not None:
+                await presence.close()
 
 
 async def _until_ended_or_refused(node: Node, ended: asyncio.Event) -> None:
-    """Raises Refused as soon as one router does not take the node."""
+    """Raises what somebody has against the node, as soon as that is known."""
     end = asyncio.ensure_future(ended.wait())
-    refusals = [link.refused for link in node.links]
-    both: list[asyncio.Future[Any]] = [end, *refusals]
+    both: list[asyncio.Future[Any]] = [end, node.refused]
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     end.cancel()
-    for refusal in refusals:
-        if refusal.done():
-            refusal.result()
+    if node.refused.done():
+        node.refused.result()

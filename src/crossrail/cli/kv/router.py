@@ -7,8 +7,18 @@ from typing import Any
 
 import click
 
-from crossrail.cli.kv.common import chosen, open_model, opened, options_of, parse_options, service_options
+from crossrail.cli.kv.common import (
+    MEMBERSHIP_HELP,
+    chosen,
+    open_model,
+    opened,
+    options_of,
+    parse_options,
+    service_options,
+)
 from crossrail.errors import UsageError
+from crossrail.kv.etcd_membership import EtcdRoster
+from crossrail.kv.etcd_records import Place
 from crossrail.kv.http import Front
 from crossrail.kv.model import Tokenizer
 from crossrail.kv.router import Router, RouterOptions
@@ -23,6 +33,9 @@ _DEFAULTS = RouterOptions()
 )
 @click.option("--name", default="router", show_default=True)
 @click.option("--tokenizer", default="toy", show_default=True, help="'toy', or package.module:function.")
+@click.option(
+    "--membership", default="embedded", show_default=True, metavar="URL", help=f"embedded, or {MEMBERSHIP_HELP}."
+)
 @options_of(
     _DEFAULTS,
     requests_max="More are answered with 429.",
@@ -42,9 +55,11 @@ def router(listen: str, tokenizer: str, **options: Any) -> None:
 
 
 async def _serve(host: str, port: int, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
-    name = options["name"]
+    name, settings = options["name"], chosen(_DEFAULTS, options)
+    place = Place.from_url(options["membership"]) if options["membership"] != "embedded" else None
     async with opened(name, options) as service:
-        serving = Router(name, service.mailbox, chosen(_DEFAULTS, options))
+        membership = EtcdRoster(settings.lease_s, place, service.secret) if place is not None else None
+        serving = Router(name, service.mailbox, settings, membership)
         front = Front(serving, tokenizer, service.secret)
         serving.start()
         try:
