@@ -117,16 +117,16 @@ class Script:
             await asyncio.sleep(3 * OPTIONS.ask_s)
         if self.answer in ("busy", "never"):
             return m.StartRefused(start.request, f"told to say {self.answer}", self.answer == "busy")
-        self.mailbox.spawn(self.serve(router, start.request), "a script")
+        self.mailbox.spawn(self.serve(router, start.request, start.placement), "a script")
         return m.Started(start.request)
 
-    async def serve(self, router: bytes, request: str) -> None:
+    async def serve(self, router: bytes, request: str, placement: int) -> None:
         if self.answer == "pause":
             self.paused.set()
             await self.go_on.wait()
         for index in range(3):
             end = m.End("length") if index == 2 else None
-            message = m.Tokens(request, index, m.pack_tokens([index + 1]), end)
+            message = m.Tokens(request, index, m.pack_tokens([index + 1]), end, placement)
             taken = await self.mailbox.ask(router, message, m.Taken, WAIT_S)
             if not taken.wanted:
                 self.unwanted.append(request)

@@ -62,7 +62,7 @@ class Fetcher:
             target = reception.dispatch(KvLayout.from_wire(prefiller.layout), self._writer(prefiller))
         except UsageError as mismatch:
             raise PrefillerGone(str(mismatch)) from None
-        tokens = m.pack_tokens(serving.prompt[:-1])
+        tokens = m.pack_tokens(serving.context[:-1])
         question = m.Dispatch(*key, tokens, target.to_wire(), left_s)
         kinds = (m.Dispatched, m.DispatchRefused)
         try:

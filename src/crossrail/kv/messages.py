@@ -147,31 +147,47 @@ class Leave(Struct, frozen=True, tag=True):
 
 
 class Tokens(_OfRequest, frozen=True, tag=True):
-    """Tokens of a request from index `first` on, and how it ended, if it did. Repeated until taken."""
+    """Tokens of a request from index `first` on, and how it ended, if it did. Repeated until taken.
+
+    Indices count from the first token behind the client's prompt, whichever decoder generated it.
+    placement: that of the Start which these answer.
+    """
 
     first: Index
     tokens: TokenBytes
     end: End | None = None
+    placement: Attempt = 1
 
 
 class PrefillerLost(_OfAttempt, frozen=True, tag=True):
-    """The prefiller of this attempt does not answer, refused or failed. Answered by Reassigned."""
+    """The prefiller of this attempt does not answer, refused or failed. Answered by Reassigned.
+
+    placement: that of the Start.
+    """
 
     node: Name
     address: AddressBytes
     reason: Text
+    placement: Attempt = 1
 
 
 # --- router to decoder ---
 
 
 class Start(_OfRequest, frozen=True, tag=True):
-    """Serve this request. prefiller None: the prompt is one token long, there is nothing to prefill."""
+    """Serve this request. prefiller None: there is one token only, nothing to prefill.
+
+    placement: number of its first attempt at a prefiller; each time the router gives the request to a decoder it has
+    another, larger one. generated: how many of the tokens, the last of them, earlier decoders have generated; they are
+    counted in sampling.max_tokens, and not sent again.
+    """
 
     tokens: TokenBytes
     sampling: Sampling
     deadline_s: Seconds
     prefiller: NodeRef | None = None
+    placement: Attempt = 1
+    generated: Index = 0
 
 
 class Started(_OfRequest, frozen=True, tag=True):
@@ -186,9 +202,13 @@ class StartRefused(_OfRequest, frozen=True, tag=True):
 
 
 class Cancel(_OfRequest, frozen=True, tag=True):
-    """Nobody wants it any more. The answer says that it was heard; the end comes as Tokens."""
+    """Nobody wants this placement, nor earlier ones, any more. The answer says that it was heard.
+
+    The end comes as Tokens.
+    """
 
     reason: Text
+    placement: Attempt = 1
 
 
 class Reassigned(_OfAttempt, frozen=True, tag=True):

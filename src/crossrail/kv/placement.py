@@ -32,7 +32,7 @@ class Placement:
         self._sent: Counter[bytes] = Counter()  # tokens under way, by address
 
     def ranked(self, role: Role, running: Running, model: str | None) -> list[Member]:
-        """Those that may take the request, the best first. model None: any."""
+        """Those with this model that may take the request, the best first. None: any model."""
         members = [
             member
             for member in self._membership.members(role)
@@ -48,7 +48,7 @@ class Placement:
 
     def give(self, running: Running, decoder: Member, prefiller: Member | None) -> None:
         """The decoder has taken it, and asks this prefiller."""
-        running.decoder, running.is_charged = decoder, True
+        running.decoder, running.model, running.is_charged = decoder, decoder.record.model, True
         self._sent[decoder.address] += _weight(running)
         self._prefixes.note(decoder.address, running.names)
         self.assign(running, prefiller)

@@ -5,7 +5,9 @@ Life of a request here:
 2. given to a decoder, together with the prefiller that it is to ask. A decoder that is busy or silent is passed over.
 3. tokens come from the decoder, in order, repeated until taken.
 4. a decoder whose prefiller dies asks for another; the client sees nothing but time.
-5. ended: by the decoder's word; or because the decoder is gone, the client is gone, or time is up.
+5. a decoder that dies: another one goes on behind the tokens that are here, `restarts_max` times. What the dead one had
+   generated and not told is generated again; no client sees a token twice.
+6. ended: by the decoder's word; or because the client is gone, or time is up, or nobody can go on.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class RouterOptions:
     """heartbeat_s: how often nodes are to report. lease_s: one that was not heard of for so long is gone.
 
     requests_max: under way at once, more are Overloaded. queue_s: how long a request waits for a node with room.
-    request_s: how long one may take in all. ask_s: how long a node may take to answer. attempts_max: prefillers tried.
+    request_s: how long one may take in all. ask_s: how long a node may take to answer. attempts_max: prefillers tried
+    by a decoder. restarts_max: decoders that may die of a request, or with it, before it fails.
     sweep_s: how often members are looked after.
     """
 
@@ -51,6 +54,7 @@ class RouterOptions:
     request_s: float = 600.0
     ask_s: float = 3.0
     attempts_max: int = 8
+    restarts_max: int = 2
     sweep_s: float = 0.25
 
 
@@ -135,10 +139,10 @@ class Router:
         model: which, None: that of any node. request: its name, None: a new one. deadline_s: from now on.
         Raises UsageError, DuplicateRequest, Overloaded, Unavailable; all before the first chunk.
         """
-        running = self._admit(prompt, sampling, request, deadline_s)
+        running = self._admit(prompt, sampling, model, request, deadline_s)
         try:
             try:
-                await self._place(running, model)
+                await self._place(running)
             except CrossrailError:
                 del self._running[running.request]  # nobody has it: there is nothing to cancel
                 raise
@@ -151,7 +155,9 @@ class Router:
         finally:
             self._drop(running)
 
-    def _admit(self, prompt: Tokens, sampling: m.Sampling, request: str | None, deadline_s: float | None) -> Running:
+    def _admit(
+        self, prompt: Tokens, sampling: m.Sampling, model: str | None, request: str | None, deadline_s: float | None
+    ) -> Running:
         if len(prompt) == 0:
             raise UsageError("the prompt is empty: at least one token is needed")
         if len(prompt) + sampling.max_tokens > m.TOKENS_MAX:
@@ -163,64 +169,93 @@ class Router:
             self.counts["overloaded"] += 1
             raise Overloaded(f"{len(self._running)} requests are under way, at most {self.options.requests_max} may be")
         patience_s = min(deadline_s or self.options.request_s, self.options.request_s)
-        names = prefix_names(prompt)
-        running = self._running[request] = Running(request, prompt, sampling, names, _now_s() + patience_s)
+        deadline_s = _now_s() + patience_s
+        running = Running(request, prompt, sampling, prefix_names(prompt), deadline_s, model)
+        self._running[request] = running
         return running
 
     def _knows(self, request: str) -> bool:
         return request in self._running or any(known.get(request) is not None for known in (self._ended, self._adopted))
 
-    async def _place(self, running: Running, model: str | None) -> None:
-        """Finds a decoder that takes it."""
+    async def _place(self, running: Running) -> None:
+        """Finds a decoder that takes it, or returns because it has ended meanwhile."""
         give_up_s = min(_now_s() + self.options.queue_s, running.deadline_s)
         why = ""
         while True:
             self._room.clear()
-            decoders = self._placement.ranked("decoder", running, model)
+            decoders = self._placement.ranked("decoder", running, running.model)
             for decoder in decoders:
-                why = await self._offer(running, decoder)
-                if not why:
+                if running.ended or not (why := await self._offer(running, decoder)):
                     return
             if _now_s() >= give_up_s:
                 break
             await _wait(self._room, min(0.2, give_up_s - _now_s()))
         self.counts["overloaded" if decoders else "unavailable"] += 1
         if not decoders:
-            of = f" for model {model!r}" if model else ""
+            of = f" for model {running.model!r}" if running.model else ""
             raise Unavailable(why or f"no decoder{of} has joined router {self.name!r}")
         raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
 
     async def _offer(self, running: Running, decoder: Member) -> str:
         """Empty when the decoder has taken it, else why not."""
         prefiller = None
-        if len(running.prompt) > 1:
+        context = running.context
+        if len(context) > 1:
             prefiller = self._placement.best_prefiller(running, decoder.record.model)
             if prefiller is None:
                 return f"no prefiller for model {decoder.record.model!r} has joined router {self.name!r}"
-        running.decoder = decoder
+        generated = len(running.tokens)
+        running.decoder, running.placement = decoder, running.attempt
         start = m.Start(
             running.request,
-            m.pack_tokens(running.prompt),
+            m.pack_tokens(context),
             running.sampling,
             max(running.deadline_s - _now_s(), 0.0),
             None if prefiller is None else prefiller.record.ref,
+            running.placement,
+            generated,
         )
         try:
             answer = await self._mailbox.ask(decoder.address, start, (m.Started, m.StartRefused), self.options.ask_s)
         except (Unreachable, NoAnswer) as error:
-            if running.received or running.ended:
-                return ""  # only its answer was late
-            # It may have begun all the same: what comes from it is refused from now on, and ends there.
-            running.decoder = None
-            self._tell_cancelled(running.request, decoder, "it was given to another decoder")
-            return str(error)
+            if len(running.tokens) == generated and not running.ended:
+                # It may have begun all the same: what comes from it is refused from now on, and ends there.
+                self._cancel(running, "it was given to another decoder")
+                running.decoder = None
+                running.attempt += 1
+                return str(error)
+            answer = m.Started(running.request)  # which is only late
         if isinstance(answer, m.StartRefused):
             running.decoder = None
             if not answer.busy:
                 raise UsageError(answer.reason)
             return answer.reason
-        self._placement.give(running, decoder, prefiller)
+        if self._running.get(running.request) is running:  # else its client has left, and the decoder was told
+            self._placement.give(running, decoder, prefiller)
+            if not any(member is decoder for member in self.roster.members("decoder")):
+                self._on_decoder_gone(running, f"node {decoder.name!r} went as it took the request")
         return ""
+
+    def _on_decoder_gone(self, running: Running, why: str) -> None:
+        """Another one is to go on, if that has not been tried too often."""
+        self._placement.take_back(running)
+        running.decoder = None
+        if running.ended:
+            return
+        if running.restarts >= self.options.restarts_max:
+            running.finish("error", f"its decoder is gone: {why}; so were {running.restarts} before")
+            return
+        running.restarts += 1
+        running.attempt += 1
+        self.counts["restarted"] += 1
+        log.info("request %s goes on behind %d tokens elsewhere: %s", running.request, len(running.tokens), why)
+        self._mailbox.spawn(self._restart(running, why), "restarting a request")
+
+    async def _restart(self, running: Running, why: str) -> None:
+        try:
+            await self._place(running)
+        except CrossrailError as error:
+            running.finish("error", f"its decoder is gone: {why}; nobody else goes on with it: {error}")
 
     async def _next_chunk(self, running: Running) -> Chunk:
         left_s = running.deadline_s - _now_s()
@@ -246,17 +281,15 @@ class Router:
 
     def _cancel(self, running: Running, why: str) -> None:
         if running.decoder is not None:
-            self._tell_cancelled(running.request, running.decoder, why)
+            cancel = m.Cancel(running.request, why, running.placement)
+            self._mailbox.spawn(self._tell_cancelled(running.decoder, cancel), "cancelling")
 
-    def _tell_cancelled(self, request: str, decoder: Member, why: str) -> None:
-        async def tell() -> None:
-            try:
-                await self._mailbox.ask(decoder.address, m.Cancel(request, why), m.Taken, self.options.lease_s)
-            except (Unreachable, NoAnswer) as error:
-                # When it comes back it offers tokens, and hears then that nobody wants them.
-                log.info("cancel of %s did not reach %s: %s", request, decoder.name, error)
-
-        self._mailbox.spawn(tell(), "cancelling")
+    async def _tell_cancelled(self, decoder: Member, cancel: m.Cancel) -> None:
+        try:
+            await self._mailbox.ask(decoder.address, cancel, m.Taken, self.options.lease_s)
+        except (Unreachable, NoAnswer) as error:
+            # When it comes back it offers tokens, and hears then that nobody wants them.
+            log.info("cancel of %s did not reach %s: %s", cancel.request, decoder.name, error)
 
     # --- what nodes say ---
 
@@ -285,9 +318,9 @@ class Router:
     async def _on_tokens(self, sender: bytes, tokens: m.Tokens) -> m.Message:
         numbers = m.unpack_tokens(tokens.tokens).tolist()
         running = self._running.get(tokens.request)
-        if running is not None and running.decoder is not None and running.decoder.address == sender:
+        if running is not None and running.is_placed(sender, tokens.placement):
             running.take(tokens.first, numbers, tokens.end)
-            if running.received and running.prefiller is not None:
+            if running.tokens and running.prefiller is not None:
                 self._placement.assign(running, None)  # a first token: the prefiller has done its part
             return m.Taken(wanted=not running.ended or tokens.end is not None)
         adopted = self._adopted.get(tokens.request)
@@ -298,12 +331,10 @@ class Router:
 
     async def _on_prefiller_lost(self, sender: bytes, lost: m.PrefillerLost) -> m.Message:
         running = self._running.get(lost.request) or self._adopted_as_running(lost, sender)
-        if running is None or running.ended or running.decoder is None or running.decoder.address != sender:
+        if running is None or running.ended or running.decoder is None or not running.is_placed(sender, lost.placement):
             return m.Reassigned(lost.request, lost.attempt, None, "nobody waits for this request any more")
-        if lost.attempt >= self.options.attempts_max:
-            return m.Reassigned(
-                lost.request, lost.attempt, None, f"{lost.attempt} prefillers were tried: {lost.reason}"
-            )
+        if (tried := lost.attempt - lost.placement + 1) >= self.options.attempts_max:
+            return m.Reassigned(lost.request, lost.attempt, None, f"{tried} prefillers were tried: {lost.reason}")
         log.info("request %s, attempt %d: prefiller %s: %s", lost.request, lost.attempt, lost.node, lost.reason)
         found = await self._other_prefiller(running, running.decoder.record.model, lost)
         if found is None:
@@ -321,11 +352,12 @@ class Router:
         if adopted is None or adopted.decoder != sender or decoder is None:
             return None
         nothing = np.zeros(0, np.int32)
-        return Running(lost.request, nothing, m.Sampling(), [], _now_s() + self.options.queue_s, decoder=decoder)
+        give_up_s = _now_s() + self.options.queue_s
+        return Running(lost.request, nothing, m.Sampling(), [], give_up_s, decoder=decoder, placement=lost.placement)
 
     async def _other_prefiller(self, running: Running, model: str, lost: m.PrefillerLost) -> Member | None:
         """One that is there, or comes within queue_s. The same again, after a pause, if there is no other."""
-        same_after_s = _now_s() + _SAME_AGAIN_S * lost.attempt
+        same_after_s = _now_s() + _SAME_AGAIN_S * (lost.attempt - lost.placement + 1)
         self.roster.sweep(_now_s(), self._mailbox.wire.is_lost)
         give_up_s = _now_s() + self.options.queue_s
         while True:
@@ -341,8 +373,8 @@ class Router:
         self._placement.forget(member)
         for running in self._running.values():
             # One that it was only offered to goes to another, once it has not answered.
-            if running.decoder is member and running.is_charged and not running.ended:
-                running.finish("error", f"its decoder is gone: {why}")
+            if running.decoder is member and running.is_charged:
+                self._on_decoder_gone(running, why)
 
     async def _sweep(self) -> None:
         while True:
