@@ -35,6 +35,7 @@ class Cluster:
     """Everything is closed by close()."""
 
     transport: str = "shm"
+    layout: KvLayout = LAYOUT
     node_options: NodeOptions = NODE
     router_options: RouterOptions = ROUTER
     router: Router | None = None
@@ -68,7 +69,7 @@ class Cluster:
         return self.router.mailbox.address
 
     def add(self, kind: type[Node], name: str, token_s: float = 0.0, secret: bytes = SECRET, **changes: object) -> Node:
-        layout = replace(LAYOUT, **changes)
+        layout = replace(self.layout, **changes)
         model = self.models[name] = ToyModel(layout, token_s=token_s)
         mailbox = self.mailbox(name, secret)
         ranks = {rank: RankMemory.alloc(self.engines[name], layout) for rank in range(layout.tp)}
@@ -136,7 +137,8 @@ class Cluster:
         return {
             name: str(report)
             for name, report in reports.items()
-            if report.leases or report.pages[PageState.FREE] + report.pages[PageState.CACHED] != LAYOUT.pages
+            if report.leases
+            or report.pages[PageState.FREE] + report.pages[PageState.CACHED] != self.nodes[name].pool.pages
         }
 
 
