@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
-from crossrail.control.seal import OVERHEAD_BYTES, Rejected, Sealer
+from crossrail.control.seal import OVERHEAD_BYTES, VERSION, Rejected, Sealer
 from crossrail.kv import messages as m
 from crossrail.kv.mailbox import Mailbox, NoAnswer
 from crossrail.kv.wire import EngineWire, Unreachable
@@ -89,7 +89,7 @@ def test_other_version_is_named() -> None:
     here, there = sealers()
     packet = bytearray(here.seal(b"x", THERE)[0])
     packet[4] = 99
-    with pytest.raises(Rejected, match="version 99, this is 1"):
+    with pytest.raises(Rejected, match=f"version 99, this is {VERSION}"):
         there.open(bytes(packet), HERE)
 
 

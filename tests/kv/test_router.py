@@ -26,7 +26,7 @@ SHORT = m.Sampling(max_tokens=3)
 
 
 def record(name: str, role: m.Role = "decoder", address: bytes = b"", layout: KvLayout = LAYOUT) -> m.NodeRecord:
-    return m.NodeRecord(name, role, address or name.encode(), "model", layout.to_wire())
+    return m.NodeRecord(name, address or name.encode(), layout.to_wire(), role=role, model="model")
 
 
 # --- membership ---
@@ -67,7 +67,7 @@ def test_node_of_another_layout_is_refused_with_both_sides() -> None:
 
 def test_malformed_layout_is_refused() -> None:
     with pytest.raises(xr.UsageError, match="a layout has the fields"):
-        Roster(2.0).join(m.NodeRecord("d0", "decoder", b"d0", "model", {"layers": 3}), m.Load(), 0.0)
+        Roster(2.0).join(m.NodeRecord("d0", b"d0", {"layers": 3}, role="decoder", model="model"), m.Load(), 0.0)
 
 
 # --- selection ---
@@ -117,16 +117,16 @@ class Script:
             await asyncio.sleep(3 * OPTIONS.ask_s)
         if self.answer in ("busy", "never"):
             return m.StartRefused(start.request, f"told to say {self.answer}", self.answer == "busy")
-        self.mailbox.spawn(self.serve(router, start.request), "a script")
+        self.mailbox.spawn(self.serve(router, start.request, start.placement), "a script")
         return m.Started(start.request)
 
-    async def serve(self, router: bytes, request: str) -> None:
+    async def serve(self, router: bytes, request: str, placement: int) -> None:
         if self.answer == "pause":
             self.paused.set()
             await self.go_on.wait()
         for index in range(3):
             end = m.End("length") if index == 2 else None
-            message = m.Tokens(request, index, m.pack_tokens([index + 1]), end)
+            message = m.Tokens(request, index, m.pack_tokens([index + 1]), end, placement)
             taken = await self.mailbox.ask(router, message, m.Taken, WAIT_S)
             if not taken.wanted:
                 self.unwanted.append(request)
@@ -226,7 +226,7 @@ async def test_draining_decoder_gets_nothing(town: Town) -> None:
 async def test_same_prefix_goes_where_it_was(town: Town) -> None:
     town.router.options = replace(OPTIONS, lease_s=10.0)
     scripts = [await town.add(name) for name in ("a", "b", "c")]
-    fetched = m.NodeRecord("p", "prefiller", town.net.wire("p").address, "model", LAYOUT.to_wire())
+    fetched = record("p", "prefiller", town.net.wire("p").address)
     town.router.roster.join(fetched, m.Load(), asyncio.get_running_loop().time() + 1e6)
     where: dict[int, set[str]] = {}
     for seed in (1, 2, 3, 1, 2, 3):

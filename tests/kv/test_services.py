@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec import structs
 
 import crossrail as xr
 from crossrail.kv import messages as m
@@ -101,9 +102,9 @@ async def test_layout_that_does_not_match_is_refused_at_join(
     await start(cluster)
     odd = cluster.add(Decoder, "odd", **changes)
     odd.model.name = cluster.nodes["p0"].model.name
-    odd.record = m.NodeRecord("odd", "decoder", odd.mailbox.address, odd.model.name, odd.model.layout.to_wire())
+    odd.record = structs.replace(odd.record, model=odd.model.name)
     with pytest.raises(Refused, match=f"{words}: ours .*, theirs "):
-        await asyncio.wait_for(odd.links[0].refused, WAIT_S)
+        await asyncio.wait_for(odd.refused, WAIT_S)
 
 
 async def test_wrong_secret_never_joins(cluster: Cluster) -> None:

@@ -62,6 +62,16 @@ async def test_chunks_give_the_same_kv() -> None:
     assert [layer.tobytes() for layer in whole[0]] == [layer.tobytes() for layer in chunked[0]]
 
 
+async def test_prefill_gives_the_kv_that_steps_give() -> None:
+    model = ToyModel(layout())
+    expected = await tokens_of(model, GREEDY)
+    for known in range(1, GREEDY.max_tokens):
+        context = np.concatenate([PROMPT, np.array(expected[:known], np.int32)])
+        rest = Sampling(max_tokens=GREEDY.max_tokens - known, ignore_end=True)
+        pages = pages_of(model)
+        assert [t async for t in generate(model, cache_of(model), context, pages, rest)] == expected[known:]
+
+
 @pytest.mark.parametrize("tp", [1, 2, 8])
 async def test_any_wrong_byte_changes_what_follows(tp: int, seed: Seed) -> None:
     model = ToyModel(layout(tp=tp))

@@ -1,5 +1,6 @@
 """A router, prefillers and decoders of the toy model in this process, each on an engine of its own."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,8 @@ import numpy as np
 
 import crossrail as xr
 from crossrail.kv import messages as m
+from crossrail.kv.etcd_membership import EtcdPresence, EtcdRoster
+from crossrail.kv.etcd_records import Place
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.memory import RankMemory
@@ -24,7 +27,7 @@ SECRET = b"of these tests"
 LAYOUT = KvLayout(layers=4, pages=64, page_tokens=8, kv_heads=4, head_dim=8, dtype="float16")
 # Short enough that a test sees deaths, long enough that a busy machine makes none up.
 NODE = NodeOptions(retry_s=0.05, chunk_tokens=32, probe_s=0.3, silent_s=1.5, ask_s=1.5)
-ROUTER = RouterOptions(heartbeat_s=0.2, lease_s=2.0, queue_s=5.0, request_s=40.0, ask_s=1.5, sweep_s=0.05)
+ROUTER = RouterOptions(heartbeat_s=0.2, lease_s=6.0, queue_s=5.0, request_s=40.0, ask_s=1.5, sweep_s=0.05)
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Cluster:
     """Everything is closed by close()."""
 
     transport: str = "shm"
+    layout: KvLayout = LAYOUT
     node_options: NodeOptions = NODE
     router_options: RouterOptions = ROUTER
     router: Router | None = None
@@ -40,6 +44,8 @@ class Cluster:
     engines: dict[str, xr.Engine] = field(default_factory=dict)
     wires: dict[str, EngineWire] = field(default_factory=dict)
     also: list[FindRouter] = field(default_factory=list)  # more routers of the nodes
+    place: Place | None = None  # in etcd; None: membership lives in the router
+    presences: dict[str, EtcdPresence] = field(default_factory=dict)
     spoil: Callable[[Wire], BadWire] | None = None  # what control messages go through
     spoilt: dict[str, BadWire] = field(default_factory=dict)
 
@@ -52,7 +58,8 @@ class Cluster:
         return Mailbox(wire, secret, resend_s=0.2)
 
     def add_router(self, name: str = "router") -> Router:
-        self.router = Router(name, self.mailbox(name), self.router_options)
+        membership = EtcdRoster(self.router_options.lease_s, self.place, SECRET) if self.place is not None else None
+        self.router = Router(name, self.mailbox(name), self.router_options, membership)
         self.router.start()
         return self.router
 
@@ -62,16 +69,23 @@ class Cluster:
         return self.router.mailbox.address
 
     def add(self, kind: type[Node], name: str, token_s: float = 0.0, secret: bytes = SECRET, **changes: object) -> Node:
-        layout = replace(LAYOUT, **changes)
+        layout = replace(self.layout, **changes)
         model = self.models[name] = ToyModel(layout, token_s=token_s)
         mailbox = self.mailbox(name, secret)
         ranks = {rank: RankMemory.alloc(self.engines[name], layout) for rank in range(layout.tp)}
-        node = self.nodes[name] = kind(name, mailbox, model, ranks, [self.where, *self.also], self.node_options)
+        finders = [self.where, *self.also] if self.place is None else []
+        node = self.nodes[name] = kind(name, mailbox, model, ranks, finders, self.node_options)
         node.start()
+        if self.place is not None:
+            self.presences[name] = EtcdPresence(node, self.place, secret)
+            self.presences[name].start()
         return node
 
     async def joined(self) -> None:
+        """Every node by its first router."""
         for node in self.nodes.values():
+            while not node.links:
+                await asyncio.sleep(0.01)
             await node.links[0].joined.wait()
 
     async def complete(self, prompt: Tokens, sampling: m.Sampling, **options: object) -> tuple[list[int], m.End]:
@@ -90,6 +104,10 @@ class Cluster:
         self.engines[name].close(0.0)
         node = self.nodes.pop(name)
         await node.mailbox.close()
+        if name in self.presences:
+            presence = self.presences.pop(name)
+            presence.registration.lease = None  # its record stays until its lease ends
+            await presence.close()
 
     async def close_router(self) -> None:
         router, self.router = self.router, None
@@ -99,8 +117,10 @@ class Cluster:
         self.engines.pop(router.name).close()
 
     async def close(self) -> None:
-        for node in self.nodes.values():
+        for name, node in self.nodes.items():
             await node.close()
+            if name in self.presences:
+                await self.presences[name].close()
         if self.router is not None:
             await self.router.close()
         for bad in self.spoilt.values():
@@ -117,7 +137,8 @@ class Cluster:
         return {
             name: str(report)
             for name, report in reports.items()
-            if report.leases or report.pages[PageState.FREE] + report.pages[PageState.CACHED] != LAYOUT.pages
+            if report.leases
+            or report.pages[PageState.FREE] + report.pages[PageState.CACHED] != self.nodes[name].pool.pages
         }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from crossrail.control.messages import Failed, clipped
@@ -142,7 +142,7 @@ class Mailbox:
             raise NoAnswer(f"{type(question).__name__}: {why}")
         return got
 
-    def spawn(self, work: Any, what: str) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
         """Runs a coroutine beside the others until close(); what it raises is logged."""
 
         async def guarded() -> None:
@@ -151,9 +151,13 @@ class Mailbox:
             except Exception:
                 log.exception("%s failed; the node goes on", what)
 
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            work.close()  # a task that was cancelled before its first turn has never awaited it
+
         task = asyncio.ensure_future(guarded())
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
         return task
 
     async def _send_repeatedly(self, to: bytes, data: bytes, answered: asyncio.Future[object]) -> None:

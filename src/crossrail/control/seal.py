@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from crossrail.errors import CrossrailError, UsageError
 
-VERSION = 1
+VERSION = 2  # of sealing, and of the messages of all services that use it
 IDENTITY_BYTES = 16
 MESSAGE_BYTES_MAX = 8 << 20
 

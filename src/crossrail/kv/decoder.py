@@ -15,6 +15,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+from msgspec import structs
+
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import NoPages
@@ -65,7 +67,7 @@ class Decoder(Node):
         )
         self._fetcher = Fetcher(mailbox, self.options, self.receiver, self._reserve_again, self._report_room)
         self._servings: dict[str, Serving] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[str, int] = OrderedDict()  # by request, the latest placement
         self._replacements = 0
         mailbox.handle(m.Start, self._on_start)
         mailbox.handle(m.Cancel, self._on_cancel)
@@ -73,10 +75,7 @@ class Decoder(Node):
     def load(self) -> m.Load:
         return m.Load(
             requests=len(self._servings),
-            queued_tokens=sum(
-                len(serving.prompt) + serving.sampling.max_tokens - len(serving.tokens)
-                for serving in self._servings.values()
-            ),
+            queued_tokens=sum(len(serving.context) + serving.left for serving in self._servings.values()),
             pages_free=self.pool.available,
             pages_total=self.pool.pages,
             pages_quarantined=self.pool.report().pages[PageState.QUARANTINED],
@@ -105,11 +104,15 @@ class Decoder(Node):
     async def _on_start(self, sender: bytes, start: m.Start) -> m.Message:
         serving = self._servings.get(start.request)
         if serving is not None and serving.link.address == sender:
-            return m.Started(start.request)
+            if serving.placement == start.placement:
+                return m.Started(start.request)
+            serving.stop("cancelled", "its router has placed it anew")
+            return m.StartRefused(start.request, f"node {self.name!r} is ending an earlier placement of it", busy=True)
         try:
-            prompt = m.unpack_tokens(start.tokens)
-            self._check(start, prompt)
-            reception = self._reserve(start.request, prompt, start.sampling)
+            context = m.unpack_tokens(start.tokens)
+            self._check(start, context)
+            left = start.sampling.max_tokens - start.generated
+            reception = self._reserve(start.request, context, left)
         except NoPages as error:
             return m.StartRefused(start.request, m.clipped(error), busy=True)
         except UsageError as error:
@@ -122,18 +125,25 @@ class Decoder(Node):
             reception.release()
             return m.StartRefused(start.request, busy, busy=True)
         timeline = Timeline(asyncio.get_running_loop().time)
-        serving = Serving(start.request, link, prompt, start.sampling, timeline, reception)
+        serving = Serving(start.request, link, start.placement, context, start.sampling, timeline, reception)
+        serving.tokens += context[len(context) - start.generated :].tolist()
+        serving.taken = start.generated
         self._servings[start.request] = serving
         self._count_active(len(self._servings))
         self.mailbox.spawn(self._serve(serving, start), f"request {start.request}")
         return m.Started(start.request)
 
-    def _check(self, start: m.Start, prompt: Tokens) -> None:
+    def _check(self, start: m.Start, context: Tokens) -> None:
         """UsageError for what no decoder could do."""
-        if start.request in self._servings or start.request in self._ended:
+        if start.request in self._servings or start.placement <= self._ended.get(start.request, 0):
             raise UsageError(f"request {start.request!r} is or was under way at node {self.name!r}")
-        if not len(prompt) or (len(prompt) > 1) != (start.prefiller is not None):
+        if not len(context) or (len(context) > 1) != (start.prefiller is not None):
             raise UsageError("a prompt has at least one token, and a prefiller from two tokens on")
+        if start.generated > min(start.sampling.max_tokens, len(context) - 1):
+            raise UsageError(
+                f"{start.generated} of {len(context)} tokens cannot be generated ones, of at most "
+                f"{start.sampling.max_tokens}"
+            )
         if start.prefiller is not None:
             compatible(self.model.layout, KvLayout.from_wire(start.prefiller.layout))
 
@@ -146,31 +156,31 @@ class Decoder(Node):
 
     async def _on_cancel(self, sender: bytes, cancel: m.Cancel) -> m.Message:
         serving = self._servings.get(cancel.request)
-        if serving is None:
-            self._remember_ended(cancel.request)  # its Start may still be on the way
-        else:
-            serving.stop("cancelled", cancel.reason)
-        return m.Taken(wanted=serving is not None)
+        self._remember_ended(cancel.request, cancel.placement)  # its Start may still be on the way
+        if serving is None or serving.placement > cancel.placement:
+            return m.Taken(wanted=False)
+        serving.stop("cancelled", cancel.reason)
+        return m.Taken()
 
     # --- pages ---
 
-    def _reserve(self, request: str, prompt: Tokens, sampling: m.Sampling) -> Reception:
+    def _reserve(self, request: str, context: Tokens, left: int) -> Reception:
         """NoPages when there are too few now, UsageError when there never will be enough."""
-        layout = self.model.layout
-        arriving = len(prompt) - 1
-        wanted = layout.pages_of(len(prompt) + sampling.max_tokens)
+        wanted = self.model.layout.pages_of(len(context) + left)
         if wanted > self.pool.pages:
             raise UsageError(
-                f"{len(prompt)} + {sampling.max_tokens} tokens take {wanted} pages, node {self.name!r} has "
-                f"{self.pool.pages}"
+                f"{len(context)} + {left} tokens take {wanted} pages, node {self.name!r} has {self.pool.pages}"
             )
-        names = page_hashes(prompt[:-1], layout.page_tokens, salt=self.model.name.encode())
-        return self.receiver.reserve(request, arriving, room_tokens=1 + sampling.max_tokens, names=names)
+        return self.receiver.reserve(request, len(context) - 1, room_tokens=1 + left, names=self._names(context))
+
+    def _names(self, context: Tokens) -> list[bytes]:
+        """Of the pages that a prefiller fills: the last token is run here."""
+        return page_hashes(context[:-1], self.model.layout.page_tokens, salt=self.model.name.encode())
 
     def _reserve_again(self, serving: Serving) -> Reception:
         # The quarantined ones keep the request's name.
         self._replacements += 1
-        return self._reserve(f"{serving.request}#{self._replacements}", serving.prompt, serving.sampling)
+        return self._reserve(f"{serving.request}#{self._replacements}", serving.context, serving.left)
 
     def _report_room(self) -> None:
         for link in self.links:
@@ -198,48 +208,54 @@ class Decoder(Node):
         serving.finish(end)
         await asyncio.wait([delivery])
         del self._servings[serving.request]
-        self._remember_ended(serving.request)
+        self._remember_ended(serving.request, serving.placement)
         self._count_active(len(self._servings))
         self._report_room()
 
     async def _run(self, serving: Serving, start: m.Start, deadline_s: float) -> m.End:
+        if serving.tokens and (serving.left == 0 or self._ends_it(serving)):
+            return self._end_of(serving)  # the decoder before had only not told the end
         tail = None
         told: asyncio.Task[None] | None = None
         if start.prefiller is not None:
             prefiller, attempt = await self._fetch(serving, start.prefiller, deadline_s)
             reception = serving.reception
             tail = bytes(reception.tail())
-            layout = self.model.layout
-            names = page_hashes(serving.prompt[:-1], layout.page_tokens, salt=self.model.name.encode())
-            reception.lease.publish(names)
+            reception.lease.publish(self._names(serving.context))
             told = self.mailbox.spawn(self._add_timeline(serving, prefiller, attempt), "a prefiller's timeline")
         else:
             serving.reception.lease.fill()
             serving.reception.lease.use()
         begun = serving.timeline.now()
         pages = serving.reception.lease.pages
-        async for token in generate(self.model, self.cache, serving.prompt, pages, serving.sampling, tail):
+        sampling = structs.replace(serving.sampling, max_tokens=serving.left)
+        is_first = True
+        async for token in generate(self.model, self.cache, serving.context, pages, sampling, tail):
             serving.raise_if_stopped()
-            if not serving.tokens:
+            if is_first:
                 serving.timeline.add("first token", begun)
+                is_first = False
             serving.add(token)
         serving.timeline.add("decode", begun)
         if told is not None:
             await asyncio.wait([told], timeout=self.options.ask_s)
-        is_end = serving.tokens[-1] == self.model.end_token and not serving.sampling.ignore_end
-        return m.End("stop" if is_end else "length", "", serving.timeline.spans)
+        return self._end_of(serving)
 
-    async def _add_timeline(self, serving: Serving, prefiller: m.PrefillerRef, attempt: int) -> None:
+    def _ends_it(self, serving: Serving) -> bool:
+        return serving.tokens[-1] == self.model.end_token and not serving.sampling.ignore_end
+
+    def _end_of(self, serving: Serving) -> m.End:
+        return m.End("stop" if self._ends_it(serving) else "length", "", serving.timeline.spans)
+
+    async def _add_timeline(self, serving: Serving, prefiller: m.NodeRef, attempt: int) -> None:
         dispatched_s = next((span.begin_s for span in reversed(serving.timeline.spans) if span.name == "dispatch"), 0.0)
         spans = await self._fetcher.timeline_of(prefiller, serving.request, attempt)
         serving.timeline.add_all("prefiller: ", spans, dispatched_s)
 
-    async def _fetch(
-        self, serving: Serving, prefiller: m.PrefillerRef, deadline_s: float
-    ) -> tuple[m.PrefillerRef, int]:
+    async def _fetch(self, serving: Serving, prefiller: m.NodeRef, deadline_s: float) -> tuple[m.NodeRef, int]:
         """Who has sent the KV at last, and at which attempt."""
         clock = asyncio.get_running_loop().time
-        attempt = 1
+        attempt = serving.placement
         while True:
             serving.raise_if_stopped()
             begun = serving.timeline.now()
@@ -248,12 +264,14 @@ class Decoder(Node):
                 return prefiller, attempt
             except PrefillerGone as gone:
                 serving.timeline.add(f"lost attempt {attempt}", begun)
-                lost = m.PrefillerLost(serving.request, attempt, prefiller.node, prefiller.address, m.clipped(gone))
+                lost = m.PrefillerLost(
+                    serving.request, attempt, prefiller.node, prefiller.address, m.clipped(gone), serving.placement
+                )
             begun = serving.timeline.now()
             prefiller, attempt = await self._reassigned(serving, lost)
             serving.timeline.add(f"another prefiller {attempt}", begun)
 
-    async def _reassigned(self, serving: Serving, lost: m.PrefillerLost) -> tuple[m.PrefillerRef, int]:
+    async def _reassigned(self, serving: Serving, lost: m.PrefillerLost) -> tuple[m.NodeRef, int]:
         """The router's next choice; waits for the router, should it be gone, until the request is stopped."""
         while True:
             serving.raise_if_stopped()
@@ -296,7 +314,7 @@ class Decoder(Node):
         tokens = serving.tokens[first : first + _TOKENS_AT_ONCE]
         is_last = first + len(tokens) == len(serving.tokens)
         end = serving.end if is_last else None
-        message = m.Tokens(serving.request, first, m.pack_tokens(tokens), end)
+        message = m.Tokens(serving.request, first, m.pack_tokens(tokens), end, serving.placement)
         try:
             answer = await self.mailbox.ask(address, message, m.Taken, self.options.ask_s)
         except (NoAnswer, Unreachable) as error:
@@ -313,7 +331,7 @@ class Decoder(Node):
             serving.changed.set()
         return True
 
-    def _remember_ended(self, request: str) -> None:
-        self._ended[request] = None
+    def _remember_ended(self, request: str, placement: int) -> None:
+        self._ended[request] = max(placement, self._ended.get(request, 0))
         while len(self._ended) > _ENDED_KEPT:
             self._ended.popitem(last=False)

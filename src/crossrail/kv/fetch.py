@@ -53,7 +53,7 @@ class Fetcher:
         self._reserve_again = reserve_again
         self._on_released = on_released
 
-    async def attempt(self, serving: Serving, prefiller: m.PrefillerRef, attempt: int, left_s: float) -> None:
+    async def attempt(self, serving: Serving, prefiller: m.NodeRef, attempt: int, left_s: float) -> None:
         """Returns when all is there. Raises PrefillerGone; Stopped, with the pages quiet or quarantined."""
         key = (serving.request, attempt)
         reception = serving.reception
@@ -62,7 +62,7 @@ class Fetcher:
             target = reception.dispatch(KvLayout.from_wire(prefiller.layout), self._writer(prefiller))
         except UsageError as mismatch:
             raise PrefillerGone(str(mismatch)) from None
-        tokens = m.pack_tokens(serving.prompt[:-1])
+        tokens = m.pack_tokens(serving.context[:-1])
         question = m.Dispatch(*key, tokens, target.to_wire(), left_s)
         kinds = (m.Dispatched, m.DispatchRefused)
         try:
@@ -80,7 +80,7 @@ class Fetcher:
             raise PrefillerGone(why)
         serving.timeline.add("transfer", begun)
 
-    async def timeline_of(self, prefiller: m.PrefillerRef, request: str, attempt: int) -> list[m.Span]:
+    async def timeline_of(self, prefiller: m.NodeRef, request: str, attempt: int) -> list[m.Span]:
         """What the prefiller spent its time on; empty when it does not say so soon."""
         pause_s = 0.02
         for _ in range(5):
@@ -96,7 +96,7 @@ class Fetcher:
             pause_s *= 2
         return []
 
-    async def _lost_before_arrival(self, serving: Serving, prefiller: m.PrefillerRef, key: tuple[str, int]) -> str:
+    async def _lost_before_arrival(self, serving: Serving, prefiller: m.NodeRef, key: tuple[str, int]) -> str:
         """Empty when all has arrived; else why it will not, or that it was stopped."""
         arrival = asyncio.ensure_future(serving.reception.arrived())
         watch = asyncio.ensure_future(self._watch(prefiller, key))
@@ -115,7 +115,7 @@ class Fetcher:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, prefiller: m.PrefillerRef, key: tuple[str, int]) -> str:
+    async def _watch(self, prefiller: m.NodeRef, key: tuple[str, int]) -> str:
         """Returns why nothing more is to be expected from this attempt, as soon as that is so."""
         clock = asyncio.get_running_loop().time
         heard_s = asked_s = clock()
@@ -143,7 +143,7 @@ class Fetcher:
                     return f"prefiller {prefiller.node!r} says that it has written all, and not all was counted"
                 written = True  # counts come after bytes, and may be behind this answer
 
-    async def _withdraw(self, serving: Serving, prefiller: m.PrefillerRef, attempt: int) -> None:
+    async def _withdraw(self, serving: Serving, prefiller: m.NodeRef, attempt: int) -> None:
         """Afterwards serving.reception is quiet: the same one, or another if this one had to be quarantined."""
         reception = serving.reception
         try:
@@ -161,15 +161,15 @@ class Fetcher:
             serving.raise_if_stopped()
             serving.reception = self._reserve_again(serving)
 
-    async def _shut_out(self, reception: Reception, prefiller: m.PrefillerRef) -> None:
+    async def _shut_out(self, reception: Reception, prefiller: m.NodeRef) -> None:
         """Ends all that this incarnation of a prefiller has under way here. WaitTimeout: a copy of it stands still."""
         await self._receiver.fence(self._writer(prefiller), self._options.silent_s)
         await reception.withdraw(_confirmed, self._options.silent_s)
 
-    def _writer(self, prefiller: m.PrefillerRef) -> str:
+    def _writer(self, prefiller: m.NodeRef) -> str:
         return self._mailbox.wire.identity(prefiller.address).hex()
 
-    async def _ask_to_stop(self, prefiller: m.PrefillerRef, request: str, attempt: int) -> None:
+    async def _ask_to_stop(self, prefiller: m.NodeRef, request: str, attempt: int) -> None:
         wait_s = self._options.silent_s
         try:
             await self._mailbox.ask(prefiller.address, m.Withdraw(request, attempt), m.Quiesced, wait_s)
@@ -178,7 +178,7 @@ class Fetcher:
                 raise PeerLost(str(error)) from None
             raise
 
-    async def _reclaim(self, reception: Reception, prefiller: m.PrefillerRef) -> None:
+    async def _reclaim(self, reception: Reception, prefiller: m.NodeRef) -> None:
         while True:
             try:
                 await self._shut_out(reception, prefiller)

@@ -1,19 +1,19 @@
 """Who is there: nodes join, are heard of, drain, leave, or are missed.
 
-Membership is what a router asks. Roster is the one that lives in the router itself: nodes join by message and keep
-their lease by heartbeats. Another store with leases (etcd) would be another Membership; none is built yet.
+Membership is what a router asks. Roster is the one that lives in the router itself; etcd_membership.py has another.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from crossrail.errors import UsageError
 from crossrail.kv.errors import LayoutMismatch
 from crossrail.kv.layout import KvLayout, compatible
+from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.messages import Load, NodeRecord, Role
 
 
@@ -38,18 +38,48 @@ class Member:
 Gone = Callable[[Member, str], None]
 
 
-class Membership(Protocol):
-    """The members that a router may choose from. Threads: the event loop's."""
+class Membership(ABC):
+    """The members that a router may choose from. Threads: the event loop's.
 
+    Lifecycle: 1. on_gone(). 2. start(). 3. close().
+    """
+
+    def start(self, router: str, mailbox: Mailbox) -> None:  # noqa: B027  # one that lives in the router has no need
+        """Begins, for the router of this name; its tasks are the mailbox's."""
+
+    async def close(self) -> None:  # noqa: B027
+        """The router is no more, and its mailbox closed. Idempotent."""
+
+    @abstractmethod
     def members(self, role: Role) -> list[Member]:
         """Those of a role, by name; draining ones too."""
 
+    @abstractmethod
     def on_gone(self, fn: Gone) -> None:
         """Calls fn(member, why) for each that is no member any more."""
 
+    @abstractmethod
+    def join(self, record: NodeRecord, load: Load, now_s: float) -> None:
+        """A node says that it is there. UsageError when it does not fit: both sides are in the words.
 
-class Roster:
-    """The Membership inside a router.
+        Another CrossrailError: not now; it asks again.
+        """
+
+    @abstractmethod
+    def heartbeat(self, node: str, address: bytes, load: Load, now_s: float) -> bool:
+        """A node says what it has to do. False when this incarnation is no member: it may join."""
+
+    @abstractmethod
+    def leave(self, node: str, address: bytes) -> None:
+        """It goes by itself. One that is no member is gone already."""
+
+    @abstractmethod
+    def sweep(self, now_s: float, is_lost: Callable[[bytes], bool]) -> None:
+        """Removes those that are not there any more. is_lost: what the engine knows of an address."""
+
+
+class Roster(Membership):
+    """The Membership inside a router: nodes join by message, and are kept by heartbeats.
 
     Lifecycle of a member: 1. join. 2. heartbeat within every lease_s; draining is part of its load. 3. gone: it left,
     was missed for lease_s, is lost, or was superseded by another incarnation of its name.
@@ -67,28 +97,33 @@ class Roster:
     def members(self, role: Role) -> list[Member]:
         return [self._members[name] for name in sorted(self._members) if self._members[name].record.role == role]
 
+    def all(self) -> list[Member]:
+        """Of either role."""
+        return list(self._members.values())
+
     def on_gone(self, fn: Gone) -> None:
         self._gone.append(fn)
 
     def join(self, record: NodeRecord, load: Load, now_s: float) -> None:
-        """Takes a node in, or hears of it again. UsageError when it does not fit: both sides are in the words."""
         if record.address in self._superseded:
             raise UsageError(f"another incarnation of node {record.node!r} has joined since: one name, one node")
         layout = KvLayout.from_wire(record.layout)
-        for other in self._members.values():
+        for other in self.all():
             if other.record.model == record.model and other.name != record.node:
                 try:
                     compatible(layout, other.layout)
                 except LayoutMismatch as mismatch:
                     raise UsageError(f"node {record.node!r} does not fit {other.name!r}: {mismatch}") from None
         before = self._members.get(record.node)
-        if before is not None and before.address != record.address:
+        if before is not None and before.address == record.address:  # the same again: whoever has it keeps a member
+            before.record, before.layout, before.load, before.heard_s = record, layout, load, now_s
+            return
+        if before is not None:
             self._superseded.append(before.address)
             self.remove(before, f"another incarnation of node {record.node!r} has joined")
         self._members[record.node] = Member(record, layout, load, now_s)
 
     def heartbeat(self, node: str, address: bytes, load: Load, now_s: float) -> bool:
-        """False when this incarnation is no member: it may join."""
         member = self._members.get(node)
         if member is None or member.address != address:
             return False
@@ -96,7 +131,6 @@ class Roster:
         return True
 
     def leave(self, node: str, address: bytes) -> None:
-        """It goes by itself. One that is no member is gone already."""
         member = self._members.get(node)
         if member is not None and member.address == address:
             self.remove(member, f"node {node!r} left")
@@ -109,8 +143,7 @@ class Roster:
                 fn(member, why)
 
     def sweep(self, now_s: float, is_lost: Callable[[bytes], bool]) -> None:
-        """Removes those that are lost, by what the engine knows, or were not heard of for lease_s."""
-        for member in list(self._members.values()):
+        for member in self.all():
             if is_lost(member.address):
                 self.remove(member, f"node {member.name!r} died or closed")
             elif now_s - member.heard_s > self.lease_s:

@@ -43,22 +43,23 @@ class Load(Struct, frozen=True):
     draining: bool = False
 
 
-class NodeRecord(Struct, frozen=True):
-    """One incarnation of a node. layout: KvLayout.to_wire()."""
+class NodeRef(Struct, frozen=True):
+    """One incarnation of a node, as another one has to know it: to be asked. layout: KvLayout.to_wire()."""
 
     node: Name
+    address: AddressBytes
+    layout: Plain
+
+
+class NodeRecord(NodeRef, frozen=True, kw_only=True):
+    """The same, as a router has to know it: to be chosen."""
+
     role: Role
-    address: AddressBytes
     model: Name
-    layout: Plain
 
-
-class PrefillerRef(Struct, frozen=True):
-    """Whom a decoder is to ask."""
-
-    node: Name
-    address: AddressBytes
-    layout: Plain
+    @property
+    def ref(self) -> NodeRef:
+        return NodeRef(self.node, self.address, self.layout)
 
 
 class Sampling(Struct, frozen=True):
@@ -87,6 +88,24 @@ class End(Struct, frozen=True):
     timeline: Annotated[list[Span], Meta(max_length=4096)] = []
 
 
+class _OfRequest(Struct, frozen=True):
+    """A message about a request."""
+
+    request: Name
+
+
+class _OfAttempt(_OfRequest, frozen=True):
+    """A message about one attempt of a request to have its prompt prefilled."""
+
+    attempt: Attempt
+
+
+class _Reason(Struct, frozen=True):
+    """An answer that is nothing but words."""
+
+    reason: Text
+
+
 # --- node to router ---
 
 
@@ -106,10 +125,8 @@ class Joined(Struct, frozen=True, tag=True):
     lease_s: Seconds
 
 
-class JoinRefused(Struct, frozen=True, tag=True):
+class JoinRefused(_Reason, frozen=True, tag=True):
     """It does not fit; asking again is of no use."""
-
-    reason: Text
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
@@ -131,128 +148,120 @@ class Leave(Struct, frozen=True, tag=True):
     node: Name
 
 
-class Tokens(Struct, frozen=True, tag=True):
-    """Tokens of a request from index `first` on, and how it ended, if it did. Repeated until taken."""
+class Tokens(_OfRequest, frozen=True, tag=True):
+    """Tokens of a request from index `first` on, and how it ended, if it did. Repeated until taken.
 
-    request: Name
+    Indices count from the first token behind the client's prompt, whichever decoder generated it.
+    placement: that of the Start which these answer.
+    """
+
     first: Index
     tokens: TokenBytes
     end: End | None = None
+    placement: Attempt = 1
 
 
-class PrefillerLost(Struct, frozen=True, tag=True):
-    """The prefiller of this attempt does not answer, refused or failed. Answered by Reassigned."""
+class PrefillerLost(_OfAttempt, frozen=True, tag=True):
+    """The prefiller of this attempt does not answer, refused or failed. Answered by Reassigned.
 
-    request: Name
-    attempt: Attempt
+    placement: that of the Start.
+    """
+
     node: Name
     address: AddressBytes
     reason: Text
+    placement: Attempt = 1
 
 
 # --- router to decoder ---
 
 
-class Start(Struct, frozen=True, tag=True):
-    """Serve this request. prefiller None: the prompt is one token long, there is nothing to prefill."""
+class Start(_OfRequest, frozen=True, tag=True):
+    """Serve this request. prefiller None: there is one token only, nothing to prefill.
 
-    request: Name
+    placement: number of its first attempt at a prefiller; each time the router gives the request to a decoder it has
+    another, larger one. generated: how many of the tokens, the last of them, earlier decoders have generated; they are
+    counted in sampling.max_tokens, and not sent again.
+    """
+
     tokens: TokenBytes
     sampling: Sampling
     deadline_s: Seconds
-    prefiller: PrefillerRef | None = None
+    prefiller: NodeRef | None = None
+    placement: Attempt = 1
+    generated: Index = 0
 
 
-class Started(Struct, frozen=True, tag=True):
+class Started(_OfRequest, frozen=True, tag=True):
     """It is, or was already."""
 
-    request: Name
 
-
-class StartRefused(Struct, frozen=True, tag=True):
+class StartRefused(_OfRequest, frozen=True, tag=True):
     """busy: another decoder, or the same one later, may take it; else nobody should be asked."""
 
-    request: Name
     reason: Text
     busy: bool
 
 
-class Cancel(Struct, frozen=True, tag=True):
-    """Nobody wants it any more. The answer says that it was heard; the end comes as Tokens."""
+class Cancel(_OfRequest, frozen=True, tag=True):
+    """Nobody wants this placement, nor earlier ones, any more. The answer says that it was heard.
 
-    request: Name
+    The end comes as Tokens.
+    """
+
     reason: Text
+    placement: Attempt = 1
 
 
-class Reassigned(Struct, frozen=True, tag=True):
+class Reassigned(_OfAttempt, frozen=True, tag=True):
     """prefiller None: there is no other, or the request is unknown; reason says so."""
 
-    request: Name
-    attempt: Attempt
-    prefiller: PrefillerRef | None
+    prefiller: NodeRef | None
     reason: Text = ""
 
 
 # --- decoder to prefiller ---
 
 
-class Dispatch(Struct, frozen=True, tag=True):
+class Dispatch(_OfAttempt, frozen=True, tag=True):
     """Prefill tokens and write their KV as the ticket says. ticket: of receiver.Incoming."""
 
-    request: Name
-    attempt: Attempt
     tokens: TokenBytes
     ticket: Plain
     deadline_s: Seconds
 
 
-class Dispatched(Struct, frozen=True, tag=True):
+class Dispatched(_OfAttempt, frozen=True, tag=True):
     """It is queued, or was already."""
 
-    request: Name
-    attempt: Attempt
 
-
-class DispatchRefused(Struct, frozen=True, tag=True):
+class DispatchRefused(_OfAttempt, frozen=True, tag=True):
     """Nothing was and nothing will be written."""
 
-    request: Name
-    attempt: Attempt
     reason: Text
 
 
-class Probe(Struct, frozen=True, tag=True):
+class Probe(_OfAttempt, frozen=True, tag=True):
     """How far is it?"""
 
-    request: Name
-    attempt: Attempt
 
-
-class Progress(Struct, frozen=True, tag=True):
+class Progress(_OfAttempt, frozen=True, tag=True):
     """state unknown: nothing of it will be written. failed: nor any more, and detail says why.
 
     timeline: what is known by now, begin_s since the prefiller took the request.
     """
 
-    request: Name
-    attempt: Attempt
     state: Literal["queued", "running", "written", "failed", "unknown"]
     detail: Text = ""
     timeline: Annotated[list[Span], Meta(max_length=4096)] = []
 
 
-class Withdraw(Struct, frozen=True, tag=True):
+class Withdraw(_OfAttempt, frozen=True, tag=True):
     """Stop. Answered by Quiesced once nothing can land any more, which may take as long as the writes under way."""
 
-    request: Name
-    attempt: Attempt
 
-
-class Quiesced(Struct, frozen=True, tag=True):
+class Quiesced(_OfAttempt, frozen=True, tag=True):
     """Nothing of this attempt can land any more, nor will it be begun, should its Dispatch still be on its way."""
-
-    request: Name
-    attempt: Attempt
 
 
 class Taken(Struct, frozen=True, tag=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,8 @@ class NodeOptions:
     chunk_tokens: of a prefill step. queue_max: requests that a prefiller takes beside the one it works on.
     requests_max: that a decoder serves side by side. probe_s: how often a decoder asks its prefiller how far it is.
     silent_s: a prefiller that does not answer for so long is given up. ask_s: for other questions.
-    pages_s: how long a prefiller waits for pages before it gives a request up.
+    pages_s: how long a prefiller waits for pages before it gives a request up. lease_s: of the record in etcd, if it
+    has one there.
     """
 
     join_s: float = 3.0
@@ -44,6 +46,7 @@ class NodeOptions:
     silent_s: float = 4.0
     ask_s: float = 3.0
     pages_s: float = 30.0
+    lease_s: float = 4.0
 
 
 class RouterLink:
@@ -56,7 +59,6 @@ class RouterLink:
         self._node = node
         self._find = find
         self.address: bytes | None = None
-        self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.joined = asyncio.Event()
         self._report_now = asyncio.Event()
         self._left = False
@@ -72,9 +74,7 @@ class RouterLink:
                 address = await self._find()
                 await self._stay(address, await self._join(address))
             except Refused as refusal:
-                log.error("%s", refusal)
-                self.refused.set_exception(refusal)
-                self.refused.exception()  # seen: who runs the node may never look
+                self._node.refuse(refusal)
                 return
             except (CrossrailError, OSError, asyncio.TimeoutError) as error:
                 log.info("node %s has no router: %s", self._node.name, error)
@@ -124,11 +124,12 @@ class RouterLink:
             heard_s = loop.time()
 
 
-class Node:
+class Node(ABC):
     """A prefiller or a decoder: base class. Threads: the event loop's.
 
     Lifecycle: 1. made. 2. start(). 3. drain(): what is there is finished, nothing new taken. 4. close().
     ranks: memory of each rank of the model's layout, by rank. find_routers: one for each router that it is to serve.
+    refused: raises what a router, or whoever keeps the members, has against the node.
     Owner of the mailbox, the memory and the engine: whoever made them; they stay open until after close().
     """
 
@@ -153,28 +154,41 @@ class Node:
         self.cache: Cache = [
             [ranks[rank].layer(layer) for layer in range(model.layout.layers)] for rank in range(model.layout.tp)
         ]
-        self.record = m.NodeRecord(name, self.role, mailbox.address, model.name, model.layout.to_wire())
+        self.record = m.NodeRecord(name, mailbox.address, model.layout.to_wire(), role=self.role, model=model.name)
         self.draining = False
+        self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.links = [RouterLink(self, find) for find in find_routers]
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @abstractmethod
     def load(self) -> m.Load:
         """What a router is told."""
-        raise NotImplementedError
 
     def running(self, link: RouterLink) -> list[str]:
         """Requests that came from this router and go on."""
         return []
 
-    def on_joined(self, link: RouterLink) -> None:
+    def on_joined(self, link: RouterLink) -> None:  # noqa: B027  # not every node has something to do then
         """The router knows us, for the first time or again."""
 
     def start(self) -> None:
         """Begins to take messages, and joins the routers."""
         self.mailbox.start()
         for link in self.links:
-            self.mailbox.spawn(link.run(), f"membership of {self.name}")
+            self._run_link(link)
+
+    def add_link(self, find: FindRouter) -> None:
+        """Joins one more router. After start()."""
+        self.links.append(RouterLink(self, find))
+        self._run_link(self.links[-1])
+
+    def refuse(self, why: CrossrailError) -> None:
+        """It is not wanted here, and will not be: whoever awaits `refused` hears the first such reason."""
+        log.error("%s", why)
+        if not self.refused.done():
+            self.refused.set_exception(why)
+            self.refused.exception()  # seen: who runs the node may never look
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new, waits until all that is here has ended, and leaves. False when that took too long."""
@@ -188,6 +202,9 @@ class Node:
     async def close(self) -> None:
         """Ends what is under way. Idempotent."""
         await self.mailbox.close()
+
+    def _run_link(self, link: RouterLink) -> None:
+        self.mailbox.spawn(link.run(), f"membership of {self.name}")
 
     def _count_active(self, active: int) -> None:
         """To be called whenever the number of requests under way changes."""

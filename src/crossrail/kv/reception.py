@@ -164,6 +164,8 @@ class Reception:
             if self.state is PageState.RESERVED:
                 return
             self._withdrawal = asyncio.create_task(self._withdraw(ask, timeout_s), name=f"kv-withdraw-{self.request}")
+            # Whoever awaited it may have been cancelled: what it raises then is in the state of the pages.
+            self._withdrawal.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._withdrawal)
 
     def tail(self) -> memoryview:

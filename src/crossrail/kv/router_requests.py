@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from crossrail.errors import CrossrailError
 from crossrail.kv import messages as m
@@ -36,7 +38,10 @@ class Chunk:
 class Running:
     """A request that a client waits for.
 
-    Invariant: `received` tokens were put into `chunks`, each once and in order; only the last chunk has an end.
+    Invariant: `tokens` were put into `chunks`, each once and in order; only the last chunk has an end.
+    model: that of whoever has generated tokens; before, the one that was asked for, if one was.
+    placement: number of the first attempt at a prefiller since its decoder has it; only that decoder's words about that
+    placement count.
     """
 
     request: str
@@ -44,24 +49,36 @@ class Running:
     sampling: m.Sampling
     names: list[bytes]  # of its full pages, for matching prefixes
     deadline_s: float  # on the event loop's clock
+    model: str | None = None
     decoder: Member | None = None
     prefiller: Member | None = None
     attempt: int = 1
-    received: int = 0
-    charged: bool = False  # counted among what its decoder has to do
+    placement: int = 1
+    restarts: int = 0  # decoders that died
+    tokens: list[int] = field(default_factory=list)
+    is_charged: bool = False  # counted among what its decoder has to do
     ended: bool = False
     end: m.End | None = None  # as the client was told
     chunks: asyncio.Queue[Chunk] = field(default_factory=asyncio.Queue)
+
+    @property
+    def context(self) -> Tokens:
+        """The prompt and all that follows it by now."""
+        return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
+
+    def is_placed(self, decoder: bytes, placement: int) -> bool:
+        """Whether this is the decoder that has it now, and speaks of that and no earlier time."""
+        return self.decoder is not None and (self.decoder.address, self.placement) == (decoder, placement)
 
     def take(self, first: int, tokens: list[int], end: m.End | None) -> None:
         """What a decoder sent. What is here already is passed over; a gap cannot be, since decoders send in order."""
         if self.ended:
             return
-        if first > self.received:
-            self.finish("error", f"tokens {self.received}..{first - 1} never came")
+        if first > len(self.tokens):
+            self.finish("error", f"tokens {len(self.tokens)}..{first - 1} never came")
             return
-        fresh = tokens[self.received - first :]
-        self.received += len(fresh)
+        fresh = tokens[len(self.tokens) - first :]
+        self.tokens += fresh
         self.ended = end is not None
         if fresh or end is not None:
             self.chunks.put_nowait(Chunk(fresh, end))
@@ -101,3 +118,25 @@ class Adoptions:
         self._requests[request] = Adopted(decoder)
         while len(self._requests) > self._most:
             self._requests.popitem(last=False)
+
+
+class Ends:
+    """How requests ended, the oldest forgotten first; the latest few hundred with their timelines."""
+
+    def __init__(self, most: int = 16384, timelines_max: int = 256) -> None:
+        self._most = most
+        self._timelines_max = timelines_max
+        self._ends: OrderedDict[str, m.End] = OrderedDict()
+        self._with_timeline: deque[str] = deque()
+
+    def get(self, request: str) -> m.End | None:
+        return self._ends.get(request)
+
+    def keep(self, request: str, end: m.End) -> None:
+        self._ends[request] = end
+        self._with_timeline.append(request)
+        if len(self._with_timeline) > self._timelines_max:
+            stripped = self._with_timeline.popleft()
+            self._ends[stripped] = m.End(self._ends[stripped].reason, self._ends[stripped].detail)
+        while len(self._ends) > self._most:
+            self._ends.popitem(last=False)

@@ -30,12 +30,14 @@ class Serving:
     """A request that this decoder runs.
 
     Invariant: `tokens` only grows, until `end` is set, once; its router has taken the first `taken` of them.
-    reception: of the current attempt; while one is withdrawn without an answer, its successor.
+    context: the client's prompt and what earlier decoders have generated; they are the first of `tokens` too.
+    placement: as in Start. reception: of the current attempt; while one is withdrawn without an answer, its successor.
     """
 
     request: str
     link: RouterLink
-    prompt: Tokens
+    placement: int
+    context: Tokens
     sampling: m.Sampling
     timeline: Timeline
     reception: Reception
@@ -46,6 +48,11 @@ class Serving:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     stop_wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _stop: Stopped | None = None
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be generated."""
+        return self.sampling.max_tokens - len(self.tokens)
 
     def stop(self, reason: m.EndReason, detail: str) -> None:
         """Ends it as soon as it can be. The first reason is the one."""

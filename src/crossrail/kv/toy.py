@@ -20,6 +20,7 @@ from crossrail.kv.model import Cache, Logits, Pages, Tokens
 _U64 = npt.NDArray[np.uint64]
 _VOCABULARY = 257  # bytes, and the end
 _TAIL_BYTES = 64
+_NOTHING = np.uint64(0)
 _EMBED_TOKEN, _EMBED_POSITION = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 
 
@@ -58,23 +59,32 @@ class ToyModel:
     async def prefill(
         self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]
     ) -> bytes:
-        state = await self._run(cache, tokens[start:], start, pages, bytes(_TAIL_BYTES), layer_done)
-        return _tail(state[-1])
+        await self._run(cache, tokens[start:], start, pages, layer_done)
+        return self._tail_after(cache, len(tokens), pages)
 
     async def step(self, cache: Cache, token: int, position: int, pages: Pages, tail: bytes) -> tuple[Logits, bytes]:
-        state = (await self._run(cache, np.array([token], np.int32), position, pages, tail, lambda: None))[-1]
+        # A tail that is not what the KV before says changes everything from here on; the right one changes nothing.
+        right = np.frombuffer(self._tail_after(cache, position, pages), np.uint64)
+        wrong = np.bitwise_xor.reduce((np.frombuffer(tail, np.uint64) ^ right) * _odd(_TAIL_BYTES // 8))
+        state = (await self._run(cache, np.array([token], np.int32), position, pages, lambda: None, wrong))[-1]
         logits = (_mixed(self._words ^ state) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 20)
-        return logits, _tail(state)
+        return logits, self._tail_after(cache, position + 1, pages)
 
     async def _run(
-        self, cache: Cache, tokens: Tokens, start: int, pages: Pages, tail: bytes, layer_done: Callable[[], None]
+        self,
+        cache: Cache,
+        tokens: Tokens,
+        start: int,
+        pages: Pages,
+        layer_done: Callable[[], None],
+        wrong: np.uint64 = _NOTHING,
     ) -> _U64:
+        """The last layer's output for each token. wrong: disturbs the first."""
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < _VOCABULARY:
             raise UsageError(f"tokens must be in 0..{_VOCABULARY - 1}, not {tokens.min()}..{tokens.max()}")
         positions = np.arange(start, start + len(tokens), dtype=np.uint64)
         embedded = tokens.astype(np.uint64) * _EMBED_TOKEN + positions * _EMBED_POSITION
-        # What the tail says goes into the first token; one that nobody wrote is zeros and says nothing.
-        embedded[0] ^= np.bitwise_xor.reduce(np.frombuffer(tail, np.uint64) * _odd(_TAIL_BYTES // 8))
+        embedded[0] ^= wrong
         state = _mixed(embedded)
         for layer in range(self.layout.layers):
             self._store(cache, layer, state, start, pages)
@@ -97,9 +107,21 @@ class ToyModel:
 
     def _attend(self, cache: Cache, layer: int, start: int, count: int, pages: Pages) -> _U64:
         """For each of the new tokens the weighted sum over itself and all before it; shape (count,)."""
-        page, slot = self._places(0, start + count, pages)
+        sums = self._sums(cache, layer, 0, start + count, pages) * _odd(start + count)
+        return np.cumsum(sums, dtype=np.uint64)[start:]
+
+    def _tail_after(self, cache: Cache, position: int, pages: Pages) -> bytes:
+        """What the KV of the token before this position comes to, and zeros before the first."""
+        if position == 0:
+            return bytes(_TAIL_BYTES)
+        sums = self._sums(cache, self.layout.layers - 1, position - 1, position, pages)
+        return _mixed(sums ^ _odd(_TAIL_BYTES // 8)).tobytes()
+
+    def _sums(self, cache: Cache, layer: int, begin: int, end: int, pages: Pages) -> _U64:
+        """Of each of these tokens all that one layer holds, weighted; shape (end - begin,)."""
+        page, slot = self._places(begin, end, pages)
         held = [layers[layer].view(self._bits)[:, page, :, slot, :].astype(np.uint64) for layers in cache]
-        sums = np.zeros(start + count, np.uint64)
+        sums = np.zeros(end - begin, np.uint64)
         for rank, values in enumerate(held):
             heads = slice(self.layout.heads_of(rank).start, self.layout.heads_of(rank).stop)
             if rank % self.layout.replicas == 0:
@@ -107,16 +129,11 @@ class ToyModel:
             else:  # a copy says something only where it differs
                 differs = values - held[rank - rank % self.layout.replicas]
                 sums += (differs * self._replica[layer][:, heads]).sum((1, 2, 3), dtype=np.uint64)
-        sums *= _odd(start + count)
-        return np.cumsum(sums, dtype=np.uint64)[start:]
+        return sums
 
 
 def _odd(count: int) -> _U64:
     return np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-
-
-def _tail(state: np.uint64) -> bytes:
-    return _mixed(state ^ _odd(_TAIL_BYTES // 8)).tobytes()
 
 
 def _mixed(values: _U64) -> _U64:

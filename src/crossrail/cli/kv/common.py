@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
+import crossrail as xr
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
+from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.model import Model
+from crossrail.kv.node import NodeOptions
+from crossrail.kv.router import RouterOptions
 from crossrail.kv.toy import ToyModel
+from crossrail.kv.wire import EngineWire
 
+Options = TypeVar("Options", NodeOptions, RouterOptions)
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _TOY_LAYOUT: dict[str, int | str] = {
     "layers": 8, "pages": 512, "page_tokens": 16, "kv_heads": 4, "head_dim": 8, "dtype": "float16", "kind": "GQA",
     "order": "HND", "tp": 1,
 }  # fmt: skip
+MEMBERSHIP_HELP = "etcd://HOST:PORT,HOST:PORT/CLUSTER, where a cluster's nodes and routers are"
 
 
 def together(*decorators: Decorator) -> Decorator:
@@ -50,17 +59,52 @@ service_options = together(
 )
 
 
+def options_of(defaults: Any, **helps: str) -> Decorator:
+    """Fields of a dataclass as options, each with its default there and the help given here."""
+    return together(
+        *(
+            click.option(f"--{field.replace('_', '-')}", default=getattr(defaults, field), show_default=True, help=text)
+            for field, text in helps.items()
+        )
+    )
+
+
+def chosen(defaults: Options, options: Mapping[str, Any]) -> Options:
+    """The dataclass again, with what was said on the command line."""
+    names = {field.name for field in fields(defaults)} & options.keys()
+    return replace(defaults, **{name: options[name] for name in names})
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a router and a node are made of. ended: set when the process is told to end."""
+
+    engine: xr.Engine
+    mailbox: Mailbox
+    secret: bytes
+    ended: asyncio.Event
+
+
+@contextlib.asynccontextmanager
+async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service]:
+    """By service_options. Whoever uses the mailbox closes it first."""
+    ended = end_wanted(options["until_stdin_closes"])
+    secret = read_secret(options["secret_file"])
+    rails = list(options["rails"]) or 1
+    with xr.Engine(name, transport=options["transport"], rails=rails, port=options["port"], secret=secret) as engine:
+        wire = EngineWire(engine)
+        try:
+            yield Service(engine, Mailbox(wire, secret), secret, ended)
+        finally:
+            wire.close()
+
+
 def read_secret(file: Path | None) -> bytes:
     """UsageError when there is none: whoever can reach a node without one could give it work."""
     secret = file.read_bytes().strip() if file is not None else os.environb.get(SECRET_VARIABLE.encode(), b"")
     if not secret:
         raise UsageError(f"a secret that all nodes share is needed: --secret-file, or {SECRET_VARIABLE}")
     return secret
-
-
-def engine_options(transport: str, rails: tuple[str, ...], port: int, secret: bytes) -> dict[str, Any]:
-    """For Engine()."""
-    return {"transport": transport, "port": port, "secret": secret} | ({"rails": list(rails)} if rails else {})
 
 
 def open_model(name: str, options: Mapping[str, str]) -> Model:

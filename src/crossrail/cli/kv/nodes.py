@@ -5,95 +5,96 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import click
 
-import crossrail as xr
 from crossrail.cli.kv.common import (
-    end_wanted,
-    engine_options,
+    MEMBERSHIP_HELP,
+    chosen,
     open_model,
+    opened,
+    options_of,
     parse_options,
-    read_secret,
     service_options,
     together,
 )
+from crossrail.errors import UsageError
 from crossrail.kv.decoder import Decoder
-from crossrail.kv.mailbox import Mailbox
+from crossrail.kv.etcd_membership import EtcdPresence
+from crossrail.kv.etcd_records import Place
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.node import Node, NodeOptions
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.rendezvous import find_by_http
-from crossrail.kv.wire import EngineWire
 
 _DEFAULTS = NodeOptions()
 
 _node_options = together(
-    click.option("--router", "routers", multiple=True, required=True, metavar="URL", help="Several times for several."),
+    click.option("--router", "routers", multiple=True, metavar="URL", help="Several times for several."),
+    click.option("--membership", metavar="URL", help=f"Instead of --router: {MEMBERSHIP_HELP}."),
     click.option("--name", help="Unique among all nodes; by default made of role, host and process."),
     click.option("--model", default="toy", show_default=True, help="'toy', or package.module:function."),
     click.option("--model-option", "model_options", multiple=True, metavar="KEY=VALUE", help="For the model."),
     click.option("--drain-s", default=30.0, show_default=True, help="For what is under way, when told to end."),
-    click.option("--probe-s", default=_DEFAULTS.probe_s, show_default=True, help="How often peers are asked."),
-    click.option("--silent-s", default=_DEFAULTS.silent_s, show_default=True, help="Then they are given up."),
+    options_of(
+        _DEFAULTS,
+        probe_s="How often peers are asked.",
+        silent_s="Then they are given up.",
+        lease_s="A node that etcd has not heard of for so long is gone.",
+    ),
     service_options,
 )
 
 
 @click.command()
-@click.option("--chunk-tokens", default=_DEFAULTS.chunk_tokens, show_default=True, help="Of one step of the model.")
-@click.option("--queue-max", default=_DEFAULTS.queue_max, show_default=True, help="Requests that wait here at most.")
+@options_of(_DEFAULTS, chunk_tokens="Of one step of the model.", queue_max="Requests that wait here at most.")
 @_node_options
-def prefiller(chunk_tokens: int, queue_max: int, **options: Any) -> None:
+def prefiller(**options: Any) -> None:
     """Run prompts through the model and write their KV to decoders. Ends on SIGTERM, after what is under way."""
-    _run(Prefiller, options, chunk_tokens=chunk_tokens, queue_max=queue_max)
+    asyncio.run(_serve(Prefiller, options))
 
 
 @click.command()
-@click.option("--requests-max", default=_DEFAULTS.requests_max, show_default=True, help="Served side by side.")
+@options_of(_DEFAULTS, requests_max="Served side by side.")
 @_node_options
-def decoder(requests_max: int, **options: Any) -> None:
+def decoder(**options: Any) -> None:
     """Have prompts' KV sent here and generate tokens. Ends on SIGTERM, after what is under way."""
-    _run(Decoder, options, requests_max=requests_max)
+    asyncio.run(_serve(Decoder, options))
 
 
-def _run(kind: type[Node], options: dict[str, Any], **node_options: Any) -> None:
-    asyncio.run(_serve(kind, options, NodeOptions(**node_options, **{k: options[k] for k in ("probe_s", "silent_s")})))
-
-
-async def _serve(kind: type[Node], options: dict[str, Any], node_options: NodeOptions) -> None:
-    ended = end_wanted(options["until_stdin_closes"])
-    secret_file: Path | None = options["secret_file"]
-    secret = read_secret(secret_file)
+async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
     name = options["name"] or f"{kind.role}-{socket.gethostname()}-{os.getpid()}"
     model = open_model(options["model"], parse_options(options["model_options"]))
-    of_engine = engine_options(options["transport"], options["rails"], options["port"], secret)
-    with xr.Engine(name, **of_engine) as engine:
-        wire = EngineWire(engine)
-        ranks = {rank: RankMemory.alloc(engine, model.layout) for rank in range(model.layout.tp)}
-        finders = [find_by_http(url, secret) for url in options["routers"]]
-        node = kind(name, Mailbox(wire, secret), model, ranks, finders, node_options)
+    url = options["membership"]
+    if bool(url) == bool(options["routers"]):
+        raise UsageError("a node finds its routers by --router, or by --membership etcd://...: give one of the two")
+    place = Place.from_url(url) if url else None
+    async with opened(name, options) as service:
+        ranks = {rank: RankMemory.alloc(service.engine, model.layout) for rank in range(model.layout.tp)}
+        finders = [find_by_http(url, service.secret) for url in options["routers"]]
+        node = kind(name, service.mailbox, model, ranks, finders, chosen(_DEFAULTS, options))
+        presence = EtcdPresence(node, place, service.secret) if place is not None else None
         node.start()
+        if presence is not None:
+            presence.start()
         try:
             click.echo(f"{kind.role} {name}: {model.name}, {model.layout.describe()}")
-            await _until_ended_or_refused(node, ended)
+            await _until_ended_or_refused(node, service.ended)
             click.echo(f"{kind.role} {name}: ending, after what is under way")
             if not await node.drain(options["drain_s"]):
                 click.echo(f"{kind.role} {name}: not all was finished within {options['drain_s']:g} s", err=True)
         finally:
             await node.close()
-            wire.close()
+            if presence is not None:
+                await presence.close()
 
 
 async def _until_ended_or_refused(node: Node, ended: asyncio.Event) -> None:
-    """Raises Refused as soon as one router does not take the node."""
+    """Raises what somebody has against the node, as soon as that is known."""
     end = asyncio.ensure_future(ended.wait())
-    refusals = [link.refused for link in node.links]
-    both: list[asyncio.Future[Any]] = [end, *refusals]
+    both: list[asyncio.Future[Any]] = [end, node.refused]
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     end.cancel()
-    for refusal in refusals:
-        if refusal.done():
-            refusal.result()
+    if node.refused.done():
+        node.refused.result()

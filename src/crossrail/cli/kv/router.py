@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import click
 
-import crossrail as xr
-from crossrail.cli.kv.common import end_wanted, engine_options, open_model, parse_options, read_secret, service_options
+from crossrail.cli.kv.common import (
+    MEMBERSHIP_HELP,
+    chosen,
+    open_model,
+    opened,
+    options_of,
+    parse_options,
+    service_options,
+)
 from crossrail.errors import UsageError
+from crossrail.kv.etcd_membership import EtcdRoster
+from crossrail.kv.etcd_records import Place
 from crossrail.kv.http import Front
-from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.model import Tokenizer
 from crossrail.kv.router import Router, RouterOptions
 from crossrail.kv.toy import ToyTokenizer
-from crossrail.kv.wire import EngineWire
 
 _DEFAULTS = RouterOptions()
 
@@ -27,38 +33,39 @@ _DEFAULTS = RouterOptions()
 )
 @click.option("--name", default="router", show_default=True)
 @click.option("--tokenizer", default="toy", show_default=True, help="'toy', or package.module:function.")
-@click.option("--requests-max", default=_DEFAULTS.requests_max, show_default=True, help="More are answered with 429.")
-@click.option("--heartbeat-s", default=_DEFAULTS.heartbeat_s, show_default=True, help="How often nodes report.")
 @click.option(
-    "--lease-s", default=_DEFAULTS.lease_s, show_default=True, help="A node not heard of for so long is gone."
+    "--membership", default="embedded", show_default=True, metavar="URL", help=f"embedded, or {MEMBERSHIP_HELP}."
 )
-@click.option("--queue-s", default=_DEFAULTS.queue_s, show_default=True, help="How long a request waits for room.")
-@click.option("--request-s", default=_DEFAULTS.request_s, show_default=True, help="How long one may take in all.")
+@options_of(
+    _DEFAULTS,
+    requests_max="More are answered with 429.",
+    heartbeat_s="How often nodes report.",
+    lease_s="A node not heard of for so long is gone.",
+    queue_s="How long a request waits for room.",
+    request_s="How long one may take in all.",
+)
 @service_options
-def router(listen: str, name: str, tokenizer: str, secret_file: Path | None, **options: Any) -> None:
+def router(listen: str, tokenizer: str, **options: Any) -> None:
     """Serve OpenAI's /v1/completions. Nodes find this router by its URL and the secret."""
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdigit():
         raise UsageError(f"--listen {listen!r} must be HOST:PORT")
-    secret = read_secret(secret_file)
     words: Any = ToyTokenizer() if tokenizer == "toy" else open_model(tokenizer, parse_options(()))
-    asyncio.run(_serve(host.strip("[]"), int(port), name, words, secret, options))
+    asyncio.run(_serve(host.strip("[]"), int(port), words, options))
 
 
-async def _serve(host: str, port: int, name: str, tokenizer: Tokenizer, secret: bytes, options: dict[str, Any]) -> None:
-    ended = end_wanted(options["until_stdin_closes"])
-    chosen = {key: options[key] for key in ("requests_max", "heartbeat_s", "lease_s", "queue_s", "request_s")}
-    of_engine = engine_options(options["transport"], options["rails"], options["port"], secret)
-    with xr.Engine(name, **of_engine) as engine:
-        wire = EngineWire(engine)
-        serving = Router(name, Mailbox(wire, secret), RouterOptions(**chosen))
-        front = Front(serving, tokenizer, secret)
+async def _serve(host: str, port: int, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
+    name, settings = options["name"], chosen(_DEFAULTS, options)
+    place = Place.from_url(options["membership"]) if options["membership"] != "embedded" else None
+    async with opened(name, options) as service:
+        membership = EtcdRoster(settings.lease_s, place, service.secret) if place is not None else None
+        serving = Router(name, service.mailbox, settings, membership)
+        front = Front(serving, tokenizer, service.secret)
         serving.start()
         try:
             port = await front.start(host, port)
             click.echo(f"router {name} serves http://{host}:{port}")
-            await ended.wait()
+            await service.ended.wait()
         finally:
             await front.close()
             await serving.close()
-            wire.close()

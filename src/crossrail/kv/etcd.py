@@ -1,0 +1,192 @@
+"""A client of etcd, as small as membership needs: leases, keys under them, and what changes below a prefix.
+
+It speaks etcd's own JSON gateway (`/v3/...`, in every etcd since 3.4) over aiohttp, which is here anyway. The Python
+clients of its gRPC interface are not kept up any more, or bring gRPC along.
+Numbers of 64 bits are strings in its JSON, bytes are base64, and fields that are zero are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from crossrail.errors import CrossrailError, UsageError
+
+_EVENT_BYTES_MAX = 16 << 20
+# gRPC's codes, in an answer's "code".
+_NOT_FOUND = 5
+_UNAVAILABLE = 14
+# RuntimeError: the session was closed meanwhile.
+_TROUBLES = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, RuntimeError)
+
+
+class EtcdError(CrossrailError):
+    """No member of the cluster answers, or what it answers is an error. code: gRPC's, 0 when there was no answer."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one key. value None: it was deleted, or its lease has ended."""
+
+    key: str
+    value: bytes | None
+
+
+class Etcd:
+    """Threads: the event loop's. close() it, or use it as a context.
+
+    endpoints: "host:port" of members; the one that answered last is asked first. timeout_s: for each question.
+    """
+
+    def __init__(self, endpoints: Sequence[str], timeout_s: float = 3.0) -> None:
+        if not endpoints or not all(endpoints):
+            raise UsageError(f"endpoints of etcd {list(endpoints)} must be one or more HOST:PORT")
+        self._endpoints = list(endpoints)
+        self._timeout_s = timeout_s
+        self._session = aiohttp.ClientSession()
+
+    async def __aenter__(self) -> Etcd:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Idempotent. Questions under way end with EtcdError."""
+        await self._session.close()
+
+    async def grant(self, ttl_s: float) -> int:
+        """A new lease that ends ttl_s after it was last kept alive; etcd's shortest is about two seconds."""
+        answer = await self._ask("lease/grant", {"TTL": max(1, round(ttl_s))})
+        return int(answer["ID"])
+
+    async def keep_alive(self, lease: int) -> bool:
+        """False when the lease has ended."""
+        answer = await self._ask("lease/keepalive", {"ID": str(lease)})
+        return int(answer["result"].get("TTL", 0)) > 0
+
+    async def revoke(self, lease: int) -> None:
+        """Ends a lease, and removes what is under it. One that has ended already is fine."""
+        try:
+            await self._ask("lease/revoke", {"ID": str(lease)})
+        except EtcdError as error:
+            if error.code != _NOT_FOUND:
+                raise
+
+    async def put(self, key: str, value: bytes, lease: int) -> None:
+        """Whoever had written this key before has lost it."""
+        await self._ask("kv/put", _put(key, value, lease))
+
+    async def put_if_ours(self, key: str, value: bytes, lease: int) -> bool:
+        """The same, but only if the key is absent, or has this value already. False: it is somebody else's."""
+        put = {"request_put": _put(key, value, lease)}
+        absent = {"key": _b64(key.encode()), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+        equal = {"key": _b64(key.encode()), "target": "VALUE", "result": "EQUAL", "value": _b64(value)}
+        for condition in (absent, equal):
+            answer = await self._ask("kv/txn", {"compare": [condition], "success": [put]})
+            if answer.get("succeeded", False):
+                return True
+        return False
+
+    async def list(self, prefix: str) -> tuple[dict[str, bytes], int]:
+        """All keys below a prefix, and the revision at which that was so."""
+        answer = await self._ask("kv/range", _range(prefix))
+        found = {_text(pair["key"]): base64.b64decode(pair.get("value", "")) for pair in answer.get("kvs", [])}
+        return found, int(answer["header"]["revision"])
+
+    async def watch(self, prefix: str, revision: int, for_s: float) -> AsyncIterator[Change]:
+        """What changed below a prefix after that revision, as it happens, until for_s have passed.
+
+        Raises EtcdError, also when that is so long ago that etcd has forgotten it: list() again.
+        """
+        create = {"create_request": {**_range(prefix), "start_revision": str(revision + 1)}}
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
+        deadline_s = asyncio.get_running_loop().time() + for_s
+        try:
+            async with self._session.post(self._url("watch"), json=create, timeout=timeout) as response:
+                async for result in _lines(response, deadline_s):
+                    if result.get("canceled"):
+                        raise EtcdError(
+                            f"etcd ended the watch of {prefix!r}: {result.get('cancel_reason', 'no reason')}"
+                        )
+                    for event in result.get("events", []):
+                        deleted = event.get("type") == "DELETE"
+                        value = None if deleted else base64.b64decode(event["kv"].get("value", ""))
+                        yield Change(_text(event["kv"]["key"]), value)
+        except (*_TROUBLES, KeyError, TypeError) as error:
+            raise EtcdError(f"etcd at {self._endpoints[0]}: {type(error).__name__} {error}") from None
+
+    async def _ask(self, what: str, question: dict[str, Any]) -> dict[str, Any]:
+        """Of one member after another, until one answers."""
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        troubles = []
+        for _ in range(len(self._endpoints)):
+            try:
+                async with self._session.post(self._url(what), json=question, timeout=timeout) as response:
+                    answer: dict[str, Any] = json.loads(await response.read())
+            except _TROUBLES as error:
+                troubles.append(f"{self._endpoints[0]}: {type(error).__name__} {error}")
+            else:
+                code = int(answer.get("code", 0))
+                if "error" not in answer:
+                    return answer
+                if code != _UNAVAILABLE:
+                    raise EtcdError(f"etcd at {self._endpoints[0]}, {what}: {answer['error']}", code)
+                troubles.append(f"{self._endpoints[0]}: {answer['error']}")
+            self._endpoints.append(self._endpoints.pop(0))
+        raise EtcdError(f"no member of etcd answers: {'; '.join(troubles)}")
+
+    def _url(self, what: str) -> str:
+        return f"http://{self._endpoints[0]}/v3/{what}"
+
+
+async def _lines(response: aiohttp.ClientResponse, deadline_s: float) -> AsyncIterator[dict[str, Any]]:
+    """The results of a stream: a JSON object a line. Ends at deadline_s of the loop's clock; EtcdError before."""
+    clock = asyncio.get_running_loop().time
+    buffer = b""
+    while (left_s := deadline_s - clock()) > 0:
+        try:
+            data = await asyncio.wait_for(response.content.readany(), left_s)
+        except asyncio.TimeoutError:
+            return
+        if not data:
+            raise EtcdError("etcd ended the watch")
+        *lines, buffer = (buffer + data).split(b"\n")
+        if len(buffer) > _EVENT_BYTES_MAX:
+            raise EtcdError(f"etcd sent {len(buffer)} bytes of one event")
+        for line in lines:
+            answer = json.loads(line)
+            if "error" in answer:
+                raise EtcdError(f"etcd, watch: {answer['error']}")
+            yield answer["result"]
+
+
+def _range(prefix: str) -> dict[str, str]:
+    """All keys that begin so: up to the first that does not, which is one more in its last byte."""
+    key = prefix.encode()
+    return {"key": _b64(key), "range_end": _b64(key[:-1] + bytes([key[-1] + 1]))}
+
+
+def _put(key: str, value: bytes, lease: int) -> dict[str, str]:
+    return {"key": _b64(key.encode()), "value": _b64(value), "lease": str(lease)}
+
+
+def _b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _text(encoded: str) -> str:
+    return base64.b64decode(encoded).decode()

@@ -1,0 +1,171 @@
+"""Membership of a cluster in etcd: who is there is what etcd says, for all routers alike.
+
+A node puts its record there under a lease and keeps that alive; a router takes it for a member as long as the record is
+there. Routers are there too, so nodes find them without a URL, whichever come and go. What travels between a node and a
+router is the same as without etcd, the node's load first of all; only what silence means is etcd's to say.
+
+While etcd is away everything stays as it is: nobody joins, and nobody is missed but whose engine is seen to have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv.etcd import Etcd
+from crossrail.kv.etcd_records import Place, Registration, Seal, Superseded, follow
+from crossrail.kv.mailbox import Mailbox
+from crossrail.kv.membership import Roster
+from crossrail.kv.messages import Load, NodeRecord
+from crossrail.kv.node import FindRouter, Node
+from crossrail.kv.rendezvous import RouterNotFound
+
+log = logging.getLogger("crossrail.kv")
+
+_record_encoder = msgspec.msgpack.Encoder()
+_record_decoder = msgspec.msgpack.Decoder(NodeRecord)
+
+
+class NotRegistered(CrossrailError):
+    """etcd does not know this node, or not yet."""
+
+
+class EtcdRoster(Roster):
+    """The members that etcd has records of. Threads: the event loop's.
+
+    lease_s: of this router's own record, and how long a record may be missing after etcd was away: its owner may not
+    have noticed yet that it has to be written again.
+    Invariant: a member's record is in `_records`, or is missing for less than lease_s.
+    """
+
+    def __init__(self, lease_s: float, place: Place, secret: bytes) -> None:
+        super().__init__(lease_s)
+        self._place = place
+        self._seal = Seal(secret)
+        self._records: dict[str, NodeRecord] = {}
+        self._missing_s: dict[str, float] = {}  # by name, since when on the loop's clock
+        self.registration: Registration | None = None
+
+    def start(self, router: str, mailbox: Mailbox) -> None:
+        etcd, key = Etcd(self._place.endpoints), self._place.routers + router
+        self.registration = Registration(etcd, key, self._seal.close(key, mailbox.address), self.lease_s)
+        mailbox.spawn(self.registration.run(), "registration in etcd")
+        mailbox.spawn(follow(etcd, self._place.nodes, self._on_all, self._on_change), "following nodes in etcd")
+
+    async def close(self) -> None:
+        if self.registration is not None:
+            await self.registration.end()
+
+    def join(self, record: NodeRecord, load: Load, now_s: float) -> None:
+        known = self._records.get(record.node)
+        if known is None or known.address != record.address:
+            raise NotRegistered(f"etcd has no record of this incarnation of node {record.node!r}")
+        super().join(record, load, now_s)
+
+    def sweep(self, now_s: float, is_lost: Callable[[bytes], bool]) -> None:
+        for name, since_s in list(self._missing_s.items()):
+            if now_s - since_s > self.lease_s:
+                self._forget(name, f"node {name!r} is not in etcd any more")
+        for member in self.all():
+            if is_lost(member.address):
+                self.remove(member, f"node {member.name!r} died or closed")
+
+    # --- what etcd says ---
+
+    def _on_all(self, found: Mapping[str, bytes]) -> None:
+        now_s = asyncio.get_running_loop().time()
+        for name in self._records.keys() - found.keys():
+            self._missing_s.setdefault(name, now_s)
+        for name, value in found.items():
+            self._put(name, value)
+
+    def _on_change(self, name: str, value: bytes | None) -> None:
+        if value is not None:
+            self._put(name, value)
+        else:
+            self._forget(name, f"node {name!r} left, or its lease in etcd has ended")
+
+    def _forget(self, name: str, why: str) -> None:
+        self._records.pop(name, None)
+        self._missing_s.pop(name, None)
+        for member in self.all():
+            if member.name == name:
+                self.remove(member, why)
+
+    def _put(self, name: str, value: bytes) -> None:
+        try:
+            record = _record_decoder.decode(self._seal.open(self._place.nodes + name, value))
+            self._missing_s.pop(name, None)
+            if self._records.get(name) == record:
+                return
+            self._records[name] = record
+            # Until it says so itself it has nothing to do, and no room for more either.
+            super().join(record, Load(draining=True), asyncio.get_running_loop().time())
+        except (UsageError, msgspec.MsgspecError) as error:
+            log.warning("etcd's record of node %r is not taken: %s", name, error)
+
+
+class EtcdPresence:
+    """A node's record in etcd, and its links with all routers there. Threads: the event loop's.
+
+    Lifecycle: 1. made, in a running loop. 2. start(), after the node's. 3. close(), after the node's.
+    When another process takes the node's name, that is the node's `refused`.
+    """
+
+    def __init__(self, node: Node, place: Place, secret: bytes) -> None:
+        self._node = node
+        self._place = place
+        self._seal = Seal(secret)
+        self._routers: dict[str, bytes] = {}
+        self._linked: set[str] = set()
+        self._etcd = Etcd(place.endpoints)
+        key = place.nodes + node.name
+        value = self._seal.close(key, _record_encoder.encode(node.record))
+        self.registration = Registration(self._etcd, key, value, node.options.lease_s)
+
+    def start(self) -> None:
+        spawn = self._node.mailbox.spawn
+        spawn(self._register(), "registration in etcd")
+        spawn(follow(self._etcd, self._place.routers, self._on_all, self._on_change), "following routers in etcd")
+
+    async def close(self) -> None:
+        """Takes the record out of etcd: routers see at once that the node is gone. Idempotent."""
+        await self.registration.end()
+
+    async def _register(self) -> None:
+        try:
+            await self.registration.run()
+        except Superseded as superseded:
+            self._node.refuse(superseded)
+
+    def _on_all(self, found: Mapping[str, bytes]) -> None:
+        for name in self._routers.keys() - found.keys():
+            del self._routers[name]
+        for name, value in found.items():
+            self._on_change(name, value)
+
+    def _on_change(self, name: str, value: bytes | None) -> None:
+        if value is None:
+            self._routers.pop(name, None)
+            return
+        try:
+            self._routers[name] = self._seal.open(self._place.routers + name, value)
+        except UsageError as error:
+            log.warning("%s", error)
+            return
+        if name not in self._linked:
+            # For good: one of this name may come back, and ask for what it had begun.
+            self._linked.add(name)
+            self._node.add_link(self._find(name))
+
+    def _find(self, name: str) -> FindRouter:
+        async def find() -> bytes:
+            if name not in self._routers:
+                raise RouterNotFound(f"etcd has no router {name!r} now")
+            return self._routers[name]
+
+        return find

@@ -1,0 +1,161 @@
+"""What routers and nodes keep in etcd: a sealed record each, under a lease, below a prefix of the cluster's.
+
+    /crossrail/kv/CLUSTER/nodes/NAME      the NodeRecord of the node that has this name
+    /crossrail/kv/CLUSTER/routers/NAME    the address of the router's engine
+
+Who can write to etcd cannot make anybody believe in a node: records carry an HMAC under the cluster's secret, over
+their key too. Loads are not here: nodes tell them to routers, several times a second if need be; etcd is spared that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv.etcd import Etcd, EtcdError
+
+log = logging.getLogger("crossrail.kv")
+
+_MAC_BYTES = 32
+_RETRY_S = 0.5
+_LIST_EVERY_S = 30.0  # whatever a watch may have missed is seen by then
+_ALIVE_PER_LEASE = 3  # so that two may be lost
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cluster's records are. Made from "etcd://HOST:PORT,HOST:PORT/CLUSTER"; the cluster is "default"."""
+
+    endpoints: tuple[str, ...]
+    cluster: str
+
+    @classmethod
+    def from_url(cls, url: str) -> Place:
+        parts = urlsplit(url)
+        endpoints = tuple(parts.netloc.split(","))
+        cluster = parts.path.strip("/") or "default"
+        ports = [endpoint.rpartition(":")[2] for endpoint in endpoints]
+        if parts.scheme != "etcd" or not all(port.isdigit() for port in ports) or "/" in cluster or parts.query:
+            raise UsageError(f"membership {url!r} must be etcd://HOST:PORT,HOST:PORT/CLUSTER")
+        return cls(endpoints, cluster)
+
+    @property
+    def nodes(self) -> str:
+        return f"/crossrail/kv/{self.cluster}/nodes/"
+
+    @property
+    def routers(self) -> str:
+        return f"/crossrail/kv/{self.cluster}/routers/"
+
+
+class Seal:
+    """Puts an HMAC before what is written, and takes it off what is read."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._key = hmac.digest(secret, b"crossrail kv etcd", "sha256")
+
+    def close(self, key: str, data: bytes) -> bytes:
+        return self._mac(key, data) + data
+
+    def open(self, key: str, value: bytes) -> bytes:
+        """UsageError for what nobody with our secret has written under this key."""
+        mac, data = value[:_MAC_BYTES], value[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(key, data)):
+            raise UsageError(f"what etcd has under {key!r} is sealed with another secret, or not at all")
+        return data
+
+    def _mac(self, key: str, data: bytes) -> bytes:
+        name = key.encode()
+        return hmac.new(self._key, len(name).to_bytes(4, "little") + name + data, hashlib.sha256).digest()
+
+
+class Superseded(CrossrailError):
+    """Another process has put its record under our name."""
+
+
+class Registration:
+    """Keeps a record in etcd for as long as run() runs. Threads: the event loop's.
+
+    The first time it takes the name from whoever has it, as one does that was started in a dead one's stead; when its
+    lease is lost later - we stood still, or etcd lost it - it comes back under a new one, unless somebody else has the
+    name by then. While etcd does not answer it tries on.
+    there: set while the record is in etcd, as far as we know. lease: its lease then.
+    """
+
+    def __init__(self, etcd: Etcd, key: str, value: bytes, lease_s: float) -> None:
+        self._etcd = etcd
+        self._key = key
+        self._value = value
+        self._lease_s = lease_s
+        self.lease: int | None = None
+        self._was_there = False
+        self.there = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until it is cancelled. Raises Superseded."""
+        while True:
+            try:
+                if self.lease is None:
+                    await self._write()
+                await asyncio.sleep(self._lease_s / _ALIVE_PER_LEASE)
+                assert self.lease is not None
+                if not await self._etcd.keep_alive(self.lease):
+                    log.warning("the lease of %s has ended; it is registered again", self._key)
+                    self._forget_lease()
+            except EtcdError as error:
+                log.warning("%s is not kept alive now: %s", self._key, error)
+                await asyncio.sleep(_RETRY_S)
+
+    async def end(self) -> None:
+        """Removes the record and closes the client, once run() was cancelled. Idempotent.
+
+        When etcd does not answer, the record goes with its lease.
+        """
+        if self.lease is not None:
+            lease = self.lease
+            self._forget_lease()
+            try:
+                await self._etcd.revoke(lease)
+            except EtcdError as error:
+                log.info("%s stays until its lease ends: %s", self._key, error)
+        await self._etcd.close()
+
+    async def _write(self) -> None:
+        lease = await self._etcd.grant(self._lease_s)
+        if not self._was_there:
+            await self._etcd.put(self._key, self._value, lease)
+        elif not await self._etcd.put_if_ours(self._key, self._value, lease):
+            raise Superseded(f"{self._key} belongs to another process now")
+        self.lease, self._was_there = lease, True
+        self.there.set()
+
+    def _forget_lease(self) -> None:
+        self.lease = None
+        self.there.clear()
+
+
+async def follow(
+    etcd: Etcd,
+    prefix: str,
+    on_all: Callable[[Mapping[str, bytes]], None],
+    on_change: Callable[[str, bytes | None], None],
+) -> None:
+    """Tells what is below a prefix, and then each change of it, until cancelled. Keys come without the prefix.
+
+    on_all comes at the beginning, after each time that etcd was away, and every half minute: it has all there is.
+    """
+    while True:
+        try:
+            found, revision = await etcd.list(prefix)
+            on_all({key.removeprefix(prefix): value for key, value in found.items()})
+            async for change in etcd.watch(prefix, revision, _LIST_EVERY_S):
+                on_change(change.key.removeprefix(prefix), change.value)
+        except EtcdError as error:
+            log.warning("%s; trying again", error)
+            await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,87 @@
+"""Which nodes a router gives a request to, and what it has given to whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from crossrail.kv.membership import Member, Membership
+from crossrail.kv.messages import Role
+from crossrail.kv.model import Tokens
+from crossrail.kv.prefix import page_hashes
+from crossrail.kv.router_requests import Running
+from crossrail.kv.selection import Candidate, PrefixMemory, rank
+
+_PREFIX_TOKENS = 64  # of a block in the router's own memory of prefixes; nodes have pages of their own sizes
+
+
+def prefix_names(prompt: Tokens) -> list[bytes]:
+    """Of a prompt's blocks, as Placement knows them."""
+    return page_hashes(prompt, _PREFIX_TOKENS)
+
+
+class Placement:
+    """Threads: the event loop's.
+
+    Invariant: what is counted as under way at a node is the prompts of requests whose `prefiller` it is, and the
+    weights of those that are charged to it as their `decoder`.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._prefixes = PrefixMemory()
+        self._sent: Counter[bytes] = Counter()  # tokens under way, by address
+
+    def ranked(self, role: Role, running: Running, model: str | None) -> list[Member]:
+        """Those with this model that may take the request, the best first. None: any model."""
+        members = [
+            member
+            for member in self._membership.members(role)
+            if not member.load.draining and model in (None, member.record.model)
+        ]
+        candidates = rank((self._candidate(member, running) for member in members), len(running.prompt))
+        return [candidate.member for candidate in candidates]
+
+    def best_prefiller(self, running: Running, model: str, avoid: bytes = b"") -> Member | None:
+        """The best whose address is another than that to avoid; that one when there is no other."""
+        ranked = self.ranked("prefiller", running, model)
+        return next((member for member in ranked if member.address != avoid), ranked[0] if ranked else None)
+
+    def give(self, running: Running, decoder: Member, prefiller: Member | None) -> None:
+        """The decoder has taken it, and asks this prefiller."""
+        running.decoder, running.model, running.is_charged = decoder, decoder.record.model, True
+        self._sent[decoder.address] += _weight(running)
+        self._prefixes.note(decoder.address, running.names)
+        self.assign(running, prefiller)
+
+    def assign(self, running: Running, prefiller: Member | None) -> None:
+        """Counts the prompt as work of its prefiller, from now on until it has another or ends."""
+        if running.prefiller is not None:
+            self._discharge(running.prefiller, len(running.prompt))
+        running.prefiller = prefiller
+        if prefiller is not None:
+            self._sent[prefiller.address] += len(running.prompt)
+            self._prefixes.note(prefiller.address, running.names)
+
+    def take_back(self, running: Running) -> None:
+        """Neither of its nodes has anything to do for it any more."""
+        if running.decoder is not None and running.is_charged:
+            self._discharge(running.decoder, _weight(running))
+        running.is_charged = False
+        self.assign(running, None)
+
+    def forget(self, member: Member) -> None:
+        """It is gone."""
+        self._prefixes.forget(member.address)
+        self._sent.pop(member.address, None)
+
+    def _candidate(self, member: Member, running: Running) -> Candidate:
+        waiting = max(member.load.queued_tokens, self._sent[member.address])
+        return Candidate(member, waiting, self._prefixes.match(member.address, running.names) * _PREFIX_TOKENS)
+
+    def _discharge(self, member: Member, tokens: int) -> None:
+        if member.address in self._sent:  # else it is gone, and forgotten
+            self._sent[member.address] -= tokens
+
+
+def _weight(running: Running) -> int:
+    return len(running.prompt) + running.sampling.max_tokens

@@ -1,0 +1,274 @@
+"""Membership in a real etcd: nodes and routers that come, go, stand still and lose it, and etcd that goes away."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+import crossrail as xr
+from crossrail.kv import messages as m
+from crossrail.kv.decoder import Decoder
+from crossrail.kv.etcd import Change, Etcd, EtcdError
+from crossrail.kv.etcd_membership import EtcdRoster
+from crossrail.kv.etcd_records import Place, Registration, Seal, Superseded
+from crossrail.kv.prefiller import Prefiller
+from crossrail.kv.router import Router
+from tests.kv.conftest import quiet, start, until
+from tests.support.etcd import ETCD, EtcdServer
+from tests.support.kv_cluster import SECRET, Cluster, monolithic, prompt_of
+from tests.support.limits import WAIT_S
+
+pytestmark = pytest.mark.skipif(ETCD is None, reason="no etcd here (Debian: etcd-server)")
+GREEDY = m.Sampling(max_tokens=8, ignore_end=True)
+LEASE_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    made = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def place(server: EtcdServer, request: pytest.FixtureRequest) -> Place:
+    """A cluster of each test's own."""
+    return Place((server.endpoint,), request.node.name)
+
+
+@pytest.fixture
+async def cluster(nothing_leaks: None, place: Place) -> AsyncIterator[Cluster]:
+    made = Cluster(place=place)
+    made.add_router()
+    yield made
+    await made.close()
+
+
+@asynccontextmanager
+async def client(place: Place) -> AsyncIterator[Etcd]:
+    async with Etcd(place.endpoints) as etcd:
+        yield etcd
+
+
+def names(router: Router | None, role: m.Role) -> list[str]:
+    assert router is not None
+    return [member.name for member in router.roster.members(role)]
+
+
+async def assert_serves(cluster: Cluster, seed: int = 3) -> None:
+    prompt = prompt_of(40, seed=seed)
+    tokens, end = await asyncio.wait_for(cluster.complete(prompt, GREEDY), WAIT_S)
+    assert tokens == await monolithic(prompt, GREEDY), end
+    await quiet(cluster)
+
+
+# --- the client ---
+
+
+async def test_key_lives_as_long_as_its_lease(place: Place) -> None:
+    async with client(place) as etcd:
+        lease = await etcd.grant(30)
+        await etcd.put(place.nodes + "a", b"\x00\xff", lease)
+        found, revision = await etcd.list(place.nodes)
+        assert found == {place.nodes + "a": b"\x00\xff"} and await etcd.keep_alive(lease)
+
+        await etcd.revoke(lease)
+
+        assert (await etcd.list(place.nodes))[0] == {} and not await etcd.keep_alive(lease)
+        await etcd.revoke(lease)  # which has ended already
+        changes = [change async for change in etcd.watch(place.nodes, revision, 0.5)]
+        assert changes == [Change(place.nodes + "a", None)]
+
+
+async def test_name_of_somebody_else_is_not_overwritten(place: Place) -> None:
+    async with client(place) as etcd:
+        first, second = await etcd.grant(30), await etcd.grant(30)
+        assert await etcd.put_if_ours(place.nodes + "a", b"mine", first)
+        assert not await etcd.put_if_ours(place.nodes + "a", b"yours", second)
+        assert await etcd.put_if_ours(place.nodes + "a", b"mine", second)
+        await etcd.revoke(first)
+        assert (await etcd.list(place.nodes))[0] == {place.nodes + "a": b"mine"}
+
+
+async def test_member_that_does_not_answer_is_passed_over(place: Place) -> None:
+    async with Etcd(["127.0.0.1:1", *place.endpoints]) as etcd:
+        await etcd.grant(30)
+    async with Etcd(["127.0.0.1:1"]) as etcd:
+        with pytest.raises(EtcdError, match=r"no member of etcd answers: 127\.0\.0\.1:1: "):
+            await etcd.grant(30)
+
+
+async def test_question_that_etcd_refuses_is_an_error_in_its_words(place: Place) -> None:
+    async with client(place) as etcd:
+        with pytest.raises(EtcdError, match="lease not found"):
+            await etcd.put(place.nodes + "a", b"", 123456)
+
+
+@pytest.mark.parametrize("url", ["http://a:1", "etcd://a", "etcd://a:1,b", "etcd://a:1/b/c", "etcd:///x"])
+def test_place_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(xr.UsageError, match="must be etcd://HOST:PORT"):
+        Place.from_url(url)
+
+
+def test_place_from_url() -> None:
+    assert Place.from_url("etcd://a:1,b:2/blue") == Place(("a:1", "b:2"), "blue")
+    assert Place.from_url("etcd://a:1").nodes == "/crossrail/kv/default/nodes/"
+
+
+def test_sealed_record_is_good_under_its_own_key_only() -> None:
+    seal = Seal(b"secret")
+    value = seal.close("nodes/a", b"data")
+    assert seal.open("nodes/a", value) == b"data"
+    for key, other, words in [("nodes/b", seal, value), ("nodes/a", Seal(b"guess"), value), ("nodes/a", seal, b"data")]:
+        with pytest.raises(xr.UsageError, match="sealed with another secret"):
+            other.open(key, words)
+
+
+async def test_registration_comes_back_but_not_over_another(place: Place) -> None:
+    key = place.nodes + "a"
+    async with client(place) as etcd:
+        registration = Registration(etcd, key, b"old", LEASE_S)
+        running = asyncio.ensure_future(registration.run())
+        await asyncio.wait_for(registration.there.wait(), WAIT_S)
+        assert registration.lease is not None
+        await etcd.revoke(registration.lease)
+        registration.there.clear()
+        await asyncio.wait_for(registration.there.wait(), WAIT_S)
+        assert (await etcd.list(key))[0] == {key: b"old"}
+
+        await etcd.put(key, b"new", await etcd.grant(30))
+        await etcd.revoke(registration.lease)
+
+        with pytest.raises(Superseded, match="belongs to another process"):
+            await asyncio.wait_for(running, WAIT_S)
+        assert (await etcd.list(key))[0] == {key: b"new"}
+
+
+# --- clusters ---
+
+
+async def test_nodes_and_router_find_each_other(cluster: Cluster) -> None:
+    await start(cluster, prefillers=2, decoders=2)
+    assert names(cluster.router, "prefiller") == ["p0", "p1"] and names(cluster.router, "decoder") == ["d0", "d1"]
+    await assert_serves(cluster)
+
+
+async def test_two_routers_share_nodes_and_one_may_go(cluster: Cluster, place: Place) -> None:
+    second = Cluster(place=place)
+    second.add_router("router-2")
+    await start(cluster, prefillers=2)
+    await until(lambda: all(len(node.links) == 2 for node in cluster.nodes.values()), "links with both")
+    for node in cluster.nodes.values():
+        await asyncio.wait_for(asyncio.gather(*(link.joined.wait() for link in node.links)), WAIT_S)
+    prompts = [prompt_of(50 + n, seed=n) for n in range(6)]
+    sides = [cluster, second] * 3
+    results = await asyncio.gather(*(side.complete(p, GREEDY) for side, p in zip(sides, prompts, strict=True)))
+    for prompt, (tokens, end) in zip(prompts, results, strict=True):
+        assert tokens == await monolithic(prompt, GREEDY), end
+    await second.close()
+    await assert_serves(cluster)
+
+
+async def test_node_that_leaves_is_gone_at_once(cluster: Cluster) -> None:
+    await start(cluster, decoders=2)
+    node = cluster.nodes.pop("d1")
+    assert await node.drain(WAIT_S)
+    await node.close()
+    await cluster.presences.pop("d1").close()
+    await until(lambda: names(cluster.router, "decoder") == ["d0"], "d1 is gone")
+    await assert_serves(cluster)
+
+
+async def test_node_whose_lease_ends_is_gone_and_comes_back(cluster: Cluster, place: Place) -> None:
+    await start(cluster)
+    gone: list[str] = []
+    assert cluster.router is not None
+    cluster.router.roster.on_gone(lambda member, why: gone.append(why))
+    lease = cluster.presences["d0"].registration.lease
+    assert lease is not None
+    async with client(place) as etcd:
+        await etcd.revoke(lease)
+    await until(lambda: gone, "d0 is gone")
+    assert gone == ["node 'd0' left, or its lease in etcd has ended"]
+    await until(lambda: names(cluster.router, "decoder") == ["d0"], "d0 is back")
+    await until(lambda: cluster.nodes["d0"].links[0].joined.is_set(), "and joined")
+    await assert_serves(cluster)
+
+
+async def test_node_that_neither_dies_nor_keeps_its_lease_alive_is_gone(cluster: Cluster) -> None:
+    await start(cluster, decoders=2)
+    await until(lambda: names(cluster.router, "decoder") == ["d0", "d1"], "both are there")
+    await cluster.nodes.pop("d1").mailbox.close()  # its engine lives, and it would answer
+    await until(lambda: names(cluster.router, "decoder") == ["d0"], "d1 is gone")
+    await assert_serves(cluster)
+    await cluster.presences.pop("d1").close()
+
+
+async def test_etcd_restarted_nobody_is_missed(cluster: Cluster, server: EtcdServer) -> None:
+    await start(cluster)
+    gone: list[str] = []
+    assert cluster.router is not None
+    cluster.router.roster.on_gone(lambda member, why: gone.append(why))
+    server.stop()
+    await assert_serves(cluster)  # without it
+    server.start()
+    cluster.add(Decoder, "d1")
+    await until(lambda: "d1" in names(cluster.router, "decoder"), "who comes later is seen")
+    assert not gone
+    await assert_serves(cluster, seed=4)
+
+
+async def test_etcd_that_lost_its_data_hears_it_again(cluster: Cluster, server: EtcdServer) -> None:
+    await start(cluster)
+    gone: list[str] = []
+    assert cluster.router is not None
+    cluster.router.roster.on_gone(lambda member, why: gone.append(why))
+    server.stop()
+    server.erase()
+    server.start()
+    cluster.add(Prefiller, "p1")
+    await until(lambda: "p1" in names(cluster.router, "prefiller"), "who comes later is seen")
+    assert not gone
+    await assert_serves(cluster)
+
+
+async def test_router_restarted_finds_its_nodes_and_what_they_run(cluster: Cluster) -> None:
+    await start(cluster, token_s=0.0004)
+    prompt = prompt_of(120)
+    asked = asyncio.ensure_future(cluster.complete(prompt, GREEDY, request="r1"))
+    await until(lambda: any(node.load().requests for node in cluster.nodes.values()), "the request runs")
+    await cluster.close_router()
+    await asked
+    router = cluster.add_router()
+    await until(lambda: (found := router.adopted("r1")) and found.end, "the request ends")
+    found = router.adopted("r1")
+    assert found is not None and found.tokens == await monolithic(prompt, GREEDY)
+
+
+async def test_node_restarted_in_a_dead_ones_stead_takes_its_name(cluster: Cluster) -> None:
+    await start(cluster)
+    await cluster.kill("d0")
+    cluster.add(Decoder, "d0")
+    address = cluster.nodes["d0"].mailbox.address
+    assert cluster.router is not None
+    roster = cluster.router.roster
+    await until(lambda: [x.address for x in roster.members("decoder")] == [address], "the new one is the member")
+    await until(lambda: not roster.members("decoder")[0].load.draining, "and has told its load")
+    await assert_serves(cluster)
+
+
+async def test_records_of_another_secret_are_not_taken(cluster: Cluster, place: Place) -> None:
+    await start(cluster)
+    cluster.add(Decoder, "stranger", secret=b"guessed")
+    async with client(place) as etcd:
+        lease = await etcd.grant(30)
+        await etcd.put(place.nodes + "junk", b"no record", lease)
+        cluster.add(Decoder, "d1")
+        await until(lambda: "d1" in names(cluster.router, "decoder"), "who comes later is seen")
+        assert names(cluster.router, "decoder") == ["d0", "d1"]
+        assert isinstance(cluster.router, Router) and isinstance(cluster.router.roster, EtcdRoster)
+        assert not cluster.nodes["stranger"].links
+        await etcd.revoke(lease)
+    assert SECRET != b"guessed"
