@@ -134,6 +134,7 @@ class Decoder(Node):
             raise UsageError(f"request {start.request!r} is or was under way at node {self.name!r}")
         if not len(prompt) or (len(prompt) > 1) != (start.prefiller is not None):
             raise UsageError("a prompt has at least one token, and a prefiller from two tokens on")
+        self.model.check(prompt, start.sampling.max_tokens)
         if start.prefiller is not None:
             compatible(self.model.layout, KvLayout.from_wire(start.prefiller.layout))
 
@@ -226,7 +227,7 @@ class Decoder(Node):
         serving.timeline.add("decode", begun)
         if told is not None:
             await asyncio.wait([told], timeout=self.options.ask_s)
-        is_end = serving.tokens[-1] == self.model.end_token and not serving.sampling.ignore_end
+        is_end = serving.tokens[-1] in self.model.end_tokens and not serving.sampling.ignore_end
         return m.End("stop" if is_end else "length", "", serving.timeline.spans)
 
     async def _add_timeline(self, serving: Serving, prefiller: m.PrefillerRef, attempt: int) -> None:
