@@ -9,13 +9,12 @@ from typing import Any
 import click
 
 import crossrail as xr
-from crossrail.cli.kv.common import end_wanted, engine_options, open_model, parse_options, read_secret, service_options
+from crossrail.cli.kv.common import end_wanted, engine_options, open_tokenizer, read_secret, service_options
 from crossrail.errors import UsageError
 from crossrail.kv.http import Front
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.model import Tokenizer
 from crossrail.kv.router import Router, RouterOptions
-from crossrail.kv.toy import ToyTokenizer
 from crossrail.kv.wire import EngineWire
 
 _DEFAULTS = RouterOptions()
@@ -26,7 +25,12 @@ _DEFAULTS = RouterOptions()
     "--listen", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT", help="Where HTTP is served."
 )
 @click.option("--name", default="router", show_default=True)
-@click.option("--tokenizer", default="toy", show_default=True, help="'toy', or package.module:function.")
+@click.option(
+    "--tokenizer",
+    default="toy",
+    show_default=True,
+    help="'toy' (bytes), a checkpoint's directory, package.module:function, or 'none': then prompts are token ids.",
+)
 @click.option("--requests-max", default=_DEFAULTS.requests_max, show_default=True, help="More are answered with 429.")
 @click.option("--heartbeat-s", default=_DEFAULTS.heartbeat_s, show_default=True, help="How often nodes report.")
 @click.option(
@@ -41,11 +45,12 @@ def router(listen: str, name: str, tokenizer: str, secret_file: Path | None, **o
     if not colon or not port.isdigit():
         raise UsageError(f"--listen {listen!r} must be HOST:PORT")
     secret = read_secret(secret_file)
-    words: Any = ToyTokenizer() if tokenizer == "toy" else open_model(tokenizer, parse_options(()))
-    asyncio.run(_serve(host.strip("[]"), int(port), name, words, secret, options))
+    asyncio.run(_serve(host.strip("[]"), int(port), name, open_tokenizer(tokenizer), secret, options))
 
 
-async def _serve(host: str, port: int, name: str, tokenizer: Tokenizer, secret: bytes, options: dict[str, Any]) -> None:
+async def _serve(
+    host: str, port: int, name: str, tokenizer: Tokenizer | None, secret: bytes, options: dict[str, Any]
+) -> None:
     ended = end_wanted(options["until_stdin_closes"])
     chosen = {key: options[key] for key in ("requests_max", "heartbeat_s", "lease_s", "queue_s", "request_s")}
     of_engine = engine_options(options["transport"], options["rails"], options["port"], secret)
