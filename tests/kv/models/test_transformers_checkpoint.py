@@ -19,11 +19,12 @@ from transformers import (
 )
 
 import crossrail as xr
+from crossrail.cli.kv import common
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.http import Front
 from crossrail.kv.messages import Sampling
 from crossrail.kv.model import generate
-from crossrail.kv.models.checkpoint import TextTokenizer
+from crossrail.kv.models.tokenizer import TextTokenizer
 from crossrail.kv.prefiller import Prefiller
 from tests.kv.models.conftest import OpenModel, alone, cache_of
 from tests.kv.models.test_transformers_model import GREEDY, by_transformers
@@ -129,6 +130,19 @@ def test_what_cannot_be_served_is_refused_in_words(
         save(directory, FalconMambaConfig(vocab_size=300, hidden_size=64, state_size=4, num_hidden_layers=2))
     with pytest.raises(xr.UsageError, match=words):
         open_model(str(directory))
+
+
+def test_commands_find_model_and_tokenizer_by_directory(open_model: OpenModel, tmp_path: Path) -> None:
+    directory = save(tmp_path / "tiny", LlamaConfig(**SHAPE))
+    assert common.open_model(directory, {"pages": "8"}).name == open_model(directory).name
+    assert common.tokenizer_of(directory) == "none" and common.open_tokenizer("none") is None
+    with pytest.raises(xr.UsageError, match="no tokenizer can be loaded from"):
+        common.open_tokenizer(directory)
+    save_tokenizer(tmp_path / "tiny")
+    assert common.tokenizer_of(directory) == directory
+    tokenizer = common.open_tokenizer(directory)
+    assert tokenizer is not None and tokenizer.decode(tokenizer.encode(TEXT).tolist()) == TEXT
+    assert common.tokenizer_of("qwen3") == "toy"
 
 
 @pytest.mark.parametrize(

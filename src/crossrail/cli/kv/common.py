@@ -83,7 +83,7 @@ def open_tokenizer(name: str) -> Tokenizer | None:
     if name == "toy":
         return ToyTokenizer()
     if Path(name).is_dir():
-        return _of_transformers("checkpoint").TextTokenizer(Path(name))  # type: ignore[no-any-return]  # as above
+        return _of_transformers("tokenizer").TextTokenizer(Path(name))  # type: ignore[no-any-return]  # as above
     tokenizer: Tokenizer = _function(name)()
     return tokenizer
 
@@ -92,7 +92,7 @@ def tokenizer_of(model: str) -> str:
     """What `--tokenizer` is to be for a model, by its name: the examples' tokens are bytes, as the toy's are."""
     if not Path(model).is_dir():
         return "toy"
-    return model if _of_transformers("checkpoint").has_tokenizer(Path(model)) else "none"
+    return model if _of_transformers("tokenizer").has_tokenizer(Path(model)) else "none"
 
 
 def _function(name: str) -> Callable[..., Any]:
