@@ -1,127 +1,168 @@
 """What disaggregation adds to the time to first token: `./dev run python benchmarks/kv_first_token.py [--help]`.
 
-Router, prefiller and decoder run in this process, each on an engine of its own (shm), and share its one event loop. The
-toy model's layers take a set time per token, and what numpy takes. Both runs use the same chunks. "added" is the
-difference of the medians; either run has one step for the last prompt token, so the paper's extra decode pass is in
-both. "hidden" is how much of the transfer lay behind the prefill: 1 - (all arrived - prefill done) / prefill.
+Router, prefiller and decoder are processes of this host, asked over HTTP; "alone" is the same model in this process, in
+chunks of the same length. Either run has one step for the last prompt token, so the paper's extra decode pass is in
+both. A round measures together, alone, alone, together, since machines drift, each with a prompt of its own so that no
+prefix is known; "added" is the median over rounds of the ratio of the sums, less 1. --null puts alone in the place of
+together: what it says then is what this machine's noise makes of nothing. "cpu" compares the processor time of all
+three services until the answer with that of alone, which a busy machine disturbs less; two threads that wait for each
+other count it too, so `--model-option threads=1` tells more there.
+
+"hidden": of the time that layers' transfers were under way (from posted until seen to have ended), the part that did
+not delay the decoder: all but what lies between the end of prefill and the arrival of everything. Both are read on the
+decoder's clock, where the prefiller's times are early by as long as its dispatch took to arrive: if anything, the part
+is larger.
 """
 
 import argparse
 import asyncio
+import os
+import secrets
 import statistics
 import time
+from pathlib import Path
 
 import numpy as np
 
-import crossrail as xr
-from crossrail.kv.decoder import Decoder
-from crossrail.kv.layout import KvLayout
-from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.memory import RankMemory
+from crossrail.cli.kv.common import open_model, parse_options
+from crossrail.cli.kv.local import Client, Processes, until
 from crossrail.kv.messages import Sampling, Span
-from crossrail.kv.model import Tokens, generate
-from crossrail.kv.node import Node, NodeOptions
-from crossrail.kv.prefiller import Prefiller
-from crossrail.kv.router import Router
-from crossrail.kv.toy import ToyModel
-from crossrail.kv.wire import EngineWire
+from crossrail.kv.model import Cache, Model, Tokens, generate
 
-SECRET = b"of a benchmark"
-LAYOUT = KvLayout(layers=8, pages=1024, page_tokens=16, kv_heads=2, head_dim=8, dtype="float16")
-
-
-async def serve(args: argparse.Namespace) -> None:
-    names = ("router", "prefiller", "decoder")
-    engines = {name: xr.Engine(name, transport="shm") for name in names}
-    wires = {name: EngineWire(engine) for name, engine in engines.items()}
-    router = Router("router", Mailbox(wires["router"], SECRET))
-    router.start()
-
-    async def find() -> bytes:
-        return wires["router"].address
-
-    nodes: list[Node] = []
-    options = NodeOptions(chunk_tokens=args.chunk_tokens)
-    for name, kind in (("prefiller", Prefiller), ("decoder", Decoder)):
-        model = ToyModel(LAYOUT, token_s=args.token_us / 1e6)
-        ranks = {0: RankMemory.alloc(engines[name], LAYOUT)}
-        nodes.append(kind(name, Mailbox(wires[name], SECRET), model, ranks, [find], options))
-        nodes[-1].start()
-    for node in nodes:
-        await node.links[0].joined.wait()
-    try:
-        await measure(args, router)
-    finally:
-        for node in nodes:
-            await node.close()
-        await router.close()
-        for name in names:
-            wires[name].close()
-            engines[name].close()
-
-
-async def measure(args: argparse.Namespace, router: Router) -> None:
-    draw = np.random.default_rng(1)
-    model = ToyModel(LAYOUT, token_s=args.token_us / 1e6)
-    cache = [[LAYOUT.layer_view(np.zeros(LAYOUT.layer_bytes, np.uint8)) for _ in range(LAYOUT.layers)]]
-    together_s, alone_s, step_s, hidden = [], [], [], []
-    for round_index in range(args.rounds + 1):
-        # The two in turn, since machines drift; another prompt each time, so that no prefix is known.
-        prompt = draw.integers(0, 256, args.tokens).astype(np.int32)
-        name = f"r{round_index}"
-        first_s = await first_token_together(router, prompt, name)
-        first_alone_s, second_s = await first_tokens_alone(args, model, cache, prompt)
-        if round_index == 0:
-            continue  # connects, faults memory in
-        together_s.append(first_s)
-        alone_s.append(first_alone_s)
-        step_s.append(second_s)
-        end = router.ended(name)
-        assert end is not None
-        hidden.append(hidden_share(end.timeline))
-    together, alone, step = (statistics.median(values) for values in (together_s, alone_s, step_s))
-    added = together - alone
-    print(
-        f"{args.tokens} tokens, {args.rounds} rounds, medians: alone {alone * 1e3:.1f} ms, "
-        f"together {together * 1e3:.1f} ms, a decode step {step * 1e3:.1f} ms; "
-        f"added {added * 1e3:.1f} ms ({added / alone:.1%}); hidden {statistics.median(hidden):.1%}"
-    )
-
-
-async def first_token_together(router: Router, prompt: Tokens, name: str) -> float:
-    begun = time.monotonic()
-    first_s = 0.0
-    async for chunk in router.complete(prompt, Sampling(2, ignore_end=True), request=name):
-        first_s = first_s or (time.monotonic() - begun if chunk.tokens else 0.0)
-    return first_s
-
-
-async def first_tokens_alone(
-    args: argparse.Namespace, model: ToyModel, cache: list[list[np.ndarray]], prompt: Tokens
-) -> tuple[float, float]:
-    """Until the first token, and from there to the second."""
-    sampling = Sampling(2, ignore_end=True)
-    times = [time.monotonic()]
-    pages = np.arange(LAYOUT.pages)
-    async for _ in generate(model, cache, prompt, pages, sampling, chunk_tokens=args.chunk_tokens):
-        times.append(time.monotonic())
-    return times[1] - times[0], times[2] - times[1]
-
-
-def hidden_share(spans: list[Span]) -> float:
-    prefills = [span for span in spans if span.name.startswith("prefiller: prefill")]
-    transfer = next(span for span in spans if span.name == "transfer")
-    begun, done = prefills[0].begin_s, max(span.begin_s + span.length_s for span in prefills)
-    return 1 - max(transfer.begin_s + transfer.length_s - done, 0.0) / (done - begun)
+SAMPLING = Sampling(2, ignore_end=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3", help="as `crossrail kv prefiller` takes it")
+    parser.add_argument("--model-option", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--chunk-tokens", type=int, default=2048)
-    parser.add_argument("--token-us", type=float, default=20.0, help="of a layer")
+    parser.add_argument("--transport", default="auto")
     parser.add_argument("--rounds", type=int, default=9)
-    asyncio.run(serve(parser.parse_args()))
+    parser.add_argument("--null", action="store_true", help="compare alone with alone")
+    args = parser.parse_args()
+    processes = Processes(secrets.token_hex(16))
+    try:
+        measure(args, None if args.null else start(processes, args), processes)
+    finally:
+        processes.close()
+
+
+def start(processes: Processes, args: argparse.Namespace) -> Client:
+    processes.start("router", "router", "--listen", "127.0.0.1:0", "--tokenizer", "none", "--transport", args.transport)
+    url = processes.first_line("router").split()[-1]
+    client = Client(url)
+    words = [word for option in args.model_option for word in ("--model-option", option)]
+    common = ["--router", url, "--transport", args.transport, "--model", args.model, *words]
+    processes.start("prefiller", "prefiller", "--chunk-tokens", str(args.chunk_tokens), *common)
+    processes.start("decoder", "decoder", *common)
+    until(lambda: len(client.nodes()) == 2, "both nodes have joined")
+    return client
+
+
+def measure(args: argparse.Namespace, client: Client | None, processes: Processes) -> None:
+    draw = np.random.default_rng(1)
+    model = open_model(args.model, parse_options(tuple(args.model_option)))
+    cache = cache_of(model)
+    added, alone_s, together_s, steps_s, hidden, exposed_s = [], [], [], [], [], []
+    alone_cpu_s, together_cpu_s = [], []
+
+    def alone(prompt: Tokens) -> float:
+        before_s = time.process_time()
+        first_s, step_s = asyncio.run(first_tokens_alone(args, model, cache, prompt))
+        alone_cpu_s.append(time.process_time() - before_s)
+        steps_s.append(step_s)
+        return first_s
+
+    def together(prompt: Tokens) -> float:
+        if client is None:
+            return alone(prompt)
+        before_s = cpu_s(processes)
+        first_s, spans = first_token_together(client, prompt)
+        together_cpu_s.append(cpu_s(processes) - before_s)
+        share, late_s = hidden_share(spans)
+        hidden.append(share)
+        exposed_s.append(late_s)
+        return first_s
+
+    for round_index in range(args.rounds + 1):
+        prompts = draw.integers(0, 256, (4, args.tokens)).astype(np.int32)
+        times = [run(prompt) for run, prompt in zip((together, alone, alone, together), prompts, strict=True)]
+        if round_index == 0:
+            for values in (steps_s, hidden, exposed_s, alone_cpu_s, together_cpu_s):
+                values.clear()
+            continue  # connects, faults memory in
+        added.append((times[0] + times[3]) / (times[1] + times[2]) - 1)
+        together_s += [times[0], times[3]]
+        alone_s += [times[1], times[2]]
+    print(
+        f"{model.name}, {args.tokens} tokens in chunks of {args.chunk_tokens}, {args.rounds} rounds, medians: "
+        f"alone {ms(alone_s)}, together {ms(together_s)}, a decode step {ms(steps_s)}; "
+        f"added {statistics.median(added):+.1%} (quartiles {quartiles(added)}), of the fastest runs "
+        f"{min(together_s) / min(alone_s) - 1:+.1%}"
+    )
+    if hidden:
+        cpu = statistics.median(together_cpu_s) / statistics.median(alone_cpu_s) - 1
+        print(
+            f"cpu {cpu:+.1%}; hidden {statistics.median(hidden):.1%}, arrived {ms(exposed_s)} after the end of prefill"
+        )
+
+
+def cache_of(model: Model) -> Cache:
+    layout = model.layout
+    return [
+        [layout.layer_view(np.zeros(layout.layer_bytes, np.uint8)) for _ in range(layout.layers)]
+        for _ in range(layout.tp)
+    ]
+
+
+def first_token_together(client: Client, prompt: Tokens) -> tuple[float, list[Span]]:
+    begun = time.monotonic()
+    first_s = 0.0
+    for event in client.complete(prompt.tolist(), SAMPLING):
+        first_s = first_s or time.monotonic() - begun
+        request = event["id"]
+    return first_s, client.timeline(request)
+
+
+async def first_tokens_alone(
+    args: argparse.Namespace, model: Model, cache: Cache, prompt: Tokens
+) -> tuple[float, float]:
+    """Until the first token, and from there to the second."""
+    times = [time.monotonic()]
+    pages = np.arange(model.layout.pages)
+    async for _ in generate(model, cache, prompt, pages, SAMPLING, chunk_tokens=args.chunk_tokens):
+        times.append(time.monotonic())
+    return times[1] - times[0], times[2] - times[1]
+
+
+def cpu_s(processes: Processes) -> float:
+    """Of all services since they were started."""
+    stats = [Path(f"/proc/{processes.pid(name)}/stat").read_text() for name in ("router", "prefiller", "decoder")]
+    ticks = [int(field) for stat in stats for field in stat.rpartition(")")[2].split()[11:13]]  # utime, stime
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def hidden_share(spans: list[Span]) -> tuple[float, float]:
+    """And how long after the end of prefill everything had arrived."""
+    prefill_end_s = max(end(span) for span in spans if span.name.startswith("prefiller: prefill"))
+    late_s = max(end(next(span for span in spans if span.name == "transfer")) - prefill_end_s, 0.0)
+    under_way_s = sum(span.length_s for span in spans if span.name.startswith("prefiller: layer"))
+    return 1 - min(late_s / under_way_s, 1.0), late_s
+
+
+def end(span: Span) -> float:
+    return span.begin_s + span.length_s
+
+
+def ms(values: list[float]) -> str:
+    return f"{statistics.median(values) * 1e3:.1f} ms"
+
+
+def quartiles(values: list[float]) -> str:
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+    return f"{low:+.1%} and {high:+.1%}"
 
 
 if __name__ == "__main__":

@@ -15,8 +15,10 @@ from tests.support.leaks import Snapshot
 from tests.support.process import PeerProcess
 from tests.support.seeds import Seed
 
-# Tests of torch tensors are there only where torch is: a skip would be counted.
-collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["*test_torch*.py"]
+# Tests of torch tensors are there only where torch is, and so with transformers: a skip would be counted.
+collect_ignore_glob = [
+    f"*test_{module}*.py" for module in ("torch", "transformers") if importlib.util.find_spec(module) is None
+]
 
 hypothesis.settings.register_profile(
     "crossrail",

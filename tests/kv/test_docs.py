@@ -1,14 +1,17 @@
-"""The example in the documentation runs as it stands."""
+"""The examples in the documentation run as they stand."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.process import assert_clean, run_script
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kv-library.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_the_example_of_the_library_page_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["kv-library.md", "kv-engine.md"])
+def test_the_example_of_the_page_runs(page: str) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
     assert_clean(run_script(example))

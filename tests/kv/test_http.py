@@ -74,6 +74,43 @@ async def test_completion_streamed(cluster: Cluster, url: str, client: aiohttp.C
     assert events[-1]["choices"][0]["finish_reason"] == "length" and "usage" in events[-1]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_stop_text_ends_it_and_is_no_part_of_it(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession, stream: bool
+) -> None:
+    await start(cluster)
+    tokens = await expected(40)
+    text = ToyTokenizer().decode(tokens)
+    stop = text[10:13]
+    async with client.post(url + "/v1/completions", json=body(max_tokens=40, stop=stop, stream=stream)) as response:
+        lines = (await response.text()).replace("data: ", "").split("\n") if stream else [await response.text()]
+    events = [json.loads(line) for line in lines if line and line != "[DONE]"]
+    assert "".join(event["choices"][0]["text"] for event in events) == text[: text.index(stop)]
+    assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    count = events[-1]["usage"]["completion_tokens"]
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == tokens[:count]
+    assert count == text.index(stop) + 3
+    await quiet(cluster)
+    assert cluster.router.counts["stop"] == 1 and cluster.router.counts["cancelled"] == 0
+
+
+@pytest.mark.parametrize("changes", [{"prompt": TEXT}, {"prompt": [1, 2], "stop": "x"}], ids=["text", "stop"])
+async def test_router_without_a_tokenizer_takes_token_ids_alone(
+    cluster: Cluster, client: aiohttp.ClientSession, changes: dict[str, object]
+) -> None:
+    await start(cluster)
+    front = Front(cluster.router, None, SECRET)
+    url = f"http://127.0.0.1:{await front.start('127.0.0.1', 0)}/v1/completions"
+    async with client.post(url, json=body(**changes)) as response:
+        assert response.status == 400
+        assert "this router has no tokenizer" in (await response.json())["error"]["message"]
+    prompt = ToyTokenizer().encode(TEXT).tolist()
+    async with client.post(url, json=body(prompt=prompt)) as response:
+        choice = (await response.json())["choices"][0]
+    assert (choice["token_ids"], choice["text"]) == (await expected(), "")
+    await front.close()
+
+
 async def test_client_that_hangs_up_cancels(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
     await start(cluster, token_s=SLOW_S)
     for stream in (False, True):
@@ -94,6 +131,8 @@ async def test_client_that_hangs_up_cancels(cluster: Cluster, url: str, client: 
         ({"prompt": [-1]}, ">= 0"),
         ({"temperature": "hot"}, "Expected `float`"),
         ({"n": 2}, "unknown field `n`"),
+        ({"stop": ""}, "length >= 1 - at `$.stop`"),
+        ({"prompt": [1, 2, 300]}, "tokens must be in 0..256, not 1..300"),
         ({"prompt": "x" * 700}, "take 89 pages"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else next(iter(value)),

@@ -76,7 +76,7 @@ async def test_end_token_ends_it(cluster: Cluster) -> None:
     prompt = prompt_of(30)
     whole = await monolithic(prompt, m.Sampling(max_tokens=40, ignore_end=True))
     for node in cluster.nodes.values():
-        node.model.end_token = whole[12]
+        node.model.end_tokens = frozenset({whole[12]})
     tokens, end = await cluster.complete(prompt, sampling)
     assert tokens == whole[: whole.index(whole[12]) + 1] and end.reason == "stop"
 

@@ -14,7 +14,7 @@ from crossrail.kv.etcd_records import Place
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.memory import RankMemory
-from crossrail.kv.model import Tokens, generate
+from crossrail.kv.model import Model, Tokens, generate
 from crossrail.kv.node import FindRouter, Node, NodeOptions
 from crossrail.kv.pages import PageState
 from crossrail.kv.router import Router, RouterOptions
@@ -69,10 +69,13 @@ class Cluster:
         return self.router.mailbox.address
 
     def add(self, kind: type[Node], name: str, token_s: float = 0.0, secret: bytes = SECRET, **changes: object) -> Node:
-        layout = replace(self.layout, **changes)
-        model = self.models[name] = ToyModel(layout, token_s=token_s)
+        model = self.models[name] = ToyModel(replace(self.layout, **changes), token_s=token_s)
+        return self.host(kind, name, model, secret)
+
+    def host(self, kind: type[Node], name: str, model: Model, secret: bytes = SECRET) -> Node:
+        """The same with any model."""
         mailbox = self.mailbox(name, secret)
-        ranks = {rank: RankMemory.alloc(self.engines[name], layout) for rank in range(layout.tp)}
+        ranks = {rank: RankMemory.alloc(self.engines[name], model.layout) for rank in range(model.layout.tp)}
         finders = [self.where, *self.also] if self.place is None else []
         node = self.nodes[name] = kind(name, mailbox, model, ranks, finders, self.node_options)
         node.start()

@@ -144,6 +144,7 @@ class Decoder(Node):
                 f"{start.generated} of {len(context)} tokens cannot be generated ones, of at most "
                 f"{start.sampling.max_tokens}"
             )
+        self.model.check(context, start.sampling.max_tokens - start.generated)
         if start.prefiller is not None:
             compatible(self.model.layout, KvLayout.from_wire(start.prefiller.layout))
 
@@ -242,7 +243,7 @@ class Decoder(Node):
         return self._end_of(serving)
 
     def _ends_it(self, serving: Serving) -> bool:
-        return serving.tokens[-1] == self.model.end_token and not serving.sampling.ignore_end
+        return serving.tokens[-1] in self.model.end_tokens and not serving.sampling.ignore_end
 
     def _end_of(self, serving: Serving) -> m.End:
         return m.End("stop" if self._ends_it(serving) else "length", "", serving.timeline.spans)

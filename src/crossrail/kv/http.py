@@ -1,6 +1,7 @@
 """The router's front: OpenAI's completions, streamed or whole, and what operators look at.
 
-    POST /v1/completions        prompt (text or token ids), max_tokens, temperature, top_p, seed, stream, ignore_eos
+    POST /v1/completions        prompt (text or token ids), max_tokens, temperature, top_p, seed, stop, stream,
+                                ignore_eos
     GET  /v1/models, /v1/nodes  what is served, and by whom
     GET  /v1/requests/ID        how it ended, its timeline; also /trace (Chrome trace) and /timeline.svg below it
     GET  /health, /metrics      200 or 503; Prometheus
@@ -17,6 +18,7 @@ import contextlib
 import hmac
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -31,6 +33,7 @@ from crossrail.kv.metrics import Metrics
 from crossrail.kv.model import Tokenizer, Tokens
 from crossrail.kv.router import Router
 from crossrail.kv.router_requests import Chunk, Overloaded, RequestFailed, Unavailable
+from crossrail.kv.text import TextStream
 from crossrail.kv.timeline import chrome_trace, picture
 
 _BODY_BYTES_MAX = 16 << 20
@@ -42,6 +45,9 @@ _STATUS: dict[type[Exception], int] = {
     RequestFailed: 502,
 }
 _END_STATUS: dict[str, int] = {"error": 502, "deadline": 504, "cancelled": 499}
+
+
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,6 +62,7 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+    stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=4)] | None = None
     stream: bool = False
     ignore_eos: bool = False
     user: str | None = None
@@ -67,10 +74,11 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 class Front:
     """Serves one router over HTTP. Threads: the event loop's.
 
-    secret: of the cluster; nodes prove with it that they may know the router's address.
+    tokenizer: None: prompts are token ids, and answers have no text. secret: of the cluster; nodes prove with it that
+    they may know the router's address.
     """
 
-    def __init__(self, router: Router, tokenizer: Tokenizer, secret: bytes) -> None:
+    def __init__(self, router: Router, tokenizer: Tokenizer | None, secret: bytes) -> None:
         self._router = router
         self._tokenizer = tokenizer
         self._token = rendezvous.token(secret)
@@ -123,7 +131,8 @@ class Front:
         try:
             chunks = self._router.complete(prompt, sampling, model=body.model, request=name)
             async with contextlib.aclosing(self._timed(chunks, begun_s)) as timed:
-                answer = _Answer(name, body.model or self._served_model(), len(prompt), self._tokenizer)
+                enough = partial(self._router.has_enough, name, "a stop text came")
+                answer = _Answer(name, body.model or self._served_model(), len(prompt), self._text(body), enough)
                 if body.stream:
                     return await answer.stream(http, timed)
                 return await answer.whole(timed)
@@ -131,9 +140,17 @@ class Front:
             self.metrics.request_s.observe(_now_s() - begun_s)
 
     def _prompt(self, body: CompletionBody) -> Tokens:
-        if isinstance(body.prompt, str):
-            return self._tokenizer.encode(body.prompt)
-        return np.array(body.prompt, np.int32)
+        if not isinstance(body.prompt, str):
+            return np.array(body.prompt, np.int32)
+        if self._tokenizer is None:
+            raise UsageError("this router has no tokenizer: the prompt must be token ids")
+        return self._tokenizer.encode(body.prompt)
+
+    def _text(self, body: CompletionBody) -> TextStream:
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        if stops and self._tokenizer is None:
+            raise UsageError("this router has no tokenizer: `stop` needs one")
+        return TextStream(self._tokenizer, stops)
 
     async def _timed(self, chunks: AsyncGenerator[Chunk, None], begun_s: float) -> AsyncGenerator[Chunk, None]:
         is_first = True
@@ -201,21 +218,27 @@ class Front:
 
 
 class _Answer:
-    """How tokens of one request go back to its client."""
+    """How tokens of one request go back to its client. enough: tells the router that no more are wanted."""
 
-    def __init__(self, name: str, model: str, prompt_tokens: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, name: str, model: str, prompt_tokens: int, text: TextStream, enough: Callable[[], object]
+    ) -> None:
         self._frame = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
         self._prompt_tokens = prompt_tokens
-        self._tokenizer = tokenizer
+        self._text = text
+        self._enough = enough
 
     async def whole(self, chunks: AsyncIterator[Chunk]) -> web.Response:
         tokens: list[int] = []
+        text = ""
         async for chunk in chunks:
-            tokens += chunk.tokens
-            if chunk.end is not None:
-                if status := _END_STATUS.get(chunk.end.reason):
-                    return _refusal(status, f"{chunk.end.reason}: {chunk.end.detail}")
-                return web.json_response(self._object(tokens, chunk.end.reason) | self._usage(len(tokens)))
+            taken, words, reason = self._take(chunk)
+            tokens += taken
+            text += words
+            if chunk.end is not None and (status := _END_STATUS.get(reason or "")):
+                return _refusal(status, f"{reason}: {chunk.end.detail}")
+            if reason is not None:
+                return web.json_response(self._object(tokens, text, reason) | self._usage(len(tokens)))
         raise RequestFailed("its tokens ended without an end")
 
     async def stream(self, http: web.Request, chunks: AsyncIterator[Chunk]) -> web.StreamResponse:
@@ -225,26 +248,35 @@ class _Answer:
             return _refusal(status, f"{first.end.reason}: {first.end.detail}")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
-        count = len(first.tokens)
-        await self._send(response, first, count)
-        async for chunk in chunks:
-            count += len(chunk.tokens)
-            await self._send(response, chunk, count)
+        count = 0
+        chunk = first
+        while True:
+            tokens, text, reason = self._take(chunk)
+            count += len(tokens)
+            event = self._object(tokens, text, reason) | ({} if reason is None else self._usage(count))
+            if chunk.end is not None and reason in _END_STATUS:
+                event = {"error": {"message": f"{reason}: {chunk.end.detail}", "type": reason}}
+            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+            if reason is not None:
+                break
+            chunk = await anext(chunks)
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
-    async def _send(self, response: web.StreamResponse, chunk: Chunk, count: int) -> None:
-        end = chunk.end
-        if end is not None and end.reason in _END_STATUS:
-            event: dict[str, Any] = {"error": {"message": f"{end.reason}: {end.detail}", "type": end.reason}}
-        else:
-            event = self._object(chunk.tokens, None if end is None else end.reason)
-            event |= {} if end is None else self._usage(count)
-        await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+    def _take(self, chunk: Chunk) -> tuple[list[int], str, str | None]:
+        """Its tokens up to the one that completes a stop, their text as far as it is known, and why it was the last."""
+        text = ""
+        for count, token in enumerate(chunk.tokens, 1):
+            text += self._text.add([token])
+            if self._text.stopped:
+                self._enough()
+                return chunk.tokens[:count], text, "stop"
+        if chunk.end is None:
+            return chunk.tokens, text, None
+        return chunk.tokens, text + self._text.end(), "stop" if self._text.stopped else chunk.end.reason
 
-    def _object(self, tokens: list[int], finish_reason: str | None) -> dict[str, Any]:
-        text = self._tokenizer.decode(tokens)
+    def _object(self, tokens: list[int], text: str, finish_reason: str | None) -> dict[str, Any]:
         choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": finish_reason, "logprobs": None}
         return self._frame | {"choices": [choice]}
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.messages import Sampling
 from crossrail.kv.sampling import sample
@@ -36,13 +37,17 @@ class Model(Protocol):
     What takes long must leave the loop free meanwhile: `await asyncio.to_thread(...)`.
 
     name: nodes of different names never serve one request. tail_bytes: what prefill hands on beside the KV, at least 1.
-    pages, everywhere: those of the request, in order; token t lies in pages[t // page_tokens].
+    pages, everywhere: those of the request, in order; token t lies in pages[t // page_tokens]. Once a call has ended,
+    also by being cancelled, nothing of it touches them.
     """
 
     name: str
     layout: KvLayout
-    end_token: int
+    end_tokens: frozenset[int]
     tail_bytes: int
+
+    def check(self, prompt: Tokens, max_tokens: int) -> None:
+        """UsageError for a prompt that this model cannot run, or not with so many tokens behind it."""
 
     async def prefill(
         self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]
@@ -81,5 +86,11 @@ async def generate(
         position += 1
         token = sample(logits, sampling, position)
         yield token
-        if token == model.end_token and not sampling.ignore_end:
+        if token in model.end_tokens and not sampling.ignore_end:
             return
+
+
+def check_vocabulary(tokens: Tokens, vocabulary: int) -> None:
+    """UsageError unless all are in 0..vocabulary - 1."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        raise UsageError(f"tokens must be in 0..{vocabulary - 1}, not {tokens.min()}..{tokens.max()}")

@@ -155,6 +155,14 @@ class Router:
         finally:
             self._drop(running)
 
+    def has_enough(self, request: str, why: str) -> None:
+        """Whoever iterates complete() has all he wants, and leaves: it ends as "stop", not as cancelled."""
+        running = self._running.get(request)
+        if running is not None and not running.ended:
+            running.ended = True
+            running.end = m.End("stop", why)
+            self._cancel(running, why)
+
     def _admit(
         self, prompt: Tokens, sampling: m.Sampling, model: str | None, request: str | None, deadline_s: float | None
     ) -> Running:

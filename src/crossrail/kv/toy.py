@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
-from crossrail.kv.model import Cache, Logits, Pages, Tokens
+from crossrail.kv.model import Cache, Logits, Pages, Tokens, check_vocabulary
 
 _U64 = npt.NDArray[np.uint64]
 _VOCABULARY = 257  # bytes, and the end
@@ -40,7 +39,7 @@ class ToyModel:
     token_s: how long a layer is made to take for each token that it runs: what a transfer can hide behind.
     """
 
-    end_token = _VOCABULARY - 1
+    end_tokens = frozenset({_VOCABULARY - 1})
     tail_bytes = _TAIL_BYTES
 
     def __init__(self, layout: KvLayout, seed: int = 1, token_s: float = 0.0) -> None:
@@ -55,6 +54,9 @@ class ToyModel:
         self._read = draw.integers(0, 1 << 64, shape, np.uint64) | odd
         self._replica = draw.integers(0, 1 << 64, shape, np.uint64) | odd
         self._words = draw.integers(0, 1 << 64, _VOCABULARY, np.uint64)
+
+    def check(self, prompt: Tokens, max_tokens: int) -> None:
+        check_vocabulary(prompt, _VOCABULARY)
 
     async def prefill(
         self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]
@@ -80,8 +82,6 @@ class ToyModel:
         wrong: np.uint64 = _NOTHING,
     ) -> _U64:
         """The last layer's output for each token. wrong: disturbs the first."""
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < _VOCABULARY:
-            raise UsageError(f"tokens must be in 0..{_VOCABULARY - 1}, not {tokens.min()}..{tokens.max()}")
         positions = np.arange(start, start + len(tokens), dtype=np.uint64)
         embedded = tokens.astype(np.uint64) * _EMBED_TOKEN + positions * _EMBED_POSITION
         embedded[0] ^= wrong

@@ -19,10 +19,10 @@ from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.model import Model
+from crossrail.kv.model import Model, Tokenizer
 from crossrail.kv.node import NodeOptions
 from crossrail.kv.router import RouterOptions
-from crossrail.kv.toy import ToyModel
+from crossrail.kv.toy import ToyModel, ToyTokenizer
 from crossrail.kv.wire import EngineWire
 
 Options = TypeVar("Options", NodeOptions, RouterOptions)
@@ -108,18 +108,55 @@ def read_secret(file: Path | None) -> bytes:
 
 
 def open_model(name: str, options: Mapping[str, str]) -> Model:
-    """ "toy", or "package.module:function", which is called with the options as keywords and returns a Model."""
+    """ "toy", an example's name, a checkpoint's directory, or "package.module:function".
+
+    The function is called with the options as keywords and returns a Model.
+    """
     if name == "toy":
         return _open_toy(dict(options))
+    if ":" in name and not Path(name).is_dir():
+        model: Model = _function(name)(**options)
+        return model
+    return _of_transformers("named").open_named(name, options)  # type: ignore[no-any-return]  # imported by name
+
+
+def open_tokenizer(name: str) -> Tokenizer | None:
+    """ "toy", "none", a checkpoint's directory, or "package.module:function", which returns a Tokenizer."""
+    if name == "none":
+        return None
+    if name == "toy":
+        return ToyTokenizer()
+    if Path(name).is_dir():
+        return _of_transformers("tokenizer").TextTokenizer(Path(name))  # type: ignore[no-any-return]  # as above
+    tokenizer: Tokenizer = _function(name)()
+    return tokenizer
+
+
+def tokenizer_of(model: str) -> str:
+    """What `--tokenizer` is to be for a model, by its name: the examples' tokens are bytes, as the toy's are."""
+    if not Path(model).is_dir():
+        return "toy"
+    return model if _of_transformers("tokenizer").has_tokenizer(Path(model)) else "none"
+
+
+def _function(name: str) -> Callable[..., Any]:
     module_name, colon, function = name.partition(":")
     if not colon:
-        raise UsageError(f"model {name!r} must be 'toy' or 'package.module:function'")
+        raise UsageError(f"{name!r} is neither 'toy', nor a directory, nor 'package.module:function'")
     try:
-        factory = getattr(importlib.import_module(module_name), function)
+        found: Callable[..., Any] = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"model {name!r}: {error}") from None
-    model: Model = factory(**options)
-    return model
+        raise UsageError(f"{name!r}: {error}") from None
+    return found
+
+
+def _of_transformers(module: str) -> Any:
+    try:
+        return importlib.import_module(f"crossrail.kv.models.{module}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("crossrail"):
+            raise
+        raise UsageError(f"this model needs {error.name}: pip install 'crossrail[kv,transformers]'") from None
 
 
 def _open_toy(options: dict[str, str]) -> ToyModel:

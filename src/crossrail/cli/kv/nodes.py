@@ -34,7 +34,12 @@ _node_options = together(
     click.option("--router", "routers", multiple=True, metavar="URL", help="Several times for several."),
     click.option("--membership", metavar="URL", help=f"Instead of --router: {MEMBERSHIP_HELP}."),
     click.option("--name", help="Unique among all nodes; by default made of role, host and process."),
-    click.option("--model", default="toy", show_default=True, help="'toy', or package.module:function."),
+    click.option(
+        "--model",
+        default="toy",
+        show_default=True,
+        help="'toy', 'qwen3', 'llama', 'deepseek', a checkpoint's directory, or package.module:function.",
+    ),
     click.option("--model-option", "model_options", multiple=True, metavar="KEY=VALUE", help="For the model."),
     click.option("--drain-s", default=30.0, show_default=True, help="For what is under way, when told to end."),
     options_of(

@@ -10,10 +10,9 @@ import click
 from crossrail.cli.kv.common import (
     MEMBERSHIP_HELP,
     chosen,
-    open_model,
+    open_tokenizer,
     opened,
     options_of,
-    parse_options,
     service_options,
 )
 from crossrail.errors import UsageError
@@ -22,7 +21,6 @@ from crossrail.kv.etcd_records import Place
 from crossrail.kv.http import Front
 from crossrail.kv.model import Tokenizer
 from crossrail.kv.router import Router, RouterOptions
-from crossrail.kv.toy import ToyTokenizer
 
 _DEFAULTS = RouterOptions()
 
@@ -32,7 +30,12 @@ _DEFAULTS = RouterOptions()
     "--listen", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT", help="Where HTTP is served."
 )
 @click.option("--name", default="router", show_default=True)
-@click.option("--tokenizer", default="toy", show_default=True, help="'toy', or package.module:function.")
+@click.option(
+    "--tokenizer",
+    default="toy",
+    show_default=True,
+    help="'toy' (bytes), a checkpoint's directory, package.module:function, or 'none': then prompts are token ids.",
+)
 @click.option(
     "--membership", default="embedded", show_default=True, metavar="URL", help=f"embedded, or {MEMBERSHIP_HELP}."
 )
@@ -50,11 +53,10 @@ def router(listen: str, tokenizer: str, **options: Any) -> None:
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdigit():
         raise UsageError(f"--listen {listen!r} must be HOST:PORT")
-    words: Any = ToyTokenizer() if tokenizer == "toy" else open_model(tokenizer, parse_options(()))
-    asyncio.run(_serve(host.strip("[]"), int(port), words, options))
+    asyncio.run(_serve(host.strip("[]"), int(port), open_tokenizer(tokenizer), options))
 
 
-async def _serve(host: str, port: int, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
+async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dict[str, Any]) -> None:
     name, settings = options["name"], chosen(_DEFAULTS, options)
     place = Place.from_url(options["membership"]) if options["membership"] != "embedded" else None
     async with opened(name, options) as service:

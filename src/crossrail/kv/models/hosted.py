@@ -1,0 +1,270 @@
+"""A causal language model of transformers as a crossrail.kv Model, on the CPU.
+
+What it computes goes through stock transformers code, attention included; ours is the cache that it writes to
+(paged.py), and a hook behind each layer's attention that raises the word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from threading import Event
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv.layout import KvLayout, Order
+from crossrail.kv.model import Cache, Logits, Pages, Tokens, check_vocabulary
+from crossrail.kv.models.paged import Row, paged_cache
+from crossrail.kv.models.steps import Steps, until_over
+
+Result = TypeVar("Result")
+
+_SAMPLED_BYTES = 2048  # of each weight, for the fingerprint
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """How a node keeps its KV, and runs the model; all but dtype may differ between nodes.
+
+    pages, page_tokens, order, separate_kv, tp: as KvLayout has them. dtype: of weights, KV and computing; "": the
+    checkpoint's, or float32. threads: of torch in this process; 0: as torch chooses. batch: decode steps that are run
+    as one at most; 1 keeps every request's numbers independent of what else runs, down to the last bit.
+    """
+
+    pages: int = 512
+    page_tokens: int = 16
+    order: Order = "HND"
+    separate_kv: bool = True
+    tp: int = 1
+    dtype: str = ""
+    threads: int = 0
+    batch: int = 8
+
+
+class KvShape(NamedTuple):
+    """What a model caches for a token, as found by running it. key_dim: as paged_cache wants it."""
+
+    layers: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def is_latent(self) -> bool:
+        """MLA: one compressed vector and a rotary part."""
+        return self.key_dim != self.value_dim
+
+    def layout(self, dtype: str, options: HostOptions) -> KvLayout:
+        return KvLayout(
+            layers=self.layers,
+            pages=options.pages,
+            page_tokens=options.page_tokens,
+            kv_heads=self.kv_heads,
+            head_dim=self.key_dim + self.value_dim if self.is_latent else self.key_dim,
+            dtype=dtype,
+            kind="MLA" if self.is_latent else "GQA",
+            order=options.order,
+            separate_kv=options.separate_kv,
+            tp=options.tp,
+        )
+
+
+class Step(NamedTuple):
+    """One token of one request."""
+
+    cache: Cache
+    token: int
+    position: int
+    pages: Pages
+
+
+class _Abandoned(Exception):
+    """Ends a forward pass whose result nobody wants."""
+
+
+class HostedModel:
+    """A crossrail.kv.model.Model. Equal weights: equal names, and nodes of other names never serve one request.
+
+    The tail is the number of tokens whose KV is there: a decoder that was given another prompt's would notice.
+    Numbers: equal chunks give equal KV, bit by bit, wherever they run. Other chunks, as after a prefix that was known,
+    and other companions in a batch of decode steps, give what torch's kernels make of other shapes: equal up to
+    rounding, so equal tokens unless two are as good as equally likely.
+
+    Threads: coroutines on the event loop; the model runs in one thread of its own. close() ends that.
+    Owner of model: this. Raises UsageError for one whose cache is none that pages can hold.
+    """
+
+    tail_bytes = 8
+
+    def __init__(self, model: Any, label: str, end_tokens: frozenset[int], options: HostOptions) -> None:
+        self.end_tokens = end_tokens
+        self._model = model.eval().requires_grad_(False)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        attentions = _attentions(model)
+        self._shape = _kv_shape(model, len(attentions))
+        self.layout = self._shape.layout(str(model.dtype).removeprefix("torch."), options)
+        self.name = f"{label}-{_fingerprint(model)}"
+        for attention in attentions:
+            attention.register_forward_hook(self._attention_done)
+        self._layer_done: Callable[[], None] | None = None
+        self._abandoned = Event()  # of the call that runs
+        self._steps: Steps[Step, Logits] = Steps(partial(self._in_thread, self._decode), options.batch)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="crossrail-kv-model")
+
+    def close(self) -> None:
+        """Ends the thread, after what runs in it. Idempotent."""
+        self._thread.shutdown()
+
+    def check(self, prompt: Tokens, max_tokens: int) -> None:
+        check_vocabulary(prompt, self._model.config.vocab_size)
+        most = getattr(self._model.config, "max_position_embeddings", None)
+        if most is not None and len(prompt) + max_tokens > most:
+            raise UsageError(f"{len(prompt)} + {max_tokens} tokens, model {self.name!r} has positions for {most}")
+
+    async def prefill(
+        self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]
+    ) -> bytes:
+        await self._in_thread(self._prefill, cache, tokens, start, pages, layer_done)
+        return _tail(len(tokens))
+
+    async def step(self, cache: Cache, token: int, position: int, pages: Pages, tail: bytes) -> tuple[Logits, bytes]:
+        if tail != _tail(position):
+            there = int.from_bytes(tail, "little")
+            raise CrossrailError(f"the KV of {there} tokens is said to be there, it should be that of {position}")
+        return await self._steps.step(Step(cache, token, position, pages)), _tail(position + 1)
+
+    # --- on the loop ---
+
+    async def _in_thread(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        """Runs it in the model's thread. When cancelled, waits all the same until the pages are let go."""
+        over, abandoned = asyncio.Event(), Event()
+
+        def end(future: asyncio.Future[Result]) -> None:
+            future.exception()  # seen: nobody looks at that of an abandoned one
+            over.set()
+
+        future = asyncio.get_running_loop().run_in_executor(self._thread, self._run, abandoned, call, *arguments)
+        future.add_done_callback(end)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            abandoned.set()
+            await until_over(over)
+            raise
+
+    # --- in the model's thread ---
+
+    def _run(self, abandoned: Event, call: Callable[..., Result], *arguments: Any) -> Result:
+        if abandoned.is_set():
+            raise _Abandoned
+        self._abandoned = abandoned
+        return call(*arguments)
+
+    def _prefill(self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]) -> None:
+        row = self._row(pages, start, len(tokens) - start)
+        self._layer_done = layer_done
+        try:
+            with torch.inference_mode():
+                self._model.base_model(
+                    input_ids=torch.from_numpy(tokens[start:].astype(np.int64))[None],
+                    position_ids=torch.arange(start, len(tokens))[None],
+                    past_key_values=paged_cache(cache, self.layout, self._shape.key_dim, [row]),
+                    use_cache=True,
+                )
+        finally:
+            self._layer_done = None
+
+    def _decode(self, steps: Sequence[Step]) -> Sequence[Logits]:
+        by_cache: dict[int, list[Step]] = {}
+        for step in steps:
+            by_cache.setdefault(id(step.cache), []).append(step)
+        logits = {
+            id(step): result
+            for of_one in by_cache.values()
+            for step, result in zip(of_one, self._decode_of_one_cache(of_one), strict=True)
+        }
+        return [logits[id(step)] for step in steps]
+
+    def _decode_of_one_cache(self, steps: Sequence[Step]) -> Sequence[Logits]:
+        rows = [self._row(step.pages, step.position, 1) for step in steps]
+        longest = max(row.end for row in rows)
+        lengths = torch.tensor([row.end for row in rows])
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=torch.tensor([[step.token] for step in steps]),
+                position_ids=torch.tensor([[step.position] for step in steps]),
+                # What is short begins with padding. No mask where there is none: it would cost another kernel.
+                attention_mask=None
+                if bool((lengths == longest).all())
+                else torch.arange(longest) >= longest - lengths[:, None],
+                past_key_values=paged_cache(steps[0].cache, self.layout, self._shape.key_dim, rows),
+                use_cache=True,
+            )
+        return list(output.logits[:, -1].float().numpy())
+
+    def _row(self, pages: Pages, start: int, count: int) -> Row:
+        return Row(torch.from_numpy(np.asarray(pages, np.int64)), start, count, self.layout.page_tokens)
+
+    def _attention_done(self, *_: Any) -> None:
+        """Behind each layer's attention, output projection included: its KV is in the pages."""
+        if self._abandoned.is_set():
+            raise _Abandoned
+        if self._layer_done is not None:
+            self._layer_done()
+
+
+def _tail(tokens: int) -> bytes:
+    return tokens.to_bytes(HostedModel.tail_bytes, "little")
+
+
+def _attentions(model: Any) -> list[Any]:
+    """Those of its layers, in their order. transformers numbers them, so that they find their part of the cache."""
+    found = [
+        module
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and type(module).__name__.endswith("Attention")
+    ]
+    return sorted(found, key=lambda module: int(module.layer_idx))
+
+
+def _kv_shape(model: Any, attentions: int) -> KvShape:
+    """Runs two tokens and looks at what transformers' own cache holds then."""
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model.base_model(input_ids=torch.zeros((1, 2), dtype=torch.int64), past_key_values=cache, use_cache=True)
+    what = f"{type(model).__name__}: crossrail keeps keys and values of equal layers"
+    if any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+        raise UsageError(f"{what}, not {', '.join(sorted({type(layer).__name__ for layer in cache.layers}))}")
+    shapes = {(*layer.keys.shape, layer.values.shape[1], layer.values.shape[3]) for layer in cache.layers}
+    if len(shapes) != 1 or len(cache.layers) != attentions:
+        raise UsageError(f"{what}, this one has {attentions} attentions that cache {len(cache.layers)}: {shapes}")
+    _, key_heads, _, key_dim, value_heads, value_dim = shapes.pop()
+    if key_heads != value_heads or (key_dim != value_dim and key_heads != 1):
+        raise UsageError(
+            f"{what}, this one has {key_heads} x {key_dim} for keys, {value_heads} x {value_dim} for values"
+        )
+    return KvShape(len(cache.layers), key_heads, key_dim, value_dim)
+
+
+def _fingerprint(model: Any) -> str:
+    """Tells models of other weights, and other numbers in their configuration, apart: from a sample of every weight."""
+    said = model.config.to_dict()
+    for of_this_host in ("_name_or_path", "transformers_version"):
+        said.pop(of_this_host, None)
+    digest = hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=6)
+    for name, weight in model.named_parameters():
+        flat = weight.detach().flatten()
+        sample = flat[:: max(len(flat) * weight.element_size() // _SAMPLED_BYTES, 1)].contiguous()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

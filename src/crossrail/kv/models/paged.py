@@ -1,0 +1,128 @@
+"""A cache for transformers whose keys and values lie in the pages of a node, where NICs read and write them too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from crossrail.kv import model as kv
+from crossrail.kv.layout import KvLayout
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a forward pass computes of one request: `count` tokens behind `start` others whose KV is there.
+
+    pages: int64 tensor; token t lies in pages[t // page_tokens].
+    """
+
+    pages: torch.Tensor
+    start: int
+    count: int
+    page_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @cached_property
+    def filled(self) -> torch.Tensor:
+        """The pages that tokens 0..end-1 lie in."""
+        return self.pages[: -(-self.end // self.page_tokens)]
+
+    @cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page and slot of each new token."""
+        positions = torch.arange(self.start, self.end)
+        return self.pages[positions // self.page_tokens], positions % self.page_tokens
+
+
+class Shard(NamedTuple):
+    """Keys, or values, that one rank has: shape (pages, heads, page_tokens, dim), and which of the model's heads."""
+
+    memory: torch.Tensor
+    heads: slice
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
+    """One layer for one forward pass over `rows`, which all have as many new tokens.
+
+    Shapes as transformers has them, (rows, heads, tokens, dim). Rows that are shorter than the longest one begin with
+    zeros, which the attention mask has to leave out. Nothing is kept here: the pages hold it all.
+    replicas: neighbouring shards that hold the same heads; all are written, the first is read.
+    """
+
+    is_sliding = False  # all tokens are kept; models with a window mask those that are out of it
+
+    def __init__(self, rows: Sequence[Row], keys: Sequence[Shard], values: Sequence[Shard], replicas: int) -> None:
+        super().__init__()
+        self._rows = rows
+        self._keys = keys
+        self._values = values
+        self._replicas = replicas
+        self._longest = max(row.end for row in rows)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores those of the new tokens, and returns those of all."""
+        return self._exchange(self._keys, key_states), self._exchange(self._values, value_states)
+
+    def _exchange(self, shards: Sequence[Shard], states: torch.Tensor) -> torch.Tensor:
+        for row, new in zip(self._rows, states, strict=True):
+            page, slot = row.places
+            for shard in shards:
+                shard.memory[page, :, slot] = new[shard.heads].transpose(0, 1)
+        if len(self._rows) == 1:
+            return self._read(shards, self._rows[0]).unsqueeze(0)
+        held = states.new_zeros(len(self._rows), states.shape[1], self._longest, states.shape[3])
+        for row, place in zip(self._rows, held, strict=True):
+            place[:, self._longest - row.end :] = self._read(shards, row)
+        return held
+
+    def _read(self, shards: Sequence[Shard], row: Row) -> torch.Tensor:
+        """Of tokens 0..end-1; shape (heads, tokens, dim)."""
+        parts = [
+            shard.memory.transpose(0, 1)[:, row.filled].flatten(1, 2)[:, : row.end]
+            for shard in shards[:: self._replicas]
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._longest, 0
+
+    def get_seq_length(self) -> int:
+        return self._longest - self._rows[0].count
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """There is nothing to make: the pages are there before the first token."""
+
+
+def paged_cache(cache: kv.Cache, layout: KvLayout, key_dim: int, rows: Sequence[Row]) -> Cache:
+    """For one forward pass: what is written goes to the memory of `cache`, which it shares.
+
+    key_dim: of MLA, how many elements of a token's vector transformers calls its key; the others are its value.
+    """
+    dtype = getattr(torch, layout.dtype)
+    layers = []
+    for layer in range(layout.layers):
+        keys, values = [], []
+        for rank, of_rank in enumerate(cache):
+            memory = torch.from_numpy(of_rank[layer]).view(dtype)
+            heads = slice(layout.heads_of(rank).start, layout.heads_of(rank).stop)
+            if layout.kind == "MLA":
+                keys.append(Shard(memory[0, ..., :key_dim], heads))
+                values.append(Shard(memory[0, ..., key_dim:], heads))
+            else:
+                keys.append(Shard(memory[0], heads))
+                values.append(Shard(memory[1], heads))
+        layers.append(PagedLayer(rows, keys, values, layout.replicas))
+    return Cache(layers=layers)

@@ -1,0 +1,89 @@
+"""Decode steps of several requests as one pass of the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class _Step(Generic[Work, Result]):
+    """over: nothing is done for it any more."""
+
+    work: Work
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    result: Result | None = None
+    error: Exception | None = None
+
+
+class Steps(Generic[Work, Result]):
+    """Runs what waits at the same time together, at most batch_max at once, in the order in which it came.
+
+    run: does it; a result for each work, or an exception, which all of them get.
+    Threads: one event loop's. Who is cancelled while his step runs waits for its end: it uses his pages.
+    """
+
+    def __init__(self, run: Callable[[Sequence[Work]], Awaitable[Sequence[Result]]], batch_max: int) -> None:
+        self._run = run
+        self._batch_max = batch_max
+        self._waiting: list[_Step[Work, Result]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def step(self, work: Work) -> Result:
+        """The result, or the exception of the batch that it was in."""
+        step: _Step[Work, Result] = _Step(work)
+        self._waiting.append(step)
+        if self._task is None:
+            self._task = asyncio.create_task(self._work(), name="kv-steps")
+        try:
+            await step.over.wait()
+        except asyncio.CancelledError:
+            if step in self._waiting:
+                self._waiting.remove(step)
+            else:
+                await until_over(step.over)
+            raise
+        if step.error is not None:
+            raise step.error
+        assert step.result is not None
+        return step.result
+
+    async def _work(self) -> None:
+        try:
+            while self._waiting:
+                batch = self._waiting[: self._batch_max]
+                del self._waiting[: self._batch_max]
+                await self._run_batch(batch)
+                # Whoever got a token asks for the next one before the next batch is taken.
+                await asyncio.sleep(0)
+        finally:
+            self._task = None
+
+    async def _run_batch(self, batch: Sequence[_Step[Work, Result]]) -> None:
+        try:
+            results = await self._run([step.work for step in batch])
+            for step, result in zip(batch, results, strict=True):
+                step.result = result
+        except Exception as error:
+            for step in batch:
+                step.error = error
+        finally:
+            for step in batch:
+                step.over.set()
+
+
+async def until_over(event: asyncio.Event) -> None:
+    """Waits for it, however often the task is cancelled meanwhile; raises the cancellation then."""
+    cancelled: asyncio.CancelledError | None = None
+    while not event.is_set():
+        try:
+            await event.wait()
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
