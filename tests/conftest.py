@@ -17,6 +17,8 @@ from tests.support.seeds import Seed
 
 # Tests of torch tensors are there only where torch is: a skip would be counted.
 collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["*test_torch*.py"]
+if not importlib.util.find_spec("vllm"):  # ./dev vllm has it, in an environment of its own
+    collect_ignore_glob.append("*/tests/vllm/*")
 
 hypothesis.settings.register_profile(
     "crossrail",
