@@ -16,7 +16,7 @@ Start = Callable[..., Instance]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(pytest.mark.timeout(900))
+        item.add_marker(pytest.mark.timeout(1800))
 
 
 @pytest.fixture(scope="session")

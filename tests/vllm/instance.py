@@ -5,6 +5,7 @@ Arguments: of vLLM's engine. Lines in: {"add": id, "prompt": [tokens], "max_toke
 """
 
 import json
+import logging
 import os
 import queue
 import sys
@@ -27,6 +28,9 @@ def main() -> None:
     # What vLLM prints goes to stderr; the lines have stdout for themselves.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+
+    logging.basicConfig(stream=sys.stderr, format="%(name)s %(levelname)s %(message)s")
+    logging.getLogger("crossrail").setLevel(logging.INFO)
 
     from vllm import EngineArgs, LLMEngine, SamplingParams
 

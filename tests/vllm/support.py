@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 400.0
+START_S = 900.0
 ANSWER_S = 120.0
 ENGINE = {
     "skip_tokenizer_init": True,

@@ -109,6 +109,22 @@ def test_killed_in_the_middle(alone: Instance, p: Instance, d: Instance, r: Inst
         expect(alone, d, p, seed)
 
 
+def test_preempted_at_the_producer(alone: Instance, d: Instance, start: Start) -> None:
+    """It generates as well, and has too few blocks for that: it takes some back, and computes those prompts again."""
+    tight = start("tight", "kv_producer", options=QUICK, num_gpu_blocks_override=17).wait_ready()
+    prompts = {f"tight-{i}": prompt(1300 + i, 130) for i in range(6)}
+    for name, tokens in prompts.items():
+        d.add(name, tokens, params=from_elsewhere(tight, name))
+        tight.add(name, tokens, 90, DECODE | {"transfer_id": name})
+
+    answers = {name: d.answer(name) for name in prompts}
+
+    for name, tokens in prompts.items():
+        assert answers[name]["tokens"] == alone.ask(name, tokens)["tokens"]
+        assert tight.answer(name)["finish"] == "length"
+    assert "was preempted" in tight.text()
+
+
 def test_other_block_size_is_refused_not_decoded(alone: Instance, p: Instance, start: Start) -> None:
     """CPU_ATTN's blocks of 64 tokens are as long as two of 32, and something else: K is transposed in each."""
     d64 = start("d64", "kv_both", policy="recompute", options=QUICK, block_size=64).wait_ready()

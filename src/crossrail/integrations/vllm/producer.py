@@ -152,6 +152,7 @@ class Producer:
         jobs = [ask.job for offer in offers for ask in offer.asks.values() if ask.job is not None]
         await asyncio.gather(*(job.at_rest(self._options.quiesce_s) for job in jobs))
         for offer in offers:
+            log.info("transfer %s: its request was preempted at %d tokens", offer.transfer_id, offer.computed)
             offer.computed = 0
             offer.pages[:] = NOT_YET
 
