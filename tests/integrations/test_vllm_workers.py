@@ -180,21 +180,8 @@ def test_failed_forward_pass_ends_its_transfers(p: Side, d: Side) -> None:
 # --- it cannot be had ---
 
 
-def test_lease_ends_and_the_load_says_so(open_side: Open) -> None:
-    p, d = open_side("p", options=SHORT_LEASE), open_side("d", options=SHORT_LEASE)
-    p.prefill("a", TOKENS, MINE)
-    p.step(Orders(finished=["a"]))
-    p.until_sent("a")
-
-    d.load("b", p, TOKENS, THEIRS, prefix_tokens=8)
-    d.until_received("b")
-
-    assert d.results[0].invalid == set(THEIRS[1:])
-    assert p.workers[0].take_stats()["leases_expired"] == 1
-
-
-def test_heartbeats_keep_the_lease(open_side: Open) -> None:
-    """Far longer than a lease another request waits for blocks here: the one without heartbeats is let go."""
+def test_leases_end_unless_somebody_says_that_he_is_coming(open_side: Open) -> None:
+    """Of two prompts, both of which wait longer than a lease for blocks at the decoder."""
     p, d = open_side("p", options=SHORT_LEASE), open_side("d", options=SHORT_LEASE)
     for name, transfer, blocks in (("a", "kept", MINE), ("c", "forgotten", [0, 2, 4, 5])):
         p.prefill(name, TOKENS, blocks, transfer=transfer)
@@ -203,10 +190,13 @@ def test_heartbeats_keep_the_lease(open_side: Open) -> None:
 
     p.until_sent("c")
     assert "a" not in p.results[0].sent
-    d.load("b", p, TOKENS, THEIRS, transfer="kept")
-    d.until_received("b")
+    assert p.workers[0].take_stats()["leases_expired"] == 1
+    for request, transfer, blocks in (("b", "kept", THEIRS), ("d", "forgotten", [5, 6, 7, 8])):
+        d.load(request, p, TOKENS, blocks, prefix_tokens=8, transfer=transfer)
+        d.until_received(request)
 
-    d.assert_holds("b", THEIRS, as_of="a")
+    d.assert_holds("b", THEIRS, as_of="a", first=1)
+    assert d.results[0].invalid == {6, 7, 8}
 
 
 @pytest.mark.parametrize("changes", [{"page_tokens": 16}, {"layers": 3, "head_dim": 12}, {"dtype": "float16"}])
@@ -274,7 +264,7 @@ def test_a_producer_that_ends_fails_its_loads_and_no_others(open_side: Open, d: 
 
 
 def test_a_decoder_that_ends_frees_the_producers_blocks(open_side: Open) -> None:
-    p, gone, d = open_side("p", options=SHORT_LEASE), open_side("gone"), open_side("d")
+    p, gone, d = open_side("p"), open_side("gone"), open_side("d")
     gone.load("b", p, TOKENS, THEIRS)
     p.step(Orders(offers=[offer("a", TOKENS), offer("c", TOKENS, "other")]))
     p.until_asked()

@@ -25,8 +25,8 @@ LAYERS = 3
 MODEL: dict[str, Any] = {"layers": LAYERS, "kv_heads": 4, "head_dim": 6, "dtype": "float32", "kind": "PACKED"}
 NAMES = [f"layer {i}" for i in range(LAYERS)]
 PATIENT = VllmOptions(transport="shm", load_s=WAIT_S, silent_s=WAIT_S, probe_s=0.1, quiesce_s=WAIT_S)
-# A heartbeat may be late by ten times its period, on a busy machine.
-SHORT_LEASE = msgspec.structs.replace(PATIENT, lease_s=2.0, heartbeat_s=0.2)
+# A heartbeat may be late by twenty times its period, on a busy machine.
+SHORT_LEASE = msgspec.structs.replace(PATIENT, lease_s=4.0, heartbeat_s=0.2)
 IMPATIENT = msgspec.structs.replace(PATIENT, silent_s=0.5)
 
 
