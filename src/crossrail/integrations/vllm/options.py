@@ -28,6 +28,7 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decoder whose own blocks are all taken says that it is still going to come; less than a third of lease_s.
     load_s: how long a decoder waits for a prompt's KV, from when it has blocks for it; then the load has failed.
     silent_s: a producer that answers nothing for so long has failed. probe_s: how often it is asked meanwhile.
+    watcher_poll_us: pause between looks at how many layers are computed, once this instance has prefilled for another.
     quiesce_s: how long a preemption waits for writes out of the blocks it takes. idle_s: how long a step with nothing
     to compute waits for news; without it vLLM's loop would take a whole core while blocks wait to be freed.
     """
@@ -43,6 +44,7 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_s: Seconds = 60.0
     silent_s: Seconds = 5.0
     probe_s: Seconds = 1.0
+    watcher_poll_us: Annotated[float, Meta(ge=1.0, le=100_000.0)] = 200.0
     quiesce_s: Seconds = 10.0
     idle_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.002
 

@@ -14,6 +14,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +77,33 @@ class _Offer:
     asks: dict[Key, _Ask] = field(default_factory=dict)
 
 
+class LiveStep(NamedTuple):
+    """A forward pass whose layers are sent as they are computed. Any thread."""
+
+    sender: KvSender
+    step: Step
+
+    def layers_done(self, layers: int) -> None:
+        """So many more are in the blocks."""
+        self.sender.layer_done(layers)
+
+    def abandon(self, reason: str) -> None:
+        """The rest will not be: its transfers end."""
+        self.step.abandon(reason)
+
+
+class Senders:
+    """Two on one memory, since a word serves one model: what goes late does so while the model is at other layers."""
+
+    def __init__(self, layout: KvLayout, rank: int, memory: RankMemory) -> None:
+        self.live = KvSender(layout, {rank: memory})
+        self.late = KvSender(layout, {rank: memory})
+
+    async def close(self) -> None:
+        await self.live.close()
+        await self.late.close()
+
+
 class Producer:
     """Threads: the event loop's. on_sent(request): its blocks may be freed; called once for each finished or dropped.
 
@@ -96,8 +124,9 @@ class Producer:
         self._layout = layout
         self._options = options
         self._on_sent = on_sent
-        self.live = KvSender(layout, {rank: memory})
-        self._late = KvSender(layout, {rank: memory})
+        self._rank = rank
+        self._memory = memory
+        self._made: Senders | None = None
         self._offers: dict[str, _Offer] = {}  # by request
         self._by_transfer: dict[str, _Offer] = {}
         self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
@@ -109,12 +138,19 @@ class Producer:
 
     async def close(self) -> None:
         """Returns when nothing of ours is under way any more."""
-        await self.live.close()
-        await self._late.close()
+        if self._made is not None:
+            await self._made.close()
+
+    @property
+    def _senders(self) -> Senders:
+        """Made when they are needed: somebody looks at their words all the time, which costs a consumer nothing."""
+        if self._made is None:
+            self._made = Senders(self._layout, self._rank, self._memory)
+        return self._made
 
     # ---- what vLLM says, in the order of its steps
 
-    def begin_step(self, orders: o.Orders) -> Step | None:
+    def begin_step(self, orders: o.Orders) -> LiveStep | None:
         """Before the forward pass. None: no layer of it is to be sent."""
         for new in orders.offers:
             self._add(new)
@@ -128,7 +164,7 @@ class Producer:
         if self._options.layerwise:
             for request, end in ends.items():
                 loads += self._live_loads(self._offers[request], end)
-        step = self.live.begin_step(loads) if loads else None
+        step = LiveStep(self._senders.live, self._senders.live.begin_step(loads)) if loads else None
         for name in orders.finished:
             self._hold(self._offers[name], "")
         for name in orders.dropped:
@@ -182,7 +218,7 @@ class Producer:
     def _live_loads(self, offer: _Offer, end: int) -> list[tuple[SendJob, int]]:
         loads = []
         for ask in list(offer.asks.values()):
-            job = ask.job or self._open(offer, ask, self.live)
+            job = ask.job or self._open(offer, ask, self._senders.live)
             # What is computed a second time, after a preemption, has been sent.
             if job is not None and not job.stopped and ask.sent < end:
                 loads.append((job, end))
@@ -194,10 +230,10 @@ class Producer:
         if not offer.request or offer.computed < offer.tokens:
             return
         for ask in list(offer.asks.values()):
-            if ask.job is None and (job := self._open(offer, ask, self._late)) is not None:
+            if ask.job is None and (job := self._open(offer, ask, self._senders.late)) is not None:
                 ask.sent = offer.tokens
-                self._late.begin_step([(job, offer.tokens)])
-                self._late.layer_done(self._layout.layers)
+                self._senders.late.begin_step([(job, offer.tokens)])
+                self._senders.late.layer_done(self._layout.layers)
 
     def _open(self, offer: _Offer, ask: _Ask, sender: KvSender) -> SendJob | None:
         """None: it cannot be sent, and the ask has ended."""

@@ -19,10 +19,9 @@ from crossrail.integrations.vllm.consumer import Consumer, Loaded
 from crossrail.integrations.vllm.handoff import Worker, fingerprint
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Orders
-from crossrail.integrations.vllm.producer import Producer
+from crossrail.integrations.vllm.producer import LiveStep, Producer
 from crossrail.kv import KvLayout, RankMemory
 from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.sender import Step
 from crossrail.kv.wire import EngineWire
 
 log = logging.getLogger("crossrail.vllm")
@@ -49,7 +48,7 @@ class WorkerSide:
         self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-vllm", daemon=True)
         self._engine: xr.Engine | None = None
         self._orders = Orders()
-        self._step: Step | None = None
+        self._step: LiveStep | None = None
         self._saved: set[int] = set()
         self._passed = 0  # layers of the step that the word has gone up for
         self._changed = threading.Condition()  # guards what follows
@@ -72,6 +71,7 @@ class WorkerSide:
             rails=options.rails,
             port=options.port + self._rank if options.port else 0,
             secret=self._secret,
+            watcher_poll_us=options.watcher_poll_us,
         )
         self._memory = RankMemory.register(self._engine, layout, buffers)
         self._thread.start()
@@ -135,7 +135,7 @@ class WorkerSide:
         while self._passed in self._saved:
             self._passed += 1
         if self._passed > before:
-            self._producer.live.layer_done(self._passed - before)
+            self._step.layers_done(self._passed - before)
 
     def start_loads(self) -> None:
         """What vLLM has given blocks for may be fetched now. Returns at once."""
@@ -150,7 +150,7 @@ class WorkerSide:
         if step is not None and failed:
             step.abandon("the forward pass failed")
         elif step is not None and missing:  # layers that vLLM does not report one by one
-            self._producer.live.layer_done(missing)
+            step.layers_done(missing)
         if orders.chunks and not failed:
             self._loop.call_soon_threadsafe(self._producer.end_step, orders)
 
