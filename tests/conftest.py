@@ -19,6 +19,8 @@ from tests.support.seeds import Seed
 collect_ignore_glob = [
     f"*test_{module}*.py" for module in ("torch", "transformers") if importlib.util.find_spec(module) is None
 ]
+if not importlib.util.find_spec("vllm"):  # ./dev vllm has it, in an environment of its own
+    collect_ignore_glob.append("*/tests/vllm/*")
 
 hypothesis.settings.register_profile(
     "crossrail",

@@ -90,6 +90,7 @@ def test_ranks_hold_all_heads_evenly(tp: int, kv_heads: int) -> None:
         ({"order": ["HND"]}, "order="),
         ({"separate_kv": 1}, "separate_kv=1"),
         ({"kind": "MLA"}, "kv_heads=4 of kind MLA"),
+        ({"kind": "PACKED", "order": "NHD"}, "order='NHD' of kind PACKED"),
         ({"kv_heads": 6, "tp": 4}, "one must be a multiple of the other"),
         ({"pages": 1 << 31, "page_tokens": 1 << 16}, "a layer has"),
     ],
@@ -136,6 +137,24 @@ def test_what_may_differ_does_not_matter() -> None:
 
     assert differences(ours, theirs) == []
     compatible(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"page_tokens": 6}, ["page_tokens"]),
+        ({"kind": "GQA"}, ["kind"]),
+        ({"kind": "MLA", "kv_heads": 1, "page_tokens": 6}, ["kind", "kv_heads", "page_tokens"]),
+        ({"pages": 9, "tp": 4}, []),
+    ],
+)
+def test_packed_pages_cannot_be_cut(changes: dict[str, Any], names: list[str]) -> None:
+    """Sizes in bytes agree in the first two: nothing but these words keeps wrong tokens away."""
+    packed = GQA | {"kind": "PACKED"}
+
+    found = differences(KvLayout(**packed), KvLayout(**packed | changes))
+
+    assert [line.partition(":")[0] for line in found] == names
 
 
 @pytest.mark.parametrize(

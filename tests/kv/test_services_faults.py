@@ -250,11 +250,11 @@ async def test_end_that_a_dead_decoder_had_not_told_is_told_by_another(cluster: 
     assert isinstance(decoder, Decoder)
     tell, decoder._offer = decoder._offer, keep_to_yourself
     for node in cluster.nodes.values():
-        node.model.end_tokens = (whole[12],)
+        node.model.end_tokens = frozenset({whole[12]})
     client = asyncio.ensure_future(cluster.complete(PROMPT, m.Sampling(24)))
     await until(lambda: any(len(r.tokens) == 13 for r in cluster.router._running.values()), "all tokens are told")
     await cluster.kill("d0")
-    cluster.add(Decoder, "d1").model.end_tokens = (whole[12],)
+    cluster.add(Decoder, "d1").model.end_tokens = frozenset({whole[12]})
     tokens, end = await asyncio.wait_for(client, WAIT_S)
     assert (tokens, end.reason) == (whole[:13], "stop")
     await assert_still_serves(cluster)

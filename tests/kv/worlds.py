@@ -18,7 +18,8 @@ POWERS = (1, 2, 4, 8)
 @st.composite
 def layout_pairs(draw: st.DrawFn, *, page_tokens_max: int = 12) -> tuple[KvLayout, KvLayout]:
     """A prefiller's layout and a decoder's, of one model; everything that may differ does."""
-    kind = draw(st.sampled_from(["MHA", "GQA", "MLA"]))
+    kind = draw(st.sampled_from(["MHA", "GQA", "MLA", "PACKED"]))
+    packed = {"page_tokens": draw(st.integers(1, page_tokens_max)), "order": "HND"} if kind == "PACKED" else {}
     model: dict[str, Any] = {
         "kind": kind,
         "layers": draw(st.integers(1, 3)),
@@ -26,12 +27,12 @@ def layout_pairs(draw: st.DrawFn, *, page_tokens_max: int = 12) -> tuple[KvLayou
         "head_dim": draw(st.integers(1, 5)),
         "dtype": draw(st.sampled_from(["float8_e4m3fn", "bfloat16", "float32"])),
     }
-    first, second = (
+    first, second = (  # of what is packed, only whole pages go
         KvLayout(
             **model,
             pages=draw(st.integers(1, 24)),
-            page_tokens=draw(st.integers(1, page_tokens_max)),
-            order=draw(st.sampled_from(["HND", "NHD"])),
+            page_tokens=packed.get("page_tokens") or draw(st.integers(1, page_tokens_max)),
+            order=packed.get("order") or draw(st.sampled_from(["HND", "NHD"])),
             separate_kv=draw(st.booleans()),
             tp=draw(st.sampled_from(POWERS)),
         )

@@ -5,6 +5,7 @@ makes; pages.py, who may use a page and when; sender.py and receiver.py are the 
 """
 
 from crossrail.kv.errors import DuplicateRequest, LayoutMismatch, NoPages, PagesInUse, SurplusCount, TransferStopped
+from crossrail.kv.foreign_pages import NOT_YET, foreign_lease
 from crossrail.kv.job import LayerTime, SendJob
 from crossrail.kv.layout import KvLayout, compatible, differences
 from crossrail.kv.memory import RankMemory
@@ -17,6 +18,7 @@ from crossrail.kv.sender import KvSender, Step
 from crossrail.kv.target import KvTarget, RankTarget
 
 __all__ = [
+    "NOT_YET",
     "DuplicateRequest",
     "KvLayout",
     "KvReceiver",
@@ -42,6 +44,7 @@ __all__ = [
     "compatible",
     "differences",
     "expected_count",
+    "foreign_lease",
     "page_hashes",
     "plan_transfer",
 ]

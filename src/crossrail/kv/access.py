@@ -8,7 +8,7 @@ while others go on writing to the same pages by registrations of theirs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from crossrail import Engine
 from crossrail.errors import WaitTimeout
@@ -26,16 +26,16 @@ class Tails:
 
 
 class Access:
-    """One writer's registrations of all ranks and tails.
+    """One writer's registrations of all ranks that this process has, and of tails.
 
     Lifecycle: 1. open. 2. closing: its descriptors are refused. 3. shut: nothing of it can land any more.
     Threads: that of the event loop.
     """
 
-    def __init__(self, ranks: Sequence[RankMemory], tails: Tails | None) -> None:
-        self.ranks = [memory.registered_again() for memory in ranks]
+    def __init__(self, ranks: Mapping[int, RankMemory], tails: Tails | None) -> None:
+        self.ranks = {rank: memory.registered_again() for rank, memory in ranks.items()}
         self.tail = tails.engine.register(tails.region.view()) if tails else None
-        self._regions = [region for memory in self.ranks for region in memory.regions]
+        self._regions = [region for memory in self.ranks.values() for region in memory.regions]
         if self.tail is not None:
             self._regions.append(self.tail)
         self.is_closing = False

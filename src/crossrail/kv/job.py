@@ -55,6 +55,7 @@ class SendJob:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._quiet = asyncio.Event()
+        self._stirred = asyncio.Event()  # as _changed, and when a write has ended
         self._lock = lock  # guards all that follows
         needs_nothing = target.prefix_tokens == target.tokens
         self._planned_tokens = target.tokens if needs_nothing else 0
@@ -91,7 +92,7 @@ class SendJob:
                 raise UsageError(f"request {self.request!r} owes no tail: it has none, it was sent, or rank 0 sends it")
             self._tail_owed = False
             for rank in self.target.ranks:
-                if rank.tail is not None:
+                if rank is not None and rank.tail is not None:
                     self._submit(
                         self._ranks[0].engine.submit_write,
                         region,
@@ -126,6 +127,26 @@ class SendJob:
             await self._wait([quiet], timeout_s, "quiet")
         finally:
             quiet.cancel()
+
+    async def at_rest(self, timeout_s: float | None = None) -> None:
+        """Returns when no step is open and no write under way: what was posted has ended, more may follow.
+
+        For allocators that take pages back in the middle of a request and compute it again later, into others: between
+        at_rest() and the next begin_step nothing reads them. Raises WaitTimeout.
+        """
+        resting = asyncio.create_task(self._until_at_rest())
+        try:
+            await self._wait([resting], timeout_s, "at rest")
+        finally:
+            resting.cancel()
+
+    async def _until_at_rest(self) -> None:
+        while True:
+            self._stirred.clear()  # before looking, so that a change after it wakes us
+            with self._lock:
+                if not self._open_steps and not self._transfers:
+                    return
+            await self._stirred.wait()
 
     async def _wait(self, what: list[asyncio.Task[Any]], timeout_s: float | None, state: str) -> None:
         done, _ = await asyncio.wait(what, timeout=timeout_s)
@@ -165,6 +186,8 @@ class SendJob:
         for write in writes:
             memory = self._ranks[write.source]
             rank = self.target.ranks[write.target]
+            if rank is None:
+                continue  # whoever speaks for that rank asks for it
             src, src_base = memory.place(layer)
             dst, dst_base = rank.place(layout, layer)
             self._submit(
@@ -189,7 +212,11 @@ class SendJob:
 
     def _wake(self) -> None:
         """Any thread, after a change: the job looks at itself."""
-        self._loop.call_soon_threadsafe(self._changed.set)
+        self._loop.call_soon_threadsafe(self._stir)
+
+    def _stir(self) -> None:
+        self._changed.set()
+        self._stirred.set()
 
     def _stop(self, error: CrossrailError) -> None:
         """Any thread. The first error is the one."""
@@ -242,6 +269,7 @@ class SendJob:
                 self._transfers.popleft()
                 self._retired_count += 1
                 self._note_written()
+            self._stirred.set()
 
     def _note_written(self) -> None:
         """The lock is held."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from crossrail.errors import UsageError
 from crossrail.kv.errors import LayoutMismatch
 
-Kind: TypeAlias = Literal["MHA", "GQA", "MLA"]
+Kind: TypeAlias = Literal["MHA", "GQA", "MLA", "PACKED"]
 Order: TypeAlias = Literal["HND", "NHD"]
 
 # The numpy type that holds one element; numpy knows neither bfloat16 nor the 8-bit floats, whose bits are kept.
@@ -47,7 +47,9 @@ class KvLayout:
     page_tokens: tokens of a page. head_dim: elements of a head's vector; for MLA, whose one "head" every rank holds,
     the latent with its rotary part.
     dtype: "bfloat16", "float8_e4m3fn", ... or a numpy or torch dtype of that name.
-    kind: "MLA" keeps one vector per token, the others a K and a V. "MHA" and "GQA" lie in memory alike.
+    kind: "MLA" keeps one vector per token, the others a K and a V. "MHA" and "GQA" lie in memory alike. "PACKED" keeps
+    K and V of a head together, page by page, in whatever form the attention kernel likes; head_dim counts both. Only
+    whole heads of whole pages mean anything then: page_tokens must agree, and the form is the caller's to compare.
 
     Memory of a rank, from the slowest index to the fastest, all contiguous:
       separate_kv      layers, K and V, pages, page
@@ -79,6 +81,8 @@ class KvLayout:
             raise UsageError(f"separate_kv={self.separate_kv!r} must be True or False")
         if self.kind == "MLA" and self.kv_heads != 1:
             raise UsageError(f"kv_heads={self.kv_heads} of kind MLA: it keeps one latent vector per token, so 1")
+        if self.kind == "PACKED" and self.order != "HND":
+            raise UsageError(f"order={self.order!r} of kind PACKED: a head of a page must be in one piece, so 'HND'")
         if self.kv_heads % self.tp and self.tp % self.kv_heads:
             raise UsageError(f"kv_heads={self.kv_heads} and tp={self.tp}: one must be a multiple of the other")
         if self.layer_bytes > _LAYER_BYTES_MAX:
@@ -107,8 +111,8 @@ class KvLayout:
 
     @cached_property
     def parts(self) -> int:
-        """2: K and V; 1: the latent of MLA."""
-        return 1 if self.kind == "MLA" else 2
+        """2: K and V; 1: the latent of MLA, or K and V as the kernel packed them."""
+        return 1 if self.kind in ("MLA", "PACKED") else 2
 
     @cached_property
     def row_bytes(self) -> int:
@@ -191,7 +195,7 @@ class KvLayout:
         return (
             f"{self.layers} layers, {self.kind} with {self.kv_heads} x {self.head_dim} {self.dtype}, "
             f"{self.pages} pages of {self.page_tokens} tokens, {self.order}"
-            f"{'' if self.kind == 'MLA' else ', ' + where}, TP {self.tp}"
+            f"{'' if self.parts == 1 else ', ' + where}, TP {self.tp}"
         )
 
 
@@ -207,12 +211,15 @@ def dtype_name(dtype: object) -> str:
 def differences(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("ours", "theirs")) -> list[str]:
     """What keeps two instances from exchanging KV: one line for each field, with both values. Empty: they can.
 
-    sides: what the text calls the two. Pages, page_tokens, order, separate_kv and tp may differ, and MHA is GQA with as
-    many heads.
+    sides: what the text calls the two. Pages, page_tokens (but for PACKED), order, separate_kv and tp may differ, and
+    MHA is GQA with as many heads.
     """
     names = ["layers", "kv_heads", "head_dim", "dtype"]
-    if ours.parts != theirs.parts:
+    packed = "PACKED" in (ours.kind, theirs.kind)
+    if packed or ours.parts != theirs.parts:
         names.insert(0, "kind")
+    if packed:
+        names.append("page_tokens")
     return [
         f"{name}: {sides[0]} {getattr(ours, name)}, {sides[1]} {getattr(theirs, name)}"
         for name in names

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +62,18 @@ class PoolReport(NamedTuple):
             [f"{sum(self.pages.values())} pages: {counts}"]
             + [f"  {owner!r} holds {own} + {shared} shared, {state}" for owner, state, own, shared in self.leases]
         )
+
+
+class Pages(Protocol):
+    """What a lease tells those who keep the books of its pages."""
+
+    page_tokens: int
+
+    def _move(self, lease: PageLease, state: PageState) -> None: ...
+
+    def _publish(self, pages: Sequence[int], names: Sequence[bytes]) -> None: ...
+
+    def _return(self, lease: PageLease) -> None: ...
 
 
 class PagePool:
@@ -172,11 +184,11 @@ class PagePool:
 class PageLease:
     """One request's pages, in the order of its tokens: shared ones of a known prefix, then its own.
 
-    pages: uint32, read-only. Made by PagePool.reserve; the module says what the states are.
+    pages: uint32, read-only. Made by PagePool.reserve or foreign_lease; the module says what the states are.
     Threads: as the pool's.
     """
 
-    def __init__(self, pool: PagePool, owner: str, pages: npt.NDArray[np.uint32], shared: int) -> None:
+    def __init__(self, pool: Pages, owner: str, pages: npt.NDArray[np.uint32], shared: int) -> None:
         self.owner = owner
         self.pages = pages
         self.shared = shared

@@ -2,53 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from crossrail.errors import UsageError
 from crossrail.kv.access import Access, Tails
 from crossrail.kv.errors import NoPages
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.memory import RankMemory
-from crossrail.kv.pages import PagePool
+from crossrail.kv.pages import PageLease, PagePool
 from crossrail.kv.reception import Reception
 from crossrail.kv.target import check_request
 
 
 class KvReceiver:
-    """Where requests' KV arrives: all ranks of an instance, its page pool, and room for tails.
+    """Where requests' KV arrives: the ranks of an instance, its page pool, and room for tails.
 
-    ranks: memory of rank 0, 1, ...; their engines may be one or several. tail_bytes: of a request's tail, 0: none;
-    tail_slots: requests that can have one at a time. Tails arrive at rank 0.
+    ranks: memory of rank 0, 1, ...; their engines may be one or several. Or by rank, those that this process has: then
+    a request has a receiver in each process, and each waits for what its own ranks are to get.
+    pool: None when somebody else says which pages a request has: then adopt(), not reserve().
+    tail_bytes: of a request's tail, 0: none; tail_slots: requests that can have one at a time. Tails arrive at rank 0.
     Threads: that of the event loop.
     """
 
     def __init__(
         self,
         layout: KvLayout,
-        ranks: Sequence[RankMemory],
-        pool: PagePool,
+        ranks: Sequence[RankMemory] | Mapping[int, RankMemory],
+        pool: PagePool | None,
         *,
         tail_bytes: int = 0,
         tail_slots: int = 64,
     ) -> None:
-        if len(ranks) != layout.tp:
-            raise UsageError(f"{len(ranks)} ranks are given, the layout has {layout.tp}")
-        for rank, memory in enumerate(ranks):
+        if not isinstance(ranks, Mapping):
+            if len(ranks) != layout.tp:
+                raise UsageError(f"{len(ranks)} ranks are given, the layout has {layout.tp}")
+            ranks = dict(enumerate(ranks))
+        if not ranks or not all(0 <= rank < layout.tp for rank in ranks):
+            raise UsageError(f"ranks {sorted(ranks)} must be some of 0..{layout.tp - 1}")
+        for rank, memory in ranks.items():
             if memory.layout != layout:
                 raise UsageError(f"rank {rank} has another layout: {memory.layout.describe()}")
-        if pool.pages != layout.pages or pool.page_tokens != layout.page_tokens:
+        if pool is not None and (pool.pages != layout.pages or pool.page_tokens != layout.page_tokens):
             raise UsageError(
                 f"the pool has {pool.pages} pages of {pool.page_tokens} tokens, the layout {layout.pages} of "
                 f"{layout.page_tokens}"
             )
         if tail_bytes < 0 or tail_slots < 1:
             raise UsageError(f"tail_bytes={tail_bytes} must be 0 or more, tail_slots={tail_slots} 1 or more")
+        if tail_bytes and 0 not in ranks:
+            raise UsageError("tails arrive at rank 0, which another process has")
         self.layout = layout
-        self.ranks = tuple(ranks)
+        self.ranks = dict(ranks)
         self.pool = pool
         self.tail_bytes = tail_bytes
         self._accesses: dict[str, Access] = {}
-        self._tails = Tails(ranks[0].engine, tail_bytes, tail_slots) if tail_bytes else None
+        self._tails = Tails(self.ranks[0].engine, tail_bytes, tail_slots) if tail_bytes else None
 
     def reserve(self, request: str, tokens: int, *, room_tokens: int = 0, names: Sequence[bytes] = ()) -> Reception:
         """Takes pages for `tokens` tokens that shall arrive and room_tokens that the decoder itself will add.
@@ -59,11 +67,23 @@ class KvReceiver:
         check_request(request)
         if tokens < 0 or room_tokens < 0:
             raise UsageError(f"tokens={tokens} and room_tokens={room_tokens} must be 0 or more")
+        if self.pool is None:
+            raise UsageError("this receiver has no pool of pages: adopt() takes a lease of yours")
         full_pages = tokens // self.layout.page_tokens
         if self._tails is not None and not self._tails.free_slots:
             raise NoPages(f"request {request!r}: all room for tails is in use", 1, 0)
         lease = self.pool.reserve(self.layout.pages_of(tokens + room_tokens), request, names=names[:full_pages])
-        return Reception(request, tokens, self.layout, lease, self._tails, self._access_of)
+        return Reception(request, tokens, self.layout, self.ranks, lease, self._tails, self._access_of)
+
+    def adopt(self, request: str, tokens: int, lease: PageLease) -> Reception:
+        """The same with a reserved lease of the caller's, whose first prefix_tokens tokens are here already."""
+        check_request(request)
+        if not 0 <= lease.prefix_tokens <= tokens or len(lease.pages) < self.layout.pages_of(tokens):
+            raise UsageError(
+                f"request {request!r}: the lease has {len(lease.pages)} pages, {lease.prefix_tokens} tokens are there; "
+                f"{tokens} tokens take {self.layout.pages_of(tokens)}"
+            )
+        return Reception(request, tokens, self.layout, self.ranks, lease, None, self._access_of)
 
     async def fence(self, writer: str, timeout_s: float) -> None:
         """Shuts a prefiller out: returns once nothing of it can land here any more, however late it comes.

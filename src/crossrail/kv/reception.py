@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class Reception:
         request: str,
         tokens: int,
         layout: KvLayout,
+        ranks: Collection[int],
         lease: PageLease,
         tails: Tails | None,
         access_of: Callable[[str | None], Access],
@@ -56,6 +57,7 @@ class Reception:
         self.tokens = tokens
         self.lease = lease
         self._layout = layout
+        self._ranks = tuple(ranks)
         self._tails = tails
         self._slot = tails.free_slots.pop() if tails else 0
         self._access_of = access_of
@@ -88,8 +90,8 @@ class Reception:
         layout = self._layout
         if self.state is not PageState.RESERVED:
             raise PagesInUse(f"request {self.request!r} cannot be dispatched now: its pages are {self.state}")
-        counts = [
-            expected_count(
+        counts = {
+            rank: expected_count(
                 source,
                 layout,
                 rank,
@@ -97,8 +99,8 @@ class Reception:
                 prefix_tokens=self.prefix_tokens,
                 tail=self._tails is not None and rank == 0,
             )
-            for rank in range(layout.tp)
-        ]
+            for rank in self._ranks
+        }
         access = self._access_of(writer)
         by_engine = _awaited_by_engine(access, counts)
         self._awaited = list(by_engine.values())
@@ -122,7 +124,9 @@ class Reception:
                     tail=access.tail.descriptor if access.tail is not None and rank == 0 else None,
                     tail_offset=self._slot * self._tails.nbytes if self._tails and rank == 0 else 0,
                 )
-                for rank, memory in enumerate(access.ranks)
+                if (memory := access.ranks.get(rank)) is not None
+                else None
+                for rank in range(layout.tp)
             ),
             tail_bytes=self._tails.nbytes if self._tails else 0,
         )
@@ -260,14 +264,14 @@ class Reception:
         return f"<Reception of {self.request!r}: {self.tokens} tokens, {self.state}>"
 
 
-def _awaited_by_engine(access: Access, counts: list[int]) -> dict[Engine, _Awaited]:
+def _awaited_by_engine(access: Access, counts: dict[int, int]) -> dict[Engine, _Awaited]:
     """An immediate for each engine, and the sum of its ranks' counts. All of them, or none."""
     by_engine: dict[Engine, _Awaited] = {}
     try:
-        for memory, count in zip(access.ranks, counts, strict=True):
+        for rank, memory in access.ranks.items():
             if memory.engine not in by_engine:
                 by_engine[memory.engine] = _Awaited(memory.engine.alloc_imm())
-            by_engine[memory.engine].expected += count
+            by_engine[memory.engine].expected += counts[rank]
     except BaseException:
         for awaited in by_engine.values():
             awaited.counter.release()

@@ -40,7 +40,8 @@ class KvTarget:
     """Where the KV of a request goes. tokens: whose KV is to be there in the end; of these, prefix_tokens are already.
 
     pages: uint32, the decoder's page of each of the request's pages, from the request's first token on.
-    tail_bytes: length of the tail, 0: there is none. ranks: all of the layout's.
+    tail_bytes: length of the tail, 0: there is none. ranks: one for each of the layout's, None for those that other
+    processes of the decoder speak for: nothing is written to them by this.
     """
 
     request: str
@@ -48,7 +49,7 @@ class KvTarget:
     tokens: int
     prefix_tokens: int
     pages: npt.NDArray[np.uint32]
-    ranks: tuple[RankTarget, ...]
+    ranks: tuple[RankTarget | None, ...]
     tail_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class KvTarget:
                 f"{layout.pages_of(self.tokens)}"
             )
         for rank in self.ranks:
-            if len(rank.regions) not in (1, layout.layers):
+            if rank is not None and len(rank.regions) not in (1, layout.layers):
                 raise UsageError(
                     f"request {self.request!r}: {len(rank.regions)} regions for {layout.layers} layers: there must be "
                     "1 or one a layer"
@@ -82,7 +83,9 @@ class KvTarget:
             "pages": self.pages.astype("<u4").tobytes(),
             "tail_bytes": self.tail_bytes,
             "ranks": [
-                {
+                None
+                if rank is None
+                else {
                     "imm": rank.imm,
                     "regions": [bytes(region) for region in rank.regions],
                     "tail": b"" if rank.tail is None else bytes(rank.tail),
@@ -117,7 +120,9 @@ def check_request(request: object) -> None:
         raise UsageError(f"request={request!r:.80} must be text of 1..{_REQUEST_BYTES_MAX} bytes")
 
 
-def _rank_from_wire(wire: Mapping[str, Any]) -> RankTarget:
+def _rank_from_wire(wire: Mapping[str, Any] | None) -> RankTarget | None:
+    if wire is None:
+        return None
     imm, tail_offset = wire["imm"], wire["tail_offset"]
     if type(imm) is not int or type(tail_offset) is not int:
         raise UsageError(f"imm={imm!r:.40} and tail_offset={tail_offset!r:.40} must be whole numbers")

@@ -1,0 +1,30 @@
+"""KV transfer between instances of vLLM: `"kv_connector": "CrossrailConnector"`, with this package as its module path.
+
+    --kv-transfer-config '{"kv_connector": "CrossrailConnector", "kv_role": "kv_both",
+                           "kv_connector_module_path": "crossrail.integrations.vllm"}'
+
+A prompt is prefilled by one instance and decoded by another; crossrail.kv writes the KV into the decoder's blocks.
+
+    vLLM's scheduler                        vLLM's worker, one per rank of tensor parallelism
+      scheduler.py: which request, which      worker.py: a thread with an event loop, an engine, a mailbox
+      blocks, when they may be freed            producer.py: offers computed prompts, writes them to who asks
+           └──── orders.py, each step ────▶     consumer.py: asks, counts, takes back
+    connector.py turns vLLM's calls into theirs; nothing else imports vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from crossrail.integrations.vllm.connector import CrossrailConnector
+
+__all__ = ["CrossrailConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "CrossrailConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from crossrail.integrations.vllm.connector import CrossrailConnector
+
+    return CrossrailConnector

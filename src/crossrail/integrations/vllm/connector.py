@@ -1,0 +1,245 @@
+"""vLLM's side of it: each call becomes one of SchedulerSide's or WorkerSide's. Tested with vLLM 0.32."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Histogram
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from crossrail.errors import UsageError
+from crossrail.integrations.vllm import stats
+from crossrail.integrations.vllm.caches import form_of, read_caches
+from crossrail.integrations.vllm.handoff import Instance, Worker
+from crossrail.integrations.vllm.options import VllmOptions
+from crossrail.integrations.vllm.orders import Orders
+from crossrail.integrations.vllm.scheduler import SchedulerSide
+from crossrail.integrations.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("crossrail.vllm")
+
+
+@dataclass
+class CrossrailMetadata(KVConnectorMetadata):
+    """A step's orders, from the scheduler to each worker."""
+
+    orders: Orders
+
+
+@dataclass
+class CrossrailHandshake(KVConnectorHandshakeMetadata):
+    """A worker's description of itself, for its scheduler."""
+
+    worker: Worker
+
+
+@dataclass
+class CrossrailStats(KVConnectorStats):
+    """stats.Data of an interval."""
+
+    def reset(self) -> None:
+        self.data = stats.empty()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return CrossrailStats(data=stats.added(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        return stats.reduced(self.data)
+
+    def is_empty(self) -> bool:
+        return stats.is_empty(self.data)
+
+
+class CrossrailPromMetrics(KVConnectorPromMetrics):
+    """stats.Data as Prometheus metrics, labelled by engine as vLLM's own are."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
+        for name, what in stats.COUNTERS.items():
+            self._metrics[name] = metric_types[Counter](
+                name=f"vllm:crossrail_{name}", documentation=what, labelnames=labelnames
+            )
+        for name, what in stats.SERIES.items():
+            self._metrics[name] = metric_types[Histogram](
+                name=f"vllm:crossrail_{name}", documentation=what, labelnames=labelnames, buckets=stats.BUCKETS_S
+            )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name in stats.COUNTERS:
+            self._metrics[name].labels(*labels).inc(transfer_stats_data[name])
+        for name in stats.SERIES:
+            for value in transfer_stats_data[name]:
+                self._metrics[name].labels(*labels).observe(value)
+
+
+class CrossrailConnector(KVConnectorBase_V1):
+    """Two of them live in an instance of vLLM: one with the scheduler, one with each worker.
+
+    Their options are VllmOptions, in kv_connector_extra_config. UsageError at start-up for what cannot work.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        options = VllmOptions.of(transfer.kv_connector_extra_config)
+        secret = options.secret()
+        _check_parallelism(parallel)
+        groups = len(kv_cache_config.kv_cache_groups)
+        if groups != 1:
+            raise UsageError(f"the model has {groups} groups of KV caches: CrossrailConnector knows models with one")
+        self._options = options
+        self._engine_id = str(transfer.engine_id)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                produces=transfer.is_kv_producer,
+                consumes=transfer.is_kv_consumer,
+                engine_id=self._engine_id,
+                secret=secret,
+            )
+        else:
+            from vllm.distributed import get_tensor_model_parallel_rank
+
+            rank = get_tensor_model_parallel_rank()
+            self._worker = WorkerSide(f"vllm-{self._engine_id[:40]}-{rank}", rank, options, secret)
+
+    # ---- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config = self._vllm_config
+        caches = read_caches(
+            kv_caches,
+            kv_heads=config.model_config.get_total_num_kv_heads(),
+            tp=config.parallel_config.tensor_parallel_size,
+        )
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        if spec.block_size != caches.layout.page_tokens:
+            raise UsageError(
+                f"vLLM counts in blocks of {spec.block_size} tokens, its kernel in {caches.layout.page_tokens}: set "
+                "block_size to what the kernel has"
+            )
+        self._kv_caches = kv_caches  # they stay as long as we read and write them
+        self._on_worker.open(caches.layout, caches.buffers, form_of(config, spec, caches.layers), caches.layers)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return CrossrailHandshake(self._on_worker.description)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        self._on_worker.preempted(kv_connector_metadata.orders)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._on_worker.begin_step(connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._on_worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: vLLM runs a request only after its load was reported."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        self._on_worker.layer_saved(layer_name)
+
+    def wait_for_save(self) -> None:
+        # vLLM calls this from a `finally`: also when the forward pass raised, which is being handled then.
+        self._on_worker.end_step(failed=sys.exc_info()[0] is not None)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._on_worker.take_results()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._on_worker.take_invalid()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._worker is None:
+            return None
+        found = CrossrailStats(data=self._worker.take_stats())
+        return None if found.is_empty() else found
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+    # ---- scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        workers = [metadata[rank].worker for rank in sorted(metadata)]
+        line = self._in_scheduler.instance_known(Instance(self._engine_id[:128], workers))
+        if self._options.instance_file:
+            _write_whole(Path(self._options.instance_file), line + "\n")
+
+    def on_new_request(self, request: Any) -> None:
+        self._in_scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._in_scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._in_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return CrossrailMetadata(self._in_scheduler.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._in_scheduler.reported(connector_output.finished_sending or (), connector_output.finished_recving or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._in_scheduler.finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        return self._in_scheduler.has_pending_work
+
+    # ---- both
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return VllmOptions.of(extra_config).layerwise
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return CrossrailStats(data=data or stats.empty())
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics | None:
+        return CrossrailPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @property
+    def _on_worker(self) -> WorkerSide:
+        assert self._worker is not None, "vLLM asked its scheduler's connector what a worker's does"
+        return self._worker
+
+    @property
+    def _in_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "vLLM asked a worker's connector what its scheduler's does"
+        return self._scheduler
+
+
+def _check_parallelism(parallel: Any) -> None:
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if getattr(parallel, name, 1) != 1:
+            raise UsageError(f"{name}={getattr(parallel, name)}: CrossrailConnector knows tensor parallelism only")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Whoever reads it meanwhile sees the old text, or the new."""
+    draft = path.with_name(f".{path.name}.new")
+    draft.write_text(text)
+    draft.replace(path)

@@ -1,0 +1,295 @@
+"""The consumer's half of a worker: gets requests' KV into the blocks that vLLM has given them.
+
+A load ends in one of these ways, and only then is it reported and its blocks may be used or freed:
+- loaded: the count is complete.
+- failed: all of the producer's ranks have confirmed that nothing can land any more, or were shut out (fenced). A rank
+  that stands still in the middle of a copy cannot be shut out: then the load stays unreported until it can.
+- cancelled by vLLM: the same, and no blocks are reported as invalid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from crossrail.errors import CrossrailError, PeerLost, WaitTimeout
+from crossrail.integrations.vllm import orders as o
+from crossrail.integrations.vllm.handoff import Instance, Worker, mismatch, rank_name
+from crossrail.integrations.vllm.options import VllmOptions
+from crossrail.kv import KvLayout, KvReceiver, KvTarget, PageState, RankMemory, Reception, foreign_lease
+from crossrail.kv import messages as m
+from crossrail.kv.mailbox import Mailbox, NoAnswer
+from crossrail.kv.wire import Unreachable
+
+log = logging.getLogger("crossrail.vllm")
+
+_ATTEMPTS = 1 << 20
+_LOOK_S = 0.1  # between looks at whether an engine of the producer's is gone
+_RELEASABLE = (PageState.RESERVED, PageState.IN_USE)
+_ASK_S = 5.0  # for questions that are answered at once
+
+
+class LoadFailed(CrossrailError):
+    """Nothing more is to be expected of this load."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """How a load ended. invalid: blocks that do not hold what they should. seconds: since it had blocks."""
+
+    request: str
+    invalid: frozenset[int]
+    how: str
+    seconds: float
+    nbytes: int
+
+
+@dataclass
+class _Pending:
+    """A request that wants its KV, from when it arrived on. attempt: tells it from others of the same transfer."""
+
+    wanted: o.Wanted
+    attempt: int
+    task: asyncio.Task[None] | None = None
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Consumer:
+    """Threads: the event loop's. on_loaded: called once for each load. counts: loads by how they ended; never reset."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        worker: Worker,
+        rank: int,
+        memory: RankMemory,
+        options: VllmOptions,
+        on_loaded: Callable[[Loaded], None],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.layout = KvLayout.from_wire(worker.layout)
+        self._mailbox = mailbox
+        self._worker = worker
+        self._rank = rank
+        self._options = options
+        self._on_loaded = on_loaded
+        self._receiver = KvReceiver(self.layout, {rank: memory}, None)
+        self._pending: dict[str, _Pending] = {}
+        self._attempts = itertools.count()
+        self._mismatches: dict[str, str] = {}  # by writer
+        mailbox.spawn(self._beat(), "telling producers that we still want")
+
+    async def close(self) -> None:
+        """Gives up loads under way, as far as producers answer in time, and takes our memory back from all of them."""
+        tasks = [pending.task for pending in self._pending.values() if pending.task is not None]
+        for pending in self._pending.values():
+            pending.stop.set()
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._options.silent_s)
+        self._receiver.close()
+
+    # ---- what vLLM says
+
+    def take(self, orders: o.Orders) -> None:
+        for wanted in orders.wanted:
+            self._pending[wanted.request] = _Pending(wanted, next(self._attempts) % _ATTEMPTS + 1)
+        for load in orders.loads:
+            self._start(load)
+        for request in orders.cancels:
+            if (pending := self._pending.get(request)) is not None:
+                pending.stop.set()
+        for request in orders.releases:
+            if (released := self._pending.pop(request, None)) is not None:
+                self._mailbox.spawn(self._let_go(released), "letting a prompt go")
+
+    def _start(self, load: o.Load) -> None:
+        if load.wanted is None:
+            self._end(load, "failed", 0.0, load.why)
+            return
+        pending = self._pending.get(load.request)
+        if pending is None:  # it was loaded before, and vLLM has lost it since
+            pending = self._pending[load.request] = _Pending(load.wanted, next(self._attempts) % _ATTEMPTS + 1)
+        pending.task = self._mailbox.spawn(self._load(load, pending), f"loading {load.request}")
+
+    # ---- one load
+
+    async def _load(self, load: o.Load, pending: _Pending) -> None:
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        how, why = "failed", ""
+        try:
+            await self._fetch(load, pending)
+            how = "loaded"
+        except CrossrailError as error:
+            why = str(error)
+        except Exception as error:
+            log.exception("request %s: its load failed by a mistake of ours", load.request)
+            why = f"{type(error).__name__}: {error}"
+        if pending.stop.is_set() and how == "failed":
+            how = "cancelled"
+        self._pending.pop(load.request, None)
+        self._end(load, how, clock() - begun, why)
+
+    def _end(self, load: o.Load, how: str, seconds: float, why: str) -> None:
+        self.counts[how] += 1
+        first = load.prefix_tokens // self.layout.page_tokens
+        if how == "failed":
+            log.error("request %s: its KV could not be loaded: %s", load.request, why)
+        invalid = frozenset(load.blocks[first:] if how == "failed" else ())
+        layout = self.layout
+        pages = layout.pages_of(load.tokens) - first
+        nbytes = pages * layout.layers * layout.parts * layout.block_bytes if how == "loaded" else 0
+        self._on_loaded(Loaded(load.request, invalid, how, seconds, nbytes))
+
+    async def _fetch(self, load: o.Load, pending: _Pending) -> None:
+        """Returns when all is there; raises why it is not, with nothing that can land any more."""
+        instance = pending.wanted.instance
+        if differs := self._mismatch(instance):
+            await self._let_go(pending)
+            raise LoadFailed(differs)
+        name = rank_name(pending.wanted.transfer_id, self._rank, self.layout.tp)
+        pages = np.array(load.blocks[: self.layout.pages_of(load.tokens)], np.uint32)
+        lease = foreign_lease(name, pages, self.layout.page_tokens, prefix_tokens=load.prefix_tokens)
+        reception = self._receiver.adopt(name, load.tokens, lease)
+        target = reception.dispatch(instance.layout, instance.writer)
+        try:
+            await self._dispatch(load, pending, target)
+            await self._arrive(reception, pending)
+        except BaseException as error:
+            log.info("transfer %s: %s; taking its blocks back", name, error)
+            await self._take_back(reception, pending)
+            raise
+        finally:
+            if reception.state in _RELEASABLE:
+                reception.release()
+
+    def _mismatch(self, instance: Instance) -> str:
+        writer = instance.writer
+        if writer not in self._mismatches:
+            self._mismatches[writer] = mismatch(instance.workers[0], self._worker)
+        return self._mismatches[writer]
+
+    async def _dispatch(self, load: o.Load, pending: _Pending, target: KvTarget) -> None:
+        question = m.Dispatch(target.request, pending.attempt, load.prompt, target.to_wire(), self._options.load_s)
+        for answer in await self._ask_all(pending, question, (m.Dispatched, m.DispatchRefused), self._options.silent_s):
+            if isinstance(answer, m.DispatchRefused):
+                raise LoadFailed(f"the producer refuses: {answer.reason}")
+
+    async def _arrive(self, reception: Reception, pending: _Pending) -> None:
+        """Until all is counted. Raises when it will not be."""
+        arrival = asyncio.ensure_future(reception.arrived(self._options.load_s))
+        watches = [asyncio.ensure_future(self._watch(worker, pending)) for worker in pending.wanted.instance.workers]
+        stop = asyncio.ensure_future(pending.stop.wait())
+        tasks: list[asyncio.Future[Any]] = [arrival, stop, *watches]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if arrival.done():
+                arrival.result()
+                return
+            lost = next((watch.result() for watch in watches if watch.done()), "")
+            raise LoadFailed(lost or "vLLM cancelled it")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, worker: Worker, pending: _Pending) -> str:
+        """Returns why nothing more is to be expected from this rank of the producer, as soon as that is so."""
+        clock = asyncio.get_running_loop().time
+        heard_s = asked_s = clock()
+        written = False
+        while True:
+            await asyncio.sleep(min(_LOOK_S, self._options.probe_s))
+            if self._mailbox.wire.is_lost(worker.address):
+                return "the producer died or closed"
+            if clock() - asked_s < self._options.probe_s:
+                continue
+            asked_s = clock()
+            try:
+                progress = await self._ask(worker, m.Probe(*self._key(pending)), m.Progress, self._options.probe_s)
+            except Unreachable as error:
+                return str(error)
+            except NoAnswer:
+                if clock() - heard_s > self._options.silent_s:
+                    return f"the producer has not answered for {self._options.silent_s:g} s"
+                continue
+            heard_s = clock()
+            if progress.state in ("failed", "unknown"):
+                return f"the producer gave it up: {progress.detail or progress.state}"
+            # All counts of a rank that has written everything are on their way; other ranks may have more to write.
+            if progress.state == "written" and written and len(pending.wanted.instance.workers) == 1:
+                return "the producer says that it has written all, and not all was counted"
+            written = progress.state == "written"
+
+    # ---- taking back
+
+    async def _take_back(self, reception: Reception, pending: _Pending) -> None:
+        """Returns when nothing can land in the request's blocks any more, however long that takes."""
+        wait_s = self._options.silent_s
+        while True:
+            try:
+                await reception.withdraw(lambda: self._ask_to_stop(pending), wait_s)
+                return
+            except (WaitTimeout, NoAnswer, Unreachable) as error:
+                log.warning("transfer %s: %s; its producer is shut out", reception.request, error)
+            try:
+                await self._receiver.fence(pending.wanted.instance.writer, wait_s)
+            except WaitTimeout as error:
+                log.warning("transfer %s: %s; its blocks stay out of use", reception.request, error)
+
+    async def _ask_to_stop(self, pending: _Pending) -> None:
+        try:
+            await self._ask_all(pending, m.Withdraw(*self._key(pending)), (m.Quiesced,), self._options.silent_s)
+        except Unreachable as error:
+            if any(self._mailbox.wire.is_lost(worker.address) for worker in pending.wanted.instance.workers):
+                raise PeerLost(str(error)) from None
+            raise
+
+    async def _let_go(self, pending: _Pending) -> None:
+        """Tells the producer that nobody comes for it; what cannot be told, its lease ends."""
+        try:
+            await self._ask_all(pending, m.Withdraw(*self._key(pending)), (m.Quiesced,), _ASK_S)
+        except (NoAnswer, Unreachable) as error:
+            log.info("transfer %s: %s", pending.wanted.transfer_id, error)
+
+    # ---- questions
+
+    async def _beat(self) -> None:
+        """What waits for blocks here keeps its lease there."""
+        while True:
+            await asyncio.sleep(self._options.heartbeat_s)
+            waiting = [pending for pending in self._pending.values() if pending.task is None]
+            for pending in waiting:
+                self._mailbox.spawn(self._beat_one(pending), "a sign of life")
+
+    async def _beat_one(self, pending: _Pending) -> None:
+        try:
+            await self._ask_all(pending, m.Probe(*self._key(pending)), (m.Progress,), self._options.heartbeat_s)
+        except (NoAnswer, Unreachable) as error:
+            log.info("transfer %s: %s", pending.wanted.transfer_id, error)
+
+    def _key(self, pending: _Pending) -> tuple[str, int]:
+        return rank_name(pending.wanted.transfer_id, self._rank, self.layout.tp), pending.attempt
+
+    async def _ask(self, worker: Worker, question: m.Message, answer: Any, timeout_s: float) -> Any:
+        return await self._mailbox.ask(worker.address, question, answer, timeout_s)
+
+    async def _ask_all(
+        self, pending: _Pending, question: m.Message, answers: tuple[type, ...], timeout_s: float
+    ) -> Sequence[Any]:
+        """The answers of all ranks. Raises the first failure, after all have answered or failed."""
+        workers = pending.wanted.instance.workers
+        got = await asyncio.gather(
+            *(self._ask(worker, question, answers, timeout_s) for worker in workers), return_exceptions=True
+        )
+        for one in got:
+            if isinstance(one, BaseException):
+                raise one
+        return got

@@ -1,0 +1,79 @@
+"""What a user says of the connector in kv_connector_extra_config."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from crossrail.engine import SECRET_VARIABLE
+from crossrail.errors import UsageError
+
+Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
+
+
+class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Times in seconds; every one has a reason to differ from site to site, none has to be set.
+
+    secret_file: its content, without whitespace around it, is the secret that all instances share; None: the value of
+    CROSSRAIL_SECRET. One of the two must be there.
+    transport, rails, port: as of crossrail.Engine, one engine a worker; a port gets the worker's rank added, 0: any.
+    instance_file: where a producer writes what others have to know of it (one line), for proxies that ask decoders
+    before a prompt is prefilled; "" : nowhere.
+    layerwise: KV leaves layer by layer, during the forward pass, to decoders that have asked by then. False: after it.
+    lease_s: how long a prefilled prompt waits for a decoder that does not show itself. heartbeat_s: how often a
+    decoder whose own blocks are all taken says that it is still going to come; less than a third of lease_s.
+    load_s: how long a decoder waits for a prompt's KV, from when it has blocks for it; then the load has failed.
+    silent_s: a producer that answers nothing for so long has failed. probe_s: how often it is asked meanwhile.
+    watcher_poll_us: pause between looks at how many layers are computed, once this instance has prefilled for another.
+    quiesce_s: how long a preemption waits for writes out of the blocks it takes. idle_s: how long a step with nothing
+    to compute waits for news; without it vLLM's loop would take a whole core while blocks wait to be freed.
+    """
+
+    secret_file: str | None = None
+    transport: str = "auto"
+    rails: Annotated[int, Meta(ge=1, le=16)] | list[str] = 1
+    port: Annotated[int, Meta(ge=0, le=65000)] = 0
+    instance_file: str = ""
+    layerwise: bool = True
+    lease_s: Seconds = 30.0
+    heartbeat_s: Seconds = 5.0
+    load_s: Seconds = 60.0
+    silent_s: Seconds = 5.0
+    probe_s: Seconds = 1.0
+    watcher_poll_us: Annotated[float, Meta(ge=1.0, le=100_000.0)] = 200.0
+    quiesce_s: Seconds = 10.0
+    idle_s: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.002
+
+    def __post_init__(self) -> None:
+        if self.heartbeat_s * 3 > self.lease_s:
+            raise UsageError(f"heartbeat_s={self.heartbeat_s:g} must be at most a third of lease_s={self.lease_s:g}")
+
+    @classmethod
+    def of(cls, extra_config: dict[str, Any]) -> VllmOptions:
+        """Raises UsageError, which names the option, for one that is unknown or out of bounds."""
+        try:
+            return msgspec.convert(extra_config, cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"kv_connector_extra_config: {error}") from None
+
+    def secret(self) -> bytes:
+        """Raises UsageError when there is none: who can reach an instance's port could read prompts without it."""
+        if self.secret_file is None:
+            secret = os.environ.get(SECRET_VARIABLE, "").encode()
+            where = f"the environment variable {SECRET_VARIABLE}"
+        else:
+            try:
+                secret = Path(self.secret_file).read_bytes().strip()
+            except OSError as error:
+                raise UsageError(f"secret_file: {error}") from None
+            where = f"secret_file={self.secret_file!r}"
+        if not 1 <= len(secret) <= 1024:
+            raise UsageError(
+                f"CrossrailConnector needs a secret of 1..1024 bytes that all instances share, and {where} has "
+                f"{len(secret)}: set {SECRET_VARIABLE}, or secret_file in kv_connector_extra_config"
+            )
+        return secret

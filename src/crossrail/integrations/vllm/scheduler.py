@@ -1,0 +1,239 @@
+"""The half of the connector that lives with vLLM's scheduler: it knows requests and blocks, and touches no memory.
+
+vLLM asks it about each request in a fixed order, and hands what it answers to the workers as this step's Orders.
+
+Life of a request at a producer:   offered (arrived) -> finished, or dropped -> reported by the workers.
+Life of a request at a consumer:   wanted (arrived) -> loading (has blocks) -> loaded, by itself or reported; or
+                                   released, when it ends before it has blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from crossrail.errors import UsageError
+from crossrail.integrations.vllm.handoff import Instance, Parameters, reply, transfer_id_of
+from crossrail.integrations.vllm.orders import Chunk, Load, Offer, Orders, Wanted
+
+log = logging.getLogger("crossrail.vllm")
+
+_COMPLETE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
+class Request(Protocol):
+    """What is used of vLLM's Request."""
+
+    request_id: str
+    kv_transfer_params: dict[str, Any] | None
+    prompt_token_ids: Sequence[int] | None
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    status: Any
+
+
+@dataclass
+class _Offered:
+    transfer_id: str
+    tokens: int
+    blocks: int = 0  # that the workers know
+
+
+@dataclass
+class _Wanted:
+    """wanted None: it cannot be fetched. computed_tokens: that were found here when vLLM asked last."""
+
+    wanted: Wanted | None
+    why: str = ""
+    computed_tokens: int = 0
+    is_loading: bool = False
+
+
+class SchedulerSide:
+    """Threads: the scheduler's, one. counts: of requests, by what became of them; never reset.
+
+    produces, consumes: what kv_role allows. Nothing that a client sends raises: what cannot be fetched fails as a load,
+    and vLLM's kv_load_failure_policy decides what that means.
+    """
+
+    def __init__(self, *, produces: bool, consumes: bool, engine_id: str, secret: bytes) -> None:
+        self.counts: Counter[str] = Counter()
+        self._produces = produces
+        self._consumes = consumes
+        self._engine_id = engine_id
+        self._secret = secret
+        self._line = ""
+        self._tp = 0
+        self._orders = Orders()
+        self._offered: dict[str, _Offered] = {}
+        self._held: set[str] = set()  # finished or dropped, not reported yet
+        self._wanted: dict[str, _Wanted] = {}
+
+    def instance_known(self, instance: Instance) -> str:
+        """The workers are up. Returns the line that describes them to others."""
+        self._line, self._tp = instance.to_line(self._secret), instance.layout.tp
+        return self._line
+
+    # ---- a request comes
+
+    def new_request(self, request: Request) -> None:
+        """Before anything else of it."""
+        try:
+            parameters = Parameters.of(request.kv_transfer_params)
+        except UsageError as error:
+            self._refuse(request, str(error))
+            return
+        if parameters.do_remote_decode:
+            self._offer(request, parameters)
+        if not parameters.do_remote_prefill:
+            return
+        assert parameters.transfer_id is not None
+        assert parameters.crossrail_instance is not None
+        tokens = parameters.remote_num_tokens
+        try:
+            if not self._consumes:
+                raise UsageError("this instance has kv_role kv_producer: it fetches nothing")
+            if tokens is not None and tokens != request.num_prompt_tokens:
+                raise UsageError(f"{tokens} tokens were prefilled there, the prompt has {request.num_prompt_tokens}")
+            instance = Instance.from_line(parameters.crossrail_instance, self._secret)
+        except UsageError as error:
+            self._refuse(request, str(error))
+            return
+        wanted = Wanted(request.request_id, parameters.transfer_id, instance)
+        self._wanted[request.request_id] = _Wanted(wanted)
+        self._orders.wanted.append(wanted)
+
+    def _offer(self, request: Request, parameters: Parameters) -> None:
+        if not self._produces:
+            self._refuse(request, "this instance has kv_role kv_consumer, and keeps no KV for others")
+            return
+        transfer_id = parameters.transfer_id or transfer_id_of(request.request_id)
+        tokens = request.num_prompt_tokens
+        self._offered[request.request_id] = _Offered(transfer_id, tokens)
+        self.counts["offers"] += 1
+        self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, _packed(request.prompt_token_ids)))
+
+    def _refuse(self, request: Request, why: str) -> None:
+        log.error("request %s cannot be handed over: %s", request.request_id, why)
+        self.counts["refused"] += 1
+        # One that was to be prefilled for others is prefilled, and nobody is told where.
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            self._wanted[request.request_id] = _Wanted(None, why)
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens behind those can be fetched, and whether that takes time."""
+        wanted = self._wanted.get(request.request_id)
+        missing = request.num_prompt_tokens - computed_tokens
+        if wanted is None or wanted.is_loading or missing <= 0:
+            return 0, False
+        wanted.computed_tokens = computed_tokens
+        return missing, True
+
+    def allocated(self, request: Request, blocks: Collection[int], external_tokens: int) -> None:
+        """It has blocks for external_tokens that it fetches; 0: it fetches nothing, now or any more."""
+        wanted = self._wanted.get(request.request_id)
+        if wanted is None or wanted.is_loading:
+            return
+        if not external_tokens:
+            self._release(request.request_id)
+            return
+        wanted.is_loading = True
+        self.counts["loads"] += 1
+        self._orders.loads.append(
+            Load(
+                request=request.request_id,
+                wanted=wanted.wanted,
+                why=wanted.why,
+                tokens=wanted.computed_tokens + external_tokens,
+                prefix_tokens=wanted.computed_tokens,
+                blocks=tuple(blocks),
+                prompt=_packed(request.prompt_token_ids),
+            )
+        )
+
+    # ---- a step
+
+    def step(self, scheduled: Any) -> Orders:
+        """This step's orders, from vLLM's SchedulerOutput."""
+        orders, self._orders = self._orders, Orders()
+        orders.idle = not scheduled.total_num_scheduled_tokens
+        for request in scheduled.preempted_req_ids or ():
+            if request in self._offered:
+                self._offered[request].blocks = 0
+                orders.preempted.append(request)
+        for new in scheduled.scheduled_new_reqs:
+            self._chunk(scheduled, new.req_id, new.num_computed_tokens, new.block_ids, True, orders)
+        cached = scheduled.scheduled_cached_reqs
+        for i, request in enumerate(cached.req_ids):
+            whole = request in cached.resumed_req_ids
+            self._chunk(scheduled, request, cached.num_computed_tokens[i], cached.new_block_ids[i], whole, orders)
+        return orders
+
+    def _chunk(
+        self,
+        scheduled: Any,
+        request: str,
+        computed: int,
+        groups: tuple[list[int], ...] | None,
+        whole: bool,
+        orders: Orders,
+    ) -> None:
+        offered = self._offered.get(request)
+        if offered is None:
+            return
+        if whole:
+            offered.blocks = 0
+        blocks = tuple(groups[0]) if groups else ()
+        end = min(computed + scheduled.num_scheduled_tokens[request], offered.tokens)
+        if blocks or computed < offered.tokens:
+            orders.chunks.append(Chunk(request, end, offered.blocks, blocks))
+        offered.blocks += len(blocks)
+
+    # ---- a request goes
+
+    def finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Whether its blocks must be kept until a worker reports it, and what the client is told."""
+        request_id = request.request_id
+        wanted = self._wanted.pop(request_id, None)
+        if wanted is not None and wanted.is_loading:
+            self._orders.cancels.append(request_id)  # does nothing when it was loaded
+        elif wanted is not None and wanted.wanted is not None:
+            self._orders.releases.append(request_id)
+        offered = self._offered.pop(request_id, None)
+        if offered is None:
+            return False, None
+        self._held.add(request_id)
+        if request.status.name not in _COMPLETE or request.num_computed_tokens < offered.tokens:
+            self._orders.dropped.append(request_id)
+            return True, None
+        self._orders.finished.append(request_id)
+        told = reply(offered.transfer_id, self._line, self._engine_id, request_id, offered.tokens, self._tp)
+        return True, told
+
+    def reported(self, sent: Collection[str], received: Collection[str]) -> None:
+        """What the workers have reported."""
+        self._held.difference_update(sent)
+        for request in received:
+            self._wanted.pop(request, None)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """True while workers must go on being called although nothing is scheduled."""
+        orders = self._orders
+        return bool(self._held or orders.releases or orders.cancels or orders.finished or orders.dropped)
+
+    def _release(self, request: str) -> None:
+        wanted = self._wanted.pop(request)
+        if wanted.wanted is not None:
+            self.counts["released"] += 1
+            self._orders.releases.append(request)
+
+
+def _packed(tokens: Sequence[int] | None) -> bytes:
+    """int32, little-endian; b"" for prompts that are not tokens."""
+    return np.asarray(tokens, "<i4").tobytes() if tokens else b""

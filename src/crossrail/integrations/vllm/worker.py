@@ -1,0 +1,220 @@
+"""The half of the connector that lives with a vLLM worker: a thread with an event loop, where crossrail.kv is at home.
+
+vLLM calls from its own thread, and must not wait: its calls become calls on the loop. They wait in two cases only:
+until a step that sends layer by layer is planned, and until writes out of preempted blocks have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import crossrail as xr
+from crossrail.errors import CrossrailError
+from crossrail.integrations.vllm import stats
+from crossrail.integrations.vllm.consumer import Consumer, Loaded
+from crossrail.integrations.vllm.handoff import Worker, fingerprint
+from crossrail.integrations.vllm.options import VllmOptions
+from crossrail.integrations.vllm.orders import Orders
+from crossrail.integrations.vllm.producer import LiveStep, Producer
+from crossrail.kv import KvLayout, RankMemory
+from crossrail.kv.mailbox import Mailbox
+from crossrail.kv.wire import EngineWire
+
+log = logging.getLogger("crossrail.vllm")
+
+_PATIENCE_S = 30.0  # for the loop to do what takes it microseconds; it shares the interpreter with the model
+_JOIN_S = 10.0
+T = TypeVar("T")
+
+
+class WorkerSide:
+    """One rank. Threads: vLLM's calls, one at a time; what ends on the loop is collected under a lock.
+
+    Lifecycle: 1. open(), once the KV caches are allocated. 2. each step: begin_step, layer_saved for each layer,
+    start_loads, end_step, take_results. 3. close().
+    Owner of the KV memory: vLLM. It must stay until close() has returned.
+    """
+
+    def __init__(self, name: str, rank: int, options: VllmOptions, secret: bytes) -> None:
+        self._name = name
+        self._rank = rank
+        self._options = options
+        self._secret = secret
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-vllm", daemon=True)
+        self._engine: xr.Engine | None = None
+        self._orders = Orders()
+        self._step: LiveStep | None = None
+        self._saved: set[int] = set()
+        self._passed = 0  # layers of the step that the word has gone up for
+        self._changed = threading.Condition()  # guards what follows
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._invalid: set[int] = set()
+        self._data = stats.empty()
+        self._counted: dict[str, int] = {}  # of the counters of others, what is in _data already
+
+    def open(self, layout: KvLayout, buffers: Sequence[Any], form: dict[str, str], layers: Sequence[str]) -> Worker:
+        """Registers the KV caches and begins to listen. Returns what others must know of this rank.
+
+        buffers: as RankMemory.register takes them. layers: their names, in the order of the layout.
+        """
+        options = self._options
+        self._layers = {name: i for i, name in enumerate(layers)}
+        self._engine = xr.Engine(
+            self._name,
+            transport=options.transport,
+            rails=options.rails,
+            port=options.port + self._rank if options.port else 0,
+            secret=self._secret,
+            watcher_poll_us=options.watcher_poll_us,
+        )
+        self._memory = RankMemory.register(self._engine, layout, buffers)
+        self._thread.start()
+        self.description: Worker = self._call(self._begin(layout, form))
+        log.info("rank %d: %s; fingerprint %s", self._rank, layout.describe(), fingerprint(self.description))
+        return self.description
+
+    async def _begin(self, layout: KvLayout, form: dict[str, str]) -> Worker:
+        assert self._engine is not None
+        self._wire = EngineWire(self._engine)
+        self._mailbox = Mailbox(self._wire, self._secret)
+        description = Worker(self._wire.address, layout.to_wire(), form)
+        self._producer = Producer(self._mailbox, layout, self._rank, self._memory, self._options, self._on_sent)
+        self._consumer = Consumer(self._mailbox, description, self._rank, self._memory, self._options, self._on_loaded)
+        self._mailbox.start()
+        return description
+
+    def close(self) -> None:
+        """Ends what is under way; nothing reads or writes the KV caches any more when it returns. Idempotent."""
+        if self._engine is None:
+            return
+        if self._thread.is_alive():
+            try:
+                self._call(self._end(), timeout_s=_PATIENCE_S + self._options.silent_s)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(_JOIN_S)
+        self._engine.close()
+        self._engine = None
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _end(self) -> None:
+        await self._consumer.close()
+        await self._producer.close()
+        await self._mailbox.close()
+        self._wire.close()
+
+    # ---- a step, in this order
+
+    def preempted(self, orders: Orders) -> None:
+        """Before blocks of these requests are used for others: returns when nothing reads them."""
+        if orders.preempted:
+            self._call(self._producer.preempt(orders.preempted), timeout_s=_PATIENCE_S + self._options.quiesce_s)
+
+    def begin_step(self, orders: Orders) -> None:
+        """Before the forward pass."""
+        self._orders = orders
+        self._saved.clear()
+        self._passed = 0
+        self._step = None
+        if orders.chunks or orders.offers or orders.finished or orders.dropped:
+            self._step = self._call(_as_coroutine(lambda: self._producer.begin_step(orders)))
+
+    def layer_saved(self, name: str) -> None:
+        """This layer's KV of this step is in the blocks. Returns at once."""
+        if self._step is None:
+            return
+        self._saved.add(self._layers[name])
+        before = self._passed
+        while self._passed in self._saved:
+            self._passed += 1
+        if self._passed > before:
+            self._step.layers_done(self._passed - before)
+
+    def start_loads(self) -> None:
+        """What vLLM has given blocks for may be fetched now. Returns at once."""
+        orders = self._orders
+        if orders.wanted or orders.loads or orders.releases or orders.cancels:
+            self._loop.call_soon_threadsafe(self._consumer.take, orders)
+
+    def end_step(self, failed: bool) -> None:
+        """After the forward pass. failed: it raised, and nobody knows which layers are there."""
+        orders, step, self._step = self._orders, self._step, None
+        missing = len(self._layers) - self._passed
+        if step is not None and failed:
+            step.abandon("the forward pass failed")
+        elif step is not None and missing:  # layers that vLLM does not report one by one
+            step.layers_done(missing)
+        if orders.chunks and not failed:
+            self._loop.call_soon_threadsafe(self._producer.end_step, orders)
+
+    def take_results(self) -> tuple[set[str], set[str]]:
+        """Requests that were sent, and received, since the last call. After a step that computed nothing it waits a
+        moment for news: nobody else is in a hurry then.
+        """
+        with self._changed:
+            if self._orders.idle and not (self._sent or self._received):
+                self._changed.wait(self._options.idle_s)
+            sent, self._sent = self._sent, set()
+            received, self._received = self._received, set()
+            return sent, received
+
+    def take_invalid(self) -> set[int]:
+        """Blocks of requests that were received, and do not hold what they should. After take_results of the step."""
+        with self._changed:
+            invalid, self._invalid = self._invalid, set()
+            return invalid
+
+    def take_stats(self) -> stats.Data:
+        """Of the time since the last call."""
+        with self._changed:
+            data, self._data = self._data, stats.empty()
+        if self._engine is not None:
+            counts = self._producer.counts
+            now = {
+                "sent": counts["written"],
+                "send_failed": counts["failed"],
+                "leases_expired": counts["lease expired"],
+                "messages_dropped": sum(n for kind, n in self._mailbox.dropped.items() if kind != "unasked"),
+            }
+            for name, count in now.items():
+                data[name] = count - self._counted.get(name, 0)
+            self._counted = now
+        return data
+
+    # ---- the loop
+
+    def _on_sent(self, request: str) -> None:
+        with self._changed:
+            self._sent.add(request)
+            self._changed.notify()
+
+    def _on_loaded(self, loaded: Loaded) -> None:
+        with self._changed:
+            # Both at once: vLLM asks for the blocks right after it has asked for the requests.
+            self._received.add(loaded.request)
+            self._invalid |= loaded.invalid
+            self._data[loaded.how] += 1
+            self._data["loaded_bytes"] += loaded.nbytes
+            if loaded.how == "loaded":
+                self._data["load_seconds"].append(loaded.seconds)
+            self._changed.notify()
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float = _PATIENCE_S) -> T:
+        """Runs it on the loop and waits."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            future.cancel()
+            raise CrossrailError(f"the event loop of {self._name!r} did not get it done in {timeout_s:g} s") from None
+
+
+async def _as_coroutine(call: Callable[[], T]) -> T:
+    return call()

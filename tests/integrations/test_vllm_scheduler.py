@@ -1,0 +1,238 @@
+"""The scheduler's half, asked in the order in which vLLM asks."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crossrail.integrations.vllm.handoff import Instance, Worker
+from crossrail.integrations.vllm.orders import Chunk, Orders
+from crossrail.integrations.vllm.scheduler import SchedulerSide
+from crossrail.kv import KvLayout
+
+SECRET = b"secret"
+LAYOUT = KvLayout(layers=2, pages=8, page_tokens=32, kv_heads=4, head_dim=64, dtype="float32", kind="PACKED")
+INSTANCE = Instance("p", [Worker(b"address", LAYOUT.to_wire(), {})])
+DECODE = {"do_remote_decode": True}
+PREFILL = {"do_remote_prefill": True, "transfer_id": "t", "crossrail_instance": INSTANCE.to_line(SECRET)}
+
+
+@dataclass
+class Request:
+    request_id: str
+    kv_transfer_params: dict[str, Any] | None = None
+    prompt_token_ids: list[int] = field(default_factory=lambda: list(range(100)))
+    num_computed_tokens: int = 0
+    status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    def ends(self, status: str, computed: int) -> "Request":
+        self.status, self.num_computed_tokens = SimpleNamespace(name=status), computed
+        return self
+
+
+def scheduled(
+    new: dict[str, tuple[int, int, list[int]]] | None = None,
+    cached: dict[str, tuple[int, int, list[int] | None]] | None = None,
+    resumed: set[str] | None = None,
+    preempted: set[str] | None = None,
+) -> Any:
+    """Of each request: tokens computed before, tokens of this step, blocks that are new."""
+    new, cached = new or {}, cached or {}
+    return SimpleNamespace(
+        total_num_scheduled_tokens=sum(n for _, n, _ in [*new.values(), *cached.values()]),
+        num_scheduled_tokens={request: n for request, (_, n, _) in [*new.items(), *cached.items()]},
+        preempted_req_ids=preempted,
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=request, num_computed_tokens=computed, block_ids=(blocks,))
+            for request, (computed, _, blocks) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached),
+            resumed_req_ids=resumed or set(),
+            num_computed_tokens=[computed for computed, _, _ in cached.values()],
+            new_block_ids=[None if blocks is None else (blocks,) for _, _, blocks in cached.values()],
+        ),
+    )
+
+
+def side(produces: bool = True, consumes: bool = True) -> SchedulerSide:
+    made = SchedulerSide(produces=produces, consumes=consumes, engine_id="engine", secret=SECRET)
+    made.instance_known(INSTANCE)
+    return made
+
+
+# --- a producer ---
+
+
+def test_a_prompt_in_chunks_is_offered_and_held() -> None:
+    s = side()
+    request = Request("r", DECODE)
+    s.new_request(request)
+    assert s.matched_tokens(request, 0) == (0, False)
+    s.allocated(request, [5, 6], 0)
+
+    first = s.step(scheduled(new={"r": (0, 64, [5, 6])}))
+    second = s.step(scheduled(cached={"r": (64, 36, [9, 2])}))
+    third = s.step(scheduled(cached={"r": (100, 1, None)}))
+    delayed, told = s.finished(request.ends("FINISHED_LENGTH_CAPPED", 101))
+
+    (offer,) = first.offers
+    assert (offer.request, offer.transfer_id, offer.tokens) == ("r", "r", 100)
+    assert np.frombuffer(offer.prompt, "<i4").tolist() == list(range(100))
+    assert first.chunks == [Chunk("r", 64, 0, (5, 6))] and second.chunks == [Chunk("r", 100, 2, (9, 2))]
+    assert not third.chunks and not third.offers
+    assert delayed and told is not None and told["do_remote_prefill"] and told["remote_num_tokens"] == 100
+    assert Instance.from_line(told["crossrail_instance"], SECRET) == INSTANCE
+    assert s.has_pending_work
+    assert s.step(scheduled()).finished == ["r"] and s.has_pending_work
+    s.reported({"r"}, set())
+    assert not s.has_pending_work
+
+
+def test_preempted_and_resumed_it_has_other_blocks() -> None:
+    s = side()
+    s.new_request(Request("r", DECODE))
+    s.step(scheduled(new={"r": (0, 64, [5, 6])}))
+
+    taken = s.step(scheduled(preempted={"r", "of another"}))
+    resumed = s.step(scheduled(cached={"r": (32, 68, [5, 7, 1, 0])}, resumed={"r"}))
+
+    assert taken.preempted == ["r"]
+    assert resumed.chunks == [Chunk("r", 100, 0, (5, 7, 1, 0))]
+
+
+@pytest.mark.parametrize(("status", "computed"), [("FINISHED_ABORTED", 64), ("FINISHED_STOPPED", 64)])
+def test_a_prompt_that_was_not_computed_is_dropped_and_its_blocks_are_kept_until_quiet(
+    status: str, computed: int
+) -> None:
+    s = side()
+    request = Request("r", DECODE)
+    s.new_request(request)
+    s.step(scheduled(new={"r": (0, 64, [5, 6])}))
+
+    assert s.finished(request.ends(status, computed)) == (True, None)
+    assert s.step(scheduled()).dropped == ["r"]
+
+
+def test_a_router_may_name_the_transfer() -> None:
+    s = side()
+    s.new_request(Request("r", DECODE | {"transfer_id": "of the router's"}))
+
+    assert s.step(scheduled()).offers[0].transfer_id == "of the router's"
+
+
+# --- a consumer ---
+
+
+def wanting(s: SchedulerSide, **changes: Any) -> Request:
+    request = Request("r", PREFILL | changes)
+    s.new_request(request)
+    return request
+
+
+def test_a_prompt_is_fetched_behind_what_is_known() -> None:
+    s = side()
+    request = wanting(s)
+    announced = s.step(scheduled())
+    assert s.matched_tokens(request, 32) == (68, True)
+    s.allocated(request, [4, 3, 2, 1], 68)
+    assert s.matched_tokens(request, 32) == (0, False)
+    s.allocated(request, [4, 3, 2, 1, 0], 0)  # vLLM's second call, for what it computes itself
+
+    orders = s.step(scheduled())
+    s.reported(set(), {"r"})
+
+    assert [wanted.transfer_id for wanted in announced.wanted] == ["t"]
+    (load,) = orders.loads
+    assert (load.tokens, load.prefix_tokens, load.blocks) == (100, 32, (4, 3, 2, 1))
+    assert load.wanted is not None and load.wanted.instance == INSTANCE
+    assert not orders.releases
+    assert s.matched_tokens(request, 0) == (0, False), "preempted later, it is computed here"
+    assert s.finished(request.ends("FINISHED_STOPPED", 120)) == (False, None)
+    assert s.step(scheduled()) == Orders(idle=True)
+
+
+def test_aborted_before_it_has_blocks_it_is_released_at_the_producer() -> None:
+    s = side()
+    request = wanting(s)
+    s.step(scheduled())
+    s.matched_tokens(request, 0)
+
+    assert s.finished(request.ends("FINISHED_ABORTED", 0)) == (False, None)
+    assert s.has_pending_work
+    assert s.step(scheduled()).releases == ["r"]
+
+
+def test_aborted_while_it_is_fetched_it_is_cancelled() -> None:
+    s = side()
+    request = wanting(s)
+    s.matched_tokens(request, 0)
+    s.allocated(request, [4, 3, 2, 1], 100)
+    s.step(scheduled())
+
+    assert s.finished(request.ends("FINISHED_ABORTED", 0)) == (False, None)
+    orders = s.step(scheduled())
+    assert orders.cancels == ["r"] and not orders.releases
+
+
+def test_what_vllm_computes_itself_after_all_is_released() -> None:
+    s = side()
+    request = wanting(s)
+    s.matched_tokens(request, 0)
+    s.allocated(request, [4, 3, 2, 1], 0)
+
+    assert s.step(scheduled()).releases == ["r"]
+    assert s.matched_tokens(request, 0) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"crossrail_instance": INSTANCE.to_line(b"another")}, "not sealed with our secret"),
+        ({"crossrail_instance": None}, "needs transfer_id and crossrail_instance"),
+        ({"transfer_id": 7}, "transfer_id"),
+        ({"remote_num_tokens": 99}, "99 tokens were prefilled there, the prompt has 100"),
+    ],
+)
+def test_what_cannot_be_fetched_fails_as_a_load(changes: dict[str, Any], why: str) -> None:
+    """So vLLM's policy decides whether it fails or is computed here; nothing that clients send raises."""
+    s = side()
+    request = wanting(s, **changes)
+
+    assert s.matched_tokens(request, 0) == (100, True)
+    s.allocated(request, [4, 3, 2, 1], 100)
+    orders = s.step(scheduled())
+    assert orders.loads[0].wanted is None and why in orders.loads[0].why
+    assert not orders.wanted
+    assert s.finished(request.ends("FINISHED_ERROR", 0)) == (False, None)
+
+
+def test_roles_are_kept() -> None:
+    consumer, producer = side(produces=False), side(consumes=False)
+    consumer.new_request(Request("r", DECODE))
+    request = wanting(producer)
+
+    assert consumer.finished(Request("r", DECODE).ends("FINISHED_LENGTH_CAPPED", 100)) == (False, None)
+    assert consumer.step(scheduled(new={"r": (0, 100, [1])})) == Orders()
+    assert producer.matched_tokens(request, 0) == (100, True)
+    producer.allocated(request, [1], 100)
+    assert "kv_producer" in producer.step(scheduled()).loads[0].why
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": "?"}, {"remote_block_ids": [[1]]}])
+def test_other_requests_are_nobody_elses_business(params: dict[str, Any] | None) -> None:
+    s = side()
+    request = Request("r", params)
+    s.new_request(request)
+
+    assert s.matched_tokens(request, 0) == (0, False)
+    s.allocated(request, [1, 2], 0)
+    assert s.step(scheduled(new={"r": (0, 100, [1, 2])})) == Orders()
+    assert s.finished(request.ends("FINISHED_STOPPED", 110)) == (False, None)
+    assert not s.has_pending_work

@@ -1,0 +1,305 @@
+"""The workers' half: KV that one instance computes arrives in the blocks of another, or it is said that it does not."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from crossrail.integrations.vllm.orders import Chunk, Load, Orders
+from tests.integrations.vllm_workers import IMPATIENT, SHORT_LEASE, Side, offer
+
+Open = Callable[..., Side]
+TOKENS = 30
+MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
+
+
+@pytest.fixture
+def open_side(nothing_leaks: None) -> Iterator[Open]:
+    opened: list[Side] = []
+
+    def open_one(*args: object, **options: object) -> Side:
+        opened.append(Side(*args, **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield open_one
+    for side in reversed(opened):
+        side.close()
+
+
+@pytest.fixture
+def p(open_side: Open) -> Side:
+    return open_side("p")
+
+
+@pytest.fixture
+def d(open_side: Open) -> Side:
+    return open_side("d")
+
+
+# --- all goes well ---
+
+
+@pytest.mark.parametrize("prefix_tokens", [0, 16])
+def test_what_was_computed_waits_for_who_asks(p: Side, d: Side, prefix_tokens: int) -> None:
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(idle=True, finished=["a"]))
+    assert not p.results[0].sent
+
+    d.load("b", p, TOKENS, THEIRS, prefix_tokens=prefix_tokens)
+    d.until_received("b")
+    p.until_sent("a")
+
+    d.assert_holds("b", THEIRS, as_of="a", first=prefix_tokens // 8)
+    assert not d.results[0].invalid
+    assert [d.untouched(block) for block in THEIRS[:2]] == [prefix_tokens > 0] * 2
+    assert d.workers[0].take_stats()["loaded"] == 1 and p.workers[0].take_stats()["sent"] == 1
+
+
+def test_layer_by_layer_for_who_asked_before(p: Side, d: Side) -> None:
+    """In two chunks, whose blocks are allocated one after the other."""
+    d.load("b", p, TOKENS, THEIRS)
+    p.step(Orders(offers=[offer("a", TOKENS)]))
+    p.until_asked()
+    p.step(Orders(chunks=[Chunk("a", 13, 0, tuple(MINE[:2]))]), {"a": ([0, 1], MINE[:2])})
+    p.step(Orders(chunks=[Chunk("a", TOKENS, 2, tuple(MINE[2:]))]), {"a": ([1, 2, 3], MINE[1:])})
+    d.until_received("b")
+    assert not p.results[0].sent, "vLLM has not said that it is finished"
+    p.step(Orders(idle=True, finished=["a"]))
+    p.until_sent("a")
+
+    d.assert_holds("b", THEIRS, as_of="a")
+
+
+def test_who_asks_in_the_middle_of_a_step_gets_it_after(p: Side, d: Side) -> None:
+    d.step(Orders(wanted=[d.want("b", p)]))
+    orders = Orders(offers=[offer("a", TOKENS)], chunks=[Chunk("a", TOKENS, 0, tuple(MINE))])
+
+    def ask() -> None:
+        d.step(Orders(loads=[Load("b", d.want("b", p), "", TOKENS, 0, tuple(THEIRS), b"prompt")]))
+        d.until(p.was_asked, "asked")
+
+    p.step(orders, {"a": (range(4), MINE)}, between=ask)
+    d.until_received("b")
+
+    d.assert_holds("b", THEIRS, as_of="a")
+
+
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2), (4, 2), (8, 2), (2, 8)])
+def test_ranks_of_any_number(open_side: Open, p_tp: int, d_tp: int) -> None:
+    """Of 4 heads, so that some are replicated with 8 ranks; a rank that has nothing to send says so too."""
+    p, d = open_side("p", p_tp), open_side("d", d_tp)
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(idle=True, finished=["a"]))
+
+    d.load("b", p, TOKENS, THEIRS)
+    d.until_received("b")
+    p.until_sent("a")
+
+    d.assert_holds("b", THEIRS, as_of="a")
+
+
+def test_preempted_prompts_go_on_from_other_blocks(p: Side, d: Side) -> None:
+    d.load("b", p, TOKENS, THEIRS)
+    p.step(Orders(offers=[offer("a", TOKENS)]))
+    p.until_asked()
+    p.step(Orders(chunks=[Chunk("a", 16, 0, tuple(MINE[:2]))]), {"a": ([0, 1], MINE[:2])})
+
+    p.step(Orders(preempted=["a"]), {"another": ([0, 1], MINE[:2])})
+    p.step(Orders(chunks=[Chunk("a", 10, 0, (8, 9))]), {"a": ([0, 1], [8, 9])})
+    p.step(Orders(chunks=[Chunk("a", TOKENS, 2, (10, 11))]), {"a": ([1, 2, 3], [9, 10, 11])})
+    d.until_received("b")
+
+    d.assert_holds("b", THEIRS, as_of="a")
+    p.step(Orders(finished=["a"]))
+    p.until_sent("a")
+
+
+# --- somebody does not want it any more ---
+
+
+def test_released_before_it_had_blocks(p: Side, d: Side) -> None:
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(finished=["a"]))
+    d.step(Orders(wanted=[d.want("b", p)]))
+
+    d.step(Orders(releases=["b"]))
+
+    p.until_sent("a")
+    assert not d.results[0].received
+
+
+def test_cancelled_while_it_waits(p: Side, d: Side) -> None:
+    """Nobody prefills it. No block is called invalid: the request is gone."""
+    d.load("b", p, TOKENS, THEIRS)
+
+    d.step(Orders(cancels=["b"]))
+
+    d.until_received("b")
+    assert not d.results[0].invalid
+    assert d.workers[0].take_stats()["cancelled"] == 1
+
+
+def test_cancelled_in_the_middle_nothing_lands_after(p: Side, d: Side) -> None:
+    d.load("b", p, TOKENS, THEIRS)
+    p.step(Orders(offers=[offer("a", TOKENS)]))
+    p.until_asked()
+    p.step(Orders(chunks=[Chunk("a", 16, 0, tuple(MINE[:2]))]), {"a": ([0, 1], MINE[:2])})
+
+    d.step(Orders(cancels=["b"]))
+    d.until_received("b")
+    d.caches[0][:] = 0xAB
+    p.step(Orders(chunks=[Chunk("a", TOKENS, 2, tuple(MINE[2:]))]), {"a": ([2, 3], MINE[2:])})
+    p.step(Orders(finished=["a"]))
+    p.until_sent("a")
+
+    assert all(d.untouched(block) for block in range(16))
+
+
+def test_dropped_at_the_producer(p: Side, d: Side) -> None:
+    d.load("b", p, TOKENS, THEIRS)
+    p.step(Orders(offers=[offer("a", TOKENS)]))
+    p.until_asked()
+
+    p.step(Orders(dropped=["a"]))
+
+    p.until_sent("a")
+    d.until_received("b")
+    assert d.results[0].invalid == set(THEIRS)
+
+
+def test_failed_forward_pass_ends_its_transfers(p: Side, d: Side) -> None:
+    d.load("b", p, TOKENS, THEIRS)
+    p.step(Orders(offers=[offer("a", TOKENS)]))
+    p.until_asked()
+
+    p.step(Orders(chunks=[Chunk("a", TOKENS, 0, tuple(MINE))]), {"a": (range(4), MINE)}, failed=True)
+
+    d.until_received("b")
+    assert d.results[0].invalid == set(THEIRS)
+
+
+# --- it cannot be had ---
+
+
+def test_leases_end_unless_somebody_says_that_he_is_coming(open_side: Open) -> None:
+    """Of two prompts, both of which wait longer than a lease for blocks at the decoder."""
+    p, d = open_side("p", options=SHORT_LEASE), open_side("d", options=SHORT_LEASE)
+    for name, transfer, blocks in (("a", "kept", MINE), ("c", "forgotten", [0, 2, 4, 5])):
+        p.prefill(name, TOKENS, blocks, transfer=transfer)
+    d.step(Orders(wanted=[d.want("b", p, transfer="kept")]))
+    p.step(Orders(finished=["a", "c"]))
+
+    p.until_sent("c")
+    assert "a" not in p.results[0].sent
+    assert p.workers[0].take_stats()["leases_expired"] == 1
+    for request, transfer, blocks in (("b", "kept", THEIRS), ("d", "forgotten", [5, 6, 7, 8])):
+        d.load(request, p, TOKENS, blocks, prefix_tokens=8, transfer=transfer)
+        d.until_received(request)
+
+    d.assert_holds("b", THEIRS, as_of="a", first=1)
+    assert d.results[0].invalid == {6, 7, 8}
+
+
+@pytest.mark.parametrize("changes", [{"page_tokens": 16}, {"layers": 3, "head_dim": 12}, {"dtype": "float16"}])
+def test_other_layouts_are_refused(p: Side, open_side: Open, changes: dict[str, object]) -> None:
+    d = open_side("d", **changes)
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(finished=["a"]))
+
+    d.load("b", p, TOKENS, THEIRS)
+
+    d.until_received("b")
+    assert d.results[0].invalid == set(THEIRS)
+    p.until_sent("a")
+    assert (d.caches[0] == 0xAB).all()
+
+
+@pytest.mark.parametrize(("tokens", "prompt"), [(29, b"prompt"), (TOKENS, b"trompe")])
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_other_prompts_are_refused(p: Side, d: Side, tokens: int, prompt: bytes, asks_first: bool) -> None:
+    if asks_first:
+        d.load("b", p, tokens, THEIRS, prompt=prompt)
+        d.until(p.was_asked, "asked")
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(finished=["a"]))
+    if not asks_first:
+        d.load("b", p, tokens, THEIRS, prompt=prompt)
+
+    d.until_received("b")
+    assert d.results[0].invalid == set(THEIRS)
+    assert (d.caches[0] == 0xAB).all()
+
+
+def test_what_the_scheduler_refused_fails_at_once(d: Side) -> None:
+    d.step(Orders(loads=[Load("b", None, "no such thing", TOKENS, 8, tuple(THEIRS), b"")]))
+
+    d.until_received("b")
+    assert d.results[0].invalid == set(THEIRS[1:])
+
+
+def test_two_prompts_cannot_have_one_transfer(p: Side, d: Side) -> None:
+    p.prefill("a", TOKENS, MINE)
+    p.prefill("c", TOKENS, [0, 2, 4, 5])
+    p.step(Orders(finished=["a", "c"]))
+    p.until_sent("c")
+
+    d.load("b", p, TOKENS, THEIRS)
+    d.until_received("b")
+
+    d.assert_holds("b", THEIRS, as_of="a")
+
+
+def test_a_producer_that_ends_fails_its_loads_and_no_others(open_side: Open, d: Side) -> None:
+    gone, p = open_side("gone"), open_side("p")
+    d.load("b", gone, TOKENS, THEIRS, transfer="there")
+    d.load("c", p, TOKENS, [5, 6, 7, 8], transfer="here")
+    gone.close()
+    p.prefill("a", TOKENS, MINE, transfer="here")
+    p.step(Orders(finished=["a"]))
+
+    d.until_received("b")
+    d.until_received("c")
+
+    assert d.results[0].invalid == set(THEIRS)
+    d.assert_holds("c", [5, 6, 7, 8], as_of="a")
+
+
+def test_a_decoder_that_ends_frees_the_producers_blocks(open_side: Open) -> None:
+    p, gone, d = open_side("p"), open_side("gone"), open_side("d")
+    gone.load("b", p, TOKENS, THEIRS)
+    p.step(Orders(offers=[offer("a", TOKENS), offer("c", TOKENS, "other")]))
+    p.until_asked()
+    gone.close()
+    for request, blocks in (("a", MINE), ("c", [0, 2, 4, 5])):
+        orders = Orders(chunks=[Chunk(request, TOKENS, 0, tuple(blocks))], finished=[])
+        p.step(orders, {request: (range(4), blocks)})
+    p.step(Orders(finished=["a", "c"]))
+    d.load("d", p, TOKENS, THEIRS, transfer="other")
+
+    p.until_sent("a")
+    d.until_received("d")
+
+    d.assert_holds("d", THEIRS, as_of="c")
+
+
+def test_a_producer_that_stands_still_is_shut_out(open_side: Open) -> None:
+    """And when it goes on, and writes what it was asked for, nothing of it lands."""
+    p, d = open_side("p"), open_side("d", options=IMPATIENT)
+    p.prefill("a", TOKENS, MINE)
+    thaw = p.freeze()
+    d.load("b", p, TOKENS, THEIRS)
+    d.until_received("b")
+    assert d.results[0].invalid == set(THEIRS)
+
+    thaw.set()
+    p.step(Orders(finished=["a"]))
+    p.until_sent("a")
+
+    assert (d.caches[0] == 0xAB).all()
+
+
+def test_close_while_loads_wait(open_side: Open) -> None:
+    p, d = open_side("p"), open_side("d", options=IMPATIENT)
+    d.load("b", p, TOKENS, THEIRS)
+
+    d.close()
+    d.close()

@@ -1,0 +1,78 @@
+"""Our connector against vLLM's own classes: what an update of vLLM would break is named here first."""
+
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+
+from crossrail.integrations.vllm import CrossrailConnector, stats
+from crossrail.integrations.vllm.connector import CrossrailMetadata, CrossrailStats
+from crossrail.integrations.vllm.orders import Orders
+
+OURS = [
+    name
+    for name, value in vars(CrossrailConnector).items()
+    if not name.startswith("_") and callable(getattr(CrossrailConnector, name))
+]
+
+
+def test_it_is_whole() -> None:
+    assert issubclass(CrossrailConnector, KVConnectorBase_V1)
+    assert not CrossrailConnector.__abstractmethods__
+    assert issubclass(CrossrailMetadata, KVConnectorMetadata)
+    assert CrossrailMetadata(Orders()).orders == Orders()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_call_is_vllms_and_takes_what_vllm_gives(name: str) -> None:
+    theirs = inspect.signature(getattr(KVConnectorBase_V1, name)).parameters
+    ours = inspect.signature(getattr(CrossrailConnector, name)).parameters
+
+    assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()]
+
+
+def test_it_is_found_by_its_module_path() -> None:
+    from vllm.config import KVTransferConfig
+
+    config = KVTransferConfig(
+        kv_connector="CrossrailConnector",
+        kv_connector_module_path="crossrail.integrations.vllm",
+        kv_role="kv_both",
+    )
+
+    assert KVConnectorFactory.get_connector_class(config) is CrossrailConnector
+
+
+def test_stats_add_up_and_come_out_as_metrics() -> None:
+    one = stats.empty() | {"loaded": 2, "loaded_bytes": 100, "load_seconds": [0.002, 0.2]}
+    both = CrossrailStats(data=one).aggregate(CrossrailConnector.build_kv_connector_stats(one))
+    registry = CollectorRegistry()
+    kinds: Any = {kind: _in(registry, kind) for kind in (Gauge, Counter, Histogram)}
+
+    metrics = CrossrailConnector.build_prom_metrics(_Config(), kinds, ["engine"], {0: ["0"]})
+    assert metrics is not None
+    metrics.observe(both.to_dict())
+
+    assert both.reduce() == {"loaded": 4, "loaded_bytes": 200, "median load (ms)": 200.0, "longest load (ms)": 200.0}
+    text = generate_latest(registry).decode()
+    assert 'vllm:crossrail_loaded_total{engine="0"} 4.0' in text
+    assert 'vllm:crossrail_load_seconds_count{engine="0"} 4.0' in text
+    assert CrossrailStats(data=stats.empty()).is_empty() and not both.is_empty()
+
+
+def test_importing_the_integration_imports_no_vllm() -> None:
+    code = "import sys, crossrail.integrations.vllm.worker; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+class _Config:
+    kv_transfer_config = None
+
+
+def _in(registry: CollectorRegistry, kind: Any) -> Any:
+    return lambda **options: kind(registry=registry, **options)
