@@ -184,7 +184,7 @@ class Plan:
         """Raises UsageError for anything but what to_bytes() gave. What the rows say is check_plan()'s to judge."""
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(f"this is no plan: {error}") from None
         if wire.version != VERSION:
             raise UsageError(f"plan of version {wire.version}, this is version {VERSION}")
