@@ -82,7 +82,9 @@ def test_blocks_of_scales_spoilt_refused(inventories: INVENTORIES) -> None:
     quantised = int(np.argmax(plan.parts["block"].any(axis=1)))
 
     with pytest.raises(PlanError, match="scales of other blocks"):
-        check_plan(changed(plan, "parts", "block", lambda block: block + np.array([0, 1, 0, 0, 0]), quantised), *inventories)
+        check_plan(
+            changed(plan, "parts", "block", lambda block: block + np.array([0, 1, 0, 0, 0]), quantised), *inventories
+        )
 
 
 def test_bytes_that_do_not_lie_as_they_are_sent_refused(inventories: INVENTORIES) -> None:

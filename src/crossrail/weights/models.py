@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class ModelShape:
     """The sizes that decide the parameters of a decoder with experts. Elements.
 
     kv_lora and the others of MLA are 0 for grouped-query attention, heads x head_dim for q, kv_heads for k and v.
-    dense_layers: the first so many have no experts but a dense block.
+    dense_layers: the first so many have no experts but a dense block. normed: q and k of each head are (Qwen3).
     """
 
     hidden: int
@@ -54,6 +54,7 @@ class ModelShape:
     rope: int = 0
     nope: int = 0
     value: int = 0
+    normed: bool = True
 
     def tensors(self) -> Iterator[_Tensor]:
         """All parameters, in the order of layers."""
@@ -69,7 +70,7 @@ class ModelShape:
             yield norm, (self.hidden,), False, False
         for name, shape in self._attention():
             yield f"self_attn.{name}.weight", shape, len(shape) == 2, False
-        if layer < self.dense_layers:
+        if layer < self.dense_layers:  # or all of them, in a model without experts
             for name, shape in self._mlp(self.dense_rows):
                 yield f"mlp.{name}.weight", shape, True, False
             return
@@ -92,8 +93,9 @@ class ModelShape:
             yield "k_proj", (self.kv_heads * self.head_dim, self.hidden)
             yield "v_proj", (self.kv_heads * self.head_dim, self.hidden)
             yield "o_proj", (self.hidden, self.heads * self.head_dim)
-            yield "q_norm", (self.head_dim,)
-            yield "k_norm", (self.head_dim,)
+            if self.normed:
+                yield "q_norm", (self.head_dim,)
+                yield "k_norm", (self.head_dim,)
             return
         yield "q_a_proj", (self.q_lora, self.hidden)
         yield "q_a_layernorm", (self.q_lora,)
@@ -104,7 +106,7 @@ class ModelShape:
         yield "o_proj", (self.hidden, self.heads * self.value)
 
 
-_MLA = {"q_lora": 1536, "kv_lora": 512, "rope": 64, "nope": 128, "value": 128}
+_MLA: Mapping[str, Any] = {"q_lora": 1536, "kv_lora": 512, "rope": 64, "nope": 128, "value": 128}
 MODELS: Mapping[str, ModelShape] = {
     "kimi-k2": ModelShape(
         hidden=7168, layers=61, heads=64, vocab=163840, experts=384, expert_rows=2048,
