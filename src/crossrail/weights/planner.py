@@ -72,7 +72,10 @@ def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], optio
     # What one target wants of a cell comes from one sender: values and scales are made together.
     units, unit = distinct([slices.cell, joined.target.rank[slices.want]])
     nbytes = np.bincount(unit, weights=slices.nbytes).astype(np.int64)
-    chosen = balance.choose(kind[slices.cell[units]], candidates, nbytes, len(ranks))[unit]
+    cell = slices.cell[units]
+    # Where everyone gathers everything, each cell is sent by all of its mesh, so that they are busy at the same time.
+    turn = cell if options.gather == "full" else np.zeros_like(cell)
+    chosen = balance.choose(kind[cell], candidates, nbytes, turn, len(ranks))[unit]
     plan = assemble(
         joined,
         forms,
