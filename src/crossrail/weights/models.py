@@ -6,8 +6,9 @@ gate, up and down.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,14 +166,13 @@ CLUSTERS: Mapping[str, Cluster] = {
 
 def inventories(model: ModelShape, cluster: Cluster) -> tuple[list[Inventory], list[Inventory]]:
     """What all trainers and all targets hold, bf16 there and mostly fp8 here."""
-    tensors = list(model.tensors())
-    return (
-        [_trainer(tensors, model.layers, cluster, rank) for rank in range(cluster.trainers)],
-        [_target(tensors, cluster, rank) for rank in range(cluster.targets)],
-    )
+    trainers = [trainer_inventory(model, cluster, rank) for rank in range(cluster.trainers)]
+    return trainers, [target_inventory(model, cluster, rank) for rank in range(cluster.targets)]
 
 
-def _trainer(tensors: list[_Tensor], layers: int, cluster: Cluster, rank: int) -> Inventory:
+def trainer_inventory(model: ModelShape, cluster: Cluster, rank: int) -> Inventory:
+    """What this trainer holds."""
+    tensors, layers = _tensors(model), model.layers
     stage_ranks = cluster.trainers // cluster.pipeline
     stage, within = divmod(rank, stage_ranks)
     first, last = layers * stage // cluster.pipeline, layers * (stage + 1) // cluster.pipeline
@@ -189,7 +189,9 @@ def _trainer(tensors: list[_Tensor], layers: int, cluster: Cluster, rank: int) -
     return _inventory("trainer", rank, [tensor.name for tensor in here], meshes, rows)
 
 
-def _target(tensors: list[_Tensor], cluster: Cluster, rank: int) -> Inventory:
+def target_inventory(model: ModelShape, cluster: Cluster, rank: int) -> Inventory:
+    """What this inference rank holds."""
+    tensors = _tensors(model)
     rows = _rows(tensors)
     expert = np.array([tensor.expert for tensor in tensors])
     _split(rows, expert, rank % cluster.target_experts, cluster.target_experts)
@@ -211,7 +213,12 @@ def _target(tensors: list[_Tensor], cluster: Cluster, rank: int) -> Inventory:
     return _inventory("target", rank, names, [""], np.concatenate([rows, scales]))
 
 
-def _rows(tensors: list[_Tensor]) -> Rows:
+@lru_cache(maxsize=4)
+def _tensors(model: ModelShape) -> tuple[_Tensor, ...]:
+    return tuple(model.tensors())
+
+
+def _rows(tensors: Sequence[_Tensor]) -> Rows:
     rows = np.zeros(len(tensors), HOLDING)
     rows["name"], rows["scale_of"], rows["dtype"] = np.arange(len(tensors)), -1, BFLOAT16
     rows["shape"] = rows["block"] = 1

@@ -38,7 +38,7 @@ class Costs:
     h2d: float = 51.2
     gather: float = 267.0
     fuse: float = 7690.0
-    quantise: float = 1573.0
+    quantise: float = 1500.0
     submit_us: float = 23.0
     barrier_ms: float = 2.0
 
@@ -140,13 +140,14 @@ def own_works(plan: Plan, costs: Costs) -> list[Work]:
     ]
 
 
-def collective_works(plan: Plan, trainer: Inventory, hulls: dict[tuple[str, str], int], costs: Costs) -> list[Work]:
+def collective_works(
+    plan: Plan, trainer: Inventory, hulls: dict[tuple[str, str], int], quantised: set[str], costs: Costs
+) -> list[Work]:
     """All that the trainer holds, gathered by its mesh, and what its tasks in the plan send of it.
 
-    hulls: bytes that a mesh holds of a parameter, by (mesh, parameter).
+    hulls: bytes that a mesh holds of a parameter, by (mesh, parameter). quantised: parameters that become fp8.
     """
     tasks = {plan.params[part["param"]].name: int(part["task"]) for part in plan.parts}
-    quantised = {plan.params[part["param"]].name for part in plan.parts if part["block"].any()}
     rows = trainer.rows
     loaded = volume(rows["start"], rows["stop"]) * ITEM_BYTES[rows["dtype"]]
     works = []
@@ -161,6 +162,12 @@ def collective_works(plan: Plan, trainer: Inventory, hulls: dict[tuple[str, str]
         group = int("experts" in mesh)
         works.append(Work(nbytes / 1e9 / costs.h2d, prepare_s, tmp, writes, f"{mesh} {name}", group))
     return sorted(works, key=lambda work: work.group)
+
+
+def quantised_of(plan: Plan) -> set[str]:
+    """Parameters that some target has as fp8 with scales."""
+    parts = plan.parts[plan.parts["block"].any(axis=1)]
+    return {plan.params[param].name for param in np.unique(parts["param"])}
 
 
 def hulls_of(trainers: Sequence[Inventory]) -> dict[tuple[str, str], int]:
@@ -337,11 +344,16 @@ async def _run(
         counters.append((engine.imm_counter(_UPDATE), int(expected[target.rank])))
 
     hulls = hulls_of(trainers) if setting.collective else {}
+    quantised = quantised_of(plan)
     ranks: list[_Trainer] = []
     for trainer in trainers:
         host = world.host(f"trainer{trainer.rank}", nic)
         own = plan.of_trainer(trainer.rank)
-        works = collective_works(own, trainer, hulls, setting.costs) if hulls else own_works(own, setting.costs)
+        works = (
+            collective_works(own, trainer, hulls, quantised, setting.costs)
+            if setting.collective
+            else own_works(own, setting.costs)
+        )
         slow = setting.straggler if trainer.rank == 0 else 1.0
         ranks.append(_Trainer(host.engine(f"trainer{trainer.rank}"), own, works, descriptors, setting, slow))
     await asyncio.gather(*(rank.meet() for rank in ranks))
