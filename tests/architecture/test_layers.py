@@ -102,12 +102,13 @@ PYTHON_MAY_USE: dict[str, set[str]] = {
     "sim": {"engine", "observe", "_core"},
     "testing": {"engine", "sim"},
     "observe": {"engine"},
-    "kv": {"engine", "observe"},
-    "weights": {"engine", "observe"},
+    "control": {"engine"},
+    "kv": {"engine", "observe", "control"},
+    "weights": {"engine", "observe", "control"},
     "moe": {"engine", "observe", "_core"},
-    "integrations": {"engine", "observe", "kv", "weights", "moe"},
+    "integrations": {"engine", "observe", "control", "kv", "weights", "moe"},
     "doctor": {"engine", "_core", "topology"},
-    "cli": {"engine", "_core", "sim", "observe", "kv", "weights", "moe", "integrations", "doctor"},
+    "cli": {"engine", "_core", "sim", "observe", "control", "kv", "weights", "moe", "integrations", "doctor"},
     "__main__": {"cli"},
 }
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
+from crossrail.control.seal import OVERHEAD_BYTES, Rejected, Sealer
 from crossrail.kv import messages as m
 from crossrail.kv.mailbox import Mailbox, NoAnswer
-from crossrail.kv.seal import OVERHEAD_BYTES, Rejected, Sealer
 from crossrail.kv.wire import EngineWire, Unreachable
 from tests.conftest import EngineFactory
 from tests.fuzz.targets import mutations
@@ -25,7 +25,7 @@ PROBE = m.Envelope(m.Probe("r1", 1), ask=7)
 
 
 def sealers(packet_bytes_max: int = 4096) -> tuple[Sealer, Sealer]:
-    return Sealer(b"s3cret", HERE, packet_bytes_max), Sealer(b"s3cret", THERE, packet_bytes_max)
+    return Sealer(b"s3cret", HERE, packet_bytes_max, b"tests"), Sealer(b"s3cret", THERE, packet_bytes_max, b"tests")
 
 
 # --- sealing ---
@@ -67,12 +67,17 @@ def test_packets_that_overtake_are_taken_and_those_older_than_the_window_are_not
 def test_packet_for_another_engine_is_refused() -> None:
     here, _ = sealers()
     (packet,) = here.seal(b"for elsewhere", ELSEWHERE)
-    assert rejected(Sealer(b"s3cret", THERE, 4096), packet) == "secret"
+    assert rejected(Sealer(b"s3cret", THERE, 4096, b"tests"), packet) == "secret"
 
 
 def test_wrong_secret_is_refused() -> None:
     here, _ = sealers()
-    assert rejected(Sealer(b"another", THERE, 4096), here.seal(b"x", THERE)[0]) == "secret"
+    assert rejected(Sealer(b"another", THERE, 4096, b"tests"), here.seal(b"x", THERE)[0]) == "secret"
+
+
+def test_packet_of_another_service_with_the_same_secret_is_refused() -> None:
+    here, _ = sealers()
+    assert rejected(Sealer(b"s3cret", THERE, 4096, b"other tests"), here.seal(b"x", THERE)[0]) == "secret"
 
 
 def test_packet_of_one_sender_through_another_is_refused() -> None:
@@ -91,7 +96,7 @@ def test_other_version_is_named() -> None:
 @pytest.mark.parametrize("secret", [b"", b"x" * 1025])
 def test_secret_out_of_bounds_is_refused(secret: bytes) -> None:
     with pytest.raises(xr.UsageError, match=r"must have 1\.\.1024"):
-        Sealer(secret, HERE, 4096)
+        Sealer(secret, HERE, 4096, b"tests")
 
 
 @given(st.data())

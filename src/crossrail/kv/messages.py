@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
+from crossrail.control.messages import Failed as Failed
+from crossrail.control.messages import Text as Text
+from crossrail.control.messages import clipped as clipped
 from crossrail.errors import UsageError
 
 TOKENS_MAX = 1 << 20
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
-Text = Annotated[str, Meta(max_length=2000)]
 AddressBytes = Annotated[bytes, Meta(min_length=1, max_length=4096)]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * TOKENS_MAX)]
 Index = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -259,12 +261,6 @@ class Taken(Struct, frozen=True, tag=True):
     wanted: bool = True
 
 
-class Failed(Struct, frozen=True, tag=True):
-    """The question was understood and could not be answered: a fault of the one asked."""
-
-    reason: Text
-
-
 Message = (
     Join | Joined | JoinRefused | Heartbeat | HeartbeatTaken | Leave | Tokens | PrefillerLost
     | Start | Started | StartRefused | Cancel | Reassigned
@@ -300,12 +296,6 @@ def decode(data: bytes) -> Envelope:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"no message: {error}") from None
-
-
-def clipped(text: object) -> str:
-    """Words short enough for a Text field."""
-    words = str(text)
-    return words if len(words) <= 2000 else words[:1997] + "..."
 
 
 def pack_tokens(tokens: npt.ArrayLike) -> bytes:

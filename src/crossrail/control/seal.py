@@ -5,7 +5,7 @@ its way to one engine is worth nothing at another, nor at the same name restarte
 random when an engine opens. Within one incarnation every packet has a number, and the receiver takes each once.
 No clock takes part, so clocks may differ between hosts by any amount.
 
-Nothing is encrypted: who can read the network reads prompts.
+Nothing is encrypted: who can read the network reads what services tell each other, prompts too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = 1
 IDENTITY_BYTES = 16
 MESSAGE_BYTES_MAX = 8 << 20
 
-_MAGIC = b"xrkv"
+_MAGIC = b"xrct"
 # magic, version, part, parts, sender's incarnation, number of the packet
 _HEADER = struct.Struct("<4sBxHH16sQ")
 _MAC_BYTES = 32
@@ -68,11 +68,12 @@ class Sealer:
     """Seals what one engine sends and opens what it receives. Threads: one, the event loop's.
 
     secret: shared by all nodes of a cluster, 1..1024 bytes. own: identity of this engine, IDENTITY_BYTES.
-    packet_bytes_max: the longest that the carrier takes.
+    packet_bytes_max: the longest that the carrier takes. purpose: what the packets are for, as "crossrail kv control":
+    those of another purpose are refused although the secret is the same.
     rejected: how many packets were not taken, by kind.
     """
 
-    def __init__(self, secret: bytes, own: bytes, packet_bytes_max: int) -> None:
+    def __init__(self, secret: bytes, own: bytes, packet_bytes_max: int, purpose: bytes) -> None:
         if not 1 <= len(secret) <= 1024:
             raise UsageError(f"secret has {len(secret)} bytes, must have 1..1024: all nodes of a cluster share one")
         if len(own) != IDENTITY_BYTES:
@@ -80,7 +81,7 @@ class Sealer:
         if packet_bytes_max <= OVERHEAD_BYTES:
             raise UsageError(f"packet_bytes_max is {packet_bytes_max}, must be more than {OVERHEAD_BYTES}")
         self.rejected: Counter[str] = Counter()
-        self._key = hmac.digest(secret, b"crossrail kv control", "sha256")
+        self._key = hmac.digest(secret, purpose, "sha256")
         self._own = own
         self._room = packet_bytes_max - OVERHEAD_BYTES
         self._next = 0
@@ -122,7 +123,7 @@ class Sealer:
             raise Rejected("version", f"version {version}, this is {VERSION}: update the older side")
         body, mac = packet[:-_MAC_BYTES], packet[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(self._own, body)):
-            raise Rejected("secret", "the MAC is wrong: another secret, or meant for another engine")
+            raise Rejected("secret", "the MAC is wrong: another secret, or meant for another engine or service")
         if claimed != sender:
             raise Rejected("sender", "it names another sender than it came from")
         if not part < parts or number < part or (parts - 1) * self._room > MESSAGE_BYTES_MAX:

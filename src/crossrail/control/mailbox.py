@@ -1,0 +1,235 @@
+"""Questions and answers between nodes, over a wire that may lose, repeat and delay.
+
+A question is sent again until it is answered or its time is up. Whoever is asked runs each question once: a repeated
+one gets the same answer. So handlers see a question at most once per incarnation; askers get an answer or nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from crossrail.control.messages import Failed, clipped
+from crossrail.control.seal import Rejected, Sealer
+from crossrail.control.wire import Unreachable, Wire
+from crossrail.errors import CrossrailError, EngineClosed, UsageError
+
+log = logging.getLogger("crossrail.control")
+
+RESEND_S = 0.5
+_ANSWERS_KEPT = 4096
+_ANSWERS_BYTES_MAX = 32 << 20
+_CANCEL_AGAIN_S = 0.2
+_REPLY_TIMEOUT_S = 30.0  # whoever takes no answer for so long asks again, if it still lives
+
+Handler = Callable[[bytes, Any], Awaitable[object]]
+T = TypeVar("T")
+
+
+class Letter(Protocol):
+    """A message, and which question it is (ask) or answers (answers); 0: none."""
+
+    @property
+    def body(self) -> object: ...
+
+    @property
+    def ask(self) -> int: ...
+
+    @property
+    def answers(self) -> int: ...
+
+
+class Language(Protocol):
+    """The messages of one service, and Failed. purpose: of seal.Sealer."""
+
+    purpose: bytes
+
+    def encode(self, body: Any, ask: int, answers: int) -> bytes:
+        """As it travels. UsageError for what the other side would not take."""
+
+    def decode(self, data: bytes) -> Letter:
+        """The inverse. UsageError for anything malformed."""
+
+
+class NoAnswer(CrossrailError):
+    """None came in time: the other node may be slow, frozen, or gone; it may have done what it was asked, or not."""
+
+
+class Mailbox:
+    """One per engine. Threads: the event loop's.
+
+    Lifecycle: 1. made. 2. handle() for each type of question. 3. start(). 4. close(): questions end with NoAnswer.
+    dropped: messages that were not taken, by kind: those of seal.Rejected, "type", "unasked", "no-handler".
+    """
+
+    def __init__(self, wire: Wire, secret: bytes, language: Language, resend_s: float = RESEND_S) -> None:
+        self.wire = wire
+        self._language = language
+        self._sealer = Sealer(secret, wire.identity(wire.address), wire.packet_bytes_max, language.purpose)
+        self._resend_s = resend_s
+        self._handlers: dict[type, Handler] = {}
+        self._asks = 0
+        self._waiting: dict[int, tuple[bytes, asyncio.Future[object]]] = {}  # by ask: of whom, and the answer
+        self._answered: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # by who asked and ask
+        self._answered_bytes = 0
+        self._being_answered: set[tuple[bytes, int]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unsorted: Counter[str] = Counter()
+
+    @property
+    def address(self) -> bytes:
+        """Of our engine."""
+        return self.wire.address
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """How many messages were not taken, by kind."""
+        return self._unsorted + self._sealer.rejected
+
+    def handle(self, kind: type, handler: Handler) -> None:
+        """Questions of this type go to handler(sender's address, message); what it returns is the answer.
+
+        Handlers of different questions run side by side. One that raises is logged, and answers Failed.
+        """
+        self._handlers[kind] = handler
+
+    def start(self) -> None:
+        """Begins to receive, in tasks of the running event loop."""
+        self.spawn(self._receive(), "receive")
+
+    async def close(self) -> None:
+        """Ends handlers and questions under way. Idempotent. The wire stays open."""
+        # Again and again: asyncio.wait_for loses a cancellation that meets its result, before Python 3.12.
+        while tasks := self._tasks - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
+        for _, future in self._waiting.values():
+            if not future.done():
+                future.set_exception(NoAnswer("this node is closing"))
+                future.exception()  # seen: whoever asked may be gone
+        self._waiting.clear()
+
+    async def ask(self, to: bytes, question: object, answer: type[T] | tuple[type[T], ...], timeout_s: float) -> T:
+        """The answer to a question, of one of the types given; sent again meanwhile.
+
+        Raises NoAnswer after timeout_s, and when the answer is Failed or anything else; Unreachable when it is gone.
+        """
+        self._asks += 1
+        ask = self._asks
+        data = self._language.encode(question, ask, 0)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[object] = loop.create_future()
+        self._waiting[ask] = (self.wire.identity(to), future)
+        sending = asyncio.ensure_future(self._send_repeatedly(to, data, future))
+        try:
+            both: list[asyncio.Future[Any]] = [future, sending]
+            await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not future.done() and sending.done():
+                sending.result()  # Unreachable
+            if not future.done():
+                raise NoAnswer(f"no answer to {type(question).__name__} within {timeout_s:g} s")
+            got = future.result()
+        finally:
+            self._waiting.pop(ask, None)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        if not isinstance(got, answer):
+            why = got.reason if isinstance(got, Failed) else f"it answered with {type(got).__name__}"
+            raise NoAnswer(f"{type(question).__name__}: {why}")
+        return got
+
+    def spawn(self, work: Any, what: str) -> asyncio.Task[None]:
+        """Runs a coroutine beside the others until close(); what it raises is logged."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:
+                log.exception("%s failed; the node goes on", what)
+
+        task = asyncio.ensure_future(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _send_repeatedly(self, to: bytes, data: bytes, answered: asyncio.Future[object]) -> None:
+        while not answered.done():
+            await self._send(to, data)
+            await asyncio.wait([answered], timeout=self._resend_s)
+
+    async def _send(self, to: bytes, data: bytes) -> None:
+        identity = self.wire.identity(to)
+        for packet in self._sealer.seal(data, identity):
+            await self.wire.send(to, packet)
+
+    async def _receive(self) -> None:
+        async for sender, packet in self._packets():
+            try:
+                data = self._sealer.open(packet, self.wire.identity(sender))
+                if data is not None:
+                    self._sort(sender, self._language.decode(data))
+            except Rejected as rejection:
+                log.warning("dropped a message: %s", rejection)
+            except UsageError as error:
+                self._drop("type", str(error))
+
+    async def _packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
+        try:
+            async for packet in self.wire.packets():
+                yield packet
+        except EngineClosed:
+            log.warning("the engine was closed before its mailbox: nothing is received any more")
+
+    def _drop(self, kind: str, why: str) -> None:
+        self._unsorted[kind] += 1
+        log.warning("dropped a message: %s", why)
+
+    def _sort(self, sender: bytes, envelope: Letter) -> None:
+        identity = self.wire.identity(sender)
+        if envelope.answers:
+            asked = self._waiting.get(envelope.answers)
+            if asked is None or asked[0] != identity:
+                self._unsorted["unasked"] += 1  # a repeated answer, or one that came too late: no news
+            elif not asked[1].done():
+                asked[1].set_result(envelope.body)
+            return
+        handler = self._handlers.get(type(envelope.body))
+        if handler is None or not envelope.ask:
+            self._drop("no-handler", f"nobody takes {type(envelope.body).__name__} here")
+            return
+        key = (identity, envelope.ask)
+        if (again := self._answered.get(key)) is not None:
+            self.spawn(self._reply(sender, again), "a repeated answer")
+        elif key not in self._being_answered:
+            self._being_answered.add(key)
+            self.spawn(self._answer(sender, key, handler, envelope.body), type(envelope.body).__name__)
+
+    def _keep_answer(self, key: tuple[bytes, int], answer: bytes) -> None:
+        self._being_answered.discard(key)
+        self._answered[key] = answer
+        self._answered_bytes += len(answer)
+        while len(self._answered) > _ANSWERS_KEPT or self._answered_bytes > _ANSWERS_BYTES_MAX:
+            _, oldest = self._answered.popitem(last=False)
+            self._answered_bytes -= len(oldest)
+
+    async def _answer(self, sender: bytes, key: tuple[bytes, int], handler: Handler, question: object) -> None:
+        try:
+            body = await handler(sender, question)
+        except CrossrailError as error:
+            body = Failed(clipped(error))
+        except Exception as error:
+            log.exception("%s could not be answered", type(question).__name__)
+            body = Failed(clipped(f"{type(error).__name__}: {error}"))
+        answer = self._language.encode(body, 0, key[1])
+        self._keep_answer(key, answer)
+        await self._reply(sender, answer)
+
+    async def _reply(self, to: bytes, answer: bytes) -> None:
+        try:
+            await asyncio.wait_for(self._send(to, answer), _REPLY_TIMEOUT_S)
+        except (Unreachable, asyncio.TimeoutError) as error:
+            log.info("an answer could not be delivered: %s", error)

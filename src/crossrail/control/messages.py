@@ -1,0 +1,22 @@
+"""What every service may say, whatever it is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+TEXT_MAX = 2000
+Text = Annotated[str, Meta(max_length=TEXT_MAX)]
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The question was understood and could not be answered: a fault of the one asked."""
+
+    reason: Text
+
+
+def clipped(text: object) -> str:
+    """Words short enough for a Text field."""
+    words = str(text)
+    return words if len(words) <= TEXT_MAX else words[: TEXT_MAX - 3] + "..."

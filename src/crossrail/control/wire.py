@@ -1,0 +1,75 @@
+"""How packets reach other nodes: over an engine's messages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import crossrail as xr
+from crossrail.errors import TransferError
+
+_BUFFERS = 256
+
+
+class Unreachable(xr.CrossrailError):
+    """The other node is gone, or never was: nothing was delivered, or nobody can tell."""
+
+
+class Wire(Protocol):
+    """Carries packets between nodes; reliable or not, in any order. Addresses are bytes. Threads: the event loop's."""
+
+    address: bytes
+    packet_bytes_max: int
+
+    def identity(self, address: bytes) -> bytes:
+        """The 16 bytes that name this incarnation of a node and no other. UsageError for malformed addresses."""
+
+    async def send(self, to: bytes, packet: bytes) -> None:
+        """Returns when it was delivered, or was lost without a word. Raises Unreachable."""
+
+    def packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
+        """Whom from, and what, until cancelled or closed."""
+
+    def is_lost(self, address: bytes) -> bool:
+        """True when that incarnation has ended for good: then nothing that it began can still arrive."""
+
+
+class EngineWire:
+    """The messages of an engine, all of them: it opens the engine's receive pool. close() before the engine."""
+
+    def __init__(self, engine: xr.Engine, packet_bytes_max: int = 60_000) -> None:
+        self.address = engine.address.to_bytes()
+        self.packet_bytes_max = packet_bytes_max
+        self._engine = engine
+        self._pool = engine.submit_recvs(_BUFFERS, packet_bytes_max)
+        self._addresses: dict[bytes, xr.Address] = {}
+
+    def identity(self, address: bytes) -> bytes:
+        return bytes.fromhex(self._resolved(address).incarnation)
+
+    async def send(self, to: bytes, packet: bytes) -> None:
+        transfer = self._engine.submit_send(self._resolved(to), packet)
+        try:
+            await transfer
+        except (TransferError, xr.EngineClosed) as error:
+            raise Unreachable(str(error)) from None
+        finally:
+            transfer.cancel()  # who waits no longer does not want it delivered later either
+
+    async def packets(self) -> AsyncIterator[tuple[bytes, bytes]]:
+        async for message in self._pool:
+            yield message.peer.to_bytes(), message.data
+
+    def is_lost(self, address: bytes) -> bool:
+        return self._engine.peer_state(self._resolved(address)) == "lost"
+
+    def close(self) -> None:
+        """Stops receiving. Idempotent."""
+        self._pool.close()
+
+    def _resolved(self, address: bytes) -> xr.Address:
+        # An Address object remembers what the engine resolved it to, so each is made once.
+        found = self._addresses.get(address)
+        if found is None:
+            found = self._addresses[address] = xr.Address.from_bytes(address)
+        return found
