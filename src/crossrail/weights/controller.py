@@ -137,7 +137,7 @@ class WeightController:
     ) -> UpdateReport:
         """Brings this version from all trainers, which must offer it, to all inference ranks.
 
-        on_progress: called now and then with the bytes written so far, and all of them.
+        on_progress: called now and then with the bytes written so far, and with all that there are.
         Raises UpdateFailed once it is aborted everywhere: inference ranks with spare memory go on with the version they
         had, those without say that they are torn; another update() may succeed, with a new plan if somebody was lost.
         UsageError when what members hold does not fit, or when an update is under way.
@@ -267,7 +267,7 @@ class WeightController:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         report.steps = {
-            member.rank: StepReport(**each.report)  # type: ignore[arg-type]  # whole numbers travel as such
+            member.rank: StepReport(**each.report)  # type: ignore[arg-type]  # ints stay ints
             for member, each in zip(trainers, sent, strict=True)
         }
         await self._all(targets, lambda _: m.Await(version, attempt), m.Whole, deadline - clock())
@@ -382,8 +382,8 @@ class WeightController:
         if on_progress is None:
             return
         whole = int(plan.writes["nbytes"].sum())
+        on_progress(0, whole)
         while True:
-            on_progress(0, whole)
             await asyncio.sleep(self._options.progress_s)
             told = await self._all(trainers, lambda _: m.AskProgress(), m.Progress, self._options.abort_s)
             on_progress(sum(each.written_bytes for each in told), whole)

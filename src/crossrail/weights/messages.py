@@ -133,7 +133,7 @@ class Go(Struct, frozen=True, tag=True):
 class Sent(Struct, frozen=True, tag=True):
     """report: StepReport, by field."""
 
-    report: dict[str, float]
+    report: dict[str, int | float]
 
 
 class Await(Struct, frozen=True, tag=True):

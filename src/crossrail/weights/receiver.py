@@ -115,6 +115,7 @@ class WeightReceiver:
             self._buffers.append(self.memory.regions)
             if self._has_spare:
                 self._buffers.append([self._engine.alloc(region.nbytes) for region in self.memory.regions])
+        self._check_memory()
         spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
         question = m.Join(inventory.to_bytes(), spare)
         answer: m.Joined | m.JoinRefused
@@ -166,6 +167,10 @@ class WeightReceiver:
     def _check_controller(self, sender: bytes) -> None:
         if sender != self._controller:
             raise UsageError(f"inference rank {self.rank} belongs to another controller")
+
+    def _check_memory(self) -> None:
+        if any(region.closed for regions in self._buffers for region in regions):
+            raise UsageError(f"inference rank {self.rank}: memory of its weights was closed, it takes no more updates")
 
     async def _on_expect(self, sender: bytes, expect: m.Expect) -> m.Taken:
         self._check_controller(sender)
@@ -235,6 +240,7 @@ class WeightReceiver:
         if self._attempt is not None and self._attempt.number == abort.attempt:
             await self._fail(abort.reason)
         async with self._fencing:  # our own deadline may have begun it
+            self._check_memory()
             return m.Aborted([[bytes(region.descriptor) for region in regions] for regions in self._buffers])
 
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
@@ -269,8 +275,9 @@ class WeightReceiver:
                 back = self._versions.back
                 loop = asyncio.get_running_loop()
                 for region in self._buffers[back]:
-                    await loop.run_in_executor(None, region.revoke, _FENCE_S)
-                    region.renew()
+                    if not region.closed:  # else nobody gets in either
+                        await loop.run_in_executor(None, region.revoke, _FENCE_S)
+                        region.renew()
                 self._versions.abort()
             self._end(attempt)
         self._notify()
