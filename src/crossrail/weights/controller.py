@@ -18,6 +18,7 @@ from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.weights import messages as m
+from crossrail.weights.check import check_plan
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory import Inventory, Role
 from crossrail.weights.plan import Plan
@@ -79,7 +80,7 @@ class Member:
 
 
 class WeightController:
-    """One for a set of trainers and inference ranks. Threads: the event loop's; planning blocks it.
+    """One for a set of trainers and inference ranks. Threads: the event loop's; planning runs in another.
 
     Lifecycle: 1. made. 2. members join; ready() waits for them. 3. update() for each version.
     version: the last that was completed everywhere; -1: none. plan: the current one.
@@ -172,7 +173,7 @@ class WeightController:
 
     async def _on_join(self, sender: bytes, join: m.Join) -> m.Joined | m.JoinRefused:
         try:
-            inventory = Inventory.from_bytes(join.inventory)
+            inventory = Inventory.from_bytes(m.unpacked(join.inventory))
             if join.spare and len(join.spare) != len(inventory.regions):
                 raise UsageError(
                     f"{len(join.spare)} regions in the spare memory, {len(inventory.regions)} in the other"
@@ -239,11 +240,7 @@ class WeightController:
         members = [*self._of("trainer"), *self._of("target")]
         if self.plan is None or members != self._planned:
             self._planned = members
-            self.plan = make_plan(
-                [member.inventory for member in self._of("trainer")],
-                [member.inventory for member in self._of("target")],
-                self._plan_options,
-            )
+            self.plan = await loop.run_in_executor(None, self._checked_plan)
             await self._distribute(self.plan, deadline)
             report.plan_s = clock() - begun
         plan, trainers, targets = self.plan, self._of("trainer"), self._of("target")
@@ -272,6 +269,14 @@ class WeightController:
         }
         await self._all(targets, lambda _: m.Await(version, attempt), m.Whole, deadline - clock())
         report.transfer_s = clock() - begun
+
+    def _checked_plan(self) -> Plan:
+        """Blocks, some seconds for the largest models."""
+        trainers = [member.inventory for member in self._planned if member.role == "trainer"]
+        targets = [member.inventory for member in self._planned if member.role == "target"]
+        plan = make_plan(trainers, targets, self._plan_options)
+        check_plan(plan, trainers, targets)
+        return plan
 
     async def _all(
         self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float
@@ -319,7 +324,7 @@ class WeightController:
             written = {(int(t), int(r)) for t, r in part.writes[["target", "region"]].tolist()}
             return m.Assign(
                 plan.digest,
-                part.to_bytes(),
+                m.packed(part.to_bytes()),
                 groups,
                 addresses,
                 [peers[key] for key in sorted(gathered) if key[0] != member.rank],

@@ -5,6 +5,7 @@ Every question may be asked again; mailboxes answer it once. Durations are secon
 
 from __future__ import annotations
 
+import zlib
 from typing import Annotated, Any
 
 import msgspec
@@ -14,6 +15,8 @@ from crossrail.control.mailbox import Mailbox
 from crossrail.control.messages import Failed, Text
 from crossrail.control.wire import Wire
 from crossrail.errors import UsageError
+
+UNPACKED_MAX = 1 << 30
 
 Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Version = Annotated[int, Meta(ge=0, le=(1 << 62))]
@@ -26,8 +29,25 @@ Descriptor = Annotated[bytes, Meta(min_length=1, max_length=4096)]
 Descriptors = Annotated[list[Descriptor], Meta(max_length=1 << 16)]
 
 
+def packed(data: bytes) -> bytes:
+    """Compressed: rows of inventories and plans are alike, and messages end at 8 MiB."""
+    return zlib.compress(data, 1)
+
+
+def unpacked(data: bytes) -> bytes:
+    """The inverse of packed(). UsageError for anything else, and for more than UNPACKED_MAX bytes."""
+    opened = zlib.decompressobj()
+    try:
+        plain = opened.decompress(data, UNPACKED_MAX)
+    except zlib.error as error:
+        raise UsageError(f"nothing that was packed: {error}") from None
+    if not opened.eof:
+        raise UsageError(f"cut off, or more than {UNPACKED_MAX} bytes")
+    return plain
+
+
 class Join(Struct, frozen=True, tag=True):
-    """A trainer or inference rank offers itself. inventory: Inventory.to_bytes().
+    """A trainer or inference rank offers itself. inventory: packed(Inventory.to_bytes()).
 
     spare: of an inference rank that is double-buffered, its second memory: a descriptor for each region.
     """
@@ -77,7 +97,7 @@ class Member(Struct, frozen=True, array_like=True):
 
 
 class Assign(Struct, frozen=True, tag=True):
-    """A trainer's part of a plan. plan: which; part: Plan.of_trainer().to_bytes(); groups: of the whole plan.
+    """A trainer's part of a plan. plan: which; part: packed(Plan.of_trainer().to_bytes()); groups: of the whole plan.
 
     gone: those whom this trainer need not wait for any more.
     """

@@ -117,7 +117,7 @@ class WeightReceiver:
                 self._buffers.append([self._engine.alloc(region.nbytes) for region in self.memory.regions])
         self._check_memory()
         spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
-        question = m.Join(inventory.to_bytes(), spare)
+        question = m.Join(m.packed(inventory.to_bytes()), spare)
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
         if isinstance(answer, m.JoinRefused):

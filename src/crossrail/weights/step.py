@@ -31,7 +31,8 @@ class StepReport:
     """What a step did at one trainer. Seconds are of its pipeline's own clock.
 
     gather_s, write_s: while any task was in that stage; prepare_s: conversions alone; barrier_s: waiting for others.
-    They overlap. peak_bytes: most of the arena that was in use.
+    They overlap. python_s: processor time of the pipeline's own code and its submits, without conversions.
+    peak_bytes: most of the arena that was in use.
     """
 
     tasks: int = 0
@@ -44,6 +45,7 @@ class StepReport:
     prepare_s: float = 0.0
     write_s: float = 0.0
     barrier_s: float = 0.0
+    python_s: float = 0.0
 
 
 @dataclass
@@ -148,8 +150,10 @@ class Step:
         clock = asyncio.get_running_loop().time
         begun = clock()
         in_gather, in_write = bool(self._gathering), bool(self._writing)
+        began_code = time.thread_time()
         moved = self._collect_writes() + self._collect_prepared() + self._collect_gathers()
         moved += self._prepare_next() + self._begin()
+        self.report.python_s += time.thread_time() - began_code
         if not moved:
             await self._something()
         took = clock() - begun

@@ -82,7 +82,7 @@ class WeightTrainer:
         Registers the memory. Raises Refused, NoAnswer, Unreachable.
         """
         self._controller = controller
-        question = m.Join(self.memory.inventory().to_bytes())
+        question = m.Join(m.packed(self.memory.inventory().to_bytes()))
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
         if isinstance(answer, m.JoinRefused):
@@ -259,7 +259,7 @@ class _Assigned:
     def __init__(self, assign: m.Assign, rank: int) -> None:
         self.plan = assign.plan
         self.groups = assign.groups
-        self.tasks: list[ReadyTask] = ready_tasks(Plan.from_bytes(assign.part), rank)
+        self.tasks: list[ReadyTask] = ready_tasks(Plan.from_bytes(m.unpacked(assign.part)), rank)
         self.trainers = {each.rank: xr.Address.from_bytes(each.address) for each in assign.trainers}
         self.peers = {
             (each.rank, each.region): xr.RegionDescriptor.from_bytes(each.descriptor) for each in assign.peers
