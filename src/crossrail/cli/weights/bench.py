@@ -97,13 +97,13 @@ async def _measure(player: Player, targets: int, rounds: int, has_gloo: bool, co
         controller = WeightController(box)
         box.start()
         try:
+            if gloo is not None:
+                await asyncio.to_thread(gloo.start)
             player = replace(player, controller=controller.address.hex())
             await asyncio.gather(
                 *(players.start(replace(player, rank=rank)) for rank in range(player.count)),
                 *(players.start(replace(player, role="target", rank=rank)) for rank in range(targets)),
             )
-            if gloo is not None:
-                await asyncio.to_thread(gloo.start)
             first = await controller.update(1, _UPDATE_S)
             writes = sum(step.writes for step in first.steps.values())
             console.print(

@@ -76,8 +76,9 @@ def _play(spec: dict[str, Any]) -> None:
 
     rank, trainers = spec["rank"], spec["trainers"]
     world = trainers + spec["targets"]
-    store = dist.FileStore(spec["store"], world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=_TIMEOUT_S))
+    meeting = f"file://{spec['store']}"
+    patience = timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=patience)
     training = dist.new_group(list(range(trainers)))
     serving = dist.new_group([0, *range(trainers, world)])
     shapes = ToyModel(**spec["model"]).shapes()

@@ -23,7 +23,7 @@ from crossrail.weights.receiver import WeightReceiver
 from crossrail.weights.toy import ToyModel, ToyTarget, ToyTrainer
 from crossrail.weights.trainer import WeightTrainer
 
-_ROLE_TIMEOUT_S = 120.0
+_ROLE_TIMEOUT_S = 600.0  # whoever started us gives up before, and then our input ends
 
 
 def say(**words: Any) -> None:
