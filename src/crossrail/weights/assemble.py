@@ -140,28 +140,34 @@ def _outputs(tasks: Any, parts: Any, slices: Slices, task: Ints) -> tuple[Any, I
 
 
 def _gathers(joined: Tables, sources: Sources, tasks: Any, parts: Any) -> Any:
-    """Each part from boxes of its sender's mesh: its own where it has them, else those of the next holder by rank."""
+    """Each part from as few others as there are: of each hull from one mesh, the sender's own where it has it.
+
+    Of each box from the sender itself where it holds it, else from the next holder by rank.
+    """
     rows, rank = joined.source
-    mesh_count = len(joined.meshes)
-    key = parts["param"].astype(np.int64) * mesh_count + tasks["mesh"][parts["task"]]
-    by_key = np.argsort(key, kind="stable")
-    held = Boxes(sources.boxes.key * mesh_count + sources.mesh, sources.boxes.start, sources.boxes.stop)
-    pairs = overlaps(Boxes(key[by_key], parts["start"][by_key], parts["stop"][by_key]), held)
-    part = by_key[pairs.left]
-    counts = np.diff(sources.first)[pairs.right]
+    pairs = overlaps(Boxes(parts["param"].astype(np.int64), parts["start"], parts["stop"]), sources.boxes)
+    part, box = pairs.left, pairs.right
+    mesh = sources.mesh[box]
+    other = mesh != tasks["mesh"][parts["task"][part]]
+    by_choice = np.lexsort((mesh, other, sources.hull[box], part))
+    places, place_of = distinct([part[by_choice], sources.hull[box[by_choice]]])
+    taken = mesh[by_choice] == mesh[by_choice][places][place_of]
+    chosen = by_choice[taken]
+    part, box, start, stop = part[chosen], box[chosen], pairs.start[chosen], pairs.stop[chosen]
+
+    counts = np.diff(sources.first)[box]
     pair = np.repeat(np.arange(len(part)), counts)
-    row = sources.holders[np.repeat(sources.first[pairs.right], counts) + ranges(counts)]
+    row = sources.holders[np.repeat(sources.first[box], counts) + ranges(counts)]
     sender = tasks["trainer"][parts["task"][part]][pair]
     distance = (rank[row] - sender) % (int(rank.max()) + 1)  # 0: the sender itself
     order = np.lexsort((distance, pair))
-    nearest = order[np.searchsorted(pair[order], np.arange(len(part)))]
+    row = row[order[np.searchsorted(pair[order], np.arange(len(part)))]]
 
-    row = row[nearest]
     gathers = np.zeros(len(part), GATHER)
     gathers["part"], gathers["trainer"], gathers["region"] = part, rank[row], rows["region"][row]
     gathers["strides"] = rows["strides"][row]
-    gathers["offset"] = rows["offset"][row] + ((pairs.start - rows["start"][row]) * rows["strides"][row]).sum(axis=1)
-    gathers["start"], gathers["stop"] = pairs.start, pairs.stop
+    gathers["offset"] = rows["offset"][row] + ((start - rows["start"][row]) * rows["strides"][row]).sum(axis=1)
+    gathers["start"], gathers["stop"] = start, stop
     return gathers[np.argsort(part, kind="stable")]
 
 

@@ -27,12 +27,13 @@ def classes_of(first: Ints, members: Ints) -> tuple[Ints, list[Ints]]:
     return number, [members[first[i] : first[i + 1]] for i in chosen]
 
 
-def choose(kind: Ints, candidates: list[Ints], nbytes: Ints, senders: int) -> Ints:
+def choose(kind: Ints, candidates: list[Ints], nbytes: Ints, turn: Ints, senders: int) -> Ints:
     """The sender of each slice.
 
     kind: of each slice, an index into candidates, which lists senders (0 .. senders - 1), ascending. nbytes: its size.
-    Slices without a choice first, then the large ones first. Of slices of one size and kind each sender gets
-    neighbours, so that it prepares few cells. Ties go to the lower number: the same input gives the same plan.
+    Slices without a choice come first, then those of the lowest turn, of these the large ones. Of slices of one turn,
+    size and kind each sender gets neighbours, so that it prepares few cells. Ties go to the lower number: the same
+    input gives the same plan.
     """
     load = np.zeros(senders, np.int64)
     sender = np.zeros(len(kind), np.int64)
@@ -44,7 +45,7 @@ def choose(kind: Ints, candidates: list[Ints], nbytes: Ints, senders: int) -> In
     free = np.flatnonzero(~fixed)
     if not len(free):
         return sender
-    runs, run_of = distinct(columns_of(-nbytes[free], kind[free]))
+    runs, run_of = distinct(columns_of(turn[free], -nbytes[free], kind[free]))
     order = np.argsort(run_of, kind="stable")
     ends = np.cumsum(np.bincount(run_of))
     for run, end, count in zip(runs, ends, np.bincount(run_of), strict=True):

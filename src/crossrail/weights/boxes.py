@@ -14,7 +14,7 @@ _PAIRS_MAX = 1 << 21  # looked at in one go, which bounds the memory
 
 
 class Boxes(NamedTuple):
-    """Boxes that belong to something: those with the same key are compared. key: ascending."""
+    """Boxes that belong to something: those with the same key are compared."""
 
     key: Ints
     start: Ints
@@ -42,7 +42,7 @@ def volume(start: Ints, stop: Ints) -> Ints:
 
 
 def overlaps(left: Boxes, right: Boxes) -> Overlaps:
-    """All pairs of the same key that share an element."""
+    """All pairs of the same key that share an element. The keys of right are ascending."""
     found = list(_overlaps(left, right))
     if not found:
         none = np.zeros((0, left.start.shape[1]), np.int64)
@@ -95,6 +95,55 @@ def grid(keys: Ints, shape: Ints, cuts: Sequence[tuple[Ints, Ints]]) -> Boxes:
         stop[inner, dim] = where[index[inner] + 1]
         rest = rest // count
     return Boxes(keys[owner], start, stop)
+
+
+class Fault(NamedTuple):
+    """A box of this key that is claimed by none, or by several."""
+
+    key: int
+    start: Ints
+    stop: Ints
+    claims: int
+
+    def where(self, dims: int) -> str:
+        """As one would index it; of so many dimensions."""
+        pairs = zip(self.start[:dims], self.stop[:dims], strict=True)
+        return "[" + ", ".join(f"{a}:{b}" for a, b in pairs) + "]"
+
+
+def find_fault(tiles: Boxes, start: Ints, stop: Ints) -> Fault | None:
+    """None when the tiles of each key k (0, 1, ...), all inside, fill the box start[k] .. stop[k], each element once.
+
+    Cut along all edges of its tiles, the box falls into cells that are wholly in a tile or wholly outside.
+    """
+    alone = np.bincount(tiles.key, minlength=len(start)) == 1
+    whole = np.zeros(len(start), bool)
+    same = (tiles.start == start[tiles.key]).all(1) & (tiles.stop == stop[tiles.key]).all(1)
+    whole[tiles.key[same]] = True
+    looked_at = ~(alone & whole)  # most have one tile, and need no look
+    keys = np.flatnonzero(looked_at)
+    chosen = np.flatnonzero(looked_at[tiles.key])
+    chosen = chosen[np.argsort(tiles.key[chosen], kind="stable")]
+    of = tiles.key[chosen]
+    low, high = tiles.start[chosen] - start[of], tiles.stop[chosen] - start[of]
+    cuts = []
+    for dim in range(start.shape[1]):
+        edges = np.concatenate([low[:, dim], high[:, dim], np.zeros(len(keys), np.int64)])
+        owner = np.concatenate([of, of, keys])
+        inside = edges < (stop - start)[owner, dim]
+        cuts.append(unique_pairs(owner[inside], edges[inside]))
+    cells = grid(keys, (stop - start)[keys], cuts)
+    claims = np.bincount(overlaps(cells, Boxes(of, low, high)).left, minlength=len(cells.key))
+    for cell in np.flatnonzero(claims != 1)[:1]:
+        key = int(cells.key[cell])
+        return Fault(key, cells.start[cell] + start[key], cells.stop[cell] + start[key], int(claims[cell]))
+    return None
+
+
+def unique_pairs(key: Ints, value: Ints) -> tuple[Ints, Ints]:
+    """Distinct ones, ascending."""
+    chosen, _ = distinct([key, value])
+    return key[chosen], value[chosen]
 
 
 def is_run(start: Ints, stop: Ints, whole_start: Ints, whole_stop: Ints) -> npt.NDArray[np.bool_]:

@@ -24,7 +24,9 @@ Rows: TypeAlias = npt.NDArray[Any]
 
 VERSION = 1
 DIMS = 5
+REGION_BYTES_MAX = 1 << 44
 _EXTENT_MAX = 1 << 48
+_ELEMENTS_MAX = 1 << 56
 _ROWS_MAX = 1 << 24
 
 # One holding. Dimensions that it lacks follow those it has, with the extent 1. name, mesh and scale_of are indices into
@@ -51,7 +53,7 @@ class RegionInfo(Struct, frozen=True, array_like=True):
     """A registered region: its descriptor as bytes (RegionDescriptor.to_bytes()), and how long it is."""
 
     descriptor: Annotated[bytes, Meta(max_length=4096)]
-    nbytes: Annotated[int, Meta(ge=0, le=1 << 62)]
+    nbytes: Annotated[int, Meta(ge=0, le=REGION_BYTES_MAX)]
 
 
 class Holding(Struct, frozen=True):
@@ -62,8 +64,9 @@ class Holding(Struct, frozen=True):
     region: index of the region in the inventory; offset: bytes from its start to the box's first element.
     strides: bytes, for each dimension; None: the box lies there in C order without gaps. The elements of the innermost
     dimension always lie side by side.
-    mesh (trainers): a name for the processes that hold the parameter together: the boxes of a mesh are disjoint or
-    equal, and make the whole parameter. A parameter may be held by several meshes.
+    mesh (trainers): a name for the processes that hold something together, as in a DeviceMesh: the boxes of a parameter
+    in a mesh are equal or disjoint, and together one box, its hull: of an expert-parallel mesh the mesh's experts, else
+    mostly the whole parameter. The hulls of different meshes are equal or disjoint, and make the whole parameter.
     scale_of, block (targets): the fp32 scales of the blocks, so many elements in each dimension, of the parameter of
     that name, whose holdings here are float8_e4m3fn. shape and box then count blocks.
     """
@@ -168,7 +171,7 @@ class Inventory:
         """Raises UsageError for anything but what to_bytes() gave."""
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(f"this is no inventory: {error}") from None
         if wire.version != VERSION:
             raise UsageError(
@@ -189,6 +192,10 @@ class Inventory:
             raise UsageError(f"rows must be one-dimensional and of the dtype HOLDING, not {rows.dtype}")
         if len(set(self.names)) != len(self.names):
             raise UsageError(f"{self}: a name is listed twice")
+        if too_long := next((region.nbytes for region in self.regions if region.nbytes > REGION_BYTES_MAX), None):
+            raise UsageError(f"{self}: a region of {too_long} bytes, at most {REGION_BYTES_MAX} are possible")
+        if not len(rows):
+            return
         self._refuse((rows["name"] < 0) | (rows["name"] >= len(self.names)), "names no parameter", named=False)
         self._refuse((rows["mesh"] < 0) | (rows["mesh"] >= len(self.meshes)), "names no mesh")
         self._refuse((rows["region"] < 0) | (rows["region"] >= len(self.regions)), "region", rows["region"])
@@ -197,6 +204,9 @@ class Inventory:
         beyond = np.arange(DIMS) >= rows["dims"][:, np.newaxis]
         self._refuse((beyond & (rows["shape"] != 1)).any(1), "shape", rows["shape"])
         self._refuse(((rows["shape"] < 1) | (rows["shape"] > _EXTENT_MAX)).any(1), "shape", rows["shape"])
+        # In floating point, which does not overflow; all that is computed later then does not either.
+        elements = rows["shape"].astype(np.float64).prod(axis=1)
+        self._refuse(elements > _ELEMENTS_MAX, "has too many elements: shape", rows["shape"])
         empty = (rows["start"] < 0) | (rows["start"] >= rows["stop"]) | (rows["stop"] > rows["shape"])
         self._refuse(empty.any(1), "box is empty or not in the shape: starts at", rows["start"])
         self._check_scales()
@@ -214,21 +224,19 @@ class Inventory:
         extent = rows["stop"] - rows["start"]
         item = ITEM_BYTES[rows["dtype"]]
         self._refuse((rows["strides"] < 0).any(1) | (rows["offset"] < 0), "offset or strides below 0")
+        self._refuse(rows["offset"] > REGION_BYTES_MAX, "ends behind its region, at", rows["offset"])
         span = item.copy()
         for dim in reversed(range(DIMS)):
             # C order, gaps allowed: a step of an outer dimension passes all that lies within it.
             stride, count = rows["strides"][:, dim], extent[:, dim]
+            self._refuse(stride > REGION_BYTES_MAX // count, "is longer than any region: strides", rows["strides"])
             self._refuse((count > 1) & (stride < span), "strides are not in C order (transposed?)", rows["strides"])
-            if dim == DIMS - 1:
-                innermost = np.ones(len(rows), bool)
-            self._refuse((count > 1) & innermost & (stride != item), "innermost dimension has gaps", rows["strides"])
-            innermost = innermost & (count == 1)
+            innermost = (rows["dims"] == dim + 1) & (count > 1)
+            self._refuse(innermost & (stride != item), "innermost dimension has gaps (transposed?)", rows["strides"])
             span = np.where(count > 1, (count - 1) * stride + span, span)
         nbytes = np.array([region.nbytes for region in self.regions], np.int64)
         end = rows["offset"] + span
-        self._refuse(
-            end > nbytes[rows["region"]] if len(rows) else np.zeros(0, bool), "ends behind its region, at", end
-        )
+        self._refuse(end > nbytes[rows["region"]], "ends behind its region, at", end)
 
     def _refuse(self, bad: Any, what: str, values: Any = None, *, named: bool = True) -> None:
         if not bad.any():

@@ -184,7 +184,7 @@ class Plan:
         """Raises UsageError for anything but what to_bytes() gave. What the rows say is check_plan()'s to judge."""
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(f"this is no plan: {error}") from None
         if wire.version != VERSION:
             raise UsageError(f"plan of version {wire.version}, this is version {VERSION}")
@@ -213,7 +213,10 @@ class Plan:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return all(
+            np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
+            for mine, theirs in ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        )
 
     __hash__ = None  # type: ignore[assignment]  # equal by content, which is large
 

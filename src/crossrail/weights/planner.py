@@ -17,6 +17,7 @@ from crossrail.errors import UsageError
 from crossrail.weights import balance, tables
 from crossrail.weights.assemble import Slices, assemble
 from crossrail.weights.boxes import Boxes, Ints, distinct, overlaps, ranges
+from crossrail.weights.check import check_plan
 from crossrail.weights.dtypes import ITEM_BYTES
 from crossrail.weights.inventory import Inventory
 from crossrail.weights.plan import Plan, ranks_of
@@ -53,6 +54,8 @@ class PlanOptions:
 def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], options: PlanOptions | None = None) -> Plan:
     """The plan by which these trainers write all that these targets hold. Pure: the same input gives the same plan.
 
+    It was checked (check_plan) when it is returned.
+
     Raises UsageError, which names the parameter, when what they hold does not fit together.
     """
     options = options or PlanOptions()
@@ -69,8 +72,11 @@ def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], optio
     # What one target wants of a cell comes from one sender: values and scales are made together.
     units, unit = distinct([slices.cell, joined.target.rank[slices.want]])
     nbytes = np.bincount(unit, weights=slices.nbytes).astype(np.int64)
-    chosen = balance.choose(kind[slices.cell[units]], candidates, nbytes, len(ranks))[unit]
-    return assemble(
+    cell = slices.cell[units]
+    # Where everyone gathers everything, each cell is sent by all of its mesh, so that they are busy at the same time.
+    turn = cell if options.gather == "full" else np.zeros_like(cell)
+    chosen = balance.choose(kind[cell], candidates, nbytes, turn, len(ranks))[unit]
+    plan = assemble(
         joined,
         forms,
         sources,
@@ -80,6 +86,8 @@ def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], optio
         trainer_ranks,
         target_ranks,
     )
+    check_plan(plan, trainers, targets)
+    return plan
 
 
 def _rank(inventory: Inventory) -> int:
@@ -117,11 +125,9 @@ def _slices(joined: Tables, forms: Forms, wants: Wants, cells: Boxes) -> Slices:
 
 def _holders(joined: Tables, forms: Forms, sources: Sources, cells: Boxes, ranks: Ints) -> tuple[Ints, Ints]:
     """Of each cell, the trainers that may prepare it, as indices into ranks: those that hold half of what any holds."""
-    by_param = np.argsort(forms.param[cells.key], kind="stable")
-    left = Boxes(forms.param[cells.key][by_param], cells.start[by_param], cells.stop[by_param])
-    pairs = overlaps(left, sources.boxes)
+    pairs = overlaps(Boxes(forms.param[cells.key], cells.start, cells.stop), sources.boxes)
     counts = np.diff(sources.first)[pairs.right]
-    cell = np.repeat(by_param[pairs.left], counts)
+    cell = np.repeat(pairs.left, counts)
     held = np.repeat((pairs.stop - pairs.start).prod(axis=1), counts)
     row = sources.holders[np.repeat(sources.first[pairs.right], counts) + ranges(counts)]
     trainer = np.searchsorted(ranks, joined.source.rank[row])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from crossrail.errors import UsageError
-from crossrail.weights.boxes import Boxes, Ints, columns_of, distinct, grid, overlaps, ranges
+from crossrail.weights.boxes import Boxes, Ints, columns_of, distinct, find_fault, grid, ranges, unique_pairs
 from crossrail.weights.dtypes import ITEM_BYTES
 from crossrail.weights.tables import Forms, Tables
 
@@ -15,98 +15,83 @@ from crossrail.weights.tables import Forms, Tables
 class Sources(NamedTuple):
     """Distinct boxes, by parameter and mesh, and who holds each.
 
-    boxes.key: the parameter; mesh: of each box. holders: rows of the source side, those of box i from first[i] to
-    first[i + 1], by rank.
+    boxes.key: the parameter. mesh: of each box. hull: of each box, what its mesh holds of the parameter, a row of
+    hulls. holders: rows of the source side, those of box i from first[i] to first[i + 1], by rank.
+    hulls.key: the parameter. Hulls are distinct and disjoint; several meshes may have the same.
     """
 
     boxes: Boxes
     mesh: Ints
+    hull: Ints
     holders: Ints
     first: Ints
+    hulls: Boxes
 
 
 def sources_of(tables: Tables) -> Sources:
-    """Raises UsageError where the boxes of a mesh overlap, or leave something of the parameter out."""
+    """Raises UsageError where the boxes of a mesh overlap or have holes, or something of a parameter is nowhere."""
     rows, rank = tables.source
     param, mesh = rows["name"].astype(np.int64), rows["mesh"].astype(np.int64)
     chosen, kind = distinct(columns_of(param, mesh, rows["start"], rows["stop"]))
     holders = np.lexsort((rank, kind))
     first = np.searchsorted(kind[holders], np.arange(len(chosen) + 1))
+    twice = (kind[holders][1:] == kind[holders][:-1]) & (rank[holders][1:] == rank[holders][:-1])
+    for row in holders[1:][twice][:1]:
+        raise UsageError(f"{tables.names[param[row]]!r}: trainer {rank[row]} lists the same box twice")
+
     boxes = Boxes(param[chosen], rows["start"][chosen], rows["stop"][chosen])
-    sources = Sources(boxes, mesh[chosen], holders, first)
-    _check_twice(tables, kind[holders], rank[holders])
-    _check_whole(tables, sources, rows["shape"][chosen])
-    return sources
+    mesh, shape = mesh[chosen], rows["shape"][chosen]
+    keys, mesh_first, mesh_of = np.unique(boxes.key * len(tables.meshes) + mesh, return_index=True, return_inverse=True)
+    if not len(keys):
+        raise UsageError("the trainers hold no parameter")
+    start = np.minimum.reduceat(boxes.start, mesh_first)
+    stop = np.maximum.reduceat(boxes.stop, mesh_first)
+    # Hulls are checked as boxes of the parameter, boxes as boxes of their mesh's hull.
+    _check_tiles(tables, Boxes(mesh_of, boxes.start, boxes.stop), start, stop, boxes.key[mesh_first], mesh[mesh_first])
+    hull_at, hull_of = distinct(columns_of(boxes.key[mesh_first], start, stop))
+    hulls = Boxes(boxes.key[mesh_first][hull_at], start[hull_at], stop[hull_at])
+    params, param_of = np.unique(hulls.key, return_inverse=True)
+    shapes = shape[np.searchsorted(boxes.key, params)]
+    _check_tiles(tables, Boxes(param_of, hulls.start, hulls.stop), np.zeros_like(shapes), shapes, params, None)
+    return Sources(boxes, mesh, hull_of[mesh_of], holders, first, hulls)
 
 
-def _check_twice(tables: Tables, kind: Ints, rank: Ints) -> None:
-    twice = np.flatnonzero((kind[1:] == kind[:-1]) & (rank[1:] == rank[:-1]))
-    if len(twice):
-        name = tables.source.rows["name"][_order(tables)[twice[0]]]
-        raise UsageError(f"{tables.names[name]!r}: trainer {rank[twice[0]]} lists the same box twice")
-
-
-def _order(tables: Tables) -> Ints:
-    rows, rank = tables.source
-    _, kind = distinct(columns_of(rows["name"], rows["mesh"], rows["start"], rows["stop"]))
-    return np.lexsort((rank, kind))
-
-
-def _check_whole(tables: Tables, sources: Sources, shape: Ints) -> None:
-    """Every element of every parameter lies in one box of each of its meshes."""
-    boxes = sources.boxes
-    # Parameters whose one box is all of them need no look, and are most.
-    alone = (boxes.start == 0).all(1) & (boxes.stop == shape).all(1)
-    if alone.all():
-        return
-    key = boxes.key * len(tables.meshes) + sources.mesh
-    keys, at = np.unique(key, return_index=True)
-    cuts = []
-    for dim in range(shape.shape[1]):
-        edges = np.concatenate([boxes.start[:, dim], boxes.stop[:, dim], np.zeros(len(keys), np.int64)])
-        of = np.concatenate([key, key, keys])
-        inside = edges < np.concatenate([shape[:, dim], shape[:, dim], shape[at, dim]])
-        cuts.append(_unique_pairs(of[inside], edges[inside]))
-    cells = grid(keys, shape[at], cuts)
-    pairs = overlaps(cells, Boxes(key, boxes.start, boxes.stop))
-    claims = np.bincount(pairs.left, minlength=len(cells.key))
-    for cell in np.flatnonzero(claims != 1)[:1]:
-        name, mesh = divmod(int(cells.key[cell]), len(tables.meshes))
-        dims = int(tables.source.rows["dims"][tables.source.rows["name"] == name][0])
-        where = [f"{a}:{b}" for a, b in zip(cells.start[cell, :dims], cells.stop[cell, :dims], strict=True)]
-        what = "claimed by boxes that overlap" if claims[cell] else "held by no trainer"
-        raise UsageError(f"{tables.names[name]!r}: [{', '.join(where)}] is {what}, in mesh {tables.meshes[mesh]!r}")
-
-
-def _unique_pairs(key: Ints, value: Ints) -> tuple[Ints, Ints]:
-    chosen, _ = distinct([key, value])
-    return key[chosen], value[chosen]
+def _check_tiles(tables: Tables, tiles: Boxes, start: Ints, stop: Ints, param: Ints, mesh: Ints | None) -> None:
+    fault = find_fault(tiles, start, stop)
+    if fault is not None:
+        key = fault.key
+        dims = int(tables.source.rows["dims"][tables.source.rows["name"] == param[key]][0])
+        what = "claimed by trainers whose boxes overlap" if fault.claims else "held by no trainer"
+        among = "" if mesh is None else f", in mesh {tables.meshes[mesh[key]]!r}"
+        raise UsageError(f"{tables.names[param[key]]!r}: {fault.where(dims)} is {what}{among}")
 
 
 def cells_of(forms: Forms, sources: Sources, *, whole: bool, write_bytes_min: int) -> Boxes:
     """Each form cut into cells, which trainers prepare; key: the form.
 
     They follow the boxes that trainers hold, rounded to whole blocks, so that most need nothing that is elsewhere. They
-    are joined until one has write_bytes_min bytes, as far as there are. whole: one cell for each form.
+    are joined until one has write_bytes_min bytes, as far as there are. whole: they are what a mesh holds, all of it.
     """
     count = len(forms.param)
     block = np.maximum(forms.block, 1)
-    boxes = sources.boxes
-    first = np.searchsorted(boxes.key, forms.param, "left")
-    boxes_of = np.searchsorted(boxes.key, forms.param, "right") - first
-    owner = np.repeat(np.arange(count), boxes_of)
-    box = np.repeat(first, boxes_of) + ranges(boxes_of)
+    pieces = sources.hulls if whole else sources.boxes
+    first = np.searchsorted(pieces.key, forms.param, "left")
+    pieces_of = np.searchsorted(pieces.key, forms.param, "right") - first
+    owner = np.repeat(np.arange(count), pieces_of)
+    piece = np.repeat(first, pieces_of) + ranges(pieces_of)
     nbytes = forms.shape.prod(axis=1) * ITEM_BYTES[forms.dtype]
-    cells_max = np.maximum(nbytes // max(write_bytes_min, 1), 1)
+    cells_max = np.maximum(nbytes // write_bytes_min, 1)
     cuts = []
     for dim in range(forms.shape.shape[1]):
         size = block[owner, dim]
-        where = (boxes.start[box, dim] + size // 2) // size * size
-        inside = (where < forms.shape[owner, dim]) & (not whole)
+        where = (pieces.start[piece, dim] + size // 2) // size * size
+        inside = where < forms.shape[owner, dim]
         of = np.concatenate([owner[inside], np.arange(count)])
-        key, value = _unique_pairs(of, np.concatenate([where[inside], np.zeros(count, np.int64)]))
-        cuts.append(_thinned(key, value, cells_max))
-        cells_max = np.maximum(cells_max // np.bincount(cuts[-1][0], minlength=count), 1)
+        key, value = unique_pairs(of, np.concatenate([where[inside], np.zeros(count, np.int64)]))
+        if not whole:
+            key, value = _thinned(key, value, cells_max)
+            cells_max = np.maximum(cells_max // np.bincount(key, minlength=count), 1)
+        cuts.append((key, value))
     return grid(np.arange(count), forms.shape, cuts)
 
 

@@ -1,0 +1,53 @@
+"""What the commands of `crossrail weights` share: models by name, spread over as many processes as one likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import gcd
+from typing import Any
+
+import click
+
+from crossrail.errors import UsageError
+from crossrail.weights.models import CLUSTERS, MODELS, Cluster
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_CLUSTER_OPTIONS = (
+    click.option("--trainers", type=int, help="How many there are; default: as was published for the model."),
+    click.option("--targets", type=int, help="Inference ranks; default: as was published for the model."),
+    click.option("--pipeline", type=int, help="Pipeline stages of the trainers."),
+    click.option("--expert-parallel", type=int, help="Expert-parallel groups of a stage."),
+    click.option("--dense-shard", type=int, help="Ranks over which all else is sharded."),
+    click.option("--target-experts", type=int, help="Inference ranks over which the experts are spread."),
+)
+
+
+def cluster_options(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """--trainers and so on, for cluster_of()."""
+    for option in reversed(_CLUSTER_OPTIONS):
+        fn = option(fn)
+    return fn
+
+
+def check_model(name: str) -> None:
+    """UsageError for a model that is not known by name."""
+    if name not in MODELS:
+        raise UsageError(f"model {name!r} is not known; there are {', '.join(MODELS)}")
+
+
+def cluster_of(model: str, **given: int | None) -> Cluster:
+    """The published one, with what was given instead; what was not given shrinks as far as it has to."""
+    published = CLUSTERS[model]
+    sizes = {name: value for name, value in given.items() if value is not None}
+    trainers, targets = sizes.get("trainers", published.trainers), sizes.get("targets", published.targets)
+    pipeline = sizes.get("pipeline", gcd(published.pipeline, trainers))
+    stage = max(trainers // max(pipeline, 1), 1)
+    fitting = {
+        "pipeline": pipeline,
+        "expert_parallel": gcd(published.expert_parallel, stage),
+        "dense_shard": gcd(published.dense_shard, stage),
+        "target_experts": gcd(published.target_experts, targets),
+    }
+    return replace(published, **(fitting | sizes))

@@ -1,0 +1,143 @@
+"""`crossrail weights demo`: trainers, inference ranks, version after version, and the proof.
+
+This process is the controller. Each inference rank compares all it has with what converting the whole checkpoint gives.
+With --kill a trainer is killed in the middle of an update: it fails on all sides, another takes its place, and the same
+version comes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+import crossrail as xr
+from crossrail.cli.text import format_bytes, gb_per_s
+from crossrail.cli.weights.players import Player, Players
+from crossrail.control.wire import EngineWire
+from crossrail.errors import CrossrailError
+from crossrail.weights.controller import UpdateReport, WeightController
+from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.messages import mailbox
+from crossrail.weights.toy import TargetKind, ToyModel
+
+_UPDATE_S = 60.0
+_CHECK_S = 120.0
+# The first is updated in place, between pause and resume, the second has spare memory.
+_TARGETS: tuple[tuple[TargetKind, bool], ...] = (("fused", False), ("fp8", True))
+
+
+@click.command()
+@click.option("--versions", default=4, show_default=True, help="How many updates.")
+@click.option("--trainers", default=4, show_default=True)
+@click.option("--mib", default=16, show_default=True, help="About how large the model is, in bfloat16.")
+@click.option("--transport", default="auto", show_default=True)
+@click.option("--kill", "kills", is_flag=True, help="Kill a trainer in the middle of the last update.")
+def demo(versions: int, trainers: int, mib: int, transport: str, kills: bool) -> None:
+    """Trainers update two inference ranks: one fused and tensor-parallel, one in fp8. Checked bit for bit."""
+    asyncio.run(_Demo(versions, trainers, ToyModel.of_bytes(mib << 20), transport).run(kills))
+
+
+class _Demo:
+    def __init__(self, versions: int, trainers: int, model: ToyModel, transport: str) -> None:
+        self._versions, self._trainers, self._model, self._transport = versions, trainers, model, transport
+        self._console = Console()
+        self._table = Table(title="updates; equal: to what converting the whole checkpoint gives, bit for bit")
+        for column in ("version", "written", "plan ms", "transfer ms", "GB/s", "slowest stage", "equal"):
+            self._table.add_column(column, justify="right", no_wrap=True)
+
+    async def run(self, kills: bool) -> None:
+        secret = secrets.token_hex(16)
+        players = Players(secret)
+        with xr.Engine("controller", transport=self._transport) as engine:
+            wire = EngineWire(engine)
+            box = mailbox(wire, secret.encode())
+            controller = WeightController(box)
+            box.start()
+            try:
+                await self._start(players, controller)
+                for version in range(1, self._versions + 1):
+                    is_last = version == self._versions
+                    report = await self._update(controller, version, players if kills and is_last else None)
+                    self._show(report, await self._check(players, version))
+            finally:
+                await players.close()
+                await box.close()
+                wire.close()
+        self._console.print(self._table)
+        self._console.print(f"[green]ok[/green]: {self._versions} versions, all bits equal at all inference ranks")
+
+    def _trainer(self, controller: WeightController, rank: int, first: int) -> Player:
+        address = controller.address.hex()
+        trainer = Player("trainer", rank, self._model, address, self._versions, first, self._trainers)
+        return replace(trainer, transport=self._transport)
+
+    async def _start(self, players: Players, controller: WeightController) -> None:
+        fleet = [self._trainer(controller, rank, 1) for rank in range(self._trainers)]
+        for rank, (kind, spare) in enumerate(_TARGETS):
+            target = Player("target", rank, self._model, controller.address.hex(), self._versions, kind=kind)
+            fleet.append(replace(target, spare=spare, transport=self._transport))
+        await asyncio.gather(*(players.start(player) for player in fleet))
+        await controller.ready(range(self._trainers), range(len(_TARGETS)), _UPDATE_S)
+        self._console.print(
+            f"{self._trainers} trainers with rows of {format_bytes(self._model.nbytes)} in bfloat16; inference ranks: "
+            + ", ".join(f"{kind}{' with spare memory' if spare else ' in place'}" for kind, spare in _TARGETS)
+        )
+
+    async def _update(self, controller: WeightController, version: int, to_kill: Players | None) -> UpdateReport:
+        columns = (TextColumn("version {task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            bar = progress.add_task(str(version))
+
+            def show(written: int, whole: int) -> None:
+                progress.update(bar, completed=written, total=whole)
+
+            if to_kill is None:
+                return await controller.update(version, _UPDATE_S, show)
+            return await self._update_with_a_death(controller, version, to_kill, show)
+
+    async def _update_with_a_death(
+        self, controller: WeightController, version: int, players: Players, show: Callable[[int, int], None]
+    ) -> UpdateReport:
+        victim = self._trainers - 1
+        update = asyncio.ensure_future(controller.update(version, _UPDATE_S, show))
+        await asyncio.sleep(0)
+        await players.kill(f"trainer-{victim}")
+        try:
+            return await update  # it was quicker than the kill
+        except UpdateFailed as error:
+            self._console.print(f"[red]killed[/red] trainer {victim}: {error}")
+        await players.start(self._trainer(controller, victim, version))
+        return await controller.update(version, _UPDATE_S, show)
+
+    async def _check(self, players: Players, version: int) -> bool:
+        for rank in range(len(_TARGETS)):
+            said = await players.said(f"target-{rank}", "version", _CHECK_S)
+            if said["version"] != version or said["wrong"]:
+                raise CrossrailError(
+                    f"inference rank {rank} has version {said['version']}, and of {version} these are wrong: "
+                    f"{', '.join(said['wrong']) or 'none'}"
+                )
+        return True
+
+    def _show(self, report: UpdateReport, equal: bool) -> None:
+        stages = {
+            name: max(getattr(step, f"{name}_s") for step in report.steps.values())
+            for name in ("gather", "prepare", "write", "barrier")
+        }
+        slowest = max(stages, key=stages.__getitem__)
+        self._table.add_row(
+            str(report.version),
+            format_bytes(report.written_bytes),
+            f"{report.plan_s * 1e3:.1f}",
+            f"{report.transfer_s * 1e3:.1f}",
+            f"{gb_per_s(report.written_bytes, report.transfer_s):.2f}",
+            f"{slowest} {stages[slowest] * 1e3:.0f} ms",
+            "yes" if equal else "no",
+        )

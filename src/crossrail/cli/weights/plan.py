@@ -1,0 +1,60 @@
+"""`crossrail weights plan`: from what everyone holds to a plan in a file."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from crossrail.cli.weights.common import check_model, cluster_of, cluster_options
+from crossrail.cli.weights.show import print_summary
+from crossrail.errors import UsageError
+from crossrail.weights import Inventory, PlanOptions, make_plan
+from crossrail.weights.models import MODELS, inventories
+from crossrail.weights.planner import Gather
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option(
+    "--inventory",
+    "files",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Of one process, as Inventory.to_bytes() wrote it; once for each, instead of MODEL.",
+)
+@cluster_options
+@click.option("--gather", type=click.Choice(["needed", "full"]), default="needed", show_default=True)
+@click.option("--ignore", multiple=True, help="A parameter that trainers hold and no target wants.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Where to save the plan.")
+def plan(
+    model: str | None,
+    files: tuple[Path, ...],
+    gather: Gather,
+    ignore: tuple[str, ...],
+    output: Path | None,
+    **sizes: int | None,
+) -> None:
+    """Plan an update of MODEL (kimi-k2, deepseek-v3, qwen3-235b), or of what inventories say, and prove the plan."""
+    if (model is None) == (not files):
+        raise UsageError("either a MODEL or --inventory is needed")
+    if model is None:
+        found = [Inventory.from_bytes(file.read_bytes()) for file in files]
+    else:
+        check_model(model)
+        found = [one for side in inventories(MODELS[model], cluster_of(model, **sizes)) for one in side]
+    console = Console()
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    trainers = [one for one in found if one.role == "trainer"]
+    targets = [one for one in found if one.role == "target"]
+    made = make_plan(trainers, targets, PlanOptions(gather=gather, ignore=ignore))
+    took_s, took_cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+    print_summary(console, made)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    console.print(f"planned and proved in {took_s:.1f} s ({took_cpu_s:.1f} s of CPU), {peak / 2**30:.2f} GiB at most")
+    if output is not None:
+        made.save(output)
+        console.print(f"saved to {output}")

@@ -1,0 +1,125 @@
+"""One process of `crossrail weights demo` and `bench`: a trainer that trains, or an inference rank that looks.
+
+It says what it does as lines of JSON on its standard output, and ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from typing import Any
+
+import click
+
+import crossrail as xr
+from crossrail.control.wire import EngineWire
+from crossrail.engine import SECRET_VARIABLE
+from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.memory import WeightMemory
+from crossrail.weights.messages import mailbox
+from crossrail.weights.receiver import WeightReceiver
+from crossrail.weights.toy import ToyModel, ToyTarget, ToyTrainer
+from crossrail.weights.trainer import WeightTrainer
+
+_ROLE_TIMEOUT_S = 600.0  # whoever started us gives up before, and then our input ends
+
+
+def say(**words: Any) -> None:
+    """One line for whoever started this process."""
+    print(json.dumps(words), flush=True)
+
+
+@click.command(hidden=True)
+@click.argument("spec")
+def play(spec: str) -> None:
+    """SPEC: JSON, of demo.Player."""
+    asyncio.run(_play(json.loads(spec)))
+
+
+async def _play(spec: dict[str, Any]) -> None:
+    model = ToyModel(**spec["model"])
+    engine = xr.Engine(f"{spec['role']}-{spec['rank']}", transport=spec["transport"])
+    wire = EngineWire(engine)
+    box = mailbox(wire, os.environb[SECRET_VARIABLE.encode()])
+    box.start()
+    working = asyncio.ensure_future(_work(spec, model, engine, box))
+    ended = asyncio.ensure_future(_stdin_closed())
+    try:
+        await asyncio.wait([working, ended], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        await ended
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        await box.close()
+        wire.close()
+        engine.close()
+
+
+async def _work(spec: dict[str, Any], model: ToyModel, engine: xr.Engine, box: Any) -> None:
+    if spec["role"] == "trainer":
+        await _train(spec, model, engine, box)
+    else:
+        await _look(spec, model, engine, box)
+
+
+async def _train(spec: dict[str, Any], model: ToyModel, engine: xr.Engine, box: Any) -> None:
+    player = ToyTrainer(model, engine, spec["rank"], spec["count"])
+    trainer = WeightTrainer(box, player.memory, spec["tmp_bytes_max"])
+    try:
+        player.train(spec["first"])
+        await trainer.join(bytes.fromhex(spec["controller"]), _ROLE_TIMEOUT_S)
+        say(joined=True)
+        version = spec["first"]
+        while version <= spec["last"]:
+            if spec["checks"]:
+                player.train(version)
+            try:
+                await trainer.publish(version, _ROLE_TIMEOUT_S)
+                version += 1
+            except UpdateFailed as error:
+                say(failed=str(error))
+    finally:
+        await trainer.close()
+        _close(player.memory)
+
+
+async def _look(spec: dict[str, Any], model: ToyModel, engine: xr.Engine, box: Any) -> None:
+    player = ToyTarget(model, engine, spec["rank"], spec["kind"])
+    receiver = WeightReceiver(box, player.memory, spare=spec["spare"])
+    try:
+        await receiver.join(bytes.fromhex(spec["controller"]), _ROLE_TIMEOUT_S)
+        say(joined=True)
+        for version in range(spec["first"], spec["last"] + 1):
+            await receiver.wait_version(version, _ROLE_TIMEOUT_S)
+            if not spec["checks"]:
+                continue
+            async with receiver.reading() as reading:
+                begun = time.perf_counter()
+                wrong = list(player.mismatches(reading.version, reading.like))
+                say(version=reading.version, wrong=wrong, seconds=time.perf_counter() - begun)
+    finally:
+        await receiver.close()
+        _close(player.memory)
+
+
+def _close(memory: WeightMemory) -> None:
+    memory.close()
+    for region in memory.regions:
+        region.close()
+
+
+async def _stdin_closed() -> None:
+    loop = asyncio.get_running_loop()
+    closed = loop.create_future()
+
+    def read() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            closed.set_result(None)
+
+    loop.add_reader(0, read)
+    await closed

@@ -1,0 +1,93 @@
+"""The processes of a fleet of toys: started, listened to, killed, and none left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from crossrail.engine import SECRET_VARIABLE
+from crossrail.errors import CrossrailError
+from crossrail.weights.toy import TargetKind, ToyModel
+
+_START_TIMEOUT_S = 120.0
+_EXIT_GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Player:
+    """What one process is told. first, last: versions that it plays. controller: address in hexadecimal.
+
+    checks: trainers make new weights for each version, inference ranks compare all they have.
+    """
+
+    role: str
+    rank: int
+    model: ToyModel
+    controller: str
+    last: int
+    first: int = 1
+    count: int = 1
+    kind: TargetKind = "plain"
+    spare: bool = False
+    transport: str = "auto"
+    tmp_bytes_max: int = 64 << 20
+    checks: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.rank}"
+
+
+class Players:
+    """They end when their standard input does, so none outlives this process. Threads: the event loop's."""
+
+    def __init__(self, secret: str) -> None:
+        self._environment = os.environ | {SECRET_VARIABLE: secret}
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+
+    async def start(self, player: Player) -> None:
+        """Returns when it has joined."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "crossrail", "weights", "play", json.dumps(asdict(player)),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=self._environment,
+        )  # fmt: skip
+        self._processes[player.name] = process
+        await self.said(player.name, "joined", _START_TIMEOUT_S)
+
+    async def said(self, name: str, word: str, timeout_s: float) -> dict[str, Any]:
+        """The next line of that player with this word; others are passed over. CrossrailError when there is none."""
+        stdout = self._processes[name].stdout
+        assert stdout is not None
+        while True:
+            try:
+                line = await asyncio.wait_for(stdout.readline(), timeout_s)
+            except asyncio.TimeoutError:
+                raise CrossrailError(f"{name} did not say {word!r} within {timeout_s:g} s") from None
+            if not line:
+                raise CrossrailError(f"{name} ended, with exit code {await self._processes[name].wait()}")
+            words: dict[str, Any] = json.loads(line)
+            if word in words:
+                return words
+
+    async def kill(self, name: str) -> None:
+        """At once, with SIGKILL."""
+        process = self._processes.pop(name)
+        process.kill()
+        await process.wait()
+
+    async def close(self) -> None:
+        """Waits for all, and kills those that do not end. Idempotent."""
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes.values():
+            try:
+                await asyncio.wait_for(process.wait(), _EXIT_GRACE_S)
+            except asyncio.TimeoutError:
+                process.kill()
+                await process.wait()
+        self._processes.clear()

@@ -1,0 +1,394 @@
+"""Plans updates and says when they begin. No weight passes through it.
+
+An update: 1. plan, if anybody came or went. 2. Open: inference ranks make a buffer ready. 3. Go: trainers write.
+4. Await: inference ranks have counted all. 5. Commit to all. If anything goes wrong before 5: Abort to all. Whoever
+does not answer Commit or Abort is left out of the next plan; it ends the attempt by its own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.messages import clipped
+from crossrail.control.wire import Unreachable
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.weights import messages as m
+from crossrail.weights.check import check_plan
+from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.inventory import Inventory, Role
+from crossrail.weights.plan import Plan
+from crossrail.weights.planner import PlanOptions, make_plan
+from crossrail.weights.step import StepReport
+
+log = logging.getLogger("crossrail.weights")
+
+_ATTEMPTS = 1 << 19  # until numbers of immediates are used again
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ControllerOptions:
+    """imm_first: the first of 2**20 immediates that updates count with, on the engines of all members; of the lower
+    half, which engines do not hand out. abort_s: how long members may take to end an attempt, and to commit one.
+    evict_s: how long one that was left out is told so. progress_s: how often trainers are asked how far they are.
+    """
+
+    imm_first: int = 1 << 24
+    abort_s: float = 10.0
+    evict_s: float = 600.0
+    progress_s: float = 0.25
+
+
+@dataclass
+class UpdateReport:
+    """What an update took, in seconds. plan_s: planning and telling everybody, 0 when nobody came or went.
+
+    steps: of each trainer, by rank.
+    """
+
+    version: int
+    plan_s: float = 0.0
+    open_s: float = 0.0
+    transfer_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+    steps: dict[int, StepReport] = field(default_factory=dict)
+
+    @property
+    def written_bytes(self) -> int:
+        """By all trainers."""
+        return sum(step.written_bytes for step in self.steps.values())
+
+
+@dataclass(eq=False)
+class Member:
+    """One incarnation of a trainer or inference rank. buffers: descriptors of each of its memories."""
+
+    role: Role
+    rank: int
+    address: bytes
+    inventory: Inventory
+    buffers: list[list[bytes]]
+
+    def __str__(self) -> str:
+        return f"{'trainer' if self.role == 'trainer' else 'inference rank'} {self.rank}"
+
+
+class WeightController:
+    """One for a set of trainers and inference ranks. Threads: the event loop's; planning runs in another.
+
+    Lifecycle: 1. made. 2. members join; ready() waits for them. 3. update() for each version.
+    version: the last that was completed everywhere; -1: none. plan: the current one.
+    Owner of the mailbox: whoever made and started it; it stays open.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        plan_options: PlanOptions | None = None,
+        options: ControllerOptions | None = None,
+    ) -> None:
+        self.version = -1
+        self.plan: Plan | None = None
+        self._mailbox = mailbox
+        self._plan_options = plan_options or PlanOptions()
+        self._options = options or ControllerOptions()
+        self._members: dict[tuple[Role, int], Member] = {}
+        self._planned: list[Member] = []  # those whom the current plan is for
+        self._joined = asyncio.Event()
+        self._gone: list[bytes] = []
+        self._attempt = 0
+        self._under_way: int | None = None  # the version
+        self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
+        mailbox.handle(m.Join, self._on_join)
+        mailbox.handle(m.Leave, self._on_leave)
+
+    @property
+    def address(self) -> bytes:
+        """What members join."""
+        return self._mailbox.address
+
+    def ranks(self, role: Role) -> list[int]:
+        """Of those who are there, ascending."""
+        return sorted(member.rank for member in self._members.values() if member.role == role)
+
+    async def ready(self, trainers: Iterable[int], targets: Iterable[int], timeout_s: float) -> None:
+        """Returns when these ranks have joined. Raises WaitTimeout, which names those that have not."""
+        wanted: list[tuple[Role, int]] = [("trainer", rank) for rank in trainers]
+        wanted += [("target", rank) for rank in targets]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while missing := [key for key in wanted if key not in self._members]:
+            self._joined.clear()
+            try:
+                await asyncio.wait_for(self._joined.wait(), max(deadline - loop.time(), 0.0))
+            except asyncio.TimeoutError:
+                names = ", ".join(f"{role} {rank}" for role, rank in missing[:16])
+                raise WaitTimeout(
+                    f"not there within {timeout_s:g} s: {names}", len(wanted) - len(missing), len(wanted)
+                ) from None
+
+    async def update(
+        self, version: int, timeout_s: float = 60.0, on_progress: Callable[[int, int], None] | None = None
+    ) -> UpdateReport:
+        """Brings this version from all trainers, which must offer it, to all inference ranks.
+
+        on_progress: called now and then with the bytes written so far, and with all that there are.
+        Raises UpdateFailed once it is aborted everywhere: inference ranks with spare memory go on with the version they
+        had, those without say that they are torn; another update() may succeed, with a new plan if somebody was lost.
+        UsageError when what members hold does not fit, or when an update is under way.
+        """
+        if self._under_way is not None:
+            raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
+        self._under_way = version
+        self._attempt += 1
+        self._lost = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        report = UpdateReport(version)
+        try:
+            self._sweep()
+            try:
+                await self._in_time(self._run(version, report, begun + timeout_s, on_progress), timeout_s)
+            except (CrossrailError, asyncio.TimeoutError) as error:
+                why = str(error) or f"not complete within {timeout_s:g} s"
+                await self._abort(why)
+                if isinstance(error, UsageError):
+                    raise
+                raise UpdateFailed(version, why) from error
+            await self._commit(version, report)
+            report.total_s = loop.time() - begun
+            return report
+        finally:
+            self._under_way = None
+            self._lost.cancel()
+            self._lost = None
+
+    # ---- members
+
+    async def _on_join(self, sender: bytes, join: m.Join) -> m.Joined | m.JoinRefused:
+        try:
+            inventory = Inventory.from_bytes(m.unpacked(join.inventory))
+            if join.spare and len(join.spare) != len(inventory.regions):
+                raise UsageError(
+                    f"{len(join.spare)} regions in the spare memory, {len(inventory.regions)} in the other"
+                )
+        except UsageError as error:
+            return m.JoinRefused(clipped(error))
+        buffers = [[region.descriptor for region in inventory.regions]] + ([join.spare] if join.spare else [])
+        member = Member(inventory.role, inventory.rank, sender, inventory, buffers)
+        before = self._members.get((member.role, member.rank))
+        if before is not None:
+            self._remove(before, "another incarnation of it has joined, or it joined again")
+        self._members[member.role, member.rank] = member
+        self._gone = [address for address in self._gone if address != sender]
+        self._joined.set()
+        log.info("%s joined", member)
+        return m.Joined(self.version)
+
+    async def _on_leave(self, sender: bytes, _: m.Leave) -> m.Taken:
+        for member in list(self._members.values()):
+            if member.address == sender:
+                self._remove(member, "it left")
+        return m.Taken()
+
+    def _remove(self, member: Member, why: str) -> None:
+        log.info("%s is out: %s", member, why)
+        self._members.pop((member.role, member.rank), None)
+        self._gone.append(member.address)
+        if member in self._planned and self._lost is not None and not self._lost.done():
+            self._lost.set_exception(CrossrailError(f"{member}: {why}"))
+
+    def _sweep(self) -> None:
+        for member in list(self._members.values()):
+            if self._mailbox.wire.is_lost(member.address):
+                self._remove(member, "it died or closed")
+
+    def _of(self, role: Role) -> list[Member]:
+        return [self._members[key] for key in sorted(self._members) if key[0] == role]
+
+    # ---- an update
+
+    async def _in_time(self, work: Awaitable[None], timeout_s: float) -> None:
+        """Ends early when somebody of it goes."""
+        task = asyncio.ensure_future(work)
+        assert self._lost is not None
+        both: list[asyncio.Future[Any]] = [task, self._lost]
+        try:
+            await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        if not task.cancelled():
+            return task.result()
+        if self._lost.done():
+            self._lost.result()
+        raise asyncio.TimeoutError
+
+    async def _run(
+        self, version: int, report: UpdateReport, deadline: float, on_progress: Callable[[int, int], None] | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        begun = clock()
+        members = [*self._of("trainer"), *self._of("target")]
+        if self.plan is None or members != self._planned:
+            self._planned = members
+            self.plan = await loop.run_in_executor(None, self._checked_plan)
+            await self._distribute(self.plan, deadline)
+            report.plan_s = clock() - begun
+        plan, trainers, targets = self.plan, self._of("trainer"), self._of("target")
+        digest, attempt = plan.digest, self._attempt
+        imm = self._options.imm_first + 2 * (attempt % _ATTEMPTS)
+
+        begun = clock()
+        left_s = deadline - begun
+        opening = m.Open(version, attempt, digest, imm, left_s)
+        opened = await self._all(targets, lambda _: opening, m.Opened, left_s)
+        report.open_s = clock() - begun
+
+        begun = clock()
+        left_s = deadline - begun
+        buffers = [(member.rank, answer.buffer) for member, answer in zip(targets, opened, strict=True)]
+        go = m.Go(version, attempt, digest, imm, imm + 1, buffers, left_s)
+        watching = asyncio.ensure_future(self._watch(trainers, plan, on_progress))
+        try:
+            sent = await self._all(trainers, lambda _: go, m.Sent, left_s)
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        report.steps = {
+            member.rank: StepReport(**each.report)  # type: ignore[arg-type]  # ints stay ints
+            for member, each in zip(trainers, sent, strict=True)
+        }
+        await self._all(targets, lambda _: m.Await(version, attempt), m.Whole, deadline - clock())
+        report.transfer_s = clock() - begun
+
+    def _checked_plan(self) -> Plan:
+        """Blocks, some seconds for the largest models."""
+        trainers = [member.inventory for member in self._planned if member.role == "trainer"]
+        targets = [member.inventory for member in self._planned if member.role == "target"]
+        plan = make_plan(trainers, targets, self._plan_options)
+        check_plan(plan, trainers, targets)
+        return plan
+
+    async def _all(
+        self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float
+    ) -> list[_T]:
+        """Everybody's answer; the first that fails ends it, and is named."""
+
+        async def one(member: Member) -> _T:
+            try:
+                return await self._mailbox.ask(member.address, question(member), answer, max(timeout_s, 0.0))
+            except Unreachable as error:
+                self._remove(member, f"it is gone: {error}")
+                raise CrossrailError(f"{member} is gone: {error}") from None
+            except NoAnswer as error:
+                raise CrossrailError(f"{member}: {error}") from None
+
+        tasks = [asyncio.ensure_future(one(member)) for member in members]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _distribute(self, plan: Plan, deadline: float) -> None:
+        trainers, targets = self._of("trainer"), self._of("target")
+        groups = sorted(set(plan.tasks["group"].tolist()))
+        addresses = [m.Member(member.rank, member.address) for member in trainers]
+        peers = {
+            (member.rank, index): m.PeerRegion(member.rank, index, descriptor)
+            for member in trainers
+            for index, descriptor in enumerate(member.buffers[0])
+        }
+        regions = {
+            (member.rank, index): [
+                m.TargetRegion(member.rank, buffer, index, descriptors[index])
+                for buffer, descriptors in enumerate(member.buffers)
+            ]
+            for member in targets
+            for index in range(len(member.buffers[0]))
+        }
+
+        def assign(member: Member) -> m.Assign:
+            part = plan.of_trainer(member.rank)
+            gathered = {(int(t), int(r)) for t, r in part.gathers[["trainer", "region"]].tolist()}
+            written = {(int(t), int(r)) for t, r in part.writes[["target", "region"]].tolist()}
+            return m.Assign(
+                plan.digest,
+                m.packed(part.to_bytes()),
+                groups,
+                addresses,
+                [peers[key] for key in sorted(gathered) if key[0] != member.rank],
+                [each for key in sorted(written) for each in regions[key]],
+                self._gone,
+            )
+
+        loop = asyncio.get_running_loop()
+        left_s = deadline - loop.time()
+        told = await asyncio.gather(
+            self._all(trainers, assign, m.Taken, left_s),
+            self._all(targets, lambda member: m.Expect(plan.digest, plan.expected(member.rank)), m.Taken, left_s),
+            return_exceptions=True,
+        )
+        for outcome in told:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        self._gone = []
+
+    async def _abort(self, why: str) -> None:
+        """Ends an attempt everywhere, and leaves out whoever does not answer that."""
+        self.plan = None  # descriptors of inference ranks change, and somebody may be missing
+        abort = m.Abort(self._attempt, clipped(why))
+        for member, answer in (await self._tell_all(abort, m.Aborted)).items():
+            if member.role == "target" and answer.regions:
+                member.buffers = answer.regions
+        self._planned = []
+
+    async def _commit(self, version: int, report: UpdateReport) -> None:
+        """All is everywhere: who cannot be told any more does not undo it for the others."""
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        await self._tell_all(m.Commit(version, self._attempt), m.Taken)
+        self.version = version
+        report.commit_s = clock() - begun
+
+    async def _tell_all(self, message: object, answer: type[_T]) -> dict[Member, _T]:
+        """The answers of those who gave one; the others are members no more."""
+
+        async def one(member: Member) -> tuple[Member, _T] | None:
+            try:
+                return member, await self._mailbox.ask(member.address, message, answer, self._options.abort_s)
+            except (NoAnswer, Unreachable) as error:
+                self._remove(member, f"it did not answer {type(message).__name__}: {error}")
+                if not isinstance(error, Unreachable):
+                    evicted = m.Evicted(clipped(error))
+                    self._mailbox.spawn(self._tell(member, evicted), f"telling {member} that it is left out")
+                return None
+
+        told = await asyncio.gather(*(one(member) for member in list(self._members.values())))
+        return dict(each for each in told if each is not None)
+
+    async def _tell(self, member: Member, evicted: m.Evicted) -> None:
+        try:
+            await self._mailbox.ask(member.address, evicted, m.Taken, self._options.evict_s)
+        except (NoAnswer, Unreachable) as error:
+            log.info("%s does not know that it is left out: %s", member, error)
+
+    async def _watch(self, trainers: list[Member], plan: Plan, on_progress: Callable[[int, int], None] | None) -> None:
+        if on_progress is None:
+            return
+        whole = int(plan.writes["nbytes"].sum())
+        on_progress(0, whole)
+        while True:
+            await asyncio.sleep(self._options.progress_s)
+            told = await self._all(trainers, lambda _: m.AskProgress(), m.Progress, self._options.abort_s)
+            on_progress(sum(each.written_bytes for each in told), whole)

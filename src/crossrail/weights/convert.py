@@ -1,0 +1,95 @@
+"""Elements of one type into another, exactly as rounding to the nearest does; ties to even.
+
+bfloat16 is kept as uint16 and float8 as uint8: numpy has neither. What is converted goes through float32 a piece at a
+time, in scratch memory that is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crossrail.errors import UsageError
+
+Array = npt.NDArray[Any]
+
+_PIECE_ELEMENTS = 1 << 17  # their scratch stays in the caches
+_KEPT_AS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8}
+_CASTS = ("float64", "float32", "float16", "bfloat16")
+
+
+def storage(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype in which elements of this type lie."""
+    return np.dtype(_KEPT_AS.get(dtype, dtype))
+
+
+def check_cast(source: str, target: str, name: str) -> None:
+    """UsageError, naming the parameter, when elements of one type do not become the other here."""
+    if source != target and not (source in _CASTS and target in _CASTS):
+        raise UsageError(
+            f"{name}: {source} does not become {target}: only {', '.join(_CASTS)} are cast into each other, and "
+            f"float8_e4m3fn is made with scales"
+        )
+
+
+class Caster:
+    """Converts arrays. Threads: one at a time."""
+
+    def __init__(self) -> None:
+        self._wide = np.empty(_PIECE_ELEMENTS, np.float32)
+        self._bits = np.empty(_PIECE_ELEMENTS, np.uint32)
+
+    def cast(self, values: Array, source: str, out: Array, target: str) -> None:
+        """out[...] = values, converted. Both are of their type's storage() and of one shape; any strides.
+
+        From float64 to bfloat16 it is rounded to float32 on the way. Too large becomes infinite, NaN stays NaN.
+        """
+        if source == target:
+            np.copyto(out, values)
+            return
+        with np.errstate(over="ignore", invalid="ignore"):
+            for piece, out_piece in _pieces(values, out):
+                if "bfloat16" not in (source, target):
+                    np.copyto(out_piece, piece, casting="same_kind")
+                elif target == "bfloat16":
+                    self._to_bfloat16(piece, out_piece)
+                else:
+                    np.copyto(out_piece, self._from_bfloat16(piece), casting="same_kind")
+
+    def _from_bfloat16(self, values: Array) -> Array:
+        wide = self._wide[: values.size].reshape(values.shape)
+        np.left_shift(values, 16, out=wide.view(np.uint32), dtype=np.uint32)
+        return wide
+
+    def _to_bfloat16(self, values: Array, out: Array) -> None:
+        wide = self._wide[: values.size].reshape(values.shape)
+        np.copyto(wide, values, casting="same_kind")
+        is_nan = np.isnan(wide)
+        bits = wide.view(np.uint32)
+        # Nearest, ties to even: half a step less one, and one more if the last bit that stays is set.
+        rounding = np.right_shift(bits, 16, out=self._bits[: values.size].reshape(values.shape))
+        np.bitwise_and(rounding, 1, out=rounding)
+        np.add(rounding, 0x7FFF, out=rounding)
+        np.add(bits, rounding, out=bits, where=~is_nan)
+        np.bitwise_or(bits, 0x400000, out=bits, where=is_nan)  # or the bits that say so might be among those cut off
+        np.right_shift(bits, 16, out=out, casting="unsafe")
+
+
+def _pieces(values: Array, out: Array) -> Iterator[tuple[Array, Array]]:
+    """Both in the same pieces, of _PIECE_ELEMENTS at most."""
+    if values.ndim == 0:
+        values, out = values.reshape(1), out.reshape(1)
+    if values.size <= _PIECE_ELEMENTS:
+        yield values, out
+        return
+    row_elements = values.size // len(values)
+    if row_elements > _PIECE_ELEMENTS:
+        for row, out_row in zip(values, out, strict=True):
+            yield from _pieces(row, out_row)
+    else:
+        step = _PIECE_ELEMENTS // row_elements
+        for at in range(0, len(values), step):
+            yield values[at : at + step], out[at : at + step]

@@ -1,0 +1,43 @@
+"""What crossrail.weights raises beside what the engine does."""
+
+from __future__ import annotations
+
+from crossrail.errors import CrossrailError, UsageError
+
+
+class NotFinite(CrossrailError):
+    """A weight is infinite or no number: it cannot be quantised. parameter, index, value."""
+
+    def __init__(self, parameter: str, index: tuple[int, ...], value: float) -> None:
+        place = ", ".join(str(at) for at in index)
+        super().__init__(f"{parameter}[{place}] is {value}: weights that are not finite cannot be quantised")
+        self.parameter = parameter
+        self.index = index
+        self.value = value
+
+
+class WatermarkTooSmall(UsageError):
+    """The largest task does not fit into the memory that tasks may use. needed_bytes: what it takes."""
+
+    def __init__(self, task: str, needed_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"the memory watermark is {limit_bytes} bytes, preparing {task} takes {needed_bytes}: set it to at least "
+            f"{needed_bytes}"
+        )
+        self.needed_bytes = needed_bytes
+
+
+class Refused(CrossrailError):
+    """A controller does not take this trainer or inference rank, and will not: the words say why."""
+
+
+class UpdateFailed(CrossrailError):
+    """An update did not reach all inference ranks. version: its number; why each side gave it up is in the words."""
+
+    def __init__(self, version: int, why: str) -> None:
+        super().__init__(f"weight update {version} failed: {why}")
+        self.version = version
+
+
+class TornWeights(CrossrailError):
+    """These weights are part old, part new, because an update in place failed: only another update makes them whole."""

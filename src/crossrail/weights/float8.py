@@ -1,0 +1,142 @@
+"""float8 e4m3 with a scale for each block of 128 x 128: what DeepSeek-V3 and its kind keep their weights in.
+
+scale = max(largest magnitude of the block, 448 * 2**-126) / 448, as float32; each element is then x / scale as float32,
+rounded to the nearest e4m3, ties to even. So the largest magnitude becomes 448, the format's largest, zeros stay zeros,
+and x is about e4m3 * scale: the scale is what checkpoints call `weight_scale_inv`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crossrail.errors import UsageError
+from crossrail.weights.errors import NotFinite
+
+BLOCK = 128
+LARGEST = 448.0
+
+_INFINITY = 0x7F800000  # float32's bits; whatever is above it is no number
+_SMALLEST_NORMAL = 0x3C800000  # bits of 2**-6: below it e4m3 has steps of 2**-9
+_STEPS = np.float32(2**14)  # float32 has steps of 2**-9 there: adding it rounds to them, ties to even
+_STEPS_BITS = 0x46800000
+_BIAS = (127 - 7) << 3  # of float32's exponent over e4m3's, where its three bits of fraction end
+_AMAX_MIN = np.float32(LARGEST * 2.0**-126)
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
+
+
+def blocks(length: int, block: int = BLOCK) -> int:
+    """How many blocks a dimension of so many elements has; the last may be short."""
+    return -(-length // block)
+
+
+class BlockQuantiser:
+    """Quantises matrices, with scratch memory that is made at first use of a width and kept.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._elements = 0
+        self._make_scratch(0)
+
+    def quantise(
+        self,
+        values: npt.NDArray[Any],
+        out: Bytes,
+        scales: Floats,
+        name: str = "the matrix",
+        block: tuple[int, int] = (BLOCK, BLOCK),
+    ) -> None:
+        """Fills `out` with e4m3 bytes and `scales` with those of its blocks.
+
+        values: (n, k) of float32, or of bfloat16 as uint16 bits; any strides. out: (n, k) uint8, any strides.
+        block: rows and columns that share a scale; they begin at (0, 0). scales: (blocks(n), blocks(k)).
+        Raises NotFinite, naming `name` and the element, for infinities and NaN: out and scales are then partly filled.
+        UsageError for other shapes and types.
+        """
+        if values.ndim != 2 or out.shape != values.shape or out.dtype != np.uint8:
+            raise UsageError(f"{name}: values {values.shape} into out {out.shape} of {out.dtype}")
+        rows, columns = values.shape
+        high, broad = block
+        if scales.shape != (blocks(rows, high), blocks(columns, broad)) or scales.dtype != np.float32:
+            raise UsageError(f"{name}: scales {scales.shape} of {scales.dtype} for a matrix {values.shape}")
+        if values.dtype not in (np.dtype(np.float32), np.dtype(np.uint16)):
+            raise UsageError(f"{name}: values of {values.dtype}, must be float32, or uint16 for the bits of bfloat16")
+        if min(rows, high) * columns > self._elements:
+            self._make_scratch(min(rows, high) * columns)
+        starts = np.arange(0, columns, broad)
+        widths = np.diff(np.append(starts, columns))
+        for band, row in enumerate(range(0, rows, high)):
+            band_values = values[row : row + high]
+            wide = self._widened(band_values)
+            magnitudes = np.bitwise_and(wide.view(np.uint32), 0x7FFFFFFF, out=self._part(self._bits, wide.shape))
+            # Magnitudes are ordered as their bits are, and what is no finite number is above all that are.
+            largest = np.maximum.reduceat(magnitudes.max(axis=0), starts)
+            if largest.max() >= _INFINITY:
+                at = np.argwhere(magnitudes >= _INFINITY)[0]
+                raise NotFinite(name, (row + int(at[0]), int(at[1])), float(wide[tuple(at)]))
+            amax = np.maximum(largest.view(np.float32), _AMAX_MIN)
+            np.divide(amax, np.float32(LARGEST), out=scales[band])
+            np.divide(wide, np.repeat(scales[band], widths), out=wide)
+            self._round(wide, out[row : row + high])
+
+    def _round(self, values: Floats, out: Bytes) -> None:
+        """To the nearest e4m3. values: at most 448 and a bit, which rounds to 448; they are used up."""
+        shape = values.shape
+        bits = values.view(np.uint32)
+        sign = np.right_shift(bits, 24, out=self._part(self._bits, shape))
+        np.bitwise_and(sign, 0x80, out=out, casting="unsafe")
+        np.bitwise_and(bits, 0x7FFFFFFF, out=bits)
+        is_small = np.less(bits, _SMALLEST_NORMAL, out=self._part(self._small, shape))
+        # Nearest, ties to even, for those with an exponent: half a step less one, and one more if the last bit is set.
+        normal = np.right_shift(bits, 20, out=self._part(self._bits, shape))
+        np.bitwise_and(normal, 1, out=normal)
+        np.add(normal, 0x7FFFF, out=normal)
+        np.add(normal, bits, out=normal)
+        np.right_shift(normal, 20, out=normal)
+        np.subtract(normal, _BIAS, out=normal)
+        np.add(values, _STEPS, out=values)
+        np.subtract(bits, _STEPS_BITS, out=bits)
+        np.copyto(normal, bits, where=is_small)
+        np.bitwise_or(out, normal, out=out, casting="unsafe")
+
+    def _widened(self, values: npt.NDArray[Any]) -> Floats:
+        """float32 in our scratch."""
+        wide = self._part(self._wide, values.shape)
+        if values.dtype == np.uint16:
+            np.left_shift(values, 16, out=wide.view(np.uint32), dtype=np.uint32)
+        else:
+            np.copyto(wide, values)
+        return wide
+
+    def _make_scratch(self, elements: int) -> None:
+        self._elements = elements
+        self._wide: Floats = np.empty(elements, np.float32)
+        self._bits: Words = np.empty(elements, np.uint32)
+        self._small: npt.NDArray[np.bool_] = np.empty(elements, np.bool_)
+
+    @staticmethod
+    def _part(scratch: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        return scratch[: shape[0] * shape[1]].reshape(shape)
+
+
+def decoded(values: Bytes) -> Floats:
+    """The numbers that e4m3 bytes stand for, by a table; 0x7f and 0xff are NaN."""
+    return _TABLE[values]
+
+
+def _table() -> Floats:
+    codes = np.arange(256)
+    exponent, fraction = (codes >> 3) & 15, codes & 7
+    magnitude = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10.0))
+    magnitude[(exponent == 15) & (fraction == 7)] = np.nan
+    return np.where(codes & 0x80, -magnitude, magnitude).astype(np.float32)
+
+
+_TABLE = _table()

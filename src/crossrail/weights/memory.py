@@ -1,0 +1,178 @@
+"""Memory of a process in which weights lie, registered in whole blocks, and the inventory of what lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import crossrail as xr
+from crossrail.errors import UsageError
+from crossrail.weights.convert import storage
+from crossrail.weights.inventory import Box, Holding, Inventory, RegionInfo, Role
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Where an array lies. address, strides: bytes; block: the allocation that it is part of, [begin, end)."""
+
+    address: int
+    strides: tuple[int, ...]
+    extent: tuple[int, ...]
+    dtype: str
+    block: tuple[int, int]
+    owner: object
+
+
+class WeightMemory:
+    """What one process holds of a model. Made empty; filled by add(); then registered, all at once, by inventory().
+
+    Allocations are registered whole, and those that touch as one region: a model has few of them and thousands of
+    tensors. regions: memory that is registered already (Engine.alloc: peers of this host then write it directly);
+    arrays in them need no registration of their own, and they stay the caller's to close.
+    Owner of the arrays: the caller; they are kept alive until close(). Threads: one at a time.
+    """
+
+    def __init__(self, engine: xr.Engine, role: Role, rank: int, regions: Sequence[xr.Region] = ()) -> None:
+        self.engine = engine
+        self.role: Role = role
+        self.rank = rank
+        self.regions: list[xr.Region] = list(regions)
+        self._given = len(self.regions)
+        self._added: list[tuple[Holding, _Piece]] = []
+        self._inventory: Inventory | None = None
+
+    def add(
+        self,
+        name: str,
+        array: Any,
+        *,
+        shape: Sequence[int] | None = None,
+        box: Box | None = None,
+        dtype: str | None = None,
+        mesh: str = "",
+        scale_of: str | None = None,
+        block: Sequence[int] = (),
+    ) -> None:
+        """A box of a parameter lies in this array, which stays where it is.
+
+        array: numpy, or torch on CPU; the innermost dimension without gaps, the others in C order, as of a slice.
+        name, shape, box, mesh, scale_of, block: of Holding; shape None: the array's; box None: all of the parameter.
+        dtype: of elements that numpy has no type for, "bfloat16" as uint16, "float8_e4m3fn" as uint8.
+        """
+        if self._inventory is not None:
+            raise UsageError(f"{name}: this memory is registered already, nothing more can be added")
+        piece = _piece_of(name, array, dtype)
+        whole = tuple(int(n) for n in (piece.extent if shape is None else shape))
+        place = tuple((0, n) for n in whole) if box is None else box
+        if tuple(stop - start for start, stop in place) != piece.extent:
+            raise UsageError(f"{name}: the array has the shape {piece.extent}, its box {place} of {whole} has not")
+        if 0 in piece.extent:  # an uneven shard may have nothing here
+            return
+        holding = Holding(name, piece.dtype, whole, place, 0, 0, piece.strides, mesh, scale_of, tuple(block))
+        self._added.append((holding, piece))
+
+    def inventory(self) -> Inventory:
+        """Registers what is not registered, at the first call, and says what lies where."""
+        if self._inventory is None:
+            self._register()
+            infos = [RegionInfo(bytes(region.descriptor), region.nbytes) for region in self.regions]
+            self._inventory = Inventory.of(self.role, self.rank, infos, self._placed())
+        return self._inventory
+
+    def like(self, array: Any, regions: Sequence[xr.Region]) -> npt.NDArray[Any]:
+        """What lies in these regions where the array lies in ours: a numpy array that shares their memory.
+
+        array: as given to add(). regions: as many and as long as ours.
+        """
+        piece = _piece_of("like()", array, None)
+        index = self._region_of(piece)
+        if index is None:
+            raise UsageError("the array lies in none of the regions of this memory")
+        offset = piece.address - self.regions[index].base
+        memory = regions[index].array()
+        return np.ndarray(piece.extent, storage(piece.dtype), memory.data, offset, piece.strides)
+
+    def close(self) -> None:
+        """Closes the regions that were made here, and lets go of the arrays. Idempotent."""
+        for region in self.regions[self._given :]:
+            region.close()
+        del self.regions[self._given :]
+        self._added.clear()
+
+    def _register(self) -> None:
+        blocks = sorted({piece.block for _, piece in self._added if self._region_of(piece) is None})
+        merged: list[list[int]] = []
+        for begin, end in blocks:
+            if merged and begin <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([begin, end])
+        access = "read" if self.role == "trainer" else "write"
+        for begin, end in merged:
+            self.regions.append(self.engine.register((begin, end - begin), access=access))
+
+    def _region_of(self, piece: _Piece) -> int | None:
+        """The index of the region that it lies in; None when it is in none yet."""
+        for index, region in enumerate(self.regions):
+            if region.base <= piece.address < region.base + region.nbytes:
+                return index
+        return None
+
+    def _placed(self) -> list[Holding]:
+        placed = []
+        for holding, piece in self._added:
+            index = self._region_of(piece)
+            assert index is not None
+            offset = piece.address - self.regions[index].base
+            placed.append(
+                Holding(
+                    holding.name, holding.dtype, holding.shape, holding.box, index, offset, holding.strides,
+                    holding.mesh, holding.scale_of, holding.block,
+                )
+            )  # fmt: skip
+        return placed
+
+    def __enter__(self) -> WeightMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _piece_of(name: str, array: Any, dtype: str | None) -> _Piece:
+    if isinstance(array, np.ndarray):
+        return _numpy_piece(name, array, dtype)
+    if type(array).__module__.partition(".")[0] == "torch":
+        return _torch_piece(name, array)
+    raise UsageError(f"{name}: a {type(array).__name__} is neither a numpy array nor a torch tensor")
+
+
+def _numpy_piece(name: str, array: np.ndarray[Any, Any], dtype: str | None) -> _Piece:
+    kind = array.dtype.name if dtype is None else dtype
+    if storage(kind) != array.dtype:
+        raise UsageError(f"{name}: {kind} lies in an array of {storage(kind)}, not of {array.dtype}")
+    base = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    if min(array.strides, default=0) < 0 or min(base.strides, default=0) < 0:
+        raise UsageError(f"{name}: the array is reversed, strides {array.strides}")
+    span = sum((n - 1) * step for n, step in zip(base.shape, base.strides, strict=True)) + base.itemsize
+    begin = base.ctypes.data
+    return _Piece(array.ctypes.data, array.strides, array.shape, kind, (begin, begin + span), array)
+
+
+def _torch_piece(name: str, tensor: Any) -> _Piece:
+    if tensor.device.type != "cpu":
+        raise UsageError(f"{name}: the tensor is on {tensor.device}, only those on the CPU can be taken")
+    stored = tensor.untyped_storage()
+    begin = stored.data_ptr()
+    strides = tuple(step * tensor.element_size() for step in tensor.stride())
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, (begin, begin + stored.nbytes()), tensor)

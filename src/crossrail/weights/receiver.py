@@ -1,0 +1,312 @@
+"""An inference rank: its memory is written by trainers, and it knows by counting when a version is all there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+import crossrail as xr
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.weights import messages as m
+from crossrail.weights.errors import Refused
+from crossrail.weights.memory import WeightMemory
+from crossrail.weights.versions import State, Versions
+
+log = logging.getLogger("crossrail.weights")
+
+_GRACE_S = 5.0  # beyond an update's deadline, for the controller's own word that it failed
+_FENCE_S = 30.0
+
+Hook = Callable[[int], Awaitable[None]]
+
+
+async def _nothing(_version: int) -> None:
+    return
+
+
+@dataclass
+class _Attempt:
+    """An update under way at this rank."""
+
+    number: int
+    version: int
+    counter: xr.ImmCounter
+    expected: int
+    deadline_s: float  # on the loop's clock
+    timer: asyncio.TimerHandle | None = None
+    is_whole: bool = False
+    is_failed: bool = False
+
+
+class WeightReceiver:
+    """One inference rank. Threads: the event loop's. While weights arrive no code of it runs.
+
+    memory: of role "target"; its arrays are what is written. spare: twice the memory, updates go into the one that is
+    not read and the old version stays usable until the new one is complete; else they go in place, between `pause` and
+    `resume`, and one that fails leaves weights that are torn, which reading() refuses.
+    pause(version), resume(version): of the inference engine, called before weights in place are written, and after a
+    commit; both optional. A failed update does not resume.
+    Lifecycle: 1. made. 2. join(). 3. reading() whenever weights are used. 4. leave(). 5. close(). Owner of mailbox,
+    engine and memory: whoever made them; they stay open until after close().
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        memory: WeightMemory,
+        *,
+        spare: bool = False,
+        pause: Hook = _nothing,
+        resume: Hook = _nothing,
+    ) -> None:
+        if memory.role != "target":
+            raise UsageError(f"memory of a {memory.role} given to an inference rank")
+        self.rank = memory.rank
+        self.memory = memory
+        self._mailbox = mailbox
+        self._engine = memory.engine
+        self._has_spare = spare
+        self._pause, self._resume = pause, resume
+        self._buffers: list[list[xr.Region]] = []
+        self._versions = Versions(2 if spare else 1)
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._controller = b""
+        self._expected: tuple[str, int] | None = None
+        self._attempt: _Attempt | None = None
+        self._attempt_max = 0  # attempts up to this one are over, also those whose Open is still on its way
+        self._fencing = asyncio.Lock()
+        for kind, handler in (
+            (m.Expect, self._on_expect),
+            (m.Open, self._on_open),
+            (m.Await, self._on_await),
+            (m.Commit, self._on_commit),
+            (m.Abort, self._on_abort),
+            (m.Evicted, self._on_evicted),
+        ):
+            mailbox.handle(kind, handler)
+
+    @property
+    def version(self) -> int:
+        """The last that was completed here; -1: none. It says nothing of torn weights: see state."""
+        return self._versions.version
+
+    @property
+    def state(self) -> State:
+        """Of the weights that reading() gives."""
+        return self._versions.state
+
+    async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
+        """Offers itself to the controller of this address. Registers the memory, and makes the spare one.
+
+        Raises Refused, NoAnswer, Unreachable.
+        """
+        self._controller = controller
+        await self._fail("it joins anew")
+        inventory = self.memory.inventory()
+        if not self._buffers:
+            self._buffers.append(self.memory.regions)
+            if self._has_spare:
+                self._buffers.append([self._engine.alloc(region.nbytes) for region in self.memory.regions])
+        self._check_memory()
+        spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
+        question = m.Join(m.packed(inventory.to_bytes()), spare)
+        answer: m.Joined | m.JoinRefused
+        answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
+        if isinstance(answer, m.JoinRefused):
+            raise Refused(f"inference rank {self.rank} was refused: {answer.reason}")
+
+    @asynccontextmanager
+    async def reading(self, timeout_s: float = 60.0) -> AsyncIterator[Reading]:
+        """The weights, of one version, which nobody writes while this is open.
+
+        Waits while an update in place is under way. Raises TornWeights when one has failed, WaitTimeout. Close it
+        between uses: with spare memory the next update but one waits for it, in place the next.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while (buffer := self._versions.begin_reading()) is None:
+            await self._wait_changed(deadline, f"no whole weights within {timeout_s:g} s: an update is under way")
+        try:
+            yield Reading(self._versions.version, self._buffers[buffer], self.memory)
+        finally:
+            self._versions.end_reading(buffer)
+            self._notify()
+
+    async def wait_version(self, version: int, timeout_s: float) -> None:
+        """Returns once this version, or a later one, is complete here. Raises WaitTimeout."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self.version < version:
+            await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
+
+    async def leave(self, timeout_s: float = 5.0) -> None:
+        """Says that it goes: the next update is without it."""
+        try:
+            await self._mailbox.ask(self._controller, m.Leave(), m.Taken, timeout_s)
+        except (NoAnswer, Unreachable) as error:
+            log.info("inference rank %d left without a word: %s", self.rank, error)
+
+    async def close(self) -> None:
+        """Ends an update under way; the spare memory is gone afterwards, what was given stays. Idempotent."""
+        if self._attempt is not None:
+            await self._fail("the inference rank is closing")
+        for regions in self._buffers[1:]:
+            for region in regions:
+                region.close()
+        self._buffers.clear()
+
+    # ---- what the controller says
+
+    def _check_controller(self, sender: bytes) -> None:
+        if sender != self._controller:
+            raise UsageError(f"inference rank {self.rank} belongs to another controller")
+
+    def _check_memory(self) -> None:
+        if any(region.closed for regions in self._buffers for region in regions):
+            raise UsageError(f"inference rank {self.rank}: memory of its weights was closed, it takes no more updates")
+
+    async def _on_expect(self, sender: bytes, expect: m.Expect) -> m.Taken:
+        self._check_controller(sender)
+        if self._attempt is not None:
+            raise UsageError(f"inference rank {self.rank} is in the middle of an update")
+        self._expected = expect.plan, expect.count
+        return m.Taken()
+
+    async def _on_open(self, sender: bytes, opened: m.Open) -> m.Opened:
+        self._check_controller(sender)
+        if opened.attempt <= self._attempt_max:
+            raise UsageError(f"attempt {opened.attempt} is over")
+        if self._attempt is not None:
+            raise UsageError(
+                f"inference rank {self.rank} is in the middle of version {self._attempt.version}: one update at a time"
+            )
+        if self._expected is None or self._expected[0] != opened.plan:
+            raise UsageError(f"inference rank {self.rank} does not know plan {opened.plan}")
+        loop = asyncio.get_running_loop()
+        counter = self._engine.imm_counter(opened.imm)
+        if counter.poll():
+            raise UsageError(f"immediate {opened.imm} has counts already: something else uses it on this engine")
+        self._attempt_max = opened.attempt
+        deadline = loop.time() + opened.deadline_s
+        attempt = self._attempt = _Attempt(opened.attempt, opened.version, counter, self._expected[1], deadline)
+        try:
+            if not self._has_spare:
+                await asyncio.wait_for(self._pause(opened.version), opened.deadline_s)
+            while not self._versions.may_open:
+                await self._wait_changed(deadline, f"inference rank {self.rank}: somebody still reads the weights")
+            if self._attempt is not attempt:
+                raise UsageError(f"attempt {opened.attempt} is over")
+        except BaseException:
+            if self._attempt is attempt:
+                self._end(attempt)
+            raise
+        buffer = self._versions.open()
+        attempt.timer = loop.call_at(deadline + _GRACE_S, self._overdue, attempt)
+        self._notify()
+        return m.Opened(buffer)
+
+    async def _on_await(self, sender: bytes, question: m.Await) -> m.Whole:
+        attempt = self._current(sender, question.attempt)
+        if attempt.expected and not attempt.is_whole:
+            left_s = attempt.deadline_s - asyncio.get_running_loop().time()
+            await attempt.counter.wait_async(attempt.expected, max(left_s, 0.0))
+        if attempt.counter.poll():
+            raise CrossrailError(
+                f"inference rank {self.rank}: {attempt.counter.poll()} more writes than the {attempt.expected} expected"
+            )
+        attempt.is_whole = True
+        return m.Whole()
+
+    async def _on_commit(self, sender: bytes, commit: m.Commit) -> m.Taken:
+        attempt = self._current(sender, commit.attempt)
+        if not attempt.is_whole:
+            raise UsageError(f"inference rank {self.rank} has not counted all of version {attempt.version}")
+        self._end(attempt)
+        self._versions.commit(attempt.version)
+        self._notify()
+        await self._resume(attempt.version)
+        return m.Taken()
+
+    async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
+        self._check_controller(sender)
+        self._attempt_max = max(self._attempt_max, abort.attempt)
+        if self._attempt is not None and self._attempt.number == abort.attempt:
+            await self._fail(abort.reason)
+        async with self._fencing:  # our own deadline may have begun it
+            self._check_memory()
+            return m.Aborted([[bytes(region.descriptor) for region in regions] for regions in self._buffers])
+
+    async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
+        self._check_controller(sender)
+        log.warning("inference rank %d was left out: %s; it joins again", self.rank, evicted.reason)
+        self._mailbox.spawn(self.join(sender), "joining again")
+        return m.Taken()
+
+    def _current(self, sender: bytes, number: int) -> _Attempt:
+        self._check_controller(sender)
+        if self._attempt is None or self._attempt.number != number or self._attempt.is_failed:
+            raise UsageError(f"inference rank {self.rank}: attempt {number} is not under way")
+        return self._attempt
+
+    # ---- ending
+
+    def _overdue(self, attempt: _Attempt) -> None:
+        if self._attempt is attempt:
+            self._mailbox.spawn(self._fail("its time was up, and the controller is silent"), "an overdue update")
+
+    async def _fail(self, why: str) -> None:
+        """Fences off all writers: returns when nothing of this attempt can land any more."""
+        attempt = self._attempt
+        if attempt is None:
+            return
+        log.warning("inference rank %d: version %d failed: %s", self.rank, attempt.version, why)
+        async with self._fencing:
+            if self._attempt is not attempt:
+                return
+            attempt.is_failed = True  # and stays the current one, so that no other begins, until all writers are out
+            if self._versions.is_receiving:
+                back = self._versions.back
+                loop = asyncio.get_running_loop()
+                for region in self._buffers[back]:
+                    if not region.closed:  # else nobody gets in either
+                        await loop.run_in_executor(None, region.revoke, _FENCE_S)
+                        region.renew()
+                self._versions.abort()
+            self._end(attempt)
+        self._notify()
+
+    def _end(self, attempt: _Attempt) -> None:
+        self._attempt = None
+        if attempt.timer is not None:
+            attempt.timer.cancel()
+        attempt.counter.release(force=True)
+
+    def _notify(self) -> None:
+        """Something changed that tasks may wait for."""
+        changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
+        changed.set_result(None)
+
+    async def _wait_changed(self, deadline: float, why: str) -> None:
+        left_s = deadline - asyncio.get_running_loop().time()
+        if left_s <= 0 or not (await asyncio.wait([self._changed], timeout=left_s))[0]:
+            raise WaitTimeout(why)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Weights of one version. regions: where they lie, as many and as long as those of the memory's inventory."""
+
+    version: int
+    regions: Sequence[xr.Region]
+    _memory: WeightMemory
+
+    def like(self, array: Any) -> npt.NDArray[Any]:
+        """The weights that are read where this array of the memory is: itself, or its place in the spare memory."""
+        return self._memory.like(array, self.regions)

@@ -1,0 +1,293 @@
+"""A trainer: it holds weights still while its part of an update is gathered, prepared and written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import crossrail as xr
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.weights import messages as m
+from crossrail.weights.arena import Arena, aligned
+from crossrail.weights.barrier import Barrier, EngineBarrier
+from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
+from crossrail.weights.memory import WeightMemory
+from crossrail.weights.plan import Plan
+from crossrail.weights.step import Places, Step, StepReport
+from crossrail.weights.task import ReadyTask, Tools, ready_tasks
+
+log = logging.getLogger("crossrail.weights")
+
+QUIET_S = 5.0  # for transfers that were cancelled: what peers have begun ends first
+
+# Of this engine, the addresses of the other trainers, and a number that only this attempt uses.
+MakeBarrier = Callable[[xr.Engine, Sequence[xr.Address], int], Barrier]
+
+
+class WeightTrainer:
+    """One trainer rank. Threads: the event loop's; conversions run in one thread of its own.
+
+    mailbox: of messages.mailbox(), started by whoever made it; one for each trainer or inference rank.
+    memory: of role "trainer"; join() registers it. tmp_bytes_max: the watermark, what tasks under way may use together;
+    all of it is allocated when a plan first needs any, and nothing after that.
+    Lifecycle: 1. made. 2. join(). 3. publish() for each update. 4. leave(), when others are to go on without it.
+    5. close(). Owner of mailbox, engine and memory: whoever made them; they stay open until after close().
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        memory: WeightMemory,
+        tmp_bytes_max: int = 1 << 30,
+        make_barrier: MakeBarrier = EngineBarrier,
+    ) -> None:
+        if memory.role != "trainer":
+            raise UsageError(f"memory of a {memory.role} given to a trainer")
+        self.rank = memory.rank
+        self.memory = memory
+        self.last_report: StepReport | None = None
+        self._mailbox = mailbox
+        self._engine = memory.engine
+        self._make_barrier = make_barrier
+        self._tmp_bytes_max = tmp_bytes_max // aligned(1) * aligned(1)
+        self._arena: xr.Region | None = None
+        self._executor = ThreadPoolExecutor(1, f"crossrail-weights-{self.rank}")
+        self._tools = Tools()
+        self._controller = b""
+        self._assigned: _Assigned | None = None
+        self._offer: _Offer | None = None
+        self._offered = asyncio.Event()
+        self._step: Step | None = None
+        self._going: asyncio.Task[StepReport] | None = None
+        self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
+        self._lingering: list[xr.Transfer] = []
+        for kind, handler in (
+            (m.Assign, self._on_assign),
+            (m.Go, self._on_go),
+            (m.Commit, self._on_commit),
+            (m.Abort, self._on_abort),
+            (m.Evicted, self._on_evicted),
+            (m.AskProgress, self._on_progress),
+        ):
+            mailbox.handle(kind, handler)
+
+    async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
+        """Offers itself to the controller of this address; once more when that was restarted.
+
+        Registers the memory. Raises Refused, NoAnswer, Unreachable.
+        """
+        self._controller = controller
+        question = m.Join(m.packed(self.memory.inventory().to_bytes()))
+        answer: m.Joined | m.JoinRefused
+        answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
+        if isinstance(answer, m.JoinRefused):
+            raise Refused(f"trainer {self.rank} was refused: {answer.reason}")
+
+    async def publish(self, version: int, timeout_s: float = 60.0) -> StepReport:
+        """Offers the weights as they are now, and returns when this version is complete at all inference ranks.
+
+        They must not change until it returns or raises. The update runs once all trainers offer the version that the
+        controller was asked for. Raises UpdateFailed: it is complete nowhere, unless this trainer alone was cut off;
+        offer it again, or a later one.
+        """
+        if self._offer is not None:
+            raise UsageError(f"trainer {self.rank} offers version {self._offer.version} already: one update at a time")
+        self._offer = _Offer(version, asyncio.get_running_loop().create_future())
+        self._offered.set()
+        try:
+            return await asyncio.wait_for(self._offer.done, timeout_s)
+        except asyncio.TimeoutError:
+            raise UpdateFailed(version, f"trainer {self.rank}: not complete within {timeout_s:g} s") from None
+        finally:
+            self._offer = None
+            self._offered.clear()
+            await self._stop_step()
+
+    async def leave(self, timeout_s: float = 5.0) -> None:
+        """Says that it goes: the next update is without it. One that is gone already need not."""
+        try:
+            await self._mailbox.ask(self._controller, m.Leave(), m.Taken, timeout_s)
+        except (NoAnswer, Unreachable) as error:
+            log.info("trainer %d left without a word: %s", self.rank, error)
+
+    async def close(self) -> None:
+        """Ends a step under way, and what it needed. Idempotent."""
+        await self._stop_step()
+        await self._quiet(QUIET_S)
+        self._executor.shutdown()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+    # ---- what the controller says
+
+    def _check_controller(self, sender: bytes) -> None:
+        if sender != self._controller:
+            raise UsageError(f"trainer {self.rank} belongs to another controller")
+
+    async def _on_assign(self, sender: bytes, assign: m.Assign) -> m.Taken:
+        self._check_controller(sender)
+        if self._going is not None:
+            raise UsageError(f"trainer {self.rank} is in the middle of an update")
+        for address in assign.gone:  # transfers to them end now
+            self._engine.forget_peer(address)
+        self._assigned = _Assigned(assign, self.rank)
+        needed = max((task.piece_bytes for task in self._assigned.tasks), default=0)
+        if needed > self._tmp_bytes_max:
+            largest = max(self._assigned.tasks, key=lambda task: task.piece_bytes)
+            raise WatermarkTooSmall(largest.name, needed, self._tmp_bytes_max)
+        if needed and self._arena is None:
+            self._arena = self._engine.alloc(self._tmp_bytes_max)
+        return m.Taken()
+
+    async def _on_go(self, sender: bytes, go: m.Go) -> m.Sent:
+        self._check_controller(sender)
+        if go.attempt <= self._attempt_max:
+            raise UsageError(f"attempt {go.attempt} is over")
+        if self._going is not None:
+            raise UsageError(f"trainer {self.rank} is in the middle of another update")
+        if self._assigned is None or self._assigned.plan != go.plan:
+            raise UsageError(f"trainer {self.rank} does not know plan {go.plan}")
+        self._attempt_max = go.attempt
+        going = self._going = asyncio.ensure_future(self._go(self._assigned, go))
+        try:
+            self.last_report = await asyncio.shield(going)
+        except asyncio.CancelledError:
+            if not going.cancelled():  # we are, not the step
+                raise
+            raise UpdateFailed(go.version, f"trainer {self.rank} stopped") from None
+        except CrossrailError as error:
+            self._fail(UpdateFailed(go.version, f"trainer {self.rank}: {error}"))
+            raise
+        finally:
+            if going.done():
+                self._going = None
+        return m.Sent(asdict(self.last_report))
+
+    async def _go(self, assigned: _Assigned, go: m.Go) -> StepReport:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + go.deadline_s
+        try:
+            await asyncio.wait_for(self._offered.wait(), go.deadline_s)
+        except asyncio.TimeoutError:
+            raise UpdateFailed(go.version, f"trainer {self.rank} did not offer it in {go.deadline_s:g} s") from None
+        assert self._offer is not None
+        if self._offer.version != go.version:
+            raise UsageError(f"trainer {self.rank} offers version {self._offer.version}, asked for is {go.version}")
+        await self._quiet(deadline - clock())
+        buffers = dict(go.buffers)
+        targets = {
+            (rank, region): descriptor
+            for (rank, buffer, region), descriptor in assigned.targets.items()
+            if buffers.get(rank) == buffer
+        }
+        arena = Arena(self._tmp_bytes_max if self._arena is not None else 0)
+        places = Places(self._arena, self.memory.regions, assigned.peers, targets, go.imm)
+        others = [address for rank, address in assigned.trainers.items() if rank != self.rank]
+        barrier = self._make_barrier(self._engine, others, go.barrier_imm)
+        step = self._step = Step(
+            self._engine, assigned.tasks, assigned.groups, arena, places, barrier, self._executor, self._tools
+        )
+        try:
+            return await asyncio.wait_for(step.run(deadline - clock()), deadline - clock())
+        except asyncio.TimeoutError:
+            raise UpdateFailed(go.version, f"trainer {self.rank} was not done in {go.deadline_s:g} s") from None
+        finally:
+            barrier.close()
+            self._lingering = step.pending
+
+    async def _on_commit(self, sender: bytes, commit: m.Commit) -> m.Taken:
+        self._check_controller(sender)
+        offer, report = self._offer, self.last_report
+        if offer is not None and offer.version == commit.version and report is not None:
+            offer.succeed(report)
+        return m.Taken()
+
+    async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
+        self._check_controller(sender)
+        self._attempt_max = max(self._attempt_max, abort.attempt)
+        await self._stop_step()
+        if self._offer is not None:
+            self._fail(UpdateFailed(self._offer.version, abort.reason))
+        return m.Aborted()
+
+    async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
+        self._check_controller(sender)
+        log.warning("trainer %d was left out: %s; it joins again", self.rank, evicted.reason)
+        self._mailbox.spawn(self.join(sender), "joining again")
+        return m.Taken()
+
+    async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
+        report = StepReport() if self._step is None else self._step.report
+        return m.Progress(report.tasks, report.written_bytes)
+
+    # ---- ending
+
+    def _fail(self, error: UpdateFailed) -> None:
+        if self._offer is not None:
+            self._offer.fail(error)
+
+    async def _stop_step(self) -> None:
+        going = self._going
+        if going is not None and not going.done():
+            going.cancel()
+            await asyncio.wait([going])
+
+    async def _quiet(self, timeout_s: float) -> None:
+        """Waits for transfers of a failed attempt, which use the arena and sources. UpdateFailed when they go on."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self._lingering:
+            transfer = self._lingering[-1]
+            if not transfer.done:
+                waiting = asyncio.ensure_future(_until_done(transfer))
+                await asyncio.wait([waiting], timeout=max(deadline - loop.time(), 0.0))
+                waiting.cancel()
+            if not transfer.done:
+                raise CrossrailError(f"a {transfer.kind} to or from {transfer.peer} of a failed update goes on")
+            self._lingering.pop()
+
+
+class _Assigned:
+    """An Assign, made ready: tasks compiled, descriptors parsed."""
+
+    def __init__(self, assign: m.Assign, rank: int) -> None:
+        self.plan = assign.plan
+        self.groups = assign.groups
+        self.tasks: list[ReadyTask] = ready_tasks(Plan.from_bytes(m.unpacked(assign.part)), rank)
+        self.trainers = {each.rank: xr.Address.from_bytes(each.address) for each in assign.trainers}
+        self.peers = {
+            (each.rank, each.region): xr.RegionDescriptor.from_bytes(each.descriptor) for each in assign.peers
+        }
+        self.targets = {
+            (each.rank, each.buffer, each.region): xr.RegionDescriptor.from_bytes(each.descriptor)
+            for each in assign.targets
+        }
+
+
+class _Offer:
+    """What publish() waits for."""
+
+    def __init__(self, version: int, done: asyncio.Future[StepReport]) -> None:
+        self.version = version
+        self.done = done
+
+    def succeed(self, report: StepReport) -> None:
+        if not self.done.done():
+            self.done.set_result(report)
+
+    def fail(self, error: UpdateFailed) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+async def _until_done(transfer: xr.Transfer) -> None:
+    try:
+        await transfer
+    except CrossrailError:
+        return

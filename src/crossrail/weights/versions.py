@@ -1,0 +1,93 @@
+"""Which version of the weights lies in which memory of an inference rank, and who may read it. No clock, no I/O."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from crossrail.weights.errors import TornWeights
+
+
+class State(Enum):
+    """Of one buffer."""
+
+    WHOLE = "whole"
+    RECEIVING = "receiving"
+    TORN = "torn"
+
+
+class Versions:
+    """One buffer, updated in place while nobody reads; or two, of which one is read while the other is written.
+
+    Lifecycle of an update: 1. may_open: nobody reads the buffer that it goes into. 2. open(). 3. commit() or abort().
+    front: the buffer that is read; back: the one that the next update goes into, or the current one does.
+    Invariant: a buffer that is RECEIVING has no readers; with two, the front is never RECEIVING.
+    Threads: one.
+    """
+
+    def __init__(self, buffers: int) -> None:
+        self.front = 0
+        self._versions: list[int] = [-1] * buffers
+        self._states = [State.WHOLE] * buffers  # what is there at first is whole, and no version of ours
+        self._readers = [0] * buffers
+
+    @property
+    def back(self) -> int:
+        return len(self._states) - 1 - self.front if len(self._states) == 2 else 0
+
+    @property
+    def version(self) -> int:
+        """Of the front; -1 while nothing was committed there."""
+        return self._versions[self.front]
+
+    @property
+    def state(self) -> State:
+        """Of the front."""
+        return self._states[self.front]
+
+    @property
+    def is_receiving(self) -> bool:
+        """An update is open."""
+        return self._states[self.back] is State.RECEIVING
+
+    @property
+    def may_open(self) -> bool:
+        """Nobody reads the back."""
+        return not self._readers[self.back]
+
+    def open(self) -> int:
+        """The buffer that an update is written into from here on."""
+        assert self.may_open
+        self._states[self.back] = State.RECEIVING
+        return self.back
+
+    def commit(self, version: int) -> None:
+        """All of it is there: it is the front now."""
+        assert self._states[self.back] is State.RECEIVING
+        back = self.back
+        self._states[back] = State.WHOLE
+        self._versions[back] = version
+        self.front = back
+
+    def abort(self) -> None:
+        """Some of it may be there: what lay in that buffer is lost."""
+        assert self._states[self.back] is State.RECEIVING
+        self._states[self.back] = State.TORN
+
+    def begin_reading(self) -> int | None:
+        """The buffer to read, which nobody writes until end_reading(); None: not now, an update in place is under way.
+
+        Raises TornWeights when one has failed.
+        """
+        if self.state is State.TORN:
+            raise TornWeights(
+                f"an update in place failed after version {self.version}: these weights are part old, part new"
+            )
+        if self.state is State.RECEIVING:
+            return None
+        self._readers[self.front] += 1
+        return self.front
+
+    def end_reading(self, buffer: int) -> None:
+        """Of a buffer that begin_reading() gave."""
+        assert self._readers[buffer]
+        self._readers[buffer] -= 1

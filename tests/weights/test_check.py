@@ -1,0 +1,134 @@
+"""The checker finds what is wrong with a plan: each way to spoil one is refused, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from crossrail.errors import UsageError
+from crossrail.weights import Holding, Inventory, Plan, PlanError, PlanOptions, check_plan, make_plan
+from tests.weights.memory import Process
+
+BOX = tuple[tuple[int, int], ...]
+INVENTORIES = tuple[list[Inventory], list[Inventory]]
+
+
+@pytest.fixture
+def inventories() -> INVENTORIES:
+    """Two trainers with half of the rows each, a target with fp8, one with half of the columns."""
+
+    def held(*rows: int) -> list[Holding]:
+        return [Holding("w", "bfloat16", (64, 32), (rows, (0, 32)), 0, 0), Holding.whole("n", "float32", (8,), 0, 4096)]
+
+    trainers = [Process("trainer", 0, held(0, 32), 8192), Process("trainer", 1, held(32, 64), 8192)]
+    quantised = [
+        Holding.whole("w", "float8_e4m3fn", (64, 32), 0, 0),
+        Holding.whole("s", "float32", (4, 2), 0, 4000, scale_of="w", block=(16, 16)),
+    ]
+    halved = [
+        Holding("w", "bfloat16", (64, 32), ((0, 64), (0, 16)), 0, 0),
+        Holding.whole("n", "float32", (8,), 0, 4096),
+    ]
+    targets = [Process("target", 0, quantised, 8192), Process("target", 1, halved, 8192)]
+    return [one.inventory for one in trainers], [one.inventory for one in targets]
+
+
+def changed(plan: Plan, table: str, field: str, change: Callable[[np.ndarray], np.ndarray], row: int = 0) -> Plan:
+    rows = getattr(plan, table).copy()
+    rows[field][row] = change(rows[field][row])
+    return replace(plan, **{table: rows})
+
+
+def test_plan_that_was_just_made_passes(inventories: INVENTORIES) -> None:
+    check_plan(make_plan(*inventories, PlanOptions(write_bytes_min=1)), *inventories)
+
+
+@pytest.mark.parametrize(
+    ("table", "field", "change", "text"),
+    [
+        ("writes", "offset", lambda offset: offset + 1, "is not written|is written twice"),
+        ("writes", "nbytes", lambda nbytes: nbytes - 1, "is not written"),
+        ("writes", "nbytes", lambda nbytes: 0, "without bytes"),
+        ("writes", "source", lambda source: source + 32, "other elements|outside a buffer"),
+        ("writes", "source", lambda source: -1, "outside of its task's buffer"),
+        ("writes", "region", lambda region: region + 1, "is not written"),
+        ("outputs", "start", lambda start: start + 1, "outside of a part"),
+        ("outputs", "nbytes", lambda nbytes: nbytes - 2, "too long"),
+        ("outputs", "offset", lambda offset: offset + 64, "ends behind its buffer"),
+        ("outputs", "scales", lambda scales: ~scales, "too long"),
+        ("parts", "dtype", lambda dtype: {3: 2, 4: 5}[int(dtype)], "another dtype"),
+        ("parts", "param", lambda param: 1 - param, "another parameter"),
+        ("parts", "stop", lambda stop: stop - 1, "outside of a part"),
+        ("gathers", "offset", lambda offset: offset + 2, "does not hold"),
+        ("gathers", "trainer", lambda trainer: 1 - trainer, "does not hold"),
+        ("gathers", "strides", lambda strides: strides * 2, "does not hold"),
+        ("gathers", "stop", lambda stop: np.maximum(stop - 1, 1), "is gathered by none"),
+    ],
+)
+def test_spoilt_plan_refused(
+    inventories: INVENTORIES, table: str, field: str, change: Callable[[np.ndarray], np.ndarray], text: str
+) -> None:
+    plan = make_plan(*inventories, PlanOptions(write_bytes_min=1))
+
+    with pytest.raises(PlanError, match=text):
+        check_plan(changed(plan, table, field, change), *inventories)
+
+
+def test_blocks_of_scales_spoilt_refused(inventories: INVENTORIES) -> None:
+    plan = make_plan(*inventories)
+    quantised = int(np.argmax(plan.parts["block"].any(axis=1)))
+
+    with pytest.raises(PlanError, match="scales of other blocks"):
+        check_plan(
+            changed(plan, "parts", "block", lambda block: block + np.array([0, 1, 0, 0, 0]), quantised), *inventories
+        )
+
+
+def test_bytes_that_do_not_lie_as_they_are_sent_refused(inventories: INVENTORIES) -> None:
+    plan = make_plan(*inventories)
+    task = int(np.argmax(plan.tasks["direct"]))
+
+    with pytest.raises(PlanError, match="'n' is sent as it lies"):
+        check_plan(changed(plan, "tasks", "offset", lambda offset: offset + 4, task), *inventories)
+    task = int(np.argmin(plan.tasks["direct"]))
+    with pytest.raises(PlanError, match="'w' is sent as it lies"):
+        check_plan(changed(plan, "tasks", "direct", lambda direct: ~direct, task), *inventories)
+
+
+def test_write_left_out_and_write_doubled_refused(inventories: INVENTORIES) -> None:
+    plan = make_plan(*inventories)
+    for row in range(len(plan.writes)):
+        with pytest.raises(PlanError, match="is not written"):
+            check_plan(replace(plan, writes=np.delete(plan.writes, row)), *inventories)
+        doubled = np.insert(plan.writes, row, plan.writes[row])
+        with pytest.raises(PlanError, match="is written twice"):
+            check_plan(replace(plan, writes=doubled), *inventories)
+
+
+def test_two_writes_exchanged_refused(inventories: INVENTORIES) -> None:
+    # Every byte is written exactly once, only not by what belongs there.
+    plan = make_plan(*inventories, PlanOptions(write_bytes_min=1))
+    rows = np.flatnonzero((plan.writes["target"] == 1) & (plan.writes["nbytes"] == 1024))
+    writes = plan.writes.copy()
+    writes["offset"][rows] = writes["offset"][rows[::-1]]
+    assert len(rows) == 2
+
+    with pytest.raises(PlanError, match="'w' of target 1 gets other elements"):
+        check_plan(replace(plan, writes=writes), *inventories)
+
+
+def test_plan_for_other_ranks_refused(inventories: INVENTORIES) -> None:
+    plan = make_plan(*inventories)
+
+    with pytest.raises(PlanError, match="targets 0, 1"):
+        check_plan(plan, inventories[0], inventories[1][:1])
+
+
+def test_target_whose_holdings_overlap_refused(inventories: INVENTORIES) -> None:
+    clash = [Holding.whole("w", "bfloat16", (64, 32), 0, 0), Holding.whole("n", "float32", (8,), 0, 4092)]
+
+    with pytest.raises(UsageError, match="'w' and 'n' lie in the same memory of target 0"):
+        make_plan(inventories[0], [Process("target", 0, clash, 8192).inventory])

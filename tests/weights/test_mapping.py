@@ -1,0 +1,248 @@
+"""Rules against arrays: what a framework's tensor is filled with from the checkpoint is where the holdings say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crossrail.errors import UsageError
+from crossrail.weights import Holding, Inventory, RegionInfo, make_plan
+from crossrail.weights.families import names_of
+from crossrail.weights.mapping import Names, Part, Ranks, Rule
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "intermediate_size": 48,
+}
+QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 16}
+DEEPSEEK = LLAMA | {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+LAYER = "model.layers.1"
+
+
+def checkpoint(names: Names) -> dict[str, np.ndarray]:
+    """Parameters of which every element is another number."""
+    arrays, first = {}, 0
+    for name, shape in names.shapes.items():
+        count = int(np.prod(shape))
+        arrays[name] = np.arange(first, first + count, dtype=np.float32).reshape(shape)
+        first += count
+    return arrays
+
+
+def filled(holdings: Sequence[Holding], shape: tuple[int, ...], whole: dict[str, np.ndarray]) -> np.ndarray:
+    """A tensor of this shape written through the holdings; what none covers is NaN."""
+    tensor = np.full(shape, np.nan, np.float32)
+    for held in holdings:
+        extent = [stop - start for start, stop in held.box]
+        view = np.ndarray(extent, np.float32, tensor, held.offset, held.strides)
+        assert np.isnan(view).all(), f"{held.name} lies on another"
+        view[...] = whole[held.name][tuple(slice(*piece) for piece in held.box)]
+    return tensor
+
+
+def rows(array: np.ndarray, rank: int, count: int) -> np.ndarray:
+    return np.split(array, count)[rank]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_fused_qkv_of_tensor_parallelism(tp: int) -> None:
+    names = names_of(LLAMA)
+    whole = checkpoint(names)
+    q, k, v = (whole[f"{LAYER}.self_attn.{part}_proj.weight"] for part in "qkv")
+    for rank in range(tp):
+        # Two heads of k and v: of four ranks two have the same.
+        kv = min(tp, 2)
+        wanted = np.concatenate([rows(q, rank, tp), *(rows(one, rank * kv // tp, kv) for one in (k, v))])
+        ranks = Ranks(tp_rank=rank, tp=tp)
+
+        held = names.holdings(f"{LAYER}.self_attn.qkv_proj.weight", "float32", wanted.shape, 0, 0, ranks=ranks)
+
+        np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
+
+
+@pytest.mark.parametrize(("name", "axis"), [("mlp.down_proj", 1), ("self_attn.o_proj", 1), ("mlp.gate_proj", 0)])
+def test_rows_and_columns_of_tensor_parallelism(name: str, axis: int) -> None:
+    names = names_of(LLAMA)
+    whole = checkpoint(names)
+    for rank in range(2):
+        wanted = np.split(whole[f"{LAYER}.{name}.weight"], 2, axis)[rank]
+
+        held = names.holdings(f"{LAYER}.{name}.weight", "float32", wanted.shape, 0, 0, ranks=Ranks(rank, 2))
+
+        np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
+
+
+@pytest.mark.parametrize("infix", ["", ".routed_experts"])
+@pytest.mark.parametrize("config", [QWEN3_MOE, DEEPSEEK])
+def test_stacked_experts_of_expert_and_tensor_parallelism(config: dict[str, Any], infix: str) -> None:
+    names = names_of(config)
+    whole = checkpoint(names)
+    gate, up, down = (whole[f"{LAYER}.mlp.experts.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    for rank in range(2):
+        for ranks, w13, w2 in (
+            (Ranks(ep_rank=rank, ep=2), [rows(gate, rank, 2), rows(up, rank, 2)], rows(down, rank, 2)),
+            (
+                Ranks(tp_rank=rank, tp=2),
+                [np.split(gate, 2, 1)[rank], np.split(up, 2, 1)[rank]],
+                np.split(down, 2, 2)[rank],
+            ),
+        ):
+            for name, wanted in (("w13_weight", np.concatenate(w13, axis=1)), ("w2_weight", w2)):
+                full = f"{LAYER}.mlp.experts{infix}.{name}"
+                held = names.holdings(full, "float32", wanted.shape, 0, 0, ranks=ranks)
+                np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
+
+
+def test_trainers_shard_of_a_fused_tensor_is_cut_where_its_parts_end() -> None:
+    names = names_of(QWEN3_MOE)
+    whole = checkpoint(names)
+    gate, up = (whole[f"{LAYER}.mlp.experts.{part}_proj.weight"] for part in ("gate", "up"))
+    fused = np.concatenate([gate, up], axis=1)
+    box = ((2, 5), (10, 25), (0, 32))
+
+    held = names.holdings(f"{LAYER}.mlp.experts.gate_up_proj", "float32", fused.shape, 0, 0, box=box, mesh="fsdp")
+
+    assert {one.mesh for one in held} == {"fsdp"}
+    np.testing.assert_array_equal(filled(held, (3, 15, 32), whole), fused[2:5, 10:25])
+
+
+def test_single_expert_is_one_of_the_stack() -> None:
+    names = names_of(QWEN3_MOE)
+    whole = checkpoint(names)
+    wanted = whole[f"{LAYER}.mlp.experts.down_proj.weight"][5]
+
+    held = names.holdings(f"{LAYER}.mlp.experts.5.down_proj.weight", "float32", wanted.shape, 0, 0)
+
+    assert [one.box for one in held] == [((5, 6), (0, 32), (0, 16))]
+    np.testing.assert_array_equal(filled(held, wanted.shape, whole), wanted)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_scales_of_a_fused_tensor_count_blocks(rank: int) -> None:
+    names = names_of(QWEN3_MOE | {"quantization_config": {"weight_block_size": [4, 8]}})
+
+    held = names.holdings(
+        f"{LAYER}.mlp.experts.w13_weight_scale_inv", "float32", (4, 8, 4), 0, 0, ranks=Ranks(ep_rank=rank, ep=2)
+    )
+
+    gate, up = (f"{LAYER}.mlp.experts.{part}_proj.weight" for part in ("gate", "up"))
+    experts = (4 * rank, 4 * rank + 4)
+    assert [(one.scale_of, one.block, one.shape, one.box, one.offset) for one in held] == [
+        (gate, (1, 4, 8), (8, 4, 4), (experts, (0, 4), (0, 4)), 0),
+        (up, (1, 4, 8), (8, 4, 4), (experts, (0, 4), (0, 4)), 4 * 4 * 4),
+    ]
+
+
+def test_tied_embeddings_are_one_parameter() -> None:
+    assert "lm_head.weight" in names_of(LLAMA).shapes
+    assert "lm_head.weight" not in names_of(LLAMA | {"tie_word_embeddings": True}).shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "ranks", "text"),
+    [
+        (f"{LAYER}.self_attn.qkv_proj.weight", (64, 31), Ranks(), r"'model.layers.1.*must be \(64, 32\)"),
+        (f"{LAYER}.self_attn.qkv_proj.weight", (64, 32), Ranks(0, 3), "cannot be divided by 3"),
+        (f"{LAYER}.self_attn.rotary", (1,), Ranks(), "no parameter"),
+        ("model.layers.7.mlp.down_proj.weight", (32, 48), Ranks(), "no parameter 'model.layers.7"),
+    ],
+)
+def test_tensor_that_is_not_the_models_refused(name: str, shape: tuple[int, ...], ranks: Ranks, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        names_of(LLAMA).holdings(name, "float32", shape, 0, 0, ranks=ranks)
+
+
+def test_expert_that_is_none_refused() -> None:
+    with pytest.raises(UsageError, match="8 experts, there is no number 8"):
+        names_of(QWEN3_MOE).holdings(f"{LAYER}.mlp.experts.8.down_proj.weight", "float32", (32, 16), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"), [({"model_type": "bloom"}, "bloom"), ({"model_type": "llama"}, "num_attention_heads")]
+)
+def test_configuration_that_does_not_fit_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        names_of(config)
+
+
+def test_rank_that_is_none_refused() -> None:
+    with pytest.raises(UsageError, match="tp_rank=2"):
+        Ranks(tp_rank=2, tp=2)
+
+
+def test_own_rules_for_an_own_framework() -> None:
+    names = Names(
+        [Rule("blk.{n}.ab", (Part("layer.{n}.a"), Part("layer.{n}.b")), along=1)],
+        {"layer.3.a": (2, 3), "layer.3.b": (2, 5)},
+    )
+
+    held = names.holdings("blk.3.ab", "float32", (2, 8), 0, 0)
+
+    assert [(one.name, one.box, one.offset, one.strides) for one in held] == [
+        ("layer.3.a", ((0, 2), (0, 3)), 0, (32, 4)),
+        ("layer.3.b", ((0, 2), (0, 5)), 12, (32, 4)),
+    ]
+
+
+# --- from a trainer's names to an inference rank's ---
+
+
+def tensors(names: Names, of: Sequence[tuple[str, tuple[int, ...]]], **more: Any) -> tuple[list[Holding], int]:
+    held: list[Holding] = []
+    offset = 0
+    for name, shape in of:
+        held += names.holdings(name, "bfloat16", shape, 0, offset, **more)
+        offset += 2 * int(np.prod(shape))
+    return held, offset
+
+
+def vllm_tensors(tp: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (64 // tp, 32)
+    yield "lm_head.weight", (64 // tp, 32)
+    yield "model.norm.weight", (32,)
+    for layer in range(2):
+        of = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{of}.{norm}.weight", (32,)
+        yield f"{of}.self_attn.qkv_proj.weight", (64 // tp, 32)
+        yield f"{of}.self_attn.o_proj.weight", (32, 32 // tp)
+        for norm in ("q_norm", "k_norm"):
+            yield f"{of}.self_attn.{norm}.weight", (8,)
+        yield f"{of}.mlp.gate.weight", (8, 32)
+        yield f"{of}.mlp.experts.w13_weight", (8, 32 // tp, 32)
+        yield f"{of}.mlp.experts.w2_weight", (8, 32, 16 // tp)
+
+
+def test_checkpoint_names_at_the_trainer_and_fused_ones_at_the_targets_make_a_plan() -> None:
+    names = names_of(QWEN3_MOE)
+    own, nbytes = tensors(names, list(names.shapes.items()))
+    trainer = Inventory.of("trainer", 0, [RegionInfo(b"", nbytes)], own)
+    targets = []
+    for rank in range(2):
+        held, target_bytes = tensors(names, list(vllm_tensors(tp=2)), ranks=Ranks(rank, 2))
+        targets.append(Inventory.of("target", rank, [RegionInfo(b"", target_bytes)], held))
+
+    plan = make_plan([trainer], targets)
+
+    assert {param.name for param in plan.params} == set(names.shapes)
+    assert plan.writes["nbytes"][plan.writes["target"] == 0].sum() == target_bytes

@@ -1,0 +1,91 @@
+"""On simulated hosts: somebody dies or freezes at any moment of an update, and no rank takes torn weights for whole."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from functools import partial
+
+import pytest
+
+import crossrail as xr
+from crossrail import sim
+from crossrail.weights.controller import ControllerOptions
+from tests.support.seeds import Seed
+from tests.weights.fleet import PATIENCE_S, Fleet
+
+DEADLINE_S = 5.0
+MOMENTS = 3  # of one kind of fault, drawn anew each time
+OPTIONS = ControllerOptions(abort_s=3.0, evict_s=30.0)
+
+
+def fleet_in(world: sim.World) -> Fleet:
+    return Fleet(lambda name: world.host(name).engine(name, peer_timeout_s=1.0), mapped=False, options=OPTIONS)
+
+
+async def undisturbed(world: sim.World) -> float:
+    """How long a second update takes."""
+    fleet = fleet_in(world)
+    await fleet.start()
+    await fleet.update(1)
+    report = await fleet.update(2)
+    await fleet.assert_holds(2)
+    await fleet.close()
+    return report.total_s
+
+
+async def fail_at(world: sim.World, kind: str, role: str, moment_s: float, rng: random.Random) -> None:
+    """One update during which something goes wrong; afterwards the ranks left have the old or the new version whole."""
+    fleet = fleet_in(world)
+    controller = await fleet.start()
+    await fleet.update(1)
+    names = [name for name in fleet.engines if name.startswith(role)]
+    victim = rng.choice(names)
+    rank = int(victim.rpartition("-")[2])
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    if kind == "kill":
+        world.kill(fleet.engines[victim], at_s=begun + moment_s)
+    else:
+        world.freeze(fleet.engines[victim], at_s=begun + moment_s)
+    offers = [asyncio.ensure_future(fleet.publish(2, [each], 2 * DEADLINE_S)) for each in fleet.trainers]
+    try:
+        await controller.update(2, DEADLINE_S)
+        came_through = True
+    except xr.CrossrailError:
+        came_through = False
+    assert loop.time() - begun < DEADLINE_S + OPTIONS.abort_s + 1.0
+    outcomes = dict(zip(fleet.trainers, await asyncio.gather(*offers, return_exceptions=True), strict=True))
+    assert loop.time() - begun < 2 * DEADLINE_S + OPTIONS.abort_s + 1.0
+    alive = [each for each in fleet.receivers if role != "target" or each != rank]
+    assert all(fleet.receivers[each].version == (2 if came_through else 1) for each in alive)
+    if not came_through:
+        assert all(isinstance(outcome, xr.CrossrailError) for outcome in outcomes.values()), outcomes
+    await fleet.assert_holds(2 if came_through else 1, alive)
+    # Another takes its place, and all goes on.
+    await replace(fleet, role, rank)
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+async def replace(fleet: Fleet, role: str, rank: int) -> None:
+    if role == "trainer":
+        gone = fleet.trainers.pop(rank)
+        del fleet.sources[rank]
+        await fleet.add_trainer(rank, f"another-trainer-{rank}")
+    else:
+        gone = fleet.receivers.pop(rank)
+        del fleet.sinks[rank]
+        await fleet.add_target(rank, f"another-target-{rank}")
+    assert gone is not None
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_somebody_is_lost_at_any_moment(kind: str, role: str, seed: Seed) -> None:
+    rng = random.Random(seed.number())
+    length_s = sim.run(undisturbed, seed=seed.number(0))
+    for index in range(MOMENTS):
+        moment_s = length_s * rng.uniform(0.0, 1.1)
+        main = partial(fail_at, kind=kind, role=role, moment_s=moment_s, rng=rng)
+        sim.run(main, seed=seed.number(1, index), limit_s=10 * PATIENCE_S)

@@ -1,0 +1,143 @@
+"""Updates among real engines in one process: every version arrives bit for bit, and nothing else is ever read."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import crossrail as xr
+from crossrail.weights.planner import PlanOptions
+from tests.weights.conftest import MakeFleet
+from tests.weights.fleet import PATIENCE_S
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("spare", "mapped"), [(True, True), (False, False)])
+async def test_versions_arrive_bit_for_bit(make_fleet: MakeFleet, transport: str, spare: bool, mapped: bool) -> None:
+    fleet = make_fleet(transport, spare=spare, mapped=mapped)
+    await fleet.start()
+    for version in range(1, 5):
+        report = await fleet.update(version)
+        await fleet.assert_holds(version)
+        assert (report.plan_s > 0) == (version == 1)
+        assert sorted(report.steps) == list(range(4))
+        assert report.written_bytes == int(fleet.controller.plan.writes["nbytes"].sum())
+
+
+async def test_float32_masters_all_gathered(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(dtype="float32", plan_options=PlanOptions(gather="full"))
+    await fleet.start()
+    report = await fleet.update(1)
+    await fleet.assert_holds(1)
+    assert sum(step.gathered_bytes for step in report.steps.values()) > 0
+
+
+async def test_watermark_is_honoured_and_measured(make_fleet: MakeFleet) -> None:
+    options = PlanOptions(gather="full")
+    roomy = make_fleet(plan_options=options)
+    await roomy.start()
+    await roomy.update(1)
+    sizes = {rank: [t.piece_bytes for t in trainer._assigned.tasks] for rank, trainer in roomy.trainers.items()}
+    limit = max(max(pieces) for pieces in sizes.values())
+    fleet = make_fleet(plan_options=options, trainer_options={"tmp_bytes_max": limit})
+    await fleet.start()
+    report = await fleet.update(1)
+    await fleet.assert_holds(1)
+    # It must have been in the way of some, and taken up by one.
+    assert any(sum(pieces) > limit for pieces in sizes.values())
+    assert max(step.peak_bytes for step in report.steps.values()) == limit
+    for rank, step in report.steps.items():
+        assert max(sizes[rank]) <= step.peak_bytes <= limit
+
+
+async def test_nothing_is_allocated_after_the_first_step(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    await fleet.start()
+    await fleet.update(1)
+    trainer = fleet.trainers[0]
+    before = trainer._arena, trainer._tools.quantiser._wide, trainer._tools.caster._wide, trainer._assigned
+    await fleet.update(2)
+    after = trainer._arena, trainer._tools.quantiser._wide, trainer._tools.caster._wide, trainer._assigned
+    assert all(now is then for now, then in zip(after, before, strict=True))
+
+
+async def test_groups_run_one_after_another(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(plan_options=PlanOptions(groups=(("fsdp",), ("nobody",))))
+    await fleet.start()
+    for version in (1, 2):
+        await fleet.update(version)
+        await fleet.assert_holds(version)
+
+
+async def test_progress_goes_up_to_all_of_it(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    await fleet.start()
+    seen: list[tuple[int, int]] = []
+    report = await fleet.update(1, on_progress=lambda written, whole: seen.append((written, whole)))
+    assert {whole for _, whole in seen} == {report.written_bytes}
+    assert [written for written, _ in seen] == sorted(written for written, _ in seen)
+
+
+async def test_readers_keep_their_version_while_the_next_arrives(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(spare=True)
+    await fleet.start()
+    await fleet.update(1)
+    reader = fleet.receivers[0].reading(PATIENCE_S)
+    async with reader as reading:
+        kept = {key: reading.like(array).copy() for key, array in fleet.sinks[0].arrays.items()}
+        await fleet.update(2)
+        assert reading.version == 1
+        for key, array in fleet.sinks[0].arrays.items():
+            assert (reading.like(array) == kept[key]).all()
+        # The one after would go where we read: it waits for us, and gives up.
+        why = await fleet.failing_update(3, timeout_s=1.0)
+        assert "not complete within 1 s" in why or "still reads" in why
+    await fleet.assert_holds(2)
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+async def test_update_in_place_waits_for_readers_and_pauses(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(spare=False)
+    await fleet.start()
+    calls: list[str] = []
+
+    async def pause(version: int) -> None:
+        calls.append(f"pause {version}")
+
+    async def resume(version: int) -> None:
+        calls.append(f"resume {version}")
+
+    fleet.receivers[1]._pause, fleet.receivers[1]._resume = pause, resume
+    async with fleet.receivers[1].reading(PATIENCE_S):
+        update = asyncio.ensure_future(fleet.update(1))
+        while not calls:
+            await asyncio.sleep(0.01)
+        with pytest.raises(xr.WaitTimeout):
+            await fleet.receivers[1].wait_version(1, 0.2)
+    await update
+    assert calls == ["pause 1", "resume 1"]
+    await fleet.assert_holds(1)
+
+
+async def test_ranks_come_and_go_between_updates(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    controller = await fleet.start(targets=[0, 1])
+    await fleet.update(1)
+    late = await fleet.add_target(2)
+    report = await fleet.update(2)
+    assert report.plan_s > 0
+    assert late.version == 2
+    await fleet.assert_holds(2)
+    await fleet.receivers[0].leave()
+    assert controller.ranks("target") == [1, 2]
+    await fleet.update(3)
+    await fleet.assert_holds(3, [1, 2])
+    await fleet.assert_holds(2, [0])
+    await fleet.trainers[3].leave()
+    await fleet.drop_trainer(3)
+    await fleet.add_trainer(3, "another-trainer-3")
+    report = await fleet.update(4)
+    assert report.plan_s > 0
+    await fleet.assert_holds(4, [1, 2])

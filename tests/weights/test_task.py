@@ -1,0 +1,97 @@
+"""Tasks made ready from a plan do, byte for byte, what converting the whole checkpoint by hand does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import crossrail as xr
+from crossrail.weights.memory import WeightMemory
+from crossrail.weights.planner import PlanOptions, make_plan
+from crossrail.weights.task import ReadyTask, Tools, ready_tasks
+from tests.conftest import EngineFactory
+from tests.weights.small_model import TARGETS, Target, Trainer, plain, weights_of
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def run_task(
+    task: ReadyTask, own: list[Bytes], trainers: dict[int, list[Bytes]], targets: dict[int, list[Bytes]]
+) -> None:
+    """What a Step does, one thing after another, in plain memory. The arena is full of other things before."""
+    base = 512
+    arena = np.full(base + task.piece_bytes + 512, 0xA5, np.uint8)
+    for read in task.reads:
+        piece = trainers[read.trainer][read.region][read.source : read.source + read.nbytes]
+        arena[base + read.piece : base + read.piece + read.nbytes] = piece
+    task.prepare(own.__getitem__, arena, base, Tools())
+    assert (arena[:base] == 0xA5).all() and (arena[base + task.piece_bytes :] == 0xA5).all()
+    source, begin = (arena, base) if task.own_region is None else (own[task.own_region], task.own_offset)
+    for batch in task.batches:
+        for source_at, offset_at in zip(batch.source_index.tolist(), batch.offset_index.tolist(), strict=True):
+            at = begin + batch.source + batch.source_step * source_at
+            to = batch.offset + batch.offset_step * offset_at
+            targets[batch.target][batch.region][to : to + batch.nbytes] = source[at : at + batch.nbytes]
+
+
+@pytest.mark.parametrize("gather", ["needed", "full"])
+@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_all_targets_get_what_conversion_gives(gather: Any, count: int, dtype: str, open_engine: EngineFactory) -> None:
+    engine = open_engine(transport="null")
+    weights = weights_of(1)
+    trainers = [Trainer(WeightMemory(engine, "trainer", rank), count, plain, dtype) for rank in range(count)]
+    targets = [Target(WeightMemory(engine, "target", rank), plain) for rank in range(TARGETS)]
+    for trainer in trainers:
+        trainer.load(weights)
+    options = PlanOptions(gather=gather, write_bytes_min=1000)
+    plan = make_plan([t.memory.inventory() for t in trainers], [t.memory.inventory() for t in targets], options)
+    memories = {t.memory.rank: [region.array() for region in t.memory.regions] for t in trainers}
+    received = {t.memory.rank: [region.array() for region in t.memory.regions] for t in targets}
+    writes = dict.fromkeys(range(TARGETS), 0)
+    for rank in range(count):
+        for task in ready_tasks(plan.of_trainer(rank), rank):
+            run_task(task, memories[rank], memories, received)
+            for batch in task.batches:
+                writes[batch.target] += len(batch.source_index)
+    for target in targets:
+        for key, wanted in target.expected(weights).items():
+            assert np.array_equal(target.arrays[key], wanted), f"{key} of {target.memory.rank}"
+        assert writes[target.memory.rank] == plan.expected(target.memory.rank)
+    for each in [*trainers, *targets]:
+        each.memory.close()
+
+
+def test_rows_of_one_length_are_one_submit(open_engine: EngineFactory) -> None:
+    engine = open_engine(transport="null")
+    values = np.zeros((64, 32), np.float32)
+    half = np.zeros((64, 16), np.float32)
+    wide = np.zeros((64, 20), np.float32)
+    with WeightMemory(engine, "trainer", 0) as source, WeightMemory(engine, "target", 0) as target:
+        source.add("w", values)
+        target.add("w", half, shape=(64, 32), box=((0, 64), (0, 16)))
+        plan = make_plan([source.inventory()], [target.inventory()])
+        (task,) = ready_tasks(plan, 0)
+        assert sum(len(batch.source_index) for batch in task.batches) == len(plan.writes)
+    with WeightMemory(engine, "trainer", 0) as source, WeightMemory(engine, "target", 0) as target:
+        source.add("w", values)
+        target.add("w", wide[:, 2:18], shape=(64, 32), box=((0, 64), (16, 32)))
+        plan = make_plan([source.inventory()], [target.inventory()])
+        (task,) = ready_tasks(plan, 0)
+        (batch,) = task.batches
+        assert (batch.nbytes, len(batch.source_index)) == (64, 64)
+        assert batch.offset_step == 80
+
+
+def test_quantising_other_than_float32_and_bfloat16_is_refused_by_name(open_engine: EngineFactory) -> None:
+    engine = open_engine(transport="null")
+    with WeightMemory(engine, "trainer", 0) as source, WeightMemory(engine, "target", 0) as target:
+        source.add("layer.w", np.zeros((4, 4), np.float16))
+        target.add("layer.w", np.zeros((4, 4), np.uint8), dtype="float8_e4m3fn")
+        target.add("layer.w_scale", np.zeros((1, 1), np.float32), scale_of="layer.w", block=(128, 128))
+        plan = make_plan([source.inventory()], [target.inventory()])
+        with pytest.raises(xr.UsageError, match=r"layer\.w: float16 is not quantised"):
+            ready_tasks(plan, 0)

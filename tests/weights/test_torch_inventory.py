@@ -1,0 +1,66 @@
+"""Boxes of DTensors as torch shards them: FSDP2's and two-dimensional meshes', on one process that is given a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from crossrail.errors import UsageError
+from crossrail.weights.mapping import Names
+from crossrail.weights.torch_inventory import dtensor_box, mesh_name, torch_holdings
+
+RANKS = 8
+
+
+@pytest.fixture(params=range(RANKS))
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """This process as one rank of many; the others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=RANKS)
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ((8,), [Shard(0)]),
+        ((8,), [Shard(1)]),
+        ((8,), [Replicate()]),
+        ((2, 4), [Replicate(), Shard(0)]),
+        ((2, 4), [Shard(0), Shard(1)]),
+        ((4, 2), [Shard(1), Shard(0)]),
+        ((2, 4), [Shard(0), Shard(0)]),
+    ],
+)
+def test_local_tensor_is_the_box(rank: int, mesh: tuple[int, ...], placements: list) -> None:
+    whole = torch.arange(19 * 10).reshape(19, 10)
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", mesh), placements, src_data_rank=None)
+
+    box = dtensor_box("w", tensor)
+
+    assert torch.equal(tensor.to_local(), whole[tuple(slice(*piece) for piece in box)].reshape(tensor.to_local().shape))
+
+
+def test_holdings_of_a_shard_lie_where_the_local_tensor_does(rank: int) -> None:
+    whole = torch.arange(64.0).reshape(16, 4)
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", (RANKS,)), [Shard(0)], src_data_rank=None)
+    base = tensor.to_local().data_ptr() - 64
+
+    (held,) = torch_holdings(Names([], {"w": (16, 4)}), "w", tensor, 0, base)
+
+    assert (held.name, held.shape, held.offset, held.dtype) == ("w", (16, 4), 64, "float32")
+    assert held.box == ((2 * rank, 2 * rank + 2), (0, 4))
+    assert held.mesh == mesh_name(tensor)
+
+
+def test_partial_sums_refused(rank: int) -> None:
+    tensor = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (RANKS,)), [Partial()], run_check=False)
+
+    with pytest.raises(UsageError, match="'w' is placed as"):
+        dtensor_box("w", tensor)
