@@ -12,7 +12,7 @@ from crossrail.campaign.players import Players
 from crossrail.campaign.rounds import Round
 from crossrail.campaign.usage import Usage
 
-_FAULTS = ("kill", "freeze", "cut", "close-engine", "close-region", "revoke")
+_FAULTS = ("kill", "freeze", "cut", "rail-down", "close-engine", "close-region", "revoke")
 
 
 class Campaign:
