@@ -41,6 +41,8 @@ class Campaign:
         except Exception as failure:  # whatever else happens is a finding too
             self.failed += 1
             text = str(failure) if isinstance(failure, CheckFailed) else traceback.format_exc(limit=-6)
+            if self._players is not None and not isinstance(failure, CheckFailed):
+                text = "\n".join([*self._players.fleet.complaints, text])  # a process that died while it was asked, say
             command = f"./dev campaign --transport {self.transport} --from {seed} --rounds 1"
             print(f"FAILED: {self.transport}, round {seed}: {text}\n  again: {command}", flush=True)
             if self._players is not None:
