@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ FOUND = {
     "writes late": "was touched after its completion",
     "delivers twice": "was delivered twice",
     "loses messages": "was delivered 0 times",
-    "sends other bytes": "is not what was sent",
+    "sends other bytes": "is not what was sent|was counted before its bytes were in place",
     "leaks a descriptor": "left behind 1 more fds",
     "dies": "ended by itself, with status 3",
 }
@@ -69,7 +70,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("mistake", FOUND)
 def test_a_broken_promise_is_found(said: dict[str, str], mistake: str) -> None:
     assert said.keys() == FOUND.keys()
-    assert FOUND[mistake] in said[mistake]
+    assert re.search(FOUND[mistake], said[mistake])
 
 
 def test_a_failure_prints_the_command_that_repeats_it(said: dict[str, str]) -> None:
