@@ -163,7 +163,7 @@ class EngineCore final : public Sink, public Actor {
   // --- what engines tell each other (services.cc), progress holder; not from inside a Sink call ---
   void send_service(Peer& peer, Bytes payload, uint64_t token);
   // The same to whoever asked us, whom we may not know yet.
-  void tell(const Address& address, Bytes payload);
+  void tell(const Address& address, Bytes payload, uint64_t token);
   static Heartbeat& heartbeat_of(Peer& peer) { return peer.work_->heartbeat; }
   // A connected peer is seen to be slow or frozen, or to move again: an event, if that is news.
   void set_liveness(Peer& peer, PeerState state, const std::string& detail);

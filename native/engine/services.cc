@@ -45,17 +45,21 @@ void EngineCore::on_service_ended(const TransferWork& work, Status status) {
       if (status != Status::kDone) verifications_.on_unsent(work.service_token, status, work.detail);
       break;
     case ServiceKind::kVerdict:
-      break;  // if it did not arrive, the asker has lost us
+      // That we have lost the asker does not mean that it has lost us: links are one-way.
+      if (status == Status::kPeerLost) {
+        verifications_.on_untold(work.receiver->address(), work.payload, work.service_token);
+      }
+      break;
   }
 }
 
-void EngineCore::tell(const Address& address, Bytes payload) {
+void EngineCore::tell(const Address& address, Bytes payload, uint64_t token) {
   if (closed()) return;
   try {
     const PeerRef peer = add_peer(address);
     // Given up before, and here it is.
     if (peer->state() == PeerState::kLost) set_state(*peer, PeerState::kUnknown, FlightState::kForgotten);
-    send_service(*peer, std::move(payload), 0);
+    send_service(*peer, std::move(payload), token);
   } catch (const UsageError& error) {
     on_protocol_error(address.name, std::string("cannot answer its question: ") + error.what());
   }

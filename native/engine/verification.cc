@@ -10,7 +10,8 @@ namespace crossrail {
 
 namespace {
 
-constexpr size_t kJobsMax = 16384;                     // questions of all peers that wait: 64 MiB at most
+constexpr size_t kJobsMax = 16384;  // questions of all peers that wait: 64 MiB at most
+constexpr uint64_t kToldMax = 3;    // times that an answer is tried: an asker that is dead is so then, too
 constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // summed up before others get a turn
 
 std::string hex_text(uint64_t value) {
@@ -148,6 +149,11 @@ void Verifications::on_question(const std::shared_ptr<const Address>& sender, Qu
   }
 }
 
+void Verifications::on_untold(const Address& asker, const Bytes& verdict, uint64_t told) {
+  // Not now: a transport may be in the middle of giving the asker up.
+  if (told + 1 < kToldMax) untold_.push_back({asker, verdict, told + 1});
+}
+
 uint32_t Verifications::work() {
   uint64_t budget = kBytesPerTurn;
   uint32_t moved = 0;
@@ -158,6 +164,10 @@ uint32_t Verifications::work() {
     if (found == open_.end()) continue;
     // If it cannot be sent, on_unsent() is called before this returns.
     core_->send_service(*found->second.peer, encode(question_of(found->second, token)), token);
+  }
+  for (Untold& again : std::exchange(untold_, {})) {
+    ++moved;
+    core_->tell(again.asker, std::move(again.verdict), again.told);
   }
   while (!jobs_.empty() && budget > 0) {
     ++moved;
@@ -202,7 +212,7 @@ void Verifications::answer(const Job& job) {
                           std::to_string(question.page_bytes) + " bytes: " + mismatch_text(question.sum, sum) +
                           "; not counted"});
   }
-  core_->tell(*job.asker, encode(Verdict{question.token, job.status, sum}));
+  core_->tell(*job.asker, encode(Verdict{question.token, job.status, sum}), 0);
 }
 
 }  // namespace crossrail

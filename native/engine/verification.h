@@ -56,11 +56,16 @@ class Verifications {
 
   // --- of peers' ---
   void on_question(const std::shared_ptr<const Address>& sender, Question question);
-  bool has_work() const { return !jobs_.empty() || !unsent_.empty(); }
+  // An answer did not reach the asker, who may live: it was forgotten here, say. told: how often it was tried before.
+  void on_untold(const Address& asker, const Bytes& verdict, uint64_t told);
+  bool has_work() const { return !jobs_.empty() || !unsent_.empty() || !untold_.empty(); }
   // Asks, and sums up a little more. Returns how many questions were asked, answered or came further.
   uint32_t work();
   // Answers nobody any more.
-  void drop_jobs() { jobs_.clear(); }
+  void drop_jobs() {
+    jobs_.clear();
+    untold_.clear();
+  }
 
  private:
   struct Open {
@@ -77,6 +82,11 @@ class Verifications {
     size_t page = 0;
     uint64_t done_bytes = 0;  // of that page
   };
+  struct Untold {
+    Address asker;
+    Bytes verdict;
+    uint64_t told;
+  };
   static Question question_of(const Open& open, uint64_t token);
   void end(uint64_t token, Status status, const std::string& detail, uint64_t sum_found);
   bool advance(Job& job, uint64_t* budget);
@@ -87,6 +97,7 @@ class Verifications {
   std::deque<uint64_t> unsent_;    // tokens; those that are not in open_ any more are skipped
   uint64_t next_token_ = 1;
   std::deque<Job> jobs_;
+  std::vector<Untold> untold_;  // answers to be told again
 };
 
 }  // namespace crossrail

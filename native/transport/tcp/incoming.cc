@@ -153,6 +153,8 @@ void TcpTransport::on_incoming_broken(InChannel& channel, const std::string& rea
   InLink& link = *channel.link;
   if (reason.starts_with("protocol error")) sink_->on_protocol_error(link.peer->name, reason);
   if (!link.is_connected()) link.unconnected_since_ns = now_;
+  // Told by this connection after the initiator had seen its end: it asks only about what it waited for at that time.
+  if (!link.over) tell_outcomes_again(link);
   next_tick_ns_ = std::min(next_tick_ns_, now_);
 }
 

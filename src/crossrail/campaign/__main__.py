@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         campaign.close()
     print(campaign.summary())
-    return 1 if campaign.failed else 0
+    return 1 if campaign.failed or campaign.growth() else 0
 
 
 if __name__ == "__main__":

@@ -178,6 +178,10 @@ class Ledger:
             if self._messages[payload] > 1:
                 self._fail(f"message {int.from_bytes(payload[:8], 'little')} was delivered twice")
 
+    def delivered(self, op: Op) -> int:
+        """How often a message arrived."""
+        return self._messages[op.payload]
+
     def note_dead(self, engine: AnyEngine) -> None:
         """That engine was killed or closed: nothing is promised of what it had, nor of what was on its way to it."""
         self._dead.append(engine)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from typing import Any
 
 from crossrail.campaign.books import Arena
 from crossrail.campaign.checkers import UNTOUCHED, CheckFailed
+from crossrail.campaign.network import Network
 from crossrail.campaign.process import SLOT_BYTES, Fleet, ProcessGone
 from crossrail.campaign.remote import RemoteEngine
 from crossrail.peers import Address
@@ -23,6 +25,7 @@ class Players:
 
     def __init__(self, transport: str, count: int = 4, spared: str = "") -> None:
         self.transport = transport
+        self.network = _network()  # for shm too: engines of two namespaces would not meet
         self.spared = spared
         self.fleet = Fleet()
         self.engines: list[RemoteEngine] = []
@@ -51,6 +54,10 @@ class Players:
         process = engine.process
         process.slots_resting = [slot for slot in range(len(process.slots)) if slot not in process.slots_free]
         return self._open_in(RemoteEngine(engine.process, engine.name, _RAILS, self._options(draw)))
+
+    def can_reopen(self, engine: RemoteEngine) -> bool:
+        """Whether its process has memory for another one in this round."""
+        return len(engine.process.slots_free) >= 2 * _ARENAS
 
     def take_arena(self, engine: RemoteEngine) -> Arena | None:
         """One that nobody has; None when there are no more."""
@@ -116,5 +123,11 @@ class Players:
     def _options(self, draw: random.Random) -> dict[str, Any]:
         common: dict[str, Any] = {"transport": self.transport, "heartbeat_s": 0.5, "connect_timeout_s": 5.0}
         if self.transport == "tcp":
-            return common | {"rails": [f"127.0.0.{1 + rail}" for rail in range(_RAILS)], "peer_timeout_s": 3.0}
+            return common | {"rails": self.network.addresses, "peer_timeout_s": 3.0}
         return common | {"rails": _RAILS, "private_path": draw.choice(["auto", "staged", "cma"])}
+
+
+@functools.cache
+def _network() -> Network:
+    """One for all players of this process."""
+    return Network(_RAILS)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from crossrail.campaign.actions import Actions, Refused
-from crossrail.campaign.books import Arena, Tally
+from crossrail.campaign.books import Arena, Op, Tally
 from crossrail.campaign.checkers import CheckFailed
 from crossrail.campaign.players import Players
 from crossrail.campaign.process import ProcessGone
@@ -18,8 +18,6 @@ _STEPS_PER_CHECK = 10
 _DRAIN_LIMIT_S = 60.0  # a bound against a hang: peers are given up after 3 s, and machines may be slow
 _SETTLE_LIMIT_S = 30.0
 _LINGER_S = 0.002  # what is late arrives meanwhile
-_FAULTS = {"freeze": 3.0, "revoke": 2.0}
-_FAULTS_OF = {"shm": {}, "tcp": {"cut": 4.0}}
 
 
 class Round(Actions[RemoteEngine]):
@@ -33,6 +31,7 @@ class Round(Actions[RemoteEngine]):
         self.engines = players.engines
         self.next_imm = players.next_imm
         self.fleet = players.fleet
+        self.rails_down: list[int] = []
 
     def run(self) -> None:
         """Raises CheckFailed, or whatever else goes wrong: then the players are of no more use."""
@@ -48,7 +47,7 @@ class Round(Actions[RemoteEngine]):
                 self.ledger.check()
         self._stop_faults()
         if not self.ends_within(_DRAIN_LIMIT_S):
-            left = ", ".join(map(str, self.ledger.pending[:5]))
+            left = ", ".join(self._whose(op) for op in self.ledger.pending[:5])
             raise CheckFailed(f"{_DRAIN_LIMIT_S:.0f} s after the last fault there is no end of {left}")
         self._check_restarts()
         self._probe()
@@ -81,6 +80,8 @@ class Round(Actions[RemoteEngine]):
             arenas[id(engine)] = fresh
 
     def _reopen(self, engine: RemoteEngine) -> RemoteEngine:
+        for rail in list(self.rails_down):  # an engine does not open on an address that is not there
+            self._rail_up(rail)
         fresh = self.players.reopen(engine, self.random)
         fresh.begin_round()
         self._welcome(fresh)
@@ -98,9 +99,15 @@ class Round(Actions[RemoteEngine]):
     # ---- what they do, where it is not what simulated ones do
 
     def _actions(self) -> dict[str, tuple[float, Callable[[], object]]]:
-        faults = {**_FAULTS, **_FAULTS_OF[self.players.transport]}
-        more = {name: (weight, getattr(self, f"_{name}")) for name, weight in faults.items()}
-        return super()._actions() | more
+        faults: dict[str, tuple[float, Callable[[], object]]] = {
+            "freeze": (3, self._freeze),
+            "revoke": (2, self._revoke),
+        }
+        if self.players.transport == "tcp":
+            faults["cut"] = (4, self._cut)
+            if self.players.network.can_go_down:
+                faults["rail-down"] = (2, self._rail_down)
+        return super()._actions() | faults
 
     def _close_region(self) -> None:
         engine = self.random.choice(self._living())
@@ -127,8 +134,8 @@ class Round(Actions[RemoteEngine]):
         super()._release()
 
     def _close_engine(self) -> None:
-        if len(self._living()) > 2:
-            engine = self.random.choice(self._living())
+        engine = self.random.choice(self._living())
+        if len(self._living()) > 2 and self.players.can_reopen(engine):
             self.ledger.note_dead(engine)
             engine.close(self.random.choice([0.0, 0.05]))
 
@@ -158,10 +165,27 @@ class Round(Actions[RemoteEngine]):
         chance, seed = self.random.choice([0.1, 0.5, 1.0]), self.random.getrandbits(32)
         self.random.choice(self._living()).process.tell("cut", chance, seed)
 
+    def _rail_down(self) -> None:
+        """For all at once: a switch, or a cable that several share."""
+        network = self.players.network
+        self._be_busy()
+        rail = self.random.randrange(len(network.addresses))
+        if rail not in self.rails_down:
+            self.rails_down.append(rail)
+            network.set_rail(rail, "down")
+            self.fleet.at(time.monotonic() + 10 ** self.random.uniform(-2.5, 0), lambda: self._rail_up(rail))
+
+    def _rail_up(self, rail: int) -> None:
+        if rail in self.rails_down:
+            self.rails_down.remove(rail)
+            self.players.network.set_rail(rail, "up")
+
     def _stop_faults(self) -> None:
         if self.random.random() < 0.02:  # long enough for frozen ones to be given up, where that is so
             self.pass_time(4.0)
         self.fleet.thaw_all()
+        for rail in list(self.rails_down):
+            self._rail_up(rail)
         self.players.restock(self.random)
         for engine in self._living():
             if self.pools[id(engine)].closed:
@@ -196,6 +220,12 @@ class Round(Actions[RemoteEngine]):
             self.players.give_back(arena, is_dirty=is_dirty)
         self.players.next_imm = self.next_imm
         self.players.end_round()
+
+    def _whose(self, op: Op) -> str:
+        sender, peers = op.transfer._engine.name, {piece.arena.engine.name for piece in op.pieces}
+        if op.receiver is not None:
+            return f"{op} of {sender} to {op.receiver.name}, delivered {self.ledger.delivered(op)} times"
+        return f"{op} of {sender} with {', '.join(sorted(peers))}"
 
     def _held(self, arenas: Iterable[Arena]) -> list[Arena]:
         return [arena for arena in arenas if not arena.engine.closed]

@@ -10,21 +10,22 @@ from collections import Counter
 from crossrail.campaign.checkers import CheckFailed
 from crossrail.campaign.players import Players
 from crossrail.campaign.rounds import Round
-from crossrail.campaign.usage import Usage
+from crossrail.campaign.usage import Usage, growth
 
-_FAULTS = ("kill", "freeze", "cut", "close-engine", "close-region", "revoke")
+SPARED = "player-0"
+_FAULTS = ("kill", "freeze", "cut", "rail-down", "close-engine", "close-region", "revoke")
 
 
 class Campaign:
-    """Rounds of one transport, one after the other. spared: a player that is never killed: its growth is seen."""
+    """Rounds of one transport, one after the other. One player is never killed, so that its growth is seen."""
 
-    def __init__(self, transport: str, first: int, spared: str = "") -> None:
+    def __init__(self, transport: str, first: int) -> None:
         self.transport = transport
         self.first = first
         self.rounds = self.failed = self.started = 0
         self.did: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
-        self._spared = spared
+        self.samples: list[Usage] = []  # of the one that is never killed, after each round since the last failure
         self._began = time.monotonic()
         self._players: Players | None = None
 
@@ -34,27 +35,32 @@ class Campaign:
         self.rounds += 1
         try:
             if self._players is None:
-                self._players = Players(self.transport, spared=self._spared)
+                self._players = Players(self.transport, spared=SPARED)
             this = Round(self._players, seed)
             this.run()
         except Exception as failure:  # whatever else happens is a finding too
             self.failed += 1
             text = str(failure) if isinstance(failure, CheckFailed) else traceback.format_exc(limit=-6)
+            if self._players is not None and not isinstance(failure, CheckFailed):
+                text = "\n".join([*self._players.fleet.complaints, text])  # a process that died while it was asked, say
             command = f"./dev campaign --transport {self.transport} --from {seed} --rounds 1"
             print(f"FAILED: {self.transport}, round {seed}: {text}\n  again: {command}", flush=True)
             if self._players is not None:
                 folder = tempfile.mkdtemp(prefix=f"campaign-{self.transport}-{seed}-")
                 self._players.dump(folder)
+                self.samples.clear()
                 print(f"  flight recorders: {folder}\n", flush=True)
             self.close()
             return
         self.did.update(this.done)
         self.ended.update(op.status for op in this.ledger.ops)
+        spared = next(engine.usage for engine in self._players.engines if engine.name == SPARED)
+        assert spared is not None
+        self.samples.append(spared)
 
-    def usage(self) -> dict[str, Usage]:
-        """What every player's process holds now, between rounds, by its name."""
-        players = [] if self._players is None else self._players.engines
-        return {engine.name: engine.usage for engine in players if engine.usage is not None}
+    def growth(self) -> list[str]:
+        """What the one that is never killed holds more and more of."""
+        return growth(self.samples)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -71,7 +77,8 @@ class Campaign:
             f"{self.transport}: {self.rounds} rounds from {self.first}, {self.failed} failed, {seconds:.0f} s "
             f"({self.rounds / seconds:.1f} a second)\n"
             f"  {sum(self.ended.values())} operations: {_listed(self.ended)}\n"
-            f"  {self.started} processes; drawn: {faults}"
+            f"  {self.started} processes; drawn: {faults}\n"
+            f"  {SPARED}, never killed: {'; '.join(self.growth()) or 'nothing grew'}"
         )
 
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from crossrail.campaign.players import TRANSPORTS
-from crossrail.campaign.run import Campaign
+from crossrail.campaign.run import SPARED, Campaign
 from crossrail.campaign.usage import Usage, growth
 
-_SPARED = "player-0"
 _SAMPLE_S = 5.0
 _PROGRESS_S = 60.0
 _PLOT_COLUMNS = 60
@@ -40,7 +39,7 @@ class Soak:
     """Campaigns that take turns, and samples of what processes hold."""
 
     def __init__(self, transports: Sequence[str], first: int) -> None:
-        self.campaigns = [Campaign(transport, first, _SPARED) for transport in transports]
+        self.campaigns = [Campaign(transport, first) for transport in transports]
         self.samples: dict[str, list[Usage]] = {}
         self._began = time.monotonic()
 
@@ -84,8 +83,8 @@ class Soak:
         gc.collect()  # a ledger is a ring of references
         found = {"parent": Usage.take()}
         for campaign in self.campaigns:
-            if (usage := campaign.usage().get(_SPARED)) is not None:
-                found[f"{campaign.transport} {_SPARED}"] = usage
+            if campaign.samples:
+                found[f"{campaign.transport} {SPARED}"] = campaign.samples[-1]
         rounds = sum(campaign.rounds for campaign in self.campaigns)
         for who, usage in found.items():
             self.samples.setdefault(who, []).append(usage)

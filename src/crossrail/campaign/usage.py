@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 _PROC = Path("/proc/self")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process at one moment. private_kib: resident memory that it shares with nobody; mappings: of memfds."""
+    """Of one process at one moment.
+
+    heap_kib: what was allocated and not freed, as glibc says; 0 elsewhere. private_kib: resident memory that it shares
+    with nobody: the heap with its gaps, and what a fork copied. shared_kib: resident memory that it may share, but for
+    files; mappings: of memfds.
+    """
 
     fds: int
     threads: int
+    heap_kib: int
     private_kib: int
+    shared_kib: int
     mappings: int
 
     @staticmethod
@@ -24,10 +33,10 @@ class Usage:
         """Of this process."""
         fds = len(list((_PROC / "fd").iterdir())) - 1  # one is iterdir's own
         threads = len(list((_PROC / "task").iterdir()))
-        status = (_PROC / "status").read_text()
-        private_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
+        status = dict(line.split(":", 1) for line in (_PROC / "status").read_text().splitlines())
+        private_kib, shared_kib = (int(status[name].split()[0]) for name in ("RssAnon", "RssShmem"))
         mappings = (_PROC / "maps").read_text().count("/memfd:")
-        return Usage(fds, threads, private_kib, mappings)
+        return Usage(fds, threads, _heap_bytes() >> 10, private_kib, shared_kib, mappings)
 
     def exceeds(self, before: Usage) -> str:
         """Which of the things that have to be gone after an engine's close are more than before; empty if none."""
@@ -39,15 +48,41 @@ class Usage:
         return " and ".join(more)
 
 
-# What may be more at the end than at the beginning: connections come and go, allocators keep what they had at the most.
-_ROOM = {"fds": 6.0, "threads": 0.0, "private_kib": 8192.0, "mappings": 4.0}
-_SAMPLES_MIN = 12
+class _MallocInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc 2.33 and later, <malloc.h>."""
+
+    _names = (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )  # fmt: skip
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in _names]
+
+
+def _heap_bytes() -> int:
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except AttributeError:
+        return 0
+    mallinfo2.restype = _MallocInfo
+    info = mallinfo2()
+    return int(info.uordblks) + int(info.hblkhd)
+
+
+# What may be more at the end than at the beginning.
+_ROOM = {
+    "fds": 6.0,  # connections come and go
+    "threads": 0.0,
+    "heap_kib": 2048.0,
+    "private_kib": 16384.0,  # gaps in the heap grow for a long time
+    "shared_kib": 65536.0,  # arenas are touched by and by
+    "mappings": 4.0,
+}
+_SAMPLES_MIN = 100
 
 
 def growth(samples: Sequence[Usage]) -> list[str]:
     """What grew, in words: medians of the second and of the last quarter are compared. The first is warming up.
 
-    Fewer than 12 samples tell nothing, and no growth is found in them.
+    Fewer than 100 samples tell nothing, and no growth is found in them.
     """
     if len(samples) < _SAMPLES_MIN:
         return []
