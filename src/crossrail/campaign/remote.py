@@ -122,6 +122,7 @@ class RemoteCounter:
         self._engine.process.tell("on-count", number, self.imm, count)
 
     def release(self, *, force: bool = False) -> None:
+        self._engine.released.add(self.imm)
         self._engine.process.tell("release", self.imm, force)
 
     def _give_back(self, count: int) -> None:
@@ -160,6 +161,7 @@ class RemoteEngine:
         self.counts: dict[int, int] = {}
         self.usage: Usage | None = None
         self.on_counts: dict[int, Callable[[], object]] = {}
+        self.released: set[int] = set()  # numbers; of so few none may be handed out again
         self.events: dict[str, int] = {}  # kinds, how many
         self.address: Address
         self._stats: dict[str, int] = {}
@@ -258,6 +260,8 @@ class RemoteEngine:
         if len(self._numbers) < _NUMBERS_AT_ONCE:
             fresh = self.process.ask("numbers", _NUMBERS_AT_ONCE)
             assert isinstance(fresh, list)
+            if again := self.released.intersection(fresh):
+                self.process.fleet.complaints.append(f"{self.name!r} hands out {sorted(again)} again, just released")
             self._numbers = fresh + self._numbers
 
     # ---- peers

@@ -102,6 +102,7 @@ class Round(Actions[RemoteEngine]):
         faults: dict[str, tuple[float, Callable[[], object]]] = {
             "freeze": (3, self._freeze),
             "revoke": (2, self._revoke),
+            "regret": (6, self._regret),
         }
         if self.players.transport == "tcp":
             faults["cut"] = (4, self._cut)
@@ -126,6 +127,15 @@ class Round(Actions[RemoteEngine]):
         own = [op for op in self.ledger.pending if op.transfer._engine is engine]
         if not region.closed and not any(piece.arena is arena for op in own for piece in op.pieces):
             region.revoke_soon(self.random.choice([0.01, 1.0]), lambda: self.ledger.note_closed(arena))
+
+    def _regret(self) -> None:
+        """Cancels what was submitted a moment ago, in the midst of it if it is long."""
+        before = len(self.ledger.ops)
+        for _ in range(self.random.randint(1, 4)):
+            self.random.choice([self._write, self._paged, self._scatter])()
+        self.pass_time(10 ** self.random.uniform(-5, -3))
+        for op in self.ledger.ops[before:]:
+            op.transfer.cancel()
 
     def _release(self) -> None:
         for engine in self._living():
