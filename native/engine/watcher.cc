@@ -23,7 +23,26 @@ Watcher::~Watcher() {
   thread_->free_slot(slot_);
 }
 
+std::atomic<uint64_t>* Watcher::word() {
+  thread_->expose(this);
+  return word_;
+}
+
+// release: whoever is told of the value sees what was written before it.
+void Watcher::store(uint64_t value) {
+  word_->store(value, std::memory_order_release);
+  thread_->announce(this);
+}
+
+void Watcher::add(uint64_t delta) {
+  word_->fetch_add(delta, std::memory_order_acq_rel);
+  thread_->announce(this);
+}
+
 Watcher::Change Watcher::take() {
+  // Pairs with the exchange in look_at(): a change whose announcement found one posted already is older than this
+  // exchange, and read below; a later one posts again.
+  is_announced_.exchange(false, std::memory_order_acq_rel);
   const uint64_t now = value();
   return {taken_.exchange(now, std::memory_order_acq_rel), now};
 }
@@ -52,13 +71,29 @@ Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Noti
   words_[slot].store(0, std::memory_order_release);
   auto watcher = Ref<Watcher>::adopt(new Watcher(self, &words_[slot], slot, Ref<Notifier>::share(notifier), cookie));
   watchers_.push_back(watcher.get());
-  if (has_thread_ && !thread_.joinable()) thread_ = std::thread([this] { run(); });
-  changed_.notify_all();
   return watcher;
 }
 
+void WatcherThread::expose(Watcher* watcher) {
+  std::lock_guard lock(mutex_);
+  if (watcher->is_exposed_ || !watcher->is_registered_ || stopping_) return;
+  watcher->is_exposed_ = true;
+  ++exposed_count_;
+  if (has_thread_ && !thread_.joinable()) thread_ = std::thread([this] { run(); });
+  changed_.notify_all();
+}
+
+void WatcherThread::announce(Watcher* watcher) {
+  if (!has_thread_) return;
+  std::lock_guard lock(mutex_);
+  if (watcher->is_registered_) look_at(watcher);
+}
+
 void WatcherThread::remove(Watcher* watcher) {
-  std::lock_guard lock(mutex_);  // the polling thread looks at watchers only under it
+  std::lock_guard lock(mutex_);  // nobody looks at watchers but under it
+  if (!watcher->is_registered_) return;
+  watcher->is_registered_ = false;
+  if (watcher->is_exposed_) --exposed_count_;
   std::erase(watchers_, watcher);
 }
 
@@ -76,7 +111,9 @@ void WatcherThread::stop() {
   if (thread_.joinable()) thread_.join();
   std::lock_guard lock(mutex_);
   look_at_all();  // the last value is always reported
+  for (Watcher* watcher : watchers_) watcher->is_registered_ = false;
   watchers_.clear();
+  exposed_count_ = 0;
 }
 
 // Leaked: a thread that is not in this process can be neither joined nor detached.
@@ -92,17 +129,17 @@ bool WatcherThread::has_any() {
   return !watchers_.empty();
 }
 
-bool WatcherThread::look_at_all() {
-  bool changed = false;
-  for (Watcher* watcher : watchers_) {
-    // acquire: what the incrementing side wrote before is visible to the callback.
-    const uint64_t value = watcher->word_->load(std::memory_order_acquire);
-    if (value == watcher->seen_) continue;
-    watcher->seen_ = value;
-    watcher->notifier_->post(watcher->cookie_);
-    changed = true;
-  }
-  return changed;
+void WatcherThread::look_at(Watcher* watcher) {
+  // acquire: what the changing side wrote before is visible to the callback.
+  const uint64_t value = watcher->word_->load(std::memory_order_acquire);
+  if (value == watcher->seen_) return;
+  watcher->seen_ = value;
+  // Pairs with take(): one notification is enough until somebody answers it.
+  if (!watcher->is_announced_.exchange(true, std::memory_order_acq_rel)) watcher->notifier_->post(watcher->cookie_);
+}
+
+void WatcherThread::look_at_all() {
+  for (Watcher* watcher : watchers_) look_at(watcher);
 }
 
 void WatcherThread::run() {
@@ -110,7 +147,7 @@ void WatcherThread::run() {
   prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);  // the default of 50 us would swallow short pauses
   std::unique_lock lock(mutex_);
   while (!stopping_) {
-    if (watchers_.empty()) {
+    if (exposed_count_ == 0) {
       changed_.wait(lock);
       continue;
     }

@@ -1,4 +1,4 @@
-// 64-bit words that a GPU kernel or the CPU increments, watched by one polling thread per engine.
+// 64-bit words that a GPU kernel or the CPU increments, and a notification when they have changed.
 #pragma once
 
 #include <atomic>
@@ -16,15 +16,17 @@ class Engine;
 class WatcherThread;
 
 // One watched word. Intermediate values may be skipped; none is reported twice and the last one is always reported.
-// Threads: add()/store()/value()/take() from any thread.
+// Changes by add() and store() are announced by whoever makes them. Others - a kernel's, a store through the address - only
+// looking can find: a thread begins to look when the address is asked for, and not before, since it costs a part of a core.
+// Threads: add()/store()/value()/take()/word() from any thread.
 class Watcher : public RefCounted<Watcher> {
  public:
   ~Watcher();
   // Address of the word, 8-byte aligned, valid while the watcher lives: for kernels and other writers.
-  std::atomic<uint64_t>* word() { return word_; }
+  std::atomic<uint64_t>* word();
   uint64_t value() const { return word_->load(std::memory_order_acquire); }
-  void store(uint64_t value) { word_->store(value, std::memory_order_release); }
-  void add(uint64_t delta) { word_->fetch_add(delta, std::memory_order_acq_rel); }
+  void store(uint64_t value);
+  void add(uint64_t delta);
 
   // After a notification: the value last taken and the current one; equal when another take was faster.
   struct Change {
@@ -45,7 +47,12 @@ class Watcher : public RefCounted<Watcher> {
   uint32_t slot_;
   Ref<Notifier> notifier_;
   uint64_t cookie_;
-  uint64_t seen_ = 0;  // polling thread only
+  // Guarded by the thread's mutex.
+  uint64_t seen_ = 0;
+  bool is_registered_ = true;
+  bool is_exposed_ = false;
+  // A notification is posted that no take() has answered yet.
+  std::atomic<bool> is_announced_{false};
   std::atomic<uint64_t> taken_{0};
 };
 

@@ -14,17 +14,22 @@
 
 namespace crossrail {
 
-// Lifecycle: 1. made at the first alloc_watcher; no thread. 2. runs while there is something to watch. 3. stop().
+// Lifecycle: 1. made with the engine; no thread. 2. starts when a word's address is first asked for, and looks while such a
+// watcher is open. 3. stop().
 // Threads: any.
 class WatcherThread {
  public:
-  // has_thread: else somebody calls look().
+  // has_thread: else somebody calls look(), and nothing is announced in between: a simulated engine acts in its own turn.
   WatcherThread(int64_t poll_ns, bool has_thread);
   ~WatcherThread();
 
   Ref<Watcher> add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie);
   void remove(Watcher* watcher);
   void free_slot(uint32_t slot);
+  // The word may change from now on without anybody saying so.
+  void expose(Watcher* watcher);
+  // It has changed, or may have.
+  void announce(Watcher* watcher);
   void look();
   bool has_any();
   void stop();
@@ -34,7 +39,8 @@ class WatcherThread {
   static constexpr uint32_t kWords = 512;  // a page, as the paper's watcher has
 
   void run();
-  bool look_at_all();
+  void look_at(Watcher* watcher);
+  void look_at_all();
 
   const int64_t poll_ns_;
   const bool has_thread_;
@@ -42,6 +48,7 @@ class WatcherThread {
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
   std::vector<Watcher*> watchers_;
+  size_t exposed_count_ = 0;  // of watchers_
   std::vector<uint32_t> free_slots_;
   bool stopping_ = false;
   std::thread thread_;

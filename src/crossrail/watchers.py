@@ -15,9 +15,11 @@ from crossrail._notify import callbacks_of
 class Watcher(_core.Watcher):
     """A word, zero at first, and a call of on_change(old, new) after it changed. Made by Engine.alloc_watcher.
 
-    Values in between may be skipped, none is reported twice, the last is always reported. on_change runs on the
-    engine's callback thread; if it raises, that is logged and watching goes on. Watching ends with close() or with the
-    engine. Any thread.
+    Values in between may be skipped, none is reported twice, the last is always reported. What add() and store() change
+    is announced at once; for what others write, a thread looks at the word every watcher_poll_us from the first use of
+    `address` or `array` on, which takes a part of a core.
+    on_change runs on the engine's callback thread; if it raises, that is logged and watching goes on. Watching ends
+    with close() or with the engine. Any thread.
     """
 
     def __init__(self, engine: _core.Engine, on_change: Callable[[int, int], object]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
+from tests.support.leaks import crossrail_threads
 from tests.support.limits import WAIT_S, eventually, never
 
 
@@ -85,6 +86,21 @@ def test_address_and_array_are_the_word(engine: xr.Engine) -> None:
     eventually(lambda: changes == [(0, 7), (7, 8)], "a store through the array")
 
     assert (watcher.array.shape, watcher.array.dtype) == ((1,), np.uint64)
+
+
+def test_words_are_looked_at_only_once_others_can_change_them(engine: xr.Engine) -> None:
+    """Looking costs a part of a core."""
+    changes = Changes()
+    watcher = engine.alloc_watcher(changes)
+    watcher.add()
+    eventually(lambda: changes == [(0, 1)], "the change")
+    assert "crossrail-watch" not in crossrail_threads()
+
+    address = watcher.address
+    eventually(lambda: "crossrail-watch" in crossrail_threads(), "a thread that looks")
+    ctypes.c_uint64.from_address(address).value = 5
+    watcher.add()
+    assert_a_chain_to(changes, 6)
 
 
 def test_many_watchers_do_not_mix(engine: xr.Engine) -> None:

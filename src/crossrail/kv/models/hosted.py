@@ -94,9 +94,9 @@ class _Abandoned(Exception):
 class HostedModel:
     """A crossrail.kv.model.Model. Equal weights: equal names, and nodes of other names never serve one request.
 
-    The tail is the number of tokens whose KV is there: a decoder that was given another prompt's would notice.
-    Numbers: equal chunks give equal KV, bit by bit, wherever they run. Other chunks, as after a prefix that was known,
-    and other companions in a batch of decode steps, give what torch's kernels make of other shapes: equal up to
+    The tail is the number of tokens whose KV is there: that of a prompt of another length would be noticed.
+    Numbers: equal chunks give equal KV, bit by bit, on processors of one kind. Other chunks, as after a prefix that was
+    known, and other companions in a batch of decode steps, give what torch's kernels make of other shapes: equal up to
     rounding, so equal tokens unless two are as good as equally likely.
 
     Threads: coroutines on the event loop; the model runs in one thread of its own. close() ends that.
