@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -74,8 +75,9 @@ def matrix(plan: Plan) -> npt.NDArray[np.float64]:
     row = np.searchsorted(plan.trainers, plan.tasks["trainer"][plan.writes["task"]])
     column = np.searchsorted(plan.targets, plan.writes["target"])
     shape = len(plan.trainers), len(plan.targets)
-    flat = np.bincount(row * shape[1] + column, weights=plan.writes["nbytes"], minlength=shape[0] * shape[1])
-    return flat.reshape(shape)
+    weights = plan.writes["nbytes"].astype(np.float64)
+    flat = np.bincount(row * shape[1] + column, weights=weights, minlength=shape[0] * shape[1])
+    return flat.astype(np.float64).reshape(shape)
 
 
 def heat_map(plan: Plan, rows_max: int = 32, columns_max: int = 64) -> list[str]:
@@ -92,11 +94,9 @@ def _shrunk(cells: npt.NDArray[np.float64], rows_max: int) -> npt.NDArray[np.flo
 
 def draw(plan: Plan, path: str | Path) -> None:
     """The matrix as a PNG. Needs matplotlib: `pip install crossrail[bench]`. Blocks."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise UsageError("drawing needs matplotlib: pip install 'crossrail[bench]'") from None
-    figure = Figure(figsize=(8, 7), layout="constrained")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("drawing needs matplotlib: pip install 'crossrail[bench]'")
+    figure: Any = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 7), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(matrix(plan) / 1e9, aspect="auto", interpolation="nearest", cmap="viridis")
     axes.set_xlabel("target")
@@ -114,10 +114,10 @@ def differences(one: Plan, other: Plan) -> list[str]:
     for what, before, after in (("trainer", one.trainers, other.trainers), ("target", one.targets, other.targets)):
         lines += [f"{what} {rank} is gone" for rank in sorted(set(before) - set(after))]
         lines += [f"{what} {rank} is new" for rank in sorted(set(after) - set(before))]
-    before, after = ({param.name: param for param in plan.params} for plan in (one, other))
-    lines += [f"parameter {name} is gone" for name in before if name not in after]
-    lines += [f"parameter {name} is new" for name in after if name not in before]
-    changed = [name for name, param in before.items() if name in after and after[name] != param]
+    had, has = ({param.name: param for param in plan.params} for plan in (one, other))
+    lines += [f"parameter {name} is gone" for name in had if name not in has]
+    lines += [f"parameter {name} is new" for name in has if name not in had]
+    changed = [name for name, param in had.items() if name in has and has[name] != param]
     lines += [f"parameter {name} has another shape or dtype" for name in changed]
     for name in ("tasks", "parts", "gathers", "outputs", "writes"):
         counts = len(getattr(one, name)), len(getattr(other, name))
@@ -140,12 +140,12 @@ def _moved(one: Plan, other: Plan) -> int:
         sizes.append(writes["nbytes"])
         sign.append(np.full(len(writes), by))
     sender, target, region, begin = (np.concatenate(pair) for pair in zip(*columns, strict=True))
-    nbytes, by = np.concatenate(sizes), np.concatenate(sign)
+    nbytes, step = np.concatenate(sizes), np.concatenate(sign)
     # Both plans as edges on a line, for each trainer and place: where their sums differ, one has what the other lacks.
     _, key = distinct([sender, target, region])
     at = np.concatenate([begin, begin + nbytes])
     edges = np.lexsort((at, np.concatenate([key, key])))
     keys, at = np.concatenate([key, key])[edges], at[edges]
-    height = np.cumsum(np.concatenate([by, -by])[edges])
+    height = np.cumsum(np.concatenate([step, -step])[edges])
     lengths = np.where(keys[1:] == keys[:-1], at[1:] - at[:-1], 0)
     return int(lengths[height[:-1] > 0].sum())

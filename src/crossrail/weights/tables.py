@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossrail.errors import UsageError
-from crossrail.weights.boxes import Ints, columns_of, distinct
+from crossrail.weights.boxes import Boxes, Ints, columns_of, distinct, find_fault, overlaps
 from crossrail.weights.dtypes import DTYPES, FLOATS, FP8
 from crossrail.weights.inventory import DIMS, HOLDING, Inventory
 
@@ -123,6 +123,7 @@ def match(tables: Tables, ignore: Sequence[str]) -> tuple[Forms, Wants]:
     quantised = ~scales & (dtype == FP8) & (source_dtype[param] != FP8)
     _check_grids(tables, scales, shape)
     block[quantised] = _blocks(tables, param, scales, quantised)
+    _check_covered(tables, param, scales, np.flatnonzero(quantised), block)
     castable = np.isin(dtype, FLOATS) & np.isin(source_dtype[param], FLOATS)
     for row in np.flatnonzero((dtype != source_dtype[param]) & ~castable)[:1]:
         have, want = DTYPES[source_dtype[param[row]]], DTYPES[dtype[row]]
@@ -157,6 +158,24 @@ def _blocks(tables: Tables, param: Ints, scales: npt.NDArray[np.bool_], wanted: 
         )
     block: Ints = tables.target.rows["block"][order[at]]
     return block
+
+
+def _check_covered(tables: Tables, param: Ints, scales: npt.NDArray[np.bool_], values: Ints, block: Ints) -> None:
+    """Each block of values that become fp8 has its scale, once, at the same target."""
+    rows, rank = tables.target
+    key = rank * len(tables.names) + param
+    of = np.flatnonzero(scales)[np.argsort(key[scales], kind="stable")]
+    size = block[values]
+    start, stop = rows["start"][values] // size, -(-rows["stop"][values] // size)
+    pairs = overlaps(Boxes(key[values], start, stop), Boxes(key[of], rows["start"][of], rows["stop"][of]))
+    fault = find_fault(Boxes(pairs.left, pairs.start, pairs.stop), start, stop)
+    if fault is not None:
+        row = values[fault.key]
+        dims, what = int(rows["dims"][row]), "scales twice" if fault.claims else "no scales"
+        raise UsageError(
+            f"{tables.names[param[row]]!r}: target {rank[row]} has float8_e4m3fn, and {what} of its blocks "
+            f"{fault.where(dims)}"
+        )
 
 
 def _check_extra(tables: Tables, used: Ints, ignore: Sequence[str]) -> None:

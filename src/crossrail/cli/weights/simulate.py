@@ -257,7 +257,8 @@ class _Trainer:
             self._load(loaded), self._prepare(loaded, prepared, meetings, barrier), self._submit(prepared)
         )
         # A write that fails never gives its memory back: then the lanes would wait for ever.
-        await asyncio.wait({lanes, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {lanes, self._failed}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
             lanes.cancel()
             self._failed.result()

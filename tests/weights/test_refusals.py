@@ -1,0 +1,122 @@
+"""Inventories that do not fit together are refused, by the parameter's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from crossrail.errors import UsageError
+from crossrail.weights import Holding, Inventory, PlanOptions, RegionInfo, make_plan
+
+W = Holding.whole("w", "bfloat16", (8, 4), 0, 0)
+N = Holding.whole("n", "float32", (4,), 0, 512)
+
+
+def holder(role: Any, rank: int, *holdings: Holding) -> Inventory:
+    return Inventory.of(role, rank, [RegionInfo(b"", 1024)], holdings)
+
+
+def rows(start: int, stop: int, **more: Any) -> Holding:
+    return Holding("w", "bfloat16", (8, 4), ((start, stop), (0, 4)), 0, 0, **more)
+
+
+def refused(trainers: list[tuple[Holding, ...]], targets: list[tuple[Holding, ...]], **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        make_plan(
+            [holder("trainer", rank, *held) for rank, held in enumerate(trainers)],
+            [holder("target", rank, *held) for rank, held in enumerate(targets)],
+            PlanOptions(**options),
+        )
+    return str(caught.value)
+
+
+def test_parameter_that_no_trainer_holds() -> None:
+    assert refused([(W,)], [(W, N)]) == "'n': wanted by targets and held by no trainer"
+
+
+def test_many_that_lack_are_not_all_listed() -> None:
+    many = [Holding.whole(f"m{i}", "float32", (1,), 0, 4 * i) for i in range(9)]
+
+    assert refused([(W,)], [tuple(many)]).startswith("'m0', 'm1', 'm2', 'm3', 'm4' and 4 more: wanted")
+
+
+def test_parameter_that_no_target_wants_unless_ignored_or_tied() -> None:
+    assert "'n': held by trainers and wanted by no target" in refused([(W, N)], [(W,)])
+
+    trainer, target = holder("trainer", 0, W, N), holder("target", 0, W)
+    assert len(make_plan([trainer], [target], PlanOptions(ignore=("n",))).writes) == 1
+    tied = holder("trainer", 0, W, Holding.whole("lm_head", "bfloat16", (8, 4), 0, 0))
+    assert len(make_plan([tied], [target]).writes) == 1
+
+
+def test_shapes_that_differ() -> None:
+    other = Holding.whole("w", "bfloat16", (4, 8), 0, 0)
+
+    assert "'w' has different shapes: (8, 4" in refused([(W,)], [(other,)])
+    assert "at rank 1" in refused([(W,), (other,)], [(W,)])
+
+
+def test_dtypes_that_differ_at_trainers_and_that_cannot_be_cast() -> None:
+    assert "'w' has different dtypes at the trainers: bfloat16 at rank 0 and float32 at rank 1" in refused(
+        [(W,), (Holding.whole("w", "float32", (8, 4), 0, 0),)], [(W,)]
+    )
+    whole_numbers = Holding.whole("w", "int32", (8, 4), 0, 0)
+    assert refused([(W,)], [(whole_numbers,)]) == "'w': target 0 wants int32, trainers have bfloat16"
+
+
+def test_claims_that_overlap() -> None:
+    found = refused([(rows(0, 5),), (rows(4, 8),)], [(W,)])
+
+    assert found == "'w': [4:5, 0:4] is claimed by trainers whose boxes overlap, in mesh ''"
+
+
+def test_rows_that_nobody_holds() -> None:
+    assert refused([(rows(0, 3),), (rows(4, 8),)], [(W,)]) == "'w': [3:4, 0:4] is held by no trainer, in mesh ''"
+    assert refused([(rows(0, 7),)], [(W,)]) == "'w': [7:8, 0:4] is held by no trainer"
+
+
+def test_meshes_that_overlap_in_part() -> None:
+    found = refused([(rows(0, 5, mesh="a"),), (rows(4, 8, mesh="b"),)], [(W,)])
+
+    assert found == "'w': [4:5, 0:4] is claimed by trainers whose boxes overlap"
+
+
+def test_the_same_box_listed_twice() -> None:
+    assert refused([(W, W)], [(W,)]) == "'w': trainer 0 lists the same box twice"
+
+
+def test_fp8_without_scales_and_scales_of_another_grid() -> None:
+    quantised = Holding.whole("w", "float8_e4m3fn", (8, 4), 0, 0)
+    assert refused([(W,)], [(quantised,)]) == "'w': target 0 wants float8_e4m3fn, and no scales of it"
+
+    scales = Holding.whole("s", "float32", (3, 1), 0, 64, scale_of="w", block=(4, 4))
+    assert refused([(W,)], [(quantised, scales)]).startswith("'s': shape [3, 1")
+
+
+def test_scales_that_do_not_cover_the_blocks_of_their_values() -> None:
+    quantised = Holding.whole("w", "float8_e4m3fn", (8, 4), 0, 0)
+    half = Holding("s", "float32", (2, 1), ((0, 1), (0, 1)), 0, 64, scale_of="w", block=(4, 4))
+
+    found = refused([(W,)], [(quantised, half)])
+
+    assert found == "'w': target 0 has float8_e4m3fn, and no scales of its blocks [1:2, 0:1]"
+
+
+def test_ranks_twice_roles_exchanged_and_nobody_at_all() -> None:
+    trainer, target = holder("trainer", 2, W), holder("target", 0, W)
+    for trainers, targets, text in (
+        ([trainer, trainer], [target], "rank 2 is there twice among the trainers"),
+        ([target], [target], "is given as a trainer"),
+        ([], [target], "there is no trainer"),
+        ([trainer], [], "there is no target"),
+        ([holder("trainer", 0)], [target], "'w': wanted by targets"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            make_plan(trainers, targets)
+
+
+@pytest.mark.parametrize("options", [{"gather": "some"}, {"write_bytes_min": 0}])
+def test_options_that_are_none(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        PlanOptions(**options)
