@@ -14,8 +14,7 @@ class TorchBarrier:
     """monitored_barrier() of a gloo group, in a thread. For WeightTrainer(make_barrier=TorchBarrier.of(group)).
 
     A collective cannot be taken back: a trainer whose update was aborted while it waits here waits until the time is
-    up before it takes part in the next, and a trainer that died takes the group with it. EngineBarrier has neither
-    trouble.
+    up before it takes part in the next, and one that died takes the group with it. EngineBarrier has neither trouble.
     """
 
     def __init__(self, group: Any) -> None:
