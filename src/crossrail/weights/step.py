@@ -31,7 +31,8 @@ class StepReport:
     """What a step did at one trainer. Seconds are of its pipeline's own clock.
 
     gather_s, write_s: while any task was in that stage; prepare_s: conversions alone; barrier_s: waiting for others.
-    They overlap. python_s: processor time of the pipeline's own code and its submits, without conversions.
+    They overlap. python_s: processor time of the pipeline's own code and its submits, without conversions;
+    what a submit copies itself, as it drives the engine, is in it.
     peak_bytes: most of the arena that was in use.
     """
 

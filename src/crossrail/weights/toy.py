@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -60,11 +60,11 @@ class ToyModel:
         return sum(2 * int(np.prod(shape)) for shape in self.shapes().values())
 
     @classmethod
-    def of_bytes(cls, nbytes: int) -> ToyModel:
+    def of_bytes(cls, nbytes: int, hidden: int = 512, intermediate: int = 256) -> ToyModel:
         """One of about so many bytes: as many experts as that takes."""
-        small = cls(experts=1)
-        expert = cls(experts=2).nbytes - small.nbytes
-        return cls(experts=max(1, 1 + (nbytes - small.nbytes) // expert))
+        small = cls(hidden=hidden, intermediate=intermediate, experts=1)
+        expert = replace(small, experts=2).nbytes - small.nbytes
+        return replace(small, experts=max(1, 1 + (nbytes - small.nbytes) // expert))
 
 
 def weights(name: str, shape: Shape, version: int) -> Array:

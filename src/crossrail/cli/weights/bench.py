@@ -33,6 +33,9 @@ from crossrail.weights.toy import ToyModel
 
 _UPDATE_S = 300.0
 _COPY_BYTES = 256 << 20
+# Of an expert of Qwen3-30B-A3B.
+_HIDDEN = 2048
+_INTERMEDIATE = 768
 
 
 @dataclass
@@ -75,7 +78,7 @@ def bench(
 ) -> None:
     """Bring a model from trainers to inference ranks, again and again."""
     console = Console()
-    model = ToyModel.of_bytes(nbytes)
+    model = ToyModel.of_bytes(nbytes, _HIDDEN, _INTERMEDIATE)
     has_gloo = not no_gloo and importlib.util.find_spec("torch") is not None
     if not no_gloo and not has_gloo:
         console.print("gloo: left out, torch is not installed")
@@ -124,7 +127,7 @@ async def _rounds(controller: WeightController, gloo: GlooFleet | None, rounds: 
     stage = _Row("write stage", "GB/s")
     whole = _Row("update, from Go to the last count", "GB/s")
     overlap = _Row("update over its slowest stage", "x")
-    python = _Row("processor time per write, in Python", "us")
+    python = _Row("event loop's processor time per write", "us")
     ordinary = _Row("gather and broadcast by gloo", "GB/s")
     for index in range(rounds):
         copy.values.append(_memcpy_gb_per_s(min(trainers, os.cpu_count() or 1)))
@@ -141,7 +144,10 @@ async def _rounds(controller: WeightController, gloo: GlooFleet | None, rounds: 
 
 
 def _python_us(report: UpdateReport) -> float:
-    """Of the trainer that spends most: processor time of its pipeline, by its writes."""
+    """Of the trainer that spends most: processor time of its pipeline's thread, by its writes.
+
+    What that thread copies itself, while it drives the engine as a guest, is in it.
+    """
     return max(step.python_s / max(step.writes, 1) * 1e6 for step in report.steps.values())
 
 
