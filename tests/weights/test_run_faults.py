@@ -11,6 +11,7 @@ import pytest
 import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
 from crossrail.weights import messages as m
+from crossrail.weights.controller import WeightController
 from crossrail.weights.errors import TornWeights, UpdateFailed
 from crossrail.weights.planner import PlanOptions
 from crossrail.weights.receiver import WeightReceiver
@@ -178,7 +179,7 @@ async def test_surplus_count_is_no_whole_version(make_fleet: MakeFleet) -> None:
     await fleet.start(targets=[0])
     await fleet.update(1)
     receiver, engine = fleet.receivers[0], fleet.engines["trainer-0"]
-    imm = fleet.controller._options.imm_first + 2 * (fleet.controller._attempt + 1)
+    imm = fleet.controller._imm_of(fleet.controller._attempt + 1)
     group = engine.add_peer_group([fleet.engines["target-0"].address])
     commit = receiver._on_await
 
@@ -191,5 +192,46 @@ async def test_surplus_count_is_no_whole_version(make_fleet: MakeFleet) -> None:
     fleet.mailboxes["target-0"].handle(m.Await, after_another_count)
     assert "1 more writes than" in await fleet.failing_update(2)
     fleet.mailboxes["target-0"].handle(m.Await, commit)
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+async def test_another_controller_takes_over_in_the_middle_of_an_update(make_fleet: MakeFleet, spare: bool) -> None:
+    fleet = make_fleet(spare=spare, trainer_count=2)
+    first = await fleet.start()
+    await fleet.update(1)
+    # Trainer 1 offers nothing, so this one stands still after Open, and its controller dies there.
+    update = asyncio.ensure_future(first.update(2, PATIENCE_S))
+    offer = asyncio.ensure_future(fleet.publish(2, [0]))
+    while any(receiver._attempt is None for receiver in fleet.receivers.values()):
+        await asyncio.sleep(0.01)
+    update.cancel()
+    await asyncio.gather(update, return_exceptions=True)
+    await fleet.mailboxes.pop("controller").close()
+    fleet.engines.pop("controller").close()
+    fleet.controller = WeightController(fleet.mailbox("second"), fleet.plan_options, fleet.options)
+    for member in [*fleet.trainers.values(), *fleet.receivers.values()]:
+        await member.join(fleet.controller.address, PATIENCE_S)
+    offer.cancel()
+    await asyncio.gather(offer, return_exceptions=True)
+    if spare:
+        await fleet.assert_holds(1)
+    else:
+        assert all(receiver.state is State.TORN for receiver in fleet.receivers.values())
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+async def test_update_that_was_cancelled_is_ended_by_the_next(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[0, 1])
+    update = asyncio.ensure_future(controller.update(1, PATIENCE_S))
+    while any(receiver._attempt is None for receiver in fleet.receivers.values()):
+        await asyncio.sleep(0.01)
+    update.cancel()
+    await asyncio.gather(update, return_exceptions=True)
+    # Trainers still wait for an offer of that attempt; this ends it, whatever it says.
+    await fleet.failing_update(2)
     await fleet.update(3)
     await fleet.assert_holds(3)

@@ -245,7 +245,7 @@ class WeightController:
             report.plan_s = clock() - begun
         plan, trainers, targets = self.plan, self._of("trainer"), self._of("target")
         digest, attempt = plan.digest, self._attempt
-        imm = self._options.imm_first + 2 * (attempt % _ATTEMPTS)
+        imm = self._imm_of(attempt)
 
         begun = clock()
         left_s = deadline - begun
@@ -269,6 +269,11 @@ class WeightController:
         }
         await self._all(targets, lambda _: m.Await(version, attempt), m.Whole, deadline - clock())
         report.transfer_s = clock() - begun
+
+    def _imm_of(self, attempt: int) -> int:
+        """What writes of an attempt count on; the next number is the barrier's. Other controllers begin elsewhere."""
+        first = int.from_bytes(self._mailbox.wire.identity(self.address)[:8], "little")
+        return self._options.imm_first + 2 * ((first + attempt) % _ATTEMPTS)
 
     def _checked_plan(self) -> Plan:
         """Blocks, some seconds for the largest models."""

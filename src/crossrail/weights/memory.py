@@ -77,11 +77,15 @@ class WeightMemory:
         self._added.append((holding, piece))
 
     def inventory(self) -> Inventory:
-        """Registers what is not registered, at the first call, and says what lies where."""
+        """Registers what is not registered, at the first call, and says what lies where, with today's descriptors."""
         if self._inventory is None:
             self._register()
-            infos = [RegionInfo(bytes(region.descriptor), region.nbytes) for region in self.regions]
+        infos = [RegionInfo(bytes(region.descriptor), region.nbytes) for region in self.regions]
+        if self._inventory is None:
             self._inventory = Inventory.of(self.role, self.rank, infos, self._placed())
+        elif self._inventory.regions != tuple(infos):  # some were revoked and renewed
+            old = self._inventory
+            self._inventory = Inventory(old.role, old.rank, infos, old.names, old.meshes, old.rows)
         return self._inventory
 
     def like(self, array: Any, regions: Sequence[xr.Region]) -> npt.NDArray[Any]:

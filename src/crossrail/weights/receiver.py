@@ -104,11 +104,12 @@ class WeightReceiver:
         return self._versions.state
 
     async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
-        """Offers itself to the controller of this address. Registers the memory, and makes the spare one.
+        """Offers itself to the controller of this address, or to another one. Registers the memory.
 
         Raises Refused, NoAnswer, Unreachable.
         """
-        self._controller = controller
+        if controller != self._controller:
+            self._controller, self._attempt_max = controller, 0
         await self._fail("it joins anew")
         inventory = self.memory.inventory()
         if not self._buffers:
@@ -237,7 +238,7 @@ class WeightReceiver:
     async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
         self._check_controller(sender)
         self._attempt_max = max(self._attempt_max, abort.attempt)
-        if self._attempt is not None and self._attempt.number == abort.attempt:
+        if self._attempt is not None and self._attempt.number <= abort.attempt:
             await self._fail(abort.reason)
         async with self._fencing:  # our own deadline may have begun it
             self._check_memory()

@@ -77,11 +77,13 @@ class WeightTrainer:
             mailbox.handle(kind, handler)
 
     async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
-        """Offers itself to the controller of this address; once more when that was restarted.
+        """Offers itself to the controller of this address, or to another one. Registers the memory.
 
-        Registers the memory. Raises Refused, NoAnswer, Unreachable.
+        Raises Refused, NoAnswer, Unreachable.
         """
-        self._controller = controller
+        await self._stop_step()
+        if controller != self._controller:
+            self._controller, self._attempt_max = controller, 0
         question = m.Join(m.packed(self.memory.inventory().to_bytes()))
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
