@@ -19,8 +19,10 @@ MOMENTS = 3  # of one kind of fault, drawn anew each time
 OPTIONS = ControllerOptions(abort_s=3.0, evict_s=30.0)
 
 
-def fleet_in(world: sim.World) -> Fleet:
-    return Fleet(lambda name: world.host(name).engine(name, peer_timeout_s=1.0), mapped=False, options=OPTIONS)
+def fleet_in(world: sim.World, peer_timeout_s: float = 1.0) -> Fleet:
+    return Fleet(
+        lambda name: world.host(name).engine(name, peer_timeout_s=peer_timeout_s), mapped=False, options=OPTIONS
+    )
 
 
 async def undisturbed(world: sim.World) -> float:
@@ -89,3 +91,25 @@ def test_somebody_is_lost_at_any_moment(kind: str, role: str, seed: Seed) -> Non
         moment_s = length_s * rng.uniform(0.0, 1.1)
         main = partial(fail_at, kind=kind, role=role, moment_s=moment_s, rng=rng)
         sim.run(main, seed=seed.number(1, index), limit_s=10 * PATIENCE_S)
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+def test_one_that_thaws_joins_again_by_itself(role: str, seed: Seed) -> None:
+    async def main(world: sim.World) -> None:
+        fleet = fleet_in(world, peer_timeout_s=60.0)  # no engine gives it up
+        controller = await fleet.start()
+        await fleet.update(1)
+        loop = asyncio.get_running_loop()
+        world.freeze(fleet.engines[f"{role}-1"], at_s=loop.time(), for_s=DEADLINE_S + OPTIONS.abort_s + 5.0)
+        offers = asyncio.gather(
+            *(fleet.publish(2, [rank], 2 * DEADLINE_S) for rank in fleet.trainers), return_exceptions=True
+        )
+        with pytest.raises(xr.CrossrailError):
+            await controller.update(2, DEADLINE_S)
+        assert 1 not in controller.ranks(role)
+        await offers
+        await controller.ready(range(4), range(3), 5 * PATIENCE_S)
+        await fleet.update(3)
+        await fleet.assert_holds(3)
+
+    sim.run(main, seed=seed.number(), limit_s=10 * PATIENCE_S)
