@@ -24,7 +24,7 @@ FOUND = {
     "delivers twice": "was delivered twice",
     "loses messages": "was delivered 0 times",
     "sends other bytes": "is not what was sent|was counted before its bytes were in place",
-    "leaks a descriptor": "left behind 1 more fds",
+    "leaks a descriptor": r"left behind \d+ more fds",
     "dies": "ended by itself, with status 3",
 }
 
