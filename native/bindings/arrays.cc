@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 
@@ -28,6 +30,16 @@ std::optional<IndexType> integer_type(const Py_buffer& view) {
 
 bool one_dimensional_contiguous(const Py_buffer& view) {
   return view.ndim == 1 && (view.shape[0] <= 1 || view.strides[0] == view.itemsize);
+}
+
+// An array within packed records may begin anywhere: its bytes are then copied to where its numbers may be read.
+const void* aligned(const Py_buffer& view, std::vector<uint64_t>& copy) {
+  const auto address = reinterpret_cast<uintptr_t>(view.buf);
+  if (view.len == 0 || address % static_cast<uintptr_t>(view.itemsize) == 0) return view.buf;
+  const auto nbytes = static_cast<size_t>(view.len);
+  copy.resize((nbytes + sizeof(uint64_t) - 1) / sizeof(uint64_t));
+  std::memcpy(copy.data(), view.buf, nbytes);
+  return copy.data();
 }
 
 // "a list", "an array of shape (3, 4), strides (32, 8), dtype float64".
@@ -59,7 +71,7 @@ IndexArray::IndexArray(nb::handle array, const char* argument) : array_(nb::borr
   const Py_buffer& view = view_.get();
   const std::optional<IndexType> type = integer_type(view);
   if (!type || !one_dimensional_contiguous(view)) throw UsageError(index_rule(argument, array));
-  indices_ = {view.buf, static_cast<uint64_t>(view.shape[0]), *type};
+  indices_ = {aligned(view, copy_), static_cast<uint64_t>(view.shape[0]), *type};
 }
 
 SizeArray::SizeArray(nb::handle values, const char* argument, size_t count) {
@@ -75,9 +87,10 @@ SizeArray::SizeArray(nb::handle values, const char* argument, size_t count) {
     if (!fits || !one_dimensional_contiguous(view) || static_cast<size_t>(view.shape[0]) != count) {
       throw UsageError(size_rule(argument, count, values));
     }
-    values_ = {static_cast<const uint64_t*>(view.buf), count};
+    const void* data = aligned(view, copy_);
+    values_ = {static_cast<const uint64_t*>(data), count};
     if (type == IndexType::kInt64) {
-      const auto* numbers = static_cast<const int64_t*>(view.buf);
+      const auto* numbers = static_cast<const int64_t*>(data);
       const auto* negative = std::find_if(numbers, numbers + count, [](int64_t number) { return number < 0; });
       if (negative != numbers + count) {
         throw UsageError(std::string(argument) + "[" + std::to_string(negative - numbers) + "] is " +

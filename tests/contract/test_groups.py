@@ -8,7 +8,7 @@ from tests.contract.conftest import Pair, bytes_of
 from tests.contract.setups import SOME_MEMORY, SOME_RAILS, setups
 from tests.support.limits import WAIT_S, eventually
 from tests.support.node import RemoteEngine
-from tests.support.patterns import CANARY, assert_same_bytes
+from tests.support.patterns import CANARY, assert_same_bytes, not_aligned
 
 PEERS = 5
 
@@ -64,7 +64,16 @@ def test_scatter_takes_one_number_for_all(pair: Pair) -> None:
         assert_same_bytes(target.content(7, 4000), bytes_of(src)[1000:])
 
 
-@pytest.mark.parametrize("make", [list, tuple, lambda x: np.array(x, np.int64), lambda x: np.array(x, np.uint64)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        list,
+        tuple,
+        lambda x: np.array(x, np.int64),
+        lambda x: np.array(x, np.uint64),
+        lambda x: not_aligned(np.array(x, np.int64)),
+    ],
+)
 def test_scatter_takes_sequences_and_arrays(pair: Pair, make: object) -> None:
     src = pair.source(30)
     dst = pair.target(60)

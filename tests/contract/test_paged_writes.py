@@ -7,7 +7,7 @@ import pytest
 from tests.contract.conftest import Pair, bytes_of
 from tests.contract.setups import ALL_MEMORY, ALL_RAILS, SOME_MEMORY, SOME_RAILS, setups
 from tests.support.limits import WAIT_S, eventually
-from tests.support.patterns import CANARY, ByteArray, assert_same_bytes
+from tests.support.patterns import CANARY, ByteArray, assert_same_bytes, not_aligned
 
 Pages = npt.NDArray[np.int64]
 
@@ -76,6 +76,11 @@ def test_runs_of_mixed_lengths_count_their_pages(pair: Pair) -> None:
 @setups(SOME_RAILS, SOME_MEMORY)
 def test_pages_in_reverse_order(pair: Pair) -> None:
     check(pair, np.arange(100), np.arange(100)[::-1].copy(), 777, 100)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint64])
+def test_indices_that_are_not_aligned(pair: Pair, dtype: type) -> None:
+    check(pair, not_aligned(np.arange(100).astype(dtype)), not_aligned(np.arange(100)[::-1].astype(dtype)), 777, 100)
 
 
 @setups(SOME_RAILS, SOME_MEMORY)

@@ -1,5 +1,7 @@
 """Bytes that both sides can make from a number, and the value that fills memory nobody may touch."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +13,11 @@ CANARY = 0xA5
 def pattern(seed: int, nbytes: int) -> ByteArray:
     """`nbytes` random bytes, the same for the same seed in every process."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def not_aligned(numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same, one byte behind where such numbers may begin, as within packed records."""
+    return np.frombuffer(b"\0" + numbers.tobytes(), numbers.dtype, offset=1)
 
 
 def assert_same_bytes(got: ByteArray, expected: ByteArray, what: str = "bytes") -> None:
