@@ -18,7 +18,9 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST = _LARGEST * torch.finfo(torch.float32).tiny
 
 
-def converted(checkpoint: Mapping[str, Tensor], config: Mapping[str, Any], tp: int, quantised: bool) -> Iterator[tuple[Key, Tensor]]:
+def converted(
+    checkpoint: Mapping[str, Tensor], config: Mapping[str, Any], tp: int, quantised: bool
+) -> Iterator[tuple[Key, Tensor]]:
     """All tensors of Served. checkpoint: by the names of transformers' files, experts one by one, in float32."""
     for name, tensor in checkpoint.items():
         if "norm." in name or name.endswith("mlp.gate.weight"):

@@ -42,9 +42,7 @@ class PolicyTrainer:
 
     def __init__(self, rank: int, shards: int, meeting: Path, seed: int) -> None:
         patience = timedelta(seconds=_MEETING_S)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=shards, timeout=patience
-        )
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=shards, timeout=patience)
         logging.disable_progress_bar()
         torch.set_num_threads(1)  # all shards share this machine
         torch.manual_seed(seed)

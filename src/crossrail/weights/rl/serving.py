@@ -105,7 +105,7 @@ class Policy:
                 tokens = torch.cat([tokens, drawn], 1)
         made = zip(tokens.tolist(), torch.cat(logprobs, 1).tolist(), strict=True)
         split = [(row[:PROMPT_TOKENS], row[PROMPT_TOKENS:], of) for row, of in made]
-        return [Rollout(prompt, new, of, reward(prompt, new)) for prompt, new, of in split]
+        return [Rollout(prompt, new, of, reward(new)) for prompt, new, of in split]
 
     def _of(self, rank: int, name: str) -> Tensor:
         return self._weights[Key(rank, name)]

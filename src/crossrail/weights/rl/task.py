@@ -1,4 +1,4 @@
-"""The model's sizes, and the task: the first token of a prompt says which tokens are rewarded."""
+"""The model's sizes, and the task: even tokens are rewarded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ CONFIG: dict[str, Any] = {
 
 PROMPT_TOKENS = 3
 NEW_TOKENS = 8
-_KINDS = 2
 
 
 class Rollout(Struct):
@@ -46,7 +45,6 @@ class Rollout(Struct):
     reward: float
 
 
-def reward(prompt: Sequence[int], completion: Sequence[int]) -> float:
-    """The part of the tokens that are as even or odd as the first one of the prompt. 0.5 by chance."""
-    wanted = prompt[0] % _KINDS
-    return sum(token % _KINDS == wanted for token in completion) / len(completion)
+def reward(completion: Sequence[int]) -> float:
+    """The part of its tokens that are even. 0.5 by chance."""
+    return sum(token % 2 == 0 for token in completion) / len(completion)
