@@ -54,7 +54,7 @@ def test_holdings_of_a_shard_lie_where_the_local_tensor_does(rank: int) -> None:
     (held,) = torch_holdings(Names([], {"w": (16, 4)}), "w", tensor, 0, base)
 
     assert (held.name, held.shape, held.offset, held.dtype) == ("w", (16, 4), 64, "float32")
-    assert held.box == ((2 * rank, 2 * rank + 2), (0, 4))
+    assert held.box == ((4 * rank, 4 * rank + 4), (0, 4))
     assert held.mesh == mesh_name(tensor)
 
 
