@@ -13,7 +13,7 @@ from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError
 from crossrail.weights.toy import TargetKind, ToyModel
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 240.0  # some import torch and transformers first
 _EXIT_GRACE_S = 10.0
 _LINE_BYTES_MAX = 1 << 24
 

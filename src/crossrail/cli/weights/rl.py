@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from statistics import fmean
 
 import click
 from rich.console import Console, Group
@@ -31,7 +32,7 @@ def rl(steps: int, trainers: int, batch: int, seed: int, transport: str) -> None
     """
     for module in ("torch", "transformers"):
         if importlib.util.find_spec(module) is None:
-            raise UsageError(f"crossrail weights rl needs {module}: pip install 'crossrail[weights,transformers]'")
+            raise UsageError(f"crossrail weights rl needs {module}: pip install 'crossrail[transformers]'")
     asyncio.run(_show(RlOptions(steps, trainers, batch, seed, transport)))
 
 
@@ -39,10 +40,9 @@ async def _show(options: RlOptions) -> None:
     console = Console()
     progress = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
     bar = progress.add_task("", total=options.steps)
-    table = Table(
-        title="reward: part of the sampled tokens that are even; equal: to the converted checkpoint, bit for bit"
-    )
-    for column in ("step", *(f"reward {each.label}" for each in SERVED), "gap", "written", "transfer ms", "equal"):
+    table = Table(title="reward: part of the sampled tokens that are even")
+    columns = ("step", *(f"reward {each.label}" for each in SERVED), "gap", "written", "transfer ms", "equal tensors")
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     rewards: list[float] = []
 
@@ -50,20 +50,19 @@ async def _show(options: RlOptions) -> None:
         progress.update(bar, description=f"{name} {format_bytes(done)} of {format_bytes(whole)}" if whole else name)
 
     def on_step(step: RlStep) -> None:
-        rewards.append(sum(step.rewards) / len(step.rewards))
+        rewards.append(fmean(step.rewards))
         progress.update(bar, completed=step.version - 1)
         table.add_row(
             str(step.version - 1),
             *(f"{reward:.3f}" for reward in step.rewards),
-            "" if step.gap is None else f"{step.gap:.4f}",
+            "" if step.gap is None else f"{step.gap:.3f}",
             format_bytes(step.report.written_bytes),
             f"{step.report.transfer_s * 1e3:.1f}",
-            "yes",  # or run_rl() had raised
+            str(step.tensors),
         )
 
-    with Live(Group(table, progress), console=console):
+    with Live(Group(table, progress), console=console, transient=True):
         await run_rl(options, on_phase, on_step)
-    console.print(
-        f"[green]ok[/green]: {len(rewards)} versions, all bits equal at all inference ranks; mean reward "
-        f"{rewards[0]:.3f} -> {rewards[-1]:.3f}"
-    )
+    console.print(table)
+    console.print(f"mean reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} after {options.steps} steps")
+    console.print("[green]ok[/green]: after each update all tensors equal the converted checkpoint, bit for bit")

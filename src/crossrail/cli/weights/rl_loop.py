@@ -25,6 +25,7 @@ from crossrail.weights.controller import UpdateReport, WeightController
 from crossrail.weights.messages import mailbox
 
 _TIMEOUT_S = 240.0
+_SEED_MAX = (1 << 31) - 1
 
 # What is done now, and how much of it: (0, 0) where that is not known.
 OnPhase = Callable[[str, int, int], None]
@@ -41,10 +42,11 @@ class RlOptions:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.steps < 0 or self.trainers < 1 or self.batch < 1:
-            raise UsageError(
-                f"steps={self.steps}, trainers={self.trainers}, batch={self.batch}: must be 0, 1, 1 or more"
-            )
+        for name, least in (("steps", 0), ("trainers", 1), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name}={getattr(self, name)} must be {least} or more")
+        if not 0 <= self.seed <= _SEED_MAX:
+            raise UsageError(f"seed={self.seed} must be in 0..{_SEED_MAX}")
         if self.batch * len(SERVED) % self.trainers:
             raise UsageError(
                 f"{len(SERVED)} x batch={self.batch} completions cannot be shared by trainers={self.trainers}"
@@ -56,6 +58,7 @@ class RlStep:
     """A version of the weights: how it came there, and what it is worth.
 
     rewards: mean of what each inference rank generated with it, by rank. tokens: all that they generated, to compare runs.
+    tensors: how many were compared, of all inference ranks: all of them, scales too.
     gap: between log probabilities of inference ranks and trainers, mean over the tokens that this version was learned
     from; None of the first version.
     """
@@ -64,6 +67,7 @@ class RlStep:
     report: UpdateReport
     rewards: tuple[float, ...]
     tokens: tuple[tuple[int, ...], ...]
+    tensors: int
     gap: float | None
 
 
@@ -164,17 +168,19 @@ class _Fleet:
         )
         self._on_phase("generating", 0, 0)
         made = await asyncio.gather(*(self._generate(rank, version, checkpoint) for rank in range(len(SERVED))))
+        learned_next = [each for said in made for each in said["rollouts"]]
         step = RlStep(
             version,
             report,
-            tuple(fmean(each["reward"] for each in of) for of in made),
-            tuple(tuple(each["completion"]) for of in made for each in of),
+            tuple(fmean(each["reward"] for each in said["rollouts"]) for said in made),
+            tuple(tuple(each["completion"]) for each in learned_next),
+            sum(said["tensors"] for said in made),
             ready[0].get("gap"),
         )
-        return step, [each for of in made for each in of]
+        return step, learned_next
 
-    async def _generate(self, rank: int, version: int, checkpoint: str) -> list[Any]:
-        """Rollouts, as JSON has them."""
+    async def _generate(self, rank: int, version: int, checkpoint: str) -> dict[str, Any]:
+        """What the inference rank says; its weights are those of the checkpoint."""
         seed = self._options.seed << 32 | version << 8 | rank  # a stream of its own for each
         name = f"target-{rank}"
         await self._players.tell(name, checkpoint=checkpoint, count=self._options.batch, seed=seed)
@@ -184,5 +190,4 @@ class _Fleet:
                 f"inference rank {rank} has version {said['version']}, and of {version} these are not what the "
                 f"converted checkpoint has: {', '.join(said['wrong']) or 'none'}"
             )
-        rollouts: list[Any] = said["rollouts"]
-        return rollouts
+        return said

@@ -32,6 +32,9 @@ _LINE_BYTES_MAX = 1 << 24
 
 
 async def _play(spec: dict[str, Any]) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # all processes share this machine's cores
     engine = xr.Engine(f"{spec['role']}-{spec['rank']}", transport=spec["transport"])
     wire = EngineWire(engine)
     box = mailbox(wire, os.environb[SECRET_VARIABLE.encode()])
@@ -97,7 +100,12 @@ def _generate(served: Any, reading: Reading, told: dict[str, Any]) -> dict[str, 
     wanted = converted(checkpoint, CONFIG, served.tp, served.quantised)
     wrong = mismatches(wanted, served.tensors, reading.like)
     rollouts = served.policy(reading.like).rollouts(told["count"], told["seed"])
-    return {"version": reading.version, "wrong": wrong, "rollouts": msgspec.to_builtins(rollouts)}
+    return {
+        "version": reading.version,
+        "tensors": len(served.tensors),
+        "wrong": wrong,
+        "rollouts": msgspec.to_builtins(rollouts),
+    }
 
 
 async def _told() -> AsyncIterator[dict[str, Any]]:

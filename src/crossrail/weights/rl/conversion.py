@@ -77,4 +77,4 @@ def _equal(wanted: Tensor, tensor: Tensor, like: Callable[[Tensor], Any]) -> boo
     there = torch.from_numpy(like(tensor))
     if wanted.shape != there.shape or wanted.dtype != tensor.dtype:
         return False
-    return torch.equal(wanted.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8))
+    return bool(torch.equal(wanted.contiguous().view(torch.uint8), there.contiguous().view(torch.uint8)))

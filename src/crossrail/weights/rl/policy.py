@@ -44,7 +44,6 @@ class PolicyTrainer:
         patience = timedelta(seconds=_MEETING_S)
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=shards, timeout=patience)
         logging.disable_progress_bar()
-        torch.set_num_threads(1)  # all shards share this machine
         torch.manual_seed(seed)
         self._rank, self._shards = rank, shards
         self._model = make_model()

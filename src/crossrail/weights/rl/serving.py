@@ -162,7 +162,7 @@ def _tensors(config: Config, tp: int, quantised: bool) -> Iterator[tuple[Key, tu
     hidden, wide, experts = (config[name] for name in ("hidden_size", "head_dim", "num_experts"))
     vocabulary, rows = config["vocab_size"] // tp, config["moe_intermediate_size"] // tp
     q, kv = (config[name] * wide // tp for name in ("num_attention_heads", "num_key_value_heads"))
-    whole = {"model.norm.weight": (hidden,)}
+    whole: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
     divided = {"model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
     projections: dict[str, tuple[int, ...]] = {}
     for layer in range(config["num_hidden_layers"]):
