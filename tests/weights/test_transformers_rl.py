@@ -71,6 +71,15 @@ def test_one_wrong_bit_is_found(checkpoint: dict[str, torch.Tensor], served: Ser
         bits[-1] ^= 1
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [({"trainers": 3}, "cannot be shared by trainers=3"), ({"steps": -1}, "steps=-1"), ({"seed": -1}, "seed=-1")],
+)
+def test_options_that_do_not_fit_refused(options: dict[str, int], complaint: str) -> None:
+    with pytest.raises(xr.UsageError, match=complaint):
+        RlOptions(**options)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(320)
 async def test_rewards_rise_as_the_seed_says() -> None:
