@@ -89,11 +89,14 @@ class Players:
                 return words
 
     async def tell(self, name: str, **words: Any) -> None:
-        """One line of JSON to that player's standard input."""
+        """One line of JSON to that player's standard input. CrossrailError when it has ended."""
         stdin = self._processes[name].stdin
         assert stdin is not None
         stdin.write(json.dumps(words).encode() + b"\n")
-        await stdin.drain()
+        try:
+            await stdin.drain()
+        except ConnectionError as error:
+            raise CrossrailError(f"{name} hears no more: {error}") from error
 
     async def kill(self, name: str) -> None:
         """At once, with SIGKILL."""

@@ -57,7 +57,7 @@ class RlOptions:
 class RlStep:
     """A version of the weights: how it came there, and what it is worth.
 
-    rewards: mean of what each inference rank generated with it, by rank. tokens: all that they generated, to compare runs.
+    rewards: mean of what each inference rank generated with it, by rank. tokens: of all completions, to compare runs.
     tensors: how many were compared, of all inference ranks: all of them, scales too.
     gap: between log probabilities of inference ranks and trainers, mean over the tokens that this version was learned
     from; None of the first version.

@@ -1,4 +1,4 @@
-"""From a whole checkpoint to the tensors of an inference rank, by torch alone: what an update has to come to, bit for bit.
+"""From a whole checkpoint to the tensors of an inference rank by torch alone: what an update must come to, in each bit.
 
 Nothing here knows of inventories, plans or crossrail's own conversions.
 """

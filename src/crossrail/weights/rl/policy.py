@@ -27,7 +27,7 @@ _MEETING_S = 300.0
 
 
 class Learned(NamedTuple):
-    """Of one step, over all shards' rollouts. gap: how far log probabilities here are from the sampler's, on average."""
+    """Of one step, over all shards' rollouts. gap: how far log probabilities are from the sampler's; a mean."""
 
     loss: float
     gap: float
