@@ -11,9 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import crossrail as xr
 from crossrail.errors import UsageError
+from crossrail.weights.families import QWEN3_MOE
 from crossrail.weights.mapping import Names
-from crossrail.weights.torch_inventory import dtensor_box, mesh_name, torch_holdings
+from crossrail.weights.memory import WeightMemory
+from crossrail.weights.torch_inventory import add_tensor, dtensor_box, mesh_name, torch_holdings
 
 RANKS = 4
 
@@ -56,6 +59,28 @@ def test_holdings_of_a_shard_lie_where_the_local_tensor_does(rank: int) -> None:
     assert (held.name, held.shape, held.offset, held.dtype) == ("w", (16, 4), 64, "float32")
     assert held.box == ((4 * rank, 4 * rank + 4), (0, 4))
     assert held.mesh == mesh_name(tensor)
+
+
+def test_fused_experts_in_uneven_shards_are_added_as_parameters(rank: int) -> None:
+    experts = "model.layers.0.mlp.experts"
+    gate, up = (f"{experts}.{name}_proj.weight" for name in ("gate", "up"))
+    whole = torch.arange(6 * 8 * 4, dtype=torch.float32).reshape(6, 8, 4)
+    names = Names(QWEN3_MOE, {gate: (6, 4, 4), up: (6, 4, 4)})
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", (RANKS,)), [Shard(0)], src_data_rank=None)
+    with xr.Engine("trainer", transport="null") as engine, WeightMemory(engine, "trainer", rank) as memory:
+        add_tensor(memory, names, f"{experts}.gate_up_proj", tensor)
+
+        inventory = memory.inventory()
+
+        held = {inventory.names[row["name"]]: row for row in inventory.rows}
+        assert list(held) == (
+            [gate, up] if rank < 3 else []
+        )  # six experts over four ranks: two each, none for the last
+        base = tensor.to_local().data_ptr()
+        for name, row in held.items():
+            assert (row["start"][:3].tolist(), row["stop"][:3].tolist()) == ([2 * rank, 0, 0], [2 * rank + 2, 4, 4])
+            assert memory.regions[row["region"]].base + row["offset"] == base + (4 * 4 * 4 if name == up else 0)
+            assert row["strides"][:3].tolist() == [8 * 4 * 4, 4 * 4, 4]
 
 
 def test_partial_sums_refused(rank: int) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from crossrail.errors import UsageError
 from crossrail.weights.inventory import Box, Holding
 from crossrail.weights.mapping import ALONE, Names, Ranks
+from crossrail.weights.memory import WeightMemory
 from crossrail.weights.placement import Placement, Replicate, Shard, local_box
 
 
@@ -64,3 +65,22 @@ def torch_holdings(
         strides=[stride * local.element_size() for stride in local.stride()],
         mesh=mesh,
     )
+
+
+def add_tensor(memory: WeightMemory, names: Names, name: str, tensor: torch.Tensor, *, ranks: Ranks = ALONE) -> None:
+    """Adds a framework's tensor to this memory, as all those parameters of the checkpoint that lie in it.
+
+    tensor: plain or a DTensor, on the CPU; its elements stay where they are. name, ranks: as torch_holdings has them.
+    """
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    if not local.numel():  # an uneven shard
+        return
+    size = local.element_size()
+    for held in torch_holdings(names, name, tensor, 0, local.data_ptr(), ranks=ranks):
+        assert held.strides is not None
+        extent = [stop - start for start, stop in held.box]
+        steps = [stride // size for stride in held.strides]
+        piece = local.as_strided(extent, steps, local.storage_offset() + held.offset // size)
+        memory.add(
+            held.name, piece, shape=held.shape, box=held.box, mesh=held.mesh, scale_of=held.scale_of, block=held.block
+        )

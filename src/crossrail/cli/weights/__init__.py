@@ -10,6 +10,7 @@ from crossrail.errors import UsageError
 
 _COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("demo", "Trainers update inference ranks, in processes of their own, checked bit for bit."),
+    "rl": ("rl", "A small Qwen3-MoE learns under FSDP2 and is served in bf16 with TP 2 and in fp8, updated each step."),
     "bench": ("bench", "Measure updates on this machine beside memcpy, and beside gathering and broadcasting."),
     "plan": ("plan", "Plan who sends what to whom, for a well-known model or from inventories."),
     "show": ("show", "Show a plan, compare it with another, draw it."),

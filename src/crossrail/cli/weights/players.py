@@ -1,4 +1,4 @@
-"""The processes of a fleet of toys: started, listened to, killed, and none left behind."""
+"""The processes of a fleet: started, told, listened to, killed, and none left behind."""
 
 from __future__ import annotations
 
@@ -7,19 +7,31 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError
 from crossrail.weights.toy import TargetKind, ToyModel
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 240.0  # some import torch and transformers first
 _EXIT_GRACE_S = 10.0
+_LINE_BYTES_MAX = 1 << 24
+
+
+class Role(Protocol):
+    """What one process plays. It says {"joined": true} when it has joined its controller."""
+
+    @property
+    def name(self) -> str:
+        """Of which there is one."""
+
+    def command(self) -> list[str]:
+        """Arguments of Python."""
 
 
 @dataclass(frozen=True)
 class Player:
-    """What one process is told. first, last: versions that it plays. controller: address in hexadecimal.
+    """What one process of toys is told. first, last: versions that it plays. controller: address in hexadecimal.
 
     checks: trainers make new weights for each version, inference ranks compare all they have.
     """
@@ -41,6 +53,9 @@ class Player:
     def name(self) -> str:
         return f"{self.role}-{self.rank}"
 
+    def command(self) -> list[str]:
+        return ["-m", "crossrail", "weights", "play", json.dumps(asdict(self))]
+
 
 class Players:
     """They end when their standard input does, so none outlives this process. Threads: the event loop's."""
@@ -49,11 +64,11 @@ class Players:
         self._environment = os.environ | {SECRET_VARIABLE: secret}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
 
-    async def start(self, player: Player) -> None:
+    async def start(self, player: Role) -> None:
         """Returns when it has joined."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "crossrail", "weights", "play", json.dumps(asdict(player)),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=self._environment,
+            sys.executable, *player.command(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            env=self._environment, limit=_LINE_BYTES_MAX,
         )  # fmt: skip
         self._processes[player.name] = process
         await self.said(player.name, "joined", _START_TIMEOUT_S)
@@ -72,6 +87,16 @@ class Players:
             words: dict[str, Any] = json.loads(line)
             if word in words:
                 return words
+
+    async def tell(self, name: str, **words: Any) -> None:
+        """One line of JSON to that player's standard input. CrossrailError when it has ended."""
+        stdin = self._processes[name].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(words).encode() + b"\n")
+        try:
+            await stdin.drain()
+        except ConnectionError as error:
+            raise CrossrailError(f"{name} hears no more: {error}") from error
 
     async def kill(self, name: str) -> None:
         """At once, with SIGKILL."""

@@ -1,0 +1,68 @@
+"""`crossrail weights rl`: a Qwen3-MoE learns, and after each step two inference ranks have its weights, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from statistics import fmean
+
+import click
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from crossrail.cli.text import format_bytes
+from crossrail.cli.weights.rl_loop import SERVED, RlOptions, RlStep, run_rl
+from crossrail.errors import UsageError
+
+
+@click.command()
+@click.option("--steps", default=RlOptions.steps, show_default=True, help="How often it learns.")
+@click.option("--trainers", default=RlOptions.trainers, show_default=True, help="Shards of FSDP2.")
+@click.option(
+    "--batch", default=RlOptions.batch, show_default=True, help="Completions of each inference rank for a step."
+)
+@click.option("--seed", default=RlOptions.seed, show_default=True, help="Of weights, prompts and sampling.")
+@click.option("--transport", default=RlOptions.transport, show_default=True)
+def rl(steps: int, trainers: int, batch: int, seed: int, transport: str) -> None:
+    """Train a tiny Qwen3-MoE by reinforcement, on the CPU: FSDP2 over gloo, rollouts in bf16 with TP 2 and in fp8.
+
+    After each update both inference ranks compare all they have with the converted checkpoint.
+    """
+    for module in ("torch", "transformers"):
+        if importlib.util.find_spec(module) is None:
+            raise UsageError(f"crossrail weights rl needs {module}: pip install 'crossrail[transformers]'")
+    asyncio.run(_show(RlOptions(steps, trainers, batch, seed, transport)))
+
+
+async def _show(options: RlOptions) -> None:
+    console = Console()
+    progress = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+    bar = progress.add_task("", total=options.steps)
+    table = Table(title="reward: part of the sampled tokens that are even")
+    columns = ("step", *(f"reward {each.label}" for each in SERVED), "gap", "written", "transfer ms", "equal tensors")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    rewards: list[float] = []
+
+    def on_phase(name: str, done: int, whole: int) -> None:
+        progress.update(bar, description=f"{name} {format_bytes(done)} of {format_bytes(whole)}" if whole else name)
+
+    def on_step(step: RlStep) -> None:
+        rewards.append(fmean(step.rewards))
+        progress.update(bar, completed=step.version - 1)
+        table.add_row(
+            str(step.version - 1),
+            *(f"{reward:.3f}" for reward in step.rewards),
+            "" if step.gap is None else f"{step.gap:.3f}",
+            format_bytes(step.report.written_bytes),
+            f"{step.report.transfer_s * 1e3:.1f}",
+            str(step.tensors),
+        )
+
+    with Live(Group(table, progress), console=console, transient=True):
+        await run_rl(options, on_phase, on_step)
+    console.print(table)
+    console.print(f"mean reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} after {options.steps} steps")
+    console.print("[green]ok[/green]: after each update all tensors equal the converted checkpoint, bit for bit")

@@ -1,0 +1,193 @@
+"""The loop of `crossrail weights rl`, without its display: update, compare, generate, learn, and again.
+
+This process is the controller; the others play in rl_play.py. What is generated goes from inference ranks to trainers
+through their pipes, weights go back by crossrail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import crossrail as xr
+from crossrail.cli.weights.players import Players
+from crossrail.control.wire import EngineWire
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.weights.controller import UpdateReport, WeightController
+from crossrail.weights.messages import mailbox
+
+_TIMEOUT_S = 240.0
+_SEED_MAX = (1 << 31) - 1
+
+# What is done now, and how much of it: (0, 0) where that is not known.
+OnPhase = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class RlOptions:
+    """batch: completions of each inference rank for a step. Equal seed, trainers and batch: equal rewards."""
+
+    steps: int = 10
+    trainers: int = 4
+    batch: int = 32
+    seed: int = 1
+    transport: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 0), ("trainers", 1), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name}={getattr(self, name)} must be {least} or more")
+        if not 0 <= self.seed <= _SEED_MAX:
+            raise UsageError(f"seed={self.seed} must be in 0..{_SEED_MAX}")
+        if self.batch * len(SERVED) % self.trainers:
+            raise UsageError(
+                f"{len(SERVED)} x batch={self.batch} completions cannot be shared by trainers={self.trainers}"
+            )
+
+
+@dataclass(frozen=True)
+class RlStep:
+    """A version of the weights: how it came there, and what it is worth.
+
+    rewards: mean of what each inference rank generated with it, by rank. tokens: of all completions, to compare runs.
+    tensors: how many were compared, of all inference ranks: all of them, scales too.
+    gap: between log probabilities of inference ranks and trainers, mean over the tokens that this version was learned
+    from; None of the first version.
+    """
+
+    version: int
+    report: UpdateReport
+    rewards: tuple[float, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    tensors: int
+    gap: float | None
+
+
+@dataclass(frozen=True)
+class _Serving:
+    """An inference rank. label: for people."""
+
+    label: str
+    tp: int
+    quantised: bool
+
+
+SERVED = (_Serving("bf16 TP 2", 2, False), _Serving("fp8", 1, True))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One process; see rl_play.py."""
+
+    role: str
+    rank: int
+    controller: str
+    transport: str
+    seed: int = 0
+    count: int = 0
+    meeting: str = ""
+    tp: int = 1
+    quantised: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.rank}"
+
+    def command(self) -> list[str]:
+        return ["-m", "crossrail.cli.weights.rl_play", json.dumps(asdict(self))]
+
+
+async def run_rl(options: RlOptions, on_phase: OnPhase, on_step: Callable[[RlStep], None]) -> None:
+    """Raises CrossrailError when a process ends, or a weight at an inference rank is not what it should be."""
+    with tempfile.TemporaryDirectory(prefix="crossrail-rl-") as folder:
+        async with _fleet(options, Path(folder), on_phase) as fleet:
+            rollouts: list[Any] = []
+            for version in range(1, options.steps + 2):
+                step, rollouts = await fleet.step(version, rollouts)
+                on_step(step)
+
+
+@asynccontextmanager
+async def _fleet(options: RlOptions, folder: Path, on_phase: OnPhase) -> AsyncIterator[_Fleet]:
+    secret = secrets.token_hex(16)
+    players = Players(secret)
+    with xr.Engine("controller", transport=options.transport) as engine:
+        wire = EngineWire(engine)
+        box = mailbox(wire, secret.encode())
+        controller = WeightController(box)
+        box.start()
+        try:
+            fleet = _Fleet(options, folder, on_phase, players, controller)
+            await fleet.start()
+            yield fleet
+        finally:
+            await players.close()
+            await box.close()
+            wire.close()
+
+
+class _Fleet:
+    def __init__(
+        self, options: RlOptions, folder: Path, on_phase: OnPhase, players: Players, controller: WeightController
+    ) -> None:
+        self._options, self._folder, self._on_phase = options, folder, on_phase
+        self._players, self._controller = players, controller
+        self._trainers = [f"trainer-{rank}" for rank in range(options.trainers)]
+
+    async def start(self) -> None:
+        options, address = self._options, self._controller.address.hex()
+        meeting = str(self._folder / "meeting")
+        parts = [
+            _Part("trainer", rank, address, options.transport, options.seed, options.trainers, meeting)
+            for rank in range(options.trainers)
+        ]
+        parts += [
+            _Part("target", rank, address, options.transport, tp=serving.tp, quantised=serving.quantised)
+            for rank, serving in enumerate(SERVED)
+        ]
+        self._on_phase("starting", 0, 0)
+        await asyncio.gather(*(self._players.start(part) for part in parts))
+
+    async def step(self, version: int, rollouts: list[Any]) -> tuple[RlStep, list[Any]]:
+        """Learns from these, brings the outcome to the inference ranks as this version, and has them generate."""
+        checkpoint = str(self._folder / "checkpoint")
+        self._on_phase("training", 0, 0)
+        for name in self._trainers:
+            await self._players.tell(name, version=version, rollouts=rollouts, checkpoint=checkpoint)
+        ready = await asyncio.gather(*(self._players.said(name, "ready", _TIMEOUT_S) for name in self._trainers))
+        report = await self._controller.update(
+            version, _TIMEOUT_S, lambda written, whole: self._on_phase("updating", written, whole)
+        )
+        self._on_phase("generating", 0, 0)
+        made = await asyncio.gather(*(self._generate(rank, version, checkpoint) for rank in range(len(SERVED))))
+        learned_next = [each for said in made for each in said["rollouts"]]
+        step = RlStep(
+            version,
+            report,
+            tuple(fmean(each["reward"] for each in said["rollouts"]) for said in made),
+            tuple(tuple(each["completion"]) for each in learned_next),
+            sum(said["tensors"] for said in made),
+            ready[0].get("gap"),
+        )
+        return step, learned_next
+
+    async def _generate(self, rank: int, version: int, checkpoint: str) -> dict[str, Any]:
+        """What the inference rank says; its weights are those of the checkpoint."""
+        seed = self._options.seed << 32 | version << 8 | rank  # a stream of its own for each
+        name = f"target-{rank}"
+        await self._players.tell(name, checkpoint=checkpoint, count=self._options.batch, seed=seed)
+        said = await self._players.said(name, "version", _TIMEOUT_S)
+        if said["version"] != version or said["wrong"]:
+            raise CrossrailError(
+                f"inference rank {rank} has version {said['version']}, and of {version} these are not what the "
+                f"converted checkpoint has: {', '.join(said['wrong']) or 'none'}"
+            )
+        return said
