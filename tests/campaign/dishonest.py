@@ -18,7 +18,7 @@ from crossrail.campaign.child import Child
 from crossrail.campaign.run import Campaign
 from crossrail.transfers import Transfer
 
-ROUNDS_MAX = 30
+ROUNDS_MAX = 150
 
 completed, report, tell, submit, close, cancel = (
     Child._completed, Child._report, Child._tell, Child._submit, Child._close, Child._cancel,

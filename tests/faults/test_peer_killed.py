@@ -188,10 +188,10 @@ def test_death_is_an_event_and_a_warning(
     assert [event.peer for event in events if event.kind == "peer-lost"] == ["victim"]
 
     with xr.Engine("without listener") as silent:
-        silent.connect(second.open(name="victim-3").address, WAIT_S)
+        address = second.open(name="victim-3").address
+        silent.connect(address, WAIT_S)
         second.kill()
-        second.wait_dead()
-        time.sleep(0.1)
+        eventually(lambda: silent.explain(address).state == "lost", "the death", DEATH_S)
     assert any(r.levelname == "WARNING" and "victim-3" in r.getMessage() for r in caplog.records)
 
 
