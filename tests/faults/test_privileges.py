@@ -16,28 +16,31 @@ SCRIPT = """
         os.setresuid(nobody, nobody, nobody)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # from now on nobody may attach
 
-    def receive(pipe):
+    def receive(pipe, seen):
         with xr.Engine("receiver", private_path="cma") as engine:
             values = np.zeros(NBYTES, np.uint8)
             region = engine.register(values)
             os.write(pipe, region.descriptor.to_bytes())
             engine.imm_counter(1).wait(1, 15)
             assert (values == 7).all()
+            os.read(seen, 1)  # who is gone has no paths any more
 
-    def send(pipe):
+    def send(pipe, seen):
         with xr.Engine("sender", private_path="cma") as engine:
             target = xr.RegionDescriptor.from_bytes(os.read(pipe, 1000))
             engine.submit_write(engine.register(np.full(NBYTES, 7, np.uint8)), target, imm=1).wait(15)
             paths = [path for path in engine.explain(target.owner).paths if path.bytes]
+            os.write(seen, b".")
         assert {path.path for path in paths} == {"staged"}, paths
         print(*(path.reason for path in paths))
 
     read_end, write_end = os.pipe()
+    wait_end, seen_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        receive(write_end)
+        receive(write_end, wait_end)
         os._exit(0)
-    send(read_end)
+    send(read_end, seen_end)
     assert os.waitpid(pid, 0)[1] == 0
 """
 
