@@ -203,7 +203,10 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """From a file that save() wrote. UsageError, OSError."""
-        return cls.from_bytes(Path(path).read_bytes())
+        try:
+            return cls.from_bytes(Path(path).read_bytes())
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
 
     @cached_property
     def digest(self) -> str:

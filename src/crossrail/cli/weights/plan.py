@@ -42,7 +42,7 @@ def plan(
     if (model is None) == (not files):
         raise UsageError("either a MODEL or --inventory is needed")
     if model is None:
-        found = [Inventory.from_bytes(file.read_bytes()) for file in files]
+        found = [_read(file) for file in files]
     else:
         check_model(model)
         found = [one for side in inventories(MODELS[model], cluster_of(model, **sizes)) for one in side]
@@ -58,3 +58,10 @@ def plan(
     if output is not None:
         made.save(output)
         console.print(f"saved to {output}")
+
+
+def _read(file: Path) -> Inventory:
+    try:
+        return Inventory.from_bytes(file.read_bytes())
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
