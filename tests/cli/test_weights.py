@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -57,3 +58,10 @@ def test_wrong_usage_is_one_line() -> None:
     assert "either a MODEL or --inventory" in run("weights", "plan", status=2)
     assert "must be a multiple of" in run("weights", "plan", *SMALL, "--pipeline", "3", status=2)
     assert "watermark is 1048576" in run("weights", "sim", *SMALL, "--way", "needed", "--watermark", "1M", status=2)
+
+
+def test_command_leaves_the_log_of_its_program_as_it_was(tmp_path: Path) -> None:
+    log = logging.getLogger("crossrail")
+    before = log.level
+    run("weights", "show", tmp_path / "none", status=1)
+    assert log.level == before

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -71,13 +73,21 @@ class CommandGroup(click.Group):
             ctx.exit(1)
 
 
-def quiet_log() -> None:
+@contextmanager
+def quiet_log() -> Iterator[None]:
     """Commands say themselves what became of a peer; of the engine's log they let only errors through."""
-    logging.getLogger("crossrail").setLevel(logging.ERROR)
+    log = logging.getLogger("crossrail")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)  # a command may run inside of a program that has its own log
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="crossrail", prog_name="crossrail")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Move tensors and files between processes, point to point, over whatever connects them."""
-    quiet_log()
+    ctx.with_resource(quiet_log())
