@@ -262,7 +262,11 @@ void EngineCore::run_as_holder(const std::function<void()>& work) {
   while (!try_enter()) std::this_thread::yield();
   guests_.fetch_sub(1, std::memory_order_relaxed);
   work();
-  leave();
+  if (closed()) {
+    progress_lock_.unlock();  // there is nobody to hand over to
+  } else {
+    leave();
+  }
 }
 
 // On a stage who waits drives all engines of the world, ours among them; between steps callbacks of the user run here.
