@@ -53,3 +53,35 @@ def test_a_peer_that_stands_still_answers_when_it_moves() -> None:
         assert world.now_s > 2.5
         two.owner.imm_counter(1).wait(1, 60)
         assert two.owner.imm_counter(1).poll() == 0
+
+
+@pytest.mark.parametrize("moment_us", [0, 1, 2])
+def test_who_was_forgotten_in_the_midst_of_a_scatter_is_met_anew_once(moment_us: int) -> None:
+    """What is left of the scatter must not make a link of its own beside that of the next operation."""
+    with sim.World(seed=6) as world:
+        two = Two(world)
+        other_host = world.host("other", nic="2xplain")
+        other = other_host.engine(peer_timeout_s=3.0)
+        elsewhere = other.register(np.zeros(NBYTES, np.uint8))
+        for peer in (two.owner, other):
+            two.writer.connect(peer.address)
+        for rail in (0, 1):
+            world.slow(other_host, rail, 10_000, for_s=1.0)  # so that it ends long after the peer was forgotten
+        scatter = two.writer.submit_scatter(
+            two.source, [two.target.descriptor, elsewhere.descriptor], lengths=NBYTES // 2,
+            src_offsets=0, dst_offsets=0, imm=1, verify=True,
+        )  # fmt: skip
+        world.run(moment_us * 1e-6)
+
+        two.writer.forget_peer(two.owner.address)
+        two.writer.connect(two.owner.address)
+        world.partition(two.hosts[:1], two.hosts[1:], for_s=0.3)
+        after = [two.writer.submit_write(two.source, two.target.descriptor, 1000 + i, imm=2) for i in range(20)]
+
+        with pytest.raises(xr.PeerLost):
+            scatter.wait(60)
+        for transfer in after:
+            transfer.wait(60)
+        world.run(1.0)
+        assert two.owner.imm_counter(2).poll() == 20
+        assert other.imm_counter(1).poll() == 1
