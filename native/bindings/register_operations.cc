@@ -67,7 +67,7 @@ TransferHandle submit_write(Self self, const RegionHandle& src, DescriptorHandle
 }
 
 TransferHandle submit_read(Self self, const RegionHandle& dst, DescriptorHandle& src, nb::handle length,
-                           nb::handle dst_offset, nb::handle src_offset, nb::handle rail) {
+                           nb::handle dst_offset, nb::handle src_offset, nb::handle rail, bool verify) {
   const EngineRef engine = self.p->core();
   const RegionRef target = own_region(self, dst, "dst");
   if (!dst.writable()) throw UsageError("dst is a region of read-only memory: it cannot be the target of a read");
@@ -79,6 +79,7 @@ TransferHandle submit_read(Self self, const RegionHandle& dst, DescriptorHandle&
   request.src_offset = to_u64(src_offset, "src_offset");
   request.length_bytes = to_length(length, *target, request.dst_offset);
   request.rail = to_rail(rail);
+  request.verify = verify;
   return submit(self, [&] { return engine->submit_read(request); });
 }
 
@@ -128,7 +129,7 @@ const Ref<PeerGroup>& usable(Self self, const PeerGroupHandle& group) {
 
 TransferHandle submit_scatter(Self self, const RegionHandle& src, nb::sequence dsts, nb::handle lengths,
                               nb::handle src_offsets, nb::handle dst_offsets, const PeerGroupHandle* group,
-                              nb::handle imm) {
+                              nb::handle imm, bool verify) {
   const EngineRef engine = self.p->core();
   const RegionRef source = own_region(self, src, "src");
   const std::vector<RemoteRegionRef> targets = resolve_targets(self, dsts);
@@ -147,6 +148,7 @@ TransferHandle submit_scatter(Self self, const RegionHandle& src, nb::sequence d
   request.dst_offsets = dst_array.get();
   request.group = peers.get();
   request.imm = to_imm(imm);
+  request.verify = verify;
   return submit(self, [&] { return engine->submit_scatter(request); });
 }
 
@@ -193,12 +195,16 @@ counts; the transfer is done when it has. If they differ nothing is counted and 
 The range must be written by nobody else meanwhile. It costs a pass over the bytes on either side.)")
       .def("submit_read", &submit_read, nb::arg("dst"), nb::arg("src"), nb::arg("length") = nb::none(), nb::kw_only(),
            nb::arg("dst_offset") = 0, nb::arg("src_offset") = 0, nb::arg("rail") = nb::none(),
+           nb::arg("verify") = false,
            nb::sig("def submit_read(self, dst: Region, src: RegionDescriptor, length: int | None = None, *, "
-                   "dst_offset: int = 0, src_offset: int = 0, rail: int | None = None) -> Transfer"),
+                   "dst_offset: int = 0, src_offset: int = 0, rail: int | None = None, verify: bool = False) "
+                   "-> Transfer"),
            R"(Reads length bytes (None: all that dst has from dst_offset on) of a peer's region into dst.
 
 Any thread; blocks only while the submit queue is full. dst belongs to the transfer until it is done, then the bytes are
-there. The peer is not told. Not ordered with anything else.)")
+there. The peer is not told. Not ordered with anything else.
+verify: when the bytes have come the peer's engine compares their checksum with its memory, which nobody may write to
+meanwhile; the transfer is done when it has, and fails with ChecksumMismatch if they differ.)")
       .def(
           "submit_paged_writes", &submit_paged_writes, nb::arg("src"), nb::arg("src_pages").none(), nb::arg("dst"),
           nb::arg("dst_pages").none(), nb::arg("page_bytes"), nb::kw_only(), nb::arg("src_stride") = nb::none(),
@@ -219,15 +225,16 @@ overlap at the target.)")
       .def(
           "submit_scatter", &submit_scatter, nb::arg("src"), nb::arg("dsts"), nb::kw_only(), nb::arg("lengths").none(),
           nb::arg("src_offsets").none(), nb::arg("dst_offsets").none(), nb::arg("group").none() = nb::none(),
-          nb::arg("imm") = nb::none(),
+          nb::arg("imm") = nb::none(), nb::arg("verify") = false,
           nb::sig("def submit_scatter(self, src: Region, dsts: collections.abc.Sequence[RegionDescriptor], *, "
                   "lengths: typing.Any, src_offsets: typing.Any, dst_offsets: typing.Any, "
-                  "group: PeerGroup | None = None, imm: int | None = None) -> Transfer"),
+                  "group: PeerGroup | None = None, imm: int | None = None, verify: bool = False) -> Transfer"),
           R"(Writes slice i of src, lengths[i] bytes at src_offsets[i], into dsts[i] at dst_offsets[i]. Counts 1 a target with imm.
 
 lengths and offsets are each a one-dimensional array of int64 or uint64 (fastest), a sequence of ints, or one int for
 all targets; bytes. With a group, dsts[i] belongs to its i-th peer. Any thread; blocks only while the submit queue is
-full. Targets are not ordered among each other; the transfer is done when all are, and fails with the first that does.)")
+full. Targets are not ordered among each other; the transfer is done when all are, and fails with the first that does.
+verify: as of submit_write, at each target by itself: it counts where its bytes were found right, whatever became of others.)")
       .def(
           "submit_barrier", &submit_barrier, nb::arg("group"), nb::arg("imm"),
           nb::sig("def submit_barrier(self, group: PeerGroup, imm: int) -> Transfer"),

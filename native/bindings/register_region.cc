@@ -48,8 +48,13 @@ void init_phantom(RegionHandle* self, EngineArgument engine, nb::handle nbytes_o
 
 [[noreturn]] void raise_in_use(const RegionHandle& self, const char* call, nb::handle timeout_s) {
   const RegionRef region = self.core();
+  std::vector<std::string> names;
+  {
+    const WithoutGil no_gil;
+    names = region->users();
+  }
   nb::list users;
-  for (const std::string& name : region->users()) users.append(to_text(name));
+  for (const std::string& name : names) users.append(to_text(name));
   raise_object(make_error("region_in_use", self.owner_engine(), call, region->length_bytes(), region->inflight_ops(),
                           users, timeout_s));
 }

@@ -134,25 +134,33 @@ void register_faults(nb::class_<SimWorldHandle>& world) {
           nb::sig("def set_partition(self, a: int, b: int, parted: bool, at_ns: int | None) -> None"))
       .def(
           "set_failing",
-          [](Self self, uint32_t host, uint32_t chance_ppm, uint64_t count, nb::handle at_ns) {
-            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_failing(host, chance_ppm, count); });
+          [](Self self, uint32_t host, nb::handle rail, uint32_t chance_ppm, uint64_t count, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=, rail = to_rail(rail)](sim::Fabric& fabric) {
+              fabric.set_failing(host, rail, chance_ppm, count);
+            });
           },
-          nb::arg("host"), nb::arg("chance_ppm"), nb::arg("count"), nb::arg("at_ns").none(),
-          nb::sig("def set_failing(self, host: int, chance_ppm: int, count: int, at_ns: int | None) -> None"))
+          nb::arg("host"), nb::arg("rail").none(), nb::arg("chance_ppm"), nb::arg("count"), nb::arg("at_ns").none(),
+          nb::sig("def set_failing(self, host: int, rail: int | None, chance_ppm: int, count: int, at_ns: int | None) "
+                  "-> None"))
       .def(
           "set_withholding",
-          [](Self self, uint32_t host, bool withholds, nb::handle at_ns) {
-            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_withholding(host, withholds); });
+          [](Self self, uint32_t host, nb::handle rail, bool withholds, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=, rail = to_rail(rail)](sim::Fabric& fabric) {
+              fabric.set_withholding(host, rail, withholds);
+            });
           },
-          nb::arg("host"), nb::arg("withholds"), nb::arg("at_ns").none(),
-          nb::sig("def set_withholding(self, host: int, withholds: bool, at_ns: int | None) -> None"))
+          nb::arg("host"), nb::arg("rail").none(), nb::arg("withholds"), nb::arg("at_ns").none(),
+          nb::sig("def set_withholding(self, host: int, rail: int | None, withholds: bool, at_ns: int | None) -> None"))
       .def(
           "set_registrations_to_fail",
-          [](Self self, uint32_t host, uint64_t count, nb::handle at_ns) {
-            on_fabric(self, at_ns, [=](sim::Fabric& fabric) { fabric.set_registrations_to_fail(host, count); });
+          [](Self self, uint32_t host, nb::handle rail, uint64_t count, nb::handle at_ns) {
+            on_fabric(self, at_ns, [=, rail = to_rail(rail)](sim::Fabric& fabric) {
+              fabric.set_registrations_to_fail(host, rail, count);
+            });
           },
-          nb::arg("host"), nb::arg("count"), nb::arg("at_ns").none(),
-          nb::sig("def set_registrations_to_fail(self, host: int, count: int, at_ns: int | None) -> None"))
+          nb::arg("host"), nb::arg("rail").none(), nb::arg("count"), nb::arg("at_ns").none(),
+          nb::sig("def set_registrations_to_fail(self, host: int, rail: int | None, count: int, at_ns: int | None) -> "
+                  "None"))
       .def(
           "set_datagram_faults",
           [](Self self, uint32_t loss_ppm, uint32_t doubling_ppm, nb::handle at_ns) {

@@ -54,6 +54,7 @@ nb::object exception(const TransferHandle& self) {
     case Status::kCancelled:
     case Status::kPeerLost:
     case Status::kRegionClosed:
+    case Status::kRegionRevoked:
     case Status::kOutOfBounds:
     case Status::kAccessDenied:
     case Status::kMessageTooLong:

@@ -262,7 +262,11 @@ void EngineCore::run_as_holder(const std::function<void()>& work) {
   while (!try_enter()) std::this_thread::yield();
   guests_.fetch_sub(1, std::memory_order_relaxed);
   work();
-  leave();
+  if (closed()) {
+    progress_lock_.unlock();  // there is nobody to hand over to
+  } else {
+    leave();
+  }
 }
 
 // On a stage who waits drives all engines of the world, ours among them; between steps callbacks of the user run here.
@@ -530,8 +534,19 @@ PeerRef EngineCore::add_peer(const Address& address) {
   return peer;
 }
 
+bool EngineCore::knows(const Peer& peer) const {
+  std::lock_guard lock(tables_mutex_);
+  const auto known = peers_.find(peer.address().incarnation);
+  return known != peers_.end() && known->second.get() == &peer;
+}
+
 void EngineCore::start_connect(Peer& peer) {
   if (peer.link_ != nullptr || peer.state() == PeerState::kLost || closed()) return;
+  if (!knows(peer)) {  // an operation that began before it was forgotten: a second link to the same engine must not be
+    peer.work_->note = "forgotten on request";
+    set_state(peer, PeerState::kLost, FlightState::kForgotten);
+    return;
+  }
   set_state(peer, PeerState::kConnecting, FlightState::kConnecting);
   try {
     peer.link_ = peer.route_.transport->connect(peer.address_);

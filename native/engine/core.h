@@ -117,7 +117,8 @@ class EngineCore final : public Sink, public Actor {
   PeerRef add_peer(const Address& address);
   void forget_peer(Peer& peer);
   PeerExplanation explain(Peer& peer);
-  void start_connect(Peer& peer);  // progress holder
+  bool knows(const Peer& peer) const;  // not forgotten
+  void start_connect(Peer& peer);      // progress holder
   void pool_closed(ReceivePool* pool);
   void add_event(EngineEvent event);
 
@@ -149,6 +150,7 @@ class EngineCore final : public Sink, public Actor {
   void on_link_frozen(Link& link, bool frozen, const std::string& detail) override;
   void on_protocol_error(const std::string& peer, const std::string& detail) override;
   void on_rail(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes, bool over) override;
+  Status status_of_gone(uint64_t region_id) override;  // any thread
 
   // From the submitting thread: an empty transfer, and its way into the queue.
   TransferRef make_transfer(OpKind kind);
@@ -157,7 +159,7 @@ class EngineCore final : public Sink, public Actor {
   TransferRef hand_over(TransferRef transfer, bool short_work);
   // Regions that peers may name, by id. Any thread.
   void list_region(uint64_t id, Region* region);
-  void unlist_region(uint64_t id);
+  void unlist_region(uint64_t id, bool is_revoked);
   RegionUse use_region(uint64_t id);
 
   // --- what engines tell each other (services.cc), progress holder; not from inside a Sink call ---
@@ -292,8 +294,9 @@ class EngineCore final : public Sink, public Actor {
   Heartbeats heartbeats_;
   Verifications verifications_{this};
 
-  std::mutex regions_mutex_;  // guards regions_
+  std::mutex regions_mutex_;  // guards regions_, revoked_
   std::unordered_map<uint64_t, Region*> regions_;
+  std::deque<uint64_t> revoked_;  // ids that were revoked, the last kRevokedKept of them
 
   struct Counters {
     std::atomic<uint64_t> done{0}, failed{0}, cancelled{0}, bytes_written{0}, bytes_read{0}, sent{0}, received{0},

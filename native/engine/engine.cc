@@ -212,7 +212,10 @@ const char* peer_state_name(PeerState state) {
 
 // Reads all that is to be sent: on the submitting thread, so that nobody else waits meanwhile.
 static void verify(TransferWork& work) {
-  if (work.peer().transport_kind() == TransportKind::kNull)
+  const auto moves_nothing = [](const Peer& peer) { return peer.transport_kind() == TransportKind::kNull; };
+  const bool is_scatter = work.kind == OpKind::kScatter;
+  if (is_scatter ? std::ranges::any_of(work.targets, [&](const auto& target) { return moves_nothing(*target.peer); })
+                 : moves_nothing(work.peer()))
     throw UsageError("verify needs a transport that moves bytes, and 'null' does not");
   make_verify_plan(work);
 }
@@ -415,6 +418,7 @@ TransferRef Engine::submit_read(const ReadRequest& request) {
   work.length_bytes = request.length_bytes;
   work.rail = request.rail;
   work.bulk = request.length_bytes >= kBulkBytes;
+  if (request.verify) verify(work);
   return core_->hand_over(std::move(transfer), request.length_bytes <= kShortBytes);
 }
 
@@ -510,6 +514,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
   work.local = request.src;
   work.imm = request.imm;
   work.bulk = work.length_bytes >= kBulkBytes;
+  if (request.verify) verify(work);
   return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes);
 }
 

@@ -164,6 +164,7 @@ struct ReadRequest {
   uint64_t src_offset = 0;
   uint64_t length_bytes = 0;
   uint32_t rail = kAnyRail;
+  bool verify = false;  // the peer's memory, which nobody writes to meanwhile, is what has come
 };
 
 // Page i goes from src.base + src_offset + src_stride_bytes*src_pages[i] to the like at dst. Index arrays are copied at
@@ -193,6 +194,7 @@ struct ScatterRequest {
   std::span<const uint64_t> lengths;
   PeerGroup* group = nullptr;
   uint32_t imm = kNoImm;
+  bool verify = false;  // as of WriteRequest, at each target by itself
 };
 
 // What engine.explain shows.

@@ -526,10 +526,12 @@ void EngineCore::finish_if_done(Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   if (work.open_items > 0 || work.retired < work.posted || transfer->done()) return;
   if (work.has_plan && work.verify->open > 0) return;
-  if (work.failure != Status::kDone) {
-    finish(transfer, work.failure);
-  } else if (!work.cut_short && work.has_plan && !work.verify->is_asked && !work.verify->checks.empty()) {
+  // Targets of a scatter are each for itself: those of a peer that is well are counted, whatever became of others.
+  const bool may_be_right = work.failure == Status::kDone || work.kind == OpKind::kScatter;
+  if (may_be_right && !work.cut_short && work.has_plan && !work.verify->is_asked && !work.verify->checks.empty()) {
     verifications_.ask(transfer);
+  } else if (work.failure != Status::kDone) {
+    finish(transfer, work.failure);
   } else if (!work.cut_short) {
     finish(transfer, Status::kDone);
   } else if (is_partly_counted(work)) {

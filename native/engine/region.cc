@@ -39,7 +39,7 @@ Region::~Region() {
     if (first_) first_->leak();
     return;
   }
-  hide();
+  hide(Why::kClosed);
   engine_->core().region_gone();
 }
 
@@ -53,8 +53,9 @@ void Region::show(const LocalRegions& region) {
   shown_id_.store(region.id(), std::memory_order_seq_cst);
 }
 
-void Region::hide() {
-  if (const uint64_t id = shown_id_.exchange(0, std::memory_order_seq_cst); id != 0) engine_->core().unlist_region(id);
+void Region::hide(Why why) {
+  const uint64_t id = shown_id_.exchange(0, std::memory_order_seq_cst);
+  if (id != 0) engine_->core().unlist_region(id, why == Why::kRevoked);
 }
 
 bool Region::try_add_ref() {
@@ -136,9 +137,10 @@ bool Region::quarantined() const {
 
 std::vector<std::string> Region::users() const {
   if (engine_->core().forked()) return {};
+  EngineCore& core = engine_->core();
+  std::vector<std::string> names;
   std::lock_guard lock(fencing_);
-  const TransportSet& transports = engine_->core().transports();
-  std::vector<std::string> names = transports.users_of(shown_ ? *shown_ : local_);
+  core.run_as_holder([&] { names = core.transports().users_of(shown_ ? *shown_ : local_); });
   std::sort(names.begin(), names.end());
   names.erase(std::unique(names.begin(), names.end()), names.end());
   return names;
@@ -155,11 +157,11 @@ WaitResult Region::revoke(Deadline deadline, const InterruptCheck& interrupted) 
     if (fence_.load(std::memory_order_relaxed) == kAdmitted) {
       TransportSet& transports = core.transports();
       if (shown_) {
-        hide();
+        hide(Why::kRevoked);
         transports.revoke_region(*shown_);
       } else {
         LocalRegions own = transports.register_memory(base_, length_bytes_, Access::kLocal);
-        hide();
+        hide(Why::kRevoked);
         transports.revoke_region(local_);
         core.run_as_holder([&] { local_.swap(own); });
         shown_.emplace(std::move(own));
@@ -169,7 +171,9 @@ WaitResult Region::revoke(Deadline deadline, const InterruptCheck& interrupted) 
   }
   WaitResult result = move_own_transfers(deadline, interrupted);
   if (result == WaitResult::kReady) {
-    result = wait_until([this] { return is_fence_up(); }, deadline, interrupted);
+    result = wait_until(
+        [this] { return is_mutated(Mutation::kKeepOldKey) || is_fence_up() || is_mutated(Mutation::kSkipFenceWait); },
+        deadline, interrupted);
   }
   if (result != WaitResult::kReady) return result;
   std::lock_guard lock(fencing_);
@@ -223,7 +227,7 @@ void Region::begin_close() {
   if (!phase_.compare_exchange_strong(expected, kClosing, std::memory_order_seq_cst)) return;
   if (engine_->core().forked()) return;
   std::lock_guard lock(fencing_);
-  hide();
+  hide(Why::kClosed);
   engine_->core().transports().revoke_region(local_);
   if (shown_ && !revoked()) engine_->core().transports().revoke_region(*shown_);
 }

@@ -95,7 +95,8 @@ class Region {
   }
 
   void show(const LocalRegions& region);
-  void hide();
+  enum class Why : uint8_t { kRevoked, kClosed };
+  void hide(Why why);
   bool is_fence_up() const;
   bool is_quiet() const;
   WaitResult wait_until(const std::function<bool()>& ready, Deadline deadline, const InterruptCheck& interrupted);

@@ -6,7 +6,7 @@ namespace crossrail {
 
 namespace {
 
-constexpr size_t kQuestionHeadBytes = 2 + 6 * sizeof(uint64_t) + 2 * sizeof(uint32_t);
+constexpr size_t kQuestionHeadBytes = 2 + 6 * sizeof(uint64_t) + 2 * sizeof(uint32_t) + 1;
 static_assert(kQuestionHeadBytes + kPagesPerQuestion * sizeof(uint32_t) <= kServiceBytesMax);
 
 Writer begin(ServiceKind kind) {
@@ -21,6 +21,7 @@ bool is_verdict(uint8_t status) {
     case Status::kDone:
     case Status::kChecksumMismatch:
     case Status::kRegionClosed:
+    case Status::kRegionRevoked:
     case Status::kOutOfBounds:
     case Status::kAccessDenied:
     case Status::kTransportFailed:
@@ -44,9 +45,11 @@ std::optional<Question> decode_question(Reader& reader) {
   question.stride_bytes = reader.get<uint64_t>();
   question.sum = reader.get<uint64_t>();
   question.imm = reader.get<uint32_t>();
+  const auto reads = reader.get<uint8_t>();
   const auto count = reader.get<uint32_t>();
-  if (!reader.ok() || count == 0 || count > kPagesPerQuestion) return std::nullopt;
-  if (question.imm != kNoImm && question.imm > kImmMax) return std::nullopt;
+  if (!reader.ok() || count == 0 || count > kPagesPerQuestion || reads > 1) return std::nullopt;
+  question.reads = reads == 1;
+  if (question.imm != kNoImm && (question.imm > kImmMax || question.reads)) return std::nullopt;
   question.pages.resize(count);
   for (uint32_t& page : question.pages) page = reader.get<uint32_t>();
   return reader.finished() ? std::optional(std::move(question)) : std::nullopt;
@@ -75,6 +78,7 @@ Bytes encode(const Question& question) {
   writer.put(question.stride_bytes);
   writer.put(question.sum);
   writer.put(question.imm);
+  writer.put(static_cast<uint8_t>(question.reads ? 1 : 0));
   writer.put(static_cast<uint32_t>(question.pages.size()));
   for (const uint32_t page : question.pages) writer.put(page);
   return std::move(writer.bytes());

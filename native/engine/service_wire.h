@@ -14,7 +14,7 @@
 
 namespace crossrail {
 
-inline constexpr uint8_t kServiceVersion = 1;
+inline constexpr uint8_t kServiceVersion = 2;
 
 // version u8, kind u8, then the body.
 enum class ServiceKind : uint8_t {
@@ -25,7 +25,7 @@ enum class ServiceKind : uint8_t {
 
 struct Ping {};
 
-// To the target of a checked write, once its bytes are in place: is this their sum? If so, count the immediate.
+// To the peer of a checked operation, once its bytes are in place: is this the sum of yours? If so, count the immediate.
 // The bytes are those of the pages offset + stride_bytes * pages[i], one after the other; a range is one page.
 inline constexpr size_t kPagesPerQuestion = 960;
 struct Question {
@@ -36,11 +36,12 @@ struct Question {
   uint64_t stride_bytes = 0;
   uint64_t sum = 0;
   uint32_t imm = kNoImm;
+  bool reads = false;           // of a read: no immediate
   std::vector<uint32_t> pages;  // 1..kPagesPerQuestion
 };
 
-// The answer. status: kDone (it is, and the immediate is counted), kChecksumMismatch, kRegionClosed, kOutOfBounds,
-// kAccessDenied, or kTransportFailed: too many questions at once.
+// The answer. status: kDone (it is, and the immediate is counted), kChecksumMismatch, kRegionClosed,
+// kRegionRevoked, kOutOfBounds, kAccessDenied, or kTransportFailed: too many questions at once.
 struct Verdict {
   uint64_t token = 0;
   Status status = Status::kDone;

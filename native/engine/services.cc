@@ -1,4 +1,5 @@
 // What engines tell each other beside their users' operations: who sends it, who hears it.
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <variant>
@@ -6,11 +7,13 @@
 #include "engine/core.h"
 #include "engine/service_wire.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail {
 
 namespace {
 
+constexpr size_t kRevokedKept = 1024;      // for who is late: of one older than that peers only learn that it is gone
 constexpr uint32_t kBadServicesTold = 16;  // of one engine's life: whoever sends nonsense may send much of it
 
 bool is_linked(PeerState state) {
@@ -106,6 +109,7 @@ void EngineCore::set_liveness(Peer& peer, PeerState state, const std::string& de
   const PeerState before = peer.state();
   if (before == state || !is_linked(before)) return;
   const bool moves = state == PeerState::kConnected;
+  if (moves && is_mutated(Mutation::kNeverThaw)) return;
   set_state(peer, state,
             moves                       ? FlightState::kThawed
             : state == PeerState::kSlow ? FlightState::kSlow
@@ -124,9 +128,17 @@ void EngineCore::list_region(uint64_t id, Region* region) {
   regions_[id] = region;
 }
 
-void EngineCore::unlist_region(uint64_t id) {
+void EngineCore::unlist_region(uint64_t id, bool is_revoked) {
   std::lock_guard lock(regions_mutex_);
   regions_.erase(id);
+  if (!is_revoked) return;
+  revoked_.push_back(id);
+  if (revoked_.size() > kRevokedKept) revoked_.pop_front();
+}
+
+Status EngineCore::status_of_gone(uint64_t region_id) {
+  std::lock_guard lock(regions_mutex_);
+  return std::ranges::find(revoked_, region_id) == revoked_.end() ? Status::kRegionClosed : Status::kRegionRevoked;
 }
 
 RegionUse EngineCore::use_region(uint64_t id) {

@@ -5,6 +5,7 @@
 
 #include "engine/core.h"
 #include "util/errors.h"
+#include "util/mutation.h"
 
 namespace crossrail {
 
@@ -20,13 +21,14 @@ std::string hex_text(uint64_t value) {
   return text;
 }
 
-std::string mismatch_text(uint64_t sum_sent, uint64_t sum_found) {
-  return "checksum " + hex_text(sum_sent) + " was sent, the memory has " + hex_text(sum_found);
+std::string mismatch_text(uint64_t sum_sent, uint64_t sum_found, bool reads) {
+  return "checksum " + hex_text(sum_sent) + (reads ? " was read" : " was sent") + ", the memory has " +
+         hex_text(sum_found);
 }
 
 Status check(const Question& question, const RegionUse& region) {
-  if (!region) return Status::kRegionClosed;
-  if (region->access() != Access::kRemoteWrite) return Status::kAccessDenied;
+  const bool may = question.reads ? region->access() != Access::kLocal : region->access() == Access::kRemoteWrite;
+  if (!may) return Status::kAccessDenied;
   const uint64_t largest = *std::ranges::max_element(question.pages);
   // 128 bits: every number comes from the peer.
   const auto end =
@@ -40,8 +42,20 @@ void make_verify_plan(TransferWork& work) {
   work.verify = std::make_unique<VerifyPlan>();
   work.has_plan = true;
   VerifyPlan& plan = *work.verify;
-  plan.imm = std::exchange(work.imm, kNoImm);
+  plan.imm = std::exchange(work.imm, is_mutated(Mutation::kVerifiedAlsoCounts) ? work.imm : kNoImm);
   const std::byte* const base = work.local->base() + work.local_offset;
+  if (work.kind == OpKind::kRead) {
+    plan.checks.push_back({0, 1, 0});
+    return;
+  }
+  if (work.kind == OpKind::kScatter) {
+    for (uint32_t i = 0; i < work.targets.size(); ++i) {
+      Checksum sum;
+      sum.add(work.local->base() + work.targets[i].src_offset, work.targets[i].length_bytes);
+      plan.checks.push_back({0, 1, sum.value(), i});
+    }
+    return;
+  }
   if (work.kind == OpKind::kWrite) {
     Checksum sum;
     sum.add(base, work.length_bytes);
@@ -67,25 +81,33 @@ void Verifications::ask(Transfer* transfer) {
   plan.is_asked = true;
   plan.open = static_cast<uint32_t>(plan.checks.size());
   for (const VerifyPlan::Check& check : plan.checks) {
-    open_[next_token_] = {transfer, &work.peer(), check};
+    Peer* const peer = work.kind == OpKind::kScatter ? work.targets[check.target].peer : &work.peer();
+    open_[next_token_] = {.transfer = transfer, .peer = peer, .check = check};
     unsent_.push_back(next_token_++);
   }
 }
 
 Question Verifications::question_of(const Open& open, uint64_t token) {
   const TransferWork& work = EngineCore::work_of(*open.transfer);
-  const bool is_range = work.kind == OpKind::kWrite;
   Question question;
   question.token = token;
-  question.region_id = work.remote->descriptor().region_id;
-  question.offset = work.remote_offset;
-  question.page_bytes = is_range ? work.length_bytes : work.page_bytes;
-  question.stride_bytes = is_range ? 0 : work.remote_stride_bytes;
   question.sum = open.check.sum;
   question.imm = work.verify->imm;
-  if (is_range) {
-    question.pages = {0};
-  } else {
+  question.reads = work.kind == OpKind::kRead;
+  question.pages = {0};
+  if (work.kind == OpKind::kScatter) {
+    const ScatterTarget& target = work.targets[open.check.target];
+    question.region_id = target.dst->descriptor().region_id;
+    question.offset = target.dst_offset;
+    question.page_bytes = target.length_bytes;
+    return question;
+  }
+  question.region_id = work.remote->descriptor().region_id;
+  question.offset = work.remote_offset;
+  question.page_bytes = work.length_bytes;
+  if (work.kind == OpKind::kPagedWrites) {
+    question.page_bytes = work.page_bytes;
+    question.stride_bytes = work.remote_stride_bytes;
     const uint32_t* const first = work.remote_pages.get() + open.check.first_page;
     question.pages.assign(first, first + open.check.pages);
   }
@@ -103,8 +125,9 @@ void Verifications::on_verdict(const Address& sender, const Verdict& verdict) {
     core_->on_protocol_error(sender.name, "it answers a question that it was never asked; ignored");
     return;
   }
+  const bool reads = EngineCore::work_of(*found->second.transfer).kind == OpKind::kRead;
   const std::string detail = verdict.status == Status::kChecksumMismatch
-                                 ? mismatch_text(found->second.check.sum, verdict.sum)
+                                 ? mismatch_text(found->second.check.sum, verdict.sum, reads)
                                  : "when its bytes were in place and to be verified";
   end(verdict.token, verdict.status, detail, verdict.sum);
 }
@@ -139,8 +162,9 @@ void Verifications::on_question(const std::shared_ptr<const Address>& sender, Qu
   if (jobs_.size() >= kJobsMax) {
     job.status = Status::kTransportFailed;
   } else {
-    job.region = core_->use_region(job.question.region_id);
-    job.status = check(job.question, job.region);
+    const uint64_t id = job.question.region_id;
+    job.region = core_->use_region(id);
+    job.status = job.region ? check(job.question, job.region) : core_->status_of_gone(id);
   }
   if (job.status == Status::kDone) {
     jobs_.push_back(std::move(job));
@@ -154,17 +178,37 @@ void Verifications::on_untold(const Address& asker, const Bytes& verdict, uint64
   if (told + 1 < kToldMax) untold_.push_back({asker, verdict, told + 1});
 }
 
-uint32_t Verifications::work() {
-  uint64_t budget = kBytesPerTurn;
+// Of a read: what has come. True: that is done, or there is nothing to do.
+bool Verifications::sum_up(Open& open, uint64_t* budget) {
+  const TransferWork& work = EngineCore::work_of(*open.transfer);
+  if (work.kind != OpKind::kRead || open.is_summed) return true;
+  const uint64_t length = std::min(work.length_bytes - open.summed_bytes, *budget);
+  open.sum.add(work.local->base() + work.local_offset + open.summed_bytes, length);
+  open.summed_bytes += length;
+  *budget -= length;
+  if (open.summed_bytes < work.length_bytes) return false;
+  open.check.sum = open.sum.value();
+  open.is_summed = true;
+  return true;
+}
+
+uint32_t Verifications::ask_open(uint64_t* budget) {
   uint32_t moved = 0;
   for (; !unsent_.empty(); ++moved) {
     const uint64_t token = unsent_.front();
-    unsent_.pop_front();
     const auto found = open_.find(token);
+    if (found != open_.end() && !sum_up(found->second, budget)) return moved + 1;
+    unsent_.pop_front();
     if (found == open_.end()) continue;
     // If it cannot be sent, on_unsent() is called before this returns.
     core_->send_service(*found->second.peer, encode(question_of(found->second, token)), token);
   }
+  return moved;
+}
+
+uint32_t Verifications::work() {
+  uint64_t budget = kBytesPerTurn;
+  uint32_t moved = ask_open(&budget);
   for (Untold& again : std::exchange(untold_, {})) {
     ++moved;
     core_->tell(again.asker, std::move(again.verdict), again.told);
@@ -185,7 +229,7 @@ bool Verifications::advance(Job& job, uint64_t* budget) {
   for (; job.page < question.pages.size(); ++job.page, job.done_bytes = 0) {
     // Whoever closes or revokes the region waits for us only so long.
     if (job.region.is_over()) {
-      job.status = Status::kRegionClosed;
+      job.status = core_->status_of_gone(question.region_id);
       return true;
     }
     const uint64_t length = std::min(question.page_bytes - job.done_bytes, *budget);
@@ -195,7 +239,8 @@ bool Verifications::advance(Job& job, uint64_t* budget) {
     *budget -= length;
     if (job.done_bytes < question.page_bytes) return false;
   }
-  if (job.sum.value() != question.sum) job.status = Status::kChecksumMismatch;
+  if (job.sum.value() != question.sum && !is_mutated(Mutation::kCountUnverified))
+    job.status = Status::kChecksumMismatch;
   return true;
 }
 
@@ -207,10 +252,11 @@ void Verifications::answer(const Job& job) {
   }
   if (job.status == Status::kChecksumMismatch) {
     core_->add_event({EngineEvent::Kind::kChecksumMismatch, job.asker->name,
-                      "a write to region " + std::to_string(question.region_id) + ", offset " +
-                          std::to_string(question.offset) + ", " + std::to_string(question.pages.size()) + " x " +
-                          std::to_string(question.page_bytes) + " bytes: " + mismatch_text(question.sum, sum) +
-                          "; not counted"});
+                      std::string(question.reads ? "a read of" : "a write to") + " region " +
+                          std::to_string(question.region_id) + ", offset " + std::to_string(question.offset) + ", " +
+                          std::to_string(question.pages.size()) + " x " + std::to_string(question.page_bytes) +
+                          " bytes: " + mismatch_text(question.sum, sum, question.reads) +
+                          (question.reads ? "" : "; not counted")});
   }
   core_->tell(*job.asker, encode(Verdict{question.token, job.status, sum}), 0);
 }

@@ -1,5 +1,6 @@
-// Checked writes (verify): the bytes travel without an immediate; once they are in place, the target's engine is told their
-// sum, compares it with that of its own memory, and only then counts. So nothing is counted that was not found right.
+// Checked operations (verify). The bytes travel without an immediate; once they are in place, the peer's engine is told their
+// sum, compares it with that of its own memory, and only then counts. So nothing is counted that was not found right. Of a
+// read the sum is made here, when the bytes have come.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +24,12 @@ struct TransferWork;
 // What is to be asked about one transfer. Made by the submitting thread, then the progress holder's.
 // Invariant: the transfer is not complete while open > 0.
 struct VerifyPlan {
+  // Of paged writes some pages, of a scatter one target, else all.
   struct Check {
     uint64_t first_page;
     uint32_t pages;
-    uint64_t sum;
+    uint64_t sum;  // of a read, once its bytes have come
+    uint32_t target = 0;
   };
   uint32_t imm = kNoImm;
   std::vector<Check> checks;
@@ -37,7 +40,7 @@ struct VerifyPlan {
   uint64_t sum_found = 0;
 };
 
-// Sums up what the transfer is to send, which must not change any more; moves the immediate into the plan.
+// Sums up what the transfer is to send, if it sends, which must not change any more; moves the immediate into the plan.
 void make_verify_plan(TransferWork& work);
 
 // Threads: progress holder.
@@ -72,6 +75,9 @@ class Verifications {
     Transfer* transfer;
     Peer* peer;  // kept by the transfer
     VerifyPlan::Check check;
+    Checksum sum{};  // of a read, as far as it was made
+    uint64_t summed_bytes = 0;
+    bool is_summed = false;
   };
   struct Job {
     std::shared_ptr<const Address> asker;
@@ -88,6 +94,8 @@ class Verifications {
     uint64_t told;
   };
   static Question question_of(const Open& open, uint64_t token);
+  uint32_t ask_open(uint64_t* budget);
+  static bool sum_up(Open& open, uint64_t* budget);
   void end(uint64_t token, Status status, const std::string& detail, uint64_t sum_found);
   bool advance(Job& job, uint64_t* budget);
   void answer(const Job& job);

@@ -373,6 +373,8 @@ const char* status_name(Status status) {
       return "peer-lost";
     case Status::kRegionClosed:
       return "region-closed";
+    case Status::kRegionRevoked:
+      return "region-revoked";
     case Status::kOutOfBounds:
       return "out-of-bounds";
     case Status::kAccessDenied:

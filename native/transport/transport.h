@@ -108,6 +108,8 @@ class Sink {
   virtual void on_link_down(Link& link, const std::string& reason, bool orderly) = 0;
   virtual void on_link_frozen(Link& link, bool frozen, const std::string& detail) = 0;
   virtual void on_protocol_error(const std::string& peer, const std::string& detail) = 0;
+  // [any] What peers are told that name a region which is not open: kRegionRevoked or, closed or unknown, kRegionClosed.
+  virtual Status status_of_gone(uint64_t /*region_id*/) { return Status::kRegionClosed; }
   // For the record, of a transport that balances its rails: `count` works of this context, `bytes` in all, were put on
   // `rail`, or are over there. Said beside on_retired, not instead.
   virtual void on_rail(Link& /*link*/, uint32_t /*rail*/, void* /*context*/, uint32_t /*count*/, uint64_t /*bytes*/,
@@ -151,7 +153,7 @@ class Transport {
   // True when neither a peer nor our progress holder touches the revoked region any more. Where move_source() means
   // something, our own work requests that name the region have ended, or were moved, before this is asked.
   virtual bool is_region_quiet(const LocalRegion& region) = 0;
-  // Names of the peers that may still touch the revoked region, as far as it is known who they are.
+  // Progress holder. Names of the peers that may still touch the revoked region, as far as it is known who they are.
   virtual std::vector<std::string> users_of(const LocalRegion&) { return {}; }
   // Progress holder. Our own work requests that name `from` and are not with a device yet go on with `to`, which is the
   // same memory. True when none names `from` any more: asked until then. True at once where work requests do not need

@@ -50,13 +50,14 @@ enum class Access : uint8_t {
 inline std::byte* const kPhantomBase =
     reinterpret_cast<std::byte*>(uint64_t{1} << 60);  // NOLINT(performance-no-int-to-ptr)
 
-// How an operation ended.
+// How an operation ended. The numbers travel: whoever changes one changes the versions of all protocols.
 enum class Status : uint8_t {
   kPending = 0,
   kDone,
-  kCancelled,        // asked for by the user; nothing of it moves any more
-  kPeerLost,         // the peer died, left, or is of an older incarnation
-  kRegionClosed,     // the remote region was closed, or never existed
+  kCancelled,     // asked for by the user; nothing of it moves any more
+  kPeerLost,      // the peer died, left, or is of an older incarnation
+  kRegionClosed,  // the remote region was closed, or never existed
+  kRegionRevoked,  // the remote region refuses this generation of peers; where the target does not know better, the one above
   kOutOfBounds,      // refused by the target: past the region's end
   kAccessDenied,     // refused by the target: region not open to this operation
   kMessageTooLong,   // no receive buffer of the target can hold it

@@ -24,6 +24,11 @@ enum class Mutation : uint8_t {
   kAcceptStaleIncarnation,  // a restarted engine is taken for the one that had its name before
   kReuseImmediateEarly,     // a number that was released is handed out again at once
   kMessageTwice,            // a message whose acknowledgement was lost is delivered again
+  kSkipFenceWait,           // revoke() refuses peers, and does not wait for who is at the region
+  kKeepOldKey,              // revoke() leaves the NICs the key that peers know
+  kCountUnverified,         // a checked write is counted whatever its sum
+  kVerifiedAlsoCounts,      // the immediate of a checked write travels with its bytes as well
+  kNeverThaw,               // a peer that stood still is never said to move again
 };
 
 #ifdef CROSSRAIL_MUTATIONS

@@ -20,9 +20,15 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
     ),
     "region-closed": (
         errors.RemoteRegionClosed,
-        "the peer closed or revoked the region",
+        "the peer closed the region, or never had it",
         "",
-        "get a descriptor of a region that is open: one that was revoked has another when it is renewed",
+        "get a descriptor of a region that is open",
+    ),
+    "region-revoked": (
+        errors.RemoteRegionRevoked,
+        "the peer revoked the region",
+        "",
+        "if the peer still wants our writes, get the descriptor that its renew() returned; else stop writing there",
     ),
     "out-of-bounds": (
         errors.RemoteAccessError,
@@ -38,7 +44,7 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
     ),
     "checksum-mismatch": (
         errors.ChecksumMismatch,
-        "the peer's memory is not what was sent",
+        "the peer's memory is not what was sent, or read",
         "",
         "see that nobody changes the source, or writes to the target, meanwhile; else distrust memory and network",
     ),
@@ -153,7 +159,7 @@ def counter_closed(engine: _core.Engine, imm: int, arrived: int, expected: int) 
 def region_in_use(
     engine: _core.Engine, call: str, nbytes: int, inflight: int, users: list[str], timeout_s: float | None
 ) -> errors.WaitTimeout:
-    peers = "by " + " and ".join(f"peer {name!r}" for name in users) if users else "perhaps by peers"
+    peers = "as far as is known by " + " and ".join(f"peer {name!r}" for name in users) if users else "perhaps by peers"
     ours = "" if call == "revoke" or not inflight else f"by {inflight} transfers of our own, "
     refuses = "It refuses peers" if call == "revoke" else "It refuses new use"
     return errors.WaitTimeout(

@@ -84,7 +84,14 @@ class TransferCancelled(TransferError):
 
 
 class RemoteRegionClosed(TransferError):
-    """The peer closed or revoked the region, or never had it."""
+    """The peer closed the region, or never had it."""
+
+
+class RemoteRegionRevoked(RemoteRegionClosed):
+    """The peer revoked the region (Region.revoke): the descriptor is of a generation of peers that was locked out.
+
+    Engines remember the last 1024 descriptors that they revoked; who comes by an older one gets RemoteRegionClosed.
+    """
 
 
 class RemoteAccessError(TransferError):
@@ -92,10 +99,10 @@ class RemoteAccessError(TransferError):
 
 
 class ChecksumMismatch(TransferError):
-    """A write with verify=True: the peer's memory is not what was sent. It was not counted.
+    """An operation with verify=True: the peer's memory is not what was sent, and was not counted, or not what was read.
 
-    sum_sent, sum_found: 64-bit checksums of what was sent and of what the peer's memory has; of paged writes, of the
-    first group of pages that differs.
+    sum_sent, sum_found: 64-bit checksums of what was sent, or has come by a read, and of what the peer's memory has; of
+    paged writes, of the first group of pages that differs, of a scatter, at the first target that does.
     """
 
     sum_sent: int = 0

@@ -84,7 +84,7 @@ class Region(_core.Region):
     def revoke(self, timeout_s: float | None = 5.0) -> None:
         """Locks peers out: returns once none of them can touch the memory any more, GIL released. Any thread.
 
-        All descriptors given out so far are dead for good: what peers do by them fails there with RemoteRegionClosed,
+        All descriptors given out so far are dead for good: what peers do by them fails there with RemoteRegionRevoked,
         and nothing of it lands or is counted, however late it comes. Our own transfers go on using the memory. So a
         writer that was slow, frozen or replaced is fenced off; renew() lets its successor in.
         Raises WaitTimeout, naming the peers where that is known, when one is still in the middle of something after

@@ -63,5 +63,5 @@ def test_wrong_usage_is_one_line() -> None:
 def test_command_leaves_the_log_of_its_program_as_it_was(tmp_path: Path) -> None:
     log = logging.getLogger("crossrail")
     before = log.level
-    run("weights", "show", tmp_path / "none", status=1)
+    run("weights", "show", tmp_path / "none", status=2)
     assert log.level == before

@@ -22,7 +22,7 @@ def test_revoked_region_of_the_peer_refuses(pair: Pair, kind: str) -> None:
     remote.revoke()
     remote.fill()
 
-    with pytest.raises(xr.RemoteRegionClosed, match=pair.there.address.name):
+    with pytest.raises(xr.RemoteRegionRevoked, match=pair.there.address.name):
         operations.submit(kind).wait(WAIT_S)
     pair.here.submit_write(mine, neighbour.descriptor, imm=1).wait(WAIT_S)  # the peer itself is fine
     pair.there.expect_count(1, 1)
@@ -37,7 +37,7 @@ def test_refusal_names_region_offset_and_length(pair: Pair) -> None:
 
     transfer = pair.here.submit_write(mine, remote.descriptor, 4000, dst_offset=3000)
 
-    with pytest.raises(xr.RemoteRegionClosed) as failed:
+    with pytest.raises(xr.RemoteRegionRevoked) as failed:
         transfer.wait(WAIT_S)
     assert (failed.value.peer, failed.value.region) == (pair.there.address.name, remote.descriptor.region)
     assert (failed.value.offset, failed.value.nbytes) == (3000, 4000)
@@ -53,7 +53,7 @@ def test_renewed_region_takes_its_new_descriptor_and_never_the_old(pair: Pair) -
         generations.append(remote.descriptor)
 
     for old in generations[:-1]:
-        with pytest.raises(xr.RemoteRegionClosed):
+        with pytest.raises(xr.RemoteRegionRevoked):
             pair.here.submit_write(mine, old, imm=1).wait(WAIT_S)
     assert (remote.content() == CANARY).all()
     pair.here.submit_write(mine, generations[-1], imm=2).wait(WAIT_S)
@@ -74,7 +74,7 @@ def test_peer_cannot_touch_memory_after_revoke_returned(pair: Pair) -> None:
     array[:] = CANARY
     outcome = pair.there.caller.call("failed_stream", stream=stream)
 
-    assert set(outcome["failures"]) == {"RemoteRegionClosed"}
+    assert set(outcome["failures"]) == {"RemoteRegionRevoked"}
     assert (array == CANARY).all()
     if pair.setup.rails_there == 1:  # in one piece: failed writes left no fractions
         counter = pair.here.imm_counter(9)
@@ -128,8 +128,9 @@ def test_closing_a_revoked_and_a_renewed_region(pair: Pair) -> None:
         if renewed:
             remote.renew()
         remote.close()
-        with pytest.raises(xr.RemoteRegionClosed):
+        with pytest.raises(xr.RemoteRegionClosed) as failed:
             pair.here.submit_write(pair.source(1000), remote.descriptor).wait(WAIT_S)
+        assert isinstance(failed.value, xr.RemoteRegionRevoked) != renewed
 
 
 @setups([(1, 1), (4, 4)], SOME_MEMORY)

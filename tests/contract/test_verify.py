@@ -41,6 +41,53 @@ def test_verified_pages_land_and_count_each(pair: Pair) -> None:
     assert_same_bytes(landed.reshape(-1), bytes_of(src).reshape(PAGES, PAGE_BYTES)[here].reshape(-1))
 
 
+@setups([(1, 1), (4, 3)], SOME_MEMORY)
+def test_verified_scatter_lands_and_counts_at_each_target(pair: Pair) -> None:
+    src, dsts = pair.source(300_000), [pair.target(100_000) for _ in range(3)]
+
+    scatter(pair, src, [dst.descriptor for dst in dsts]).wait(WAIT_S)
+
+    pair.there.expect_count(5, 3)
+    for i, dst in enumerate(dsts):
+        assert_same_bytes(dst.content(), bytes_of(src)[i * 100_000 : (i + 1) * 100_000])
+
+
+@setups([(1, 1), (4, 3)])
+def test_verified_scatter_counts_where_it_is_right_though_a_target_refuses(pair: Pair) -> None:
+    src, dsts = pair.source(300_000), [pair.target(100_000) for _ in range(3)]
+    dsts[1].revoke()
+
+    with pytest.raises(xr.RemoteRegionRevoked):
+        scatter(pair, src, [dst.descriptor for dst in dsts]).wait(WAIT_S)
+
+    pair.there.expect_count(5, 2)
+    assert_same_bytes(dsts[2].content(), bytes_of(src)[200_000:])
+
+
+def scatter(pair: Pair, src: xr.Region, dsts: list[xr.RegionDescriptor]) -> xr.Transfer:
+    starts = [i * 100_000 for i in range(len(dsts))]
+    return pair.here.submit_scatter(src, dsts, lengths=100_000, src_offsets=starts, dst_offsets=0, imm=5, verify=True)
+
+
+@setups([(1, 1), (4, 3)], SOME_MEMORY)
+@pytest.mark.parametrize("nbytes", [0, 1, 5000, 3_000_001])
+def test_verified_read_is_done_when_it_was_found_right(pair: Pair, nbytes: int) -> None:
+    dst, src = pair.memory(max(nbytes, 1)), pair.target(max(nbytes, 1) + 10, fill=4)
+
+    pair.here.submit_read(dst, src.descriptor, nbytes, src_offset=3, verify=True).wait(WAIT_S)
+
+    assert_same_bytes(bytes_of(dst)[:nbytes], src.content(3, nbytes))
+
+
+@setups([(1, 1), (4, 3)])
+def test_verified_read_of_a_region_that_is_open_to_reads_alone(pair: Pair) -> None:
+    dst, src = pair.memory(5000), pair.target(5000, fill=4, access="read")
+
+    pair.here.submit_read(dst, src.descriptor, verify=True).wait(WAIT_S)
+
+    assert_same_bytes(bytes_of(dst), src.content())
+
+
 @setups([(1, 1), (4, 3)])
 def test_verified_writes_without_immediate_and_without_pages(pair: Pair) -> None:
     src, dst = pair.source(5000), pair.target(5000)

@@ -82,7 +82,7 @@ def stop_in_a_copy(scene: Scene) -> None:
             return
         scene.child.resume()
         descriptor = scene.region.renew()
-        assert set(scene.outcome()["failures"]) == {"RemoteRegionClosed"}
+        assert set(scene.outcome()["failures"]) == {"RemoteRegionRevoked"}
         scene.stream = scene.there.stream("write", scene.memory, [descriptor], imm=IMM)
     pytest.fail(f"in {ATTEMPTS} attempts the writer was never stopped in a copy")
 
@@ -105,7 +105,7 @@ def test_frozen_writer_that_was_revoked_lands_and_counts_nothing_after_thawing(s
     scene.child.resume()
 
     outcome = scene.outcome()
-    assert set(outcome["failures"]) == {"RemoteRegionClosed"}
+    assert set(outcome["failures"]) == {"RemoteRegionRevoked"}
     assert (scene.array == CANARY).all()
     assert quarantined or scene.counted() == counted
 
@@ -132,7 +132,7 @@ def test_successor_of_a_frozen_writer_uses_the_renewed_region_undisturbed(
 
     scene.here.imm_counter(IMM + 1).wait(1, WAIT_S)
     if scene.child.alive:
-        assert set(scene.outcome()["failures"]) == {"RemoteRegionClosed"}
+        assert set(scene.outcome()["failures"]) == {"RemoteRegionRevoked"}
     assert (scene.array == mine.content()).all()
 
 
@@ -149,7 +149,7 @@ def test_writer_stopped_in_a_copy_quarantines_the_region_until_it_moves(scene: S
 
     assert not scene.region.quarantined
     scene.array[:] = CANARY
-    assert set(scene.outcome()["failures"]) == {"RemoteRegionClosed"}
+    assert set(scene.outcome()["failures"]) == {"RemoteRegionRevoked"}
     assert (scene.array == CANARY).all()
 
 
@@ -165,7 +165,7 @@ def test_closing_the_engine_does_not_free_what_a_frozen_writer_is_at(scene: Scen
     scene.child.resume()
     scene.region.close(WAIT_S)
     scene.array[:] = CANARY
-    assert set(scene.outcome()["failures"]) <= {"RemoteRegionClosed", "PeerLost"}
+    assert set(scene.outcome()["failures"]) <= {"RemoteRegionRevoked", "PeerLost"}
     assert (scene.array == CANARY).all()
 
 

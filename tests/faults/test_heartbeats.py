@@ -1,21 +1,38 @@
-"""Heartbeats: how peers fare, also idle ones, told without anybody's asking."""
+"""Heartbeats: how peers fare, also idle ones, told without being asked. To the moment: tests/sim/test_liveness.py."""
 
 import time
+from collections.abc import Iterator
 
 import pytest
 
 import crossrail as xr
+from crossrail import sim
 from tests.conftest import EngineFactory, PeerFactory
-from tests.contract.setups import REAL_TRANSPORTS
+from tests.contract.setups import REAL_TRANSPORTS, TRANSPORTS
+from tests.support import limits
 from tests.support.limits import NEVER_S, WAIT_S, eventually, never
+from tests.support.seeds import Seed
 
 BEAT_S = 0.05
 
-over_all = pytest.mark.parametrize("transport", REAL_TRANSPORTS)
+over_all = pytest.mark.parametrize("transport", TRANSPORTS)
+over_processes = pytest.mark.parametrize("transport", REAL_TRANSPORTS)
+
+
+@pytest.fixture
+def world(transport: str, seed: Seed, nothing_leaks: None) -> Iterator[None]:
+    """Where simulated engines live; it goes on while a test looks again and again."""
+    if transport != "sim":
+        yield
+        return
+    with sim.World(seed.number()) as world:
+        limits.between_looks.append(lambda: world.run(0.001))
+        yield
+        limits.between_looks.pop()
 
 
 @over_all
-def test_idle_peers_answer_and_round_trips_are_shown(transport: str, open_engine: EngineFactory) -> None:
+def test_idle_peers_answer_and_round_trips_are_shown(world: None, transport: str, open_engine: EngineFactory) -> None:
     here, there = open_engine(transport=transport, heartbeat_s=BEAT_S), open_engine("there", transport=transport)
     here.connect(there.address, WAIT_S)
 
@@ -31,7 +48,7 @@ def test_idle_peers_answer_and_round_trips_are_shown(transport: str, open_engine
 
 
 @over_all
-def test_no_heartbeats_unless_asked_for(transport: str, open_engine: EngineFactory) -> None:
+def test_no_heartbeats_unless_asked_for(world: None, transport: str, open_engine: EngineFactory) -> None:
     here, there = open_engine(transport=transport), open_engine("there", transport=transport)
     here.connect(there.address, WAIT_S)
 
@@ -39,7 +56,9 @@ def test_no_heartbeats_unless_asked_for(transport: str, open_engine: EngineFacto
 
 
 @over_all
-def test_heartbeats_need_no_pool_and_pass_one_that_is_full(transport: str, open_engine: EngineFactory) -> None:
+def test_heartbeats_need_no_pool_and_pass_one_that_is_full(
+    world: None, transport: str, open_engine: EngineFactory
+) -> None:
     here, there = open_engine(transport=transport, heartbeat_s=0.005), open_engine("there", transport=transport)
     pool = there.submit_recvs(1, 64)
     here.connect(there.address, WAIT_S)
@@ -54,7 +73,7 @@ def test_heartbeats_need_no_pool_and_pass_one_that_is_full(transport: str, open_
     assert {pool.recv(WAIT_S).data for _ in messages} == {i.to_bytes(2) for i in range(600)}
 
 
-@over_all
+@over_processes
 def test_idle_peer_that_is_stopped_is_slow_then_frozen_then_thaws(
     transport: str, open_engine: EngineFactory, spawn_peer: PeerFactory
 ) -> None:
@@ -79,7 +98,7 @@ def test_idle_peer_that_is_stopped_is_slow_then_frozen_then_thaws(
         assert kinds[0] == "peer-slow"
 
 
-@over_all
+@over_processes
 def test_idle_peer_that_dies_is_lost(transport: str, open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
     here, child = open_engine(transport=transport, heartbeat_s=BEAT_S), spawn_peer()
     there = child.open(transport=transport)
@@ -105,7 +124,7 @@ def test_idle_peer_of_another_host_that_stays_frozen_is_lost_in_the_end(
     child.resume()
 
 
-@over_all
+@over_processes
 def test_engine_that_stood_still_itself_blames_nobody(
     transport: str, open_engine: EngineFactory, spawn_peer: PeerFactory
 ) -> None:

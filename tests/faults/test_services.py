@@ -10,13 +10,14 @@ from tests.support import tcp_wire as wire
 from tests.support.limits import WAIT_S, eventually
 from tests.support.tcp_wire import RawPeer
 
+VERSION = 2
 KINDS = {"ping": 1, "question": 2, "verdict": 3}
 EVENTS_MAX = 16
 
 
-def question(count: int, pages: int, imm: int = 5) -> bytes:
-    body = struct.pack("<QQQQQQII", 1, 1 << 16, 0, 10, 10, 0, imm, count)
-    return bytes([1, KINDS["question"]]) + body + bytes(4 * pages)
+def question(count: int, pages: int, imm: int = 5, reads: int = 0) -> bytes:
+    body = struct.pack("<QQQQQQIBI", 1, 1 << 16, 0, 10, 10, 0, imm, reads, count)
+    return bytes([VERSION, KINDS["question"]]) + body + bytes(4 * pages)
 
 
 @pytest.fixture
@@ -28,16 +29,18 @@ def target(open_engine: EngineFactory) -> xr.Engine:
     ("payload", "words"),
     [
         (b"", "malformed"),
-        (bytes([1]), "malformed"),
-        (bytes([2, KINDS["ping"]]), "version 2"),
-        (bytes([1, 0]), "kind 0"),
-        (bytes([1, 77]), "kind 77"),
-        (bytes([1, KINDS["ping"], 0]), "malformed"),
+        (bytes([VERSION]), "malformed"),
+        (bytes([VERSION + 1, KINDS["ping"]]), f"version {VERSION + 1}"),
+        (bytes([VERSION, 0]), "kind 0"),
+        (bytes([VERSION, 77]), "kind 77"),
+        (bytes([VERSION, KINDS["ping"], 0]), "malformed"),
         (question(0, 0), "malformed"),
         (question(3, 2), "malformed"),
         (question(961, 960), "malformed"),
         (question(1, 1, imm=1 << 28), "malformed"),
-        (bytes([1, KINDS["verdict"]]) + struct.pack("<QBQ", 1, 99, 0), "malformed"),
+        (question(1, 1, reads=1), "malformed"),  # of a read nothing is counted
+        (question(1, 1, reads=2), "malformed"),
+        (bytes([VERSION, KINDS["verdict"]]) + struct.pack("<QBQ", 1, 99, 0), "malformed"),
     ],
 )
 def test_malformed_service_message_is_ignored_and_said(target: xr.Engine, payload: bytes, words: str) -> None:
@@ -80,7 +83,7 @@ def test_verdict_that_nobody_asked_for_changes_nothing(target: xr.Engine, open_e
     src, dst = target.alloc(1000), peer.alloc(1000)
     with RawPeer(target.address).connected() as connection:
         for token in range(20):  # of a transfer of its own, if it guesses well
-            failed = bytes([1, KINDS["verdict"]]) + struct.pack("<QBQ", token, 4, 0)
+            failed = bytes([VERSION, KINDS["verdict"]]) + struct.pack("<QBQ", token, 4, 0)
             connection.sendall(wire.service_frame(failed))
         transfers = [target.submit_write(src, dst.descriptor, imm=1, verify=True) for _ in range(10)]
         for transfer in transfers:

@@ -355,7 +355,7 @@ LIES = {
     "end of no read": wire.frame(Frame.READ_END, struct.pack("<QQ", 99, 1)),
     "refuses what was never sent": wire.frame(Frame.REFUSED, struct.pack("<QII", 1 << 40, 0, 4)),
     "refuses with no status": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 999)),
-    "says that we are closed": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 8)),
+    "says that we are closed": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 9)),
     "an answer nobody asked for": wire.frame(Frame.RESOLVED, struct.pack("<QII", 5, 700, 1)),
     "takes too many messages": wire.frame(Frame.TAKEN, struct.pack("<QQ", 1, 1 << 60)),
     "a frame of initiators": wire.frame(Frame.WRITE, bytes(24), count=1),

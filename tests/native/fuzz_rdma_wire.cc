@@ -23,6 +23,12 @@ void check_body(Input bytes) {
     require(std::ranges::all_of(*text, [](char c) { return c >= ' ' && c <= '~'; }), "text can be shown");
   }
   decode_message_head(bytes);
+  if (const auto head = decode_service_head(bytes)) {
+    same(*head, bytes.first(kServiceHeadBytes), "a service message's head is its first bytes");
+    require(head->first_open >= 1 && head->first_open <= head->id,
+            "numbers begin with 1, and an open one is not later");
+    require(head->id - head->first_open < kServicesUnderWayMax, "only so many are open");
+  }
 }
 
 void check_datagram(Input bytes) {

@@ -59,7 +59,7 @@ void fence_under_load(TransportKind kind, PrivatePath path, bool is_mapped, bool
         REQUIRE(write->wait(deadline_in(60), {}) == WaitResult::kReady);
         const Status status = write->status();
         // Two writers to one range: a checked write may find the other's bytes.
-        CHECK((status == Status::kDone || status == Status::kRegionClosed || status == Status::kChecksumMismatch));
+        CHECK((status == Status::kDone || status == Status::kRegionRevoked || status == Status::kChecksumMismatch));
         if (status == Status::kDone) ++done;
       }
     });

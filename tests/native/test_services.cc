@@ -33,7 +33,8 @@ TEST_CASE("services: what is encoded is decoded") {
   const auto question = std::get<Question>(decode_service(encode(some_question()), &why).value());
   CHECK(encode(question) == encode(some_question()));
   CHECK(question.pages == some_question().pages);
-  for (const Status status : {Status::kDone, Status::kChecksumMismatch, Status::kRegionClosed}) {
+  for (const Status status :
+       {Status::kDone, Status::kChecksumMismatch, Status::kRegionClosed, Status::kRegionRevoked}) {
     const auto verdict = std::get<Verdict>(decode_service(encode(Verdict{9, status, 11}), &why).value());
     CHECK(verdict.token == 9);
     CHECK(verdict.status == status);

@@ -34,6 +34,7 @@ def test_a_seed_says_everything() -> None:
 def test_the_workload_is_not_idle() -> None:
     did: dict[str, int] = {}
     statuses: dict[str, int] = {}
+    met: set[str] = set()
     for seed in range(100, 130):
         workload = Workload(seed)
         workload.run()
@@ -41,11 +42,14 @@ def test_the_workload_is_not_idle() -> None:
             did[name] = did.get(name, 0) + times
         for op in workload.ledger.ops:
             statuses[op.status] = statuses.get(op.status, 0) + 1
+            met |= {name for name in ("is_stale", "is_verified", "is_spoiled") if getattr(op, name)}
+            met |= {f"fenced, and {op.status}" for piece in op.pieces if piece.is_fenced and not op.is_stale}
 
     assert did.keys() == workload._actions().keys()
     assert statuses["done"] > sum(statuses.values()) / 2
-    for status in ("cancelled", "peer-lost", "region-closed", "transport-failed"):
+    for status in ("cancelled", "peer-lost", "region-closed", "region-revoked", "transport-failed"):
         assert statuses.get(status, 0) > 0, statuses
+    assert met >= {"is_stale", "is_verified", "is_spoiled", "fenced, and done", "fenced, and region-revoked"}
 
 
 def test_a_failure_prints_the_command_that_repeats_it(

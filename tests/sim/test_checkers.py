@@ -143,6 +143,78 @@ def test_memory_touched_after_its_region_was_closed_is_found(pair: Pair) -> None
         pair.ledger.check()
 
 
+def test_revoked_memory_is_left_alone_and_refuses_what_is_late_and_what_is_stale(pair: Pair) -> None:
+    ledger = pair.ledger
+    landed = ledger.write(pair.source, pair.target, NBYTES, ledger.tally(pair.b))
+    pair.end()
+    late = ledger.write(pair.source, pair.target, NBYTES, ledger.tally(pair.b))
+    read = ledger.read(ledger.arena(pair.a, np.zeros(NBYTES, np.uint8)), pair.target, NBYTES)
+
+    assert ledger.revoke_arena(pair.target, timeout_s=1)
+    stale = ledger.write(pair.source, pair.target, 100, ledger.tally(pair.b))
+    ledger.renew_arena(pair.target)
+    older = ledger.write(pair.source, pair.target, 100, ledger.tally(pair.b), by=pair.target.older[0])
+    fresh = ledger.write(pair.source, pair.target, 100, ledger.tally(pair.b))
+
+    pair.end()
+    ledger.check_end()
+    statuses = [op.status for op in (landed, late, read, stale, older, fresh) if op is not None]
+    assert statuses == ["done", *["region-revoked"] * 4, "done"]
+
+
+def test_a_byte_that_changes_behind_a_fence_is_found(pair: Pair) -> None:
+    op = pair.ledger.write(pair.source, pair.target, NBYTES)
+    assert op is not None
+    assert pair.ledger.revoke_arena(pair.target, timeout_s=1)
+    pair.ledger.check()
+
+    op.pieces[0].memory[5] = op.pieces[0].data[5]
+
+    with pytest.raises(CheckFailed, match="touched after its peer was locked out, at byte 5"):
+        pair.ledger.check()
+
+
+def test_a_read_of_what_was_fenced_off_is_found(pair: Pair) -> None:
+    op = pair.ledger.read(pair.target, pair.source, NBYTES)
+    assert op is not None
+    assert pair.ledger.revoke_arena(pair.source, timeout_s=1)
+
+    op.pieces[0].memory[:9] = pair.source.memory[:9]
+
+    with pytest.raises(CheckFailed, match=r"source of .* was read after its peer was locked out"):
+        pair.ledger.check()
+
+
+def test_an_operation_that_was_to_fail_and_is_done_is_found(pair: Pair) -> None:
+    for attribute, words in (("is_stale", "descriptor that was revoked"), ("is_spoiled", "had changed on their way")):
+        op = pair.ledger.write(pair.source, pair.target, 100)
+        assert op is not None
+        setattr(op, attribute, True)
+
+        pair.end()
+
+        with pytest.raises(CheckFailed, match=words):
+            pair.ledger.check()
+        pair.ledger.failures.clear()
+
+
+def test_a_spoiled_write_fails_and_is_not_counted(pair: Pair) -> None:
+    op = pair.ledger.spoiled_write(pair.source, pair.target, NBYTES, pair.ledger.tally(pair.b))
+    assert op is not None
+
+    pair.end()
+
+    pair.ledger.check_end()
+    assert op.status == "checksum-mismatch"
+    (tally,) = op.counts
+    pair.a.submit_barrier(
+        pair.a.add_peer_group([pair.b.address]), tally.counter.imm
+    )  # as if it were counted all the same
+    pair.end()
+    with pytest.raises(CheckFailed, match=r"counts 1 of immediate .* must be 0 to 0"):
+        pair.ledger.check_end()
+
+
 def test_what_a_lost_peer_promised_is_not_asked(pair: Pair) -> None:
     one_of_each(pair)
     pair.ledger.note_dead(pair.b)

@@ -121,7 +121,8 @@ def test_a_run_that_crashes_is_told_and_the_others_go_on() -> None:
         (["--scenario", f"{OWN}:no_coroutine"], "no coroutine function"),
         (["--scenario", "pair", "--jobs", "0"], "--jobs"),
         (["--scenario", "pair", "--runs", "0"], "--runs"),
-        (["--scenario", "pair", "--seed", "-1"], "--seed"),
+        (["--scenario", "pair", "--seed", "-1"], "-1 is not in the range"),
+        (["--scenario", "pair", "--seed", "x"], "'x' is not a valid whole number"),
     ],
 )
 def test_nonsense_is_refused_in_words(arguments: list[str], complaint: str) -> None:

@@ -170,6 +170,51 @@ def test_works_that_fail_are_done_once_all_the_same(seed: int) -> None:
         two.expect(10)
 
 
+def test_works_fail_on_one_rail_alone_and_the_other_carries_on() -> None:
+    with sim.World(21, keep_log=True) as world:
+        two = Two(world)
+        world.fail_works(two.hosts[0], chance=1.0, rail=1)
+        for _ in range(10):
+            two.write().wait(60)
+        world.fail_works(two.hosts[0], rail=1)
+        two.expect(10)
+
+        rails = {word_of(line, "work"): word_of(line, "rail") for line in world.log if " post " in line}
+        failed = [word_of(line, "work") for line in world.log if " fail " in line]
+        assert failed
+        assert {rails[work] for work in failed} == {"1"}
+
+
+def test_a_fault_of_the_host_and_one_of_its_rail_end_each_by_itself() -> None:
+    with sim.World(22) as world:
+        two = Two(world, "cx7", nbytes=4096)
+        host = two.hosts[0]
+        world.withhold_completions(host, for_s=1)
+        world.withhold_completions(host, rail=0, for_s=2)
+        transfer = two.write()
+        world.run(1.5)
+
+        assert not transfer.done
+        transfer.wait(60)
+        assert 2 <= world.now_s < 2.5
+
+
+def test_withheld_completions_of_one_rail_hold_up_only_its_works() -> None:
+    with sim.World(23) as world:
+        two = Two(world, nbytes=4096)
+        world.withhold_completions(two.hosts[0], rail=1, for_s=3)
+        transfers = [two.a.submit_write(two.src, two.dst.descriptor, imm=1, rail=rail) for rail in (0, 1)]
+        world.run(1)
+
+        assert [transfer.done for transfer in transfers] == [True, False]
+        transfers[1].wait(60)
+        two.expect(2)
+
+
+def word_of(line: str, name: str) -> str:
+    return line.split(f"{name}=")[1].split()[0]
+
+
 def test_withheld_completions_keep_a_transfer_pending_until_they_are_released() -> None:
     with sim.World(11) as world:
         two = Two(world, nbytes=4096)
@@ -202,6 +247,17 @@ def test_a_registration_fails_as_asked() -> None:
         with pytest.raises(xr.TransportError, match="fail_registrations"):
             engine.alloc(4096)
         engine.alloc(4096)
+
+
+def test_a_registration_fails_on_the_rail_that_was_named() -> None:
+    with sim.World(24) as world:
+        host = world.host("a", "2xcx7")
+        first, second = (host.engine(name, rails=[rail]) for name, rail in (("first", "0"), ("second", "1")))
+        world.fail_registrations(host, 1, rail=1)
+        first.alloc(4096)
+        with pytest.raises(xr.TransportError, match="fail_registrations"):
+            second.alloc(4096)
+        second.alloc(4096)
 
 
 def test_engines_meet_though_datagrams_are_lost_and_doubled() -> None:
@@ -269,6 +325,13 @@ def test_faults_name_their_mistakes() -> None:
         host = world.host("a")
         with pytest.raises(xr.UsageError, match="rail is 1"):
             world.rail_down(host, 1)
+        for per_rail in (
+            lambda: world.fail_works(host, count=1, rail=1),
+            lambda: world.withhold_completions(host, rail=1),
+            lambda: world.fail_registrations(host, 1, rail=-1),
+        ):
+            with pytest.raises(xr.UsageError, match="rail is"):
+                per_rail()
         with pytest.raises(xr.UsageError, match="another world"):
             other.withhold_completions(host)
         with pytest.raises(xr.UsageError, match="both sides"):

@@ -17,7 +17,7 @@ from tests.support.limits import WAIT_S
 from tests.support.sealing import resealed
 
 MAGIC = 0x54525258
-VERSION = 2
+VERSION = 3
 FRAME_MARK = 0xC7
 INCARNATION_AT = 10
 HAS_IMM = 1 << 31
@@ -200,7 +200,7 @@ def service_frame(payload: bytes) -> bytes:
     return frame(Frame.SERVICE, b"", payload, operations=1)
 
 
-SERVICE_PING = bytes([1, 1])  # version, kind
+SERVICE_PING = bytes([2, 1])  # version, kind
 
 
 def resolve_frame(acked: int, channel: int, epoch: int) -> bytes:

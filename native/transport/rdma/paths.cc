@@ -258,7 +258,7 @@ void RdmaTransport::on_resolve(Session& session, const ResolveBody& body) {
   }
   if (body.epoch == 0) {
     ResolvedBody answer{path->key, 0, false, 0, {}};
-    for (const Span& span : body.spans) answer.verdicts.push_back(regions_.verdict(span));
+    for (const Span& span : body.spans) answer.verdicts.push_back(verdict_on(span));
     send_to_peer(*path, FragmentKind::kResolved, body_of(answer), DatagramKind::kResolved, false);
     return;
   }
@@ -277,10 +277,15 @@ void RdmaTransport::on_resolve(Session& session, const ResolveBody& body) {
   }  // else delayed: it knew before it let the next epoch be made
 }
 
+Status RdmaTransport::verdict_on(const Span& span) {
+  const Status status = regions_.verdict(span);
+  return status == Status::kRegionClosed ? sink_->status_of_gone(span.region_id) : status;
+}
+
 // Of the epoch that was closed last.
 void RdmaTransport::answer(Path& path, const std::vector<Span>& spans) {
   ResolvedBody body{path.key, path.closed_epoch, path.closed_counts, path.closed_seen, {}};
-  for (const Span& span : spans) body.verdicts.push_back(regions_.verdict(span));
+  for (const Span& span : spans) body.verdicts.push_back(verdict_on(span));
   send_to_peer(path, FragmentKind::kResolved, body_of(body), DatagramKind::kResolved, true);
 }
 
@@ -308,6 +313,8 @@ void RdmaTransport::retire_refused(RdmaLink& link, const WorkRequest& work, Stat
   if (needs_region(work)) text += " of its region " + std::to_string(key_of(work).region_id);
   if (status == Status::kRegionClosed) {
     text += ": the region is closed";
+  } else if (status == Status::kRegionRevoked) {
+    text += ": the region was revoked";
   } else if (status == Status::kOutOfBounds) {
     text += ": that is past the region's end";
   } else if (status == Status::kAccessDenied) {

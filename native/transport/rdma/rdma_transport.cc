@@ -147,6 +147,17 @@ std::unique_ptr<LocalRegion> RdmaTransport::allocate(uint64_t id, uint64_t lengt
   return region;
 }
 
+// No NIC tells who is at a region, and none but a peer that has a path can be.
+std::vector<std::string> RdmaTransport::users_of(const LocalRegion&) {
+  std::vector<std::string> names;
+  for (const auto& [key, session] : sessions_) {
+    const bool is_joined =
+        std::ranges::any_of(session->paths, [](const auto& path) { return path->nic_path != nullptr; });
+    if (is_joined) names.push_back(session->peer_name);
+  }
+  return names;
+}
+
 void RdmaTransport::revoke_region(LocalRegion& region) {
   regions_.remove(static_cast<RdmaRegion&>(region));
   wake();  // a NIC may need the holder to see the revocation through

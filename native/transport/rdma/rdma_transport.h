@@ -45,6 +45,7 @@ class RdmaTransport final : public Transport {
                                                Access access) override;
   std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
   void revoke_region(LocalRegion& region) override;
+  std::vector<std::string> users_of(const LocalRegion& region) override;
   bool is_region_quiet(const LocalRegion& region) override;
   bool move_source(const LocalRegion& from, LocalRegion& to) override;
 
@@ -147,6 +148,7 @@ class RdmaTransport final : public Transport {
   void fail_before_flush(Path& path);
   void ask(Path& path);
   void answer(Path& path, const std::vector<Span>& spans);
+  Status verdict_on(const Span& span);
   void on_resolve(Session& session, const ResolveBody& body);
   void on_resolved(Session& session, const ResolvedBody& body);
   void settle(Path& path, const ResolvedBody& body);

@@ -22,7 +22,7 @@
 
 namespace crossrail::rdma {
 
-inline constexpr uint16_t kProtocolVersion = 2;
+inline constexpr uint16_t kProtocolVersion = 3;
 inline constexpr size_t kMacBytes = 16;
 inline constexpr size_t kTextBytesMax = 400;
 

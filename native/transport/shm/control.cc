@@ -90,8 +90,8 @@ void Control::import_region(uint64_t link_id, uint64_t region_id) {
 }
 void Control::ping(uint64_t link_id) { submit({.kind = Command::Kind::kPing, .link_id = link_id}); }
 void Control::drop(uint64_t link_id) { submit({.kind = Command::Kind::kDrop, .link_id = link_id}); }
-void Control::region_closed(uint64_t region_id) {
-  submit({.kind = Command::Kind::kRegionClosed, .region_id = region_id});
+void Control::region_closed(uint64_t region_id, Status why) {
+  submit({.kind = Command::Kind::kRegionClosed, .region_id = region_id, .status = why});
 }
 
 std::vector<ControlEvent> Control::take_events() {
@@ -212,6 +212,7 @@ void Control::handle_command(Command& command) {
       }
       return;
     case Command::Kind::kRegionClosed:
+      body.put(static_cast<uint8_t>(command.status));
       for (auto& [token, connection] : connections_) {
         if (connection->accepted && connection->up) send(*connection, kRegionGone, body.bytes());
       }

@@ -59,7 +59,8 @@ class Control {
   std::vector<ControlEvent> take_events();
 
   // --- any thread ---
-  void region_closed(uint64_t region_id);
+  // why: kRegionClosed or kRegionRevoked.
+  void region_closed(uint64_t region_id, Status why);
   // Says goodbye and joins. Idempotent.
   void stop();
   void abandon_after_fork();
@@ -71,6 +72,7 @@ class Control {
     Kind kind;
     uint64_t link_id = 0;
     uint64_t region_id = 0;
+    Status status = Status::kRegionClosed;  // of kRegionClosed
     std::shared_ptr<const Address> address = {};
     std::shared_ptr<MemoryMap> segment = {};
     uint32_t rail_count = 0;
@@ -89,6 +91,7 @@ class Control {
   void on_message(Connection& connection, std::span<const uint8_t> bytes, std::vector<Fd> fds);
   void on_hello(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds);
   void on_welcome(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds);
+  void on_region_gone(Connection& connection, std::span<const uint8_t> body);
   void on_import(Connection& connection, std::span<const uint8_t> body);
   void on_imported(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds);
   void send(Connection& connection, uint8_t type, std::span<const uint8_t> body, std::span<const int> fds = {});

@@ -102,9 +102,7 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
         on_imported(connection, body, std::move(fds));
         return;
       case kRegionGone:
-        emit({.kind = ControlEvent::Kind::kRegionClosed,
-              .link_id = connection.link_id,
-              .region_id = reader.get<uint64_t>()});
+        on_region_gone(connection, body);
         return;
       case kPing:
         send(connection, kPong, {});
@@ -180,6 +178,20 @@ void Control::on_welcome(Connection& connection, std::span<const uint8_t> body, 
         .same_process = connection.same_process});
 }
 
+// Of a peer's byte: in which of the two ways its region is not open to us.
+static Status gone_from_peer(uint8_t status) {
+  return status == static_cast<uint8_t>(Status::kRegionRevoked) ? Status::kRegionRevoked : Status::kRegionClosed;
+}
+
+void Control::on_region_gone(Connection& connection, std::span<const uint8_t> body) {
+  Reader reader(body);
+  ControlEvent event{.kind = ControlEvent::Kind::kRegionClosed, .link_id = connection.link_id};
+  event.region_id = reader.get<uint64_t>();
+  event.facts.status = gone_from_peer(reader.get<uint8_t>());
+  if (!reader.finished()) throw UsageError("malformed news of a region");
+  emit(std::move(event));
+}
+
 void Control::on_import(Connection& connection, std::span<const uint8_t> body) {
   Reader reader(body);
   const auto region_id = reader.get<uint64_t>();
@@ -210,7 +222,7 @@ void Control::on_imported(Connection& connection, std::span<const uint8_t> body,
   event.facts.length_bytes = reader.get<uint64_t>();
   event.facts.map_offset = reader.get<uint64_t>();
   if (!reader.finished() || connection.accepted) throw UsageError("malformed import reply");
-  event.facts.status = status == static_cast<uint8_t>(Status::kDone) ? Status::kDone : Status::kRegionClosed;
+  event.facts.status = status == static_cast<uint8_t>(Status::kDone) ? Status::kDone : gone_from_peer(status);
   if (event.facts.status == Status::kDone && !fds.empty()) {
     const uint64_t end = event.facts.map_offset + event.facts.length_bytes;
     if (end < event.facts.length_bytes) throw UsageError("import reply with a range that wraps");

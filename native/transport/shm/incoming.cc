@@ -133,7 +133,7 @@ Status ShmTransport::execute_write(const ChannelReader& reader, const Entry& ent
   regions_.executing.store(work.region_id, std::memory_order_seq_cst);
   const RegionTable::Target* target = regions_.find(work.region_id);
   if (target == nullptr) {
-    status = Status::kRegionClosed;
+    status = sink_->status_of_gone(work.region_id);
   } else if (target->access != Access::kRemoteWrite) {
     status = Status::kAccessDenied;
   } else {
@@ -183,7 +183,7 @@ bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
     regions_.executing.store(work.region_id, std::memory_order_seq_cst);
     const RegionTable::Target* target = regions_.find(work.region_id);
     if (target == nullptr) {
-      status = Status::kRegionClosed;
+      status = sink_->status_of_gone(work.region_id);
     } else if (target->access == Access::kLocal) {
       status = Status::kAccessDenied;
     } else if (bytes > target->length_bytes || work.offset > target->length_bytes - bytes) {

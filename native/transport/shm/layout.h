@@ -15,6 +15,7 @@ namespace crossrail::shm {
 inline constexpr uint32_t kLayoutMagic = 0x53525258;  // "XRRS"
 inline constexpr uint32_t kLayoutVersion = 3;
 inline constexpr size_t kLine = 64;
+inline constexpr uint64_t kRevokedId = uint64_t{1} << 63;  // no id reaches it
 
 // --- one per engine, mapped by all its peers ---
 
@@ -27,7 +28,8 @@ struct HomeSegment {
   uint32_t magic;
   uint32_t version;
   Bell bell;
-  // Slot s holds the id of the open region in it, or 0: closed or closing. See region_slot().
+  // Slot s holds the id of the open region in it; the same with kRevokedId, when that one was revoked and nobody has the
+  // slot since; or 0: closed or closing. See region_slot().
   alignas(kLine) std::atomic<uint64_t> region_ids[kRegionSlots];
 };
 

@@ -26,8 +26,12 @@ constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces a
 // its look at the hazard (RegionTable::revoke, is_region_quiet): one of the two sides sees the other.
 // Announced already, we look all the same, so that who was frozen meanwhile stops here and not some copies later; the
 // owner waits for us in any case, so that relaxed is enough.
+static const std::atomic<uint64_t>& open_id_of(const Outgoing& link, uint64_t region_id) {
+  return link.home->segment->region_ids[region_slot(region_id)];
+}
+
 bool ShmTransport::touch(Outgoing& link, uint64_t region_id) {
-  const std::atomic<uint64_t>& open_id = link.home->segment->region_ids[region_slot(region_id)];
+  const std::atomic<uint64_t>& open_id = open_id_of(link, region_id);
   if (link.hazard == region_id && open_id.load(std::memory_order_relaxed) == region_id) return true;
   if (hazardous_ != nullptr && hazardous_ != &link) clear_hazards();
   link.segment->hazard.store(region_id, std::memory_order_seq_cst);
@@ -189,6 +193,12 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     sink_->on_retired(link, request.context, 1, 0, status, text);
     return true;
   };
+  const auto refuse_gone = [&] {
+    const bool is_revoked =
+        open_id_of(link, import.region_id).load(std::memory_order_relaxed) == (import.region_id | kRevokedId);
+    return is_revoked ? refuse(Status::kRegionRevoked, "revoked by its owner")
+                      : refuse(Status::kRegionClosed, "closed by its owner");
+  };
   if (import.state == Import::State::kRefused) return refuse(import.status, import.text);
   const auto needed = request.op == WorkOp::kWrite ? Access::kRemoteWrite : Access::kRemoteRead;
   if ((static_cast<uint8_t>(import.access) & static_cast<uint8_t>(needed)) != static_cast<uint8_t>(needed)) {
@@ -204,7 +214,7 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   if (request.has_imm && !room_for_imm(link, rail, request.wire_imm)) return false;
   bool done = false;
   if (import.state == Import::State::kDirect) {
-    if (!copy_direct(link, request, next)) return refuse(Status::kRegionClosed, "closed by its owner");
+    if (!copy_direct(link, request, next)) return refuse_gone();
     done = true;
   } else if (request.length_bytes == 0) {
     done = true;
@@ -212,7 +222,7 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     // An immediate does not pass bytes of its own transfer that wait to be staged, from before the path changed.
     const auto is_same = [&](const RailQueue::Pending& pending) { return pending.request.context == request.context; };
     if (request.has_imm && std::any_of(rail.pending.begin(), rail.pending.end(), is_same)) return false;
-    if (!touch(link, import.region_id)) return refuse(Status::kRegionClosed, "closed by its owner");
+    if (!touch(link, import.region_id)) return refuse_gone();
     done = copy_attached(link, request);
     if (link.choice.phase == PrivateChoice::Phase::kTryAttach) weigh_private_paths(link);
   }

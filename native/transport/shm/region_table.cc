@@ -17,8 +17,8 @@ ShmRegion::~ShmRegion() { table_->revoke(*this); }
 void RegionTable::Deleter::operator()(Target* targets) const { std::free(targets); }
 
 // calloc: the table is large and mostly untouched, so most of it never becomes resident.
-RegionTable::RegionTable(HomeSegment* home)
-    : home_(home), targets_(static_cast<Target*>(std::calloc(kRegionSlots, sizeof(Target)))) {
+RegionTable::RegionTable(HomeSegment* home, Sink* sink)
+    : home_(home), sink_(sink), targets_(static_cast<Target*>(std::calloc(kRegionSlots, sizeof(Target)))) {
   if (targets_ == nullptr) throw std::bad_alloc();
 }
 
@@ -71,10 +71,10 @@ std::unique_ptr<ShmRegion> RegionTable::allocate(uint64_t id, uint64_t length_by
   return region;
 }
 
-void RegionTable::revoke(const ShmRegion& region) {
+Status RegionTable::revoke(const ShmRegion& region) {
   std::lock_guard lock(mutex_);
   open_.erase(region.id);
-  withdraw(region.id);
+  return withdraw(region.id);
 }
 
 void RegionTable::revoke_all() {
@@ -83,11 +83,14 @@ void RegionTable::revoke_all() {
   open_.clear();
 }
 
-void RegionTable::withdraw(uint64_t region_id) {
+Status RegionTable::withdraw(uint64_t region_id) {
+  const Status why = sink_->status_of_gone(region_id);
   uint64_t expected = region_id;
   // seq_cst: pairs with the seq_cst hazard store and id load of a toucher (ShmTransport::touch, execute_write): either
   // it sees the id gone, or our later look at the hazards sees it at work.
-  home_->region_ids[region_slot(region_id)].compare_exchange_strong(expected, 0, std::memory_order_seq_cst);
+  home_->region_ids[region_slot(region_id)].compare_exchange_strong(
+      expected, why == Status::kRegionRevoked ? region_id | kRevokedId : 0, std::memory_order_seq_cst);
+  return why;
 }
 
 void RegionTable::add_toucher(uint64_t link_id, std::string name, std::shared_ptr<MemoryMap> segment, Fd process) {
@@ -133,7 +136,10 @@ RegionFacts RegionTable::facts(uint64_t region_id) {
   std::lock_guard lock(mutex_);
   RegionFacts facts;
   const auto found = open_.find(region_id);
-  if (found == open_.end()) return facts;
+  if (found == open_.end()) {
+    facts.status = sink_->status_of_gone(region_id);
+    return facts;
+  }
   const ShmRegion& region = *found->second;
   facts.status = Status::kDone;
   facts.access = region.access;

@@ -44,11 +44,13 @@ struct RegionFacts {
 // Threads: any, except find(): progress holder.
 class RegionTable {
  public:
-  explicit RegionTable(HomeSegment* home);
+  // sink: asked why a region is not open. Outlives the table.
+  RegionTable(HomeSegment* home, Sink* sink);
 
   std::unique_ptr<ShmRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access);
   std::unique_ptr<ShmRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate);
-  void revoke(const ShmRegion& region);
+  // What peers are told from now on that name it.
+  Status revoke(const ShmRegion& region);
   void revoke_all();
   RegionFacts facts(uint64_t region_id);
 
@@ -77,9 +79,10 @@ class RegionTable {
 
  private:
   friend class ShmRegion;
-  void withdraw(uint64_t region_id);
+  Status withdraw(uint64_t region_id);
 
   HomeSegment* const home_;
+  Sink* const sink_;
   std::mutex mutex_;
   std::map<uint64_t, const ShmRegion*> open_;  // by id
   struct Toucher {

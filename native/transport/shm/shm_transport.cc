@@ -36,7 +36,7 @@ ShmTransport::ShmTransport(const TransportOptions& options, Sink* sink)
       private_path_(options.private_path),
       home_map_(MemoryMap::create("crossrail-home", sizeof(HomeSegment))),
       home_(make_home(*home_map_)),
-      regions_(home_),
+      regions_(home_, sink),
       control_(std::make_unique<Control>(address_, home_map_, &bell_, &regions_, options.connect_timeout_ns, this)) {}
 
 ShmTransport::~ShmTransport() { close(); }
@@ -74,8 +74,7 @@ std::unique_ptr<LocalRegion> ShmTransport::allocate(uint64_t id, uint64_t length
 
 void ShmTransport::revoke_region(LocalRegion& region) {
   auto& shm_region = static_cast<ShmRegion&>(region);
-  regions_.revoke(shm_region);
-  control_->region_closed(shm_region.id);
+  control_->region_closed(shm_region.id, regions_.revoke(shm_region));
 }
 
 bool ShmTransport::is_region_quiet(const LocalRegion& region) {
@@ -219,7 +218,7 @@ uint32_t ShmTransport::handle_control() {
           if (found == link->imports.end() || found->second->state == Import::State::kPending) break;
           if (link->hazard == event.region_id) clear_hazards();
           found->second->state = Import::State::kRefused;
-          found->second->status = Status::kRegionClosed;
+          found->second->status = event.facts.status;
           found->second->map.reset();
         }
         break;

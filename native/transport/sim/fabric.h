@@ -33,6 +33,14 @@ class SimNic;
 class SimPath;
 class SimRegistration;
 
+// What goes wrong with works and registrations: of a whole host, or of one of its rails.
+struct Faults {
+  uint32_t fail_chance_ppm = 0;  // of works posted here
+  uint64_t fail_count = 0;       // the next so many
+  uint64_t registrations_to_fail = 0;
+  bool withholds = false;  // completions
+};
+
 // A rail of a host: the engines of the host share it.
 struct Rail {
   NicModel model;
@@ -41,6 +49,7 @@ struct Rail {
   bool is_up = true;
   bool is_full = false;  // takes no works for a while
   uint32_t slowness_permille = 1000;
+  Faults faults;
 };
 
 struct Host {
@@ -48,11 +57,7 @@ struct Host {
   std::vector<Rail> rails;
   LocalModel local_model;
   Wire local;
-  // faults
-  uint32_t fail_chance_ppm = 0;  // of works posted here
-  uint64_t fail_count = 0;       // the next so many
-  uint64_t registrations_to_fail = 0;
-  bool withholds = false;  // completions
+  Faults faults;  // of all its rails together
 };
 
 // Names an object that may be gone: an index, and a number that no other object has had there.
@@ -100,14 +105,17 @@ class Fabric {
 
   void happen(const Event& event);
 
-  // --- faults (faults.cc) ---
+  // A registration on that rail is to fail: one less of those that were asked for.
+  bool take_failed_registration(uint32_t host, uint32_t rail);
+
+  // --- faults (faults.cc). rail: one, or kAnyRail for the host as a whole ---
   void set_rail_up(uint32_t host, uint32_t rail, bool up);
   void set_rail_full(uint32_t host, uint32_t rail, bool full);
   void set_slowness(uint32_t host, uint32_t rail, uint32_t permille);
   void set_partition(uint32_t a, uint32_t b, bool parted);
-  void set_failing(uint32_t host, uint32_t chance_ppm, uint64_t count);
-  void set_withholding(uint32_t host, bool withholds);
-  void set_registrations_to_fail(uint32_t host, uint64_t count);
+  void set_failing(uint32_t host, uint32_t rail, uint32_t chance_ppm, uint64_t count);
+  void set_withholding(uint32_t host, uint32_t rail, bool withholds);
+  void set_registrations_to_fail(uint32_t host, uint32_t rail, uint64_t count);
   void set_datagram_faults(uint32_t loss_ppm, uint32_t doubling_ppm);
   // The engine's process is gone: what left its NICs still arrives, nothing else.
   void kill(uint32_t actor);
@@ -125,6 +133,7 @@ class Fabric {
     PathId to_path;
     uint32_t to_nic = 0;
     uint32_t from_host = 0;
+    uint32_t from_rail = 0;
     uint32_t parts = 1;
     uint32_t parts_open = 0;
     uint32_t key_index = kNone;  // of the peer's registration, while bytes arrive there
@@ -183,7 +192,9 @@ class Fabric {
   void release_withheld(SimPath& path);
   void retry(uint32_t slot, uint32_t part, SimPath* path);
   void fail_work(SimPath& path, uint32_t slot, rdma::NicFault fault, const std::string& text);
-  static bool draws_failure(Host& host, Prng& prng);
+  bool draws_failure(uint32_t host, uint32_t rail);
+  bool withholds(uint32_t host, uint32_t rail) const;
+  Faults& faults_of(uint32_t host, uint32_t rail);
   void leave_key(Work& item);
   void push_part(int64_t at_ns, uint32_t slot, uint32_t part);
   SimRegistration* registration_of(uint64_t key) const;

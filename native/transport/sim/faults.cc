@@ -44,25 +44,54 @@ void Fabric::set_partition(uint32_t a, uint32_t b, bool parted) {
   log_->note(now() - World::kOriginNs, a, LogWord::kFault, parted ? FaultWord::kPartition : FaultWord::kHeal, b);
 }
 
-void Fabric::set_failing(uint32_t host, uint32_t chance_ppm, uint64_t count) {
-  hosts_[host].fail_chance_ppm = chance_ppm;
-  hosts_[host].fail_count = count;
+Faults& Fabric::faults_of(uint32_t host, uint32_t rail) {
+  return rail == kAnyRail ? hosts_[host].faults : hosts_[host].rails[rail].faults;
+}
+
+bool Fabric::draws_failure(uint32_t host, uint32_t rail) {
+  Faults* const both[] = {&hosts_[host].faults, &hosts_[host].rails[rail].faults};
+  for (Faults* faults : both) {
+    if (faults->fail_count == 0) continue;
+    --faults->fail_count;
+    return true;
+  }
+  return std::ranges::any_of(both, [&](const Faults* faults) {
+    return faults->fail_chance_ppm > 0 && prng_->chance(faults->fail_chance_ppm);
+  });
+}
+
+bool Fabric::withholds(uint32_t host, uint32_t rail) const {
+  return hosts_[host].faults.withholds || hosts_[host].rails[rail].faults.withholds;
+}
+
+bool Fabric::take_failed_registration(uint32_t host, uint32_t rail) {
+  for (Faults* faults : {&hosts_[host].faults, &hosts_[host].rails[rail].faults}) {
+    if (faults->registrations_to_fail == 0) continue;
+    --faults->registrations_to_fail;
+    return true;
+  }
+  return false;
+}
+
+void Fabric::set_failing(uint32_t host, uint32_t rail, uint32_t chance_ppm, uint64_t count) {
+  faults_of(host, rail).fail_chance_ppm = chance_ppm;
+  faults_of(host, rail).fail_count = count;
   log_->note(now() - World::kOriginNs, host, LogWord::kFault, FaultWord::kFailWorks, count != 0 ? count : chance_ppm);
 }
 
-void Fabric::set_withholding(uint32_t host, bool withholds) {
-  if (std::exchange(hosts_[host].withholds, withholds) == withholds) return;
+void Fabric::set_withholding(uint32_t host, uint32_t rail, bool withholds) {
+  if (std::exchange(faults_of(host, rail).withholds, withholds) == withholds) return;
   log_->note(now() - World::kOriginNs, host, LogWord::kFault, withholds ? FaultWord::kWithhold : FaultWord::kRelease,
-             0);
+             rail == kAnyRail ? 0 : rail);
   if (withholds) return;
   for (SimPath* path : paths_) {
-    if (path == nullptr || path->nic->host != host) continue;
+    if (path == nullptr || path->nic->host != host || this->withholds(host, path->nic->rail)) continue;
     release_withheld(*path);
   }
 }
 
-void Fabric::set_registrations_to_fail(uint32_t host, uint64_t count) {
-  hosts_[host].registrations_to_fail = count;
+void Fabric::set_registrations_to_fail(uint32_t host, uint32_t rail, uint64_t count) {
+  faults_of(host, rail).registrations_to_fail = count;
   log_->note(now() - World::kOriginNs, host, LogWord::kFault, FaultWord::kFailRegistrations, count);
 }
 

@@ -85,9 +85,7 @@ int SimNic::nearness(std::span<const uint8_t> peer_endpoint) const {
 
 std::unique_ptr<rdma::Registration> SimNic::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
   std::lock_guard lock(world_->lock());
-  Host& place = world_->fabric().host(host);
-  if (place.registrations_to_fail > 0) {
-    --place.registrations_to_fail;
+  if (world_->fabric().take_failed_registration(host, rail)) {
     throw TransportError("register_memory", ENOMEM, name_ + " refuses " + std::to_string(length_bytes) + " bytes",
                          "the simulation was asked for this (fail_registrations)");
   }

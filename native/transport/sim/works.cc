@@ -55,14 +55,6 @@ void Fabric::leave_key(Work& item) {
   if (registration->leave()) wake(*registration->nic);
 }
 
-bool Fabric::draws_failure(Host& host, Prng& prng) {
-  if (host.fail_count > 0) {
-    --host.fail_count;
-    return true;
-  }
-  return prng.chance(host.fail_chance_ppm);
-}
-
 void Fabric::post(SimPath& path, const rdma::NicWork& work) {
   const SimNic& nic = *path.nic;
   const SimNic* const peer = nics_[path.peer_nic];
@@ -73,9 +65,10 @@ void Fabric::post(SimPath& path, const rdma::NicWork& work) {
   item.to_path = path.peer;
   item.to_nic = path.peer_nic;
   item.from_host = nic.host;
+  item.from_rail = nic.rail;
   item.is_ordered = nic.limits().ordered_paths;
   item.moves_bytes = work.length_bytes > 0 && !static_cast<const SimRegistration*>(work.registration)->is_phantom();
-  if (draws_failure(hosts_[nic.host], *prng_)) {
+  if (draws_failure(nic.host, nic.rail)) {
     item.doom = prng_->chance(500'000) ? Work::Doom::kBefore : Work::Doom::kAfter;
   }
   path.works.push_back({.slot = slot});
@@ -165,9 +158,8 @@ void Fabric::arrive(uint32_t slot, uint32_t part) {
   SimPath* const to = find(item.to_path);
   const SimNic* const to_nic = nics_[item.to_nic];
   const bool is_there = to != nullptr && to->is_connected && !to->is_flushed;
-  const uint32_t from_rail = path == nullptr ? 0 : path->nic->rail;
   const bool is_reached = is_there && (path == nullptr ? reaches(to_nic->host, to_nic->rail, to_nic)
-                                                       : reaches(item.from_host, from_rail, to_nic));
+                                                       : reaches(item.from_host, item.from_rail, to_nic));
   if (!is_reached) {
     retry(slot, part, path);
     return;
@@ -289,7 +281,7 @@ void Fabric::report(uint32_t slot) {
     return;
   }
   // On an ordered path a completion tells of all before it, and those may be withheld.
-  if (hosts_[item.from_host].withholds || (item.is_ordered && item.work.cookie != path->first_cookie)) {
+  if (withholds(item.from_host, item.from_rail) || (item.is_ordered && item.work.cookie != path->first_cookie)) {
     item.is_withheld = true;
     return;
   }

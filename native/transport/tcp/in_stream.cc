@@ -26,9 +26,8 @@ std::string range_text(uint64_t region_id, uint64_t offset, uint64_t length) {
          " bytes";
 }
 
-// What the target says to an operation on this range.
+// What the target says to an operation on this range of an open region.
 Status check(const RegionUse& region, Access needed, uint64_t offset, uint64_t length) {
-  if (!region || region.is_revoked()) return Status::kRegionClosed;
   if (region->access != Access::kRemoteWrite && region->access != needed) return Status::kAccessDenied;
   if (length > region->length_bytes || offset > region->length_bytes - length) return Status::kOutOfBounds;
   return Status::kDone;
@@ -39,6 +38,7 @@ std::string why_refused(Status status, const RegionUse& region, uint64_t region_
   if (status == Status::kOutOfBounds)
     return range + ": past the region's end at " + std::to_string(region->length_bytes);
   if (status == Status::kAccessDenied) return range + ": its owner did not open it to this operation";
+  if (status == Status::kRegionRevoked) return range + ": the region was revoked";
   return range + ": the region is closed, or never existed";
 }
 
@@ -46,6 +46,12 @@ std::string why_refused(Status status, const RegionUse& region, uint64_t region_
 
 InStream::InStream(TcpTransport* transport, InChannel* channel, std::shared_ptr<Connection> connection)
     : Stream(Role::kAcceptor, std::move(connection)), transport_(transport), channel_(channel) {}
+
+Status InStream::check_range(const RegionUse& region, uint64_t region_id, Access needed, uint64_t offset,
+                             uint64_t length) {
+  if (!region || region.is_revoked()) return transport_->sink().status_of_gone(region_id);
+  return check(region, needed, offset, length);
+}
 
 void InStream::refuse(uint64_t operation, Status status, const std::string& text) {
   channel_->link->has_refused = true;
@@ -153,7 +159,8 @@ bool InStream::on_write(const FrameHeader& header, std::span<const std::byte> me
     const uint64_t length = entry.length & ~kHasImm;
     total += length;
     const bool is_bare = region_id == 0 && length == 0;
-    const Status status = is_bare ? Status::kDone : check(region_, Access::kRemoteWrite, entry.offset, length);
+    const Status status =
+        is_bare ? Status::kDone : check_range(region_, region_id, Access::kRemoteWrite, entry.offset, length);
     if (status == Status::kDone) {
       if (length > 0) place.add(region_->base + entry.offset, length);
       continue;
@@ -180,8 +187,9 @@ bool InStream::finish_write() {
     if (good && closed) {
       good = false;
       if (!(operation_refused_ && i == 0)) {
-        refuse(channel_->placed + i + 1, Status::kRegionClosed,
-               why_refused(Status::kRegionClosed, region_, region_id_, entry.offset, entry.length & ~kHasImm));
+        const Status status = transport_->sink().status_of_gone(region_id_);
+        refuse(channel_->placed + i + 1, status,
+               why_refused(status, region_, region_id_, entry.offset, entry.length & ~kHasImm));
       }
     }
     if (i == 0) good = good && !operation_refused_;
@@ -232,7 +240,7 @@ bool InStream::on_read(const FrameHeader& header, std::span<const std::byte> met
   const auto read = read_meta<ReadMeta>(meta);
   if (reads_.size() >= kReadsMax) return reject("more reads at once than an engine asks for");
   RegionUse region = transport_->regions().use(read.region_id);
-  const Status status = check(region, Access::kRemoteRead, read.offset, read.length);
+  const Status status = check_range(region, read.region_id, Access::kRemoteRead, read.offset, read.length);
   ++channel_->placed;
   if (status != Status::kDone) {
     append_frame(channel_->control, FrameType::kReadEnd, ReadEndMeta{read.read_id, static_cast<uint64_t>(status)},
@@ -259,7 +267,7 @@ void InStream::fill_reads(TxBatch& batch) {
       job.done += length;
       if (job.done < job.length) continue;
     }
-    const Status status = closed ? Status::kRegionClosed : Status::kDone;
+    const Status status = closed ? transport_->sink().status_of_gone(job.region_id) : Status::kDone;
     const std::string text =
         closed ? why_refused(status, job.region, job.region_id, job.offset, job.length) : std::string();
     batch.put(header_of(FrameType::kReadEnd, 0, 0, sizeof(ReadEndMeta) + text.size(), 0));

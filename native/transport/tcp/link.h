@@ -234,6 +234,12 @@ class InStream final : public Stream {
   InStream(TcpTransport* transport, InChannel* channel, std::shared_ptr<Connection> connection);
   // A region was revoked: nothing more goes into it, or comes out of it.
   void check_region();
+  // Whether a frame is being placed there, or read from there.
+  bool is_at(const LocalRegion& region) const {
+    return region_.is_of(region) ||
+           std::ranges::any_of(reads_, [&](const auto& job) { return job.region.is_of(region); }) ||
+           std::ranges::any_of(views_, [&](const RegionUse& view) { return view.is_of(region); });
+  }
 
  protected:
   bool on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) override;
@@ -260,6 +266,7 @@ class InStream final : public Stream {
   bool finish_write();
   bool finish_message();
   void refuse(uint64_t operation, Status status, const std::string& text);
+  Status check_range(const RegionUse& region, uint64_t region_id, Access needed, uint64_t offset, uint64_t length);
   void fill_reads(TxBatch& batch);
 
   TcpTransport* const transport_;

@@ -55,6 +55,7 @@ class RegionUse {
   }
   TcpRegion* operator->() const { return region_; }
   explicit operator bool() const { return region_ != nullptr; }
+  bool is_of(const LocalRegion& region) const { return region_ == &region; }
   bool is_revoked() const { return region_ != nullptr && region_->revoked.load(std::memory_order_relaxed); }
 
  private:

@@ -130,6 +130,18 @@ std::unique_ptr<LocalRegion> TcpTransport::allocate(uint64_t id, uint64_t length
   return regions_.allocate(id, length_bytes, populate);
 }
 
+// Those of whom a frame is being placed there, or a read answered.
+std::vector<std::string> TcpTransport::users_of(const LocalRegion& region) {
+  std::vector<std::string> names;
+  for (const auto& [key, link] : in_) {
+    const bool is_at = std::ranges::any_of(link->channels, [&](const auto& item) {
+      return item.second.stream != nullptr && item.second.stream->is_at(region);
+    });
+    if (is_at) names.push_back(link->peer->name);
+  }
+  return names;
+}
+
 void TcpTransport::revoke_region(LocalRegion& region) { regions_.revoke(static_cast<TcpRegion&>(region)); }
 
 bool TcpTransport::is_region_quiet(const LocalRegion& region) {

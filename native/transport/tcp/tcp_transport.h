@@ -32,6 +32,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
                                                Access access) override;
   std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
   void revoke_region(LocalRegion& region) override;
+  std::vector<std::string> users_of(const LocalRegion& region) override;
   bool is_region_quiet(const LocalRegion& region) override;
 
   Link* connect(const std::shared_ptr<const Address>& address) override;

@@ -6,7 +6,7 @@ import contextlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from crossrail.campaign.books import Arena, Op, Tally
 from crossrail.campaign.checkers import CheckFailed, Ledger, ends_within
@@ -130,8 +130,8 @@ class Actions(ABC, Generic[E]):
         least, most = _LENGTHS[kind]
         return self.random.randint(least, most)
 
-    def _checked(self) -> dict[str, bool]:
-        """Options of a write: whether it is verified."""
+    def _checked(self) -> dict[str, Any]:
+        """Options of what moves bytes: whether it is verified."""
         return {}
 
     # ---- what they do
@@ -159,7 +159,9 @@ class Actions(ABC, Generic[E]):
         for _ in range(self.random.choice([1, 1, 2, 8])):
             engine, peer = self._pair()
             tally = self._tally(peer)
-            pinned = {"rail": self.random.randrange(engine.rails)} if self.random.random() < 0.15 else {}
+            pinned: dict[str, Any] = (
+                {"rail": self.random.randrange(engine.rails)} if self.random.random() < 0.15 else {}
+            )
             with refusals():
                 self.ledger.write(
                     self._source(engine), self._target(peer), self._length(), tally, **pinned, **self._checked()
@@ -170,7 +172,7 @@ class Actions(ABC, Generic[E]):
         if peer.closed:  # its memory cannot be filled any more
             raise Refused
         with refusals():
-            self.ledger.read(self._target(engine), self._source(peer), self._length())
+            self.ledger.read(self._target(engine), self._source(peer), self._length(), **self._checked())
 
     def _paged(self) -> None:
         engine, peer = self._pair()
@@ -191,7 +193,8 @@ class Actions(ABC, Generic[E]):
         lengths = [self.random.randint(1, 50_000) for _ in peers]
         self.next_imm += 1
         with refusals():
-            self.ledger.scatter(self._source(engine), [self._target(peer) for peer in peers], lengths, self.next_imm)
+            source, targets = self._source(engine), [self._target(peer) for peer in peers]
+            self.ledger.scatter(source, targets, lengths, self.next_imm, **self._checked())
 
     def _barrier(self) -> None:
         engine = self.random.choice(self._living())

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossrail.campaign.parts import AnyCounter, AnyEngine, AnyRegion, AnyTransfer
+from crossrail.regions import RegionDescriptor
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -21,6 +22,18 @@ class Arena:
     region: AnyRegion
     taken: int = 0
     is_closed: bool = False  # or revoked: nobody who learned of it by its descriptor may touch it
+    is_fencing: bool = False  # being revoked: a peer may still be at it
+    is_fenced: bool = False  # revoked, not renewed, and in use by its owner
+    older: list[RegionDescriptor] = field(default_factory=list)  # that were revoked, the last one last
+
+    @property
+    def descriptor(self) -> RegionDescriptor:
+        """That peers have: the present one, or the last."""
+        return self.older[-1] if self.is_fencing or self.is_fenced else self.region.descriptor
+
+    def refuses(self, descriptor: RegionDescriptor) -> bool:
+        """Whether nothing is to be done by that descriptor, from now on."""
+        return descriptor in (self.older[:-1] if self.is_fencing else self.older)
 
     def take(self, nbytes: int, align: int = 1) -> int | None:
         """Offset of a range that was never used; None when there is none left."""
@@ -39,6 +52,7 @@ class Piece:
     offset: int
     data: Bytes
     is_poisoned: bool = False  # by us, after its operation was complete: from then on nothing may touch it
+    is_fenced: bool = False  # poisoned because peers were locked out, whether its operation is complete or not
     is_unsure: bool = False  # nothing is promised any more
 
     @property
@@ -69,6 +83,10 @@ class Op:
     status: str = "pending"
     payload: bytes = b""
     receiver: AnyEngine | None = None
+    is_stale: bool = False  # goes by a descriptor that was revoked: it must fail
+    is_verified: bool = False
+    is_spoiled: bool = False  # its bytes were changed on their way, which verify has to find
+    is_source_fenced: bool = False  # a read by a peer that was locked out
 
     def __str__(self) -> str:
         return f"operation {self.number} ({self.kind}, {self.transfer.nbytes} bytes, {self.status})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from crossrail.campaign.actions import Actions, Refused
 from crossrail.campaign.books import Arena, Op, Tally
@@ -93,7 +94,7 @@ class Round(Actions[RemoteEngine]):
         except LookupError:
             raise Refused from None
 
-    def _checked(self) -> dict[str, bool]:
+    def _checked(self) -> dict[str, Any]:
         return {"verify": True} if self.random.random() < 0.15 else {}
 
     # ---- what they do, where it is not what simulated ones do

@@ -152,10 +152,16 @@ def _write_pictures(outcomes: Sequence[Outcome], trace: Path | None, log: Path |
 # --- the command ---
 
 
+class _SeedRange(click.IntRange):
+    """Of what is no number, click says that it is not a valid `name`."""
+
+    name = "whole number"
+
+
 @click.command("sim")
 @click.option("--scenario", "names", multiple=True, metavar="NAME", help="Which; `all`; or your own, MODULE:FUNCTION.")
 @click.option("--list", "list_only", is_flag=True, help="List the scenarios and end.")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), help="Of the first run [default: a new one].")
+@click.option("--seed", type=_SeedRange(0, (1 << 63) - 1), help="Of the first run [default: a new one].")
 @click.option("--runs", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="Seeds SEED, SEED+1, ...")
 @click.option("--jobs", type=click.IntRange(1, 1024), help="Runs at once, in processes [default: one for each core].")
 @click.option("--twice", is_flag=True, help="Run each seed twice: both must give the same event log.")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 
-from crossrail.campaign.actions import Actions
-from crossrail.campaign.books import Bytes, Op
+from crossrail.campaign.actions import Actions, Refused, refusals
+from crossrail.campaign.books import Arena, Bytes, Op
 from crossrail.campaign.checkers import UNTOUCHED, CheckFailed
 from crossrail.engine import Engine
 from crossrail.errors import TransportError
@@ -37,7 +39,6 @@ class Workload(Actions[Engine]):
         super().__init__(seed)
         self.world = World(seed, keep_log=False)
         self.hosts: list[Host] = []
-        self.incarnations = 0
 
     def run(self) -> None:
         """Raises CheckFailed, or whatever else goes wrong."""
@@ -52,9 +53,11 @@ class Workload(Actions[Engine]):
             if not self.ends_within(_DRAIN_LIMIT_S):
                 left = ", ".join(map(str, self.ledger.pending[:5]))
                 raise CheckFailed(f"{_DRAIN_LIMIT_S:.0f} s after the last fault there is no end of {left}")
+            self._check_fences()
             self._check_restarts()
             self._probe()
             self.world.run(for_s=5.0)  # what is late arrives now
+            self._check_liveness()
             self.ledger.check_end()
         self.ledger.check()  # and no engine touched anything on its way out
         for arena in self.ledger.arenas:
@@ -79,8 +82,8 @@ class Workload(Actions[Engine]):
             self._open(self.hosts[0], "neighbour")
 
     def _open(self, host: Host, name: str) -> Engine:
-        self.incarnations += 1
-        engine = host.engine(name, peer_timeout_s=2.0, connect_timeout_s=2.0)
+        beat_s = self.random.choice([None, None, 0.02, 0.2, 1.0])
+        engine = host.engine(name, peer_timeout_s=2.0, connect_timeout_s=2.0, heartbeat_s=beat_s)
         engine.on_event(lambda event: None)
         self.engines.append(engine)
         self._add_arenas(engine)
@@ -107,7 +110,61 @@ class Workload(Actions[Engine]):
     # ---- what they do
 
     def _actions(self) -> dict[str, tuple[float, Callable[[], object]]]:
-        return super()._actions() | {name: (weight, self._fault(name)) for name, weight in _FAULTS.items()}
+        more: dict[str, tuple[float, Callable[[], object]]] = {
+            "spoil": (1, self._spoil),
+            "revoke": (7, self._revoke),
+            "renew": (5, self._renew),
+            "stale": (3, self._write_by_a_stale_descriptor),
+        }
+        return super()._actions() | more | {name: (weight, self._fault(name)) for name, weight in _FAULTS.items()}
+
+    def _checked(self) -> dict[str, Any]:
+        return {"verify": True} if self.random.random() < 0.15 else {}
+
+    def _spoil(self) -> None:
+        """A checked write that is damaged on its way."""
+        engine, peer = self._pair()
+        if peer.closed:
+            raise Refused
+        with refusals():
+            self.ledger.spoiled_write(self._source(engine), self._target(peer), self._length(), self.ledger.tally(peer))
+
+    def _write_by_a_stale_descriptor(self) -> None:
+        """As a writer does that was replaced, and does not know."""
+        engine = self.random.choice(self._living())
+        targets = [arena for arena in self.targets.values() if arena.older]
+        if not targets:
+            raise Refused
+        target = self.random.choice(targets)
+        by = self.random.choice(target.older)
+        tally = self._tally(cast("Engine", target.engine))
+        with refusals():
+            self.ledger.write(self._source(engine), target, self._length(), tally, by=by, **self._checked())
+
+    def _revoke(self) -> None:
+        engine = self.random.choice(self._living())
+        arena = self.random.choice([self.sources, self.targets])[id(engine)]
+        if arena.region.closed:
+            raise Refused
+        with _failed_registrations():
+            is_out = self.ledger.revoke_arena(arena, self.random.choice([0.0, 0.01, 10.0]))
+            if is_out and self.random.random() < 0.5:
+                self.ledger.renew_arena(arena)
+
+    def _renew(self) -> None:
+        """One of those that are revoked, or are to be."""
+        arenas = [arena for arena in self._arenas_in_use() if arena.is_fencing or arena.is_fenced]
+        if not arenas:
+            raise Refused
+        arena = self.random.choice(arenas)
+        with _failed_registrations():
+            if arena.is_fenced or self.ledger.revoke_arena(arena, 0.01):
+                self.ledger.renew_arena(arena)
+
+    def _arenas_in_use(self) -> list[Arena]:
+        return [
+            arena for arena in self.ledger.arenas if not arena.region.closed and not self.ledger.is_dead(arena.engine)
+        ]
 
     def _close_region(self) -> None:
         engine = self.random.choice(self._living())
@@ -142,6 +199,7 @@ class Workload(Actions[Engine]):
         def happen() -> None:
             world, host = self.world, self.random.choice(self.hosts)
             rail = self.random.randrange(len(host.rails))
+            one_or_all = self.random.choice([rail, None])
             for_s = 10 ** self.random.uniform(-4, 0.7)
             if name == "rail-down":
                 world.rail_down(host, rail, for_s=for_s)
@@ -153,14 +211,15 @@ class Workload(Actions[Engine]):
             elif name == "slow":
                 world.slow(host, rail, self.random.choice([3.0, 50.0]), for_s=for_s)
             elif name == "fail-works":
-                world.fail_works(host, chance=self.random.choice([0.0, 0.02, 0.2]), count=self.random.choice([0, 1, 4]))
-                world.fail_works(host, at_s=world.now_s + for_s)
+                chance, count = self.random.choice([0.0, 0.02, 0.2]), self.random.choice([0, 1, 4])
+                world.fail_works(host, chance=chance, count=count, rail=one_or_all)
+                world.fail_works(host, rail=one_or_all, at_s=world.now_s + for_s)
             elif name == "withhold":
-                world.withhold_completions(host, for_s=for_s)
+                world.withhold_completions(host, rail=one_or_all, for_s=for_s)
             elif name == "fill-queue":
                 world.fill_queue(host, rail, for_s=for_s)
             elif name == "fail-registrations":
-                world.fail_registrations(host, self.random.randint(1, 3))
+                world.fail_registrations(host, self.random.randint(1, 3), rail=one_or_all)
             else:
                 world.lose_datagrams(self.random.choice([0.0, 0.3]), doubling=self.random.choice([0.0, 0.3]))
 
@@ -169,12 +228,27 @@ class Workload(Actions[Engine]):
     def _stop_faults(self) -> None:
         self.world.run(for_s=6.0)  # those with an end
         for host in self.hosts:
-            self.world.fail_works(host)
-            self.world.fail_registrations(host, 0)
+            for rail in (None, *range(len(host.rails))):
+                self.world.fail_works(host, rail=rail)
+                self.world.fail_registrations(host, 0, rail=rail)
         self.world.lose_datagrams(0.0)
         for engine in self._living():
             if self.pools[id(engine)].closed:
                 self._open_pool(engine)
+
+    def _check_fences(self) -> None:
+        """Whoever was at a region when it was revoked has left it by now."""
+        for arena in self._arenas_in_use():
+            if arena.is_fencing and not self.ledger.revoke_arena(arena, 1.0):
+                raise CheckFailed(f"a region of {arena.engine.name!r} is still in quarantine")
+
+    def _check_liveness(self) -> None:
+        """Nobody who moves is said to stand still."""
+        for engine in self._living():
+            for peer in self._living():
+                state = engine.peer_state(peer.address)
+                if state in ("slow", "frozen"):
+                    raise CheckFailed(f"all faults are over, and {engine.name!r} takes {peer.name!r} for {state}")
 
     def _check_restarts(self) -> None:
         """Who was restarted under the name of a lost one is another peer: reached at once, with nothing forgotten."""
@@ -191,3 +265,13 @@ _FAULTS = {
     "rail-down": 3, "freeze": 2, "partition": 1.5, "slow": 1, "fail-works": 4, "withhold": 2, "fill-queue": 1.5,
     "fail-registrations": 0.5, "lose-datagrams": 1,
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _failed_registrations() -> Iterator[None]:
+    """Made to fail, they leave everything as it was."""
+    try:
+        yield
+    except TransportError as error:
+        if error.call != "register_memory":
+            raise

@@ -232,25 +232,34 @@ class World:
         for seat in self._seats(what):
             self._native.freeze(seat, False, self._at_ns(at_s))
 
-    def fail_works(self, host: Host, *, chance: float = 0.0, count: int = 0, at_s: float | None = None) -> None:
+    # Of these, rail None means the host: a fault of its own, beside those of its rails, and ended by itself.
+
+    def fail_works(
+        self, host: Host, *, chance: float = 0.0, count: int = 0, rail: int | None = None, at_s: float | None = None
+    ) -> None:
         """Works posted by this host end with an error: the next `count`, and each later one by chance. Zeros end it.
 
-        Half of them are carried out, and only the sender never learns it.
+        Half of them are carried out, and only the sender never learns it. rail: of that one alone.
         """
         if not 0 <= chance <= 1:
             raise UsageError(f"chance is {chance}, must be 0 to 1")
-        self._check_host(host)
-        self._native.set_failing(host._index, round(chance * _CHANCES), count, self._at_ns(at_s))
+        self._check_rail(host, rail)
+        self._native.set_failing(host._index, rail, round(chance * _CHANCES), count, self._at_ns(at_s))
 
-    def withhold_completions(self, host: Host, *, at_s: float | None = None, for_s: float | None = None) -> None:
-        """Completions of this host's works are not reported until then, or until their path is flushed."""
-        self._check_host(host)
-        self._twice(at_s, for_s, partial(self._native.set_withholding, host._index), True, False)
+    def withhold_completions(
+        self, host: Host, *, rail: int | None = None, at_s: float | None = None, for_s: float | None = None
+    ) -> None:
+        """Completions of this host's works, or of one rail's, are not reported until then.
 
-    def fail_registrations(self, host: Host, count: int, *, at_s: float | None = None) -> None:
-        """The next `count` registrations of memory, of one rail each, raise TransportError."""
-        self._check_host(host)
-        self._native.set_registrations_to_fail(host._index, count, self._at_ns(at_s))
+        Or until their path is flushed.
+        """
+        self._check_rail(host, rail)
+        self._twice(at_s, for_s, partial(self._native.set_withholding, host._index, rail), True, False)
+
+    def fail_registrations(self, host: Host, count: int, *, rail: int | None = None, at_s: float | None = None) -> None:
+        """The next `count` registrations of memory raise TransportError. One is of one rail: any, or this one."""
+        self._check_rail(host, rail)
+        self._native.set_registrations_to_fail(host._index, rail, count, self._at_ns(at_s))
 
     def lose_datagrams(self, chance: float, *, doubling: float = 0.0, at_s: float | None = None) -> None:
         """Of the datagrams by which engines meet, so many are lost, and so many arrive twice."""
@@ -292,9 +301,9 @@ class World:
         if host.world is not self:
             raise UsageError(f"{host!r} is of another world")
 
-    def _check_rail(self, host: Host, rail: int) -> None:
+    def _check_rail(self, host: Host, rail: int | None) -> None:
         self._check_host(host)
-        if not 0 <= rail < len(host.rails):
+        if rail is not None and not 0 <= rail < len(host.rails):
             raise UsageError(f"rail is {rail}, and {host!r} has 0..{len(host.rails) - 1}")
 
     # ---- what happened

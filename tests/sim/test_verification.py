@@ -1,0 +1,87 @@
+"""Checked operations when peers come and go: each is counted once, and its answer heard, whatever gets lost."""
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail import sim
+from tests.support.patterns import pattern
+
+NBYTES = 50_000
+
+
+class Two:
+    """A writer, and an owner of memory, who may forget each other."""
+
+    def __init__(self, world: sim.World) -> None:
+        self.world = world
+        self.hosts = [world.host(name, nic="2xplain") for name in ("writer", "owner")]
+        self.writer, self.owner = (host.engine(peer_timeout_s=3.0) for host in self.hosts)
+        self.source = self.writer.register(pattern(3, NBYTES))
+        self.target = self.owner.register(np.zeros(NBYTES, np.uint8))
+
+    def write(self) -> xr.Transfer:
+        return self.writer.submit_write(self.source, self.target.descriptor, imm=1, verify=True)
+
+
+@pytest.mark.parametrize("moment_us", range(2, 40, 2))
+def test_who_is_forgotten_before_the_answer_gets_it_and_is_counted_once(moment_us: int) -> None:
+    with sim.World(seed=moment_us) as world:
+        two = Two(world)
+        two.writer.connect(two.owner.address)
+        transfer = two.write()
+        world.run(moment_us * 1e-6)
+
+        two.owner.forget_peer(two.writer.address)
+        world.run(30.0)
+
+        assert transfer.status in ("done", "peer-lost")
+        counted = two.owner.imm_counter(1).poll()
+        assert counted == 1 if transfer.status == "done" else counted <= 1
+
+
+def test_a_peer_that_stands_still_answers_when_it_moves() -> None:
+    with sim.World(seed=5) as world:
+        two = Two(world)
+        two.writer.connect(two.owner.address)
+        transfer = two.write()
+        world.run(1e-6)
+        world.freeze(two.owner, for_s=2.5)
+
+        transfer.wait(60)
+
+        assert world.now_s > 2.5
+        two.owner.imm_counter(1).wait(1, 60)
+        assert two.owner.imm_counter(1).poll() == 0
+
+
+@pytest.mark.parametrize("moment_us", [0, 1, 2])
+def test_who_was_forgotten_in_the_midst_of_a_scatter_is_met_anew_once(moment_us: int) -> None:
+    """What is left of the scatter must not make a link of its own beside that of the next operation."""
+    with sim.World(seed=6) as world:
+        two = Two(world)
+        other_host = world.host("other", nic="2xplain")
+        other = other_host.engine(peer_timeout_s=3.0)
+        elsewhere = other.register(np.zeros(NBYTES, np.uint8))
+        for peer in (two.owner, other):
+            two.writer.connect(peer.address)
+        for rail in (0, 1):
+            world.slow(other_host, rail, 10_000, for_s=1.0)  # so that it ends long after the peer was forgotten
+        scatter = two.writer.submit_scatter(
+            two.source, [two.target.descriptor, elsewhere.descriptor], lengths=NBYTES // 2,
+            src_offsets=0, dst_offsets=0, imm=1, verify=True,
+        )  # fmt: skip
+        world.run(moment_us * 1e-6)
+
+        two.writer.forget_peer(two.owner.address)
+        two.writer.connect(two.owner.address)
+        world.partition(two.hosts[:1], two.hosts[1:], for_s=0.3)
+        after = [two.writer.submit_write(two.source, two.target.descriptor, 1000 + i, imm=2) for i in range(20)]
+
+        with pytest.raises(xr.PeerLost):
+            scatter.wait(60)
+        for transfer in after:
+            transfer.wait(60)
+        world.run(1.0)
+        assert two.owner.imm_counter(2).poll() == 20
+        assert other.imm_counter(1).poll() == 1
