@@ -21,6 +21,8 @@ void register_operations(nanobind::class_<EngineHandle>& engine);  // the submit
 void register_flight(nanobind::module_& module, nanobind::class_<EngineHandle>& engine);
 void register_poison(nanobind::module_& module);
 void register_sim(nanobind::module_& module);
+void register_moe_kernels(nanobind::module_& module);
+void register_moe_layout(nanobind::module_& module);  // into the module of register_moe_kernels
 void register_bench(nanobind::module_& module);
 void register_bench_sockets(nanobind::module_& module);  // into the module of register_bench
 void register_bench_fabric(nanobind::module_& module);   // likewise
