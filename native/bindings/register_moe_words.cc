@@ -108,8 +108,9 @@ void register_moe_words(nb::module_& module) {
       "Words of ranks that share memory; word 0 of each is its farewell. Threads: one at a time publishes.")
       .def(nb::init<nb::pointer_and_handle<EngineHandle>, nb::sequence, nb::sequence, size_t, size_t>(),
            nb::arg("engine"), nb::arg("boards"), nb::arg("owners"), nb::arg("own"), nb::arg("count"),
-           nb::sig("def __init__(self, engine: Engine, boards: collections.abc.Sequence[memoryview], owners: "
-                   "collections.abc.Sequence[Address | None], own: int, count: int) -> None"))
+           nb::sig("def __init__(self, engine: crossrail._core.Engine, boards: collections.abc.Sequence[memoryview], "
+                   "owners: "
+                   "collections.abc.Sequence[crossrail._core.Address | None], own: int, count: int) -> None"))
       .def("publish", &Words::publish, nb::arg("index"), nb::arg("round"),
            "Sets our own word. What this thread wrote before is seen by whoever sees it.")
       .def("has_come", &Words::has_come, nb::arg("rank"), nb::arg("index"), nb::arg("round"),
