@@ -102,9 +102,10 @@ class Words {
 }  // namespace
 
 void register_moe_words(nb::module_& module) {
-  module.attr("_MOE_WORD_BYTES") = sizeof(moe::Word);
+  nb::module_ part = module.def_submodule("moe");
+  part.attr("WORD_BYTES") = sizeof(moe::Word);
   nb::class_<Words>(
-      module, "_MoeWords", nb::is_final(), nb::type_slots(engine_slots<Words>),
+      part, "Words", nb::is_final(), nb::type_slots(engine_slots<Words>),
       "Words of ranks that share memory; word 0 of each is its farewell. Threads: one at a time publishes.")
       .def(nb::init<nb::pointer_and_handle<EngineHandle>, nb::sequence, nb::sequence, size_t, size_t>(),
            nb::arg("engine"), nb::arg("boards"), nb::arg("owners"), nb::arg("own"), nb::arg("count"),

@@ -16,11 +16,15 @@ namespace {
 constexpr int64_t kLookEveryNs = 5'000'000;
 constexpr int64_t kYieldAfterNs = 2'000;  // of spinning: the rank that we wait for may need this very core
 
-WordsResult trouble_with(Engine& engine, const Awaited& awaited) {
-  if (engine.closed()) return WordsResult::kClosed;
-  if (awaited.owner != nullptr && awaited.owner->state() == PeerState::kLost) return WordsResult::kPeerLost;
-  if (awaited.farewell->value.load(std::memory_order_acquire) != 0) return WordsResult::kLeft;
-  return WordsResult::kReady;
+// Whether waiting for words[index] has become pointless. Any owner that is lost makes it so: the one that we wait for may
+// have seen it before us, and go no further.
+WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, size_t index) {
+  if (engine.closed()) return {WordsResult::kClosed, index};
+  for (size_t i = 0; i < words.size(); ++i) {
+    if (words[i].owner != nullptr && words[i].owner->state() == PeerState::kLost) return {WordsResult::kPeerLost, i};
+  }
+  if (words[index].farewell->value.load(std::memory_order_acquire) != 0) return {WordsResult::kLeft, index};
+  return {WordsResult::kReady, index};
 }
 
 void sleep_on_word(Word& word, uint32_t round, Deadline until) {
@@ -60,9 +64,9 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, uint32_t
     }
     if (now >= std::min(next_look, deadline)) {
       next_look = now + kLookEveryNs;
-      const WordsResult trouble = trouble_with(engine, awaited);
+      const WordsOutcome trouble = trouble_with(engine, words, i);
       // Its last word may have come just before its end.
-      if (trouble != WordsResult::kReady && !has_come(*awaited.word, round)) return {trouble, i};
+      if (trouble.result != WordsResult::kReady && !has_come(*awaited.word, round)) return trouble;
       if (now >= deadline) return {WordsResult::kLate, i};
       if (interrupted && interrupted()) return {WordsResult::kInterrupted, i};
     }

@@ -42,14 +42,14 @@ struct Awaited {
 enum class WordsResult : uint8_t {
   kReady,
   kLate,         // the deadline passed
-  kPeerLost,     // the owner of one is lost
-  kLeft,         // the owner of one said farewell
+  kPeerLost,     // the owner of one is lost, whether or not its word has come
+  kLeft,         // the owner of one that has not come said farewell
   kClosed,       // our engine was closed
   kInterrupted,  // the interrupt check said stop
 };
 struct WordsOutcome {
   WordsResult result;
-  size_t index;  // of the first that has not come; the number of words when kReady
+  size_t index;  // of the owner that is lost, else of the first that has not come; the number of words when kReady
 };
 
 // Returns once all words stand at `round` or later; or once it is certain that one of them never will, or the deadline

@@ -210,8 +210,8 @@ def map_failed(
         return errors.EngineClosed(f"{what} was not finished: engine '{engine.name}' was closed first")
     if status == "access-denied":
         return errors.UsageError(
-            f"{what}: this process cannot map that memory. It must be of the peer's engine.alloc(), on this host, and the "
-            "peer be reached by shm: engine.explain(peer) says by what it is"
+            f"{what}: this process cannot map that memory. It must be of the peer's engine.alloc(), on this host, "
+            "and the peer be reached by shm: engine.explain(peer) says by what it is"
         )
     _log_events(engine)
     kind, cause, _, remedy = _ENDINGS.get(status, (errors.TransferError, status, "", "see engine.explain(peer)"))

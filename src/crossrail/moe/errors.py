@@ -6,8 +6,8 @@ from crossrail.errors import CrossrailError
 
 
 class CapacityExceeded(CrossrailError):
-    """A round has more rows for a rank than capacity_factor left room for. Raised on every rank alike, before any row of
-    the round is written; the next round is as good as ever.
+    """A round has more rows for a rank than capacity_factor left room for. Raised on every rank alike, before any row
+    of the round is written; the next round is as good as ever.
 
     rank: one that has too little room; needed, there: rows of its output (layout "masked": of one expert).
     """

@@ -1,4 +1,6 @@
-"""Who takes part: what an AllToAll needs of them before it has anything of its own, which is to exchange a few bytes."""
+"""Who takes part: what an AllToAll needs of them before it has anything of its own, which is to exchange a few
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ class EngineGroup:
     def _take(self, missing: Sequence[int], patience_s: float, timeout_s: float) -> None:
         """One message, or a look at whether those that are missing still live."""
         try:
-            message = self._pool.wait(min(patience_s, _LOOK_EVERY_S))
+            message = self._pool.recv(min(patience_s, _LOOK_EVERY_S))
         except WaitTimeout:
             for rank in missing:
                 if self._engine.peer_state(self._addresses[rank]) == "lost":
@@ -126,7 +128,9 @@ class EngineGroup:
 
 
 class TorchGroup:
-    """The ranks of a torch.distributed process group, or of the default one. Its own timeout holds, not all_gather's."""
+    """The ranks of a torch.distributed process group, or of the default one. Its own timeout holds, not
+    all_gather's.
+    """
 
     def __init__(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
         import torch.distributed
