@@ -5,6 +5,7 @@ numpy lacks bfloat16 and float8_e4m3fn: there they are uint16 and uint8, as in t
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -27,17 +28,16 @@ def to_host(given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | N
 
     UsageError that names the argument for another shape or type, for strides, and for memory of a device.
     """
-    if is_tensor(given):
-        array, dtype = _of_tensor(given, name)
-    elif isinstance(given, np.ndarray):
-        array, dtype = given, str(given.dtype)
+    if isinstance(given, np.ndarray):
+        array = given
+        if array.dtype not in _numpy_types(dtypes):
+            wanted = " or ".join(NUMPY_TYPES.get(one, one) for one in dtypes)
+            raise UsageError(f"{name} is of type {array.dtype}, must be of {wanted}")
+    elif is_tensor(given):
+        array = _of_tensor(given, name, dtypes)
     else:
         raise UsageError(f"{name} is {type(given).__name__}, must be an array of numpy or a tensor of torch")
-    wanted = dtypes if is_tensor(given) else tuple(NUMPY_TYPES.get(one, one) for one in dtypes)
-    if dtype not in wanted:
-        raise UsageError(f"{name} is of type {dtype}, must be of {' or '.join(wanted)}")
-    fits = len(array.shape) == len(shape) and all(b in (None, a) for a, b in zip(array.shape, shape, strict=True))
-    if not fits:
+    if len(array.shape) != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
         texts = ["any" if length is None else str(length) for length in shape]
         raise UsageError(f"{name} has shape {list(array.shape)}, must have [{', '.join(texts)}]")
     if not array.flags.c_contiguous:
@@ -65,15 +65,24 @@ def to_count(given: Any, bound: int) -> int:
     return count
 
 
-def _of_tensor(given: Any, name: str) -> tuple[Array, str]:
+@functools.cache
+def _numpy_types(dtypes: tuple[str, ...]) -> tuple[np.dtype[Any], ...]:
+    return tuple(np.dtype(NUMPY_TYPES.get(one, one)) for one in dtypes)
+
+
+def _of_tensor(given: Any, name: str, dtypes: tuple[str, ...]) -> Array:
     if given.device.type != "cpu":
         raise UsageError(f"{name} is on {given.device}, must be in host memory")
     if not given.is_contiguous():
         raise UsageError(f"{name} has strides {given.stride()}, must be C-contiguous")
     dtype = str(given.dtype).removeprefix("torch.")
+    if dtype not in dtypes:
+        raise UsageError(f"{name} is of type {dtype}, must be of {' or '.join(dtypes)}")
     torch: Any = sys.modules["torch"]
     carried = {"bfloat16": (torch.int16, np.uint16), "float8_e4m3fn": (torch.uint8, np.uint8)}.get(dtype)
     plain = given.detach()
     if carried is None:
-        return plain.numpy(), dtype
-    return plain.view(carried[0]).numpy().view(carried[1]), dtype
+        array: Array = plain.numpy()
+    else:
+        array = plain.view(carried[0]).numpy().view(carried[1])
+    return array
