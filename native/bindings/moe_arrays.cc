@@ -41,7 +41,8 @@ MoeArray::MoeArray(nb::handle given, const char* argument, Use use, size_t dimen
     if (type_.lanes != 1 || type_.bits == 0 || type_.bits % 8U != 0) refuse("of elements of whole bytes");
     size_t stride = 1;
     for (size_t i = dimensions; i-- > 0;) {
-      if (array.shape(i) > 1 && array.stride(i) != static_cast<int64_t>(stride)) refuse("C-contiguous");
+      if (array.size() > 0 && array.shape(i) > 1 && array.stride(i) != static_cast<int64_t>(stride))
+        refuse("C-contiguous");
       stride *= array.shape(i);
     }
     for (size_t i = 0; i < dimensions; ++i) sizes_.push_back(array.shape(i));
