@@ -316,7 +316,10 @@ std::vector<int32_t> sort_routes(std::span<const Index> indices, std::span<const
   require(slots.size() == indices.size(), "len(slots)", slots.size(),
           "as many as indices, " + std::to_string(indices.size()));
   const auto negative = std::find_if(counts.begin(), counts.end(), [](int32_t count) { return count < 0; });
-  require(negative == counts.end(), "counts of expert", static_cast<uint64_t>(negative - counts.begin()), "0 or more");
+  if (negative != counts.end()) {
+    throw UsageError("counts[" + std::to_string(negative - counts.begin()) + "] is " + std::to_string(*negative) +
+                     ", must be 0 or more");
+  }
   std::vector<int64_t> starts(counts.size() + 1);
   for (size_t expert = 0; expert < counts.size(); ++expert) starts[expert + 1] = starts[expert] + counts[expert];
   require(starts.back() <= static_cast<int64_t>(indices.size()), "sum of counts", static_cast<uint64_t>(starts.back()),

@@ -67,7 +67,7 @@ def e4m3_magnitudes() -> Floats:
 
 
 def telling_values(dtype: str) -> Floats:
-    """float32 numbers where rounding to dtype has something to decide: its numbers, what lies halfway, and neighbours."""
+    """float32 numbers where rounding to dtype has something to decide: its own, what lies halfway, and neighbours."""
     if dtype == "float16":
         known = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
     elif dtype == "bfloat16":

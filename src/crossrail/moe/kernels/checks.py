@@ -1,4 +1,4 @@
-"""What the kernels of torch tensors check before they write anything. Tables on a GPU are looked at too: that waits for it."""
+"""What kernels of torch tensors check before they write anything. To look at tables on a GPU is to wait for it."""
 
 from __future__ import annotations
 

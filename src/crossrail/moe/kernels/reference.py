@@ -1,4 +1,4 @@
-"""Kernels in plain torch, as short as they can be said: the oracle of the other ones, and for devices that have no better.
+"""Kernels in plain torch, as short as they can be said: the oracle of the others, and for devices without better.
 
 Threads: any. Nothing is fused by torch when it runs eagerly, so products and sums are rounded one by one.
 """
