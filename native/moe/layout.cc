@@ -26,6 +26,14 @@ void require_order(std::span<const int32_t> order, int32_t routes) {
                    " routes");
 }
 
+// The token of an entry of a group's order, which may hold anything.
+int32_t require_token(int32_t route, const LayoutShape& shape, uint32_t group) {
+  const int64_t end = int64_t{shape.max_tokens} * shape.top_k;
+  if (route >= 0 && route < end) return route / static_cast<int32_t>(shape.top_k);
+  throw UsageError("order: group " + std::to_string(group) + " tells of route " + std::to_string(route) +
+                   ", must be in [0, " + std::to_string(end) + ")");
+}
+
 // Whether the route exists that an index and a slot name.
 template <typename Index>
 void require_route(Index expert, int32_t slot, int32_t count, size_t route) {
@@ -192,11 +200,23 @@ void Placement::visit_experts(uint32_t group, uint32_t rank, Visit visit) const 
 std::vector<Move> Placement::pull_near(uint32_t group, uint32_t rank, std::span<const int32_t> order) const {
   const std::vector<int32_t> starts = route_starts(group);
   require_order(order, starts.back());
-  std::vector<Move> moves;
-  moves.reserve(static_cast<size_t>(routes(group, rank)));
-  const auto top_k = static_cast<int32_t>(layout_.shape().top_k);
-  visit_experts(group, rank, [&](uint32_t expert, int32_t row, int32_t routes) {
-    for (int32_t i = 0; i < routes; ++i) moves.push_back({order[starts[expert] + i] / top_k, row + i});
+  const uint32_t first = layout_.first_expert(rank);
+  const auto here = order.subspan(starts[first], static_cast<size_t>(routes(group, rank)));
+  // By token, for who reads a row once then copies it to all of its places while it is in the caches: a counting sort.
+  std::vector<int32_t> tokens(here.size());
+  std::vector<int32_t> places(layout_.shape().max_tokens + size_t{1});
+  for (size_t i = 0; i < here.size(); ++i) {
+    const int32_t route = here[i];
+    tokens[i] = require_token(route, layout_.shape(), group);
+    ++places[static_cast<size_t>(tokens[i]) + 1];
+  }
+  std::partial_sum(places.begin(), places.end(), places.begin());
+  std::vector<Move> moves(here.size());
+  const int32_t* token = tokens.data();
+  visit_experts(group, rank, [&](uint32_t, int32_t row, int32_t routes) {
+    for (int32_t i = 0; i < routes; ++i, ++token) {
+      moves[static_cast<size_t>(places[static_cast<size_t>(*token)]++)] = {*token, row + i};
+    }
   });
   return moves;
 }
@@ -222,14 +242,15 @@ Ranges Placement::send_far(uint32_t rank, std::span<const int32_t> order) const 
   const uint32_t group = layout_.group_of(rank);
   const std::vector<int32_t> starts = route_starts(group);
   require_order(order, starts.back());
-  const auto top_k = static_cast<int32_t>(layout_.shape().top_k);
   const uint32_t dp_size = layout_.shape().dp_size;
   Ranges ranges;
   ranges.starts.push_back(0);
   for (uint32_t to = 0; to < layout_.shape().world; ++to) {
     if (to % dp_size == rank % dp_size && !layout_.same_node(rank, to)) {
       const int32_t last = starts[layout_.first_expert(to + 1)];
-      for (int32_t i = starts[layout_.first_expert(to)]; i < last; ++i) ranges.rows.push_back(order[i] / top_k);
+      for (int32_t i = starts[layout_.first_expert(to)]; i < last; ++i) {
+        ranges.rows.push_back(require_token(order[i], layout_.shape(), group));
+      }
     }
     ranges.starts.push_back(static_cast<int32_t>(ranges.rows.size()));
   }
@@ -295,7 +316,10 @@ std::vector<int32_t> sort_routes(std::span<const Index> indices, std::span<const
   require(slots.size() == indices.size(), "len(slots)", slots.size(),
           "as many as indices, " + std::to_string(indices.size()));
   const auto negative = std::find_if(counts.begin(), counts.end(), [](int32_t count) { return count < 0; });
-  require(negative == counts.end(), "counts of expert", static_cast<uint64_t>(negative - counts.begin()), "0 or more");
+  if (negative != counts.end()) {
+    throw UsageError("counts[" + std::to_string(negative - counts.begin()) + "] is " + std::to_string(*negative) +
+                     ", must be 0 or more");
+  }
   std::vector<int64_t> starts(counts.size() + 1);
   for (size_t expert = 0; expert < counts.size(); ++expert) starts[expert + 1] = starts[expert] + counts[expert];
   require(starts.back() <= static_cast<int64_t>(indices.size()), "sum of counts", static_cast<uint64_t>(starts.back()),

@@ -106,8 +106,8 @@ class Placement {
   int32_t private_start(uint32_t group, uint32_t rank) const;
   int32_t remainder_start(uint32_t group, uint32_t rank) const;
 
-  // What rank pulls from a near group: `order` is the group's list of routes (sort_routes), from its board; from: token.
-  // Entries are passed on as they are found there: who uses them checks them (pull_rows does).
+  // What rank pulls from a near group, by token: `order` is the group's list of routes (sort_routes), which may lie in
+  // memory that others write. Throws UsageError for an entry that is no route of any group; from: token.
   std::vector<Move> pull_near(uint32_t group, uint32_t rank, std::span<const int32_t> order) const;
   // What rank pulls from its own receive buffer, of all far groups.
   std::vector<Move> pull_far(uint32_t rank) const;

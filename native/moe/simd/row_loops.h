@@ -47,16 +47,24 @@ struct Single {
   static void store_e4m3(uint8_t* codes, Floats value) { *codes = to_e4m3(value); }
 };
 
+// The processor's own prefetching gives up on as many rows at a time as a token has routes, at each page's end at least:
+// a sum that asks for this many bytes ahead takes a third less (AMD Zen 5, 8 rows of 14 KiB; 512 to 2048 do the same).
+constexpr size_t kPrefetchAheadBytes = 1024;
+
 // Elements [begin, begin + kVectors * V::kWidth) of a sum: the accumulators stay in registers.
 template <typename V, size_t kVectors, Float In, Float Out>
 inline void reduce_part(void* out, const void* const* rows, const float* weights, size_t count, size_t begin,
-                        bool accumulate) {
+                        bool accumulate, bool prefetch) {
   typename V::Floats sums[kVectors];
   for (size_t v = 0; v < kVectors; ++v) {
     sums[v] = accumulate ? V::template load<Out>(out, begin + v * V::kWidth) : V::zero();
   }
   for (size_t k = 0; k < count; ++k) {
     const typename V::Floats weight = V::set(weights[k]);
+    if (prefetch) {
+      const char* ahead = static_cast<const char*>(rows[k]) + begin * bytes_of(In) + kPrefetchAheadBytes;
+      for (size_t at = 0; at < kVectors * V::kWidth * bytes_of(In); at += 64) __builtin_prefetch(ahead + at);
+    }
     for (size_t v = 0; v < kVectors; ++v) {
       sums[v] = V::add(sums[v], V::multiply(weight, V::template load<In>(rows[k], begin + v * V::kWidth)));
     }
@@ -70,9 +78,10 @@ void reduce_row(void* out, const void* const* rows, const float* weights, size_t
   constexpr size_t kVectors = 4;
   size_t i = 0;
   for (; i + kVectors * V::kWidth <= hidden; i += kVectors * V::kWidth) {
-    reduce_part<V, kVectors, In, Out>(out, rows, weights, count, i, accumulate);
+    const bool prefetch = (i + kVectors * V::kWidth) * bytes_of(In) + kPrefetchAheadBytes <= hidden * bytes_of(In);
+    reduce_part<V, kVectors, In, Out>(out, rows, weights, count, i, accumulate, prefetch);
   }
-  for (; i < hidden; ++i) reduce_part<Single, 1, In, Out>(out, rows, weights, count, i, accumulate);
+  for (; i < hidden; ++i) reduce_part<Single, 1, In, Out>(out, rows, weights, count, i, accumulate, false);
 }
 
 constexpr float kMagnitudeMin = 1e-4F;  // DeepEP's: blocks of zeros need a scale too

@@ -15,7 +15,7 @@ std::vector<const RowOps*> find_row_ops() {
   if (__builtin_cpu_supports("avx512f")) found.push_back(&kAvx512RowOps);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) found.push_back(&kAvx2RowOps);
 #endif
-  found.push_back(&kScalarRowOps);
+  found.push_back(&kPortableRowOps);
   return found;
 }
 

@@ -25,14 +25,14 @@ struct RowOps {
   Quantize quantize[kFloats];
 };
 
-// Those that this processor can do, the fastest first; the last is always "scalar".
+// Those that this processor can do, the fastest first; the last is always "portable".
 std::span<const RowOps* const> row_ops_here();
 
 // Throws UsageError for a name that is not among them; "auto" is the first.
 const RowOps& choose_row_ops(const char* name);
 
 // Each in a file of its own; which of them may be used, row_ops_here() says.
-extern const RowOps kScalarRowOps;
+extern const RowOps kPortableRowOps;
 #if defined(__x86_64__)
 extern const RowOps kAvx2RowOps;
 extern const RowOps kAvx512RowOps;
