@@ -135,7 +135,8 @@ void register_moe_proxy(nb::module_& module) {
            nb::sig("def __init__(self, engine: crossrail._core.Engine, layout: Layout, rank: int, memory: "
                    "collections.abc.Sequence[int], region: crossrail._core.Region) -> None"))
       .def("far_ranks", [](const ProxyHandle& self) { return self.get().far_ranks(); })
-      .def("imms_for", [](const ProxyHandle& self, uint32_t rank) { return self.get().imms_for(rank); }, nb::arg("rank"))
+      .def(
+          "imms_for", [](const ProxyHandle& self, uint32_t rank) { return self.get().imms_for(rank); }, nb::arg("rank"))
       .def("connect", &ProxyHandle::connect, nb::arg("rank"), nb::arg("descriptor"), nb::arg("imms"),
            nb::sig("def connect(self, rank: int, descriptor: crossrail._core.RegionDescriptor, imms: "
                    "collections.abc.Sequence[int]) -> None"))
@@ -171,6 +172,15 @@ void register_moe_proxy(nb::module_& module) {
           },
           nb::arg("round"), nb::arg("placement").none(),
           nb::sig("def send_results(self, round: int, placement: Placement | None) -> None"))
+      .def(
+          "say_farewell",
+          [](const ProxyHandle& self, double timeout_s) {
+            self.wait(nb::float_(timeout_s), [](moe::Proxy& proxy, Deadline deadline) {
+              proxy.say_farewell(deadline);
+              return moe::FarOutcome{};
+            });
+          },
+          nb::arg("timeout_s"))
       .def(
           "wait",
           [](const ProxyHandle& self, const std::string& step, uint32_t round, nb::handle timeout_s) {

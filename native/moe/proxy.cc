@@ -74,7 +74,8 @@ std::vector<uint32_t> Proxy::far_ranks() const {
 
 Proxy::Member& Proxy::member(uint32_t rank) {
   const auto found = std::find_if(members_.begin(), members_.end(), [&](const Member& m) { return m.rank == rank; });
-  if (found == members_.end()) throw UsageError("rank " + std::to_string(rank) + " is none that shares no memory with us");
+  if (found == members_.end())
+    throw UsageError("rank " + std::to_string(rank) + " is none that shares no memory with us");
   return *found;
 }
 
@@ -112,7 +113,8 @@ void Proxy::write(Member& to, FarStep step, uint32_t round, uint64_t from_offset
 }
 
 void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts) {
-  if (counts.size() != layout_.shape().experts) throw UsageError("counts has " + std::to_string(counts.size()) + " entries");
+  if (counts.size() != layout_.shape().experts)
+    throw UsageError("counts has " + std::to_string(counts.size()) + " entries");
   const uint32_t parity = parity_of(round);
   sent_[parity].clear();
   counts_[parity].assign(counts.begin(), counts.end());
@@ -189,16 +191,28 @@ void Proxy::send_results(uint32_t round, const Placement* placement) {
 
 // --- what is waited for ---
 
-FarOutcome Proxy::trouble(uint32_t round, uint32_t awaited_rank) {
-  if (engine_->closed()) return {FarResult::kClosed, awaited_rank, {}};
+FarOutcome Proxy::trouble(uint32_t round, const Member& awaited) {
+  if (engine_->closed()) return {FarResult::kClosed, awaited.rank, {}};
   for (const Watched& watched : watched_) {
     if (watched.peer->state() == PeerState::kLost) return {FarResult::kPeerLost, watched.rank, {}};
   }
+  if (awaited.counters[slot_of(FarStep::kFarewell, 0)]->poll() > 0) return {FarResult::kLeft, awaited.rank, {}};
   for (const Sent& sent : sent_[parity_of(round)]) {
     const FarResult result = result_of(sent.transfer->status());
     if (result != FarResult::kReady) return {result, sent.rank, sent.transfer->info().detail};
   }
-  return {FarResult::kReady, awaited_rank, {}};
+  return {FarResult::kReady, awaited.rank, {}};
+}
+
+void Proxy::say_farewell(Deadline deadline) {
+  std::vector<Sent>& sent = sent_[0];
+  sent.clear();
+  for (Member& member : members_) {
+    if (member.memory && member.memory->peer()->state() != PeerState::kLost)
+      write(member, FarStep::kFarewell, 0, 0, 0, 0);
+  }
+  // Whatever becomes of it: who is gone needs no farewell.
+  for (const Sent& one : sent) one.transfer->wait(deadline, {});
 }
 
 FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {
@@ -207,7 +221,7 @@ FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCh
       const Deadline next_look = std::min(deadline, engine_->clock().now_ns() + kLookEveryNs);
       const WaitResult waited = sent.transfer->wait(next_look, interrupted);
       if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, sent.rank, {}};
-      if (const FarOutcome found = trouble(round, sent.rank); found.result != FarResult::kReady) return found;
+      if (const FarOutcome found = trouble(round, member(sent.rank)); found.result != FarResult::kReady) return found;
       if (waited == WaitResult::kReady) break;
       if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, sent.rank, {}};
     }
@@ -232,7 +246,9 @@ FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const In
       continue;
     }
     if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, source.rank, {}};
-    if (const FarOutcome found = trouble(round, source.rank); found.result != FarResult::kReady) return found;
+    const FarOutcome found = trouble(round, source);
+    // Its last writes may have come just before its end.
+    if (found.result != FarResult::kReady && counter.poll() < expected) return found;
     if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, source.rank, {}};
   }
   return {FarResult::kReady, 0, {}};

@@ -22,20 +22,20 @@ namespace crossrail::moe {
 
 // What a rank has for far rows, the same on all ranks: one region, these parts of it twice. In bytes, from its start.
 struct FarMemory {
-  uint64_t routes_in = 0;    // [world] rows of route_bytes, by source rank
-  uint64_t rows_in = 0;      // rows of stride_bytes: slots, then remainders, as Placement has them
-  uint64_t results_in = 0;   // rows of y_bytes, by position in our own order of routes
-  uint64_t routes_out = 0;   // one row of route_bytes
-  uint64_t rows_out = 0;     // rows of stride_bytes, as Placement::send_far has them
-  uint64_t results_out = 0;  // rows of y_bytes, as Placement::return_far has them
+  uint64_t routes_in = 0;     // [world] rows of route_bytes, by source rank
+  uint64_t rows_in = 0;       // rows of stride_bytes: slots, then remainders, as Placement has them
+  uint64_t results_in = 0;    // rows of y_bytes, by position in our own order of routes
+  uint64_t routes_out = 0;    // one row of route_bytes
+  uint64_t rows_out = 0;      // rows of stride_bytes, as Placement::send_far has them
+  uint64_t results_out = 0;   // rows of y_bytes, as Placement::return_far has them
   uint64_t parity_bytes = 0;  // from the parts of even rounds to those of odd ones
   uint64_t route_bytes = 0;   // int32 [experts], rounded up
   uint64_t stride_bytes = 0;
   uint64_t y_bytes = 0;
 };
 
-enum class FarStep : uint8_t { kRoutes, kRows, kResults };
-inline constexpr uint32_t kFarSteps = 3;
+enum class FarStep : uint8_t { kRoutes, kRows, kResults, kFarewell };
+inline constexpr uint32_t kFarSteps = 4;
 inline constexpr uint32_t kParities = 2;
 
 enum class FarResult : uint8_t { kReady, kLate, kPeerLost, kLeft, kFailed, kClosed, kInterrupted };
@@ -78,6 +78,9 @@ class Proxy {
   // Results out of results_out; null: there are none.
   void send_results(uint32_t round, const Placement* placement);
 
+  // We take part no more: who waits for us is told. Returns once all have been told, or are gone, or at the deadline.
+  void say_farewell(Deadline deadline);
+
   // Until all of this step has come. May be repeated after kLate.
   FarOutcome wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
 
@@ -105,7 +108,7 @@ class Proxy {
   Member& member(uint32_t rank);
   uint64_t at(uint64_t part, uint32_t round) const { return part + parity_of(round) * memory_.parity_bytes; }
   void write(Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset, uint64_t length_bytes);
-  FarOutcome trouble(uint32_t round, uint32_t awaited_rank);
+  FarOutcome trouble(uint32_t round, const Member& awaited);
 
   const EngineRef engine_;
   const Layout& layout_;
@@ -116,8 +119,8 @@ class Proxy {
   std::vector<Member> members_;
   std::vector<Watched> watched_;
   std::array<size_t, kFarSteps * kParities> next_{};
-  std::array<std::vector<int32_t>, kParities> counts_;           // ours, of each parity's round
-  std::array<std::vector<uint32_t>, kParities> rows_expected_;   // writes of rows, by member
+  std::array<std::vector<int32_t>, kParities> counts_;          // ours, of each parity's round
+  std::array<std::vector<uint32_t>, kParities> rows_expected_;  // writes of rows, by member
   std::array<std::vector<Sent>, kParities> sent_;
 };
 

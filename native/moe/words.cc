@@ -18,7 +18,8 @@ constexpr int64_t kYieldAfterNs = 2'000;  // of spinning: the rank that we wait 
 
 // Whether waiting for words[index] has become pointless. Any owner that is lost makes it so: the one that we wait for may
 // have seen it before us, and go no further.
-WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched, size_t index) {
+WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched,
+                          size_t index) {
   if (engine.closed()) return {WordsResult::kClosed, index};
   for (size_t i = 0; i < words.size(); ++i) {
     if (words[i].owner != nullptr && words[i].owner->state() == PeerState::kLost) return {WordsResult::kPeerLost, i};

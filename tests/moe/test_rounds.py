@@ -199,13 +199,12 @@ def test_stats_and_explain_tell_what_was_done(seed: Seed) -> None:
         assert "mapped memory: ranks [1]" in ranks.parts[0].explain()
 
 
-def test_a_token_that_names_an_expert_twice_is_refused_where_there_is_no_room_for_it() -> None:
-    for node_size in (1, 2):
-        with Ranks(2, node_size=node_size, experts=2, hidden=32, top_k=2, max_tokens=4, scale_block=BLOCK) as ranks:
-            x, scales = np.zeros((4, 32), np.uint8), np.zeros((4, 2), np.float32)
-            twice = np.ones((4, 2), np.int32)
-            refused = errors_of(ranks, lambda part, _: part.dispatch(x, scales, twice), CapacityExceeded)
-            assert all("rank 1" in str(error) for error in refused)
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_a_token_that_names_an_expert_twice_is_refused_where_there_is_no_room_for_it(node_size: int) -> None:
+    with Ranks(2, node_size=node_size, experts=2, hidden=32, top_k=2, max_tokens=4, scale_block=BLOCK) as ranks:
+        x, scales, twice = np.zeros((4, 32), np.uint8), np.zeros((4, 2), np.float32), np.ones((4, 2), np.int32)
+        refused = errors_of(ranks, lambda part, _: part.dispatch(x, scales, twice), CapacityExceeded)
+        assert all("rank 1" in str(error) for error in refused)
 
 
 DP_CASES = [(4, 2, 4), (4, 2, 2), (4, 2, 1), (4, 4, 1), (6, 2, 2)]

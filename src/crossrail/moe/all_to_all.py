@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -310,6 +310,8 @@ class AllToAll:
             return
         self._closed = True
         self._near.farewell()
+        if self._far is not None and not self._engine.closed:
+            self._far.farewell(self.timeout_s)
         self._close_memory()
 
     def __enter__(self) -> AllToAll:
@@ -388,8 +390,8 @@ class AllToAll:
         """Tokens of the rows that go to far ranks, in their order. Our own routes decide alone."""
         table = np.zeros((self.config.groups, self.config.experts), np.int32)
         table[self.rank // self.config.dp_size] = counts
-        tokens, _ = _core.moe.Placement(self._layout, table).send_far(self.rank, order)
-        return np.asarray(tokens)
+        ranges = _core.moe.Placement(self._layout, table).send_far(self.rank, order)
+        return np.asarray(cast(tuple[Any, Any], ranges)[0])
 
     def _place(self, opened: Round) -> None:
         """Waits for the routes of all, decides where rows go, and has the rest of ours sent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -48,10 +48,6 @@ class Far:
         self._kernels = kernels
         self._rank = rank
         bounds = Bounds.of(config, max(layout.far_groups(other) for other in range(config.world)))
-        # Groups that get results from us by a rail: those with a member that is far, whichever member it is. That may be
-        # more than those whose rows come to us by a rail, which are of members of our own index.
-        size = config.world // len({frozenset(layout.near_ranks(other)) for other in range(config.world)})
-        returning = config.groups - (size // config.dp_size if size >= config.dp_size else 0)
         routes = config.max_tokens * min(config.top_k, config.experts_per_rank)
         route_bytes = -(-4 * config.experts // _LINE) * _LINE
         parts = {
@@ -60,7 +56,8 @@ class Far:
             "results_in": config.max_tokens * config.top_k * config.y_bytes,
             "routes_out": route_bytes,
             "rows_out": bounds.sent_rows * config.stride_bytes,
-            "results_out": returning * routes * config.y_bytes,
+            # Of all groups: one that is near by the member of our index may have others that are far.
+            "results_out": config.groups * routes * config.y_bytes,
         }
         offsets, end = {}, 0
         for name, nbytes in parts.items():
@@ -135,7 +132,7 @@ class Far:
     def send_results(self, number: int, placement: _core.moe.Placement | None, y: Array | None) -> None:
         """Rows of y, outputs of our experts, to where they came from; none of either: only that there are none."""
         if placement is not None and y is not None:
-            table, _ = placement.return_far(self._rank)
+            table = np.asarray(cast(tuple[Any, Any], placement.return_far(self._rank))[0])
             if len(table) > 0:
                 self._kernels.pack(self._halves[number % PARITIES].results_out.view(np.uint8), y, None, table)
         self._proxy.send_results(number, placement)
@@ -154,6 +151,10 @@ class Far:
         for rank in self.ranks:
             if self._engine.peer_state(self._addresses[rank]) == "lost":
                 raise trouble(self._engine, "peer-lost", rank, self._addresses[rank], "", math.inf)
+
+    def farewell(self, timeout_s: float) -> None:
+        """Nothing of ours comes any more: who waits for us is told."""
+        self._proxy.say_farewell(timeout_s)
 
     def _check(self, told: tuple[str, int, str], half: str, timeout_s: float) -> None:
         result, rank, detail = told
