@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from crossrail.cli.bench import api, copies, footprint, kv, posting, rdma, report, small, tcp_copies, tcp_small
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
 from crossrail.cli.bench.spec import Measure, Result
-from crossrail.cli.text import cpu_pair, size
+from crossrail.cli.text import OutputFile, cpu_pair, size
 from crossrail.errors import CrossrailError, UsageError
 
 _QUICK_RUNS = 3
@@ -79,8 +79,8 @@ def _sample(measure: Measure, pair: Pair, result: Result, runs: int, progress: P
 
 
 @click.command("bench")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all samples to this file.")
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw the ratios (needs matplotlib).")
+@click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
+@click.option("--plot", "plot_path", type=OutputFile(), help="Draw the ratios (needs matplotlib).")
 @click.option("--only", multiple=True, metavar="NAME", help="Only measures whose names begin so; may be repeated.")
 @click.option("--list", "list_only", is_flag=True, help="List the measures and end.")
 @click.option("--runs", type=click.IntRange(1, 1000), help="Samples of each measure [default: 5, quick 3].")

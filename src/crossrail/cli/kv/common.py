@@ -32,6 +32,7 @@ _TOY_LAYOUT: dict[str, int | str] = {
     "layers": 8, "pages": 512, "page_tokens": 16, "kv_heads": 4, "head_dim": 8, "dtype": "float16", "kind": "GQA",
     "order": "HND", "tp": 1,
 }  # fmt: skip
+_EXAMPLES = ("qwen3", "llama", "deepseek")  # crossrail.kv.models.EXAMPLES, which imports transformers
 MEMBERSHIP_HELP = "etcd://HOST:PORT,HOST:PORT/CLUSTER, where a cluster's nodes and routers are"
 
 
@@ -115,8 +116,14 @@ def open_model(name: str, options: Mapping[str, str]) -> Model:
     if name == "toy":
         return _open_toy(dict(options))
     if ":" in name and not Path(name).is_dir():
-        model: Model = _function(name)(**options)
+        model = _function(name)(**options)
+        if not isinstance(model, Model):
+            raise UsageError(f"{name!r} returned {_kind_of(model)}, and no crossrail.kv.model.Model")
         return model
+    if name not in _EXAMPLES and not Path(name).is_dir():
+        raise UsageError(
+            f"model {name!r} is none of toy, {', '.join(_EXAMPLES)}, no directory, and no 'package.module:function'"
+        )
     return _of_transformers("named").open_named(name, options)  # type: ignore[no-any-return]  # imported by name
 
 
@@ -128,7 +135,9 @@ def open_tokenizer(name: str) -> Tokenizer | None:
         return ToyTokenizer()
     if Path(name).is_dir():
         return _of_transformers("tokenizer").TextTokenizer(Path(name))  # type: ignore[no-any-return]  # as above
-    tokenizer: Tokenizer = _function(name)()
+    tokenizer = _function(name)()
+    if not isinstance(tokenizer, Tokenizer):
+        raise UsageError(f"{name!r} returned {_kind_of(tokenizer)}, and no crossrail.kv.model.Tokenizer")
     return tokenizer
 
 
@@ -137,6 +146,10 @@ def tokenizer_of(model: str) -> str:
     if not Path(model).is_dir():
         return "toy"
     return model if _of_transformers("tokenizer").has_tokenizer(Path(model)) else "none"
+
+
+def _kind_of(value: object) -> str:
+    return f"an object of type {type(value).__qualname__}"
 
 
 def _function(name: str) -> Callable[..., Any]:
