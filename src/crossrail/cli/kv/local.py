@@ -36,7 +36,11 @@ class Processes:
     def start(self, name: str, *arguments: str) -> None:
         command = [sys.executable, "-m", "crossrail", "kv", *arguments, "--name", name, "--until-stdin-closes"]
         self._by_name[name] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C goes to us alone; they end by their standard input
         )
 
     def first_line(self, name: str) -> str:
