@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -141,7 +141,8 @@ class WeightController:
         on_progress: called now and then with the bytes written so far, and with all that there are.
         Raises UpdateFailed once it is aborted everywhere: inference ranks with spare memory go on with the version they
         had, those without say that they are torn; another update() may succeed, with a new plan if somebody was lost.
-        UsageError when what members hold does not fit, or when an update is under way.
+        UsageError when what members hold does not fit, or when an update is under way. Cancelled, it aborts everywhere
+        first, which may take options.abort_s; or it commits, if all is there already.
         """
         if self._under_way is not None:
             raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
@@ -155,13 +156,16 @@ class WeightController:
             self._sweep()
             try:
                 await self._in_time(self._run(version, report, begun + timeout_s, on_progress), timeout_s)
+            except asyncio.CancelledError:
+                await _to_its_end(self._abort("the update was cancelled"))
+                raise
             except (CrossrailError, asyncio.TimeoutError) as error:
                 why = str(error) or f"not complete within {timeout_s:g} s"
-                await self._abort(why)
+                await _to_its_end(self._abort(why))
                 if isinstance(error, UsageError):
                     raise
                 raise UpdateFailed(version, why) from error
-            await self._commit(version, report)
+            await _to_its_end(self._commit(version, report))
             report.total_s = loop.time() - begun
             return report
         finally:
@@ -397,3 +401,13 @@ class WeightController:
             await asyncio.sleep(self._options.progress_s)
             told = await self._all(trainers, lambda _: m.AskProgress(), m.Progress, self._options.abort_s)
             on_progress(sum(each.written_bytes for each in told), whole)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits it also when we are cancelled meanwhile, and then is cancelled. A second time it goes on without us."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
