@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -123,7 +123,7 @@ async def _lead(
     trainer: WeightTrainer, controller: WeightController, options: _Options, console: Console
 ) -> UpdateReport:
     await trainer.join(controller.address, options.wait_s)
-    async with _told(controller.address.hex(), options.address_file, console):
+    with _told(controller.address.hex(), options.address_file, console):
         await _everybody(controller, options, console)
         offered = asyncio.ensure_future(trainer.publish(options.version, options.wait_s + options.timeout_s))
         try:
@@ -181,8 +181,8 @@ async def _opened(name: str, options: _Options, port: int) -> AsyncIterator[tupl
             wire.close()
 
 
-@asynccontextmanager
-async def _told(address: str, file: Path | None, console: Console) -> AsyncIterator[None]:
+@contextmanager
+def _told(address: str, file: Path | None, console: Console) -> Iterator[None]:
     """Says where the controller is, as long as it is there."""
     if file is None:
         console.print(f"controller: {address}", soft_wrap=True, highlight=False)
