@@ -11,7 +11,8 @@ import pytest
 import crossrail as xr
 from crossrail.weights.memory import WeightMemory
 from crossrail.weights.planner import PlanOptions, make_plan
-from crossrail.weights.task import ReadyTask, Tools, ready_tasks
+from crossrail.weights.ready import ready_tasks
+from crossrail.weights.task import ReadyTask, Tools
 from tests.conftest import EngineFactory
 from tests.weights.small_model import TARGETS, Target, Trainer, plain, weights_of
 
@@ -94,4 +95,4 @@ def test_quantising_other_than_float32_and_bfloat16_is_refused_by_name(open_engi
         target.add("layer.w_scale", np.zeros((1, 1), np.float32), scale_of="layer.w", block=(128, 128))
         plan = make_plan([source.inventory()], [target.inventory()])
         with pytest.raises(xr.UsageError, match=r"layer\.w: float16 is not quantised"):
-            ready_tasks(plan, 0)
+            list(ready_tasks(plan, 0))

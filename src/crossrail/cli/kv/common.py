@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 import crossrail as xr
+from crossrail.cli.secret import read_secret
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
@@ -98,14 +99,6 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
             yield Service(engine, Mailbox(wire, secret), secret, ended)
         finally:
             wire.close()
-
-
-def read_secret(file: Path | None) -> bytes:
-    """UsageError when there is none: whoever can reach a node without one could give it work."""
-    secret = file.read_bytes().strip() if file is not None else os.environb.get(SECRET_VARIABLE.encode(), b"")
-    if not secret:
-        raise UsageError(f"a secret that all nodes share is needed: --secret-file, or {SECRET_VARIABLE}")
-    return secret
 
 
 def open_model(name: str, options: Mapping[str, str]) -> Model:
