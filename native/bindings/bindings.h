@@ -18,9 +18,13 @@ void register_watcher(nanobind::module_& module);
 void register_devices(nanobind::module_& module);
 void register_engine(nanobind::module_& module);
 void register_operations(nanobind::class_<EngineHandle>& engine);  // the submits of engine.h
+void register_mapping(nanobind::module_& module, nanobind::class_<EngineHandle>& engine);
 void register_flight(nanobind::module_& module, nanobind::class_<EngineHandle>& engine);
 void register_poison(nanobind::module_& module);
 void register_sim(nanobind::module_& module);
+void register_moe_kernels(nanobind::module_& module);
+void register_moe_layout(nanobind::module_& module);  // into the module of register_moe_kernels
+void register_moe_words(nanobind::module_& module);   // likewise
 void register_bench(nanobind::module_& module);
 void register_bench_sockets(nanobind::module_& module);  // into the module of register_bench
 void register_bench_fabric(nanobind::module_& module);   // likewise

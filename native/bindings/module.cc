@@ -21,5 +21,8 @@ NB_MODULE(_core, module) {
   register_devices(module);
   register_sim(module);
   register_engine(module);
+  register_moe_kernels(module);
+  register_moe_layout(module);
+  register_moe_words(module);
   register_bench(module);
 }

@@ -301,6 +301,7 @@ can be seen that counts are expected: somebody waits for it, or a part of one ha
       .def("_take_events", &take_events, nb::sig("def _take_events(self) -> list[tuple[str, str, str]]"));
   register_peers(engine);
   register_operations(engine);
+  register_mapping(module, engine);
   register_flight(module, engine);
 }
 

@@ -584,6 +584,12 @@ void EngineCore::forget_peer(Peer& peer) {
   });
 }
 
+Status EngineCore::map(Peer& peer, RemoteRegion& region, Mapping* mapping) {
+  if (closed()) return Status::kEngineClosed;
+  if (peer.link_ == nullptr) return Status::kPeerLost;
+  return peer.route_.transport->map(*key_of(peer, region), mapping);
+}
+
 PeerExplanation EngineCore::explain(Peer& peer) {
   const Route& route = peer.route_;
   PeerExplanation explanation{.peer = peer.address().name,

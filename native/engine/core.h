@@ -117,8 +117,9 @@ class EngineCore final : public Sink, public Actor {
   PeerRef add_peer(const Address& address);
   void forget_peer(Peer& peer);
   PeerExplanation explain(Peer& peer);
-  bool knows(const Peer& peer) const;  // not forgotten
-  void start_connect(Peer& peer);      // progress holder
+  Status map(Peer& peer, RemoteRegion& region, Mapping* mapping);  // progress holder
+  bool knows(const Peer& peer) const;                              // not forgotten
+  void start_connect(Peer& peer);                                  // progress holder
   void pool_closed(ReceivePool* pool);
   void add_event(EngineEvent event);
 

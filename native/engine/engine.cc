@@ -326,6 +326,27 @@ WaitResult Engine::connect(Peer& peer, Deadline deadline, const InterruptCheck& 
   return peer.state() == PeerState::kLost ? WaitResult::kClosed : WaitResult::kReady;
 }
 
+WaitResult Engine::map(RemoteRegion& region, Deadline deadline, const InterruptCheck& interrupted, Mapping* mapping,
+                       Status* status) {
+  static constexpr int64_t kLookEveryNs = 200'000;
+  Peer& peer = *region.peer();
+  const WaitResult connected = connect(peer, deadline, interrupted);
+  *status = Status::kPeerLost;
+  if (connected != WaitResult::kReady)
+    return connected == WaitResult::kClosed && !closed() ? WaitResult::kReady : connected;
+  while (true) {
+    core_->run_as_holder([&] { *status = core_->map(peer, region, mapping); });
+    if (*status != Status::kPending) return closed() ? WaitResult::kClosed : WaitResult::kReady;
+    // The peer is asked once per region and incarnation: a look now and then is cheap enough.
+    const Deadline next_look = std::min(deadline, clock().now_ns() + kLookEveryNs);
+    const auto nap = [](Deadline until) {
+      std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, kLookEveryNs)));
+    };
+    const WaitResult waited = core_->wait_until([] { return false; }, nap, next_look, interrupted);
+    if (waited != WaitResult::kTimeout || clock().now_ns() >= deadline) return waited;
+  }
+}
+
 void Engine::forget_peer(Peer& peer) {
   core_->check_usable();
   core_->forget_peer(peer);

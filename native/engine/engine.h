@@ -257,6 +257,12 @@ class Engine : public RefCounted<Engine> {
   WaitResult connect(Peer& peer, Deadline deadline, const InterruptCheck& interrupted);  // kClosed: lost
   // Ends every transfer to it as kPeerLost and drops what we hold of it. The same address connects anew later.
   void forget_peer(Peer& peer);
+  // A peer's memory at an address of ours: memory of its alloc(), on our host. `status`: kDone, or why not, as
+  // Transport::map and the peer say it; meaningless unless kReady. Connects. What the mapping's owner does with it is
+  // outside of the contract: it is not counted, nor refused by a close() or revoke() of the region, which keeps living
+  // with the mapping.
+  WaitResult map(RemoteRegion& region, Deadline deadline, const InterruptCheck& interrupted, Mapping* mapping,
+                 Status* status);
   std::vector<PeerRef> peers() const;
   PeerExplanation explain(Peer& peer);
   PeerGroupRef add_peer_group(std::span<const Address> addresses);

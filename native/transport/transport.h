@@ -57,6 +57,13 @@ enum class WorkOp : uint8_t { kWrite, kRead, kSend, kService };
 inline constexpr uint64_t kServiceBytesMax = 4000;  // a fragment of rdma
 inline constexpr uint32_t kServicesQueuedMax = 64;  // of one link, accepted and not retired: post() takes no more
 
+// A peer's memory at an address of ours. It stays readable and writable for as long as `memory` is held, whatever becomes
+// of the peer and of its region: afterwards nobody else has it.
+struct Mapping {
+  std::shared_ptr<const void> memory;
+  std::byte* base = nullptr;
+};
+
 // One piece of work for one rail. 64 bytes: a cache line per piece.
 struct WorkRequest {
   WorkOp op = WorkOp::kWrite;
@@ -166,6 +173,9 @@ class Transport {
   // Retires everything posted on the link as kPeerLost and deletes it, without on_link_down.
   virtual void disconnect(Link& link) = 0;
   virtual std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) = 0;
+  // kPending: the peer has not answered yet what region that is, ask again. kDone: `out` is filled. kAccessDenied: this
+  // process cannot touch that memory. kRegionClosed, kRegionRevoked and others: the peer refuses.
+  virtual Status map(const RemoteKey&, Mapping* /*out*/) { return Status::kAccessDenied; }
   virtual std::vector<PathReport> explain(Link& link) = 0;
   // [any] Why none of that peer's rails is in reach of ours (other kinds of links); empty: some is, or nobody can tell.
   virtual std::string why_out_of_reach(const Address&) const { return {}; }

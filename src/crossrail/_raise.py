@@ -202,6 +202,31 @@ def connect_failed(engine: _core.Engine, peer: str, pid: int, note: str) -> erro
     )
 
 
+def map_failed(
+    engine: _core.Engine, status: str, peer: str, nbytes: int, region: int, note: str
+) -> errors.CrossrailError:
+    what = f"map of {nbytes} bytes of {_peer(engine, peer)} (its region {region})"
+    if status == "engine-closed":
+        return errors.EngineClosed(f"{what} was not finished: engine '{engine.name}' was closed first")
+    if status == "access-denied":
+        return errors.UsageError(
+            f"{what}: this process cannot map that memory. It must be of the peer's engine.alloc(), on this host, "
+            "and the peer be reached by shm: engine.explain(peer) says by what it is"
+        )
+    _log_events(engine)
+    kind, cause, _, remedy = _ENDINGS.get(status, (errors.TransferError, status, "", "see engine.explain(peer)"))
+    because = f": {note}" if note else ""
+    return kind(
+        f"{what} failed: {cause}{because}. Next: {remedy}",
+        op="map",
+        peer=peer,
+        nbytes=nbytes,
+        status=status,
+        detail=note,
+        region=region,
+    )
+
+
 def another_clock(engine: _core.Engine, loop: object) -> errors.UsageError:
     return errors.UsageError(
         f"engine '{engine.name}' cannot be awaited on {loop!r}: they go by different clocks. Next: await engines of a "

@@ -17,12 +17,11 @@ from tests.support.node import Node
 PR_SET_PDEATHSIG = 1
 
 
-def serve() -> None:
+def serve(node: Node) -> None:
     faulthandler.enable()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # never outlive the tests
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    node = Node()
     for line in sys.stdin:
         request = json.loads(line)
         answers.write(json.dumps(answer(node, request)) + "\n")
@@ -39,4 +38,4 @@ def answer(node: Node, request: dict[str, object]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(Node())

@@ -23,13 +23,13 @@ class PeerProcess:
     """A Node in a child process. Also a Caller.
 
     Invariant: at most one command is unanswered. Owner: whoever made it calls close().
-    prefix: a command that runs this one elsewhere, in the same process (tests.support.hosts).
+    prefix: a command that runs this one elsewhere, in the same process (tests.support.hosts). module: what runs there.
     """
 
-    def __init__(self, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, prefix: Sequence[str] = (), module: str = "tests.support.peer") -> None:
         self._errors = tempfile.TemporaryFile(mode="w+")
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "tests.support.peer"],
+            [*prefix, sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -134,6 +134,23 @@ std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescrip
   return std::make_unique<ShmKey>(import);
 }
 
+Status ShmTransport::map(const RemoteKey& key, Mapping* out) {
+  const Import& import = *static_cast<const ShmKey&>(key).import;
+  switch (import.state) {
+    case Import::State::kPending:
+      return Status::kPending;
+    case Import::State::kPrivate:
+      return Status::kAccessDenied;
+    case Import::State::kRefused:
+      return import.status;
+    case Import::State::kDirect:
+      break;
+  }
+  if (!import.map) return Status::kAccessDenied;  // private memory of our own process: nobody keeps it for us
+  *out = {import.map, import.base};
+  return Status::kDone;
+}
+
 Outgoing* ShmTransport::find_outgoing(uint64_t id) {
   const auto found = std::find_if(outgoing_.begin(), outgoing_.end(), [&](const auto& link) { return link->id == id; });
   return found == outgoing_.end() ? nullptr : found->get();
@@ -203,6 +220,7 @@ uint32_t ShmTransport::handle_control() {
             import.state = Import::State::kDirect;
             import.is_local = true;
             import.base = reinterpret_cast<std::byte*>(event.facts.base);
+            import.map = std::move(event.facts.map);
           } else if (event.facts.map) {
             import.state = Import::State::kDirect;
             import.map = std::move(event.facts.map);

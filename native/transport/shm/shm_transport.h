@@ -36,6 +36,7 @@ class ShmTransport final : public Transport {
 
   Link* connect(const std::shared_ptr<const Address>& address) override;
   void disconnect(Link& link) override;
+  Status map(const RemoteKey& key, Mapping* out) override;
   std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) override;
   std::vector<PathReport> explain(Link& link) override;
 

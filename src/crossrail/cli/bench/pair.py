@@ -66,6 +66,15 @@ class Settings:
         by_loopback = transport in ("tcp", "ofi:tcp")
         return {"transport": transport, "rails": [LOOPBACK]} if by_loopback else {"transport": transport}
 
+    def to_json(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "transport": self.stand_in or self.transport,
+            "cpus": list(self.cpus),
+            "pool_bytes": self.pool_bytes,
+            "quick": self.quick,
+        }
+
     def scaled(self, count: int) -> int:
         """How many operations a sample takes: a tenth of them for a quick look."""
         return max(count // 10, 1) if self.quick else count

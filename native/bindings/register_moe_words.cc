@@ -1,0 +1,128 @@
+// The words of ranks that share memory (moe/words.h), as Python has them: one board for each rank, with words at its start.
+#include <nanobind/nanobind.h>
+
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/convert.h"
+#include "bindings/engine_handle.h"
+#include "bindings/handles.h"
+#include "moe/words.h"
+
+namespace crossrail::bindings {
+
+namespace {
+
+const char* result_name(moe::WordsResult result) {
+  switch (result) {
+    case moe::WordsResult::kReady:
+      return "ready";
+    case moe::WordsResult::kLate:
+      return "late";
+    case moe::WordsResult::kPeerLost:
+      return "peer-lost";
+    case moe::WordsResult::kLeft:
+      return "left";
+    case moe::WordsResult::kClosed:
+      return "engine-closed";
+    case moe::WordsResult::kInterrupted:
+      return "interrupted";
+  }
+  return "";
+}
+
+// Invariant: boards[i] is held, and has `count` words, for as long as this lives; owners[i] is null where it is ours.
+class Words {
+ public:
+  Words(nb::pointer_and_handle<EngineHandle> given, nb::sequence boards, nb::sequence owners, size_t own, size_t count)
+      : engine(nb::borrow(given.h)), engine_(given.p), own_(own), count_(count) {
+    for (nb::handle board : boards) {
+      BufferView& view = boards_.emplace_back();
+      if (!view.acquire(board, PyBUF_WRITABLE)) throw UsageError("a board is no writable range of memory");
+      if (static_cast<size_t>(view.get().len) < count * sizeof(moe::Word))
+        throw UsageError("a board has no room for words");
+      if (reinterpret_cast<uintptr_t>(view.get().buf) % alignof(moe::Word) != 0)
+        throw UsageError("a board is not aligned");
+    }
+    for (nb::handle owner : owners)
+      owners_.push_back(owner.is_none() ? Held<Peer>() : Held<Peer>(given.p->peer(owner)));
+    if (owners_.size() != boards_.size() || own >= boards_.size() || count < 1)
+      throw UsageError("boards, owners, own or count do not fit together");
+  }
+
+  Words(const Words&) = delete;
+  Words& operator=(const Words&) = delete;
+
+  // Word 0 is the farewell.
+  void publish(size_t index, uint32_t round) { moe::publish(word(own_, index), round); }
+
+  nb::tuple wait(size_t index, uint32_t round, nb::handle timeout_s, const std::vector<size_t>& skipped) {
+    const EngineRef engine = engine_->core();
+    const Deadline deadline = to_deadline(timeout_s, engine->clock());
+    std::vector<moe::Awaited> awaited;
+    std::vector<size_t> ranks;
+    for (size_t rank = 0; rank < boards_.size(); ++rank) {
+      if (std::find(skipped.begin(), skipped.end(), rank) != skipped.end()) continue;
+      awaited.push_back({.word = &word(rank, index),
+                         .farewell = &word(rank, 0),
+                         .owner = owners_[rank] ? owners_[rank].ref().get() : nullptr});
+      ranks.push_back(rank);
+    }
+    ranks.push_back(boards_.size());
+    moe::WordsOutcome outcome{};
+    wait_without_gil([&] {
+      outcome = moe::wait_words(*engine, awaited, round, deadline, interrupted);
+      return outcome.result == moe::WordsResult::kInterrupted ? WaitResult::kInterrupted : WaitResult::kReady;
+    });
+    return nb::make_tuple(result_name(outcome.result), ranks[outcome.index]);
+  }
+
+  bool has_come(size_t rank, size_t index, uint32_t round) { return moe::has_come(word(rank, index), round); }
+
+  nb::object engine;
+
+ private:
+  moe::Word& word(size_t rank, size_t index) {
+    if (rank >= boards_.size() || index >= count_) throw UsageError("no such word");
+    return static_cast<moe::Word*>(boards_[rank].get().buf)[index];
+  }
+
+  EngineHandle* const engine_;
+  std::deque<BufferView> boards_;
+  std::vector<Held<Peer>> owners_;
+  const size_t own_;
+  const size_t count_;
+};
+
+}  // namespace
+
+void register_moe_words(nb::module_& module) {
+  nb::module_ part = module.def_submodule("moe");
+  part.attr("WORD_BYTES") = sizeof(moe::Word);
+  nb::class_<Words>(
+      part, "Words", nb::is_final(), nb::type_slots(engine_slots<Words>),
+      "Words of ranks that share memory; word 0 of each is its farewell. Threads: one at a time publishes.")
+      .def(nb::init<nb::pointer_and_handle<EngineHandle>, nb::sequence, nb::sequence, size_t, size_t>(),
+           nb::arg("engine"), nb::arg("boards"), nb::arg("owners"), nb::arg("own"), nb::arg("count"),
+           nb::sig("def __init__(self, engine: crossrail._core.Engine, boards: collections.abc.Sequence[memoryview], "
+                   "owners: "
+                   "collections.abc.Sequence[crossrail._core.Address | None], own: int, count: int) -> None"))
+      .def("publish", &Words::publish, nb::arg("index"), nb::arg("round"),
+           "Sets our own word. What this thread wrote before is seen by whoever sees it.")
+      .def("has_come", &Words::has_come, nb::arg("rank"), nb::arg("index"), nb::arg("round"),
+           "Whether that word of that board stands at the round, or later.")
+      .def("wait", &Words::wait, nb::arg("index"), nb::arg("round"), nb::arg("timeout_s").none(), nb::arg("skipped"),
+           nb::sig("def wait(self, index: int, round: int, timeout_s: float | None, skipped: "
+                   "collections.abc.Sequence[int]) -> tuple[str, int]"),
+           "Until that word of every board, those skipped excepted, stands at the round or later: ('ready', boards). "
+           "Else "
+           "'late', 'peer-lost', 'left' or 'engine-closed', and the first board that it does not on. Blocks, GIL "
+           "released.");
+}
+
+}  // namespace crossrail::bindings

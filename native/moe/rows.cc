@@ -1,0 +1,102 @@
+#include "moe/rows.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "util/copy.h"
+#include "util/errors.h"
+
+namespace crossrail::moe {
+
+namespace {
+
+// Rows that are copied in one call and would push each other out of a core's own caches: with streaming stores a rank's
+// share of a decode round takes a quarter less (256 rows of 7 KiB: 350 us against 450 for all four sources).
+constexpr size_t kStreamedBytesMin = size_t{1} << 20U;
+
+void check_row(const char* argument, size_t entry, int32_t row, size_t rows) {
+  if (row >= 0 && static_cast<size_t>(row) < rows) return;
+  throw UsageError(std::string(argument) + "[" + std::to_string(entry) + "] is row " + std::to_string(row) +
+                   ", must be in [0, " + std::to_string(rows) + ")");
+}
+
+template <typename Index>
+[[noreturn]] void refuse_index(Index index, size_t route, uint32_t top_k, size_t experts) {
+  throw UsageError("indices: token " + std::to_string(route / top_k) + ", k " + std::to_string(route % top_k) +
+                   " goes to expert " + std::to_string(index) + ", must be in [0, " + std::to_string(experts) +
+                   "), or -1 for none");
+}
+
+}  // namespace
+
+template <typename Index>
+void count_routes(std::span<const Index> indices, uint32_t top_k, std::span<int32_t> counts, std::span<int32_t> slots) {
+  const auto experts = static_cast<int64_t>(counts.size());
+  const auto bad =
+      std::find_if(indices.begin(), indices.end(), [experts](Index index) { return index < -1 || index >= experts; });
+  if (bad != indices.end()) refuse_index(*bad, static_cast<size_t>(bad - indices.begin()), top_k, counts.size());
+  std::fill(counts.begin(), counts.end(), 0);
+  for (size_t route = 0; route < indices.size(); ++route) {
+    const Index index = indices[route];
+    slots[route] = index < 0 ? -1 : counts[static_cast<size_t>(index)]++;
+  }
+}
+
+template void count_routes(std::span<const int32_t>, uint32_t, std::span<int32_t>, std::span<int32_t>);
+template void count_routes(std::span<const int64_t>, uint32_t, std::span<int32_t>, std::span<int32_t>);
+
+void pack_rows(const RowsOut& target, const RowsIn& x, const RowsIn& scales, const std::span<const int32_t>* table) {
+  const size_t count = table == nullptr ? x.rows : table->size();
+  if (count > target.rows) {
+    throw UsageError("target has " + std::to_string(target.rows) + " rows, must have " + std::to_string(count));
+  }
+  if (x.bytes + scales.bytes > target.bytes) {
+    throw UsageError("target has rows of " + std::to_string(target.bytes) + " bytes, must have " +
+                     std::to_string(x.bytes + scales.bytes));
+  }
+  std::vector<int32_t> rows;
+  if (table != nullptr) {
+    rows.assign(table->begin(), table->end());
+    for (size_t i = 0; i < count; ++i) check_row("table", i, rows[i], x.rows);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const size_t row = table == nullptr ? i : static_cast<size_t>(rows[i]);
+    std::byte* to = target.data + i * target.bytes;
+    copy_cached(to, x.data + row * x.bytes, x.bytes);
+    if (scales.bytes > 0) copy_cached(to + x.bytes, scales.data + row * scales.bytes, scales.bytes);
+    std::memset(to + x.bytes + scales.bytes, 0, target.bytes - x.bytes - scales.bytes);
+  }
+}
+
+void pull_rows(const RowsOut& x, const RowsOut& scales, const RowsIn& source, std::span<const Move> table) {
+  if (x.bytes + scales.bytes > source.bytes) {
+    throw UsageError("source has rows of " + std::to_string(source.bytes) + " bytes, must have " +
+                     std::to_string(x.bytes + scales.bytes));
+  }
+  const std::vector<Move> moves(table.begin(), table.end());
+  const size_t rows = scales.bytes > 0 ? std::min(x.rows, scales.rows) : x.rows;
+  for (size_t i = 0; i < moves.size(); ++i) {
+    check_row("table (from)", i, moves[i].from, source.rows);
+    check_row("table (to)", i, moves[i].to, rows);
+  }
+  const bool streamed = moves.size() * x.bytes >= kStreamedBytesMin;
+  for (size_t i = 0; i < moves.size(); ++i) {
+    const std::byte* from = source.data + static_cast<size_t>(moves[i].from) * source.bytes;
+    std::byte* to = x.data + static_cast<size_t>(moves[i].to) * x.bytes;
+    if (streamed) {
+      const bool last = i + 1 == moves.size();
+      const std::byte* next = last ? nullptr : source.data + static_cast<size_t>(moves[i + 1].from) * source.bytes;
+      copy_streaming(to, from, x.bytes, next, last ? 0 : x.bytes);
+    } else {
+      copy_cached(to, from, x.bytes);
+    }
+    if (scales.bytes > 0) {
+      copy_cached(scales.data + static_cast<size_t>(moves[i].to) * scales.bytes, from + x.bytes, scales.bytes);
+    }
+  }
+  if (streamed) copy_fence();
+}
+
+}  // namespace crossrail::moe

@@ -1,0 +1,39 @@
+// Counting routes and moving rows of bytes. Plain functions on the caller's thread; memory is the caller's throughout.
+//
+// Nothing is read or written outside of the spans given: every table is copied and checked before anything is written,
+// so that one which lies in memory of a peer may hold, and change to, anything. Who breaks a rule gets a UsageError.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "moe/layout.h"
+
+namespace crossrail::moe {
+
+// indices: [tokens * top_k], expert of each route or -1. counts: [experts], becomes the number of routes to each.
+// slots: [tokens * top_k], becomes how many earlier routes have the same expert; -1 for -1.
+template <typename Index>
+void count_routes(std::span<const Index> indices, uint32_t top_k, std::span<int32_t> counts, std::span<int32_t> slots);
+
+// Rows of `bytes` bytes, each `stride` from the one before; no rows: data may be null.
+struct RowsIn {
+  const std::byte* data = nullptr;
+  size_t rows = 0;
+  size_t bytes = 0;
+};
+struct RowsOut {
+  std::byte* data = nullptr;
+  size_t rows = 0;
+  size_t bytes = 0;
+};
+
+// Row i of target becomes x[table[i]] | scales[table[i]] | zeros. An empty table: i itself, for as many as x has.
+// scales.bytes 0: none. target.bytes is at least x.bytes + scales.bytes; target has as many rows as are written, or more.
+void pack_rows(const RowsOut& target, const RowsIn& x, const RowsIn& scales, const std::span<const int32_t>* table);
+
+// For each move, x[to] and scales[to] become what pack_rows made of them in source[from].
+void pull_rows(const RowsOut& x, const RowsOut& scales, const RowsIn& source, std::span<const Move> moves);
+
+}  // namespace crossrail::moe

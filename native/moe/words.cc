@@ -1,0 +1,87 @@
+#include "moe/words.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "util/clock.h"
+#include "util/copy.h"
+#include "util/futex.h"
+#include "util/spinlock.h"
+
+namespace crossrail::moe {
+
+namespace {
+
+// How long a sleeper goes without a look at the owner: a rank that dies wakes nobody.
+constexpr int64_t kLookEveryNs = 5'000'000;
+constexpr int64_t kYieldAfterNs = 2'000;  // of spinning: the rank that we wait for may need this very core
+
+// Whether waiting for words[index] has become pointless. Any owner that is lost makes it so: the one that we wait for may
+// have seen it before us, and go no further.
+WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, size_t index) {
+  if (engine.closed()) return {WordsResult::kClosed, index};
+  for (size_t i = 0; i < words.size(); ++i) {
+    if (words[i].owner != nullptr && words[i].owner->state() == PeerState::kLost) return {WordsResult::kPeerLost, i};
+  }
+  if (words[index].farewell->value.load(std::memory_order_acquire) != 0) return {WordsResult::kLeft, index};
+  return {WordsResult::kReady, index};
+}
+
+void sleep_on_word(Word& word, uint32_t round, Deadline until) {
+  // seq_cst, and so are the store of the value and the look at the sleepers in publish(): either the owner sees us and
+  // wakes, or we see the value here. A wake between the look and the sleep is not lost: the kernel compares the value.
+  word.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const uint32_t seen = word.value.load(std::memory_order_seq_cst);
+  if (static_cast<int32_t>(seen - round) < 0) futex_wait(&word.value, seen, until, FutexScope::kShared);
+  word.sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+void publish(Word& word, uint32_t round) {
+  copy_fence();  // streaming stores are ordered by nothing else
+  word.value.store(round, std::memory_order_seq_cst);
+  if (word.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&word.value, FutexScope::kShared);
+}
+
+WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, uint32_t round, Deadline deadline,
+                        const InterruptCheck& interrupted) {
+  const bool manual = engine.options().polling == Polling::kManual;
+  const bool staged = engine.options().stage != nullptr;
+  int64_t spin_until = 0;
+  int64_t next_look = 0;
+  for (size_t i = 0; i < words.size();) {
+    const Awaited& awaited = words[i];
+    if (has_come(*awaited.word, round)) {
+      ++i;
+      continue;
+    }
+    if (staged) return {WordsResult::kLate, i};
+    const int64_t now = now_ns();
+    if (spin_until == 0) {
+      spin_until = now + engine.options().spin_ns;
+      next_look = now + kLookEveryNs;
+    }
+    if (now >= std::min(next_look, deadline)) {
+      next_look = now + kLookEveryNs;
+      const WordsOutcome trouble = trouble_with(engine, words, i);
+      // Its last word may have come just before its end.
+      if (trouble.result != WordsResult::kReady && !has_come(*awaited.word, round)) return trouble;
+      if (now >= deadline) return {WordsResult::kLate, i};
+      if (interrupted && interrupted()) return {WordsResult::kInterrupted, i};
+    }
+    if (manual) engine.progress();
+    if (now < spin_until) {
+      if (now + kYieldAfterNs < spin_until) {
+        cpu_relax();
+      } else {
+        std::this_thread::yield();
+      }
+      continue;
+    }
+    sleep_on_word(*awaited.word, round, std::min(next_look, deadline));
+  }
+  return {WordsResult::kReady, words.size()};
+}
+
+}  // namespace crossrail::moe

@@ -1,0 +1,61 @@
+// Words by which ranks that share memory tell each other how far they are.
+//
+// A word lies in memory that its owner allocated (Engine::alloc) and others map (Engine::map). Only the owner writes it,
+// and it only grows: the number of a round, modulo 2^32. So whoever waits for a round is not misled by one that is ahead.
+//
+// Threads: publish() from one at a time; wait_words() from any.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+
+#include "engine/engine.h"
+
+namespace crossrail::moe {
+
+// A cache line for each, so that looking at one disturbs nobody who writes another. Zero is "nothing yet".
+struct alignas(64) Word {
+  std::atomic<uint32_t> value;
+  // How many sleep on it, of any process. One that is killed asleep is never subtracted: that costs its owner a system
+  // call per publish, and nothing else.
+  std::atomic<uint32_t> sleepers;
+};
+static_assert(sizeof(Word) == 64);
+
+// Everything that this thread wrote before, streaming stores too, is seen by whoever sees the word.
+void publish(Word& word, uint32_t round);
+
+// Whether the word stands at `round` or later.
+inline bool has_come(const Word& word, uint32_t round) {
+  // acquire: pairs with the store in publish().
+  return static_cast<int32_t>(word.value.load(std::memory_order_acquire) - round) >= 0;
+}
+
+// What is waited for, and of whom.
+struct Awaited {
+  Word* word = nullptr;
+  Word* farewell = nullptr;  // not 0 once the owner has given up for good
+  Peer* owner = nullptr;     // null: ourselves
+};
+
+enum class WordsResult : uint8_t {
+  kReady,
+  kLate,         // the deadline passed
+  kPeerLost,     // the owner of one is lost, whether or not its word has come
+  kLeft,         // the owner of one that has not come said farewell
+  kClosed,       // our engine was closed
+  kInterrupted,  // the interrupt check said stop
+};
+struct WordsOutcome {
+  WordsResult result;
+  size_t index;  // of the owner that is lost, else of the first that has not come; the number of words when kReady
+};
+
+// Returns once all words stand at `round` or later; or once it is certain that one of them never will, or the deadline
+// has passed. Spins for the engine's spin_ns, then sleeps. Drives an engine of Polling::kManual meanwhile, else nothing
+// does but its worker. On a stage nobody else runs while we wait: what has not come then, is late at once.
+WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, uint32_t round, Deadline deadline,
+                        const InterruptCheck& interrupted);
+
+}  // namespace crossrail::moe

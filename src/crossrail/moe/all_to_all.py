@@ -1,0 +1,399 @@
+"""Dispatch of tokens to the ranks that have their experts, and combine of what the experts made of them."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+import crossrail as xr
+from crossrail import _core
+from crossrail.errors import EngineClosed, UsageError
+from crossrail.moe.arrays import Array, from_host, is_tensor, to_count, to_host
+from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout
+from crossrail.moe.config import NUMPY_TYPES, OUT_DTYPES, Config
+from crossrail.moe.errors import CapacityExceeded
+from crossrail.moe.group import Group
+from crossrail.moe.kernels import CpuKernels, Kernels
+from crossrail.moe.meeting import Member, meet
+from crossrail.moe.near import Near
+from crossrail.moe.rounds import Dispatched, Round, Stage
+
+_ROUNDS = 1 << 32  # words count them modulo this
+
+
+class AllToAll:
+    """Expert parallelism: tokens go to the ranks of their experts, results come back and are summed. One per model.
+
+    Every rank makes one with the same arguments, and then the same calls in the same order; a round is one dispatch and
+    the combine that answers it. Two rounds may be open at once, each half of each a call of its own, so that a
+    micro-batch is under way while another is computed. Rank r has experts [r * n, (r + 1) * n), n = ceil(experts /
+    ranks); the last ranks may have fewer, or none.
+
+    Ranks that share memory read each other's: a token is copied once, by the rank of its expert, and an expert's output
+    is summed where it lies. (The outline is that of arXiv 2510.27656, section 6; there such ranks push.)
+
+    engine: its own, open as long as this. group: who takes part (EngineGroup, TorchGroup); needed by the constructor
+    only. experts: of the model. hidden: numbers of a token. top_k: experts of a token. max_tokens: most tokens of a
+    dispatch. dtype: of x, "float8_e4m3fn", "bfloat16", "float16" or "float32". scale_block: numbers that share a scale,
+    float32 [tokens, ceil(hidden / scale_block)]; None: there are no scales. out_dtype: of what experts return and
+    combine gives. padding: each expert's rows begin at a multiple of it. layout: of the rows of a rank's experts;
+    "grouped", one expert's after the other's, or "masked", the same room for each. node_size: so many consecutive ranks
+    share memory; None: as many as do. capacity_factor: room for that many times the mean number of rows, instead of for
+    any routing; a round that needs more raises CapacityExceeded on every rank. timeout_s: of each wait of the
+    constructor and of every call; an attribute, which may be changed between calls. dp_size: so many consecutive ranks
+    hold the same tokens. private_tokens, on_lost: of ranks that share no memory. kernels: who touches rows; None:
+    CpuKernels().
+
+    Not built yet, and refused: ranks that do not share memory, on_lost="mask", memory of devices.
+
+    Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once. 2.
+    rounds. 3. close(), before the engine; a rank that waits for one that is closed is told so.
+
+    Raises UsageError when an argument makes no sense, or is not the same on all ranks: it names the argument, both
+    values and the ranks; WaitTimeout, PeerLost, EngineClosed.
+    """
+
+    def __init__(
+        self,
+        engine: xr.Engine,
+        group: Group,
+        *,
+        experts: int,
+        hidden: int,
+        top_k: int,
+        max_tokens: int,
+        dtype: str = "float8_e4m3fn",
+        scale_block: int | None = 128,
+        out_dtype: str = "bfloat16",
+        private_tokens: int | None = None,
+        padding: int = 1,
+        layout: str = "grouped",
+        node_size: int | None = None,
+        dp_size: int = 1,
+        capacity_factor: float | None = None,
+        timeout_s: float = 30.0,
+        on_lost: str = "raise",
+        kernels: Kernels | None = None,
+    ) -> None:
+        self.config = Config(
+            world=group.size, experts=experts, hidden=hidden, top_k=top_k, max_tokens=max_tokens, dtype=dtype,
+            scale_block=scale_block, out_dtype=out_dtype, private_tokens=private_tokens, padding=padding, layout=layout,
+            node_size=node_size, dp_size=dp_size, capacity_factor=capacity_factor, on_lost=on_lost,
+        )  # fmt: skip
+        self.rank = group.rank
+        self._engine = engine
+        self.timeout_s = timeout_s
+        self._kernels = CpuKernels() if kernels is None else kernels
+        board_layout = BoardLayout(self.config)
+        self._board = engine.alloc(board_layout.nbytes)
+        self._inbox = engine.alloc(PARITIES * self.config.rows_max * self.config.x_row_bytes)
+        try:
+            members = meet(engine, group, self.config, self._board, timeout_s)
+            near = [member for member in members if member.board is not None]
+            self._near = _near(engine, self.rank, near, board_layout)
+        except BaseException:
+            self._close_memory()
+            raise
+        self.node_size = len(near)
+        self._layout = _core.moe.Layout(
+            world=group.size, experts=experts, top_k=top_k, max_tokens=max_tokens, dp_size=dp_size, padding=padding,
+            rows_per_expert=self.config.rows_per_expert if layout == "masked" else 0,
+            node_of_rank=[rank // self.node_size for rank in range(group.size)],
+        )  # fmt: skip
+        self._outputs = [self._output_arrays(parity) for parity in range(PARITIES)]
+        self._number = 0
+        self._open: dict[int, Round] = {}  # by parity
+        self._unsettled: dict[int, int] = {}  # by parity: a round that came to nothing, until all ranks know
+        self._closed = False
+        self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_pulled": 0, "bytes_read_in_place": 0}
+        self._waited_s = 0.0
+
+    # ---- dispatch
+
+    def dispatch(
+        self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
+    ) -> Dispatched:
+        """dispatch_send and dispatch_recv."""
+        return self.dispatch_recv(self.dispatch_send(x, scales, indices, weights, num_tokens=num_tokens))
+
+    def dispatch_send(
+        self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
+    ) -> Round:
+        """Opens a round: shows our tokens to the ranks of their experts. Waits for nobody. Arrays may be reused after
+        it.
+
+        x: [T, hidden] of dtype. scales: float32 [T, blocks], or None without scale_block. indices: int32 or int64
+        [T, top_k], experts of each token, all different; -1: none. weights: float32 [T, top_k], kept for combine, or
+        None. All C-contiguous, of numpy or of torch in host memory; num_tokens: use only so many of the T, a number or
+        an array that holds one. UsageError that names token and value of an index outside of [-1, experts).
+        """
+        config = self.config
+        self._check_usable()
+        number = self._number + 1
+        parity = number % PARITIES
+        if parity in self._open:
+            raise UsageError(
+                f"{PARITIES} rounds are open, {', '.join(map(str, self._open.values()))}: combine one first"
+            )
+        values = to_host(x, "x", (config.dtype,), (None, config.hidden))
+        tokens = len(values) if num_tokens is None else to_count(num_tokens, len(values))
+        if tokens > config.max_tokens:
+            raise UsageError(f"x has {tokens} tokens, max_tokens is {config.max_tokens}")
+        factors = self._scales(scales, len(values))
+        routes = to_host(indices, "indices", ("int32", "int64"), (len(values), config.top_k))[:tokens]
+        given = None if weights is None else self._weights(weights, tokens)
+        self._settle(parity)
+        self._near.check_alive()
+        half = self._near.own[parity]
+        slots = np.empty((tokens, config.top_k), np.int32)
+        counts = np.empty(config.experts, np.int32)
+        self._kernels.count(routes, config.experts, counts, slots)
+        order = np.asarray(_core.moe.sort_routes(routes, slots, counts))
+        half.order[: len(order)] = order
+        half.counts[:] = counts
+        if tokens > 0:
+            self._kernels.pack(half.rows, values[:tokens], None if factors is None else factors[:tokens], None)
+        self._number = number
+        opened = Round(number, tokens, routes.copy(), slots, None if given is None else given.copy(), is_tensor(x))
+        self._open[parity] = opened
+        self._near.publish(SENT, number % _ROUNDS)
+        self._stats["rounds"] += 1
+        self._stats["tokens_sent"] += tokens
+        return opened
+
+    def arriving(self, opened: Round) -> tuple[Any, Any | None]:
+        """(x, scales) as dispatch_recv will fill them, before it is called: for callers that hand them on first.
+
+        Of layout "masked" only: in the other the number of rows is not known before.
+        """
+        config = self.config
+        if config.layout != "masked":
+            raise UsageError(f"layout is {config.layout!r}: what arrives is known before only with layout 'masked'")
+        rows = self._layout.expert_count(self.rank) * config.rows_per_expert
+        x, scales = self._outputs[opened.number % PARITIES]
+        return (
+            from_host(x[:rows], config.dtype, opened.is_tensor),
+            None if scales is None else from_host(scales[:rows], "float32", opened.is_tensor),
+        )
+
+    def dispatch_recv(self, opened: Round) -> Dispatched:
+        """Waits until all ranks have sent, and takes the rows of our experts.
+
+        Rows of an expert are in the order of (source rank, token, k). The arrays are views of memory of ours, good
+        until the round after the next is received. After WaitTimeout it may be called again. Raises CapacityExceeded,
+        PeerLost, EngineClosed; UsageError when a rank has closed its AllToAll.
+        """
+        self._check_usable()
+        opened.require(Stage.SENT, "dispatch_recv")
+        self._wait(SENT, opened.number)
+        config, layout, rank = self.config, self._layout, self.rank
+        parity = opened.number % PARITIES
+        sources = [group * config.dp_size + rank % config.dp_size for group in range(layout.groups)]
+        counts = np.stack([self._near.halves[source, parity].counts for source in sources])
+        placement = _core.moe.Placement(layout, counts)
+        self._check_capacity(opened, placement)
+        x, scales = self._outputs[parity]
+        for group, source in enumerate(sources):
+            half = self._near.halves[source, parity]
+            moves = np.asarray(placement.pull_near(group, rank, half.order[: int(counts[group].sum())]))
+            if len(moves) > 0:
+                self._kernels.pull(x, scales, half.rows, moves)
+        offsets, of_expert = np.asarray(placement.expert_offsets(rank)), np.asarray(placement.expert_rows(rank))
+        rows = int(offsets[-1])
+        opened.where = placement.places(rank, opened.indices, opened.slots)
+        opened.stage = Stage.RECEIVED
+        received = int(of_expert.sum())
+        self._stats["rows_received"] += received
+        self._stats["bytes_pulled"] += received * (config.x_bytes + 4 * config.blocks)
+        return Dispatched(
+            x=from_host(x[:rows], config.dtype, opened.is_tensor),
+            scales=None if scales is None else from_host(scales[:rows], "float32", opened.is_tensor),
+            counts=from_host(of_expert, "int32", opened.is_tensor),
+            offsets=from_host(offsets, "int32", opened.is_tensor),
+            rows=rows,
+            round=opened,
+        )
+
+    # ---- combine
+
+    def combine(
+        self, y: Any, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None,
+        accumulate: bool = False,
+    ) -> Any:  # fmt: skip
+        """combine_send and combine_recv."""
+        self.combine_send(y, dispatched)
+        return self.combine_recv(dispatched, weights, out=out, accumulate=accumulate)
+
+    def expert_output(self, dispatched: Dispatched) -> Any:
+        """Where the experts may write their outputs, so that combine_send copies nothing: [rows, hidden] of
+        out_dtype.
+        """
+        opened = dispatched.round
+        opened.require(Stage.RECEIVED, "expert_output")
+        y = self._near.own[opened.number % PARITIES].y
+        return from_host(y[: dispatched.rows], self.config.out_dtype, opened.is_tensor)
+
+    def combine_send(self, y: Any, dispatched: Dispatched) -> None:
+        """Shows what our experts made of the rows to the ranks that these came from. Waits for nobody.
+
+        y: [rows, hidden] of out_dtype, C-contiguous, in the order of dispatched.x: expert_output() filled, or any
+        other, which is copied. Rows of padding are not looked at.
+        """
+        self._check_usable()
+        opened = dispatched.round
+        opened.require(Stage.RECEIVED, "combine_send")
+        values = to_host(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
+        kept = self._near.own[opened.number % PARITIES].y[: dispatched.rows]
+        if dispatched.rows > 0 and values.ctypes.data != kept.ctypes.data:
+            kept[:] = values
+        opened.stage = Stage.RETURNED
+        self._near.publish(RETURNED, opened.number % _ROUNDS)
+
+    def combine_recv(
+        self, answered: Dispatched | Round, weights: Any | None = None, *, out: Any | None = None,
+        accumulate: bool = False,
+    ) -> Any:  # fmt: skip
+        """Waits until all ranks have returned, and sums: out[t] = sum over k of weights[t, k] * y of route (t, k).
+
+        In float32, from k = 0 on, rounded once: the same bits in every run. Masked routes are left out. Ends the round.
+        weights: float32 [T, top_k]; None: those given to dispatch. out: [num_tokens, hidden] of bfloat16, float16 or
+        float32, which is returned; None: a new one of out_dtype. accumulate: the sum begins with what out holds.
+        After WaitTimeout it may be called again.
+        """
+        self._check_usable()
+        opened = answered.round if isinstance(answered, Dispatched) else answered
+        opened.require(Stage.RETURNED, "combine_recv")
+        config, parity = self.config, opened.number % PARITIES
+        if accumulate and out is None:
+            raise UsageError("accumulate is set and out is None: there is nothing to add to")
+        factors = opened.weights if weights is None else self._weights(weights, opened.tokens)
+        if factors is None:
+            raise UsageError("weights is None, and dispatch was given none")
+        shape = (opened.tokens, config.hidden)
+        sums = np.empty(shape, NUMPY_TYPES[config.out_dtype]) if out is None else to_host(out, "out", OUT_DTYPES, shape)
+        self._wait(RETURNED, opened.number)
+        sources = [self._near.halves[rank, parity].y for rank in self._near.ranks]
+        if opened.tokens > 0:
+            self._kernels.reduce(sums, sources, opened.where, factors, accumulate)
+        opened.stage = Stage.ENDED
+        del self._open[parity]
+        self._stats["bytes_read_in_place"] += int((opened.indices >= 0).sum()) * config.y_bytes
+        return from_host(sums, config.out_dtype, opened.is_tensor) if out is None else out
+
+    # ---- life
+
+    def stats(self) -> dict[str, float]:
+        """Since it was made: rounds, tokens_sent, rows_received, bytes_pulled, bytes_read_in_place, and seconds
+        waited.
+        """
+        return {**self._stats, "waited_s": self._waited_s}
+
+    def explain(self) -> str:
+        """Who shares memory with whom, and what it takes: print it."""
+        config, board = self.config, self._board.nbytes / 1e6
+        node = [rank for rank in self._near.ranks if rank != self.rank]
+        return (
+            f"rank {self.rank} of {config.world}: {self._layout.expert_count(self.rank)} of {config.experts} experts, "
+            f"room for {config.rows_max} rows\n"
+            f"  mapped memory: ranks {node}\n"
+            f"  kernels: {self._kernels.name}\n"
+            f"  board {board:.1f} MB, output of dispatch {self._inbox.nbytes / 1e6:.1f} MB, resident as far as used"
+        )
+
+    def close(self) -> None:
+        """Gives the memory back; ranks that still wait for us are told. Idempotent. Arrays handed out stay readable."""
+        if self._closed:
+            return
+        self._closed = True
+        self._near.farewell()
+        self._close_memory()
+
+    def __enter__(self) -> AllToAll:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- parts
+
+    def _output_arrays(self, parity: int) -> tuple[Array, Array | None]:
+        config = self.config
+        rows = config.rows_max
+        begin = parity * rows * config.x_row_bytes
+        view = self._inbox.view()
+        item = config.x_bytes // config.hidden
+        x = np.frombuffer(view, NUMPY_TYPES[config.dtype], rows * config.hidden, begin).reshape(rows, config.hidden)
+        assert x.itemsize == item
+        if config.blocks == 0:
+            return x, None
+        begin += rows * config.x_row_bytes - rows * 4 * config.blocks
+        return x, np.frombuffer(view, np.float32, rows * config.blocks, begin).reshape(rows, config.blocks)
+
+    def _scales(self, scales: Any | None, tokens: int) -> Array | None:
+        if self.config.blocks == 0:
+            if scales is not None:
+                raise UsageError("scales are given, and scale_block is None")
+            return None
+        return to_host(scales, "scales", ("float32",), (tokens, self.config.blocks))
+
+    def _weights(self, weights: Any, tokens: int) -> Array:
+        array = to_host(weights, "weights", ("float32",), (None, self.config.top_k))
+        if len(array) < tokens:
+            raise UsageError(f"weights has {len(array)} rows, the round has {tokens} tokens")
+        return array[:tokens]
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise UsageError("this AllToAll is closed")
+        if self._engine.closed:
+            raise EngineClosed(f"engine {self._engine.name!r} was closed")
+
+    def _wait(self, what: int, number: int) -> None:
+        begin = time.monotonic()
+        try:
+            self._near.wait(what, number % _ROUNDS, self.timeout_s)
+        finally:
+            self._waited_s += time.monotonic() - begin
+
+    def _check_capacity(self, opened: Round, placement: _core.moe.Placement) -> None:
+        """All ranks see the same counts and so come to the same end."""
+        masked = self.config.layout == "masked"
+        there = self.config.rows_per_expert if masked else self.config.rows_max
+        for rank in range(self.config.world):
+            needed = placement.fullest_expert(rank) if masked else placement.rows_needed(rank)
+            if needed > there:
+                parity = opened.number % PARITIES
+                opened.stage = Stage.ENDED
+                del self._open[parity]
+                self._unsettled[parity] = opened.number
+                self._near.publish(RETURNED, opened.number % _ROUNDS)
+                what = "an expert of it" if masked else "it"
+                raise CapacityExceeded(
+                    f"round {opened.number}: rank {rank} has room for {there} rows, {needed} are for {what}. Next: a "
+                    "larger capacity_factor, or fewer tokens",
+                    rank=rank, needed=needed, there=there,
+                )  # fmt: skip
+
+    def _settle(self, parity: int) -> None:
+        """A round that came to nothing has ended once all ranks have said so: until then one may still read our
+        counts.
+        """
+        number = self._unsettled.get(parity)
+        if number is not None:
+            self._wait(RETURNED, number)
+            del self._unsettled[parity]
+
+    def _close_memory(self) -> None:
+        for region in (self._board, self._inbox):
+            if not self._engine.closed:
+                region.close(self.timeout_s)
+
+
+def _near(engine: xr.Engine, rank: int, near: list[Member], layout: BoardLayout) -> Near:
+    boards = [member.board for member in near if member.board is not None]
+    return Near(engine, rank, [member.rank for member in near], boards, [member.address for member in near], layout)

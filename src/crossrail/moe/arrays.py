@@ -1,0 +1,88 @@
+"""What users give and get: arrays of numpy, or tensors of torch in host memory; numpy's inside.
+
+numpy lacks bfloat16 and float8_e4m3fn: there they are uint16 and uint8, as in the rest of crossrail.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crossrail.errors import UsageError
+from crossrail.moe.config import NUMPY_TYPES
+
+Array = npt.NDArray[Any]
+
+
+def is_tensor(given: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(given, torch.Tensor)
+
+
+def to_host(given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Array:
+    """The same memory as an array of numpy. shape: None where any length will do.
+
+    UsageError that names the argument for another shape or type, for strides, and for memory of a device.
+    """
+    if isinstance(given, np.ndarray):
+        array = given
+        if array.dtype not in _numpy_types(dtypes):
+            wanted = " or ".join(NUMPY_TYPES.get(one, one) for one in dtypes)
+            raise UsageError(f"{name} is of type {array.dtype}, must be of {wanted}")
+    elif is_tensor(given):
+        array = _of_tensor(given, name, dtypes)
+    else:
+        raise UsageError(f"{name} is {type(given).__name__}, must be an array of numpy or a tensor of torch")
+    if len(array.shape) != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
+        texts = ["any" if length is None else str(length) for length in shape]
+        raise UsageError(f"{name} has shape {list(array.shape)}, must have [{', '.join(texts)}]")
+    if not array.flags.c_contiguous:
+        raise UsageError(f"{name} has strides {array.strides}, must be C-contiguous")
+    return array
+
+
+def from_host(array: Array, dtype: str, as_tensor: bool) -> Any:
+    """The same memory as a tensor of that type, where that is wanted."""
+    if not as_tensor:
+        return array
+    torch: Any = sys.modules["torch"]
+    signed = {"uint16": np.int16}.get(str(array.dtype))  # torch knows few unsigned types
+    return torch.from_numpy(array if signed is None else array.view(signed)).view(getattr(torch, dtype))
+
+
+def to_count(given: Any, bound: int) -> int:
+    """num_tokens: a number, or an array or tensor that holds one."""
+    try:
+        count = int(given)
+    except (TypeError, ValueError):
+        raise UsageError(f"num_tokens is {given!r}, must be one whole number") from None
+    if not 0 <= count <= bound:
+        raise UsageError(f"num_tokens is {count}, must be in 0..{bound}, the rows of x")
+    return count
+
+
+@functools.cache
+def _numpy_types(dtypes: tuple[str, ...]) -> tuple[np.dtype[Any], ...]:
+    return tuple(np.dtype(NUMPY_TYPES.get(one, one)) for one in dtypes)
+
+
+def _of_tensor(given: Any, name: str, dtypes: tuple[str, ...]) -> Array:
+    if given.device.type != "cpu":
+        raise UsageError(f"{name} is on {given.device}, must be in host memory")
+    if not given.is_contiguous():
+        raise UsageError(f"{name} has strides {given.stride()}, must be C-contiguous")
+    dtype = str(given.dtype).removeprefix("torch.")
+    if dtype not in dtypes:
+        raise UsageError(f"{name} is of type {dtype}, must be of {' or '.join(dtypes)}")
+    torch: Any = sys.modules["torch"]
+    carried = {"bfloat16": (torch.int16, np.uint16), "float8_e4m3fn": (torch.uint8, np.uint8)}.get(dtype)
+    plain = given.detach()
+    if carried is None:
+        array: Array = plain.numpy()
+    else:
+        array = plain.view(carried[0]).numpy().view(carried[1])
+    return array

@@ -1,0 +1,122 @@
+"""How much memory a rank needs for an AllToAll: exact worst cases, in rows and bytes, as arithmetic.
+
+Words: T = max_tokens, K = top_k, G = groups of ranks with the same tokens, N = G * T tokens in all, L = experts of a
+rank, F = groups that are far from the rank, P = rows of a private slot, p = padding. A token's experts differ, so it
+has at most m = min(K, L) rows at a rank. (The paper's bound, arXiv 2510.27656 section 6, counts K of them, and each
+expert's padding in full: with 4 experts on a rank, top 8, that is twice as much.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Sizes(Protocol):
+    """What the arithmetic needs of a configuration."""
+
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def experts_per_rank(self) -> int: ...
+    @property
+    def padding(self) -> int: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def capacity_factor(self) -> float | None: ...
+    @property
+    def private_tokens(self) -> int | None: ...
+    @property
+    def stride_bytes(self) -> int: ...
+    @property
+    def y_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Rows of each buffer of a rank, for one parity; there are two of all. Some routing reaches each, but for sent_rows
+    and result_rows: those are room for all routes of the rank, whose experts may be all far.
+
+    rows_per_expert: of the output in layout "masked"; 0 in layout "grouped".
+    output_rows: of the output of dispatch, and of what experts make of it, of y_bytes each.
+    private_rows: P. far_rows: of the receive buffer for far rows, slots and remainder, of stride_bytes each.
+    sent_rows: of the send buffer of dispatch, of stride_bytes each.
+    returned_rows: of the send buffer of combine; result_rows: of its receive buffer; of y_bytes each.
+    far_bytes: of these four buffers.
+    """
+
+    rows_per_expert: int
+    output_rows: int
+    private_rows: int
+    far_rows: int
+    sent_rows: int
+    returned_rows: int
+    result_rows: int
+    far_bytes: int
+
+    @classmethod
+    def of(cls, sizes: Sizes, far_groups: int) -> Bounds:
+        """Of a rank to which so many groups are far (Layout.far_groups)."""
+        routes = sizes.max_tokens * min(sizes.top_k, sizes.experts_per_rank)  # of one group to the rank
+        slot = private_rows(sizes)
+        far_rows = far_groups * max(slot, routes)  # slots, and from each group what does not fit its own
+        sent_rows = sizes.max_tokens * sizes.top_k if far_groups else 0
+        returned_rows = far_groups * routes
+        result_rows = sizes.max_tokens * sizes.top_k if far_groups else 0
+        in_and_out = (far_rows + sent_rows) * sizes.stride_bytes + (returned_rows + result_rows) * sizes.y_bytes
+        return cls(
+            rows_per_expert(sizes) if sizes.layout == "masked" else 0,
+            output_rows(sizes),
+            slot,
+            far_rows,
+            sent_rows,
+            returned_rows,
+            result_rows,
+            in_and_out,
+        )
+
+
+def private_rows(sizes: Sizes) -> int:
+    """P: as asked for, else one and a fifth of what a group sends to a rank when all experts are as popular."""
+    if sizes.private_tokens is not None:
+        return sizes.private_tokens
+    mean = -(-sizes.max_tokens * sizes.top_k // sizes.experts)
+    return mean * sizes.experts_per_rank * 6 // 5
+
+
+def rows_per_expert(sizes: Sizes) -> int:
+    """Layout "masked": all N tokens; with a capacity factor, that times an expert's share of all N * K routes."""
+    worst = sizes.groups * sizes.max_tokens
+    if sizes.capacity_factor is None:
+        return worst
+    share = -(-worst * sizes.top_k // sizes.experts)
+    return min(worst, max(1, int(sizes.capacity_factor * share)))
+
+
+def output_rows(sizes: Sizes) -> int:
+    """Of the output of dispatch at a rank.
+
+    Layout "masked": L * rows_per_expert. Layout "grouped": N * m routes, in blocks of p rows. The first block of an
+    expert costs one route, each further one p more routes, and an expert has at most ceil(N / p) of them:
+        p * (min(L, N * m) + min((N * m - min(L, N * m)) // p, L * (ceil(N / p) - 1)))
+    With a capacity factor: that times the share of L experts of all N * K routes, and p - 1 rows more for each one.
+    """
+    local, pad = sizes.experts_per_rank, sizes.padding
+    if sizes.layout == "masked":
+        return local * rows_per_expert(sizes)
+    tokens = sizes.groups * sizes.max_tokens
+    routes = tokens * min(sizes.top_k, local)
+    first = min(local, routes)
+    further = min((routes - first) // pad, local * (-(-tokens // pad) - 1))
+    worst = pad * (first + further)
+    if sizes.capacity_factor is None:
+        return worst
+    share = -(-tokens * sizes.top_k // sizes.experts) * local
+    return min(worst, int(sizes.capacity_factor * share) + local * (pad - 1))

@@ -1,0 +1,140 @@
+"""What all ranks of an AllToAll agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from crossrail.errors import UsageError
+
+# Bytes of an element, and the type that numpy, which lacks the first two, has it as.
+ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+NUMPY_TYPES = {"float8_e4m3fn": "uint8", "bfloat16": "uint16", "float16": "float16", "float32": "float32"}
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+LAYOUTS = ("grouped", "masked")
+ON_LOST = ("raise",)
+_ROW_UNIT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The arguments of AllToAll that must be the same on all ranks. UsageError for one that makes no sense."""
+
+    world: int
+    experts: int
+    hidden: int
+    top_k: int
+    max_tokens: int
+    dtype: str
+    scale_block: int | None
+    out_dtype: str
+    private_tokens: int | None
+    padding: int
+    layout: str
+    node_size: int | None
+    dp_size: int
+    capacity_factor: float | None
+    on_lost: str
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "hidden", "top_k", "max_tokens", "padding", "dp_size"):
+            _require(isinstance(value := getattr(self, name), int) and value >= 1, name, value, "a number, 1 or more")
+        _require(self.dtype in ITEM_BYTES, "dtype", self.dtype, f"one of {', '.join(ITEM_BYTES)}")
+        _require(self.out_dtype in OUT_DTYPES, "out_dtype", self.out_dtype, f"one of {', '.join(OUT_DTYPES)}")
+        _require(self.layout in LAYOUTS, "layout", self.layout, f"one of {', '.join(LAYOUTS)}")
+        _require(self.on_lost in ON_LOST, "on_lost", self.on_lost, f"one of {', '.join(ON_LOST)}")
+        block, size, factor = self.scale_block, self.node_size, self.capacity_factor
+        _require(block is None or block >= 1, "scale_block", block, "1 or more, or None")
+        _require(factor is None or factor > 0, "capacity_factor", factor, "more than 0, or None")
+        _require(size is None or (size >= 1 and self.world % size == 0), "node_size", size, _divisor(self.world))
+        _require(self.world % self.dp_size == 0, "dp_size", self.dp_size, _divisor(self.world))
+        private = self.private_tokens
+        _require(private is None or private >= 0, "private_tokens", private, "0 or more, or None")
+
+    @property
+    def x_bytes(self) -> int:
+        """Of a token's row."""
+        return self.hidden * ITEM_BYTES[self.dtype]
+
+    @property
+    def blocks(self) -> int:
+        """Scales of a token, float32; 0: none."""
+        return 0 if self.scale_block is None else -(-self.hidden // self.scale_block)
+
+    @property
+    def x_row_bytes(self) -> int:
+        """Of a token's row and its scales."""
+        return self.x_bytes + 4 * self.blocks
+
+    @property
+    def stride_bytes(self) -> int:
+        """A row as it travels: x, its scales, zeros."""
+        return -(-self.x_row_bytes // _ROW_UNIT) * _ROW_UNIT
+
+    @property
+    def y_bytes(self) -> int:
+        """Of a row of an expert's output."""
+        return self.hidden * ITEM_BYTES[self.out_dtype]
+
+    @property
+    def groups(self) -> int:
+        """Of ranks that hold the same tokens."""
+        return self.world // self.dp_size
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Of all ranks but perhaps the last."""
+        return -(-self.experts // self.world)
+
+    @property
+    def rows_per_expert(self) -> int:
+        """Layout "masked": room for each expert. All tokens of all groups, or its share of the routes by the factor."""
+        worst = self.groups * self.max_tokens
+        if self.capacity_factor is None:
+            return worst
+        routes = self.groups * self.max_tokens * self.top_k
+        return min(worst, max(1, int(self.capacity_factor * -(-routes // self.experts))))
+
+    @property
+    def rows_max(self) -> int:
+        """Room for the output of dispatch at a rank, in rows.
+
+        A token's experts differ, so at most min(top_k, experts of the rank) rows come of each token; every expert's
+        rows are filled up to a multiple of padding. With a factor: that times the mean, each expert padded as well.
+        """
+        local, pad = self.experts_per_rank, self.padding - 1
+        if self.layout == "masked":
+            return local * self.rows_per_expert
+        tokens = self.groups * self.max_tokens
+        worst = tokens * min(self.top_k, local) + local * pad
+        if self.capacity_factor is None:
+            return worst
+        mean = -(-tokens * self.top_k // self.experts) * local
+        return min(worst, int(self.capacity_factor * mean) + local * pad)
+
+    def encode(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def check_agreement(configs: Sequence[str], ranks: Sequence[int]) -> None:
+    """UsageError that names the first argument in which two ranks differ, both values and ranks."""
+    first, first_rank = json.loads(configs[0]), ranks[0]
+    for text, rank in zip(configs[1:], ranks[1:], strict=True):
+        other = json.loads(text)
+        for name in {**first, **other}:
+            ours, theirs = first.get(name, "unknown"), other.get(name, "unknown")
+            if ours != theirs:
+                raise UsageError(
+                    f"{name} is {ours!r} on rank {first_rank} and {theirs!r} on rank {rank}: all must give the same"
+                )
+
+
+def _require(holds: bool, name: str, value: object, bound: str) -> None:
+    if not holds:
+        raise UsageError(f"{name} is {value!r}, must be {bound}")
+
+
+def _divisor(world: int) -> str:
+    return f"a divisor of the number of ranks, {world}"

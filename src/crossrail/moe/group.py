@@ -1,0 +1,146 @@
+"""Who takes part: what an AllToAll needs of them before it has anything of its own, which is to exchange a few
+bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import crossrail as xr
+from crossrail.errors import UsageError, WaitTimeout
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+_MAGIC = b"xrmg"
+# magic, number of the exchange, rank of the sender, part, parts
+_HEADER = struct.Struct("<4sIIII")
+_PART_BYTES = 16 << 10
+_BUFFERS = 64
+_LOOK_EVERY_S = 0.05
+
+
+class Group(Protocol):
+    """Ranks 0 .. size - 1, each a process (or an engine) of its own. Threads: one at a time."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
+        """What each rank gave, by rank; every rank calls it, in the same order of calls. Raises WaitTimeout."""
+
+
+class EngineGroup:
+    """Ranks that know each other's engines: by the messages of these. It opens the engine's receive pool; close() it.
+
+    addresses: of all ranks, by rank, the engine's own among them.
+    """
+
+    def __init__(self, engine: xr.Engine, addresses: Sequence[xr.Address | bytes]) -> None:
+        self._addresses = [xr.Address.from_bytes(a) if isinstance(a, bytes) else a for a in addresses]
+        own = [rank for rank, address in enumerate(self._addresses) if address == engine.address]
+        if len(own) != 1:
+            raise UsageError(
+                f"addresses has engine {engine.name!r} {len(own)} times among {len(self._addresses)}, must have it once"
+            )
+        self.rank = own[0]
+        self.size = len(self._addresses)
+        self._engine = engine
+        self._pool = engine.submit_recvs(_BUFFERS, _HEADER.size + _PART_BYTES)
+        self._exchange = 0
+        # Ranks run ahead of each other: by exchange, rank and part.
+        self._arrived: dict[tuple[int, int], dict[int, bytes]] = {}
+        self._parts: dict[tuple[int, int], int] = {}
+
+    def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
+        deadline = time.monotonic() + timeout_s
+        exchange, self._exchange = self._exchange, self._exchange + 1
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sent = [(rank, self._engine.submit_send(self._addresses[rank], packet))
+                for rank in others for packet in self._packets(exchange, data)]  # fmt: skip
+        # First what comes: everybody's buffers would fill if all waited for their own to be taken.
+        while missing := [rank for rank in others if not self._is_whole(exchange, rank)]:
+            self._take(missing, max(deadline - time.monotonic(), 0.0), timeout_s)
+        for rank, transfer in sent:
+            try:
+                transfer.wait(max(deadline - time.monotonic(), 0.0))
+            except WaitTimeout:
+                transfer.cancel()
+                raise WaitTimeout(
+                    f"rank {rank} ({self._addresses[rank].name!r}) takes no messages: is it there?"
+                ) from None
+        gathered = {rank: self._whole(exchange, rank) for rank in others} | {self.rank: data}
+        return [gathered[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """Stops receiving. Idempotent; before the engine."""
+        self._pool.close()
+
+    def __enter__(self) -> EngineGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _packets(self, exchange: int, data: bytes) -> list[bytes]:
+        parts = max(1, -(-len(data) // _PART_BYTES))
+        return [
+            _HEADER.pack(_MAGIC, exchange, self.rank, part, parts) + data[part * _PART_BYTES : (part + 1) * _PART_BYTES]
+            for part in range(parts)
+        ]
+
+    def _take(self, missing: Sequence[int], patience_s: float, timeout_s: float) -> None:
+        """One message, or a look at whether those that are missing still live."""
+        try:
+            message = self._pool.recv(min(patience_s, _LOOK_EVERY_S))
+        except WaitTimeout:
+            for rank in missing:
+                if self._engine.peer_state(self._addresses[rank]) == "lost":
+                    name = self._addresses[rank].name
+                    raise xr.PeerLost(f"rank {rank} ({name!r}) was lost", op="all_gather", peer=name) from None
+            if patience_s <= 0:
+                raise WaitTimeout(f"nothing came of ranks {list(missing)} within {timeout_s:g} s") from None
+            return
+        data = message.data
+        if len(data) < _HEADER.size or data[:4] != _MAGIC:
+            raise UsageError(f"a message of {message.peer.name!r} is not of a group: it sends to the wrong engine")
+        _, exchange, rank, part, parts = _HEADER.unpack_from(data)
+        if rank >= self.size or message.peer != self._addresses[rank] or not part < parts:
+            raise UsageError(f"{message.peer.name!r} says it is rank {rank}: it was given other addresses than we were")
+        self._arrived.setdefault((exchange, rank), {})[part] = data[_HEADER.size :]
+        self._parts[exchange, rank] = parts
+
+    def _is_whole(self, exchange: int, rank: int) -> bool:
+        return len(self._arrived.get((exchange, rank), ())) == self._parts.get((exchange, rank), -1)
+
+    def _whole(self, exchange: int, rank: int) -> bytes:
+        parts = self._arrived.pop((exchange, rank))
+        return b"".join(parts[part] for part in range(self._parts.pop((exchange, rank))))
+
+
+class TorchGroup:
+    """The ranks of a torch.distributed process group, or of the default one. Its own timeout holds, not
+    all_gather's.
+    """
+
+    def __init__(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
+        import torch.distributed
+
+        self._distributed: Any = torch.distributed
+        self._group = process_group
+        self.rank: int = self._distributed.get_rank(process_group)
+        self.size: int = self._distributed.get_world_size(process_group)
+
+    def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
+        gathered: list[Any] = [None] * self.size
+        self._distributed.all_gather_object(gathered, data, group=self._group)
+        return gathered

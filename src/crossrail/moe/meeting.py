@@ -1,0 +1,78 @@
+"""How the ranks of an AllToAll meet: they compare arguments, and map each other's boards where they can."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import crossrail as xr
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.moe.config import Config, check_agreement
+from crossrail.moe.group import Group
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank. board: its memory, if we share that."""
+
+    rank: int
+    address: xr.Address
+    board: memoryview | None
+
+
+def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, timeout_s: float) -> list[Member]:
+    """All ranks, by rank; the same decision on all of them, or an error on all of them.
+
+    Two exchanges: arguments and descriptors first; then whose boards each could map, or why it failed.
+    """
+    card = {"config": config.encode(), "board": board.descriptor.to_bytes().hex()}
+    cards = [json.loads(data) for data in group.all_gather(json.dumps(card).encode(), timeout_s)]
+    check_agreement([one["config"] for one in cards], range(group.size))
+    descriptors = [xr.RegionDescriptor.from_bytes(bytes.fromhex(one["board"])) for one in cards]
+    boards: dict[int, memoryview] = {}
+    trouble = ""
+    try:
+        boards = _map_boards(engine, group.rank, descriptors, board, timeout_s)
+    except CrossrailError as error:
+        trouble = str(error)
+    report: dict[str, Any] = {"mapped": sorted(boards), "trouble": trouble}
+    reports = [json.loads(data) for data in group.all_gather(json.dumps(report).encode(), timeout_s)]
+    for rank, told in enumerate(reports):
+        if told["trouble"]:
+            raise CrossrailError(f"rank {rank} could not be set up: {told['trouble']}")
+    size = _node_size(config, [set(told["mapped"]) for told in reports])
+    mates = range(group.rank // size * size, (group.rank // size + 1) * size)
+    return [
+        Member(rank, descriptor.owner, boards[rank] if rank in mates else None)
+        for rank, descriptor in enumerate(descriptors)
+    ]
+
+
+def _map_boards(
+    engine: xr.Engine, rank: int, descriptors: list[xr.RegionDescriptor], board: xr.Region, timeout_s: float
+) -> dict[int, memoryview]:
+    boards = {rank: board.view()}
+    for other, descriptor in enumerate(descriptors):
+        if other != rank and engine.explain(descriptor.owner).transport == "shm":
+            boards[other] = engine.map(descriptor, timeout_s)
+    return boards
+
+
+def _node_size(config: Config, mapped: list[set[int]]) -> int:
+    """The most consecutive ranks that can all map each other, all over the group; or what was asked for."""
+    world = config.world
+
+    def is_sound(size: int) -> bool:
+        return all(set(range(rank // size * size, (rank // size + 1) * size)) <= mapped[rank] for rank in range(world))
+
+    found = next(size for size in range(world, 0, -1) if world % size == 0 and is_sound(size))
+    size = found if config.node_size is None else config.node_size
+    if not is_sound(size):
+        raise UsageError(f"node_size is {size}, and only {found} consecutive ranks can map each other's memory")
+    if size < world:
+        raise UsageError(
+            f"only {size} of {world} ranks share memory: ranks that share none are not built yet. Next: run all "
+            "ranks on one host, on engines that reach each other by shm"
+        )
+    return size

@@ -1,0 +1,62 @@
+"""One dispatch and the combine that answers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from crossrail.errors import UsageError
+from crossrail.moe.arrays import Array
+
+
+class Stage(Enum):
+    """What has been called for a round; each comes after the one before."""
+
+    SENT = "dispatch_send"
+    RECEIVED = "dispatch_recv"
+    RETURNED = "combine_send"
+    ENDED = "combine_recv"
+
+
+@dataclass(eq=False)
+class Round:
+    """Between dispatch_send and the end of combine_recv. number: from 1, the same on all ranks.
+
+    indices, slots: as given and as Kernels.count made them; where: as Kernels.reduce takes it, once received.
+    """
+
+    number: int
+    tokens: int
+    indices: Array
+    slots: Array
+    weights: Array | None
+    is_tensor: bool
+    stage: Stage = Stage.SENT
+    where: Any = None
+
+    def require(self, stage: Stage, call: str) -> None:
+        if self.stage is not stage:
+            raise UsageError(
+                f"{call} of round {self.number}, which has had {self.stage.value}: it comes after {stage.value}"
+            )
+
+    def __str__(self) -> str:
+        return f"round {self.number} (after {self.stage.value})"
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """Rows for this rank's experts.
+
+    x: [rows, hidden] of dtype. scales: float32 [rows, blocks] or None. counts: int32 [experts of the rank], rows of
+    each. offsets: int32 [experts of the rank + 1], first row of each, at multiples of padding; the last is rows. Rows
+    that belong to no route, of padding and of the masked layout, hold what they held before.
+    """
+
+    x: Any
+    scales: Any
+    counts: Any
+    offsets: Any
+    rows: int
+    round: Round

@@ -1,0 +1,93 @@
+"""One rank in a process of its own: `python -m tests.moe.rank`, driven like tests.support.peer. See Rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import crossrail as xr
+from crossrail.moe import AllToAll, Dispatched, EngineGroup, Round
+from crossrail.moe.rounds import Stage
+from tests.moe.batches import Batch, draw, expected_sums, expert_of_row, outputs
+from tests.support.limits import WAIT_S
+from tests.support.node import Node
+from tests.support.peer import serve
+
+HIDDEN, EXPERTS, TOP_K, TOKENS, BLOCK = 32, 6, 2, 8, 16
+CONFIG = {"experts": EXPERTS, "hidden": HIDDEN, "top_k": TOP_K, "max_tokens": TOKENS, "scale_block": BLOCK,
+          "out_dtype": "float32"}  # fmt: skip
+_FOLLOWS = {"dispatch_recv": Stage.SENT, "combine_send": Stage.RECEIVED, "combine_recv": Stage.RETURNED}
+
+
+class Rank(Node):
+    """An AllToAll whose halves are commands. What it sends follows from its rank and the number of the round."""
+
+    _group: EngineGroup
+    _part: AllToAll
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._batch: dict[int, Batch] = {}
+        self._opened: dict[int, Round] = {}
+        self._got: dict[int, Dispatched] = {}
+        self._next_round = 1
+
+    def open_rank(self, name: str, engine: dict[str, object]) -> str:
+        self.engine = xr.Engine(name, **engine)
+        return self.engine.address.to_bytes().hex()
+
+    def meet(self, addresses: list[str], **config: object) -> None:
+        self._group = EngineGroup(self.engine, [bytes.fromhex(address) for address in addresses])
+        self._part = AllToAll(self.engine, self._group, **(CONFIG | {"timeout_s": WAIT_S} | config))
+
+    def give_up_after(self, timeout_s: float) -> None:
+        self._part.timeout_s = timeout_s
+
+    def dispatch_send(self) -> int:
+        number, self._next_round = self._next_round, self._next_round + 1
+        random = np.random.default_rng([self._part.rank, number])
+        batch = self._batch[number] = draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+        self._opened[number] = self._part.dispatch_send(batch.x, batch.scales, batch.indices, batch.weights)
+        return number
+
+    def dispatch_recv(self, number: int) -> None:
+        self._got[number] = self._part.dispatch_recv(self._opened[number])
+
+    def combine_send(self, number: int) -> None:
+        got = self._got[number]
+        first = self._part.rank * self._part.config.experts_per_rank
+        self._part.combine_send(outputs(got.x, expert_of_row(got.counts, got.offsets, first, got.rows)), got)
+
+    def combine_recv(self, number: int) -> bool:
+        """Whether the sums are what they should be."""
+        return np.array_equal(self._part.combine_recv(self._opened[number]), expected_sums(self._batch[number]))
+
+    def whole_round(self) -> bool:
+        number = self.dispatch_send()
+        self.dispatch_recv(number)
+        self.combine_send(number)
+        return self.combine_recv(number)
+
+    def go_on(self, number: int) -> None:
+        """The rest of that round, from where it stands, and another one."""
+        if number not in self._opened:
+            self.dispatch_send()
+        opened = self._opened[number]
+        for half in (self.dispatch_recv, self.combine_send, self.combine_recv):
+            if _FOLLOWS[half.__name__] is opened.stage:
+                half(number)
+        self.whole_round()
+
+    def close_part(self) -> None:
+        self._part.close()
+
+    def close_rank_engine(self) -> None:
+        self.engine.close()
+
+    def close_all(self) -> None:
+        for name in ("_part", "_group", "engine"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+
+
+if __name__ == "__main__":
+    serve(Rank())

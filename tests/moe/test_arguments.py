@@ -1,0 +1,150 @@
+"""What is refused: arguments that make no sense, that differ between ranks, and arrays that do not match them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.moe import AllToAll, EngineGroup
+from tests.conftest import EngineFactory
+from tests.moe.batches import draw
+from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K
+from tests.moe.ranks import Ranks, run_ranks
+from tests.support.limits import WAIT_S
+
+
+@pytest.fixture
+def alone(nothing_leaks: None) -> Iterator[AllToAll]:
+    with Ranks(1, **CONFIG) as ranks:
+        yield ranks.parts[0]
+
+
+ARGUMENTS = [
+    ("experts", 0, "experts is 0, must be a number, 1 or more"),
+    ("dtype", "int8", "dtype is 'int8', must be one of float8_e4m3fn"),
+    ("out_dtype", "float8_e4m3fn", "out_dtype is 'float8_e4m3fn', must be one of bfloat16"),
+    ("layout", "flat", "layout is 'flat'"),
+    ("scale_block", 0, "scale_block is 0"),
+    ("capacity_factor", 0.0, r"capacity_factor is 0\.0"),
+    ("node_size", 2, "node_size is 2, must be a divisor of the number of ranks, 1"),
+    ("dp_size", 2, "dp_size is 2, must be a divisor"),
+    ("on_lost", "mask", "on_lost is 'mask', must be one of raise"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "complaint"), ARGUMENTS)
+def test_an_argument_out_of_its_bounds_is_named(engine: xr.Engine, name: str, value: object, complaint: str) -> None:
+    with EngineGroup(engine, [engine.address]) as group, pytest.raises(xr.UsageError, match=complaint):
+        AllToAll(engine, group, **(CONFIG | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("hidden", (32, 64)), ("dtype", ("float8_e4m3fn", "float16")), ("scale_block", (16, None))]
+)
+def test_arguments_that_differ_are_named_with_both_values_on_all_ranks(
+    open_engine: EngineFactory, name: str, values: tuple[object, object]
+) -> None:
+    engines = [open_engine(f"rank-{rank}") for rank in range(3)]
+    groups = [EngineGroup(engine, [e.address for e in engines]) for engine in engines]
+
+    def make(rank: int) -> str:
+        config: dict[str, Any] = CONFIG | {"timeout_s": WAIT_S, name: values[rank == 2]}
+        with pytest.raises(xr.UsageError) as caught:
+            AllToAll(engines[rank], groups[rank], **config)
+        return str(caught.value)
+
+    for text in run_ranks(3, make):
+        assert text.startswith(f"{name} is {values[0]!r} on rank 0 and {values[1]!r} on rank 2")
+    for group in groups:
+        group.close()
+
+
+def test_ranks_that_share_no_memory_are_refused_on_all(open_engine: EngineFactory) -> None:
+    engines = [open_engine(f"rank-{rank}", transport="tcp", rails=["127.0.0.1"]) for rank in range(2)]
+    groups = [EngineGroup(engine, [e.address for e in engines]) for engine in engines]
+
+    def make(rank: int) -> None:
+        with pytest.raises(xr.UsageError, match="only 1 of 2 ranks share memory"):
+            AllToAll(engines[rank], groups[rank], timeout_s=WAIT_S, **CONFIG)
+
+    run_ranks(2, make)
+    for group in groups:
+        group.close()
+
+
+BATCH = draw(np.random.default_rng(1), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+ARRAYS: list[tuple[str, object, str]] = [
+    ("x", BATCH.x[:, :16].copy(), r"x has shape \[8, 16\], must have \[any, 32\]"),
+    ("x", BATCH.x.astype(np.float32), "x is of type float32, must be of uint8"),
+    ("x", np.empty((TOKENS, 2 * HIDDEN), np.uint8)[:, ::2], r"x has strides \(64, 2\), must be C-contiguous"),
+    ("x", BATCH.x.tolist(), "x is list, must be an array of numpy or a tensor of torch"),
+    ("scales", None, "scales is NoneType"),
+    ("scales", BATCH.scales[:, :1].copy(), r"scales has shape \[8, 1\], must have \[8, 2\]"),
+    ("indices", BATCH.indices[:5], r"indices has shape \[5, 2\], must have \[8, 2\]"),
+    ("indices", BATCH.indices.astype(np.int16), "indices is of type int16, must be of int32 or int64"),
+    ("weights", BATCH.weights.astype(np.float64), "weights is of type float64, must be of float32"),
+    ("num_tokens", 9, r"num_tokens is 9, must be in 0\.\.8"),
+    ("num_tokens", np.arange(2), "num_tokens is .* must be one whole number"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "complaint"), ARRAYS)
+def test_an_array_that_does_not_match_is_named_and_opens_no_round(
+    alone: AllToAll, name: str, value: object, complaint: str
+) -> None:
+    good: dict[str, Any] = {"x": BATCH.x, "scales": BATCH.scales, "indices": BATCH.indices, "weights": BATCH.weights}
+    with pytest.raises(xr.UsageError, match=complaint):
+        alone.dispatch_send(**(good | {name: value}))
+    assert alone.dispatch(**good).rows == TOKENS * TOP_K
+
+
+@pytest.mark.parametrize("value", [EXPERTS, -2, 2**31 - 1])
+def test_an_expert_that_there_is_not_is_named_with_its_token(alone: AllToAll, value: int) -> None:
+    indices = BATCH.indices.copy()
+    indices[3, 1] = value
+    with pytest.raises(xr.UsageError, match=rf"token 3.*{value}"):
+        alone.dispatch_send(BATCH.x, BATCH.scales, indices)
+    assert alone.dispatch(BATCH.x, BATCH.scales, BATCH.indices).rows == TOKENS * TOP_K
+
+
+def test_more_tokens_than_announced_are_refused(alone: AllToAll) -> None:
+    more = draw(np.random.default_rng(1), TOKENS + 1, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    with pytest.raises(xr.UsageError, match="x has 9 tokens, max_tokens is 8"):
+        alone.dispatch_send(more.x, more.scales, more.indices)
+    got = alone.dispatch(more.x, more.scales, more.indices, num_tokens=TOKENS)
+    assert got.rows == TOKENS * TOP_K
+
+
+def test_calls_out_of_order_are_refused(alone: AllToAll) -> None:
+    got = alone.dispatch(BATCH.x, BATCH.scales, BATCH.indices)
+    y = np.zeros((got.rows, HIDDEN), np.float32)
+    with pytest.raises(xr.UsageError, match=r"dispatch_recv of round 1, which has had dispatch_recv"):
+        alone.dispatch_recv(got.round)
+    with pytest.raises(xr.UsageError, match=r"combine_recv of round 1, which has had dispatch_recv"):
+        alone.combine_recv(got, BATCH.weights)
+    with pytest.raises(xr.UsageError, match=r"y has shape \[15, 32\], must have \[16, 32\]"):
+        alone.combine_send(y[:15], got)
+    alone.combine_send(y, got)
+    with pytest.raises(xr.UsageError, match="weights is None"):
+        alone.combine_recv(got)
+    with pytest.raises(xr.UsageError, match="accumulate is set and out is None"):
+        alone.combine_recv(got, BATCH.weights, accumulate=True)
+    with pytest.raises(xr.UsageError, match=r"weights has 7 rows, the round has 8 tokens"):
+        alone.combine_recv(got, BATCH.weights[:7])
+    assert not alone.combine_recv(got, BATCH.weights).any()
+    with pytest.raises(xr.UsageError, match=r"combine_recv of round 1, which has had combine_recv"):
+        alone.combine_recv(got, BATCH.weights)
+
+
+def test_a_closed_part_is_refused_and_closing_again_does_nothing(alone: AllToAll) -> None:
+    got = alone.dispatch(BATCH.x, BATCH.scales, BATCH.indices)
+    before = got.x.copy()
+    alone.close()
+    alone.close()
+    assert np.array_equal(got.x, before)
+    with pytest.raises(xr.UsageError, match="this AllToAll is closed"):
+        alone.dispatch_send(BATCH.x, BATCH.scales, BATCH.indices)

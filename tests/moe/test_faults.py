@@ -1,0 +1,145 @@
+"""What ranks are told when another one dies, stands still, goes away or makes other calls: which rank, and in time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from tests.moe.batches import draw
+from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K, Rank
+from tests.moe.ranks import Ranks
+from tests.moe.test_rounds import whole_round
+from tests.support.limits import NEVER_S, WAIT_S
+from tests.support.node import CommandError
+from tests.support.process import PeerProcess
+
+Others = list[PeerProcess]
+Meet = Callable[..., tuple[Rank, Others]]
+
+
+@pytest.fixture
+def meet(nothing_leaks: None) -> Iterator[Meet]:
+    """A rank of this process, rank 0, and others in processes of their own."""
+    here = Rank()
+    others: Others = []
+
+    def start(size: int, **config: object) -> tuple[Rank, Others]:
+        others.extend(PeerProcess(module="tests.moe.rank") for _ in range(size - 1))
+        addresses = [here.open_rank("rank-0", {})]
+        addresses += [other.call("open_rank", name=f"rank-{i}", engine={}) for i, other in enumerate(others, 1)]
+        for other in others:
+            other.start("meet", addresses=addresses, **config)
+        here.meet(addresses, **config)
+        for other in others:
+            other.answer()
+        return here, others
+
+    yield start
+    for other in others:
+        other.close()
+    here.close_all()
+
+
+STEPS = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+
+
+@pytest.mark.parametrize("step", range(len(STEPS) + 1))
+def test_a_rank_killed_after_each_step_is_named_on_all_others(meet: Meet, step: int) -> None:
+    here, (doomed, witness) = meet(3)
+    for other in (doomed, witness):
+        other.start("whole_round")
+    assert here.whole_round()
+    assert doomed.answer()
+    assert witness.answer()
+    if step > 0:
+        doomed.call("dispatch_send")
+    for half in STEPS[1:step]:
+        # It may wait for the others in this step; they then fail in a later one, if they are to.
+        witness_sends = {"dispatch_recv": "dispatch_send", "combine_recv": "combine_send"}.get(half)
+        if witness_sends is not None:
+            _send_half(here, witness, witness_sends)
+        doomed.call(half, number=2)
+    doomed.kill()
+    doomed.wait_dead()
+    witness.start("go_on", number=2)
+    with pytest.raises(xr.PeerLost, match="rank 1 "):
+        here.go_on(2)
+    with pytest.raises(CommandError, match="PeerLost: rank 1 "):
+        witness.answer()
+
+
+def _send_half(here: Rank, witness: PeerProcess, half: str) -> None:
+    if half == "dispatch_send":
+        here.dispatch_send()
+        witness.call("dispatch_send")
+    else:
+        for command in ("dispatch_recv", "combine_send"):
+            witness.start(command, number=2)
+            getattr(here, command)(2)
+            witness.answer()
+
+
+def test_a_rank_that_stands_still_is_named_and_the_wait_can_be_repeated(meet: Meet) -> None:
+    here, (other,) = meet(2)
+    here.give_up_after(NEVER_S)
+    number = here.dispatch_send()
+    other.stop()
+    with pytest.raises(xr.WaitTimeout, match=r"rank 1 .* has not sent its dispatch of round 1"):
+        here.dispatch_recv(number)
+    other.resume()
+    other.call("dispatch_send")
+    here.dispatch_recv(number)
+
+
+def test_a_rank_that_dispatches_twice_waits_for_the_others_in_vain(meet: Meet) -> None:
+    here, (other,) = meet(2)
+    here.give_up_after(NEVER_S)
+    first, second = here.dispatch_send(), here.dispatch_send()
+    with pytest.raises(xr.UsageError, match="2 rounds are open"):
+        here.dispatch_send()
+    other.call("dispatch_send")
+    here.dispatch_recv(first)
+    with pytest.raises(xr.WaitTimeout, match=r"rank 1 .* has not sent its dispatch of round 2"):
+        here.dispatch_recv(second)
+    here.combine_send(first)
+    with pytest.raises(xr.WaitTimeout, match=r"rank 1 .* has not sent its combine of round 1"):
+        here.combine_recv(first)
+
+
+def test_a_rank_that_closes_its_part_is_named(meet: Meet) -> None:
+    here, (other,) = meet(2)
+    number = here.dispatch_send()
+    other.call("close_part")
+    with pytest.raises(xr.UsageError, match=r"rank 1 .* has closed its AllToAll before its dispatch of round 1"):
+        here.dispatch_recv(number)
+
+
+def test_an_engine_closed_in_a_round_ends_the_wait(meet: Meet) -> None:
+    here, _ = meet(2)
+    number = here.dispatch_send()
+    timer = threading.Timer(NEVER_S, here.engine.close)
+    timer.start()
+    with pytest.raises(xr.EngineClosed, match="rank 1 "):
+        here.dispatch_recv(number)
+    timer.join(WAIT_S)
+    with pytest.raises(xr.EngineClosed):
+        here.dispatch_send()
+
+
+def test_an_engine_that_its_peer_closed_in_a_round_is_lost(meet: Meet) -> None:
+    here, (other,) = meet(2)
+    number = here.dispatch_send()
+    other.call("close_rank_engine")
+    with pytest.raises(xr.PeerLost, match=r"rank 1 .*the engine was closed"):
+        here.dispatch_recv(number)
+
+
+@pytest.mark.parametrize("polling", ["manual", "spin"])
+def test_rounds_of_engines_that_are_driven_otherwise(nothing_leaks: None, polling: str) -> None:
+    batches = [draw(np.random.default_rng(rank), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for rank in range(2)]
+    with Ranks(2, {"polling": polling}, **CONFIG) as ranks:
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))

@@ -1,0 +1,174 @@
+"""Whole rounds of ranks that share memory: every row where it belongs, every sum exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from crossrail.moe import AllToAll, CapacityExceeded, Dispatched
+from tests.moe.batches import Batch, draw, expected_rows, expected_sums, expert_of_row, outputs
+from tests.moe.ranks import Ranks, errors_of
+from tests.support.seeds import Seed
+
+BLOCK = 16
+
+
+def check_dispatched(got: Dispatched, batches: list[Batch], first: int, padding: int, room: int | None = None) -> None:
+    """Every row of every expert is the token it should be. room: of each expert, in the masked layout."""
+    rows = expected_rows(batches, first, len(got.counts))
+    assert got.counts.tolist() == [len(of_expert) for of_expert in rows]
+    begin = 0
+    for local, of_expert in enumerate(rows):
+        assert got.offsets[local] == begin
+        for row, (source, token, _) in enumerate(of_expert, begin):
+            assert np.array_equal(got.x[row], batches[source].x[token])
+            assert np.array_equal(got.scales[row], batches[source].scales[token])
+        begin += -(-len(of_expert) // padding) * padding if room is None else room
+    assert got.offsets[-1] == got.rows == len(got.x) == begin
+
+
+def first_expert(part: AllToAll) -> int:
+    return min(part.rank * part.config.experts_per_rank, part.config.experts)
+
+
+def answer(part: AllToAll, got: Dispatched, in_place: bool) -> None:
+    made = outputs(got.x, expert_of_row(got.counts, got.offsets, first_expert(part), got.rows))
+    if in_place:
+        part.expert_output(got)[:] = made
+        part.combine_send(part.expert_output(got), got)
+    else:
+        part.combine_send(made, got)
+
+
+def whole_round(part: AllToAll, rank: int, batches: list[Batch], in_place: bool = False) -> None:
+    mine = batches[rank]
+    got = part.dispatch(mine.x, mine.scales, mine.indices)
+    room = part.config.rows_per_expert if part.config.layout == "masked" else None
+    check_dispatched(got, batches, first_expert(part), part.config.padding, room)
+    answer(part, got, in_place)
+    assert np.array_equal(part.combine_recv(got, mine.weights), expected_sums(mine))
+
+
+CASES = {
+    "one rank": (1, {"experts": 4}, 0.0),
+    "two ranks": (2, {"experts": 8}, 0.0),
+    "masked routes": (3, {"experts": 6}, 0.3),
+    "uneven experts": (4, {"experts": 9}, 0.1),
+    "ranks without experts": (4, {"experts": 4, "top_k": 4}, 0.0),
+    "padded": (2, {"experts": 8, "padding": 8}, 0.2),
+    "masked layout": (2, {"experts": 6, "layout": "masked"}, 0.2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_and_sums_are_exact_round_after_round(case: str, seed: Seed) -> None:
+    size, options, masked = CASES[case]
+    config = {"hidden": 40, "top_k": 3, "max_tokens": 12, "scale_block": BLOCK, "out_dtype": "float32"} | options
+    random = seed.rng()
+    with Ranks(size, **config) as ranks:
+        for number in range(4):
+            counts = random.integers(0, 13, size) if number else np.zeros(size, int)  # the first round has no tokens
+            batches = [draw(random, int(n), 40, options["experts"], config["top_k"], BLOCK, masked) for n in counts]
+            ranks.each(lambda part, rank, now=batches, i=number: whole_round(part, rank, now, in_place=i % 2 == 0))
+
+
+def test_all_tokens_to_one_expert(seed: Seed) -> None:
+    random = seed.rng()
+    with Ranks(3, experts=6, hidden=32, top_k=1, max_tokens=20, scale_block=BLOCK, out_dtype="float32") as ranks:
+        batches = [draw(random, 20, 32, 6, 1, BLOCK) for _ in range(3)]
+        for batch in batches:
+            batch.indices[:] = 3
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
+
+
+def test_two_rounds_are_open_at_once(seed: Seed) -> None:
+    random = seed.rng()
+    with Ranks(2, experts=4, hidden=32, top_k=2, max_tokens=8, scale_block=BLOCK, out_dtype="float32") as ranks:
+        rounds = [[draw(random, 8, 32, 4, 2, BLOCK) for _ in range(2)] for _ in range(2)]
+
+        def both(part: AllToAll, rank: int) -> None:
+            mine = [batches[rank] for batches in rounds]
+            opened = [part.dispatch_send(b.x, b.scales, b.indices, b.weights) for b in mine]
+            got = [part.dispatch_recv(one) for one in opened]
+            for one, batches in zip(got, rounds, strict=True):
+                check_dispatched(one, batches, first_expert(part), 1)
+            for one in reversed(got):  # in any order
+                answer(part, one, in_place=True)
+            for one, batch in zip(got, mine, strict=True):
+                assert np.array_equal(part.combine_recv(one), expected_sums(batch))
+
+        for _ in range(3):
+            ranks.each(both)
+
+
+def test_only_the_tokens_in_use_are_sent_and_sums_are_added_to_what_is_there(seed: Seed) -> None:
+    random = seed.rng()
+    with Ranks(2, experts=4, hidden=32, top_k=2, max_tokens=8, scale_block=BLOCK, out_dtype="float32") as ranks:
+        full = [draw(random, 8, 32, 4, 2, BLOCK) for _ in range(2)]
+        used = [Batch(b.x[:5], b.scales[:5], b.indices[:5], b.weights[:5]) for b in full]
+
+        def run(part: AllToAll, rank: int) -> None:
+            mine = full[rank]
+            got = part.dispatch(mine.x, mine.scales, mine.indices, num_tokens=np.array(5))
+            check_dispatched(got, used, first_expert(part), 1)
+            answer(part, got, in_place=False)
+            out = np.full((5, 32), 7, np.float32)
+            assert part.combine_recv(got, mine.weights, out=out, accumulate=True) is out
+            assert np.array_equal(out, expected_sums(used[rank]) + 7)
+
+        ranks.each(run)
+
+
+def test_without_scales_and_with_16_bits(seed: Seed) -> None:
+    random = seed.rng()
+    options = {"dtype": "bfloat16", "scale_block": None, "out_dtype": "float16"}
+    with Ranks(2, experts=4, hidden=24, top_k=2, max_tokens=8, **options) as ranks:
+        x = random.integers(0, 1 << 16, (2, 8, 24), np.uint16)
+        indices = np.tile(np.array([0, 3], np.int64), (8, 1))
+
+        def run(part: AllToAll, rank: int) -> None:
+            got = part.dispatch(x[rank], None, indices)
+            assert got.scales is None
+            assert np.array_equal(got.x, x.reshape(16, 24))  # of expert 0 on rank 0, of 3 on rank 1
+            part.combine_send(np.full((16, 24), rank + 1, np.float16), got)
+            out = part.combine_recv(got, np.ones((8, 2), np.float32))
+            assert out.dtype == np.float16
+            assert (out == 3).all()
+
+        ranks.each(run)
+
+
+def test_too_many_rows_are_refused_on_every_rank_and_the_next_rounds_are_good(seed: Seed) -> None:
+    random = seed.rng()
+    options = {"experts": 4, "hidden": 32, "top_k": 1, "max_tokens": 8, "scale_block": BLOCK, "out_dtype": "float32"}
+    with Ranks(2, capacity_factor=1.25, **options) as ranks:
+        assert ranks.parts[0].config.rows_max == 10
+        skewed = [draw(random, 8, 32, 4, 1, BLOCK) for _ in range(2)]
+        for batch in skewed:
+            batch.indices[:] = 2
+        fair = [draw(random, 8, 32, 4, 1, BLOCK) for _ in range(2)]
+        for batch in fair:
+            batch.indices[:, 0] = np.arange(8) % 4
+
+        for _ in range(3):
+            refused = errors_of(ranks, lambda p, r: p.dispatch(skewed[r].x, skewed[r].scales, skewed[r].indices),
+                                CapacityExceeded)  # fmt: skip
+            for error in refused:
+                assert isinstance(error, CapacityExceeded)
+                assert (error.rank, error.needed, error.there) == (1, 16, 10)
+                assert "rank 1 has room for 10 rows" in str(error)
+            ranks.each(lambda part, rank: whole_round(part, rank, fair))
+
+
+def test_stats_and_explain_tell_what_was_done(seed: Seed) -> None:
+    random = seed.rng()
+    with Ranks(2, experts=4, hidden=32, top_k=2, max_tokens=8, scale_block=BLOCK, out_dtype="float32") as ranks:
+        batches = [draw(random, 8, 32, 4, 2, BLOCK) for _ in range(2)]
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
+        stats = [part.stats() for part in ranks.parts]
+        assert [one["rounds"] for one in stats] == [1, 1]
+        assert [one["tokens_sent"] for one in stats] == [8, 8]
+        assert sum(one["rows_received"] for one in stats) == 32
+        assert sum(one["bytes_pulled"] for one in stats) == 32 * (32 + 8)
+        assert [one["bytes_read_in_place"] for one in stats] == [16 * 128, 16 * 128]
+        assert "mapped memory: ranks [1]" in ranks.parts[0].explain()
