@@ -24,5 +24,6 @@ NB_MODULE(_core, module) {
   register_moe_kernels(module);
   register_moe_layout(module);
   register_moe_words(module);
+  register_moe_proxy(module);
   register_bench(module);
 }

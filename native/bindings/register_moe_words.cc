@@ -59,27 +59,27 @@ class Words {
   Words& operator=(const Words&) = delete;
 
   // Word 0 is the farewell.
+  void watch(nb::handle peer) { watched_.emplace_back(engine_->peer(peer)); }
+
   void publish(size_t index, uint32_t round) { moe::publish(word(own_, index), round); }
 
-  nb::tuple wait(size_t index, uint32_t round, nb::handle timeout_s, const std::vector<size_t>& skipped) {
-    const EngineRef engine = engine_->core();
-    const Deadline deadline = to_deadline(timeout_s, engine->clock());
+  nb::tuple wait(size_t index, uint32_t round, nb::handle timeout_s) {
+    const EngineRef core = engine_->core();
+    const Deadline deadline = to_deadline(timeout_s, core->clock());
     std::vector<moe::Awaited> awaited;
-    std::vector<size_t> ranks;
     for (size_t rank = 0; rank < boards_.size(); ++rank) {
-      if (std::find(skipped.begin(), skipped.end(), rank) != skipped.end()) continue;
       awaited.push_back({.word = &word(rank, index),
                          .farewell = &word(rank, 0),
                          .owner = owners_[rank] ? owners_[rank].ref().get() : nullptr});
-      ranks.push_back(rank);
     }
-    ranks.push_back(boards_.size());
+    std::vector<Peer*> watched;
+    for (const Held<Peer>& peer : watched_) watched.push_back(peer.ref().get());
     moe::WordsOutcome outcome{};
     wait_without_gil([&] {
-      outcome = moe::wait_words(*engine, awaited, round, deadline, interrupted);
+      outcome = moe::wait_words(*core, awaited, watched, round, deadline, interrupted);
       return outcome.result == moe::WordsResult::kInterrupted ? WaitResult::kInterrupted : WaitResult::kReady;
     });
-    return nb::make_tuple(result_name(outcome.result), ranks[outcome.index]);
+    return nb::make_tuple(result_name(outcome.result), outcome.index);
   }
 
   bool has_come(size_t rank, size_t index, uint32_t round) { return moe::has_come(word(rank, index), round); }
@@ -95,6 +95,7 @@ class Words {
   EngineHandle* const engine_;
   std::deque<BufferView> boards_;
   std::vector<Held<Peer>> owners_;
+  std::vector<Held<Peer>> watched_;
   const size_t own_;
   const size_t count_;
 };
@@ -116,13 +117,14 @@ void register_moe_words(nb::module_& module) {
            "Sets our own word. What this thread wrote before is seen by whoever sees it.")
       .def("has_come", &Words::has_come, nb::arg("rank"), nb::arg("index"), nb::arg("round"),
            "Whether that word of that board stands at the round, or later.")
-      .def("wait", &Words::wait, nb::arg("index"), nb::arg("round"), nb::arg("timeout_s").none(), nb::arg("skipped"),
-           nb::sig("def wait(self, index: int, round: int, timeout_s: float | None, skipped: "
-                   "collections.abc.Sequence[int]) -> tuple[str, int]"),
-           "Until that word of every board, those skipped excepted, stands at the round or later: ('ready', boards). "
-           "Else "
-           "'late', 'peer-lost', 'left' or 'engine-closed', and the first board that it does not on. Blocks, GIL "
-           "released.");
+      .def("watch", &Words::watch, nb::arg("peer"), nb::sig("def watch(self, peer: crossrail._core.Address) -> None"),
+           "A rank without a board here, whose loss ends waits too.")
+      .def("wait", &Words::wait, nb::arg("index"), nb::arg("round"), nb::arg("timeout_s").none(),
+           nb::sig("def wait(self, index: int, round: int, timeout_s: float | None) -> tuple[str, int]"),
+           R"(Until that word of every board stands at the round or later: ('ready', boards).
+
+Else 'late', 'left' or 'engine-closed', and the first board whose word does not; or 'peer-lost', and whose owner is lost:
+from the number of boards on, of those watched. Blocks, GIL released.)");
 }
 
 }  // namespace crossrail::bindings

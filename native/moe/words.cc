@@ -18,10 +18,14 @@ constexpr int64_t kYieldAfterNs = 2'000;  // of spinning: the rank that we wait 
 
 // Whether waiting for words[index] has become pointless. Any owner that is lost makes it so: the one that we wait for may
 // have seen it before us, and go no further.
-WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, size_t index) {
+WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched,
+                          size_t index) {
   if (engine.closed()) return {WordsResult::kClosed, index};
   for (size_t i = 0; i < words.size(); ++i) {
     if (words[i].owner != nullptr && words[i].owner->state() == PeerState::kLost) return {WordsResult::kPeerLost, i};
+  }
+  for (size_t i = 0; i < watched.size(); ++i) {
+    if (watched[i]->state() == PeerState::kLost) return {WordsResult::kPeerLost, words.size() + i};
   }
   if (words[index].farewell->value.load(std::memory_order_acquire) != 0) return {WordsResult::kLeft, index};
   return {WordsResult::kReady, index};
@@ -44,8 +48,8 @@ void publish(Word& word, uint32_t round) {
   if (word.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&word.value, FutexScope::kShared);
 }
 
-WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, uint32_t round, Deadline deadline,
-                        const InterruptCheck& interrupted) {
+WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched, uint32_t round,
+                        Deadline deadline, const InterruptCheck& interrupted) {
   const bool manual = engine.options().polling == Polling::kManual;
   const bool staged = engine.options().stage != nullptr;
   int64_t spin_until = 0;
@@ -64,7 +68,7 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, uint32_t
     }
     if (now >= std::min(next_look, deadline)) {
       next_look = now + kLookEveryNs;
-      const WordsOutcome trouble = trouble_with(engine, words, i);
+      const WordsOutcome trouble = trouble_with(engine, words, watched, i);
       // Its last word may have come just before its end.
       if (trouble.result != WordsResult::kReady && !has_come(*awaited.word, round)) return trouble;
       if (now >= deadline) return {WordsResult::kLate, i};

@@ -55,7 +55,8 @@ struct WordsOutcome {
 // Returns once all words stand at `round` or later; or once it is certain that one of them never will, or the deadline
 // has passed. Spins for the engine's spin_ns, then sleeps. Drives an engine of Polling::kManual meanwhile, else nothing
 // does but its worker. On a stage nobody else runs while we wait: what has not come then, is late at once.
-WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, uint32_t round, Deadline deadline,
-                        const InterruptCheck& interrupted);
+// watched: others without whom the wait is as pointless; their indices begin behind those of the words.
+WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched, uint32_t round,
+                        Deadline deadline, const InterruptCheck& interrupted);
 
 }  // namespace crossrail::moe

@@ -63,13 +63,13 @@ def test_arguments_that_differ_are_named_with_both_values_on_all_ranks(
         group.close()
 
 
-def test_ranks_that_share_no_memory_are_refused_on_all(open_engine: EngineFactory) -> None:
+def test_a_node_size_that_memory_does_not_allow_is_refused_on_all(open_engine: EngineFactory) -> None:
     engines = [open_engine(f"rank-{rank}", transport="tcp", rails=["127.0.0.1"]) for rank in range(2)]
     groups = [EngineGroup(engine, [e.address for e in engines]) for engine in engines]
 
     def make(rank: int) -> None:
-        with pytest.raises(xr.UsageError, match="only 1 of 2 ranks share memory"):
-            AllToAll(engines[rank], groups[rank], timeout_s=WAIT_S, **CONFIG)
+        with pytest.raises(xr.UsageError, match="node_size is 2, and only 1 consecutive ranks can map each other"):
+            AllToAll(engines[rank], groups[rank], timeout_s=WAIT_S, node_size=2, **CONFIG)
 
     run_ranks(2, make)
     for group in groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,19 +22,27 @@ Others = list[PeerProcess]
 Meet = Callable[..., tuple[Rank, Others]]
 
 
-@pytest.fixture
-def meet(nothing_leaks: None) -> Iterator[Meet]:
-    """A rank of this process, rank 0, and others in processes of their own."""
+TCP = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 2.0}
+WIRES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "near": ({}, {}),
+    "far": (TCP, {}),
+}
+
+
+@pytest.fixture(params=WIRES)
+def meet(request: pytest.FixtureRequest, nothing_leaks: None) -> Iterator[Meet]:
+    """A rank of this process, rank 0, and others in processes of their own; all over one wire."""
+    engine, wire = WIRES[request.param]
     here = Rank()
     others: Others = []
 
     def start(size: int, **config: object) -> tuple[Rank, Others]:
         others.extend(PeerProcess(module="tests.moe.rank") for _ in range(size - 1))
-        addresses = [here.open_rank("rank-0", {})]
-        addresses += [other.call("open_rank", name=f"rank-{i}", engine={}) for i, other in enumerate(others, 1)]
+        addresses = [here.open_rank("rank-0", engine)]
+        addresses += [other.call("open_rank", name=f"rank-{i}", engine=engine) for i, other in enumerate(others, 1)]
         for other in others:
-            other.start("meet", addresses=addresses, **config)
-        here.meet(addresses, **config)
+            other.start("meet", addresses=addresses, **wire, **config)
+        here.meet(addresses, **wire, **config)
         for other in others:
             other.answer()
         return here, others

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -60,30 +62,51 @@ CASES = {
 }
 
 
+# How ranks reach each other: engine options, and how many share memory; None: found out.
+WIRES: dict[str, tuple[dict[str, Any], int | None]] = {
+    "near": ({}, None),
+    "far by tcp": ({"transport": "tcp", "rails": ["127.0.0.1"]}, None),
+    "far by two rails": ({"transport": "tcp", "rails": ["127.0.0.1", "127.0.0.1"]}, None),
+    "far by shm": ({}, 1),
+    "half of them": ({}, 2),
+}
+
+
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("case", CASES)
-def test_rows_and_sums_are_exact_round_after_round(case: str, seed: Seed) -> None:
+def test_rows_and_sums_are_exact_round_after_round(case: str, wire: str, seed: Seed) -> None:
     size, options, masked = CASES[case]
+    engine, node_size = WIRES[wire]
+    if node_size is not None and size % node_size:
+        node_size = 1
     config = {"hidden": 40, "top_k": 3, "max_tokens": 12, "scale_block": BLOCK, "out_dtype": "float32"} | options
     random = seed.rng()
-    with Ranks(size, **config) as ranks:
+    with Ranks(size, engine, **config, node_size=node_size, private_tokens=[None, 0, 2][seed.number(1) % 3]) as ranks:
+        assert all(part.node_size == (node_size or (1 if engine else size)) for part in ranks.parts)
         for number in range(4):
             counts = random.integers(0, 13, size) if number else np.zeros(size, int)  # the first round has no tokens
             batches = [draw(random, int(n), 40, options["experts"], config["top_k"], BLOCK, masked) for n in counts]
             ranks.each(lambda part, rank, now=batches, i=number: whole_round(part, rank, now, in_place=i % 2 == 0))
 
 
-def test_all_tokens_to_one_expert(seed: Seed) -> None:
+@pytest.mark.parametrize("node_size", [1, 3])
+def test_all_tokens_to_one_expert(node_size: int, seed: Seed) -> None:
     random = seed.rng()
-    with Ranks(3, experts=6, hidden=32, top_k=1, max_tokens=20, scale_block=BLOCK, out_dtype="float32") as ranks:
+    with Ranks(
+        3, node_size=node_size, experts=6, hidden=32, top_k=1, max_tokens=20, scale_block=BLOCK, out_dtype="float32"
+    ) as ranks:
         batches = [draw(random, 20, 32, 6, 1, BLOCK) for _ in range(3)]
         for batch in batches:
             batch.indices[:] = 3
         ranks.each(lambda part, rank: whole_round(part, rank, batches))
 
 
-def test_two_rounds_are_open_at_once(seed: Seed) -> None:
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_two_rounds_are_open_at_once(node_size: int, seed: Seed) -> None:
     random = seed.rng()
-    with Ranks(2, experts=4, hidden=32, top_k=2, max_tokens=8, scale_block=BLOCK, out_dtype="float32") as ranks:
+    with Ranks(
+        2, node_size=node_size, experts=4, hidden=32, top_k=2, max_tokens=8, scale_block=BLOCK, out_dtype="float32"
+    ) as ranks:
         rounds = [[draw(random, 8, 32, 4, 2, BLOCK) for _ in range(2)] for _ in range(2)]
 
         def both(part: AllToAll, rank: int) -> None:
@@ -119,10 +142,11 @@ def test_only_the_tokens_in_use_are_sent_and_sums_are_added_to_what_is_there(see
         ranks.each(run)
 
 
-def test_without_scales_and_with_16_bits(seed: Seed) -> None:
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_without_scales_and_with_16_bits(node_size: int, seed: Seed) -> None:
     random = seed.rng()
     options = {"dtype": "bfloat16", "scale_block": None, "out_dtype": "float16"}
-    with Ranks(2, experts=4, hidden=24, top_k=2, max_tokens=8, **options) as ranks:
+    with Ranks(2, node_size=node_size, experts=4, hidden=24, top_k=2, max_tokens=8, **options) as ranks:
         x = random.integers(0, 1 << 16, (2, 8, 24), np.uint16)
         indices = np.tile(np.array([0, 3], np.int64), (8, 1))
 
@@ -138,10 +162,11 @@ def test_without_scales_and_with_16_bits(seed: Seed) -> None:
         ranks.each(run)
 
 
-def test_too_many_rows_are_refused_on_every_rank_and_the_next_rounds_are_good(seed: Seed) -> None:
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_too_many_rows_are_refused_on_every_rank_and_the_next_rounds_are_good(node_size: int, seed: Seed) -> None:
     random = seed.rng()
     options = {"experts": 4, "hidden": 32, "top_k": 1, "max_tokens": 8, "scale_block": BLOCK, "out_dtype": "float32"}
-    with Ranks(2, capacity_factor=1.25, **options) as ranks:
+    with Ranks(2, node_size=node_size, capacity_factor=1.25, **options) as ranks:
         assert ranks.parts[0].config.rows_max == 10
         skewed = [draw(random, 8, 32, 4, 1, BLOCK) for _ in range(2)]
         for batch in skewed:
@@ -169,6 +194,37 @@ def test_stats_and_explain_tell_what_was_done(seed: Seed) -> None:
         assert [one["rounds"] for one in stats] == [1, 1]
         assert [one["tokens_sent"] for one in stats] == [8, 8]
         assert sum(one["rows_received"] for one in stats) == 32
-        assert sum(one["bytes_pulled"] for one in stats) == 32 * (32 + 8)
-        assert [one["bytes_read_in_place"] for one in stats] == [16 * 128, 16 * 128]
+        assert sum(one["bytes_received"] for one in stats) == 32 * (32 + 8)
+        assert [one["bytes_summed"] for one in stats] == [16 * 128, 16 * 128]
         assert "mapped memory: ranks [1]" in ranks.parts[0].explain()
+
+
+@pytest.mark.parametrize("node_size", [1, 2])
+def test_a_token_that_names_an_expert_twice_is_refused_where_there_is_no_room_for_it(node_size: int) -> None:
+    with Ranks(2, node_size=node_size, experts=2, hidden=32, top_k=2, max_tokens=4, scale_block=BLOCK) as ranks:
+        x, scales, twice = np.zeros((4, 32), np.uint8), np.zeros((4, 2), np.float32), np.ones((4, 2), np.int32)
+        refused = errors_of(ranks, lambda part, _: part.dispatch(x, scales, twice), CapacityExceeded)
+        assert all("rank 1" in str(error) for error in refused)
+
+
+DP_CASES = [(4, 2, 4), (4, 2, 2), (4, 2, 1), (4, 4, 1), (6, 2, 2)]
+
+
+@pytest.mark.parametrize(("size", "dp_size", "node_size"), DP_CASES)
+def test_ranks_that_hold_the_same_tokens_send_each_row_once_and_all_get_the_sums(
+    size: int, dp_size: int, node_size: int, seed: Seed
+) -> None:
+    random = seed.rng()
+    options = {"experts": 9, "hidden": 32, "top_k": 3, "max_tokens": 8, "scale_block": BLOCK, "out_dtype": "float32"}
+    with Ranks(size, node_size=node_size, dp_size=dp_size, private_tokens=2, **options) as ranks:
+        for _ in range(4):
+            groups = [draw(random, int(random.integers(0, 9)), 32, 9, 3, BLOCK, 0.1) for _ in range(size // dp_size)]
+
+            def run(part: AllToAll, rank: int, groups: list[Batch] = groups) -> None:
+                mine = groups[rank // dp_size]
+                got = part.dispatch(mine.x, mine.scales, mine.indices)
+                check_dispatched(got, groups, first_expert(part), 1)
+                answer(part, got, in_place=True)
+                assert np.array_equal(part.combine_recv(got, mine.weights), expected_sums(mine))
+
+            ranks.each(run)

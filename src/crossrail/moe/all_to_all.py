@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,11 +13,13 @@ from crossrail import _core
 from crossrail.errors import EngineClosed, UsageError
 from crossrail.moe.arrays import Array, from_host, is_tensor, to_count, to_host
 from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout
+from crossrail.moe.bounds import private_rows
 from crossrail.moe.config import NUMPY_TYPES, OUT_DTYPES, Config
 from crossrail.moe.errors import CapacityExceeded
+from crossrail.moe.far import Far
 from crossrail.moe.group import Group
 from crossrail.moe.kernels import CpuKernels, Kernels
-from crossrail.moe.meeting import Member, meet
+from crossrail.moe.meeting import Member, meet, meet_far
 from crossrail.moe.near import Near
 from crossrail.moe.rounds import Dispatched, Round, Stage
 
@@ -47,7 +49,7 @@ class AllToAll:
     hold the same tokens. private_tokens, on_lost: of ranks that share no memory. kernels: who touches rows; None:
     CpuKernels().
 
-    Not built yet, and refused: ranks that do not share memory, on_lost="mask", memory of devices.
+    Not built yet, and refused: on_lost="mask", memory of devices.
 
     Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once. 2.
     rounds. 3. close(), before the engine; a rank that waits for one that is closed is told so.
@@ -87,28 +89,30 @@ class AllToAll:
         self._engine = engine
         self.timeout_s = timeout_s
         self._kernels = CpuKernels() if kernels is None else kernels
+        self._far: Far | None = None
         board_layout = BoardLayout(self.config)
         self._board = engine.alloc(board_layout.nbytes)
         self._inbox = engine.alloc(PARITIES * self.config.rows_max * self.config.x_row_bytes)
         try:
             members = meet(engine, group, self.config, self._board, timeout_s)
             near = [member for member in members if member.board is not None]
+            self.node_size = len(near)
+            self._layout = self._make_layout()
             self._near = _near(engine, self.rank, near, board_layout)
+            if self.node_size < group.size:
+                self._far = Far(engine, self.config, self._layout, self.rank, self._kernels)
+                meet_far(group, self._far, [member.address for member in members], timeout_s)
+                for rank in self._far.ranks:
+                    self._near.watch(rank, members[rank].address)
         except BaseException:
             self._close_memory()
             raise
-        self.node_size = len(near)
-        self._layout = _core.moe.Layout(
-            world=group.size, experts=experts, top_k=top_k, max_tokens=max_tokens, dp_size=dp_size, padding=padding,
-            rows_per_expert=self.config.rows_per_expert if layout == "masked" else 0,
-            node_of_rank=[rank // self.node_size for rank in range(group.size)],
-        )  # fmt: skip
         self._outputs = [self._output_arrays(parity) for parity in range(PARITIES)]
         self._number = 0
         self._open: dict[int, Round] = {}  # by parity
         self._unsettled: dict[int, int] = {}  # by parity: a round that came to nothing, until all ranks know
         self._closed = False
-        self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_pulled": 0, "bytes_read_in_place": 0}
+        self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_received": 0, "bytes_summed": 0}
         self._waited_s = 0.0
 
     # ---- dispatch
@@ -132,7 +136,7 @@ class AllToAll:
         """
         config = self.config
         self._check_usable()
-        number = self._number + 1
+        number = (self._number + 1) % _ROUNDS
         parity = number % PARITIES
         if parity in self._open:
             raise UsageError(
@@ -147,6 +151,8 @@ class AllToAll:
         given = None if weights is None else self._weights(weights, tokens)
         self._settle(parity)
         self._near.check_alive()
+        if self._far is not None:
+            self._far.check_alive()
         half = self._near.own[parity]
         slots = np.empty((tokens, config.top_k), np.int32)
         counts = np.empty(config.experts, np.int32)
@@ -154,12 +160,16 @@ class AllToAll:
         order = np.asarray(_core.moe.sort_routes(routes, slots, counts))
         half.order[: len(order)] = order
         half.counts[:] = counts
+        values, factors = values[:tokens], None if factors is None else factors[:tokens]
+        if self._far is not None:  # first, since it takes longest
+            self._far.send(number, counts, self.timeout_s)
+            self._far.send_rows(number, values, factors, self._rows_for_far(counts, order))
         if tokens > 0:
-            self._kernels.pack(half.rows, values[:tokens], None if factors is None else factors[:tokens], None)
+            self._kernels.pack(half.rows, values, factors, None)
         self._number = number
         opened = Round(number, tokens, routes.copy(), slots, None if given is None else given.copy(), is_tensor(x))
         self._open[parity] = opened
-        self._near.publish(SENT, number % _ROUNDS)
+        self._near.publish(SENT, number)
         self._stats["rounds"] += 1
         self._stats["tokens_sent"] += tokens
         return opened
@@ -188,26 +198,27 @@ class AllToAll:
         """
         self._check_usable()
         opened.require(Stage.SENT, "dispatch_recv")
-        self._wait(SENT, opened.number)
-        config, layout, rank = self.config, self._layout, self.rank
-        parity = opened.number % PARITIES
-        sources = [group * config.dp_size + rank % config.dp_size for group in range(layout.groups)]
-        counts = np.stack([self._near.halves[source, parity].counts for source in sources])
-        placement = _core.moe.Placement(layout, counts)
-        self._check_capacity(opened, placement)
+        config, rank, parity = self.config, self.rank, opened.number % PARITIES
+        if opened.placement is None:
+            self._place(opened)
+        placement = opened.placement
         x, scales = self._outputs[parity]
-        for group, source in enumerate(sources):
-            half = self._near.halves[source, parity]
-            moves = np.asarray(placement.pull_near(group, rank, half.order[: int(counts[group].sum())]))
+        for group, source in enumerate(self._sources()):
+            half = self._near.halves.get((source, parity))
+            if half is None:
+                continue
+            moves = np.asarray(placement.pull_near(group, rank, half.order[: int(half.counts.sum())]))
             if len(moves) > 0:
                 self._kernels.pull(x, scales, half.rows, moves)
+        if self._far is not None:
+            self._wait_far("rows", opened.number)
+            self._far.pull(opened.number, placement, x, scales)
         offsets, of_expert = np.asarray(placement.expert_offsets(rank)), np.asarray(placement.expert_rows(rank))
-        rows = int(offsets[-1])
+        rows, received = int(offsets[-1]), int(of_expert.sum())
         opened.where = placement.places(rank, opened.indices, opened.slots)
         opened.stage = Stage.RECEIVED
-        received = int(of_expert.sum())
         self._stats["rows_received"] += received
-        self._stats["bytes_pulled"] += received * (config.x_bytes + 4 * config.blocks)
+        self._stats["bytes_received"] += received * config.x_row_bytes
         return Dispatched(
             x=from_host(x[:rows], config.dtype, opened.is_tensor),
             scales=None if scales is None else from_host(scales[:rows], "float32", opened.is_tensor),
@@ -249,8 +260,10 @@ class AllToAll:
         kept = self._near.own[opened.number % PARITIES].y[: dispatched.rows]
         if dispatched.rows > 0 and values.ctypes.data != kept.ctypes.data:
             kept[:] = values
+        if self._far is not None:
+            self._far.send_results(opened.number, opened.placement, kept)
         opened.stage = Stage.RETURNED
-        self._near.publish(RETURNED, opened.number % _ROUNDS)
+        self._near.publish(RETURNED, opened.number)
 
     def combine_recv(
         self, answered: Dispatched | Round, weights: Any | None = None, *, out: Any | None = None,
@@ -276,17 +289,20 @@ class AllToAll:
         sums = np.empty(shape, NUMPY_TYPES[config.out_dtype]) if out is None else to_host(out, "out", OUT_DTYPES, shape)
         self._wait(RETURNED, opened.number)
         sources = [self._near.halves[rank, parity].y for rank in self._near.ranks]
+        if self._far is not None:
+            self._wait_far("results", opened.number)
+            sources.append(self._far.results(opened.number))
         if opened.tokens > 0:
             self._kernels.reduce(sums, sources, opened.where, factors, accumulate)
         opened.stage = Stage.ENDED
         del self._open[parity]
-        self._stats["bytes_read_in_place"] += int((opened.indices >= 0).sum()) * config.y_bytes
+        self._stats["bytes_summed"] += int((opened.indices >= 0).sum()) * config.y_bytes
         return from_host(sums, config.out_dtype, opened.is_tensor) if out is None else out
 
     # ---- life
 
     def stats(self) -> dict[str, float]:
-        """Since it was made: rounds, tokens_sent, rows_received, bytes_pulled, bytes_read_in_place, and seconds
+        """Since it was made: rounds, tokens_sent, rows_received, bytes_received, bytes_summed, and seconds
         waited.
         """
         return {**self._stats, "waited_s": self._waited_s}
@@ -309,6 +325,8 @@ class AllToAll:
             return
         self._closed = True
         self._near.farewell()
+        if self._far is not None and not self._engine.closed:
+            self._far.farewell(self.timeout_s)
         self._close_memory()
 
     def __enter__(self) -> AllToAll:
@@ -320,6 +338,16 @@ class AllToAll:
         self.close()
 
     # ---- parts
+
+    def _make_layout(self) -> _core.moe.Layout:
+        config = self.config
+        return _core.moe.Layout(
+            world=config.world, experts=config.experts, top_k=config.top_k, max_tokens=config.max_tokens,
+            dp_size=config.dp_size, padding=config.padding,
+            private_rows=private_rows(config) if self.node_size < config.world else 0,
+            rows_per_expert=config.rows_per_expert if config.layout == "masked" else 0,
+            node_of_rank=[rank // self.node_size for rank in range(config.world)],
+        )  # fmt: skip
 
     def _output_arrays(self, parity: int) -> tuple[Array, Array | None]:
         config = self.config
@@ -356,40 +384,101 @@ class AllToAll:
     def _wait(self, what: int, number: int) -> None:
         begin = time.monotonic()
         try:
-            self._near.wait(what, number % _ROUNDS, self.timeout_s)
+            self._near.wait(what, number, self.timeout_s)
         finally:
             self._waited_s += time.monotonic() - begin
 
-    def _check_capacity(self, opened: Round, placement: _core.moe.Placement) -> None:
-        """All ranks see the same counts and so come to the same end."""
-        masked = self.config.layout == "masked"
-        there = self.config.rows_per_expert if masked else self.config.rows_max
-        for rank in range(self.config.world):
+    def _wait_far(self, step: str, number: int) -> None:
+        assert self._far is not None
+        begin = time.monotonic()
+        try:
+            self._far.wait(step, number, self.timeout_s)
+        finally:
+            self._waited_s += time.monotonic() - begin
+
+    def _sources(self) -> list[int]:
+        """Of each group, the rank whose rows come to us: the one of our own index in its group."""
+        dp_size = self.config.dp_size
+        return [group * dp_size + self.rank % dp_size for group in range(self.config.groups)]
+
+    def _rows_for_far(self, counts: Array, order: Array) -> Array:
+        """Tokens of the rows that go to far ranks, in their order. Our own routes decide alone."""
+        table = np.zeros((self.config.groups, self.config.experts), np.int32)
+        table[self.rank // self.config.dp_size] = counts
+        ranges = _core.moe.Placement(self._layout, table).send_far(self.rank, order)
+        return np.asarray(cast(tuple[Any, Any], ranges)[0])
+
+    def _place(self, opened: Round) -> None:
+        """Waits for the routes of all, decides where rows go, and has the rest of ours sent."""
+        number, parity = opened.number, opened.number % PARITIES
+        self._wait(SENT, number)
+        if self._far is not None:
+            self._wait_far("routes", number)
+        counts = np.empty((self.config.groups, self.config.experts), np.int32)
+        for group, source in enumerate(self._sources()):
+            half = self._near.halves.get((source, parity))
+            if half is not None:
+                counts[group] = half.counts
+            elif self._far is not None:
+                counts[group] = self._far.routes_of(number, source)
+        placement = _core.moe.Placement(self._layout, counts)
+        self._check_capacity(opened, placement, counts)
+        if self._far is not None:
+            self._far.send_remainder(number, placement)
+        opened.placement = placement
+
+    def _check_capacity(self, opened: Round, placement: _core.moe.Placement, counts: Array) -> None:
+        """CapacityExceeded if any rank has too little room. All see the same counts and so come to the same end."""
+        config, refusal = self.config, None
+        masked = config.layout == "masked"
+        there = config.rows_per_expert if masked else config.rows_max
+        for rank in range(config.world):
             needed = placement.fullest_expert(rank) if masked else placement.rows_needed(rank)
             if needed > there:
-                parity = opened.number % PARITIES
-                opened.stage = Stage.ENDED
-                del self._open[parity]
-                self._unsettled[parity] = opened.number
-                self._near.publish(RETURNED, opened.number % _ROUNDS)
-                what = "an expert of it" if masked else "it"
-                raise CapacityExceeded(
-                    f"round {opened.number}: rank {rank} has room for {there} rows, {needed} are for {what}. Next: a "
-                    "larger capacity_factor, or fewer tokens",
-                    rank=rank, needed=needed, there=there,
-                )  # fmt: skip
+                refusal = rank, needed, there, "an expert of it" if masked else "it"
+        # More than a group can send to a rank, unless a token names an expert twice: send buffers are no longer.
+        most = config.max_tokens * min(config.top_k, config.experts_per_rank)
+        firsts = np.minimum(np.arange(config.world) * config.experts_per_rank, config.experts)
+        sums = np.concatenate([np.zeros((len(counts), 1), np.int64), np.cumsum(counts, axis=1)], axis=1)
+        sent = np.diff(sums[:, [*firsts, config.experts]], axis=1).max(axis=0)
+        if refusal is None and sent.max() > most:
+            refusal = int(sent.argmax()), int(sent.max()), most, "it of one group"
+        if refusal is None:
+            return
+        self._refuse(opened)
+        rank, needed, there, whose = refusal
+        raise CapacityExceeded(
+            f"round {opened.number}: rank {rank} has room for {there} rows, {needed} are for {whose}. Next: a larger "
+            "capacity_factor, or fewer tokens",
+            rank=rank, needed=needed, there=there,
+        )  # fmt: skip
+
+    def _refuse(self, opened: Round) -> None:
+        """Ends a round without results: all ranks do, and tell each other as they would with some."""
+        number, parity = opened.number, opened.number % PARITIES
+        if self._far is not None:
+            if not opened.is_refused:
+                self._far.send_remainder(number, None)
+                opened.is_refused = True
+            self._wait_far("rows", number)  # those that came before anybody knew: the next round's are counted alike
+            self._far.send_results(number, None, None)
+        self._near.publish(RETURNED, number)
+        opened.stage = Stage.ENDED
+        del self._open[parity]
+        self._unsettled[parity] = number
 
     def _settle(self, parity: int) -> None:
-        """A round that came to nothing has ended once all ranks have said so: until then one may still read our
-        counts.
-        """
+        """A round that was refused has ended once all ranks have said so: until then one may still read our counts."""
         number = self._unsettled.get(parity)
         if number is not None:
             self._wait(RETURNED, number)
+            if self._far is not None:
+                self._wait_far("results", number)
             del self._unsettled[parity]
 
     def _close_memory(self) -> None:
-        for region in (self._board, self._inbox):
+        regions = [self._board, self._inbox] if self._far is None else [self._board, self._inbox, self._far.region]
+        for region in regions:
             if not self._engine.closed:
                 region.close(self.timeout_s)
 

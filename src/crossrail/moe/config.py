@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crossrail.errors import UsageError
+from crossrail.moe import bounds
 
 # Bytes of an element, and the type that numpy, which lacks the first two, has it as.
 ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
@@ -90,29 +91,13 @@ class Config:
 
     @property
     def rows_per_expert(self) -> int:
-        """Layout "masked": room for each expert. All tokens of all groups, or its share of the routes by the factor."""
-        worst = self.groups * self.max_tokens
-        if self.capacity_factor is None:
-            return worst
-        routes = self.groups * self.max_tokens * self.top_k
-        return min(worst, max(1, int(self.capacity_factor * -(-routes // self.experts))))
+        """Layout "masked": room for each expert."""
+        return bounds.rows_per_expert(self)
 
     @property
     def rows_max(self) -> int:
-        """Room for the output of dispatch at a rank, in rows.
-
-        A token's experts differ, so at most min(top_k, experts of the rank) rows come of each token; every expert's
-        rows are filled up to a multiple of padding. With a factor: that times the mean, each expert padded as well.
-        """
-        local, pad = self.experts_per_rank, self.padding - 1
-        if self.layout == "masked":
-            return local * self.rows_per_expert
-        tokens = self.groups * self.max_tokens
-        worst = tokens * min(self.top_k, local) + local * pad
-        if self.capacity_factor is None:
-            return worst
-        mean = -(-tokens * self.top_k // self.experts) * local
-        return min(worst, int(self.capacity_factor * mean) + local * pad)
+        """Room for the output of dispatch at a rank, in rows."""
+        return bounds.output_rows(self)
 
     def encode(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -9,6 +9,7 @@ from typing import Any
 import crossrail as xr
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.moe.config import Config, check_agreement
+from crossrail.moe.far import Far
 from crossrail.moe.group import Group
 
 
@@ -49,6 +50,13 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
     ]
 
 
+def meet_far(group: Group, far: Far, addresses: list[xr.Address], timeout_s: float) -> None:
+    """A third exchange, where not all ranks share memory: what those that do not need to know of each other."""
+    cards = [json.loads(data) for data in group.all_gather(json.dumps(far.card()).encode(), timeout_s)]
+    far.connect(cards, addresses, timeout_s)
+    group.all_gather(b"", timeout_s)  # nobody writes before all have connected
+
+
 def _map_boards(
     engine: xr.Engine, rank: int, descriptors: list[xr.RegionDescriptor], board: xr.Region, timeout_s: float
 ) -> dict[int, memoryview]:
@@ -70,9 +78,4 @@ def _node_size(config: Config, mapped: list[set[int]]) -> int:
     size = found if config.node_size is None else config.node_size
     if not is_sound(size):
         raise UsageError(f"node_size is {size}, and only {found} consecutive ranks can map each other's memory")
-    if size < world:
-        raise UsageError(
-            f"only {size} of {world} ranks share memory: ranks that share none are not built yet. Next: run all "
-            "ranks on one host, on engines that reach each other by shm"
-        )
     return size

@@ -23,7 +23,8 @@ class Stage(Enum):
 class Round:
     """Between dispatch_send and the end of combine_recv. number: from 1, the same on all ranks.
 
-    indices, slots: as given and as Kernels.count made them; where: as Kernels.reduce takes it, once received.
+    indices, slots: as given and as Kernels.count made them. placement: where all rows go, once all routes are known.
+    where: as Kernels.reduce takes it, once received. is_refused: it needs more room than there is.
     """
 
     number: int
@@ -33,7 +34,9 @@ class Round:
     weights: Array | None
     is_tensor: bool
     stage: Stage = Stage.SENT
+    placement: Any = None
     where: Any = None
+    is_refused: bool = False
 
     def require(self, stage: Stage, call: str) -> None:
         if self.stage is not stage:

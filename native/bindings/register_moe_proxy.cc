@@ -1,0 +1,205 @@
+// crossrail._core.moe: rows for ranks that share no memory with us. See moe/proxy.h.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "bindings/convert.h"
+#include "bindings/engine_handle.h"
+#include "bindings/handles.h"
+#include "bindings/moe_arrays.h"
+#include "moe/proxy.h"
+
+namespace crossrail::bindings {
+
+namespace {
+
+using moe::FarResult;
+using moe::FarStep;
+using moe::Layout;
+using moe::Placement;
+
+const char* result_name(FarResult result) {
+  switch (result) {
+    case FarResult::kReady:
+      return "ready";
+    case FarResult::kLate:
+      return "late";
+    case FarResult::kPeerLost:
+      return "peer-lost";
+    case FarResult::kLeft:
+      return "left";
+    case FarResult::kFailed:
+      return "failed";
+    case FarResult::kClosed:
+      return "engine-closed";
+    case FarResult::kInterrupted:
+      return "interrupted";
+  }
+  return "";
+}
+
+class ProxyHandle {
+ public:
+  ProxyHandle(nb::pointer_and_handle<EngineHandle> given, const Layout& layout, uint32_t rank,
+              const std::array<uint64_t, 10>& memory, const RegionHandle& region)
+      : engine(nb::borrow(given.h)), engine_(given.p) {
+    const auto& [routes_in, rows_in, results_in, routes_out, rows_out, results_out, parity, route, stride, y] = memory;
+    proxy_ = std::make_unique<moe::Proxy>(given.p->core(), layout, rank,
+                                          moe::FarMemory{.routes_in = routes_in,
+                                                         .rows_in = rows_in,
+                                                         .results_in = results_in,
+                                                         .routes_out = routes_out,
+                                                         .rows_out = rows_out,
+                                                         .results_out = results_out,
+                                                         .parity_bytes = parity,
+                                                         .route_bytes = route,
+                                                         .stride_bytes = stride,
+                                                         .y_bytes = y},
+                                          region.core());
+  }
+  ~ProxyHandle() {
+    if (generation_ != fork_generation) proxy_.release();  // what there is to end is the parent's
+  }
+  ProxyHandle(const ProxyHandle&) = delete;
+  ProxyHandle& operator=(const ProxyHandle&) = delete;
+
+  moe::Proxy& get() const {
+    if (generation_ != fork_generation) throw_forked();
+    return *proxy_;
+  }
+  void connect(uint32_t rank, DescriptorHandle& descriptor, const std::vector<uint32_t>& imms) {
+    get().connect(rank, engine_->remote(descriptor), imms);
+  }
+  void watch(nb::handle address, uint32_t rank) { get().watch(engine_->peer(address), rank); }
+
+  template <typename Wait>
+  nb::tuple wait(nb::handle timeout_s, Wait wait) const {
+    moe::Proxy& proxy = get();
+    const Deadline deadline = to_deadline(timeout_s, engine_->core()->clock());
+    moe::FarOutcome outcome{};
+    wait_without_gil([&] {
+      outcome = wait(proxy, deadline);
+      return outcome.result == FarResult::kInterrupted ? WaitResult::kInterrupted : WaitResult::kReady;
+    });
+    return nb::make_tuple(result_name(outcome.result), outcome.rank, to_text(outcome.detail));
+  }
+
+  nb::object engine;
+
+ private:
+  EngineHandle* const engine_;
+  std::unique_ptr<moe::Proxy> proxy_;
+  const uint32_t generation_ = fork_generation;
+};
+
+FarStep to_step(const std::string& name) {
+  if (name == "routes") return FarStep::kRoutes;
+  if (name == "rows") return FarStep::kRows;
+  if (name == "results") return FarStep::kResults;
+  throw UsageError("step is '" + name + "', must be one of routes, rows, results");
+}
+
+void send_routes(const ProxyHandle& self, uint32_t round, nb::handle counts) {
+  const MoeArray given(counts, "counts", MoeArray::Use::kRead, 1);
+  const std::span<const int32_t> numbers = given.numbers<int32_t>();
+  moe::Proxy& proxy = self.get();
+  const WithoutGil no_gil;
+  proxy.send_routes(round, numbers);
+}
+
+const Placement* maybe(nb::handle placement) {
+  return placement.is_none() ? nullptr : nb::cast<const Placement*>(placement);
+}
+
+nb::object routes_of(const ProxyHandle& self, uint32_t round, uint32_t rank) {
+  const std::span<const int32_t> routes = self.get().routes_of(round, rank);
+  return to_numpy(std::vector<int32_t>(routes.begin(), routes.end()));
+}
+
+}  // namespace
+
+void register_moe_proxy(nb::module_& module) {
+  nb::module_ part = module.def_submodule("moe");
+  nb::class_<ProxyHandle>(part, "Proxy", nb::is_final(), nb::type_slots(engine_slots<ProxyHandle>))
+      .def(nb::init<nb::pointer_and_handle<EngineHandle>, const Layout&, uint32_t, const std::array<uint64_t, 10>&,
+                    const RegionHandle&>(),
+           nb::keep_alive<1, 3>(), nb::arg("engine"), nb::arg("layout"), nb::arg("rank"), nb::arg("memory"),
+           nb::arg("region"),
+           nb::sig("def __init__(self, engine: crossrail._core.Engine, layout: Layout, rank: int, memory: "
+                   "collections.abc.Sequence[int], region: crossrail._core.Region) -> None"))
+      .def("far_ranks", [](const ProxyHandle& self) { return self.get().far_ranks(); })
+      .def(
+          "imms_for", [](const ProxyHandle& self, uint32_t rank) { return self.get().imms_for(rank); }, nb::arg("rank"))
+      .def("connect", &ProxyHandle::connect, nb::arg("rank"), nb::arg("descriptor"), nb::arg("imms"),
+           nb::sig("def connect(self, rank: int, descriptor: crossrail._core.RegionDescriptor, imms: "
+                   "collections.abc.Sequence[int]) -> None"))
+      .def("watch", &ProxyHandle::watch, nb::arg("near"), nb::arg("rank"),
+           nb::sig("def watch(self, near: crossrail._core.Address, rank: int) -> None"))
+      .def("send_routes", &send_routes, nb::arg("round"), nb::arg("counts"))
+      .def(
+          "send_rows",
+          [](const ProxyHandle& self, uint32_t round) {
+            moe::Proxy& proxy = self.get();
+            const WithoutGil no_gil;
+            proxy.send_rows(round);
+          },
+          nb::arg("round"))
+      .def("routes_of", &routes_of, nb::arg("round"), nb::arg("rank"))
+      .def(
+          "send_remainder",
+          [](const ProxyHandle& self, uint32_t round, nb::handle placement) {
+            moe::Proxy& proxy = self.get();
+            const Placement* places = maybe(placement);
+            const WithoutGil no_gil;
+            proxy.send_remainder(round, places);
+          },
+          nb::arg("round"), nb::arg("placement").none(),
+          nb::sig("def send_remainder(self, round: int, placement: Placement | None) -> None"))
+      .def(
+          "send_results",
+          [](const ProxyHandle& self, uint32_t round, nb::handle placement) {
+            moe::Proxy& proxy = self.get();
+            const Placement* places = maybe(placement);
+            const WithoutGil no_gil;
+            proxy.send_results(round, places);
+          },
+          nb::arg("round"), nb::arg("placement").none(),
+          nb::sig("def send_results(self, round: int, placement: Placement | None) -> None"))
+      .def(
+          "say_farewell",
+          [](const ProxyHandle& self, double timeout_s) {
+            self.wait(nb::float_(timeout_s), [](moe::Proxy& proxy, Deadline deadline) {
+              proxy.say_farewell(deadline);
+              return moe::FarOutcome{};
+            });
+          },
+          nb::arg("timeout_s"))
+      .def(
+          "wait",
+          [](const ProxyHandle& self, const std::string& step, uint32_t round, nb::handle timeout_s) {
+            const FarStep awaited = to_step(step);
+            return self.wait(timeout_s, [&](moe::Proxy& proxy, Deadline deadline) {
+              return proxy.wait(awaited, round, deadline, interrupted);
+            });
+          },
+          nb::arg("step"), nb::arg("round"), nb::arg("timeout_s").none(),
+          nb::sig("def wait(self, step: str, round: int, timeout_s: float | None) -> tuple[str, int, str]"))
+      .def(
+          "wait_sent",
+          [](const ProxyHandle& self, uint32_t round, nb::handle timeout_s) {
+            return self.wait(timeout_s, [&](moe::Proxy& proxy, Deadline deadline) {
+              return proxy.wait_sent(round, deadline, interrupted);
+            });
+          },
+          nb::arg("round"), nb::arg("timeout_s").none(),
+          nb::sig("def wait_sent(self, round: int, timeout_s: float | None) -> tuple[str, int, str]"));
+}
+
+}  // namespace crossrail::bindings

@@ -1,0 +1,257 @@
+#include "moe/proxy.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "util/copy.h"
+#include "util/errors.h"
+
+namespace crossrail::moe {
+
+namespace {
+
+// How long a wait goes without a look at who is lost: a rank that dies counts nothing.
+constexpr int64_t kLookEveryNs = 5'000'000;
+
+FarResult result_of(Status status) {
+  switch (status) {
+    case Status::kPeerLost:
+      return FarResult::kPeerLost;
+    case Status::kRegionClosed:
+    case Status::kRegionRevoked:
+      return FarResult::kLeft;
+    case Status::kEngineClosed:
+      return FarResult::kClosed;
+    case Status::kPending:
+    case Status::kDone:
+      return FarResult::kReady;
+    case Status::kCancelled:
+    case Status::kOutOfBounds:
+    case Status::kAccessDenied:
+    case Status::kMessageTooLong:
+    case Status::kTransportFailed:
+    case Status::kChecksumMismatch:
+      return FarResult::kFailed;
+  }
+  return FarResult::kFailed;
+}
+
+}  // namespace
+
+Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, RegionRef region)
+    : engine_(std::move(engine)),
+      layout_(layout),
+      rank_(rank),
+      group_(layout.group_of(rank)),
+      memory_(memory),
+      region_(std::move(region)) {
+  const uint32_t dp_size = layout.shape().dp_size;
+  for (uint32_t other = 0; other < layout.shape().world; ++other) {
+    if (layout.same_node(other, rank)) continue;
+    Member& member = members_.emplace_back();
+    member.rank = other;
+    member.sends_rows = other % dp_size == rank % dp_size;
+    for (Ref<ImmCounter>& counter : member.counters) counter = engine_->alloc_imm();
+  }
+  for (auto& expected : rows_expected_) expected.resize(members_.size());
+}
+
+Proxy::~Proxy() {
+  if (engine_->closed()) return;
+  for (Member& member : members_) {
+    // Forced: of a round that was cut short some may have come, and nobody waits for it any more.
+    for (const Ref<ImmCounter>& counter : member.counters) engine_->release_imm(counter->imm(), true);
+  }
+}
+
+std::vector<uint32_t> Proxy::far_ranks() const {
+  std::vector<uint32_t> ranks;
+  for (const Member& member : members_) ranks.push_back(member.rank);
+  return ranks;
+}
+
+Proxy::Member& Proxy::member(uint32_t rank) {
+  const auto found = std::find_if(members_.begin(), members_.end(), [&](const Member& m) { return m.rank == rank; });
+  if (found == members_.end())
+    throw UsageError("rank " + std::to_string(rank) + " is none that shares no memory with us");
+  return *found;
+}
+
+std::vector<uint32_t> Proxy::imms_for(uint32_t rank) const {
+  std::vector<uint32_t> imms;
+  for (const Ref<ImmCounter>& counter : const_cast<Proxy*>(this)->member(rank).counters) imms.push_back(counter->imm());
+  return imms;
+}
+
+void Proxy::connect(uint32_t rank, RemoteRegionRef memory, std::span<const uint32_t> imms) {
+  Member& to = member(rank);
+  if (imms.size() != to.imms.size()) throw UsageError("imms has " + std::to_string(imms.size()) + " numbers");
+  if (memory->length_bytes() != region_->length_bytes()) {
+    throw UsageError("rank " + std::to_string(rank) + " has " + std::to_string(memory->length_bytes()) +
+                     " bytes for far rows, we have " + std::to_string(region_->length_bytes()));
+  }
+  to.memory = std::move(memory);
+  std::copy(imms.begin(), imms.end(), to.imms.begin());
+  watched_.push_back({PeerRef::share(to.memory->peer()), rank});
+}
+
+void Proxy::watch(PeerRef near, uint32_t rank) { watched_.push_back({std::move(near), rank}); }
+
+// --- what is written ---
+
+void Proxy::write(Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
+                  uint64_t length_bytes) {
+  const WriteRequest request{.src = region_.get(),
+                             .src_offset = from_offset,
+                             .dst = to.memory.get(),
+                             .dst_offset = to_offset,
+                             .length_bytes = length_bytes,
+                             .imm = to.imms[slot_of(step, round)]};
+  sent_[parity_of(round)].push_back({engine_->submit_write(request), to.rank});
+}
+
+void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts) {
+  if (counts.size() != layout_.shape().experts)
+    throw UsageError("counts has " + std::to_string(counts.size()) + " entries");
+  const uint32_t parity = parity_of(round);
+  sent_[parity].clear();
+  counts_[parity].assign(counts.begin(), counts.end());
+  for (uint32_t step = 0; step < kFarSteps; ++step) next_[slot_of(static_cast<FarStep>(step), round)] = 0;
+  const uint64_t from = at(memory_.routes_out, round);
+  std::memcpy(region_->base() + from, counts.data(), counts.size_bytes());
+  const uint64_t to = at(memory_.routes_in, round) + rank_ * memory_.route_bytes;
+  for (Member& member : members_) write(member, FarStep::kRoutes, round, from, to, counts.size_bytes());
+}
+
+void Proxy::send_rows(uint32_t round) {
+  copy_fence();  // rows may have been packed past the caches
+  const std::vector<int32_t>& counts = counts_[parity_of(round)];
+  const auto slot = static_cast<int32_t>(layout_.shape().private_rows);
+  uint64_t from = at(memory_.rows_out, round);
+  for (Member& to : members_) {
+    if (!to.sends_rows) continue;
+    const auto* first = counts.data() + layout_.first_expert(to.rank);
+    to.rows_sent = std::accumulate(first, first + layout_.expert_count(to.rank), 0);
+    const auto rows = static_cast<uint64_t>(std::min(to.rows_sent, slot));
+    const uint64_t target = uint64_t{layout_.far_index(group_, to.rank)} * layout_.shape().private_rows;
+    // Also of no rows: the other side cannot know that yet, and counts one write of each.
+    write(to, FarStep::kRows, round, from, at(memory_.rows_in, round) + target * memory_.stride_bytes,
+          rows * memory_.stride_bytes);
+    from += static_cast<uint64_t>(to.rows_sent) * memory_.stride_bytes;
+  }
+}
+
+std::span<const int32_t> Proxy::routes_of(uint32_t round, uint32_t rank) const {
+  const std::byte* row = region_->base() + at(memory_.routes_in, round) + rank * memory_.route_bytes;
+  return {reinterpret_cast<const int32_t*>(row), layout_.shape().experts};
+}
+
+void Proxy::send_remainder(uint32_t round, const Placement* placement) {
+  const auto slot = static_cast<int32_t>(layout_.shape().private_rows);
+  std::vector<uint32_t>& expected = rows_expected_[parity_of(round)];
+  uint64_t from = at(memory_.rows_out, round);
+  for (size_t i = 0; i < members_.size(); ++i) {
+    Member& other = members_[i];
+    expected[i] = other.sends_rows ? 1 : 0;
+    if (!other.sends_rows || placement == nullptr) continue;
+    if (placement->routes(layout_.group_of(other.rank), rank_) > slot) ++expected[i];
+    const int32_t rows = placement->routes(group_, other.rank);
+    if (rows > slot) {
+      const auto target = static_cast<uint64_t>(placement->remainder_start(group_, other.rank));
+      write(other, FarStep::kRows, round, from + static_cast<uint64_t>(slot) * memory_.stride_bytes,
+            at(memory_.rows_in, round) + target * memory_.stride_bytes,
+            static_cast<uint64_t>(rows - slot) * memory_.stride_bytes);
+    }
+    from += static_cast<uint64_t>(rows) * memory_.stride_bytes;
+  }
+}
+
+void Proxy::send_results(uint32_t round, const Placement* placement) {
+  copy_fence();
+  uint64_t from = at(memory_.results_out, round);
+  uint32_t group_before = ~0u;
+  uint64_t group_bytes = 0;
+  for (Member& to : members_) {  // ascending: the members of a group are neighbours, and get the same rows
+    const uint32_t group = layout_.group_of(to.rank);
+    uint64_t target = 0;
+    if (placement != nullptr && group != group_before) {
+      from += group_bytes;
+      group_bytes = static_cast<uint64_t>(placement->routes(group, rank_)) * memory_.y_bytes;
+      group_before = group;
+    }
+    if (placement != nullptr) {
+      const std::vector<int32_t> starts = placement->route_starts(group);
+      target = static_cast<uint64_t>(starts[layout_.first_expert(rank_)]) * memory_.y_bytes;
+    }
+    write(to, FarStep::kResults, round, from, at(memory_.results_in, round) + target, group_bytes);
+  }
+}
+
+// --- what is waited for ---
+
+FarOutcome Proxy::trouble(uint32_t round, const Member& awaited) {
+  if (engine_->closed()) return {FarResult::kClosed, awaited.rank, {}};
+  for (const Watched& watched : watched_) {
+    if (watched.peer->state() == PeerState::kLost) return {FarResult::kPeerLost, watched.rank, {}};
+  }
+  if (awaited.counters[slot_of(FarStep::kFarewell, 0)]->poll() > 0) return {FarResult::kLeft, awaited.rank, {}};
+  for (const Sent& sent : sent_[parity_of(round)]) {
+    const FarResult result = result_of(sent.transfer->status());
+    if (result != FarResult::kReady) return {result, sent.rank, sent.transfer->info().detail};
+  }
+  return {FarResult::kReady, awaited.rank, {}};
+}
+
+void Proxy::say_farewell(Deadline deadline) {
+  std::vector<Sent>& sent = sent_[0];
+  sent.clear();
+  for (Member& member : members_) {
+    if (member.memory && member.memory->peer()->state() != PeerState::kLost)
+      write(member, FarStep::kFarewell, 0, 0, 0, 0);
+  }
+  // Whatever becomes of it: who is gone needs no farewell.
+  for (const Sent& one : sent) one.transfer->wait(deadline, {});
+}
+
+FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {
+  for (const Sent& sent : sent_[parity_of(round)]) {
+    while (true) {
+      const Deadline next_look = std::min(deadline, engine_->clock().now_ns() + kLookEveryNs);
+      const WaitResult waited = sent.transfer->wait(next_look, interrupted);
+      if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, sent.rank, {}};
+      if (const FarOutcome found = trouble(round, member(sent.rank)); found.result != FarResult::kReady) return found;
+      if (waited == WaitResult::kReady) break;
+      if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, sent.rank, {}};
+    }
+  }
+  return {FarResult::kReady, 0, {}};
+}
+
+FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {
+  size_t& next = next_[slot_of(step, round)];
+  while (next < members_.size()) {
+    const Member& source = members_[next];
+    const uint32_t expected = step == FarStep::kRows ? rows_expected_[parity_of(round)][next] : 1;
+    ImmCounter& counter = *source.counters[slot_of(step, round)];
+    if (expected == 0 || counter.try_consume(expected)) {
+      ++next;
+      continue;
+    }
+    const Deadline next_look = std::min(deadline, engine_->clock().now_ns() + kLookEveryNs);
+    const WaitResult waited = counter.wait(expected, next_look, interrupted);
+    if (waited == WaitResult::kReady) {
+      ++next;
+      continue;
+    }
+    if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, source.rank, {}};
+    const FarOutcome found = trouble(round, source);
+    // Its last writes may have come just before its end.
+    if (found.result != FarResult::kReady && counter.poll() < expected) return found;
+    if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, source.rank, {}};
+  }
+  return {FarResult::kReady, 0, {}};
+}
+
+}  // namespace crossrail::moe

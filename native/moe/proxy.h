@@ -1,0 +1,127 @@
+// Rows for ranks that share no memory with us: what is written to whom, and what is waited for. As in arXiv 2510.27656,
+// section 6: routes first; then, before any counts are known, the first rows for each rank into a slot that only we write;
+// then the remainder, at an offset that both sides compute; results come back as one write for each rank. Departures:
+//  - Two of everything, by the parity of the round, and no barriers. A rank opens round n once it has ended round n - 2,
+//    which takes results of all ranks: so each of them has taken its rows of n - 2, and their buffers are free again. And a
+//    rank that has routes of round n of all others knows that these have read its results of n - 2.
+//  - An immediate for each source, so that what is missing has a name.
+//
+// Lifecycle: 1. made: it has immediates. 2. connect() for each far rank. 3. rounds. 4. closed with the engine, or destroyed.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+#include "moe/layout.h"
+
+namespace crossrail::moe {
+
+// What a rank has for far rows, the same on all ranks: one region, these parts of it twice. In bytes, from its start.
+struct FarMemory {
+  uint64_t routes_in = 0;     // [world] rows of route_bytes, by source rank
+  uint64_t rows_in = 0;       // rows of stride_bytes: slots, then remainders, as Placement has them
+  uint64_t results_in = 0;    // rows of y_bytes, by position in our own order of routes
+  uint64_t routes_out = 0;    // one row of route_bytes
+  uint64_t rows_out = 0;      // rows of stride_bytes, as Placement::send_far has them
+  uint64_t results_out = 0;   // rows of y_bytes, as Placement::return_far has them
+  uint64_t parity_bytes = 0;  // from the parts of even rounds to those of odd ones
+  uint64_t route_bytes = 0;   // int32 [experts], rounded up
+  uint64_t stride_bytes = 0;
+  uint64_t y_bytes = 0;
+};
+
+enum class FarStep : uint8_t { kRoutes, kRows, kResults, kFarewell };
+inline constexpr uint32_t kFarSteps = 4;
+inline constexpr uint32_t kParities = 2;
+
+enum class FarResult : uint8_t { kReady, kLate, kPeerLost, kLeft, kFailed, kClosed, kInterrupted };
+struct FarOutcome {
+  FarResult result;
+  uint32_t rank;       // that it is about, unless kReady
+  std::string detail;  // of kFailed
+};
+
+// Threads: one at a time.
+// Invariant: of each step and parity, the counters of sources before next_ have given what was expected of them.
+class Proxy {
+ public:
+  // region: of our own memory, laid out as `memory` says. The layout outlives the proxy.
+  Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, RegionRef region);
+  ~Proxy();
+  Proxy(const Proxy&) = delete;
+  Proxy& operator=(const Proxy&) = delete;
+
+  // Ascending.
+  std::vector<uint32_t> far_ranks() const;
+  // By step and parity: the numbers by which that rank is to count here.
+  std::vector<uint32_t> imms_for(uint32_t rank) const;
+  // What that rank said of itself: its region, and the numbers by which we count there.
+  void connect(uint32_t rank, RemoteRegionRef memory, std::span<const uint32_t> imms);
+  // Of ranks that share our memory: who waits for anyone gives up when one of them is lost.
+  void watch(PeerRef near, uint32_t rank);
+
+  // --- one round, in this order; what writes returns at once ---
+  // Whether what was written from this parity's memory has gone: it may be filled. False is a failure or a deadline.
+  FarOutcome wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
+  // The routes of our own group, [experts], which are kept.
+  void send_routes(uint32_t round, std::span<const int32_t> counts);
+  // The first rows for each rank, out of rows_out.
+  void send_rows(uint32_t round);
+  // Routes of a far rank, [experts], once they have come. Written by that rank: to be checked.
+  std::span<const int32_t> routes_of(uint32_t round, uint32_t rank) const;
+  // The remainder; what wait(kRows) expects follows from it. null: the round came to nothing, there is none.
+  void send_remainder(uint32_t round, const Placement* placement);
+  // Results out of results_out; null: there are none.
+  void send_results(uint32_t round, const Placement* placement);
+
+  // We take part no more: who waits for us is told. Returns once all have been told, or are gone, or at the deadline.
+  void say_farewell(Deadline deadline);
+
+  // Until all of this step has come. May be repeated after kLate.
+  FarOutcome wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
+
+ private:
+  struct Member {
+    uint32_t rank;
+    bool sends_rows;  // of our index in its group: rows go between it and us
+    RemoteRegionRef memory;
+    std::array<uint32_t, kFarSteps * kParities> imms{};  // there
+    std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
+    int32_t rows_sent = 0;  // scratch: of the round that is being sent
+  };
+  struct Watched {
+    PeerRef peer;
+    uint32_t rank;
+  };
+  struct Sent {
+    TransferRef transfer;
+    uint32_t rank;
+  };
+  static uint32_t parity_of(uint32_t round) { return round % kParities; }
+  static size_t slot_of(FarStep step, uint32_t round) {
+    return static_cast<size_t>(step) * kParities + parity_of(round);
+  }
+  Member& member(uint32_t rank);
+  uint64_t at(uint64_t part, uint32_t round) const { return part + parity_of(round) * memory_.parity_bytes; }
+  void write(Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset, uint64_t length_bytes);
+  FarOutcome trouble(uint32_t round, const Member& awaited);
+
+  const EngineRef engine_;
+  const Layout& layout_;
+  const uint32_t rank_;
+  const uint32_t group_;
+  const FarMemory memory_;
+  const RegionRef region_;
+  std::vector<Member> members_;
+  std::vector<Watched> watched_;
+  std::array<size_t, kFarSteps * kParities> next_{};
+  std::array<std::vector<int32_t>, kParities> counts_;          // ours, of each parity's round
+  std::array<std::vector<uint32_t>, kParities> rows_expected_;  // writes of rows, by member
+  std::array<std::vector<Sent>, kParities> sent_;
+};
+
+}  // namespace crossrail::moe
