@@ -17,6 +17,7 @@ from crossrail.cli.bench.moe.ranks import Durations, Ranks, durations_us
 from crossrail.cli.bench.moe.work import SHAPES, MoeShape
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Bar, Line, Result, Sample
+from crossrail.cli.text import OutputFile
 from crossrail.errors import CrossrailError
 
 _STEPS = ("dispatch", "combine")
@@ -49,7 +50,7 @@ class _Options:
 @click.option("--quick", is_flag=True, help="Fewer rounds: a look, not a figure to quote.")
 @click.option("--no-gloo", is_flag=True, help="Leave torch.distributed out; it also is where torch is not installed.")
 @click.option("--no-mpi", is_flag=True, help="Leave MPI out; it also is where mpi4py or mpiexec are not installed.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all samples to this file.")
+@click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
 @click.option("--strict", is_flag=True, help="Exit code 1 when a bar is missed.")
 def moe(
     shapes: tuple[str, ...],
