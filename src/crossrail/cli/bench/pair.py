@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -238,9 +239,9 @@ class Pair:
         if self.child.call("digest", key=link.key, region=region) != expected:
             raise CrossrailError(f"{what}: what arrived is not what was sent")
 
-    def flag_one_way_ns(self) -> float:
+    def flag_one_way_ns(self, rounds: int | None = None) -> float:
         """The bare flag between the two processes, one way. Invariant: both sides count the same rounds."""
-        rounds, start = self.settings.scaled(50_000), self._flag_rounds
+        rounds, start = rounds or self.settings.scaled(50_000), self._flag_rounds
         self.child.start("flag_ping_pong", fd=self.shared_fd, start=start, rounds=rounds)
         took_ns = self.native.flag_ping_pong(self.shared_fd, first=True, start=start, rounds=rounds)
         self.child.finish()
@@ -262,6 +263,12 @@ def alternate(times: int, limit: Callable[[], float], measured: Callable[[], flo
     then changes both sides of its ratio."""
     pairs = [(limit(), measured()) for _ in range(times)]
     return sum(pair[0] for pair in pairs) / times, sum(pair[1] for pair in pairs) / times
+
+
+def alternate_briefly(times: int, limit: Callable[[], float], measured: Callable[[], float]) -> tuple[float, float]:
+    """The same for passes so short that most of them are not interrupted: medians."""
+    pairs = [(limit(), measured()) for _ in range(times)]
+    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 
 
 def python_command() -> str:
