@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 import crossrail as xr
 from crossrail.engine import SECRET_VARIABLE
+from crossrail.integrations.vllm.plugin import register
 from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdates
 from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
 from crossrail.weights import UpdateFailed
@@ -179,6 +181,17 @@ async def test_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch, sce
     monkeypatch.delenv(SECRET_VARIABLE)
     with pytest.raises(xr.UsageError, match="needs a secret"):
         WeightsWorker(link, lambda memory: None)
+
+
+def test_plugin_lets_a_vllm_start_that_knows_no_backends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", None)
+    monkeypatch.setitem(sys.modules, "vllm.distributed", types.ModuleType("vllm.distributed"))
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    with caplog.at_level("INFO", logger="crossrail.vllm"):
+        register()
+    assert "no weight transfer by crossrail" in caplog.text
 
 
 def test_importing_these_imports_no_vllm() -> None:

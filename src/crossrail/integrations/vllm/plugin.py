@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+
+log = logging.getLogger("crossrail.vllm")
 
 BACKEND = "crossrail"
 PLAIN_VARIABLE = "CROSSRAIL_VLLM_PLAIN_WEIGHTS"
 
 
 def register() -> None:
-    """Makes `--weight-transfer-config '{"backend": "crossrail"}'` known to vLLM. Imports none of it. Idempotent.
+    """Makes `--weight-transfer-config '{"backend": "crossrail"}'` known to vLLM, one that knows such backends. Idempotent.
 
     CROSSRAIL_VLLM_PLAIN_WEIGHTS=1: vLLM on CPU does not repack the weights of linear layers for oneDNN, so that they
     can be updated in place; it then computes with torch's own kernels.
     """
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-
-    if BACKEND not in WeightTransferEngineFactory._registry:  # what it has been asked for twice, it refuses
+    try:
+        from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    except ImportError as error:  # of a vLLM that is older: it must start all the same
+        log.info("no weight transfer by crossrail: %s", error)
+        return
+    with contextlib.suppress(ValueError):  # registered before
         WeightTransferEngineFactory.register_engine(
             BACKEND, "crossrail.integrations.vllm.weights", "CrossrailWeightTransferEngine"
         )
