@@ -13,7 +13,7 @@ PLAIN_VARIABLE = "CROSSRAIL_VLLM_PLAIN_WEIGHTS"
 
 
 def register() -> None:
-    """Makes `--weight-transfer-config '{"backend": "crossrail"}'` known to vLLM, one that knows such backends. Idempotent.
+    """Makes `--weight-transfer-config '{"backend": "crossrail"}'` known to a vLLM that has such. Idempotent.
 
     CROSSRAIL_VLLM_PLAIN_WEIGHTS=1: vLLM on CPU does not repack the weights of linear layers for oneDNN, so that they
     can be updated in place; it then computes with torch's own kernels.
