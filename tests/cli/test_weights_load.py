@@ -15,6 +15,8 @@ from crossrail.engine import SECRET_VARIABLE
 from crossrail.weights.toy import ToyModel, weights
 from tests.weights.safetensors_file import write
 
+pytestmark = pytest.mark.no_sanitizer  # starts an interpreter for each reader and each rank
+
 SECRET = "of these tests"
 PATIENCE_S = 100.0
 MODEL = ToyModel(layers=1, hidden=128, intermediate=128, experts=2, vocabulary=256)
@@ -93,6 +95,7 @@ async def test_needs_a_secret_and_an_address_that_fit(tmp_path: Path) -> None:
         "a secret that all nodes share is needed": await start_load(tmp_path, secret=""),
         "the others need its address": await start_load(tmp_path, "--reader", "1/2"),
         "is not an index and a number": await start_load(tmp_path, "--reader", "2/2"),
+        "there is no folder": await start_load(tmp_path, "--address-file", tmp_path / "none" / "controller"),
         "no tensor of the checkpoint is left": await start_load(tmp_path, "--ignore", "*"),
     }
     for why, process in cases.items():

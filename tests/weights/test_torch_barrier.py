@@ -16,6 +16,8 @@ from crossrail.weights.toy import ToyModel
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET
 
+pytestmark = pytest.mark.no_sanitizer  # starts interpreters, of which two import torch
+
 MODEL = ToyModel(layers=1, hidden=128, intermediate=128, experts=2, vocabulary=256)
 TRAINERS = 2
 START_S = 100.0

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import crossrail as xr
 from crossrail.cli.secret import read_secret
-from crossrail.cli.text import RAILS_MAX, format_bytes, format_count, gb_per_s, size
+from crossrail.cli.text import RAILS_MAX, OutputFile, format_bytes, format_count, gb_per_s, size
 from crossrail.cli.weights.progress import showing_update
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
@@ -64,7 +64,7 @@ def _reader(text: str) -> tuple[int, int]:
 @click.option("--controller", metavar="ADDRESS", help="Of the other readers: what reader 0 printed, or its file.")
 @click.option(
     "--address-file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Where reader 0 writes the address that ranks join, in hexadecimal; without it that is printed.",
 )
 @click.option("--ignore", multiple=True, help="Tensors that no rank wants, as a pattern: 'mtp.*'. Several times.")

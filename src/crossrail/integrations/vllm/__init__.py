@@ -9,7 +9,10 @@ A prompt is prefilled by one instance and decoded by another; crossrail.kv write
       scheduler.py: which request, which      worker.py: a thread with an event loop, an engine, a mailbox
       blocks, when they may be freed            producer.py: offers computed prompts, writes them to who asks
            └──── orders.py, each step ────▶     consumer.py: asks, counts, takes back
-    connector.py turns vLLM's calls into theirs; nothing else imports vLLM.
+    connector.py turns vLLM's calls into theirs; beside it only weights.py and plugin.py import vLLM.
+
+Weight updates (docs/weights-vllm.md): plugin.py registers the backend, weights.py is it, weights_worker.py the
+inference rank inside of a worker, weights_trainer.py drives instances from the trainers' side.
 """
 
 from __future__ import annotations
