@@ -197,11 +197,15 @@ FarOutcome Proxy::trouble(uint32_t round, const Member& awaited) {
     if (watched.peer->state() == PeerState::kLost) return {FarResult::kPeerLost, watched.rank, {}};
   }
   if (awaited.counters[slot_of(FarStep::kFarewell, 0)]->poll() > 0) return {FarResult::kLeft, awaited.rank, {}};
+  return failed_write(round);
+}
+
+FarOutcome Proxy::failed_write(uint32_t round) const {
   for (const Sent& sent : sent_[parity_of(round)]) {
     const FarResult result = result_of(sent.transfer->status());
     if (result != FarResult::kReady) return {result, sent.rank, sent.transfer->info().detail};
   }
-  return {FarResult::kReady, awaited.rank, {}};
+  return {FarResult::kReady, 0, {}};
 }
 
 void Proxy::say_farewell(Deadline deadline) {
@@ -251,7 +255,8 @@ FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const In
     if (found.result != FarResult::kReady && counter.poll() < expected) return found;
     if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, source.rank, {}};
   }
-  return {FarResult::kReady, 0, {}};
+  // Everybody else's came, and yet somebody does not have ours: he is not to be waited for later.
+  return failed_write(round);
 }
 
 }  // namespace crossrail::moe

@@ -108,6 +108,7 @@ class Proxy {
   Member& member(uint32_t rank);
   uint64_t at(uint64_t part, uint32_t round) const { return part + parity_of(round) * memory_.parity_bytes; }
   void write(Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset, uint64_t length_bytes);
+  FarOutcome failed_write(uint32_t round) const;
   FarOutcome trouble(uint32_t round, const Member& awaited);
 
   const EngineRef engine_;

@@ -10,7 +10,7 @@ import numpy as np
 
 import crossrail as xr
 from crossrail import _core
-from crossrail.errors import EngineClosed, UsageError
+from crossrail.errors import EngineClosed, UsageError, WaitTimeout
 from crossrail.moe.arrays import Array, from_host, is_tensor, to_count, to_host
 from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout
 from crossrail.moe.bounds import private_rows
@@ -299,6 +299,27 @@ class AllToAll:
         self._stats["bytes_summed"] += int((opened.indices >= 0).sum()) * config.y_bytes
         return from_host(sums, config.out_dtype, opened.is_tensor) if out is None else out
 
+    def advance(self, opened: Round) -> bool:
+        """Does what can be done for a round without waiting; True when its next recv half will not wait.
+
+        For who has other things to do meanwhile: what of our rows does not fit its slot elsewhere leaves here, or in
+        dispatch_recv. Raises what that does, but no WaitTimeout.
+        """
+        self._check_usable()
+        try:
+            if opened.stage is Stage.SENT:
+                if opened.placement is None:
+                    self._place(opened, 0)
+                if self._far is not None:
+                    self._wait_far("rows", opened.number, 0)
+            elif opened.stage is Stage.RETURNED:
+                self._wait(RETURNED, opened.number, 0)
+                if self._far is not None:
+                    self._wait_far("results", opened.number, 0)
+        except WaitTimeout:
+            return False
+        return opened.stage in (Stage.SENT, Stage.RETURNED)
+
     # ---- life
 
     def stats(self) -> dict[str, float]:
@@ -320,13 +341,15 @@ class AllToAll:
         )
 
     def close(self) -> None:
-        """Gives the memory back; ranks that still wait for us are told. Idempotent. Arrays handed out stay readable."""
-        if self._closed:
-            return
-        self._closed = True
-        self._near.farewell()
-        if self._far is not None and not self._engine.closed:
-            self._far.farewell(self.timeout_s)
+        """Gives the memory back; ranks that still wait for us are told. Idempotent. Arrays handed out stay readable.
+
+        Raises WaitTimeout when a rank is still in the middle of a write to us after timeout_s: call it again.
+        """
+        if not self._closed:
+            self._closed = True
+            self._near.farewell()
+            if self._far is not None and not self._engine.closed:
+                self._far.farewell(self.timeout_s)
         self._close_memory()
 
     def __enter__(self) -> AllToAll:
@@ -381,18 +404,18 @@ class AllToAll:
         if self._engine.closed:
             raise EngineClosed(f"engine {self._engine.name!r} was closed")
 
-    def _wait(self, what: int, number: int) -> None:
+    def _wait(self, what: int, number: int, timeout_s: float | None = None) -> None:
         begin = time.monotonic()
         try:
-            self._near.wait(what, number, self.timeout_s)
+            self._near.wait(what, number, self.timeout_s if timeout_s is None else timeout_s)
         finally:
             self._waited_s += time.monotonic() - begin
 
-    def _wait_far(self, step: str, number: int) -> None:
+    def _wait_far(self, step: str, number: int, timeout_s: float | None = None) -> None:
         assert self._far is not None
         begin = time.monotonic()
         try:
-            self._far.wait(step, number, self.timeout_s)
+            self._far.wait(step, number, self.timeout_s if timeout_s is None else timeout_s)
         finally:
             self._waited_s += time.monotonic() - begin
 
@@ -408,12 +431,12 @@ class AllToAll:
         ranges = _core.moe.Placement(self._layout, table).send_far(self.rank, order)
         return np.asarray(cast(tuple[Any, Any], ranges)[0])
 
-    def _place(self, opened: Round) -> None:
+    def _place(self, opened: Round, timeout_s: float | None = None) -> None:
         """Waits for the routes of all, decides where rows go, and has the rest of ours sent."""
         number, parity = opened.number, opened.number % PARITIES
-        self._wait(SENT, number)
+        self._wait(SENT, number, timeout_s)
         if self._far is not None:
-            self._wait_far("routes", number)
+            self._wait_far("routes", number, timeout_s)
         counts = np.empty((self.config.groups, self.config.experts), np.int32)
         for group, source in enumerate(self._sources()):
             half = self._near.halves.get((source, parity))

@@ -106,7 +106,7 @@ class Far:
 
     def send(self, number: int, counts: Array, timeout_s: float) -> None:
         """Our routes; once the memory of the round before the last is free again."""
-        self._check(self._proxy.wait_sent(number, timeout_s), f"place for round {number}", timeout_s)
+        self._check(self._proxy.wait_sent(number, timeout_s), f"dispatch of round {number}", timeout_s)
         self._proxy.send_routes(number, counts)
 
     def send_rows(self, number: int, x: Array, scales: Array | None, tokens: Array) -> None:

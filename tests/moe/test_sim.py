@@ -1,0 +1,192 @@
+"""Whole rounds over simulated NICs that deliver in any order, while rails fail, hosts freeze and one dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail import sim
+from crossrail.moe import AllToAll, Dispatched, EngineGroup, Round
+from tests.moe.batches import Batch, draw, expected_sums, expert_of_row, outputs
+from tests.moe.ranks import run_ranks
+from tests.moe.test_rounds import check_dispatched, first_expert
+from tests.support.limits import WAIT_S
+from tests.support.seeds import Seed
+
+EXPERTS, HIDDEN, TOP_K, TOKENS, BLOCK = 10, 64, 3, 16, 32
+CONFIG: dict[str, Any] = {"experts": EXPERTS, "hidden": HIDDEN, "top_k": TOP_K, "max_tokens": TOKENS,
+                          "scale_block": BLOCK, "out_dtype": "float32", "timeout_s": 60.0}  # fmt: skip
+LIMIT_S = 30.0  # virtual, for any round
+
+
+class Town:
+    """Ranks on a simulated host each. Made on threads, since that waits; rounds are driven by one thread."""
+
+    def __init__(self, world: sim.World, size: int, nic: str, **config: object) -> None:
+        self.world = world
+        self.hosts = [world.host(f"host-{rank}", nic) for rank in range(size)]
+        self.engines = [host.engine(f"rank-{rank}", peer_timeout_s=1.0) for rank, host in enumerate(self.hosts)]
+        addresses = [engine.address for engine in self.engines]
+        self._groups = [EngineGroup(engine, addresses) for engine in self.engines]
+        self.parts = run_ranks(size, lambda r: AllToAll(self.engines[r], self._groups[r], **(CONFIG | config)))
+        for group in self._groups:
+            group.close()
+
+    def until_ready(self, rounds: list[Round]) -> None:
+        begin, step_s = self.world.now_s, 1e-6
+        # All of them each time: who is ready himself may have something for the others.
+        while not all(ready := [part.advance(one) for part, one in zip(self.parts, rounds, strict=True)]):
+            assert self.world.now_s < begin + LIMIT_S, f"a round does not get on: {ready}"
+            self.world.run(step_s)
+            step_s = min(2 * step_s, 0.01)
+
+    def send(self, batches: list[Batch]) -> list[Round]:
+        return [
+            part.dispatch_send(batch.x, batch.scales, batch.indices, batch.weights)
+            for part, batch in zip(self.parts, batches, strict=True)
+        ]
+
+    def receive(self, rounds: list[Round], batches: list[Batch]) -> list[Dispatched]:
+        self.until_ready(rounds)
+        got = [part.dispatch_recv(one) for part, one in zip(self.parts, rounds, strict=True)]
+        for part, one in zip(self.parts, got, strict=True):
+            check_dispatched(one, batches, first_expert(part), part.config.padding)
+        return got
+
+    def answer(self, got: list[Dispatched]) -> None:
+        for part, one in zip(self.parts, got, strict=True):
+            experts = expert_of_row(one.counts, one.offsets, first_expert(part), one.rows)
+            part.combine_send(outputs(one.x, experts), one)
+
+    def finish(self, rounds: list[Round], batches: list[Batch]) -> None:
+        self.until_ready(rounds)
+        for part, one, batch in zip(self.parts, rounds, batches, strict=True):
+            assert np.array_equal(part.combine_recv(one), expected_sums(batch))
+
+    def whole_round(self, batches: list[Batch]) -> None:
+        rounds = self.send(batches)
+        got = self.receive(rounds, batches)
+        self.answer(got)
+        self.finish(rounds, batches)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+
+@pytest.fixture
+def make(seed: Seed) -> Iterator[Callable[..., Town]]:
+    towns: list[Town] = []
+    with sim.World(seed.number()) as world:
+
+        def build(size: int, nic: str, **config: object) -> Town:
+            towns.append(Town(world, size, nic, **config))
+            return towns[-1]
+
+        yield build
+        for town in towns:
+            town.close()
+
+
+def draws(random: np.random.Generator, size: int) -> list[Batch]:
+    """Some ranks have no tokens, some as many as they may, and some routes are masked."""
+    tokens = [int(random.choice([0, TOKENS, random.integers(1, TOKENS)])) for _ in range(size)]
+    return [draw(random, n, HIDDEN, EXPERTS, TOP_K, BLOCK, 0.1) for n in tokens]
+
+
+@pytest.mark.parametrize("private", [0, 3, None])
+@pytest.mark.parametrize("nic", ["2xefa200", "cx7"])
+def test_rounds_are_exact_in_whatever_order_writes_land(
+    make: Callable[..., Town], nic: str, private: int | None, seed: Seed
+) -> None:
+    town = make(4, nic, private_tokens=private)
+    random = seed.rng()
+    for _ in range(6):
+        town.whole_round(draws(random, 4))
+
+
+def test_two_rounds_under_way_do_not_meet(make: Callable[..., Town], seed: Seed) -> None:
+    town = make(3, "2xefa200", private_tokens=2)
+    random = seed.rng()
+    earlier: tuple[list[Round], list[Batch]] | None = None
+    for _ in range(8):
+        batches = draws(random, 3)
+        rounds = town.send(batches)
+        town.answer(town.receive(rounds, batches))
+        if earlier is not None:
+            town.finish(*earlier)
+        earlier = rounds, batches
+
+
+@pytest.mark.parametrize("nic", ["2xcx7", "2xefa200"])
+def test_rounds_are_exact_while_rails_go_and_come_and_hosts_freeze(
+    make: Callable[..., Town], nic: str, seed: Seed
+) -> None:
+    town = make(4, nic, private_tokens=3)
+    random, world = seed.rng(), town.world
+    for _ in range(10):
+        host = town.hosts[int(random.integers(4))]
+        soon = world.now_s + float(random.random()) * 50e-6
+        # Where a rail breaks on EFA nobody can tell whether a write was counted: it fails, and the round with it.
+        match int(random.integers(nic != "2xcx7", 4)):
+            case 0:
+                world.rail_down(host, int(random.integers(2)), at_s=soon, for_s=0.3)
+            case 1:
+                world.freeze(host, at_s=soon, for_s=0.2)
+            case 2:
+                world.slow(host, int(random.integers(2)), 200, at_s=soon, for_s=0.01)
+            case _:
+                world.fill_queue(host, 0, at_s=soon, for_s=1e-4)
+        town.whole_round(draws(random, 4))
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_host_that_dies_is_named_on_all_others(make: Callable[..., Town], step: int, seed: Seed) -> None:
+    town = make(3, "2xefa200", private_tokens=3)
+    random = seed.rng()
+    town.whole_round(draws(random, 3))
+    batches = draws(random, 3)
+    rounds = town.send(batches)
+    if step >= 1:
+        got = town.receive(rounds, batches)
+    if step >= 2:
+        town.answer(got)
+    if step >= 3:
+        town.finish(rounds, batches)
+    town.world.kill(town.hosts[1])
+    town.world.run(5.0)
+    for rank in (0, 2):
+        part = town.parts[rank]
+        with pytest.raises(xr.PeerLost, match="rank 1 "):
+            _go_on(part, rounds[rank], batches[rank])
+
+
+def _go_on(part: AllToAll, opened: Round, batch: Batch) -> None:
+    """Until it is noticed: the rest of this round, and the next."""
+    part.timeout_s = WAIT_S
+    if part.advance(opened):
+        if opened.stage.value == "dispatch_send":
+            part.dispatch_recv(opened)
+        else:
+            part.combine_recv(opened)
+    part.dispatch(batch.x, batch.scales, batch.indices)
+
+
+def test_a_write_whose_end_nobody_can_tell_fails_its_round_and_names_the_rank(
+    make: Callable[..., Town], seed: Seed
+) -> None:
+    town = make(2, "2xefa200")
+    random = seed.rng()
+    town.world.fail_works(town.hosts[0], chance=0.2)
+
+    def rounds() -> None:
+        for _ in range(50):  # each is exact until one fails
+            town.whole_round([draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for _ in range(2)])
+
+    with pytest.raises(xr.TransferError, match=r"a write to rank 1 .* failed before its .* of round "):
+        rounds()
+    town.world.fail_works(town.hosts[0])
