@@ -6,10 +6,11 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.timeout(500)
-def test_demo_equals_one_process(dtype: str) -> None:
-    command = [sys.executable, "-m", "crossrail", "moe", "demo", "--dtype", dtype]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
+@pytest.mark.timeout(600)
+def test_demo_equals_one_process() -> None:
+    command = [sys.executable, "-m", "crossrail", "moe", "demo"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert "ok: equal to one process within the dtype, and bit for bit the same a second time" in ended.stdout
+    assert "float32" in ended.stdout
+    assert "bfloat16" in ended.stdout
+    assert "ok: equal to one process within the dtype, and the same bits twice" in ended.stdout

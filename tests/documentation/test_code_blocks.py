@@ -26,6 +26,7 @@ PROGRAMS = {
     ("README.md", 0): "pages 0..3 begin with [0 1 2 3]",
     ("docs/kv-engine.md", 0): "",
     ("docs/kv-library.md", 0): "",
+    ("docs/moe.md", 0): "16 tokens went and came back",
     ("docs/weights.md", 0): "bytes in",
 }
 # Pieces of programs, each with its own test below; True: the whole file has tests elsewhere.

@@ -59,6 +59,21 @@ def test_layouts_of_what_comes(fleet: Fleet, work: Workload, options: dict[str, 
         fleet.round(work, style, **options)
 
 
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("options", [{"node_size": 2}, {"node_size": 1, "private_tokens": 0}], ids=str)
+def test_ranks_that_share_no_memory(fleet: Fleet, work: Workload, routing: str, options: dict[str, int]) -> None:
+    for style in STYLES:
+        fleet.round(replace(work, routing=routing), style, **options)
+
+
+def test_ranks_that_tcp_connects(seed: Seed) -> None:
+    with Fleet(3, "tcp") as fleet:
+        for routing in ROUTINGS:
+            work = Workload(3, experts=7, hidden=96, top_k=3, max_tokens=20, routing=routing, seed=seed.number())
+            for style in STYLES:
+                fleet.round(work, style)
+
+
 def test_many_rounds_on_the_same_buffers(fleet: Fleet, work: Workload) -> None:
     for number in range(20):
         routing = list(ROUTINGS)[number % len(ROUTINGS)]

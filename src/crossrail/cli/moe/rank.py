@@ -17,7 +17,7 @@ _TIMEOUT_S = 60.0
 
 
 class _Rank:
-    """Lifecycle: open, join, then block and logits as often as one likes."""
+    """Lifecycle: open, meet, then models one after another: share, and block and logits as often as one likes."""
 
     def open(self, name: str, transport: str) -> str:
         """The engine's address in hexadecimal."""
@@ -25,13 +25,16 @@ class _Rank:
         self._engine = xr.Engine(name, transport=transport)
         return self._engine.address.to_bytes().hex()
 
-    def join(self, rank: int, addresses: list[str], spec: dict[str, Any]) -> dict[str, int]:
+    def meet(self, addresses: list[str]) -> None:
+        """addresses: of all ranks' engines, in hexadecimal, by rank."""
+        self._group = EngineGroup(self._engine, [bytes.fromhex(address) for address in addresses])
+
+    def share(self, spec: dict[str, Any]) -> dict[str, int]:
         """All ranks at once. How many experts and bytes of them this rank keeps, of each layer."""
-        self._spec, self._rank = ModelSpec(**spec), rank
-        group = EngineGroup(self._engine, [xr.Address.from_bytes(bytes.fromhex(address)) for address in addresses])
+        self._spec = ModelSpec(**spec)
         all_to_all = AllToAll(
             self._engine,
-            group,
+            self._group,
             experts=self._spec.experts,
             hidden=self._spec.hidden,
             top_k=self._spec.top_k,
@@ -49,15 +52,15 @@ class _Rank:
     def block(self, file: str) -> None:
         """One MoE block on this rank's hidden states; all ranks at once. What it gives is saved to the file."""
         with torch.inference_mode():
-            torch.save(self._model.model.layers[0].mlp(self._spec.hidden_states(self._rank)), Path(file))
+            torch.save(self._model.model.layers[0].mlp(self._spec.hidden_states(self._group.rank)), Path(file))
 
     def logits(self, file: str) -> None:
         """The whole model on this rank's tokens; all ranks at once."""
         with torch.inference_mode():
-            torch.save(self._model(self._spec.token_ids(self._rank), use_cache=False).logits, Path(file))
+            torch.save(self._model(self._spec.token_ids(self._group.rank), use_cache=False).logits, Path(file))
 
 
 if __name__ == "__main__":
     this = _Rank()
-    handlers = (this.open, this.join, this.block, this.logits)
+    handlers = (this.open, this.meet, this.share, this.block, this.logits)
     answer_calls({handler.__name__: handler for handler in handlers})
