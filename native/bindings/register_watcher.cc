@@ -56,9 +56,15 @@ void register_watcher(nb::module_& module) {
       .def_prop_ro(
           "value", [](const WatcherHandle& self) { return self.watcher->value(); }, "The word now.")
       .def(
-          "add", [](const WatcherHandle& self, nb::handle delta) { self.watcher->add(to_u64(delta, "delta")); },
-          nb::arg("delta") = 1, nb::sig("def add(self, delta: int = 1) -> None"),
-          "Adds to the word, atomically, modulo 2**64. Any thread.")
+          "add",
+          [](const WatcherHandle& self, nb::handle delta, bool announce) {
+            self.watcher->add(to_u64(delta, "delta"), announce);
+          },
+          nb::arg("delta") = 1, nb::kw_only(), nb::arg("announce") = true,
+          nb::sig("def add(self, delta: int = 1, *, announce: bool = True) -> None"),
+          R"(Adds to the word, atomically, modulo 2**64. Any thread.
+
+announce=False: on_change is not called for it alone; the caller acts on it instead.)")
       .def(
           "store", [](const WatcherHandle& self, nb::handle value) { self.watcher->store(to_u64(value, "value")); },
           nb::arg("value"), nb::sig("def store(self, value: int) -> None"), "Sets the word, atomically. Any thread.")

@@ -65,7 +65,7 @@ void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, 
 EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
     : engine_(engine),
       options_(options),
-      recorder_(options.recorder_entries, options.stage.get()),
+      recorder_(options.recorder_entries, options.stage.get(), is_staged() ? 0 : FlightRecorder::kBurstNs),
       transfers_(engine, this),
       submits_(options.submit_queue_depth),
       imms_(options.imm_counters_max),
@@ -171,8 +171,8 @@ void EngineCore::leave() {
 }
 
 uint32_t EngineCore::round() {
+  constexpr uint32_t kIdleRounds = 32;  // take longer than entries of a burst are apart
   bump(counters_.rounds);
-  recorder_.new_moment();
   if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
   uint32_t moved = take_submits();
   moved += post_backlogs();
@@ -180,7 +180,12 @@ uint32_t EngineCore::round() {
   moved += serve();
   imms_.flush_arrivals();
   record_arrivals();
-  if (moved > 0) bump(moves_);
+  if (moved > 0) {
+    bump(moves_);
+    idle_rounds_ = 0;
+  } else if (++idle_rounds_ % kIdleRounds == 0) {
+    recorder_.new_moment();
+  }
   return moved;
 }
 
@@ -385,7 +390,6 @@ uint64_t EngineCore::users_inflight() const {
 // of the transfer, nothing about it needs an atomic.
 void EngineCore::submit_here(Transfer* transfer) {
   TransferWork& work = *transfer->work_;
-  recorder_.new_moment();
   take_submits();  // what came before us
   bump(started_here_);
   bump(moves_);
@@ -393,6 +397,7 @@ void EngineCore::submit_here(Transfer* transfer) {
   start(transfer);     // knows whether the engine closed meanwhile
   if (work.at_once) {  // not complete yet: from here on others complete it
     work.at_once = false;
+    recorder_.new_moment();  // what waits may be what hangs: its time is exact
     record_transfer(FlightState::kSubmitted, *transfer);
     if (work.local != nullptr) work.local->begin_op();
   }

@@ -202,6 +202,7 @@ class EngineCore final : public Sink, public Actor {
                     uint64_t bytes);
   void record_posted(Peer& peer, uint32_t rail, uint32_t accepted, uint32_t completed, uint64_t bytes,
                      const Transfer& transfer);
+  void record_first_moved(const Peer& peer, uint32_t rail, uint64_t bytes, const TransferWork& work);
   void record_arrivals();
   static void note_retired(Peer& peer, uint32_t count);
   static void note_queued(Peer& peer);
@@ -279,6 +280,7 @@ class EngineCore final : public Sink, public Actor {
   bool runnable_ = false;  // the last pass posted something, or something new arrived
   uint32_t next_rail_ = 0;
   uint64_t round_bytes_ = 0;  // posted in this round
+  uint32_t idle_rounds_ = 0;  // in a row
   Ref<ReceivePool> pool_in_use_;
   uint64_t pool_version_seen_ = 0;
   bool overflow_reported_ = false;

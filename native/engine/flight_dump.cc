@@ -77,8 +77,12 @@ const char* op_name(uint32_t op) { return op == FlightEntry::kNoOp ? "" : op_kin
 
 void put_entry(JsonLines& out, uint32_t ring, const FlightEntry& entry, const TickClock::Scale& scale) {
   const int64_t imm = entry.imm == kNoImm ? -1 : static_cast<int64_t>(entry.imm);
-  out.line("op", scale.to_ns(entry.ticks), ring, flight_state_name(entry.state), op_name(entry.op), entry.transfer,
-           entry.peer, entry.bytes, imm, entry.count);
+  const uint32_t transfers = entry.repeats ? entry.count : 1;
+  const uint32_t count = entry.repeats ? 1 : entry.count;
+  for (uint32_t i = 0; i < transfers; ++i) {
+    out.line("op", scale.to_ns(entry.ticks + i), ring, flight_state_name(entry.state), op_name(entry.op),
+             entry.transfer + i, entry.peer, entry.bytes, imm, count);
+  }
 }
 
 // Where the reading of one ring is: at an entry that is to be written next, or at the end.
@@ -111,7 +115,7 @@ void put_rings(JsonLines& out, const FlightRecorder& recorder, const TickClock::
   const uint32_t count = recorder.ring_count();
   for (uint32_t i = 0; i < count; ++i) {
     const FlightRing& ring = recorder.ring(i);
-    out.line("ring", ring.name(), ring.written());
+    out.line("ring", ring.name(), ring.recorded());
     cursors[i] = RingCursor(ring);
   }
   for (;;) {

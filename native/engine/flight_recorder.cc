@@ -70,12 +70,25 @@ bool FlightRing::read(uint64_t at, FlightEntry* entry) const {
   entry->peer = static_cast<uint32_t>(words[2] >> 32);
   entry->imm = static_cast<uint32_t>(words[3]);
   entry->count = static_cast<uint32_t>(words[3] >> 32) & FlightEntry::kCountMax;
-  entry->op = static_cast<uint32_t>(words[3] >> 52) & 0x3f;
-  entry->state = static_cast<FlightState>(words[3] >> 58);
+  entry->op = static_cast<uint32_t>(words[3] >> kOpShift) & 0x1f;
+  entry->repeats = (words[3] >> kRepeatsShift & 1) != 0;
+  entry->state = static_cast<FlightState>(words[3] >> kStateShift);
   return true;
 }
 
-FlightRecorder::FlightRecorder(uint32_t entries, const Clock* simulated) : entries_(entries), clock_(simulated) {
+// While entries come slowly each has a reading of its own. In a burst a reading serves twice as many as the one before, up
+// to a bound: the more of them there were, the more are taken for some of them should a pause come now.
+void FlightRecorder::read_clock() {
+  constexpr int64_t kUsesMax = 32;
+  const int64_t now = clock_.ticks();
+  const bool is_burst = now - read_ticks_ < (ticks_ - read_ticks_) * burst_ticks_;
+  uses_ = is_burst ? std::min(2 * uses_, kUsesMax) : 1;
+  ticks_ = read_ticks_ = std::max(ticks_, now);
+  ticks_end_ = ticks_ + uses_;
+}
+
+FlightRecorder::FlightRecorder(uint32_t entries, const Clock* simulated, int64_t burst_ns)
+    : entries_(entries), clock_(simulated), burst_ticks_(clock_.ticks_in(burst_ns)) {
   if (!is_on()) return;
   rings_.reserve(1 + kTransportsMax * kRailsMax);
   rings_.push_back(std::make_unique<FlightRing>("engine", entries_));

@@ -3,8 +3,12 @@
 //
 // Threads: the progress holder writes, without locks, system calls or allocation. Anybody reads at any time, also while
 // the holder hangs or the process is about to abort. What is overwritten while it is read is told from what is whole
-// (FlightRing::read). Time is read anew for every eighth entry, and for the first after a round of the engine; in between it
-// is a little later for each entry: no two have the same, so that time orders the entries of all rings.
+// (FlightRing::read).
+//
+// Both are made for bursts of short operations, where reading the clock or writing an entry for each would show. In a burst
+// (read_clock) one reading serves many entries, each a tick later than the one before: no two have the same time, so that
+// time orders the entries of all rings. And a transfer that is over at once, just as the one before, is counted in that
+// one's entry (repeat); what reads the ring tells them apart again, since nothing but their number and tick differs.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +19,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "transport/types.h"
@@ -64,11 +69,15 @@ struct FlightEntry {
   uint32_t imm = kNoImm;
   uint32_t count = 0;  // works, targets, arrivals; kCountMax means that or more
   uint32_t op = 0;     // OpKind + 1, or kNoOp
+  // count is how many transfers did this, one after the other: numbered from `transfer` on, each a tick after the one before,
+  // each with one work and `bytes`.
+  bool repeats = false;
   FlightState state = FlightState::kSubmitted;
 };
 
 // The last `capacity` entries. One writer, any readers.
-// Invariant: entry number n lies in slot n modulo capacity; head_ entries have been written whole.
+// Invariant: entry number n lies in slot n modulo capacity; head_ entries have been written whole. Of an entry that repeats
+// only the count still changes, which is one word, and only while it is the last.
 class FlightRing {
  public:
   // capacity: a power of two.
@@ -77,6 +86,8 @@ class FlightRing {
 
   const std::string& name() const { return name_; }
   uint64_t written() const { return head_.load(std::memory_order_acquire); }
+  // The same with every repetition as one of its own.
+  uint64_t recorded() const { return written() + repetitions_.load(std::memory_order_relaxed) + repetitions_of_last(); }
   // The oldest entry that may still be there.
   uint64_t oldest() const {
     const uint64_t head = written();
@@ -85,6 +96,8 @@ class FlightRing {
 
   void write(const FlightEntry& entry) {
     const uint64_t at = head_.load(std::memory_order_relaxed);
+    if (std::exchange(last_repeats_, entry.repeats)) [[unlikely]]
+      add_repetitions();
     // Pairs with the acquire fence in read(): a reader that got one of the words below also gets the head that was stored
     // before them, and sees that the slot is being overwritten.
     std::atomic_thread_fence(std::memory_order_release);
@@ -92,11 +105,19 @@ class FlightRing {
     slot[0].store(static_cast<uint64_t>(entry.ticks), std::memory_order_relaxed);
     slot[1].store(entry.bytes, std::memory_order_relaxed);
     slot[2].store(entry.transfer | uint64_t{entry.peer} << 32, std::memory_order_relaxed);
-    const uint32_t count = entry.count < FlightEntry::kCountMax ? entry.count : FlightEntry::kCountMax;
-    slot[3].store(entry.imm | uint64_t{count} << 32 | uint64_t{entry.op} << 52 | uint64_t(entry.state) << 58,
+    const uint32_t count = std::min(entry.count, FlightEntry::kCountMax);
+    slot[3].store(entry.imm | count * kOneCount | uint64_t{entry.op} << kOpShift |
+                      uint64_t{entry.repeats} << kRepeatsShift | uint64_t(entry.state) << kStateShift,
                   std::memory_order_relaxed);
     // release: who sees the head sees the entry.
     head_.store(at + 1, std::memory_order_release);
+  }
+
+  // Where the last entry has its count, for count_again().
+  std::atomic<uint64_t>* last_count() { return &slots_[(head_.load(std::memory_order_relaxed) - 1) & mask_][3]; }
+  // One transfer more did what that entry, which repeats, says.
+  static void count_again(std::atomic<uint64_t>* last_count) {
+    last_count->store(last_count->load(std::memory_order_relaxed) + kOneCount, std::memory_order_relaxed);
   }
 
   // Entry number `at`, at < written(). False: it has been overwritten, or is being so. The oldest of `capacity` is
@@ -106,10 +127,26 @@ class FlightRing {
  private:
   using Slot = std::array<std::atomic<uint64_t>, 4>;  // two of them to a cache line
 
+  // The last word: 32 bits of the immediate, 20 of the count, 5 of the operation, 1 whether it repeats, 6 of the state.
+  static constexpr uint64_t kOneCount = uint64_t{1} << 32;
+  static constexpr uint32_t kOpShift = 52, kRepeatsShift = 57, kStateShift = 58;
+  static constexpr uint64_t repetitions(uint64_t word) {
+    return (word >> kRepeatsShift & 1) != 0 ? (word / kOneCount & FlightEntry::kCountMax) - 1 : 0;
+  }
+  uint64_t repetitions_of_last() const {
+    return repetitions(slots_[(head_.load(std::memory_order_relaxed) - 1) & mask_][3].load(std::memory_order_relaxed));
+  }
+  void add_repetitions() {
+    const uint64_t before = repetitions_.load(std::memory_order_relaxed);
+    repetitions_.store(before + repetitions_of_last(), std::memory_order_relaxed);
+  }
+
   const std::string name_;
   const uint64_t mask_;
   const std::unique_ptr<Slot[]> slots_;
   std::atomic<uint64_t> head_{0};
+  std::atomic<uint64_t> repetitions_{0};  // of all entries but the last
+  bool last_repeats_ = false;             // the last entry is one that does
 };
 
 // What is known of a peer without asking the holder: by the recorder's readers, and by the watchdog.
@@ -135,8 +172,10 @@ struct FlightNote {
 
 class FlightRecorder {
  public:
-  // entries: of each ring, a power of two; 0: off. simulated: null, or the clock of a simulated engine.
-  FlightRecorder(uint32_t entries, const Clock* simulated);
+  static constexpr int64_t kBurstNs = 256;
+  // entries: of each ring, a power of two; 0: off. simulated: null, or the clock of a simulated engine. burst_ns: entries
+  // that on average are less than this apart share readings of the clock; 0: each has one of its own.
+  FlightRecorder(uint32_t entries, const Clock* simulated, int64_t burst_ns);
   // Of the engine's transports, in its order of them. Once, before anything is recorded of a rail.
   struct Rails {
     const char* transport;
@@ -148,18 +187,33 @@ class FlightRecorder {
 
   // --- progress holder ---
   // Some time has passed: it is read anew when there is something to record.
-  void new_moment() { uses_left_ = 0; }
+  void new_moment() { ticks_end_ = ticks_; }
   // Into the engine's ring.
-  void record(FlightEntry entry) {
-    if (!is_on()) return;
-    entry.ticks = next_ticks();
-    rings_.front()->write(entry);
-  }
+  void record(const FlightEntry& entry) { record(0, kAnyRail, entry); }
   // Into the ring of a transport's rail; kAnyRail: the engine's.
   void record(uint32_t transport, uint32_t rail, FlightEntry entry) {
     if (!is_on()) return;
+    repeated_.count = nullptr;
     entry.ticks = next_ticks();
     ring_of(transport, rail).write(entry);
+  }
+  // What a transfer did as a whole, if the next one may do just the same. peer: any pointer that is its alone.
+  void record_repeatable(const void* peer, uint32_t transport, uint32_t rail, FlightEntry entry) {
+    if (!is_on()) return;
+    entry.repeats = true;
+    record(transport, rail, entry);
+    repeated_ = {ring_of(transport, rail).last_count(), peer, entry.bytes, entry.imm, entry.op, rail};
+  }
+  // True: the last entry is by record_repeatable() and tells of this transfer too, the next after it, by one count more. It
+  // must be of the same transport.
+  bool repeat(const void* peer, uint32_t rail, uint32_t imm, uint32_t op, uint64_t bytes) {
+    const Repeated& last = repeated_;
+    if (last.count == nullptr || last.peer != peer || last.bytes != bytes || last.imm != imm || last.op != op ||
+        last.rail != rail || ticks_ == ticks_end_)
+      return false;
+    ++ticks_;
+    FlightRing::count_again(last.count);
+    return true;
   }
 
   // --- any thread ---
@@ -175,17 +229,20 @@ class FlightRecorder {
   TickClock::Scale scale() const { return clock_.scale(); }
 
  private:
-  static constexpr uint32_t kUsesMax = 8;
+  // The last entry, if it may be repeated.
+  struct Repeated {
+    std::atomic<uint64_t>* count = nullptr;  // null: it may not
+    const void* peer = nullptr;
+    uint64_t bytes = 0;
+    uint32_t imm = 0, op = 0, rail = 0;
+  };
 
   // The one place that time comes from.
   int64_t next_ticks() {
-    if (uses_left_ == 0) {
-      uses_left_ = kUsesMax;
-      last_ticks_ = std::max(last_ticks_, clock_.ticks());
-    }
-    --uses_left_;
-    return ++last_ticks_;
+    if (ticks_ == ticks_end_) read_clock();
+    return ++ticks_;
   }
+  void read_clock();
   FlightRing& ring_of(uint32_t transport, uint32_t rail) {
     return rail == kAnyRail ? *rings_.front() : *rings_[first_ring_[transport] + rail];
   }
@@ -194,8 +251,12 @@ class FlightRecorder {
 
   const uint32_t entries_;
   const TickClock clock_;
-  int64_t last_ticks_ = 0;
-  uint32_t uses_left_ = 0;  // of the last reading
+  const int64_t burst_ticks_;
+  int64_t ticks_ = 0;       // of the last entry
+  int64_t ticks_end_ = 0;   // of the last one that the last reading serves
+  int64_t read_ticks_ = 0;  // that reading
+  int64_t uses_ = 1;        // for how many entries it was meant
+  Repeated repeated_;
   std::array<uint32_t, kTransportsMax> first_ring_{};
   std::vector<std::unique_ptr<FlightRing>> rings_;  // reserved: never moves
   // release: who sees the count, a thread that dumps while the engine opens, sees the rings.

@@ -228,8 +228,13 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   }
   // Of a scatter whose targets are all done at once finish() makes one entry: one for each would show.
   const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;
-  if (accepted > completed || (accepted > 0 && !has_targets))
+  if (accepted == 0 || (accepted == completed && has_targets)) return accepted;
+  if (accepted == 1 && completed == 1 && work.at_once && work.posted == 1) {
+    const uint32_t op = static_cast<uint32_t>(work.kind) + 1;
+    if (!recorder_.repeat(&peer, rail, work.imm, op, bytes)) record_first_moved(peer, rail, bytes, work);
+  } else {
     record_posted(peer, rail, accepted, completed, bytes, *transfer);
+  }
   return accepted;
 }
 
@@ -559,8 +564,8 @@ void EngineCore::finish(Transfer* transfer, Status status) {
     bump(status == Status::kCancelled ? counters_.cancelled : counters_.failed);
   }
   const bool unseen = std::exchange(work.at_once, false);
-  // Of what was done at once its works tell already, unless they are too many to be recorded.
-  if (!unseen || status != Status::kDone || work.targets_total > 0) {
+  // Of what was done at once its works tell already, unless they are too many to be recorded, or there are none.
+  if (!unseen || status != Status::kDone || work.targets_total > 0 || work.posted == 0) {
     record_transfer(status == Status::kDone        ? FlightState::kDone
                     : status == Status::kCancelled ? FlightState::kCancelled
                                                    : FlightState::kFailed,

@@ -83,6 +83,19 @@ void EngineCore::record_posted(Peer& peer, uint32_t rail, uint32_t accepted, uin
                bytes);
 }
 
+// The first, and most likely only, work of a transfer that nobody else knows of was over at once. Since every transfer is
+// recorded in some way (finish), those that repeat each other without another entry between them are numbered in a row.
+void EngineCore::record_first_moved(const Peer& peer, uint32_t rail, uint64_t bytes, const TransferWork& work) {
+  recorder_.record_repeatable(&peer, peer.route_.index, rail,
+                              {.bytes = bytes,
+                               .transfer = work.serial,
+                               .peer = peer.track_->id,
+                               .imm = work.imm,
+                               .count = 1,
+                               .op = static_cast<uint32_t>(work.kind) + 1,
+                               .state = FlightState::kMoved});
+}
+
 void EngineCore::note_retired(Peer& peer, uint32_t count) {
   PeerTrack& track = *peer.track_;
   track.outstanding.store(track.outstanding.load(std::memory_order_relaxed) - count, std::memory_order_relaxed);

@@ -34,9 +34,9 @@ void Watcher::store(uint64_t value) {
   thread_->announce(this);
 }
 
-void Watcher::add(uint64_t delta) {
+void Watcher::add(uint64_t delta, bool announce) {
   word_->fetch_add(delta, std::memory_order_acq_rel);
-  thread_->announce(this);
+  if (announce) thread_->announce(this);
 }
 
 Watcher::Change Watcher::take() {

@@ -26,7 +26,8 @@ class Watcher : public RefCounted<Watcher> {
   std::atomic<uint64_t>* word();
   uint64_t value() const { return word_->load(std::memory_order_acquire); }
   void store(uint64_t value);
-  void add(uint64_t delta);
+  // announce: else the caller sees to what follows from it.
+  void add(uint64_t delta, bool announce = true);
 
   // After a notification: the value last taken and the current one; equal when another take was faster.
   struct Change {

@@ -30,6 +30,9 @@ class TickClock {
 #endif
   }
 
+  // How many ticks that is, roughly: for deciding what is soon, not for showing.
+  int64_t ticks_in(int64_t ns) const;
+
   // From ticks to now_ns(): a straight line through the clock's first reading and the one made here.
   class Scale {
    public:

@@ -56,7 +56,7 @@ def test_sim_says_how_long_and_what_bounds_it(tmp_path: Path) -> None:
 def test_wrong_usage_is_one_line() -> None:
     assert "model 'gpt' is not known; there are kimi-k2" in run("weights", "plan", "gpt", status=2)
     assert "either a MODEL or --inventory" in run("weights", "plan", status=2)
-    assert "must be a multiple of" in run("weights", "plan", *SMALL, "--pipeline", "3", status=2)
+    assert "must be 3 or a multiple of it" in run("weights", "plan", *SMALL, "--pipeline", "3", status=2)
     assert "watermark is 1048576" in run("weights", "sim", *SMALL, "--way", "needed", "--watermark", "1M", status=2)
 
 

@@ -12,6 +12,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "engine/core.h"
 #include "engine/dump_triggers.h"
@@ -32,12 +33,13 @@ FlightEntry entry_of(uint64_t number) {
           .imm = static_cast<uint32_t>(number * 7),
           .count = static_cast<uint32_t>(number) & FlightEntry::kCountMax,
           .op = static_cast<uint32_t>(number % 7),
+          .repeats = number % 5 == 0,
           .state = static_cast<FlightState>(number % 16)};
 }
 
 bool same(const FlightEntry& a, const FlightEntry& b) {
   return a.ticks == b.ticks && a.bytes == b.bytes && a.transfer == b.transfer && a.peer == b.peer && a.imm == b.imm &&
-         a.count == b.count && a.op == b.op && a.state == b.state;
+         a.count == b.count && a.op == b.op && a.repeats == b.repeats && a.state == b.state;
 }
 
 EngineRef open_null(const char* name, std::string directory = "/tmp") {
@@ -110,6 +112,110 @@ TEST_CASE("a count too large for its bits is told as the largest") {
   CHECK(entry.state == FlightState::kForgotten);
 }
 
+TEST_CASE("an entry that repeats counts, and the ring counts each repetition as one entry") {
+  FlightRing ring("r", 64);
+  FlightEntry entry;
+  CHECK(ring.recorded() == 0);
+  const FlightEntry moved = {.bytes = 8, .transfer = 5, .imm = ~0u, .count = 1, .op = 1, .repeats = true};
+  for (uint64_t number = 1; number <= 200; ++number) {
+    ring.write(moved);
+    for (int i = 0; i < 9; ++i) FlightRing::count_again(ring.last_count());
+    CHECK(ring.recorded() == 10 * number);
+  }
+  ring.write({.count = 7});
+  CHECK(ring.recorded() == 2001);
+  CHECK(ring.written() == 201);
+  REQUIRE(ring.read(199, &entry));
+  CHECK((entry.count == 10 && entry.repeats && entry.transfer == 5 && entry.bytes == 8 && entry.imm == ~0u));
+  REQUIRE(ring.read(200, &entry));
+  CHECK((entry.count == 7 && !entry.repeats));
+}
+
+// Counts how often it is read; moves when told to.
+struct HandClock final : Clock {
+  int64_t now_ns() const override {
+    ++readings;
+    return now;
+  }
+  void pass() override {}
+  int64_t now = 1'000'000;
+  mutable int readings = 0;
+};
+
+std::vector<FlightEntry> entries_of(const FlightRing& ring) {
+  std::vector<FlightEntry> entries(ring.written());
+  for (uint64_t at = 0; at < entries.size(); ++at) REQUIRE(ring.read(at, &entries[at]));
+  return entries;
+}
+
+TEST_CASE("entries that come slowly have readings of their own, in a burst they share them") {
+  HandClock clock;
+  FlightRecorder recorder(4096, &clock, 100);
+  const int readings_before = clock.readings;
+  for (int i = 0; i < 10; ++i) {
+    clock.now += 100;
+    recorder.record({.count = 1});
+  }
+  CHECK(clock.readings - readings_before == 10);
+  for (int i = 0; i < 1000; ++i) {
+    clock.now += 50;
+    recorder.record({.count = 1});
+  }
+  CHECK(clock.readings - readings_before < 10 + 1000 / 16);
+  const std::vector<FlightEntry> entries = entries_of(recorder.ring(0));
+  for (int i = 0; i < 10; ++i) CHECK(entries[i].ticks - 1 == 1'000'000 + (i + 1) * 100);
+  for (size_t i = 10; i < entries.size(); ++i) {
+    const int64_t time = 1'001'000 + (static_cast<int64_t>(i) - 9) * 50;
+    REQUIRE(entries[i].ticks > entries[i - 1].ticks);
+    REQUIRE(entries[i].ticks <= time + 1);       // never later than it was,
+    REQUIRE(entries[i].ticks > time - 32 * 50);  // nor by more than a reading serves earlier
+  }
+}
+
+TEST_CASE("after a burst, a new moment makes the next entry's time exact") {
+  HandClock clock;
+  FlightRecorder recorder(64, &clock, 100);
+  for (int i = 0; i < 20; ++i) recorder.record({.count = 1});
+  clock.now += 5'000'000;
+  recorder.new_moment();
+  recorder.record({.count = 1});
+  CHECK(entries_of(recorder.ring(0)).back().ticks == clock.now + 1);
+}
+
+TEST_CASE("transfers that do the same one after the other share an entry, until anything differs") {
+  HandClock clock;
+  FlightRecorder recorder(4096, &clock, 100);
+  const int a = 0, b = 0;  // their addresses stand for peers
+  uint32_t serial = 0;
+  const auto moved = [&](const void* peer, uint32_t imm, uint64_t bytes) {
+    ++serial;
+    if (recorder.repeat(peer, kAnyRail, imm, 1, bytes)) return true;
+    recorder.record_repeatable(peer, 0, kAnyRail,
+                               {.bytes = bytes, .transfer = serial, .imm = imm, .count = 1, .op = 1});
+    return false;
+  };
+  for (int i = 0; i < 100; ++i) moved(&a, 7, 8);  // a burst, so that readings serve many
+  recorder.record({.count = 1});
+  ++serial;
+  CHECK(!moved(&a, 7, 8));  // something lies between
+  CHECK(moved(&a, 7, 8));
+  CHECK(!moved(&b, 7, 8));
+  CHECK(!moved(&a, 7, 8));
+  CHECK(!moved(&a, 6, 8));
+  CHECK(!moved(&a, 6, 9));
+  recorder.new_moment();
+  CHECK(!moved(&a, 6, 9));
+  CHECK(recorder.ring(0).recorded() == serial);
+  int64_t ticks = 0;
+  uint32_t next = 1;
+  for (const FlightEntry& entry : entries_of(recorder.ring(0))) {
+    CHECK(entry.ticks > ticks);
+    ticks = entry.ticks + (entry.repeats ? entry.count - 1 : 0);
+    if (entry.repeats) CHECK(entry.transfer == next);
+    next += entry.count;
+  }
+}
+
 TEST_CASE("what is read beside the writer is whole or refused") {
   FlightRing ring("r", 64);
   std::atomic<bool> stop{false};
@@ -135,7 +241,7 @@ TEST_CASE("what is read beside the writer is whole or refused") {
 }
 
 TEST_CASE("peers that are gone are forgotten, those in use are not") {
-  FlightRecorder recorder(64, nullptr);
+  FlightRecorder recorder(64, nullptr, FlightRecorder::kBurstNs);
   const auto kept = recorder.add_peer("kept", 1, "tcp", PeerState::kConnected);
   for (int i = 0; i < 5000; ++i) recorder.add_peer("passing", 2, "tcp", PeerState::kLost);
   size_t count = 0;
@@ -181,6 +287,30 @@ TEST_CASE("what an engine did is in its dump, also after it closed") {
   CHECK(count_of(text, R"(["ring","null:0",1])") == 1);
   CHECK(count_of(text, R"(,0,"connected","",0,1,0,-1,1])") == 1);
   CHECK(count_of(text, R"(["count","transfers_done",1])") == 1);
+}
+
+TEST_CASE("a dump tells writes of a burst apart, and misses none") {
+  EngineRef engine = open_null("here");
+  EngineRef other = open_null("there");
+  RegionRef src = engine->alloc(4096, false);
+  RegionRef dst = other->alloc(4096, false);
+  RemoteRegionRef remote = engine->remote_region(dst->descriptor());
+  REQUIRE(engine->connect(*engine->peer(other->address()), deadline_in(5), {}) == WaitResult::kReady);
+  constexpr int kWrites = 900;  // fewer than the ring has entries, should none repeat another
+  for (int i = 0; i < kWrites; ++i) {
+    engine->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8, .imm = 77});
+    // Nothing to post, and yet a transfer with a number.
+    if (i % 100 == 0) engine->submit_paged_writes({.src = src.get(), .dst = remote.get(), .page_bytes = 8});
+  }
+  const std::string text = dump_of(*engine);
+  CHECK(count_of(text, R"(["ring","null:0",900])") == 1);
+  CHECK(count_of(text, R"(,1,8,77,1])") == kWrites);
+  CHECK(count_of(text, R"("done","paged-writes",)") == kWrites / 100);
+  for (int i = 0, transfer = 0; i < kWrites; ++i) {
+    const std::string number = std::to_string(++transfer);
+    REQUIRE(count_of(text, ",1,\"moved\",\"write\"," + number + ",1,8,77,1]") == 1);
+    if (i % 100 == 0) ++transfer;
+  }
 }
 
 TEST_CASE("an engine without recorder records nothing and dumps the rest") {

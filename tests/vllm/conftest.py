@@ -71,7 +71,7 @@ def start(folder: Path, model: Path) -> Iterator[Start]:
     started: list[Instance] = []
 
     def start_one(name: str, role: str | None, **options: Any) -> Instance:
-        started.append(Instance(folder, name, model, role, **options))
+        started.append(Instance(folder, name, options.pop("model", model), role, **options))
         return started[-1]
 
     yield start_one

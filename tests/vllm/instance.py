@@ -1,7 +1,8 @@
 """A vLLM instance in a process of its own, driven by lines of JSON: python -m tests.vllm.instance '{...}'.
 
 Arguments: of vLLM's engine. Lines in: {"add": id, "prompt": [tokens], "max_tokens": n, "params": kv_transfer_params},
-{"abort": id}, {"quit": 1}. Lines out: {"ready": 1}, then {"id", "tokens", "finish", "params"} for each that ends.
+{"abort": id}, {"quit": 1}, {"call": id, "method": of all workers, "arguments": {...}}, {"reset": id} (prefix cache).
+Lines out: {"ready": 1}, then {"id", "tokens", "finish", "params"} for each that ends, {"id", "error"} for calls.
 """
 
 import json
@@ -11,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+from typing import Any
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -55,6 +57,9 @@ def main() -> None:
                 engine.abort_request([line["abort"]])
                 out.write(json.dumps({"id": line["abort"], "finish": "aborted", "tokens": [], "params": None}) + "\n")
                 continue
+            if "call" in line or "reset" in line:
+                out.write(json.dumps(called(engine, line)) + "\n")
+                continue
             extra = {"kv_transfer_params": line["params"]} if line.get("params") else None
             sampling = SamplingParams(
                 temperature=0, max_tokens=line["max_tokens"], detokenize=False, ignore_eos=True, extra_args=extra
@@ -72,6 +77,17 @@ def main() -> None:
                 out.write(json.dumps(answer) + "\n")
         if not engine.has_unfinished_requests():
             time.sleep(_PAUSE_S)
+
+
+def called(engine: Any, line: dict[str, Any]) -> dict[str, Any]:
+    """error: empty when it went well."""
+    try:
+        if "reset" in line:
+            return {"id": line["reset"], "error": "" if engine.reset_prefix_cache() else "requests are under way"}
+        engine.collective_rpc(line["method"], kwargs=line["arguments"])
+    except Exception as error:
+        return {"id": line["call"], "error": f"{type(error).__name__}: {error}"}
+    return {"id": line["call"], "error": ""}
 
 
 if __name__ == "__main__":

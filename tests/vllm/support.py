@@ -29,12 +29,12 @@ VOCABULARY = 256
 SECRET = "of the tests"
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, seed: int = 1) -> Path:
     """A Llama with random weights, large enough that every token depends on all before it. Downloads nothing."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=128,
@@ -68,6 +68,7 @@ class Instance:
         policy: str = "fail",
         secret: str = SECRET,
         options: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
         **engine: Any,
     ) -> None:
         self.name = name
@@ -90,7 +91,7 @@ class Instance:
                 stderr=log,
                 text=True,
                 cwd=ROOT,
-                env={**os.environ, "CROSSRAIL_SECRET": secret},
+                env={**os.environ, "CROSSRAIL_SECRET": secret, **(environment or {})},
             )
         self._ready = threading.Event()
         self._answers: dict[str, queue.Queue[dict[str, Any]]] = {}
@@ -129,6 +130,20 @@ class Instance:
     def ask(self, request: str, tokens: list[int], count: int = 12, params: dict[str, Any] | None = None) -> Any:
         self.add(request, tokens, count, params)
         return self.answer(request)
+
+    def call(self, request: str, method: str, **arguments: Any) -> None:
+        """A method of all its workers; returns when they have. RuntimeError with what one of them raised."""
+        self._send({"call": request, "method": method, "arguments": arguments})
+        self._check(request)
+
+    def reset_prefix_cache(self, request: str) -> None:
+        self._send({"reset": request})
+        self._check(request)
+
+    def _check(self, request: str) -> None:
+        error = self.answer(request)["error"]
+        if error:
+            raise RuntimeError(error)
 
     def has_answered(self, request: str) -> bool:
         return not self._queue(request).empty()

@@ -14,18 +14,8 @@ from crossrail.weights.checkpoint import Checkpoint
 from crossrail.weights.trainer import WeightTrainer
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
+from tests.weights.safetensors_file import write
 from tests.weights.small_model import weights_of
-
-
-def write(path: Path, tensors: dict[str, np.ndarray], **changes: object) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, array in tensors.items():
-        header[name] = {"dtype": "BF16", "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
-        header[name] |= changes
-        end += array.nbytes
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values()))
 
 
 @pytest.mark.parametrize("readers", [1, 2])

@@ -8,8 +8,10 @@ import pytest
 
 import crossrail as xr
 from crossrail.weights.planner import PlanOptions
+from crossrail.weights.step import Step
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
+from tests.weights.small_model import TARGETS
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -72,11 +74,21 @@ async def test_groups_run_one_after_another(make_fleet: MakeFleet) -> None:
 
 async def test_progress_goes_up_to_all_of_it(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
-    await fleet.start()
-    seen: list[tuple[int, int]] = []
-    report = await fleet.update(1, on_progress=lambda written, whole: seen.append((written, whole)))
-    assert {whole for _, whole in seen} == {report.written_bytes}
-    assert [written for written, _ in seen] == sorted(written for written, _ in seen)
+    controller = await fleet.start()
+    seen: list[tuple[str, int, int]] = []
+    report = await fleet.update(1, on_progress=lambda *told: seen.append(told))
+    assert controller.plan is not None
+    wholes = {"plan": 1, "ready": len(controller.plan.tasks), "open": TARGETS, "write": report.written_bytes}
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == list(wholes)
+    assert all(whole == wholes[stage] for stage, _, whole in seen)
+    for stage in wholes:
+        done = [count for each, count, _ in seen if each == stage]
+        assert done == sorted(done)
+    assert seen[-1] == ("write", report.written_bytes, report.written_bytes)
+    seen.clear()
+    await fleet.update(2, on_progress=lambda *told: seen.append(told))
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["open", "write"]
+    assert seen[1] == ("write", 0, report.written_bytes)
 
 
 async def test_readers_keep_their_version_while_the_next_arrives(make_fleet: MakeFleet) -> None:
@@ -141,3 +153,22 @@ async def test_ranks_come_and_go_between_updates(make_fleet: MakeFleet) -> None:
     report = await fleet.update(4)
     assert report.plan_s > 0
     await fleet.assert_holds(4, [1, 2])
+
+
+async def test_small_tasks_are_prepared_many_at_a_time(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = make_fleet(trainer_count=1, plan_options=PlanOptions(write_bytes_min=1))
+    controller = await fleet.start()
+    handed: list[list[int]] = []
+    prepare = Step._prepare
+
+    def recorded(step: Step, some: list[int]) -> float:
+        handed.append(list(some))
+        return prepare(step, some)
+
+    monkeypatch.setattr(Step, "_prepare", recorded)
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+    assert controller.plan is not None
+    prepared = [index for index, row in enumerate(controller.plan.tasks) if not row["direct"]]
+    assert sorted(index for some in handed for index in some) == prepared
+    assert len(handed) < len(prepared)

@@ -17,13 +17,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from crossrail.errors import CrossrailError
 
 _EXIT_GRACE_S = 2.0
 _PARENT_GONE = 3
+_LOOK_S = 0.01  # between looks at several: seldom enough to leave them their cores
 
 
 class ChildFailed(CrossrailError):
@@ -156,6 +157,51 @@ class Child:
         except subprocess.TimeoutExpired:
             return ChildFailed(f"{self.role} (pid {self.pid}) closed its side and still runs; it will be killed")
         return ChildFailed(f"{self.role} (pid {self.pid}) {_describe_exit(code)} before it was done")
+
+
+class Children:
+    """Several that do the same at once, and may wait for each other. A context manager; leaving it ends all."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self._children = children
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def __getitem__(self, index: int) -> Child:
+        return self._children[index]
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def all(self, command: str, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
+        """What each answers to the same command."""
+        return self.each(command, [arguments] * len(self._children), timeout_s)
+
+    def each(self, command: str, arguments: Iterable[Mapping[str, Any]], timeout_s: float = 60.0) -> list[Any]:
+        """What each answers, with arguments of its own.
+
+        Raises what the first to fail says, at once: the others may wait for it until a deadline of their own.
+        """
+        for child, its in zip(self._children, arguments, strict=True):
+            child.start(command, **its)
+        deadline_s = time.monotonic() + timeout_s
+        while late := [child for child in self._children if not child.has_answered()]:
+            for child in self._children:
+                child.raise_if_failed()
+            if time.monotonic() > deadline_s:
+                names = ", ".join(f"{child.role} (pid {child.pid})" for child in late)
+                raise ChildFailed(f"{names} did not answer {command!r} within {timeout_s:g} s")
+            time.sleep(_LOOK_S)
+        return [child.finish() for child in self._children]
+
+    def close(self) -> None:
+        """Ends all. Idempotent."""
+        for child in self._children:
+            child.close()
 
 
 def _describe_exit(code: int) -> str:

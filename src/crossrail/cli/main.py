@@ -29,7 +29,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "topo": ("crossrail.cli.topo", "Show where GPUs and NICs are, and which NICs serve which device."),
     "trace": ("crossrail.cli.trace", "Show what an engine did last, from its flight recording."),
     "kv": ("crossrail.cli.kv", "Serve a model from prefillers and decoders: router, prefiller, decoder, demo, top."),
-    "weights": ("crossrail.cli.weights", "Update inference ranks from trainers: demo, bench, plan, show, sim."),
+    "weights": (
+        "crossrail.cli.weights",
+        "Update inference ranks from trainers: demo, rl, load, bench, plan, show, sim.",
+    ),
+    "moe": ("crossrail.cli.moe", "Run a mixture-of-experts model with its experts spread over processes: demo."),
     "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why that way."),
 }
 

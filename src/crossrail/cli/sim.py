@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from crossrail.cli.sim_players import Task, play_each
-from crossrail.cli.text import format_bytes, format_count
+from crossrail.cli.text import OutputFile, format_bytes, format_count
 from crossrail.errors import UsageError
 from crossrail.sim import timeline
 from crossrail.sim.scenarios import SCENARIOS, Outcome, Scenario, find, play
@@ -167,13 +167,13 @@ class _SeedRange(click.IntRange):
 @click.option("--twice", is_flag=True, help="Run each seed twice: both must give the same event log.")
 @click.option(
     "--trace",
-    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    type=OutputFile(),
     metavar="FILE",
     help="Write the timeline of the first run that failed, else of the first, for chrome://tracing or Perfetto.",
 )
 @click.option(
     "--log",
-    type=click.Path(path_type=Path, dir_okay=False, writable=True),
+    type=OutputFile(),
     metavar="FILE",
     help="Write the event log of that run: the same bytes for the same seed.",
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -47,6 +50,22 @@ def size(at_least: int, at_most: int) -> Callable[[str], int]:
         return nbytes
 
     return size  # click shows the function's name
+
+
+class OutputFile(click.Path):
+    """The type of an option that names a file to write: what stands in its way is told before the work."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]  # by path_type
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            self.fail(f"{str(path)!r}: there is no folder {str(folder)!r}", param, ctx)
+        if not path.exists() and not os.access(folder, os.W_OK):
+            self.fail(f"{str(path)!r}: no permission to write in {str(folder)!r}", param, ctx)
+        return path
 
 
 def cpu_pair(text: str) -> tuple[int, int]:

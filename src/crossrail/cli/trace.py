@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from crossrail.cli.text import OutputFile
 from crossrail.flight import COLUMNS, FlightDump, FlightEntry, read_dump, row_of
 from crossrail.observe.chrome import ChromeTrace
 from crossrail.observe.flight import select, write_chrome
@@ -51,7 +52,7 @@ def _table(dump: FlightDump, entries: list[FlightEntry]) -> Table:
 )
 @click.option(
     "--chrome",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     help="Write a Chrome trace there instead, for ui.perfetto.dev or chrome://tracing.",
 )
 def command(file: Path, peer: str | None, rail: str | None, last: int | None, chrome: Path | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ Pages: TypeAlias = npt.NDArray[Any]
 Cache: TypeAlias = Sequence[Sequence[npt.NDArray[Any]]]
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Between text and tokens, for the router's front."""
 
@@ -31,6 +32,7 @@ class Tokenizer(Protocol):
         """Text of these tokens; of each alone, so that a stream can be shown as it comes."""
 
 
+@runtime_checkable
 class Model(Protocol):
     """A model as prefillers and decoders use it. Threads: its coroutines run on the node's event loop.
 

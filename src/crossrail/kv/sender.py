@@ -57,8 +57,9 @@ class KvSender:
     """Sends the KV of the ranks that this process has, all of an instance's or some, to decoders.
 
     ranks: by rank of the layout's tp. The watched word belongs to the engine of the lowest.
-    Threads: that of the event loop it was made in, but layer_done() and the word are anybody's. Posting happens on the
-    callback thread of that engine. Close it before its engines.
+    Threads: that of the event loop it was made in, but layer_done() and the word are anybody's. Layers are posted by
+    whoever calls layer_done(); those that only the word tells of on the callback thread of that engine. Close it before
+    its engines.
     """
 
     def __init__(self, layout: KvLayout, ranks: Mapping[int, RankMemory]) -> None:
@@ -82,8 +83,12 @@ class KvSender:
         return self._watcher.address
 
     def layer_done(self, layers: int = 1) -> None:
-        """Adds to the word: so many more layers of the current step are in memory. Any thread; returns at once."""
-        self._watcher.add(layers)
+        """Adds to the word: so many more layers of the current step are in memory. Any thread.
+
+        Posts them before it returns, a submit for each pair of ranks and job: waking a thread for it takes longer.
+        """
+        self._watcher.add(layers, announce=False)
+        self._pump()
 
     def open(self, target: KvTarget, lease: PageLease) -> SendJob:
         """Begins a request. lease: reserved pages of ours for all of target.tokens, those of its own prefix first.

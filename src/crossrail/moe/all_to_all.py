@@ -174,6 +174,21 @@ class AllToAll:
         self._stats["tokens_sent"] += tokens
         return opened
 
+    def arriving(self, opened: Round) -> tuple[Any, Any | None]:
+        """(x, scales) as dispatch_recv will fill them, before it is called: for callers that hand them on first.
+
+        Of layout "masked" only: in the other the number of rows is not known before.
+        """
+        config = self.config
+        if config.layout != "masked":
+            raise UsageError(f"layout is {config.layout!r}: what arrives is known before only with layout 'masked'")
+        rows = self._layout.expert_count(self.rank) * config.rows_per_expert
+        x, scales = self._outputs[opened.number % PARITIES]
+        return (
+            from_host(x[:rows], config.dtype, opened.is_tensor),
+            None if scales is None else from_host(scales[:rows], "float32", opened.is_tensor),
+        )
+
     def dispatch_recv(self, opened: Round) -> Dispatched:
         """Waits until all ranks have sent, and takes the rows of our experts.
 

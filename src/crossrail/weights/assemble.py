@@ -11,6 +11,7 @@ import numpy.typing as npt
 from crossrail.weights.boxes import Boxes, Ints, columns_of, distinct, flat_offset, is_run, overlaps, ranges, volume
 from crossrail.weights.dtypes import DTYPES, ITEM_BYTES
 from crossrail.weights.inventory import c_strides
+from crossrail.weights.joining import Rows, join_direct
 from crossrail.weights.plan import GATHER, OUTPUT, PART, TASK, WRITE, Param, Plan
 from crossrail.weights.sources import Sources
 from crossrail.weights.tables import Forms, Tables
@@ -68,10 +69,15 @@ def assemble(
     outputs, source = _outputs(tasks, parts, slices, task)
     gathers = _gathers(joined, sources, tasks, parts)
     _tmp(joined, tasks, parts, gathers, outputs, forms.source_dtype[cells.key[cell]])
-    writes = _writes(joined, slices, task, source, tasks, targets)
-    params, parts["param"] = np.unique(parts["param"], return_inverse=True)
+    rows = join_direct(Rows(tasks, parts, gathers, outputs, _writes(joined, slices, task, source)))
+    params, rows.parts["param"] = np.unique(rows.parts["param"], return_inverse=True)
     return Plan(
-        trainers, targets, _params(joined, params), tuple(joined.meshes), tasks, parts, gathers, outputs, writes
+        trainers,
+        targets,
+        _params(joined, params),
+        tuple(joined.meshes),
+        *rows[:-1],
+        _merged(_rotated(rows.writes, rows.tasks, targets)),
     )
 
 
@@ -197,8 +203,8 @@ def _tmp(joined: Tables, tasks: Any, parts: Any, gathers: Any, outputs: Any, sou
     tasks["tmp_bytes"] = np.where(direct, 0, gathered + tasks["buffer_bytes"])
 
 
-def _writes(joined: Tables, slices: Slices, task: Ints, source: Ints, tasks: Any, targets: tuple[int, ...]) -> Any:
-    """Each slice as runs of bytes that are together on both sides; runs that continue each other are one write."""
+def _writes(joined: Tables, slices: Slices, task: Ints, source: Ints) -> Any:
+    """Each slice as runs of bytes that are together on both sides."""
     rows, rank = joined.target
     want = rows[slices.want]
     item = ITEM_BYTES[want["dtype"]]
@@ -225,7 +231,7 @@ def _writes(joined: Tables, slices: Slices, task: Ints, source: Ints, tasks: Any
         if (repeats[:, dim] > 1).any():
             writes["offset"] += index % repeats[of, dim] * want["strides"][of, dim]
             index = index // repeats[of, dim]
-    return _merged(_rotated(writes, tasks, targets))
+    return writes
 
 
 def _rotated(writes: Any, tasks: Any, targets: tuple[int, ...]) -> Any:

@@ -171,13 +171,12 @@ def _check_outputs(plan: Plan) -> None:
     ready = (
         (gathers["trainer"] == task["trainer"])
         & (gathers["region"] == task["region"])
-        & (gathers["offset"] == task["offset"])
+        & (gathers["offset"] == task["offset"] + outputs["offset"])
         & (gathers["start"] == outputs["start"]).all(axis=1)
         & (gathers["stop"] == outputs["stop"]).all(axis=1)
         & ((gathers["strides"] == c_strides(extent, item)) | (extent == 1)).all(axis=1)
         & (dtypes == part["dtype"])
         & ~part["block"].any(axis=1)
-        & (outputs["offset"] == 0)
     )
     _demand(~task["direct"] | ready, plan, "is sent as it lies, but does not lie as it is sent")
 

@@ -58,10 +58,9 @@ class Checkpoint:
         """Of all tensors, in order."""
         return sorted(self._tensors)
 
-    @property
-    def nbytes(self) -> int:
-        """Of all tensors."""
-        return sum(array.nbytes for _, array in self._tensors.values())
+    def nbytes(self, names: Sequence[str]) -> int:
+        """Of these tensors together."""
+        return sum(self._tensor(name)[1].nbytes for name in names)
 
     def memory(self, engine: xr.Engine, rank: int, count: int, names: Sequence[str] | None = None) -> WeightMemory:
         """What rank `rank` of `count` readers holds, as a trainer would: whole tensors, about as many bytes each.

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.weights import messages as m
-from crossrail.weights.check import check_plan
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory import Inventory, Role
+from crossrail.weights.members import Member, assigns_of
 from crossrail.weights.plan import Plan
 from crossrail.weights.planner import PlanOptions, make_plan
 from crossrail.weights.step import StepReport
@@ -29,6 +30,9 @@ log = logging.getLogger("crossrail.weights")
 
 _ATTEMPTS = 1 << 19  # until numbers of immediates are used again
 _T = TypeVar("_T")
+
+Stage = Literal["plan", "ready", "open", "write"]
+OnProgress = Callable[[Stage, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -63,20 +67,6 @@ class UpdateReport:
     def written_bytes(self) -> int:
         """By all trainers."""
         return sum(step.written_bytes for step in self.steps.values())
-
-
-@dataclass(eq=False)
-class Member:
-    """One incarnation of a trainer or inference rank. buffers: descriptors of each of its memories."""
-
-    role: Role
-    rank: int
-    address: bytes
-    inventory: Inventory
-    buffers: list[list[bytes]]
-
-    def __str__(self) -> str:
-        return f"{'trainer' if self.role == 'trainer' else 'inference rank'} {self.rank}"
 
 
 class WeightController:
@@ -134,14 +124,17 @@ class WeightController:
                 ) from None
 
     async def update(
-        self, version: int, timeout_s: float = 60.0, on_progress: Callable[[int, int], None] | None = None
+        self, version: int, timeout_s: float = 60.0, on_progress: OnProgress | None = None
     ) -> UpdateReport:
         """Brings this version from all trainers, which must offer it, to all inference ranks.
 
-        on_progress: called now and then with the bytes written so far, and with all that there are.
+        on_progress: called now and then with the stage, how much of it is done, and how much there is: "plan" (0 of 1),
+        "ready" (tasks that trainers have made ready; these two only when somebody came or went), "open" (inference
+        ranks), "write" (bytes).
         Raises UpdateFailed once it is aborted everywhere: inference ranks with spare memory go on with the version they
         had, those without say that they are torn; another update() may succeed, with a new plan if somebody was lost.
-        UsageError when what members hold does not fit, or when an update is under way.
+        UsageError when what members hold does not fit, or when an update is under way. Cancelled, it aborts everywhere
+        first, which may take options.abort_s; or it commits, if all is there already.
         """
         if self._under_way is not None:
             raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
@@ -154,14 +147,18 @@ class WeightController:
         try:
             self._sweep()
             try:
-                await self._in_time(self._run(version, report, begun + timeout_s, on_progress), timeout_s)
+                work = self._run(version, report, begun + timeout_s, on_progress or _unseen)
+                await self._in_time(work, timeout_s)
+            except asyncio.CancelledError:
+                await _to_its_end(self._abort("the update was cancelled"))
+                raise
             except (CrossrailError, asyncio.TimeoutError) as error:
                 why = str(error) or f"not complete within {timeout_s:g} s"
-                await self._abort(why)
+                await _to_its_end(self._abort(why))
                 if isinstance(error, UsageError):
                     raise
                 raise UpdateFailed(version, why) from error
-            await self._commit(version, report)
+            await _to_its_end(self._commit(version, report))
             report.total_s = loop.time() - begun
             return report
         finally:
@@ -231,17 +228,16 @@ class WeightController:
             self._lost.result()
         raise asyncio.TimeoutError
 
-    async def _run(
-        self, version: int, report: UpdateReport, deadline: float, on_progress: Callable[[int, int], None] | None
-    ) -> None:
+    async def _run(self, version: int, report: UpdateReport, deadline: float, on_progress: OnProgress) -> None:
         loop = asyncio.get_running_loop()
         clock = loop.time
         begun = clock()
         members = [*self._of("trainer"), *self._of("target")]
         if self.plan is None or members != self._planned:
             self._planned = members
-            self.plan = await loop.run_in_executor(None, self._checked_plan)
-            await self._distribute(self.plan, deadline)
+            on_progress("plan", 0, 1)
+            self.plan = await loop.run_in_executor(None, self._make_plan)
+            await self._distribute(self.plan, deadline, on_progress)
             report.plan_s = clock() - begun
         plan, trainers, targets = self.plan, self._of("trainer"), self._of("target")
         digest, attempt = plan.digest, self._attempt
@@ -249,6 +245,7 @@ class WeightController:
 
         begun = clock()
         left_s = deadline - begun
+        on_progress("open", 0, len(targets))
         opening = m.Open(version, attempt, digest, imm, left_s)
         opened = await self._all(targets, lambda _: opening, m.Opened, left_s)
         report.open_s = clock() - begun
@@ -257,31 +254,27 @@ class WeightController:
         left_s = deadline - begun
         buffers = [(member.rank, answer.buffer) for member, answer in zip(targets, opened, strict=True)]
         go = m.Go(version, attempt, digest, imm, imm + 1, buffers, left_s)
-        watching = asyncio.ensure_future(self._watch(trainers, plan, on_progress))
-        try:
+        whole = int(plan.writes["nbytes"].sum())
+        async with self._watching(trainers, lambda far: on_progress("write", sum(p.written_bytes for p in far), whole)):
             sent = await self._all(trainers, lambda _: go, m.Sent, left_s)
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
         report.steps = {
             member.rank: StepReport(**each.report)  # type: ignore[arg-type]  # ints stay ints
             for member, each in zip(trainers, sent, strict=True)
         }
         await self._all(targets, lambda _: m.Await(version, attempt), m.Whole, deadline - clock())
         report.transfer_s = clock() - begun
+        on_progress("write", whole, whole)
 
     def _imm_of(self, attempt: int) -> int:
         """What writes of an attempt count on; the next number is the barrier's. Other controllers begin elsewhere."""
         first = int.from_bytes(self._mailbox.wire.identity(self.address)[:8], "little")
         return self._options.imm_first + 2 * ((first + attempt) % _ATTEMPTS)
 
-    def _checked_plan(self) -> Plan:
+    def _make_plan(self) -> Plan:
         """Blocks, some seconds for the largest models."""
         trainers = [member.inventory for member in self._planned if member.role == "trainer"]
         targets = [member.inventory for member in self._planned if member.role == "target"]
-        plan = make_plan(trainers, targets, self._plan_options)
-        check_plan(plan, trainers, targets)
-        return plan
+        return make_plan(trainers, targets, self._plan_options)
 
     async def _all(
         self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float
@@ -305,45 +298,20 @@ class WeightController:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _distribute(self, plan: Plan, deadline: float) -> None:
+    async def _distribute(self, plan: Plan, deadline: float, on_progress: OnProgress) -> None:
+        """Tells everybody their part of it, and waits until trainers have made theirs ready."""
         trainers, targets = self._of("trainer"), self._of("target")
-        groups = sorted(set(plan.tasks["group"].tolist()))
-        addresses = [m.Member(member.rank, member.address) for member in trainers]
-        peers = {
-            (member.rank, index): m.PeerRegion(member.rank, index, descriptor)
-            for member in trainers
-            for index, descriptor in enumerate(member.buffers[0])
-        }
-        regions = {
-            (member.rank, index): [
-                m.TargetRegion(member.rank, buffer, index, descriptors[index])
-                for buffer, descriptors in enumerate(member.buffers)
-            ]
-            for member in targets
-            for index in range(len(member.buffers[0]))
-        }
-
-        def assign(member: Member) -> m.Assign:
-            part = plan.of_trainer(member.rank)
-            gathered = {(int(t), int(r)) for t, r in part.gathers[["trainer", "region"]].tolist()}
-            written = {(int(t), int(r)) for t, r in part.writes[["target", "region"]].tolist()}
-            return m.Assign(
-                plan.digest,
-                m.packed(part.to_bytes()),
-                groups,
-                addresses,
-                [peers[key] for key in sorted(gathered) if key[0] != member.rank],
-                [each for key in sorted(written) for each in regions[key]],
-                self._gone,
-            )
-
         loop = asyncio.get_running_loop()
+        assigns = await loop.run_in_executor(None, assigns_of, plan, trainers, targets, self._gone)
+        expects = {rank: m.Expect(plan.digest, count) for rank, count in plan.expectations.items()}
         left_s = deadline - loop.time()
-        told = await asyncio.gather(
-            self._all(trainers, assign, m.Taken, left_s),
-            self._all(targets, lambda member: m.Expect(plan.digest, plan.expected(member.rank)), m.Taken, left_s),
-            return_exceptions=True,
-        )
+        whole = len(plan.tasks)
+        async with self._watching(trainers, lambda far: on_progress("ready", sum(p.ready for p in far), whole)):
+            told = await asyncio.gather(
+                self._all(trainers, lambda member: assigns[member.rank], m.Taken, left_s),
+                self._all(targets, lambda member: expects[member.rank], m.Taken, left_s),
+                return_exceptions=True,
+            )
         for outcome in told:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -388,12 +356,33 @@ class WeightController:
         except (NoAnswer, Unreachable) as error:
             log.info("%s does not know that it is left out: %s", member, error)
 
-    async def _watch(self, trainers: list[Member], plan: Plan, on_progress: Callable[[int, int], None] | None) -> None:
-        if on_progress is None:
-            return
-        whole = int(plan.writes["nbytes"].sum())
-        on_progress(0, whole)
-        while True:
-            await asyncio.sleep(self._options.progress_s)
-            told = await self._all(trainers, lambda _: m.AskProgress(), m.Progress, self._options.abort_s)
-            on_progress(sum(each.written_bytes for each in told), whole)
+    @asynccontextmanager
+    async def _watching(self, trainers: list[Member], show: Callable[[list[m.Progress]], None]) -> AsyncIterator[None]:
+        """Asks trainers now and then how far they are."""
+
+        async def ask() -> None:
+            while True:
+                await asyncio.sleep(self._options.progress_s)
+                show(await self._all(trainers, lambda _: m.AskProgress(), m.Progress, self._options.abort_s))
+
+        show([])
+        asking = asyncio.ensure_future(ask())
+        try:
+            yield
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+
+def _unseen(_stage: Stage, _done: int, _whole: int) -> None:
+    return
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits it also when we are cancelled meanwhile, and then is cancelled. A second time it goes on without us."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

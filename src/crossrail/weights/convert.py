@@ -68,13 +68,15 @@ class Caster:
         wide = self._wide[: values.size].reshape(values.shape)
         np.copyto(wide, values, casting="same_kind")
         is_nan = np.isnan(wide)
+        has_nan = bool(is_nan.any())
         bits = wide.view(np.uint32)
         # Nearest, ties to even: half a step less one, and one more if the last bit that stays is set.
         rounding = np.right_shift(bits, 16, out=self._bits[: values.size].reshape(values.shape))
         np.bitwise_and(rounding, 1, out=rounding)
         np.add(rounding, 0x7FFF, out=rounding)
-        np.add(bits, rounding, out=bits, where=~is_nan)
-        np.bitwise_or(bits, 0x400000, out=bits, where=is_nan)  # or the bits that say so might be among those cut off
+        np.add(bits, rounding, out=bits, where=~is_nan if has_nan else True)
+        if has_nan:  # the bits that say so might be among those cut off
+            np.bitwise_or(bits, 0x400000, out=bits, where=is_nan)
         np.right_shift(bits, 16, out=out, casting="unsafe")
 
 

@@ -198,9 +198,9 @@ class AskProgress(Struct, frozen=True, tag=True):
 
 
 class Progress(Struct, frozen=True, tag=True):
-    """Of the step under way, or the last one."""
+    """ready: tasks of its part of a plan that are made ready. written_bytes: of the step under way, or of the last."""
 
-    tasks: Count
+    ready: Count
     written_bytes: Count
 
 

@@ -147,8 +147,12 @@ class Cluster:
             ("trainers of a stage", stage, self.dense_shard),
             ("targets", self.targets, self.target_experts),
         ):
-            if value < 1 or of < 1 or value % of:
-                raise UsageError(f"{name}: {value} must be a multiple of {of}")
+            if of < 1:
+                raise UsageError(f"{name}: groups of {of} ranks; at least 1")
+            if value < 1 or value % of:
+                raise UsageError(
+                    f"{name}: {value}; must be {of} or a multiple of it" if of > 1 else f"{name}: {value}; at least 1"
+                )
 
     @property
     def fsdp(self) -> int:

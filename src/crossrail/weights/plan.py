@@ -130,7 +130,13 @@ class Plan:
         """What an update counts at this target when it is complete: its writes."""
         if target not in self.targets:
             raise UsageError(f"target {target} is not in this plan")
-        return int(np.count_nonzero(self.writes["target"] == target))
+        return self.expectations[target]
+
+    @cached_property
+    def expectations(self) -> dict[int, int]:
+        """expected() of all targets, by rank."""
+        counts = np.bincount(np.searchsorted(self.targets, self.writes["target"]), minlength=len(self.targets))
+        return dict(zip(self.targets, counts.tolist(), strict=True))
 
     def of_trainer(self, trainer: int) -> Plan:
         """The same plan with the tasks of one trainer only, and what belongs to them, numbered anew."""

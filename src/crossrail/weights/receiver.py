@@ -16,7 +16,7 @@ from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.weights import messages as m
-from crossrail.weights.errors import Refused
+from crossrail.weights.errors import Refused, UpdateFailed
 from crossrail.weights.memory import WeightMemory
 from crossrail.weights.versions import State, Versions
 
@@ -54,6 +54,7 @@ class WeightReceiver:
     `resume`, and one that fails leaves weights that are torn, which reading() refuses.
     pause(version), resume(version): of the inference engine, called before weights in place are written, and after a
     commit; both optional. A failed update does not resume.
+    failures: attempts that this rank has heard to have failed.
     Lifecycle: 1. made. 2. join(). 3. reading() whenever weights are used. 4. leave(). 5. close(). Owner of mailbox,
     engine and memory: whoever made them; they stay open until after close().
     """
@@ -83,6 +84,8 @@ class WeightReceiver:
         self._attempt: _Attempt | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Open is still on its way
         self._fencing = asyncio.Lock()
+        self.failures = 0
+        self._why = ""
         for kind, handler in (
             (m.Expect, self._on_expect),
             (m.Open, self._on_open),
@@ -145,6 +148,18 @@ class WeightReceiver:
         """Returns once this version, or a later one, is complete here. Raises WaitTimeout."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self.version < version:
+            await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
+
+    async def receive(self, version: int, timeout_s: float, failures: int | None = None) -> None:
+        """As wait_version(); but raises UpdateFailed as soon as an attempt has failed.
+
+        failures: what self.failures was before the update was asked for, which may fail before this is called.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        known = self.failures if failures is None else failures
+        while self.version < version:
+            if self.failures > known:
+                raise UpdateFailed(version, self._why)
             await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
 
     async def leave(self, timeout_s: float = 5.0) -> None:
@@ -240,6 +255,8 @@ class WeightReceiver:
         self._attempt_max = max(self._attempt_max, abort.attempt)
         if self._attempt is not None and self._attempt.number <= abort.attempt:
             await self._fail(abort.reason)
+        else:
+            self._note_failure(abort.reason)
         async with self._fencing:  # our own deadline may have begun it
             self._check_memory()
             return m.Aborted([[bytes(region.descriptor) for region in regions] for regions in self._buffers])
@@ -281,6 +298,11 @@ class WeightReceiver:
                         region.renew()
                 self._versions.abort()
             self._end(attempt)
+        self._note_failure(why)
+
+    def _note_failure(self, why: str) -> None:
+        self.failures += 1
+        self._why = why
         self._notify()
 
     def _end(self, attempt: _Attempt) -> None:

@@ -1,7 +1,8 @@
 """One update at one trainer: its tasks in a pipeline of gather, prepare and write, groups separated by barriers.
 
 One task of the event loop moves them all as far as they go, and sleeps only when none of them moves. The engine moves
-bytes in its own thread and conversions run in one of ours, so the three stages overlap.
+bytes in its own thread and conversions run in one of ours, so the three stages overlap. Small tasks go to that thread
+many at a time, since each hand-over costs as much as converting some hundred kilobytes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,10 @@ from crossrail.weights.schedule import Schedule
 from crossrail.weights.task import Batch, Bytes, ReadyTask, Tools
 
 _WRITES_MAX = 512  # submits under way: enough to keep every rail busy, few enough to look through
+_AHEAD_MAX = 512  # tasks begun and not yet prepared: what they read is on its way meanwhile
+_PREPARED_MAX = 64  # tasks that are prepared in one go,
+_PREPARED_BYTES = 1 << 20  # if they are no larger together
+_HOLD_S = 0.002  # for so long the event loop is kept from others while tasks move
 _HEADS_MAX = 4  # transfers that an idle pipeline watches in each stage: a straggler does not hold up the others
 
 
@@ -31,8 +36,8 @@ class StepReport:
     """What a step did at one trainer. Seconds are of its pipeline's own clock.
 
     gather_s, write_s: while any task was in that stage; prepare_s: conversions alone; barrier_s: waiting for others.
-    They overlap. python_s: processor time of the pipeline's own code and its submits, without conversions;
-    what a submit copies itself, as it drives the engine, is in it.
+    They overlap. python_s: processor time of the event loop's thread, which runs all but the conversions; what a submit
+    copies itself, as it drives the engine, is in it.
     peak_bytes: most of the arena that was in use.
     """
 
@@ -103,7 +108,7 @@ class Step:
         # Of each task in a stage, its transfers that were not yet seen to be done; the next to look at is the last.
         self._gathering: dict[int, list[xr.Transfer]] = {}
         self._ready: deque[int] = deque()
-        self._preparing: tuple[int, asyncio.Future[float]] | None = None
+        self._preparing: tuple[list[int], asyncio.Future[float]] | None = None
         self._writing: dict[int, list[xr.Transfer]] = {}
         self._writes_under_way = 0
 
@@ -120,21 +125,20 @@ class Step:
         conversion runs; see `pending`.
         """
         clock = asyncio.get_running_loop().time
-        begun = clock()
+        begun, began_code = clock(), time.thread_time()
         deadline = begun + timeout_s
         self._arena.reset_peak()
         try:
             for group in self._groups:
                 self._schedule.enter(group)
-                while not self._schedule.is_prepared:
-                    await self._move()
+                await self._move_until(lambda: self._schedule.is_prepared)
                 entered = clock()
                 await self._barrier.wait(deadline - entered)
                 self.report.barrier_s += clock() - entered
-            while not self._schedule.is_over:
-                await self._move()
+            await self._move_until(lambda: self._schedule.is_over)
         finally:
             await self._end()
+            self.report.python_s = time.thread_time() - began_code
         self.report.total_s = clock() - begun
         self.report.peak_bytes = self._arena.peak_bytes
         return self.report
@@ -146,39 +150,47 @@ class Step:
             # It cannot be interrupted, and uses the arena.
             await asyncio.wait([self._preparing[1]])
 
-    async def _move(self) -> None:
-        """Every task as far as it goes now; if none does, waits until something has happened."""
+    async def _move_until(self, is_reached: Callable[[], bool]) -> None:
+        """Every task as far as it goes; whenever none does, waits until something has happened."""
         clock = asyncio.get_running_loop().time
-        begun = clock()
-        in_gather, in_write = bool(self._gathering), bool(self._writing)
-        began_code = time.thread_time()
-        moved = self._collect_writes() + self._collect_prepared() + self._collect_gathers()
-        moved += self._prepare_next() + self._begin()
-        self.report.python_s += time.thread_time() - began_code
-        if not moved:
-            await self._something()
-        took = clock() - begun
-        self.report.gather_s += took if in_gather else 0.0
-        self.report.write_s += took if in_write else 0.0
+        began = slept = clock()
+        while not is_reached():
+            in_gather, in_write = bool(self._gathering), bool(self._writing)
+            moved = self._collect_writes() + self._collect_prepared() + self._collect_gathers()
+            moved += self._prepare_next() + self._begin()
+            if not moved:
+                await self._something()
+                slept = clock()
+            now = clock()
+            if now - slept > _HOLD_S:
+                await asyncio.sleep(0)
+                slept = now = clock()
+            self.report.gather_s += now - began if in_gather else 0.0
+            self.report.write_s += now - began if in_write else 0.0
+            began = now
 
     # ---- stages; each says how many tasks it moved
 
     def _begin(self) -> int:
         count = 0
-        while self._writes_under_way < _WRITES_MAX and (next_task := self._schedule.begin()) is not None:
+        while self._may_begin and (next_task := self._schedule.begin()) is not None:
             index, base = next_task
             task = self._tasks[index]
             self._bases[index] = base
             if task.is_direct:
                 self._schedule.prepared(index)
                 self._write(index)
+            elif task.reads:
+                self._gathering[index] = [self._read(read, base) for read in task.reads]
+                self.report.gathered_bytes += sum(read.nbytes for read in task.reads)
             else:
-                transfers = self._gathering[index] = []
-                for read in task.reads:
-                    transfers.append(self._read(read, base))
-                    self.report.gathered_bytes += read.nbytes
+                self._ready.append(index)
             count += 1
         return count
+
+    @property
+    def _may_begin(self) -> bool:
+        return self._writes_under_way < _WRITES_MAX and len(self._gathering) + len(self._ready) < _AHEAD_MAX
 
     def _collect_gathers(self) -> int:
         gathered = [index for index, transfers in self._gathering.items() if _are_done(transfers)]
@@ -190,26 +202,32 @@ class Step:
     def _prepare_next(self) -> int:
         if self._preparing is not None or not self._ready:
             return 0
-        index = self._ready.popleft()
+        some: list[int] = []
+        nbytes = 0
+        while self._ready and len(some) < _PREPARED_MAX and nbytes < _PREPARED_BYTES:
+            some.append(self._ready.popleft())
+            nbytes += self._tasks[some[-1]].piece_bytes
         loop = asyncio.get_running_loop()
-        self._preparing = index, loop.run_in_executor(self._executor, self._prepare, index)
-        return 1
+        self._preparing = some, loop.run_in_executor(self._executor, self._prepare, some)
+        return len(some)
 
-    def _prepare(self, index: int) -> float:
+    def _prepare(self, some: list[int]) -> float:
         """On the executor's thread. Seconds of real time."""
         begun = time.perf_counter()
-        places = self._places
-        self._tasks[index].prepare(places.source_bytes.__getitem__, places.arena_bytes, self._bases[index], self._tools)
+        memories, arena = self._places.source_bytes.__getitem__, self._places.arena_bytes
+        for index in some:
+            self._tasks[index].prepare(memories, arena, self._bases[index], self._tools)
         return time.perf_counter() - begun
 
     def _collect_prepared(self) -> int:
         if self._preparing is None or not self._preparing[1].done():
             return 0
-        (index, future), self._preparing = self._preparing, None
+        (some, future), self._preparing = self._preparing, None
         self.report.prepare_s += future.result()
-        self._schedule.prepared(index)
-        self._write(index)
-        return 1
+        for index in some:
+            self._schedule.prepared(index)
+            self._write(index)
+        return len(some)
 
     def _collect_writes(self) -> int:
         count = 0

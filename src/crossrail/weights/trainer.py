@@ -14,12 +14,12 @@ from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights import messages as m
 from crossrail.weights.arena import Arena, aligned
+from crossrail.weights.assigned import Assigned
 from crossrail.weights.barrier import Barrier, EngineBarrier
 from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
 from crossrail.weights.memory import WeightMemory
-from crossrail.weights.plan import Plan
 from crossrail.weights.step import Places, Step, StepReport
-from crossrail.weights.task import ReadyTask, Tools, ready_tasks
+from crossrail.weights.task import Tools
 
 log = logging.getLogger("crossrail.weights")
 
@@ -59,7 +59,7 @@ class WeightTrainer:
         self._executor = ThreadPoolExecutor(1, f"crossrail-weights-{self.rank}")
         self._tools = Tools()
         self._controller = b""
-        self._assigned: _Assigned | None = None
+        self._assigned: Assigned | None = None
         self._offer: _Offer | None = None
         self._offered = asyncio.Event()
         self._step: Step | None = None
@@ -119,6 +119,7 @@ class WeightTrainer:
 
     async def close(self) -> None:
         """Ends a step under way, and what it needed. Idempotent."""
+        self._drop_assigned()
         await self._stop_step()
         await self._quiet(QUIET_S)
         self._executor.shutdown()
@@ -138,14 +139,23 @@ class WeightTrainer:
             raise UsageError(f"trainer {self.rank} is in the middle of an update")
         for address in assign.gone:  # transfers to them end now
             self._engine.forget_peer(address)
-        self._assigned = _Assigned(assign, self.rank)
-        needed = max((task.piece_bytes for task in self._assigned.tasks), default=0)
-        if needed > self._tmp_bytes_max:
-            largest = max(self._assigned.tasks, key=lambda task: task.piece_bytes)
-            raise WatermarkTooSmall(largest.name, needed, self._tmp_bytes_max)
-        if needed and self._arena is None:
-            self._arena = self._engine.alloc(self._tmp_bytes_max)
+        self._drop_assigned()
+        assigned = self._assigned = Assigned(assign, self.rank)
+        # In the thread of conversions: there are none now, and one that was dropped ends there first.
+        await asyncio.get_running_loop().run_in_executor(self._executor, assigned.make)
+        if self._assigned is not assigned:
+            raise UsageError(f"plan {assigned.plan} is not wanted any more")
+        if (largest := assigned.largest) is not None:
+            if largest.piece_bytes > self._tmp_bytes_max:
+                raise WatermarkTooSmall(largest.name, largest.piece_bytes, self._tmp_bytes_max)
+            if self._arena is None:
+                self._arena = self._engine.alloc(self._tmp_bytes_max)
         return m.Taken()
+
+    def _drop_assigned(self) -> None:
+        assigned, self._assigned = self._assigned, None
+        if assigned is not None:
+            assigned.drop()
 
     async def _on_go(self, sender: bytes, go: m.Go) -> m.Sent:
         self._check_controller(sender)
@@ -153,9 +163,10 @@ class WeightTrainer:
             raise UsageError(f"attempt {go.attempt} is over")
         if self._going is not None:
             raise UsageError(f"trainer {self.rank} is in the middle of another update")
-        if self._assigned is None or self._assigned.plan != go.plan:
+        if self._assigned is None or not self._assigned.is_ready or self._assigned.plan != go.plan:
             raise UsageError(f"trainer {self.rank} does not know plan {go.plan}")
         self._attempt_max = go.attempt
+        self._step = None
         going = self._going = asyncio.ensure_future(self._go(self._assigned, go))
         try:
             self.last_report = await asyncio.shield(going)
@@ -171,7 +182,7 @@ class WeightTrainer:
                 self._going = None
         return m.Sent(asdict(self.last_report))
 
-    async def _go(self, assigned: _Assigned, go: m.Go) -> StepReport:
+    async def _go(self, assigned: Assigned, go: m.Go) -> StepReport:
         clock = asyncio.get_running_loop().time
         deadline = clock() + go.deadline_s
         try:
@@ -213,6 +224,8 @@ class WeightTrainer:
     async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
         self._check_controller(sender)
         self._attempt_max = max(self._attempt_max, abort.attempt)
+        if self._assigned is not None and not self._assigned.is_ready:
+            self._drop_assigned()
         await self._stop_step()
         if self._offer is not None:
             self._fail(UpdateFailed(self._offer.version, abort.reason))
@@ -226,7 +239,7 @@ class WeightTrainer:
 
     async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
         report = StepReport() if self._step is None else self._step.report
-        return m.Progress(report.tasks, report.written_bytes)
+        return m.Progress(0 if self._assigned is None else len(self._assigned.tasks), report.written_bytes)
 
     # ---- ending
 
@@ -253,23 +266,6 @@ class WeightTrainer:
             if not transfer.done:
                 raise CrossrailError(f"a {transfer.kind} to or from {transfer.peer} of a failed update goes on")
             self._lingering.pop()
-
-
-class _Assigned:
-    """An Assign, made ready: tasks compiled, descriptors parsed."""
-
-    def __init__(self, assign: m.Assign, rank: int) -> None:
-        self.plan = assign.plan
-        self.groups = assign.groups
-        self.tasks: list[ReadyTask] = ready_tasks(Plan.from_bytes(m.unpacked(assign.part)), rank)
-        self.trainers = {each.rank: xr.Address.from_bytes(each.address) for each in assign.trainers}
-        self.peers = {
-            (each.rank, each.region): xr.RegionDescriptor.from_bytes(each.descriptor) for each in assign.peers
-        }
-        self.targets = {
-            (each.rank, each.buffer, each.region): xr.RegionDescriptor.from_bytes(each.descriptor)
-            for each in assign.targets
-        }
 
 
 class _Offer:

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from crossrail.cli.bench import api, copies, footprint, kv, posting, rdma, report, small, tcp_copies, tcp_small
+from crossrail.cli.bench.moe.command import moe
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
 from crossrail.cli.bench.spec import Measure, Result
-from crossrail.cli.text import cpu_pair, size
+from crossrail.cli.text import OutputFile, cpu_pair, size
 from crossrail.errors import CrossrailError, UsageError
 
 _QUICK_RUNS = 3
@@ -78,9 +79,9 @@ def _sample(measure: Measure, pair: Pair, result: Result, runs: int, progress: P
             progress.advance(task)
 
 
-@click.command("bench")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all samples to this file.")
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw the ratios (needs matplotlib).")
+@click.group("bench", invoke_without_command=True)
+@click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
+@click.option("--plot", "plot_path", type=OutputFile(), help="Draw the ratios (needs matplotlib).")
 @click.option("--only", multiple=True, metavar="NAME", help="Only measures whose names begin so; may be repeated.")
 @click.option("--list", "list_only", is_flag=True, help="List the measures and end.")
 @click.option("--runs", type=click.IntRange(1, 1000), help="Samples of each measure [default: 5, quick 3].")
@@ -103,7 +104,9 @@ def _sample(measure: Measure, pair: Pair, result: Result, runs: int, progress: P
 )
 @click.option("--stand-in", type=click.Choice(["shm"]), hidden=True, help="Engines use this one; tests the bench.")
 @click.option("--strict", is_flag=True, help="Exit code 1 when a bar is missed.")
+@click.pass_context
 def command(
+    ctx: click.Context,
     json_path: Path | None,
     plot_path: Path | None,
     only: tuple[str, ...],
@@ -122,6 +125,8 @@ def command(
     for it (one thread's memcpy, a bare flag or socket, ...), and ratios are between the two, because machines
     drift between speeds. Data is verified in a pass that is not timed. benchmarks/README.md says what each measure is.
     """
+    if ctx.invoked_subcommand is not None:
+        return
     measures = choose(only, transport)
     if list_only:
         for measure in measures:
@@ -141,9 +146,12 @@ def command(
     results = run(measures, settings, runs or (_QUICK_RUNS if quick else 5), console)
     console.print(report.make_table(results, console.width))
     if json_path is not None:
-        report.write_json(json_path, results, settings, busy)
+        report.write_json(json_path, results, settings.to_json(), busy)
     if plot_path is not None:
         report.write_plot(plot_path, results)
     verdicts = {result.verdict for result in results}
     if "error" in verdicts or (strict and "miss" in verdicts):
         raise click.exceptions.Exit(1)
+
+
+command.add_command(moe)

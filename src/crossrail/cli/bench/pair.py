@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,15 @@ class Settings:
         transport = self.stand_in or self.transport
         by_loopback = transport in ("tcp", "ofi:tcp")
         return {"transport": transport, "rails": [LOOPBACK]} if by_loopback else {"transport": transport}
+
+    def to_json(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "transport": self.stand_in or self.transport,
+            "cpus": list(self.cpus),
+            "pool_bytes": self.pool_bytes,
+            "quick": self.quick,
+        }
 
     def scaled(self, count: int) -> int:
         """How many operations a sample takes: a tenth of them for a quick look."""
@@ -229,9 +239,9 @@ class Pair:
         if self.child.call("digest", key=link.key, region=region) != expected:
             raise CrossrailError(f"{what}: what arrived is not what was sent")
 
-    def flag_one_way_ns(self) -> float:
+    def flag_one_way_ns(self, rounds: int | None = None) -> float:
         """The bare flag between the two processes, one way. Invariant: both sides count the same rounds."""
-        rounds, start = self.settings.scaled(50_000), self._flag_rounds
+        rounds, start = rounds or self.settings.scaled(50_000), self._flag_rounds
         self.child.start("flag_ping_pong", fd=self.shared_fd, start=start, rounds=rounds)
         took_ns = self.native.flag_ping_pong(self.shared_fd, first=True, start=start, rounds=rounds)
         self.child.finish()
@@ -253,6 +263,12 @@ def alternate(times: int, limit: Callable[[], float], measured: Callable[[], flo
     then changes both sides of its ratio."""
     pairs = [(limit(), measured()) for _ in range(times)]
     return sum(pair[0] for pair in pairs) / times, sum(pair[1] for pair in pairs) / times
+
+
+def alternate_briefly(times: int, limit: Callable[[], float], measured: Callable[[], float]) -> tuple[float, float]:
+    """The same for passes so short that most of them are not interrupted: medians."""
+    pairs = [(limit(), measured()) for _ in range(times)]
+    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
 
 
 def python_command() -> str:

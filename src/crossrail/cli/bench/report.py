@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from rich.markup import escape
 from rich.table import Table
 
 import crossrail as xr
-from crossrail.cli.bench.pair import Settings
 from crossrail.cli.bench.spec import Result
 from crossrail.cli.text import format_bytes
 from crossrail.errors import UsageError
@@ -68,8 +68,8 @@ def _figure(value: float | None) -> str:
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
-def to_json(results: list[Result], settings: Settings, busy: float) -> dict[str, Any]:
-    """Everything that is needed to judge the figures, and to repeat them."""
+def to_json(results: list[Result], settings: Mapping[str, Any], busy: float) -> dict[str, Any]:
+    """Everything that is needed to judge the figures, and to repeat them. settings: what they were taken with."""
     return {
         "format": _JSON_FORMAT,
         "command": " ".join(["crossrail", *sys.argv[1:]]),
@@ -77,17 +77,8 @@ def to_json(results: list[Result], settings: Settings, busy: float) -> dict[str,
         "version": version(),
         "machine": machine(),
         "busy_before": round(busy, 3),
-        "settings": _settings_json(settings),
+        "settings": dict(settings),
         "results": [_result_json(result) for result in results],
-    }
-
-
-def _settings_json(settings: Settings) -> dict[str, Any]:
-    return {
-        "transport": settings.stand_in or settings.transport,
-        "cpus": list(settings.cpus),
-        "pool_bytes": settings.pool_bytes,
-        "quick": settings.quick,
     }
 
 
@@ -193,8 +184,8 @@ def _read(path: str) -> str:
         return ""
 
 
-def write_json(path: Path, results: list[Result], settings: Settings, busy: float) -> None:
-    """The file; replaced when there. busy: what busy_share said before."""
+def write_json(path: Path, results: list[Result], settings: Mapping[str, Any], busy: float) -> None:
+    """The file; replaced when there. settings: what they were taken with; busy: what busy_share said before."""
     path.write_text(json.dumps(to_json(results, settings, busy), indent=1) + "\n")
 
 

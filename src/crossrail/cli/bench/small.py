@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, alternate
+from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, alternate, alternate_briefly
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
 
 _WORD_BYTES = 8
 _RATE_WINDOW = 256
 # A sample is so many pieces, each right after one of its limit.
 _TURNS = 4
+_TURN_ROUNDS = 500  # of the ping-pong: some 100 us
 
 
 def measures() -> list[Measure]:
@@ -70,9 +71,11 @@ def verified_ping_pong(pair: Pair, link: Link) -> Callable[[int], float]:
 
 def _ping_pong_samples(pair: Pair) -> SampleStream:
     ping_pong = verified_ping_pong(pair, pair.link("manual"))
-    rounds = pair.settings.scaled(50_000)
+    turns = pair.settings.scaled(200)
     while True:
-        flag_ns, one_way_ns = alternate(_TURNS, pair.flag_one_way_ns, lambda: ping_pong(rounds))
+        flag_ns, one_way_ns = alternate_briefly(
+            turns, lambda: pair.flag_one_way_ns(_TURN_ROUNDS), lambda: ping_pong(_TURN_ROUNDS)
+        )
         yield Sample(one_way_ns, flag_ns)
 
 

@@ -41,26 +41,32 @@ class Bar:
 SampleStream = Generator[Sample, None, None]
 
 
-@dataclass(frozen=True)
-class Measure:
+@dataclass(frozen=True, kw_only=True)
+class Line:
     """One line of the table."""
 
     name: str
     title: str
     unit: str
     limit: str
-    samples: Callable[[Pair], SampleStream]
     bar: Bar | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure(Line):
+    """One that two processes measure."""
+
+    samples: Callable[[Pair], SampleStream]
 
 
 @dataclass
 class Result:
-    """A measure and its samples.
+    """A line and its samples.
 
     The ratio is the median of each run's own ratio, so that both sides of it were measured in the same speed regime.
     """
 
-    measure: Measure
+    measure: Line
     samples: list[Sample] = field(default_factory=list)
     error: str = ""
     note: str = ""  # what is good to know beside the figure, as the path that was used

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 import crossrail as xr
+from crossrail.cli.secret import read_secret
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
@@ -32,6 +33,7 @@ _TOY_LAYOUT: dict[str, int | str] = {
     "layers": 8, "pages": 512, "page_tokens": 16, "kv_heads": 4, "head_dim": 8, "dtype": "float16", "kind": "GQA",
     "order": "HND", "tp": 1,
 }  # fmt: skip
+_EXAMPLES = ("qwen3", "llama", "deepseek")  # crossrail.kv.models.EXAMPLES, which imports transformers
 MEMBERSHIP_HELP = "etcd://HOST:PORT,HOST:PORT/CLUSTER, where a cluster's nodes and routers are"
 
 
@@ -99,14 +101,6 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
             wire.close()
 
 
-def read_secret(file: Path | None) -> bytes:
-    """UsageError when there is none: whoever can reach a node without one could give it work."""
-    secret = file.read_bytes().strip() if file is not None else os.environb.get(SECRET_VARIABLE.encode(), b"")
-    if not secret:
-        raise UsageError(f"a secret that all nodes share is needed: --secret-file, or {SECRET_VARIABLE}")
-    return secret
-
-
 def open_model(name: str, options: Mapping[str, str]) -> Model:
     """ "toy", an example's name, a checkpoint's directory, or "package.module:function".
 
@@ -115,8 +109,14 @@ def open_model(name: str, options: Mapping[str, str]) -> Model:
     if name == "toy":
         return _open_toy(dict(options))
     if ":" in name and not Path(name).is_dir():
-        model: Model = _function(name)(**options)
+        model = _function(name)(**options)
+        if not isinstance(model, Model):
+            raise UsageError(f"{name!r} returned {_kind_of(model)}, and no crossrail.kv.model.Model")
         return model
+    if name not in _EXAMPLES and not Path(name).is_dir():
+        raise UsageError(
+            f"model {name!r} is none of toy, {', '.join(_EXAMPLES)}, no directory, and no 'package.module:function'"
+        )
     return _of_transformers("named").open_named(name, options)  # type: ignore[no-any-return]  # imported by name
 
 
@@ -128,7 +128,9 @@ def open_tokenizer(name: str) -> Tokenizer | None:
         return ToyTokenizer()
     if Path(name).is_dir():
         return _of_transformers("tokenizer").TextTokenizer(Path(name))  # type: ignore[no-any-return]  # as above
-    tokenizer: Tokenizer = _function(name)()
+    tokenizer = _function(name)()
+    if not isinstance(tokenizer, Tokenizer):
+        raise UsageError(f"{name!r} returned {_kind_of(tokenizer)}, and no crossrail.kv.model.Tokenizer")
     return tokenizer
 
 
@@ -137,6 +139,10 @@ def tokenizer_of(model: str) -> str:
     if not Path(model).is_dir():
         return "toy"
     return model if _of_transformers("tokenizer").has_tokenizer(Path(model)) else "none"
+
+
+def _kind_of(value: object) -> str:
+    return f"an object of type {type(value).__qualname__}"
 
 
 def _function(name: str) -> Callable[..., Any]:

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from crossrail.cli.kv.common import open_model, open_tokenizer, parse_options, tokenizer_of
-from crossrail.cli.kv.local import Client, Processes, until
+from crossrail.cli.kv.local import Client, Processes
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.messages import Sampling
-from crossrail.kv.model import Tokens, generate
+from crossrail.kv.model import Model, Tokens, generate
 
 _CHUNK_TOKENS = 256
 _DECODER_PAGE_TOKENS = "32"
@@ -65,7 +65,7 @@ def _start(processes: Processes, plan: _Plan, console: Console) -> Client:
         words = [*common, *_words({"page_tokens": _DECODER_PAGE_TOKENS} | plan.model_options)]
         processes.start(f"decoder-{index}", "decoder", *words)
     wanted = plan.prefillers + plan.decoders
-    until(lambda: len(client.nodes()) == wanted, f"{wanted} nodes have joined")
+    processes.until(lambda: len(client.nodes()) == wanted, f"{wanted} nodes have joined")
     console.print(f"router at {url}; " + ", ".join(f"{node['node']}" for node in client.nodes()))
     return client
 
@@ -78,7 +78,7 @@ def _kill_the_busy_one(client: Client, processes: Processes, console: Console) -
     def busy() -> list[str]:
         return [n["node"] for n in client.nodes() if n["role"] == "prefiller" and n["queued_tokens"] > 0]
 
-    until(lambda: bool(busy()), "a prefiller works on the prompt")
+    processes.until(lambda: bool(busy()), "a prefiller works on the prompt")
     name = busy()[0]
     processes.kill(name)
     console.print(f"[red]killed[/red] {name} (pid {processes.pid(name)}) in the middle of the prompt")
@@ -108,9 +108,8 @@ def _generate(client: Client, plan: _Plan, console: Console) -> _Outcome:
     return outcome
 
 
-def _monolithic(plan: _Plan) -> _Outcome:
+def _monolithic(model: Model, plan: _Plan) -> _Outcome:
     """The same prompt through the same model in this process, in chunks of the same length."""
-    model = open_model(plan.model, plan.model_options)
     layout = model.layout
     cache = [
         [layout.layer_view(np.zeros(layout.layer_bytes, np.uint8)) for _ in range(layout.layers)]
@@ -197,6 +196,9 @@ def demo(
         tokenizer,
         transport,
     )
+    alone_model = open_model(
+        plan.model, plan.model_options
+    )  # first: what is wrong with it is then told once, and at once
     console = Console()
     processes = Processes(secrets.token_hex(16))
     try:
@@ -209,7 +211,7 @@ def demo(
         _show_timeline(client, outcome.request, out, console)
     finally:
         processes.close()
-    alone = _monolithic(plan)
+    alone = _monolithic(alone_model, plan)
     if outcome.tokens != alone.tokens:
         raise CrossrailError(f"the {len(outcome.tokens)} tokens are not those of one node alone")
     first_ms, alone_ms = outcome.first_s * 1e3, alone.first_s * 1e3

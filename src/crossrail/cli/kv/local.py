@@ -31,11 +31,16 @@ class Processes:
     def __init__(self, secret: str) -> None:
         self._environment = os.environ | {SECRET_VARIABLE: secret}
         self._by_name: dict[str, subprocess.Popen[bytes]] = {}
+        self._killed: set[str] = set()
 
     def start(self, name: str, *arguments: str) -> None:
         command = [sys.executable, "-m", "crossrail", "kv", *arguments, "--name", name, "--until-stdin-closes"]
         self._by_name[name] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C goes to us alone; they end by their standard input
         )
 
     def first_line(self, name: str) -> str:
@@ -49,10 +54,22 @@ class Processes:
             raise CrossrailError(f"{name} ended at once, with exit code {self._by_name[name].wait(_EXIT_GRACE_S)}")
         return line
 
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """CrossrailError when it takes too long, or one of them ends meanwhile that was not killed here."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not condition():
+            for name, process in self._by_name.items():
+                if name not in self._killed and process.poll() is not None:
+                    raise CrossrailError(f"{name} ended with exit code {process.returncode} before {what}")
+            if time.monotonic() > deadline:
+                raise CrossrailError(f"not within {_START_TIMEOUT_S:g} s: {what}")
+            time.sleep(_LOOK_S)
+
     def pid(self, name: str) -> int:
         return self._by_name[name].pid
 
     def kill(self, name: str) -> None:
+        self._killed.add(name)
         self._by_name[name].kill()
 
     def close(self) -> None:
@@ -110,11 +127,3 @@ class Client:
                 if "error" in event:
                     raise CrossrailError(event["error"]["message"])
                 yield event
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise CrossrailError(f"not within {_START_TIMEOUT_S:g} s: {what}")
-        time.sleep(_LOOK_S)

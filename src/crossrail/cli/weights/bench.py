@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import crossrail as xr
-from crossrail.cli.text import format_bytes, gb_per_s, size
+from crossrail.cli.text import OutputFile, format_bytes, gb_per_s, size
 from crossrail.cli.weights.gloo import GlooFleet
 from crossrail.cli.weights.players import Player, Players
 from crossrail.control.wire import EngineWire
@@ -62,9 +62,7 @@ class _Row:
 @click.option("--watermark", default="64MiB", show_default=True, type=size(1 << 16, 1 << 40), help="Of each trainer.")
 @click.option("--transport", default="shm", show_default=True)
 @click.option("--no-gloo", is_flag=True, help="Leave the ordinary way out; it also is where torch is not installed.")
-@click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures there."
-)
+@click.option("--json", "json_path", type=OutputFile(), help="Also write the figures there.")
 def bench(
     nbytes: int,
     trainers: int,

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 import crossrail as xr
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.weights.players import Player, Players
+from crossrail.cli.weights.progress import showing_update
 from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError
-from crossrail.weights.controller import UpdateReport, WeightController
+from crossrail.weights.controller import OnProgress, UpdateReport, WeightController
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.messages import mailbox
 from crossrail.weights.toy import TargetKind, ToyModel
@@ -91,19 +90,13 @@ class _Demo:
         )
 
     async def _update(self, controller: WeightController, version: int, to_kill: Players | None) -> UpdateReport:
-        columns = (TextColumn("version {task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            bar = progress.add_task(str(version))
-
-            def show(written: int, whole: int) -> None:
-                progress.update(bar, completed=written, total=whole)
-
+        with showing_update(self._console, f"version {version}") as show:
             if to_kill is None:
                 return await controller.update(version, _UPDATE_S, show)
             return await self._update_with_a_death(controller, version, to_kill, show)
 
     async def _update_with_a_death(
-        self, controller: WeightController, version: int, players: Players, show: Callable[[int, int], None]
+        self, controller: WeightController, version: int, players: Players, show: OnProgress
     ) -> UpdateReport:
         victim = self._trainers - 1
         update = asyncio.ensure_future(controller.update(version, _UPDATE_S, show))

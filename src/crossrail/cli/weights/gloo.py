@@ -37,9 +37,10 @@ class GlooFleet:
             spec = json.dumps(self._spec | {"rank": rank, "store": store})
             command = [sys.executable, "-m", "crossrail.cli.weights.gloo", spec]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            self._processes.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
             )
+            self._processes.append(process)
         self._hear()
 
     def update(self) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from crossrail.cli.text import OutputFile
 from crossrail.cli.weights.common import check_model, cluster_of, cluster_options
 from crossrail.cli.weights.show import print_summary
 from crossrail.errors import UsageError
@@ -29,7 +30,7 @@ from crossrail.weights.planner import Gather
 @cluster_options
 @click.option("--gather", type=click.Choice(["needed", "full"]), default="needed", show_default=True)
 @click.option("--ignore", multiple=True, help="A parameter that trainers hold and no target wants.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Where to save the plan.")
+@click.option("-o", "--output", type=OutputFile(), help="Where to save the plan.")
 def plan(
     model: str | None,
     files: tuple[Path, ...],

@@ -69,6 +69,7 @@ class Players:
         process = await asyncio.create_subprocess_exec(
             sys.executable, *player.command(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env=self._environment, limit=_LINE_BYTES_MAX,
+            start_new_session=True,  # Ctrl-C goes to us alone; they end by their standard input
         )  # fmt: skip
         self._processes[player.name] = process
         await self.said(player.name, "joined", _START_TIMEOUT_S)

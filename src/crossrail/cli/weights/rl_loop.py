@@ -21,7 +21,7 @@ import crossrail as xr
 from crossrail.cli.weights.players import Players
 from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.weights.controller import UpdateReport, WeightController
+from crossrail.weights.controller import Stage, UpdateReport, WeightController
 from crossrail.weights.messages import mailbox
 
 _TIMEOUT_S = 240.0
@@ -163,9 +163,7 @@ class _Fleet:
         for name in self._trainers:
             await self._players.tell(name, version=version, rollouts=rollouts, checkpoint=checkpoint)
         ready = await asyncio.gather(*(self._players.said(name, "ready", _TIMEOUT_S) for name in self._trainers))
-        report = await self._controller.update(
-            version, _TIMEOUT_S, lambda written, whole: self._on_phase("updating", written, whole)
-        )
+        report = await self._controller.update(version, _TIMEOUT_S, self._on_update)
         self._on_phase("generating", 0, 0)
         made = await asyncio.gather(*(self._generate(rank, version, checkpoint) for rank in range(len(SERVED))))
         learned_next = [each for said in made for each in said["rollouts"]]
@@ -178,6 +176,10 @@ class _Fleet:
             ready[0].get("gap"),
         )
         return step, learned_next
+
+    def _on_update(self, stage: Stage, done: int, whole: int) -> None:
+        if stage == "write":
+            self._on_phase("updating", done, whole)
 
     async def _generate(self, rank: int, version: int, checkpoint: str) -> dict[str, Any]:
         """What the inference rank says; its weights are those of the checkpoint."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from crossrail.cli.text import format_bytes, format_count
+from crossrail.cli.text import OutputFile, format_bytes, format_count
 from crossrail.weights import Plan
 from crossrail.weights.show import Spread, differences, draw, heat_map, summary
 
@@ -48,7 +48,7 @@ def print_summary(console: Console, plan: Plan) -> None:
 @click.command()
 @click.argument("file", type=_FILE)
 @click.option("--compare", type=_FILE, help="Another plan: say what differs, and end with 1 if anything does.")
-@click.option("--draw", "image", type=click.Path(dir_okay=False, path_type=Path), help="The heat map as a PNG.")
+@click.option("--draw", "image", type=OutputFile(), help="The heat map as a PNG.")
 @click.pass_context
 def show(ctx: click.Context, file: Path, compare: Path | None, image: Path | None) -> None:
     """Show the plan in FILE: figures, and who (downwards) sends how much to whom (to the right)."""

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from crossrail.cli.text import format_bytes, size
+from crossrail.cli.text import OutputFile, format_bytes, size
 from crossrail.cli.weights.common import check_model, cluster_of, cluster_options
 from crossrail.cli.weights.simulate import Outcome, Setting, simulate
 from crossrail.weights import PlanOptions, make_plan
@@ -34,7 +34,7 @@ _FORMAT = 1
 @click.option("--rail-down", is_flag=True, help="Trainer 0 loses a rail at the beginning.")
 @click.option("--watermark", type=size(1 << 20, 1 << 40), default="8G", show_default=True)
 @click.option("--seed", default=1, show_default=True)
-@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the figures here.")
+@click.option("--json", "file", type=OutputFile(), help="Also write the figures here.")
 def sim(
     model: str,
     way: str,

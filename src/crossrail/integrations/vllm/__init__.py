@@ -9,22 +9,29 @@ A prompt is prefilled by one instance and decoded by another; crossrail.kv write
       scheduler.py: which request, which      worker.py: a thread with an event loop, an engine, a mailbox
       blocks, when they may be freed            producer.py: offers computed prompts, writes them to who asks
            └──── orders.py, each step ────▶     consumer.py: asks, counts, takes back
-    connector.py turns vLLM's calls into theirs; nothing else imports vLLM.
+    connector.py turns vLLM's calls into theirs; beside it only weights.py, plugin.py and experts.py import vLLM.
+
+Weight updates (docs/weights-vllm.md): plugin.py registers the backend, weights.py is it, weights_worker.py the
+inference rank inside of a worker, weights_trainer.py drives instances from the trainers' side.
+
+And expert parallelism: `CrossrailPrepareAndFinalize` (experts.py) brings rows to vLLM's fused experts by crossrail.moe.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from crossrail.integrations.vllm.connector import CrossrailConnector
+    from crossrail.integrations.vllm.experts import CrossrailPrepareAndFinalize
 
-__all__ = ["CrossrailConnector"]
+__all__ = ["CrossrailConnector", "CrossrailPrepareAndFinalize"]
+
+_MODULES = {"CrossrailConnector": "connector", "CrossrailPrepareAndFinalize": "experts"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "CrossrailConnector":
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from crossrail.integrations.vllm.connector import CrossrailConnector
-
-    return CrossrailConnector
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -17,12 +17,15 @@ def as_bytes(tensor: Any) -> Any:
     return tensor.view(torch.uint8)
 
 
-def count(indices: Any, experts: int, counts: Any, slots: Any) -> None:
+def count(indices: Any, experts: int, counts: Any, slots: Any, tables: bool = True) -> None:
+    _together(indices, counts, slots)
     _tensor(indices, "indices", 2, torch.int32, torch.int64)
     _tensor(counts, "counts", 1, torch.int32)
     _tensor(slots, "slots", 2, torch.int32)
     _shape(counts, "counts", (experts,))
     _shape(slots, "slots", tuple(indices.shape))
+    if not tables:
+        return
     bad = ((indices < -1) | (indices >= experts)).nonzero()
     if len(bad):
         token, k = bad[0].tolist()
@@ -32,30 +35,35 @@ def count(indices: Any, experts: int, counts: Any, slots: Any) -> None:
         )
 
 
-def pack(target: Any, x: Any, scales: Any | None, table: Any | None) -> None:
+def pack(target: Any, x: Any, scales: Any | None, table: Any | None, tables: bool = True) -> None:
+    _together(target, x, scales, table)
     _tensor(target, "target", 2, torch.uint8)
     _tensor(x, "x", 2)
     _with_scales(x, scales, target, "target")
     rows = len(x)
     if table is not None:
         _tensor(table, "table", 1, torch.int32)
-        _rows(table, "table", len(x))
+        if tables:
+            _rows(table, "table", len(x))
         rows = len(table)
     if rows > len(target):
         raise UsageError(f"target has {len(target)} rows, must have {rows}")
 
 
-def pull(x: Any, scales: Any | None, source: Any, table: Any) -> None:
+def pull(x: Any, scales: Any | None, source: Any, table: Any, tables: bool = True) -> None:
+    _together(x, scales, source, table)
     _tensor(source, "source", 2, torch.uint8)
     _tensor(x, "x", 2)
     _with_scales(x, scales, source, "source")
     _tensor(table, "table", 2, torch.int32)
     _shape(table, "table", (len(table), 2))
-    _rows(table[:, 0], "table (from)", len(source))
-    _rows(table[:, 1], "table (to)", len(x))
+    if tables:
+        _rows(table[:, 0], "table (from)", len(source))
+        _rows(table[:, 1], "table (to)", len(x))
 
 
-def reduce(out: Any, sources: Sequence[Any], where: Any, weights: Any | None) -> None:
+def reduce(out: Any, sources: Sequence[Any], where: Any, weights: Any | None, tables: bool = True) -> None:
+    _together(out, *sources, where, weights)
     _tensor(out, "out", 2, *NUMBERS)
     _tensor(where, "where", 3, torch.int32)
     _shape(where, "where", (len(out), where.shape[1], 2))
@@ -67,6 +75,11 @@ def reduce(out: Any, sources: Sequence[Any], where: Any, weights: Any | None) ->
         _shape(source, "sources", (len(source), out.shape[1]))
         if source.dtype != sources[0].dtype:
             raise UsageError("sources are of different types, must be of one")
+    if tables:
+        _places(where, sources)
+
+
+def _places(where: Any, sources: Sequence[Any]) -> None:
     source, row = where.unbind(2)
     known = torch.tensor([*map(len, sources), 0], device=where.device)
     named = (source >= 0) & (source < len(sources))
@@ -87,6 +100,7 @@ def quantize(x: Any, block: int) -> None:
 
 
 def dequantize(codes: Any, scales: Any, block: int, dtype: str) -> None:
+    _together(codes, scales)
     _tensor(codes, "codes", 2, torch.uint8)
     _tensor(scales, "scales", 2, torch.float32)
     _block(block)
@@ -94,6 +108,12 @@ def dequantize(codes: Any, scales: Any, block: int, dtype: str) -> None:
     names = [str(number).removeprefix("torch.") for number in NUMBERS]
     if dtype not in names:
         raise UsageError(f"dtype is {dtype!r}, must be one of {', '.join(names)}")
+
+
+def _together(*tensors: Any) -> None:
+    devices = {str(tensor.device) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    if len(devices) > 1:
+        raise UsageError(f"tensors are on {' and '.join(sorted(devices))}, must be on one device")
 
 
 def _block(block: int) -> None:

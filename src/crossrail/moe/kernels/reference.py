@@ -67,9 +67,10 @@ class ReferenceKernels:
         blocks = -(-hidden // block)
         padded = torch.nn.functional.pad(values, (0, blocks * block - hidden)).reshape(tokens, blocks, block)
         magnitude = padded.abs().amax(dim=2).clamp(min=_MAGNITUDE_MIN)
-        scaled = (padded * (_LARGEST / magnitude)[..., None]).clamp(-_LARGEST, _LARGEST)
+        largest = torch.full_like(magnitude, _LARGEST)  # a tensor: by a number, torch divides with two roundings
+        scaled = (padded * (largest / magnitude)[..., None]).clamp(-_LARGEST, _LARGEST)
         codes = scaled.reshape(tokens, blocks * block)[:, :hidden].contiguous().to(torch.float8_e4m3fn)
-        return codes.view(torch.uint8), magnitude / _LARGEST
+        return codes.view(torch.uint8), magnitude / largest
 
     def dequantize(self, codes: Any, scales: Any, block: int = 128, dtype: str = "bfloat16") -> Any:
         checks.dequantize(codes, scales, block, dtype)

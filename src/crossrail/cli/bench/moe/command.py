@@ -1,0 +1,167 @@
+"""`crossrail bench moe`: which shapes and ranks, what is beside them, and what has to be reached."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import click
+from rich.console import Console
+
+from crossrail.cli.bench import report
+from crossrail.cli.bench.moe import mpi
+from crossrail.cli.bench.moe.ranks import Durations, Ranks, durations_us
+from crossrail.cli.bench.moe.work import SHAPES, MoeShape
+from crossrail.cli.bench.pair import choose_cpus
+from crossrail.cli.bench.spec import Bar, Line, Result, Sample
+from crossrail.cli.text import OutputFile
+from crossrail.errors import CrossrailError
+
+_STEPS = ("dispatch", "combine")
+_COPIES_MAX = {"decode": 1.5, "prefill": 1.25}
+_FASTER_THAN_GLOO = 5.0
+_ROUNDS = {"decode": 40, "prefill": 3}
+_QUICK_ROUNDS = {"decode": 10, "prefill": 1}
+_OTHERS = {
+    "gloo": "the same by torch.distributed over gloo",
+    "gloo-bare": "its all_to_all_single alone",
+    "mpi-bare": "MPI's alltoallv alone",
+}
+_ORDINARY_SHARE = 4  # they take many times as long as we do
+
+
+@dataclass(frozen=True)
+class _Options:
+    transport: str
+    runs: int
+    rounds: dict[str, int]
+    gloo: bool
+    mpi: bool
+
+
+@click.command("moe")
+@click.option("--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), help="[default: both]")
+@click.option("--ranks", "counts", multiple=True, type=click.IntRange(1, 64), help="[default: 2 and 4]")
+@click.option("--transport", default="shm", show_default=True, help="Of the ranks' engines.")
+@click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Samples of each measure.")
+@click.option("--quick", is_flag=True, help="Fewer rounds: a look, not a figure to quote.")
+@click.option("--no-gloo", is_flag=True, help="Leave torch.distributed out; it also is where torch is not installed.")
+@click.option("--no-mpi", is_flag=True, help="Leave MPI out; it also is where mpi4py or mpiexec are not installed.")
+@click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
+@click.option("--strict", is_flag=True, help="Exit code 1 when a bar is missed.")
+def moe(
+    shapes: tuple[str, ...],
+    counts: tuple[int, ...],
+    transport: str,
+    runs: int,
+    quick: bool,
+    no_gloo: bool,
+    no_mpi: bool,
+    json_path: Path | None,
+    strict: bool,
+) -> None:
+    """Measure dispatch and combine of MoE layers beside the limits of this machine.
+
+    Each rank is a process; a step begins when all have come, and ends when the last is done. Just before it, all copy
+    as many bytes as come to them by memcpy: that is the limit. Every byte is compared in a round that is not timed.
+    """
+    console = Console()
+    without_gloo = "--no-gloo" if no_gloo else "" if importlib.util.find_spec("torch") else "torch is not installed"
+    without_mpi = "--no-mpi" if no_mpi else mpi.missing()
+    for name, why in (("gloo", without_gloo), ("MPI", without_mpi)):
+        if why:
+            console.print(f"{name}: left out, {why}")
+    options = _Options(transport, runs, _QUICK_ROUNDS if quick else _ROUNDS, not without_gloo, not without_mpi)
+    console.print(report.describe_machine(), highlight=False, markup=False)
+    busy = report.busy_share(choose_cpus())
+    chosen = [SHAPES[name] for name in shapes or SHAPES]
+    results: list[Result] = []
+    for shape in chosen:
+        for count in counts or (2, 4):
+            results += _measure(shape, count, options, console)
+    console.print(report.make_table(results, console.width))
+    if json_path is not None:
+        settings = {"transport": transport, "runs": runs, "quick": quick}
+        report.write_json(json_path, results, settings, busy)
+    verdicts = {result.verdict for result in results}
+    if "error" in verdicts or (strict and "miss" in verdicts):
+        raise click.exceptions.Exit(1)
+
+
+def _measure(shape: MoeShape, count: int, options: _Options, console: Console) -> Iterator[Result]:
+    """Of one shape and number of ranks: our steps, then those of others. What fails is reported, and ends this part."""
+    has_bars = options.transport == "shm"
+    ours = [Result(_our_line(shape, count, step, _COPIES_MAX[shape.name] if has_bars else None)) for step in _STEPS]
+    bound = _FASTER_THAN_GLOO if has_bars else None
+    gloo = [Result(_others_line(shape, count, step, "gloo", bound)) for step in _STEPS]
+    gloo += [Result(_others_line(shape, count, step, "gloo-bare", None)) for step in _STEPS]
+    mpis = [Result(_others_line(shape, count, step, "mpi-bare", None)) for step in _STEPS]
+    results = [*ours, *(gloo if options.gloo else []), *(mpis if options.mpi else [])]
+    try:
+        with Ranks(shape, count, options.transport) as ranks:
+            ranks.start()
+            if options.gloo:
+                ranks.start_ordinary()
+            rounds = options.rounds[shape.name]
+            took = [_sample(ranks, ours, gloo if options.gloo else [], rounds) for _ in range(options.runs)]
+            _note_fastest(ours, took)
+        if options.mpi:
+            _sample_mpi(shape, count, ours, mpis, options)
+    except CrossrailError as error:
+        console.print(f"{shape.name}, {count} ranks: {error}", style="red", markup=False)
+        for result in results:
+            result.error = str(error)
+    for result in results:
+        console.print(report.one_line(result), highlight=False, markup=False, soft_wrap=True)
+        yield result
+
+
+def _our_line(shape: MoeShape, count: int, step: str, bound: float | None) -> Line:
+    return Line(
+        name=f"{shape.name}-{count}-{step}",
+        title=f"MoE {step}, {shape.tokens} tokens, {count} ranks",
+        unit="us",
+        limit="memcpy of the same bytes",
+        bar=None if bound is None else Bar("ratio", "<=", bound),
+    )
+
+
+def _others_line(shape: MoeShape, count: int, step: str, who: str, bound: float | None) -> Line:
+    return Line(
+        name=f"{shape.name}-{count}-{step}-{who}",
+        title=_OTHERS[who],
+        unit="us",
+        limit=f"crossrail's {step}",
+        bar=None if bound is None else Bar("ratio", ">=", bound),
+    )
+
+
+def _sample(ranks: Ranks, ours: list[Result], gloo: list[Result], rounds: int) -> Durations:
+    """One of each result; what our rounds took."""
+    took = ranks.run(rounds)
+    for step, result in zip(_STEPS, ours, strict=True):
+        result.samples.append(Sample(median(took[step]), median(took[f"copy-{step}"])))
+    if gloo:
+        ordinary = ranks.run_ordinary(max(rounds // _ORDINARY_SHARE, 1))
+        measured = (*_STEPS, *(f"exchange-{step}" for step in _STEPS))
+        for name, step, result in zip(measured, (*_STEPS, *_STEPS), gloo, strict=True):
+            result.samples.append(Sample(median(ordinary[name]), median(took[step])))
+    return took
+
+
+def _note_fastest(ours: list[Result], took: list[Durations]) -> None:
+    """Where other programs take the cores, medians show that more than anything of ours."""
+    for step, result in zip(_STEPS, ours, strict=True):
+        fastest, copy = (min(min(run[name]) for run in took) for name in (step, f"copy-{step}"))
+        result.note = f"fastest rounds {fastest / copy:.2f}x"
+
+
+def _sample_mpi(shape: MoeShape, count: int, ours: list[Result], mpis: list[Result], options: _Options) -> None:
+    """One start of MPI: its ranks spin, and would be in our way."""
+    rounds = max(options.runs * options.rounds[shape.name] // _ORDINARY_SHARE, 1)
+    took = durations_us(mpi.run(shape, count, rounds))
+    for step, own, result in zip(_STEPS, ours, mpis, strict=True):
+        result.samples.append(Sample(median(took[step]), own.value))

@@ -1,0 +1,37 @@
+"""How ranks begin together: a page that all map, and a word of it for each."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+
+import numpy as np
+
+from crossrail.errors import WaitTimeout
+
+GATE_BYTES = 4096
+_WORD_STRIDE = 8  # words of 8 bytes: a cache line for each rank
+
+
+class Gate:
+    """Threads: one. Each word is written by its rank alone; nothing is read behind it, so no order is needed."""
+
+    def __init__(self, fd: int, rank: int, ranks: int) -> None:
+        """fd: of GATE_BYTES that all ranks map; stays the caller's."""
+        words = np.frombuffer(mmap.mmap(fd, GATE_BYTES), np.uint64)[::_WORD_STRIDE]
+        self._words = words[:ranks]
+        self._rank = rank
+        self._passed = 0
+
+    def pass_together(self, timeout_s: float = 120.0) -> int:
+        """Returns when all ranks are here: when this one came, in ns of CLOCK_MONOTONIC. WaitTimeout names the late."""
+        self._passed += 1
+        came_ns = time.monotonic_ns()
+        self._words[self._rank] = self._passed
+        while int(self._words.min()) < self._passed:
+            os.sched_yield()
+            if time.monotonic_ns() - came_ns > timeout_s * 1e9:
+                late = [rank for rank, word in enumerate(self._words) if word < self._passed]
+                raise WaitTimeout(f"ranks {late} did not come within {timeout_s:g} s")
+        return came_ns

@@ -1,0 +1,205 @@
+"""`crossrail weights load`: inference ranks start cold, from a checkpoint on disk, as they are updated later.
+
+Reader 0 is the controller too. On other hosts, other readers map the checkpoint from where they are; each reads about
+as many bytes, and writes them straight into the ranks' memory, cast, cut and quantised as these want them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+import crossrail as xr
+from crossrail.cli.secret import read_secret
+from crossrail.cli.text import RAILS_MAX, OutputFile, format_bytes, format_count, gb_per_s, size
+from crossrail.cli.weights.progress import showing_update
+from crossrail.control.mailbox import Mailbox
+from crossrail.control.wire import EngineWire
+from crossrail.engine import SECRET_VARIABLE
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.weights.checkpoint import Checkpoint
+from crossrail.weights.controller import UpdateReport, WeightController
+from crossrail.weights.messages import mailbox
+from crossrail.weights.trainer import WeightTrainer
+
+_LOOK_S = 0.2
+
+
+@dataclass(frozen=True)
+class _Options:
+    targets: int
+    reader: tuple[int, int]
+    controller: str | None
+    address_file: Path | None
+    ignore: tuple[str, ...]
+    version: int
+    wait_s: float
+    timeout_s: float
+    watermark: int
+    transport: str
+    rails: tuple[str, ...]
+    port: int
+    secret: bytes
+
+
+def _reader(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not int(match[1]) < int(match[2]):
+        raise click.BadParameter(f"{text!r} is not an index and a number of readers, as 0/1 or 2/4")
+    return int(match[1]), int(match[2])
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
+@click.option("--targets", default=1, show_default=True, help="Inference ranks to wait for: 0 to one less than this.")
+@click.option("--reader", type=_reader, default="0/1", show_default=True, help="Which reader this is, of how many.")
+@click.option("--controller", metavar="ADDRESS", help="Of the other readers: what reader 0 printed, or its file.")
+@click.option(
+    "--address-file",
+    type=OutputFile(),
+    help="Where reader 0 writes the address that ranks join, in hexadecimal; without it that is printed.",
+)
+@click.option("--ignore", multiple=True, help="Tensors that no rank wants, as a pattern: 'mtp.*'. Several times.")
+@click.option("--version", default=0, show_default=True, help="The number that these weights have at the ranks.")
+@click.option("--wait", "wait_s", default=600.0, show_default=True, help="Seconds until everybody has joined.")
+@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds for bringing the weights.")
+@click.option("--watermark", default="1GiB", show_default=True, type=size(1 << 16, 1 << 40), help="Of each reader.")
+@click.option("--transport", default="auto", show_default=True, help="Of the engine: auto, shm, tcp, verbs, ofi.")
+@click.option("--rails", multiple=True, help="What the engine's rails are bound to; several times for several.")
+@click.option(
+    "--port", default=0, show_default=True, help="First of the 16 (of reader 0: 32) where tcp may listen; 0: any."
+)
+@click.option(
+    "--secret-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help=f"File with the secret that all share; without it the environment's {SECRET_VARIABLE}.",
+)
+def load(checkpoint: Path, secret_file: Path | None, **options: object) -> None:
+    """Bring the weights of CHECKPOINT, a safetensors file or a folder of them, to inference ranks that wait for them.
+
+    They are processes with a WeightReceiver, which join the address that this command tells.
+    """
+    chosen = _Options(secret=read_secret(secret_file), **options)  # type: ignore[arg-type]  # click has checked them
+    if (chosen.controller is None) != (chosen.reader[0] == 0):
+        raise UsageError("reader 0 is the controller; the others need its address: --controller")
+    source = Checkpoint(checkpoint)
+    try:
+        asyncio.run(_load(source, chosen, Console()))
+    finally:
+        source.close()
+
+
+async def _load(source: Checkpoint, options: _Options, console: Console) -> None:
+    names = [name for name in source.names if not any(fnmatchcase(name, pattern) for pattern in options.ignore)]
+    if not names:
+        raise UsageError("no tensor of the checkpoint is left")
+    console.print(f"{format_count(len(names), 'tensor')}, {format_bytes(source.nbytes(names))}")
+    async with _reading(source, names, options) as trainer:
+        if options.controller is not None:
+            await trainer.join(_address(options.controller), options.wait_s)
+            step = await trainer.publish(options.version, options.wait_s + options.timeout_s)
+            console.print(f"reader {trainer.rank} wrote {format_bytes(step.written_bytes)}")
+            return
+        async with _opened("load", options, options.port) as (_, box):
+            report = await _lead(trainer, WeightController(box), options, console)
+    console.print(
+        f"[green]ok[/green]: version {report.version} is at {format_count(options.targets, 'inference rank')}: "
+        f"{format_bytes(report.written_bytes)} in {report.transfer_s:.2f} s, "
+        f"{gb_per_s(report.written_bytes, report.transfer_s):.2f} GB/s, planned in {report.plan_s:.2f} s; "
+        f"the slowest reader prepared for {max(step.prepare_s for step in report.steps.values()):.2f} s and wrote for "
+        f"{max(step.write_s for step in report.steps.values()):.2f} s"
+    )
+
+
+async def _lead(
+    trainer: WeightTrainer, controller: WeightController, options: _Options, console: Console
+) -> UpdateReport:
+    await trainer.join(controller.address, options.wait_s)
+    with _told(controller.address.hex(), options.address_file, console):
+        await _everybody(controller, options, console)
+        offered = asyncio.ensure_future(trainer.publish(options.version, options.wait_s + options.timeout_s))
+        try:
+            with showing_update(console, f"version {options.version}") as show:
+                report = await controller.update(options.version, options.timeout_s, show)
+            await offered
+            return report
+        finally:
+            offered.cancel()
+            await asyncio.gather(offered, return_exceptions=True)
+
+
+async def _everybody(controller: WeightController, options: _Options, console: Console) -> None:
+    """Returns when all readers and ranks have joined. WaitTimeout, naming those that are missing."""
+    ready = asyncio.ensure_future(controller.ready(range(options.reader[1]), range(options.targets), options.wait_s))
+    try:
+        with console.status("waiting") as status:
+            while not (await asyncio.wait([ready], timeout=_LOOK_S))[0]:
+                readers, targets = (len(controller.ranks(role)) for role in ("trainer", "target"))
+                status.update(
+                    f"waiting for inference ranks ({targets} of {options.targets}) and readers "
+                    f"({readers} of {options.reader[1]})"
+                )
+        await ready
+    finally:
+        ready.cancel()
+        await asyncio.gather(ready, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _reading(source: Checkpoint, names: list[str], options: _Options) -> AsyncIterator[WeightTrainer]:
+    """This process as a trainer that has its share of the checkpoint."""
+    rank, count = options.reader
+    port = options.port + RAILS_MAX if options.port and rank == 0 else options.port
+    async with _opened(f"reader-{rank}", options, port) as (engine, box):
+        with source.memory(engine, rank, count, names) as memory:
+            trainer = WeightTrainer(box, memory, options.watermark)
+            try:
+                yield trainer
+            finally:
+                await trainer.close()
+
+
+@asynccontextmanager
+async def _opened(name: str, options: _Options, port: int) -> AsyncIterator[tuple[xr.Engine, Mailbox]]:
+    rails = list(options.rails) or 1
+    with xr.Engine(name, transport=options.transport, rails=rails, port=port, secret=options.secret) as engine:
+        wire = EngineWire(engine)
+        box = mailbox(wire, options.secret)
+        box.start()
+        try:
+            yield engine, box
+        finally:
+            await box.close()
+            wire.close()
+
+
+@contextmanager
+def _told(address: str, file: Path | None, console: Console) -> Iterator[None]:
+    """Says where the controller is, as long as it is there."""
+    if file is None:
+        console.print(f"controller: {address}", soft_wrap=True, highlight=False)
+        yield
+        return
+    written = file.with_name(f"{file.name}.new")
+    written.write_text(f"{address}\n")
+    written.replace(file)  # whoever looks finds all of it or none
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _address(text: str) -> bytes:
+    file = Path(text)
+    try:
+        return bytes.fromhex(file.read_text() if len(text) < 256 and file.is_file() else text)
+    except (ValueError, OSError) as error:
+        raise CrossrailError(f"--controller {text[:64]}: neither an address nor a file with one: {error}") from None

@@ -1,0 +1,317 @@
+"""`Buffer` with the low-latency calls of DeepEP, over crossrail.moe: for programs that are written for that interface.
+
+    from crossrail.integrations.deepep import Buffer      # instead of: from deep_ep import Buffer
+
+    buffer = Buffer(group, low_latency_mode=True)
+    recv_x, recv_count, handle, event, hook = buffer.low_latency_dispatch(x, topk_idx, max_tokens, experts)
+    combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, handle)
+
+Signatures and meanings are those of deep_ep/buffers/legacy.py (github.com/deepseek-ai/DeepEP, 2026). Tensors are in
+host memory. What is not there is refused by name, never passed over: the high-throughput calls, MPI communicators,
+scales rounded to powers of two, LogFMT, statistics of waiting, ranks masked by hand. Unlike there, results are the same
+bits each time, and any hidden size, top-k and number of experts will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+import crossrail as xr
+from crossrail.errors import UsageError
+from crossrail.moe import AllToAll, Dispatched, TorchGroup
+from crossrail.moe.board import PARITIES, BoardLayout
+from crossrail.moe.config import Config
+from crossrail.moe.kernels import CpuKernels
+
+_SCALE_BLOCK = 128
+
+
+class Event:
+    """What DeepEP calls an EventOverlap. Host memory has no streams: what the call did is done when it returns."""
+
+    def __init__(self, *, valid: bool) -> None:
+        self.event = self if valid else None
+
+    def current_stream_wait(self) -> None:
+        """Returns at once. UsageError without async_finish=True: there is no event then."""
+        if self.event is None:
+            raise UsageError("there is an event only of a call with async_finish=True")
+
+    def __enter__(self) -> Event:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.event is not None:
+            self.current_stream_wait()
+
+
+@dataclass
+class Handle:
+    """Of one dispatch, for its combine; opaque to callers. shape: of recv_x, and of what experts give."""
+
+    exchange: AllToAll
+    topk_idx: torch.Tensor
+    shape: torch.Size
+    dispatched: Dispatched | None = None  # before it is received
+
+    def received(self) -> Dispatched:
+        """UsageError before it is."""
+        if self.dispatched is None:
+            raise UsageError("combine before the hook of its dispatch was called: nothing is received yet")
+        return self.dispatched
+
+
+class _Sizes(NamedTuple):
+    """What an AllToAll is made for."""
+
+    max_tokens: int
+    hidden: int
+    experts: int
+    top_k: int
+    fp8: bool
+
+
+class Buffer:
+    """One rank's. A context manager; destroy() ends it too.
+
+    Threads: one at a time. At most two dispatches may be without their combine; what a dispatch returned is valid until
+    the second-next one. Each new set of sizes is set up at its first dispatch, which all ranks call alike. When a rank
+    is gone, calls and hooks of the others raise PeerLost; when it does not come, WaitTimeout that names it.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        transport: str = "auto",
+        timeout_s: float = 30.0,
+    ) -> None:
+        """group: of torch.distributed, with a backend for CPU tensors.
+
+        num_rdma_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode and allow_mnnvl say how DeepEP uses its
+        hardware and mean nothing here: memory is taken for each set of sizes. transport: of crossrail.Engine;
+        timeout_s: how long a call or hook waits for the other ranks.
+        """
+        _refuse("low_latency_mode", low_latency_mode, True, "there are no high-throughput calls")
+        _refuse("num_nvl_bytes", num_nvl_bytes, 0, "there are no high-throughput calls")
+        _refuse("enable_shrink", enable_shrink, False, "ranks cannot be masked by hand")
+        _refuse("comm", comm, None, "a group of torch.distributed is needed")
+        self.group = group
+        self.rank: int = group.rank()
+        self.group_size: int = group.size()
+        self.num_rdma_bytes = num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self._timeout_s = timeout_s
+        self._kernels = CpuKernels()
+        self._engine = xr.Engine(f"deepep-{self.rank}", transport=transport)
+        self._exchanges: dict[_Sizes, AllToAll] = {}
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._close()
+
+    def destroy(self) -> None:
+        """Frees everything. Idempotent. UsageError unless made with explicitly_destroy=True."""
+        if not self.explicitly_destroy:
+            raise UsageError("destroy() is for a Buffer made with explicitly_destroy=True")
+        self._close()
+
+    def _close(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._exchanges.clear()
+        self._engine.close()
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that one rank takes for these sizes, at a top-k of 8 and with rows in bfloat16."""
+        sizes = _Sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts, min(8, num_experts), fp8=False)
+        config = Config(
+            world=num_ranks, private_tokens=None, padding=1, node_size=None, dp_size=1, capacity_factor=None,
+            on_lost="raise", **_options(sizes),
+        )  # fmt: skip
+        return BoardLayout(config).nbytes + PARITIES * config.rows_max * config.x_row_bytes
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Does nothing: rounds are numbered, so nothing that an earlier one left is taken for a later one's."""
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, torch.Tensor, Handle, Event, Callable[[], None] | None]:
+        """(recv_x, recv_count, handle, event, hook).
+
+        x: [tokens, hidden], bfloat16, contiguous; topk_idx: [tokens, top_k], int64, -1: none. recv_x: [local experts,
+        ranks * max tokens, hidden], of each expert the first recv_count rows, in the order of (source rank, token, k);
+        with use_fp8 a pair of float8_e4m3fn and float32 scales [local experts, ranks * max tokens, hidden / 128], whose
+        last but one dimension is the contiguous one. recv_count: [local experts], int32.
+        cumulative_local_expert_recv_stats: [local experts], int32, to which recv_count is added. With return_recv_hook
+        the call only sends, and all of that is there once hook() has returned.
+        """
+        _refuse("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, None, "waiting is not measured")
+        _refuse("round_scale", round_scale, False, "scales are not rounded to powers of two")
+        _refuse("use_ue8m0", use_ue8m0, False, "scales are float32")
+        _check_finish(async_finish, return_recv_hook)
+        _check("x", x, torch.bfloat16, 2)
+        _check("topk_idx", topk_idx, torch.int64, 2)
+        sizes = _Sizes(num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1], use_fp8)
+        exchange = self._exchange(sizes)
+        rows, scales = x, None
+        if use_fp8:
+            codes, scales = self._kernels.quantize(x, _SCALE_BLOCK)
+            rows = codes.view(torch.float8_e4m3fn)
+        opened = exchange.dispatch_send(rows, scales, topk_idx)
+        arriving, arriving_scales = exchange.arriving(opened)
+        recv_x = arriving.view(-1, self.group_size * sizes.max_tokens, sizes.hidden)
+        recv_scales = _column_major(recv_x.shape, arriving_scales)
+        recv_count = torch.zeros(len(recv_x), dtype=torch.int32)
+        handle = Handle(exchange, topk_idx, recv_x.shape)
+
+        def receive() -> None:
+            handle.dispatched = exchange.dispatch_recv(opened)
+            recv_count.copy_(handle.dispatched.counts)
+            if recv_scales is not None:
+                _turn(arriving_scales, recv_count, recv_scales)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(recv_count)
+
+        hook = _now_or_later(receive, return_recv_hook)
+        received = recv_x if recv_scales is None else (recv_x, recv_scales)
+        return received, recv_count, handle, Event(valid=async_finish), hook
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Handle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Event, Callable[[], None] | None]:
+        """(combined_x, event, hook).
+
+        x: [local experts, ranks * max tokens, hidden], bfloat16, what experts made of recv_x; copied before the call
+        returns, unless it is what get_next_low_latency_combine_buffer gave. topk_idx: as dispatched; topk_weights:
+        [tokens, top_k], float32. combined_x: [tokens, hidden], bfloat16, or out: summed in float32 in the order of k.
+        With return_recv_hook the call only sends, and combined_x is there once hook() has returned; topk_weights must
+        stay as they are until then.
+        """
+        _refuse("use_logfmt", use_logfmt, False, "rows travel in bfloat16")
+        _refuse("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, None, "waiting is not measured")
+        _check_finish(async_finish, return_recv_hook)
+        _check("x", x, torch.bfloat16, 3)
+        if x.shape != handle.shape:
+            raise UsageError(f"x has shape {tuple(x.shape)}, must have {tuple(handle.shape)} of the dispatch")
+        if topk_idx is not handle.topk_idx and not torch.equal(topk_idx, handle.topk_idx):
+            raise UsageError("topk_idx is not that of the dispatch")
+        buffer = self.get_next_low_latency_combine_buffer(handle)
+        if zero_copy and x.data_ptr() != buffer.data_ptr():
+            raise UsageError("zero_copy: x must be what get_next_low_latency_combine_buffer gave for this handle")
+        combined = torch.empty((len(topk_idx), x.shape[2]), dtype=torch.bfloat16) if out is None else out
+        exchange, dispatched = handle.exchange, handle.received()
+        exchange.combine_send(x.view(-1, x.shape[2]), dispatched)
+
+        def receive() -> None:
+            exchange.combine_recv(dispatched, topk_weights, out=combined)
+
+        return combined, Event(valid=async_finish), _now_or_later(receive, return_recv_hook)
+
+    def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
+        """Where experts may write what they make, of the shape of recv_x, bfloat16: then combine copies nothing."""
+        return handle.exchange.expert_output(handle.received()).view(handle.shape)
+
+    def _exchange(self, sizes: _Sizes) -> AllToAll:
+        found = self._exchanges.get(sizes)
+        if found is None:
+            group = TorchGroup(self.group)
+            found = AllToAll(self._engine, group, **_options(sizes), timeout_s=self._timeout_s)
+            self._exchanges[sizes] = found
+        return found
+
+
+def _options(sizes: _Sizes) -> dict[str, Any]:
+    """Of AllToAll."""
+    return {
+        "experts": sizes.experts,
+        "hidden": sizes.hidden,
+        "top_k": sizes.top_k,
+        "max_tokens": sizes.max_tokens,
+        "dtype": "float8_e4m3fn" if sizes.fp8 else "bfloat16",
+        "scale_block": _SCALE_BLOCK if sizes.fp8 else None,
+        "out_dtype": "bfloat16",
+        "layout": "masked",
+    }
+
+
+def _column_major(shape: torch.Size, scales: torch.Tensor | None) -> torch.Tensor | None:
+    """Empty, for the scales of rows of that shape; None where there are none."""
+    if scales is None:
+        return None
+    return torch.empty((shape[0], scales.shape[1], shape[1])).transpose(1, 2)
+
+
+def _turn(scales: torch.Tensor, counts: torch.Tensor, target: torch.Tensor) -> None:
+    """The scales of the rows that came. scales: [local experts * rows, blocks]; target: of _column_major."""
+    by_expert = scales.view(target.shape)
+    for expert, count in enumerate(counts.tolist()):
+        target[expert, :count] = by_expert[expert, :count]
+
+
+def _now_or_later(receive: Callable[[], None], later: bool) -> Callable[[], None] | None:
+    """What the caller calls to receive; None when that has been done here."""
+    if later:
+        return receive
+    receive()
+    return None
+
+
+def _refuse(argument: str, value: object, only: object, why: str) -> None:
+    if value is not only and value != only:
+        raise UsageError(f"{argument}={value!r} is not supported, only {only!r}: {why}")
+
+
+def _check_finish(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise UsageError("async_finish and return_recv_hook exclude each other")
+
+
+def _check(argument: str, tensor: torch.Tensor, dtype: torch.dtype, dimensions: int) -> None:
+    if tensor.dtype != dtype or tensor.dim() != dimensions or not tensor.is_contiguous():
+        raise UsageError(
+            f"{argument} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}, must be "
+            f"{dtype}, contiguous, of {dimensions} dimensions"
+        )
+    if tensor.device.type != "cpu":
+        raise UsageError(f"{argument} is on {tensor.device}, must be in host memory")

@@ -1,0 +1,99 @@
+"""Expert parallelism for MoE models of Hugging Face transformers: each rank keeps its share of the experts.
+
+    all_to_all = AllToAll(engine, group, experts=..., hidden=..., top_k=..., max_tokens=..., dtype="float32", ...)
+    distribute_experts(model, all_to_all)
+    model(input_ids)         # every rank, as many times as the others, each with a batch of its own
+
+Attention, norms and routers stay whole on every rank. Inference only: there is no backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from crossrail.errors import UsageError
+from crossrail.moe import AllToAll, Dispatched
+
+
+class ExpertParallel(torch.nn.Module):
+    """Takes the place of a block's `experts`, and is called as they are.
+
+    The module it replaces has gate_up_proj [experts, 2 * intermediate, hidden], down_proj [experts, hidden,
+    intermediate] and act_fn, without biases, as Qwen3-MoE, Mixtral, DeepSeek-V3 and others have. This rank's part of
+    both is copied; the rest is freed with the replaced module.
+    """
+
+    def __init__(self, experts: torch.nn.Module, all_to_all: AllToAll) -> None:
+        """UsageError when the experts are of another form or number, or computing in another dtype."""
+        super().__init__()
+        _check(experts, all_to_all)
+        first = all_to_all.rank * all_to_all.config.experts_per_rank
+        own = slice(first, first + all_to_all.config.experts_per_rank)  # less where there are fewer
+        self.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[own].detach().clone(), requires_grad=False)
+        self.down_proj = torch.nn.Parameter(experts.down_proj[own].detach().clone(), requires_grad=False)
+        self.act_fn = experts.act_fn
+        self._all_to_all = all_to_all
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[tokens, hidden]: the weighted sum over each token's experts, wherever they are.
+
+        hidden_states: [tokens, hidden]; top_k_index: [tokens, top_k], an index of `experts` or more is for none of
+        them, as in transformers; top_k_weights: [tokens, top_k]. Blocks until all ranks have called.
+        """
+        if torch.is_grad_enabled() and hidden_states.requires_grad:
+            raise UsageError("hidden_states require a gradient, and ExpertParallel has none: use torch.no_grad()")
+        all_to_all = self._all_to_all
+        indices = top_k_index.masked_fill(top_k_index >= all_to_all.config.experts, -1)
+        dispatched = all_to_all.dispatch(hidden_states.contiguous(), None, indices)
+        y = all_to_all.expert_output(dispatched)
+        self._run(dispatched, y)
+        return all_to_all.combine(y, dispatched, top_k_weights.float())
+
+    def _run(self, dispatched: Dispatched, y: torch.Tensor) -> None:
+        """What each expert makes of its rows, without their weights; what pads groups stays as it is."""
+        for local in range(len(self.gate_up_proj)):
+            first, count = int(dispatched.offsets[local]), int(dispatched.counts[local])
+            rows = slice(first, first + count)
+            gate, up = torch.nn.functional.linear(dispatched.x[rows], self.gate_up_proj[local]).chunk(2, dim=-1)
+            y[rows] = torch.nn.functional.linear(self.act_fn(gate) * up, self.down_proj[local])
+
+
+def distribute_experts(model: torch.nn.Module, all_to_all: AllToAll) -> int:
+    """Replaces the experts of every MoE block of a model; how many blocks. UsageError when there is none.
+
+    One AllToAll serves all layers, which run one after another.
+    """
+    blocks = [module for module in model.modules() if hasattr(getattr(module, "experts", None), "gate_up_proj")]
+    for block in blocks:
+        block.experts = ExpertParallel(block.experts, all_to_all)
+    if not blocks:
+        raise UsageError(f"{type(model).__name__} has no block with experts that have a gate_up_proj")
+    return len(blocks)
+
+
+def _check(experts: Any, all_to_all: AllToAll) -> None:
+    """Of the form that _run computes with, and what all_to_all carries."""
+    name = type(experts).__name__
+    if biases := [of for of, _ in experts.named_parameters() if of not in ("gate_up_proj", "down_proj")]:
+        raise UsageError(f"{name} has {', '.join(biases)}, which ExpertParallel does not know")
+    number, hidden, intermediate = experts.down_proj.shape
+    if tuple(experts.gate_up_proj.shape) != (number, 2 * intermediate, hidden):
+        raise UsageError(
+            f"{name}: gate_up_proj of {tuple(experts.gate_up_proj.shape)} must be "
+            f"{(number, 2 * intermediate, hidden)} for a down_proj of {tuple(experts.down_proj.shape)}"
+        )
+    config = all_to_all.config
+    if (number, hidden) != (config.experts, config.hidden):
+        raise UsageError(
+            f"{name} has {number} experts of hidden size {hidden}, the AllToAll is for {config.experts} of "
+            f"{config.hidden}"
+        )
+    dtype = str(experts.down_proj.dtype).removeprefix("torch.")
+    if {config.dtype, config.out_dtype} != {dtype}:
+        raise UsageError(
+            f"{name} computes in {dtype}, the AllToAll carries {config.dtype} out and {config.out_dtype} back"
+        )

@@ -1,0 +1,92 @@
+"""Updates of live vLLM instances, from where the controller of the trainers is. Imports no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from crossrail.weights.controller import OnProgress, UpdateReport, WeightController
+
+
+class VllmClient(Protocol):
+    """What reaches one instance, over HTTP or in the same process: vLLM's own VLLMWeightSyncClient has these, and so
+    has a thin wrapper of vllm.LLM. Its calls block; each runs in a thread, one at a time.
+    """
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class VllmInstance:
+    """workers: how many ranks it has (tensor times data parallel). init_info: more of CrossrailInitInfo than it needs:
+    transport, rails, port, secret_file, join_s.
+    """
+
+    client: VllmClient
+    workers: int = 1
+    init_info: dict[str, Any] | None = None
+
+
+class VllmUpdates:
+    """Instances that are updated together. Threads: the event loop's.
+
+    Lifecycle: 1. made. 2. join(). 3. update() for each version, while all trainers publish it. Generation must be
+    paused by whoever calls, or be at rest between steps; and prefix caches reset afterwards, since what is in them was
+    computed with other weights.
+    """
+
+    def __init__(self, controller: WeightController, instances: Sequence[VllmInstance]) -> None:
+        self._controller = controller
+        self._instances = list(instances)
+
+    async def join(self) -> None:
+        """All workers of all instances become inference ranks of the controller: 0, 1, ... in the order given.
+
+        Raises what a client raises.
+        """
+        first = 0
+        joining = []
+        for instance in self._instances:
+            info = {"controller": self._controller.address.hex(), "first_rank": first, **(instance.init_info or {})}
+            joining.append(asyncio.to_thread(instance.client.init_weight_transfer_engine, info))
+            first += instance.workers
+        await _all(joining)
+
+    async def update(
+        self, version: int, timeout_s: float = 60.0, on_progress: OnProgress | None = None
+    ) -> UpdateReport:
+        """Brings this version from the trainers, which publish it, to all instances, and tells them its number.
+
+        Raises what WeightController.update() raises, once no instance waits for it any more. Instances may be torn then
+        (their own errors say so) and must not generate until an update succeeds; the same version may be tried again.
+        """
+        await self._each(lambda client: client.start_weight_update())
+        info = {"version": version, "timeout_s": timeout_s}
+        receiving = asyncio.ensure_future(self._each(lambda client: client.update_weights(info)))
+        try:
+            report = await self._controller.update(version, timeout_s, on_progress)
+        except BaseException:
+            await asyncio.gather(receiving, return_exceptions=True)
+            raise
+        await receiving
+        await self._each(lambda client: client.finish_weight_update(str(version)))
+        return report
+
+    async def _each(self, call: Callable[[VllmClient], None]) -> None:
+        await _all([asyncio.to_thread(call, instance.client) for instance in self._instances])
+
+
+async def _all(calls: Sequence[Any]) -> None:
+    """Returns when all have ended, also those beside one that failed: threads cannot be taken back."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome

@@ -1,0 +1,169 @@
+"""An inference rank in somebody else's blocking program: a thread with an event loop, where crossrail.weights is.
+
+Its program calls receive() when nothing reads the weights; only then are they written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import crossrail as xr
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import EngineWire, Unreachable
+from crossrail.engine import SECRET_VARIABLE
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.memory import WeightMemory
+from crossrail.weights.messages import mailbox
+from crossrail.weights.receiver import WeightReceiver
+from crossrail.weights.versions import State
+
+log = logging.getLogger("crossrail.vllm")
+
+_PATIENCE_S = 40.0  # to lock writers out, beyond what a call may take
+_JOIN_S = 10.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a worker reaches its controller, whose address this is. transport, rails, port: as of crossrail.Engine.
+
+    rank: among all inference ranks. secret_file: None: the value of CROSSRAIL_SECRET. join_s: how long joining takes at
+    most.
+    """
+
+    controller: bytes
+    rank: int
+    transport: str = "auto"
+    rails: int | Sequence[str] = 1
+    port: int = 0
+    secret_file: str | None = None
+    join_s: float = 60.0
+
+    def secret(self) -> bytes:
+        """UsageError when there is none."""
+        if self.secret_file is not None:
+            secret = Path(self.secret_file).read_bytes().strip()
+        else:
+            secret = os.environb.get(SECRET_VARIABLE.encode(), b"")
+        if not secret:
+            raise UsageError(f"weight transfer needs a secret that all share: {SECRET_VARIABLE}, or secret_file")
+        return secret
+
+
+class WeightsWorker:
+    """Open when made: registered, and joined. Threads: the caller's, one at a time; its calls block.
+
+    fill: adds what lies where to the memory; it must stay there until close() has returned.
+    Raises what join() raises, and UsageError.
+    """
+
+    def __init__(self, link: Link, fill: Callable[[WeightMemory], None]) -> None:
+        self._link = link
+        secret = link.secret()
+        self._engine = xr.Engine(
+            f"vllm-weights-{link.rank}", transport=link.transport, rails=link.rails, port=link.port, secret=secret
+        )
+        self._memory = WeightMemory(self._engine, "target", link.rank)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-weights", daemon=True)
+        self._box: Mailbox | None = None
+        self._wire: EngineWire | None = None
+        self._receiver: WeightReceiver | None = None
+        self._failures: int | None = None
+        self._is_joined = False
+        self._is_closed = False
+        self._thread.start()
+        try:
+            fill(self._memory)
+            self._call(self._begin(secret), link.join_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self) -> None:
+        """Before an update is asked for: what fails from now on is that one."""
+        assert self._receiver is not None
+        self._failures = self._receiver.failures
+
+    def receive(self, version: int, timeout_s: float) -> None:
+        """Lets writers in, and returns when this version is complete, with all writers out.
+
+        Raises UpdateFailed as soon as an attempt at it has failed, or the time is up; writers are out then too, and the
+        error says if weights are torn.
+        """
+        self._call(self._receive(version, timeout_s), timeout_s)
+
+    def close(self) -> None:
+        """Leaves; nothing is written any more when it returns. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._call(self._end(), 0.0)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_JOIN_S)
+            self._memory.close()
+            self._engine.close()
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    # ---- on the loop
+
+    async def _begin(self, secret: bytes) -> None:
+        self._wire = EngineWire(self._engine)
+        self._box = mailbox(self._wire, secret)
+        self._box.start()
+        self._may_write = asyncio.Event()
+        self._receiver = WeightReceiver(self._box, self._memory, pause=self._paused)
+        await self._receiver.join(self._link.controller, self._link.join_s)
+        self._is_joined = True
+
+    async def _paused(self, _version: int) -> None:
+        await self._may_write.wait()
+
+    async def _receive(self, version: int, timeout_s: float) -> None:
+        receiver = self._receiver
+        assert receiver is not None
+        self._may_write.set()
+        try:
+            await receiver.receive(version, timeout_s, self._failures)
+        except CrossrailError as error:
+            self._may_write.clear()
+            await self._lock_out(receiver)
+            torn = "; the weights are torn: update them before they are used" if receiver.state is State.TORN else ""
+            if torn or receiver.version < version:  # else it came in the end
+                raise UpdateFailed(version, f"{error}{torn}") from error
+        finally:
+            self._may_write.clear()
+            self._failures = None
+
+    async def _lock_out(self, receiver: WeightReceiver) -> None:
+        """Joining anew ends an attempt that is still under way, and offers this rank for the next."""
+        try:
+            await receiver.join(self._link.controller, self._link.join_s)
+        except (NoAnswer, Unreachable) as error:
+            log.warning("rank %d is in no plan any more: %s", self._link.rank, error)
+
+    async def _end(self) -> None:
+        if self._receiver is not None:
+            if self._is_joined:
+                await self._receiver.leave()
+            await self._receiver.close()
+        if self._box is not None:
+            await self._box.close()
+        if self._wire is not None:
+            self._wire.close()
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result(timeout_s + _PATIENCE_S)

@@ -1,0 +1,33 @@
+"""Ctrl-C in a command that has started processes: a terminal sends SIGINT to all of its foreground group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.limits import WAIT_S
+
+
+@pytest.mark.parametrize("command", [["weights", "demo", "--versions", "1000"], ["kv", "demo", "--token-us", "5000"]])
+def test_one_word_and_the_status_of_an_interrupt(command: list[str], tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "crossrail", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip()  # its processes have joined
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    assert errors.split() == ["interrupted"]

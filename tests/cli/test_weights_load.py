@@ -1,0 +1,103 @@
+"""`crossrail weights load`: a checkpoint on disk reaches inference ranks of other processes, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from crossrail.cli.weights.players import Player, Players
+from crossrail.engine import SECRET_VARIABLE
+from crossrail.weights.toy import ToyModel, weights
+from tests.weights.safetensors_file import write
+
+pytestmark = pytest.mark.no_sanitizer  # starts an interpreter for each reader and each rank
+
+SECRET = "of these tests"
+PATIENCE_S = 100.0
+MODEL = ToyModel(layers=1, hidden=128, intermediate=128, experts=2, vocabulary=256)
+VERSION = 3
+
+
+async def start_load(*arguments: object, secret: str = SECRET) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "crossrail", "weights", "load", *map(str, arguments),
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {SECRET_VARIABLE: secret},
+    )  # fmt: skip
+
+
+async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str, str]:
+    out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    return process.returncode, out.decode(), err.decode()
+
+
+def save(folder: Path) -> None:
+    """In two files, with a tensor that no rank wants."""
+    tensors = {name: weights(name, shape, VERSION) for name, shape in MODEL.shapes().items()}
+    names = sorted(tensors)
+    write(folder / "a.safetensors", {name: tensors[name] for name in names[::2]})
+    rest = {name: tensors[name] for name in names[1::2]}
+    write(folder / "b.safetensors", rest | {"mtp.extra": np.zeros(8, np.uint16)})
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("readers", [1, 2])
+async def test_ranks_have_the_checkpoint(tmp_path: Path, readers: int) -> None:
+    save(tmp_path)
+    told = tmp_path / "controller"
+    common = (tmp_path, "--ignore", "mtp.*", "--version", VERSION, "--transport", "shm")
+    players = Players(SECRET)
+    lead = await start_load(*common, "--targets", 2, "--reader", f"0/{readers}", "--address-file", told)
+    loads = [lead]
+    try:
+        while not told.exists():
+            assert lead.returncode is None, await ended(lead)
+            await asyncio.sleep(0.05)
+        for index in range(1, readers):
+            loads.append(await start_load(*common, "--reader", f"{index}/{readers}", "--controller", told))
+        address = told.read_text().strip()
+        ranks = [
+            Player("target", rank, MODEL, address, VERSION, VERSION, kind=kind, transport="shm")
+            for rank, kind in enumerate(("fused", "fp8"))
+        ]
+        await asyncio.gather(*(players.start(rank) for rank in ranks))
+        outcomes = await asyncio.gather(*map(ended, loads))
+        for rank in ranks:
+            said = await players.said(rank.name, "version", PATIENCE_S)
+            assert (said["version"], said["wrong"]) == (VERSION, [])
+    finally:
+        for load in loads:
+            if load.returncode is None:
+                load.kill()
+                await load.wait()
+        await players.close()
+    assert [code for code, _, _ in outcomes] == [0] * readers, outcomes
+    assert f"ok: version {VERSION} is at 2 inference ranks" in outcomes[0][1]
+    assert not told.exists()
+
+
+async def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    save(tmp_path)
+    code, out, err = await ended(await start_load(tmp_path, "--targets", 2, "--wait", 0.5, "--transport", "shm"))
+    assert code == 1
+    assert "controller: " in out
+    assert "not there within 0.5 s: target 0, target 1" in err
+
+
+async def test_needs_a_secret_and_an_address_that_fit(tmp_path: Path) -> None:
+    save(tmp_path)
+    cases = {
+        "a secret that all nodes share is needed": await start_load(tmp_path, secret=""),
+        "the others need its address": await start_load(tmp_path, "--reader", "1/2"),
+        "is not an index and a number": await start_load(tmp_path, "--reader", "2/2"),
+        "there is no folder": await start_load(tmp_path, "--address-file", tmp_path / "none" / "controller"),
+        "no tensor of the checkpoint is left": await start_load(tmp_path, "--ignore", "*"),
+    }
+    for why, process in cases.items():
+        code, _, err = await ended(process)
+        assert (code, why in err) == (2, True), err

@@ -1,0 +1,59 @@
+"""What commands say of arguments that cannot be, before they do anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from crossrail.cli.main import main
+
+OUTPUTS = [
+    ["bench", "--json"],
+    ["bench", "--plot"],
+    ["sim", "--trace"],
+    ["sim", "--log"],
+    ["weights", "plan", "qwen3-235b", "-o"],
+    ["weights", "sim", "qwen3-235b", "--json"],
+    ["weights", "bench", "--json"],
+]
+
+
+def refused(*arguments: object) -> str:
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 2, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert not result.stdout
+    return " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("command", OUTPUTS, ids=" ".join)
+def test_file_that_cannot_be_written(command: list[str], tmp_path: Path) -> None:
+    assert "there is no folder" in refused(*command, tmp_path / "missing" / "file")
+    assert "is a directory" in refused(*command, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--trainers", "0"], "trainers: 0; must be 2 or a multiple of it"),
+        (["--targets", "-8"], "targets: -8; must be 8 or a multiple of it"),
+        (["--trainers", "many"], "'many' is not a valid integer"),
+    ],
+)
+def test_cluster_that_cannot_be(options: list[str], words: str) -> None:
+    assert words in refused("weights", "plan", "qwen3-235b", *options)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("nope", "none of toy, qwen3, llama, deepseek, no directory"),
+        ("no.such.module:model", "No module named 'no'"),
+        ("builtins:nothing", "has no attribute 'nothing'"),
+        ("builtins:dict", "returned an object of type dict"),
+    ],
+)
+def test_model_that_cannot_be(model: str, words: str) -> None:
+    assert words in refused("kv", "demo", "--model", model)

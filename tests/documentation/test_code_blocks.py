@@ -1,0 +1,148 @@
+"""Python shown in README.md and docs/ runs as it stands there; docs/simulator.md's is run by tests/sim."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.topology import Topology
+from crossrail.weights import mapping
+from tests.contract.setups import why_not
+from tests.documentation.blocks import blocks
+from tests.support.limits import WAIT_S
+from tests.topology import trees
+from tests.topology.trees import Machine, scratch
+
+# Whole programs, by file and number of the block, and what they print.
+PROGRAMS = {
+    ("README.md", 0): "pages 0..3 begin with [0 1 2 3]",
+    ("docs/kv-engine.md", 0): "",
+    ("docs/kv-library.md", 0): "",
+    ("docs/moe.md", 0): "16 tokens went and came back",
+    ("docs/weights.md", 0): "bytes in",
+}
+# Pieces of programs, each with its own test below; True: the whole file has tests elsewhere.
+PIECES: dict[str, bool | int] = {
+    "README.md": 2,
+    "docs/efa.md": 1,
+    "docs/flight-recorder.md": 2,
+    "docs/memory-promise.md": 1,
+    "docs/simulator.md": True,
+    "docs/topology.md": 1,
+    "docs/two-hosts.md": 1,
+    "docs/weights-plans.md": 2,
+}
+
+
+def test_each_block_has_a_test() -> None:
+    for name, texts in blocks().items():
+        whole = sum(file == name for file, _ in PROGRAMS)
+        pieces = PIECES.get(name, 0)
+        assert pieces is True or len(texts) == whole + pieces, f"{name} has {len(texts)} blocks of Python"
+    assert set(blocks()) == set(PIECES) | {file for file, _ in PROGRAMS}
+
+
+@contextmanager
+def running(text: str, file: Path) -> Iterator[subprocess.Popen[str]]:
+    """A program in a process of its own, from a file: it may spawn others, which import that."""
+    file.write_text(text)
+    with subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
+        try:
+            yield it
+        finally:
+            it.kill()
+
+
+def printed(process: subprocess.Popen[str]) -> str:
+    out, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, f"{out}\n{errors}"
+    return out
+
+
+@pytest.mark.parametrize(("name", "number"), PROGRAMS, ids=lambda value: str(value))
+def test_program_runs(name: str, number: int, tmp_path: Path) -> None:
+    with running(blocks()[name][number], tmp_path / "program.py") as process:
+        assert PROGRAMS[name, number] in printed(process)
+
+
+def test_two_machines_of_the_readme(tmp_path: Path) -> None:
+    _, receive, send = blocks()["README.md"]
+    assert "5852..." in send
+    with running(receive, tmp_path / "receive.py") as receiver:
+        assert receiver.stdout is not None
+        descriptor = receiver.stdout.readline().strip()
+        with running(send.replace("5852...", descriptor), tmp_path / "send.py") as sender:
+            printed(sender)
+        printed(receiver)
+
+
+def test_rails_of_libfabric() -> None:
+    """Without a NIC of AWS the first two are the promised errors; the third opens, where there is a libfabric."""
+    efa, chosen, over_tcp, *more = blocks()["docs/efa.md"][0].splitlines()
+    assert not more
+    for line in (efa, chosen):
+        with pytest.raises(xr.CrossrailError, match="efa"):
+            exec(line, {"xr": xr})
+    if why_not("ofi:tcp"):
+        with pytest.raises(xr.CrossrailError, match="libfabric"):
+            exec(over_tcp, {"xr": xr})
+        return
+    run_and_close(over_tcp)
+
+
+def test_watchdog_and_poison(tmp_path: Path) -> None:
+    watchdog, poison = blocks()["docs/flight-recorder.md"]
+    run_and_close(watchdog.replace("/var/tmp/dumps", str(tmp_path)))
+    with xr.Engine("here") as engine:
+        region = engine.alloc(4 << 20)
+        exec(poison, {"region": region, "offset": 100, "nbytes": 1000, "pages": np.array([3, 1, 8])})
+
+
+def test_generations_of_a_region() -> None:
+    with xr.Engine("here") as engine:
+        names: dict[str, Any] = {"engine": engine, "pages": np.zeros(1000, np.uint8)}
+        exec(blocks()["docs/memory-promise.md"][0], names)
+        assert bytes(names["descriptor"]) == bytes(names["region"].descriptor)
+
+
+def test_choice_of_rails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with scratch() as top:
+        machine = Machine(Path(top))
+        trees.p5(machine)
+        recorded = Topology.read(machine.sys)
+    monkeypatch.setattr(Topology, "read", lambda: recorded)
+    exec(blocks()["docs/topology.md"][0], {})
+    assert "rdmap" in capsys.readouterr().out
+
+
+def test_rails_of_two_hosts() -> None:
+    line = blocks()["docs/two-hosts.md"][0]
+    assert 'rails=["eth0", "eth1"], port=7300' in line
+    run_and_close(line.replace('["eth0", "eth1"], port=7300', '["lo"]'))
+
+
+def test_inventory_and_names() -> None:
+    inventory, names = blocks()["docs/weights-plans.md"]
+    with xr.Engine("here") as engine:
+        registered = engine.alloc(1 << 20)
+        part = {"registered": registered}
+        exec(inventory.partition("plan =")[0], part)
+        assert part["trainer"].rank == 0
+    shapes = {f"layers.0.{part}": (heads * 64, 1024) for part, heads in (("q", 32), ("k", 8), ("v", 8))}
+    own = {name: getattr(mapping, name) for name in ("Names", "Rule", "Part")} | {"shapes": shapes}
+    exec(names, own)
+    assert own["names"] is not None
+
+
+def run_and_close(text: str) -> None:
+    names: dict[str, Any] = {"xr": xr}
+    exec(text, names)
+    names["engine"].close()

@@ -1,0 +1,141 @@
+"""One rank with a Buffer, in a process of its own; compares what it gets with what all ranks were given."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from crossrail.cli.child import answer_calls
+from crossrail.errors import CrossrailError
+from crossrail.integrations.deepep import Buffer, Handle
+from crossrail.moe.kernels import CpuKernels
+from tests.moe.workloads import Workload
+
+_BLOCK = 128
+
+
+class _Rank:
+    def open(self, rank: int, ranks: int, meeting: str) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+        self.rank = rank
+        self.buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True, timeout_s=60.0)
+
+    def close(self) -> None:
+        self.buffer.destroy()
+        dist.destroy_process_group()
+
+    def round(self, work: dict[str, Any], **options: Any) -> list[int]:
+        """Dispatch and combine; recv_count as the statistics have it."""
+        workload = Workload.from_json(work)
+        sent = _Sent(workload, self.rank)
+        stats = torch.zeros(workload.experts_per_rank, dtype=torch.int32)
+        received = self.dispatch(workload, sent, cumulative_local_expert_recv_stats=stats, **options)
+        check_received(workload, self.rank, received, options.get("use_fp8", True))
+        self.combine(workload, sent, received)
+        return stats.tolist()
+
+    def overlapped(self, work: dict[str, Any]) -> None:
+        """Two rounds by hooks, each half of the one between halves of the other; no copy in combine."""
+        works = [Workload.from_json(work), Workload.from_json(work).after()]
+        sent = [_Sent(each, self.rank) for each in works]
+        received = [self.dispatch(*each, return_recv_hook=True) for each in zip(works, sent, strict=True)]
+        hooks = []
+        for each, of_sent, got in zip(works, sent, received, strict=True):
+            got[4]()
+            check_received(each, self.rank, got, fp8=True)
+            y = self.buffer.get_next_low_latency_combine_buffer(got[2])
+            y.copy_(experts(each, self.rank, y.shape))
+            combined, _, hook = self.buffer.low_latency_combine(
+                y, of_sent.topk_idx, of_sent.weights, got[2], zero_copy=True, return_recv_hook=True
+            )
+            hooks.append((each, combined, hook))
+        for each, combined, hook in hooks:
+            hook()
+            check_combined(each, self.rank, combined)
+
+    def dispatch(self, work: Workload, sent: _Sent, **options: Any) -> Any:
+        return self.buffer.low_latency_dispatch(sent.x, sent.topk_idx, work.max_tokens, work.experts, **options)
+
+    def combine(self, work: Workload, sent: _Sent, received: Any) -> None:
+        handle: Handle = received[2]
+        out = torch.empty(sent.x.shape, dtype=torch.bfloat16)
+        y = experts(work, self.rank, handle.shape)
+        combined, event, hook = self.buffer.low_latency_combine(
+            y, sent.topk_idx, sent.weights, handle, out=out, async_finish=True
+        )
+        event.current_stream_wait()
+        assert hook is None
+        assert combined is out
+        check_combined(work, self.rank, combined)
+
+    def refused(self, call: str, **options: Any) -> str:
+        """What a call with an option that is not there says."""
+        x, topk_idx = torch.zeros((4, 256), dtype=torch.bfloat16), torch.zeros((4, 2), dtype=torch.int64)
+        x = x.to(getattr(torch, options.pop("dtype", "bfloat16")))
+        with_it = {
+            "Buffer": lambda: Buffer(dist.group.WORLD, **{"low_latency_mode": True} | options),
+            "low_latency_dispatch": lambda: self.buffer.low_latency_dispatch(x, topk_idx, 4, 4, **options),
+            "low_latency_combine": lambda: self.buffer.low_latency_combine(x, topk_idx, x, None, **options),
+        }
+        try:
+            with_it[call]()
+        except CrossrailError as error:
+            return str(error)
+        return ""
+
+    def parameters(self, call: str) -> list[str]:
+        """Names, as a caller may use them."""
+        return list(inspect.signature(getattr(Buffer, call)).parameters)[1:]
+
+
+class _Sent:
+    """What one rank dispatches: rows in bfloat16."""
+
+    def __init__(self, work: Workload, rank: int) -> None:
+        shape = (work.count(rank), work.hidden)
+        x = work.rng(rank, 7).standard_normal(shape, dtype=np.float32) * 10
+        self.x = torch.from_numpy(x).bfloat16()
+        self.topk_idx = torch.from_numpy(work.indices(rank))
+        self.weights = torch.from_numpy(work.weights(rank))
+
+
+def check_received(work: Workload, rank: int, received: Any, fp8: bool) -> None:
+    """Rows of each expert by (source rank, token, k), and their scales, as the sources have them."""
+    recv_x, recv_count, *_ = received
+    sent = [_Sent(work, source) for source in range(work.ranks)]
+    for local in range(work.experts_per_rank):
+        routed = [(of.topk_idx == rank * work.experts_per_rank + local).nonzero()[:, 0] for of in sent]
+        rows = torch.cat([of.x[tokens] for of, tokens in zip(sent, routed, strict=True)])
+        assert int(recv_count[local]) == len(rows)
+        if not fp8:
+            assert torch.equal(recv_x[local, : len(rows)], rows)
+            continue
+        x, scales = recv_x
+        assert scales.stride()[1:] == (1, scales.shape[1])
+        wanted, wanted_scales = CpuKernels().quantize(rows.contiguous(), _BLOCK)
+        assert torch.equal(x[local, : len(rows)].view(torch.uint8), wanted)
+        assert torch.equal(scales[local, : len(rows)], wanted_scales)
+
+
+def experts(work: Workload, rank: int, shape: Any) -> torch.Tensor:
+    """What each local expert gives for all of its rows: its number plus one."""
+    first = rank * work.experts_per_rank
+    numbers = torch.arange(first, first + shape[0], dtype=torch.bfloat16) + 1
+    return numbers.view(-1, 1, 1).expand(shape).contiguous()
+
+
+def check_combined(work: Workload, rank: int, combined: torch.Tensor) -> None:
+    indices, weights = work.indices(rank), work.weights(rank)
+    sums = np.where(indices >= 0, weights * (indices + 1), 0).sum(axis=1)
+    assert torch.equal(combined, torch.from_numpy(sums).bfloat16()[:, None].expand(combined.shape))
+
+
+if __name__ == "__main__":
+    this = _Rank()
+    handlers = (this.open, this.close, this.round, this.overlapped, this.refused, this.parameters)
+    answer_calls({handler.__name__: handler for handler in handlers})

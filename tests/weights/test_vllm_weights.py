@@ -1,0 +1,202 @@
+"""vLLM's workers as inference ranks, and who drives them, without vLLM: blocking calls around a receiver's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.engine import SECRET_VARIABLE
+from crossrail.integrations.vllm.plugin import register
+from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdates
+from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
+from crossrail.weights import UpdateFailed
+from tests.weights import small_model as small
+from tests.weights.conftest import MakeFleet
+from tests.weights.fleet import PATIENCE_S, SECRET, Fleet
+from tests.weights.small_model import weights_of
+
+HALVES = 2  # ranks of the small model in bfloat16
+
+
+@dataclass
+class Instance:
+    """What an instance of vLLM with two workers does with these calls. calls: those that came; errors: of workers."""
+
+    workers: dict[int, WeightsWorker] = field(default_factory=dict)
+    sinks: dict[int, small.Target] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    is_receiving: threading.Event = field(default_factory=threading.Event)
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        address = bytes.fromhex(init_info["controller"])
+        for rank in range(HALVES):
+
+            def fill(memory: Any, rank: int = rank) -> None:
+                self.sinks[rank] = small.Target(memory, small.plain)
+
+            link = Link(address, init_info["first_rank"] + rank, "shm", join_s=PATIENCE_S)
+            self.workers[rank] = WeightsWorker(link, fill)
+
+    def start_weight_update(self) -> None:
+        self.calls.append("start")
+        for worker in self.workers.values():
+            worker.start()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.calls.append("update")
+        errors: list[Exception] = []
+
+        def receive(worker: WeightsWorker) -> None:
+            try:
+                worker.receive(**update_info)
+            except xr.CrossrailError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=receive, args=(worker,)) for worker in self.workers.values()]
+        for thread in threads:
+            thread.start()
+        self.is_receiving.set()
+        for thread in threads:
+            thread.join()
+        self.is_receiving.clear()
+        self.errors += map(str, errors)
+        if errors:
+            raise errors[0]
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.calls.append(f"finish {weight_version}")
+
+    def assert_holds(self, version: int) -> None:
+        for rank, sink in self.sinks.items():
+            for key, wanted in sink.expected(weights_of(version)).items():
+                assert np.array_equal(sink.arrays[key], wanted), f"{key} of rank {rank}"
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.close()
+
+
+@dataclass
+class Scene:
+    fleet: Fleet
+    instance: Instance
+    updates: VllmUpdates
+
+    async def published(self, version: int, update: Callable[[], Awaitable[Any]]) -> Any:
+        """While all trainers publish it; how that ended for them is not looked at."""
+        offered = asyncio.ensure_future(self.fleet.publish(version))
+        try:
+            return await update()
+        finally:
+            offered.cancel()
+            await asyncio.gather(offered, return_exceptions=True)
+
+
+@pytest.fixture
+async def scene(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.decode())
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[])
+    instance = Instance()
+    updates = VllmUpdates(controller, [VllmInstance(instance, HALVES)])
+    await updates.join()
+    yield Scene(fleet, instance, updates)
+    await asyncio.to_thread(instance.close)
+
+
+async def test_update_runs_while_the_instance_is_in_update_weights(scene: Scene) -> None:
+    for version in (1, 2):
+        report = await scene.published(version, lambda v=version: scene.updates.update(v, PATIENCE_S))
+        assert report.version == version
+        scene.instance.assert_holds(version)
+    assert scene.instance.calls == ["start", "update", "finish 1", "start", "update", "finish 2"]
+
+
+async def test_nothing_is_written_before_the_instance_lets_it(scene: Scene) -> None:
+    await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    with pytest.raises(UpdateFailed):  # no update_weights: its workers are busy
+        await scene.published(2, lambda: scene.fleet.controller.update(2, 1.0))
+    scene.instance.assert_holds(1)
+    await scene.published(2, lambda: scene.updates.update(2, PATIENCE_S))
+    scene.instance.assert_holds(2)
+
+
+async def test_failed_update_ends_the_wait_at_once_and_the_next_heals(scene: Scene) -> None:
+    """A trainer has left: planning is refused, which the instance hears too."""
+    await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    gone = scene.fleet.trainers[1]
+    await gone.leave()
+    with pytest.raises(xr.UsageError):
+        await scene.published(2, lambda: scene.updates.update(2, PATIENCE_S))
+    assert not scene.instance.is_receiving.is_set()
+    await gone.join(scene.fleet.controller.address, PATIENCE_S)
+    await scene.published(2, lambda: scene.updates.update(2, PATIENCE_S))
+    scene.instance.assert_holds(2)
+
+
+async def test_update_that_fails_while_it_is_open_tears(scene: Scene) -> None:
+    opened = asyncio.Event()
+    update = scene.updates.update(1, PATIENCE_S, lambda stage, *_: opened.set() if stage == "write" else None)
+    updating = asyncio.ensure_future(update)  # nobody publishes
+    receiving = asyncio.to_thread(scene.instance.is_receiving.wait, PATIENCE_S)
+    assert await receiving
+    await asyncio.wait_for(opened.wait(), PATIENCE_S)
+    await scene.fleet.trainers[1].leave()
+    with pytest.raises(UpdateFailed):
+        await updating
+    assert "the weights are torn: update them" in scene.instance.errors[0]
+    await scene.fleet.trainers[1].join(scene.fleet.controller.address, PATIENCE_S)
+    await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    scene.instance.assert_holds(1)
+
+
+async def test_time_that_is_up_locks_writers_out(scene: Scene) -> None:
+    """Nobody publishes: it ends by the instance's own clock, and fails at the controller."""
+    update = asyncio.ensure_future(scene.fleet.controller.update(1, PATIENCE_S))
+    with pytest.raises(UpdateFailed, match="not complete within 1 s"):
+        await asyncio.to_thread(scene.instance.update_weights, {"version": 1, "timeout_s": 1.0})
+    with pytest.raises(UpdateFailed):
+        await update
+    await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    scene.instance.assert_holds(1)
+
+
+async def test_controller_that_is_not_there(monkeypatch: pytest.MonkeyPatch, scene: Scene) -> None:
+    with xr.Engine("nobody", transport="shm") as engine:
+        address = engine.address.to_bytes()
+        link = Link(address, 9, "shm", join_s=0.5)
+        with pytest.raises(xr.CrossrailError):
+            await asyncio.to_thread(WeightsWorker, link, lambda memory: None)
+    monkeypatch.delenv(SECRET_VARIABLE)
+    with pytest.raises(xr.UsageError, match="needs a secret"):
+        WeightsWorker(link, lambda memory: None)
+
+
+def test_plugin_lets_a_vllm_start_that_knows_no_backends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", None)
+    monkeypatch.setitem(sys.modules, "vllm.distributed", types.ModuleType("vllm.distributed"))
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    with caplog.at_level("INFO", logger="crossrail.vllm"):
+        register()
+    assert "no weight transfer by crossrail" in caplog.text
+
+
+def test_importing_these_imports_no_vllm() -> None:
+    modules = "crossrail.integrations.vllm." + ", crossrail.integrations.vllm.".join(
+        ("plugin", "weights_trainer", "weights_worker")
+    )
+    code = f"import sys, {modules}; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
