@@ -253,6 +253,18 @@ def test_quick_bench_of_moe_writes_its_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.no_sanitizer
+def test_quick_bench_of_moe_kernels_compares_and_measures_them(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    options = ["--kernels", "--quick", "--runs", 1, "--shape", "decode", "--ranks", 2, "--json", file]
+
+    succeeded(crossrail("bench", "moe", *options, timeout_s=LONG_S))
+
+    results = {result["name"]: result for result in json.loads(file.read_text())["results"]}
+    for kernel in ("pack", "pull", "reduce", "reduce-portable", "quantize"):
+        assert results[f"decode-2-kernel-{kernel}"]["ratio"] > 0
+
+
+@pytest.mark.no_sanitizer
 def test_quick_bench_runs_every_limit_of_bare_sockets(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     engines_on_shm = ("--transport", "tcp", "--stand-in", "shm")

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from crossrail.cli.bench import report
 from crossrail.cli.bench.moe import mpi
+from crossrail.cli.bench.moe.kernels import measure_kernels
 from crossrail.cli.bench.moe.ranks import Durations, Ranks, durations_us
 from crossrail.cli.bench.moe.work import SHAPES, MoeShape
 from crossrail.cli.bench.pair import choose_cpus
@@ -50,6 +51,7 @@ class _Options:
 @click.option("--quick", is_flag=True, help="Fewer rounds: a look, not a figure to quote.")
 @click.option("--no-gloo", is_flag=True, help="Leave torch.distributed out; it also is where torch is not installed.")
 @click.option("--no-mpi", is_flag=True, help="Leave MPI out; it also is where mpi4py or mpiexec are not installed.")
+@click.option("--kernels", is_flag=True, help="The kernels of one rank alone, in this process, and nothing else.")
 @click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
 @click.option("--strict", is_flag=True, help="Exit code 1 when a bar is missed.")
 def moe(
@@ -60,6 +62,7 @@ def moe(
     quick: bool,
     no_gloo: bool,
     no_mpi: bool,
+    kernels: bool,
     json_path: Path | None,
     strict: bool,
 ) -> None:
@@ -72,7 +75,7 @@ def moe(
     without_gloo = "--no-gloo" if no_gloo else "" if importlib.util.find_spec("torch") else "torch is not installed"
     without_mpi = "--no-mpi" if no_mpi else mpi.missing()
     for name, why in (("gloo", without_gloo), ("MPI", without_mpi)):
-        if why:
+        if why and not kernels:
             console.print(f"{name}: left out, {why}")
     options = _Options(transport, runs, _QUICK_ROUNDS if quick else _ROUNDS, not without_gloo, not without_mpi)
     console.print(report.describe_machine(), highlight=False, markup=False)
@@ -81,10 +84,11 @@ def moe(
     results: list[Result] = []
     for shape in chosen:
         for count in counts or (2, 4):
-            results += _measure(shape, count, options, console)
+            measure = _measure_kernels if kernels else _measure
+            results += measure(shape, count, options, console)
     console.print(report.make_table(results, console.width))
     if json_path is not None:
-        settings = {"transport": transport, "runs": runs, "quick": quick}
+        settings = {"transport": transport, "runs": runs, "quick": quick, "kernels": kernels}
         report.write_json(json_path, results, settings, busy)
     verdicts = {result.verdict for result in results}
     if "error" in verdicts or (strict and "miss" in verdicts):
@@ -115,6 +119,12 @@ def _measure(shape: MoeShape, count: int, options: _Options, console: Console) -
         for result in results:
             result.error = str(error)
     for result in results:
+        console.print(report.one_line(result), highlight=False, markup=False, soft_wrap=True)
+        yield result
+
+
+def _measure_kernels(shape: MoeShape, count: int, options: _Options, console: Console) -> Iterator[Result]:
+    for result in measure_kernels(shape, count, options.runs, options.rounds[shape.name]):
         console.print(report.one_line(result), highlight=False, markup=False, soft_wrap=True)
         yield result
 
