@@ -1,5 +1,5 @@
 // A write cut in two pieces, each worth half a count, on one path of an RDMA rail: posted, cancelled, in doubt, posted
-// again, while the path breaks, acknowledgements are lost and the peer dies. native/engine/posting.cc and
+// again, while the path breaks, acknowledgements are lost and the peer dies. native/engine/work_requests.cc, ending.cc and
 // native/transport/rdma/paths.cc are what it is a model of.
 //
 // Claims, as assertions:

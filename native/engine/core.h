@@ -15,7 +15,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <span>
 #include <string>
 #include <thread>
@@ -26,6 +25,8 @@
 #include "engine/flight_recorder.h"
 #include "engine/heartbeats.h"
 #include "engine/imm_table.h"
+#include "engine/live_engines.h"
+#include "engine/peer_work.h"
 #include "engine/transfer_pool.h"
 #include "engine/transfer_work.h"
 #include "engine/transports.h"
@@ -37,31 +38,6 @@
 namespace crossrail {
 
 class Watchdog;
-
-// Engines of this process, so that fork can be survived and a signal knows whom to dump. Never destroyed: engines may
-// outlive static destructors.
-struct LiveEngines {
-  std::mutex mutex;  // held over fork
-  std::set<EngineCore*> cores;
-};
-LiveEngines& live_engines();
-
-// One transfer's (or one scatter target's) turn to post towards a peer.
-struct PostItem {
-  Transfer* transfer;
-  uint32_t target;  // of scatter and barrier
-};
-
-// What waits for a peer. Progress holder.
-// Invariant: is_busy exactly when the peer is in EngineCore::busy_.
-struct PeerWork {
-  std::deque<PostItem> backlog;   // one-sided
-  std::deque<PostItem> messages;  // kept apart: a receiver without buffers holds back messages only
-  std::deque<PostItem> services;  // of the engines themselves: before all others
-  Heartbeat heartbeat;
-  bool is_busy = false;
-  std::string note;  // why lost or frozen
-};
 
 class EngineCore final : public Sink, public Actor {
  public:
@@ -100,7 +76,7 @@ class EngineCore final : public Sink, public Actor {
   }
 
   // Blocks until ready(), driving the engine when no worker does. sleep(until) blocks at most until then, and returns
-  // early once ready() may have become true. ready() must not have effects while false.
+  // early once ready() may have become true. ready() must not have effects while false. In engine/wait_until.h.
   template <typename Ready, typename Sleep>
   WaitResult wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted);
 
@@ -183,7 +159,7 @@ class EngineCore final : public Sink, public Actor {
   friend class Verifications;
   enum class Progress : uint8_t { kAllPosted, kMore, kBlocked };
 
-  // --- driving (core.cc) ---
+  // --- driving (driving.cc; on a stage, staged.cc) ---
   void worker_main();
   void drive_until_idle();
   bool try_enter(uint8_t mark = 1);
@@ -208,7 +184,7 @@ class EngineCore final : public Sink, public Actor {
   static void note_queued(Peer& peer);
   void set_state(Peer& peer, PeerState state, FlightState shown);
 
-  // --- posting (posting.cc), progress holder ---
+  // --- posting (posting.cc, work_requests.cc) and ends (ending.cc), progress holder ---
   uint32_t take_submits();
   void start(Transfer* transfer);
   void start_item(Peer& peer, Transfer* transfer, uint32_t target);
@@ -340,87 +316,6 @@ class EngineCore final : public Sink, public Actor {
 // Counts of the progress holder, read by any thread. release: who sees a count sees those bumped before it.
 inline void bump(std::atomic<uint64_t>& counter, uint64_t by = 1) {
   counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_release);
-}
-
-inline constexpr int64_t kYieldAfterNs = 2'000;  // idle spinning longer than this offers the core to others
-
-template <typename Ready, typename Sleep>
-WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted) {
-  constexpr int64_t kInterruptEveryNs = 50'000'000;
-  constexpr int kRoundsPerClock = 32;
-  if (forked()) return WaitResult::kClosed;
-  if (is_staged()) [[unlikely]]
-    return wait_on_stage(ready, deadline, interrupted);
-  const bool manual = options_.polling == Polling::kManual;
-  const bool assists = options_.polling != Polling::kSpin;
-  bool holding = false;
-  WaitResult result = WaitResult::kReady;
-  int64_t spin_until = 0;
-  int64_t next_interrupt = now_ns() + kInterruptEveryNs;
-  if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
-  for (int rounds = 0;; ++rounds) {
-    if (ready()) break;
-    if (closed()) {  // close() completes everything: wait for it to have done so, out of its way
-      if (holding) leave();
-      holding = false;
-      if (drained_.load(std::memory_order_acquire)) {
-        result = ready() ? WaitResult::kReady : WaitResult::kClosed;
-        break;
-      }
-      std::this_thread::yield();
-      continue;
-    }
-    if (!holding && assists) holding = try_enter();
-    if (holding) {
-      if (round() > 0) {
-        spin_until = 0;
-        continue;
-      }
-    }
-    if (holding) {
-      cpu_relax();
-      if (rounds % kRoundsPerClock != 0) continue;
-    } else {
-      std::this_thread::yield();  // who drives may need this very core to make way
-    }
-    const int64_t now = now_ns();
-    if (now >= deadline) {
-      result = WaitResult::kTimeout;
-      break;
-    }
-    if (now >= next_interrupt) {
-      next_interrupt = now + kInterruptEveryNs;
-      if (holding) {
-        leave();
-        holding = false;
-      }
-      if (interrupted && interrupted()) {
-        result = WaitResult::kInterrupted;
-        break;
-      }
-    }
-    if (spin_until == 0) spin_until = now + options_.spin_ns;
-    if (now < spin_until) continue;
-    // Idle for long enough: sleep.
-    const Deadline until = std::min(deadline, next_interrupt);
-    if (holding) {
-      leave();
-      holding = false;
-    }
-    if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
-    if (manual) {
-      // Nobody else drives: sleep where the worker would, and look again soon in case another waiter took our ring.
-      if (!ready() && !closed()) transports_.sleep(std::min(until, now + 1'000'000));
-    } else {
-      sleep(until);
-    }
-    if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
-    spin_until = 1;  // after a sleep: look, help once, sleep again
-    rounds = -1;
-  }
-  if (holding) leave();
-  if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
-  return result;
 }
 
 }  // namespace crossrail

@@ -6,6 +6,7 @@
 
 #include "engine/core.h"
 #include "engine/engine.h"
+#include "engine/wait_until.h"
 #include "util/errors.h"
 #include "util/futex.h"
 

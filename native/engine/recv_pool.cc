@@ -4,6 +4,7 @@
 
 #include "engine/core.h"
 #include "engine/engine.h"
+#include "engine/wait_until.h"
 #include "util/futex.h"
 
 namespace crossrail {

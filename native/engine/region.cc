@@ -5,6 +5,7 @@
 
 #include "engine/core.h"
 #include "engine/engine.h"
+#include "engine/wait_until.h"
 #include "util/mutation.h"
 
 namespace crossrail {

@@ -53,6 +53,8 @@ constexpr uint32_t share_code_of_pages(uint32_t log2_pages) { return log2_pages 
 
 // --- lengths ---
 
+inline constexpr uint64_t kCutAlign = 4096;  // pieces begin at multiples: whole pages and lines
+
 // Piece i of a range cut in `pieces`: cuts at multiples of `align` from the start, sizes differ by at most `align`, no
 // piece is empty while length_bytes > (pieces - 1) * align, and the pieces are exactly the range.
 struct Range {

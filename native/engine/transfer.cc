@@ -5,6 +5,7 @@
 #include "engine/core.h"
 #include "engine/transfer_pool.h"
 #include "engine/transfer_work.h"
+#include "engine/wait_until.h"
 #include "util/futex.h"
 
 namespace crossrail {

@@ -90,6 +90,10 @@ struct alignas(64) TransferWork {
   void set_remote(RemoteRegion* region) {
     if (remote.get() != region) remote = RemoteRegionRef::share(region);
   }
+  // Asked for by its owner, or by who closes the region it uses.
+  bool is_to_be_cancelled(const Transfer& transfer) const {
+    return transfer.is_cancel_requested() || (local != nullptr && local->cancels_ops());
+  }
   // Ready for the next transfer; keeps storage.
   void recycle();
 };

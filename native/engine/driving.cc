@@ -1,0 +1,231 @@
+// Who drives: taking the progress lock, a round, the worker, submits on the caller's own thread. See core.h.
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+
+#include "engine/core.h"
+
+namespace crossrail {
+
+namespace {
+
+constexpr int64_t kYieldAfterNs = 2'000;  // idle spinning longer than this offers the core to others
+
+}  // namespace
+
+bool EngineCore::try_enter(uint8_t mark) {
+  if (!progress_lock_.try_lock(mark)) return false;
+  transports_.disarm();
+  return true;
+}
+
+// Something that a round would move. May say yes too often, never no too often.
+bool EngineCore::has_work() {
+  return !submits_.empty() || runnable_ || cancel_scan_.load(std::memory_order_acquire) || verifications_.has_work() ||
+         transports_.has_arrivals();
+}
+
+// Gives the progress lock up such that nothing is left lying: from arm() on, everybody with news rings the bell, and
+// what came before is seen by has_work(). A ring that fell between arm() and unlock() may have woken a worker that
+// found the lock taken and slept again: then the bell is no longer armed, and we ring once more.
+void EngineCore::leave() {
+  if (is_staged()) {
+    progress_lock_.unlock();
+    options_.stage->wake(seat_.number);
+    return;
+  }
+  transports_.arm();
+  const bool work = has_work();
+  if (work) transports_.disarm();
+  const Deadline timer = next_due();
+  progress_lock_.unlock();
+  if (!worker_.joinable()) return;
+  // A worker that goes to sleep just now may miss both: then it looks again soon (worker_main).
+  const bool unwatched = sleeps_for_good_.load(std::memory_order_seq_cst) && inflight() > 0;
+  const bool oversleeps = timer < wakes_at_.load(std::memory_order_relaxed);
+  if (work || unwatched || oversleeps || !transports_.is_armed()) transports_.wake_always();
+}
+
+uint32_t EngineCore::round() {
+  constexpr uint32_t kIdleRounds = 32;  // take longer than entries of a burst are apart
+  bump(counters_.rounds);
+  if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
+  uint32_t moved = take_submits();
+  moved += post_backlogs();
+  moved += transports_.poll();
+  moved += serve();
+  imms_.flush_arrivals();
+  record_arrivals();
+  if (moved > 0) {
+    bump(moves_);
+    idle_rounds_ = 0;
+  } else if (++idle_rounds_ % kIdleRounds == 0) {
+    recorder_.new_moment();
+  }
+  return moved;
+}
+
+void EngineCore::worker_main() {
+  pthread_setname_np(pthread_self(), "crossrail-work");
+  if (options_.worker_cpu >= 0) {
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    CPU_SET(static_cast<size_t>(options_.worker_cpu), &cpus);
+    const int failure = pthread_setaffinity_np(pthread_self(), sizeof cpus, &cpus);
+    if (failure != 0) {
+      add_event({EngineEvent::Kind::kProtocolError, "",
+                 "worker_cpu = " + std::to_string(options_.worker_cpu) + " cannot be used: the worker is not pinned"});
+    }
+  }
+  constexpr int64_t kLookAgainNs = 50'000'000;
+  constexpr uint32_t kQuietSleepsMax = 20;
+  uint64_t moves_seen = 0;
+  uint32_t quiet_sleeps = 0;  // in a row during which nothing moved
+  while (!stopping_.load(std::memory_order_acquire)) {
+    const bool wanted = guests_.load(std::memory_order_relaxed) != 0;
+    if (wanted && !progress_lock_.is_locked()) {
+      std::this_thread::yield();  // a guest is about to enter, or to go
+      continue;
+    }
+    // When somebody else holds the lock, its leave() rings us if it leaves work behind: sleep.
+    bool knows_timer = false;
+    Deadline timer = kNoDeadline;
+    if (!wanted && try_enter()) {
+      drive_until_idle();
+      transports_.arm();
+      const bool work = has_work();
+      if (work) transports_.disarm();
+      timer = next_due();
+      knows_timer = true;
+      progress_lock_.unlock();
+      if (work || !transports_.is_armed() || guests_.load(std::memory_order_relaxed) != 0) continue;
+    }
+    // close() sets the flag, then rings.
+    if (stopping_.load(std::memory_order_acquire)) break;
+    bump(counters_.sleeps);
+    // While anybody drives, look again now and then, so that frozen peers are noticed; when nothing has happened for a
+    // second, sleep for good. seq_cst: whoever leaves a transfer behind sees the flag, or we see the transfer.
+    const uint64_t moves = moves_.load(std::memory_order_relaxed);
+    quiet_sleeps = moves == moves_seen ? quiet_sleeps + 1 : 0;
+    moves_seen = moves;
+    const bool is_quiet = quiet_sleeps > kQuietSleepsMax && knows_timer;
+    sleeps_for_good_.store(is_quiet, std::memory_order_seq_cst);
+    const bool for_good = is_quiet && inflight() == 0;
+    const Deadline until = std::min(timer, for_good ? kNoDeadline : now_ns() + kLookAgainNs);
+    wakes_at_.store(until, std::memory_order_relaxed);
+    transports_.sleep(until);
+    wakes_at_.store(0, std::memory_order_relaxed);
+    sleeps_for_good_.store(false, std::memory_order_relaxed);
+  }
+}
+
+// The worker's turn: until nothing has moved for spin_ns, a guest asks, or the engine stops.
+void EngineCore::drive_until_idle() {
+  const bool spins = options_.polling == Polling::kSpin;
+  int64_t idle_since = 0;
+  while (!stopping_.load(std::memory_order_relaxed) && guests_.load(std::memory_order_relaxed) == 0) {
+    if (round() > 0) {
+      idle_since = 0;
+      continue;
+    }
+    cpu_relax();
+    if (spins) continue;
+    const int64_t now = now_ns();
+    if (idle_since == 0) idle_since = now;
+    if (now - idle_since >= options_.spin_ns) return;
+    // Whom we have just woken may need this very core.
+    if (now - idle_since >= kYieldAfterNs) std::this_thread::yield();
+  }
+}
+
+void EngineCore::run_as_holder(const std::function<void()>& work) {
+  guests_.fetch_add(1, std::memory_order_relaxed);
+  while (!try_enter()) std::this_thread::yield();
+  guests_.fetch_sub(1, std::memory_order_relaxed);
+  work();
+  if (closed()) {
+    progress_lock_.unlock();  // there is nobody to hand over to
+  } else {
+    leave();
+  }
+}
+
+bool EngineCore::progress() {
+  if (is_staged()) {
+    const Stage::Wait wait(options_.stage.get());
+    options_.stage->wake(seat_.number);
+    return options_.stage->advance(clock().now_ns()) == Stage::Step::kMoved;
+  }
+  if (!try_enter()) return false;
+  const bool moved = round() > 0;
+  if (!moved && worker_.joinable()) {
+    leave();
+  } else {
+    progress_lock_.unlock();
+  }
+  return moved;
+}
+
+// --- submitting ---
+
+// Short work while nobody drives: posted here, as the progress holder, without the queue. As long as nobody else knows
+// of the transfer, nothing about it needs an atomic.
+void EngineCore::submit_here(Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  take_submits();  // what came before us
+  bump(started_here_);
+  bump(moves_);
+  work.at_once = true;
+  start(transfer);     // knows whether the engine closed meanwhile
+  if (work.at_once) {  // not complete yet: from here on others complete it
+    work.at_once = false;
+    recorder_.new_moment();  // what waits may be what hangs: its time is exact
+    record_transfer(FlightState::kSubmitted, *transfer);
+    if (work.local != nullptr) work.local->begin_op();
+  }
+  if (worker_.joinable()) {
+    leave();
+  } else {
+    progress_lock_.unlock();
+  }
+}
+
+void EngineCore::submit(Transfer* transfer) {
+  int attempts = 0;
+  while (!submits_.try_push(transfer)) {
+    // Back-pressure: help until there is room. The engine cannot close under us for good: close() empties the queue.
+    if (is_staged()) {
+      bool pushed = false;
+      wait_on_stage([&] { return closed() || (pushed = submits_.try_push(transfer)); }, kNoDeadline, {});
+      if (pushed) break;
+      continue;
+    }
+    if (try_enter()) {
+      round();
+      leave();
+    } else if (++attempts % 64 == 0) {
+      std::this_thread::yield();
+    } else {
+      cpu_relax();
+    }
+  }
+  if (is_staged()) {
+    options_.stage->wake(seat_.number);
+  } else {
+    transports_.wake();
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the seq_cst store of closed_ in close()
+  if (closed()) drain_after_close();
+}
+
+void EngineCore::request_cancel_scan() {
+  cancel_scan_.store(true, std::memory_order_release);
+  if (is_staged()) {
+    options_.stage->wake(seat_.number);
+  } else {
+    transports_.wake();
+  }
+}
+
+}  // namespace crossrail

@@ -1,0 +1,200 @@
+// How transfers end: works retired or taken back, failures, cancels, the single completion.
+#include <algorithm>
+
+#include "engine/core.h"
+#include "engine/sharding.h"
+#include "util/mutation.h"
+
+namespace crossrail {
+
+void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
+                            const std::string& detail) {
+  auto* transfer = static_cast<Transfer*>(context);
+  TransferWork& work = *transfer->work_;
+  if (is_mutated_now(Mutation::kForgetCompletion, 100)) return;
+  Peer& peer = *static_cast<Peer*>(link.user);
+  note_retired(peer, count);
+  if (!peer.route_.traits->balances_rails) record_works(FlightState::kRetired, peer, kAnyRail, *transfer, count, bytes);
+  work.retired += count;
+  if (status == Status::kDone) work.bytes_retired += bytes;
+  if (status != Status::kDone) fail(transfer, status, peer.address().name, detail);
+  finish_if_done(transfer);
+}
+
+// The transfer's item was cut before (scan_cancels), or all of it posted: nothing is posted until we know what is left.
+void EngineCore::on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) {
+  auto* transfer = static_cast<Transfer*>(context);
+  TransferWork& work = *transfer->work_;
+  note_retired(*static_cast<Peer*>(link.user), 1);
+  record_works(FlightState::kWithdrawn, *static_cast<Peer*>(link.user), kAnyRail, *transfer, 1, bytes);
+  ++work.retired;
+  work.cut_short = true;
+  if (work.kind == OpKind::kWrite && work.pieces > 1) {
+    note_kept(work);
+    work.kept_bytes[tag] -= std::min(bytes, work.kept_bytes[tag]);
+  }
+  finish_if_done(transfer);
+}
+
+// Before anything is taken back, what is kept is what is posted: the cursor tells.
+void EngineCore::note_kept(TransferWork& work) {
+  if (!work.kept_bytes.empty()) return;
+  work.kept_bytes.resize(work.pieces);
+  for (uint32_t piece = 0; piece < work.pieces; ++piece) {
+    const uint64_t length = piece_of(work.length_bytes, work.pieces, piece, kCutAlign).length_bytes;
+    const uint64_t posted = work.slice_offset + (piece < work.piece ? work.peer().route_.traits->slice_bytes_max : 0);
+    work.kept_bytes[piece] = std::min(length, posted);
+  }
+}
+
+// Whether the receiver has a share, but not all, of the count of a cut transfer: some pieces were posted to their ends
+// and not taken back. Operations without pieces count in single work requests and cannot end so.
+bool EngineCore::is_partly_counted(TransferWork& work) {
+  if (work.kind != OpKind::kWrite || work.imm == kNoImm || work.pieces == 1) return false;
+  if (is_mutated(Mutation::kCancelLeavesShare)) return false;
+  note_kept(work);
+  for (uint32_t piece = 0; piece < work.pieces; ++piece) {
+    if (work.kept_bytes[piece] == piece_of(work.length_bytes, work.pieces, piece, kCutAlign).length_bytes) return true;
+  }
+  return false;
+}
+
+// A fraction of a count must not stay with the receiver, where it would add up with others to a count that never was:
+// the cancel came too late, and what is missing is posted (again).
+void EngineCore::go_on(Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  Peer& peer = work.peer();
+  if (closed()) {
+    fail(transfer, Status::kEngineClosed, peer.address().name, "the engine was closed");
+  } else if (peer.state() == PeerState::kLost) {
+    fail(transfer, Status::kPeerLost, peer.address().name, peer.work_->note);
+  }
+  if (work.failure != Status::kDone) {
+    finish(transfer, work.failure);
+    return;
+  }
+  work.cut_short = false;
+  work.resumed = true;
+  work.piece = 0;
+  work.slice_offset = 0;
+  work.open_items = 1;
+  // Not at once: the transport may be in the middle of telling us.
+  peer.work_->backlog.push_back({transfer, 0});
+  mark_busy(peer);
+  runnable_ = true;
+}
+
+void EngineCore::close_item(Transfer* transfer) { --transfer->work_->open_items; }
+
+// Notes the first failure. The transfer completes once nothing of it is under way any more.
+void EngineCore::fail(Transfer* transfer, Status status, const std::string& peer, const std::string& detail) {
+  TransferWork& work = *transfer->work_;
+  if (work.failure != Status::kDone) return;
+  work.failure = status;
+  work.failed_peer = peer;
+  work.detail = detail;
+}
+
+void EngineCore::finish_if_done(Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  if (work.open_items > 0 || work.retired < work.posted || transfer->done()) return;
+  if (work.has_plan && work.verify->open > 0) return;
+  // Targets of a scatter are each for itself: those of a peer that is well are counted, whatever became of others.
+  const bool may_be_right = work.failure == Status::kDone || work.kind == OpKind::kScatter;
+  if (may_be_right && !work.cut_short && work.has_plan && !work.verify->is_asked && !work.verify->checks.empty()) {
+    verifications_.ask(transfer);
+  } else if (work.failure != Status::kDone) {
+    finish(transfer, work.failure);
+  } else if (!work.cut_short) {
+    finish(transfer, Status::kDone);
+  } else if (is_partly_counted(work)) {
+    go_on(transfer);
+  } else {
+    finish(transfer, Status::kCancelled);
+  }
+}
+
+void EngineCore::finish(Transfer* transfer, Status status) {
+  TransferWork& work = *transfer->work_;
+  if (work.kind == OpKind::kService) {
+    on_service_ended(work, status);
+  } else if (status == Status::kDone) {
+    bump(counters_.done);
+    if (work.kind == OpKind::kRead) {
+      bump(counters_.bytes_read, work.length_bytes);
+    } else if (work.kind == OpKind::kSend) {
+      bump(counters_.sent);
+    } else {
+      bump(counters_.bytes_written, work.length_bytes);
+    }
+    work.bytes_retired = work.length_bytes;
+  } else {
+    bump(status == Status::kCancelled ? counters_.cancelled : counters_.failed);
+  }
+  const bool unseen = std::exchange(work.at_once, false);
+  // Of what was done at once its works tell already, unless they are too many to be recorded, or there are none.
+  if (!unseen || status != Status::kDone || work.targets_total > 0 || work.posted == 0) {
+    record_transfer(status == Status::kDone        ? FlightState::kDone
+                    : status == Status::kCancelled ? FlightState::kCancelled
+                                                   : FlightState::kFailed,
+                    *transfer);
+  }
+  Region* const local = std::exchange(work.local, nullptr);
+  if (local != nullptr && !unseen) local->end_op();
+  if (!work.targets.empty()) work.targets.clear();
+  bump(finished_);
+  if (unseen) {
+    transfer->complete_unseen(status);
+  } else {
+    transfer->complete(status);
+  }
+}
+
+void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {
+  peer.track_->queued.store(0, std::memory_order_relaxed);
+  for (auto* backlog : {&peer.work_->backlog, &peer.work_->messages, &peer.work_->services}) {
+    std::deque<PostItem> items;
+    items.swap(*backlog);
+    for (const PostItem& item : items) {
+      fail(item.transfer, status, peer.address().name, detail);
+      close_item(item.transfer);
+      finish_if_done(item.transfer);
+    }
+  }
+}
+
+// Takes cancelled transfers out of the queues, ours and, as far as the peer has not begun, the transport's. What the
+// peer has begun runs to its end: only then is the cancellation reported, which is what makes it safe to act on.
+void EngineCore::scan_cancels() {
+  // acq_rel: pairs with the release in request_cancel_scan. Either we see the requests of everybody whose flag we take
+  // away, or their flag stays; a plain store could pass the loads below.
+  cancel_scan_.exchange(false, std::memory_order_acq_rel);
+  const auto is_cut = [](const Transfer* transfer) {
+    return transfer->work_->is_to_be_cancelled(*transfer) && !transfer->work_->resumed;
+  };
+  for (const PeerRef& peer : busy_) {
+    for (auto* backlog : {&peer->work_->backlog, &peer->work_->messages}) {
+      std::deque<PostItem> kept;
+      std::deque<PostItem> cut;
+      for (const PostItem& item : *backlog) {
+        (is_cut(item.transfer) ? cut : kept).push_back(item);
+      }
+      backlog->swap(kept);
+      for (const PostItem& item : cut) {
+        item.transfer->work_->cut_short = true;
+        close_item(item.transfer);
+        if (is_mutated(Mutation::kCancelEarly)) item.transfer->work_->posted = item.transfer->work_->retired;
+        finish_if_done(item.transfer);
+      }
+    }
+  }
+  // Only what posts no more. A request that came after we looked at the queues waits for the next scan: else an
+  // immediate might still be posted whose bytes were taken back.
+  transports_.withdraw([](void* context) {
+    const auto* transfer = static_cast<Transfer*>(context);
+    const TransferWork& work = *transfer->work_;
+    return (work.open_items == 0 || work.cut_short) && !work.resumed && work.is_to_be_cancelled(*transfer);
+  });
+}
+
+}  // namespace crossrail

@@ -1,0 +1,11 @@
+// What EngineOptions may hold.
+#pragma once
+
+namespace crossrail {
+
+struct EngineOptions;
+
+// Throws UsageError that names the option, its value and the bound.
+void check_options(const EngineOptions& options);
+
+}  // namespace crossrail

@@ -1,0 +1,139 @@
+// Peers: made, connected, forgotten, explained.
+#include <algorithm>
+
+#include "engine/core.h"
+#include "engine/path_speed.h"
+#include "engine/sharding.h"
+#include "util/errors.h"
+#include "util/mutation.h"
+
+namespace crossrail {
+
+namespace {
+
+// Rails as both sides would pair them; the transport knows better once it is connected.
+std::vector<RailReport> expected_rails(const Route& route, const Address& own, const Address& peer) {
+  std::vector<RailReport> rails;
+  const uint32_t count = own.rail_count_on(route.kind);
+  for (uint32_t rail = 0; rail < count; ++rail)
+    rails.push_back({rail, peer_rail(rail, count, peer.rail_count_on(route.kind))});
+  return rails;
+}
+
+void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, TransportKind kind, const Address& own,
+               const Address& peer) {
+  for (const RailReport& rail : rails) {
+    RailExplanation& shown = explanation.rails.emplace_back();
+    shown.rail = rail.rail;
+    shown.peer_rail = rail.peer_rail;
+    if (kind == TransportKind::kTcp && rail.rail < own.endpoints.size() && rail.peer_rail < peer.endpoints.size()) {
+      shown.endpoint = to_text(own.endpoints[rail.rail]);
+      shown.peer_endpoint = to_text(peer.endpoints[rail.peer_rail]);
+    }
+  }
+  explanation.gb_per_s_expected = expected_gb_per_s(rails, kind, own, peer);
+}
+
+}  // namespace
+
+PeerRef EngineCore::add_peer(const Address& address) {
+  {
+    std::lock_guard lock(tables_mutex_);
+    const auto known = peers_.find(address.incarnation);
+    if (known != peers_.end()) return known->second;
+  }
+  Route route = transports_.choose(address);
+  std::lock_guard lock(tables_mutex_);
+  if (is_mutated(Mutation::kAcceptStaleIncarnation)) {
+    for (auto& [incarnation, known] : peers_) {
+      if (known->address().name == address.name) return known;
+    }
+  }
+  PeerRef& peer = peers_[address.incarnation];
+  if (!peer) {
+    auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown);
+    peer = PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route), std::move(track)));
+  }
+  return peer;
+}
+
+bool EngineCore::knows(const Peer& peer) const {
+  std::lock_guard lock(tables_mutex_);
+  const auto known = peers_.find(peer.address().incarnation);
+  return known != peers_.end() && known->second.get() == &peer;
+}
+
+void EngineCore::start_connect(Peer& peer) {
+  if (peer.link_ != nullptr || peer.state() == PeerState::kLost || closed()) return;
+  if (!knows(peer)) {  // an operation that began before it was forgotten: a second link to the same engine must not be
+    peer.work_->note = "forgotten on request";
+    set_state(peer, PeerState::kLost, FlightState::kForgotten);
+    return;
+  }
+  set_state(peer, PeerState::kConnecting, FlightState::kConnecting);
+  try {
+    peer.link_ = peer.route_.transport->connect(peer.address_);
+    peer.link_->user = &peer;
+  } catch (const TransportError& error) {  // no memory or descriptors for a link: the peer is out of reach
+    peer.work_->note = error.what();
+    set_state(peer, PeerState::kLost, FlightState::kLost);
+    add_event({EngineEvent::Kind::kPeerLost, peer.address().name, error.what()});
+  }
+}
+
+void EngineCore::forget_peer(Peer& peer) {
+  run_as_holder([&] {
+    while (take_submits() > 0) {  // what was submitted before ends with the rest
+    }
+    if (peer.link_ != nullptr) {
+      peer.route_.transport->disconnect(*peer.link_);
+      peer.link_ = nullptr;
+    }
+    fail_backlogs(peer, Status::kPeerLost, "forgotten on request");
+    verifications_.fail(&peer, Status::kPeerLost, "forgotten on request");
+    peer.work_->note.clear();
+    set_state(peer, PeerState::kUnknown, FlightState::kForgotten);
+    std::lock_guard lock(tables_mutex_);
+    for (auto& [id, region] : remote_regions_) {
+      if (region->peer() == &peer) region->key_.reset();
+    }
+    std::erase_if(remote_regions_, [&](const auto& item) { return item.second->peer() == &peer; });
+    peers_.erase(peer.address().incarnation);
+  });
+}
+
+Status EngineCore::map(Peer& peer, RemoteRegion& region, Mapping* mapping) {
+  if (closed()) return Status::kEngineClosed;
+  if (peer.link_ == nullptr) return Status::kPeerLost;
+  return peer.route_.transport->map(*key_of(peer, region), mapping);
+}
+
+PeerExplanation EngineCore::explain(Peer& peer) {
+  const Route& route = peer.route_;
+  PeerExplanation explanation{.peer = peer.address().name,
+                              .transport = transport_name(route.kind),
+                              .reason = route.reason,
+                              .state = peer.state(),
+                              .note = {},
+                              .rails = {},
+                              .gb_per_s_expected = 0,
+                              .paths = {},
+                              .heartbeat = {}};
+  std::vector<RailReport> rails;
+  run_as_holder([&] {
+    explanation.state = peer.state();
+    explanation.note = peer.work_->note;
+    explanation.heartbeat = peer.work_->heartbeat;
+    if (peer.link_ == nullptr || closed()) return;
+    rails = route.transport->explain_rails(*peer.link_);
+    for (PathReport& path : route.transport->explain(*peer.link_)) {
+      explanation.paths.push_back(
+          {std::move(path.what), std::move(path.path), std::move(path.reason), path.gb_per_s, path.bytes});
+    }
+  });
+  if (rails.empty()) rails = expected_rails(route, route.transport->address(), peer.address());
+  add_rails(explanation, rails, route.kind, route.transport->address(), peer.address());
+  return explanation;
+}
+
+}  // namespace crossrail

@@ -1,0 +1,87 @@
+// What the transports report, on the progress holder: links, immediates, messages.
+#include "engine/core.h"
+
+namespace crossrail {
+
+void EngineCore::on_link_up(Link& link) {
+  auto& peer = *static_cast<Peer*>(link.user);
+  set_state(peer, PeerState::kConnected, FlightState::kConnected);
+  bump(peer.track_->moves);
+  bump(counters_.connected);
+  runnable_ = true;
+  add_event({EngineEvent::Kind::kPeerConnected, peer.address().name, ""});
+}
+
+void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderly) {
+  const PeerRef peer = PeerRef::share(static_cast<Peer*>(link.user));
+  peer->link_ = nullptr;
+  peer->work_->note = reason;
+  set_state(*peer, PeerState::kLost, orderly ? FlightState::kLeft : FlightState::kLost);
+  bump(counters_.lost);
+  fail_backlogs(*peer, Status::kPeerLost, reason);
+  verifications_.fail(peer.get(), Status::kPeerLost, reason);
+  {
+    std::lock_guard lock(tables_mutex_);
+    for (auto& [id, region] : remote_regions_) {
+      if (region->peer() == peer.get()) region->key_.reset();
+    }
+  }
+  add_event({orderly ? EngineEvent::Kind::kPeerLeft : EngineEvent::Kind::kPeerLost, peer->address().name, reason});
+}
+
+void EngineCore::on_link_frozen(Link& link, bool frozen, const std::string& detail) {
+  set_liveness(*static_cast<Peer*>(link.user), frozen ? PeerState::kFrozen : PeerState::kConnected, detail);
+}
+
+void EngineCore::on_protocol_error(const std::string& peer, const std::string& detail) {
+  add_event({EngineEvent::Kind::kProtocolError, peer, detail});
+}
+
+void EngineCore::on_imm(uint32_t imm, uint64_t units) {
+  bump(counters_.imm_units, units);
+  if (imm != arrived_imm_) record_arrivals();
+  arrived_imm_ = imm;
+  arrived_units_ += units;
+  ++arrived_count_;
+  if (imms_.note_arrival(engine_, imm, units)) return;
+  bump(counters_.imm_overflow, units);
+  if (std::exchange(overflow_reported_, true)) return;
+  add_event({EngineEvent::Kind::kImmOverflow, "",
+             "immediate " + std::to_string(imm) +
+                 " arrived when imm_counters_max = " + std::to_string(options_.imm_counters_max) +
+                 " counters existed; it is lost, and so are further ones (stats: imm_overflow_units). Release numbers "
+                 "no longer used, or raise it"});
+}
+
+Sink::Offer EngineCore::on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) {
+  const uint64_t version = pool_version_.load(std::memory_order_acquire);
+  if (version != pool_version_seen_) {
+    std::lock_guard lock(tables_mutex_);
+    pool_in_use_ = pool_;
+    pool_version_seen_ = version;
+  }
+  if (!pool_in_use_) return Offer::kHold;
+  switch (pool_in_use_->offer(sender, payload)) {
+    case ReceivePool::Offer::kTaken:
+      bump(counters_.received);
+      recorder_.record({.bytes = payload.size(), .count = 1, .state = FlightState::kReceived});
+      return Offer::kTaken;
+    case ReceivePool::Offer::kTooLong:
+      return Offer::kTooLong;
+    case ReceivePool::Offer::kFull:
+    case ReceivePool::Offer::kClosed:
+      return Offer::kHold;
+  }
+  return Offer::kHold;
+}
+
+void EngineCore::pool_closed(ReceivePool* pool) {
+  {
+    std::lock_guard lock(tables_mutex_);
+    if (pool_.get() != pool) return;
+    pool_ = nullptr;
+  }
+  pool_version_.fetch_add(1, std::memory_order_release);
+}
+
+}  // namespace crossrail

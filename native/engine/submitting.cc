@@ -1,0 +1,321 @@
+// Operations, on the submitting thread: what is wrong with the arguments is thrown here and nothing has happened; else a
+// transfer is filled and handed over.
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "engine/core.h"
+#include "engine/engine.h"
+#include "engine/page_indices.h"
+#include "util/errors.h"
+
+namespace crossrail {
+
+namespace {
+
+// Short enough that posting it on the caller's thread beats waking the worker.
+constexpr uint64_t kShortBytes = 16 << 10;
+constexpr uint64_t kShortPages = 64;
+// From here on a copy would only push everything else out of the caches.
+constexpr uint64_t kBulkBytes = uint64_t{1} << 20;
+
+std::string text(uint64_t value) { return std::to_string(value); }
+
+// The checks of every submit: what they throw is apart and cold, so that they are a few instructions each.
+[[gnu::cold, noreturn]] void throw_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
+  throw UsageError(std::string(what) + ": offset " + text(offset) + " + length " + text(length) +
+                   " exceeds the region's " + text(bound) + " bytes");
+}
+// offset + length within bound, without overflow. `what` names the arguments.
+inline void check_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
+  if (length > bound || offset > bound - length) throw_range(what, offset, length, bound);
+}
+
+[[gnu::cold, noreturn]] void throw_imm(uint32_t imm) {
+  throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
+}
+inline void check_imm(uint32_t imm) {
+  if (imm != kNoImm && imm > kImmMax) throw_imm(imm);
+}
+
+[[gnu::cold, noreturn]] void throw_rail(uint32_t rail, uint32_t rail_count) {
+  throw UsageError("rail = " + text(rail) + " is not in 0.." + text(rail_count - 1) + ": the engine has " +
+                   text(rail_count) + " rails");
+}
+inline void check_rail(uint32_t rail, uint32_t rail_count) {
+  if (rail != kAnyRail && rail >= rail_count) throw_rail(rail, rail_count);
+}
+
+[[gnu::cold, noreturn]] void throw_local(const Region* region, const char* name, const Engine* engine,
+                                         const Engine* owner) {
+  if (region == nullptr) throw UsageError(std::string(name) + " is missing");
+  if (engine != owner) throw UsageError(std::string(name) + " is a region of another engine");
+  throw UsageError(std::string(name) + " is closed");
+}
+inline void check_local(const Region* region, const char* name, const Engine* engine, const Engine* owner) {
+  if (region == nullptr || engine != owner || region->closed()) throw_local(region, name, engine, owner);
+}
+
+void check_group(const PeerGroup& group, const Engine* engine) {
+  if (group.engine() != engine) throw UsageError("group is a peer group of another engine");
+}
+
+const char* access_name(Access access) {
+  switch (access) {
+    case Access::kLocal:
+      return "local";
+    case Access::kRemoteRead:
+      return "read";
+    case Access::kRemoteWrite:
+      return "write";
+  }
+  return "?";
+}
+
+[[gnu::cold, noreturn]] void throw_remote(const RemoteRegion* region, const char* name, Access needed) {
+  if (region == nullptr) throw UsageError(std::string(name) + " is missing");
+  const Access access = region->descriptor().access;
+  throw UsageError(std::string(name) + " has access '" + access_name(access) + "', '" + access_name(needed) +
+                   "' is needed: its owner registered it so");
+}
+inline void check_remote(const RemoteRegion* region, const char* name, Access needed) {
+  if (region != nullptr) {
+    const Access access = region->descriptor().access;
+    if (access == Access::kRemoteWrite || access == needed) return;
+  }
+  throw_remote(region, name, needed);
+}
+
+// Reads all that is to be sent: on the submitting thread, so that nobody else waits meanwhile.
+void verify(TransferWork& work) {
+  const auto moves_nothing = [](const Peer& peer) { return peer.transport_kind() == TransportKind::kNull; };
+  const bool is_scatter = work.kind == OpKind::kScatter;
+  if (is_scatter ? std::ranges::any_of(work.targets, [&](const auto& target) { return moves_nothing(*target.peer); })
+                 : moves_nothing(work.peer()))
+    throw UsageError("verify needs a transport that moves bytes, and 'null' does not");
+  make_verify_plan(work);
+}
+
+}  // namespace
+
+TransferRef EngineCore::make_transfer(OpKind kind) {
+  Transfer* transfer = transfers_.take();
+  transfer->work_->kind = kind;
+  return TransferRef::adopt(transfer);
+}
+
+TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
+  Region* const local = transfer->work_->local;
+  // The caller's reference, and the engine's until completion. Not published yet: no atomic addition needed.
+  transfer->word_.store(2 * Transfer::kOneRef, std::memory_order_relaxed);
+  const bool here = short_work && options_.polling != Polling::kSpin && !is_staged() && try_enter(kSubmitting);
+  if (!here && local != nullptr) local->begin_op();
+  // Between our caller's look and now. From try_enter or begin_op on, close() waits for us; before it, we see it.
+  if (local != nullptr && local->closed()) {
+    if (here) {
+      leave();
+    } else {
+      local->end_op();
+    }
+    transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed);
+    transfer->work_->local = nullptr;
+    throw UsageError("the region was closed while it was submitted from or to");
+  }
+  if (here) {
+    submit_here(transfer.get());
+  } else {
+    submit(transfer.get());
+  }
+  return transfer;
+}
+
+TransferRef Engine::submit_write(const WriteRequest& request) {
+  core_->check_usable();
+  check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
+  check_remote(request.dst, "dst", Access::kRemoteWrite);
+  check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
+  check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
+  check_imm(request.imm);
+  check_rail(request.rail, rail_count());
+  TransferRef transfer = core_->make_transfer(OpKind::kWrite);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  work.local = request.src;
+  work.set_remote(request.dst);
+  work.local_offset = request.src_offset;
+  work.remote_offset = request.dst_offset;
+  work.length_bytes = request.length_bytes;
+  work.imm = request.imm;
+  work.rail = request.rail;
+  work.bulk = request.length_bytes >= kBulkBytes;
+  if (request.verify) verify(work);
+  return core_->hand_over(std::move(transfer), request.length_bytes <= kShortBytes);
+}
+
+TransferRef Engine::submit_read(const ReadRequest& request) {
+  core_->check_usable();
+  check_local(request.dst, "dst", request.dst ? request.dst->engine_.get() : nullptr, this);
+  check_remote(request.src, "src", Access::kRemoteRead);
+  check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
+  check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
+  check_rail(request.rail, rail_count());
+  TransferRef transfer = core_->make_transfer(OpKind::kRead);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  work.local = request.dst;
+  work.set_remote(request.src);
+  work.local_offset = request.dst_offset;
+  work.remote_offset = request.src_offset;
+  work.length_bytes = request.length_bytes;
+  work.rail = request.rail;
+  work.bulk = request.length_bytes >= kBulkBytes;
+  if (request.verify) verify(work);
+  return core_->hand_over(std::move(transfer), request.length_bytes <= kShortBytes);
+}
+
+TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
+  core_->check_usable();
+  check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
+  check_remote(request.dst, "dst", Access::kRemoteWrite);
+  if (request.src_pages.count != request.dst_pages.count) {
+    throw UsageError("src_pages has " + text(request.src_pages.count) + " indices, dst_pages " +
+                     text(request.dst_pages.count) + ": they must be as many");
+  }
+  check_imm(request.imm);
+  check_rail(request.rail, rail_count());
+  const std::pair<const char*, uint64_t> sizes[] = {{"page_bytes", request.page_bytes},
+                                                    {"src_stride", request.src_stride_bytes},
+                                                    {"dst_stride", request.dst_stride_bytes},
+                                                    {"src_offset", request.src_offset},
+                                                    {"dst_offset", request.dst_offset}};
+  for (const auto& [name, value] : sizes) {
+    if (value > (uint64_t{1} << 56)) throw UsageError(std::string(name) + " = " + text(value) + " is not in 0..2**56");
+  }
+  TransferRef transfer = core_->make_transfer(OpKind::kPagedWrites);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  const uint64_t count = request.src_pages.count;
+  if (count > work.page_capacity) {
+    const uint64_t capacity = std::max<uint64_t>(256, std::bit_ceil(count));
+    work.local_pages.reset(new uint32_t[capacity]);
+    work.remote_pages.reset(new uint32_t[capacity]);
+    work.page_capacity = capacity;
+  }
+  if (count > 0) {
+    copy_page_indices(request.src_pages, "src_pages", request.src_offset, request.src_stride_bytes, request.page_bytes,
+                      request.src->length_bytes(), work.local_pages.get());
+    copy_page_indices(request.dst_pages, "dst_pages", request.dst_offset, request.dst_stride_bytes, request.page_bytes,
+                      request.dst->length_bytes(), work.remote_pages.get());
+  }
+  work.local = request.src;
+  work.set_remote(request.dst);
+  work.local_offset = request.src_offset;
+  work.remote_offset = request.dst_offset;
+  work.page_count = count;
+  work.page_bytes = request.page_bytes;
+  work.local_stride_bytes = request.src_stride_bytes;
+  work.remote_stride_bytes = request.dst_stride_bytes;
+  work.length_bytes = count * request.page_bytes;
+  work.imm = request.imm;
+  work.rail = request.rail;
+  work.bulk = work.length_bytes >= kBulkBytes;
+  if (request.verify) verify(work);
+  return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes && count <= kShortPages);
+}
+
+TransferRef Engine::submit_scatter(const ScatterRequest& request) {
+  core_->check_usable();
+  check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
+  const size_t count = request.dsts.size();
+  if (request.lengths.size() != count || request.src_offsets.size() != count || request.dst_offsets.size() != count) {
+    throw UsageError("dsts has " + text(count) + " entries, lengths " + text(request.lengths.size()) +
+                     ", src_offsets " + text(request.src_offsets.size()) + ", dst_offsets " +
+                     text(request.dst_offsets.size()) + ": they must be as many");
+  }
+  if (request.group != nullptr) check_group(*request.group, this);
+  if (request.group != nullptr && request.group->size() != count) {
+    throw UsageError("dsts has " + text(count) + " entries, the group " + text(request.group->size()) +
+                     " peers: they must be as many");
+  }
+  check_imm(request.imm);
+  for (size_t i = 0; i < count; ++i) {
+    if (request.dsts[i] == nullptr || request.dsts[i]->descriptor().access != Access::kRemoteWrite) {
+      check_remote(request.dsts[i], ("dsts[" + text(i) + "]").c_str(), Access::kRemoteWrite);
+    }
+    check_range("src", request.src_offsets[i], request.lengths[i], request.src->length_bytes());
+    check_range("dsts", request.dst_offsets[i], request.lengths[i], request.dsts[i]->length_bytes());
+    if (request.group != nullptr && request.group->peers()[i].get() != request.dsts[i]->peer()) {
+      throw UsageError("dsts[" + text(i) + "] belongs to '" + request.dsts[i]->peer()->address().name +
+                       "', the group's peer there is '" + request.group->peers()[i]->address().name + "'");
+    }
+  }
+  TransferRef transfer = core_->make_transfer(OpKind::kScatter);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  work.targets.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    ScatterTarget& target = work.targets[i];
+    target.dst = RemoteRegionRef::share(request.dsts[i]);
+    target.peer = request.dsts[i]->peer();
+    target.src_offset = request.src_offsets[i];
+    target.dst_offset = request.dst_offsets[i];
+    target.length_bytes = request.lengths[i];
+    target.posted_bytes = 0;
+    work.length_bytes += request.lengths[i];
+  }
+  work.targets_total = count;
+  work.local = request.src;
+  work.imm = request.imm;
+  work.bulk = work.length_bytes >= kBulkBytes;
+  if (request.verify) verify(work);
+  return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes);
+}
+
+TransferRef Engine::submit_barrier(PeerGroup& group, uint32_t imm) {
+  core_->check_usable();
+  check_group(group, this);
+  if (imm == kNoImm) throw UsageError("imm is missing: a barrier is nothing but its immediate");
+  check_imm(imm);
+  TransferRef transfer = core_->make_transfer(OpKind::kBarrier);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  work.targets.resize(group.size());
+  for (size_t i = 0; i < group.size(); ++i) {
+    work.targets[i].peer = group.peers()[i].get();
+    work.targets[i].length_bytes = work.targets[i].posted_bytes = 0;
+  }
+  work.targets_total = group.size();
+  work.group = PeerGroupRef::share(&group);
+  work.imm = imm;
+  return core_->hand_over(std::move(transfer), true);
+}
+
+TransferRef Engine::submit_send(Peer& peer, std::span<const uint8_t> payload) {
+  core_->check_usable();
+  if (payload.size() > options().message_bytes_max) {
+    throw UsageError("message of " + text(payload.size()) +
+                     " bytes exceeds message_bytes_max = " + text(options().message_bytes_max) +
+                     "; write it instead, or raise the engine's option (at most 262144)");
+  }
+  TransferRef transfer = core_->make_transfer(OpKind::kSend);
+  TransferWork& work = EngineCore::work_of(*transfer);
+  work.payload.assign(payload.begin(), payload.end());
+  work.receiver = PeerRef::share(&peer);
+  work.length_bytes = payload.size();
+  return core_->hand_over(std::move(transfer), payload.size() <= kShortBytes);
+}
+
+Ref<ReceivePool> Engine::submit_recvs(uint32_t buffer_count, uint32_t buffer_bytes) {
+  core_->check_usable();
+  if (buffer_count == 0 || buffer_count > (1u << 20))
+    throw UsageError("count = " + text(buffer_count) + " is not in 1..2**20");
+  if (buffer_bytes == 0 || buffer_bytes > 256 * 1024)
+    throw UsageError("nbytes = " + text(buffer_bytes) + " is not in 1..262144");
+  auto pool = Ref<ReceivePool>::adopt(new ReceivePool(Ref<Engine>::share(this), buffer_count, buffer_bytes));
+  {
+    std::lock_guard lock(core_->tables_mutex_);
+    if (core_->pool_) throw UsageError("the engine has an open receive pool already: close it first");
+    core_->pool_ = pool;
+  }
+  // release: pairs with the acquire in on_message.
+  core_->pool_version_.fetch_add(1, std::memory_order_release);
+  core_->wake();  // messages may have been waiting for a pool
+  return pool;
+}
+
+}  // namespace crossrail

@@ -1,0 +1,286 @@
+// How each operation is cut into work requests: which rail, how long, worth how much of a count.
+#include <algorithm>
+#include <array>
+
+#include "engine/core.h"
+#include "engine/sharding.h"
+#include "util/mutation.h"
+
+namespace crossrail {
+
+namespace {
+
+constexpr uint32_t kBatch = 64;                        // work requests handed to the transport at once
+constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // of one transfer before others get a turn
+constexpr uint32_t kBatchesPerTurn = 8;                // of one paged transfer
+// Of a long range over rails that the transport balances: rails that end at different times idle for half of one each.
+constexpr uint64_t kSlicesPerRail = 32;
+
+// Largest power of two <= value, value in 1..256: its log2.
+constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t>(__builtin_clzll(value)); }
+
+}  // namespace
+
+// How a contiguous range is cut on its way to this peer. Decided once, when the link is up: lanes may come and go while it
+// is being posted, and what was begun one way must not be ended another.
+void EngineCore::plan_range(const Peer& peer, TransferWork& work) {
+  const Traits& traits = *peer.route_.traits;
+  work.pieces = 1;
+  work.is_evened = false;
+  work.slice_bytes = traits.slice_bytes_max;
+  if (work.rail != kAnyRail || work.length_bytes < 2 * traits.piece_bytes_min) return;
+  if (!traits.balances_rails) {
+    work.pieces = pieces_for(work.length_bytes, traits.rail_count, traits.piece_bytes_min);
+    return;
+  }
+  const uint32_t lanes = peer.link_->lanes();
+  if (lanes == 1) return;
+  // So long that even a sixteenth of it is too coarse to keep all rails busy to the end: cut finer than a count can be,
+  // one piece in many slices, and the immediate follows once all of them are in place.
+  work.is_evened = work.length_bytes >= 2 * kRailsMax * traits.piece_bytes_min;
+  if (work.is_evened) {
+    const uint64_t even = work.length_bytes / (kSlicesPerRail * lanes) / kCutAlign * kCutAlign;
+    work.slice_bytes = std::clamp(even, traits.piece_bytes_min, traits.slice_bytes_max);
+    return;
+  }
+  // The transport gives each piece to the rail that is free: more pieces than rails even out rails of different speed.
+  work.pieces = pieces_for(work.length_bytes, kRailsMax, traits.piece_bytes_min);
+}
+
+// On which rail the piece goes. Rails are counted over all transports; this one may have fewer.
+uint32_t EngineCore::rail_for(const Peer& peer, const TransferWork& work, uint32_t piece) {
+  const Traits& traits = *peer.route_.traits;
+  if (traits.balances_rails && work.rail == kAnyRail) return kAnyRail;
+  const uint32_t rail = work.first_rail + piece;
+  if (rail < traits.rail_count) return rail;
+  const uint32_t wrapped = rail - traits.rail_count;  // nearly always enough, and no division
+  return wrapped < traits.rail_count ? wrapped : wrapped % traits.rail_count;
+}
+
+// bytes: of all requests.
+uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, uint64_t bytes,
+                          Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  uint32_t completed = 0;
+  // Counted before: the transport may retire some through the sink while it posts.
+  work.posted += static_cast<uint32_t>(requests.size());
+  const uint32_t accepted = peer.route_.transport->post(*peer.link_, rail, requests, &completed);
+  work.posted -= static_cast<uint32_t>(requests.size()) - accepted;
+  work.retired += completed;
+  bump(counters_.posted, accepted);
+  if (accepted < requests.size()) {
+    bump(counters_.retried);
+    for (const WorkRequest& request : requests.subspan(accepted)) bytes -= request.length_bytes;
+  }
+  // Of a scatter whose targets are all done at once finish() makes one entry: one for each would show.
+  const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;
+  if (accepted == 0 || (accepted == completed && has_targets)) return accepted;
+  if (accepted == 1 && completed == 1 && work.at_once && work.posted == 1) {
+    const uint32_t op = static_cast<uint32_t>(work.kind) + 1;
+    if (!recorder_.repeat(&peer, rail, work.imm, op, bytes)) record_first_moved(peer, rail, bytes, work);
+  } else {
+    record_posted(peer, rail, accepted, completed, bytes, *transfer);
+  }
+  return accepted;
+}
+
+RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
+  if (!region.key_) region.key_ = peer.route_.transport->resolve(*peer.link_, region.descriptor());
+  return region.key_.get();
+}
+
+// The part of a transfer's range at `offset`, still without immediate and context.
+WorkRequest EngineCore::range_request(const Peer& peer, const TransferWork& work, RemoteKey* key, uint64_t offset,
+                                      uint64_t length_bytes) {
+  WorkRequest request;
+  request.op = work.kind == OpKind::kRead ? WorkOp::kRead : WorkOp::kWrite;
+  request.bulk = work.bulk;
+  request.local = work.local->base() + work.local_offset + offset;
+  request.length_bytes = length_bytes;
+  request.remote = key;
+  request.remote_offset = work.remote_offset + offset;
+  request.local_region = work.local->local_.on(peer.route_.index);
+  return request;
+}
+
+// A range in one piece and one slice: one work request and no bookkeeping.
+EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer, RemoteKey* key) {
+  TransferWork& work = *transfer->work_;
+  WorkRequest request = range_request(peer, work, key, 0, work.length_bytes);
+  request.has_imm = work.imm != kNoImm;
+  request.wire_imm = request.has_imm ? wire_imm(work.imm, 0) : 0;
+  request.context = transfer;
+  if (post(peer, rail_for(peer, work, 0), {&request, 1}, work.length_bytes, transfer) == 0) return Progress::kBlocked;
+  round_bytes_ += work.length_bytes;
+  return Progress::kAllPosted;
+}
+
+// A contiguous range: cut into one piece per rail, each piece into slices. The last slice of a piece carries the
+// piece's share of the immediate; on rails without order it waits until everything before it is done, and of an evened
+// range travels alone, so that nothing but its own way is waited for. Resumed: once more from the start, without what
+// was kept.
+EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  const Traits& traits = *peer.route_.traits;
+  RemoteKey* key = key_of(peer, *work.remote);
+  if (work.pieces == 0) plan_range(peer, work);
+  const uint64_t slice_bytes = work.slice_bytes;
+  if (work.pieces == 1 && work.length_bytes <= slice_bytes) return post_short_range(peer, transfer, key);
+  const bool imm_alone = work.imm != kNoImm && work.is_evened;
+  uint64_t turn_bytes = 0;
+  const uint64_t longest =
+      work.pieces == 1 ? work.length_bytes : piece_of(work.length_bytes, work.pieces, 0, kCutAlign).length_bytes;
+  while (work.slice_offset < longest || work.slice_offset == 0) {
+    for (; work.piece < work.pieces; ++work.piece) {
+      const Range range = work.pieces == 1 ? Range{0, work.length_bytes}
+                                           : piece_of(work.length_bytes, work.pieces, work.piece, kCutAlign);
+      if (work.slice_offset >= range.length_bytes && work.slice_offset > 0) continue;
+      if (work.resumed && work.slice_offset < work.kept_bytes[work.piece]) continue;
+      if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
+      const uint64_t length = std::min(range.length_bytes - work.slice_offset, slice_bytes);
+      const bool last = work.slice_offset + length == range.length_bytes;
+      const bool has_imm = work.imm != kNoImm && last && !imm_alone;
+      if (has_imm && !traits.fifo_rails && longest > slice_bytes && work.retired < work.posted &&
+          !is_mutated(Mutation::kImmediateBeforeBytes))
+        return Progress::kBlocked;
+      WorkRequest request = range_request(peer, work, key, range.offset + work.slice_offset, length);
+      if (is_mutated(Mutation::kShortPiece) && work.pieces > 1 && last) --request.length_bytes;
+      request.has_imm = has_imm;
+      request.wire_imm = has_imm ? wire_imm(work.imm, share_code_of_piece(work.pieces, work.piece)) : 0;
+      if (is_mutated(Mutation::kCountShareTwice) && work.pieces > 1 && work.piece == 0) {
+        request.wire_imm = wire_imm(work.imm, share_code_of_piece(work.pieces / 2, 0));
+      }
+      request.context = transfer;
+      request.tag = work.piece;
+      const uint32_t rail = rail_for(peer, work, work.piece);
+      const uint32_t retired_before = work.retired;
+      if (post(peer, rail, {&request, 1}, length, transfer) == 0) return Progress::kBlocked;
+      if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
+      if (work.failure != Status::kDone) return Progress::kAllPosted;
+      turn_bytes += length;
+      round_bytes_ += length;
+    }
+    work.piece = 0;
+    work.slice_offset += slice_bytes;
+  }
+  if (imm_alone) {
+    if (work.retired < work.posted && !is_mutated(Mutation::kImmediateBeforeBytes)) return Progress::kBlocked;
+    WorkRequest request = range_request(peer, work, key, work.length_bytes, 0);
+    request.has_imm = true;
+    request.wire_imm = wire_imm(work.imm, 0);
+    request.context = transfer;
+    if (post(peer, kAnyRail, {&request, 1}, 0, transfer) == 0) return Progress::kBlocked;
+  }
+  return Progress::kAllPosted;
+}
+
+// Pages: neighbours on both sides travel as one request worth a power of two of counts; batches go round the rails.
+EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  RemoteKey* key = key_of(peer, *work.remote);
+  const bool can_join = work.local_stride_bytes == work.page_bytes && work.remote_stride_bytes == work.page_bytes;
+  const uint64_t fits =
+      std::max<uint64_t>(1, peer.route_.traits->slice_bytes_max / std::max<uint64_t>(1, work.page_bytes));
+  const uint64_t run_max = can_join ? std::min<uint64_t>(kPagesPerRequestMax, fits) : 1;
+  const uint32_t* local_pages = work.local_pages.get();
+  const uint32_t* remote_pages = work.remote_pages.get();
+  std::byte* const local = work.local->base() + work.local_offset;
+  uint64_t turn_bytes = 0;
+  std::array<WorkRequest, kBatch> batch;
+  for (uint32_t turn = 0; work.page < work.page_count; ++turn) {
+    if (turn == kBatchesPerTurn || turn_bytes >= kBytesPerTurn) return Progress::kMore;
+    const uint64_t turn_bytes_before = turn_bytes;
+    uint32_t filled = 0;
+    uint64_t page = work.page;
+    for (; filled < kBatch && page < work.page_count && turn_bytes < kBytesPerTurn; ++filled) {
+      uint64_t run = 1;
+      const uint64_t limit = std::min(run_max, work.page_count - page);
+      while (run < limit && local_pages[page + run] == local_pages[page] + run &&
+             remote_pages[page + run] == remote_pages[page] + run)
+        ++run;
+      uint32_t code = 0;
+      if (work.imm != kNoImm && run > 1) {
+        const uint32_t log2 = floor_log2(run);
+        run = uint64_t{1} << log2;
+        code = share_code_of_pages(log2);
+      }
+      WorkRequest& request = batch[filled];
+      request.op = WorkOp::kWrite;
+      request.has_imm = work.imm != kNoImm;
+      request.bulk = work.bulk;
+      request.wire_imm = request.has_imm ? wire_imm(work.imm, code) : 0;
+      request.local = local + local_pages[page] * work.local_stride_bytes;
+      request.length_bytes = run * work.page_bytes;
+      request.remote = key;
+      request.remote_offset = work.remote_offset + remote_pages[page] * work.remote_stride_bytes;
+      request.local_region = work.local->local_.on(peer.route_.index);
+      request.context = transfer;
+      request.reserved = static_cast<uint32_t>(run);
+      if (is_mutated(Mutation::kIgnorePage) && run > 1) request.length_bytes -= work.page_bytes;
+      page += run;
+      turn_bytes += request.length_bytes;
+    }
+    const uint32_t retired_before = work.retired;
+    const uint32_t accepted =
+        post(peer, rail_for(peer, work, 0), {batch.data(), filled}, turn_bytes - turn_bytes_before, transfer);
+    const bool at_once = work.retired == retired_before + accepted && work.failure == Status::kDone;
+    for (uint32_t i = 0; i < accepted; ++i) {
+      work.page += batch[i].reserved;
+      round_bytes_ += batch[i].length_bytes;
+      if (at_once) work.bytes_retired += batch[i].length_bytes;
+    }
+    if (work.failure != Status::kDone) return Progress::kAllPosted;
+    if (work.rail == kAnyRail && ++work.first_rail >= peer.route_.traits->rail_count) work.first_rail = 0;
+    if (accepted < filled) return Progress::kBlocked;
+  }
+  return Progress::kAllPosted;
+}
+
+// One target of a scatter or barrier: on one rail, in slices, the last one with the immediate.
+EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, ScatterTarget& target) {
+  TransferWork& work = *transfer->work_;
+  const Traits& traits = *peer.route_.traits;
+  const auto index = static_cast<uint32_t>(&target - work.targets.data());
+  const uint32_t rail = rail_for(peer, work, index);
+  RemoteKey* key = target.dst ? key_of(peer, *target.dst) : nullptr;
+  uint64_t turn_bytes = 0;
+  do {
+    if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
+    const uint64_t length = std::min(target.length_bytes - target.posted_bytes, traits.slice_bytes_max);
+    const bool has_imm = work.imm != kNoImm && target.posted_bytes + length == target.length_bytes;
+    if (has_imm && !traits.fifo_rails && target.length_bytes > traits.slice_bytes_max && work.retired < work.posted)
+      return Progress::kBlocked;
+    WorkRequest request;
+    request.op = WorkOp::kWrite;
+    request.has_imm = has_imm;
+    request.bulk = work.bulk;
+    request.wire_imm = has_imm ? wire_imm(work.imm, 0) : 0;
+    request.local = work.local ? work.local->base() + target.src_offset + target.posted_bytes : nullptr;
+    request.length_bytes = length;
+    request.remote = key;
+    request.remote_offset = target.dst_offset + target.posted_bytes;
+    request.local_region = work.local ? work.local->local_.on(peer.route_.index) : nullptr;
+    request.context = transfer;
+    const uint32_t retired_before = work.retired;
+    if (post(peer, rail, {&request, 1}, length, transfer) == 0) return Progress::kBlocked;
+    if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
+    target.posted_bytes += length;
+    turn_bytes += length;
+    round_bytes_ += length;
+  } while (target.posted_bytes < target.length_bytes);
+  return Progress::kAllPosted;
+}
+
+EngineCore::Progress EngineCore::post_message(Peer& peer, Transfer* transfer) {
+  TransferWork& work = *transfer->work_;
+  WorkRequest request;
+  request.op = work.kind == OpKind::kService ? WorkOp::kService : WorkOp::kSend;
+  request.local = reinterpret_cast<std::byte*>(work.payload.data());
+  request.length_bytes = work.payload.size();
+  request.context = transfer;
+  const uint32_t rail = peer.route_.traits->balances_rails ? kAnyRail : 0;
+  if (post(peer, rail, {&request, 1}, request.length_bytes, transfer) == 0) return Progress::kBlocked;
+  return Progress::kAllPosted;
+}
+
+}  // namespace crossrail
