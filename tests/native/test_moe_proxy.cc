@@ -104,8 +104,8 @@ TEST_CASE("moe proxy: rows and results of two ranks, with remainders, and what i
   constexpr uint64_t kStride = 32;
   constexpr uint64_t kResult = 16;
   constexpr int32_t kTokens = 5;
-  const Layout layout({.world = 2, .experts = kExperts, .top_k = 1, .max_tokens = 8, .private_rows = 2,
-                       .node_of_rank = own_nodes(2)});
+  const Layout layout(
+      {.world = 2, .experts = kExperts, .top_k = 1, .max_tokens = 8, .private_rows = 2, .node_of_rank = own_nodes(2)});
   const FarMemory memory = parts(2, 8, kStride, kResult);
   EngineRef engines[2] = {open_engine("a"), open_engine("b")};
   RegionRef regions[2];
