@@ -16,7 +16,7 @@ namespace {
 // a rank's share of a decode round takes a quarter less (256 rows of 7 KiB: 350 us against 450 for all four sources).
 constexpr size_t kStreamedBytesMin = size_t{1} << 20U;
 
-// Copies rows of `bytes` bytes one by one. next: what will be copied after this, or null.
+// Copies rows of `bytes` bytes one by one; who reads them elsewhere is told of them after its end.
 class RowCopier {
  public:
   RowCopier(size_t rows, size_t bytes) : bytes_(bytes), streamed_(rows * bytes >= kStreamedBytesMin) {}
@@ -26,6 +26,7 @@ class RowCopier {
   RowCopier(const RowCopier&) = delete;
   RowCopier& operator=(const RowCopier&) = delete;
 
+  // next: what will be copied after this, or null.
   void copy(std::byte* to, const std::byte* from, const std::byte* next) const {
     if (streamed_) {
       copy_streaming(to, from, bytes_, next, next == nullptr ? 0 : bytes_);

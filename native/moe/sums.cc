@@ -10,7 +10,7 @@ namespace crossrail::moe {
 
 namespace {
 
-void check_place(const Reduction& reduction, size_t entry, Place place) {
+[[noreturn]] void refuse_place(const Reduction& reduction, size_t entry, Place place) {
   const std::string at =
       "where[" + std::to_string(entry / reduction.top_k) + ", " + std::to_string(entry % reduction.top_k) + "]";
   const size_t sources = reduction.sources.size();
@@ -53,7 +53,7 @@ void store(void* out, Float format, size_t i, float value) {
 void reduce_rows(const RowOps& ops, const Reduction& reduction) {
   const std::vector<Place> where(reduction.where.begin(), reduction.where.end());
   for (size_t i = 0; i < where.size(); ++i) {
-    if (where[i].row != -1 && !valid(reduction, where[i])) check_place(reduction, i, where[i]);
+    if (where[i].row != -1 && !valid(reduction, where[i])) refuse_place(reduction, i, where[i]);
   }
   const RowOps::Reduce reduce =
       ops.reduce[static_cast<size_t>(reduction.format)][static_cast<size_t>(reduction.out_format)];

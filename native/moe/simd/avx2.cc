@@ -88,7 +88,7 @@ struct Avx2 {
 
 }  // namespace
 
-const RowOps kAvx2RowOps = make_row_ops<Avx2>("avx2");
+constinit const RowOps kAvx2RowOps = make_row_ops<Avx2>("avx2");
 
 }  // namespace crossrail::moe
 

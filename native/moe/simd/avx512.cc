@@ -83,7 +83,7 @@ struct Avx512 {
 
 }  // namespace
 
-const RowOps kAvx512RowOps = make_row_ops<Avx512>("avx512");
+constinit const RowOps kAvx512RowOps = make_row_ops<Avx512>("avx512");
 
 }  // namespace crossrail::moe
 

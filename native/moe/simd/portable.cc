@@ -57,6 +57,6 @@ struct Several {
 
 }  // namespace
 
-const RowOps kPortableRowOps = make_row_ops<Several>("portable");
+constinit const RowOps kPortableRowOps = make_row_ops<Several>("portable");
 
 }  // namespace crossrail::moe

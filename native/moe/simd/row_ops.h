@@ -31,7 +31,8 @@ std::span<const RowOps* const> row_ops_here();
 // Throws UsageError for a name that is not among them; "auto" is the first.
 const RowOps& choose_row_ops(const char* name);
 
-// Each in a file of its own; which of them may be used, row_ops_here() says.
+// Each in a file of its own; which of them may be used, row_ops_here() says. All are constants: nothing of such a file
+// may run when the module is loaded, on a processor that lacks its instructions.
 extern const RowOps kPortableRowOps;
 #if defined(__x86_64__)
 extern const RowOps kAvx2RowOps;
