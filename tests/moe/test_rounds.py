@@ -58,6 +58,7 @@ CASES = {
     "uneven experts": (4, {"experts": 9}, 0.1),
     "ranks without experts": (4, {"experts": 4, "top_k": 4}, 0.0),
     "padded": (2, {"experts": 8, "padding": 8}, 0.2),
+    "rows of odd length": (2, {"experts": 6, "hidden": 37}, 0.0),
     "masked layout": (2, {"experts": 6, "layout": "masked"}, 0.2),
 }
 
@@ -85,7 +86,8 @@ def test_rows_and_sums_are_exact_round_after_round(case: str, wire: str, seed: S
         assert all(part.node_size == (node_size or (1 if engine else size)) for part in ranks.parts)
         for number in range(4):
             counts = random.integers(0, 13, size) if number else np.zeros(size, int)  # the first round has no tokens
-            batches = [draw(random, int(n), 40, options["experts"], config["top_k"], BLOCK, masked) for n in counts]
+            sizes = config["hidden"], options["experts"], config["top_k"]
+            batches = [draw(random, int(n), *sizes, BLOCK, masked) for n in counts]
             ranks.each(lambda part, rank, now=batches, i=number: whole_round(part, rank, now, in_place=i % 2 == 0))
 
 

@@ -12,14 +12,13 @@ import crossrail as xr
 from crossrail import _core
 from crossrail.errors import EngineClosed, UsageError, WaitTimeout
 from crossrail.moe.arrays import Array, from_host, is_tensor, to_count, to_host
-from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout
-from crossrail.moe.bounds import private_rows
+from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout, output_arrays, output_bytes
+from crossrail.moe.capacity import find_overflow
 from crossrail.moe.config import NUMPY_TYPES, OUT_DTYPES, Config
-from crossrail.moe.errors import CapacityExceeded
 from crossrail.moe.far import Far
 from crossrail.moe.group import Group
 from crossrail.moe.kernels import CpuKernels, Kernels
-from crossrail.moe.meeting import Member, meet, meet_far
+from crossrail.moe.meeting import Member, make_layout, meet, meet_far
 from crossrail.moe.near import Near
 from crossrail.moe.rounds import Dispatched, Round, Stage
 
@@ -92,12 +91,12 @@ class AllToAll:
         self._far: Far | None = None
         board_layout = BoardLayout(self.config)
         self._board = engine.alloc(board_layout.nbytes)
-        self._inbox = engine.alloc(PARITIES * self.config.rows_max * self.config.x_row_bytes)
+        self._inbox = engine.alloc(output_bytes(self.config))
         try:
             members = meet(engine, group, self.config, self._board, timeout_s)
             near = [member for member in members if member.board is not None]
             self.node_size = len(near)
-            self._layout = self._make_layout()
+            self._layout = make_layout(self.config, self.node_size)
             self._near = _near(engine, self.rank, near, board_layout)
             if self.node_size < group.size:
                 self._far = Far(engine, self.config, self._layout, self.rank, self._kernels)
@@ -107,7 +106,7 @@ class AllToAll:
         except BaseException:
             self._close_memory()
             raise
-        self._outputs = [self._output_arrays(parity) for parity in range(PARITIES)]
+        self._outputs = [output_arrays(self.config, self._inbox.view(), parity) for parity in range(PARITIES)]
         self._number = 0
         self._open: dict[int, Round] = {}  # by parity
         self._unsettled: dict[int, int] = {}  # by parity: a round that came to nothing, until all ranks know
@@ -210,8 +209,8 @@ class AllToAll:
             moves = np.asarray(placement.pull_near(group, rank, half.order[: int(half.counts.sum())]))
             if len(moves) > 0:
                 self._kernels.pull(x, scales, half.rows, moves)
+        self._wait_rows(opened.number)
         if self._far is not None:
-            self._wait_far("rows", opened.number)
             self._far.pull(opened.number, placement, x, scales)
         offsets, of_expert = np.asarray(placement.expert_offsets(rank)), np.asarray(placement.expert_rows(rank))
         rows, received = int(offsets[-1]), int(of_expert.sum())
@@ -290,7 +289,6 @@ class AllToAll:
         self._wait(RETURNED, opened.number)
         sources = [self._near.halves[rank, parity].y for rank in self._near.ranks]
         if self._far is not None:
-            self._wait_far("results", opened.number)
             sources.append(self._far.results(opened.number))
         if opened.tokens > 0:
             self._kernels.reduce(sums, sources, opened.where, factors, accumulate)
@@ -310,12 +308,9 @@ class AllToAll:
             if opened.stage is Stage.SENT:
                 if opened.placement is None:
                     self._place(opened, 0)
-                if self._far is not None:
-                    self._wait_far("rows", opened.number, 0)
+                self._wait_rows(opened.number, 0)
             elif opened.stage is Stage.RETURNED:
                 self._wait(RETURNED, opened.number, 0)
-                if self._far is not None:
-                    self._wait_far("results", opened.number, 0)
         except WaitTimeout:
             return False
         return opened.stage in (Stage.SENT, Stage.RETURNED)
@@ -362,29 +357,6 @@ class AllToAll:
 
     # ---- parts
 
-    def _make_layout(self) -> _core.moe.Layout:
-        config = self.config
-        return _core.moe.Layout(
-            world=config.world, experts=config.experts, top_k=config.top_k, max_tokens=config.max_tokens,
-            dp_size=config.dp_size, padding=config.padding,
-            private_rows=private_rows(config) if self.node_size < config.world else 0,
-            rows_per_expert=config.rows_per_expert if config.layout == "masked" else 0,
-            node_of_rank=[rank // self.node_size for rank in range(config.world)],
-        )  # fmt: skip
-
-    def _output_arrays(self, parity: int) -> tuple[Array, Array | None]:
-        config = self.config
-        rows = config.rows_max
-        begin = parity * rows * config.x_row_bytes
-        view = self._inbox.view()
-        item = config.x_bytes // config.hidden
-        x = np.frombuffer(view, NUMPY_TYPES[config.dtype], rows * config.hidden, begin).reshape(rows, config.hidden)
-        assert x.itemsize == item
-        if config.blocks == 0:
-            return x, None
-        begin += rows * config.x_row_bytes - rows * 4 * config.blocks
-        return x, np.frombuffer(view, np.float32, rows * config.blocks, begin).reshape(rows, config.blocks)
-
     def _scales(self, scales: Any | None, tokens: int) -> Array | None:
         if self.config.blocks == 0:
             if scales is not None:
@@ -405,17 +377,22 @@ class AllToAll:
             raise EngineClosed(f"engine {self._engine.name!r} was closed")
 
     def _wait(self, what: int, number: int, timeout_s: float | None = None) -> None:
+        """For ranks that share memory with us, and then for the others."""
         begin = time.monotonic()
+        patience_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            self._near.wait(what, number, self.timeout_s if timeout_s is None else timeout_s)
+            self._near.wait(what, number, patience_s)
+            if self._far is not None:
+                self._far.wait("routes" if what == SENT else "results", number, patience_s)
         finally:
             self._waited_s += time.monotonic() - begin
 
-    def _wait_far(self, step: str, number: int, timeout_s: float | None = None) -> None:
-        assert self._far is not None
+    def _wait_rows(self, number: int, timeout_s: float | None = None) -> None:
+        """For rows of ranks that share no memory with us."""
         begin = time.monotonic()
         try:
-            self._far.wait(step, number, self.timeout_s if timeout_s is None else timeout_s)
+            if self._far is not None:
+                self._far.wait("rows", number, self.timeout_s if timeout_s is None else timeout_s)
         finally:
             self._waited_s += time.monotonic() - begin
 
@@ -433,11 +410,9 @@ class AllToAll:
 
     def _place(self, opened: Round, timeout_s: float | None = None) -> None:
         """Waits for the routes of all, decides where rows go, and has the rest of ours sent."""
-        number, parity = opened.number, opened.number % PARITIES
+        config, number, parity = self.config, opened.number, opened.number % PARITIES
         self._wait(SENT, number, timeout_s)
-        if self._far is not None:
-            self._wait_far("routes", number, timeout_s)
-        counts = np.empty((self.config.groups, self.config.experts), np.int32)
+        counts = np.empty((config.groups, config.experts), np.int32)
         for group, source in enumerate(self._sources()):
             half = self._near.halves.get((source, parity))
             if half is not None:
@@ -445,36 +420,13 @@ class AllToAll:
             elif self._far is not None:
                 counts[group] = self._far.routes_of(number, source)
         placement = _core.moe.Placement(self._layout, counts)
-        self._check_capacity(opened, placement, counts)
+        refusal = find_overflow(config, number, placement, counts)  # all see the same counts, and come to the same end
+        if refusal is not None:
+            self._refuse(opened)
+            raise refusal
         if self._far is not None:
             self._far.send_remainder(number, placement)
         opened.placement = placement
-
-    def _check_capacity(self, opened: Round, placement: _core.moe.Placement, counts: Array) -> None:
-        """CapacityExceeded if any rank has too little room. All see the same counts and so come to the same end."""
-        config, refusal = self.config, None
-        masked = config.layout == "masked"
-        there = config.rows_per_expert if masked else config.rows_max
-        for rank in range(config.world):
-            needed = placement.fullest_expert(rank) if masked else placement.rows_needed(rank)
-            if needed > there:
-                refusal = rank, needed, there, "an expert of it" if masked else "it"
-        # More than a group can send to a rank, unless a token names an expert twice: send buffers are no longer.
-        most = config.max_tokens * min(config.top_k, config.experts_per_rank)
-        firsts = np.minimum(np.arange(config.world) * config.experts_per_rank, config.experts)
-        sums = np.concatenate([np.zeros((len(counts), 1), np.int64), np.cumsum(counts, axis=1)], axis=1)
-        sent = np.diff(sums[:, [*firsts, config.experts]], axis=1).max(axis=0)
-        if refusal is None and sent.max() > most:
-            refusal = int(sent.argmax()), int(sent.max()), most, "it of one group"
-        if refusal is None:
-            return
-        self._refuse(opened)
-        rank, needed, there, whose = refusal
-        raise CapacityExceeded(
-            f"round {opened.number}: rank {rank} has room for {there} rows, {needed} are for {whose}. Next: a larger "
-            "capacity_factor, or fewer tokens",
-            rank=rank, needed=needed, there=there,
-        )  # fmt: skip
 
     def _refuse(self, opened: Round) -> None:
         """Ends a round without results: all ranks do, and tell each other as they would with some."""
@@ -483,7 +435,7 @@ class AllToAll:
             if not opened.is_refused:
                 self._far.send_remainder(number, None)
                 opened.is_refused = True
-            self._wait_far("rows", number)  # those that came before anybody knew: the next round's are counted alike
+            self._wait_rows(number)  # those that came before anybody knew: the next round's are counted alike
             self._far.send_results(number, None, None)
         self._near.publish(RETURNED, number)
         opened.stage = Stage.ENDED
@@ -495,8 +447,6 @@ class AllToAll:
         number = self._unsettled.get(parity)
         if number is not None:
             self._wait(RETURNED, number)
-            if self._far is not None:
-                self._wait_far("results", number)
             del self._unsettled[parity]
 
     def _close_memory(self) -> None:

@@ -62,5 +62,20 @@ class BoardLayout:
         return Half(*arrays)
 
 
+def output_bytes(config: Config) -> int:
+    """Of the memory that output_arrays divides."""
+    return PARITIES * (_pages(config.rows_max * config.x_bytes) + _pages(config.rows_max * 4 * config.blocks))
+
+
+def output_arrays(config: Config, memory: memoryview, parity: int) -> tuple[Array, Array | None]:
+    """Where dispatch puts rows: x [rows_max, hidden], scales [rows_max, blocks] or None. memory: for both parities."""
+    rows, begin = config.rows_max, parity * output_bytes(config) // PARITIES
+    x = np.frombuffer(memory, NUMPY_TYPES[config.dtype], rows * config.hidden, begin).reshape(rows, config.hidden)
+    if config.blocks == 0:
+        return x, None
+    begin += _pages(rows * config.x_bytes)
+    return x, np.frombuffer(memory, np.float32, rows * config.blocks, begin).reshape(rows, config.blocks)
+
+
 def _pages(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE

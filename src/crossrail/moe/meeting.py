@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import crossrail as xr
+from crossrail import _core
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.moe.bounds import private_rows
 from crossrail.moe.config import Config, check_agreement
 from crossrail.moe.far import Far
 from crossrail.moe.group import Group
@@ -55,6 +57,21 @@ def meet_far(group: Group, far: Far, addresses: list[xr.Address], timeout_s: flo
     cards = [json.loads(data) for data in group.all_gather(json.dumps(far.card()).encode(), timeout_s)]
     far.connect(cards, addresses, timeout_s)
     group.all_gather(b"", timeout_s)  # nobody writes before all have connected
+
+
+def make_layout(config: Config, node_size: int) -> _core.moe.Layout:
+    """Where rows go, for nodes of so many consecutive ranks."""
+    return _core.moe.Layout(
+        world=config.world,
+        experts=config.experts,
+        top_k=config.top_k,
+        max_tokens=config.max_tokens,
+        dp_size=config.dp_size,
+        padding=config.padding,
+        private_rows=private_rows(config) if node_size < config.world else 0,
+        rows_per_expert=config.rows_per_expert if config.layout == "masked" else 0,
+        node_of_rank=[rank // node_size for rank in range(config.world)],
+    )
 
 
 def _map_boards(
