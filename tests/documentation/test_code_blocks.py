@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ PIECES: dict[str, bool | int] = {
     "docs/topology.md": 1,
     "docs/two-hosts.md": 1,
     "docs/weights-plans.md": 2,
+    "docs/weights-vllm.md": 1,
 }
 
 
@@ -140,6 +142,32 @@ def test_inventory_and_names() -> None:
     own = {name: getattr(mapping, name) for name in ("Names", "Rule", "Part")} | {"shapes": shapes}
     exec(names, own)
     assert own["names"] is not None
+
+
+class _Recorded:
+    """A controller and a client of vLLM that only note what they are asked for."""
+
+    address = b"address"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def update(self, version: int, *_: object) -> None:
+        self.calls.append(f"update {version}")
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.calls.append(name)
+
+
+async def test_updates_of_live_instances() -> None:
+    """tests/weights/test_vllm_weights.py has what workers make of these calls, tests/vllm what vLLM does."""
+    seen = _Recorded()
+    names = {"controller": seen, "clients": [seen], "tensor_parallel": 2, "data_parallel": 1, "version": 7}
+    code = compile(blocks()["docs/weights-vllm.md"][0], "docs", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    await eval(code, names)
+    assert seen.calls[:2] == ["init_weight_transfer_engine", "start_weight_update"]
+    assert set(seen.calls[2:4]) == {"update_weights", "update 7"}
+    assert seen.calls[4:] == ["finish_weight_update"]
 
 
 def run_and_close(text: str) -> None:
