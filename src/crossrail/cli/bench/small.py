@@ -11,7 +11,7 @@ _WORD_BYTES = 8
 _RATE_WINDOW = 256
 # A sample is so many pieces, each right after one of its limit.
 _TURNS = 4
-_TURN_ROUNDS = 500  # of the ping-pong: some 100 us
+_TURN_ROUNDS = 2000  # of the ping-pong: half a millisecond
 
 
 def measures() -> list[Measure]:
@@ -71,7 +71,7 @@ def verified_ping_pong(pair: Pair, link: Link) -> Callable[[int], float]:
 
 def _ping_pong_samples(pair: Pair) -> SampleStream:
     ping_pong = verified_ping_pong(pair, pair.link("manual"))
-    turns = pair.settings.scaled(200)
+    turns = pair.settings.scaled(40)
     while True:
         flag_ns, one_way_ns = alternate_briefly(
             turns, lambda: pair.flag_one_way_ns(_TURN_ROUNDS), lambda: ping_pong(_TURN_ROUNDS)
