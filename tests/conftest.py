@@ -5,6 +5,7 @@ import os
 import random
 import secrets
 import shlex
+import signal
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -58,6 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--seed") is None:
         config.option.seed = secrets.randbits(31)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell without job control starts what runs in the background so, and every child would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -62,14 +62,18 @@ class Bounds:
     far_bytes: int
 
     @classmethod
-    def of(cls, sizes: Sizes, far_groups: int) -> Bounds:
-        """Of a rank to which so many groups are far (Layout.far_groups)."""
+    def of(cls, sizes: Sizes, far_groups: int, returned_groups: int | None = None) -> Bounds:
+        """Of a rank to which so many groups are far (Layout.far_groups): the member of each that sends to it.
+
+        returned_groups: those that have any far member, since results go to all of them; None: the same.
+        """
+        returned_groups = far_groups if returned_groups is None else returned_groups
         routes = sizes.max_tokens * min(sizes.top_k, sizes.experts_per_rank)  # of one group to the rank
         slot = private_rows(sizes)
         far_rows = far_groups * max(slot, routes)  # slots, and from each group what does not fit its own
         sent_rows = sizes.max_tokens * sizes.top_k if far_groups else 0
-        returned_rows = far_groups * routes
-        result_rows = sizes.max_tokens * sizes.top_k if far_groups else 0
+        returned_rows = returned_groups * routes
+        result_rows = sizes.max_tokens * sizes.top_k if returned_groups else 0
         in_and_out = (far_rows + sent_rows) * sizes.stride_bytes + (returned_rows + result_rows) * sizes.y_bytes
         return cls(
             rows_per_expert(sizes) if sizes.layout == "masked" else 0,

@@ -47,17 +47,17 @@ class Far:
         self._config = config
         self._kernels = kernels
         self._rank = rank
-        bounds = Bounds.of(config, max(layout.far_groups(other) for other in range(config.world)))
-        routes = config.max_tokens * min(config.top_k, config.experts_per_rank)
+        far_groups = max(layout.far_groups(other) for other in range(config.world))
+        # Of larger groups one that is near by the member of our index may have others that are far.
+        bounds = Bounds.of(config, far_groups, config.groups if config.dp_size > 1 else None)
         route_bytes = -(-4 * config.experts // _LINE) * _LINE
         parts = {
             "routes_in": config.world * route_bytes,
             "rows_in": bounds.far_rows * config.stride_bytes,
-            "results_in": config.max_tokens * config.top_k * config.y_bytes,
+            "results_in": bounds.result_rows * config.y_bytes,
             "routes_out": route_bytes,
             "rows_out": bounds.sent_rows * config.stride_bytes,
-            # Of all groups: one that is near by the member of our index may have others that are far.
-            "results_out": config.groups * routes * config.y_bytes,
+            "results_out": bounds.returned_rows * config.y_bytes,
         }
         offsets, end = {}, 0
         for name, nbytes in parts.items():
