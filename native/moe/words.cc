@@ -52,7 +52,8 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
                         Deadline deadline, const InterruptCheck& interrupted) {
   const bool manual = engine.options().polling == Polling::kManual;
   const bool staged = engine.options().stage != nullptr;
-  int64_t spin_until = 0;
+  int64_t spin_until = 0;  // 0: has not begun
+  int64_t yield_from = 0;
   int64_t next_look = 0;
   for (size_t i = 0; i < words.size();) {
     const Awaited& awaited = words[i];
@@ -64,6 +65,7 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
     const int64_t now = now_ns();
     if (spin_until == 0) {
       spin_until = now + engine.options().spin_ns;
+      yield_from = now + kYieldAfterNs;
       next_look = now + kLookEveryNs;
     }
     if (now >= std::min(next_look, deadline)) {
@@ -76,7 +78,7 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
     }
     if (manual) engine.progress();
     if (now < spin_until) {
-      if (now + kYieldAfterNs < spin_until) {
+      if (now < yield_from) {
         cpu_relax();
       } else {
         std::this_thread::yield();
