@@ -173,6 +173,9 @@ void register_placement(nb::module_& part) {
           [=](const Placement& self, nb::handle rank) { return self.far_rows_needed(rank_of(self, rank)); },
           nb::arg("rank"))
       .def(
+          "most_routes", [=](const Placement& self, nb::handle rank) { return self.most_routes(rank_of(self, rank)); },
+          nb::arg("rank"))
+      .def(
           "route_starts",
           [](const Placement& self, nb::handle group) {
             return to_numpy(self.route_starts(to_group(self.layout(), group)));

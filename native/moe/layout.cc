@@ -161,6 +161,12 @@ int32_t Placement::fullest_expert(uint32_t rank) const {
 
 int64_t Placement::far_rows_needed(uint32_t rank) const { return remainder_start(layout_.groups(), rank); }
 
+int32_t Placement::most_routes(uint32_t rank) const {
+  int32_t most = 0;
+  for (uint32_t group = 0; group < layout_.groups(); ++group) most = std::max(most, routes(group, rank));
+  return most;
+}
+
 std::vector<int32_t> Placement::route_starts(uint32_t group) const {
   const uint32_t experts = layout_.shape().experts;
   std::vector<int32_t> starts(experts + 1);

@@ -99,6 +99,8 @@ class Placement {
   int64_t rows_needed(uint32_t rank) const;
   int32_t fullest_expert(uint32_t rank) const;
   int64_t far_rows_needed(uint32_t rank) const;
+  // Routes to a rank of the group that has most of them.
+  int32_t most_routes(uint32_t rank) const;
 
   // starts[e] of a group; starts[experts] is the number of its routes.
   std::vector<int32_t> route_starts(uint32_t group) const;

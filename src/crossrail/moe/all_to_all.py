@@ -420,7 +420,7 @@ class AllToAll:
             elif self._far is not None:
                 counts[group] = self._far.routes_of(number, source)
         placement = _core.moe.Placement(self._layout, counts)
-        refusal = find_overflow(config, number, placement, counts)  # all see the same counts, and come to the same end
+        refusal = find_overflow(config, number, placement)  # all see the same counts, and come to the same end
         if refusal is not None:
             self._refuse(opened)
             raise refusal
