@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from crossrail.cli.kv.common import open_model, parse_options
-from crossrail.cli.kv.local import Client, Processes, until
+from crossrail.cli.kv.local import Client, Processes
 from crossrail.kv.messages import Sampling, Span
 from crossrail.kv.model import Cache, Model, Tokens, generate
 
@@ -57,7 +57,7 @@ def start(processes: Processes, args: argparse.Namespace) -> Client:
     common = ["--router", url, "--transport", args.transport, "--model", args.model, *words]
     processes.start("prefiller", "prefiller", "--chunk-tokens", str(args.chunk_tokens), *common)
     processes.start("decoder", "decoder", *common)
-    until(lambda: len(client.nodes()) == 2, "both nodes have joined")
+    processes.until(lambda: len(client.nodes()) == 2, "both nodes have joined")
     return client
 
 
