@@ -103,18 +103,6 @@ TransportWord to_transports(const std::string& text) {
   return word;
 }
 
-const char* access_name(Access access) {
-  switch (access) {
-    case Access::kLocal:
-      return "local";
-    case Access::kRemoteRead:
-      return "read";
-    case Access::kRemoteWrite:
-      return "write";
-  }
-  return "invalid";
-}
-
 Access to_access(const std::string& name) {
   for (Access access : {Access::kLocal, Access::kRemoteRead, Access::kRemoteWrite}) {
     if (name == access_name(access)) return access;

@@ -45,7 +45,6 @@ struct TransportWord {
 };
 TransportWord to_transports(const std::string& text);
 
-const char* access_name(Access access);
 Access to_access(const std::string& name);
 
 // Names and details come from peers: what is not UTF-8 in them is shown as such and does not raise.

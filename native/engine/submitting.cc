@@ -60,18 +60,6 @@ void check_group(const PeerGroup& group, const Engine* engine) {
   if (group.engine() != engine) throw UsageError("group is a peer group of another engine");
 }
 
-const char* access_name(Access access) {
-  switch (access) {
-    case Access::kLocal:
-      return "local";
-    case Access::kRemoteRead:
-      return "read";
-    case Access::kRemoteWrite:
-      return "write";
-  }
-  return "?";
-}
-
 [[gnu::cold, noreturn]] void throw_remote(const RemoteRegion* region, const char* name, Access needed) {
   if (region == nullptr) throw UsageError(std::string(name) + " is missing");
   const Access access = region->descriptor().access;

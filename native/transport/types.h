@@ -46,6 +46,19 @@ enum class Access : uint8_t {
   kRemoteWrite = 3  // and peers may read and write it
 };
 
+// As users write it.
+inline const char* access_name(Access access) {
+  switch (access) {
+    case Access::kLocal:
+      return "local";
+    case Access::kRemoteRead:
+      return "read";
+    case Access::kRemoteWrite:
+      return "write";
+  }
+  return "invalid";
+}
+
 // Where phantom regions begin (Engine::register_phantom): an address that no memory has.
 inline std::byte* const kPhantomBase =
     reinterpret_cast<std::byte*>(uint64_t{1} << 60);  // NOLINT(performance-no-int-to-ptr)
