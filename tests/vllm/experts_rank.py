@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch.nn import functional
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import (
@@ -90,8 +90,8 @@ def _reference(x: Any, w1: Any, w2: Any, weights: Any, ids: Any, weight_on_input
     for token, k in torch.cartesian_prod(torch.arange(len(x)), torch.arange(ids.shape[1])).tolist():
         expert, weight = ids[token, k], weights[token, k]
         row = x[token].float() * (weight if weight_on_input else 1.0)
-        gate, up = F.linear(row, w1[expert].float()).chunk(2)
-        made = F.linear(F.silu(gate) * up, w2[expert].float())
+        gate, up = functional.linear(row, w1[expert].float()).chunk(2)
+        made = functional.linear(functional.silu(gate) * up, w2[expert].float())
         sums[token] += made * (1.0 if weight_on_input else weight)
     return sums
 

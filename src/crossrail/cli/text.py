@@ -59,7 +59,7 @@ class OutputFile(click.Path):
         super().__init__(dir_okay=False, writable=True, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]  # by path_type
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
         folder = path.absolute().parent
         if not folder.is_dir():
             self.fail(f"{str(path)!r}: there is no folder {str(folder)!r}", param, ctx)

@@ -223,7 +223,10 @@ class Reducing:
         self, subject: Subject, seed: Seed, dtype: str, hidden: int
     ) -> None:
         rng = seed.rng()
-        spread = lambda shape: (rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 4, shape)).astype(np.float32)  # noqa: E731
+
+        def spread(shape: tuple[int, ...]) -> Array:
+            return (rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 4, shape)).astype(np.float32)
+
         sources = [encoded(spread((4, hidden)), dtype) for _ in range(3)]
         out, weights, where = encoded(spread((6, hidden)), dtype), spread((6, 5)), places(rng, 6, 5, 3, 4)
         for factors in (weights, None):

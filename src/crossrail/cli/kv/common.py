@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import click
 
 import crossrail as xr
-from crossrail.cli.secret import read_secret
-from crossrail.engine import SECRET_VARIABLE
+from crossrail.cli.service import Decorator, engine_options, read_secret, together
 from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
@@ -27,7 +26,6 @@ from crossrail.kv.toy import ToyModel, ToyTokenizer
 from crossrail.kv.wire import EngineWire
 
 Options = TypeVar("Options", NodeOptions, RouterOptions)
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 _TOY_LAYOUT: dict[str, int | str] = {
     "layers": 8, "pages": 512, "page_tokens": 16, "kv_heads": 4, "head_dim": 8, "dtype": "float16", "kind": "GQA",
@@ -37,26 +35,9 @@ _EXAMPLES = ("qwen3", "llama", "deepseek")  # crossrail.kv.models.EXAMPLES, whic
 MEMBERSHIP_HELP = "etcd://HOST:PORT,HOST:PORT/CLUSTER, where a cluster's nodes and routers are"
 
 
-def together(*decorators: Decorator) -> Decorator:
-    """Several options as one decorator, shown in this order."""
-
-    def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
-        for decorator in reversed(decorators):
-            fn = decorator(fn)
-        return fn
-
-    return apply
-
-
 service_options = together(
-    click.option("--transport", default="auto", show_default=True, help="Of the engine: auto, shm, tcp, verbs, ofi."),
-    click.option("--rails", multiple=True, help="What the engine's rails are bound to; several times for several."),
+    engine_options,
     click.option("--port", default=0, show_default=True, help="Where the engine's tcp rails listen; 0: anywhere."),
-    click.option(
-        "--secret-file",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help=f"File with the secret that all nodes share; without it the environment's {SECRET_VARIABLE}.",
-    ),
     click.option("--until-stdin-closes", is_flag=True, hidden=True),
 )
 

@@ -17,8 +17,8 @@ from crossrail.cli.kv.common import (
     options_of,
     parse_options,
     service_options,
-    together,
 )
+from crossrail.cli.service import together
 from crossrail.errors import UsageError
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.etcd_membership import EtcdPresence

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
-from typing import Any
 
 import click
 
+from crossrail.cli.service import together
 from crossrail.errors import UsageError
 from crossrail.weights.models import CLUSTERS, MODELS, Cluster
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-_CLUSTER_OPTIONS = (
+cluster_options = together(
     click.option("--trainers", type=int, help="How many there are; default: as was published for the model."),
     click.option("--targets", type=int, help="Inference ranks; default: as was published for the model."),
     click.option("--pipeline", type=int, help="Pipeline stages of the trainers."),
@@ -22,13 +19,6 @@ _CLUSTER_OPTIONS = (
     click.option("--dense-shard", type=int, help="Ranks over which all else is sharded."),
     click.option("--target-experts", type=int, help="Inference ranks over which the experts are spread."),
 )
-
-
-def cluster_options(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """--trainers and so on, for cluster_of()."""
-    for option in reversed(_CLUSTER_OPTIONS):
-        fn = option(fn)
-    return fn
 
 
 def check_model(name: str) -> None:

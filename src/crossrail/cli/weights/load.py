@@ -13,17 +13,17 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
 import crossrail as xr
-from crossrail.cli.secret import read_secret
+from crossrail.cli.service import engine_options, read_secret
 from crossrail.cli.text import RAILS_MAX, OutputFile, format_bytes, format_count, gb_per_s, size
 from crossrail.cli.weights.progress import showing_update
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights.checkpoint import Checkpoint
 from crossrail.weights.controller import UpdateReport, WeightController
@@ -59,7 +59,13 @@ def _reader(text: str) -> tuple[int, int]:
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
-@click.option("--targets", default=1, show_default=True, help="Inference ranks to wait for: 0 to one less than this.")
+@click.option(
+    "--targets",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Inference ranks to wait for: 0 to one less than this.",
+)
 @click.option("--reader", type=_reader, default="0/1", show_default=True, help="Which reader this is, of how many.")
 @click.option("--controller", metavar="ADDRESS", help="Of the other readers: what reader 0 printed, or its file.")
 @click.option(
@@ -72,22 +78,16 @@ def _reader(text: str) -> tuple[int, int]:
 @click.option("--wait", "wait_s", default=600.0, show_default=True, help="Seconds until everybody has joined.")
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds for bringing the weights.")
 @click.option("--watermark", default="1GiB", show_default=True, type=size(1 << 16, 1 << 40), help="Of each reader.")
-@click.option("--transport", default="auto", show_default=True, help="Of the engine: auto, shm, tcp, verbs, ofi.")
-@click.option("--rails", multiple=True, help="What the engine's rails are bound to; several times for several.")
 @click.option(
     "--port", default=0, show_default=True, help="First of the 16 (of reader 0: 32) where tcp may listen; 0: any."
 )
-@click.option(
-    "--secret-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help=f"File with the secret that all share; without it the environment's {SECRET_VARIABLE}.",
-)
-def load(checkpoint: Path, secret_file: Path | None, **options: object) -> None:
+@engine_options
+def load(checkpoint: Path, secret_file: Path | None, **options: Any) -> None:
     """Bring the weights of CHECKPOINT, a safetensors file or a folder of them, to inference ranks that wait for them.
 
     They are processes with a WeightReceiver, which join the address that this command tells.
     """
-    chosen = _Options(secret=read_secret(secret_file), **options)  # type: ignore[arg-type]  # click has checked them
+    chosen = _Options(secret=read_secret(secret_file), **options)
     if (chosen.controller is None) != (chosen.reader[0] == 0):
         raise UsageError("reader 0 is the controller; the others need its address: --controller")
     source = Checkpoint(checkpoint)
