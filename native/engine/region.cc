@@ -54,9 +54,11 @@ void Region::show(const LocalRegions& region) {
   shown_id_.store(region.id(), std::memory_order_seq_cst);
 }
 
+// Why comes first: a RegionUse that finds itself over asks for it.
 void Region::hide(Why why) {
-  const uint64_t id = shown_id_.exchange(0, std::memory_order_seq_cst);
+  const uint64_t id = shown_id_.load(std::memory_order_relaxed);
   if (id != 0) engine_->core().unlist_region(id, why == Why::kRevoked);
+  shown_id_.store(0, std::memory_order_seq_cst);
 }
 
 bool Region::try_add_ref() {

@@ -59,7 +59,9 @@ void fence_under_load(TransportKind kind, PrivatePath path, bool is_mapped, bool
         REQUIRE(write->wait(deadline_in(60), {}) == WaitResult::kReady);
         const Status status = write->status();
         // Two writers to one range: a checked write may find the other's bytes.
-        CHECK((status == Status::kDone || status == Status::kRegionRevoked || status == Status::kChecksumMismatch));
+        const bool is_expected =
+            status == Status::kDone || status == Status::kRegionRevoked || status == Status::kChecksumMismatch;
+        CHECK_MESSAGE(is_expected, status_name(status) << ": " << write->info().detail);
         if (status == Status::kDone) ++done;
       }
     });
