@@ -310,6 +310,31 @@ async def test_router_restarted_at_a_step_running_requests_finish(cluster: Clust
     await assert_still_serves(cluster)
 
 
+async def test_next_router_learns_what_ended_just_before(cluster: Cluster) -> None:
+    """The router has taken the end, and dies before its client has read it."""
+    await start(cluster)
+    tokens, _ = await cluster.complete(PROMPT, GREEDY, request="r1")
+    await quiet(cluster)
+    await cluster.close_router()
+    router = cluster.add_router("router-again")
+    await until(lambda: (found := router.adopted("r1")) and found.end, "it is told again")
+    found = router.adopted("r1")
+    assert found.tokens == tokens and found.end.reason == "length"
+    await assert_still_serves(cluster)
+
+
+async def test_next_router_does_not_learn_what_was_cancelled(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    client.cancel()
+    await quiet(cluster)
+    await cluster.close_router()
+    router = cluster.add_router("router-again")
+    await assert_still_serves(cluster)
+    assert router.adopted("r1") is None
+
+
 async def test_two_routers_share_nodes(cluster: Cluster) -> None:
     second = Cluster()
     second.add_router("router-2")

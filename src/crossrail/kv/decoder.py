@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 
 from msgspec import structs
@@ -38,6 +38,8 @@ log = logging.getLogger("crossrail.kv")
 
 _ENDED_KEPT = 16384
 _ROUTER_GONE_S = 60.0  # how long what has ended is kept for a router that is not there
+_TOLD_KEPT = 64  # of requests whose end was taken, the latest: their router may die before it has told its client
+_TOLD_KEPT_S = 10.0
 _REASSIGN_S = 60.0  # a router may wait for a prefiller to join before it answers
 _TOKENS_AT_ONCE = 4096
 
@@ -68,6 +70,7 @@ class Decoder(Node):
         self._fetcher = Fetcher(mailbox, self.options, self.receiver, self._reserve_again, self._report_room)
         self._servings: dict[str, Serving] = {}
         self._ended: OrderedDict[str, int] = OrderedDict()  # by request, the latest placement
+        self._told: deque[Serving] = deque(maxlen=_TOLD_KEPT)
         self._replacements = 0
         mailbox.handle(m.Start, self._on_start)
         mailbox.handle(m.Cancel, self._on_cancel)
@@ -83,12 +86,20 @@ class Decoder(Node):
         )
 
     def running(self, link: RouterLink) -> list[str]:
-        return [serving.request for serving in self._servings.values() if serving.link is link]
+        return [serving.request for serving in [*self._servings.values(), *self._just_told()] if serving.link is link]
 
     def on_joined(self, link: RouterLink) -> None:
         for serving in self._servings.values():
             if serving.link is link:
                 serving.offer_again()
+        for serving in self._just_told():
+            if serving.link is link:  # should it be the same router, it says that it knows
+                serving.offer_again()
+                self.mailbox.spawn(self._deliver(serving), f"tokens of {serving.request}, once more")
+
+    def _just_told(self) -> list[Serving]:
+        recent_s = asyncio.get_running_loop().time() - _TOLD_KEPT_S
+        return [serving for serving in self._told if serving.ended_s > recent_s]
 
     async def close(self) -> None:
         """Stops requests, waits for prefillers to be quiet as long as the options say, and ends. Idempotent."""
@@ -208,6 +219,9 @@ class Decoder(Node):
                 serving.reception.release()
         serving.finish(end)
         await asyncio.wait([delivery])
+        if serving.is_told:
+            serving.ended_s = loop.time()
+            self._told.append(serving)
         del self._servings[serving.request]
         self._remember_ended(serving.request, serving.placement)
         self._count_active(len(self._servings))

@@ -45,6 +45,7 @@ class Serving:
     end: m.End | None = None
     taken: int = 0
     end_taken: bool = False
+    ended_s: float = 0.0  # when its router had taken the end, on the event loop's clock
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     stop_wanted: asyncio.Event = field(default_factory=asyncio.Event)
     _stop: Stopped | None = None
@@ -53,6 +54,11 @@ class Serving:
     def left(self) -> int:
         """Tokens that may still be generated."""
         return self.sampling.max_tokens - len(self.tokens)
+
+    @property
+    def is_told(self) -> bool:
+        """Its router has taken all of it, and wanted it. What it does not want ends without that."""
+        return self.end_taken and self.taken == len(self.tokens) and self._stop is None
 
     def stop(self, reason: m.EndReason, detail: str) -> None:
         """Ends it as soon as it can be. The first reason is the one."""
@@ -77,4 +83,5 @@ class Serving:
     def offer_again(self) -> None:
         """Its router was restarted, and knows nothing of it."""
         self.taken = 0
+        self.end_taken = False
         self.changed.set()
