@@ -1,0 +1,118 @@
+"""./dev demo, bench, run, setup, clean, and those that hand over to a program of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+from tools.dev.arguments import no_arguments, take_flag
+from tools.dev.build import build, locked, prepare, python_overlay, set_up, verbs_option
+from tools.dev.packages import install_packages
+from tools.dev.processes import BUILD, PYTHON, ROOT, VENV, Failure, replace_process, tool
+from tools.dev.venv import ensure_extra, install_torch
+
+
+def demo(arguments: list[str]) -> int:
+    prepare()
+    if arguments[:1] in (["kv"], ["moe"], ["weights"]):
+        return replace_process([tool("crossrail"), arguments[0], "demo", *arguments[1:]])
+    return replace_process([tool("crossrail"), "demo", *arguments])
+
+
+def bench(arguments: list[str]) -> int:
+    prepare()
+    return replace_process([tool("crossrail"), "bench", *arguments])
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments:
+        raise Failure("run what? ./dev run COMMAND...")
+    prepare()
+    return replace_process(arguments)
+
+
+def setup(arguments: list[str]) -> int:
+    transformers = take_flag(arguments, "--transformers")
+    triton = take_flag(arguments, "--triton")
+    torch = take_flag(arguments, "--torch") or transformers or triton
+    no_arguments("setup", arguments)
+    prepare()
+    if torch:
+        with locked():
+            install_torch()
+    if transformers:
+        with locked():
+            ensure_extra("transformers")
+    if triton:
+        with locked():
+            ensure_extra("triton")
+    return 0
+
+
+def model(arguments: list[str]) -> int:
+    missing = [] if shutil.which("spin") else ["spin"]
+    if not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
+        missing.append("gcc")  # Spin makes a C program of a model
+    if missing:
+        install_packages(missing)
+    return replace_process([sys.executable, str(ROOT / "model" / "check.py"), *arguments])
+
+
+def sim(arguments: list[str]) -> int:
+    if not take_flag(arguments, "--mutations"):
+        prepare()
+        return replace_process([PYTHON, "-m", "crossrail.sim.campaign", *arguments])
+    with locked():
+        version = set_up()
+        options = {"CMAKE_BUILD_TYPE": "Release", "CROSSRAIL_MUTATIONS": "ON", **verbs_option()}
+        folder = build("mutations", version, options, ["all"])
+        overlay = python_overlay(folder)
+    command = [PYTHON, str(ROOT / "tests" / "sim" / "mutations.py"), *arguments]
+    return replace_process(command, PYTHONPATH=f"{overlay}{os.pathsep}{ROOT}")
+
+
+def campaign(arguments: list[str]) -> int:
+    prepare()
+    return replace_process([PYTHON, "-m", "crossrail.campaign", *arguments], OPENBLAS_NUM_THREADS="1")
+
+
+def soak(arguments: list[str]) -> int:
+    prepare()
+    return replace_process([PYTHON, "-m", "crossrail.campaign.soak", *arguments], OPENBLAS_NUM_THREADS="1")
+
+
+def vm(arguments: list[str]) -> int:
+    program = [PYTHON, str(ROOT / "tools" / "vm" / "vm.py")]
+    folder = prepare(native_tests=True)
+    asked = subprocess.run([*program, "--missing"], capture_output=True, text=True, timeout=60)
+    if missing := asked.stdout.split():
+        with locked():
+            install_packages(missing)
+    return replace_process([*program, *arguments], CROSSRAIL_BUILD=str(folder))
+
+
+def vllm(arguments: list[str]) -> int:
+    if not take_flag(arguments, "test"):
+        raise Failure("'vllm' knows 'test': ./dev vllm test [args of pytest]")
+    prepare()
+    return replace_process([PYTHON, str(ROOT / "tools" / "vllm" / "run.py"), *arguments])
+
+
+def clean(arguments: list[str]) -> int:
+    everything = take_flag(arguments, "--all")
+    no_arguments("clean", arguments)
+    with locked():
+        for path in [*(p for p in BUILD.iterdir() if p.name != "dev.lock"), *([VENV] if everything else [])]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        package = ROOT / "src" / "crossrail"
+        for path in [*package.glob("_core*.so"), package / "py.typed"]:
+            path.unlink(missing_ok=True)
+        caches = [ROOT / name for name in (".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis")]
+        for folder in [package / "_core", *caches]:
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0

@@ -1,0 +1,156 @@
+"""./dev test, asan, tsan."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.dev.arguments import take_flag
+from tools.dev.build import NATIVE_TESTS, build, locked, prepare, python_overlay, set_up, verbs_option
+from tools.dev.processes import PYTHON, ROOT, VENV, Failure, environment, run_bounded, run_here, say
+
+NATIVE_TESTS_TIMEOUT_S = 600
+
+
+def test(arguments: list[str]) -> int:
+    native_only = take_flag(arguments, "--native")
+    no_native = take_flag(arguments, "--no-native")
+    folder = prepare(native_tests=not no_native)
+    code = 0 if no_native else run_native_tests(folder, arguments if native_only else [])
+    if native_only:
+        return code
+    # A skip is shown with its reason, always.
+    pytest_code = run_here([PYTHON, "-m", "pytest", "-rfEs", *arguments])
+    if code != 0:
+        say("FAILED: native tests (above)")
+    return code or pytest_code
+
+
+def asan(arguments: list[str]) -> int:
+    with locked():
+        version = set_up(native_tests=True)
+        options = {
+            "CMAKE_BUILD_TYPE": "RelWithDebInfo",
+            "CROSSRAIL_SANITIZE": "address",
+            "CROSSRAIL_NATIVE_TESTS": "ON",
+            **verbs_option(),
+        }
+        folder = build("asan", version, options, ["all", NATIVE_TESTS])
+        overlay = python_overlay(folder)
+
+    ubsan = "print_stacktrace=1:halt_on_error=1"
+    say("native tests under AddressSanitizer and UndefinedBehaviorSanitizer")
+    code = run_native_tests(
+        folder,
+        [],
+        ASAN_OPTIONS="detect_leaks=1:detect_stack_use_after_return=1",
+        LSAN_OPTIONS=f"suppressions={ROOT / 'tests' / 'native' / 'lsan.supp'}:print_suppressions=0",
+        UBSAN_OPTIONS=ubsan,
+    )
+    say("Python tests under AddressSanitizer and UndefinedBehaviorSanitizer")
+    # AddressSanitizer reports to files, since tests may swallow what their children say. The other one of gcc does
+    # not: hence --capture=sys below, without which its last words would die with pytest.
+    reports = folder / "reports"
+    shutil.rmtree(reports, ignore_errors=True)
+    reports.mkdir()
+    log = f"log_path={reports / 'report'}"
+    # libstdc++ comes along so that the sanitizer finds the real __cxa_throw in a Python that is not C++. The
+    # interpreter's own leaks are not ours to report; its small-object allocator would hide overruns.
+    variables = {
+        "ASAN_OPTIONS": f"detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1:{log}",
+        "CROSSRAIL_SANITIZER": "address",
+        "LD_PRELOAD": f"{compiler_library('libasan.so')} {compiler_library('libstdc++.so.6')}",
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(overlay),
+        "UBSAN_OPTIONS": ubsan,
+    }
+    python = [*fixed_addresses(), "env", *(f"{k}={v}" for k, v in variables.items()), PYTHON]
+    loaded = "import crossrail._core as c; print(c.__file__)"
+    probe = subprocess.run([*python, "-c", loaded], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    if probe.returncode != 0 or not probe.stdout.startswith(str(overlay)):
+        raise Failure(f"the sanitized module did not load:\n{probe.stdout}{probe.stderr}")
+    # torch takes minutes to import here and is not ours to check; transformers and Triton's tests import it.
+    command = [
+        *python,
+        "-m",
+        "pytest",
+        "-rfEs",
+        "-p",
+        "no:cacheprovider",
+        "--capture=sys",
+        "--ignore-glob=*test_torch*",
+        "--ignore-glob=*test_transformers*",
+        "--ignore-glob=*test_triton*",
+    ]
+    command += ["-m", "not no_sanitizer and not slow", "--timeout=300", "-o", "faulthandler_timeout=330"]
+    pytest_code = run_here([*command, *(arguments or ["tests"])])
+    found = sorted(reports.iterdir())
+    for report in found:
+        print(report.read_text(errors="replace"))
+    if code != 0:
+        say("FAILED: native tests under AddressSanitizer (above)")
+    if found:
+        say(f"FAILED: {len(found)} processes of the Python tests ended with a sanitizer's report (above)")
+    return code or pytest_code or int(bool(found))
+
+
+def tsan(arguments: list[str]) -> int:
+    with locked():
+        version = set_up(native_tests=True)
+        options = {
+            "CMAKE_BUILD_TYPE": "RelWithDebInfo",
+            "CROSSRAIL_BINDINGS": "OFF",
+            "CROSSRAIL_NATIVE_TESTS": "ON",
+            "CROSSRAIL_SANITIZE": "thread",
+            **verbs_option(),
+        }
+        folder = build("tsan", version, options, [NATIVE_TESTS])
+    say("native tests under ThreadSanitizer")
+    tsan_options = "second_deadlock_stack=1:history_size=4"
+    suppressions = ROOT / "tests" / "native" / "tsan.supp"
+    if suppressions.exists():
+        tsan_options += f":suppressions={suppressions}"
+    return run_native_tests(folder, arguments, TSAN_OPTIONS=tsan_options)
+
+
+def run_native_tests(folder: Path, arguments: Sequence[str], **sanitizer_options: str) -> int:
+    program = str(folder / "tests" / "native" / NATIVE_TESTS)
+    command = [*(fixed_addresses() if sanitizer_options else []), program, *arguments]
+    env = environment(**libfabric(), **sanitizer_options)
+    try:
+        return run_bounded(command, timeout_s=NATIVE_TESTS_TIMEOUT_S, env=env, stdout=sys.stdout)
+    except Failure as failure:
+        say(f"FAILED: {failure}")
+        return 1
+
+
+def libfabric() -> dict[str, str]:
+    """Where the native tests find a libfabric new enough; Python finds it by itself (crossrail/_libfabric.py)."""
+    brought = VENV / "lib" / "mpich" / "libfabric.so.1"
+    if "CROSSRAIL_LIBFABRIC" in os.environ or not brought.exists():
+        return {}
+    return {"CROSSRAIL_LIBFABRIC": str(brought)}
+
+
+def fixed_addresses() -> list[str]:
+    """A prefix that turns address randomisation off where that is allowed: the sanitizers of gcc 12 and older
+    do not start on kernels that randomise 32 bits."""
+    prefix = ["setarch", os.uname().machine, "-R"]
+    try:
+        allowed = subprocess.run([*prefix, "true"], capture_output=True, timeout=10).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        allowed = False
+    return prefix if allowed else []
+
+
+def compiler_library(name: str) -> str:
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++" if shutil.which("c++") else "g++"]
+    found = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+    if not Path(found).is_absolute():
+        raise Failure(f"{compiler[0]} has no {name}, which the sanitizer build needs")
+    return str(Path(found).resolve())
