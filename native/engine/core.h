@@ -116,7 +116,7 @@ class EngineCore final : public Sink, public Actor {
   static bool visit_live(bool patient, const std::function<void(EngineCore&)>& visit);
 
   // Sink, progress holder
-  void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
+  void on_retired(Link& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes, Status status,
                   const std::string& detail) override;
   void on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) override;
   void on_imm(uint32_t imm, uint64_t units) override;
@@ -157,7 +157,8 @@ class EngineCore final : public Sink, public Actor {
  private:
   friend class Engine;
   friend class Verifications;
-  enum class Progress : uint8_t { kAllPosted, kMore, kBlocked };
+  // kBlocked: this one; others of the queue may get further. kFull: nothing of this queue does, until something is retired.
+  enum class Progress : uint8_t { kAllPosted, kMore, kBlocked, kFull };
 
   // --- driving (driving.cc; on a stage, staged.cc) ---
   void worker_main();
@@ -192,6 +193,7 @@ class EngineCore final : public Sink, public Actor {
   uint32_t post_backlog(Peer& peer, std::deque<PostItem>& backlog);
   Progress advance(Peer& peer, const PostItem& item);
   Progress post_range(Peer& peer, Transfer* transfer);
+  static Progress refused(uint32_t rail);
   Progress post_short_range(Peer& peer, Transfer* transfer, RemoteKey* key);
   static WorkRequest range_request(const Peer& peer, const TransferWork& work, RemoteKey* key, uint64_t offset,
                                    uint64_t length_bytes);

@@ -7,7 +7,7 @@
 
 namespace crossrail {
 
-void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
+void EngineCore::on_retired(Link& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes, Status status,
                             const std::string& detail) {
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
@@ -16,6 +16,7 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t 
   note_retired(peer, count);
   if (!peer.route_.traits->balances_rails) record_works(FlightState::kRetired, peer, kAnyRail, *transfer, count, bytes);
   work.retired += count;
+  if (work.kind == OpKind::kScatter) work.slices_retired(tag, count, status);
   if (status == Status::kDone) work.bytes_retired += bytes;
   if (status != Status::kDone) fail(transfer, status, peer.address().name, detail);
   finish_if_done(transfer);

@@ -111,6 +111,10 @@ uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
     const uint32_t posted_before = item.transfer->work_->posted;
     const Progress progress = advance(peer, item);
     if (backlog.empty()) return moved + 1;  // the link went down meanwhile
+    if (progress == Progress::kFull) {      // it keeps its place
+      if (item.transfer->work_->posted != posted_before) ++moved;
+      break;
+    }
     backlog.pop_front();
     if (progress == Progress::kAllPosted) {
       ++moved;
@@ -125,12 +129,6 @@ uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
     } else {
       ++blocked;
     }
-    // Messages keep their place: one blocked means the channel is full.
-    if (&backlog != &peer.work_->backlog && progress == Progress::kBlocked) {
-      backlog.push_front(backlog.back());
-      backlog.pop_back();
-      break;
-    }
   }
   if (moved > 0) bump(peer.track_->moves);
   return moved;
@@ -141,7 +139,7 @@ EngineCore::Progress EngineCore::advance(Peer& peer, const PostItem& item) {
   const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;  // each fails for itself
   if ((work.failure != Status::kDone && !has_targets) || work.cut_short)
     return Progress::kAllPosted;  // post no more of it
-  if (peer.link_ == nullptr || peer.state() == PeerState::kConnecting) return Progress::kBlocked;
+  if (peer.link_ == nullptr || peer.state() == PeerState::kConnecting) return Progress::kFull;
   switch (work.kind) {
     case OpKind::kWrite:
     case OpKind::kRead:

@@ -46,13 +46,13 @@ inline void check_rail(uint32_t rail, uint32_t rail_count) {
   if (rail != kAnyRail && rail >= rail_count) throw_rail(rail, rail_count);
 }
 
-[[gnu::cold, noreturn]] void throw_local(const Region* region, const char* name, const Engine* engine,
-                                         const Engine* owner) {
+[[gnu::cold, noreturn]] void throw_local(const Region* region, const char* name, const Engine* engine, Engine* owner) {
   if (region == nullptr) throw UsageError(std::string(name) + " is missing");
   if (engine != owner) throw UsageError(std::string(name) + " is a region of another engine");
+  owner->core().check_usable();  // whose end may have closed it, since our caller looked
   throw UsageError(std::string(name) + " is closed");
 }
-inline void check_local(const Region* region, const char* name, const Engine* engine, const Engine* owner) {
+inline void check_local(const Region* region, const char* name, const Engine* engine, Engine* owner) {
   if (region == nullptr || engine != owner || region->closed()) throw_local(region, name, engine, owner);
 }
 
@@ -107,6 +107,7 @@ TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
     }
     transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed);
     transfer->work_->local = nullptr;
+    check_usable();  // its engine's end may have closed it
     throw UsageError("the region was closed while it was submitted from or to");
   }
   if (here) {
@@ -243,8 +244,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
     target.peer = request.dsts[i]->peer();
     target.src_offset = request.src_offsets[i];
     target.dst_offset = request.dst_offsets[i];
-    target.length_bytes = request.lengths[i];
-    target.posted_bytes = 0;
+    target.begin(request.lengths[i]);
     work.length_bytes += request.lengths[i];
   }
   work.targets_total = count;
@@ -265,7 +265,7 @@ TransferRef Engine::submit_barrier(PeerGroup& group, uint32_t imm) {
   work.targets.resize(group.size());
   for (size_t i = 0; i < group.size(); ++i) {
     work.targets[i].peer = group.peers()[i].get();
-    work.targets[i].length_bytes = work.targets[i].posted_bytes = 0;
+    work.targets[i].begin(0);
   }
   work.targets_total = group.size();
   work.group = PeerGroupRef::share(&group);

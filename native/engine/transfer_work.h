@@ -22,6 +22,17 @@ struct ScatterTarget {
   uint64_t dst_offset = 0;
   uint64_t length_bytes = 0;
   uint64_t posted_bytes = 0;
+  // Of one that is cut where rails have no order: slices posted and not retired; and whether one of them failed.
+  uint32_t slices_open = 0;
+  bool is_broken = false;
+
+  // What a recycled one has to forget.
+  void begin(uint64_t length) {
+    length_bytes = length;
+    posted_bytes = 0;
+    slices_open = 0;
+    is_broken = false;
+  }
 };
 
 // Filled by the submitting thread before the transfer is queued; afterwards the progress holder's alone. The fields of
@@ -93,6 +104,12 @@ struct alignas(64) TransferWork {
   // Asked for by its owner, or by who closes the region it uses.
   bool is_to_be_cancelled(const Transfer& transfer) const {
     return transfer.is_cancel_requested() || (local != nullptr && local->cancels_ops());
+  }
+  // Of a scatter. tag: 0, or 1 + the target that counts its slices.
+  void slices_retired(uint32_t tag, uint32_t count, Status status) {
+    if (tag == 0) return;
+    targets[tag - 1].slices_open -= count;
+    if (status != Status::kDone) targets[tag - 1].is_broken = true;
   }
   // Ready for the next transfer; keeps storage.
   void recycle();

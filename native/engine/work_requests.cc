@@ -67,6 +67,8 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   const uint32_t accepted = peer.route_.transport->post(*peer.link_, rail, requests, &completed);
   work.posted -= static_cast<uint32_t>(requests.size()) - accepted;
   work.retired += completed;
+  if (completed > 0 && work.kind == OpKind::kScatter)
+    work.slices_retired(requests.front().tag, completed, Status::kDone);
   bump(counters_.posted, accepted);
   if (accepted < requests.size()) {
     bump(counters_.retried);
@@ -82,6 +84,12 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
     record_posted(peer, rail, accepted, completed, bytes, *transfer);
   }
   return accepted;
+}
+
+// After post() took too little. Of a transport that chooses rails that says it all: it has one queue for each peer, and
+// that is full. Of others it says something about a rail, or a region whose owner has not answered yet.
+EngineCore::Progress EngineCore::refused(uint32_t rail) {
+  return rail == kAnyRail ? Progress::kFull : Progress::kBlocked;
 }
 
 RemoteKey* EngineCore::key_of(Peer& peer, RemoteRegion& region) {
@@ -110,7 +118,8 @@ EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer
   request.has_imm = work.imm != kNoImm;
   request.wire_imm = request.has_imm ? wire_imm(work.imm, 0) : 0;
   request.context = transfer;
-  if (post(peer, rail_for(peer, work, 0), {&request, 1}, work.length_bytes, transfer) == 0) return Progress::kBlocked;
+  const uint32_t rail = rail_for(peer, work, 0);
+  if (post(peer, rail, {&request, 1}, work.length_bytes, transfer) == 0) return refused(rail);
   round_bytes_ += work.length_bytes;
   return Progress::kAllPosted;
 }
@@ -154,7 +163,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       request.tag = work.piece;
       const uint32_t rail = rail_for(peer, work, work.piece);
       const uint32_t retired_before = work.retired;
-      if (post(peer, rail, {&request, 1}, length, transfer) == 0) return Progress::kBlocked;
+      if (post(peer, rail, {&request, 1}, length, transfer) == 0) return refused(rail);
       if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
       if (work.failure != Status::kDone) return Progress::kAllPosted;
       turn_bytes += length;
@@ -169,7 +178,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
     request.has_imm = true;
     request.wire_imm = wire_imm(work.imm, 0);
     request.context = transfer;
-    if (post(peer, kAnyRail, {&request, 1}, 0, transfer) == 0) return Progress::kBlocked;
+    if (post(peer, kAnyRail, {&request, 1}, 0, transfer) == 0) return Progress::kFull;
   }
   return Progress::kAllPosted;
 }
@@ -221,8 +230,8 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
       turn_bytes += request.length_bytes;
     }
     const uint32_t retired_before = work.retired;
-    const uint32_t accepted =
-        post(peer, rail_for(peer, work, 0), {batch.data(), filled}, turn_bytes - turn_bytes_before, transfer);
+    const uint32_t rail = rail_for(peer, work, 0);
+    const uint32_t accepted = post(peer, rail, {batch.data(), filled}, turn_bytes - turn_bytes_before, transfer);
     const bool at_once = work.retired == retired_before + accepted && work.failure == Status::kDone;
     for (uint32_t i = 0; i < accepted; ++i) {
       work.page += batch[i].reserved;
@@ -231,7 +240,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
     }
     if (work.failure != Status::kDone) return Progress::kAllPosted;
     if (work.rail == kAnyRail && ++work.first_rail >= peer.route_.traits->rail_count) work.first_rail = 0;
-    if (accepted < filled) return Progress::kBlocked;
+    if (accepted < filled) return refused(rail);
   }
   return Progress::kAllPosted;
 }
@@ -243,13 +252,15 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
   const auto index = static_cast<uint32_t>(&target - work.targets.data());
   const uint32_t rail = rail_for(peer, work, index);
   RemoteKey* key = target.dst ? key_of(peer, *target.dst) : nullptr;
+  const bool counts_slices = !traits.fifo_rails && target.length_bytes > traits.slice_bytes_max;
   uint64_t turn_bytes = 0;
   do {
+    if (target.is_broken) return Progress::kAllPosted;  // an immediate would count what is not there
     if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
     const uint64_t length = std::min(target.length_bytes - target.posted_bytes, traits.slice_bytes_max);
     const bool has_imm = work.imm != kNoImm && target.posted_bytes + length == target.length_bytes;
-    if (has_imm && !traits.fifo_rails && target.length_bytes > traits.slice_bytes_max && work.retired < work.posted)
-      return Progress::kBlocked;
+    // Of its own slices: those of other targets would hold it up, and one after the other all of them.
+    if (has_imm && target.slices_open > 0) return Progress::kBlocked;
     WorkRequest request;
     request.op = WorkOp::kWrite;
     request.has_imm = has_imm;
@@ -261,8 +272,13 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
     request.remote_offset = target.dst_offset + target.posted_bytes;
     request.local_region = work.local ? work.local->local_.on(peer.route_.index) : nullptr;
     request.context = transfer;
+    request.tag = counts_slices ? index + 1 : 0;
     const uint32_t retired_before = work.retired;
-    if (post(peer, rail, {&request, 1}, length, transfer) == 0) return Progress::kBlocked;
+    if (counts_slices) ++target.slices_open;  // before: it may be retired while it is posted
+    if (post(peer, rail, {&request, 1}, length, transfer) == 0) {
+      if (counts_slices) --target.slices_open;
+      return refused(rail);
+    }
     if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
     target.posted_bytes += length;
     turn_bytes += length;
@@ -279,7 +295,7 @@ EngineCore::Progress EngineCore::post_message(Peer& peer, Transfer* transfer) {
   request.length_bytes = work.payload.size();
   request.context = transfer;
   const uint32_t rail = peer.route_.traits->balances_rails ? kAnyRail : 0;
-  if (post(peer, rail, {&request, 1}, request.length_bytes, transfer) == 0) return Progress::kBlocked;
+  if (post(peer, rail, {&request, 1}, request.length_bytes, transfer) == 0) return Progress::kFull;
   return Progress::kAllPosted;
 }
 

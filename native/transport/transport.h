@@ -76,7 +76,7 @@ struct WorkRequest {
   uint64_t remote_offset = 0;
   LocalRegion* local_region = nullptr;  // null for kSend, kService
   void* context = nullptr;              // given back when retired
-  uint32_t tag = 0;                     // given back when taken back; requests of one context may differ in it
+  uint32_t tag = 0;                     // given back likewise; requests of one context may differ in it
   uint32_t reserved = 0;                // the engine's own
 };
 static_assert(sizeof(WorkRequest) == 64);
@@ -95,8 +95,9 @@ struct Traits {
 // What a transport tells the engine, from inside post() and poll(), on the progress holder.
 class Sink {
  public:
-  // `count` work requests with this context, `bytes` in all, will not be touched any more. detail: may be empty.
-  virtual void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
+  // `count` work requests with this context and tag, `bytes` in all, will not be touched any more. tag: 0 for all of them
+  // where Traits::fifo_rails. detail: may be empty.
+  virtual void on_retired(Link& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes, Status status,
                           const std::string& detail) = 0;
   // One work request was taken back (withdraw) and is retired so: its immediate is not counted and never will be, of its
   // bytes some may be in place. Called once for each; where several of one context and tag go together, `bytes` may be

@@ -1,7 +1,6 @@
 """verify=True: nothing is counted that the target's engine did not find as it was sent."""
 
 import ctypes
-import threading
 
 import numpy as np
 import pytest
@@ -129,21 +128,10 @@ def test_memory_that_is_not_what_was_sent_fails_the_write_and_counts_nothing(pai
 
 
 def submit_and_change(pair: Pair, src: xr.Region, dst: xr.RegionDescriptor) -> xr.Transfer:
-    """A verified write whose source another thread keeps changing."""
-    changing = threading.Event()
+    """A verified write whose source is changed at its end, which travels last, as soon as it is submitted."""
     last = ctypes.c_uint8.from_address(src.base + src.nbytes - 1)
-
-    def change() -> None:
-        while not changing.is_set():
-            last.value = (last.value + 1) & 0xFF
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    try:
-        transfer = pair.here.submit_write(src, dst, imm=3, verify=True)
-    finally:
-        changing.set()
-        thread.join(WAIT_S)
+    transfer = pair.here.submit_write(src, dst, imm=3, verify=True)
+    last.value ^= 0xFF
     return transfer
 
 

@@ -10,7 +10,7 @@ import crossrail as xr
 from crossrail import default_rails as chooser
 from crossrail.default_rails import auto_worker_cpu, default_rails
 from tests.conftest import EngineFactory
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, eventually
 from tests.support.machines import machine, nic, pretend, rdma_nic
 
 # --- rails ---
@@ -143,7 +143,8 @@ def test_auto_pins_the_worker_of_this_machine(open_engine: EngineFactory) -> Non
 
     allowed = os.sched_getaffinity(0)
     assert cpu is None or cpu in allowed
-    assert worker_affinities() == [allowed if cpu is None else {cpu}]
+    wanted = [allowed if cpu is None else {cpu}]
+    eventually(lambda: worker_affinities() == wanted, "the worker has begun, and is where it should be")
 
 
 @pytest.mark.parametrize("rails", [1.5, "eth0", [1], [[]], 0, -3])

@@ -123,7 +123,7 @@ uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequ
     for (const WorkRequest& request : requests) {
       ++out.outstanding;
       end_outstanding(out, 1);
-      sink_->on_retired(out, request.context, 1, 0, Status::kTransportFailed,
+      sink_->on_retired(out, request.context, request.tag, 1, 0, Status::kTransportFailed,
                         "rail " + std::to_string(rail) + " has no rail of the peer to talk to (see explain)");
     }
     return static_cast<uint32_t>(requests.size());
@@ -266,11 +266,12 @@ void RdmaTransport::end_part(RdmaLink& link, const WorkRequest& part, Status sta
 
 // --- what is done ---
 
-// Works of one transfer come one after the other: told in one call.
+// Works of one transfer and tag come one after the other: told in one call.
 void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
   CROSSRAIL_ASSERT(through_cookie - path.first_cookie < path.works.size());
   RdmaLink& link = *path.session->link;
   void* context = nullptr;
+  uint32_t tag = 0;
   uint32_t count = 0;
   uint64_t bytes = 0;
   const auto tell = [&] {
@@ -278,7 +279,7 @@ void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
     end_outstanding(link, count);
     path.bytes_done += bytes;
     sink_->on_rail(link, path.rail, context, count, bytes, true);
-    sink_->on_retired(link, context, std::exchange(count, 0), std::exchange(bytes, 0), Status::kDone, kNoDetail);
+    sink_->on_retired(link, context, tag, std::exchange(count, 0), std::exchange(bytes, 0), Status::kDone, kNoDetail);
   };
   while (!path.works.empty() && path.first_cookie <= through_cookie) {
     const WorkRequest& work = path.works.front();
@@ -291,8 +292,9 @@ void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
         sink_->on_rail(link, path.rail, context_of(work), 1, work.length_bytes, true);
         end_part(link, work, Status::kDone, kNoDetail);
       } else {
-        if (work.context != context) tell();
+        if (work.context != context || work.tag != tag) tell();
         context = work.context;
+        tag = work.tag;
         ++count;
         bytes += work.length_bytes;
       }

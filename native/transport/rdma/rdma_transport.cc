@@ -470,7 +470,8 @@ void RdmaTransport::retire(RdmaLink& link, const WorkRequest& request, Status st
     return;
   }
   end_outstanding(link, 1);
-  sink_->on_retired(link, request.context, 1, status == Status::kDone ? request.length_bytes : 0, status, detail);
+  const uint64_t bytes = status == Status::kDone ? request.length_bytes : 0;
+  sink_->on_retired(link, request.context, request.tag, 1, bytes, status, detail);
 }
 
 // --- sleeping ---

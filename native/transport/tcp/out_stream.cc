@@ -317,7 +317,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
     uint32_t count = 1;
     uint64_t bytes = request.length_bytes;
     while (channel.refusals.empty() && channel.acked < placed && channel.sent.front().op == WorkOp::kWrite &&
-           channel.sent.front().context == request.context) {
+           channel.sent.front().context == request.context && channel.sent.front().tag == request.tag) {
       const uint64_t length = channel.sent.pop_front().length_bytes;
       channel.pace.done(length, transport.now());
       bytes += length;
@@ -327,7 +327,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
     channel.bytes_acked += bytes;
     link.end(count, transport.now());
     transport.sink().on_rail(link, link.pairs[channel.pair()].rail, request.context, count, bytes, true);
-    transport.sink().on_retired(link, request.context, count, bytes, Status::kDone, {});
+    transport.sink().on_retired(link, request.context, request.tag, count, bytes, Status::kDone, {});
   }
   if (channel.sent.empty() && channel.sent.capacity() > 64) channel.sent.release();
 }

@@ -261,7 +261,8 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
 
 void TcpTransport::retire(OutLink& link, const WorkRequest& request, Status status, const std::string& detail) {
   link.end(1, now_);
-  sink_->on_retired(link, request.context, 1, status == Status::kDone ? request.length_bytes : 0, status, detail);
+  const uint64_t bytes = status == Status::kDone ? request.length_bytes : 0;
+  sink_->on_retired(link, request.context, request.tag, 1, bytes, status, detail);
 }
 
 void TcpTransport::withdraw(bool (*wanted)(void* context)) {
