@@ -1,57 +1,18 @@
-// Words between threads, and rows between proxies: for ThreadSanitizer and AddressSanitizer, and what posting costs.
+// Words between threads, and rows between proxies: for ThreadSanitizer and AddressSanitizer.
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <span>
 #include <thread>
 #include <vector>
 
 #include "engine/engine.h"
-#include "moe/proxy.h"
 #include "moe/words.h"
+#include "moe_rig.h"
 #include "util/clock.h"
 
 namespace crossrail::moe {
-
-namespace {
-
-constexpr uint32_t kExperts = 256;
-constexpr uint64_t kStrideBytes = 7392;  // 7168 of fp8, their scales, rounded up
-constexpr uint64_t kYBytes = 14336;
-
-EngineRef open_engine(const std::string& name, TransportKind kind = TransportKind::kShm,
-                      Polling polling = Polling::kAdaptive) {
-  EngineOptions options;
-  options.name = name;
-  options.transports = {kind};
-  options.polling = polling;
-  return Engine::open(options);
-}
-
-// Parts of a memory that has room for `rows` rows of each kind.
-FarMemory parts(uint32_t world, uint64_t rows, uint64_t stride_bytes, uint64_t y_bytes) {
-  FarMemory memory{.route_bytes = kExperts * 4, .stride_bytes = stride_bytes, .y_bytes = y_bytes};
-  uint64_t end = 0;
-  const auto place = [&](uint64_t bytes) { return std::exchange(end, end + bytes); };
-  memory.routes_in = place(world * memory.route_bytes);
-  memory.rows_in = place(rows * stride_bytes);
-  memory.results_in = place(rows * y_bytes);
-  memory.routes_out = place(memory.route_bytes);
-  memory.rows_out = place(rows * stride_bytes);
-  memory.results_out = place(rows * y_bytes);
-  memory.parity_bytes = end;
-  return memory;
-}
-
-std::vector<uint32_t> own_nodes(uint32_t world) {
-  std::vector<uint32_t> nodes(world);
-  std::iota(nodes.begin(), nodes.end(), 0u);
-  return nodes;
-}
-
-}  // namespace
 
 TEST_CASE("moe words: what was written before a word is seen by who waited for it") {
   const EngineRef engine = open_engine("a");
@@ -159,48 +120,6 @@ TEST_CASE("moe proxy: rows and results of two ranks, with remainders, and what i
   other.join();
   for (auto& proxy : proxies) proxy.reset();
   for (const EngineRef& engine : engines) engine->close(0);
-}
-
-TEST_CASE("moe proxy: what posting to 56 ranks costs by itself") {
-  // The decode shape of 64 ranks in nodes of 8: 128 tokens, top 8 of 256 experts.
-  constexpr uint32_t kWorld = 64;
-  std::vector<uint32_t> nodes(kWorld);
-  for (uint32_t rank = 0; rank < kWorld; ++rank) nodes[rank] = rank / 8;
-  const Layout layout(
-      {.world = kWorld, .experts = kExperts, .top_k = 8, .max_tokens = 128, .private_rows = 24, .node_of_rank = nodes});
-  const FarMemory memory = parts(kWorld, 1024, kStrideBytes, kYBytes);
-  const EngineRef engine = open_engine("a", TransportKind::kNull, Polling::kManual);
-  const EngineRef far = open_engine("b", TransportKind::kNull, Polling::kManual);
-  const RegionRef region = engine->alloc(2 * memory.parity_bytes, false);
-  const RegionRef there = far->alloc(2 * memory.parity_bytes, false);
-  auto proxy = std::make_unique<Proxy>(engine, layout, 0, memory, region);
-  for (const uint32_t rank : proxy->far_ranks()) {
-    RegionDescriptor descriptor = there->descriptor();
-    descriptor.owner.incarnation[0] = static_cast<uint8_t>(rank);  // another peer each: nothing is sent to any
-    descriptor.owner.name = "rank-" + std::to_string(rank);
-    proxy->connect(rank, engine->remote_region(descriptor), std::vector<uint32_t>(kFarSteps * kParities, 1 + rank));
-  }
-  std::vector<int32_t> counts(kExperts, 4);  // 16 rows for each rank
-  int64_t best_routes_ns = INT64_MAX;
-  int64_t best_rows_ns = INT64_MAX;
-  for (uint32_t round = 1; round <= 400; ++round) {
-    REQUIRE(proxy->wait_sent(round, deadline_in(60), {}).result == FarResult::kReady);
-    // Until the last is posted, which is when a rail that moves nothing is done with it.
-    const auto posted = [&] { return proxy->wait_sent(round, deadline_in(60), {}).result == FarResult::kReady; };
-    const int64_t begin = now_ns();
-    proxy->send_routes(round, counts);
-    REQUIRE(posted());
-    const int64_t middle = now_ns();
-    proxy->send_rows(round);
-    REQUIRE(posted());
-    const int64_t end = now_ns();
-    best_routes_ns = std::min(best_routes_ns, middle - begin);
-    best_rows_ns = std::min(best_rows_ns, end - middle);
-  }
-  MESSAGE("56 ranks: routes " << best_routes_ns << " ns, rows " << best_rows_ns << " ns");
-  proxy.reset();
-  engine->close(0);
-  far->close(0);
 }
 
 }  // namespace crossrail::moe
