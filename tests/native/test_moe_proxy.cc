@@ -2,6 +2,8 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <span>
 #include <thread>
@@ -19,16 +21,16 @@ TEST_CASE("moe words: what was written before a word is seen by who waited for i
   const RegionRef board = engine->alloc(4096, true);
   auto* words = reinterpret_cast<Word*>(board->base());
   int values[2] = {0, 0};  // plain: a race would be found
-  constexpr uint32_t kRounds = 2000;
+  constexpr uint32_t kRounds = 4000;
   const auto play = [&](uint32_t own) {
     const Awaited other{.word = &words[1 - own], .farewell = &words[2], .owner = nullptr};
-    for (uint32_t round = 1; round <= kRounds; ++round) {
+    for (uint32_t round = 2; round <= kRounds; round += 2) {
       values[own] = static_cast<int>(round);
-      publish(words[own], round);
+      REQUIRE(publish(words[own], round));
       const WordsOutcome outcome = wait_words(*engine, {&other, 1}, {}, round, deadline_in(60), {});
       REQUIRE(outcome.result == WordsResult::kReady);
       if (values[1 - own] < static_cast<int>(round)) FAIL("a stale value");
-      publish(words[3 + own], round);  // seen: it may be written again
+      REQUIRE(publish(words[3 + own], round));  // seen: it may be written again
       const Awaited seen{.word = &words[4 - own], .farewell = &words[2], .owner = nullptr};
       REQUIRE(wait_words(*engine, {&seen, 1}, {}, round, deadline_in(60), {}).result == WordsResult::kReady);
     }
@@ -47,18 +49,71 @@ TEST_CASE("moe words: late, left and closed are told apart, and a round that is 
   const auto wait = [&](uint32_t round, double seconds) {
     return wait_words(*engine, {&awaited, 1}, {}, round, deadline_in(seconds), {}).result;
   };
-  CHECK(wait(1, 0.01) == WordsResult::kLate);
-  publish(words[0], 7);
-  CHECK(wait(7, 60) == WordsResult::kReady);
-  CHECK(wait(5, 60) == WordsResult::kReady);
-  publish(words[0], 0x80000000u);
-  publish(words[0], 0xffffffffu);
-  CHECK(wait(0xfffffffeu, 60) == WordsResult::kReady);
-  CHECK(wait(1, 0.01) == WordsResult::kLate);  // numbers go round
-  publish(words[1], 1);
-  CHECK(wait(1, 60) == WordsResult::kLeft);
+  CHECK(wait(2, 0.01) == WordsResult::kLate);
+  CHECK(publish(words[0], 8));
+  CHECK(wait(8, 60) == WordsResult::kReady);
+  CHECK(wait(6, 60) == WordsResult::kReady);
+  CHECK(publish(words[0], 0x80000000u));
+  CHECK(publish(words[0], 0xfffffffeu));
+  CHECK(wait(0xfffffffcu, 60) == WordsResult::kReady);
+  CHECK(wait(2, 0.01) == WordsResult::kLate);  // numbers go round
+  CHECK(publish(words[1], 2));
+  CHECK(wait(2, 60) == WordsResult::kLeft);
   engine->close(0);
-  CHECK(wait(1, 60) == WordsResult::kClosed);
+  CHECK(wait(2, 60) == WordsResult::kClosed);
+}
+
+TEST_CASE("moe words: of a word that is published and sealed at once all see the same end") {
+  constexpr uint32_t kWords = 2000;
+  constexpr uint32_t kSealers = 3;
+  for (const uint32_t round : {1u, 2u, 0u, 0xffffffffu}) {
+    std::vector<Word> words(kWords);
+    for (Word& word : words) word.value.store(round - 2, std::memory_order_relaxed);
+    std::vector<uint8_t> published(kWords);
+    std::array<std::vector<uint8_t>, kSealers> absent;
+    std::atomic<uint32_t> at_gate{0};
+    const auto come = [&] {
+      at_gate.fetch_add(1);
+      while (at_gate.load() < kSealers + 1) std::this_thread::yield();
+    };
+    std::vector<std::thread> sealers;
+    for (auto& one : absent) {
+      one.resize(kWords);
+      sealers.emplace_back([&] {
+        come();
+        for (uint32_t i = 0; i < kWords; ++i) one[i] = seal(words[kWords - 1 - i], round) ? 1 : 0;
+      });
+    }
+    come();
+    for (uint32_t i = 0; i < kWords; ++i) published[i] = publish(words[i], round) ? 1 : 0;
+    for (std::thread& sealer : sealers) sealer.join();
+    for (uint32_t i = 0; i < kWords; ++i) {
+      for (const auto& one : absent) REQUIRE(one[kWords - 1 - i] + published[i] == 1);
+      REQUIRE(has_come(words[i], round) == (published[i] == 1));
+      REQUIRE(is_sealed(words[i], round) == (published[i] == 0));
+      REQUIRE(has_come(words[i], round - 2));
+      REQUIRE(publish(words[i], round + 2) == (published[i] == 1));
+    }
+  }
+}
+
+TEST_CASE("moe words: a wait goes on without an owner that is masked, and without one whose word another sealed") {
+  const EngineRef engine = open_engine("a");
+  const RegionRef board = engine->alloc(4096, true);
+  auto* words = reinterpret_cast<Word*>(board->base());
+  std::vector<Awaited> awaited(3);
+  for (size_t i = 0; i < 3; ++i) awaited[i] = {.word = &words[i], .farewell = &words[3], .owner = nullptr};
+  std::vector<size_t> absent;
+  REQUIRE(publish(words[0], 2));
+  REQUIRE(seal(words[1], 2));
+  awaited[2].is_masked = true;
+  CHECK(wait_words(*engine, awaited, {}, 2, deadline_in(60), {}, &absent).result == WordsResult::kReady);
+  CHECK(absent == std::vector<size_t>{1, 2});
+  CHECK(!publish(words[2], 2));
+  absent.clear();
+  CHECK(wait_words(*engine, awaited, {}, 4, deadline_in(0.01), {}, &absent).result == WordsResult::kLate);
+  CHECK(publish(words[0], 4));
+  engine->close(0);
 }
 
 TEST_CASE("moe proxy: rows and results of two ranks, with remainders, and what is expected twice is taken once") {
