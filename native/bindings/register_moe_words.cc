@@ -39,8 +39,9 @@ const char* result_name(moe::WordsResult result) {
 // Invariant: boards[i] is held, and has `count` words, for as long as this lives; owners[i] is null where it is ours.
 class Words {
  public:
-  Words(nb::pointer_and_handle<EngineHandle> given, nb::sequence boards, nb::sequence owners, size_t own, size_t count)
-      : engine(nb::borrow(given.h)), engine_(given.p), own_(own), count_(count) {
+  Words(nb::pointer_and_handle<EngineHandle> given, nb::sequence boards, nb::sequence owners, size_t own, size_t count,
+        bool masks)
+      : engine(nb::borrow(given.h)), engine_(given.p), own_(own), count_(count), masks_(masks) {
     for (nb::handle board : boards) {
       BufferView& view = boards_.emplace_back();
       if (!view.acquire(board, PyBUF_WRITABLE)) throw UsageError("a board is no writable range of memory");
@@ -53,6 +54,7 @@ class Words {
       owners_.push_back(owner.is_none() ? Held<Peer>() : Held<Peer>(given.p->peer(owner)));
     if (owners_.size() != boards_.size() || own >= boards_.size() || count < 1)
       throw UsageError("boards, owners, own or count do not fit together");
+    is_masked_.resize(boards_.size());
   }
 
   Words(const Words&) = delete;
@@ -61,7 +63,8 @@ class Words {
   // Word 0 is the farewell.
   void watch(nb::handle peer) { watched_.emplace_back(engine_->peer(peer)); }
 
-  void publish(size_t index, uint32_t round) { moe::publish(word(own_, index), round); }
+  bool publish(size_t index, uint32_t round) { return moe::publish(word(own_, index), round); }
+  bool is_sealed(size_t index, uint32_t round) { return moe::is_sealed(word(own_, index), round); }
 
   nb::tuple wait(size_t index, uint32_t round, nb::handle timeout_s) {
     const EngineRef core = engine_->core();
@@ -70,16 +73,20 @@ class Words {
     for (size_t rank = 0; rank < boards_.size(); ++rank) {
       awaited.push_back({.word = &word(rank, index),
                          .farewell = &word(rank, 0),
-                         .owner = owners_[rank] ? owners_[rank].ref().get() : nullptr});
+                         .owner = owners_[rank] ? owners_[rank].ref().get() : nullptr,
+                         .is_masked = is_masked_[rank]});
     }
     std::vector<Peer*> watched;
     for (const Held<Peer>& peer : watched_) watched.push_back(peer.ref().get());
     moe::WordsOutcome outcome{};
+    std::vector<size_t> absent;
     wait_without_gil([&] {
-      outcome = moe::wait_words(*core, awaited, watched, round, deadline, interrupted);
+      absent.clear();
+      outcome = moe::wait_words(*core, awaited, watched, round, deadline, interrupted, masks_ ? &absent : nullptr);
       return outcome.result == moe::WordsResult::kInterrupted ? WaitResult::kInterrupted : WaitResult::kReady;
     });
-    return nb::make_tuple(result_name(outcome.result), outcome.index);
+    for (const size_t rank : absent) is_masked_[rank] = true;
+    return nb::make_tuple(result_name(outcome.result), outcome.index, absent);
   }
 
   bool has_come(size_t rank, size_t index, uint32_t round) { return moe::has_come(word(rank, index), round); }
@@ -98,6 +105,8 @@ class Words {
   std::vector<Held<Peer>> watched_;
   const size_t own_;
   const size_t count_;
+  const bool masks_;
+  std::vector<bool> is_masked_;  // by board: one of its words was sealed
 };
 
 }  // namespace
@@ -108,23 +117,30 @@ void register_moe_words(nb::module_& module) {
   nb::class_<Words>(
       part, "Words", nb::is_final(), nb::type_slots(engine_slots<Words>),
       "Words of ranks that share memory; word 0 of each is its farewell. Threads: one at a time publishes.")
-      .def(nb::init<nb::pointer_and_handle<EngineHandle>, nb::sequence, nb::sequence, size_t, size_t>(),
-           nb::arg("engine"), nb::arg("boards"), nb::arg("owners"), nb::arg("own"), nb::arg("count"),
-           nb::sig("def __init__(self, engine: crossrail._core.Engine, boards: collections.abc.Sequence[memoryview], "
-                   "owners: "
-                   "collections.abc.Sequence[crossrail._core.Address | None], own: int, count: int) -> None"))
+      .def(nb::init<nb::pointer_and_handle<EngineHandle>, nb::sequence, nb::sequence, size_t, size_t, bool>(),
+           nb::arg("engine"), nb::arg("boards"), nb::arg("owners"), nb::arg("own"), nb::arg("count"), nb::arg("masks"),
+           nb::sig(
+               "def __init__(self, engine: crossrail._core.Engine, boards: collections.abc.Sequence[memoryview], "
+               "owners: "
+               "collections.abc.Sequence[crossrail._core.Address | None], own: int, count: int, masks: bool) -> None"))
       .def("publish", &Words::publish, nb::arg("index"), nb::arg("round"),
-           "Sets our own word. What this thread wrote before is seen by whoever sees it.")
+           "Sets our own word. What this thread wrote before is seen by whoever sees it. False: others gave up on us, "
+           "and\n"
+           "sealed it; nothing was set.")
+      .def("is_sealed", &Words::is_sealed, nb::arg("index"), nb::arg("round"),
+           "Whether others gave up on our own word, whose rounds are even or odd as this one.")
       .def("has_come", &Words::has_come, nb::arg("rank"), nb::arg("index"), nb::arg("round"),
            "Whether that word of that board stands at the round, or later.")
       .def("watch", &Words::watch, nb::arg("peer"), nb::sig("def watch(self, peer: crossrail._core.Address) -> None"),
            "A rank without a board here, whose loss ends waits too.")
       .def("wait", &Words::wait, nb::arg("index"), nb::arg("round"), nb::arg("timeout_s").none(),
-           nb::sig("def wait(self, index: int, round: int, timeout_s: float | None) -> tuple[str, int]"),
-           R"(Until that word of every board stands at the round or later: ('ready', boards).
+           nb::sig("def wait(self, index: int, round: int, timeout_s: float | None) -> "
+                   "tuple[str, int, list[int]]"),
+           R"(Until that word of every board stands at the round or later: ('ready', boards, []).
 
 Else 'late', 'left' or 'engine-closed', and the first board whose word does not; or 'peer-lost', and whose owner is lost:
-from the number of boards on, of those watched. Blocks, GIL released.)");
+from the number of boards on, of those watched. With masks nobody waits for who is lost: its word is sealed, and the
+boards whose word is sealed before that round are listed. Blocks, GIL released.)");
 }
 
 }  // namespace crossrail::bindings

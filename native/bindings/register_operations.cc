@@ -127,6 +127,23 @@ const Ref<PeerGroup>& usable(Self self, const PeerGroupHandle& group) {
   return group.group.ref();
 }
 
+// One number for all targets, or none, is the request's `imm`; an array or sequence its `imms`, which are put here.
+void set_imms(nb::handle given, ScatterRequest& request, std::vector<uint32_t>& imms) {
+  if (given.is_none() || PyLong_Check(given.ptr()) || PySequence_Check(given.ptr()) == 0) {
+    request.imm = to_imm(given);
+    return;
+  }
+  const SizeArray numbers(given, "imm", request.dsts.size());
+  for (const uint64_t number : numbers.get()) {
+    if (number > kImmMax) {
+      throw UsageError("imm[" + std::to_string(imms.size()) + "] = " + std::to_string(number) +
+                       " is not in 0..2**28-1");
+    }
+    imms.push_back(static_cast<uint32_t>(number));
+  }
+  request.imms = imms;
+}
+
 TransferHandle submit_scatter(Self self, const RegionHandle& src, nb::sequence dsts, nb::handle lengths,
                               nb::handle src_offsets, nb::handle dst_offsets, const PeerGroupHandle* group,
                               nb::handle imm, bool verify) {
@@ -147,7 +164,8 @@ TransferHandle submit_scatter(Self self, const RegionHandle& src, nb::sequence d
   request.src_offsets = src_array.get();
   request.dst_offsets = dst_array.get();
   request.group = peers.get();
-  request.imm = to_imm(imm);
+  std::vector<uint32_t> imms;
+  set_imms(imm, request, imms);
   request.verify = verify;
   return submit(self, [&] { return engine->submit_scatter(request); });
 }
@@ -228,11 +246,11 @@ overlap at the target.)")
           nb::arg("imm") = nb::none(), nb::arg("verify") = false,
           nb::sig("def submit_scatter(self, src: Region, dsts: collections.abc.Sequence[RegionDescriptor], *, "
                   "lengths: typing.Any, src_offsets: typing.Any, dst_offsets: typing.Any, "
-                  "group: PeerGroup | None = None, imm: int | None = None, verify: bool = False) -> Transfer"),
+                  "group: PeerGroup | None = None, imm: typing.Any = None, verify: bool = False) -> Transfer"),
           R"(Writes slice i of src, lengths[i] bytes at src_offsets[i], into dsts[i] at dst_offsets[i]. Counts 1 a target with imm.
 
 lengths and offsets are each a one-dimensional array of int64 or uint64 (fastest), a sequence of ints, or one int for
-all targets; bytes. With a group, dsts[i] belongs to its i-th peer. Any thread; blocks only while the submit queue is
+all targets; bytes. So is imm, or None: a number of its own for each target counts there, and only there. With a group, dsts[i] belongs to its i-th peer. Any thread; blocks only while the submit queue is
 full. Targets are not ordered among each other; the transfer is done when all are, and fails with the first that does.
 verify: as of submit_write, at each target by itself: it counts where its bytes were found right, whatever became of others.)")
       .def(

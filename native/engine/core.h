@@ -208,7 +208,7 @@ class EngineCore final : public Sink, public Actor {
   void note_kept(TransferWork& work);
   bool is_partly_counted(TransferWork& work);
   void go_on(Transfer* transfer);
-  void fail(Transfer* transfer, Status status, const std::string& peer, const std::string& detail);
+  void fail(Transfer* transfer, Status status, const Peer& peer, const std::string& detail);
   void finish_if_done(Transfer* transfer);
   void finish(Transfer* transfer, Status status);
   void fail_backlogs(Peer& peer, Status status, const std::string& detail);

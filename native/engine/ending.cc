@@ -18,7 +18,7 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t tag, uint32_t co
   work.retired += count;
   if (work.kind == OpKind::kScatter) work.slices_retired(tag, count, status);
   if (status == Status::kDone) work.bytes_retired += bytes;
-  if (status != Status::kDone) fail(transfer, status, peer.address().name, detail);
+  if (status != Status::kDone) fail(transfer, status, peer, detail);
   finish_if_done(transfer);
 }
 
@@ -66,9 +66,9 @@ void EngineCore::go_on(Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   Peer& peer = work.peer();
   if (closed()) {
-    fail(transfer, Status::kEngineClosed, peer.address().name, "the engine was closed");
+    fail(transfer, Status::kEngineClosed, peer, "the engine was closed");
   } else if (peer.state() == PeerState::kLost) {
-    fail(transfer, Status::kPeerLost, peer.address().name, peer.work_->note);
+    fail(transfer, Status::kPeerLost, peer, peer.work_->note);
   }
   if (work.failure != Status::kDone) {
     finish(transfer, work.failure);
@@ -88,11 +88,11 @@ void EngineCore::go_on(Transfer* transfer) {
 void EngineCore::close_item(Transfer* transfer) { --transfer->work_->open_items; }
 
 // Notes the first failure. The transfer completes once nothing of it is under way any more.
-void EngineCore::fail(Transfer* transfer, Status status, const std::string& peer, const std::string& detail) {
+void EngineCore::fail(Transfer* transfer, Status status, const Peer& peer, const std::string& detail) {
   TransferWork& work = *transfer->work_;
   if (work.failure != Status::kDone) return;
   work.failure = status;
-  work.failed_peer = peer;
+  work.failed_peer = peer.shared_address();
   work.detail = detail;
 }
 
@@ -157,7 +157,7 @@ void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& det
     std::deque<PostItem> items;
     items.swap(*backlog);
     for (const PostItem& item : items) {
-      fail(item.transfer, status, peer.address().name, detail);
+      fail(item.transfer, status, peer, detail);
       close_item(item.transfer);
       finish_if_done(item.transfer);
     }

@@ -184,7 +184,8 @@ struct PagedWriteRequest {
   bool verify = false;  // as of WriteRequest; pages must not overlap at the target
 };
 
-// Slice i: lengths[i] bytes from src + src_offsets[i] to dsts[i] + dst_offsets[i]. Each target counts 1.
+// Slice i: lengths[i] bytes from src + src_offsets[i] to dsts[i] + dst_offsets[i]. Each target counts 1, of `imm`, or where
+// there are `imms`, as many as targets, of imms[i] (kNoImm: this one counts nothing).
 // Arrays are copied at submit. With a group, dsts[i] must belong to the group's i-th peer.
 struct ScatterRequest {
   Region* src = nullptr;
@@ -194,7 +195,8 @@ struct ScatterRequest {
   std::span<const uint64_t> lengths;
   PeerGroup* group = nullptr;
   uint32_t imm = kNoImm;
-  bool verify = false;  // as of WriteRequest, at each target by itself
+  std::span<const uint32_t> imms = {};  // empty: `imm` for all
+  bool verify = false;                  // as of WriteRequest, at each target by itself
 };
 
 // What engine.explain shows.

@@ -16,6 +16,7 @@ namespace {
 // Short enough that posting it on the caller's thread beats waking the worker.
 constexpr uint64_t kShortBytes = 16 << 10;
 constexpr uint64_t kShortPages = 64;
+constexpr size_t kShortTargets = 128;
 // From here on a copy would only push everything else out of the caches.
 constexpr uint64_t kBulkBytes = uint64_t{1} << 20;
 
@@ -31,11 +32,23 @@ inline void check_range(const char* what, uint64_t offset, uint64_t length, uint
   if (length > bound || offset > bound - length) throw_range(what, offset, length, bound);
 }
 
-[[gnu::cold, noreturn]] void throw_imm(uint32_t imm) {
-  throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
+[[gnu::cold, noreturn]] void throw_imm(const std::string& name, uint32_t imm) {
+  throw UsageError(name + " = " + text(imm) + " is not in 0..2**28-1");
 }
 inline void check_imm(uint32_t imm) {
-  if (imm != kNoImm && imm > kImmMax) throw_imm(imm);
+  if (imm != kNoImm && imm > kImmMax) throw_imm("imm", imm);
+}
+
+void check_imms(std::span<const uint32_t> imms, uint32_t imm_of_all, size_t count) {
+  if (imms.empty()) return;
+  if (imms.size() != count) {
+    throw UsageError("imms has " + text(imms.size()) + " numbers, dsts " + text(count) +
+                     " entries: they must be as many");
+  }
+  if (imm_of_all != kNoImm) throw UsageError("imm and imms are both given: one number for all, or one for each");
+  for (size_t i = 0; i < count; ++i) {
+    if (imms[i] != kNoImm && imms[i] > kImmMax) throw_imm("imms[" + text(i) + "]", imms[i]);
+  }
 }
 
 [[gnu::cold, noreturn]] void throw_rail(uint32_t rail, uint32_t rail_count) {
@@ -224,6 +237,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
                      " peers: they must be as many");
   }
   check_imm(request.imm);
+  check_imms(request.imms, request.imm, count);
   for (size_t i = 0; i < count; ++i) {
     if (request.dsts[i] == nullptr || request.dsts[i]->descriptor().access != Access::kRemoteWrite) {
       check_remote(request.dsts[i], ("dsts[" + text(i) + "]").c_str(), Access::kRemoteWrite);
@@ -238,21 +252,24 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
   TransferRef transfer = core_->make_transfer(OpKind::kScatter);
   TransferWork& work = EngineCore::work_of(*transfer);
   work.targets.resize(count);
+  uint64_t bytes_here = 0;  // that posting itself would move
   for (size_t i = 0; i < count; ++i) {
     ScatterTarget& target = work.targets[i];
     target.dst = RemoteRegionRef::share(request.dsts[i]);
     target.peer = request.dsts[i]->peer();
+    target.imm = request.imms.empty() ? request.imm : request.imms[i];
     target.src_offset = request.src_offsets[i];
     target.dst_offset = request.dst_offsets[i];
     target.begin(request.lengths[i]);
     work.length_bytes += request.lengths[i];
+    if (!target.peer->route_.traits->balances_rails) bytes_here += request.lengths[i];
   }
   work.targets_total = count;
   work.local = request.src;
   work.imm = request.imm;
   work.bulk = work.length_bytes >= kBulkBytes;
   if (request.verify) verify(work);
-  return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes);
+  return core_->hand_over(std::move(transfer), bytes_here <= kShortBytes && count <= kShortTargets);
 }
 
 TransferRef Engine::submit_barrier(PeerGroup& group, uint32_t imm) {
@@ -265,6 +282,7 @@ TransferRef Engine::submit_barrier(PeerGroup& group, uint32_t imm) {
   work.targets.resize(group.size());
   for (size_t i = 0; i < group.size(); ++i) {
     work.targets[i].peer = group.peers()[i].get();
+    work.targets[i].imm = imm;
     work.targets[i].begin(0);
   }
   work.targets_total = group.size();

@@ -124,7 +124,8 @@ TransferInfo Transfer::info() const {
                     .offset = 0,
                     .sum_sent = 0,
                     .sum_found = 0,
-                    .detail = {}};
+                    .detail = {},
+                    .failed_peer = {}};
   if (work_->kind == OpKind::kScatter || work_->kind == OpKind::kBarrier) {
     info.peer = std::to_string(work_->targets_total) + " peers";
   } else {
@@ -136,7 +137,8 @@ TransferInfo Transfer::info() const {
   }
   if (now == Status::kPending) return info;  // the rest is still the progress holder's
   info.bytes_retired = work_->bytes_retired;
-  if (!work_->failed_peer.empty()) info.peer = work_->failed_peer;
+  if (work_->failed_peer) info.peer = work_->failed_peer->name;
+  info.failed_peer = work_->failed_peer;
   info.detail = work_->detail;
   if (work_->verify) {
     info.sum_sent = work_->verify->sum_sent;

@@ -16,6 +16,7 @@
 
 namespace crossrail {
 
+struct Address;
 class Engine;
 class EngineCore;
 class TransferPool;
@@ -28,15 +29,16 @@ const char* op_kind_name(OpKind kind);
 struct TransferInfo {
   OpKind kind;
   Status status;
-  std::string peer;        // name of the peer, of the failing one for scatter/barrier
-  uint64_t bytes;          // asked for
-  uint64_t bytes_retired;  // of these, known to have moved
-  uint32_t imm;            // or kNoImm
-  uint64_t region_id;      // of the peer, 0: none, or several
-  uint64_t offset;         // in that region, where the first byte, or page 0, is
-  uint64_t sum_sent;       // of kChecksumMismatch: what was sent,
-  uint64_t sum_found;      // and what the target's memory has
-  std::string detail;      // more about a failure, may be empty
+  std::string peer;                            // name of the peer, of the failing one for scatter/barrier
+  uint64_t bytes;                              // asked for
+  uint64_t bytes_retired;                      // of these, known to have moved
+  uint32_t imm;                                // or kNoImm; also of a scatter that has one for each target
+  uint64_t region_id;                          // of the peer, 0: none, or several
+  uint64_t offset;                             // in that region, where the first byte, or page 0, is
+  uint64_t sum_sent;                           // of kChecksumMismatch: what was sent,
+  uint64_t sum_found;                          // and what the target's memory has
+  std::string detail;                          // more about a failure, may be empty
+  std::shared_ptr<const Address> failed_peer;  // of a failure: whose `peer` is the name of; null where there is none
 };
 
 // Threads: everything here from any thread.

@@ -6,7 +6,7 @@ namespace crossrail {
 
 void TransferWork::recycle() {
   if (failure != Status::kDone) {
-    failed_peer.clear();
+    failed_peer.reset();
     detail.clear();
   }
   switch (kind) {

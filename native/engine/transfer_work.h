@@ -18,6 +18,7 @@ inline constexpr uint64_t kPagesKept = 16384;
 struct ScatterTarget {
   RemoteRegionRef dst;   // null for a barrier
   Peer* peer = nullptr;  // kept by dst, or by the barrier's group
+  uint32_t imm = kNoImm;
   uint64_t src_offset = 0;
   uint64_t dst_offset = 0;
   uint64_t length_bytes = 0;
@@ -93,7 +94,7 @@ struct alignas(64) TransferWork {
   std::unique_ptr<VerifyPlan> verify;  // of a checked write: `imm` is in it
 
   // of a failure
-  std::string failed_peer;
+  std::shared_ptr<const Address> failed_peer;
   std::string detail;
 
   // Of single-peer operations.

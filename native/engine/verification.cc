@@ -42,7 +42,8 @@ void make_verify_plan(TransferWork& work) {
   work.verify = std::make_unique<VerifyPlan>();
   work.has_plan = true;
   VerifyPlan& plan = *work.verify;
-  plan.imm = std::exchange(work.imm, is_mutated(Mutation::kVerifiedAlsoCounts) ? work.imm : kNoImm);
+  const bool also_counts = is_mutated(Mutation::kVerifiedAlsoCounts);
+  plan.imm = std::exchange(work.imm, also_counts ? work.imm : kNoImm);
   const std::byte* const base = work.local->base() + work.local_offset;
   if (work.kind == OpKind::kRead) {
     plan.checks.push_back({0, 1, 0});
@@ -51,8 +52,9 @@ void make_verify_plan(TransferWork& work) {
   if (work.kind == OpKind::kScatter) {
     for (uint32_t i = 0; i < work.targets.size(); ++i) {
       Checksum sum;
-      sum.add(work.local->base() + work.targets[i].src_offset, work.targets[i].length_bytes);
-      plan.checks.push_back({0, 1, sum.value(), i});
+      ScatterTarget& target = work.targets[i];
+      sum.add(work.local->base() + target.src_offset, target.length_bytes);
+      plan.checks.push_back({0, 1, sum.value(), i, std::exchange(target.imm, also_counts ? target.imm : kNoImm)});
     }
     return;
   }
@@ -97,6 +99,7 @@ Question Verifications::question_of(const Open& open, uint64_t token) {
   question.pages = {0};
   if (work.kind == OpKind::kScatter) {
     const ScatterTarget& target = work.targets[open.check.target];
+    question.imm = open.check.imm;
     question.region_id = target.dst->descriptor().region_id;
     question.offset = target.dst_offset;
     question.page_bytes = target.length_bytes;
@@ -151,7 +154,7 @@ void Verifications::end(uint64_t token, Status status, const std::string& detail
     work.verify->sum_sent = open.check.sum;
     work.verify->sum_found = sum_found;
   }
-  if (status != Status::kDone) core_->fail(open.transfer, status, open.peer->address().name, detail);
+  if (status != Status::kDone) core_->fail(open.transfer, status, *open.peer, detail);
   core_->finish_if_done(open.transfer);
 }
 

@@ -30,6 +30,7 @@ struct VerifyPlan {
     uint32_t pages;
     uint64_t sum;  // of a read, once its bytes have come
     uint32_t target = 0;
+    uint32_t imm = kNoImm;  // of its own, of a target
   };
   uint32_t imm = kNoImm;
   std::vector<Check> checks;

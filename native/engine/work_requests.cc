@@ -258,14 +258,14 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
     if (target.is_broken) return Progress::kAllPosted;  // an immediate would count what is not there
     if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
     const uint64_t length = std::min(target.length_bytes - target.posted_bytes, traits.slice_bytes_max);
-    const bool has_imm = work.imm != kNoImm && target.posted_bytes + length == target.length_bytes;
+    const bool has_imm = target.imm != kNoImm && target.posted_bytes + length == target.length_bytes;
     // Of its own slices: those of other targets would hold it up, and one after the other all of them.
     if (has_imm && target.slices_open > 0) return Progress::kBlocked;
     WorkRequest request;
     request.op = WorkOp::kWrite;
     request.has_imm = has_imm;
     request.bulk = work.bulk;
-    request.wire_imm = has_imm ? wire_imm(work.imm, 0) : 0;
+    request.wire_imm = has_imm ? wire_imm(target.imm, 0) : 0;
     request.local = work.local ? work.local->base() + target.src_offset + target.posted_bytes : nullptr;
     request.length_bytes = length;
     request.remote = key;

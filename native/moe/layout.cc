@@ -167,6 +167,11 @@ int32_t Placement::most_routes(uint32_t rank) const {
   return most;
 }
 
+int32_t Placement::route_start(uint32_t group, uint32_t rank) const {
+  const int32_t* row = &routes_[size_t{group} * layout_.shape().world];
+  return std::accumulate(row, row + rank, 0);
+}
+
 std::vector<int32_t> Placement::route_starts(uint32_t group) const {
   const uint32_t experts = layout_.shape().experts;
   std::vector<int32_t> starts(experts + 1);

@@ -102,6 +102,8 @@ class Placement {
   // Routes to a rank of the group that has most of them.
   int32_t most_routes(uint32_t rank) const;
 
+  // starts[e] of a group, of the first expert of the rank.
+  int32_t route_start(uint32_t group, uint32_t rank) const;
   // starts[e] of a group; starts[experts] is the number of its routes.
   std::vector<int32_t> route_starts(uint32_t group) const;
   // Where the rows of a far group begin in the rank's receive buffer: the slot, and the remainder.

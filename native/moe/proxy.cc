@@ -53,6 +53,7 @@ Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMem
     Member& member = members_.emplace_back();
     member.rank = other;
     member.sends_rows = other % dp_size == rank % dp_size;
+    member.slot_offset = uint64_t{layout.far_index(group_, other)} * layout.shape().private_rows * memory.stride_bytes;
     for (Ref<ImmCounter>& counter : member.counters) counter = engine_->alloc_imm();
   }
   for (auto& expected : rows_expected_) expected.resize(members_.size());
@@ -101,15 +102,29 @@ void Proxy::watch(PeerRef near, uint32_t rank) { watched_.push_back({std::move(n
 
 // --- what is written ---
 
-void Proxy::write(Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
-                  uint64_t length_bytes) {
-  const WriteRequest request{.src = region_.get(),
-                             .src_offset = from_offset,
-                             .dst = to.memory.get(),
-                             .dst_offset = to_offset,
-                             .length_bytes = length_bytes,
-                             .imm = to.imms[slot_of(step, round)]};
-  sent_[parity_of(round)].push_back({engine_->submit_write(request), to.rank});
+void Proxy::add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
+                uint64_t length_bytes) {
+  batch_.dsts.push_back(to.memory.get());
+  batch_.src_offsets.push_back(from_offset);
+  batch_.dst_offsets.push_back(to_offset);
+  batch_.lengths.push_back(length_bytes);
+  batch_.imms.push_back(to.imms[slot_of(step, round)]);
+}
+
+void Proxy::post(uint32_t round) {
+  if (!batch_.dsts.empty()) {
+    sent_[parity_of(round)].push_back(engine_->submit_scatter({.src = region_.get(),
+                                                               .dsts = batch_.dsts,
+                                                               .src_offsets = batch_.src_offsets,
+                                                               .dst_offsets = batch_.dst_offsets,
+                                                               .lengths = batch_.lengths,
+                                                               .imms = batch_.imms}));
+  }
+  batch_.dsts.clear();
+  batch_.src_offsets.clear();
+  batch_.dst_offsets.clear();
+  batch_.lengths.clear();
+  batch_.imms.clear();
 }
 
 void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts) {
@@ -122,7 +137,8 @@ void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts) {
   const uint64_t from = at(memory_.routes_out, round);
   std::memcpy(region_->base() + from, counts.data(), counts.size_bytes());
   const uint64_t to = at(memory_.routes_in, round) + rank_ * memory_.route_bytes;
-  for (Member& member : members_) write(member, FarStep::kRoutes, round, from, to, counts.size_bytes());
+  for (const Member& member : members_) add(member, FarStep::kRoutes, round, from, to, counts.size_bytes());
+  post(round);
 }
 
 void Proxy::send_rows(uint32_t round) {
@@ -130,17 +146,16 @@ void Proxy::send_rows(uint32_t round) {
   const std::vector<int32_t>& counts = counts_[parity_of(round)];
   const auto slot = static_cast<int32_t>(layout_.shape().private_rows);
   uint64_t from = at(memory_.rows_out, round);
-  for (Member& to : members_) {
+  for (const Member& to : members_) {
     if (!to.sends_rows) continue;
     const auto* first = counts.data() + layout_.first_expert(to.rank);
-    to.rows_sent = std::accumulate(first, first + layout_.expert_count(to.rank), 0);
-    const auto rows = static_cast<uint64_t>(std::min(to.rows_sent, slot));
-    const uint64_t target = uint64_t{layout_.far_index(group_, to.rank)} * layout_.shape().private_rows;
+    const int32_t rows = std::accumulate(first, first + layout_.expert_count(to.rank), 0);
     // Also of no rows: the other side cannot know that yet, and counts one write of each.
-    write(to, FarStep::kRows, round, from, at(memory_.rows_in, round) + target * memory_.stride_bytes,
-          rows * memory_.stride_bytes);
-    from += static_cast<uint64_t>(to.rows_sent) * memory_.stride_bytes;
+    add(to, FarStep::kRows, round, from, at(memory_.rows_in, round) + to.slot_offset,
+        static_cast<uint64_t>(std::min(rows, slot)) * memory_.stride_bytes);
+    from += static_cast<uint64_t>(rows) * memory_.stride_bytes;
   }
+  post(round);
 }
 
 std::span<const int32_t> Proxy::routes_of(uint32_t round, uint32_t rank) const {
@@ -153,19 +168,20 @@ void Proxy::send_remainder(uint32_t round, const Placement* placement) {
   std::vector<uint32_t>& expected = rows_expected_[parity_of(round)];
   uint64_t from = at(memory_.rows_out, round);
   for (size_t i = 0; i < members_.size(); ++i) {
-    Member& other = members_[i];
+    const Member& other = members_[i];
     expected[i] = other.sends_rows ? 1 : 0;
     if (!other.sends_rows || placement == nullptr) continue;
     if (placement->routes(layout_.group_of(other.rank), rank_) > slot) ++expected[i];
     const int32_t rows = placement->routes(group_, other.rank);
     if (rows > slot) {
       const auto target = static_cast<uint64_t>(placement->remainder_start(group_, other.rank));
-      write(other, FarStep::kRows, round, from + static_cast<uint64_t>(slot) * memory_.stride_bytes,
-            at(memory_.rows_in, round) + target * memory_.stride_bytes,
-            static_cast<uint64_t>(rows - slot) * memory_.stride_bytes);
+      add(other, FarStep::kRows, round, from + static_cast<uint64_t>(slot) * memory_.stride_bytes,
+          at(memory_.rows_in, round) + target * memory_.stride_bytes,
+          static_cast<uint64_t>(rows - slot) * memory_.stride_bytes);
     }
     from += static_cast<uint64_t>(rows) * memory_.stride_bytes;
   }
+  post(round);
 }
 
 void Proxy::send_results(uint32_t round, const Placement* placement) {
@@ -173,7 +189,7 @@ void Proxy::send_results(uint32_t round, const Placement* placement) {
   uint64_t from = at(memory_.results_out, round);
   uint32_t group_before = ~0u;
   uint64_t group_bytes = 0;
-  for (Member& to : members_) {  // ascending: the members of a group are neighbours, and get the same rows
+  for (const Member& to : members_) {  // ascending: the members of a group are neighbours, and get the same rows
     const uint32_t group = layout_.group_of(to.rank);
     uint64_t target = 0;
     if (placement != nullptr && group != group_before) {
@@ -181,12 +197,10 @@ void Proxy::send_results(uint32_t round, const Placement* placement) {
       group_bytes = static_cast<uint64_t>(placement->routes(group, rank_)) * memory_.y_bytes;
       group_before = group;
     }
-    if (placement != nullptr) {
-      const std::vector<int32_t> starts = placement->route_starts(group);
-      target = static_cast<uint64_t>(starts[layout_.first_expert(rank_)]) * memory_.y_bytes;
-    }
-    write(to, FarStep::kResults, round, from, at(memory_.results_in, round) + target, group_bytes);
+    if (placement != nullptr) target = static_cast<uint64_t>(placement->route_start(group, rank_)) * memory_.y_bytes;
+    add(to, FarStep::kResults, round, from, at(memory_.results_in, round) + target, group_bytes);
   }
+  post(round);
 }
 
 // --- what is waited for ---
@@ -201,36 +215,56 @@ FarOutcome Proxy::trouble(uint32_t round, const Member& awaited) {
 }
 
 FarOutcome Proxy::failed_write(uint32_t round) const {
-  for (const Sent& sent : sent_[parity_of(round)]) {
-    const FarResult result = result_of(sent.transfer->status());
-    if (result != FarResult::kReady) return {result, sent.rank, sent.transfer->info().detail};
+  for (const TransferRef& sent : sent_[parity_of(round)]) {
+    const FarResult result = result_of(sent->status());
+    if (result == FarResult::kReady) continue;
+    const TransferInfo info = sent->info();
+    return {result, rank_of(info), info.detail};
   }
   return {FarResult::kReady, 0, {}};
+}
+
+// Of a batch that failed: to whom.
+uint32_t Proxy::rank_of(const TransferInfo& failed) const {
+  const auto found = std::find_if(members_.begin(), members_.end(), [&](const Member& member) {
+    return failed.failed_peer && member.memory->peer()->address().incarnation == failed.failed_peer->incarnation;
+  });
+  return found == members_.end() ? members_.front().rank : found->rank;
+}
+
+// Of a batch that goes on, who most likely keeps it: a batch does not tell who has had his part.
+uint32_t Proxy::slowest() const {
+  const auto found = std::find_if(members_.begin(), members_.end(), [](const Member& member) {
+    return member.memory->peer()->state() != PeerState::kConnected;
+  });
+  return found == members_.end() ? members_.front().rank : found->rank;
 }
 
 void Proxy::say_farewell(Deadline deadline) {
-  std::vector<Sent>& sent = sent_[0];
+  std::vector<TransferRef>& sent = sent_[0];
   sent.clear();
-  for (Member& member : members_) {
+  for (const Member& member : members_) {
     if (member.memory && member.memory->peer()->state() != PeerState::kLost)
-      write(member, FarStep::kFarewell, 0, 0, 0, 0);
+      add(member, FarStep::kFarewell, 0, 0, 0, 0);
   }
+  post(0);
   // Whatever becomes of it: who is gone needs no farewell.
-  for (const Sent& one : sent) one.transfer->wait(deadline, {});
+  for (const TransferRef& one : sent) one->wait(deadline, {});
 }
 
 FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {
-  for (const Sent& sent : sent_[parity_of(round)]) {
+  for (const TransferRef& sent : sent_[parity_of(round)]) {
     while (true) {
       const Deadline next_look = std::min(deadline, engine_->clock().now_ns() + kLookEveryNs);
-      const WaitResult waited = sent.transfer->wait(next_look, interrupted);
-      if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, sent.rank, {}};
-      if (const FarOutcome found = trouble(round, member(sent.rank)); found.result != FarResult::kReady) return found;
+      const WaitResult waited = sent->wait(next_look, interrupted);
       if (waited == WaitResult::kReady) break;
-      if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, sent.rank, {}};
+      const uint32_t rank = slowest();
+      if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, rank, {}};
+      if (const FarOutcome found = trouble(round, member(rank)); found.result != FarResult::kReady) return found;
+      if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, rank, {}};
     }
   }
-  return {FarResult::kReady, 0, {}};
+  return failed_write(round);
 }
 
 FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {

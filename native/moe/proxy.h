@@ -91,15 +91,19 @@ class Proxy {
     RemoteRegionRef memory;
     std::array<uint32_t, kFarSteps * kParities> imms{};  // there
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
-    int32_t rows_sent = 0;  // scratch: of the round that is being sent
+    uint64_t slot_offset = 0;  // there, in rows_in: of the slot that only we write
   };
   struct Watched {
     PeerRef peer;
     uint32_t rank;
   };
-  struct Sent {
-    TransferRef transfer;
-    uint32_t rank;
+  // What is posted as one scatter.
+  struct Batch {
+    std::vector<RemoteRegion*> dsts;
+    std::vector<uint64_t> src_offsets;
+    std::vector<uint64_t> dst_offsets;
+    std::vector<uint64_t> lengths;
+    std::vector<uint32_t> imms;
   };
   static uint32_t parity_of(uint32_t round) { return round % kParities; }
   static size_t slot_of(FarStep step, uint32_t round) {
@@ -107,8 +111,13 @@ class Proxy {
   }
   Member& member(uint32_t rank);
   uint64_t at(uint64_t part, uint32_t round) const { return part + parity_of(round) * memory_.parity_bytes; }
-  void write(Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset, uint64_t length_bytes);
+  // Adds a write to the batch, and posts what was added.
+  void add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
+           uint64_t length_bytes);
+  void post(uint32_t round);
   FarOutcome failed_write(uint32_t round) const;
+  uint32_t rank_of(const TransferInfo& failed) const;
+  uint32_t slowest() const;
   FarOutcome trouble(uint32_t round, const Member& awaited);
 
   const EngineRef engine_;
@@ -122,7 +131,8 @@ class Proxy {
   std::array<size_t, kFarSteps * kParities> next_{};
   std::array<std::vector<int32_t>, kParities> counts_;          // ours, of each parity's round
   std::array<std::vector<uint32_t>, kParities> rows_expected_;  // writes of rows, by member
-  std::array<std::vector<Sent>, kParities> sent_;
+  std::array<std::vector<TransferRef>, kParities> sent_;
+  Batch batch_;  // empty between calls; keeps its storage
 };
 
 }  // namespace crossrail::moe

@@ -16,15 +16,17 @@ namespace {
 constexpr int64_t kLookEveryNs = 5'000'000;
 constexpr int64_t kYieldAfterNs = 2'000;  // of spinning: the rank that we wait for may need this very core
 
-// Whether waiting for words[index] has become pointless. Any owner that is lost makes it so: the one that we wait for may
-// have seen it before us, and go no further.
-WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched,
-                          size_t index) {
+bool is_lost(const Awaited& awaited) { return awaited.owner != nullptr && awaited.owner->state() == PeerState::kLost; }
+
+// Whether waiting for words[index] has become pointless. Unless it goes on without them, any owner that is lost makes it
+// so: the one that we wait for may have seen it before us, and go no further.
+WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched, size_t index,
+                          bool goes_on) {
   if (engine.closed()) return {WordsResult::kClosed, index};
-  for (size_t i = 0; i < words.size(); ++i) {
+  for (size_t i = 0; i < words.size() && !goes_on; ++i) {
     if (words[i].owner != nullptr && words[i].owner->state() == PeerState::kLost) return {WordsResult::kPeerLost, i};
   }
-  for (size_t i = 0; i < watched.size(); ++i) {
+  for (size_t i = 0; i < watched.size() && !goes_on; ++i) {
     if (watched[i]->state() == PeerState::kLost) return {WordsResult::kPeerLost, words.size() + i};
   }
   if (words[index].farewell->value.load(std::memory_order_acquire) != 0) return {WordsResult::kLeft, index};
@@ -42,14 +44,28 @@ void sleep_on_word(Word& word, uint32_t round, Deadline until) {
 
 }  // namespace
 
-void publish(Word& word, uint32_t round) {
+bool publish(Word& word, uint32_t round) {
   copy_fence();  // streaming stores are ordered by nothing else
-  word.value.store(round, std::memory_order_seq_cst);
+  uint32_t before = word.value.load(std::memory_order_relaxed);
+  // One exchange against seal(): whichever comes first decides, for all.
+  if (is_sealed(before, round) || !word.value.compare_exchange_strong(before, round, std::memory_order_seq_cst))
+    return false;
   if (word.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(&word.value, FutexScope::kShared);
+  return true;
+}
+
+bool seal(Word& word, uint32_t round) {
+  uint32_t seen = word.value.load(std::memory_order_acquire);
+  while (static_cast<int32_t>(seen - round) < 0 && !is_sealed(seen, round)) {
+    if (!word.value.compare_exchange_weak(seen, seen + 1, std::memory_order_seq_cst)) continue;
+    futex_wake_all(&word.value, FutexScope::kShared);
+    return true;
+  }
+  return static_cast<int32_t>(seen - round) < 0;
 }
 
 WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched, uint32_t round,
-                        Deadline deadline, const InterruptCheck& interrupted) {
+                        Deadline deadline, const InterruptCheck& interrupted, std::vector<size_t>* absent) {
   const bool manual = engine.options().polling == Polling::kManual;
   const bool staged = engine.options().stage != nullptr;
   int64_t spin_until = 0;  // 0: has not begun
@@ -61,6 +77,10 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
       ++i;
       continue;
     }
+    if (absent != nullptr && (awaited.is_masked || is_sealed(*awaited.word, round)) && seal(*awaited.word, round)) {
+      absent->push_back(i++);
+      continue;
+    }
     if (staged) return {WordsResult::kLate, i};
     const int64_t now = now_ns();
     if (spin_until == 0) {
@@ -70,7 +90,8 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
     }
     if (now >= std::min(next_look, deadline)) {
       next_look = now + kLookEveryNs;
-      const WordsOutcome trouble = trouble_with(engine, words, watched, i);
+      if (absent != nullptr && is_lost(awaited) && seal(*awaited.word, round)) continue;
+      const WordsOutcome trouble = trouble_with(engine, words, watched, i, absent != nullptr);
       // Its last word may have come just before its end.
       if (trouble.result != WordsResult::kReady && !has_come(*awaited.word, round)) return trouble;
       if (now >= deadline) return {WordsResult::kLate, i};

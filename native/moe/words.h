@@ -1,20 +1,26 @@
 // Words by which ranks that share memory tell each other how far they are.
 //
-// A word lies in memory that its owner allocated (Engine::alloc) and others map (Engine::map). Only the owner writes it,
-// and it only grows: the number of a round, modulo 2^32. So whoever waits for a round is not misled by one that is ahead.
+// A word lies in memory that its owner allocated (Engine::alloc) and others map (Engine::map). Its owner publishes rounds in
+// it, and it only grows: the number of a round, modulo 2^32. So whoever waits for a round is not misled by one that is ahead.
 //
-// Threads: publish() from one at a time; wait_words() from any.
+// Who gives up on an owner *seals* the word: from then on nothing is published in it any more, so that all others come to
+// the same end, whenever they look and whatever they know of the owner. The rounds of a word are all even or all odd, and
+// a sealed word is one more than the last of them: its lowest bit tells.
+//
+// Threads: publish() from one at a time; seal() and wait_words() from any.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "engine/engine.h"
 
 namespace crossrail::moe {
 
-// A cache line for each, so that looking at one disturbs nobody who writes another. Zero is "nothing yet".
+// A cache line for each, so that looking at one disturbs nobody who writes another. "Nothing yet" is a value two before
+// the first round: of odd rounds -1, of even ones 0, as memory of the engine is.
 struct alignas(64) Word {
   std::atomic<uint32_t> value;
   // How many sleep on it, of any process. One that is killed asleep is never subtracted: that costs its owner a system
@@ -23,8 +29,17 @@ struct alignas(64) Word {
 };
 static_assert(sizeof(Word) == 64);
 
-// Everything that this thread wrote before, streaming stores too, is seen by whoever sees the word.
-void publish(Word& word, uint32_t round);
+// Everything that this thread wrote before, streaming stores too, is seen by whoever sees the word. False: it is sealed,
+// and nothing was published.
+bool publish(Word& word, uint32_t round);
+
+// For the rounds of that word.
+inline bool is_sealed(uint32_t value, uint32_t round) { return ((value ^ round) & 1) != 0; }
+inline bool is_sealed(const Word& word, uint32_t round) {
+  // acquire, also for what was read before: pairs with seal(), after which others may write to what the owner reads.
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return is_sealed(word.value.load(std::memory_order_acquire), round);
+}
 
 // Whether the word stands at `round` or later.
 inline bool has_come(const Word& word, uint32_t round) {
@@ -32,11 +47,15 @@ inline bool has_come(const Word& word, uint32_t round) {
   return static_cast<int32_t>(word.value.load(std::memory_order_acquire) - round) >= 0;
 }
 
+// Seals the word unless it stands at `round` or later. True: it is sealed before that, by us or by another.
+bool seal(Word& word, uint32_t round);
+
 // What is waited for, and of whom.
 struct Awaited {
   Word* word = nullptr;
   Word* farewell = nullptr;  // not 0 once the owner has given up for good
   Peer* owner = nullptr;     // null: ourselves
+  bool is_masked = false;    // with `absent`: not waited for
 };
 
 enum class WordsResult : uint8_t {
@@ -56,7 +75,9 @@ struct WordsOutcome {
 // has passed. Spins for the engine's spin_ns, then sleeps. Drives an engine of Polling::kManual meanwhile, else nothing
 // does but its worker. On a stage nobody else runs while we wait: what has not come then, is late at once.
 // watched: others without whom the wait is as pointless; their indices begin behind those of the words.
+// absent: null, or where the wait goes on without owners that are lost: their words are sealed, and the indices of those
+// that are sealed before `round` are put there. Never kPeerLost then.
 WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched, uint32_t round,
-                        Deadline deadline, const InterruptCheck& interrupted);
+                        Deadline deadline, const InterruptCheck& interrupted, std::vector<size_t>* absent = nullptr);
 
 }  // namespace crossrail::moe

@@ -50,6 +50,47 @@ def test_scatter_gives_each_its_slice_and_one_count(pair: Pair, with_group: bool
         assert_same_bytes(target.content(), expected, f"target {i}")
 
 
+@setups(SOME_RAILS, SOME_MEMORY)
+@pytest.mark.parametrize("verify", [False, True])
+def test_scatter_counts_each_target_on_its_own_number(pair: Pair, verify: bool) -> None:
+    engines = members(pair)
+    src = pair.source(PEERS * 30_000)
+    targets = [engine.memory(30_000, pair.setup.memory_there) for engine in engines]
+    numbers = [20 + i for i in range(PEERS)]
+
+    pair.here.submit_scatter(
+        src,
+        [target.descriptor for target in targets],
+        lengths=30_000,
+        src_offsets=[30_000 * i for i in range(PEERS)],
+        dst_offsets=0,
+        imm=numbers,
+        verify=verify,
+    ).wait(WAIT_S)
+
+    for i, (engine, target) in enumerate(zip(engines, targets, strict=True)):
+        engine.expect_count(numbers[i], 1)
+        assert all(engine.count(other) == 0 for other in numbers)
+        assert_same_bytes(target.content(), src.array()[30_000 * i :][:30_000], f"target {i}")
+
+
+def test_scatter_counts_several_numbers_at_one_peer(pair: Pair) -> None:
+    src, dst = pair.source(30), pair.target(30)
+
+    pair.here.submit_scatter(
+        src,
+        [dst.descriptor] * 3,
+        lengths=[10, 0, 20],
+        src_offsets=[0, 0, 10],
+        dst_offsets=[0, 0, 10],
+        imm=np.array([7, 8, 7]),
+    ).wait(WAIT_S)
+
+    pair.there.expect_count(7, 2)
+    pair.there.expect_count(8, 1)
+    assert_same_bytes(dst.content(), bytes_of(src))
+
+
 def test_scatter_takes_one_number_for_all(pair: Pair) -> None:
     engines = members(pair, 3)
     src = pair.source(5000)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 import crossrail as xr
 from crossrail.moe import AllToAll, Dispatched, EngineGroup, Round
 from crossrail.moe.rounds import Stage
 from tests.moe.batches import Batch, draw, expected_sums, expert_of_row, outputs
+from tests.moe.test_rounds import check_dispatched, first_expert
 from tests.support.limits import WAIT_S
 from tests.support.node import Node
 from tests.support.peer import serve
@@ -16,6 +19,12 @@ HIDDEN, EXPERTS, TOP_K, TOKENS, BLOCK = 32, 6, 2, 8, 16
 CONFIG = {"experts": EXPERTS, "hidden": HIDDEN, "top_k": TOP_K, "max_tokens": TOKENS, "scale_block": BLOCK,
           "out_dtype": "float32"}  # fmt: skip
 _FOLLOWS = {"dispatch_recv": Stage.SENT, "combine_send": Stage.RECEIVED, "combine_recv": Stage.RETURNED}
+
+
+def batch_of(rank: int, number: int, tokens: int = TOKENS) -> Batch:
+    """What that rank sends in that round, or its first tokens."""
+    batch = draw(np.random.default_rng([rank, number]), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    return Batch(batch.x[:tokens], batch.scales[:tokens], batch.indices[:tokens], batch.weights[:tokens])
 
 
 class Rank(Node):
@@ -44,8 +53,7 @@ class Rank(Node):
 
     def dispatch_send(self) -> int:
         number, self._next_round = self._next_round, self._next_round + 1
-        random = np.random.default_rng([self._part.rank, number])
-        batch = self._batch[number] = draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+        batch = self._batch[number] = batch_of(self._part.rank, number)
         self._opened[number] = self._part.dispatch_send(batch.x, batch.scales, batch.indices, batch.weights)
         return number
 
@@ -66,6 +74,27 @@ class Rank(Node):
         self.dispatch_recv(number)
         self.combine_send(number)
         return self.combine_recv(number)
+
+    def finish_without(self, number: int, silent: list[int], masked: list[int]) -> None:
+        """The rest of that round, from where it stands. It has to be as if the silent ranks had sent no token, and
+        nobody a token to an expert of the masked ranks.
+        """
+        if number not in self._opened:
+            self.dispatch_send()
+        opened, config = self._opened[number], self._part.config
+        if opened.stage is Stage.SENT:
+            self.dispatch_recv(number)
+            batches = [batch_of(rank, number, 0 if rank in silent else TOKENS) for rank in range(config.world)]
+            check_dispatched(self._got[number], batches, first_expert(self._part), config.padding)
+        if opened.stage is Stage.RECEIVED:
+            self.combine_send(number)
+        batch = self._batch[number]
+        kept = np.where(np.isin(batch.indices // config.experts_per_rank, masked), -1, batch.indices)
+        sums = self._part.combine_recv(opened)
+        assert np.array_equal(sums, expected_sums(replace(batch, indices=kept)))
+
+    def masked(self) -> list[int]:
+        return list(self._part.masked)
 
     def go_on(self, number: int) -> None:
         """The rest of that round, from where it stands, and another one."""

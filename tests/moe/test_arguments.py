@@ -32,7 +32,7 @@ ARGUMENTS = [
     ("capacity_factor", 0.0, r"capacity_factor is 0\.0"),
     ("node_size", 2, "node_size is 2, must be a divisor of the number of ranks, 1"),
     ("dp_size", 2, "dp_size is 2, must be a divisor"),
-    ("on_lost", "mask", "on_lost is 'mask', must be one of raise"),
+    ("on_lost", "ignore", "on_lost is 'ignore', must be one of raise, mask"),
 ]
 
 

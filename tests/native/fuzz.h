@@ -49,7 +49,9 @@ class Choices {
 // Books of an engine that takes everything, and holds no more than so many works to be outstanding.
 class BookSink final : public Sink {
  public:
-  void on_retired(Link&, void*, uint32_t count, uint64_t, Status, const std::string&) override { retire(count); }
+  void on_retired(Link&, void*, uint32_t, uint32_t count, uint64_t, Status, const std::string&) override {
+    retire(count);
+  }
   void on_withdrawn(Link&, void*, uint32_t, uint64_t) override { retire(1); }
   void on_imm(uint32_t, uint64_t units) override { require(units > 0, "an immediate counts"); }
   Offer on_message(const std::shared_ptr<const Address>& sender, Input payload) override {

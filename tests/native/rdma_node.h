@@ -56,7 +56,7 @@ class Node final : public Sink {
   }
 
   // --- sink ---
-  void on_retired(Link& link, void* context, uint32_t count, uint64_t bytes, Status status,
+  void on_retired(Link& link, void* context, uint32_t /*tag*/, uint32_t count, uint64_t bytes, Status status,
                   const std::string& detail) override {
     CHECK(&link == this->link);
     auto& work = *static_cast<struct Work*>(context);

@@ -139,6 +139,34 @@ TEST_CASE("many threads submit to one engine, every byte and count arrives") {
   }
 }
 
+TEST_CASE("a scatter counts each target on its own number, and none where it has none") {
+  Pair pair;
+  RegionRef src = pair.a->alloc(4096, false);
+  RegionRef dst = pair.b->alloc(4096, false);
+  const RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+  const std::array<RemoteRegion*, 3> dsts = {remote.get(), remote.get(), remote.get()};
+  const std::array<uint64_t, 3> lengths = {16, 16, 0};
+  const std::array<uint64_t, 3> offsets = {0, 16, 32};
+  const std::array<uint32_t, 3> imms = {3, kNoImm, 4};
+  ScatterRequest request{
+      .src = src.get(), .dsts = dsts, .src_offsets = offsets, .dst_offsets = offsets, .lengths = lengths, .imms = imms};
+
+  require_done(pair.a->submit_scatter(request));
+
+  require_counted(*pair.b, 3, 1);
+  require_counted(*pair.b, 4, 1);
+  CHECK(pair.b->stats().imm_units_received == 2 * kUnitsPerCount);
+
+  request.imm = 5;
+  CHECK_THROWS_WITH_AS(pair.a->submit_scatter(request), doctest::Contains("imm and imms"), UsageError);
+  request.imm = kNoImm;
+  request.imms = std::span(imms).first(2);
+  CHECK_THROWS_WITH_AS(pair.a->submit_scatter(request), doctest::Contains("imms has 2"), UsageError);
+  const std::array<uint32_t, 3> too_large = {3, kImmMax + 1, 4};
+  request.imms = too_large;
+  CHECK_THROWS_WITH_AS(pair.a->submit_scatter(request), doctest::Contains("imms[1]"), UsageError);
+}
+
 TEST_CASE("paged writes with runs and shuffles count every page") {
   Pair pair(3, 1);
   constexpr uint64_t kPages = 5000;

@@ -1,73 +1,36 @@
-// Words between threads, and rows between proxies: for ThreadSanitizer and AddressSanitizer, and what posting costs.
+// Words between threads, and rows between proxies: for ThreadSanitizer and AddressSanitizer.
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstring>
-#include <numeric>
 #include <span>
 #include <thread>
 #include <vector>
 
 #include "engine/engine.h"
-#include "moe/proxy.h"
 #include "moe/words.h"
+#include "moe_rig.h"
 #include "util/clock.h"
 
 namespace crossrail::moe {
-
-namespace {
-
-constexpr uint32_t kExperts = 256;
-constexpr uint64_t kStrideBytes = 7392;  // 7168 of fp8, their scales, rounded up
-constexpr uint64_t kYBytes = 14336;
-
-EngineRef open_engine(const std::string& name, TransportKind kind = TransportKind::kShm,
-                      Polling polling = Polling::kAdaptive) {
-  EngineOptions options;
-  options.name = name;
-  options.transports = {kind};
-  options.polling = polling;
-  return Engine::open(options);
-}
-
-// Parts of a memory that has room for `rows` rows of each kind.
-FarMemory parts(uint32_t world, uint64_t rows, uint64_t stride_bytes, uint64_t y_bytes) {
-  FarMemory memory{.route_bytes = kExperts * 4, .stride_bytes = stride_bytes, .y_bytes = y_bytes};
-  uint64_t end = 0;
-  const auto place = [&](uint64_t bytes) { return std::exchange(end, end + bytes); };
-  memory.routes_in = place(world * memory.route_bytes);
-  memory.rows_in = place(rows * stride_bytes);
-  memory.results_in = place(rows * y_bytes);
-  memory.routes_out = place(memory.route_bytes);
-  memory.rows_out = place(rows * stride_bytes);
-  memory.results_out = place(rows * y_bytes);
-  memory.parity_bytes = end;
-  return memory;
-}
-
-std::vector<uint32_t> own_nodes(uint32_t world) {
-  std::vector<uint32_t> nodes(world);
-  std::iota(nodes.begin(), nodes.end(), 0u);
-  return nodes;
-}
-
-}  // namespace
 
 TEST_CASE("moe words: what was written before a word is seen by who waited for it") {
   const EngineRef engine = open_engine("a");
   const RegionRef board = engine->alloc(4096, true);
   auto* words = reinterpret_cast<Word*>(board->base());
   int values[2] = {0, 0};  // plain: a race would be found
-  constexpr uint32_t kRounds = 2000;
+  constexpr uint32_t kRounds = 4000;
   const auto play = [&](uint32_t own) {
     const Awaited other{.word = &words[1 - own], .farewell = &words[2], .owner = nullptr};
-    for (uint32_t round = 1; round <= kRounds; ++round) {
+    for (uint32_t round = 2; round <= kRounds; round += 2) {
       values[own] = static_cast<int>(round);
-      publish(words[own], round);
+      REQUIRE(publish(words[own], round));
       const WordsOutcome outcome = wait_words(*engine, {&other, 1}, {}, round, deadline_in(60), {});
       REQUIRE(outcome.result == WordsResult::kReady);
       if (values[1 - own] < static_cast<int>(round)) FAIL("a stale value");
-      publish(words[3 + own], round);  // seen: it may be written again
+      REQUIRE(publish(words[3 + own], round));  // seen: it may be written again
       const Awaited seen{.word = &words[4 - own], .farewell = &words[2], .owner = nullptr};
       REQUIRE(wait_words(*engine, {&seen, 1}, {}, round, deadline_in(60), {}).result == WordsResult::kReady);
     }
@@ -86,18 +49,71 @@ TEST_CASE("moe words: late, left and closed are told apart, and a round that is 
   const auto wait = [&](uint32_t round, double seconds) {
     return wait_words(*engine, {&awaited, 1}, {}, round, deadline_in(seconds), {}).result;
   };
-  CHECK(wait(1, 0.01) == WordsResult::kLate);
-  publish(words[0], 7);
-  CHECK(wait(7, 60) == WordsResult::kReady);
-  CHECK(wait(5, 60) == WordsResult::kReady);
-  publish(words[0], 0x80000000u);
-  publish(words[0], 0xffffffffu);
-  CHECK(wait(0xfffffffeu, 60) == WordsResult::kReady);
-  CHECK(wait(1, 0.01) == WordsResult::kLate);  // numbers go round
-  publish(words[1], 1);
-  CHECK(wait(1, 60) == WordsResult::kLeft);
+  CHECK(wait(2, 0.01) == WordsResult::kLate);
+  CHECK(publish(words[0], 8));
+  CHECK(wait(8, 60) == WordsResult::kReady);
+  CHECK(wait(6, 60) == WordsResult::kReady);
+  CHECK(publish(words[0], 0x80000000u));
+  CHECK(publish(words[0], 0xfffffffeu));
+  CHECK(wait(0xfffffffcu, 60) == WordsResult::kReady);
+  CHECK(wait(2, 0.01) == WordsResult::kLate);  // numbers go round
+  CHECK(publish(words[1], 2));
+  CHECK(wait(2, 60) == WordsResult::kLeft);
   engine->close(0);
-  CHECK(wait(1, 60) == WordsResult::kClosed);
+  CHECK(wait(2, 60) == WordsResult::kClosed);
+}
+
+TEST_CASE("moe words: of a word that is published and sealed at once all see the same end") {
+  constexpr uint32_t kWords = 2000;
+  constexpr uint32_t kSealers = 3;
+  for (const uint32_t round : {1u, 2u, 0u, 0xffffffffu}) {
+    std::vector<Word> words(kWords);
+    for (Word& word : words) word.value.store(round - 2, std::memory_order_relaxed);
+    std::vector<uint8_t> published(kWords);
+    std::array<std::vector<uint8_t>, kSealers> absent;
+    std::atomic<uint32_t> at_gate{0};
+    const auto come = [&] {
+      at_gate.fetch_add(1);
+      while (at_gate.load() < kSealers + 1) std::this_thread::yield();
+    };
+    std::vector<std::thread> sealers;
+    for (auto& one : absent) {
+      one.resize(kWords);
+      sealers.emplace_back([&] {
+        come();
+        for (uint32_t i = 0; i < kWords; ++i) one[i] = seal(words[kWords - 1 - i], round) ? 1 : 0;
+      });
+    }
+    come();
+    for (uint32_t i = 0; i < kWords; ++i) published[i] = publish(words[i], round) ? 1 : 0;
+    for (std::thread& sealer : sealers) sealer.join();
+    for (uint32_t i = 0; i < kWords; ++i) {
+      for (const auto& one : absent) REQUIRE(one[kWords - 1 - i] + published[i] == 1);
+      REQUIRE(has_come(words[i], round) == (published[i] == 1));
+      REQUIRE(is_sealed(words[i], round) == (published[i] == 0));
+      REQUIRE(has_come(words[i], round - 2));
+      REQUIRE(publish(words[i], round + 2) == (published[i] == 1));
+    }
+  }
+}
+
+TEST_CASE("moe words: a wait goes on without an owner that is masked, and without one whose word another sealed") {
+  const EngineRef engine = open_engine("a");
+  const RegionRef board = engine->alloc(4096, true);
+  auto* words = reinterpret_cast<Word*>(board->base());
+  std::vector<Awaited> awaited(3);
+  for (size_t i = 0; i < 3; ++i) awaited[i] = {.word = &words[i], .farewell = &words[3], .owner = nullptr};
+  std::vector<size_t> absent;
+  REQUIRE(publish(words[0], 2));
+  REQUIRE(seal(words[1], 2));
+  awaited[2].is_masked = true;
+  CHECK(wait_words(*engine, awaited, {}, 2, deadline_in(60), {}, &absent).result == WordsResult::kReady);
+  CHECK(absent == std::vector<size_t>{1, 2});
+  CHECK(!publish(words[2], 2));
+  absent.clear();
+  CHECK(wait_words(*engine, awaited, {}, 4, deadline_in(0.01), {}, &absent).result == WordsResult::kLate);
+  CHECK(publish(words[0], 4));
+  engine->close(0);
 }
 
 TEST_CASE("moe proxy: rows and results of two ranks, with remainders, and what is expected twice is taken once") {
@@ -159,48 +175,6 @@ TEST_CASE("moe proxy: rows and results of two ranks, with remainders, and what i
   other.join();
   for (auto& proxy : proxies) proxy.reset();
   for (const EngineRef& engine : engines) engine->close(0);
-}
-
-TEST_CASE("moe proxy: what posting to 56 ranks costs by itself") {
-  // The decode shape of 64 ranks in nodes of 8: 128 tokens, top 8 of 256 experts.
-  constexpr uint32_t kWorld = 64;
-  std::vector<uint32_t> nodes(kWorld);
-  for (uint32_t rank = 0; rank < kWorld; ++rank) nodes[rank] = rank / 8;
-  const Layout layout(
-      {.world = kWorld, .experts = kExperts, .top_k = 8, .max_tokens = 128, .private_rows = 24, .node_of_rank = nodes});
-  const FarMemory memory = parts(kWorld, 1024, kStrideBytes, kYBytes);
-  const EngineRef engine = open_engine("a", TransportKind::kNull, Polling::kManual);
-  const EngineRef far = open_engine("b", TransportKind::kNull, Polling::kManual);
-  const RegionRef region = engine->alloc(2 * memory.parity_bytes, false);
-  const RegionRef there = far->alloc(2 * memory.parity_bytes, false);
-  auto proxy = std::make_unique<Proxy>(engine, layout, 0, memory, region);
-  for (const uint32_t rank : proxy->far_ranks()) {
-    RegionDescriptor descriptor = there->descriptor();
-    descriptor.owner.incarnation[0] = static_cast<uint8_t>(rank);  // another peer each: nothing is sent to any
-    descriptor.owner.name = "rank-" + std::to_string(rank);
-    proxy->connect(rank, engine->remote_region(descriptor), std::vector<uint32_t>(kFarSteps * kParities, 1 + rank));
-  }
-  std::vector<int32_t> counts(kExperts, 4);  // 16 rows for each rank
-  int64_t best_routes_ns = INT64_MAX;
-  int64_t best_rows_ns = INT64_MAX;
-  for (uint32_t round = 1; round <= 400; ++round) {
-    REQUIRE(proxy->wait_sent(round, deadline_in(60), {}).result == FarResult::kReady);
-    // Until the last is posted, which is when a rail that moves nothing is done with it.
-    const auto posted = [&] { return proxy->wait_sent(round, deadline_in(60), {}).result == FarResult::kReady; };
-    const int64_t begin = now_ns();
-    proxy->send_routes(round, counts);
-    REQUIRE(posted());
-    const int64_t middle = now_ns();
-    proxy->send_rows(round);
-    REQUIRE(posted());
-    const int64_t end = now_ns();
-    best_routes_ns = std::min(best_routes_ns, middle - begin);
-    best_rows_ns = std::min(best_rows_ns, end - middle);
-  }
-  MESSAGE("56 ranks: routes " << best_routes_ns << " ns, rows " << best_rows_ns << " ns");
-  proxy.reset();
-  engine->close(0);
-  far->close(0);
 }
 
 }  // namespace crossrail::moe

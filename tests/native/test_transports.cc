@@ -29,7 +29,7 @@ constexpr uint32_t kTcp = transport_bit(TransportKind::kTcp);
 
 class QuietSink final : public Sink {
  public:
-  void on_retired(Link&, void*, uint32_t, uint64_t, Status, const std::string&) override {}
+  void on_retired(Link&, void*, uint32_t, uint32_t, uint64_t, Status, const std::string&) override {}
   void on_withdrawn(Link&, void*, uint32_t, uint64_t) override {}
   void on_imm(uint32_t, uint64_t) override {}
   Offer on_message(const std::shared_ptr<const Address>&, std::span<const uint8_t>) override { return Offer::kTaken; }

@@ -9,10 +9,10 @@ namespace crossrail::rdma {
 
 namespace {
 
-constexpr size_t kQueuedMax = 4096;          // of one link: the rest waits in the engine
-constexpr size_t kSendsQueuedMax = 256;      // messages, likewise
-constexpr size_t kBatch = 32;                // works handed to a path at once
-constexpr uint64_t kBatchBytes = 256 << 10;  // and bytes, when there are other paths that could take some
+constexpr size_t kQueuedMax = 4096;      // of one link: the rest waits in the engine
+constexpr size_t kSendsQueuedMax = 256;  // messages, likewise
+constexpr uint64_t kBatchBytes =
+    256 << 10;  // in works handed to a path at once, when there are other paths that could take some
 // Of the fastest rail, posted and not done; slower ones have in proportion, so that all end together.
 constexpr uint64_t kWindowBytes = uint64_t{4} << 20;
 constexpr uint64_t kWindowBytesMin = 256 << 10;
@@ -74,7 +74,6 @@ NicWork RdmaTransport::nic_work(const WorkRequest& request, const Path& path, ui
 
 // Posts a prefix on this path: what its window has room for and the NIC takes.
 uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> requests, uint32_t rail) {
-  std::array<NicWork, kBatch> batch;
   const uint64_t bytes_max = path.session->paths.size() == 1 ? ~uint64_t{0} : kBatchBytes;
   const uint64_t room = window_bytes(path);
   const size_t works_room = rails_[path.rail]->nic->limits().path_works_max - path.works.size();
@@ -87,12 +86,12 @@ uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> reque
     const WorkRequest& request = requests[count];
     if (request.length_bytes > work_bytes_max_) break;
     if (count > 0 && (outstanding + request.length_bytes > room || bytes >= bytes_max)) break;
-    batch[count] = nic_work(request, path, cookie++);
+    nic_works_[count] = nic_work(request, path, cookie++);
     bytes += request.length_bytes;
     outstanding += request.length_bytes;
   }
   if (count == 0) return 0;
-  const uint32_t accepted = path.nic_path->post({batch.data(), count});
+  const uint32_t accepted = path.nic_path->post({nic_works_.data(), count});
   for (uint32_t i = 0; i < accepted; ++i) {
     WorkRequest& work = path.works.push_back(requests[i]);
     if (rail != kRequeued) work.reserved = routing_of(rail);

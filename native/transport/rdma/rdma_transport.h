@@ -224,8 +224,10 @@ class RdmaTransport final : public Transport {
   RegionTable regions_;
   std::vector<std::unique_ptr<Rail>> rails_;
   uint32_t fastest_mbps_ = 0;
-  uint64_t work_bytes_max_ = 0;  // of all NICs
-  std::optional<Bell> bell_;     // none on a stage, where nobody sleeps
+  uint64_t work_bytes_max_ = 0;            // of all NICs
+  static constexpr size_t kBatch = 32;     // works handed to a path at once
+  std::array<NicWork, kBatch> nic_works_;  // scratch of post_some: to make it anew would cost as much as to post one
+  std::optional<Bell> bell_;               // none on a stage, where nobody sleeps
   std::map<Session::Key, std::unique_ptr<Session>> sessions_;
   std::map<uint64_t, Path*> tokens_;  // of paths that have a NicPath
   uint64_t next_session_number_ = 1;

@@ -11,6 +11,7 @@ import numpy as np
 import crossrail as xr
 from crossrail import _core
 from crossrail.errors import EngineClosed, UsageError, WaitTimeout
+from crossrail.moe import masking
 from crossrail.moe.arrays import Array, from_host, is_tensor, to_count, to_host
 from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout, output_arrays, output_bytes
 from crossrail.moe.capacity import find_overflow
@@ -45,10 +46,11 @@ class AllToAll:
     share memory; None: as many as do. capacity_factor: room for that many times the mean number of rows, instead of for
     any routing; a round that needs more raises CapacityExceeded on every rank. timeout_s: of each wait of the
     constructor and of every call; an attribute, which may be changed between calls. dp_size: so many consecutive ranks
-    hold the same tokens. private_tokens, on_lost: of ranks that share no memory. kernels: who touches rows; None:
-    CpuKernels().
+    hold the same tokens. private_tokens: of ranks that share no memory. on_lost: what a rank that dies does to the
+    others; "raise": their calls raise PeerLost; "mask": they go on without its tokens and its experts, all from the
+    same half of the same round on (see `masked`). kernels: who touches rows; None: CpuKernels().
 
-    Not built yet, and refused: on_lost="mask", memory of devices.
+    Not built yet, and refused: on_lost="mask" where not all ranks share memory; memory of devices.
 
     Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once. 2.
     rounds. 3. close(), before the engine; a rank that waits for one that is closed is told so.
@@ -89,15 +91,21 @@ class AllToAll:
         self.timeout_s = timeout_s
         self._kernels = CpuKernels() if kernels is None else kernels
         self._far: Far | None = None
+        self._masks = on_lost == "mask"
         board_layout = BoardLayout(self.config)
         self._board = engine.alloc(board_layout.nbytes)
+        board_layout.begin(self._board.view())
         self._inbox = engine.alloc(output_bytes(self.config))
         try:
             members = meet(engine, group, self.config, self._board, timeout_s)
             near = [member for member in members if member.board is not None]
             self.node_size = len(near)
             self._layout = make_layout(self.config, self.node_size)
-            self._near = _near(engine, self.rank, near, board_layout)
+            if self._masks and self.node_size < group.size:
+                raise UsageError(
+                    f"on_lost is 'mask', and only {self.node_size} of {group.size} ranks share memory: not built yet"
+                )
+            self._near = _near(engine, self.rank, near, board_layout, self._masks)
             if self.node_size < group.size:
                 self._far = Far(engine, self.config, self._layout, self.rank, self._kernels)
                 meet_far(group, self._far, [member.address for member in members], timeout_s)
@@ -153,6 +161,7 @@ class AllToAll:
         if self._far is not None:
             self._far.check_alive()
         half = self._near.own[parity]
+        routes = masking.drop_routes(config, routes, self._near.masked)
         slots = np.empty((tokens, config.top_k), np.int32)
         counts = np.empty(config.experts, np.int32)
         self._kernels.count(routes, config.experts, counts, slots)
@@ -202,8 +211,8 @@ class AllToAll:
             self._place(opened)
         placement = opened.placement
         x, scales = self._outputs[parity]
-        for group, source in enumerate(self._sources()):
-            half = self._near.halves.get((source, parity))
+        for group, source in enumerate(opened.sources):
+            half = None if source is None else self._near.halves.get((source, parity))
             if half is None:
                 continue
             moves = np.asarray(placement.pull_near(group, rank, half.order[: int(half.counts.sum())]))
@@ -212,6 +221,8 @@ class AllToAll:
         self._wait_rows(opened.number)
         if self._far is not None:
             self._far.pull(opened.number, placement, x, scales)
+        if self._masks:
+            self._near.check_not_masked(opened.number)
         offsets, of_expert = np.asarray(placement.expert_offsets(rank)), np.asarray(placement.expert_rows(rank))
         rows, received = int(offsets[-1]), int(of_expert.sum())
         opened.where = placement.places(rank, opened.indices, opened.slots)
@@ -286,12 +297,15 @@ class AllToAll:
             raise UsageError("weights is None, and dispatch was given none")
         shape = (opened.tokens, config.hidden)
         sums = np.empty(shape, NUMPY_TYPES[config.out_dtype]) if out is None else to_host(out, "out", OUT_DTYPES, shape)
-        self._wait(RETURNED, opened.number)
+        absent = self._wait(RETURNED, opened.number)
+        where = masking.drop_results(opened.where, self._near.ranks, absent)
         sources = [self._near.halves[rank, parity].y for rank in self._near.ranks]
         if self._far is not None:
             sources.append(self._far.results(opened.number))
         if opened.tokens > 0:
-            self._kernels.reduce(sums, sources, opened.where, factors, accumulate)
+            self._kernels.reduce(sums, sources, where, factors, accumulate)
+        if self._masks:
+            self._near.check_not_masked(opened.number)
         opened.stage = Stage.ENDED
         del self._open[parity]
         self._stats["bytes_summed"] += int((opened.indices >= 0).sum()) * config.y_bytes
@@ -316,6 +330,11 @@ class AllToAll:
         return opened.stage in (Stage.SENT, Stage.RETURNED)
 
     # ---- life
+
+    @property
+    def masked(self) -> tuple[int, ...]:
+        """With on_lost="mask": ranks that the calls so far went on without, ascending."""
+        return tuple(sorted(self._near.masked))
 
     def stats(self) -> dict[str, float]:
         """Since it was made: rounds, tokens_sent, rows_received, bytes_received, bytes_summed, and seconds
@@ -376,14 +395,15 @@ class AllToAll:
         if self._engine.closed:
             raise EngineClosed(f"engine {self._engine.name!r} was closed")
 
-    def _wait(self, what: int, number: int, timeout_s: float | None = None) -> None:
-        """For ranks that share memory with us, and then for the others."""
+    def _wait(self, what: int, number: int, timeout_s: float | None = None) -> list[int]:
+        """For ranks that share memory with us, and then for the others. Those that are masked, and never had it."""
         begin = time.monotonic()
         patience_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            self._near.wait(what, number, patience_s)
+            absent = self._near.wait(what, number, patience_s)
             if self._far is not None:
                 self._far.wait("routes" if what == SENT else "results", number, patience_s)
+            return absent
         finally:
             self._waited_s += time.monotonic() - begin
 
@@ -396,11 +416,6 @@ class AllToAll:
         finally:
             self._waited_s += time.monotonic() - begin
 
-    def _sources(self) -> list[int]:
-        """Of each group, the rank whose rows come to us: the one of our own index in its group."""
-        dp_size = self.config.dp_size
-        return [group * dp_size + self.rank % dp_size for group in range(self.config.groups)]
-
     def _rows_for_far(self, counts: Array, order: Array) -> Array:
         """Tokens of the rows that go to far ranks, in their order. Our own routes decide alone."""
         table = np.zeros((self.config.groups, self.config.experts), np.int32)
@@ -411,9 +426,11 @@ class AllToAll:
     def _place(self, opened: Round, timeout_s: float | None = None) -> None:
         """Waits for the routes of all, decides where rows go, and has the rest of ours sent."""
         config, number, parity = self.config, opened.number, opened.number % PARITIES
-        self._wait(SENT, number, timeout_s)
-        counts = np.empty((config.groups, config.experts), np.int32)
-        for group, source in enumerate(self._sources()):
+        opened.sources = masking.sources(config, self.rank, self._wait(SENT, number, timeout_s))
+        counts = np.zeros((config.groups, config.experts), np.int32)
+        for group, source in enumerate(opened.sources):
+            if source is None:
+                continue  # whoever had these tokens is gone
             half = self._near.halves.get((source, parity))
             if half is not None:
                 counts[group] = half.counts
@@ -456,6 +473,7 @@ class AllToAll:
                 region.close(self.timeout_s)
 
 
-def _near(engine: xr.Engine, rank: int, near: list[Member], layout: BoardLayout) -> Near:
+def _near(engine: xr.Engine, rank: int, near: list[Member], layout: BoardLayout, masks: bool) -> Near:
     boards = [member.board for member in near if member.board is not None]
-    return Near(engine, rank, [member.rank for member in near], boards, [member.address for member in near], layout)
+    addresses = [member.address for member in near]
+    return Near(engine, rank, [member.rank for member in near], boards, addresses, layout, masks)

@@ -18,6 +18,7 @@ PARITIES = 2
 # Words, by index: the farewell, then two of each.
 FAREWELL, SENT, RETURNED = 0, 1, 3
 WORDS = RETURNED + PARITIES
+_BEFORE_ODD = 0xFFFFFFFF  # two before the first round, 1
 _PAGE = 4096
 
 Array = npt.NDArray[Any]
@@ -50,6 +51,12 @@ class BoardLayout:
         self._words_bytes = _pages(WORDS * _core.moe.WORD_BYTES)
         self._half_bytes = sum(_pages(item * int(np.prod(shape))) for _, item, shape in self._parts)
         self.nbytes = self._words_bytes + PARITIES * self._half_bytes
+
+    def begin(self, board: memoryview) -> None:
+        """Sets our words to "nothing yet" (native/moe/words.h), in new memory, before anybody waits for them."""
+        words = np.frombuffer(board, np.uint32, WORDS * _core.moe.WORD_BYTES // 4).reshape(WORDS, -1)
+        for word in (SENT, RETURNED):
+            words[word + 1, 0] = _BEFORE_ODD
 
     def half(self, board: memoryview, parity: int) -> Half:
         """Views of the board; they keep it alive."""

@@ -15,7 +15,7 @@ ITEM_BYTES = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 NUMPY_TYPES = {"float8_e4m3fn": "uint8", "bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("grouped", "masked")
-ON_LOST = ("raise",)
+ON_LOST = ("raise", "mask")
 _ROW_UNIT = 16
 
 

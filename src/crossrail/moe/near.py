@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import crossrail as xr
 from crossrail import _core
+from crossrail.errors import PeerLost
 from crossrail.moe.board import FAREWELL, PARITIES, RETURNED, SENT, WORDS, BoardLayout
 from crossrail.moe.troubles import trouble
 
@@ -15,7 +16,8 @@ _WHAT_IS_DUE = {SENT: "dispatch", RETURNED: "combine"}
 class Near:
     """The boards of ranks that share memory with us, our own among them. Threads: one at a time.
 
-    ranks: theirs, ascending. boards, addresses: likewise; ours is the region's own memory.
+    ranks: theirs, ascending. boards, addresses: likewise; ours is the region's own memory. masks: who is lost is left
+    out, on all ranks from the same half of the same round on, since one word tells all of them.
     """
 
     def __init__(
@@ -26,6 +28,7 @@ class Near:
         boards: Sequence[memoryview],
         addresses: Sequence[xr.Address],
         layout: BoardLayout,
+        masks: bool,
     ) -> None:
         self.ranks = list(ranks)
         self._engine = engine
@@ -33,7 +36,9 @@ class Near:
         self._watched: list[tuple[int, xr.Address]] = []
         own = self.ranks.index(rank)
         owners = [None if other == rank else address for other, address in zip(ranks, addresses, strict=True)]
-        self._words = _core.moe.Words(engine, boards, owners, own, WORDS)
+        self._masks = masks
+        self.masked: set[int] = set()
+        self._words = _core.moe.Words(engine, boards, owners, own, WORDS, masks)
         self._halves = [[layout.half(board, parity) for parity in range(PARITIES)] for board in boards]
         self.own = self._halves[own]
         self.halves = {(other, parity): self._halves[i][parity] for i, other in enumerate(ranks) for parity in range(2)}
@@ -44,25 +49,42 @@ class Near:
         self._watched.append((rank, address))
 
     def publish(self, what: int, number: int) -> None:
-        """We are through with this half of the round: others may read what it wrote."""
-        self._words.publish(what + number % PARITIES, number)
+        """We are through with this half of the round: others may read what it wrote. PeerLost when they have masked
+        us.
+        """
+        if not self._words.publish(what + number % PARITIES, number):
+            raise self._masked_out()
+
+    def check_not_masked(self, number: int) -> None:
+        """PeerLost when others have masked us, and may write to what we have just read for this round."""
+        if any(self._words.is_sealed(what + number % PARITIES, number) for what in (SENT, RETURNED)):
+            raise self._masked_out()
 
     def farewell(self) -> None:
         """No word of ours comes any more."""
-        self._words.publish(FAREWELL, 1)
+        self._words.publish(FAREWELL, PARITIES)
 
     def check_alive(self) -> None:
         """PeerLost when one of them is lost; for calls that wait for nobody."""
+        if self._masks:
+            return
         for rank, address in zip(self.ranks, self._addresses, strict=True):
             if self._engine.peer_state(address) == "lost":
                 raise trouble(self._engine, "peer-lost", rank, address, "", 0.0)
 
-    def wait(self, what: int, number: int, timeout_s: float) -> None:
-        """Until all have published it.
+    def wait(self, what: int, number: int, timeout_s: float) -> list[int]:
+        """Until all have published it. The ranks that were lost before they did: none, unless these are masked.
 
         Raises PeerLost, WaitTimeout, EngineClosed; UsageError when a rank has closed its AllToAll. Each names the rank.
         """
-        result, index = self._words.wait(what + number % PARITIES, number, timeout_s)
+        result, index, boards = self._words.wait(what + number % PARITIES, number, timeout_s)
         if result != "ready":
             rank, address = [*zip(self.ranks, self._addresses, strict=True), *self._watched][index]
             raise trouble(self._engine, result, rank, address, f"{_WHAT_IS_DUE[what]} of round {number}", timeout_s)
+        absent = [self.ranks[board] for board in boards]
+        self.masked.update(absent)
+        return absent
+
+    def _masked_out(self) -> PeerLost:
+        text = "the other ranks lost sight of this one and go on without it. Next: make a new AllToAll"
+        return PeerLost(text, op="moe", status="peer-lost")

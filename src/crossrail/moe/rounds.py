@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -24,7 +24,8 @@ class Round:
     """Between dispatch_send and the end of combine_recv. number: from 1, the same on all ranks.
 
     indices, slots: as given and as Kernels.count made them. placement: where all rows go, once all routes are known.
-    where: as Kernels.reduce takes it, once received. is_refused: it needs more room than there is.
+    where: as Kernels.reduce takes it, once received. sources: of each group the rank whose rows come to us, None where
+    all that have them are masked; with placement. is_refused: it needs more room than there is.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Round:
     is_tensor: bool
     stage: Stage = Stage.SENT
     placement: Any = None
+    sources: list[int | None] = field(default_factory=list)
     where: Any = None
     is_refused: bool = False
 

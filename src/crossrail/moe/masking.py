@@ -1,0 +1,40 @@
+"""Rounds without ranks that were lost (on_lost="mask"). Pure functions.
+
+Who is missing in which half of which round, one word in memory that all map decides (native/moe/words.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from crossrail.moe.arrays import Array
+from crossrail.moe.config import Config
+
+
+def sources(config: Config, rank: int, absent: Collection[int]) -> list[int | None]:
+    """Of each group of ranks with the same tokens, whose rows come to this rank: the one of its own index in the group,
+    where that is absent the first that is not; None: all are.
+    """
+    found: list[int | None] = []
+    for first in range(0, config.world, config.dp_size):
+        ranks = [first + rank % config.dp_size, *range(first, first + config.dp_size)]
+        found.append(next((one for one in ranks if one not in absent), None))
+    return found
+
+
+def drop_routes(config: Config, routes: Array, masked: Collection[int]) -> Array:
+    """The same, int32 or int64 [tokens, top_k], with -1 where the expert is on a masked rank."""
+    if not masked:
+        return routes
+    is_dropped = np.isin(routes // config.experts_per_rank, list(masked)) & (routes >= 0)
+    return np.where(is_dropped, -1, routes).astype(routes.dtype, copy=False)
+
+
+def drop_results(where: Array, ranks: Sequence[int], absent: Collection[int]) -> Array:
+    """Places of results as Kernels.reduce takes them, without those of absent ranks. ranks: by source."""
+    if not absent:
+        return where
+    boards = [ranks.index(rank) for rank in absent]
+    return np.where(np.isin(where[..., :1], boards), np.int32(-1), where)
