@@ -14,10 +14,11 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t 
   if (is_mutated_now(Mutation::kForgetCompletion, 100)) return;
   Peer& peer = *static_cast<Peer*>(link.user);
   note_retired(peer, count);
+  end_timing(peer, kAnyRail, transfer, status == Status::kDone);
   if (!peer.route_.traits->balances_rails) record_works(FlightState::kRetired, peer, kAnyRail, *transfer, count, bytes);
   work.retired += count;
   if (status == Status::kDone) work.bytes_retired += bytes;
-  if (status != Status::kDone) fail(transfer, status, peer.address().name, detail);
+  if (status != Status::kDone) fail(transfer, status, peer, detail);
   finish_if_done(transfer);
 }
 
@@ -25,8 +26,10 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t count, uint64_t 
 void EngineCore::on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) {
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
-  note_retired(*static_cast<Peer*>(link.user), 1);
-  record_works(FlightState::kWithdrawn, *static_cast<Peer*>(link.user), kAnyRail, *transfer, 1, bytes);
+  Peer& peer = *static_cast<Peer*>(link.user);
+  note_retired(peer, 1);
+  end_timing(peer, kAnyRail, transfer, false);
+  record_works(FlightState::kWithdrawn, peer, kAnyRail, *transfer, 1, bytes);
   ++work.retired;
   work.cut_short = true;
   if (work.kind == OpKind::kWrite && work.pieces > 1) {
@@ -65,9 +68,9 @@ void EngineCore::go_on(Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   Peer& peer = work.peer();
   if (closed()) {
-    fail(transfer, Status::kEngineClosed, peer.address().name, "the engine was closed");
+    fail(transfer, Status::kEngineClosed, peer, "the engine was closed");
   } else if (peer.state() == PeerState::kLost) {
-    fail(transfer, Status::kPeerLost, peer.address().name, peer.work_->note);
+    fail(transfer, Status::kPeerLost, peer, peer.work_->note);
   }
   if (work.failure != Status::kDone) {
     finish(transfer, work.failure);
@@ -87,11 +90,12 @@ void EngineCore::go_on(Transfer* transfer) {
 void EngineCore::close_item(Transfer* transfer) { --transfer->work_->open_items; }
 
 // Notes the first failure. The transfer completes once nothing of it is under way any more.
-void EngineCore::fail(Transfer* transfer, Status status, const std::string& peer, const std::string& detail) {
+void EngineCore::fail(Transfer* transfer, Status status, const Peer& peer, const std::string& detail) {
   TransferWork& work = *transfer->work_;
   if (work.failure != Status::kDone) return;
   work.failure = status;
-  work.failed_peer = peer;
+  work.failed_peer = peer.address().name;
+  bump(peer.track_->failed);
   work.detail = detail;
 }
 
@@ -156,7 +160,7 @@ void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& det
     std::deque<PostItem> items;
     items.swap(*backlog);
     for (const PostItem& item : items) {
-      fail(item.transfer, status, peer.address().name, detail);
+      fail(item.transfer, status, peer, detail);
       close_item(item.transfer);
       finish_if_done(item.transfer);
     }

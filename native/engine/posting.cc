@@ -55,7 +55,7 @@ void EngineCore::start(Transfer* transfer) {
 void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
   if (peer.link_ == nullptr) start_connect(peer);
   if (peer.state() == PeerState::kLost) {
-    fail(transfer, Status::kPeerLost, peer.address().name, peer.work_->note);
+    fail(transfer, Status::kPeerLost, peer, peer.work_->note);
     close_item(transfer);
     return;
   }

@@ -151,7 +151,7 @@ void Verifications::end(uint64_t token, Status status, const std::string& detail
     work.verify->sum_sent = open.check.sum;
     work.verify->sum_found = sum_found;
   }
-  if (status != Status::kDone) core_->fail(open.transfer, status, open.peer->address().name, detail);
+  if (status != Status::kDone) core_->fail(open.transfer, status, *open.peer, detail);
   core_->finish_if_done(open.transfer);
 }
 
