@@ -7,6 +7,7 @@ from tests.moe.batches import draw
 from tests.moe.ranks import Ranks
 from tests.moe.test_rounds import BLOCK, whole_round
 from tests.support.metrics import assert_documented, collect, total
+from tests.support.promql import assert_answered
 from tests.support.seeds import Seed
 
 
@@ -30,3 +31,4 @@ def test_rounds_are_counted_and_timed(seed: Seed) -> None:
         assert total(samples, "crossrail_moe_round_seconds_count") == 3  # the fourth is not over
         assert total(samples, "crossrail_moe_round_seconds_sum") > 0
         assert_documented(samples, "crossrail_moe_")
+        assert_answered(samples, "crossrail_moe_")

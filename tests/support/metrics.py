@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -21,6 +22,15 @@ def collect(*collectors: Collector) -> Samples:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in registry.collect()
+        for sample in family.samples
+    }
+
+
+def read(text: str) -> Samples:
+    """The same of what an endpoint answers."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
 

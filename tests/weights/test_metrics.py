@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from crossrail.weights.metrics import UpdateCollector
 from tests.support.metrics import assert_documented, collect, total
+from tests.support.promql import assert_answered
 from tests.weights.conftest import MakeFleet
 
 
@@ -30,3 +31,4 @@ async def test_updates_are_counted_by_how_they_ended(make_fleet: MakeFleet) -> N
     assert total(samples, "crossrail_weight_update_seconds_count") == 2
     assert total(samples, "crossrail_weight_members", role="trainer") == 1
     assert_documented(samples, "crossrail_weight_")
+    assert_answered(samples, "crossrail_weight_")
