@@ -60,9 +60,11 @@ void set_rails(EngineOptions& options, const Rails& rails) {
 }
 
 void open_rig(Rig* self, const std::string& name, const std::string& transport, const Rails& rails,
-              const std::string& polling, double spin_us, const std::string& private_path, uint32_t recorder_entries) {
+              const std::string& polling, double spin_us, const std::string& private_path, uint32_t recorder_entries,
+              bool counts_traffic) {
   EngineOptions options;
   options.recorder_entries = recorder_entries;
+  options.counts_traffic = counts_traffic;
   options.name = name;
   TransportWord word = to_transports(transport);
   options.transports = std::move(word.kinds);
@@ -236,7 +238,7 @@ void register_rig(nb::module_& module) {
   nb::class_<Rig>(module, "Rig", "One engine with its memory, for measuring: handles are indices, descriptors bytes.")
       .def("__init__", &open_rig, "name"_a, nb::kw_only(), "transport"_a = "shm", "rails"_a = Rails(1u),
            "polling"_a = "manual", "spin_us"_a = 50.0, "private_path"_a = "auto",
-           "recorder_entries"_a = EngineOptions{}.recorder_entries)
+           "recorder_entries"_a = EngineOptions{}.recorder_entries, "counts_traffic"_a = true)
       .def("close", &Rig::close, release())
       .def_prop_ro("address", [](Rig& rig) { return to_bytes(rig.address()); })
       .def("alloc", &Rig::alloc, "nbytes"_a, release())

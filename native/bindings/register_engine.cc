@@ -63,7 +63,7 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
           nb::handle submit_queue_depth, nb::handle imm_counters_max, nb::handle message_bytes_max,
           double watcher_poll_us, double connect_timeout_s, const std::string& private_path, double heartbeat_s,
           const std::tuple<int, uint32_t, uint32_t, uint32_t>& rdma,
-          const std::tuple<nb::object, nb::object, std::string>& flight, nb::handle world, nb::handle host) {
+          const std::tuple<nb::object, nb::object, std::string, bool>& observed, nb::handle world, nb::handle host) {
   EngineOptions options;
   options.name = name;
   TransportWord word = to_transports(transport);
@@ -87,10 +87,11 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   std::tie(options.rdma.gid_index, options.rdma.traffic_class, options.rdma.service_level,
            options.rdma.path_mtu_bytes) = rdma;
   options.rdma.provider = std::move(word.provider);
-  const auto& [recorder_entries, watchdog_s, dump_directory] = flight;
+  const auto& [recorder_entries, watchdog_s, dump_directory, counts_traffic] = observed;
   options.recorder_entries = to_u32(recorder_entries, "recorder_entries");
   if (!watchdog_s.is_none()) options.watchdog_ns = to_ns(nb::cast<double>(watchdog_s), "watchdog_s", 1e9, 1e-3, 1e6);
   options.dump_directory = dump_directory;
+  options.counts_traffic = counts_traffic;
   if (!world.is_none()) {
     options.stage = nb::cast<const SimWorldHandle&>(world).world;
     options.stage_host = to_u32(host, "host");
@@ -244,18 +245,20 @@ void register_engine(nb::module_& module) {
 
   nb::class_<EngineHandle> engine(module, "Engine", nb::type_slots(slots));
   engine
-      .def("__init__", &init, nb::arg("name"), nb::arg("transport"), nb::arg("rails"), nb::arg("port"),
-           nb::arg("secret"), nb::arg("peer_timeout_s"), nb::arg("polling"), nb::arg("spin_us"),
-           nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
-           nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"), nb::arg("connect_timeout_s"),
-           nb::arg("private_path"), nb::arg("heartbeat_s"), nb::arg("rdma"), nb::arg("flight"), nb::arg("world").none(),
-           nb::arg("host").none(),
-           nb::sig("def __init__(self, name: str, transport: str, rails: int | collections.abc.Sequence[str], "
-                   "port: int, secret: bytes, peer_timeout_s: float, polling: str, spin_us: float, "
-                   "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
-                   "watcher_poll_us: float, connect_timeout_s: float, private_path: str, heartbeat_s: float, rdma: "
-                   "tuple[int, int, int, "
-                   "int], flight: tuple[int, float | None, str], world: SimWorld | None, host: int | None) -> None"))
+      .def(
+          "__init__", &init, nb::arg("name"), nb::arg("transport"), nb::arg("rails"), nb::arg("port"),
+          nb::arg("secret"), nb::arg("peer_timeout_s"), nb::arg("polling"), nb::arg("spin_us"),
+          nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
+          nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"), nb::arg("connect_timeout_s"),
+          nb::arg("private_path"), nb::arg("heartbeat_s"), nb::arg("rdma"), nb::arg("observed"),
+          nb::arg("world").none(), nb::arg("host").none(),
+          nb::sig(
+              "def __init__(self, name: str, transport: str, rails: int | collections.abc.Sequence[str], "
+              "port: int, secret: bytes, peer_timeout_s: float, polling: str, spin_us: float, "
+              "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
+              "watcher_poll_us: float, connect_timeout_s: float, private_path: str, heartbeat_s: float, rdma: "
+              "tuple[int, int, int, "
+              "int], observed: tuple[int, float | None, str, bool], world: SimWorld | None, host: int | None) -> None"))
       .def_prop_ro("name", [](Self self) { return to_text(self.p->address()->name); })
       .def_prop_ro(
           "address", [](Self self) { return AddressHandle(self.p->address()); },
@@ -303,6 +306,7 @@ can be seen that counts are expected: somebody waits for it, or a part of one ha
   register_operations(engine);
   register_mapping(module, engine);
   register_flight(module, engine);
+  register_traffic(engine);
 }
 
 }  // namespace crossrail::bindings

@@ -27,6 +27,7 @@
 #include "engine/imm_table.h"
 #include "engine/live_engines.h"
 #include "engine/peer_work.h"
+#include "engine/traffic.h"
 #include "engine/transfer_pool.h"
 #include "engine/transfer_work.h"
 #include "engine/transports.h"
@@ -103,6 +104,7 @@ class EngineCore final : public Sink, public Actor {
   const std::string& name() const { return options_.name; }
   const std::string& dump_directory() const { return options_.dump_directory; }
   EngineStats stats() const;
+  TrafficReport traffic();  // not while the holder hangs
   const FlightRecorder& recorder() const { return recorder_; }
   // Accepted, and not seen by the holder yet.
   uint64_t submits_waiting() const {
@@ -126,7 +128,10 @@ class EngineCore final : public Sink, public Actor {
   void on_link_down(Link& link, const std::string& reason, bool orderly) override;
   void on_link_frozen(Link& link, bool frozen, const std::string& detail) override;
   void on_protocol_error(const std::string& peer, const std::string& detail) override;
-  void on_rail(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes, bool over) override;
+  void on_sent(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes, uint32_t imms) override;
+  void on_over(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes) override;
+  void on_rail_broken(Link& link, uint32_t rail) override;
+  void on_sent_again(Link& link, uint32_t rail, uint32_t count) override;
   Status status_of_gone(uint64_t region_id) override;  // any thread
 
   // From the submitting thread: an empty transfer, and its way into the queue.
@@ -184,6 +189,17 @@ class EngineCore final : public Sink, public Actor {
   static void note_retired(Peer& peer, uint32_t count);
   static void note_queued(Peer& peer);
   void set_state(Peer& peer, PeerState state, FlightState shown);
+
+  // --- counting (traffic.cc), progress holder ---
+  struct Posted {
+    uint32_t rail, accepted, completed, imms;
+    uint64_t bytes;
+    int64_t since_ns;  // 0: not timed
+  };
+  void count_posted(Peer& peer, const Posted& posted, const Transfer* transfer);
+  void start_timing(Peer& peer, const Posted& posted, const Transfer* transfer);
+  void end_timing(Peer& peer, uint32_t rail, const Transfer* transfer, bool is_good);
+  void keep_counts(const Peer& peer);  // under tables_mutex_
 
   // --- posting (posting.cc, work_requests.cc) and ends (ending.cc), progress holder ---
   uint32_t take_submits();
@@ -244,12 +260,13 @@ class EngineCore final : public Sink, public Actor {
   std::atomic<uint64_t> finished_{0};         // transfers complete; progress holder writes
   std::atomic<uint64_t> taken_{0};            // transfers out of the queue; progress holder writes
 
-  mutable std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, events_
+  mutable std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, events_, gone_counts_
   std::map<Incarnation, PeerRef> peers_;
   std::map<std::pair<Incarnation, uint64_t>, RemoteRegionRef> remote_regions_;
   Ref<ReceivePool> pool_;
   std::atomic<uint64_t> pool_version_{0};
   std::vector<EngineEvent> events_;
+  std::array<std::array<RailCounts, kRailsMax>, kTransportsMax> gone_counts_;  // of peers that were forgotten
   Ref<Notifier> event_notifier_;
   uint64_t event_cookie_ = 0;
 
@@ -314,10 +331,5 @@ class EngineCore final : public Sink, public Actor {
   std::thread worker_;
   std::unique_ptr<Watchdog> watchdog_;
 };
-
-// Counts of the progress holder, read by any thread. release: who sees a count sees those bumped before it.
-inline void bump(std::atomic<uint64_t>& counter, uint64_t by = 1) {
-  counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_release);
-}
 
 }  // namespace crossrail

@@ -14,6 +14,7 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t tag, uint32_t co
   if (is_mutated_now(Mutation::kForgetCompletion, 100)) return;
   Peer& peer = *static_cast<Peer*>(link.user);
   note_retired(peer, count);
+  end_timing(peer, kAnyRail, transfer, status == Status::kDone);
   if (!peer.route_.traits->balances_rails) record_works(FlightState::kRetired, peer, kAnyRail, *transfer, count, bytes);
   work.retired += count;
   if (work.kind == OpKind::kScatter) work.slices_retired(tag, count, status);
@@ -26,8 +27,10 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t tag, uint32_t co
 void EngineCore::on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) {
   auto* transfer = static_cast<Transfer*>(context);
   TransferWork& work = *transfer->work_;
-  note_retired(*static_cast<Peer*>(link.user), 1);
-  record_works(FlightState::kWithdrawn, *static_cast<Peer*>(link.user), kAnyRail, *transfer, 1, bytes);
+  Peer& peer = *static_cast<Peer*>(link.user);
+  note_retired(peer, 1);
+  end_timing(peer, kAnyRail, transfer, false);
+  record_works(FlightState::kWithdrawn, peer, kAnyRail, *transfer, 1, bytes);
   ++work.retired;
   work.cut_short = true;
   if (work.kind == OpKind::kWrite && work.pieces > 1) {
@@ -93,6 +96,7 @@ void EngineCore::fail(Transfer* transfer, Status status, const Peer& peer, const
   if (work.failure != Status::kDone) return;
   work.failure = status;
   work.failed_peer = peer.shared_address();
+  bump(peer.track_->failed);
   work.detail = detail;
 }
 

@@ -67,6 +67,7 @@ Peer::Peer(std::shared_ptr<const Address> address, Route route, std::shared_ptr<
     : address_(std::move(address)),
       work_(std::make_unique<PeerWork>()),
       route_(std::move(route)),
+      posted_(route_.traits->balances_rails ? nullptr : track->rails.get()),
       track_(std::move(track)) {}
 Peer::~Peer() = default;
 
@@ -258,6 +259,12 @@ std::vector<EngineEvent> Engine::take_events() {
 uint32_t Engine::seat() const { return core_->seat_.number; }
 
 EngineStats Engine::stats() const { return core_->stats(); }
+
+TrafficReport Engine::traffic() {
+  core_->check_usable();
+  return core_->traffic();
+}
+
 void Engine::dump(std::string_view reason, TextSink* sink) const { core_->dump(reason, sink); }
 
 }  // namespace crossrail

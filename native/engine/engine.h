@@ -22,6 +22,7 @@
 #include "engine/page_indices.h"
 #include "engine/recv_pool.h"
 #include "engine/region.h"
+#include "engine/traffic.h"
 #include "engine/transfer.h"
 #include "engine/transports.h"
 #include "engine/watcher.h"
@@ -72,6 +73,7 @@ struct EngineOptions {
   PrivatePath private_path = PrivatePath::kAuto;
   uint32_t recorder_entries = 1024;     // of each ring of the flight recorder: 0 off, or a power of two 64..2^20
   int64_t watchdog_ns = 0;              // 0: none; else what waits and has not moved for so long is a kStalled event
+  bool counts_traffic = true;           // per peer and rail: Engine::traffic
   std::string dump_directory = "/tmp";  // where the watchdog, a signal and a failed assertion write the flight recorder
   // sim, and only with it: the world, and which of its hosts. The engine then has no threads: who waits drives the world.
   std::shared_ptr<Stage> stage;
@@ -123,6 +125,8 @@ class Peer : public RefCounted<Peer> {
   Link* link_ = nullptr;
   std::unique_ptr<PeerWork> work_;
   const Route route_;  // here: what posting asks of it lies in one cache line with link_
+  // By rail, of a transport whose rails the engine chooses. Null: another one, which says on_sent, or nothing is counted.
+  RailTraffic* const posted_;
   const std::shared_ptr<PeerTrack> track_;
 };
 using PeerRef = Ref<Peer>;
@@ -225,6 +229,28 @@ struct PeerExplanation {
   Heartbeat heartbeat;  // answered == 0: none was
 };
 
+// What engine.traffic shows. Rails have the sum of all peers, those that are gone included; peers that are lost are left out.
+struct RailTrafficReport {
+  const char* transport;
+  uint32_t rail;
+  RailCounts counts;
+  uint64_t depth = 0;  // works on it that are not over
+};
+struct PeerTrafficReport {
+  std::string peer;
+  const char* transport;
+  PeerState state;
+  RailCounts counts;                   // of all rails
+  uint64_t outstanding = 0;            // works that the transport has
+  uint64_t queued = 0;                 // operations not with it yet
+  uint64_t refused = 0, failed = 0;    // PeerTrack's
+  std::vector<PathExplanation> paths;  // ways that bytes go
+};
+struct TrafficReport {
+  std::vector<RailTrafficReport> rails;
+  std::vector<PeerTrafficReport> peers;
+};
+
 struct EngineStats {
   uint64_t transfers_submitted, transfers_done, transfers_failed, transfers_cancelled;
   uint64_t bytes_written, bytes_read, messages_sent, messages_received;
@@ -296,6 +322,8 @@ class Engine : public RefCounted<Engine> {
   void set_event_notifier(Notifier* notifier, uint64_t cookie);
   std::vector<EngineEvent> take_events();
   EngineStats stats() const;
+  // Asks the progress holder, once for each peer: not while it hangs.
+  TrafficReport traffic();
   // Writes what the flight recorder holds, and what waits for whom, as engine/flight_dump.h says. Also once closed.
   void dump(std::string_view reason, TextSink* sink) const;
 

@@ -108,12 +108,14 @@ void FlightRecorder::set_rails(std::span<const Rails> transports) {
 }
 
 std::shared_ptr<PeerTrack> FlightRecorder::add_peer(const std::string& name, uint32_t pid, const char* transport,
-                                                    PeerState state) {
+                                                    PeerState state, uint32_t rail_count) {
   auto track = std::make_shared<PeerTrack>();
   track->name = name;
   track->pid = pid;
   track->transport = transport;
   track->state.store(state, std::memory_order_relaxed);
+  track->rail_count = rail_count;
+  if (rail_count > 0) track->rails = std::make_unique<RailTraffic[]>(rail_count);
   std::lock_guard lock(lock_);
   track->id = ++last_peer_id_;
   tracks_.push_back(track);

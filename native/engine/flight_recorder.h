@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/traffic.h"
 #include "transport/types.h"
 #include "util/spinlock.h"
 #include "util/tick_clock.h"
@@ -149,7 +150,7 @@ class FlightRing {
   bool last_repeats_ = false;             // the last entry is one that does
 };
 
-// What is known of a peer without asking the holder: by the recorder's readers, and by the watchdog.
+// What is known of a peer without asking the holder: by the recorder's readers, by the watchdog, and for metrics.
 // Threads: counts are the holder's to write, anybody's to read.
 struct PeerTrack {
   uint32_t id = 0;
@@ -160,6 +161,10 @@ struct PeerTrack {
   std::atomic<uint64_t> outstanding{0};  // works that the transport has
   std::atomic<uint64_t> queued{0};       // turns to post that wait with the engine
   std::atomic<uint64_t> moves{0};        // grows whenever works are retired, or turns taken
+  std::atomic<uint64_t> refused{0};      // posts of which the transport did not take all: the rest is tried again
+  std::atomic<uint64_t> failed{0};       // transfers that failed, or targets of a scatter that were its first to fail
+  uint32_t rail_count = 0;               // of `rails`; 0: not counted (EngineOptions::counts_traffic)
+  std::unique_ptr<RailTraffic[]> rails;  // by our rail of the transport
 };
 
 // A few words about something rare, which an entry has no room for.
@@ -217,7 +222,8 @@ class FlightRecorder {
   }
 
   // --- any thread ---
-  std::shared_ptr<PeerTrack> add_peer(const std::string& name, uint32_t pid, const char* transport, PeerState state);
+  std::shared_ptr<PeerTrack> add_peer(const std::string& name, uint32_t pid, const char* transport, PeerState state,
+                                      uint32_t rail_count);
   void note(const char* kind, const std::string& peer, const std::string& detail);
 
   uint32_t ring_count() const { return ring_count_.load(std::memory_order_acquire); }

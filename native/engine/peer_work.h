@@ -17,6 +17,14 @@ struct PostItem {
   uint32_t target;  // of scatter and barrier
 };
 
+// A work request whose time is taken: one at a time of each peer, and when it was posted nothing else of its transfer was
+// under way. The next of that transfer that is over is taken for it; without order, that may be a later slice of the same.
+struct TimedWork {
+  const Transfer* transfer = nullptr;  // null: none
+  int64_t since_ns = 0;
+  uint32_t rail = 0;  // where the engine chose it
+};
+
 // What waits for a peer. Progress holder.
 // Invariant: is_busy exactly when the peer is in EngineCore::busy_.
 struct PeerWork {
@@ -24,6 +32,7 @@ struct PeerWork {
   std::deque<PostItem> messages;  // kept apart: a receiver without buffers holds back messages only
   std::deque<PostItem> services;  // of the engines themselves: before all others
   Heartbeat heartbeat;
+  TimedWork timed;
   bool is_busy = false;
   std::string note;  // why lost or frozen
 };

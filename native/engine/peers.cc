@@ -51,7 +51,8 @@ PeerRef EngineCore::add_peer(const Address& address) {
   }
   PeerRef& peer = peers_[address.incarnation];
   if (!peer) {
-    auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown);
+    auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown,
+                                    options_.counts_traffic ? route.traits->rail_count : 0);
     peer = PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route), std::move(track)));
   }
   return peer;
@@ -98,6 +99,7 @@ void EngineCore::forget_peer(Peer& peer) {
       if (region->peer() == &peer) region->key_.reset();
     }
     std::erase_if(remote_regions_, [&](const auto& item) { return item.second->peer() == &peer; });
+    keep_counts(peer);
     peers_.erase(peer.address().incarnation);
   });
 }

@@ -120,9 +120,4 @@ void EngineCore::record_arrivals() {
   arrived_units_ = arrived_count_ = 0;
 }
 
-void EngineCore::on_rail(Link& link, uint32_t rail, void* context, uint32_t count, uint64_t bytes, bool over) {
-  record_works(over ? FlightState::kRetired : FlightState::kSent, *static_cast<Peer*>(link.user), rail,
-               *static_cast<Transfer*>(context), count, bytes);
-}
-
 }  // namespace crossrail

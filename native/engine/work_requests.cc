@@ -57,6 +57,19 @@ uint32_t EngineCore::rail_for(const Peer& peer, const TransferWork& work, uint32
   return wrapped < traits.rail_count ? wrapped : wrapped % traits.rail_count;
 }
 
+// A transport that balances its rails says itself what it sent by which (on_sent).
+void EngineCore::count_posted(Peer& peer, const Posted& posted, const Transfer* transfer) {
+  if (peer.posted_ != nullptr) {
+    RailTraffic& rail = peer.posted_[posted.rail];
+    rail.count(posted.accepted, posted.bytes, posted.imms);
+    if (posted.accepted == posted.completed) {
+      if (posted.since_ns != 0) rail.note_latency(clock().now_ns() - posted.since_ns);
+      return;
+    }
+  }
+  if (posted.accepted > posted.completed && peer.track_->rail_count > 0) start_timing(peer, posted, transfer);
+}
+
 // bytes: of all requests.
 uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, uint64_t bytes,
                           Transfer* transfer) {
@@ -64,6 +77,8 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   uint32_t completed = 0;
   // Counted before: the transport may retire some through the sink while it posts.
   work.posted += static_cast<uint32_t>(requests.size());
+  const bool is_timed = peer.posted_ != nullptr && peer.posted_[rail].times_next(requests.size(), bytes);
+  const int64_t since_ns = is_timed ? clock().now_ns() : 0;
   const uint32_t accepted = peer.route_.transport->post(*peer.link_, rail, requests, &completed);
   work.posted -= static_cast<uint32_t>(requests.size()) - accepted;
   work.retired += completed;
@@ -72,11 +87,16 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   bump(counters_.posted, accepted);
   if (accepted < requests.size()) {
     bump(counters_.retried);
+    bump(peer.track_->refused);
     for (const WorkRequest& request : requests.subspan(accepted)) bytes -= request.length_bytes;
   }
+  if (accepted == 0) return 0;
+  // Where there are several, all are pages, and alike.
+  const uint32_t imms = requests.front().has_imm ? accepted : 0;
+  count_posted(peer, {rail, accepted, completed, imms, bytes, since_ns}, transfer);
   // Of a scatter whose targets are all done at once finish() makes one entry: one for each would show.
   const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;
-  if (accepted == 0 || (accepted == completed && has_targets)) return accepted;
+  if (accepted == completed && has_targets) return accepted;
   if (accepted == 1 && completed == 1 && work.at_once && work.posted == 1) {
     const uint32_t op = static_cast<uint32_t>(work.kind) + 1;
     if (!recorder_.repeat(&peer, rail, work.imm, op, bytes)) record_first_moved(peer, rail, bytes, work);

@@ -118,10 +118,15 @@ class Sink {
   virtual void on_protocol_error(const std::string& peer, const std::string& detail) = 0;
   // [any] What peers are told that name a region which is not open: kRegionRevoked or, closed or unknown, kRegionClosed.
   virtual Status status_of_gone(uint64_t /*region_id*/) { return Status::kRegionClosed; }
-  // For the record, of a transport that balances its rails: `count` works of this context, `bytes` in all, were put on
-  // `rail`, or are over there. Said beside on_retired, not instead.
-  virtual void on_rail(Link& /*link*/, uint32_t /*rail*/, void* /*context*/, uint32_t /*count*/, uint64_t /*bytes*/,
-                       bool /*over*/) {}
+  // For the record, of a transport that balances its rails: `count` works of this context, `bytes` in all and `imms` of
+  // them with an immediate, were put on `rail`; or are over there, said before on_retired, not instead.
+  virtual void on_sent(Link& /*link*/, uint32_t /*rail*/, void* /*context*/, uint32_t /*count*/, uint64_t /*bytes*/,
+                       uint32_t /*imms*/) {}
+  virtual void on_over(Link& /*link*/, uint32_t /*rail*/, void* /*context*/, uint32_t /*count*/, uint64_t /*bytes*/) {}
+  // A connection or path of this rail that carried works broke.
+  virtual void on_rail_broken(Link& /*link*/, uint32_t /*rail*/) {}
+  // `count` works that it carried are put on a rail once more.
+  virtual void on_sent_again(Link& /*link*/, uint32_t /*rail*/, uint32_t /*count*/) {}
 
  protected:
   ~Sink() = default;
@@ -182,6 +187,8 @@ class Transport {
   virtual std::string why_out_of_reach(const Address&) const { return {}; }
   // Empty: paired as by peer_rail() of engine/sharding.h.
   virtual std::vector<RailReport> explain_rails(Link&) { return {}; }
+  // Works that are on this rail of ours towards the peer and not over; 0 where none ever wait.
+  virtual uint64_t rail_depth(Link&, uint32_t /*rail*/) { return 0; }
 
   // --- data ---
   // Takes a prefix of `requests`, as many as there is room for. *completed: how many of the accepted are done already

@@ -81,6 +81,7 @@ class Engine(_core.Engine):
     64..2**20; 0: off. watchdog_s: what waits and has not moved for so long is an event, "stalled", and the recorder is
     written to a file, once per stall; None: no watchdog. dump_dir: where the watchdog, dump_on_signal and a failed
     assertion write it; None: CROSSRAIL_DUMP_DIR's value, TMPDIR's, or /tmp.
+    counts_traffic: per peer and rail, for crossrail.observe: costs posting next to nothing (docs/metrics.md).
     heartbeat_s: connected peers, idle ones too, are asked for a sign of life so often; one that does not answer within
     heartbeat_s is "slow", within three times that "frozen" (peer_state, events, explain); None: never.
     require: clauses that must hold once it is open, as "shm, rails>=4": shm, tcp, verbs, ofi, rdma (verbs or ofi),
@@ -111,6 +112,7 @@ class Engine(_core.Engine):
         recorder_entries: int = 1024,
         watchdog_s: float | None = None,
         dump_dir: str | os.PathLike[str] | None = None,
+        counts_traffic: bool = True,
         require: str | None = None,
     ) -> None:
         clauses = None if require is None else _parse_policy(require)
@@ -130,7 +132,8 @@ class Engine(_core.Engine):
             name, transport, rails, port, _secret_bytes(secret), peer_timeout_s, polling, spin_us, worker_cpu,
             submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
             heartbeat_s or 0.0, (rdma or RdmaOptions()).as_tuple(),
-            (recorder_entries, watchdog_s, default_directory() if dump_dir is None else os.fspath(dump_dir)),
+            (recorder_entries, watchdog_s, default_directory() if dump_dir is None else os.fspath(dump_dir),
+             counts_traffic),
             place and place.world, place and place.host,
         )  # fmt: skip
         self._on_event: Callable[[EngineEvent], object] | None = None

@@ -111,15 +111,14 @@ class FlightDump:
         stamp = f"{when:%Y-%m-%d %H:%M:%S}.{when.microsecond // 1000:03d} UTC"
         count = self.counts.get
         lines = [
-            f"engine {_shown(self.engine)} (pid {self.pid}, crossrail {self.version}) at {stamp}: "
-            f"{_plain(self.reason)}",
+            f"engine {_shown(self.engine)} (pid {self.pid}, crossrail {self.version}) at {stamp}: {plain(self.reason)}",
             f"transfers: {count('transfers_inflight', 0)} in flight, of these {count('submits_waiting', 0)} not taken "
             f"over; {count('transfers_done', 0)} done, {count('transfers_failed', 0)} failed, "
             f"{count('transfers_cancelled', 0)} cancelled",
         ]
         lines += [f"waiting: {text}" for text in self._waiting()]
         lines += [
-            f"note: {-self.seconds_before(note.time_ns):.3f} s  {note.kind} {_plain(note.peer)}: {_plain(note.detail)}"
+            f"note: {-self.seconds_before(note.time_ns):.3f} s  {note.kind} {plain(note.peer)}: {plain(note.detail)}"
             for note in self.notes
         ]
         return lines
@@ -163,20 +162,20 @@ def row_of(dump: FlightDump, entry: FlightEntry) -> tuple[str, ...]:
         entry.state,
         entry.op,
         f"#{entry.transfer}" if entry.transfer else "",
-        _plain(entry.peer),
+        plain(entry.peer),
         f"{entry.nbytes:,} B" if entry.op or entry.nbytes else "",
         f"imm {entry.imm}" if entry.imm is not None else "",
         f"+{entry.counts:g}" if entry.state == "arrived" else f"x{entry.count}" if entry.count > 1 else "",
     )
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Names and details come from peers: a terminal must not obey them."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def _shown(name: str) -> str:
-    return f"'{_plain(name)}'"
+    return f"'{plain(name)}'"
 
 
 # --- reading ---

@@ -27,6 +27,7 @@ PROGRAMS = {
     ("README.md", 0): "pages 0..3 begin with [0 1 2 3]",
     ("docs/kv-engine.md", 0): "",
     ("docs/kv-library.md", 0): "",
+    ("docs/metrics.md", 0): "http://127.0.0.1:",
     ("docs/moe.md", 0): "16 tokens went and came back",
     ("docs/weights.md", 0): "bytes in",
 }

@@ -15,6 +15,8 @@ from crossrail.kv.toy import ToyTokenizer
 from tests.kv.conftest import quiet, start, until
 from tests.support.kv_cluster import ROUTER, SECRET, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
+from tests.support.metrics import read
+from tests.support.promql import assert_answered
 
 TEXT = "To be, or not to be, that is the question."
 SLOW_S = 0.0004
@@ -199,11 +201,13 @@ async def test_metrics_and_nodes(cluster: Cluster, url: str, client: aiohttp.Cli
     async with client.post(url + "/v1/completions", json=body()) as response:
         await response.read()
     async with client.get(url + "/metrics") as response:
-        lines = (await response.text()).splitlines()
+        text = await response.text()
+    lines = text.splitlines()
     assert 'crossrail_kv_requests_ended_total{how="length"} 1.0' in lines
     assert 'crossrail_kv_nodes{role="decoder"} 1.0' in lines
     assert 'crossrail_kv_pages{node="d0",state="all"} 64.0' in lines
     assert "crossrail_kv_time_to_first_token_seconds_count 1.0" in lines
+    assert_answered(read(text), "crossrail_kv_")
     async with client.get(url + "/v1/nodes") as response:
         nodes = (await response.json())["nodes"]
     assert [(node["node"], node["role"]) for node in nodes] == [("p0", "prefiller"), ("d0", "decoder")]

@@ -242,8 +242,8 @@ TEST_CASE("what is read beside the writer is whole or refused") {
 
 TEST_CASE("peers that are gone are forgotten, those in use are not") {
   FlightRecorder recorder(64, nullptr, FlightRecorder::kBurstNs);
-  const auto kept = recorder.add_peer("kept", 1, "tcp", PeerState::kConnected);
-  for (int i = 0; i < 5000; ++i) recorder.add_peer("passing", 2, "tcp", PeerState::kLost);
+  const auto kept = recorder.add_peer("kept", 1, "tcp", PeerState::kConnected, 0);
+  for (int i = 0; i < 5000; ++i) recorder.add_peer("passing", 2, "tcp", PeerState::kLost, 0);
   size_t count = 0;
   bool has_kept = false;
   for (; const auto track = recorder.track(count); ++count) has_kept = has_kept || track == kept;

@@ -67,7 +67,7 @@ def test_selection_of_what_is_not_there_names_what_is() -> None:
 def drawn(entries: list[FlightEntry]) -> list[dict[str, Any]]:
     stream = io.StringIO()
     with ChromeTrace(stream) as trace:
-        write_chrome(DUMP, entries, trace)
+        write_chrome([(DUMP, entries)], trace)
     events: list[dict[str, Any]] = json.loads(stream.getvalue())["traceEvents"]
     return events
 

@@ -112,6 +112,7 @@ void RdmaTransport::start_break(Path& path) {
     path.state = PathState::kBreaking;
     if (is_mutated(Mutation::kCompleteBeforeFlush)) fail_before_flush(path);
     path.nic_path->break_off(path.trouble);
+    if (session.link) sink_->on_rail_broken(*session.link, path.rail);
   }
   if (!session.has_open_path()) {
     session.quiet_since_ns = now_;
@@ -386,6 +387,7 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
     }
   }
   requeue(link, again);
+  if (!again.empty()) sink_->on_sent_again(link, path.rail, static_cast<uint32_t>(again.size()));
   path.retry_at_ns = std::min(path.retry_at_ns, now_ + path.retry_pause_ns);
   next_tick_ns_ = 0;
 }

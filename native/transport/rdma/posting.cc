@@ -105,11 +105,13 @@ uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> reque
 void RdmaTransport::tell_sent(Path& path, uint32_t accepted) {
   for (size_t i = path.works.size() - accepted; i < path.works.size();) {
     void* const context = context_of(path.works[i]);
-    uint32_t count = 0;
+    uint32_t count = 0, imms = 0;
     uint64_t bytes = 0;
-    for (; i < path.works.size() && context_of(path.works[i]) == context; ++i, ++count)
+    for (; i < path.works.size() && context_of(path.works[i]) == context; ++i, ++count) {
       bytes += path.works[i].length_bytes;
-    sink_->on_rail(*path.session->link, path.rail, context, count, bytes, false);
+      imms += path.works[i].has_imm ? 1 : 0;
+    }
+    sink_->on_sent(*path.session->link, path.rail, context, count, bytes, imms);
   }
 }
 
@@ -277,7 +279,7 @@ void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
     if (count == 0) return;
     end_outstanding(link, count);
     path.bytes_done += bytes;
-    sink_->on_rail(link, path.rail, context, count, bytes, true);
+    sink_->on_over(link, path.rail, context, count, bytes);
     sink_->on_retired(link, context, tag, std::exchange(count, 0), std::exchange(bytes, 0), Status::kDone, kNoDetail);
   };
   while (!path.works.empty() && path.first_cookie <= through_cookie) {
@@ -288,7 +290,7 @@ void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
       if (is_part(work)) {
         tell();
         path.bytes_done += work.length_bytes;
-        sink_->on_rail(link, path.rail, context_of(work), 1, work.length_bytes, true);
+        sink_->on_over(link, path.rail, context_of(work), 1, work.length_bytes);
         end_part(link, work, Status::kDone, kNoDetail);
       } else {
         if (work.context != context || work.tag != tag) tell();
@@ -317,7 +319,7 @@ void RdmaTransport::end_work(Path& path, uint64_t cookie) {
   path.imms_done += done.has_imm ? 1 : 0;
   path.bytes_done += done.length_bytes;
   pop_ended(path);
-  sink_->on_rail(*path.session->link, path.rail, context_of(done), 1, done.length_bytes, true);
+  sink_->on_over(*path.session->link, path.rail, context_of(done), 1, done.length_bytes);
   retire(*path.session->link, done, Status::kDone, kNoDetail);
 }
 

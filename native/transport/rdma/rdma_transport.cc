@@ -263,6 +263,14 @@ std::vector<RailReport> RdmaTransport::explain_rails(Link& link) {
   return reports;
 }
 
+uint64_t RdmaTransport::rail_depth(Link& link, uint32_t rail) {
+  uint64_t depth = 0;
+  for (const auto& path : static_cast<RdmaLink&>(link).session->paths) {
+    if (path->rail == rail) depth += path->works.size();
+  }
+  return depth;
+}
+
 // --- what NICs tell: notes only ---
 
 void RdmaTransport::Rail::on_work_done(NicPath& nic_path, uint64_t cookie, bool through) {

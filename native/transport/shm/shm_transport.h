@@ -39,6 +39,7 @@ class ShmTransport final : public Transport {
   Status map(const RemoteKey& key, Mapping* out) override;
   std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) override;
   std::vector<PathReport> explain(Link& link) override;
+  uint64_t rail_depth(Link& link, uint32_t rail) override;
 
   uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
   uint32_t poll() override;

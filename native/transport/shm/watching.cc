@@ -95,6 +95,16 @@ void ShmTransport::check_liveness(Outgoing& link, int64_t now) {
 
 // --- explaining ---
 
+uint64_t ShmTransport::rail_depth(Link& base, uint32_t rail_index) {
+  const RailQueue& rail = static_cast<Outgoing&>(base).rails[rail_index];
+  uint64_t depth = rail.pending.size();
+  for (uint64_t at = rail.retired; rail.staged_inflight > 0 && at < rail.writer.position(); ++at) {
+    const InFlight& slot = rail.inflight[at % kRingEntries];
+    if (slot.staged && slot.context != nullptr) depth += slot.retires;  // else a chunk of one whose end is to come
+  }
+  return depth;
+}
+
 std::vector<PathReport> ShmTransport::explain(Link& base) {
   auto& link = static_cast<Outgoing&>(base);
   std::vector<PathReport> reports;

@@ -214,10 +214,13 @@ bool OutChannel::should_take(const WorkRequest& next, size_t queued) const {
 void OutChannel::tell_sent(size_t first) {
   for (size_t i = first; i < sent.size();) {
     void* const context = sent[i].context;
-    uint32_t count = 0;
+    uint32_t count = 0, imms = 0;
     uint64_t bytes = 0;
-    for (; i < sent.size() && sent[i].context == context; ++i, ++count) bytes += sent[i].length_bytes;
-    transport->sink().on_rail(*link, link->pairs[pair()].rail, context, count, bytes, false);
+    for (; i < sent.size() && sent[i].context == context; ++i, ++count) {
+      bytes += sent[i].length_bytes;
+      imms += sent[i].has_imm ? 1 : 0;
+    }
+    transport->sink().on_sent(*link, link->pairs[pair()].rail, context, count, bytes, imms);
   }
 }
 
@@ -326,7 +329,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
     }
     channel.bytes_acked += bytes;
     link.end(count, transport.now());
-    transport.sink().on_rail(link, link.pairs[channel.pair()].rail, request.context, count, bytes, true);
+    transport.sink().on_over(link, link.pairs[channel.pair()].rail, request.context, count, bytes);
     transport.sink().on_retired(link, request.context, request.tag, count, bytes, Status::kDone, {});
   }
   if (channel.sent.empty() && channel.sent.capacity() > 64) channel.sent.release();
@@ -337,7 +340,7 @@ void end_message(TcpTransport& transport, OutLink& link, SentMessage& message, S
   link.messages_bytes -= message.request.length_bytes;
   if (status == Status::kDone) {
     const uint32_t rail = link.pairs[link.channels[message.channel]->pair()].rail;
-    transport.sink().on_rail(link, rail, message.request.context, 1, message.request.length_bytes, true);
+    transport.sink().on_over(link, rail, message.request.context, 1, message.request.length_bytes);
   }
   transport.retire(link, message.request, status, text);
 }
@@ -389,6 +392,8 @@ void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed) 
   channel.sent.clear();
   channel.refusals.clear();
   for (const WorkRequest& request : again) link.requeue(request);
+  if (!again.empty())
+    transport.sink().on_sent_again(link, link.pairs[channel.pair()].rail, static_cast<uint32_t>(again.size()));
   channel.in_doubt = false;
   channel.asked_through = nullptr;
   transport.mark_dirty(link);
@@ -517,8 +522,8 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       asked.reads_bytes -= pending.request.length_bytes;
       asked.pace.done(pending.request.length_bytes, transport_->now());
       if (is_done) {
-        transport_->sink().on_rail(link, link.pairs[asked.pair()].rail, pending.request.context, 1,
-                                   pending.request.length_bytes, true);
+        transport_->sink().on_over(link, link.pairs[asked.pair()].rail, pending.request.context, 1,
+                                   pending.request.length_bytes);
       }
       transport_->retire(link, pending.request, status, text_of(meta.subspan(sizeof end)));
       if (link.queued > 0) transport_->mark_dirty(link);

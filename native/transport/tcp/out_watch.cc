@@ -147,6 +147,7 @@ void OutStream::on_broken() {
     if (other.asked_through == &channel) other.asked_through = nullptr;
   });
   channel.in_doubt = channel.in_doubt || channel.has_doubts();
+  transport_->sink().on_rail_broken(link, link.pairs[channel.pair()].rail);
   if (!open && link.down_since_ns == 0) link.down_since_ns = now;
   // Acknowledgements of the peer's operations may have been riding on it.
   if (link.twin != nullptr) {

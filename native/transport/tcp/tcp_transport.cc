@@ -217,6 +217,17 @@ std::vector<RailReport> TcpTransport::explain_rails(Link& link) {
   return reports;
 }
 
+uint64_t TcpTransport::rail_depth(Link& link, uint32_t rail) {
+  auto& out = static_cast<OutLink&>(link);
+  uint64_t depth = 0;
+  out.for_each_channel([&](const OutChannel& channel) {
+    if (out.pairs[channel.pair()].rail != rail) return;
+    depth += channel.reads_open + (channel.current ? 1 : 0);  // a read is over when its data is here
+    for (size_t i = 0; i < channel.sent.size(); ++i) depth += channel.sent[i].op == WorkOp::kRead ? 0 : 1;
+  });
+  return depth;
+}
+
 // --- data ---
 
 uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) {

@@ -40,6 +40,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) override;
   std::vector<PathReport> explain(Link& link) override;
   std::vector<RailReport> explain_rails(Link& link) override;
+  uint64_t rail_depth(Link& link, uint32_t rail) override;
 
   uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
   uint32_t poll() override;

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sim": ("crossrail.cli.sim", "Run whole systems on simulated NICs and faults, each run replayable from its seed."),
     "doctor": ("crossrail.cli.doctor", "Find what would make transfers slow, impossible or unsafe here."),
     "topo": ("crossrail.cli.topo", "Show where GPUs and NICs are, and which NICs serve which device."),
+    "top": ("crossrail.cli.top", "Show rails, peers and transfers of engines in another process, live."),
     "trace": ("crossrail.cli.trace", "Show what an engine did last, from its flight recording."),
     "kv": ("crossrail.cli.kv", "Serve a model from prefillers and decoders: router, prefiller, decoder, demo, top."),
     "weights": (

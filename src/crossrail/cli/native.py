@@ -69,6 +69,7 @@ class Native(Protocol):
         spin_us: float = ...,
         private_path: str = ...,
         recorder_entries: int = ...,
+        counts_traffic: bool = ...,
     ) -> BenchRig: ...
     def FabricLoop(self, provider: str, rail: str) -> BenchFabric: ...  # noqa: N802 - likewise
     def run_writes(

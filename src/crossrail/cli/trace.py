@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossrail.cli.text import OutputFile
+from crossrail.errors import UsageError
 from crossrail.flight import COLUMNS, FlightDump, FlightEntry, read_dump, row_of
 from crossrail.observe.chrome import ChromeTrace
 from crossrail.observe.flight import select, write_chrome
@@ -42,7 +43,7 @@ def _table(dump: FlightDump, entries: list[FlightEntry]) -> Table:
 
 
 @click.command("trace")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--peer", help="Only what concerns the peer of this name.")
 @click.option("--rail", help="Only one rail: tcp:0, or 0 for rail 0 of every transport; engine: what belongs to none.")
 @click.option(
@@ -55,18 +56,25 @@ def _table(dump: FlightDump, entries: list[FlightEntry]) -> Table:
     type=OutputFile(),
     help="Write a Chrome trace there instead, for ui.perfetto.dev or chrome://tracing.",
 )
-def command(file: Path, peer: str | None, rail: str | None, last: int | None, chrome: Path | None) -> None:
+def command(files: tuple[Path, ...], peer: str | None, rail: str | None, last: int | None, chrome: Path | None) -> None:
     """Show what a flight recording holds: engine.dump(path), crossrail.dump_on_signal(), a watchdog's, a crash's.
 
-    Times are seconds before the recording was written.
+    Times are seconds before the recording was written. With --chrome several recordings, of engines that move bytes to
+    each other, make one picture, in which arrows lead from submits to where they were counted.
     """
-    dump = read_dump(file)
+    if len(files) > 1 and chrome is None:
+        raise UsageError(f"{len(files)} recordings make one picture with --chrome; a table has one")
+    if len(files) > 1 and (peer is not None or rail is not None):
+        raise UsageError("--peer and --rail choose from one recording")
+    dumps = [read_dump(file) for file in files]
     if chrome is not None:
-        entries = select(dump, peer=peer, rail=rail, last=last)
+        parts = [(dump, select(dump, peer=peer, rail=rail, last=last)) for dump in dumps]
         with ChromeTrace.create(chrome) as trace:
-            write_chrome(dump, entries, trace)
-        click.echo(f"{len(entries)} entries in {chrome}: open it at https://ui.perfetto.dev")
+            write_chrome(parts, trace)
+        count = sum(len(entries) for _, entries in parts)
+        click.echo(f"{count} entries in {chrome}: open it at https://ui.perfetto.dev")
         return
+    (dump,) = dumps
     entries = select(dump, peer=peer, rail=rail, last=last or _LAST_SHOWN)
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:

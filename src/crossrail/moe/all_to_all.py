@@ -22,7 +22,9 @@ from crossrail.moe.kernels import CpuKernels, Kernels
 from crossrail.moe.meeting import Member, make_layout, meet, meet_far
 from crossrail.moe.near import Near
 from crossrail.moe.rounds import Dispatched, Round, Stage
+from crossrail.observe.durations import Durations
 
+_DURATION_BOUNDS_S = (25e-6, 50e-6, 1e-4, 25e-5, 5e-4, 1e-3, 25e-4, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
 _ROUNDS = 1 << 32  # words count them modulo this
 
 
@@ -121,6 +123,7 @@ class AllToAll:
         self._closed = False
         self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_received": 0, "bytes_summed": 0}
         self._waited_s = 0.0
+        self._durations = Durations(_DURATION_BOUNDS_S)
 
     # ---- dispatch
 
@@ -143,6 +146,7 @@ class AllToAll:
         """
         config = self.config
         self._check_usable()
+        begun_s = time.perf_counter()
         number = (self._number + 1) % _ROUNDS
         parity = number % PARITIES
         if parity in self._open:
@@ -175,7 +179,9 @@ class AllToAll:
         if tokens > 0:
             self._kernels.pack(half.rows, values, factors, None)
         self._number = number
-        opened = Round(number, tokens, routes.copy(), slots, None if given is None else given.copy(), is_tensor(x))
+        opened = Round(
+            number, begun_s, tokens, routes.copy(), slots, None if given is None else given.copy(), is_tensor(x)
+        )
         self._open[parity] = opened
         self._near.publish(SENT, number)
         self._stats["rounds"] += 1
@@ -308,6 +314,7 @@ class AllToAll:
             self._near.check_not_masked(opened.number)
         opened.stage = Stage.ENDED
         del self._open[parity]
+        self._durations.add(time.perf_counter() - opened.begun_s)
         self._stats["bytes_summed"] += int((opened.indices >= 0).sum()) * config.y_bytes
         return from_host(sums, config.out_dtype, opened.is_tensor) if out is None else out
 
@@ -341,6 +348,10 @@ class AllToAll:
         waited.
         """
         return {**self._stats, "waited_s": self._waited_s}
+
+    def durations(self) -> Durations:
+        """Of rounds that were completed, from dispatch_send to the end of combine_recv: with what the experts took."""
+        return self._durations
 
     def explain(self) -> str:
         """Who shares memory with whom, and what it takes: print it."""

@@ -23,12 +23,14 @@ class Stage(Enum):
 class Round:
     """Between dispatch_send and the end of combine_recv. number: from 1, the same on all ranks.
 
-    indices, slots: as given and as Kernels.count made them. placement: where all rows go, once all routes are known.
-    where: as Kernels.reduce takes it, once received. sources: of each group the rank whose rows come to us, None where
-    all that have them are masked; with placement. is_refused: it needs more room than there is.
+    begun_s: of time.perf_counter(). indices, slots: as given and as Kernels.count made them. placement: where all rows
+    go, once all routes are known. where: as Kernels.reduce takes it, once received. sources: of each group the rank
+    whose rows come to us, None where all that have them are masked; with placement. is_refused: it needs more room than
+    there is.
     """
 
     number: int
+    begun_s: float
     tokens: int
     indices: Array
     slots: Array

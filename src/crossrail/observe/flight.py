@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from crossrail.errors import UsageError
 from crossrail.flight import FlightDump, FlightEntry
+from crossrail.observe import arrivals
 from crossrail.observe.chrome import ChromeTrace, Track
 
 _BEGIN_WORKS = ("posted", "sent")
@@ -42,17 +43,26 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in sorted(names)) or "none"
 
 
-def write_chrome(dump: FlightDump, entries: Sequence[FlightEntry], trace: ChromeTrace) -> None:
-    """Draws entries: a track for each rail and one for the engine, transfers and works as spans, arrows between them.
+def write_chrome(parts: Sequence[tuple[FlightDump, Sequence[FlightEntry]]], trace: ChromeTrace) -> None:
+    """Draws recordings with their entries: a track for each rail and one for the engine, transfers and works as spans.
 
-    entries: by time. What was begun and has not ended reaches to the dump, and its name says so.
+    Entries are by time. What was begun and has not ended reaches to the dump, and its name says so. Arrows lead from a
+    transfer's submit to its works and its completion; where the recordings are of engines that move bytes to each
+    other, also to where its immediate was counted (crossrail.observe.arrivals says how sure that is). Times are on the
+    clock of the first; clocks of different hosts are as far apart as their wall clocks.
     """
-    _Picture(dump, trace).draw(entries)
+    shifts = arrivals.shifts_ns([dump for dump, _ in parts])
+    pictures = [_Picture(dump, trace, shift) for (dump, _), shift in zip(parts, shifts, strict=True)]
+    for picture, (_, entries) in zip(pictures, parts, strict=True):
+        picture.draw(entries)
+    for begun, counted in arrivals.match(parts):
+        pictures[begun.dump].arrow_to(pictures[counted.dump], begun.entry, counted.entry)
 
 
 class _Picture:
-    def __init__(self, dump: FlightDump, trace: ChromeTrace) -> None:
+    def __init__(self, dump: FlightDump, trace: ChromeTrace, shift_ns: int = 0) -> None:
         self._dump = dump
+        self._shift_ns = shift_ns  # of the clock of the trace
         self._trace = trace
         self._process = f"{dump.engine} ({dump.pid})"
         self._transfers: dict[int, FlightEntry] = {}  # submitted, not ended
@@ -62,8 +72,8 @@ class _Picture:
         for ring in self._dump.rings:
             self._track(ring)
         for entry in entries:
-            about = self._about(entry)
-            self._trace.span(self._track(entry.ring), _named(entry), entry.time_ns, entry.time_ns + _INSTANT_NS, about)
+            at_ns = self._at(entry)
+            self._trace.span(self._track(entry.ring), _named(entry), at_ns, at_ns + _INSTANT_NS, self._about(entry))
             self._follow(entry)
         for begun in self._transfers.values():
             self._span(begun, self._dump.now_ns, "not ended")
@@ -71,9 +81,8 @@ class _Picture:
             for begun in works:
                 self._span(begun, self._dump.now_ns, "not ended")
         for note in self._dump.notes:
-            self._trace.instant(
-                self._track("engine"), note.kind, note.time_ns, {"peer": note.peer, "detail": note.detail}
-            )
+            about = {"peer": note.peer, "detail": note.detail}
+            self._trace.instant(self._track("engine"), note.kind, note.time_ns + self._shift_ns, about)
 
     def _follow(self, entry: FlightEntry) -> None:
         if entry.state == "submitted":
@@ -111,13 +120,22 @@ class _Picture:
     def _span(self, begun: FlightEntry, end_ns: int, ending: str) -> None:
         name = f"{begun.op} #{begun.transfer}" + ("" if ending in ("done", "retired") else f", {ending}")
         about = {**self._about(begun), "ended": ending}
-        self._trace.overlapping_span(self._track(begun.ring), name, begun.time_ns, end_ns, about)
+        self._trace.overlapping_span(self._track(begun.ring), name, self._at(begun), end_ns + self._shift_ns, about)
 
     def _arrow(self, source: FlightEntry | None, target: FlightEntry) -> None:
         if source is not None:
             name = f"{target.op} #{target.transfer}"
-            tracks = self._track(source.ring), self._track(target.ring)
-            self._trace.flow(name, tracks[0], source.time_ns, tracks[1], target.time_ns)
+            self._trace.flow(
+                name, self._track(source.ring), self._at(source), self._track(target.ring), self._at(target)
+            )
+
+    def arrow_to(self, other: _Picture, begun: FlightEntry, counted: FlightEntry) -> None:
+        """From a submit to where it was counted, which may be in another engine."""
+        name = f"{begun.op} #{begun.transfer} counted"
+        self._trace.flow(name, self._track(begun.ring), self._at(begun), other._track(counted.ring), other._at(counted))
+
+    def _at(self, entry: FlightEntry) -> int:
+        return entry.time_ns + self._shift_ns
 
     def _track(self, ring: str) -> Track:
         return self._trace.track(self._process, ring)

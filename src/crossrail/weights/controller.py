@@ -18,6 +18,7 @@ from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.observe.durations import Durations
 from crossrail.weights import messages as m
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory import Inventory, Role
@@ -28,6 +29,7 @@ from crossrail.weights.step import StepReport
 
 log = logging.getLogger("crossrail.weights")
 
+_DURATION_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _ATTEMPTS = 1 << 19  # until numbers of immediates are used again
 _T = TypeVar("_T")
 
@@ -69,11 +71,33 @@ class UpdateReport:
         return sum(step.written_bytes for step in self.steps.values())
 
 
+@dataclass
+class UpdateTotals:
+    """Of all updates of a controller. written_bytes, stage_s and durations: of those that are done."""
+
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    written_bytes: int = 0
+    stage_s: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("plan", "open", "transfer", "commit"), 0.0)
+    )
+    durations: Durations = field(default_factory=lambda: Durations(_DURATION_BOUNDS_S))
+
+    def add(self, report: UpdateReport) -> None:
+        """Counts one that is done."""
+        self.done += 1
+        self.written_bytes += report.written_bytes
+        for stage in self.stage_s:
+            self.stage_s[stage] += getattr(report, f"{stage}_s")
+        self.durations.add(report.total_s)
+
+
 class WeightController:
     """One for a set of trainers and inference ranks. Threads: the event loop's; planning runs in another.
 
     Lifecycle: 1. made. 2. members join; ready() waits for them. 3. update() for each version.
-    version: the last that was completed everywhere; -1: none. plan: the current one.
+    version: the last that was completed everywhere; -1: none. plan: the current one. totals: of all updates so far.
     Owner of the mailbox: whoever made and started it; it stays open.
     """
 
@@ -84,6 +108,7 @@ class WeightController:
         options: ControllerOptions | None = None,
     ) -> None:
         self.version = -1
+        self.totals = UpdateTotals()
         self.plan: Plan | None = None
         self._mailbox = mailbox
         self._plan_options = plan_options or PlanOptions()
@@ -150,9 +175,11 @@ class WeightController:
                 work = self._run(version, report, begun + timeout_s, on_progress or _unseen)
                 await self._in_time(work, timeout_s)
             except asyncio.CancelledError:
+                self.totals.cancelled += 1
                 await _to_its_end(self._abort("the update was cancelled"))
                 raise
             except (CrossrailError, asyncio.TimeoutError) as error:
+                self.totals.failed += 1
                 why = str(error) or f"not complete within {timeout_s:g} s"
                 await _to_its_end(self._abort(why))
                 if isinstance(error, UsageError):
@@ -160,6 +187,7 @@ class WeightController:
                 raise UpdateFailed(version, why) from error
             await _to_its_end(self._commit(version, report))
             report.total_s = loop.time() - begun
+            self.totals.add(report)
             return report
         finally:
             self._under_way = None

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 from crossrail.cli.bench.pair import IMM_DATA, Pair, permutation
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
@@ -16,7 +17,6 @@ _PAGE_COUNT = 4096
 _WINDOW = 4
 _WRITE_WINDOW = 256
 _TURN_ROUNDS, _TURN_WRITES = 3, 1000  # some 50 us
-_RECORDER_ENTRIES = 1024  # the engine's default
 _SCATTER_PEERS = 56
 _SLICE_BYTES = 256
 _MEMORY_BYTES = _PAGE_BYTES * _PAGE_COUNT
@@ -57,13 +57,43 @@ def measures() -> list[Measure]:
             samples=_recorded_write_samples,
             bar=Bar("ratio", ">=", 0.98),
         ),
+        Measure(
+            name="post-counted",
+            title="posting alone, paged, beside it uncounted",
+            unit="Mpages/s",
+            limit="the same without counts of peers and rails",
+            samples=_counted_paged_samples,
+            bar=Bar("ratio", ">=", 0.98),
+        ),
+        Measure(
+            name="post-counted-writes",
+            title="posting alone, 8-byte writes, beside it uncounted",
+            unit="M/s",
+            limit="the same without counts of peers and rails",
+            samples=_counted_write_samples,
+            bar=Bar("ratio", ">=", 0.98),
+        ),
     ]
 
 
+class _Watched(NamedTuple):
+    """What an engine notes of what it posts; by default what engines do by default."""
+
+    recorder_entries: int = 1024
+    counts_traffic: bool = True
+
+
+_ALL = _Watched()
+_UNRECORDED = _Watched(recorder_entries=0)
+_UNCOUNTED = _Watched(counts_traffic=False)
+
+Poster = Callable[[_Watched], AbstractContextManager[Callable[[int], int]]]
+
+
 @contextmanager
-def _null_rigs(pair: Pair, count: int, recorder_entries: int = _RECORDER_ENTRIES) -> Iterator[list[BenchRig]]:
+def _null_rigs(pair: Pair, count: int, watched: _Watched = _ALL) -> Iterator[list[BenchRig]]:
     rigs = [
-        pair.native.Rig(f"bench-null-{i}", transport="null", polling="manual", recorder_entries=recorder_entries)
+        pair.native.Rig(f"bench-null-{i}", transport="null", polling="manual", **watched._asdict())
         for i in range(count)
     ]
     try:
@@ -84,30 +114,44 @@ def _paged_samples(pair: Pair) -> SampleStream:
 
 
 def _recorded_paged_samples(pair: Pair) -> SampleStream:
-    return _recorded_samples(pair, partial(_paged_poster, pair), _TURN_ROUNDS, _TURN_ROUNDS * _PAGE_COUNT)
+    return _paged_beside(pair, _UNRECORDED)
+
+
+def _counted_paged_samples(pair: Pair) -> SampleStream:
+    return _paged_beside(pair, _UNCOUNTED)
 
 
 def _recorded_write_samples(pair: Pair) -> SampleStream:
-    return _recorded_samples(pair, partial(_write_poster, pair), _TURN_WRITES, _TURN_WRITES)
+    return _writes_beside(pair, _UNRECORDED)
 
 
-def _recorded_samples(
-    pair: Pair, poster: Callable[[int], AbstractContextManager[Callable[[int], int]]], calls: int, operations: int
-) -> SampleStream:
+def _counted_write_samples(pair: Pair) -> SampleStream:
+    return _writes_beside(pair, _UNCOUNTED)
+
+
+def _paged_beside(pair: Pair, less: _Watched) -> SampleStream:
+    return _samples_beside(pair, partial(_paged_poster, pair), less, _TURN_ROUNDS, _TURN_ROUNDS * _PAGE_COUNT)
+
+
+def _writes_beside(pair: Pair, less: _Watched) -> SampleStream:
+    return _samples_beside(pair, partial(_write_poster, pair), less, _TURN_WRITES, _TURN_WRITES)
+
+
+def _samples_beside(pair: Pair, poster: Poster, less: _Watched, calls: int, operations: int) -> SampleStream:
     """Two engines in turns, so short that who is interrupted is the exception: the medians of their turns."""
     turns = pair.settings.scaled(1000)
-    with poster(_RECORDER_ENTRIES) as post, poster(0) as post_unrecorded:
+    with poster(_ALL) as post, poster(less) as post_less:
         while True:
-            took_ns = [(post(calls), post_unrecorded(calls)) for _ in range(turns)]
-            recorded_ns, unrecorded_ns = map(statistics.median, zip(*took_ns, strict=True))
-            yield Sample(operations / recorded_ns * 1e3, operations / unrecorded_ns * 1e3)
+            took_ns = [(post(calls), post_less(calls)) for _ in range(turns)]
+            all_ns, less_ns = map(statistics.median, zip(*took_ns, strict=True))
+            yield Sample(operations / all_ns * 1e3, operations / less_ns * 1e3)
 
 
 @contextmanager
-def _paged_poster(pair: Pair, recorder_entries: int = _RECORDER_ENTRIES) -> Iterator[Callable[[int], int]]:
+def _paged_poster(pair: Pair, watched: _Watched = _ALL) -> Iterator[Callable[[int], int]]:
     """Posts all pages so many times over, and returns how long that took in nanoseconds."""
     src_pages, dst_pages = permutation(_PAGE_COUNT, 1), permutation(_PAGE_COUNT, 2)
-    with _null_rigs(pair, 2, recorder_entries) as (rig, target):
+    with _null_rigs(pair, 2, watched) as (rig, target):
         src, dst = rig.alloc(_MEMORY_BYTES), rig.remote(target.descriptor(target.alloc(_MEMORY_BYTES)))
 
         def post(count: int) -> int:
@@ -129,9 +173,9 @@ def _paged_poster(pair: Pair, recorder_entries: int = _RECORDER_ENTRIES) -> Iter
 
 
 @contextmanager
-def _write_poster(pair: Pair, recorder_entries: int) -> Iterator[Callable[[int], int]]:
+def _write_poster(pair: Pair, watched: _Watched) -> Iterator[Callable[[int], int]]:
     """Posts so many writes of a word, and returns how long that took in nanoseconds."""
-    with _null_rigs(pair, 2, recorder_entries) as (rig, target):
+    with _null_rigs(pair, 2, watched) as (rig, target):
         src, dst = rig.alloc(_MEMORY_BYTES), rig.remote(target.descriptor(target.alloc(_MEMORY_BYTES)))
 
         def post(count: int) -> int:

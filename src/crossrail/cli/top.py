@@ -1,0 +1,245 @@
+"""`crossrail top`: rails, peers and transfers of engines in another process, live."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import click
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from crossrail.flight import plain
+from crossrail.observe.samples import Interval, scrape
+
+_DEFAULT_URL = "http://127.0.0.1:9478/metrics"
+_TIMEOUT_S = 5.0
+_PIPE_COLUMNS = 140
+_BAD_STATES = {"slow": "yellow", "frozen": "red", "connecting": "yellow"}
+
+
+@click.command("top")
+@click.argument("url", default=_DEFAULT_URL)
+@click.option("--once", is_flag=True, help="Show one interval, and end; so it is where output is no terminal.")
+@click.option(
+    "--every-s",
+    type=click.FloatRange(min=0.05, max=3600),
+    default=1.0,
+    show_default=True,
+    help="How long an interval is: rates are those of one.",
+)
+def command(url: str, once: bool, every_s: float) -> None:
+    """Show rails, peers and transfers of the engines whose metrics are served at URL.
+
+    The process has to serve them: crossrail.observe.serve_metrics(engine). HOST:PORT will do for a URL. Ctrl-C ends it.
+    """
+    url = _whole(url)
+    console = Console(highlight=False)
+    if not console.is_terminal and console.width == 80:
+        console.width = _PIPE_COLUMNS
+    before = scrape(url, _TIMEOUT_S)
+    time.sleep(every_s)
+    now = scrape(url, _TIMEOUT_S)
+    if once or not console.is_terminal:
+        console.print(picture(Interval(before, now), console.width))
+        return
+    with Live(picture(Interval(before, now), console.width), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(every_s)
+            before, now = now, scrape(url, _TIMEOUT_S)
+            live.update(picture(Interval(before, now), console.width), refresh=True)
+
+
+def _whole(url: str) -> str:
+    """The address of an endpoint, given shortly."""
+    if "://" not in url:
+        url = f"http://{url}"
+    return url if url.count("/") > 2 else f"{url}/metrics"
+
+
+def picture(interval: Interval, width: int) -> RenderableType:
+    """What happened in the interval, for a screen of so many columns."""
+    parts: list[RenderableType] = []
+    for engine in interval.now.values_of("crossrail_engine_open", "engine"):
+        parts += _engine(interval, engine, width)
+    parts += [Text(line) for line in (*_updates(interval), *_rounds(interval), *_requests(interval))]
+    if not parts:
+        parts.append(Text("metrics are served there, and none of crossrail"))
+    return Group(*parts)
+
+
+def _engine(interval: Interval, engine: str, width: int) -> list[RenderableType]:
+    now = interval.now
+    if now.total("crossrail_engine_open", engine=engine) == 0:
+        return [Text(f"engine {plain(engine)}: closed", "red")]
+    failed = now.total("crossrail_transfers_total", engine=engine, outcome="failed")
+    head = Text(
+        f"engine {plain(engine)}: {_short(interval.rate('crossrail_transfers_total', engine=engine, outcome='done'))} "
+        f"transfers/s, {now.total('crossrail_transfers_inflight', engine=engine):.0f} in flight, "
+        f"{_short(interval.rate('crossrail_immediates_received_total', engine=engine))} counts/s in",
+        "bold",
+    )
+    if failed:
+        head.append(f", {failed:.0f} failed", "bold red")
+    hidden = now.total("crossrail_peers_hidden", engine=engine)
+    parts: list[RenderableType] = [head, _rails(interval, engine, width)]
+    if any(now.of("crossrail_peer_outstanding", engine=engine)):
+        parts.append(_peers(interval, engine, width))
+    if hidden:
+        parts.append(Text(f"and {hidden:.0f} peers more", "dim"))
+    return [*parts, Text()]
+
+
+class _Column(NamedTuple):
+    """of_width: shown on screens of at least so many columns."""
+
+    title: str
+    of_width: int = 0
+    is_number: bool = True
+
+
+_RAIL_COLUMNS = (
+    _Column("rail", is_number=False), _Column("GB/s"), _Column("works/s"), _Column("imm/s", 60), _Column("depth", 40),
+    _Column("p50", 70), _Column("p99", 50), _Column("retried", 80), _Column("broken", 90),
+)  # fmt: skip
+_PEER_COLUMNS = (
+    _Column("peer", is_number=False), _Column("state", 50, False), _Column("by", 60, False), _Column("GB/s"),
+    _Column("works/s", 70), _Column("out", 40), _Column("queued", 80), _Column("p50", 100), _Column("p99", 90),
+    _Column("failed", 45), _Column("retried", 110),
+)  # fmt: skip
+
+
+def _table(columns: tuple[_Column, ...], width: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in columns:
+        if column.of_width <= width:
+            table.add_column(
+                column.title,
+                justify="right" if column.is_number else "left",
+                no_wrap=True,
+                overflow="ellipsis",
+                ratio=None if column.is_number else 1,
+            )
+    return table
+
+
+def _add(table: Table, columns: tuple[_Column, ...], width: int, cells: list[str | Text]) -> None:
+    shown = [cell for column, cell in zip(columns, cells, strict=True) if column.of_width <= width]
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in shown))
+
+
+def _rails(interval: Interval, engine: str, width: int) -> Table:
+    table = _table(_RAIL_COLUMNS, width)
+    for has, depth in interval.now.of("crossrail_rail_depth", engine=engine):
+        of = {"engine": engine, "transport": has["transport"], "rail": has["rail"]}
+        cells = [f"{plain(has['transport'])}:{plain(has['rail'])}", *_speeds(interval, "crossrail_rail", of)]
+        cells += [f"{depth:.0f}", *_latencies(interval, "crossrail_rail", of)]
+        retried = interval.now.total("crossrail_rail_retried_works_total", **of)
+        broken = interval.now.total("crossrail_rail_broken_paths_total", **of)
+        _add(table, _RAIL_COLUMNS, width, [*cells, _bad(retried, "yellow"), _bad(broken, "yellow")])
+    return table
+
+
+def _peers(interval: Interval, engine: str, width: int) -> Table:
+    table = _table(_PEER_COLUMNS, width)
+    now = interval.now
+    # The busiest first: screens end.
+    speeds = {
+        has["peer"]: interval.rate("crossrail_peer_bytes_total", engine=engine, peer=has["peer"])
+        for has, _ in now.of("crossrail_peer_outstanding", engine=engine)
+    }
+    for peer in sorted(speeds, key=lambda name: (-speeds[name], name)):
+        of = {"engine": engine, "peer": peer}
+        states = now.values_of("crossrail_peer_state", "state", **of)
+        style = next((_BAD_STATES[state] for state in states if state in _BAD_STATES), "")
+        ways = now.values_of("crossrail_peer_path_bytes", "path", **of)
+        ways = ways or now.values_of("crossrail_peer_transport", "transport", **of)
+        speed, works, _ = _speeds(interval, "crossrail_peer", of)
+        cells: list[str | Text] = [plain(peer), Text(plain(" ".join(states)), style), plain(" ".join(ways))]
+        cells += [
+            speed,
+            works,
+            f"{now.total('crossrail_peer_outstanding', **of):.0f}",
+            f"{now.total('crossrail_peer_queued', **of):.0f}",
+        ]
+        cells += _latencies(interval, "crossrail_peer", of)
+        failed = now.total("crossrail_peer_failed_transfers_total", **of)
+        retried = now.total("crossrail_peer_retried_works_total", **of)
+        _add(table, _PEER_COLUMNS, width, [*cells, _bad(failed, "red"), _bad(retried, "yellow")])
+    return table
+
+
+def _speeds(interval: Interval, prefix: str, of: dict[str, str]) -> list[str]:
+    gb_per_s = interval.rate(f"{prefix}_bytes_total", **of) / 1e9
+    works, imms = (_short(interval.rate(f"{prefix}_{what}_total", **of)) for what in ("works", "immediates"))
+    return [f"{gb_per_s:.3f}" if gb_per_s else "0", works, imms]
+
+
+def _latencies(interval: Interval, prefix: str, of: dict[str, str]) -> list[str]:
+    return [_time(interval.quantile(f"{prefix}_latency_seconds", share, **of)) for share in (0.5, 0.99)]
+
+
+def _bad(count: float, style: str) -> Text:
+    return Text(f"{count:.0f}", style if count else "")
+
+
+# --- what is beside engines ---
+
+
+def _updates(interval: Interval) -> list[str]:
+    now = interval.now
+    if "crossrail_weight_version" not in now:
+        return []
+    ended = {has["outcome"]: value for has, value in now.of("crossrail_weight_updates_total")}
+    done = ended.get("done", 0)
+    mean_s = now.total("crossrail_weight_update_seconds_sum") / done if done else 0.0
+    return [
+        f"weights: version {now.total('crossrail_weight_version'):.0f}; {done:.0f} updates of {_time(mean_s)} on "
+        f"average, {ended.get('failed', 0):.0f} failed"
+    ]
+
+
+def _rounds(interval: Interval) -> list[str]:
+    now, lines = interval.now, []
+    for model in now.values_of("crossrail_moe_rounds_total", "model"):
+        of = {"model": model}
+        p50, p99 = (_time(interval.quantile("crossrail_moe_round_seconds", share, **of)) for share in (0.5, 0.99))
+        lines.append(
+            f"moe {plain(model)}: {_short(interval.rate('crossrail_moe_rounds_total', **of))} rounds/s, p50 {p50}, "
+            f"p99 {p99}, {100 * interval.rate('crossrail_moe_waited_seconds_total', **of):.0f} % waiting"
+        )
+    return lines
+
+
+def _requests(interval: Interval) -> list[str]:
+    now = interval.now
+    if "crossrail_kv_requests" not in now:
+        return []
+    first_token = _time(interval.quantile("crossrail_kv_time_to_first_token_seconds", 0.5))
+    return [
+        f"kv router: {now.total('crossrail_kv_requests'):.0f} requests under way, "
+        f"{_short(interval.rate('crossrail_kv_requests_ended_total'))}/s ended, first token after {first_token} (p50)"
+    ]
+
+
+# --- figures ---
+
+
+def _short(value: float) -> str:
+    """1234567 -> "1.23 M": three digits."""
+    for limit, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for limit, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= limit:
+            return f"{seconds / limit:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0"

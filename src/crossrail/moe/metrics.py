@@ -1,0 +1,41 @@
+"""Prometheus metrics of MoE rounds, for crossrail.observe.serve_metrics or a registry of yours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from crossrail.moe.all_to_all import AllToAll
+from crossrail.observe.families import counter, histogram
+
+_COUNTERS = {
+    "rounds": ("crossrail_moe_rounds", "Rounds begun."),
+    "tokens_sent": ("crossrail_moe_tokens_sent", "Tokens given to dispatch."),
+    "rows_received": ("crossrail_moe_rows_received", "Rows that our experts got."),
+    "bytes_received": ("crossrail_moe_received_bytes", "Of these rows."),
+    "bytes_summed": ("crossrail_moe_summed_bytes", "Of experts' outputs that combine summed up."),
+    "waited_s": ("crossrail_moe_waited_seconds", "Spent in waiting for other ranks."),
+}
+
+
+class RoundCollector(Collector):
+    """What AllToAlls have counted, by a name each. Any thread. docs/metrics.md lists the metrics.
+
+    models: name to AllToAll, looked at anew each time. Owner of these: the caller.
+    """
+
+    def __init__(self, models: Mapping[str, AllToAll]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        """As Prometheus wants it."""
+        models = dict(self._models)
+        labels = ["model", "rank"]
+        stats = {(name, str(each.rank)): each.stats() for name, each in models.items()}
+        for key, (name, text) in _COUNTERS.items():
+            yield counter(name, text, {whose: counts[key] for whose, counts in stats.items()}, labels)
+        durations = {(name, str(each.rank)): each.durations() for name, each in models.items()}
+        text = "Of rounds completed, from dispatch_send to the end of combine_recv, with what experts took."
+        yield histogram("crossrail_moe_round_seconds", text, durations, labels)

@@ -1,0 +1,140 @@
+"""Metrics as somebody reads them who scrapes an endpoint: values now, and rates between two looks."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from http.client import HTTPException
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from crossrail.errors import CrossrailError, UsageError
+
+_ANSWER_BYTES_MAX = 64 << 20
+
+Labels = Mapping[str, str]
+
+
+@dataclass
+class Scrape:
+    """One look. at_s: of time.monotonic()."""
+
+    at_s: float
+    # By name, then by the label peer: there may be hundreds of these, and each is asked for by itself.
+    _samples: dict[str, dict[str, list[tuple[Labels, float]]]] = field(default_factory=dict)
+
+    def add(self, name: str, labels: Labels, value: float) -> None:
+        """One more."""
+        self._samples.setdefault(name, {}).setdefault(labels.get("peer", ""), []).append((labels, value))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def of(self, name: str, **labels: str) -> Iterator[tuple[Labels, float]]:
+        """Those of this name that have these labels."""
+        by_peer = self._samples.get(name, {})
+        for samples in [by_peer.get(labels["peer"], [])] if "peer" in labels else by_peer.values():
+            for has, value in samples:
+                if labels.items() <= has.items():
+                    yield has, value
+
+    def total(self, name: str, **labels: str) -> float:
+        """Their sum; 0 where there is none."""
+        return sum(value for _, value in self.of(name, **labels))
+
+    def values_of(self, name: str, label: str, **labels: str) -> list[str]:
+        """What this label is, each once, in order."""
+        return list(dict.fromkeys(has[label] for has, _ in self.of(name, **labels) if label in has))
+
+
+def scrape(url: str, timeout_s: float) -> Scrape:
+    """Reads an endpoint in Prometheus's text format. Raises CrossrailError where none answers, or not with that."""
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url!r} is no address of metrics: write for example http://127.0.0.1:9478/metrics")
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:
+            data = answer.read(_ANSWER_BYTES_MAX + 1)
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)  # of a URLError, what was behind it
+        raise CrossrailError(f"no metrics at {url}: {getattr(reason, 'strerror', None) or reason}") from None
+    if len(data) > _ANSWER_BYTES_MAX:
+        raise CrossrailError(f"what {url} answers is longer than {_ANSWER_BYTES_MAX >> 20} MiB: no metrics of ours")
+    return parse(data.decode(errors="replace"), url)
+
+
+def parse(text: str, url: str) -> Scrape:
+    """The same of a text; url: its name in errors."""
+    found = Scrape(time.monotonic())
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.add(sample.name, sample.labels, sample.value)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):  # what its parser raises for other text
+        raise CrossrailError(f"what {url} answers are no metrics in Prometheus's format") from None
+    if not len(found):
+        raise CrossrailError(f"what {url} answers are no metrics in Prometheus's format")
+    return found
+
+
+@dataclass
+class Interval:
+    """What happened between two looks. A counter that shrank began anew in between: all of it is new."""
+
+    before: Scrape
+    now: Scrape
+
+    @property
+    def seconds(self) -> float:
+        """Between the two."""
+        return self.now.at_s - self.before.at_s
+
+    def growth(self, name: str, **labels: str) -> float:
+        """Of a counter, summed up over all that have these labels."""
+        before = {tuple(sorted(has.items())): value for has, value in self.before.of(name, **labels)}
+        grown = 0.0
+        for has, value in self.now.of(name, **labels):
+            was = before.get(tuple(sorted(has.items())), 0.0)
+            grown += value - was if value >= was else value
+        return grown
+
+    def rate(self, name: str, **labels: str) -> float:
+        """The same a second."""
+        return self.growth(name, **labels) / self.seconds if self.seconds > 0 else 0.0
+
+    def quantile(self, name: str, share: float, **labels: str) -> float | None:
+        """Of what a histogram of this name got: so large were `share` of them at most, by PromQL's interpolation.
+
+        None: it got nothing.
+        """
+        grown = self._grown_by_bound(f"{name}_bucket", labels)
+        bounds = sorted(grown)
+        counts = [grown[bound] for bound in bounds]
+        if not counts or counts[-1] <= 0:
+            return None
+        wanted = share * counts[-1]
+        lower, below = 0.0, 0.0
+        for bound, count in zip(bounds, counts, strict=True):
+            if count >= wanted:
+                if bound == float("inf"):
+                    return lower
+                inside = (wanted - below) / (count - below) if count > below else 1.0
+                return lower + (bound - lower) * inside
+            lower, below = bound, count
+        return lower
+
+    def _grown_by_bound(self, name: str, labels: Labels) -> dict[float, float]:
+        grown: dict[float, float] = {}
+        for scraped, sign in ((self.before, -1), (self.now, 1)):
+            for has, value in scraped.of(name, **labels):
+                bound = float(has["le"])
+                grown[bound] = grown.get(bound, 0.0) + sign * value
+        if any(count < 0 for count in grown.values()):  # it began anew
+            grown = dict.fromkeys(grown, 0.0)
+            for has, value in self.now.of(name, **labels):
+                grown[float(has["le"])] += value
+        return grown

@@ -1,0 +1,77 @@
+"""An HTTP endpoint with metrics, for Prometheus and `crossrail top`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.registry import Collector
+
+from crossrail import Engine
+from crossrail.errors import TransportError, UsageError
+from crossrail.observe.metrics import PEERS_MAX, EngineCollector
+
+DEFAULT_PORT = 9478
+
+
+class MetricsServer:
+    """Made by serve_metrics(). url: what to scrape. port: where it listens. registry: for metrics of your own."""
+
+    def __init__(self, registry: CollectorRegistry, server: WSGIServer, thread: threading.Thread) -> None:
+        self.registry = registry
+        self._server = server
+        self._thread = thread
+        host = str(server.server_address[0])
+        self.port = server.server_port
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+        self._closed = False
+
+    def close(self) -> None:
+        """Stops listening and joins the thread; scrapes under way are cut off. Idempotent; one thread at a time."""
+        if self._closed:
+            return
+        self._closed = True
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def serve_metrics(
+    *observed: Engine | Collector, port: int = DEFAULT_PORT, host: str = "127.0.0.1", peers_max: int = PEERS_MAX
+) -> MetricsServer:
+    """Serves the metrics of these over HTTP, from a thread of its own, until it is closed.
+
+    observed: engines, and collectors of prometheus_client: crossrail.weights.metrics.UpdateCollector,
+    crossrail.moe.metrics.RoundCollector, your own. port: 0: any that is free. host: address to listen at, of this host;
+    "0.0.0.0" is all of them, and then anybody who reaches it reads names of peers and how much they move.
+    peers_max: of each engine, see EngineCollector.
+
+    Engines stay the caller's, and may close before it. Raises TransportError when it cannot listen there, UsageError
+    for two engines of one name, or a port out of 0..65535.
+    """
+    if not 0 <= port <= 65535:
+        raise UsageError(f"port is {port}, must be in 0..65535")
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(*(each for each in observed if isinstance(each, Engine)), peers_max=peers_max))
+    for each in observed:
+        if not isinstance(each, Engine):
+            registry.register(each)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise TransportError(
+            "bind", error.errno or 0, f"cannot serve metrics at {host}:{port}: {reason}", "choose another port, or 0"
+        ) from None
+    return MetricsServer(registry, server, thread)

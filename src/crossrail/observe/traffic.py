@@ -1,0 +1,100 @@
+"""What an engine counts per rail and per peer, as plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from crossrail import Engine
+
+
+@dataclass
+class Counts:
+    """Of one rail towards all peers, or of one peer over all rails, since the engine opened.
+
+    works: work requests put on rails, those that went out anew again; bytes: of these; imms: how many of these had an
+    immediate. broken: connections or paths that ended badly; again: works that went out anew for it.
+    latencies: how many of the works that were timed took so long, by the engine's bounds; latency_s: sum of these. From
+    the hand-over to the transport until nothing touches memory any more. One work at a time is timed of each peer,
+    and of those that are over at once, as in shared memory, one in 256 writes.
+    """
+
+    works: int = 0
+    bytes: int = 0
+    imms: int = 0
+    broken: int = 0
+    again: int = 0
+    latency_s: float = 0.0
+    latencies: list[int] = field(default_factory=list)
+
+    def add(self, more: Counts) -> None:
+        self.works += more.works
+        self.bytes += more.bytes
+        self.imms += more.imms
+        self.broken += more.broken
+        self.again += more.again
+        self.latency_s += more.latency_s
+        pairs = zip(self.latencies, more.latencies, strict=True) if self.latencies else ((0, n) for n in more.latencies)
+        self.latencies = [ours + theirs for ours, theirs in pairs]
+
+
+@dataclass
+class RailTraffic:
+    """depth: works on the rail that are not over."""
+
+    transport: str
+    rail: int
+    counts: Counts
+    depth: int
+
+
+@dataclass
+class PeerTraffic:
+    """Peers of one name; there may be several, which are summed up: `states` and `transports` say how many are in each.
+
+    outstanding: works that the transport has; queued: operations not with it yet. refused: posts of which the transport
+    did not take all, so that the rest was tried again. failed: transfers that failed because of this peer. paths: bytes
+    by the way they went, as "mapped" or "tcp" (Engine.explain).
+    """
+
+    name: str
+    transports: Counter[str] = field(default_factory=Counter)
+    states: Counter[str] = field(default_factory=Counter)
+    counts: Counts = field(default_factory=Counts)
+    outstanding: int = 0
+    queued: int = 0
+    refused: int = 0
+    failed: int = 0
+    paths: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Traffic:
+    """peers: by name. bounds_s: upper bounds of latencies in seconds, ascending; one bucket more is for others."""
+
+    rails: list[RailTraffic]
+    peers: dict[str, PeerTraffic]
+    bounds_s: list[float]
+
+
+def read_traffic(engine: Engine) -> Traffic:
+    """What it counts now. Peers that are lost or forgotten are left out; rails keep what went to them.
+
+    Any thread; takes microseconds for each peer. Asks whoever drives the engine, so it waits while that one hangs.
+    Raises EngineClosed.
+    """
+    rails, rows, bounds_s = engine._traffic()
+    peers: dict[str, PeerTraffic] = {}
+    for name, transport, state, counts, outstanding, queued, refused, failed, paths in rows:
+        peer = peers.setdefault(name, PeerTraffic(name))
+        peer.transports[transport] += 1
+        peer.states[state] += 1
+        peer.counts.add(Counts(*counts))
+        peer.outstanding += outstanding
+        peer.queued += queued
+        peer.refused += refused
+        peer.failed += failed
+        for path, nbytes in paths:
+            peer.paths[path] += nbytes
+    shown = [RailTraffic(transport, rail, Counts(*counts), depth) for transport, rail, counts, depth in rails]
+    return Traffic(shown, peers, bounds_s)

@@ -1,0 +1,352 @@
+"""Metrics of engines: what they say is what happened, and who is gone is gone from them."""
+
+import os
+import re
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families as parse
+from prometheus_client.registry import Collector
+
+import crossrail as xr
+from crossrail import sim
+from crossrail.observe import EngineCollector, MetricsServer, read_traffic, serve_metrics
+from tests.conftest import EngineFactory, PeerFactory
+from tests.support.limits import WAIT_S, eventually
+from tests.support.metrics import Samples, assert_documented, collect, names_of, total
+from tests.support.proxy import ProxiedAddress
+
+
+def scrape(*engines: xr.Engine, **options: int) -> Samples:
+    return collect(EngineCollector(*engines, **options))
+
+
+def write(here: xr.Engine, there: xr.Engine, nbytes: int = 64) -> None:
+    with here.alloc(nbytes) as src, there.alloc(nbytes) as dst:
+        here.submit_write(src, dst.descriptor, nbytes).wait(WAIT_S)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("rails", [1, 3])
+def test_rails_and_peers_count_what_was_written(open_engine: EngineFactory, transport: str, rails: int) -> None:
+    here, there = (open_engine(name, transport=transport, rails=rails) for name in ("here", "there"))
+    src, dst = here.alloc(1 << 20), there.alloc(1 << 20)
+
+    for _ in range(10):
+        here.submit_write(src, dst.descriptor, 1000, imm=1).wait(WAIT_S)
+    here.submit_write(src, dst.descriptor, 1 << 20).wait(WAIT_S)
+    here.submit_paged_writes(
+        src, np.arange(0, 16, 2), dst.descriptor, np.arange(0, 16, 2), page_bytes=4096, imm=2
+    ).wait(WAIT_S)
+
+    samples = scrape(here)
+    nbytes = 10 * 1000 + (1 << 20) + 8 * 4096
+    assert total(samples, "crossrail_rail_bytes_total", transport=transport) == nbytes
+    assert total(samples, "crossrail_peer_bytes_total", peer="there") == nbytes
+    assert total(samples, "crossrail_written_bytes_total") == nbytes
+    assert total(samples, "crossrail_peer_immediates_total", peer="there") == 18
+    assert total(samples, "crossrail_rail_immediates_total") == 18
+    assert total(samples, "crossrail_peer_works_total") == total(samples, "crossrail_rail_works_total") >= 19
+    assert total(samples, "crossrail_peer_path_bytes", peer="there") == nbytes
+    assert total(samples, "crossrail_peer_state", peer="there", state="connected") == 1
+    assert total(samples, "crossrail_peer_transport", peer="there", transport=transport) == 1
+    assert names_of(samples, "rail") == {str(rail) for rail in range(rails)}
+    assert total(samples, "crossrail_peer_broken_paths_total") == 0
+    assert total(samples, "crossrail_transfers_total", outcome="done") == 12
+    there.imm_counter(1).wait(10, WAIT_S)
+    there.imm_counter(2).wait(8, WAIT_S)
+    assert total(scrape(there), "crossrail_immediates_received_total") == 18
+
+
+def test_reads_and_messages_are_works_too(open_engine: EngineFactory) -> None:
+    here, there = open_engine("here", transport="tcp"), open_engine("there", transport="tcp")
+    local, remote = here.alloc(5000), there.alloc(5000)
+    here.submit_read(local, remote.descriptor, 5000).wait(WAIT_S)
+    with there.submit_recvs(4, 64):
+        here.submit_send(there.address, b"x" * 64).wait(WAIT_S)
+
+    samples = scrape(here)
+    assert total(samples, "crossrail_peer_works_total") == 2
+    assert total(samples, "crossrail_peer_bytes_total") == 5064
+    assert total(samples, "crossrail_read_bytes_total") == 5000
+    assert total(samples, "crossrail_messages_sent_total") == 1
+
+
+@pytest.mark.parametrize("memory", ["tcp", "mapped", "staged"])
+def test_latency_is_sampled_on_every_way(open_engine: EngineFactory, memory: str) -> None:
+    transport = "tcp" if memory == "tcp" else "shm"
+    here = open_engine("here", transport=transport, private_path="staged")
+    there = open_engine("there", transport=transport)
+    src = here.alloc(8192)
+    dst = there.alloc(8192) if memory == "mapped" else there.register(np.zeros(8192, np.uint8))
+
+    for _ in range(600):  # of what is over at once one in 256 is timed
+        here.submit_write(src, dst.descriptor, 8192, imm=1).wait(WAIT_S)
+
+    samples = scrape(here)
+    timed = total(samples, "crossrail_rail_latency_seconds_count")
+    assert timed >= (2 if memory == "mapped" else 300)
+    assert total(samples, "crossrail_rail_latency_seconds_bucket", le="+Inf") == timed
+    assert total(samples, "crossrail_peer_latency_seconds_count", peer="there") == timed
+    assert 0 < total(samples, "crossrail_peer_latency_seconds_sum") / timed < WAIT_S
+    bounds = [
+        (float(dict(labels)["le"]), value)
+        for (name, labels), value in samples.items()
+        if name == "crossrail_rail_latency_seconds_bucket"
+    ]
+    counts = [count for _, count in sorted(bounds)]
+    assert counts == sorted(counts)  # cumulative
+
+
+def test_depth_is_what_the_peer_has_not_taken(open_engine: EngineFactory) -> None:
+    here = open_engine("here", transport="shm", private_path="staged")
+    there = open_engine("there", transport="shm", polling="manual")  # takes nothing until somebody drives it
+    src, dst = here.alloc(1 << 20), there.register(np.zeros(1 << 20, np.uint8))
+    here_write = here.submit_write(src, dst.descriptor, 8)
+    while not here_write.done:
+        there.progress()
+
+    writes = [here.submit_write(src, dst.descriptor, 1 << 20, imm=1) for _ in range(400)]
+
+    eventually(lambda: total(scrape(here), "crossrail_peer_queued") > 0, "the rail full")
+    samples = scrape(here)
+    assert total(samples, "crossrail_transfers_inflight") == 400
+    assert total(samples, "crossrail_rail_depth") > 0
+    assert total(samples, "crossrail_peer_outstanding", peer="there") >= total(samples, "crossrail_rail_depth")
+    eventually(lambda: total(scrape(here), "crossrail_peer_refused_posts_total") > 0, "a post that found no room")
+    for write in writes:
+        write.cancel()
+    eventually(lambda: there.progress() or all(write.done for write in writes), "all over")
+
+
+def test_connections_that_break_are_counted_and_what_went_out_anew(open_engine: EngineFactory) -> None:
+    here, there = (open_engine(name, transport="tcp", peer_timeout_s=60.0) for name in ("here", "there"))
+    way = ProxiedAddress(there.address)
+    try:
+        src, dst = here.alloc(1 << 20), there.alloc(1 << 20)
+        here.connect(way.address, WAIT_S)
+        here.submit_write(src, dst.descriptor, 8).wait(WAIT_S)
+        for proxy in way.proxies:
+            proxy.stall()
+        writes = [here.submit_write(src, dst.descriptor, 1 << 20, imm=1) for _ in range(8)]
+        eventually(lambda: total(scrape(here), "crossrail_rail_depth") > 0, "something on the rail")
+        for proxy in way.proxies:
+            proxy.cut()
+            proxy.stall(False)
+
+        for write in writes:
+            write.wait(WAIT_S)
+
+        samples = scrape(here)
+        assert total(samples, "crossrail_peer_broken_paths_total") >= 1
+        assert total(samples, "crossrail_rail_retried_works_total") >= 1
+        assert total(samples, "crossrail_peer_retried_works_total") == total(
+            samples, "crossrail_rail_retried_works_total"
+        )
+    finally:
+        way.close()
+
+
+def test_failures_are_the_peers(open_engine: EngineFactory) -> None:
+    here, there = open_engine("here"), open_engine("there")
+    src, dst = here.alloc(64), there.alloc(64)
+    descriptor = dst.descriptor
+    here.submit_write(src, descriptor, 64).wait(WAIT_S)
+    dst.close()
+
+    with pytest.raises(xr.RemoteRegionClosed):
+        here.submit_write(src, descriptor, 64).wait(WAIT_S)
+
+    samples = scrape(here)
+    assert total(samples, "crossrail_peer_failed_transfers_total", peer="there") == 1
+    assert total(samples, "crossrail_transfers_total", outcome="failed") == 1
+
+
+def test_who_is_gone_disappears_and_rails_keep_the_sum(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
+    here = open_engine("here", transport="shm")
+    forgotten, left = (open_engine(name, transport="shm") for name in ("forgotten", "left"))
+    killed = spawn_peer()
+    here.connect(killed.open(name="killed", transport="shm").address, WAIT_S)
+    for engine in (forgotten, left):
+        write(here, engine)
+    assert names_of(scrape(here), "peer") == {"forgotten", "left", "killed"}
+
+    here.forget_peer(forgotten.address)
+    left.close()
+    killed.kill()
+
+    eventually(lambda: names_of(scrape(here), "peer") == set(), "nobody left")
+    assert total(scrape(here), "crossrail_rail_bytes_total") == 128
+    assert total(scrape(here), "crossrail_peers_lost_total") == 2
+
+
+def test_peers_of_one_name_are_one(open_engine: EngineFactory) -> None:
+    here = open_engine("here")
+    for twin in (open_engine("twin"), open_engine("twin")):
+        write(here, twin)
+
+    samples = scrape(here)
+
+    assert total(samples, "crossrail_peer_bytes_total", peer="twin") == 128
+    assert total(samples, "crossrail_peer_state", peer="twin") == 2
+
+
+def test_so_many_peers_are_shown_and_they_stay(open_engine: EngineFactory) -> None:
+    here = open_engine("here", transport="shm")
+    others = [open_engine(f"peer-{i}", transport="shm") for i in range(5)]
+    collector = EngineCollector(here, peers_max=3)
+
+    def shown() -> tuple[set[str], float]:
+        families = list(collector.collect())
+        peers = {sample.labels["peer"] for family in families for sample in family.samples if "peer" in sample.labels}
+        (hidden,) = (sample.value for f in families if f.name == "crossrail_peers_hidden" for sample in f.samples)
+        return peers, hidden
+
+    here.connect(others[4].address, WAIT_S)
+    assert shown() == ({"peer-4"}, 0)
+    for other in others[:4]:
+        here.connect(other.address, WAIT_S)
+    peers, hidden = shown()
+    assert "peer-4" in peers and len(peers) == 3 and hidden == 2
+    here.forget_peer(others[4].address)
+
+    assert shown()[0] > peers - {"peer-4"} and shown()[1] == 1
+
+
+def test_engine_that_counts_nothing_has_no_rails(open_engine: EngineFactory) -> None:
+    here, there = open_engine("here", counts_traffic=False), open_engine("there")
+    write(here, there)
+
+    assert read_traffic(here).rails == []
+    samples = scrape(here)
+    assert names_of(samples, "rail") == set()
+    assert total(samples, "crossrail_written_bytes_total") == 64
+    assert total(samples, "crossrail_peer_bytes_total", peer="there") == 0
+
+
+# --- the endpoint ---
+
+
+def get(server: MetricsServer) -> str:
+    with urllib.request.urlopen(server.url, timeout=WAIT_S) as answer:
+        return answer.read().decode()
+
+
+def test_endpoint_serves_several_engines_each_family_once(open_engine: EngineFactory) -> None:
+    here, there = open_engine("here"), open_engine("there")
+    write(here, there)
+
+    with serve_metrics(here, there, port=0) as server:
+        text = get(server)
+
+    types = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(types) == len(set(types))
+    written = {
+        sample.labels["engine"]: sample.value
+        for family in parse(text)
+        for sample in family.samples
+        if sample.name == "crossrail_written_bytes_total"
+    }
+    assert written == {"here": 64, "there": 0}
+
+
+def test_names_of_peers_cannot_forge_metrics(open_engine: EngineFactory) -> None:
+    here, there = open_engine("here"), open_engine('x"} 1\ncrossrail_forged{a="\\')
+    here.connect(there.address, WAIT_S)
+
+    with serve_metrics(here, port=0) as server:
+        families = {family.name: family for family in parse(get(server))}
+
+    assert "crossrail_forged" not in families
+    assert {sample.labels["peer"] for sample in families["crossrail_peer_state"].samples} == {there.name}
+
+
+def test_closed_engine_says_so_and_no_more(open_engine: EngineFactory) -> None:
+    here = open_engine("here")
+    with serve_metrics(here, port=0) as server:
+        here.close()
+        samples = [sample for family in parse(get(server)) for sample in family.samples]
+
+    assert [(sample.name, sample.value) for sample in samples] == [("crossrail_engine_open", 0)]
+
+
+def test_port_that_is_taken_is_one_error(engine: xr.Engine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        with pytest.raises(xr.TransportError, match=f"127.0.0.1:{port}: {os.strerror(98)}") as caught:
+            serve_metrics(engine, port=port)
+
+    assert caught.value.code == 98
+
+
+def test_endpoint_closes_twice_and_its_port_is_free_again(engine: xr.Engine) -> None:
+    server = serve_metrics(engine, port=0)
+    server.close()
+    server.close()
+
+    with pytest.raises(urllib.error.URLError):
+        get(server)
+    serve_metrics(engine, port=server.port).close()
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_port_out_of_range_is_refused(engine: xr.Engine, port: int) -> None:
+    with pytest.raises(xr.UsageError, match=str(port)):
+        serve_metrics(engine, port=port)
+
+
+def test_engines_of_one_name_are_refused(open_engine: EngineFactory) -> None:
+    with pytest.raises(xr.UsageError, match="same"):
+        serve_metrics(open_engine("twin"), open_engine("twin"), port=0)
+
+
+def test_collectors_of_others_are_served_too(engine: xr.Engine) -> None:
+    class Own(Collector):
+        def collect(self) -> Iterator[Metric]:
+            yield GaugeMetricFamily("mine", "A metric of the user's.", value=7)
+
+    with serve_metrics(engine, Own(), port=0) as server:
+        assert "mine 7.0" in get(server).splitlines()
+
+
+def test_every_metric_is_documented(open_engine: EngineFactory) -> None:
+    here, there = open_engine("here"), open_engine("there")
+    write(here, there)
+
+    assert_documented(scrape(here), "crossrail_(?!kv_|weight_|moe_)")
+
+
+# --- over RDMA, in the simulator: the layer is that of verbs and ofi ---
+
+
+def test_rdma_rails_count_what_goes_out_anew(open_engine: EngineFactory) -> None:
+    with sim.World(3) as world:
+        hosts = world.host("a", "2xcx7"), world.host("b", "2xcx7")
+        here, there = (host.engine(host.name) for host in hosts)
+        nbytes = 4 << 20
+        src, dst = here.register(np.zeros(nbytes, np.uint8)), there.register(np.zeros(nbytes, np.uint8))
+        here.connect(there.address)
+        world.rail_down(hosts[0], 0, at_s=world.now_s + 50e-6, for_s=5)
+
+        for _ in range(4):
+            here.submit_write(src, dst.descriptor, imm=1).wait(60)
+
+        samples = scrape(here)
+        assert names_of(samples, "rail") == {"0", "1"}
+        assert total(samples, "crossrail_rail_broken_paths_total", rail="0") >= 1
+        assert total(samples, "crossrail_rail_broken_paths_total", rail="1") == 0
+        retried = total(samples, "crossrail_rail_retried_works_total", rail="0")
+        assert retried >= 1
+        assert total(samples, "crossrail_rail_retried_works_total", rail="1") == 0
+        sent = total(samples, "crossrail_peer_bytes_total", peer="b")
+        assert 4 * nbytes < sent <= 4 * nbytes + retried * nbytes
+        assert total(samples, "crossrail_rail_latency_seconds_count") >= 1
+        # In virtual time: no write takes as long as the deadline of its wait.
+        assert 0 < total(samples, "crossrail_rail_latency_seconds_sum") < 60
+        there.imm_counter(1).wait(4, 60)

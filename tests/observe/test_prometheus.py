@@ -1,0 +1,101 @@
+"""A Prometheus, where there is one, scrapes an engine, carries out every query of the dashboard and loads the rules."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossrail.observe import serve_metrics
+from crossrail.observe.files import ALERTS
+from tests.conftest import EngineFactory
+from tests.observe.test_dashboard import ENGINE_METRICS
+from tests.observe.test_metrics import write
+from tests.support.limits import WAIT_S, eventually
+from tests.support.promql import queries, selectors
+
+CONFIG = """
+global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+rule_files: ["{rules}"]
+scrape_configs:
+  - job_name: crossrail
+    static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
+"""
+
+
+class Prometheus:
+    def __init__(self, folder: Path, target_port: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        config = folder / "prometheus.yml"
+        config.write_text(CONFIG.format(rules=ALERTS, port=target_port))
+        self._log = (folder / "log").open("w")
+        self._process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={config}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={self._url[7:]}",
+            ],
+            stderr=self._log,
+        )
+
+    def ask(self, what: str, **arguments: str) -> Any:
+        """None: it does not answer yet."""
+        try:
+            with urllib.request.urlopen(f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(arguments)}") as answer:
+                return json.loads(answer.read())["data"]
+        except urllib.error.HTTPError as error:
+            if error.code == 503:  # not ready
+                return None
+            raise AssertionError(f"{arguments}: {error.read().decode()}") from None
+        except OSError:
+            return None
+
+    def query(self, expr: str) -> list[Any]:
+        return (self.ask("query", query=expr) or {"result": []})["result"]
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(WAIT_S)
+        self._log.close()
+
+
+@pytest.fixture
+def prometheus(open_engine: EngineFactory, tmp_path: Path) -> Iterator[Prometheus]:
+    here, there = open_engine("here"), open_engine("there")
+    with serve_metrics(here, there, port=0) as server:
+        server_side = Prometheus(tmp_path, server.port)
+        try:
+            for _ in range(300):  # of what is over at once one in 256 is timed
+                write(here, there)
+            eventually(lambda: server_side.query("count_over_time(crossrail_engine_open[1m]) > 2"), "three scrapes")
+            yield server_side
+        finally:
+            server_side.close()
+
+
+def test_every_query_is_carried_out(prometheus: Prometheus) -> None:
+    for query in queries():
+        expr = query.expr.replace("$engine", ".*").replace("$__rate_interval", "1m")
+        found = prometheus.query(expr)
+        is_about_engines = all(re.match(ENGINE_METRICS, each.name) for each in selectors(query))
+        assert found or not is_about_engines or " > 0" in expr or query.where.startswith("alert"), query
+
+
+def test_rules_are_loaded_and_evaluated(prometheus: Prometheus) -> None:
+    def health() -> set[str]:
+        groups = (prometheus.ask("rules") or {"groups": []})["groups"]
+        return {rule["health"] for group in groups for rule in group["rules"]}
+
+    eventually(lambda: health() == {"ok"}, "all rules evaluated")
+    subprocess.run(["promtool", "check", "rules", str(ALERTS)], check=True, timeout=WAIT_S)
