@@ -18,6 +18,9 @@ if(NOT nanobind_DIR AND NOT nanobind_ROOT)
 endif()
 find_package(nanobind CONFIG REQUIRED)
 
+# nanobind's headers write to stderr; libstdc++ happens to include what that needs, libc++ does not.
+add_compile_options(-include stdio.h)
+
 file(GLOB CROSSRAIL_BINDINGS_SOURCES CONFIGURE_DEPENDS native/bindings/*.cc)
 set(CROSSRAIL_MODULE_OPTIONS STABLE_ABI NB_STATIC NB_SUPPRESS_WARNINGS NOMINSIZE)
 if(CROSSRAIL_DEV OR CROSSRAIL_SANITIZE)
@@ -29,7 +32,9 @@ crossrail_warnings(_core)
 
 # One module for any machine, next to any other module: it carries its own C++ runtime and exports PyInit__core alone.
 if(NOT CROSSRAIL_SANITIZE)
-  target_link_options(_core PRIVATE -static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL)
+  set(CROSSRAIL_EXPORTS "${CMAKE_CURRENT_SOURCE_DIR}/cmake/exports.map")
+  target_link_options(_core PRIVATE -static-libstdc++ -static-libgcc "-Wl,--version-script=${CROSSRAIL_EXPORTS}")
+  set_target_properties(_core PROPERTIES LINK_DEPENDS "${CROSSRAIL_EXPORTS}")
 endif()
 
 install(TARGETS _core LIBRARY DESTINATION crossrail)

@@ -4,13 +4,37 @@
 - `TransportError`: set-up or the system failed; says what was attempted and what to do next.
 - `TransferError` and its subclasses: one operation failed, others are unaffected; names peer, operation and bytes.
 - `EngineClosed`, `WaitTimeout`: a wait ended without what it waited for. `SimulationIdle`: it would never end.
+
+Each class has a code, and under it a section in docs/errors.md: what it means, and what to do.
 """
 
 from __future__ import annotations
 
+import re
+from typing import Any, ClassVar
+
+ERRORS_PAGE = "docs/errors.md"
+
 
 class CrossrailError(Exception):
-    """Base of everything that crossrail raises on its own."""
+    """Base of everything that crossrail raises on its own.
+
+    error_code: of its class, "peer-lost" or "kv-no-pages". A subclass outside of crossrail has its base's.
+    """
+
+    error_code: ClassVar[str] = "crossrail-error"
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        package, *modules = cls.__module__.split(".")
+        if package == "crossrail":
+            system = f"{modules[0]}-" if len(modules) > 1 else ""
+            cls.error_code = system + re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
+
+    @property
+    def docs(self) -> str:
+        """Where the documentation has this error: "docs/errors.md#peer-lost"."""
+        return f"{ERRORS_PAGE}#{self.error_code}"
 
 
 class UsageError(CrossrailError, ValueError):

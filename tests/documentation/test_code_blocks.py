@@ -25,6 +25,7 @@ from tests.topology.trees import Machine, scratch
 # Whole programs, by file and number of the block, and what they print.
 PROGRAMS = {
     ("README.md", 0): "pages 0..3 begin with [0 1 2 3]",
+    ("docs/first-tensor.md", 0): "the sum is 1e+06",
     ("docs/kv-engine.md", 0): "",
     ("docs/kv-library.md", 0): "",
     ("docs/metrics.md", 0): "http://127.0.0.1:",
@@ -34,10 +35,12 @@ PROGRAMS = {
 # Pieces of programs, each with its own test below; True: the whole file has tests elsewhere.
 PIECES: dict[str, bool | int] = {
     "README.md": 2,
+    "docs/counting.md": 1,
     "docs/efa.md": 1,
     "docs/flight-recorder.md": 2,
     "docs/memory-promise.md": 1,
     "docs/simulator.md": True,
+    "docs/slow-path.md": 1,
     "docs/topology.md": 1,
     "docs/two-hosts.md": 1,
     "docs/weights-plans.md": 2,
@@ -57,7 +60,9 @@ def test_each_block_has_a_test() -> None:
 def running(text: str, file: Path) -> Iterator[subprocess.Popen[str]]:
     """A program in a process of its own, from a file: it may spawn others, which import that."""
     file.write_text(text)
-    with subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
+    # -u: what it prints comes at once, as on a terminal.
+    command = [sys.executable, "-u", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
         try:
             yield it
         finally:
@@ -124,6 +129,20 @@ def test_choice_of_rails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(Topology, "read", lambda: recorded)
     exec(blocks()["docs/topology.md"][0], {})
     assert "rdmap" in capsys.readouterr().out
+
+
+def test_requirement() -> None:
+    run_and_close(blocks()["docs/slow-path.md"][0])
+
+
+def test_waiting_for_a_count() -> None:
+    with xr.Engine("here") as engine:
+        region = engine.alloc(1024)
+        pages = np.arange(1024)
+        engine.submit_paged_writes(region, pages, region.descriptor, pages, 1, imm=7)
+        names: dict[str, Any] = {"engine": engine}
+        exec(blocks()["docs/counting.md"][0], names)
+        assert names["counter"].poll() == 0
 
 
 def test_rails_of_two_hosts() -> None:

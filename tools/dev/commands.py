@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dev import checks, coverage, fuzzing, running, testing
+from tools.dev import checks, coverage, fuzzing, publishing, running, testing
 from tools.dev.processes import Failure, say
 
 COMMANDS = {
@@ -13,6 +13,7 @@ COMMANDS = {
     "clean": running.clean,
     "coverage": coverage.coverage,
     "demo": running.demo,
+    "docs": publishing.docs,
     "format": checks.format_,
     "fuzz": fuzzing.fuzz,
     "model": running.model,
@@ -24,6 +25,7 @@ COMMANDS = {
     "tsan": testing.tsan,
     "vllm": running.vllm,
     "vm": running.vm,
+    "wheel": publishing.wheel,
 }
 
 

@@ -70,6 +70,7 @@ class SendJob:
 
     @property
     def request(self) -> str:
+        """Its name, the decoder's."""
         return self.target.request
 
     @property
@@ -79,6 +80,7 @@ class SendJob:
 
     @property
     def settled(self) -> bool:
+        """True once it has ended, either way, and nothing of it reads our pages any more."""
         return self._end.done()
 
     def send_tail(self, region: Region, offset: int = 0) -> None:

@@ -54,6 +54,7 @@ class RankMemory:
 
     @property
     def descriptors(self) -> tuple[RegionDescriptor, ...]:
+        """Of its regions, in their order: for whoever shall write there."""
         return tuple(region.descriptor for region in self.regions)
 
     def layer(self, layer: int) -> npt.NDArray[Any]:

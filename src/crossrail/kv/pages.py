@@ -28,6 +28,8 @@ from crossrail.kv.prefix_cache import PrefixCache
 
 
 class PageState(IntEnum):
+    """What a page is to its pool, and a lease to its pages; _NEXT says what follows what."""
+
     FREE = 0
     CACHED = 1
     RESERVED = 2
@@ -97,6 +99,7 @@ class PagePool:
 
     @property
     def pages(self) -> int:
+        """How many there are."""
         return len(self._state)
 
     @property
@@ -198,6 +201,7 @@ class PageLease:
 
     @property
     def own(self) -> npt.NDArray[np.uint32]:
+        """Those that no other request shares."""
         return self.pages[self.shared :]
 
     @property

@@ -76,6 +76,7 @@ class Reception:
 
     @property
     def state(self) -> PageState:
+        """Of the pages: reserved, being filled, in use, draining, in quarantine, or free again."""
         return self.lease.state
 
     def dispatch(self, source: KvLayout, writer: str | None = None) -> KvTarget:

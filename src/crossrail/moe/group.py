@@ -28,10 +28,12 @@ class Group(Protocol):
     """Ranks 0 .. size - 1, each a process (or an engine) of its own. Threads: one at a time."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Our own."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many there are."""
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """What each rank gave, by rank; every rank calls it, in the same order of calls. Raises WaitTimeout."""
@@ -60,6 +62,7 @@ class EngineGroup:
         self._parts: dict[tuple[int, int], int] = {}
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
+        """As of Group: a message to each of the others."""
         deadline = time.monotonic() + timeout_s
         exchange, self._exchange = self._exchange, self._exchange + 1
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -141,6 +144,7 @@ class TorchGroup:
         self.size: int = self._distributed.get_world_size(process_group)
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
+        """As of Group, by torch.distributed, whose own timeout holds."""
         gathered: list[Any] = [None] * self.size
         self._distributed.all_gather_object(gathered, data, group=self._group)
         return gathered

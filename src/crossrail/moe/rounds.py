@@ -43,6 +43,7 @@ class Round:
     is_refused: bool = False
 
     def require(self, stage: Stage, call: str) -> None:
+        """UsageError unless the round is at this stage. call: which one asks, for the words."""
         if self.stage is not stage:
             raise UsageError(
                 f"{call} of round {self.number}, which has had {self.stage.value}: it comes after {stage.value}"

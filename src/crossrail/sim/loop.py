@@ -121,6 +121,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
         self._selector = self._notifier = self._on_news = None  # no cycles: what engines told us by goes at once
 
     async def _refuse(self, *args: object, **options: object) -> Any:
+        """Not in a simulation: UsageError."""
         raise UsageError(
             "a simulated loop has no sockets, pipes, processes and signals. Next: let simulated parts talk by messages "
             "of their engines, or hand them a substitute"

@@ -1,0 +1,87 @@
+"""./dev wheel: builds the wheels that are published, looks at what is in them, and uses them from a clean environment.
+
+    ./dev wheel                   sdist, and from it the wheel for the Python of .venv; checked and tried
+    ./dev wheel --python PYTHON   for that Python instead; several times: several wheels
+    ./dev wheel --all             for 3.10 and 3.11, and the one of 3.12 that serves all later ones
+    ./dev wheel --twice           each wheel once more, in another folder without caches: the same bytes?
+    ./dev wheel --compiler CXX    not the compiler that writes for glibc 2.28 on any machine, but this one
+    ./dev wheel --no-trial        built and checked only
+
+They lie in dist/. A wheel that needs more than its tag says is not written: the command fails and says what it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import assemble
+import contents
+import trial
+from process import ROOT, WORK, Failure, say
+
+DIST = ROOT / "dist"
+ALL = ["python3.10", "python3.11", "python3.12"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="./dev wheel", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--python", action="append", metavar="PYTHON")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--twice", action="store_true")
+    parser.add_argument("--compiler", metavar="CXX")
+    parser.add_argument("--no-trial", action="store_true")
+    asked = parser.parse_args()
+
+    pythons = [assemble.interpreter(name) for name in (ALL if asked.all else asked.python or [sys.executable])]
+    source = assemble.make_source(WORK / "first", asked.compiler)
+    again = assemble.make_source(WORK / "second", asked.compiler) if asked.twice else None
+    if again is not None:
+        compare(source.sdist, again.sdist)
+    wheels = [make(python, source, again) for python in pythons]
+    if not asked.no_trial:
+        for wheel, python in zip(wheels, pythons, strict=True):
+            trial.try_out(wheel, python)
+    DIST.mkdir(exist_ok=True)
+    for file in (source.sdist, *wheels):
+        shutil.copy2(file, DIST / file.name)
+        say(f"dist/{file.name}")
+    return 0
+
+
+def make(python: Path, source: assemble.Source, again: assemble.Source | None) -> Path:
+    """The wheel for one Python, checked, and compared with the one built from `again`."""
+    started = time.monotonic()
+    wheel = assemble.build_wheel(source, python)
+    say(f"{wheel.name}: built in {time.monotonic() - started:.0f} s")
+    found = contents.check(wheel, source.folder, source.work)
+    for line in found.facts:
+        say(f"  {line}")
+    if found.wrong:
+        raise Failure("\n  ".join([f"{wheel.name} is not what it should be:", *found.wrong]))
+    if again is not None:
+        compare(wheel, assemble.build_wheel(again, python))
+    return wheel
+
+
+def compare(first: Path, second: Path) -> None:
+    """Both were built in folders of their own; what differs would be a path, a time or an order."""
+    if first.read_bytes() != second.read_bytes():
+        raise Failure(f"two builds of the same source differ:\n  {first}\n  {second}")
+    say(f"{first.name}: the same bytes twice, SHA-256 {hashlib.sha256(first.read_bytes()).hexdigest()}")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Failure as failure:
+        say(f"FAILED: {failure}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
