@@ -32,6 +32,7 @@ from crossrail.kv.receiver import KvReceiver
 from crossrail.kv.reception import Reception
 from crossrail.kv.serving import PrefillerGone, Serving, Stopped
 from crossrail.kv.timeline import Timeline
+from crossrail.kv.tracing import RequestSpan
 from crossrail.kv.wire import Unreachable
 
 log = logging.getLogger("crossrail.kv")
@@ -202,6 +203,9 @@ class Decoder(Node):
 
     async def _serve(self, serving: Serving, start: m.Start) -> None:
         loop = asyncio.get_running_loop()
+        about: dict[str, str | int] = {"crossrail.request": start.request, "crossrail.node": self.name}
+        span = RequestSpan("crossrail.kv.decode", start.traceparent, about)
+        serving.traceparent = span.traceparent
         timer = loop.call_later(start.deadline_s, serving.stop, "deadline", "its time was up")
         delivery = self.mailbox.spawn(self._deliver(serving), f"tokens of {serving.request}")
         try:
@@ -218,6 +222,7 @@ class Decoder(Node):
             if serving.reception.state in (PageState.RESERVED, PageState.IN_USE):
                 serving.reception.release()
         serving.finish(end)
+        span.end(end.detail or end.reason if end.reason in ("error", "deadline") else "")
         await asyncio.wait([delivery])
         if serving.is_told:
             serving.ended_s = loop.time()

@@ -63,7 +63,7 @@ class Fetcher:
         except UsageError as mismatch:
             raise PrefillerGone(str(mismatch)) from None
         tokens = m.pack_tokens(serving.context[:-1])
-        question = m.Dispatch(*key, tokens, target.to_wire(), left_s)
+        question = m.Dispatch(*key, tokens, target.to_wire(), left_s, serving.traceparent)
         kinds = (m.Dispatched, m.DispatchRefused)
         try:
             answer = await self._mailbox.ask(prefiller.address, question, kinds, self._options.ask_s)

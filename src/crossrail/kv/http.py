@@ -35,6 +35,7 @@ from crossrail.kv.router import Router
 from crossrail.kv.router_requests import Chunk, Overloaded, RequestFailed, Unavailable
 from crossrail.kv.text import TextStream
 from crossrail.kv.timeline import chrome_trace, picture
+from crossrail.kv.tracing import RequestSpan
 
 _BODY_BYTES_MAX = 16 << 20
 _STATUS: dict[type[Exception], int] = {
@@ -128,15 +129,25 @@ class Front:
         if name is not None and len(name) > 128:
             raise UsageError(f"X-Request-Id has {len(name)} characters, at most 128 are taken")
         name = name or self._router.new_name()
+        about: dict[str, str | int] = {"crossrail.request": name, "crossrail.prompt_tokens": len(prompt)}
+        span = RequestSpan("crossrail.kv.request", http.headers.get("traceparent", ""), about)
+        failure = "cut off"  # unless it comes to an end
         try:
-            chunks = self._router.complete(prompt, sampling, model=body.model, request=name)
+            chunks = self._router.complete(
+                prompt, sampling, model=body.model, request=name, traceparent=span.traceparent
+            )
             async with contextlib.aclosing(self._timed(chunks, begun_s)) as timed:
                 enough = partial(self._router.has_enough, name, "a stop text came")
                 answer = _Answer(name, body.model or self._served_model(), len(prompt), self._text(body), enough)
-                if body.stream:
-                    return await answer.stream(http, timed)
-                return await answer.whole(timed)
+                response = await (answer.stream(http, timed) if body.stream else answer.whole(timed))
+            end = self._router.ended(name)
+            failure = "" if end is None or end.reason in ("stop", "length") else end.detail or end.reason
+            return response
+        except Exception as error:
+            failure = str(error) or type(error).__name__
+            raise
         finally:
+            span.end(failure)
             self.metrics.request_s.observe(_now_s() - begun_s)
 
     def _prompt(self, body: CompletionBody) -> Tokens:

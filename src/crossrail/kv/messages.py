@@ -29,6 +29,7 @@ Attempt = Annotated[int, Meta(ge=1, le=1 << 20)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 Plain = dict[str, Any]
 Role = Literal["prefiller", "decoder"]
+TraceParent = Annotated[str, Meta(max_length=55)]  # of W3C Trace Context, or empty
 EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
@@ -190,6 +191,7 @@ class Start(_OfRequest, frozen=True, tag=True):
     prefiller: NodeRef | None = None
     placement: Attempt = 1
     generated: Index = 0
+    traceparent: TraceParent = ""
 
 
 class Started(_OfRequest, frozen=True, tag=True):
@@ -229,6 +231,7 @@ class Dispatch(_OfAttempt, frozen=True, tag=True):
     tokens: TokenBytes
     ticket: Plain
     deadline_s: Seconds
+    traceparent: TraceParent = ""
 
 
 class Dispatched(_OfAttempt, frozen=True, tag=True):

@@ -33,6 +33,7 @@ from crossrail.kv.prefix import page_hashes
 from crossrail.kv.sender import KvSender
 from crossrail.kv.target import KvTarget
 from crossrail.kv.timeline import Timeline
+from crossrail.kv.tracing import RequestSpan
 
 log = logging.getLogger("crossrail.kv")
 
@@ -52,6 +53,7 @@ class _Work:
     target: KvTarget
     deadline_s: float
     timeline: Timeline
+    span: RequestSpan
     job: SendJob | None = None
     withdrawn: str = ""
     tail_slot: int | None = None
@@ -127,7 +129,9 @@ class Prefiller(Node):
         except UsageError as refusal:
             return m.DispatchRefused(*key, m.clipped(refusal))
         clock = asyncio.get_running_loop().time
-        work = _Work(key, sender, tokens, target, clock() + dispatch.deadline_s, Timeline(clock))
+        about: dict[str, str | int] = {"crossrail.request": dispatch.request, "crossrail.node": self.name}
+        span = RequestSpan("crossrail.kv.prefill", dispatch.traceparent, about)
+        work = _Work(key, sender, tokens, target, clock() + dispatch.deadline_s, Timeline(clock), span)
         self._works[key] = work
         self._queue.append(work)
         self._queued.set()
@@ -309,6 +313,7 @@ class Prefiller(Node):
         if self._works.pop(work.key, None) is None:
             return
         assert state in ("written", "failed")
+        work.span.end(detail)
         progress = m.Progress(
             *work.key, "written" if state == "written" else "failed", m.clipped(detail), work.timeline.spans
         )

@@ -30,6 +30,7 @@ from crossrail.kv.membership import Member, Membership, Roster
 from crossrail.kv.model import Tokens
 from crossrail.kv.placement import Placement, prefix_names
 from crossrail.kv.router_requests import Adopted, Adoptions, Chunk, Ends, Overloaded, Running, Unavailable
+from crossrail.kv.tracing import checked
 from crossrail.kv.wire import Unreachable
 
 log = logging.getLogger("crossrail.kv")
@@ -133,13 +134,16 @@ class Router:
         model: str | None = None,
         request: str | None = None,
         deadline_s: float | None = None,
+        traceparent: str = "",
     ) -> AsyncGenerator[Chunk, None]:
         """Chunks of tokens that follow the prompt; the last has an end. Leaving the iteration cancels the request.
 
         model: which, None: that of any node. request: its name, None: a new one. deadline_s: from now on.
+        traceparent: of the trace that spans of it belong to (crossrail.kv.tracing).
         Raises UsageError, DuplicateRequest, Overloaded, Unavailable; all before the first chunk.
         """
         running = self._admit(prompt, sampling, model, request, deadline_s)
+        running.traceparent = checked(traceparent)
         try:
             try:
                 await self._place(running)
@@ -222,6 +226,7 @@ class Router:
             None if prefiller is None else prefiller.record.ref,
             running.placement,
             generated,
+            running.traceparent,
         )
         try:
             answer = await self._mailbox.ask(decoder.address, start, (m.Started, m.StartRefused), self.options.ask_s)

@@ -55,6 +55,7 @@ class Running:
     attempt: int = 1
     placement: int = 1
     restarts: int = 0  # decoders that died
+    traceparent: str = ""
     tokens: list[int] = field(default_factory=list)
     is_charged: bool = False  # counted among what its decoder has to do
     ended: bool = False

@@ -41,6 +41,7 @@ class Serving:
     sampling: m.Sampling
     timeline: Timeline
     reception: Reception
+    traceparent: str = ""  # of its span here
     tokens: list[int] = field(default_factory=list)
     end: m.End | None = None
     taken: int = 0

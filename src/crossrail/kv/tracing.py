@@ -1,0 +1,56 @@
+"""OpenTelemetry spans of requests: at the front, the decoder and the prefiller, one below the other.
+
+They are exported as the process has set up OpenTelemetry; where opentelemetry-api is not installed, or nothing is set
+up, none are made, and the context of who asked is handed on as it came. Contexts are W3C's `traceparent`
+(https://www.w3.org/TR/trace-context/), in HTTP and in our messages.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+try:
+    from opentelemetry import trace
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ModuleNotFoundError:
+    _HAS_API = False
+else:
+    _HAS_API = True
+
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
+
+
+def checked(traceparent: str) -> str:
+    """What a stranger gives as context; empty where it is none: a new trace then begins, as W3C has it."""
+    return traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
+
+
+class RequestSpan:
+    """What one node does for a request. traceparent: what to hand on to those that do a part of it; may be empty.
+
+    parent: that of who asked, or empty. attributes: that the span has. end() once, from any thread.
+    """
+
+    def __init__(self, name: str, parent: str, attributes: dict[str, str | int]) -> None:
+        self.traceparent = checked(parent)
+        self._span: Span | None = None
+        if not _HAS_API:
+            return
+        propagator = TraceContextTextMapPropagator()
+        context = propagator.extract({"traceparent": self.traceparent} if self.traceparent else {})
+        self._span = trace.get_tracer("crossrail.kv").start_span(name, context, attributes=attributes)
+        carrier: dict[str, str] = {}
+        propagator.inject(carrier, trace.set_span_in_context(self._span, context))
+        self.traceparent = carrier.get("traceparent", self.traceparent)
+
+    def end(self, error: str = "") -> None:
+        """error: why it failed; empty: it did not."""
+        if self._span is None:
+            return
+        if error:
+            self._span.set_status(trace.StatusCode.ERROR, error)
+        self._span.end()
