@@ -17,6 +17,7 @@ MODULES = [
     "crossrail",
     "crossrail.kv",
     "crossrail.moe",
+    "crossrail.observe",
     "crossrail.sim",
     "crossrail.testing",
     "crossrail.topology",

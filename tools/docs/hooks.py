@@ -31,6 +31,7 @@ MODULES = {
     "crossrail.kv": "KV-cache transfer as a library; [how to use it](../kv-library.md).",
     "crossrail.weights": "Weight updates; [how to use them](../weights.md).",
     "crossrail.moe": "Dispatch and combine; [how to use them](../moe.md).",
+    "crossrail.observe": "Metrics; [how to use them](../metrics.md).",
     "crossrail.sim": "The simulator; [how to use it](../simulator.md).",
     "crossrail.topology": "GPUs, NICs and NUMA nodes; [how to use it](../topology.md).",
     "crossrail.testing": "A plugin of pytest; [how to use it](../simulator.md).",
