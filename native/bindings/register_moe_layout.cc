@@ -133,6 +133,10 @@ void register_layout(nb::module_& part) {
           "near_ranks", [](const Layout& self, nb::handle rank) { return self.near_ranks(to_rank_of(self, rank)); },
           nb::arg("rank"))
       .def(
+          "far_ranks_in_turn",
+          [](const Layout& self, nb::handle rank) { return self.far_ranks_in_turn(to_rank_of(self, rank)); },
+          nb::arg("rank"))
+      .def(
           "near",
           [](const Layout& self, nb::handle group, nb::handle rank) {
             return self.near(to_group(self, group), to_rank_of(self, rank));

@@ -68,6 +68,9 @@ class Layout {
   }
   // Ascending; with itself.
   std::vector<uint32_t> near_ranks(uint32_t rank) const;
+  // The others, in the order in which rank writes to them: the next node first, in each node the rank of its own index
+  // first. At any time all write to different ones, where all began together.
+  std::vector<uint32_t> far_ranks_in_turn(uint32_t rank) const;
   // How many far groups with smaller numbers rank has: which of its slots is the group's.
   uint32_t far_index(uint32_t group, uint32_t rank) const;
   uint32_t far_groups(uint32_t rank) const { return far_index(groups(), rank); }
@@ -75,7 +78,8 @@ class Layout {
  private:
   LayoutShape shape_;
   uint32_t experts_per_rank_;
-  std::vector<uint32_t> node_of_rank_;
+  std::vector<uint32_t> node_of_rank_;  // numbered from 0 on, in the order of the names given
+  uint32_t nodes_ = 0;
 };
 
 // All places of one round. Immutable; any thread. The layout outlives it.

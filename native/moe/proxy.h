@@ -87,7 +87,8 @@ class Proxy {
  private:
   struct Member {
     uint32_t rank;
-    bool sends_rows;  // of our index in its group: rows go between it and us
+    bool sends_rows;    // of our index in its group: rows go between it and us
+    uint32_t turn = 0;  // Layout::far_ranks_in_turn
     RemoteRegionRef memory;
     std::array<uint32_t, kFarSteps * kParities> imms{};  // there
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
@@ -96,6 +97,14 @@ class Proxy {
   struct Watched {
     PeerRef peer;
     uint32_t rank;
+  };
+  // One member's part of a step; dst null: none.
+  struct Slice {
+    RemoteRegion* dst = nullptr;
+    uint64_t src_offset = 0;
+    uint64_t dst_offset = 0;
+    uint64_t length_bytes = 0;
+    uint32_t imm = 0;
   };
   // What is posted as one scatter.
   struct Batch {
@@ -111,7 +120,7 @@ class Proxy {
   }
   Member& member(uint32_t rank);
   uint64_t at(uint64_t part, uint32_t round) const { return part + parity_of(round) * memory_.parity_bytes; }
-  // Adds a write to the batch, and posts what was added.
+  // Adds a write, at most one for each member; and posts what was added, in their turns.
   void add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
            uint64_t length_bytes);
   void post(uint32_t round);
@@ -132,7 +141,8 @@ class Proxy {
   std::array<std::vector<int32_t>, kParities> counts_;          // ours, of each parity's round
   std::array<std::vector<uint32_t>, kParities> rows_expected_;  // writes of rows, by member
   std::array<std::vector<TransferRef>, kParities> sent_;
-  Batch batch_;  // empty between calls; keeps its storage
+  std::vector<Slice> slices_;  // by turn; none between calls
+  Batch batch_;                // empty between calls; keeps its storage
 };
 
 }  // namespace crossrail::moe

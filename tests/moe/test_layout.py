@@ -206,6 +206,16 @@ def test_combine_finds_the_result_of_each_route(round_: Round) -> None:
                 assert found == (group, token, k)
 
 
+@pytest.mark.parametrize("names", [[0, 0, 0, 1, 1, 1, 2, 2, 2], [7, 7, 7, 2**31, 2**31, 2**31, 9, 9, 9]])
+def test_ranks_that_begin_together_write_to_different_ones(names: list[int]) -> None:
+    world = len(names)
+    layout = Layout(world=world, experts=world, top_k=1, max_tokens=1, node_of_rank=names)
+    turns = [layout.far_ranks_in_turn(rank) for rank in range(world)]
+    for rank, turn in enumerate(turns):
+        assert sorted(turn) == [other for other in range(world) if names[other] != names[rank]]
+    assert all(len(set(step)) == world for step in zip(*turns, strict=True))
+
+
 @given(rounds())
 def test_experts_are_shared_out_in_order_and_counts_are_sums(round_: Round) -> None:
     played = play(round_)

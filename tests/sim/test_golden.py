@@ -12,7 +12,7 @@ import crossrail as xr
 from crossrail import sim
 
 _NBYTES = 1 << 16
-_GOLDEN = "2b11b63eeeba04d69bd45656866c775e"
+_GOLDEN = "38aafa9598f6dfdc36108a06e484ac0d"
 
 
 class _Draws:

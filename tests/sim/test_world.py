@@ -218,6 +218,27 @@ def test_engines_of_one_host_take_the_local_way() -> None:
     assert far_ns > 5 * near_ns
 
 
+def test_a_wire_takes_what_comes_first_not_what_was_posted_first() -> None:
+    with sim.World(1) as world:
+        a, b, c, d = (world.host(name, "plain").engine(name) for name in "abcd")
+        source, other = a.register_phantom(1 << 20), b.register_phantom(1 << 20)
+        targets = [c.register_phantom(1 << 20), d.register_phantom(1 << 20)]
+        for engine, region in ((a, source), (b, other)):  # connected, so that only the wires decide
+            engine.submit_scatter(
+                region, [t.descriptor for t in targets], lengths=0, src_offsets=0, dst_offsets=0
+            ).wait(1)
+
+        began_s = world.now_s
+        first = [a.submit_write(source, target.descriptor) for target in targets]
+        second = b.submit_write(other, targets[1].descriptor)
+        second.wait(1)
+        first[0].wait(1)
+
+        assert not first[1].done  # behind it on a wire that b had to itself until then
+        first[1].wait(1)
+        assert world.now_s - began_s < 2.2 * (1 << 20) * 8 / 100e9  # both wires were busy all the time
+
+
 def test_other_worlds_are_out_of_reach() -> None:
     with sim.World(1) as here, sim.World(1) as there:
         engine = here.host("a").engine("a")

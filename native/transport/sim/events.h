@@ -11,6 +11,7 @@ enum class EventKind : uint32_t {
   kTurn,      // of actor `what`
   kTimer,     // of actor `what`
   kDeed,      // number `what`: a fault that was scheduled
+  kReach,     // work `what` gets to the peer's wire
   kPart,      // part `detail` of work `what` arrives
   kNotice,    // the immediate of work `what` is told
   kDone,      // work `what` is reported

@@ -162,6 +162,9 @@ void Fabric::flush(SimPath& path) {
 
 void Fabric::happen(const Event& event) {
   switch (event.kind) {
+    case EventKind::kReach:
+      if (works_[event.what].number == event.detail) reach(event.what);
+      return;
     case EventKind::kPart: {
       if (works_[event.what].number == event.detail >> 8)
         arrive(event.what, static_cast<uint32_t>(event.detail & 0xff));

@@ -1,6 +1,7 @@
 // The network of a world: hosts with rails, the engines' NICs on them, and what is under way.
 //
-// A work goes like this: it takes up the sender's wire, then the receiver's; its bytes arrive in parts, at several moments
+// A work goes like this: it takes up the sender's wire, then the receiver's, in the order in which works get there, which is
+// not that of posting where many hosts write to one; its bytes arrive in parts, at several moments
 // and in any order; then the immediate is told and the sender hears of it, whichever comes first. On an ordered path
 // works land, and are told, in the order of posting. A retry comes where the peer does not answer; when retries run out,
 // the path breaks. After a break every work not reported yet may be carried out or not (on an ordered path: some first
@@ -138,6 +139,9 @@ class Fabric {
     uint32_t parts_open = 0;
     uint32_t key_index = kNone;  // of the peer's registration, while bytes arrive there
     int64_t leaves_ns = 0;
+    Rail* in = nullptr;      // whose wire it takes up at the other end
+    Wire::Time reaches = 0;  // when its first byte is there
+    Wire::Time trails = 0;   // and its last, if that wire is free
     int64_t retry_until_ns = 0;
     enum class Doom : uint8_t {
       kNone,
@@ -183,6 +187,8 @@ class Fabric {
   uint32_t new_work();
   void free_work(uint32_t slot);
   void plan(SimPath& path, uint32_t slot);
+  void reach(uint32_t slot);
+  void schedule(uint32_t slot, SimPath* path, Wire::Time begin, Wire::Time end);
   void arrive(uint32_t slot, uint32_t part);
   bool admit(uint32_t slot, SimPath& to);
   void place(const Work& item, uint32_t part) const;

@@ -25,6 +25,18 @@ Wire::Time slowed(Wire::Time duration, uint32_t permille) {
   return permille == 1000 ? duration : duration * permille / 1000;
 }
 
+// What a work takes up a rail's wire.
+Wire::Time length_on(const Rail& rail, uint64_t bytes) {
+  const Wire::Time length = Wire::duration(bytes, rail.model.bytes_per_s) + rail.model.overhead_ns * Wire::kPerNs;
+  return slowed(length, rail.slowness_permille);
+}
+
+// And the time until the next work can begin.
+Wire::Time gap_on(const Rail& rail, Wire::Time length) {
+  if (rail.model.works_per_s == 0) return length;
+  return std::max(length, slowed(Wire::Time{1'000'000'000'000} / rail.model.works_per_s, rail.slowness_permille));
+}
+
 }  // namespace
 
 uint32_t Fabric::new_work() {
@@ -78,7 +90,7 @@ void Fabric::post(SimPath& path, const rdma::NicWork& work) {
   plan(path, slot);
 }
 
-// When it leaves, and when its parts arrive.
+// When it leaves, and when it gets to the other end.
 void Fabric::plan(SimPath& path, uint32_t slot) {
   Work& item = works_[slot];
   const SimNic& nic = *path.nic;
@@ -88,42 +100,50 @@ void Fabric::plan(SimPath& path, uint32_t slot) {
   Host& source = hosts_[reads ? peer->host : nic.host];
   Host& sink = hosts_[reads ? nic.host : peer->host];
   Rail& out = source.rails[reads ? peer->rail : nic.rail];
-  Rail& in = sink.rails[reads ? nic.rail : peer->rail];
   const bool is_local = peer->host == nic.host && peer != &nic;
-  const NicModel& model = hosts_[nic.host].rails[nic.rail].model;
-  const int64_t latency_ns = is_local ? source.local_model.latency_ns : model.latency_ns;
+  const int64_t latency_ns =
+      is_local ? source.local_model.latency_ns : hosts_[nic.host].rails[nic.rail].model.latency_ns;
   Wire::Time from = now() * Wire::kPerNs;
   if (reads) from += latency_ns * Wire::kPerNs;  // the request goes there first
-  Wire::Time start;
-  Wire::Time begin;
-  Wire::Time end;
   if (is_local) {
     const Wire::Time length = Wire::duration(bytes, source.local_model.bytes_per_s);
-    start = source.local.take(from, length);
-    begin = start + latency_ns * Wire::kPerNs;
-    end = begin + length;
-  } else {
-    const auto length_on = [&](const Rail& rail) {
-      const Wire::Time length = Wire::duration(bytes, rail.model.bytes_per_s) + rail.model.overhead_ns * Wire::kPerNs;
-      return slowed(length, rail.slowness_permille);
-    };
-    const auto gap_on = [&](const Rail& rail, Wire::Time length) {
-      if (rail.model.works_per_s == 0) return length;
-      return std::max(length, slowed(Wire::Time{1'000'000'000'000} / rail.model.works_per_s, rail.slowness_permille));
-    };
-    const Wire::Time out_length = length_on(out);
-    const Wire::Time in_length = length_on(in);
-    start = out.out.take(from, gap_on(out, out_length));
-    begin = in.in.take(start + latency_ns * Wire::kPerNs, gap_on(in, in_length));
-    end = std::max(start + out_length + latency_ns * Wire::kPerNs, begin + in_length);
+    const Wire::Time start = source.local.take(from, length);
+    const Wire::Time begin = start + latency_ns * Wire::kPerNs;
+    item.leaves_ns = Wire::ns(start);
+    schedule(slot, &path, begin, begin + length);
+    return;
   }
-  const int64_t jitter_ns = prng_->up_to(model.jitter_ns);
+  const Wire::Time length = length_on(out, bytes);
+  const Wire::Time start = out.out.take(from, gap_on(out, length));
   item.leaves_ns = Wire::ns(start);
+  item.in = &sink.rails[reads ? nic.rail : peer->rail];
+  item.reaches = start + latency_ns * Wire::kPerNs;
+  item.trails = item.reaches + length;
+  int64_t at_ns = Wire::ns(item.reaches);
+  if (item.is_ordered) at_ns = path.last_reach_ns = std::max(at_ns, path.last_reach_ns);
+  events_->push(at_ns, EventKind::kReach, slot, item.number);
+}
+
+// The other end's wire takes it as soon as it has what came before.
+void Fabric::reach(uint32_t slot) {
+  const Work& item = works_[slot];
+  const Wire::Time length = length_on(*item.in, item.work.length_bytes);
+  // Later than it could be where one before it on its path was.
+  const Wire::Time from = Wire::ns(item.reaches) < now() ? now() * Wire::kPerNs : item.reaches;
+  const Wire::Time begin = item.in->in.take(from, gap_on(*item.in, length));
+  schedule(slot, find(item.path), begin, std::max(item.trails, begin + length));
+}
+
+// When its parts arrive. path: null where the sender is gone.
+void Fabric::schedule(uint32_t slot, SimPath* path, Wire::Time begin, Wire::Time end) {
+  Work& item = works_[slot];
+  const uint64_t bytes = item.work.length_bytes;
+  const int64_t jitter_ns = prng_->up_to(hosts_[item.from_host].rails[item.from_rail].model.jitter_ns);
   int64_t begin_ns = Wire::ns(begin) + jitter_ns;
   int64_t end_ns = Wire::ns(end) + jitter_ns;
-  if (item.is_ordered) {
-    begin_ns = std::max(begin_ns, path.last_landing_ns);
-    end_ns = path.last_landing_ns = std::max(end_ns, path.last_landing_ns);
+  if (item.is_ordered && path != nullptr) {
+    begin_ns = std::max(begin_ns, path->last_landing_ns);
+    end_ns = path->last_landing_ns = std::max(end_ns, path->last_landing_ns);
   }
   item.parts = item.moves_bytes && bytes > kWholeBytesMax ? 2 + static_cast<uint32_t>(prng_->below(kPartsMax - 1)) : 1;
   item.parts_open = item.parts;

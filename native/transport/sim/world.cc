@@ -204,6 +204,7 @@ bool World::happens(const Event& event, std::unique_lock<std::recursive_mutex>* 
       deed();
       return true;
     }
+    case EventKind::kReach:
     case EventKind::kPart:
     case EventKind::kNotice:
     case EventKind::kDone:
