@@ -34,7 +34,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "crossrail.cli.weights",
         "Update inference ranks from trainers: demo, rl, load, bench, plan, show, sim.",
     ),
-    "moe": ("crossrail.cli.moe", "Run a mixture-of-experts model with its experts spread over processes: demo."),
+    "moe": (
+        "crossrail.cli.moe",
+        "Run a mixture-of-experts model with its experts spread over processes, or simulate one: demo, sim.",
+    ),
     "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why that way."),
 }
 

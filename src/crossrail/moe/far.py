@@ -13,13 +13,12 @@ import numpy.typing as npt
 import crossrail as xr
 from crossrail import _core
 from crossrail.moe.board import PARITIES
-from crossrail.moe.bounds import Bounds
 from crossrail.moe.config import NUMPY_TYPES, Config
+from crossrail.moe.far_memory import FarMemory
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.troubles import trouble
 
 _WHAT_IS_DUE = {"routes": "dispatch", "rows": "rows of dispatch", "results": "combine"}
-_LINE = 64
 
 Array = npt.NDArray[Any]
 
@@ -47,34 +46,19 @@ class Far:
         self._config = config
         self._kernels = kernels
         self._rank = rank
-        far_groups = max(layout.far_groups(other) for other in range(config.world))
-        # Of larger groups one that is near by the member of our index may have others that are far.
-        bounds = Bounds.of(config, far_groups, config.groups if config.dp_size > 1 else None)
-        route_bytes = -(-4 * config.experts // _LINE) * _LINE
-        parts = {
-            "routes_in": config.world * route_bytes,
-            "rows_in": bounds.far_rows * config.stride_bytes,
-            "results_in": bounds.result_rows * config.y_bytes,
-            "routes_out": route_bytes,
-            "rows_out": bounds.sent_rows * config.stride_bytes,
-            "results_out": bounds.returned_rows * config.y_bytes,
-        }
-        offsets, end = {}, 0
-        for name, nbytes in parts.items():
-            offsets[name] = end
-            end += -(-nbytes // _LINE) * _LINE
-        self.region = engine.alloc(PARITIES * end)
-        memory = (*offsets.values(), end, route_bytes, config.stride_bytes, config.y_bytes)
-        self._proxy = _core.moe.Proxy(engine, layout, rank, memory, self.region)
+        memory = FarMemory.of(config, layout)
+        self.region = engine.alloc(memory.nbytes)
+        self._proxy = _core.moe.Proxy(engine, layout, rank, memory.as_native(), self.region)
         self.ranks = self._proxy.far_ranks()
-        self.private_rows = bounds.private_rows
+        self.private_rows = memory.bounds.private_rows
         self._addresses: dict[int, xr.Address] = {}
         view = self.region.view()
         item = NUMPY_TYPES[config.out_dtype]
 
         def rows(name: str, parity: int, dtype: str, width: int) -> Array:
-            count = parts[name] // np.dtype(dtype).itemsize
-            return np.frombuffer(view, dtype, count, parity * end + offsets[name]).reshape(-1, width)
+            count = memory.parts[name] // np.dtype(dtype).itemsize
+            begin = parity * memory.parity_bytes + memory.offsets[name]
+            return np.frombuffer(view, dtype, count, begin).reshape(-1, width)
 
         self._halves = [
             _Half(

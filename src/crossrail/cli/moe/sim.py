@@ -1,0 +1,81 @@
+"""`crossrail moe sim`: what dispatch and combine take on simulated NICs, beside what was published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS, Figure, cluster_of
+from crossrail.cli.moe.simulate import Outcome, Setting, simulate
+from crossrail.cli.text import OutputFile
+
+_FORMAT = 1
+_RANKS = (8, 16, 32, 64)
+
+
+@click.command()
+@click.option("--cluster", type=click.Choice([*CLUSTERS, "both"]), default="both", show_default=True, help="Its NICs.")
+@click.option("--shape", type=click.Choice([*TOKENS, "both"]), default="both", show_default=True)
+@click.option("--ranks", type=click.IntRange(1, 256), multiple=True, help="GPUs, in nodes of 8; default: 8 to 64.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=1, show_default=True, help="Of each, with other routes.")
+@click.option("--private-tokens", default=256, show_default=True, help="As the paper's benchmark has it.")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--json", "file", type=OutputFile(), help="Also write the figures here.")
+def sim(
+    cluster: str, shape: str, ranks: tuple[int, ...], rounds: int, private_tokens: int, seed: int, file: Path | None
+) -> None:
+    """Simulate rounds of dispatch and combine: real layout and proxies, real engines, no byte, no GPU.
+
+    The wire is Table 2 of arXiv 2510.27656, kernels are its Figure 10 and data sheets. Nothing is fitted to the
+    figures beside; docs/moe.md says where that leaves something open.
+    """
+    console = Console()
+    found: list[dict[str, Any]] = []
+    for one in TOKENS if shape == "both" else (shape,):
+        table = _table(f"{one}: {TOKENS[one]} tokens of each rank; medians of all ranks, in us")
+        for name in CLUSTERS if cluster == "both" else (cluster,):
+            for count in ranks or _RANKS:
+                setting = Setting(cluster_of(name), count, TOKENS[one], rounds, private_tokens, seed)
+                with console.status(f"{one}, {name}, EP{count}"):
+                    outcome = simulate(setting)
+                figure = FIGURES[one][name].get(count)
+                _add(table, name, count, outcome, figure)
+                found.append(_record(one, name, count, outcome, figure))
+            table.add_section()
+        console.print(table)
+    if file is not None:
+        file.write_text(json.dumps({"format": _FORMAT, "results": found}, indent=1))
+
+
+def _table(title: str) -> Table:
+    table = Table("", "ranks", title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for column in ("dispatch", "paper", "ratio", "combine", "paper", "ratio"):
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _add(table: Table, cluster: str, ranks: int, outcome: Outcome, figure: Figure | None) -> None:
+    cells = [f"{outcome.dispatch_us:,.0f}", "", "", f"{outcome.combine_us:,.0f}", "", ""]
+    if figure is not None:
+        cells[1:3] = f"{figure.dispatch:,.0f}", f"{outcome.dispatch_us / figure.dispatch:.2f}"
+        cells[4:6] = f"{figure.combine:,.0f}", f"{outcome.combine_us / figure.combine:.2f}"
+    table.add_row(cluster, str(ranks), *cells)
+
+
+def _record(shape: str, cluster: str, ranks: int, outcome: Outcome, figure: Figure | None) -> dict[str, Any]:
+    return {
+        "shape": shape,
+        "cluster": cluster,
+        "ranks": ranks,
+        "dispatch_us": outcome.dispatch_us,
+        "combine_us": outcome.combine_us,
+        "dispatch_bytes": outcome.dispatch_bytes,
+        "combine_bytes": outcome.combine_bytes,
+        "published": None if figure is None else figure._asdict(),
+    }

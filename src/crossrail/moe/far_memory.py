@@ -1,0 +1,55 @@
+"""Memory for rows that come and go by the rails: its parts, how long they are and where. The same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crossrail import _core
+from crossrail.moe.board import PARITIES
+from crossrail.moe.bounds import Bounds
+from crossrail.moe.config import Config
+
+_LINE = 64
+
+
+@dataclass(frozen=True)
+class FarMemory:
+    """parts: bytes of each; offsets: where it begins; both for one parity. See moe/proxy.h. parity_bytes: of all."""
+
+    bounds: Bounds
+    parts: dict[str, int]
+    offsets: dict[str, int]
+    parity_bytes: int
+    route_bytes: int
+    stride_bytes: int
+    y_bytes: int
+
+    @classmethod
+    def of(cls, config: Config, layout: _core.moe.Layout) -> FarMemory:
+        """For ranks that are laid out like this."""
+        far_groups = max(layout.far_groups(other) for other in range(config.world))
+        # Of larger groups one that is near by the member of our index may have others that are far.
+        bounds = Bounds.of(config, far_groups, config.groups if config.dp_size > 1 else None)
+        route_bytes = -(-4 * config.experts // _LINE) * _LINE
+        parts = {
+            "routes_in": config.world * route_bytes,
+            "rows_in": bounds.far_rows * config.stride_bytes,
+            "results_in": bounds.result_rows * config.y_bytes,
+            "routes_out": route_bytes,
+            "rows_out": bounds.sent_rows * config.stride_bytes,
+            "results_out": bounds.returned_rows * config.y_bytes,
+        }
+        offsets, end = {}, 0
+        for name, nbytes in parts.items():
+            offsets[name] = end
+            end += -(-nbytes // _LINE) * _LINE
+        return cls(bounds, parts, offsets, end, route_bytes, config.stride_bytes, config.y_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the region: for both parities."""
+        return PARITIES * self.parity_bytes
+
+    def as_native(self) -> tuple[int, ...]:
+        """In the order of the native FarMemory."""
+        return (*self.offsets.values(), self.parity_bytes, self.route_bytes, self.stride_bytes, self.y_bytes)

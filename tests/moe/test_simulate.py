@@ -1,0 +1,76 @@
+"""The simulation of many GPUs: it sends what routes need, is the same in every run, and close to what was published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from crossrail.cli.main import main
+from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS
+from crossrail.cli.moe.simulate import Setting, simulate
+from crossrail.errors import UsageError
+
+
+@pytest.mark.parametrize(("cluster", "step"), [("cx7", "dispatch"), ("cx7", "combine"), ("efa", "combine")])
+@pytest.mark.parametrize("ranks", [16, 32])
+def test_decode_takes_what_was_published(cluster: str, step: str, ranks: int) -> None:
+    outcome = simulate(Setting(CLUSTERS[cluster], ranks, TOKENS["decode"]))
+
+    published = getattr(FIGURES["decode"][cluster][ranks], step)
+    assert getattr(outcome, f"{step}_us") == pytest.approx(published, rel=0.2)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_prefill_takes_what_was_published(cluster: str) -> None:
+    outcome = simulate(Setting(CLUSTERS[cluster], 16, TOKENS["prefill"]))
+
+    published = FIGURES["prefill"][cluster][16]
+    assert outcome.dispatch_us == pytest.approx(published.dispatch, rel=0.2)
+    assert outcome.combine_us == pytest.approx(published.combine, rel=0.2)
+
+
+def test_what_is_sent_is_what_routes_need() -> None:
+    setting = Setting(CLUSTERS["cx7"], 16, TOKENS["decode"])
+    config = setting.config()
+
+    outcome = simulate(setting)
+
+    far_routes = setting.tokens * config.top_k / 2  # half of the experts are on the other node; the mean of 16 ranks
+    rows_bytes = far_routes * config.stride_bytes + 8 * 4 * config.experts  # and our routes to eight ranks
+    assert outcome.dispatch_bytes == pytest.approx(rows_bytes, rel=0.02)
+    assert outcome.combine_bytes == pytest.approx(far_routes * config.y_bytes, rel=0.02)
+
+
+def test_runs_of_one_seed_are_equal() -> None:
+    first, again, other = (simulate(Setting(CLUSTERS["efa"], 16, 16, rounds=3, seed=seed)) for seed in (1, 1, 2))
+
+    assert first == again
+    assert first != other
+
+
+def test_without_far_ranks_nothing_is_sent() -> None:
+    outcome = simulate(Setting(CLUSTERS["cx7"], 8, TOKENS["decode"]))
+
+    assert outcome.dispatch_bytes == outcome.combine_bytes == 0
+    assert outcome.dispatch_us > 0
+
+
+def test_ranks_that_do_not_share_the_experts_evenly_are_refused() -> None:
+    with pytest.raises(UsageError, match="ranks is 24, must be a divisor of 256"):
+        Setting(CLUSTERS["cx7"], 24, 128)
+
+
+def test_the_command_prints_and_writes_its_figures(tmp_path: Path) -> None:
+    file = tmp_path / "moe.json"
+
+    result = CliRunner().invoke(
+        main, ["moe", "sim", "--cluster", "cx7", "--shape", "decode", "--ranks", "16", "--json", str(file)]
+    )
+
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(file.read_text())["results"]
+    assert found["cluster"] == "cx7" and found["ranks"] == 16
+    assert f"{found['dispatch_us']:,.0f}" in result.output and "110" in result.output
