@@ -25,5 +25,6 @@ NB_MODULE(_core, module) {
   register_moe_layout(module);
   register_moe_words(module);
   register_moe_proxy(module);
+  register_moe_node_sums(module);
   register_bench(module);
 }

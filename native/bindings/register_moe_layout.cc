@@ -122,6 +122,7 @@ void register_layout(nb::module_& part) {
            nb::arg("rows_per_expert") = 0, nb::arg("node_of_rank") = std::vector<uint32_t>{})
       .def_prop_ro("world", [](const Layout& self) { return self.shape().world; })
       .def_prop_ro("groups", &Layout::groups)
+      .def_prop_ro("nodes", &Layout::nodes)
       .def_prop_ro("experts_per_rank", &Layout::experts_per_rank)
       .def(
           "first_expert", [](const Layout& self, nb::handle rank) { return self.first_expert(to_rank_of(self, rank)); },

@@ -173,6 +173,14 @@ void register_moe_proxy(nb::module_& module) {
           nb::arg("round"), nb::arg("placement").none(),
           nb::sig("def send_results(self, round: int, placement: Placement | None) -> None"))
       .def(
+          "send_sums",
+          [](const ProxyHandle& self, uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows) {
+            moe::Proxy& proxy = self.get();
+            const WithoutGil no_gil;
+            proxy.send_sums(round, partner, first_row, rows);
+          },
+          nb::arg("round"), nb::arg("partner"), nb::arg("first_row"), nb::arg("rows"))
+      .def(
           "say_farewell",
           [](const ProxyHandle& self, double timeout_s) {
             self.wait(nb::float_(timeout_s), [](moe::Proxy& proxy, Deadline deadline) {

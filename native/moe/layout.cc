@@ -283,12 +283,22 @@ Ranges Placement::send_far(uint32_t rank, std::span<const int32_t> order) const 
     if (to % dp_size == rank % dp_size && !layout_.same_node(rank, to)) {
       const int32_t last = starts[layout_.first_expert(to + 1)];
       for (int32_t i = starts[layout_.first_expert(to)]; i < last; ++i) {
-        ranges.rows.push_back(require_token(order[i], layout_.shape(), group));
+        const int32_t route = order[i];
+        require_token(route, layout_.shape(), group);
+        ranges.rows.push_back(route);
       }
     }
     ranges.starts.push_back(static_cast<int32_t>(ranges.rows.size()));
   }
   return ranges;
+}
+
+std::vector<int32_t> Placement::rows_of(uint32_t group, uint32_t rank) const {
+  std::vector<int32_t> rows;
+  visit_experts(group, rank, [&](uint32_t, int32_t row, int32_t routes) {
+    for (int32_t i = 0; i < routes; ++i) rows.push_back(row + i);
+  });
+  return rows;
 }
 
 Ranges Placement::return_far(uint32_t rank) const {
@@ -299,9 +309,8 @@ Ranges Placement::return_far(uint32_t rank) const {
     bool far = false;
     for (uint32_t member = 0; member < dp_size; ++member) far |= !layout_.same_node(group * dp_size + member, rank);
     if (far) {
-      visit_experts(group, rank, [&](uint32_t, int32_t row, int32_t routes) {
-        for (int32_t i = 0; i < routes; ++i) ranges.rows.push_back(row + i);
-      });
+      const std::vector<int32_t> rows = rows_of(group, rank);
+      ranges.rows.insert(ranges.rows.end(), rows.begin(), rows.end());
     }
     ranges.starts.push_back(static_cast<int32_t>(ranges.rows.size()));
   }

@@ -60,6 +60,8 @@ class Layout {
   uint32_t first_expert(uint32_t rank) const;
   uint32_t expert_count(uint32_t rank) const { return first_expert(rank + 1) - first_expert(rank); }
   uint32_t rank_of_expert(uint32_t expert) const { return expert / experts_per_rank_; }
+  uint32_t node_of(uint32_t rank) const { return node_of_rank_[rank]; }  // from 0 on
+  uint32_t nodes() const { return nodes_; }
   uint32_t group_of(uint32_t rank) const { return rank / shape_.dp_size; }
   bool same_node(uint32_t rank, uint32_t other) const { return node_of_rank_[rank] == node_of_rank_[other]; }
   // Whether rank gets the group's rows without a rail.
@@ -119,9 +121,11 @@ class Placement {
   std::vector<Move> pull_near(uint32_t group, uint32_t rank, std::span<const int32_t> order) const;
   // What rank pulls from its own receive buffer, of all far groups.
   std::vector<Move> pull_far(uint32_t rank) const;
-  // Tokens whose rows `rank` sends to far ranks, by rank: range r is for rank r; empty for near ranks and those whose index
+  // Routes whose rows `rank` sends to far ranks, token * top_k + k, by rank: range r is for rank r; empty for near ranks and those whose index
   // in their group is another.
   Ranges send_far(uint32_t rank, std::span<const int32_t> order) const;
+  // Output rows of the group's routes to the rank, in their order.
+  std::vector<int32_t> rows_of(uint32_t group, uint32_t rank) const;
   // Output rows that rank sends back in combine, by group: range g goes to all far ranks of group g, at rows
   // route_starts(g)[first_expert(rank)] and following of their receive buffers.
   Ranges return_far(uint32_t rank) const;

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "moe/node_sums.h"
 #include "util/copy.h"
 #include "util/errors.h"
 
@@ -140,6 +141,7 @@ void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts) {
   const uint32_t parity = parity_of(round);
   sent_[parity].clear();
   counts_[parity].assign(counts.begin(), counts.end());
+  takes_sums_[parity] = false;
   for (uint32_t step = 0; step < kFarSteps; ++step) next_[slot_of(static_cast<FarStep>(step), round)] = 0;
   const uint64_t from = at(memory_.routes_out, round);
   // A phantom's bytes are nowhere: simulated engines post the same writes of it.
@@ -211,6 +213,17 @@ void Proxy::send_results(uint32_t round, const Placement* placement) {
   post(round);
 }
 
+void Proxy::send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows) {
+  copy_fence();
+  Member& to = member(partner);
+  to.is_partner = true;
+  takes_sums_[parity_of(round)] = true;
+  const uint64_t target = uint64_t{far_node(layout_, partner, rank_)} * layout_.shape().max_tokens;
+  add(to, FarStep::kResults, round, at(memory_.results_out, round) + first_row * memory_.y_bytes,
+      at(memory_.results_in, round) + target * memory_.y_bytes, rows * memory_.y_bytes);
+  post(round);
+}
+
 // --- what is waited for ---
 
 FarOutcome Proxy::trouble(uint32_t round, const Member& awaited) {
@@ -275,11 +288,18 @@ FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCh
   return failed_write(round);
 }
 
+// Writes of a member that end this step.
+uint32_t Proxy::expected_of(FarStep step, uint32_t round, size_t member) const {
+  if (step == FarStep::kRows) return rows_expected_[parity_of(round)][member];
+  if (step == FarStep::kResults && takes_sums_[parity_of(round)]) return members_[member].is_partner ? 1 : 0;
+  return 1;
+}
+
 FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {
   size_t& next = next_[slot_of(step, round)];
   while (next < members_.size()) {
     const Member& source = members_[next];
-    const uint32_t expected = step == FarStep::kRows ? rows_expected_[parity_of(round)][next] : 1;
+    const uint32_t expected = expected_of(step, round, next);
     ImmCounter& counter = *source.counters[slot_of(step, round)];
     if (expected == 0 || counter.try_consume(expected)) {
       ++next;

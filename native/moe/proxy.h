@@ -78,6 +78,9 @@ class Proxy {
   // Results out of results_out; null: there are none.
   void send_results(uint32_t round, const Placement* placement);
 
+  // Instead of send_results, once for each partner (moe/node_sums.h): so many rows of results_out, from that row on.
+  void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows);
+
   // We take part no more: who waits for us is told. Returns once all have been told, or are gone, or at the deadline.
   void say_farewell(Deadline deadline);
 
@@ -87,8 +90,9 @@ class Proxy {
  private:
   struct Member {
     uint32_t rank;
-    bool sends_rows;    // of our index in its group: rows go between it and us
-    uint32_t turn = 0;  // Layout::far_ranks_in_turn
+    bool is_partner = false;  // sums go to it, and come from it
+    bool sends_rows;          // of our index in its group: rows go between it and us
+    uint32_t turn = 0;        // Layout::far_ranks_in_turn
     RemoteRegionRef memory;
     std::array<uint32_t, kFarSteps * kParities> imms{};  // there
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
@@ -124,6 +128,7 @@ class Proxy {
   void add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
            uint64_t length_bytes);
   void post(uint32_t round);
+  uint32_t expected_of(FarStep step, uint32_t round, size_t member) const;
   FarOutcome failed_write(uint32_t round) const;
   uint32_t rank_of(const TransferInfo& failed) const;
   uint32_t slowest() const;
@@ -140,6 +145,7 @@ class Proxy {
   std::array<size_t, kFarSteps * kParities> next_{};
   std::array<std::vector<int32_t>, kParities> counts_;          // ours, of each parity's round
   std::array<std::vector<uint32_t>, kParities> rows_expected_;  // writes of rows, by member
+  std::array<bool, kParities> takes_sums_{};                    // results come from partners only
   std::array<std::vector<TransferRef>, kParities> sent_;
   std::vector<Slice> slices_;  // by turn; none between calls
   Batch batch_;                // empty between calls; keeps its storage

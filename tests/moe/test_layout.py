@@ -132,8 +132,9 @@ def far_rows_received(round_: Round, played: Played) -> list[dict[int, tuple[int
     received: list[dict[int, tuple[int, int]]] = [{} for _ in range(round_.world)]
     for sender in range(round_.world):
         group = sender // round_.dp
-        tokens, starts = placement.send_far(sender, played.orders[group])
-        assert len(starts) == round_.world + 1 and starts[-1] == len(tokens)
+        routes, starts = placement.send_far(sender, played.orders[group])
+        assert len(starts) == round_.world + 1 and starts[-1] == len(routes)
+        tokens = routes // round_.options["top_k"]
         for rank in range(round_.world):
             mine = tokens[starts[rank] : starts[rank + 1]].tolist()
             far = round_.server(group, rank) == sender and round_.node(sender) != round_.node(rank)

@@ -85,7 +85,7 @@ TEST_CASE("moe layout: near rows go by token") {
   const Numbers order = {6, 0, 7, 1, 2, 4, 5};
   CHECK(pairs(placement.pull_near(0, 0, order)) == std::vector<std::vector<int32_t>>{{0, 8}, {3, 0}, {3, 9}});
   const Ranges far = placement.send_far(0, order);
-  CHECK(far.rows == Numbers{0, 1, 2, 2});
+  CHECK(far.rows == Numbers{1, 2, 4, 5});  // of tokens 0, 1, 2, 2
   CHECK(far.starts == Numbers{0, 0, 0, 4, 4});
 }
 

@@ -21,6 +21,7 @@ from crossrail.moe.group import Group
 from crossrail.moe.kernels import CpuKernels, Kernels
 from crossrail.moe.meeting import Member, make_layout, meet, meet_far
 from crossrail.moe.near import Near
+from crossrail.moe.node_sums import NodeSums
 from crossrail.moe.rounds import Dispatched, Round, Stage
 from crossrail.observe.durations import Durations
 
@@ -50,7 +51,10 @@ class AllToAll:
     constructor and of every call; an attribute, which may be changed between calls. dp_size: so many consecutive ranks
     hold the same tokens. private_tokens: of ranks that share no memory. on_lost: what a rank that dies does to the
     others; "raise": their calls raise PeerLost; "mask": they go on without its tokens and its experts, all from the
-    same half of the same round on (see `masked`). kernels: who touches rows; None: CpuKernels().
+    same half of the same round on (see `masked`). kernels: who touches rows; None: CpuKernels(). node_sums: ranks that
+    share memory add up what they return to a token of others, in float32, and send one row of it, rounded to
+    out_dtype, instead of one for each expert: fewer bytes in combine, other roundings. Then dispatch takes the weights,
+    and a rank's sums leave in combine_recv, or in advance().
 
     Not built yet, and refused: on_lost="mask" where not all ranks share memory; memory of devices.
 
@@ -82,17 +86,20 @@ class AllToAll:
         timeout_s: float = 30.0,
         on_lost: str = "raise",
         kernels: Kernels | None = None,
+        node_sums: bool = False,
     ) -> None:
         self.config = Config(
             world=group.size, experts=experts, hidden=hidden, top_k=top_k, max_tokens=max_tokens, dtype=dtype,
             scale_block=scale_block, out_dtype=out_dtype, private_tokens=private_tokens, padding=padding, layout=layout,
             node_size=node_size, dp_size=dp_size, capacity_factor=capacity_factor, on_lost=on_lost,
+            node_sums=node_sums,
         )  # fmt: skip
         self.rank = group.rank
         self._engine = engine
         self.timeout_s = timeout_s
         self._kernels = CpuKernels() if kernels is None else kernels
         self._far: Far | None = None
+        self._sums: NodeSums | None = None
         self._masks = on_lost == "mask"
         board_layout = BoardLayout(self.config)
         self._board = engine.alloc(board_layout.nbytes)
@@ -113,6 +120,10 @@ class AllToAll:
                 meet_far(group, self._far, [member.address for member in members], timeout_s)
                 for rank in self._far.ranks:
                     self._near.watch(rank, members[rank].address)
+                if self.config.node_sums:
+                    self._sums = NodeSums(
+                        self._layout, self.rank, self._near.boards, self._far, self._kernels, max_tokens
+                    )
         except BaseException:
             self._close_memory()
             raise
@@ -160,6 +171,8 @@ class AllToAll:
         factors = self._scales(scales, len(values))
         routes = to_host(indices, "indices", ("int32", "int64"), (len(values), config.top_k))[:tokens]
         given = None if weights is None else self._weights(weights, tokens)
+        if given is None and config.node_sums:
+            raise UsageError("weights is None: with node_sums dispatch takes them")
         self._settle(parity)
         self._near.check_alive()
         if self._far is not None:
@@ -175,7 +188,7 @@ class AllToAll:
         values, factors = values[:tokens], None if factors is None else factors[:tokens]
         if self._far is not None:  # first, since it takes longest
             self._far.send(number, counts, self.timeout_s)
-            self._far.send_rows(number, values, factors, self._rows_for_far(counts, order))
+            self._far.send_rows(number, values, factors, given, self._routes_for_far(counts, order))
         if tokens > 0:
             self._kernels.pack(half.rows, values, factors, None)
         self._number = number
@@ -226,12 +239,16 @@ class AllToAll:
                 self._kernels.pull(x, scales, half.rows, moves)
         self._wait_rows(opened.number)
         if self._far is not None:
-            self._far.pull(opened.number, placement, x, scales)
+            self._far.pull(opened.number, placement, x, scales, self._near.own[parity].tags)
         if self._masks:
             self._near.check_not_masked(opened.number)
         offsets, of_expert = np.asarray(placement.expert_offsets(rank)), np.asarray(placement.expert_rows(rank))
         rows, received = int(offsets[-1]), int(of_expert.sum())
-        opened.where = placement.places(rank, opened.indices, opened.slots)
+        if self._sums is None:
+            opened.where = placement.places(rank, opened.indices, opened.slots)
+        else:
+            terms = _core.moe.terms_to_take(placement, rank, opened.indices, opened.slots, opened.weights)
+            opened.where, opened.weights = cast(tuple[Array, Array], terms)
         opened.stage = Stage.RECEIVED
         self._stats["rows_received"] += received
         self._stats["bytes_received"] += received * config.x_row_bytes
@@ -276,7 +293,7 @@ class AllToAll:
         kept = self._near.own[opened.number % PARITIES].y[: dispatched.rows]
         if dispatched.rows > 0 and values.ctypes.data != kept.ctypes.data:
             kept[:] = values
-        if self._far is not None:
+        if self._far is not None and self._sums is None:
             self._far.send_results(opened.number, opened.placement, kept)
         opened.stage = Stage.RETURNED
         self._near.publish(RETURNED, opened.number)
@@ -298,12 +315,14 @@ class AllToAll:
         config, parity = self.config, opened.number % PARITIES
         if accumulate and out is None:
             raise UsageError("accumulate is set and out is None: there is nothing to add to")
+        if weights is not None and config.node_sums:
+            raise UsageError("weights are given to combine: with node_sums dispatch takes them")
         factors = opened.weights if weights is None else self._weights(weights, opened.tokens)
         if factors is None:
             raise UsageError("weights is None, and dispatch was given none")
         shape = (opened.tokens, config.hidden)
         sums = np.empty(shape, NUMPY_TYPES[config.out_dtype]) if out is None else to_host(out, "out", OUT_DTYPES, shape)
-        absent = self._wait(RETURNED, opened.number)
+        absent = self._wait_results(opened)
         where = masking.drop_results(opened.where, self._near.ranks, absent)
         sources = [self._near.halves[rank, parity].y for rank in self._near.ranks]
         if self._far is not None:
@@ -322,7 +341,7 @@ class AllToAll:
         """Does what can be done for a round without waiting; True when its next recv half will not wait.
 
         For who has other things to do meanwhile: what of our rows does not fit its slot elsewhere leaves here, or in
-        dispatch_recv. Raises what that does, but no WaitTimeout.
+        dispatch_recv; so do sums, or in combine_recv. Raises what that does, but no WaitTimeout.
         """
         self._check_usable()
         try:
@@ -331,7 +350,7 @@ class AllToAll:
                     self._place(opened, 0)
                 self._wait_rows(opened.number, 0)
             elif opened.stage is Stage.RETURNED:
-                self._wait(RETURNED, opened.number, 0)
+                self._wait_results(opened, 0)
         except WaitTimeout:
             return False
         return opened.stage in (Stage.SENT, Stage.RETURNED)
@@ -418,6 +437,14 @@ class AllToAll:
         finally:
             self._waited_s += time.monotonic() - begin
 
+    def _wait_results(self, opened: Round, timeout_s: float | None = None) -> list[int]:
+        """For what combine sums; with node_sums, what others are to get of us leaves as soon as our node has it."""
+        if self._sums is not None and not opened.has_sent_sums:
+            self._near.wait(RETURNED, opened.number, self.timeout_s if timeout_s is None else timeout_s)
+            self._sums.send(opened.number, opened.placement)
+            opened.has_sent_sums = True
+        return self._wait(RETURNED, opened.number, timeout_s)
+
     def _wait_rows(self, number: int, timeout_s: float | None = None) -> None:
         """For rows of ranks that share no memory with us."""
         begin = time.monotonic()
@@ -427,8 +454,8 @@ class AllToAll:
         finally:
             self._waited_s += time.monotonic() - begin
 
-    def _rows_for_far(self, counts: Array, order: Array) -> Array:
-        """Tokens of the rows that go to far ranks, in their order. Our own routes decide alone."""
+    def _routes_for_far(self, counts: Array, order: Array) -> Array:
+        """Routes of the rows that go to far ranks, in their order. Our own routes decide alone."""
         table = np.zeros((self.config.groups, self.config.experts), np.int32)
         table[self.rank // self.config.dp_size] = counts
         ranges = _core.moe.Placement(self._layout, table).send_far(self.rank, order)

@@ -30,12 +30,14 @@ class Half:
 
     counts: int32 [experts], routes to each. order: int32 [max_tokens * top_k], tokens * top_k + k by expert. rows:
     uint8 [max_tokens, stride], x and scales of each token. y: [rows_max, hidden], outputs of the owner's experts.
+    tags: int32 [tag_rows, 2], with node_sums: route and bits of the weight of each row from far.
     """
 
     counts: Array
     order: Array
     rows: Array
     y: Array
+    tags: Array
 
 
 class BoardLayout:
@@ -47,6 +49,7 @@ class BoardLayout:
             ("int32", 4, (config.max_tokens * config.top_k,)),
             ("uint8", 1, (config.max_tokens, config.stride_bytes)),
             (NUMPY_TYPES[config.out_dtype], config.y_bytes // config.hidden, (config.rows_max, config.hidden)),
+            ("int32", 4, (config.tag_rows, 2)),
         ]
         self._words_bytes = _pages(WORDS * _core.moe.WORD_BYTES)
         self._half_bytes = sum(_pages(item * int(np.prod(shape))) for _, item, shape in self._parts)

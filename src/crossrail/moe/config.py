@@ -17,6 +17,7 @@ OUT_DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("grouped", "masked")
 ON_LOST = ("raise", "mask")
 _ROW_UNIT = 16
+TAG_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Config:
     dp_size: int
     capacity_factor: float | None
     on_lost: str
+    node_sums: bool = False
 
     def __post_init__(self) -> None:
         for name in ("experts", "hidden", "top_k", "max_tokens", "padding", "dp_size"):
@@ -51,6 +53,8 @@ class Config:
         _require(factor is None or factor > 0, "capacity_factor", factor, "more than 0, or None")
         _require(size is None or (size >= 1 and self.world % size == 0), "node_size", size, _divisor(self.world))
         _require(self.world % self.dp_size == 0, "dp_size", self.dp_size, _divisor(self.world))
+        sums = self.node_sums
+        _require(not sums or self.dp_size == 1, "node_sums", sums, f"False where dp_size is {self.dp_size}: not built")
         private = self.private_tokens
         _require(private is None or private >= 0, "private_tokens", private, "0 or more, or None")
 
@@ -71,8 +75,18 @@ class Config:
 
     @property
     def stride_bytes(self) -> int:
-        """A row as it travels: x, its scales, zeros."""
-        return -(-self.x_row_bytes // _ROW_UNIT) * _ROW_UNIT
+        """A row as it travels: x, its scales, zeros; with node_sums a tag at the end (native/moe/node_sums.h)."""
+        return -(-(self.x_row_bytes + self.tag_bytes) // _ROW_UNIT) * _ROW_UNIT
+
+    @property
+    def tag_bytes(self) -> int:
+        """Of a row that travels: which route it is of, and its weight."""
+        return TAG_BYTES if self.node_sums else 0
+
+    @property
+    def tag_rows(self) -> int:
+        """Tags that a rank shows its node: at most those of all rows that may come from far."""
+        return self.groups * self.max_tokens * min(self.top_k, self.experts_per_rank) if self.node_sums else 0
 
     @property
     def y_bytes(self) -> int:

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import crossrail as xr
 from crossrail import _core
 from crossrail.moe.board import PARITIES
-from crossrail.moe.config import NUMPY_TYPES, Config
+from crossrail.moe.config import NUMPY_TYPES, TAG_BYTES, Config
 from crossrail.moe.far_memory import FarMemory
 from crossrail.moe.kernels import Kernels
+from crossrail.moe.node_sums import tags_of
 from crossrail.moe.troubles import trouble
 
 _WHAT_IS_DUE = {"routes": "dispatch", "rows": "rows of dispatch", "results": "combine"}
@@ -93,10 +94,13 @@ class Far:
         self._check(self._proxy.wait_sent(number, timeout_s), f"dispatch of round {number}", timeout_s)
         self._proxy.send_routes(number, counts)
 
-    def send_rows(self, number: int, x: Array, scales: Array | None, tokens: Array) -> None:
-        """The rows of these tokens, which are in the order of Placement.send_far."""
-        if len(tokens) > 0:
-            self._kernels.pack(self._halves[number % PARITIES].rows_out, x, scales, tokens)
+    def send_rows(self, number: int, x: Array, scales: Array | None, weights: Array | None, routes: Array) -> None:
+        """The rows of these routes, which are in the order of Placement.send_far. weights: with node_sums."""
+        if len(routes) > 0:
+            rows = self._halves[number % PARITIES].rows_out
+            self._kernels.pack(rows, x, scales, routes // np.int32(self._config.top_k))
+            if self._config.node_sums and weights is not None:
+                rows[: len(routes), -TAG_BYTES:] = tags_of(routes, weights)
         self._proxy.send_rows(number)
 
     def routes_of(self, number: int, rank: int) -> Array:
@@ -105,11 +109,14 @@ class Far:
     def send_remainder(self, number: int, placement: _core.moe.Placement | None) -> None:
         self._proxy.send_remainder(number, placement)
 
-    def pull(self, number: int, placement: _core.moe.Placement, x: Array, scales: Array | None) -> None:
-        """Rows that have come, to where they belong."""
+    def pull(self, number: int, placement: _core.moe.Placement, x: Array, scales: Array | None, tags: Array) -> None:
+        """Rows that have come, to where they belong; with node_sums their tags, in the order of Placement.return_far."""
         moves = np.asarray(placement.pull_far(self._rank))
         if len(moves) > 0:
-            self._kernels.pull(x, scales, self._halves[number % PARITIES].rows_in, moves)
+            rows = self._halves[number % PARITIES].rows_in
+            self._kernels.pull(x, scales, rows, moves)
+            if self._config.node_sums:
+                tags[: len(moves)].view(np.uint8)[:] = rows[moves[:, 0], -TAG_BYTES:]
 
     # ---- combine
 
@@ -120,6 +127,13 @@ class Far:
             if len(table) > 0:
                 self._kernels.pack(self._halves[number % PARITIES].results_out.view(np.uint8), y, None, table)
         self._proxy.send_results(number, placement)
+
+    def sums_out(self, number: int, first_row: int, rows: int) -> Array:
+        """Where sums for a partner are made."""
+        return self._halves[number % PARITIES].results_out[first_row : first_row + rows]
+
+    def send_sums(self, number: int, partner: int, first_row: int, rows: int) -> None:
+        self._proxy.send_sums(number, partner, first_row, rows)
 
     def results(self, number: int) -> Array:
         return self._halves[number % PARITIES].results_in

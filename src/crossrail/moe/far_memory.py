@@ -29,7 +29,8 @@ class FarMemory:
         """For ranks that are laid out like this."""
         far_groups = max(layout.far_groups(other) for other in range(config.world))
         # Of larger groups one that is near by the member of our index may have others that are far.
-        bounds = Bounds.of(config, far_groups, config.groups if config.dp_size > 1 else None)
+        returned_groups = config.groups if config.dp_size > 1 else None
+        bounds = Bounds.of(config, far_groups, returned_groups, layout.nodes - 1 if config.node_sums else None)
         route_bytes = -(-4 * config.experts // _LINE) * _LINE
         parts = {
             "routes_in": config.world * route_bytes,

@@ -39,9 +39,9 @@ class Near:
         self._masks = masks
         self.masked: set[int] = set()
         self._words = _core.moe.Words(engine, boards, owners, own, WORDS, masks)
-        self._halves = [[layout.half(board, parity) for parity in range(PARITIES)] for board in boards]
-        self.own = self._halves[own]
-        self.halves = {(other, parity): self._halves[i][parity] for i, other in enumerate(ranks) for parity in range(2)}
+        self.boards = [[layout.half(board, parity) for parity in range(PARITIES)] for board in boards]
+        self.own = self.boards[own]
+        self.halves = {(other, parity): self.boards[i][parity] for i, other in enumerate(ranks) for parity in range(2)}
 
     def watch(self, rank: int, address: xr.Address) -> None:
         """One that shares no memory with us: waits end when it is lost, since the others go no further then."""

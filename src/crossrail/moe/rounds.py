@@ -26,7 +26,7 @@ class Round:
     begun_s: of time.perf_counter(). indices, slots: as given and as Kernels.count made them. placement: where all rows
     go, once all routes are known. where: as Kernels.reduce takes it, once received. sources: of each group the rank
     whose rows come to us, None where all that have them are masked; with placement. is_refused: it needs more room than
-    there is.
+    there is. has_sent_sums: with node_sums, partners have theirs.
     """
 
     number: int
@@ -41,6 +41,7 @@ class Round:
     sources: list[int | None] = field(default_factory=list)
     where: Any = None
     is_refused: bool = False
+    has_sent_sums: bool = False
 
     def require(self, stage: Stage, call: str) -> None:
         """UsageError unless the round is at this stage. call: which one asks, for the words."""

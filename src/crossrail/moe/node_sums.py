@@ -1,0 +1,66 @@
+"""Partial sums: a node's ranks add up their experts' outputs for a token of another node, and one row of it goes there.
+
+See native/moe/node_sums.h for who adds up what, and where it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from crossrail import _core
+from crossrail.moe.arrays import Array
+from crossrail.moe.board import PARITIES, Half
+from crossrail.moe.kernels import Kernels
+
+
+class SumsOut(Protocol):
+    """Where sums are made, and by whom they go: Far."""
+
+    def sums_out(self, number: int, first_row: int, rows: int) -> Array: ...
+
+    def send_sums(self, number: int, partner: int, first_row: int, rows: int) -> None: ...
+
+
+def tags_of(routes: Array, weights: Array) -> Array:
+    """As they travel: uint8 [routes, 8], of each the route and its weight, int32 and float32."""
+    tags = np.empty((len(routes), 2), np.int32)
+    tags[:, 0] = routes
+    tags[:, 1] = weights.reshape(-1)[routes].view(np.int32)
+    return tags.view(np.uint8)
+
+
+class NodeSums:
+    """What one rank adds up. Threads: one at a time.
+
+    boards: by rank of the node, ascending, those of both parities. far: who sends.
+    """
+
+    def __init__(
+        self,
+        layout: _core.moe.Layout,
+        rank: int,
+        boards: Sequence[Sequence[Half]],
+        far: SumsOut,
+        kernels: Kernels,
+        max_tokens: int,
+    ) -> None:
+        self._rank = rank
+        self._boards = boards
+        self._far = far
+        self._kernels = kernels
+        self._max_tokens = max_tokens
+        self._partners = _core.moe.partners(layout, rank)
+
+    def send(self, number: int, placement: _core.moe.Placement) -> None:
+        """Once all of the node have returned: a partner's sums leave while the next one's are made."""
+        halves = [boards[number % PARITIES] for boards in self._boards]
+        outputs, tags = [half.y for half in halves], [half.tags for half in halves]
+        for i, partner in enumerate(self._partners):
+            where, weights = _core.moe.terms_to_send(placement, self._rank, partner, tags)
+            first, rows = i * self._max_tokens, len(where)
+            if rows > 0:
+                self._kernels.reduce(self._far.sums_out(number, first, rows), outputs, where, weights)
+            self._far.send_sums(number, partner, first, rows)
