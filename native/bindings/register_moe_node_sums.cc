@@ -90,10 +90,16 @@ void register_moe_node_sums(nb::module_& module) {
         return moe::far_node(layout, to_rank_of(layout, origin), to_rank_of(layout, partner));
       },
       nb::arg("layout"), nb::arg("origin"), nb::arg("partner"));
-  part.def("node_tokens", &node_tokens, nb::arg("layout"), nb::arg("indices"));
-  part.def("terms_to_send", &terms_to_send, nb::arg("placement"), nb::arg("rank"), nb::arg("origin"), nb::arg("tags"));
-  part.def("terms_to_take", &terms_to_take, nb::arg("placement"), nb::arg("origin"), nb::arg("indices"),
-           nb::arg("slots"), nb::arg("weights"));
+  part.def("node_tokens", &node_tokens, nb::arg("layout"), nb::arg("indices"),
+           nb::sig("def node_tokens(layout: Layout, indices: typing.Any) -> typing.Any"));
+  part.def("terms_to_send", &terms_to_send, nb::arg("placement"), nb::arg("rank"), nb::arg("origin"), nb::arg("tags"),
+           nb::sig("def terms_to_send(placement: Placement, rank: int, origin: int, tags: "
+                   "collections.abc.Sequence[typing.Any]) -> tuple[typing.Any, typing.Any]"));
+  part.def(
+      "terms_to_take", &terms_to_take, nb::arg("placement"), nb::arg("origin"), nb::arg("indices"), nb::arg("slots"),
+      nb::arg("weights"),
+      nb::sig("def terms_to_take(placement: Placement, origin: int, indices: typing.Any, slots: typing.Any, weights: "
+              "typing.Any) -> tuple[typing.Any, typing.Any]"));
 }
 
 }  // namespace crossrail::bindings

@@ -248,7 +248,7 @@ class AllToAll:
             opened.where = placement.places(rank, opened.indices, opened.slots)
         else:
             terms = _core.moe.terms_to_take(placement, rank, opened.indices, opened.slots, opened.weights)
-            opened.where, opened.weights = cast(tuple[Array, Array], terms)
+            opened.where, opened.weights = terms
         opened.stage = Stage.RECEIVED
         self._stats["rows_received"] += received
         self._stats["bytes_received"] += received * config.x_row_bytes

@@ -110,7 +110,7 @@ class Far:
         self._proxy.send_remainder(number, placement)
 
     def pull(self, number: int, placement: _core.moe.Placement, x: Array, scales: Array | None, tags: Array) -> None:
-        """Rows that have come, to where they belong; with node_sums their tags, in the order of Placement.return_far."""
+        """Rows that have come, to where they belong; with node_sums their tags, in return_far's order."""
         moves = np.asarray(placement.pull_far(self._rank))
         if len(moves) > 0:
             rows = self._halves[number % PARITIES].rows_in

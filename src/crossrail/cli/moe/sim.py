@@ -25,10 +25,18 @@ _RANKS = (8, 16, 32, 64)
 @click.option("--ranks", type=click.IntRange(1, 256), multiple=True, help="GPUs, in nodes of 8; default: 8 to 64.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=1, show_default=True, help="Of each, with other routes.")
 @click.option("--private-tokens", default=256, show_default=True, help="As the paper's benchmark has it.")
+@click.option("--node-sums", is_flag=True, help="Nodes add up what they return, as AllToAll does.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--json", "file", type=OutputFile(), help="Also write the figures here.")
 def sim(
-    cluster: str, shape: str, ranks: tuple[int, ...], rounds: int, private_tokens: int, seed: int, file: Path | None
+    cluster: str,
+    shape: str,
+    ranks: tuple[int, ...],
+    rounds: int,
+    private_tokens: int,
+    node_sums: bool,
+    seed: int,
+    file: Path | None,
 ) -> None:
     """Simulate rounds of dispatch and combine: real layout and proxies, real engines, no byte, no GPU.
 
@@ -41,12 +49,12 @@ def sim(
         table = _table(f"{one}: {TOKENS[one]} tokens of each rank; medians of all ranks, in us")
         for name in CLUSTERS if cluster == "both" else (cluster,):
             for count in ranks or _RANKS:
-                setting = Setting(cluster_of(name), count, TOKENS[one], rounds, private_tokens, seed)
+                setting = Setting(cluster_of(name), count, TOKENS[one], rounds, private_tokens, node_sums, seed)
                 with console.status(f"{one}, {name}, EP{count}"):
                     outcome = simulate(setting)
                 figure = FIGURES[one][name].get(count)
                 _add(table, name, count, outcome, figure)
-                found.append(_record(one, name, count, outcome, figure))
+                found.append(_record(setting, one, name, outcome, figure))
             table.add_section()
         console.print(table)
     if file is not None:
@@ -68,11 +76,12 @@ def _add(table: Table, cluster: str, ranks: int, outcome: Outcome, figure: Figur
     table.add_row(cluster, str(ranks), *cells)
 
 
-def _record(shape: str, cluster: str, ranks: int, outcome: Outcome, figure: Figure | None) -> dict[str, Any]:
+def _record(setting: Setting, shape: str, cluster: str, outcome: Outcome, figure: Figure | None) -> dict[str, Any]:
     return {
         "shape": shape,
         "cluster": cluster,
-        "ranks": ranks,
+        "ranks": setting.ranks,
+        "node_sums": setting.node_sums,
         "dispatch_us": outcome.dispatch_us,
         "combine_us": outcome.combine_us,
         "dispatch_bytes": outcome.dispatch_bytes,

@@ -31,13 +31,14 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """tokens: of each rank. private_tokens: as AllToAll has it."""
+    """tokens: of each rank. private_tokens, node_sums: as AllToAll has them."""
 
     cluster: Cluster
     ranks: int
     tokens: int
     rounds: int = 1
     private_tokens: int = 256
+    node_sums: bool = False
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -50,7 +51,7 @@ class Setting:
             world=self.ranks, experts=EXPERTS, hidden=HIDDEN, top_k=TOP_K, max_tokens=self.tokens,
             dtype="float8_e4m3fn", scale_block=128, out_dtype="bfloat16", private_tokens=self.private_tokens,
             padding=1, layout="grouped", node_size=min(NODE_SIZE, self.ranks), dp_size=1, capacity_factor=None,
-            on_lost="raise",
+            on_lost="raise", node_sums=self.node_sums,
         )  # fmt: skip
 
 
@@ -140,6 +141,14 @@ class KernelCosts:
         """The sums, once all results are here: of what lies with mates, with us, and has come from far."""
         return self._fixed.combine_recv + self._combine_recv(rows)
 
+    def show_results(self) -> float:
+        """Of combine_send, where it copies nothing."""
+        return self._fixed.combine_send
+
+    def add_up(self, own: float, mates: float, sums: float) -> float:
+        """Sums for a rank of another node: of rows that lie with us and with mates."""
+        return mates * self._y_bytes / self._gpu.nvlink + (own + sums) * self._y_bytes / self._gpu.memory
+
     def _dispatch_send(self, rows: Rows) -> float:
         return 2 * (rows.sent + rows.tokens) * self._x_bytes / self._gpu.memory
 
@@ -177,6 +186,8 @@ class _Round:
     number: int
     counts: npt.NDArray[np.int32]
     placement: _core.moe.Placement
+    routes: Array  # [ranks, ranks], from each to each
+    node_tokens: Array  # [ranks, nodes], tokens of each that have routes to each
     rows: list[Rows]
     sent: list[_Node]  # by node: who has sent rows
     returned: list[_Node]
@@ -194,6 +205,8 @@ class _Rank:
         memory = FarMemory.of(config, layout)
         self.region = engine.register_phantom(memory.nbytes)
         self.proxy = _core.moe.Proxy(engine, layout, rank, memory.as_native(), self.region)
+        self._partners = _core.moe.partners(layout, rank) if config.node_sums else []
+        self._max_tokens = config.max_tokens
         self._costs = costs
         self._look_s = look_s
 
@@ -215,15 +228,32 @@ class _Rank:
         """Seconds."""
         loop, rows, node = asyncio.get_running_loop(), round_.rows[self.rank], round_.returned[self._node]
         began_s = loop.time()
-        sending_s = self._costs.combine_send(rows)
-        await asyncio.sleep(sending_s / 2)
-        self.proxy.send_results(round_.number, round_.placement)
-        await asyncio.sleep(sending_s / 2)
-        await node.arrive()
-        await node.all_arrived()
+        if self._partners:
+            await asyncio.sleep(self._costs.show_results())
+            await node.arrive()
+            await node.all_arrived()
+            rows = rows._replace(result_far=await self._send_sums(round_))
+        else:
+            sending_s = self._costs.combine_send(rows)
+            await asyncio.sleep(sending_s / 2)
+            self.proxy.send_results(round_.number, round_.placement)
+            await asyncio.sleep(sending_s / 2)
+            await node.arrive()
+            await node.all_arrived()
         await self._come("results", round_)
         await asyncio.sleep(self._costs.combine_recv(rows))
         return loop.time() - began_s
+
+    async def _send_sums(self, round_: _Round) -> float:
+        """As NodeSums.send: one partner's leave while the next one's are made. Rows that we get of them."""
+        first, last = self._node * NODE_SIZE, (self._node + 1) * NODE_SIZE
+        for i, partner in enumerate(self._partners):
+            own = float(round_.routes[partner, self.rank])
+            near = float(round_.routes[partner, first:last].sum())
+            sums = int(round_.node_tokens[partner, self._node])
+            await asyncio.sleep(self._costs.add_up(own, near - own, sums))
+            self.proxy.send_sums(round_.number, partner, i * self._max_tokens, sums)
+        return float(round_.node_tokens[self.rank].sum() - round_.node_tokens[self.rank, self._node])
 
     async def _pull_near(self, node: _Node, rows: Rows) -> None:
         await node.all_arrived()
@@ -296,10 +326,12 @@ async def _connect(ranks: list[_Rank]) -> None:
 def _draw(rng: np.random.Generator, setting: Setting, layout: _core.moe.Layout, number: int) -> _Round:
     """Each token goes to different experts, all as likely."""
     counts = np.empty((setting.ranks, EXPERTS), np.int32)
+    node_tokens = np.empty((setting.ranks, layout.nodes), np.int32)
     for rank in range(setting.ranks):
         keys = rng.random((setting.tokens, EXPERTS), np.float32)
         indices = np.argpartition(keys, TOP_K, axis=1)[:, :TOP_K]
         counts[rank] = np.bincount(indices.ravel(), minlength=EXPERTS)
+        node_tokens[rank] = _core.moe.node_tokens(layout, np.ascontiguousarray(indices))
     routes = counts.reshape(setting.ranks, setting.ranks, -1).sum(axis=2)
     size = min(NODE_SIZE, setting.ranks)
     nodes = range(setting.ranks // size)
@@ -307,6 +339,8 @@ def _draw(rng: np.random.Generator, setting: Setting, layout: _core.moe.Layout, 
         number,
         counts,
         _core.moe.Placement(layout, counts),
+        routes,
+        node_tokens,
         [Rows.of(routes, rank, setting.tokens) for rank in range(setting.ranks)],
         [_Node(size) for _ in nodes],
         [_Node(size) for _ in nodes],
