@@ -4,6 +4,7 @@
 //  - Two of everything, by the parity of the round, and no barriers. A rank opens round n once it has ended round n - 2,
 //    which takes results of all ranks: so each of them has taken its rows of n - 2, and their buffers are free again. And a
 //    rank that has routes of round n of all others knows that these have read its results of n - 2.
+//    (With sums of nodes it has results of one rank of each node, which waited for all of it: see moe/node_sums.h.)
 //  - An immediate for each source, so that what is missing has a name.
 //
 // Lifecycle: 1. made: it has immediates. 2. connect() for each far rank. 3. rounds. 4. closed with the engine, or destroyed.

@@ -144,9 +144,12 @@ def test_rounds_are_exact_while_rails_go_and_come_and_hosts_freeze(
         town.whole_round(draws(random, 4))
 
 
+@pytest.mark.parametrize("node_sums", [False, True])
 @pytest.mark.parametrize("step", range(4))
-def test_a_host_that_dies_is_named_on_all_others(make: Callable[..., Town], step: int, seed: Seed) -> None:
-    town = make(3, "2xefa200", private_tokens=3)
+def test_a_host_that_dies_is_named_on_all_others(
+    make: Callable[..., Town], step: int, node_sums: bool, seed: Seed
+) -> None:
+    town = make(3, "2xefa200", private_tokens=3, node_sums=node_sums)
     random = seed.rng()
     town.whole_round(draws(random, 3))
     batches = draws(random, 3)
@@ -173,7 +176,7 @@ def _go_on(part: AllToAll, opened: Round, batch: Batch) -> None:
             part.dispatch_recv(opened)
         else:
             part.combine_recv(opened)
-    part.dispatch(batch.x, batch.scales, batch.indices)
+    part.dispatch(batch.x, batch.scales, batch.indices, batch.weights)
 
 
 def test_a_write_whose_end_nobody_can_tell_fails_its_round_and_names_the_rank(

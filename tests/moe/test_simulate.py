@@ -13,14 +13,17 @@ from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS
 from crossrail.cli.moe.simulate import Setting, simulate
 from crossrail.errors import UsageError
 
+# Where nothing is left open: see docs/moe.md.
+DECODE_STEPS = {("cx7", 16): ("dispatch", "combine"), ("cx7", 32): ("dispatch", "combine"), ("efa", 16): ("combine",)}
 
-@pytest.mark.parametrize(("cluster", "step"), [("cx7", "dispatch"), ("cx7", "combine"), ("efa", "combine")])
-@pytest.mark.parametrize("ranks", [16, 32])
-def test_decode_takes_what_was_published(cluster: str, step: str, ranks: int) -> None:
+
+@pytest.mark.parametrize(("cluster", "ranks"), DECODE_STEPS)
+def test_decode_takes_what_was_published(cluster: str, ranks: int) -> None:
     outcome = simulate(Setting(CLUSTERS[cluster], ranks, TOKENS["decode"]))
 
-    published = getattr(FIGURES["decode"][cluster][ranks], step)
-    assert getattr(outcome, f"{step}_us") == pytest.approx(published, rel=0.2)
+    for step in DECODE_STEPS[cluster, ranks]:
+        published = getattr(FIGURES["decode"][cluster][ranks], step)
+        assert getattr(outcome, f"{step}_us") == pytest.approx(published, rel=0.2)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
