@@ -12,7 +12,7 @@ import crossrail as xr
 from crossrail import sim
 
 _NBYTES = 1 << 16
-_GOLDEN = "38aafa9598f6dfdc36108a06e484ac0d"
+_GOLDEN = "8d95b21086f3c5b9264265a5909d27a3"
 
 
 class _Draws:

@@ -239,6 +239,23 @@ def test_a_wire_takes_what_comes_first_not_what_was_posted_first() -> None:
         assert world.now_s - began_s < 2.2 * (1 << 20) * 8 / 100e9  # both wires were busy all the time
 
 
+def test_a_scatter_to_many_takes_all_rails() -> None:
+    """Each target is one piece, on one rail; each peer's rails are as free as the others."""
+    nbytes, peers = 1 << 19, 8
+    with sim.World(1) as world:
+        sender = world.host("sender", "2xplain").engine("sender")
+        source = sender.register_phantom(nbytes)
+        targets = [world.host(f"h{i}", "2xplain").engine(f"e{i}").register_phantom(nbytes) for i in range(peers)]
+        to = [target.descriptor for target in targets]
+        sender.submit_scatter(source, to, lengths=0, src_offsets=0, dst_offsets=0).wait(1)  # connects
+
+        began_s = world.now_s
+        sender.submit_scatter(source, to, lengths=nbytes, src_offsets=0, dst_offsets=0).wait(1)
+
+        one_rail_s = peers * nbytes * 8 / 100e9
+        assert world.now_s - began_s < 0.6 * one_rail_s
+
+
 def test_other_worlds_are_out_of_reach() -> None:
     with sim.World(1) as here, sim.World(1) as there:
         engine = here.host("a").engine("a")

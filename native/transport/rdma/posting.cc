@@ -1,5 +1,6 @@
 // From the link's queue to the paths, and what the NICs report of it.
 #include <algorithm>
+#include <utility>
 
 #include "transport/rdma/rdma_transport.h"
 #include "util/errors.h"
@@ -34,16 +35,16 @@ bool RdmaTransport::has_room(const Path& path, uint64_t length_bytes) const {
   return path.outstanding_bytes == 0 || path.outstanding_bytes + length_bytes <= window_bytes(path);
 }
 
-// The one that would be done with it first.
+// The one that would be done with it first; of equally good ones, that of the rail that has waited longest: each peer has
+// paths of its own, and a scatter to many peers would else go all by their first rail.
 Path* RdmaTransport::best_path(Session& session, uint32_t rail, uint64_t length_bytes) {
   Path* best = nullptr;
   uint64_t best_load = 0;
   for (auto& path : session.paths) {
     if ((rail != kAnyRail && path->rail != rail) || !is_usable(*path) || !has_room(*path, length_bytes)) continue;
     const uint64_t load = (path->outstanding_bytes + length_bytes) / std::max<uint32_t>(1, path->speed_mbps / 1000);
-    if (best != nullptr && (load > best_load || (load == best_load && path->works.size() >= best->works.size()))) {
-      continue;
-    }
+    const auto rank = [&](const Path& one) { return std::pair(one.works.size(), rails_[one.rail]->last_turn); };
+    if (best != nullptr && (load > best_load || (load == best_load && rank(*path) >= rank(*best)))) continue;
     best = path.get();
     best_load = load;
   }
@@ -103,6 +104,7 @@ uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> reque
 
 // The last `accepted` of the path's works. Those of one transfer come one after the other: told in one call.
 void RdmaTransport::tell_sent(Path& path, uint32_t accepted) {
+  rails_[path.rail]->last_turn = ++turns_;
   for (size_t i = path.works.size() - accepted; i < path.works.size();) {
     void* const context = context_of(path.works[i]);
     uint32_t count = 0, imms = 0;

@@ -93,6 +93,7 @@ class RdmaTransport final : public Transport {
     void on_port(bool is_up, const std::string& detail) override;
     void on_device_fatal(const std::string& reason) override;
 
+    uint64_t last_turn = 0;  // when it was given works last, in turns_
     RdmaTransport* const transport;
     const uint32_t index;
     const std::unique_ptr<Nic> nic;
@@ -225,6 +226,7 @@ class RdmaTransport final : public Transport {
   RegionTable regions_;
   std::vector<std::unique_ptr<Rail>> rails_;
   uint32_t fastest_mbps_ = 0;
+  uint64_t turns_ = 0;
   uint64_t work_bytes_max_ = 0;            // of all NICs
   static constexpr size_t kBatch = 32;     // works handed to a path at once
   std::array<NicWork, kBatch> nic_works_;  // scratch of post_some: to make it anew would cost as much as to post one
