@@ -15,6 +15,7 @@
 #include "bindings/handles.h"
 #include "bindings/moe_arrays.h"
 #include "moe/proxy.h"
+#include "moe/proxy_thread.h"
 
 namespace crossrail::bindings {
 
@@ -65,7 +66,9 @@ class ProxyHandle {
                                           region.core());
   }
   ~ProxyHandle() {
-    if (generation_ != fork_generation) proxy_.release();  // what there is to end is the parent's
+    if (generation_ == fork_generation) return;  // what there is to end is the parent's
+    thread_.release();
+    proxy_.release();
   }
   ProxyHandle(const ProxyHandle&) = delete;
   ProxyHandle& operator=(const ProxyHandle&) = delete;
@@ -73,6 +76,31 @@ class ProxyHandle {
   moe::Proxy& get() const {
     if (generation_ != fork_generation) throw_forked();
     return *proxy_;
+  }
+
+  void start_thread(nb::handle cpu) {
+    const EngineOptions& options = engine_->core()->options();
+    if (options.stage != nullptr) throw UsageError("proxy is 'thread', and simulated engines have no threads");
+    const int32_t number = cpu.is_none() ? -1 : static_cast<int32_t>(to_u32(cpu, "proxy_cpu", INT32_MAX));
+    thread_ = std::make_unique<moe::ProxyThread>(get(), number, options.spin_ns);
+  }
+  void stop_thread() {
+    get();
+    const WithoutGil no_gil;
+    thread_.reset();
+  }
+  // By the thread, if there is one.
+  template <typename Post>
+  void post(Post post) {
+    moe::Proxy& proxy = get();
+    const WithoutGil no_gil;
+    thread_ ? post(*thread_) : post(proxy);
+  }
+  void post_placed(uint32_t round, nb::handle placement, bool is_results) {
+    const Placement* const places = placement.is_none() ? nullptr : nb::cast<const Placement*>(placement);
+    // Until that round's memory is used again, which takes a wait: by then the thread is done with it.
+    if (places != nullptr) placements_[round % moe::kParities] = nb::borrow(placement);
+    post([&](auto& to) { is_results ? to.send_results(round, places) : to.send_remainder(round, places); });
   }
   void connect(uint32_t rank, DescriptorHandle& descriptor, const std::vector<uint32_t>& imms) {
     get().connect(rank, engine_->remote(descriptor), imms);
@@ -85,7 +113,8 @@ class ProxyHandle {
     const Deadline deadline = to_deadline(timeout_s, engine_->core()->clock());
     moe::FarOutcome outcome{};
     wait_without_gil([&] {
-      outcome = wait(proxy, deadline);
+      const bool is_ours = !thread_ || thread_->settle(deadline);
+      outcome = is_ours ? wait(proxy, deadline) : moe::FarOutcome{FarResult::kLate, proxy.far_ranks().front(), {}};
       return outcome.result == FarResult::kInterrupted ? WaitResult::kInterrupted : WaitResult::kReady;
     });
     return nb::make_tuple(result_name(outcome.result), outcome.rank, to_text(outcome.detail));
@@ -96,6 +125,8 @@ class ProxyHandle {
  private:
   EngineHandle* const engine_;
   std::unique_ptr<moe::Proxy> proxy_;
+  std::unique_ptr<moe::ProxyThread> thread_;  // ends before the proxy
+  std::array<nb::object, moe::kParities> placements_;
   const uint32_t generation_ = fork_generation;
 };
 
@@ -106,16 +137,10 @@ FarStep to_step(const std::string& name) {
   throw UsageError("step is '" + name + "', must be one of routes, rows, results");
 }
 
-void send_routes(const ProxyHandle& self, uint32_t round, nb::handle counts) {
+void send_routes(ProxyHandle& self, uint32_t round, nb::handle counts) {
   const MoeArray given(counts, "counts", MoeArray::Use::kRead, 1);
   const std::span<const int32_t> numbers = given.numbers<int32_t>();
-  moe::Proxy& proxy = self.get();
-  const WithoutGil no_gil;
-  proxy.send_routes(round, numbers);
-}
-
-const Placement* maybe(nb::handle placement) {
-  return placement.is_none() ? nullptr : nb::cast<const Placement*>(placement);
+  self.post([&](auto& to) { to.send_routes(round, numbers); });
 }
 
 nb::object routes_of(const ProxyHandle& self, uint32_t round, uint32_t rank) {
@@ -142,34 +167,23 @@ void register_moe_proxy(nb::module_& module) {
                    "collections.abc.Sequence[int]) -> None"))
       .def("watch", &ProxyHandle::watch, nb::arg("near"), nb::arg("rank"),
            nb::sig("def watch(self, near: crossrail._core.Address, rank: int) -> None"))
+      .def("start_thread", &ProxyHandle::start_thread, nb::arg("cpu").none(),
+           nb::sig("def start_thread(self, cpu: int | None) -> None"),
+           "From now on a thread posts, on that core or wherever this process may run.")
+      .def("stop_thread", &ProxyHandle::stop_thread, "Ends it, once it has posted what it was told to. Idempotent.")
       .def("send_routes", &send_routes, nb::arg("round"), nb::arg("counts"))
       .def(
-          "send_rows",
-          [](const ProxyHandle& self, uint32_t round) {
-            moe::Proxy& proxy = self.get();
-            const WithoutGil no_gil;
-            proxy.send_rows(round);
-          },
+          "send_rows", [](ProxyHandle& self, uint32_t round) { self.post([&](auto& to) { to.send_rows(round); }); },
           nb::arg("round"))
       .def("routes_of", &routes_of, nb::arg("round"), nb::arg("rank"))
       .def(
           "send_remainder",
-          [](const ProxyHandle& self, uint32_t round, nb::handle placement) {
-            moe::Proxy& proxy = self.get();
-            const Placement* places = maybe(placement);
-            const WithoutGil no_gil;
-            proxy.send_remainder(round, places);
-          },
+          [](ProxyHandle& self, uint32_t round, nb::handle placement) { self.post_placed(round, placement, false); },
           nb::arg("round"), nb::arg("placement").none(),
           nb::sig("def send_remainder(self, round: int, placement: Placement | None) -> None"))
       .def(
           "send_results",
-          [](const ProxyHandle& self, uint32_t round, nb::handle placement) {
-            moe::Proxy& proxy = self.get();
-            const Placement* places = maybe(placement);
-            const WithoutGil no_gil;
-            proxy.send_results(round, places);
-          },
+          [](ProxyHandle& self, uint32_t round, nb::handle placement) { self.post_placed(round, placement, true); },
           nb::arg("round"), nb::arg("placement").none(),
           nb::sig("def send_results(self, round: int, placement: Placement | None) -> None"))
       .def(

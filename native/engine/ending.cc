@@ -7,6 +7,10 @@
 
 namespace crossrail {
 
+namespace {
+constexpr size_t kTargetsKept = 128;
+}
+
 void EngineCore::on_retired(Link& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes, Status status,
                             const std::string& detail) {
   auto* transfer = static_cast<Transfer*>(context);
@@ -146,7 +150,8 @@ void EngineCore::finish(Transfer* transfer, Status status) {
   }
   Region* const local = std::exchange(work.local, nullptr);
   if (local != nullptr && !unseen) local->end_op();
-  if (!work.targets.empty()) work.targets.clear();
+  // As of single writes what they go to is kept: the next scatter most likely goes to the same, and then takes no references.
+  if (work.targets.size() > kTargetsKept) work.targets.clear();
   bump(finished_);
   if (unseen) {
     transfer->complete_unseen(status);

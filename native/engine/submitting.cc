@@ -255,7 +255,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
   uint64_t bytes_here = 0;  // that posting itself would move
   for (size_t i = 0; i < count; ++i) {
     ScatterTarget& target = work.targets[i];
-    target.dst = RemoteRegionRef::share(request.dsts[i]);
+    if (target.dst.get() != request.dsts[i]) target.dst = RemoteRegionRef::share(request.dsts[i]);
     target.peer = request.dsts[i]->peer();
     target.imm = request.imms.empty() ? request.imm : request.imms[i];
     target.src_offset = request.src_offsets[i];
@@ -281,6 +281,7 @@ TransferRef Engine::submit_barrier(PeerGroup& group, uint32_t imm) {
   TransferWork& work = EngineCore::work_of(*transfer);
   work.targets.resize(group.size());
   for (size_t i = 0; i < group.size(); ++i) {
+    work.targets[i].dst = nullptr;
     work.targets[i].peer = group.peers()[i].get();
     work.targets[i].imm = imm;
     work.targets[i].begin(0);

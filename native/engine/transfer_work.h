@@ -16,7 +16,7 @@ namespace crossrail {
 inline constexpr uint64_t kPagesKept = 16384;
 
 struct ScatterTarget {
-  RemoteRegionRef dst;   // null for a barrier
+  RemoteRegionRef dst;   // null for a barrier; kept after completion, as `remote` below
   Peer* peer = nullptr;  // kept by dst, or by the barrier's group
   uint32_t imm = kNoImm;
   uint64_t src_offset = 0;
@@ -85,7 +85,7 @@ struct alignas(64) TransferWork {
 
   // scatter, barrier
   std::vector<ScatterTarget> targets;
-  uint64_t targets_total = 0;  // kept for messages after the targets are dropped
+  uint64_t targets_total = 0;  // for messages; `targets` may be dropped at completion
   PeerGroupRef group;          // of a barrier
 
   std::vector<uint8_t> payload;  // send, service

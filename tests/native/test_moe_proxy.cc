@@ -1,18 +1,22 @@
 // Words between threads, and rows between proxies: for ThreadSanitizer and AddressSanitizer.
 #include <doctest/doctest.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <span>
 #include <thread>
 #include <vector>
 
 #include "engine/engine.h"
+#include "moe/proxy_thread.h"
 #include "moe/words.h"
 #include "moe_rig.h"
 #include "util/clock.h"
+#include "util/errors.h"
 
 namespace crossrail::moe {
 
@@ -135,6 +139,13 @@ TEST_CASE("moe proxy: rows and results of two ranks, with remainders, and what i
     proxies[rank]->connect(other, engines[rank]->remote_region(regions[other]->descriptor()),
                            proxies[other]->imms_for(rank));
   }
+  // Rank 1 has a thread that posts for it; of a few microseconds, so that it also sleeps.
+  auto thread = std::make_unique<ProxyThread>(*proxies[1], -1, 5'000);
+  const auto post = [&](uint32_t rank, const auto& step) { rank == 0 ? step(*proxies[0]) : step(*thread); };
+  const auto wait = [&](uint32_t rank, FarStep step, uint32_t round, Deadline deadline) {
+    if (rank == 1) REQUIRE(thread->settle(deadline_in(60)));
+    return proxies[rank]->wait(step, round, deadline, {}).result;
+  };
   const auto play = [&](uint32_t rank) {
     Proxy& proxy = *proxies[rank];
     const uint32_t other = 1 - rank;
@@ -144,27 +155,27 @@ TEST_CASE("moe proxy: rows and results of two ranks, with remainders, and what i
       std::vector<int32_t> counts(kExperts);
       counts[layout.first_expert(other)] = kTokens;
       REQUIRE(proxy.wait_sent(round, deadline_in(60), {}).result == FarResult::kReady);
-      proxy.send_routes(round, counts);
+      post(rank, [&](auto& to) { to.send_routes(round, counts); });
       const auto mark = static_cast<int>(round * 2 + rank);
       std::memset(base + memory.rows_out, mark, kTokens * kStride);
-      proxy.send_rows(round);
-      REQUIRE(proxy.wait(FarStep::kRoutes, round, deadline_in(60), {}).result == FarResult::kReady);
+      post(rank, [&](auto& to) { to.send_rows(round); });
+      REQUIRE(wait(rank, FarStep::kRoutes, round, deadline_in(60)) == FarResult::kReady);
       std::vector<int32_t> table(2 * kExperts);
       std::copy(counts.begin(), counts.end(), table.begin() + rank * kExperts);
       std::ranges::copy(proxy.routes_of(round, other), table.begin() + other * kExperts);
       const Placement placement(layout, table);
       REQUIRE(placement.routes(other, rank) == kTokens);
-      proxy.send_remainder(round, &placement);
-      REQUIRE(proxy.wait(FarStep::kRows, round, deadline_in(60), {}).result == FarResult::kReady);
-      REQUIRE(proxy.wait(FarStep::kRows, round, 0, {}).result == FarResult::kReady);
+      post(rank, [&](auto& to) { to.send_remainder(round, &placement); });
+      REQUIRE(wait(rank, FarStep::kRows, round, deadline_in(60)) == FarResult::kReady);
+      REQUIRE(wait(rank, FarStep::kRows, round, 0) == FarResult::kReady);
       const auto theirs = static_cast<std::byte>(round * 2 + other);
       for (const Move& move : placement.pull_far(rank)) {
         const std::byte* row = base + memory.rows_in + static_cast<uint64_t>(move.from) * kStride;
         REQUIRE(std::all_of(row, row + kStride, [&](std::byte b) { return b == theirs; }));
       }
       std::memset(base + memory.results_out, static_cast<int>(theirs) ^ 0xff, kTokens * kResult);
-      proxy.send_results(round, &placement);
-      REQUIRE(proxy.wait(FarStep::kResults, round, deadline_in(60), {}).result == FarResult::kReady);
+      post(rank, [&](auto& to) { to.send_results(round, &placement); });
+      REQUIRE(wait(rank, FarStep::kResults, round, deadline_in(60)) == FarResult::kReady);
       const std::byte* result = base + memory.results_in;
       REQUIRE(std::all_of(result, result + kTokens * kResult,
                           [&](std::byte b) { return b == static_cast<std::byte>(mark ^ 0xff); }));
@@ -173,8 +184,54 @@ TEST_CASE("moe proxy: rows and results of two ranks, with remainders, and what i
   std::thread other(play, 1);
   play(0);
   other.join();
+  thread.reset();
   for (auto& proxy : proxies) proxy.reset();
   for (const EngineRef& engine : engines) engine->close(0);
+}
+
+TEST_CASE("moe proxy: a thread carries out what was ordered before it ends, and tells what failed") {
+  const Layout layout(
+      {.world = 2, .experts = kExperts, .top_k = 1, .max_tokens = 8, .private_rows = 2, .node_of_rank = own_nodes(2)});
+  const FarMemory memory = parts(2, 8, 32, 16);
+  const EngineRef engines[2] = {open_engine("a"), open_engine("b")};
+  const RegionRef regions[2] = {engines[0]->alloc(2 * memory.parity_bytes, true),
+                                engines[1]->alloc(2 * memory.parity_bytes, true)};
+  Proxy here(engines[0], layout, 0, memory, regions[0]);
+  Proxy there(engines[1], layout, 1, memory, regions[1]);
+  here.connect(1, engines[0]->remote_region(regions[1]->descriptor()), there.imms_for(0));
+  there.connect(0, engines[1]->remote_region(regions[0]->descriptor()), here.imms_for(1));
+  const std::vector<int32_t> counts(kExperts);
+  {
+    ProxyThread thread(here, -1, 0);
+    thread.send_routes(1, counts);
+    thread.send_rows(1);
+  }
+  REQUIRE(there.wait(FarStep::kRoutes, 1, deadline_in(60), {}).result == FarResult::kReady);
+  there.send_remainder(1, nullptr);
+  REQUIRE(there.wait(FarStep::kRows, 1, deadline_in(60), {}).result == FarResult::kReady);
+
+  ProxyThread thread(here, -1, 0);
+  for (uint32_t i = 0; i < 1000; ++i) {  // it sleeps in between, or not
+    thread.send_rows(1);
+    if (i % 8 == 7) REQUIRE(thread.settle(deadline_in(60)));
+  }
+  engines[0]->close(deadline_in(10));
+  thread.send_rows(1);
+  thread.send_rows(1);
+  CHECK_THROWS_AS(thread.settle(deadline_in(60)), EngineClosedError);
+  CHECK(thread.settle(deadline_in(60)));
+  engines[1]->close(0);
+}
+
+TEST_CASE("moe proxy: a thread that cannot run where it is to is refused, with where it may") {
+  const Layout layout({.world = 2, .experts = kExperts, .node_of_rank = own_nodes(2)});
+  const FarMemory memory = parts(2, 8, 32, 16);
+  const EngineRef engine = open_engine("a");
+  Proxy proxy(engine, layout, 0, memory, engine->alloc(2 * memory.parity_bytes, false));
+  CHECK_THROWS_WITH_AS(ProxyThread(proxy, 100'000, 0), doctest::Contains("proxy_cpu is 100000"), UsageError);
+  CHECK_THROWS_WITH_AS(ProxyThread(proxy, -2, 0), doctest::Contains("it may on "), UsageError);
+  ProxyThread pinned(proxy, sched_getcpu(), 0);
+  engine->close(0);
 }
 
 }  // namespace crossrail::moe

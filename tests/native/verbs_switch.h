@@ -1,14 +1,16 @@
 // Devices of fake_verbs.h that reach each other, all in this process: messages and datagrams are delivered, so that engines
 // connect; RDMA writes are a sink, which completes them and moves nothing. Measures what posting costs us, without a NIC.
 //
-// Threads: one at a time, but for address handles.
+// Threads: one at a time, but for address handles and first_write_ns().
 #pragma once
 
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <map>
 
 #include "fake_verbs.h"
+#include "util/clock.h"
 
 namespace crossrail::verbs_test {
 
@@ -62,6 +64,10 @@ class Switch {
   Switch(const Switch&) = delete;
   Switch& operator=(const Switch&) = delete;
 
+  // When the first write was posted since forget(); 0: none was.
+  int64_t first_write_ns() const { return first_write_ns_.load(std::memory_order_acquire); }
+  void forget() { first_write_ns_.store(0, std::memory_order_release); }
+
  private:
   struct Completions {
     ibv_cq queue{};  // first: a pointer to it is one to us
@@ -108,6 +114,8 @@ class Switch {
   }
 
   void carry(Pair& from, const ibv_send_wr& request) {
+    if (request.opcode != IBV_WR_SEND && first_write_ns_.load(std::memory_order_relaxed) == 0)
+      first_write_ns_.store(now_ns(), std::memory_order_release);
     if (request.opcode == IBV_WR_SEND) deliver(from.is_datagram ? request.wr.ud.remote_qpn : from.peer, request);
     if ((request.send_flags & IBV_SEND_SIGNALED) != 0)
       complete(from.qp.send_cq, completion_of(request.wr_id, from.qp, IBV_WC_SUCCESS));
@@ -135,6 +143,7 @@ class Switch {
 
   Fake fake_;
   verbs::Library table_ = fake_table();
+  std::atomic<int64_t> first_write_ns_{0};
   std::map<uint32_t, Pair> pairs_;  // by number; nodes keep their places
   uint32_t next_number_ = 16;
 };

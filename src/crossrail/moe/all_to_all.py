@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -51,10 +51,12 @@ class AllToAll:
     constructor and of every call; an attribute, which may be changed between calls. dp_size: so many consecutive ranks
     hold the same tokens. private_tokens: of ranks that share no memory. on_lost: what a rank that dies does to the
     others; "raise": their calls raise PeerLost; "mask": they go on without its tokens and its experts, all from the
-    same half of the same round on (see `masked`). kernels: who touches rows; None: CpuKernels(). node_sums: ranks that
-    share memory add up what they return to a token of others, in float32, and send one row of it, rounded to
-    out_dtype, instead of one for each expert: fewer bytes in combine, other roundings. Then dispatch takes the weights,
-    and a rank's sums leave in combine_recv, or in advance().
+    same half of the same round on (see `masked`). proxy: who posts to ranks that share no memory with this one;
+    "caller": the thread that calls; "thread": one of its own, for cores that have nothing else to do. proxy_cpu: the
+    core for that one, UsageError where this process may not run there; None: any. Both may differ between ranks.
+    kernels: who touches rows; None: CpuKernels(). node_sums: ranks that share memory add up what they return to a token
+    of others, in float32, and send one row of it, rounded to out_dtype, instead of one for each expert: fewer bytes in
+    combine, other roundings. Then dispatch takes the weights, and a rank's sums leave in combine_recv, or in advance().
 
     Not built yet, and refused: on_lost="mask" where not all ranks share memory; memory of devices.
 
@@ -85,6 +87,8 @@ class AllToAll:
         capacity_factor: float | None = None,
         timeout_s: float = 30.0,
         on_lost: str = "raise",
+        proxy: Literal["caller", "thread"] = "caller",
+        proxy_cpu: int | None = None,
         kernels: Kernels | None = None,
         node_sums: bool = False,
     ) -> None:
@@ -94,6 +98,10 @@ class AllToAll:
             node_size=node_size, dp_size=dp_size, capacity_factor=capacity_factor, on_lost=on_lost,
             node_sums=node_sums,
         )  # fmt: skip
+        if proxy not in ("caller", "thread"):
+            raise UsageError(f"proxy is {proxy!r}, must be one of caller, thread")
+        if proxy == "caller" and proxy_cpu is not None:
+            raise UsageError(f"proxy_cpu is {proxy_cpu!r}, and proxy is 'caller': there is no thread to pin")
         self.rank = group.rank
         self._engine = engine
         self.timeout_s = timeout_s
@@ -117,6 +125,8 @@ class AllToAll:
             self._near = _near(engine, self.rank, near, board_layout, self._masks)
             if self.node_size < group.size:
                 self._far = Far(engine, self.config, self._layout, self.rank, self._kernels)
+                if proxy == "thread":
+                    self._far.start_thread(proxy_cpu)
                 meet_far(group, self._far, [member.address for member in members], timeout_s)
                 for rank in self._far.ranks:
                     self._near.watch(rank, members[rank].address)
@@ -505,6 +515,8 @@ class AllToAll:
             del self._unsettled[parity]
 
     def _close_memory(self) -> None:
+        if self._far is not None:
+            self._far.stop_thread()
         regions = [self._board, self._inbox] if self._far is None else [self._board, self._inbox, self._far.region]
         for region in regions:
             if not self._engine.closed:

@@ -37,7 +37,8 @@ class _Half:
 class Far:
     """One per AllToAll whose ranks do not all share memory. Threads: one at a time.
 
-    Lifecycle: 1. made. 2. card() is given to all ranks, and connect() gets theirs. 3. rounds. 4. close().
+    Lifecycle: 1. made, and start_thread() perhaps. 2. card() is given to all ranks, and connect() gets theirs. 3.
+    rounds. 4. stop_thread().
     """
 
     def __init__(
@@ -70,6 +71,14 @@ class Far:
             )
             for parity in range(PARITIES)
         ]
+
+    def start_thread(self, cpu: int | None) -> None:
+        """From now on a thread posts, not the caller: on that core, or wherever this process may run."""
+        self._proxy.start_thread(cpu)
+
+    def stop_thread(self) -> None:
+        """Ends it, once it has posted what it was told to. Idempotent."""
+        self._proxy.stop_thread()
 
     def card(self) -> dict[str, Any]:
         """What the far ranks need to know of us."""

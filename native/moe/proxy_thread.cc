@@ -1,0 +1,163 @@
+#include "moe/proxy_thread.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "util/clock.h"
+#include "util/copy.h"
+#include "util/errors.h"
+#include "util/futex.h"
+#include "util/spinlock.h"
+
+namespace crossrail::moe {
+
+namespace {
+
+constexpr int64_t kYieldAfterNs = 2'000;        // of spinning: who gives orders may need this very core
+constexpr int64_t kSleepMaxNs = 1'000'000'000;  // then it looks again, whatever happened
+
+std::string allowed_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return "nobody knows which";
+  std::string text;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &set)) text += (text.empty() ? "" : ", ") + std::to_string(cpu);
+  }
+  return text;
+}
+
+void pin(pthread_t thread, int32_t cpu) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  const bool is_cpu = cpu >= 0 && cpu < CPU_SETSIZE;
+  if (is_cpu) CPU_SET(static_cast<size_t>(cpu), &set);
+  if (!is_cpu || pthread_setaffinity_np(thread, sizeof set, &set) != 0) {
+    throw UsageError("proxy_cpu is " + std::to_string(cpu) +
+                     ", and a thread of this process cannot run there; it may on " + allowed_cpus());
+  }
+}
+
+}  // namespace
+
+ProxyThread::ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns)
+    : proxy_(proxy), has_core_(cpu != -1), spin_ns_(spin_ns) {
+  thread_ = std::thread([this] { run(); });
+  pthread_setname_np(thread_.native_handle(), "crossrail-moe");
+  if (cpu == -1) return;
+  try {
+    pin(thread_.native_handle(), cpu);
+  } catch (...) {
+    stop();
+    throw;
+  }
+}
+
+ProxyThread::~ProxyThread() { stop(); }
+
+void ProxyThread::stop() {
+  put({.step = Step::kStop});
+  thread_.join();
+}
+
+void ProxyThread::send_routes(uint32_t round, std::span<const int32_t> counts) {
+  counts_[round % kParities].assign(counts.begin(), counts.end());
+  give({.step = Step::kRoutes, .round = round});
+}
+
+void ProxyThread::give(const Order& order) {
+  const uint32_t number = given_.load(std::memory_order_relaxed);
+  // acquire: pairs with the release of done_, so that the place is free.
+  if (number - done_.load(std::memory_order_acquire) >= kOrdersMax - 1)
+    throw UsageError("more is ordered than two rounds have steps: settle first");
+  put(order);
+}
+
+void ProxyThread::put(const Order& order) {
+  const uint32_t number = given_.load(std::memory_order_relaxed);
+  orders_[number % kOrdersMax] = order;
+  copy_fence();  // rows may have been packed past the caches, by this thread: no fence of the other would order them
+  // seq_cst, and so are the flag's store and the look at given_ in run(): either the thread sees the order, or we see
+  // that it sleeps. Also a release: pairs with the acquire in run().
+  given_.store(number + 1, std::memory_order_seq_cst);
+  if (sleeps_.load(std::memory_order_seq_cst)) futex_wake_all(&given_, FutexScope::kProcess);
+}
+
+bool ProxyThread::settle(Deadline deadline) {
+  const uint32_t given = given_.load(std::memory_order_relaxed);
+  const int64_t spin_until = now_ns() + spin_ns_;
+  // acquire: pairs with the release of done_ in run(); from here on the proxy, and failure_, are ours.
+  for (uint32_t done; (done = done_.load(std::memory_order_acquire)) != given;) {
+    const int64_t now = now_ns();
+    if (now >= deadline) return false;
+    if (now < spin_until) {
+      std::this_thread::yield();
+      continue;
+    }
+    is_awaited_.store(true, std::memory_order_seq_cst);
+    done = done_.load(std::memory_order_seq_cst);
+    if (done != given) futex_wait(&done_, done, std::min(deadline, now + kSleepMaxNs), FutexScope::kProcess);
+    is_awaited_.store(false, std::memory_order_relaxed);
+  }
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  return true;
+}
+
+void ProxyThread::run() {
+  uint32_t done = 0;
+  int64_t idle_since = 0;
+  while (true) {
+    // acquire: pairs with the store in put(), so that the order and what it sends are seen.
+    if (given_.load(std::memory_order_acquire) != done) {
+      const Order& order = orders_[done % kOrdersMax];
+      if (order.step == Step::kStop) return;
+      carry_out(order);
+      // seq_cst, and so is the look at is_awaited_: either settle() sees it, or we see that it sleeps. Also a release:
+      // pairs with the acquire in settle() and give().
+      done_.store(++done, std::memory_order_seq_cst);
+      if (is_awaited_.load(std::memory_order_seq_cst)) futex_wake_all(&done_, FutexScope::kProcess);
+      idle_since = 0;
+      continue;
+    }
+    const int64_t now = now_ns();
+    if (idle_since == 0) idle_since = now;
+    if (now - idle_since < spin_ns_) {
+      if (has_core_ || now - idle_since < kYieldAfterNs) {
+        cpu_relax();
+      } else {
+        std::this_thread::yield();
+      }
+      continue;
+    }
+    sleeps_.store(true, std::memory_order_seq_cst);
+    if (given_.load(std::memory_order_seq_cst) == done)
+      futex_wait(&given_, done, now + kSleepMaxNs, FutexScope::kProcess);
+    sleeps_.store(false, std::memory_order_relaxed);
+  }
+}
+
+void ProxyThread::carry_out(const Order& order) {
+  if (failure_) return;
+  try {
+    switch (order.step) {
+      case Step::kRoutes:
+        return proxy_.send_routes(order.round, counts_[order.round % kParities]);
+      case Step::kRows:
+        return proxy_.send_rows(order.round);
+      case Step::kRemainder:
+        return proxy_.send_remainder(order.round, order.placement);
+      case Step::kResults:
+        return proxy_.send_results(order.round, order.placement);
+      case Step::kStop:
+        return;
+    }
+  } catch (...) {  // a closed engine, say: it is told to who settles
+    failure_ = std::current_exception();
+  }
+}
+
+}  // namespace crossrail::moe

@@ -1,0 +1,76 @@
+// A thread that posts for a Proxy: whoever has rows ready says so with a flag, and goes on.
+//
+// Orders are carried out one after the other, in the order in which they were given. While one is under way the proxy is
+// the thread's; after settle() it is the caller's again, until the next order. So the proxy has no lock, and orders and
+// waits see what the ones before them did.
+//
+// Lifecycle: 1. made: runs, pinned if asked. 2. orders. 3. destroyed: what was ordered is carried out first; before the proxy.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "moe/proxy.h"
+
+namespace crossrail::moe {
+
+// Threads: everything from one at a time. Not in a forked child, where the thread is missing: leave the object alone there.
+// Invariant: orders from done_ on are in orders_, done_ <= given_ <= done_ + kOrdersMax.
+class ProxyThread {
+ public:
+  // cpu: to run on, or -1 for wherever this process may. Throws UsageError when it cannot run there. spin_ns: how long the
+  // thread looks for orders before it sleeps; with a core of its own it does so without offering that to others.
+  ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns);
+  ~ProxyThread();
+  ProxyThread(const ProxyThread&) = delete;
+  ProxyThread& operator=(const ProxyThread&) = delete;
+
+  // As those of Proxy; return at once. counts are copied; a placement is kept by the caller until settle() said true.
+  void send_routes(uint32_t round, std::span<const int32_t> counts);
+  void send_rows(uint32_t round) { give({.step = Step::kRows, .round = round}); }
+  void send_remainder(uint32_t round, const Placement* placement) {
+    give({.step = Step::kRemainder, .round = round, .placement = placement});
+  }
+  void send_results(uint32_t round, const Placement* placement) {
+    give({.step = Step::kResults, .round = round, .placement = placement});
+  }
+
+  // Until all orders have been carried out; false: the deadline passed first. Throws what the first of them threw that
+  // failed; those behind it were not carried out.
+  bool settle(Deadline deadline);
+
+ private:
+  enum class Step : uint8_t { kRoutes, kRows, kRemainder, kResults, kStop };
+  struct Order {
+    Step step = Step::kRoutes;
+    uint32_t round = 0;
+    const Placement* placement = nullptr;
+  };
+  static constexpr uint32_t kOrdersMax = 16;  // at most four for each of two rounds, and the one to stop
+
+  void give(const Order& order);
+  void put(const Order& order);
+  void stop();
+  void run();
+  void carry_out(const Order& order);
+
+  Proxy& proxy_;
+  const bool has_core_;
+  const int64_t spin_ns_;
+  std::array<Order, kOrdersMax> orders_{};
+  std::array<std::vector<int32_t>, kParities> counts_;
+  std::exception_ptr failure_;  // the thread's until settled
+  // Each on a line of its own: one is written by the caller, the other by the thread.
+  alignas(64) std::atomic<uint32_t> given_{0};  // orders, modulo 2^32; also what the thread sleeps on
+  std::atomic<bool> sleeps_{false};
+  alignas(64) std::atomic<uint32_t> done_{0};  // what settle() sleeps on
+  std::atomic<bool> is_awaited_{false};
+  std::thread thread_;
+};
+
+}  // namespace crossrail::moe

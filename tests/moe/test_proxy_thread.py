@@ -1,0 +1,121 @@
+"""proxy="thread": rows for ranks that share no memory are posted by a thread of the proxy's own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail import sim
+from tests.moe.batches import Batch, draw
+from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K
+from tests.moe.ranks import Ranks
+from tests.moe.test_rounds import whole_round
+from tests.moe.test_sim import Town
+from tests.support.limits import NEVER_S
+from tests.support.seeds import Seed
+
+FAR: dict[str, Any] = {"node_size": 1, "private_tokens": 1, **CONFIG}  # so few that there are remainders
+TCP = {"transport": "tcp", "rails": ["127.0.0.1"]}
+
+
+def batches_of(seed: Seed, ranks: int) -> list[Batch]:
+    random = seed.rng()
+    return [draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK, 0.1) for _ in range(ranks)]
+
+
+def threads_named(name: str) -> int:
+    return sum(path.read_text().strip() == name for path in Path("/proc/self/task").glob("*/comm") if path.exists())
+
+
+@pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
+def test_rounds_are_exact(nothing_leaks: None, engine: dict[str, Any], seed: Seed) -> None:
+    with Ranks(3, engine, proxy="thread", **FAR) as ranks:
+        assert threads_named("crossrail-moe") == 3
+        for _ in range(20):
+            batches = batches_of(seed, 3)
+            ranks.each(lambda part, rank, batches=batches: whole_round(part, rank, batches))
+    assert threads_named("crossrail-moe") == 0
+
+
+def test_some_ranks_have_a_thread_and_some_have_none(nothing_leaks: None, seed: Seed) -> None:
+    batches = batches_of(seed, 2)
+    with Ranks(2, None, proxy="caller", **FAR) as ranks:
+        ranks.parts[1]._far.start_thread(None)
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
+
+
+def test_two_rounds_under_way(nothing_leaks: None, seed: Seed) -> None:
+    with Ranks(2, None, proxy="thread", **FAR) as ranks:
+
+        def play(part: Any, rank: int) -> None:
+            sent = [part.dispatch_send(b[rank].x, b[rank].scales, b[rank].indices, b[rank].weights) for b in both]
+            for opened in sent:
+                got = part.dispatch_recv(opened)
+                part.combine_send(np.zeros((got.rows, HIDDEN), np.float32), got)
+            for opened in sent:
+                assert not part.combine_recv(opened).any()
+
+        for _ in range(10):
+            both = [batches_of(seed, 2) for _ in range(2)]
+            ranks.each(play)
+
+
+def test_it_runs_where_it_is_told(nothing_leaks: None, seed: Seed) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    with Ranks(2, None, proxy="thread", proxy_cpu=cpu, **FAR) as ranks:
+        tasks = [path for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text() == "crossrail-moe\n"]
+        assert [os.sched_getaffinity(int(path.name)) for path in tasks] == [{cpu}] * 2
+        batches = batches_of(seed, 2)
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"proxy": "thread", "proxy_cpu": 4000}, r"proxy_cpu is 4000, .* it may on \d"),
+        ({"proxy": "thread", "proxy_cpu": -1}, "proxy_cpu"),
+        ({"proxy": "gpu"}, "proxy is 'gpu', must be one of caller, thread"),
+        ({"proxy_cpu": 0}, "proxy_cpu is 0, and proxy is 'caller'"),
+    ],
+)
+def test_what_cannot_be_is_refused(nothing_leaks: None, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(xr.UsageError, match=words):
+        Ranks(2, None, **options, **FAR)
+    assert threads_named("crossrail-moe") == 0
+
+
+def test_simulated_engines_have_no_threads(seed: Seed) -> None:
+    with sim.World(seed.number()) as world, pytest.raises(xr.UsageError, match="simulated engines have no threads"):
+        Town(world, 2, "cx7", proxy="thread")
+
+
+def test_an_engine_closed_in_a_round_ends_it(nothing_leaks: None, seed: Seed) -> None:
+    batch = batches_of(seed, 1)[0]
+    with Ranks(2, None, proxy="thread", **FAR) as ranks:
+        part = ranks.parts[0]
+        opened = part.dispatch_send(batch.x, batch.scales, batch.indices)
+        timer = threading.Timer(NEVER_S, ranks.engines[0].close)
+        timer.start()
+        with pytest.raises(xr.EngineClosed):
+            part.dispatch_recv(opened)
+        timer.join()
+
+
+def test_a_forked_child_is_told_and_can_end(nothing_leaks: None, seed: Seed) -> None:
+    batches = batches_of(seed, 2)
+    with Ranks(2, None, proxy="thread", **FAR) as ranks:
+        child = os.fork()
+        if child == 0:
+            try:
+                ranks.parts[0]._far.stop_thread()
+            except Exception as error:
+                os._exit(7 if "fork" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        ranks.each(lambda part, rank: whole_round(part, rank, batches))
