@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
@@ -170,6 +171,15 @@ class Engine(_core.Engine):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # close() waits for transfers; the loop goes on meanwhile, and they may need it to end.
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def __del__(self) -> None:
         if not getattr(self, "_is_open", False) or self._inherited:

@@ -150,6 +150,17 @@ def test_engine_is_a_context_manager() -> None:
     assert engine.closed
 
 
+async def test_engine_is_an_asynchronous_context_manager() -> None:
+    """Its close waits off the loop, which goes on and ends what the engine waits for."""
+    async with xr.Engine("here") as engine, xr.Engine("other") as other:
+        region = engine.alloc(64 << 20)
+        target = other.alloc(64 << 20)
+        transfer = engine.submit_write(region, target.descriptor, imm=1)
+        await other.imm_counter(1).wait_async(1, timeout_s=WAIT_S)
+        await transfer
+    assert engine.closed and other.closed
+
+
 def test_nothing_works_after_close(engine: xr.Engine, other: xr.Engine) -> None:
     src, dst, counter = engine.alloc(10), other.alloc(10), engine.imm_counter(1)
     group = engine.add_peer_group([other.address])

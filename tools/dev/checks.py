@@ -9,12 +9,13 @@ from pathlib import Path
 
 from tools.dev.arguments import no_arguments, take_flag
 from tools.dev.build import locked, prepare, set_up
-from tools.dev.processes import ROOT, must, run_bounded, say, tool
+from tools.dev.processes import PYTHON, ROOT, must, run_bounded, say, tool
 from tools.dev.venv import ensure_extra
 
 
 def check(arguments: list[str]) -> int:
     tidy = take_flag(arguments, "--tidy")
+    pyright = take_flag(arguments, "--pyright")
     no_arguments("check", arguments)
     folder = prepare()
     steps: list[tuple[str, list[str]]] = [
@@ -23,6 +24,10 @@ def check(arguments: list[str]) -> int:
         ("ruff check", [tool("ruff"), "check", "."]),
         ("mypy", [tool("mypy")]),
     ]
+    if pyright:
+        with locked():
+            ensure_extra("pyright")
+        steps.append(("pyright", [tool("basedpyright"), "--pythonpath", PYTHON, "-p", "tests/user_types"]))
     failed = []
     for name, command in steps:
         started = time.monotonic()

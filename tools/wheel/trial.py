@@ -68,11 +68,12 @@ def measure_help(inside: Path, place: Path, env: dict[str, str]) -> None:
 
 def run_documentation(wheel: Path, inside: Path, place: Path, env: dict[str, str]) -> None:
     """The tests of README.md's and docs/' code, in a folder that has them and no source of the package."""
-    pip_install(inside, f"{wheel}[kv,test]")
+    pip_install(inside, f"{wheel}[kv,test]", "mypy>=2.4,<3")
     for name in ("README.md", "pyproject.toml"):
         shutil.copy2(ROOT / name, place / name)
     for name in ("docs", "tests"):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    run([inside, "-m", "mypy", "--strict", "tests/user_types/program.py"], PROGRAMS_S, cwd=place, env=env)
     command = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/documentation/test_code_blocks.py"]
     said = run(command, PROGRAMS_S, cwd=place, env=env)
     say(f"  examples of README.md and docs/ from it: {said.strip().splitlines()[-1].strip('= ')}")

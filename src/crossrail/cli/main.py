@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -63,9 +65,12 @@ class CommandGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; our errors become one line on stderr and an exit code."""
+        """Run the command; what it raises becomes one line on stderr and an exit code."""
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # what is still in it must fail here, if it does
+        except (click.exceptions.Exit, click.Abort, click.ClickException):
+            raise  # click's own ways to end
         except KeyboardInterrupt:
             click.echo("\ninterrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
@@ -73,12 +78,22 @@ class CommandGroup(click.Group):
             # The reader of our output went away (`crossrail bench | head`): nobody is left to tell.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             ctx.exit(1)
-        except UsageError as error:
-            click.echo(f"error: {error}", err=True)
-            ctx.exit(EXIT_USAGE)
-        except (CrossrailError, OSError) as error:
-            click.echo(f"error: {error}", err=True)
-            ctx.exit(1)
+        except Exception as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            click.echo(said_of(error), err=True)
+            ctx.exit(EXIT_USAGE if isinstance(error, UsageError) else 1)
+        return result
+
+
+def said_of(error: Exception) -> str:
+    """What a user is told."""
+    if isinstance(error, CrossrailError):
+        return f"error: {error} [{error.docs}]"
+    if isinstance(error, OSError):
+        return f"error: {error}"
+    what = f"{type(error).__name__}: {error}"
+    return f"error: a mistake in crossrail, {what}; `crossrail --debug ...` shows where, please report it"
 
 
 @contextmanager
@@ -94,8 +109,9 @@ def quiet_log() -> Iterator[None]:
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show where an error comes from, not only what it is.")
 @click.version_option(package_name="crossrail", prog_name="crossrail")
 @click.pass_context
-def main(ctx: click.Context) -> None:
+def main(ctx: click.Context, debug: bool) -> None:
     """Move tensors and files between processes, point to point, over whatever connects them."""
     ctx.with_resource(quiet_log())

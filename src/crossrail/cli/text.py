@@ -68,6 +68,22 @@ class OutputFile(click.Path):
         return path
 
 
+class OutputFolder(click.Path):
+    """The type of an option that names a folder to write to, made if it is missing: likewise."""
+
+    def __init__(self) -> None:
+        super().__init__(file_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            self.fail(f"{str(path)!r}: {str(there)!r} is no folder", param, ctx)
+        if not os.access(there, os.W_OK):
+            self.fail(f"{str(path)!r}: no permission to write in {str(there)!r}", param, ctx)
+        return path
+
+
 def cpu_pair(text: str) -> tuple[int, int]:
     """The type of an option such as `0,1`: a core for each of two processes."""
     words = text.split(",")

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from crossrail.cli.kv.common import open_model, open_tokenizer, parse_options, tokenizer_of
 from crossrail.cli.kv.local import Client, Processes
+from crossrail.cli.text import OutputFolder
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.messages import Sampling
 from crossrail.kv.model import Model, Tokens, generate
@@ -161,7 +162,7 @@ def _show_timeline(client: Client, request: str, out: Path, console: Console) ->
 @click.option("--tp", default=1, show_default=True, help="Ranks of each node.")
 @click.option("--transport", default="auto", show_default=True)
 @click.option("--kill", "kills", is_flag=True, help="Kill the prefiller at work in the middle.")
-@click.option("--out", default="kv-demo", show_default=True, type=click.Path(file_okay=False, path_type=Path))
+@click.option("--out", default="kv-demo", show_default=True, type=OutputFolder())
 def demo(
     model: str,
     model_options: tuple[str, ...],

@@ -1,0 +1,216 @@
+"""Every command, used wrongly or in bad surroundings: one line that says so, the right status, no traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from crossrail.cli.main import COMMANDS, main
+from crossrail.errors import CrossrailError, PeerLost, UsageError
+from tests.cli.leaves import groups_and_leaves, with_arguments
+
+EVERY = list(groups_and_leaves())
+NAMES = [" ".join(words) or "crossrail" for words, _ in EVERY]
+LONG_S = 60.0
+ESCAPE = "\x1b["
+
+
+def run(*words: object, **environment: str) -> Result:
+    return CliRunner(env=environment).invoke(main, [str(word) for word in words])
+
+
+def refused(result: Result) -> str:
+    """What stands in the one line with the error; click's hints may come before it."""
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit), result.exception
+    lines = [line for line in result.stderr.splitlines() if line.lower().startswith("error: ")]
+    assert len(lines) == 1 and not result.stdout, result.output
+    return lines[0]
+
+
+def typed() -> Iterator[Any]:
+    """Options and arguments that do not take just any word."""
+    for words, command in EVERY:
+        for parameter in command.params:
+            takes_words = isinstance(parameter.type, (click.types.StringParamType, click.types.BoolParamType))
+            if not takes_words and getattr(parameter, "is_flag", False) is False:
+                yield pytest.param(words, command, parameter, id=" ".join([*words, parameter.opts[0]]))
+
+
+@pytest.mark.parametrize(("words", "command", "parameter"), list(typed()))
+def test_value_of_the_wrong_type(words: list[str], command: click.Command, parameter: click.Parameter) -> None:
+    """Of a path: one that cannot be."""
+    junk = "/dev/null/file" if "path" in parameter.type.name or isinstance(parameter.type, click.Path) else "j,u,n,k?"
+    given = (
+        [junk] if isinstance(parameter, click.Argument) else [*with_arguments(command), f"{parameter.opts[0]}={junk}"]
+    )
+    assert refused(run(*words, *given))
+
+
+@pytest.mark.parametrize(("words", "command"), EVERY, ids=NAMES)
+def test_option_that_does_not_exist(words: list[str], command: click.Command) -> None:
+    assert "--nonsense" in refused(run(*words, *with_arguments(command), "--nonsense"))
+
+
+@pytest.mark.parametrize(("words", "command"), EVERY, ids=NAMES)
+def test_help_on_a_narrow_terminal_without_colour(words: list[str], command: click.Command) -> None:
+    result = run(*words, "--help", COLUMNS="20", NO_COLOR="1", TERM="dumb")
+    assert result.exit_code == 0 and not result.stderr
+    assert "Usage:" in result.output and ESCAPE not in result.output
+
+
+# Those that do something at once, and nothing that stays.
+QUICK = [
+    ["topo"],
+    ["topo", "--json"],
+    ["doctor", "--only", "limits", "--json"],
+    ["sim", "--list"],
+    ["--help"],
+    ["kv", "--help"],
+]
+
+
+def started(*words: str, **options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "crossrail", *words]
+    environment = os.environ | {"COLUMNS": "30", "NO_COLOR": "1"}
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, **options
+    )
+
+
+@pytest.mark.parametrize("words", QUICK, ids=" ".join)
+def test_reader_of_the_output_is_gone(words: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with started(*words, stdout=write_end) as process:
+        os.close(write_end)
+        _, errors = process.communicate(timeout=LONG_S)
+    assert (process.returncode, errors) == (1, "")
+
+
+@pytest.mark.parametrize("words", QUICK, ids=" ".join)
+def test_output_on_a_narrow_terminal_without_colour(words: list[str]) -> None:
+    with started(*words, stdout=subprocess.PIPE) as process:
+        output, errors = process.communicate(timeout=LONG_S)
+    assert process.returncode in (0, 1) and "Traceback" not in errors  # doctor may have found something
+    assert output and ESCAPE not in output + errors
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens at, on all addresses."""
+    with socket.create_server(("", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "--listen=PORT", "--dir=."],
+        ["doctor", "--listen=PORT"],
+        ["kv", "router", "--listen=127.0.0.1:PORT"],
+        ["kv", "router", "--port=PORT"],
+        ["weights", "load", "model.safetensors", "--targets=1", "--port=PORT"],
+    ],
+    ids=" ".join,
+)
+def test_port_is_taken(words: list[str], taken: int, tmp_path: Path) -> None:
+    header = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "CROSSRAIL_SECRET": "of this test"}
+    done = subprocess.run(
+        [sys.executable, "-m", "crossrail", *(word.replace("PORT", str(taken)) for word in words)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        timeout=LONG_S,
+    )
+    errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
+    assert done.returncode == 1 and len(errors) == 1, done.stderr
+    assert str(taken) in errors[0] and re.search(r"in use|taken|errno 98", errors[0])
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["trace", "FILE"], ["weights", "show", "FILE"]], ids=" ".join)
+@pytest.mark.parametrize("content", [b"", b"\0" * 4096, b"{]" * 100], ids=["empty", "zeros", "text"])
+def test_file_with_something_else_in_it(words: list[str], content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    result = run(*(str(file) if word == "FILE" else word for word in words))
+    assert result.exit_code in (1, 2)
+    assert result.stderr.startswith("error: ") and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["trace", "FILE"], ["weights", "show", "FILE"], ["push", "FILE", "inbox:"]], ids=" ".join
+)
+def test_file_that_may_not_be_read(words: list[str], tmp_path: Path) -> None:
+    """Root gives up what lets it read everything."""
+    file = tmp_path / "file"
+    file.write_bytes(b"secret")
+    file.chmod(0)
+    script = (
+        "import ctypes, os, sys\n"
+        "for dac_override_and_read_search in (1, 2):\n"
+        "    ctypes.CDLL(None).prctl(24, dac_override_and_read_search, 0, 0, 0)  # PR_CAPBSET_DROP\n"
+        "os.execv(sys.executable, [sys.executable, '-m', 'crossrail', *sys.argv[1:]])\n"
+    )
+    given = [str(file) if word == "FILE" else word for word in words]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *given], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LONG_S
+    )
+    errors = [line for line in done.stderr.splitlines() if line.lower().startswith("error: ")]
+    assert done.returncode in (1, 2) and len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert re.search("not readable|permission", done.stderr, re.IGNORECASE)
+
+
+class Raises(click.Command):
+    """A command that ends by an exception."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__("fails", callback=self.fail_so)
+        self._error = error
+
+    def fail_so(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (UsageError("pages: -1"), 2, "error: pages: -1 [docs/errors.md#usage-error]"),
+        (PeerLost("gone"), 1, "error: gone [docs/errors.md#peer-lost]"),
+        (CrossrailError("so"), 1, "error: so [docs/errors.md#crossrail-error]"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "error: [Errno 13] Permission denied: '/x'"),
+        (KeyError("x"), 1, "error: a mistake in crossrail, KeyError: 'x'; `crossrail --debug ...` shows where, "),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_what_becomes_of_an_exception(
+    error: BaseException, status: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(COMMANDS, "fails", ("tests.cli.raising", "Fails."))
+    module = type(sys)("tests.cli.raising")
+    module.command = Raises(error)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tests.cli.raising", module)
+
+    plain = run("fails")
+    assert plain.exit_code == status
+    assert plain.stderr.strip().startswith(line)
+    assert len(plain.stderr.split("\n")) <= 3 and "Traceback" not in plain.stderr
+
+    if isinstance(error, Exception):
+        assert "Traceback" in run("--debug", "fails").stderr
