@@ -188,10 +188,8 @@ void register_moe_proxy(nb::module_& module) {
           nb::sig("def send_results(self, round: int, placement: Placement | None) -> None"))
       .def(
           "send_sums",
-          [](const ProxyHandle& self, uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows) {
-            moe::Proxy& proxy = self.get();
-            const WithoutGil no_gil;
-            proxy.send_sums(round, partner, first_row, rows);
+          [](ProxyHandle& self, uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows) {
+            self.post([&](auto& to) { to.send_sums(round, partner, first_row, rows); });
           },
           nb::arg("round"), nb::arg("partner"), nb::arg("first_row"), nb::arg("rows"))
       .def(

@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <bit>
 #include <string>
 #include <utility>
 
@@ -45,7 +46,12 @@ void pin(pthread_t thread, int32_t cpu) {
 }  // namespace
 
 ProxyThread::ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns)
-    : proxy_(proxy), has_core_(cpu != -1), spin_ns_(spin_ns) {
+    // For each round in hand four orders, or three and one for each partner; and the one to stop. A power of two: the number
+    // of an order goes round.
+    : proxy_(proxy),
+      has_core_(cpu != -1),
+      spin_ns_(spin_ns),
+      orders_(std::bit_ceil(kParities * (4 + proxy.far_ranks().size()) + 1)) {
   thread_ = std::thread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "crossrail-moe");
   if (cpu == -1) return;
@@ -72,14 +78,14 @@ void ProxyThread::send_routes(uint32_t round, std::span<const int32_t> counts) {
 void ProxyThread::give(const Order& order) {
   const uint32_t number = given_.load(std::memory_order_relaxed);
   // acquire: pairs with the release of done_, so that the place is free.
-  if (number - done_.load(std::memory_order_acquire) >= kOrdersMax - 1)
+  if (number - done_.load(std::memory_order_acquire) >= orders_.size() - 1)
     throw UsageError("more is ordered than two rounds have steps: settle first");
   put(order);
 }
 
 void ProxyThread::put(const Order& order) {
   const uint32_t number = given_.load(std::memory_order_relaxed);
-  orders_[number % kOrdersMax] = order;
+  orders_[number % orders_.size()] = order;
   copy_fence();  // rows may have been packed past the caches, by this thread: no fence of the other would order them
   // seq_cst, and so are the flag's store and the look at given_ in run(): either the thread sees the order, or we see
   // that it sleeps. Also a release: pairs with the acquire in run().
@@ -113,7 +119,7 @@ void ProxyThread::run() {
   while (true) {
     // acquire: pairs with the store in put(), so that the order and what it sends are seen.
     if (given_.load(std::memory_order_acquire) != done) {
-      const Order& order = orders_[done % kOrdersMax];
+      const Order& order = orders_[done % orders_.size()];
       if (order.step == Step::kStop) return;
       carry_out(order);
       // seq_cst, and so is the look at is_awaited_: either settle() sees it, or we see that it sleeps. Also a release:
@@ -152,6 +158,8 @@ void ProxyThread::carry_out(const Order& order) {
         return proxy_.send_remainder(order.round, order.placement);
       case Step::kResults:
         return proxy_.send_results(order.round, order.placement);
+      case Step::kSums:
+        return proxy_.send_sums(order.round, order.partner, order.first_row, order.rows);
       case Step::kStop:
         return;
     }

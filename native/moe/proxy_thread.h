@@ -20,7 +20,7 @@
 namespace crossrail::moe {
 
 // Threads: everything from one at a time. Not in a forked child, where the thread is missing: leave the object alone there.
-// Invariant: orders from done_ on are in orders_, done_ <= given_ <= done_ + kOrdersMax.
+// Invariant: orders from done_ on are in orders_, done_ <= given_ <= done_ + orders_.size().
 class ProxyThread {
  public:
   // cpu: to run on, or -1 for wherever this process may. Throws UsageError when it cannot run there. spin_ns: how long the
@@ -40,18 +40,24 @@ class ProxyThread {
     give({.step = Step::kResults, .round = round, .placement = placement});
   }
 
+  void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows) {
+    give({.step = Step::kSums, .round = round, .partner = partner, .first_row = first_row, .rows = rows});
+  }
+
   // Until all orders have been carried out; false: the deadline passed first. Throws what the first of them threw that
   // failed; those behind it were not carried out.
   bool settle(Deadline deadline);
 
  private:
-  enum class Step : uint8_t { kRoutes, kRows, kRemainder, kResults, kStop };
+  enum class Step : uint8_t { kRoutes, kRows, kRemainder, kResults, kSums, kStop };
   struct Order {
     Step step = Step::kRoutes;
     uint32_t round = 0;
     const Placement* placement = nullptr;
+    uint32_t partner = 0;
+    uint64_t first_row = 0;
+    uint64_t rows = 0;
   };
-  static constexpr uint32_t kOrdersMax = 16;  // at most four for each of two rounds, and the one to stop
 
   void give(const Order& order);
   void put(const Order& order);
@@ -62,7 +68,7 @@ class ProxyThread {
   Proxy& proxy_;
   const bool has_core_;
   const int64_t spin_ns_;
-  std::array<Order, kOrdersMax> orders_{};
+  std::vector<Order> orders_;
   std::array<std::vector<int32_t>, kParities> counts_;
   std::exception_ptr failure_;  // the thread's until settled
   // Each on a line of its own: one is written by the caller, the other by the thread.

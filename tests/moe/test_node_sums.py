@@ -47,9 +47,10 @@ def test_sums_of_whole_numbers_are_those_without(size: int, node_size: int, wire
             assert all(np.array_equal(got, expected_sums(batch)) for got, batch in zip(sums, batches, strict=True))
 
 
-def test_two_rounds_are_open_at_once(seed: Seed) -> None:
+@pytest.mark.parametrize("proxy", ["caller", "thread"])
+def test_two_rounds_are_open_at_once(proxy: str, seed: Seed) -> None:
     random = seed.rng()
-    with Ranks(4, node_size=2, **OPTIONS) as ranks:
+    with Ranks(4, node_size=2, proxy=proxy, **OPTIONS) as ranks:
         rounds = [[draw(random, 8, 40, 9, 4, BLOCK) for _ in range(4)] for _ in range(2)]
 
         def both(part: AllToAll, rank: int) -> None:
