@@ -11,7 +11,7 @@ from crossrail.errors import UsageError
 
 
 class LazyGroup(click.Group):
-    """Of `crossrail NAME`, in crossrail.cli.NAME, all of which needs the extra `crossrail[NAME]`."""
+    """Of `crossrail NAME`, in crossrail.cli.NAME, which may need the extra `crossrail[NAME]`."""
 
     def __init__(
         self, name: str, about: str, lazy: Mapping[str, tuple[str, str]], hidden: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""`crossrail weights`: the group of commands, each imported when it runs; all need the extra `crossrail[weights]`."""
+"""`crossrail weights`: the group of commands, each imported when it runs."""
 
 from __future__ import annotations
 
