@@ -16,12 +16,9 @@ from crossrail.moe.arrays import Array, from_host, is_tensor, to_count, to_host
 from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout, output_arrays, output_bytes
 from crossrail.moe.capacity import find_overflow
 from crossrail.moe.config import NUMPY_TYPES, OUT_DTYPES, Config
-from crossrail.moe.far import Far
 from crossrail.moe.group import Group
 from crossrail.moe.kernels import CpuKernels, Kernels
-from crossrail.moe.meeting import Member, make_layout, meet, meet_far
-from crossrail.moe.near import Near
-from crossrail.moe.node_sums import NodeSums
+from crossrail.moe.peers import Peers
 from crossrail.moe.rounds import Dispatched, Round, Stage
 from crossrail.observe.durations import Durations
 
@@ -106,44 +103,27 @@ class AllToAll:
         self._engine = engine
         self.timeout_s = timeout_s
         self._kernels = CpuKernels() if kernels is None else kernels
-        self._far: Far | None = None
-        self._sums: NodeSums | None = None
         self._masks = on_lost == "mask"
         board_layout = BoardLayout(self.config)
         self._board = engine.alloc(board_layout.nbytes)
         board_layout.begin(self._board.view())
         self._inbox = engine.alloc(output_bytes(self.config))
         try:
-            members = meet(engine, group, self.config, self._board, timeout_s)
-            near = [member for member in members if member.board is not None]
-            self.node_size = len(near)
-            self._layout = make_layout(self.config, self.node_size)
-            if self._masks and self.node_size < group.size:
-                raise UsageError(
-                    f"on_lost is 'mask', and only {self.node_size} of {group.size} ranks share memory: not built yet"
-                )
-            self._near = _near(engine, self.rank, near, board_layout, self._masks)
-            if self.node_size < group.size:
-                self._far = Far(engine, self.config, self._layout, self.rank, self._kernels)
-                if proxy == "thread":
-                    self._far.start_thread(proxy_cpu)
-                meet_far(group, self._far, [member.address for member in members], timeout_s)
-                for rank in self._far.ranks:
-                    self._near.watch(rank, members[rank].address)
-                if self.config.node_sums:
-                    self._sums = NodeSums(
-                        self._layout, self.rank, self._near.boards, self._far, self._kernels, max_tokens
-                    )
+            posting = proxy == "thread", proxy_cpu
+            self._peers = Peers(
+                engine, group, self.config, self._board, board_layout, self._kernels, posting, timeout_s
+            )
         except BaseException:
             self._close_memory()
             raise
+        self._layout, self._near, self._far = self._peers.layout, self._peers.near, self._peers.far
+        self.node_size = len(self._near.ranks)
         self._outputs = [output_arrays(self.config, self._inbox.view(), parity) for parity in range(PARITIES)]
         self._number = 0
         self._open: dict[int, Round] = {}  # by parity
         self._unsettled: dict[int, int] = {}  # by parity: a round that came to nothing, until all ranks know
         self._closed = False
         self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_received": 0, "bytes_summed": 0}
-        self._waited_s = 0.0
         self._durations = Durations(_DURATION_BOUNDS_S)
 
     # ---- dispatch
@@ -184,9 +164,7 @@ class AllToAll:
         if given is None and config.node_sums:
             raise UsageError("weights is None: with node_sums dispatch takes them")
         self._settle(parity)
-        self._near.check_alive()
-        if self._far is not None:
-            self._far.check_alive()
+        self._peers.check_alive()
         half = self._near.own[parity]
         routes = masking.drop_routes(config, routes, self._near.masked)
         slots = np.empty((tokens, config.top_k), np.int32)
@@ -237,7 +215,7 @@ class AllToAll:
         opened.require(Stage.SENT, "dispatch_recv")
         config, rank, parity = self.config, self.rank, opened.number % PARITIES
         if opened.placement is None:
-            self._place(opened)
+            self._place(opened, self.timeout_s)
         placement = opened.placement
         x, scales = self._outputs[parity]
         for group, source in enumerate(opened.sources):
@@ -247,14 +225,14 @@ class AllToAll:
             moves = np.asarray(placement.pull_near(group, rank, half.order[: int(half.counts.sum())]))
             if len(moves) > 0:
                 self._kernels.pull(x, scales, half.rows, moves)
-        self._wait_rows(opened.number)
+        self._peers.wait_rows(opened.number, self.timeout_s)
         if self._far is not None:
             self._far.pull(opened.number, placement, x, scales, self._near.own[parity].tags)
         if self._masks:
             self._near.check_not_masked(opened.number)
         offsets, of_expert = np.asarray(placement.expert_offsets(rank)), np.asarray(placement.expert_rows(rank))
         rows, received = int(offsets[-1]), int(of_expert.sum())
-        if self._sums is None:
+        if self._peers.sums is None:
             opened.where = placement.places(rank, opened.indices, opened.slots)
         else:
             terms = _core.moe.terms_to_take(placement, rank, opened.indices, opened.slots, opened.weights)
@@ -303,7 +281,7 @@ class AllToAll:
         kept = self._near.own[opened.number % PARITIES].y[: dispatched.rows]
         if dispatched.rows > 0 and values.ctypes.data != kept.ctypes.data:
             kept[:] = values
-        if self._far is not None and self._sums is None:
+        if self._far is not None and self._peers.sums is None:
             self._far.send_results(opened.number, opened.placement, kept)
         opened.stage = Stage.RETURNED
         self._near.publish(RETURNED, opened.number)
@@ -332,13 +310,10 @@ class AllToAll:
             raise UsageError("weights is None, and dispatch was given none")
         shape = (opened.tokens, config.hidden)
         sums = np.empty(shape, NUMPY_TYPES[config.out_dtype]) if out is None else to_host(out, "out", OUT_DTYPES, shape)
-        absent = self._wait_results(opened)
+        absent = self._peers.wait_results(opened, self.timeout_s)
         where = masking.drop_results(opened.where, self._near.ranks, absent)
-        sources = [self._near.halves[rank, parity].y for rank in self._near.ranks]
-        if self._far is not None:
-            sources.append(self._far.results(opened.number))
         if opened.tokens > 0:
-            self._kernels.reduce(sums, sources, where, factors, accumulate)
+            self._kernels.reduce(sums, self._peers.results(opened.number), where, factors, accumulate)
         if self._masks:
             self._near.check_not_masked(opened.number)
         opened.stage = Stage.ENDED
@@ -358,9 +333,9 @@ class AllToAll:
             if opened.stage is Stage.SENT:
                 if opened.placement is None:
                     self._place(opened, 0)
-                self._wait_rows(opened.number, 0)
+                self._peers.wait_rows(opened.number, 0)
             elif opened.stage is Stage.RETURNED:
-                self._wait_results(opened, 0)
+                self._peers.wait_results(opened, 0)
         except WaitTimeout:
             return False
         return opened.stage in (Stage.SENT, Stage.RETURNED)
@@ -376,7 +351,7 @@ class AllToAll:
         """Since it was made: rounds, tokens_sent, rows_received, bytes_received, bytes_summed, and seconds
         waited.
         """
-        return {**self._stats, "waited_s": self._waited_s}
+        return {**self._stats, "waited_s": self._peers.waited_s}
 
     def durations(self) -> Durations:
         """Of rounds that were completed, from dispatch_send to the end of combine_recv: with what the experts took."""
@@ -401,9 +376,8 @@ class AllToAll:
         """
         if not self._closed:
             self._closed = True
-            self._near.farewell()
-            if self._far is not None and not self._engine.closed:
-                self._far.farewell(self.timeout_s)
+            self._peers.farewell(self.timeout_s)
+        self._peers.close(self.timeout_s)
         self._close_memory()
 
     def __enter__(self) -> AllToAll:
@@ -435,35 +409,6 @@ class AllToAll:
         if self._engine.closed:
             raise EngineClosed(f"engine {self._engine.name!r} was closed")
 
-    def _wait(self, what: int, number: int, timeout_s: float | None = None) -> list[int]:
-        """For ranks that share memory with us, and then for the others. Those that are masked, and never had it."""
-        begin = time.monotonic()
-        patience_s = self.timeout_s if timeout_s is None else timeout_s
-        try:
-            absent = self._near.wait(what, number, patience_s)
-            if self._far is not None:
-                self._far.wait("routes" if what == SENT else "results", number, patience_s)
-            return absent
-        finally:
-            self._waited_s += time.monotonic() - begin
-
-    def _wait_results(self, opened: Round, timeout_s: float | None = None) -> list[int]:
-        """For what combine sums; with node_sums, what others are to get of us leaves as soon as our node has it."""
-        if self._sums is not None and not opened.has_sent_sums:
-            self._near.wait(RETURNED, opened.number, self.timeout_s if timeout_s is None else timeout_s)
-            self._sums.send(opened.number, opened.placement)
-            opened.has_sent_sums = True
-        return self._wait(RETURNED, opened.number, timeout_s)
-
-    def _wait_rows(self, number: int, timeout_s: float | None = None) -> None:
-        """For rows of ranks that share no memory with us."""
-        begin = time.monotonic()
-        try:
-            if self._far is not None:
-                self._far.wait("rows", number, self.timeout_s if timeout_s is None else timeout_s)
-        finally:
-            self._waited_s += time.monotonic() - begin
-
     def _routes_for_far(self, counts: Array, order: Array) -> Array:
         """Routes of the rows that go to far ranks, in their order. Our own routes decide alone."""
         table = np.zeros((self.config.groups, self.config.experts), np.int32)
@@ -471,21 +416,13 @@ class AllToAll:
         ranges = _core.moe.Placement(self._layout, table).send_far(self.rank, order)
         return np.asarray(cast(tuple[Any, Any], ranges)[0])
 
-    def _place(self, opened: Round, timeout_s: float | None = None) -> None:
+    def _place(self, opened: Round, timeout_s: float) -> None:
         """Waits for the routes of all, decides where rows go, and has the rest of ours sent."""
-        config, number, parity = self.config, opened.number, opened.number % PARITIES
-        opened.sources = masking.sources(config, self.rank, self._wait(SENT, number, timeout_s))
-        counts = np.zeros((config.groups, config.experts), np.int32)
-        for group, source in enumerate(opened.sources):
-            if source is None:
-                continue  # whoever had these tokens is gone
-            half = self._near.halves.get((source, parity))
-            if half is not None:
-                counts[group] = half.counts
-            elif self._far is not None:
-                counts[group] = self._far.routes_of(number, source)
+        number = opened.number
+        opened.sources = self._peers.wait_sources(number, timeout_s)
+        counts = self._peers.counts(number, opened.sources)
         placement = _core.moe.Placement(self._layout, counts)
-        refusal = find_overflow(config, number, placement)  # all see the same counts, and come to the same end
+        refusal = find_overflow(self.config, number, placement)  # all see the same counts, and come to the same end
         if refusal is not None:
             self._refuse(opened)
             raise refusal
@@ -500,7 +437,8 @@ class AllToAll:
             if not opened.is_refused:
                 self._far.send_remainder(number, None)
                 opened.is_refused = True
-            self._wait_rows(number)  # those that came before anybody knew: the next round's are counted alike
+            # For those that came before anybody knew: the next round's are counted alike.
+            self._peers.wait_rows(number, self.timeout_s)
             self._far.send_results(number, None, None)
         self._near.publish(RETURNED, number)
         opened.stage = Stage.ENDED
@@ -511,19 +449,10 @@ class AllToAll:
         """A round that was refused has ended once all ranks have said so: until then one may still read our counts."""
         number = self._unsettled.get(parity)
         if number is not None:
-            self._wait(RETURNED, number)
+            self._peers.wait_returned(number, self.timeout_s)
             del self._unsettled[parity]
 
     def _close_memory(self) -> None:
-        if self._far is not None:
-            self._far.stop_thread()
-        regions = [self._board, self._inbox] if self._far is None else [self._board, self._inbox, self._far.region]
-        for region in regions:
+        for region in (self._board, self._inbox):
             if not self._engine.closed:
                 region.close(self.timeout_s)
-
-
-def _near(engine: xr.Engine, rank: int, near: list[Member], layout: BoardLayout, masks: bool) -> Near:
-    boards = [member.board for member in near if member.board is not None]
-    addresses = [member.address for member in near]
-    return Near(engine, rank, [member.rank for member in near], boards, addresses, layout, masks)
