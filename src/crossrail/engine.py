@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import os
@@ -179,6 +178,8 @@ class Engine(_core.Engine):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # close() waits for transfers; the loop goes on meanwhile, and they may need it to end.
+        import asyncio  # slow to import, and who runs a loop has done it
+
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
     def __del__(self) -> None:

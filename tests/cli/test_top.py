@@ -79,7 +79,8 @@ def test_nobody_there_is_one_line() -> None:
     shown = run(f"127.0.0.1:{port}")
 
     assert shown.returncode == 1
-    assert shown.stderr == f"error: no metrics at http://127.0.0.1:{port}/metrics: Connection refused\n"
+    where = f"http://127.0.0.1:{port}/metrics"
+    assert shown.stderr == f"error: no metrics at {where}: Connection refused [docs/errors.md#crossrail-error]\n"
 
 
 def test_somebody_else_there_is_one_line() -> None:

@@ -29,6 +29,9 @@ class MetricsServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
         self._closed = False
 
+    def __repr__(self) -> str:
+        return f"<MetricsServer {'closed' if self._closed else self.url}>"
+
     def close(self) -> None:
         """Stops listening and joins the thread; scrapes under way are cut off. Idempotent; one thread at a time."""
         if self._closed:
