@@ -12,6 +12,7 @@ from crossrail.default_rails import auto_worker_cpu, default_rails
 from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S, eventually
 from tests.support.machines import machine, nic, pretend, rdma_nic
+from tests.support.threads import tasks_named
 
 # --- rails ---
 
@@ -129,11 +130,6 @@ def test_auto_of_ports_is_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert auto_worker_cpu("verbs", ["mlx5_0"]) == 0
 
 
-def worker_affinities() -> list[set[int]]:
-    names = {task: Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")}
-    return [os.sched_getaffinity(int(task)) for task, name in names.items() if name == "crossrail-work"]
-
-
 def test_auto_pins_the_worker_of_this_machine(open_engine: EngineFactory) -> None:
     cpu = auto_worker_cpu("auto", 1)
 
@@ -144,7 +140,11 @@ def test_auto_pins_the_worker_of_this_machine(open_engine: EngineFactory) -> Non
     allowed = os.sched_getaffinity(0)
     assert cpu is None or cpu in allowed
     wanted = [allowed if cpu is None else {cpu}]
-    eventually(lambda: worker_affinities() == wanted, "the worker has begun, and is where it should be")
+
+    def affinities() -> list[set[int]]:
+        return [os.sched_getaffinity(task) for task in tasks_named("crossrail-work")]
+
+    eventually(lambda: affinities() == wanted, "the worker has begun, and is where it should be")
 
 
 @pytest.mark.parametrize("rails", [1.5, "eth0", [1], [[]], 0, -3])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from tests.moe.test_rounds import whole_round
 from tests.moe.test_sim import Town
 from tests.support.limits import NEVER_S
 from tests.support.seeds import Seed
+from tests.support.threads import tasks_named
 
 FAR: dict[str, Any] = {"node_size": 1, "private_tokens": 1, **CONFIG}  # so few that there are remainders
 TCP = {"transport": "tcp", "rails": ["127.0.0.1"]}
@@ -29,18 +29,14 @@ def batches_of(seed: Seed, ranks: int) -> list[Batch]:
     return [draw(random, TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK, 0.1) for _ in range(ranks)]
 
 
-def threads_named(name: str) -> int:
-    return sum(path.read_text().strip() == name for path in Path("/proc/self/task").glob("*/comm") if path.exists())
-
-
 @pytest.mark.parametrize("engine", [{}, TCP], ids=["shm", "tcp"])
 def test_rounds_are_exact(nothing_leaks: None, engine: dict[str, Any], seed: Seed) -> None:
     with Ranks(3, engine, proxy="thread", **FAR) as ranks:
-        assert threads_named("crossrail-moe") == 3
+        assert len(tasks_named("crossrail-moe")) == 3
         for _ in range(20):
             batches = batches_of(seed, 3)
             ranks.each(lambda part, rank, batches=batches: whole_round(part, rank, batches))
-    assert threads_named("crossrail-moe") == 0
+    assert tasks_named("crossrail-moe") == []
 
 
 def test_some_ranks_have_a_thread_and_some_have_none(nothing_leaks: None, seed: Seed) -> None:
@@ -69,8 +65,7 @@ def test_two_rounds_under_way(nothing_leaks: None, seed: Seed) -> None:
 def test_it_runs_where_it_is_told(nothing_leaks: None, seed: Seed) -> None:
     cpu = max(os.sched_getaffinity(0))
     with Ranks(2, None, proxy="thread", proxy_cpu=cpu, **FAR) as ranks:
-        tasks = [path for path in Path("/proc/self/task").iterdir() if (path / "comm").read_text() == "crossrail-moe\n"]
-        assert [os.sched_getaffinity(int(path.name)) for path in tasks] == [{cpu}] * 2
+        assert [os.sched_getaffinity(task) for task in tasks_named("crossrail-moe")] == [{cpu}] * 2
         batches = batches_of(seed, 2)
         ranks.each(lambda part, rank: whole_round(part, rank, batches))
 
@@ -87,7 +82,7 @@ def test_it_runs_where_it_is_told(nothing_leaks: None, seed: Seed) -> None:
 def test_what_cannot_be_is_refused(nothing_leaks: None, options: dict[str, Any], words: str) -> None:
     with pytest.raises(xr.UsageError, match=words):
         Ranks(2, None, **options, **FAR)
-    assert threads_named("crossrail-moe") == 0
+    assert tasks_named("crossrail-moe") == []
 
 
 def test_simulated_engines_have_no_threads(seed: Seed) -> None:

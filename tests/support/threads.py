@@ -1,7 +1,9 @@
-"""Threads of tests that wait in an engine."""
+"""Threads of tests that wait in an engine, and the engines' own."""
 
+import contextlib
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import crossrail as xr
 from tests.support.limits import WAIT_S
@@ -23,3 +25,13 @@ def start_thread(engine: xr.Engine, run: Callable[[], object], name: str) -> thr
     thread.start()
     assert is_known.wait(WAIT_S), f"thread {name} did not begin"
     return thread
+
+
+def tasks_named(name: str) -> list[int]:
+    """Threads of this process with that name, by the kernel's number. One that ends as we look is not there."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if (task / "comm").read_text() == f"{name}\n":
+                found.append(int(task.name))
+    return found
