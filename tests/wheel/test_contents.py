@@ -57,6 +57,7 @@ def packed(folder: Path, *, name: str = f"crossrail-1-cp312-abi3-{PLATFORM}.whl"
     return folder / name
 
 
+@pytest.mark.no_sanitizer  # which the module links to
 def test_module_of_this_machine_is_looked_at(contents: ModuleType) -> None:
     """It links to glibc alone and exports its entry point; its symbols are as new as the machine."""
     found = contents.Found()
