@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,24 @@ async def test_stopped_prefiller_is_passed_over_and_harmless_when_it_goes_on(ser
     services.joined("p0", "p1")
     eventually(lambda: all_pages_free(services, "p0", "p1", "d0"), "all pages are free", pause_s=0.05)
     assert Asking(services).result() == await monolithic()
+
+
+def test_node_serves_its_metrics_where_it_is_told(services: Services) -> None:
+    router = f"http://{services.place}"
+    node = services.start("decoder", "d0", "--router", router, "--metrics-port", "0")
+    assert node.stdout is not None
+    assert node.stdout.readline().startswith(b"decoder d0: toy")
+    said = re.fullmatch(
+        r"decoder d0: metrics at (http://127\.0\.0\.1:(\d+)/metrics)\n", node.stdout.readline().decode()
+    )
+    assert said
+    with urllib.request.urlopen(said[1], timeout=WAIT_S) as answer:
+        assert b"crossrail_engine_open{" in answer.read()
+
+    refused = services.start("decoder", "d1", "--router", router, "--metrics-port", said[2])
+
+    assert refused.wait(WAIT_S) == 1
+    assert f"cannot serve metrics at 127.0.0.1:{said[2]}" in services.complaints()
 
 
 async def test_terminated_node_finishes_what_it_has_and_leaves(services: Services) -> None:

@@ -34,6 +34,7 @@ class Services:
     """
 
     def __init__(self, log: Path, transport: str = "auto", membership: str = "", silent_s: float = 1.5) -> None:
+        self._log_file = log
         self._log = log.open("wb")
         self._silent_s = silent_s
         self._transport = transport
@@ -102,6 +103,10 @@ class Services:
             if name not in self._processes:
                 self.add(role, name)
         self.joined(*nodes)
+
+    def complaints(self) -> str:
+        """What all of them have said on stderr."""
+        return self._log_file.read_text()
 
     def kill(self, name: str) -> None:
         """At once; also one that is stopped, or has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from typing import Any
@@ -27,6 +28,7 @@ from crossrail.kv.memory import RankMemory
 from crossrail.kv.node import Node, NodeOptions
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.rendezvous import find_by_http
+from crossrail.observe import serve_metrics
 
 _DEFAULTS = NodeOptions()
 
@@ -41,6 +43,10 @@ _node_options = together(
         help="'toy', 'qwen3', 'llama', 'deepseek', a checkpoint's directory, or package.module:function.",
     ),
     click.option("--model-option", "model_options", multiple=True, metavar="KEY=VALUE", help="For the model."),
+    click.option(
+        "--metrics-port", type=click.IntRange(0, 65535), help="Serve the engine's metrics there; 0: any port."
+    ),
+    click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address of this host, for that."),
     click.option("--drain-s", default=30.0, show_default=True, help="For what is under way, when told to end."),
     options_of(
         _DEFAULTS,
@@ -75,7 +81,7 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
     if bool(url) == bool(options["routers"]):
         raise UsageError("a node finds its routers by --router, or by --membership etcd://...: give one of the two")
     place = Place.from_url(url) if url else None
-    async with opened(name, options) as service:
+    async with opened(name, options) as service, contextlib.AsyncExitStack() as stack:
         ranks = {rank: RankMemory.alloc(service.engine, model.layout) for rank in range(model.layout.tp)}
         finders = [find_by_http(url, service.secret) for url in options["routers"]]
         node = kind(name, service.mailbox, model, ranks, finders, chosen(_DEFAULTS, options))
@@ -85,6 +91,9 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
             presence.start()
         try:
             click.echo(f"{kind.role} {name}: {model.name}, {model.layout.describe()}")
+            if (port := options["metrics_port"]) is not None:
+                metrics = serve_metrics(service.engine, port=port, host=options["metrics_host"])
+                click.echo(f"{kind.role} {name}: metrics at {stack.enter_context(metrics).url}")
             await _until_ended_or_refused(node, service.ended)
             click.echo(f"{kind.role} {name}: ending, after what is under way")
             if not await node.drain(options["drain_s"]):
