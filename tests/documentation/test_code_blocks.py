@@ -57,11 +57,13 @@ def test_each_block_has_a_test() -> None:
 
 
 @contextmanager
-def running(text: str, file: Path) -> Iterator[subprocess.Popen[str]]:
-    """A program in a process of its own, from a file: it may spawn others, which import that."""
+def running(text: str, file: Path, at_once: bool = True) -> Iterator[subprocess.Popen[str]]:
+    """A program in a process of its own, from a file: it may spawn others, which import that.
+
+    at_once: what it prints comes piece by piece, to be read meanwhile; else when it ends, unmixed with its children's.
+    """
     file.write_text(text)
-    # -u: what it prints comes at once, as on a terminal.
-    command = [sys.executable, "-u", str(file)]
+    command = [sys.executable, *(["-u"] if at_once else []), str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
         try:
             yield it
@@ -77,7 +79,7 @@ def printed(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize(("name", "number"), PROGRAMS, ids=lambda value: str(value))
 def test_program_runs(name: str, number: int, tmp_path: Path) -> None:
-    with running(blocks()[name][number], tmp_path / "program.py") as process:
+    with running(blocks()[name][number], tmp_path / "program.py", at_once=False) as process:
         assert PROGRAMS[name, number] in printed(process)
 
 
