@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -63,8 +64,10 @@ def running(text: str, file: Path, at_once: bool = True) -> Iterator[subprocess.
     at_once: what it prints comes piece by piece, to be read meanwhile; else when it ends, unmixed with its children's.
     """
     file.write_text(text)
-    command = [sys.executable, *(["-u"] if at_once else []), str(file)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as it:
+    # An environment that asks for unbuffered output, as images of containers do, would mix lines in their middle.
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1" if at_once else ""}
+    command = [sys.executable, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as it:
         try:
             yield it
         finally:
