@@ -20,6 +20,8 @@ from tests.support.limits import WAIT_S
         ["kv", "demo", "--token-us", "5000"],
         ["serve", "--dir", "."],
         ["doctor", "--listen", "0"],
+        ["bench"],
+        ["weights", "sim", "kimi-k2"],
     ],
     ids=" ".join,
 )
@@ -35,7 +37,7 @@ def test_one_word_and_the_status_of_an_interrupt(command: list[str], tmp_path: P
         start_new_session=True,
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().strip()  # its processes have joined
+        assert process.stdout.readline().strip()  # what it starts first is there, or importing
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130

@@ -1,6 +1,7 @@
 """The event loop on the virtual clock."""
 
 import asyncio
+import gc
 import re
 import signal
 import threading
@@ -181,6 +182,21 @@ def test_ctrl_c_ends_a_run_that_goes_on_for_ever() -> None:
     threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         sim.run(main)
+
+
+def test_ctrl_c_in_the_middle_of_a_task_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio would report the exception of a task that nobody awaits any more."""
+
+    async def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    async def main(world: sim.World) -> None:
+        await asyncio.gather(interrupted(), beat(1e-3, []))
+
+    with pytest.raises(KeyboardInterrupt):
+        sim.run(main)
+    gc.collect()
+    assert not caplog.records
 
 
 def test_sockets_and_files_are_refused_in_words() -> None:

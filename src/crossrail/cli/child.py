@@ -48,6 +48,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=pass_fds,
+            start_new_session=True,  # Ctrl-C goes to us alone, also while it still imports
         )
 
     @property
@@ -213,9 +214,8 @@ def _describe_exit(code: int) -> str:
 def answer_calls(handlers: Mapping[str, Callable[..., Any]]) -> None:
     """The child's main: answer one call after another until standard input ends.
 
-    Ctrl-C is the parent's to handle. Whatever a handler prints goes to standard error, where it cannot spoil an answer.
+    Whatever a handler prints goes to standard error, where it cannot spoil an answer.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("crossrail").setLevel(logging.ERROR)  # the parent says what became of a peer
     if len(sys.argv) > 1:
         os.sched_setaffinity(0, {int(sys.argv[1])})

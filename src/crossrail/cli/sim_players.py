@@ -38,7 +38,10 @@ class _Player:
         self.task: Task | None = None
         self.connection, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        # Ctrl-C goes to all of the terminal: it waits until _serve says that it is ours alone.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         theirs.close()  # ours of it: when the process ends, reading ends too
 
     def give(self, task: Task) -> None:
@@ -96,7 +99,8 @@ def _give_next(player: _Player, left: Iterator[Task]) -> None:
 
 
 def _serve(connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of the terminal; who started us ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us ends us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     logging.getLogger("crossrail").setLevel(logging.ERROR)
     while True:
         try:

@@ -115,6 +115,11 @@ class SimEventLoop(asyncio.BaseEventLoop):
         self._notifier = self._on_news = None
         return True
 
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        """As ever, but for a Ctrl-C in the middle of a task: that left run() already, there is no more to retrieve."""
+        if not isinstance(context.get("exception"), KeyboardInterrupt):
+            super().default_exception_handler(context)
+
     def close(self) -> None:
         """As ever. The world stays as it is."""
         super().close()
