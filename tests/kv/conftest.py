@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from crossrail.kv.decoder import Decoder
+from crossrail.kv.http import Front
 from crossrail.kv.prefiller import Prefiller
-from tests.support.kv_cluster import Cluster
+from crossrail.kv.toy import ToyTokenizer
+from tests.support.kv_cluster import SECRET, Cluster
 from tests.support.limits import WAIT_S
 
 # Tests on the simulator are there only where that is built.
@@ -22,6 +24,15 @@ async def cluster(nothing_leaks: None) -> AsyncIterator[Cluster]:
     made.add_router()
     yield made
     await made.close()
+
+
+@pytest.fixture
+async def url(cluster: Cluster) -> AsyncIterator[str]:
+    """Of its router's front."""
+    front = Front(cluster.router, ToyTokenizer(), SECRET)
+    port = await front.start("127.0.0.1", 0)
+    yield f"http://127.0.0.1:{port}"
+    await front.close()
 
 
 async def start(cluster: Cluster, prefillers: int = 1, decoders: int = 1, token_s: float = 0.0) -> None:

@@ -23,14 +23,6 @@ SLOW_S = 0.0004
 
 
 @pytest.fixture
-async def url(cluster: Cluster) -> AsyncIterator[str]:
-    front = Front(cluster.router, ToyTokenizer(), SECRET)
-    port = await front.start("127.0.0.1", 0)
-    yield f"http://127.0.0.1:{port}"
-    await front.close()
-
-
-@pytest.fixture
 async def client(nothing_leaks: None) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WAIT_S)) as session:
         yield session

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
@@ -13,11 +12,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from crossrail.kv import tracing
-from crossrail.kv.http import Front
-from crossrail.kv.toy import ToyTokenizer
 from crossrail.kv.tracing import RequestSpan, checked
 from tests.kv.conftest import start, until
-from tests.support.kv_cluster import SECRET, Cluster
+from tests.support.kv_cluster import Cluster
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -32,14 +29,6 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     monkeypatch.setattr(trace, "get_tracer", _provider.get_tracer)
     _exporter.clear()
     return _exporter
-
-
-@pytest.fixture
-async def url(cluster: Cluster) -> AsyncIterator[str]:
-    front = Front(cluster.router, ToyTokenizer(), SECRET)
-    port = await front.start("127.0.0.1", 0)
-    yield f"http://127.0.0.1:{port}"
-    await front.close()
 
 
 async def complete(url: str, headers: dict[str, str], **body: object) -> int:

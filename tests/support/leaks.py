@@ -5,17 +5,13 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
+
+from tests.support.threads import tasks
 
 
 def crossrail_threads() -> list[str]:
     """Names of our threads in this process: native ones by their task name, Python's by theirs."""
-    native = []
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            native.append((task / "comm").read_text().strip())
-        except OSError:  # it ended between the two looks
-            continue
+    native = [name for _, name in tasks()]
     python = [thread.name for thread in threading.enumerate()]
     return sorted({name for name in native + python if name.startswith("crossrail")})
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import crossrail as xr
@@ -27,11 +27,13 @@ def start_thread(engine: xr.Engine, run: Callable[[], object], name: str) -> thr
     return thread
 
 
-def tasks_named(name: str) -> list[int]:
-    """Threads of this process with that name, by the kernel's number. One that ends as we look is not there."""
-    found = []
+def tasks() -> Iterator[tuple[int, str]]:
+    """Threads of this process: the kernel's number, and the name. One that ends as we look is not there."""
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if (task / "comm").read_text() == f"{name}\n":
-                found.append(int(task.name))
-    return found
+            yield int(task.name), (task / "comm").read_text().rstrip("\n")
+
+
+def tasks_named(name: str) -> list[int]:
+    """Numbers of those with that name."""
+    return [number for number, its in tasks() if its == name]
