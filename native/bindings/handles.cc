@@ -36,6 +36,9 @@ nb::object RegionHandle::take_quiet_buffer() {
 
 void RegionHandle::check_viewable() const {
   if (core()->base() == kPhantomBase) throw UsageError("a phantom region has no memory to look at");
+  if (core()->memory() != MemoryKind::kHost)
+    throw UsageError("the region is memory of cuda:" + std::to_string(core()->gpu()) +
+                     ", which the CPU cannot look at: use the tensor that was registered");
   if (core()->closed()) throw UsageError("a view of a closed region: its memory may belong to somebody else by now");
 }
 

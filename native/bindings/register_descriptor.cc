@@ -196,7 +196,11 @@ Keep and reuse the object: it remembers what an engine resolved it to. Pickles a
           "another.")
       .def_prop_ro(
           "access", [](const DescriptorHandle& self) { return access_name(self.value->access); },
-          nb::sig("def access(self) -> str"), "What peers may do: 'local' (nothing), 'read' or 'write'.");
+          nb::sig("def access(self) -> str"), "What peers may do: 'local' (nothing), 'read' or 'write'.")
+      .def_prop_ro(
+          "device",
+          [](const DescriptorHandle& self) { return self.value->memory == MemoryKind::kHost ? "cpu" : "cuda"; },
+          nb::sig("def device(self) -> str"), "Where the memory is: 'cpu', or 'cuda' for a GPU of its owner's.");
 }
 
 }  // namespace crossrail::bindings

@@ -8,6 +8,7 @@
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "bindings/gil.h"
+#include "device/cuda.h"
 #include "transport/descriptor.h"
 #include "transport/ofi/library.h"
 #include "transport/open.h"
@@ -50,6 +51,31 @@ nb::list ports(const std::string& transport, const std::string& provider) {
   return list;
 }
 
+nb::list gpus() {
+  std::vector<device::Gpu> found;
+  {
+    WithoutGil no_gil;  // the driver may be opened
+    found = device::gpus();
+  }
+  nb::list list;
+  for (const device::Gpu& gpu : found) {
+    nb::dict shown;
+    shown["ordinal"] = gpu.ordinal;
+    shown["name"] = to_text(gpu.name);
+    shown["exports_dma_buf"] = gpu.exports_dma_buf;
+    shown["has_gpudirect"] = gpu.has_gpudirect;
+    shown["needs_flush"] = gpu.needs_flush;
+    list.append(shown);
+  }
+  return list;
+}
+
+std::string no_driver() {
+  std::string why;
+  WithoutGil no_gil;
+  return device::find_driver(&why) != nullptr ? std::string() : why;
+}
+
 nb::tuple built() {
   nb::list names;
   for (uint32_t number = 1; number <= kTransportKinds; ++number) {
@@ -66,6 +92,15 @@ void register_devices(nb::module_& module) {
              "Files to try after all other places, when a libfabric is needed for the first time.");
   module.def("_built_transports", &built, nb::sig("def _built_transports() -> tuple[str, ...]"),
              "What this build carries, whether or not the machine has devices for it.");
+  module.def("_gpus", &gpus, nb::sig("def _gpus() -> list[dict[str, typing.Any]]"),
+             "GPUs of NVIDIA's driver, which is opened: ordinal, name, exports_dma_buf, has_gpudirect, needs_flush.");
+  module.def("_no_gpu_driver", &no_driver, "Why NVIDIA's driver cannot be used here; empty: it can.");
+  module.def(
+      "_is_gpu_address",
+      [](uint64_t address) {
+        return device::is_gpu_address(reinterpret_cast<const void*>(address));  // NOLINT(performance-no-int-to-ptr)
+      },
+      nb::arg("address"), "Whether CUDA gave it; False without asking where nobody in this process has opened CUDA.");
   module.def("_rdma_missing", &missing, nb::arg("transport"), nb::arg("provider") = "",
              "Why 'verbs' or 'ofi' has no rail here: no library, no device; empty: it has.");
   module.def("_rdma_ports", &ports, nb::arg("transport"), nb::arg("provider") = "",

@@ -264,6 +264,18 @@ void register_engine(nb::module_& module) {
           "address", [](Self self) { return AddressHandle(self.p->address()); },
           "What peers need to reach this engine.")
       .def_prop_ro(
+          "_gpu_transports",
+          [](Self self) {
+            const uint32_t mask = self.p->core()->gpu_transports();
+            nb::list names;
+            for (uint32_t number = 1; number <= kTransportKinds; ++number) {
+              const auto kind = static_cast<TransportKind>(number);
+              if ((mask & transport_bit(kind)) != 0) names.append(transport_name(kind));
+            }
+            return nb::tuple(names);
+          },
+          nb::sig("def _gpu_transports(self) -> tuple[str, ...]"), "Those that move memory of GPUs.")
+      .def_prop_ro(
           "rails", [](Self self) { return self.p->rail_count(); },
           "How many it has, on the transport where it has most.")
       .def_prop_ro(

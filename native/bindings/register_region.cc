@@ -16,16 +16,17 @@ namespace {
 using EngineArgument = nb::pointer_and_handle<EngineHandle>;
 
 void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address, nb::handle nbytes_object,
-                     const std::string& access, bool writable, nb::object owner) {
+                     const std::string& access, bool writable, nb::object owner, bool is_cuda) {
   const Access wanted = to_access(access);
+  const MemoryKind memory = is_cuda ? MemoryKind::kCuda : MemoryKind::kHost;
   const uint64_t nbytes = to_u64(nbytes_object, "nbytes");
   const EngineRef core = engine.p->core();
   RegionRef region;
   {
     WithoutGil no_gil;
     // An address, as Python has it, becomes a pointer here and nowhere else.
-    region =
-        core->register_memory(reinterpret_cast<void*>(address), nbytes, wanted);  // NOLINT(performance-no-int-to-ptr)
+    void* const base = reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+    region = core->register_memory(base, nbytes, wanted, memory);
   }
   new (self) RegionHandle(engine, std::move(region), std::move(owner), writable);
 }
@@ -129,9 +130,9 @@ void register_region(nb::module_& module) {
 
   nb::class_<RegionHandle>(module, "Region", nb::type_slots(slots))
       .def("__init__", &init_registered, nb::arg("engine"), nb::arg("address"), nb::arg("nbytes"), nb::arg("access"),
-           nb::arg("writable"), nb::arg("owner").none(),
+           nb::arg("writable"), nb::arg("owner").none(), nb::arg("is_cuda"),
            nb::sig("def __init__(self, engine: Engine, address: int, nbytes: int, access: str, writable: bool, "
-                   "owner: object) -> None"))
+                   "owner: object, is_cuda: bool) -> None"))
       .def("__init__", &init_allocated, nb::arg("engine"), nb::arg("nbytes"), nb::arg("populate"),
            nb::sig("def __init__(self, engine: Engine, nbytes: int, populate: bool) -> None"))
       .def("__init__", &init_phantom, nb::arg("engine"), nb::arg("nbytes"),
@@ -149,6 +150,17 @@ void register_region(nb::module_& module) {
       .def_prop_ro(
           "mapped", [](const RegionHandle& self) { return self.core()->is_mapped(); },
           "Whether peers on this host can map the memory: then bytes are copied once.")
+      .def_prop_ro(
+          "device",
+          [](const RegionHandle& self) {
+            const RegionRef& region = self.core();
+            return region->memory() == MemoryKind::kHost ? std::string("cpu") : "cuda:" + std::to_string(region->gpu());
+          },
+          nb::sig("def device(self) -> str"), "Where the memory is: 'cpu', or 'cuda:0' and so on.")
+      .def_prop_ro(
+          "gpudirect", [](const RegionHandle& self) { return self.core()->given_by(); },
+          nb::sig("def gpudirect(self) -> str"),
+          "By what means NICs were given a GPU's memory: 'dma-buf', or what else and why not that; '' for host memory.")
       .def_prop_ro(
           "closed", [](const RegionHandle& self) { return self.core()->closed(); },
           "Whether it refuses new use. That nothing touches the memory any more, only close() can say.")

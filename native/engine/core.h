@@ -122,6 +122,8 @@ class EngineCore final : public Sink, public Actor {
                   const std::string& detail) override;
   void on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) override;
   void on_imm(uint32_t imm, uint64_t units) override;
+  // [any] From now on what NICs wrote to that GPU is flushed before an immediate is counted or a read is done.
+  void flush_gpu_before_counts(int ordinal);
   Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_link_up(Link& link) override;
@@ -280,7 +282,9 @@ class EngineCore final : public Sink, public Actor {
   uint64_t pool_version_seen_ = 0;
   bool overflow_reported_ = false;
   uint32_t last_serial_ = 0;
-  uint32_t arrived_imm_ = kNoImm;  // arrivals that are not recorded yet
+  bool flush_gpus(uint64_t gpus, const std::string& what);
+  std::atomic<uint64_t> gpus_to_flush_{0};  // a bit for each ordinal
+  uint32_t arrived_imm_ = kNoImm;           // arrivals that are not recorded yet
   uint32_t arrived_count_ = 0;
   uint64_t arrived_units_ = 0;
   struct ServiceNote {

@@ -24,6 +24,10 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t tag, uint32_t co
   if (work.kind == OpKind::kScatter) work.slices_retired(tag, count, status);
   if (status == Status::kDone) work.bytes_retired += bytes;
   if (status != Status::kDone) fail(transfer, status, peer, detail);
+  if (status == Status::kDone && work.kind == OpKind::kRead && work.local->needs_flush_) [[unlikely]] {
+    if (!flush_gpus(uint64_t{1} << work.local->gpu(), "a read"))
+      fail(transfer, Status::kTransportFailed, peer, "what was read does not become visible to the GPU");
+  }
   finish_if_done(transfer);
 }
 

@@ -105,16 +105,17 @@ const EngineOptions& Engine::options() const { return core_->options_; }
 const Clock& Engine::clock() const { return core_->clock(); }
 const Address& Engine::address() const { return core_->transports_.address(); }
 uint32_t Engine::rail_count() const { return core_->transports_.rail_count(); }
+uint32_t Engine::gpu_transports() const { return core_->transports_.gpu_transports(); }
 
 // --- memory ---
 
-RegionRef Engine::register_memory(void* base, uint64_t length_bytes, Access access) {
+RegionRef Engine::register_memory(void* base, uint64_t length_bytes, Access access, MemoryKind memory) {
   core_->check_usable();
   if (base == nullptr) throw UsageError("the buffer's address is null");
   if (length_bytes == 0) throw UsageError("the buffer is empty: a region has at least one byte");
   if (length_bytes > (uint64_t{1} << 48))
     throw UsageError("the buffer's length " + text(length_bytes) + " exceeds 2**48");
-  auto local = core_->transports_.register_memory(static_cast<std::byte*>(base), length_bytes, access);
+  auto local = core_->transports_.register_memory(static_cast<std::byte*>(base), length_bytes, access, memory);
   core_->region_made();
   return RegionRef::adopt(new Region(Ref<Engine>::share(this), std::move(local), access));
 }

@@ -112,6 +112,7 @@ class Peer : public RefCounted<Peer> {
   const std::shared_ptr<const Address>& shared_address() const { return address_; }
   PeerState state() const { return state_.load(std::memory_order_acquire); }
   TransportKind transport_kind() const { return route_.kind; }
+  bool takes_gpu_memory() const { return route_.traits->moves_gpu_memory; }
 
  private:
   friend class Engine;
@@ -269,10 +270,13 @@ class Engine : public RefCounted<Engine> {
   const EngineOptions& options() const;
   const Clock& clock() const;  // that deadlines are points on
   const Address& address() const;
-  uint32_t rail_count() const;  // of the transport that has most
+  uint32_t rail_count() const;      // of the transport that has most
+  uint32_t gpu_transports() const;  // mask of those that move memory of GPUs
 
   // --- memory ---
-  RegionRef register_memory(void* base, uint64_t length_bytes, Access access);
+  // memory kCuda: base is what cudaMalloc or torch gave. Throws TransportError where no transport of this engine moves
+  // that, or the NIC is not given it.
+  RegionRef register_memory(void* base, uint64_t length_bytes, Access access, MemoryKind memory = MemoryKind::kHost);
   // Zeroed memory, page aligned, that peers of this host map: the fast target and source. populate: fault it in now.
   RegionRef alloc(uint64_t length_bytes, bool populate);
   // sim only: as long as one likes, without any memory: transfers with it are counted and take their time, and move no byte.

@@ -26,10 +26,16 @@ Region::Region(Ref<Engine> engine, LocalRegions local, Access access)
       base_(local_.base()),
       length_bytes_(local_.length_bytes()),
       access_(access),
-      is_mapped_(local_.is_mapped()) {
+      is_mapped_(local_.is_mapped()),
+      memory_(local_.memory()),
+      gpu_(local_.gpu()),
+      needs_flush_(local_.needs_flush()),
+      given_by_(local_.given_by()) {
   descriptor_.owner = engine_->address();
   descriptor_.length_bytes = length_bytes_;
   descriptor_.access = access;
+  descriptor_.memory = memory_;
+  if (needs_flush_) engine_->core().flush_gpu_before_counts(gpu_);
   show(local_);
 }
 
@@ -163,7 +169,7 @@ WaitResult Region::revoke(Deadline deadline, const InterruptCheck& interrupted) 
         hide(Why::kRevoked);
         transports.revoke_region(*shown_);
       } else {
-        LocalRegions own = transports.register_memory(base_, length_bytes_, Access::kLocal);
+        LocalRegions own = transports.register_memory(base_, length_bytes_, Access::kLocal, memory_);
         hide(Why::kRevoked);
         transports.revoke_region(local_);
         core.run_as_holder([&] { local_.swap(own); });
@@ -216,7 +222,7 @@ void Region::renew() {
     default:
       break;
   }
-  LocalRegions fresh = engine_->core().transports().register_memory(base_, length_bytes_, access_);
+  LocalRegions fresh = engine_->core().transports().register_memory(base_, length_bytes_, access_, memory_);
   if (shown_ && !first_) first_.emplace(std::move(*shown_));
   shown_.emplace(std::move(fresh));
   show(*shown_);

@@ -39,6 +39,10 @@ class Region {
   std::byte* base() const { return base_; }
   uint64_t length_bytes() const { return length_bytes_; }
   Access access() const { return access_; }
+  MemoryKind memory() const { return memory_; }
+  // Of a GPU's: its ordinal, else -1; by what means NICs were given it, for people.
+  int gpu() const { return gpu_; }
+  const std::string& given_by() const { return given_by_; }
   // Engine-owned or shared memory: peers of this host can map it.
   bool is_mapped() const { return is_mapped_; }
   // What peers of the present generation are to be given. Throws UsageError while they are locked out.
@@ -114,6 +118,10 @@ class Region {
   const uint64_t length_bytes_;
   const Access access_;
   const bool is_mapped_;
+  const MemoryKind memory_;
+  const int gpu_;
+  const bool needs_flush_;
+  const std::string given_by_;
   // Guards the three against other threads than the progress holder, descriptor_, and changes of fence_. Whoever may be
   // the progress holder only tries to lock it: revoke() becomes the holder while it has it.
   mutable std::mutex fencing_;

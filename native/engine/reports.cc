@@ -1,5 +1,9 @@
 // What the transports report, on the progress holder: links, immediates, messages.
+#include <bit>
+
+#include "device/cuda.h"
 #include "engine/core.h"
+#include "util/errors.h"
 
 namespace crossrail {
 
@@ -37,7 +41,27 @@ void EngineCore::on_protocol_error(const std::string& peer, const std::string& d
   add_event({EngineEvent::Kind::kProtocolError, peer, detail});
 }
 
+void EngineCore::flush_gpu_before_counts(int ordinal) {
+  CROSSRAIL_ASSERT(ordinal >= 0 && ordinal < 64);
+  gpus_to_flush_.fetch_or(uint64_t{1} << ordinal, std::memory_order_release);
+}
+
+// What NICs wrote to GPUs whose writes come in late is waited for. False, and an event: it cannot be.
+bool EngineCore::flush_gpus(uint64_t gpus, const std::string& what) {
+  try {
+    for (; gpus != 0; gpus &= gpus - 1) device::flush_writes(std::countr_zero(gpus));
+    return true;
+  } catch (const TransportError& error) {
+    add_event({EngineEvent::Kind::kProtocolError, "", what + " is not told: " + error.what()});
+    return false;
+  }
+}
+
 void EngineCore::on_imm(uint32_t imm, uint64_t units) {
+  // acquire: pairs with flush_gpu_before_counts(), before which no peer knew of the region.
+  if (const uint64_t gpus = gpus_to_flush_.load(std::memory_order_acquire); gpus != 0) [[unlikely]] {
+    if (!flush_gpus(gpus, "an arrival of immediate " + std::to_string(imm))) return;
+  }
   bump(counters_.imm_units, units);
   if (imm != arrived_imm_) record_arrivals();
   arrived_imm_ = imm;

@@ -87,6 +87,25 @@ inline void check_remote(const RemoteRegion* region, const char* name, Access ne
   throw_remote(region, name, needed);
 }
 
+// Memory of a GPU, on either side, goes only by transports that leave it to NICs.
+[[gnu::cold, gnu::noinline]] void check_gpu(const Region& local, const RemoteRegion& remote, bool verify) {
+  const Peer& peer = *remote.peer();
+  const bool is_ours = local.memory() != MemoryKind::kHost;
+  const std::string what = is_ours ? "our memory is on cuda:" + text(static_cast<uint64_t>(local.gpu()))
+                                   : "the memory of '" + peer.address().name + "' is on a GPU";
+  if (!peer.takes_gpu_memory()) {
+    throw UsageError(what + ", and '" + peer.address().name + "' is reached by " +
+                     transport_name(peer.transport_kind()) +
+                     ", which moves host memory only: open both engines with transport='verbs' (or 'ofi' on EFA)");
+  }
+  if (verify) throw UsageError("verify sums up memory by the CPU, and " + what + ": check it there");
+}
+inline void check_memory(const Region& local, const RemoteRegion& remote, bool verify) {
+  if (local.memory() == MemoryKind::kHost && remote.descriptor().memory == MemoryKind::kHost) [[likely]]
+    return;
+  check_gpu(local, remote, verify);
+}
+
 // Reads all that is to be sent: on the submitting thread, so that nobody else waits meanwhile.
 void verify(TransferWork& work) {
   const auto moves_nothing = [](const Peer& peer) { return peer.transport_kind() == TransportKind::kNull; };
@@ -135,6 +154,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   core_->check_usable();
   check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
   check_remote(request.dst, "dst", Access::kRemoteWrite);
+  check_memory(*request.src, *request.dst, request.verify);
   check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
   check_imm(request.imm);
@@ -157,6 +177,7 @@ TransferRef Engine::submit_read(const ReadRequest& request) {
   core_->check_usable();
   check_local(request.dst, "dst", request.dst ? request.dst->engine_.get() : nullptr, this);
   check_remote(request.src, "src", Access::kRemoteRead);
+  check_memory(*request.dst, *request.src, request.verify);
   check_range("dst", request.dst_offset, request.length_bytes, request.dst->length_bytes());
   check_range("src", request.src_offset, request.length_bytes, request.src->length_bytes());
   check_rail(request.rail, rail_count());
@@ -177,6 +198,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   core_->check_usable();
   check_local(request.src, "src", request.src ? request.src->engine_.get() : nullptr, this);
   check_remote(request.dst, "dst", Access::kRemoteWrite);
+  check_memory(*request.src, *request.dst, request.verify);
   if (request.src_pages.count != request.dst_pages.count) {
     throw UsageError("src_pages has " + text(request.src_pages.count) + " indices, dst_pages " +
                      text(request.dst_pages.count) + ": they must be as many");
@@ -242,6 +264,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
     if (request.dsts[i] == nullptr || request.dsts[i]->descriptor().access != Access::kRemoteWrite) {
       check_remote(request.dsts[i], ("dsts[" + text(i) + "]").c_str(), Access::kRemoteWrite);
     }
+    check_memory(*request.src, *request.dsts[i], request.verify);
     check_range("src", request.src_offsets[i], request.lengths[i], request.src->length_bytes());
     check_range("dsts", request.dst_offsets[i], request.lengths[i], request.dsts[i]->length_bytes());
     if (request.group != nullptr && request.group->peers()[i].get() != request.dsts[i]->peer()) {

@@ -13,7 +13,14 @@ namespace crossrail {
 // --- LocalRegions ---
 
 LocalRegions::LocalRegions(LocalRegions&& other) noexcept
-    : ids_(std::exchange(other.ids_, nullptr)), id_(other.id_), halves_(std::move(other.halves_)) {}
+    : ids_(std::exchange(other.ids_, nullptr)),
+      id_(other.id_),
+      base_(other.base_),
+      length_bytes_(other.length_bytes_),
+      memory_(other.memory_),
+      gpu_(other.gpu_),
+      needs_flush_(other.needs_flush_),
+      halves_(std::move(other.halves_)) {}
 
 LocalRegions::~LocalRegions() {
   for (size_t i = halves_.size(); i > 0; --i) halves_[i - 1].reset();
@@ -28,7 +35,19 @@ void LocalRegions::leak() {
 void LocalRegions::swap(LocalRegions& other) noexcept {
   std::swap(ids_, other.ids_);
   std::swap(id_, other.id_);
+  std::swap(base_, other.base_);
+  std::swap(length_bytes_, other.length_bytes_);
+  std::swap(memory_, other.memory_);
+  std::swap(gpu_, other.gpu_);
+  std::swap(needs_flush_, other.needs_flush_);
   halves_.swap(other.halves_);
+}
+
+std::string LocalRegions::given_by() const {
+  for (const auto& half : halves_) {
+    if (half != nullptr && memory_ != MemoryKind::kHost) return half->given_by();
+  }
+  return {};
 }
 
 // --- TransportSet ---
@@ -155,17 +174,45 @@ Route TransportSet::choose(const Address& peer) const {
   return {sleepers_[index], &traits_[index], index, chosen.kind, std::move(chosen.reason)};
 }
 
-LocalRegions TransportSet::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
-  LocalRegions region(&region_ids_);
+LocalRegions TransportSet::register_memory(std::byte* base, uint64_t length_bytes, Access access, MemoryKind memory) {
+  if (memory == MemoryKind::kCuda) return register_gpu_memory(base, length_bytes, access);
+  LocalRegions region(&region_ids_, base, length_bytes);
   for (uint32_t i = 0; i < size_; ++i) {
     region.halves_[i] = transports_[i]->register_memory(region.id_, base, length_bytes, access);
   }
   return region;
 }
 
+uint32_t TransportSet::gpu_transports() const {
+  uint32_t mask = 0;
+  for (uint32_t i = 0; i < size_; ++i) mask |= traits_[i].moves_gpu_memory ? transport_bit(kinds_[i]) : 0;
+  return mask;
+}
+
+LocalRegions TransportSet::register_gpu_memory(std::byte* base, uint64_t length_bytes, Access access) {
+  if (gpu_transports() == 0) {
+    throw TransportError("register", 0,
+                         "the memory is a GPU's, and this engine's transport, " +
+                             transport_names(address().transports) + ", moves host memory only",
+                         "open the engine with transport='verbs', or 'ofi' on EFA; else copy to the host first "
+                         "(tensor.cpu()), pinned if you like");
+  }
+  const device::GpuMemory memory(base, length_bytes);
+  LocalRegions region(&region_ids_, base, length_bytes);
+  region.memory_ = MemoryKind::kCuda;
+  region.gpu_ = memory.gpu().ordinal;
+  region.needs_flush_ = memory.gpu().needs_flush;
+  for (uint32_t i = 0; i < size_; ++i) {
+    if (traits_[i].moves_gpu_memory)
+      region.halves_[i] = transports_[i]->register_gpu_memory(region.id_, memory, access);
+  }
+  return region;
+}
+
 LocalRegions TransportSet::allocate(uint64_t length_bytes, bool populate) {
-  LocalRegions region(&region_ids_);
+  LocalRegions region(&region_ids_, nullptr, length_bytes);
   region.halves_[0] = first_->allocate(region.id_, length_bytes, populate);
+  region.base_ = region.halves_[0]->base;
   for (uint32_t i = 1; i < size_; ++i) {
     region.halves_[i] = transports_[i]->register_memory(region.id_, region.base(), length_bytes, Access::kRemoteWrite);
   }
@@ -174,17 +221,23 @@ LocalRegions TransportSet::allocate(uint64_t length_bytes, bool populate) {
 
 void TransportSet::describe(const LocalRegions& region, RegionDescriptor* descriptor) const {
   for (uint32_t i = 0; i < size_; ++i) {
-    if (is_rdma(kinds_[i])) descriptor->rdma_on(kinds_[i]) = region.halves_[i]->rdma_keys();
+    if (!is_rdma(kinds_[i])) continue;
+    // Those that have no half of it are not asked for it either: zeros, as many as a descriptor has.
+    descriptor->rdma_on(kinds_[i]) = region.halves_[i] != nullptr
+                                         ? region.halves_[i]->rdma_keys()
+                                         : RdmaKeys{0, std::vector<uint64_t>(traits_[i].rail_count)};
   }
 }
 
 void TransportSet::revoke_region(LocalRegions& region) {
-  for (uint32_t i = 0; i < size_; ++i) transports_[i]->revoke_region(*region.halves_[i]);
+  for (uint32_t i = 0; i < size_; ++i) {
+    if (region.halves_[i] != nullptr) transports_[i]->revoke_region(*region.halves_[i]);
+  }
 }
 
 bool TransportSet::is_region_quiet(const LocalRegions& region) const {
   for (uint32_t i = 0; i < size_; ++i) {
-    if (!transports_[i]->is_region_quiet(*region.halves_[i])) return false;
+    if (region.halves_[i] != nullptr && !transports_[i]->is_region_quiet(*region.halves_[i])) return false;
   }
   return true;
 }
@@ -192,6 +245,7 @@ bool TransportSet::is_region_quiet(const LocalRegions& region) const {
 std::vector<std::string> TransportSet::users_of(const LocalRegions& region) const {
   std::vector<std::string> names;
   for (uint32_t i = 0; i < size_; ++i) {
+    if (region.halves_[i] == nullptr) continue;
     for (std::string& name : transports_[i]->users_of(*region.halves_[i])) names.push_back(std::move(name));
   }
   return names;
@@ -200,7 +254,7 @@ std::vector<std::string> TransportSet::users_of(const LocalRegions& region) cons
 bool TransportSet::move_source(const LocalRegions& from, const LocalRegions& to) const {
   bool all = true;
   for (uint32_t i = 0; i < size_; ++i) {
-    all = transports_[i]->move_source(*from.halves_[i], *to.halves_[i]) && all;
+    if (from.halves_[i] != nullptr) all = transports_[i]->move_source(*from.halves_[i], *to.halves_[i]) && all;
   }
   return all;
 }

@@ -26,9 +26,15 @@ class LocalRegions {
   ~LocalRegions();
 
   uint64_t id() const { return id_; }
-  std::byte* base() const { return halves_[0]->base; }
-  uint64_t length_bytes() const { return halves_[0]->length_bytes; }
-  bool is_mapped() const { return halves_[0]->is_mapped; }
+  std::byte* base() const { return base_; }
+  uint64_t length_bytes() const { return length_bytes_; }
+  bool is_mapped() const { return halves_[0] != nullptr && halves_[0]->is_mapped; }
+  MemoryKind memory() const { return memory_; }
+  // Of a GPU's memory: which GPU, whether NICs' writes to it have to be flushed, and by what means they were given it.
+  int gpu() const { return gpu_; }
+  bool needs_flush() const { return needs_flush_; }
+  std::string given_by() const;
+  // Null for a transport that does not move this kind of memory.
   LocalRegion* on(uint32_t transport) const { return halves_[transport].get(); }
   // In a forked child, where the transports' locks may be held for ever: never destroyed.
   void leak();
@@ -36,9 +42,15 @@ class LocalRegions {
 
  private:
   friend class TransportSet;
-  explicit LocalRegions(RegionIds* ids) : ids_(ids), id_(ids->draw()) {}
+  LocalRegions(RegionIds* ids, std::byte* base, uint64_t length_bytes)
+      : ids_(ids), id_(ids->draw()), base_(base), length_bytes_(length_bytes) {}
   RegionIds* ids_;
   uint64_t id_;
+  std::byte* base_;
+  uint64_t length_bytes_;
+  MemoryKind memory_ = MemoryKind::kHost;
+  int gpu_ = -1;
+  bool needs_flush_ = false;
   std::array<std::unique_ptr<LocalRegion>, kTransportsMax> halves_;
 };
 
@@ -65,6 +77,7 @@ class TransportSet {
   TransportKind kind_at(uint32_t index) const { return kinds_[index]; }
   const Address& address() const { return first_->address(); }
   uint32_t rail_count() const { return rail_count_; }  // of the transport that has most
+  uint32_t gpu_transports() const;                     // mask of those that move memory of GPUs
   // What EngineOptions::adds_rdma would have added.
   std::span<const Absent> absent() const { return absent_; }
 
@@ -72,7 +85,8 @@ class TransportSet {
   Route choose(const Address& peer) const;
 
   // --- memory [any] ---
-  LocalRegions register_memory(std::byte* base, uint64_t length_bytes, Access access);
+  LocalRegions register_memory(std::byte* base, uint64_t length_bytes, Access access,
+                               MemoryKind memory = MemoryKind::kHost);
   LocalRegions allocate(uint64_t length_bytes, bool populate);
   // Fills in what the transports tell peers of the region.
   void describe(const LocalRegions& region, RegionDescriptor* descriptor) const;
@@ -121,6 +135,7 @@ class TransportSet {
   void abandon_after_fork();
 
  private:
+  LocalRegions register_gpu_memory(std::byte* base, uint64_t length_bytes, Access access);
   using Opened = std::array<std::unique_ptr<Transport>, kTransportKinds + 1>;  // by kind
   std::vector<std::string> add_rdma(const EngineOptions& options, Address* identity, Opened* opened, Sink* sink);
   void keep(Opened opened);

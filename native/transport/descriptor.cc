@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint32_t kAddressMagic = 0x41415258;     // "XRAA"
 constexpr uint32_t kDescriptorMagic = 0x44525258;  // "XRRD"
-constexpr uint16_t kVersion = 3;
+constexpr uint16_t kVersion = 4;
 constexpr size_t kNameBytesMax = 64;
 constexpr uint64_t kRegionBytesMax = uint64_t{1} << 56;
 constexpr TransportKind kRdma[kRdmaKinds] = {TransportKind::kVerbs, TransportKind::kOfi, TransportKind::kSim};
@@ -296,6 +296,7 @@ Bytes RegionDescriptor::encode() const {
   writer.put(region_id);
   writer.put(length_bytes);
   writer.put(static_cast<uint8_t>(access));
+  writer.put(static_cast<uint8_t>(memory));
   return seal(writer);
 }
 
@@ -312,6 +313,7 @@ RegionDescriptor RegionDescriptor::decode(std::span<const uint8_t> bytes) {
   descriptor.region_id = reader.get<uint64_t>();
   descriptor.length_bytes = reader.get<uint64_t>();
   const auto access = reader.get<uint8_t>();
+  const auto memory = reader.get<uint8_t>();
   if (!reader.finished()) malformed(kWhat, reader.ok() ? "there is more after the end" : "they end too early");
   switch (access) {
     case static_cast<uint8_t>(Access::kLocal):
@@ -322,6 +324,10 @@ RegionDescriptor RegionDescriptor::decode(std::span<const uint8_t> bytes) {
     default:  // a byte from outside, not an enum
       malformed(kWhat, "access " + std::to_string(access) + " is unknown");
   }
+  if (memory > static_cast<uint8_t>(MemoryKind::kCuda)) {
+    malformed(kWhat, "kind of memory " + std::to_string(memory) + " is unknown");
+  }
+  descriptor.memory = static_cast<MemoryKind>(memory);
   if (descriptor.region_id == 0) malformed(kWhat, "region id is zero");
   if (descriptor.length_bytes == 0 || descriptor.length_bytes > kRegionBytesMax) {
     malformed(kWhat, "length " + std::to_string(descriptor.length_bytes) + " is out of range");

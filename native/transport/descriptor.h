@@ -104,6 +104,7 @@ struct RegionDescriptor {
   uint64_t region_id = 0;  // slot and generation: an id is never used twice in one incarnation
   uint64_t length_bytes = 0;
   Access access = Access::kRemoteWrite;
+  MemoryKind memory = MemoryKind::kHost;
   std::array<RdmaKeys, kRdmaKinds> rdma;  // with as many keys as the owner has rails there
 
   RdmaKeys& rdma_on(TransportKind kind) { return rdma[rdma_index(kind)]; }  // of RDMA transports only

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "device/cuda.h"
 #include "transport/descriptor.h"
 #include "transport/stage.h"
 #include "transport/types.h"
@@ -43,6 +44,8 @@ class LocalRegion {
   bool is_mapped = false;  // peers of this host can map it
   // Of an RDMA transport: what the region's descriptor tells peers. The same for the region's life.
   virtual RdmaKeys rdma_keys() const { return {}; }
+  // Of a GPU's memory: by what means NICs were given it, for people ("dma-buf").
+  virtual std::string given_by() const { return {}; }
 };
 
 // The transport's half of a peer's region. Owned by the engine; dies before the link does.
@@ -90,6 +93,7 @@ struct Traits {
   // The transport spreads over its rails what is posted with kAnyRail; the engine names a rail only where the user did.
   bool balances_rails = false;
   uint64_t piece_bytes_min = 16 << 10;  // a piece for another rail is worth its overhead from here on
+  bool moves_gpu_memory = false;        // else this side's CPU touches sources or targets
 };
 
 // What a transport tells the engine, from inside post() and poll(), on the progress holder.
@@ -159,6 +163,10 @@ class Transport {
   // --- memory [any]. id: never used before in this incarnation; its slot (region_slot) is no other open region's ---
   virtual std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                        Access access) = 0;
+  // Only with Traits::moves_gpu_memory. The memory is not asked for any more when this has returned.
+  virtual std::unique_ptr<LocalRegion> register_gpu_memory(uint64_t /*id*/, const device::GpuMemory&, Access) {
+    return nullptr;
+  }
   // Zeroed, page aligned; lives until the LocalRegion is destroyed.
   virtual std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) = 0;
   // Refuses peers from now on.

@@ -46,6 +46,9 @@ enum class Access : uint8_t {
   kRemoteWrite = 3  // and peers may read and write it
 };
 
+// Where memory is. kCuda: of a GPU, at an address that only its driver and NICs can use. The numbers travel.
+enum class MemoryKind : uint8_t { kHost = 0, kCuda = 1 };
+
 // As users write it.
 inline const char* access_name(Access access) {
   switch (access) {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,22 +13,29 @@ import numpy.typing as npt
 from crossrail import _core
 from crossrail.errors import TransportError, UsageError
 
-_NO_CUDA = "this build of crossrail moves host memory only: copy to the host first (tensor.cpu()), pinned if you like"
+_ON_A_GPU = "copy to the host first (tensor.cpu()), pinned if you like"
+_NOT_MOVED = "engines move memory of hosts and of NVIDIA's GPUs: copy to the host first (tensor.cpu())"
+
+# Of dlpack.h: kDLCPU, kDLCUDA, kDLCUDAHost.
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_PINNED = 1, 2, 3
 
 
 class Memory(NamedTuple):
-    """One contiguous range. `owner` keeps it where it is; None: the caller sees to that."""
+    """One contiguous range. `owner` keeps it where it is; None: the caller sees to that. is_cuda: it is a GPU's."""
 
     address: int
     nbytes: int
     writable: bool
     owner: object
+    is_cuda: bool = False
 
 
 def memory_of(buffer: Any) -> Memory:
-    """The memory of a numpy array, torch tensor, (address, nbytes) pair, or whatever exports a buffer or DLPack.
+    """The memory of a numpy array, torch tensor, (address, nbytes) pair, or whatever exports a buffer, DLPack or
+    `__cuda_array_interface__`.
 
-    Raises UsageError when it is not contiguous or not memory at all, TransportError when it is on a GPU.
+    Raises UsageError when it is not contiguous or not memory at all, TransportError when it is on another device than
+    the host or an NVIDIA GPU.
     """
     if isinstance(buffer, np.ndarray):
         return _of_numpy(buffer)
@@ -34,7 +43,9 @@ def memory_of(buffer: Any) -> Memory:
         return _of_torch(buffer)
     if isinstance(buffer, tuple):
         return _of_pair(buffer)
-    _refuse_cuda(buffer)
+    if hasattr(buffer, "__cuda_array_interface__"):
+        return _of_cuda_array(buffer, buffer.__cuda_array_interface__)
+    _refuse_other_devices(buffer)
     try:
         view = memoryview(buffer)
     except TypeError:
@@ -57,10 +68,12 @@ def as_numpy(array: Any) -> npt.NDArray[Any] | None:
         return None
     if _is_torch(array):
         if array.device.type != "cpu":
-            raise TransportError("numpy view", 0, f"the tensor is on {array.device}", _NO_CUDA)
+            raise TransportError("numpy view", 0, f"the tensor is on {array.device}", _ON_A_GPU)
         view: npt.NDArray[Any] = array.detach().numpy()
         return view
-    _refuse_cuda(array)
+    if hasattr(array, "__cuda_array_interface__"):
+        raise TransportError("numpy view", 0, f"{type(array).__name__} is in GPU memory", _ON_A_GPU)
+    _refuse_other_devices(array)
     if not hasattr(array, "__dlpack__"):
         return None
     try:
@@ -87,8 +100,8 @@ def _of_numpy(array: npt.NDArray[Any]) -> Memory:
 
 def _of_torch(tensor: Any) -> Memory:
     device = tensor.device.type
-    if device not in ("cpu", "meta"):
-        raise TransportError("register", 0, f"the tensor is on {tensor.device}", _NO_CUDA)
+    if device not in ("cpu", "cuda", "meta"):
+        raise TransportError("register", 0, f"the tensor is on {tensor.device}", _NOT_MOVED)
     if device == "meta" or str(tensor.layout) != "torch.strided":
         raise UsageError(f"buffer must be a dense tensor with memory, not {tensor.layout} on {tensor.device}")
     if not tensor.is_contiguous():
@@ -96,7 +109,8 @@ def _of_torch(tensor: Any) -> Memory:
             f"buffer must be contiguous, has shape {tuple(tensor.shape)} and strides {tensor.stride()}: "
             "register the whole tensor and use offsets, or make buffer.contiguous()"
         )
-    return Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), True, tensor)
+    nbytes = tensor.numel() * tensor.element_size()
+    return Memory(tensor.data_ptr(), nbytes, True, tensor, is_cuda=device == "cuda")
 
 
 def _of_pair(pair: tuple[Any, ...]) -> Memory:
@@ -105,13 +119,29 @@ def _of_pair(pair: tuple[Any, ...]) -> Memory:
     address, nbytes = pair
     if address <= 0 or nbytes < 0 or address + nbytes > 2**64:
         raise UsageError(f"buffer ({address:#x}, {nbytes}) is no range of memory")
-    return Memory(address, nbytes, True, None)
+    return Memory(address, nbytes, True, None, is_cuda=_core._is_gpu_address(address))
 
 
-def _refuse_cuda(buffer: object) -> None:
-    if hasattr(buffer, "__cuda_array_interface__"):
-        raise TransportError("register", 0, f"{type(buffer).__name__} is in GPU memory", _NO_CUDA)
+def _of_cuda_array(array: object, interface: Mapping[str, Any]) -> Memory:
+    """Numba's protocol, which CuPy, JAX and others speak too: shape, typestr, data (address, read-only), strides."""
+    shape, strides = tuple(interface["shape"]), interface.get("strides")
+    itemsize = np.dtype(interface["typestr"]).itemsize
+    dense = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    if strides is not None and tuple(strides) != dense:
+        raise UsageError(f"buffer must be C-contiguous, has shape {shape} and strides {tuple(strides)}")
+    address, is_read_only = interface["data"]
+    return Memory(address, itemsize * math.prod(shape), not is_read_only, array, is_cuda=True)
+
+
+def _refuse_other_devices(buffer: object) -> None:
     device = getattr(buffer, "__dlpack_device__", None)
-    cpu, pinned = 1, 3  # kDLCPU, kDLCUDAHost
-    if device is not None and int(device()[0]) not in (cpu, pinned):
-        raise TransportError("register", 0, f"{type(buffer).__name__} is on DLPack device {device()}", _NO_CUDA)
+    if device is None:
+        return
+    kind = int(device()[0])
+    if kind == _DLPACK_CUDA:  # DLPack alone gives an address only to C
+        name = type(buffer).__name__
+        raise TransportError(
+            "register", 0, f"{name} is on a GPU and has no __cuda_array_interface__", "torch.from_dlpack() makes one"
+        )
+    if kind not in (_DLPACK_CPU, _DLPACK_PINNED):
+        raise TransportError("register", 0, f"{type(buffer).__name__} is on DLPack device {device()}", _NOT_MOVED)

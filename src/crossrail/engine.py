@@ -198,8 +198,12 @@ class Engine(_core.Engine):
     def register(self, buffer: Any, *, access: str | None = None) -> Region:
         """Makes existing memory usable as source, and by peers. Copies nothing; any thread.
 
-        buffer: numpy array, torch tensor on CPU, anything with the buffer protocol or DLPack, or (address, nbytes); it
-        must be C-contiguous and not empty. The region keeps it alive until it is closed, except for a bare address.
+        buffer: numpy array, torch tensor, anything with the buffer protocol, DLPack or `__cuda_array_interface__`, or
+        (address, nbytes); it must be C-contiguous and not empty. The region keeps it alive until it is closed, except
+        for a bare address.
+        Memory of NVIDIA's GPUs goes by NICs alone (transport "verbs", or "ofi" on EFA), as a dma-buf or by peermem,
+        which `region.gpudirect` says: TransportError for an engine that has none. What kernels are to have written
+        before a transfer is submitted must have ended (torch.cuda.synchronize(), an event).
         access: what peers may do, "local" (nothing), "read" or "write" (both); None: "write", or "read" when read-only.
         The same memory may be registered several times; the regions are independent.
         """
@@ -210,7 +214,10 @@ class Engine(_core.Engine):
             raise UsageError("access is 'write' and the buffer is read-only: register it with 'read' or 'local'")
         if memory.nbytes == 0:
             raise UsageError("buffer has 0 bytes, at least 1 is needed")
-        return Region(self, memory.address, memory.nbytes, access, memory.writable, memory.owner)
+        region = Region(self, memory.address, memory.nbytes, access, memory.writable, memory.owner, memory.is_cuda)
+        if memory.is_cuda and region.gpudirect != "dma-buf":
+            log.info("memory of %s is given to NICs by %s", region.device, region.gpudirect)
+        return region
 
     def register_phantom(self, nbytes: int) -> Region:
         """A region without memory, as long as you like, for transport "sim": peers' writes to it and ours from it take

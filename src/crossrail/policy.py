@@ -37,7 +37,6 @@ _TRANSPORTS = {
     "rdma": frozenset({"verbs", "ofi"}),
 }
 _RDMA = _TRANSPORTS["rdma"]
-HAS_GPUDIRECT = False
 
 _COMPARED = re.compile(r"(rails|speed)\s*(>=|=|>)\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)")
 _HOLDS: dict[str, Callable[[float, float], bool]] = {
@@ -69,6 +68,7 @@ class Found:
     gbit_per_s: of the rails' interfaces, None when that is not known; speed_reason: of what it is the sum.
     lost: why the peer cannot be reached any more, else "".
     is_path: what to do next differs.
+    no_gpudirect: why memory of GPUs cannot go that way; empty: it can.
     missing: why verbs and ofi have no rail on this machine, by name; not those that have.
     """
 
@@ -79,7 +79,7 @@ class Found:
     rails_reason: str
     gbit_per_s: float | None = None
     speed_reason: str = ""
-    gpudirect: bool = HAS_GPUDIRECT
+    no_gpudirect: str = "its transports move host memory only"
     is_path: bool = False
     lost: str = ""
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -159,9 +159,12 @@ def _word(clause: Clause) -> str:
 
 
 def _judge_gpudirect(clause: Clause, found: Found) -> Unmet | None:
-    if found.gpudirect:
+    if not found.no_gpudirect:
         return None
-    return Unmet(clause, f"{found.what} has none: this build has no CUDA path", "see crossrail doctor")
+    remedy = (
+        "open engines with transport='verbs', or 'ofi' on EFA, where NICs and NVIDIA's driver are; see crossrail doctor"
+    )
+    return Unmet(clause, f"{found.what} has none: {found.no_gpudirect}", remedy)
 
 
 def _judge_rails(clause: Clause, found: Found) -> Unmet | None:
@@ -207,6 +210,7 @@ def of_engine(engine: Engine, transport: str, clauses: Iterable[Clause]) -> Foun
         rails_reason="as many as it was opened with",
         gbit_per_s=speed,
         speed_reason=speed_reason,
+        no_gpudirect=_no_gpudirect(engine, engine.address.transports, clauses),
         missing=_missing(clauses),
     )
 
@@ -228,10 +232,22 @@ def of_path(engine: Engine, explanation: Explanation, clauses: Iterable[Clause])
         rails_reason=f"over {explanation.transport}, {len(ours)} of ours to {len(theirs)} of the peer's",
         gbit_per_s=speed,
         speed_reason=speed_reason,
+        no_gpudirect=_no_gpudirect(engine, (explanation.transport,), clauses),
         is_path=True,
         lost=_lost(explanation),
         missing=_missing(clauses),
     )
+
+
+def _no_gpudirect(engine: Engine, transports: Iterable[str], clauses: Iterable[Clause]) -> str:
+    """Asked only where a clause is about it: the driver has to be opened for that."""
+    if not any(clause.name == "gpudirect" for clause in clauses):
+        return ""
+    if not set(transports) & set(engine._gpu_transports):
+        return f"{' and '.join(transports)} {'moves' if len(tuple(transports)) == 1 else 'move'} host memory only"
+    if why := _core._no_gpu_driver():
+        return why
+    return "" if any(gpu["has_gpudirect"] for gpu in _core._gpus()) else "none of the GPUs lets NICs at its memory"
 
 
 def _missing(clauses: Iterable[Clause]) -> dict[str, str]:

@@ -102,6 +102,7 @@ class Region(_core.Region):
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"{self.access}, {'mapped' if self.mapped else 'private'}"
+        where = "mapped" if self.mapped else "private" if self.device == "cpu" else f"on {self.device}"
+        state = "closed" if self.closed else f"{self.access}, {where}"
         state += ", revoked" if self.revoked and not self.closed else ""
         return f"<Region of {self.nbytes} bytes at {self.base:#x}, {state}>"

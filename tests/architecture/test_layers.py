@@ -26,7 +26,7 @@ NATIVE_MAY_USE: dict[str, set[str]] = {
     "util": set(),
     "device": {"util"},
     "transport": {"util", "device"},
-    "nic": {"util", "transport"},
+    "nic": {"util", "device", "transport"},
     "backend": {"util", "device", "transport", "nic"},
     "factory": {"util", "device", "transport", "nic", "backend"},
     "engine": {"util", "device", "transport", "factory"},

@@ -39,6 +39,7 @@ PIECES: dict[str, bool | int] = {
     "docs/counting.md": 1,
     "docs/efa.md": 1,
     "docs/flight-recorder.md": 2,
+    "docs/gpu-memory.md": 1,
     "docs/memory-promise.md": 1,
     "docs/simulator.md": True,
     "docs/slow-path.md": 1,
@@ -109,6 +110,16 @@ def test_rails_of_libfabric() -> None:
             exec(over_tcp, {"xr": xr})
         return
     run_and_close(over_tcp)
+
+
+def test_memory_of_a_gpu() -> None:
+    """Without a NIC the engine is the promised error; what follows is at least Python, of names that are there."""
+    _, _, opens, registers, *shows = ast.parse(blocks()["docs/gpu-memory.md"][0]).body
+    if why_not("verbs"):
+        with pytest.raises(xr.CrossrailError, match="RDMA port|libibverbs"):
+            exec(ast.unparse(opens), {"xr": xr})
+    assert "engine.register(torch.empty(" in ast.unparse(registers)
+    assert hasattr(xr.Region, "gpudirect") and "pool.gpudirect" in ast.unparse(shows[-1])
 
 
 def test_watchdog_and_poison(tmp_path: Path) -> None:

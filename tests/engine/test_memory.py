@@ -129,10 +129,38 @@ def test_device_memory_without_a_device_says_what_is_missing(engine: xr.Engine) 
             "version": 3,
         }
 
-    with pytest.raises(xr.TransportError, match=r"(?i)cuda|gpu") as failure:
+    with pytest.raises(xr.TransportError, match=r"the memory is a GPU's, .* moves host memory only") as failure:
         engine.register(OnTheGpu())
 
-    assert failure.value.remedy
+    assert "transport='verbs'" in failure.value.remedy
+
+
+def test_strided_device_memory_is_refused(engine: xr.Engine) -> None:
+    class Strided:
+        __cuda_array_interface__ = {
+            "shape": (10, 4),
+            "typestr": "<f4",
+            "data": (0x7F0000000000, False),
+            "strides": (32, 4),
+            "version": 3,
+        }
+
+    with pytest.raises(xr.UsageError, match="C-contiguous"):
+        engine.register(Strided())
+
+
+def test_devices_that_only_dlpack_knows_are_refused_by_name(engine: xr.Engine) -> None:
+    class Elsewhere:
+        def __init__(self, kind: int) -> None:
+            self.kind = kind
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (self.kind, 0)
+
+    with pytest.raises(xr.TransportError, match=r"has no __cuda_array_interface__.*torch.from_dlpack"):
+        engine.register(Elsewhere(2))
+    with pytest.raises(xr.TransportError, match="DLPack device"):
+        engine.register(Elsewhere(10))  # ROCm
 
 
 def test_region_keeps_its_buffer_alive(engine: xr.Engine) -> None:

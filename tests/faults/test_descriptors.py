@@ -152,11 +152,21 @@ def test_name_that_is_no_utf8_does_not_crash(engine: xr.Engine) -> None:
 def test_access_and_length_out_of_range_are_rejected(engine: xr.Engine) -> None:
     data = engine.alloc(1000).descriptor.to_bytes()
     rejected("descriptor", sealing.with_access(data, 2), "access")
+    rejected("descriptor", sealing.with_memory(data, 2), "kind of memory 2")
     rejected("descriptor", sealing.with_length(data, 0), "length")
     rejected("descriptor", sealing.with_length(data, 2**63), "length")
 
 
 # --- well-formed, but wrong ---
+
+
+@pytest.mark.parametrize("operation", ["write", "read"])
+def test_memory_of_a_gpu_is_refused_where_the_cpu_would_have_to_touch_it(engine: xr.Engine, operation: str) -> None:
+    region = engine.alloc(1000)
+    there = xr.RegionDescriptor.from_bytes(sealing.with_memory(region.descriptor.to_bytes(), 1))
+    assert (region.descriptor.device, there.device) == ("cpu", "cuda")
+    with pytest.raises(xr.UsageError, match=r"is on a GPU, and .* is reached by shm, which moves host memory only"):
+        engine.submit_write(region, there) if operation == "write" else engine.submit_read(region, there)
 
 
 def test_descriptor_of_another_transport_is_refused(engine: xr.Engine) -> None:

@@ -35,7 +35,9 @@ struct Fake {
   uint32_t inline_bytes_max = 1024;
   // --- faults ---
   int register_error = 0;
-  unsigned register_refuses_flags = 0;  // with EFAULT
+  int dma_buf_error = 0;
+  std::vector<std::pair<int, uint64_t>> dma_bufs;  // descriptor and offset of each that was registered
+  unsigned register_refuses_flags = 0;             // with EFAULT
   int deregister_error = 0;
   int posts_until_error = -1;  // work requests; -1: never
   int post_error = ENOMEM;
@@ -44,6 +46,7 @@ struct Fake {
   bool is_sink = false;   // completes what is posted at once, remembers nothing
   // --- what happened ---
   uint64_t posted_count = 0;
+  uint64_t inline_count = 0;
   uint64_t doorbells = 0;
   std::deque<ibv_async_event> events;
   std::deque<ibv_wc> sends;
@@ -103,6 +106,7 @@ inline int fake_post_send(ibv_qp* qp, ibv_send_wr* request, ibv_send_wr** refuse
     }
     if (fake.posts_until_error > 0) --fake.posts_until_error;
     ++fake.posted_count;
+    if ((request->send_flags & IBV_SEND_INLINE) != 0) ++fake.inline_count;
     const bool is_signalled = (request->send_flags & IBV_SEND_SIGNALED) != 0;
     if (!fake.is_sink) queue_pair.posted.emplace_back(request->wr_id, is_signalled);
     if (fake.is_sink && is_signalled) fake.sends.push_back(completion_of(request->wr_id, *qp, IBV_WC_SUCCESS));
@@ -158,6 +162,20 @@ inline ibv_mr* fake_register(ibv_pd*, void* address, size_t length, uint64_t, un
   memory->length = length;
   memory->lkey = memory->rkey = static_cast<uint32_t>(g_memory_key++);
   g_fake->keys.insert(memory->rkey);
+  return memory;
+}
+
+inline ibv_mr* fake_register_dma_buf(ibv_pd*, uint64_t offset, size_t length, uint64_t iova, int fd, int) {
+  if (g_fake->dma_buf_error != 0) {
+    errno = g_fake->dma_buf_error;
+    return nullptr;
+  }
+  auto* memory = new ibv_mr{};
+  memory->addr = reinterpret_cast<void*>(iova);  // NOLINT(performance-no-int-to-ptr)
+  memory->length = length;
+  memory->lkey = memory->rkey = static_cast<uint32_t>(g_memory_key++);
+  g_fake->keys.insert(memory->rkey);
+  g_fake->dma_bufs.emplace_back(fd, offset);
   return memory;
 }
 
@@ -253,6 +271,7 @@ inline verbs::Library fake_table() {
   table.alloc_pd = [](ibv_context*) { return &g_domain; };
   table.dealloc_pd = [](ibv_pd*) { return 0; };
   table.reg_mr = fake_register;
+  table.reg_dmabuf_mr = fake_register_dma_buf;
   table.dereg_mr = fake_deregister;
   table.create_comp_channel = fake_create_channel;
   table.destroy_comp_channel = fake_destroy_channel;

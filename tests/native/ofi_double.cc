@@ -14,6 +14,8 @@
 #include <map>
 #include <set>
 
+#include "fake_cuda.h"
+
 namespace crossrail::test {
 
 namespace {
@@ -42,6 +44,7 @@ struct Memory {
   fid_mr fid{};  // first: libfabric's handle
   Domain* domain = nullptr;
   std::byte* base = nullptr;
+  std::byte* reached = nullptr;  // where the device finds the bytes: of a GPU's memory elsewhere than at base
   uint64_t bytes = 0;
   uint64_t access = 0;
 };
@@ -49,6 +52,7 @@ struct Memory {
 struct Domain {
   fid_domain fid{};
   uint32_t device = 0;
+  bool has_hmem = false;
   bool direct = false;
   std::map<uint64_t, Memory*> memories;
   Addresses* addresses = nullptr;
@@ -94,7 +98,7 @@ struct Operation {
   enum class Kind : uint8_t { kWrite, kRead, kSend } kind;
   Endpoint* from;
   PeerName to;
-  std::byte* local = nullptr;
+  std::byte* local = nullptr;  // as the device reaches it
   uint64_t bytes = 0;
   uint64_t remote = 0;
   uint64_t key = 0;
@@ -207,9 +211,10 @@ fi_info* duplicate_info(const fi_info* from) {
   return info;
 }
 
-fi_info* device_info(uint32_t device, bool direct) {
+fi_info* device_info(uint32_t device, bool direct, bool gpu) {
   fi_info* const info = allocate_info();
-  info->caps = FI_MSG | FI_RMA | FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+  info->caps =
+      (gpu ? FI_HMEM : 0) | FI_MSG | FI_RMA | FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
   info->mode = direct ? FI_CONTEXT2 : 0;
   info->addr_format = FI_ADDR_EFA;
   info->tx_attr->size = g_world->settings.transmit_size;
@@ -232,13 +237,16 @@ int get_info(uint32_t version, const char*, const char*, uint64_t, const fi_info
     return -FI_ENODATA;
   if ((hints->mode & FI_RX_CQ_DATA) != 0) g_world->violate("FI_RX_CQ_DATA offered: immediates would eat receives");
   const std::string fabric = hints->fabric_attr->name != nullptr ? hints->fabric_attr->name : "";
+  const bool gpu = (hints->caps & FI_HMEM) != 0;
+  if (gpu && !g_world->settings.takes_gpu_memory) return -FI_ENODATA;
+  if (gpu && (hints->domain_attr->mr_mode & FI_MR_HMEM) == 0) g_world->violate("FI_HMEM without FI_MR_HMEM");
   fi_info** end = list;
   *list = nullptr;
   for (const bool direct : {false, true}) {
     if (direct && !g_world->settings.offers_direct) continue;
     if (!fabric.empty() && fabric != (direct ? "efa-direct" : "efa")) continue;
     for (uint32_t device = 0; device < g_world->settings.devices; ++device) {
-      *end = device_info(device, direct);
+      *end = device_info(device, direct, gpu);
       end = &(*end)->next;
     }
   }
@@ -258,16 +266,26 @@ int close_memory(struct fid* object) {
 }
 fi_ops g_memory_ops = {.size = sizeof(fi_ops), .close = close_memory};
 
-int register_memory(struct fid* object, const fi_mr_attr* attributes, uint64_t, fid_mr** out) {
+int register_memory(struct fid* object, const fi_mr_attr* attributes, uint64_t flags, fid_mr** out) {
   auto* domain = reinterpret_cast<Domain*>(object);
   if (attributes->iov_count != 1) return -FI_EINVAL;
+  const bool is_gpu = attributes->iface == FI_HMEM_CUDA;
+  if (is_gpu && !domain->has_hmem) g_world->violate("memory of a GPU, and FI_HMEM was not asked for");
+  if (is_gpu && (flags & FI_MR_DMABUF) == 0) return -FI_EOPNOTSUPP;  // no nvidia-peermem here
   auto* memory = new Memory;
   memory->fid.fid.ops = &g_memory_ops;
   memory->fid.key = g_world->next_key++;
   memory->fid.mem_desc = memory;
   memory->domain = domain;
-  memory->base = static_cast<std::byte*>(attributes->mr_iov->iov_base);
-  memory->bytes = attributes->mr_iov->iov_len;
+  if (is_gpu) {
+    const fi_mr_dmabuf& shared = *attributes->dmabuf;
+    memory->base = static_cast<std::byte*>(shared.base_addr) + shared.offset;
+    memory->bytes = shared.len;
+    memory->reached = g_cuda->reach(shared.fd, shared.offset, shared.len);
+  } else {
+    memory->base = memory->reached = static_cast<std::byte*>(attributes->mr_iov->iov_base);
+    memory->bytes = attributes->mr_iov->iov_len;
+  }
   memory->access = attributes->access;
   domain->memories[memory->fid.key] = memory;
   *out = &memory->fid;
@@ -306,7 +324,7 @@ int touch_memory(const Operation& operation, Endpoint& target) {
   if ((memory.access & needed) == 0 || operation.remote < base ||
       operation.remote + operation.bytes > base + memory.bytes)
     return kBadRemoteAddress;
-  auto* const remote = reinterpret_cast<std::byte*>(operation.remote);
+  auto* const remote = memory.reached + (operation.remote - base);
   if (operation.kind == Operation::Kind::kRead) {
     std::memcpy(operation.local, remote, operation.bytes);
   } else if (operation.bytes != 0) {
@@ -502,7 +520,9 @@ ssize_t post_rma(Operation::Kind kind, fid_ep* object, const fi_msg_rma* message
   }
   if (message->iov_count == 1) {
     check_local(*operation.from, message->desc, *message->msg_iov);
-    operation.local = static_cast<std::byte*>(message->msg_iov->iov_base);
+    const auto* memory = message->desc != nullptr ? static_cast<const Memory*>(*message->desc) : nullptr;
+    if (memory == nullptr) return -FI_EINVAL;
+    operation.local = memory->reached + (static_cast<std::byte*>(message->msg_iov->iov_base) - memory->base);
     operation.bytes = message->msg_iov->iov_len;
   }
   if (operation.bytes != message->rma_iov->len) g_world->violate("local and remote lengths differ");
@@ -637,6 +657,7 @@ int open_domain(fid_fabric*, fi_info* info, fid_domain** out, void*) {
   domain->fid.ops = &g_domain_ops;
   domain->fid.mr = &g_mr_ops;
   domain->device = info->nic->bus_attr->attr.pci.bus_id;
+  domain->has_hmem = (info->caps & FI_HMEM) != 0;
   domain->direct = std::strcmp(info->fabric_attr->name, "efa-direct") == 0;
   *out = &domain->fid;
   return 0;

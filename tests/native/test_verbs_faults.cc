@@ -8,6 +8,7 @@
 
 #if CROSSRAIL_WITH_VERBS
 
+#include "fake_cuda.h"
 #include "fake_verbs.h"
 #include "transport/verbs/queues.h"
 #include "transport/verbs/wire.h"
@@ -219,6 +220,49 @@ TEST_CASE("verbs faults: a NIC without inline data is used without") {
   Rig rig;
   CHECK(rig.works_of(*rig.paths[0]).inline_bytes == 0);
   CHECK(rig.paths[0]->post(rig.writes(3)) == 3);
+}
+
+TEST_CASE("verbs faults: memory of a GPU by dma-buf, else by what nvidia-peermem knows") {
+  test::FakeCuda cuda;
+  Fake fake;
+  const auto nic = open_fake();
+  std::byte* const memory = cuda.allocate(8192) + 100;
+  {
+    const device::GpuMemory gpu(memory, 4096);
+    const auto registration = nic->register_gpu_memory(gpu, Access::kRemoteWrite);
+    CHECK(registration->given_by == "dma-buf");
+    CHECK(registration->remote_base == reinterpret_cast<uint64_t>(memory));
+    REQUIRE(fake.dma_bufs.size() == 1);
+    CHECK(fake.dma_bufs[0].second == 100);
+  }
+  fake.dma_buf_error = EOPNOTSUPP;
+  const device::GpuMemory gpu(memory, 4096);
+  const auto registration = nic->register_gpu_memory(gpu, Access::kRemoteWrite);
+  CHECK(registration->given_by.find("peermem, not dma-buf: ibv_reg_dmabuf_mr") == 0);
+  fake.register_error = EFAULT;
+  try {
+    (void)nic->register_gpu_memory(gpu, Access::kRemoteWrite);
+    FAIL("it was registered");
+  } catch (const TransportError& error) {
+    CHECK(error.remedy().find("modprobe nvidia-peermem") != std::string::npos);
+  }
+}
+
+TEST_CASE("verbs faults: short writes go inline, but for those from a GPU") {
+  test::FakeCuda cuda;
+  Fake fake;
+  Rig rig;
+  auto works = rig.writes(1);
+  works[0].length_bytes = 16;
+  CHECK(rig.paths[0]->post(works) == 1);
+  CHECK(fake.inline_count == 1);
+  const device::GpuMemory gpu(cuda.allocate(4096), 4096);
+  rig.region = rig.nic->register_gpu_memory(gpu, Access::kLocal);
+  works = rig.writes(1, 1);
+  works[0].length_bytes = 16;
+  works[0].local = gpu.base();
+  CHECK(rig.paths[0]->post(works) == 1);
+  CHECK(fake.inline_count == 1);
 }
 
 TEST_CASE("verbs faults: InfiniBand is routed by lid within a subnet, by GID between subnets") {

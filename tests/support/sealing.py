@@ -4,23 +4,24 @@ Layout (native/transport/descriptor.cc): magic u32, version u16, transports u32 
 host each with a length byte, network namespace u64, pid u32, rails u8, number of endpoints u8, endpoints (family u8, ip
 of 4 or 16 bytes, port u16, prefix u8, speed u32); then for verbs, and for ofi, if in the mask: fabric with a length
 byte, number of rails u8, rails (endpoint with a length byte, speed u32). For a descriptor then the same two again: base
-u64, a key u64 for each rail; and region id u64, length u64, access u8. At the end a 32-bit FNV-1a of all before it.
-Little-endian.
+u64, a key u64 for each rail; and region id u64, length u64, access u8, kind of memory u8. At the end a 32-bit FNV-1a of
+all before it. Little-endian.
 """
 
 import struct
 from collections.abc import Mapping, Sequence
 
-VERSION = 3
+VERSION = 4
 CHECKSUM_BYTES = 4
 VERSION_AT = 4
 TRANSPORTS_AT = 6
 NAME_AT = 26
 SHM, NULL, TCP, VERBS, OFI = 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 5
 # Counted from the end, the checksum included.
-REGION_ID_AT = -21
-LENGTH_AT = -13
-ACCESS_AT = -5
+REGION_ID_AT = -22
+LENGTH_AT = -14
+ACCESS_AT = -6
+MEMORY_AT = -5
 
 
 def checksum(data: bytes) -> int:
@@ -85,7 +86,7 @@ def make_descriptor(
     keys: Sections = {},  # noqa: B006 - only read
 ) -> bytes:
     body = _address_body(name, rails, transports, endpoints, rdma)
-    return sealed(b"XRRD" + body + _in_order(keys) + struct.pack("<QQB", 5, nbytes, 3))
+    return sealed(b"XRRD" + body + _in_order(keys) + struct.pack("<QQBB", 5, nbytes, 3, 0))
 
 
 def _address_body(name: bytes, rails: int, transports: int, endpoints: Sequence[bytes], rdma: Sections) -> bytes:
@@ -109,6 +110,10 @@ def with_bytes(data: bytes, at: int, new: bytes) -> bytes:
 
 def with_length(descriptor: bytes, nbytes: int) -> bytes:
     return with_bytes(descriptor, LENGTH_AT, struct.pack("<Q", nbytes))
+
+
+def with_memory(descriptor: bytes, kind: int) -> bytes:
+    return with_bytes(descriptor, MEMORY_AT, bytes([kind]))
 
 
 def with_access(descriptor: bytes, access: int) -> bytes:

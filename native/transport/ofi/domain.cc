@@ -97,25 +97,53 @@ bool Domain::may_sleep(fid_eq* events) const {
   return wait_fd_ >= 0 && fi_trywait(fabric_.get(), objects, events != nullptr ? 2 : 1) == 0;
 }
 
-Fid<fid_mr> Domain::register_memory(void* base, uint64_t length_bytes, uint64_t access) const {
-  const iovec range{base, length_bytes};
-  fi_mr_attr attributes{};
-  attributes.mr_iov = &range;
-  attributes.iov_count = 1;
-  attributes.access = access;
-  attributes.iface = FI_HMEM_SYSTEM;
-  fid_mr* memory = nullptr;
+int Domain::register_with(fi_mr_attr* attributes, uint64_t flags, fid_mr** memory) const {
+  attributes->iov_count = 1;
   for (int attempt = 0;; ++attempt) {
     // Where we choose the key, a random one: that of a region closed long ago opens nothing else.
     if (!wants(FI_MR_PROV_KEY)) {
       const size_t bytes = info().domain_attr->mr_key_size;
-      attributes.requested_key = bytes >= 8 ? random_key() : random_key() & ((1ull << (8 * bytes)) - 1);
+      attributes->requested_key = bytes >= 8 ? random_key() : random_key() & ((1ull << (8 * bytes)) - 1);
     }
-    const int code = domain_->mr->regattr(&domain_->fid, &attributes, 0, &memory);
-    if (code == 0) return Fid<fid_mr>(memory);
-    if (code == -FI_ENOKEY && attempt < 8) continue;  // taken
-    fail("fi_mr_regattr", code, code == -FI_ENOMEM || code == -FI_EPERM ? kLimitRemedy : "");
+    const int code = domain_->mr->regattr(&domain_->fid, attributes, flags, memory);
+    if (code != -FI_ENOKEY || attempt == 8) return code;  // else taken
   }
+}
+
+Fid<fid_mr> Domain::register_memory(void* base, uint64_t length_bytes, uint64_t access) const {
+  const iovec range{base, length_bytes};
+  fi_mr_attr attributes{};
+  attributes.mr_iov = &range;
+  attributes.access = access;
+  attributes.iface = FI_HMEM_SYSTEM;
+  fid_mr* memory = nullptr;
+  if (const int code = register_with(&attributes, 0, &memory); code != 0)
+    fail("fi_mr_regattr", code, code == -FI_ENOMEM || code == -FI_EPERM ? kLimitRemedy : "");
+  return Fid<fid_mr>(memory);
+}
+
+// Without a dma-buf of ours the provider tries what it knows, nvidia-peermem for one.
+Fid<fid_mr> Domain::register_gpu_memory(const device::GpuMemory& gpu, uint64_t access) const {
+  // The address that peers give is that of the dma-buf's beginning and the offset in it: our pointer.
+  const fi_mr_dmabuf shared{gpu.dma_buf(), gpu.dma_buf_offset(), gpu.length_bytes(), gpu.base() - gpu.dma_buf_offset()};
+  const iovec range{gpu.base(), gpu.length_bytes()};
+  fi_mr_attr attributes{};
+  const bool is_shared = gpu.dma_buf() >= 0;
+  if (is_shared) {
+    attributes.dmabuf = &shared;
+  } else {
+    attributes.mr_iov = &range;
+  }
+  attributes.access = access;
+  attributes.iface = FI_HMEM_CUDA;
+  attributes.device.cuda = gpu.gpu().ordinal;
+  fid_mr* memory = nullptr;
+  if (const int code = register_with(&attributes, is_shared ? FI_MR_DMABUF : 0, &memory); code != 0) {
+    fail(is_shared ? "fi_mr_regattr(FI_MR_DMABUF)" : "fi_mr_regattr", code,
+         is_shared ? "update the efa driver and libfabric: dma-bufs need Linux 5.12 and EFA's installer 1.29"
+                   : "no dma-buf either: " + gpu.why_no_dma_buf());
+  }
+  return Fid<fid_mr>(memory);
 }
 
 void Domain::fail(const char* call, int code, const std::string& remedy) const {

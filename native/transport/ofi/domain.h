@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "device/cuda.h"
 #include "transport/ofi/provider.h"
 
 namespace crossrail::ofi {
@@ -67,10 +68,13 @@ class Domain {
 
   // [any] Throws TransportError with a remedy.
   Fid<fid_mr> register_memory(void* base, uint64_t length_bytes, uint64_t access) const;
+  Fid<fid_mr> register_gpu_memory(const device::GpuMemory& memory, uint64_t access) const;
   std::string error_text(int code) const { return library_->error_text(code); }
   [[noreturn]] void fail(const char* call, int code, const std::string& remedy = {}) const;
 
  private:
+  // code, *memory: of fi_mr_regattr, with a key of our choice where the provider has none.
+  int register_with(fi_mr_attr* attributes, uint64_t flags, fid_mr** memory) const;
   void open_addresses();
   void open_queue();
 

@@ -20,6 +20,7 @@ constexpr const char* kRemedy =
 
 std::mutex g_mutex;
 std::shared_ptr<const Library> g_library;
+std::shared_ptr<const Library> g_replacement;
 std::vector<std::string> g_last_resorts;
 
 std::string version_of(uint32_t version) {
@@ -122,8 +123,14 @@ std::shared_ptr<const Library> make_library(const Calls& calls, const std::strin
   return library;
 }
 
+void replace_library(std::shared_ptr<const Library> library) {
+  const std::lock_guard lock(g_mutex);
+  g_replacement = std::move(library);
+}
+
 std::shared_ptr<const Library> open_library() {
   const std::lock_guard lock(g_mutex);
+  if (g_replacement != nullptr) return g_replacement;
   if (g_library == nullptr) g_library = search();
   return g_library;
 }

@@ -43,6 +43,9 @@ struct Library {
 // Throws TransportError that lists what was tried.
 std::shared_ptr<const Library> open_library();
 
+// Tests: this one instead, from now on; null: the real one again. While nothing of another is open.
+void replace_library(std::shared_ptr<const Library> library);
+
 // Libraries to try last, in this order: those that Python packages bring. Without effect once a library is open.
 void look_in(std::vector<std::string> paths);
 

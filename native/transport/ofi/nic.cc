@@ -69,6 +69,7 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
       std::clamp<uint32_t>(static_cast<uint32_t>(std::min<size_t>(info.tx_attr->size, 1u << 20)), 1, kPathWorksMax);
   limits_.names_imm_paths = rules.endpoint_per_path && info.domain_attr->cq_data_size >= 8;
   limits_.ordered_paths = rules.ordered && limits_.names_imm_paths;
+  limits_.takes_gpu_memory = (info.caps & FI_HMEM) != 0;
   doorbell_room_ = rules.keeps_doorbell ? static_cast<uint32_t>(info.tx_attr->size / 2) : 0;
   work_flags_ = FI_COMPLETION | (rules.delivery_complete ? FI_DELIVERY_COMPLETE : 0);
   send_flags_ = work_flags_;
@@ -103,6 +104,10 @@ int OfiNic::nearness(std::span<const uint8_t> peer_endpoint) const {
 
 std::unique_ptr<rdma::Registration> OfiNic::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
   return std::make_unique<OfiRegistration>(domain_, fences_, base, length_bytes, access);
+}
+
+std::unique_ptr<rdma::Registration> OfiNic::register_gpu_memory(const device::GpuMemory& memory, Access access) {
+  return std::make_unique<OfiRegistration>(domain_, fences_, memory, access);
 }
 
 std::unique_ptr<rdma::NicPath> OfiNic::make_path() {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <set>
 
+#include "device/cuda.h"
 #include "transport/types.h"
 #include "util/errors.h"
 #include "util/host_addresses.h"
@@ -37,13 +38,15 @@ Info allocate(const Library& library) {
   return info;
 }
 
-Info hints_for(const Library& library, const Rules& rules) {
+// gpu: where its devices take memory of GPUs.
+Info hints_for(const Library& library, const Rules& rules, bool gpu) {
   Info hints = allocate(library);
-  hints->caps = kCaps;
+  hints->caps = kCaps | (gpu ? FI_HMEM : 0);
   // Not FI_RX_CQ_DATA: efa would take it as leave to eat a receive for every immediate.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = rules.connects ? FI_EP_MSG : FI_EP_RDM;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  if (gpu) hints->domain_attr->mr_mode |= FI_MR_HMEM;
   // One progress holder at a time for queues and endpoints, but registration comes from any thread. FI_THREAD_COMPLETION
   // would say just that; tcp of 2.5 crashes in fi_cq_open with it.
   hints->domain_attr->threading = FI_THREAD_SAFE;
@@ -64,8 +67,8 @@ bool is_wanted(const fi_info& info, const Rules& rules) {
 }
 
 // What the provider offers, at `source` if it is not empty. Throws for anything but "nothing".
-std::vector<Info> ask(const Library& library, const Rules& rules, const std::string& source) {
-  const Info hints = hints_for(library, rules);
+std::vector<Info> ask(const Library& library, const Rules& rules, const std::string& source, bool gpu = false) {
+  const Info hints = hints_for(library, rules, gpu);
   fi_info* list = nullptr;
   const int code = library.calls.getinfo(library.api, source.empty() ? nullptr : source.c_str(), nullptr,
                                          source.empty() ? 0 : FI_SOURCE | FI_NUMERICHOST, hints.get(), &list);
@@ -223,7 +226,10 @@ std::vector<Device> devices(const Library& library, const Rules& rules) {
     return found;
   }
   std::set<std::string> names;  // a device may be offered several times, with other attributes: the first is best
-  for (Info& info : ask(library, rules, {})) {
+  std::vector<Info> offered;
+  if (rules.is_efa && device::find_driver() != nullptr) offered = ask(library, rules, {}, true);
+  if (offered.empty()) offered = ask(library, rules, {});  // of a build without CUDA, too
+  for (Info& info : offered) {
     Device device = of_hardware(std::move(info));
     if (names.insert(device.name).second) found.push_back(std::move(device));
   }

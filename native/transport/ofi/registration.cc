@@ -15,9 +15,22 @@ uint64_t access_bits(Access access) {
 
 OfiRegistration::OfiRegistration(std::shared_ptr<const Domain> domain, std::shared_ptr<Fences> fences, std::byte* base,
                                  uint64_t length_bytes, Access access)
+    : OfiRegistration(domain, std::move(fences), domain->register_memory(base, length_bytes, access_bits(access)), base,
+                      access) {}
+
+OfiRegistration::OfiRegistration(std::shared_ptr<const Domain> domain, std::shared_ptr<Fences> fences,
+                                 const device::GpuMemory& memory, Access access)
+    : OfiRegistration(domain, std::move(fences), domain->register_gpu_memory(memory, access_bits(access)),
+                      memory.base(), access) {
+  is_gpu = true;
+  given_by = memory.dma_buf() >= 0 ? "dma-buf" : "libfabric's own way, not dma-buf: " + memory.why_no_dma_buf();
+}
+
+OfiRegistration::OfiRegistration(std::shared_ptr<const Domain> domain, std::shared_ptr<Fences> fences,
+                                 Fid<fid_mr> memory, const std::byte* base, Access access)
     : domain_(std::move(domain)),
       fences_(std::move(fences)),
-      memory_(domain_->register_memory(base, length_bytes, access_bits(access))),
+      memory_(std::move(memory)),
       descriptor_(fi_mr_desc(memory_.get())),
       needs_fence_(domain_->rules().placed_by_software && access != Access::kLocal) {
   key = fi_mr_key(memory_.get());

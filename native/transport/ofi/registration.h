@@ -24,12 +24,16 @@ class OfiRegistration final : public rdma::Registration {
  public:
   OfiRegistration(std::shared_ptr<const Domain> domain, std::shared_ptr<Fences> fences, std::byte* base,
                   uint64_t length_bytes, Access access);
+  OfiRegistration(std::shared_ptr<const Domain> domain, std::shared_ptr<Fences> fences, const device::GpuMemory& memory,
+                  Access access);
   ~OfiRegistration() override;
   void revoke() override;
   bool is_quiet() const override;
   void* descriptor() const { return descriptor_; }
 
  private:
+  OfiRegistration(std::shared_ptr<const Domain> domain, std::shared_ptr<Fences> fences, Fid<fid_mr> memory,
+                  const std::byte* base, Access access);
   const std::shared_ptr<const Domain> domain_;  // outlives memory_
   const std::shared_ptr<Fences> fences_;
   Fid<fid_mr> memory_;

@@ -22,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "device/cuda.h"
 #include "transport/types.h"
 #include "util/clock.h"
 
@@ -44,6 +45,8 @@ class Registration {
 
   uint64_t key = 0;          // what peers need, beside the address
   uint64_t remote_base = 0;  // address of the first byte as peers have to give it; the same on all NICs of a transport
+  bool is_gpu = false;       // memory that our CPU must not touch
+  std::string given_by;      // with is_gpu: "dma-buf", or by what else and why
 };
 
 enum class NicOp : uint8_t { kWrite, kRead };
@@ -71,6 +74,7 @@ struct NicLimits {
   bool ordered_paths = false;
   // on_imm names the path.
   bool names_imm_paths = false;
+  bool takes_gpu_memory = false;
 };
 
 // Why a work failed.
@@ -153,6 +157,9 @@ class Nic {
 
   // [any] Throws TransportError with a remedy (memlock ...).
   virtual std::unique_ptr<Registration> register_memory(std::byte* base, uint64_t length_bytes, Access access) = 0;
+
+  // [any] With NicLimits::takes_gpu_memory. Throws TransportError with a remedy.
+  virtual std::unique_ptr<Registration> register_gpu_memory(const device::GpuMemory&, Access) { return nullptr; }
 
   virtual bool is_port_up() const = 0;
   // At most kDatagramBytesMax, copied. May be lost, doubled, delayed; sent into the void if that endpoint is nonsense,

@@ -54,7 +54,9 @@ RdmaTransport::RdmaTransport(TransportKind kind, const TransportOptions& options
              .message_bytes_max = options.message_bytes_max,
              .fifo_rails = false,  // a work may go by any path, and once more by another
              .balances_rails = true,
-             .piece_bytes_min = kPieceBytesMin};
+             .piece_bytes_min = kPieceBytesMin,
+             .moves_gpu_memory =
+                 std::ranges::all_of(rails_, [](const auto& rail) { return rail->nic->limits().takes_gpu_memory; })};
   now_ = ticked_ns_ = options_.clock->now_ns();
 }
 
@@ -126,6 +128,19 @@ std::unique_ptr<LocalRegion> RdmaTransport::register_memory(uint64_t id, std::by
   region->id = id;
   for (const auto& rail : rails_) {
     region->registrations.push_back(rail->nic->register_memory(base, length_bytes, access));
+  }
+  regions_.add(*region);
+  return region;
+}
+
+std::unique_ptr<LocalRegion> RdmaTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
+                                                                Access access) {
+  auto region = std::make_unique<RdmaRegion>(&regions_, access, false);
+  region->base = memory.base();
+  region->length_bytes = memory.length_bytes();
+  region->id = id;
+  for (const auto& rail : rails_) {
+    region->registrations.push_back(rail->nic->register_gpu_memory(memory, access));
   }
   regions_.add(*region);
   return region;

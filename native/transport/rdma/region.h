@@ -25,6 +25,7 @@ class RdmaRegion final : public LocalRegion {
   ~RdmaRegion() override;
 
   RdmaKeys rdma_keys() const override;
+  std::string given_by() const override { return registrations.front()->given_by; }
   const Registration* on(uint32_t rail) const { return registrations[rail].get(); }
   // Threads: any.
   bool is_quiet() const;

@@ -71,9 +71,64 @@ Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, 
   return memory;
 }
 
+namespace {
+
+// Null, and why: not for this NIC, this kernel, or this memory.
+Memory register_dma_buf(const Adapter& adapter, const device::GpuMemory& memory, Access access, std::string* why) {
+  if (library().reg_dmabuf_mr == nullptr) {
+    *why = "libibverbs has no ibv_reg_dmabuf_mr: rdma-core 34 or newer is needed";
+    return nullptr;
+  }
+  Memory registered(library().reg_dmabuf_mr(adapter.domain.get(), memory.dma_buf_offset(), memory.length_bytes(),
+                                            reinterpret_cast<uint64_t>(memory.base()), memory.dma_buf(),
+                                            static_cast<int>(flags_for(access))));
+  if (registered == nullptr) *why = "ibv_reg_dmabuf_mr: " + std::string(std::strerror(errno));
+  return registered;
+}
+
+Memory register_by_peermem(const Adapter& adapter, const device::GpuMemory& memory, Access access,
+                           const std::string& why_no_dma_buf) {
+  const auto address = reinterpret_cast<uint64_t>(memory.base());
+  Memory registered(
+      library().reg_mr(adapter.domain.get(), memory.base(), memory.length_bytes(), address, flags_for(access)));
+  if (registered == nullptr) {
+    throw TransportError(
+        "ibv_reg_mr", errno,
+        adapter.name() + ": cannot register " + std::to_string(memory.length_bytes()) + " bytes of GPU " +
+            std::to_string(memory.gpu().ordinal) + ": " + std::strerror(errno) +
+            "; nor as a dma-buf: " + why_no_dma_buf,
+        "let dma-buf work (Linux 5.12, NVIDIA's open kernel modules, CUDA 11.7), or load nvidia-peermem "
+        "(modprobe nvidia-peermem); torch's expandable_segments need dma-buf");
+  }
+  return registered;
+}
+
+}  // namespace
+
 VerbsRegistration::VerbsRegistration(std::shared_ptr<const Adapter> adapter, std::byte* base, uint64_t length_bytes,
                                      Access access)
     : adapter_(std::move(adapter)), memory_(register_with(*adapter_, base, length_bytes, access)) {
+  know(base);
+}
+
+// By dma-buf where driver and NIC have it, else as plain memory, which works where the module nvidia-peermem is loaded.
+VerbsRegistration::VerbsRegistration(std::shared_ptr<const Adapter> adapter, const device::GpuMemory& memory,
+                                     Access access)
+    : adapter_(std::move(adapter)) {
+  std::string why = memory.why_no_dma_buf();
+  if (memory.dma_buf() >= 0) {
+    memory_ = register_dma_buf(*adapter_, memory, access, &why);
+    given_by = "dma-buf";
+  }
+  if (memory_ == nullptr) {
+    memory_ = register_by_peermem(*adapter_, memory, access, why);
+    given_by = "peermem, not dma-buf: " + why;
+  }
+  is_gpu = true;
+  know(memory.base());
+}
+
+void VerbsRegistration::know(const std::byte* base) {
   local_key_ = memory_->lkey;
   key = memory_->rkey;
   remote_base = reinterpret_cast<uint64_t>(base);

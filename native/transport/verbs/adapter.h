@@ -31,6 +31,7 @@ struct Adapter {
 class VerbsRegistration final : public rdma::Registration {
  public:
   VerbsRegistration(std::shared_ptr<const Adapter> adapter, std::byte* base, uint64_t length_bytes, Access access);
+  VerbsRegistration(std::shared_ptr<const Adapter> adapter, const device::GpuMemory& memory, Access access);
   ~VerbsRegistration() override;
   void revoke() override;
   bool is_quiet() const override;
@@ -38,6 +39,7 @@ class VerbsRegistration final : public rdma::Registration {
   uint32_t local_key() const { return local_key_; }
 
  private:
+  void know(const std::byte* base);
   bool forget() const;
   std::shared_ptr<const Adapter> adapter_;
   mutable std::mutex mutex_;  // whoever asks whether it is quiet tries again

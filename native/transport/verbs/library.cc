@@ -27,6 +27,7 @@ bool bind(void* handle, const char* symbol, Function* function, std::string* why
 }
 
 bool bind_all(void* handle, Library* t, std::string* why) {
+  t->reg_dmabuf_mr = reinterpret_cast<decltype(t->reg_dmabuf_mr)>(::dlsym(handle, "ibv_reg_dmabuf_mr"));
   const auto take = [&](const char* symbol, auto* function) { return bind(handle, symbol, function, why); };
   return take("ibv_get_device_list", &t->get_device_list) && take("ibv_free_device_list", &t->free_device_list) &&
          take("ibv_get_device_name", &t->get_device_name) && take("ibv_open_device", &t->open_device) &&

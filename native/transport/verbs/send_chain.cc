@@ -22,7 +22,9 @@ void SendChain::fill(uint32_t at, const rdma::NicWork& work, uint64_t id, bool i
   if (work.length_bytes > 0) {
     entries_[at] = {reinterpret_cast<uint64_t>(work.local), static_cast<uint32_t>(work.length_bytes),
                     static_cast<const VerbsRegistration*>(work.registration)->local_key()};
-    if (work.op == rdma::NicOp::kWrite && work.length_bytes <= inline_bytes_max) request.send_flags |= IBV_SEND_INLINE;
+    // Inline data is read by the CPU, which cannot read a GPU's.
+    if (work.op == rdma::NicOp::kWrite && work.length_bytes <= inline_bytes_max && !work.registration->is_gpu)
+      request.send_flags |= IBV_SEND_INLINE;
   }
   request.wr.rdma.remote_addr = work.has_remote ? work.remote_address : 0;
   request.wr.rdma.rkey = work.has_remote ? static_cast<uint32_t>(work.remote_key) : 0;

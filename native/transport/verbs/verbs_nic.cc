@@ -52,6 +52,7 @@ VerbsNic::VerbsNic(Context context, PortDetail detail, const RdmaOptions& option
   limits_.path_works_max = kPathWorks;
   limits_.ordered_paths = true;
   limits_.names_imm_paths = true;
+  limits_.takes_gpu_memory = true;
 }
 
 VerbsNic::~VerbsNic() = default;
@@ -63,6 +64,10 @@ int VerbsNic::nearness(std::span<const uint8_t> peer_endpoint) const {
 
 std::unique_ptr<rdma::Registration> VerbsNic::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
   return std::make_unique<VerbsRegistration>(adapter_, base, length_bytes, access);
+}
+
+std::unique_ptr<rdma::Registration> VerbsNic::register_gpu_memory(const device::GpuMemory& memory, Access access) {
+  return std::make_unique<VerbsRegistration>(adapter_, memory, access);
 }
 
 void VerbsNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) {

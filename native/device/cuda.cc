@@ -1,0 +1,256 @@
+#include "device/cuda.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <array>
+#include <mutex>
+
+#include "util/errors.h"
+
+namespace crossrail::device {
+
+namespace {
+
+constexpr const char* kFile = "libcuda.so.1";
+
+// cuda.h: CUpointer_attribute, CUmemorytype, CUdevice_attribute and others.
+constexpr int kPointerMemoryType = 2;
+constexpr int kPointerSyncMemops = 6;
+constexpr int kPointerIsManaged = 8;
+constexpr int kPointerDeviceOrdinal = 9;
+constexpr unsigned kMemoryTypeDevice = 2;
+constexpr int kDeviceGpudirect = 116;
+constexpr int kDeviceFlushOptions = 117;
+constexpr int kDeviceWritesOrdering = 118;
+constexpr int kDeviceDmaBuf = 124;
+constexpr int kFlushByHost = 1;
+constexpr int kOrderedForOwner = 100;  // and larger numbers for more
+constexpr int kHandleDmaBuf = 1;
+constexpr unsigned long long kMapByPcie = 1;
+constexpr int kFlushCurrentContext = 0;
+constexpr int kFlushToOwner = 100;
+
+struct Opened {
+  Driver table{};
+  bool is_usable = false;
+  std::string why;
+};
+
+std::string text_of(const Driver& driver, int code) {
+  const char* text = nullptr;
+  if (driver.error_string == nullptr || driver.error_string(code, &text) != 0 || text == nullptr) text = "unknown";
+  return std::string(text) + " (CUDA error " + std::to_string(code) + ")";
+}
+
+[[noreturn]] void fail(const Driver& driver, const char* call, int code, const std::string& what,
+                       const std::string& remedy = {}) {
+  throw TransportError(call, code, what + ": " + text_of(driver, code), remedy);
+}
+
+template <typename Function>
+bool bind(void* handle, const char* symbol, Function* function) {
+  *function = reinterpret_cast<Function>(::dlsym(handle, symbol));
+  return *function != nullptr;
+}
+
+// Which of those that every driver since CUDA 6 has is missing; empty: none.
+std::string bind_all(void* handle, Driver* t) {
+  std::string missing;
+  const auto take = [&](const char* symbol, auto* function) {
+    if (!bind(handle, symbol, function)) missing = symbol;
+  };
+  take("cuInit", &t->init);
+  take("cuGetErrorString", &t->error_string);
+  take("cuDeviceGetCount", &t->device_count);
+  take("cuDeviceGetName", &t->device_name);
+  take("cuDeviceGetAttribute", &t->device_attribute);
+  take("cuDevicePrimaryCtxRetain", &t->retain_context);
+  take("cuCtxPushCurrent_v2", &t->push_context);
+  take("cuCtxPopCurrent_v2", &t->pop_context);
+  take("cuPointerGetAttribute", &t->pointer_attribute);
+  take("cuPointerSetAttribute", &t->set_pointer_attribute);
+  bind(handle, "cuMemGetHandleForAddressRange", &t->export_range);
+  bind(handle, "cuFlushGPUDirectRDMAWrites", &t->flush_writes);
+  return missing;
+}
+
+Opened open_driver() {
+  Opened opened;
+  void* handle = ::dlopen(kFile, RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    const char* error = ::dlerror();
+    opened.why = std::string("cannot open ") + kFile + " (" + (error == nullptr ? "no reason given" : error) +
+                 "): install NVIDIA's driver; in a container, start it with the GPUs (--gpus all)";
+    return opened;
+  }
+  if (const std::string missing = bind_all(handle, &opened.table); !missing.empty()) {
+    opened.why = std::string(kFile) + " has no " + missing + ": it is no driver of NVIDIA's, or a very old one";
+    return opened;
+  }
+  const int code = opened.table.init(0);
+  if (code != 0) opened.why = "cuInit: " + text_of(opened.table, code) + "; see nvidia-smi";
+  opened.is_usable = code == 0;
+  return opened;
+}
+
+const Opened& opened() {
+  static const Opened once = open_driver();
+  return once;
+}
+
+const Driver* g_replacement = nullptr;
+
+int attribute_of(const Driver& driver, int attribute, int ordinal) {
+  int value = 0;
+  // A driver that does not know the attribute says no to it: as good as a device that has not got it.
+  return driver.device_attribute(&value, attribute, ordinal) == 0 ? value : 0;
+}
+
+Gpu describe(const Driver& driver, int ordinal) {
+  Gpu gpu;
+  gpu.ordinal = ordinal;
+  std::array<char, 256> name{};
+  if (const int code = driver.device_name(name.data(), name.size() - 1, ordinal); code != 0)
+    fail(driver, "cuDeviceGetName", code, "cannot ask for the name of GPU " + std::to_string(ordinal));
+  gpu.name = name.data();
+  gpu.exports_dma_buf = driver.export_range != nullptr && attribute_of(driver, kDeviceDmaBuf, ordinal) != 0;
+  gpu.has_gpudirect = gpu.exports_dma_buf || attribute_of(driver, kDeviceGpudirect, ordinal) != 0;
+  gpu.needs_flush = driver.flush_writes != nullptr &&
+                    attribute_of(driver, kDeviceWritesOrdering, ordinal) < kOrderedForOwner &&
+                    (attribute_of(driver, kDeviceFlushOptions, ordinal) & kFlushByHost) != 0;
+  return gpu;
+}
+
+// The context that the GPU's other users of this process share: retained once and kept, as they do. With it current,
+// whatever was so on this thread before is so again afterwards.
+class CurrentContext {
+ public:
+  CurrentContext(const Driver& driver, int ordinal) : driver_(driver) {
+    void* context = nullptr;
+    {
+      static std::mutex mutex;
+      static std::vector<void*> retained;
+      static const Driver* of = nullptr;
+      const std::lock_guard lock(mutex);
+      if (of != &driver) retained.clear();  // another double
+      of = &driver;
+      const auto index = static_cast<size_t>(ordinal);
+      if (retained.size() <= index) retained.resize(index + 1, nullptr);
+      if (retained[index] == nullptr) {
+        if (const int code = driver.retain_context(&retained[index], ordinal); code != 0)
+          fail(driver, "cuDevicePrimaryCtxRetain", code, "cannot use GPU " + std::to_string(ordinal));
+      }
+      context = retained[index];
+    }
+    if (const int code = driver.push_context(context); code != 0)
+      fail(driver, "cuCtxPushCurrent", code, "cannot use GPU " + std::to_string(ordinal));
+  }
+  ~CurrentContext() {
+    void* popped = nullptr;
+    driver_.pop_context(&popped);
+  }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  const Driver& driver_;
+};
+
+template <typename Value>
+bool ask(const Driver& driver, int attribute, const void* address, Value* value) {
+  return driver.pointer_attribute(value, attribute, reinterpret_cast<uint64_t>(address)) == 0;
+}
+
+std::string range_text(const std::byte* base, uint64_t length_bytes) {
+  return std::to_string(length_bytes) + " bytes at " + std::to_string(reinterpret_cast<uint64_t>(base));
+}
+
+}  // namespace
+
+void replace_driver(const Driver* table) { g_replacement = table; }
+
+const Driver* find_driver(std::string* why) {
+  if (g_replacement != nullptr) return g_replacement;
+  if (why != nullptr) *why = opened().why;
+  return opened().is_usable ? &opened().table : nullptr;
+}
+
+std::vector<Gpu> gpus() {
+  std::vector<Gpu> found;
+  const Driver* driver = find_driver();
+  if (driver == nullptr) return found;
+  int count = 0;
+  if (const int code = driver->device_count(&count); code != 0)
+    fail(*driver, "cuDeviceGetCount", code, "cannot count the GPUs");
+  for (int ordinal = 0; ordinal < count; ++ordinal) found.push_back(describe(*driver, ordinal));
+  return found;
+}
+
+bool is_gpu_address(const void* address) {
+  if (g_replacement == nullptr) {
+    void* loaded = ::dlopen(kFile, RTLD_NOW | RTLD_NOLOAD);
+    if (loaded == nullptr) return false;
+    ::dlclose(loaded);
+  }
+  const Driver* driver = find_driver();
+  unsigned type = 0;
+  return driver != nullptr && ask(*driver, kPointerMemoryType, address, &type) && type == kMemoryTypeDevice;
+}
+
+GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes) : base_(base), length_bytes_(length_bytes) {
+  std::string why;
+  const Driver* driver = find_driver(&why);
+  if (driver == nullptr) throw TransportError("register", 0, "memory of a GPU needs its driver: " + why);
+  unsigned type = 0;
+  int ordinal = -1;
+  if (!ask(*driver, kPointerMemoryType, base, &type) || type != kMemoryTypeDevice ||
+      !ask(*driver, kPointerDeviceOrdinal, base, &ordinal) || ordinal < 0)
+    throw UsageError("the buffer, " + range_text(base, length_bytes) + ", is no memory of a GPU that CUDA knows");
+  int is_managed = 0;
+  if (ask(*driver, kPointerIsManaged, base, &is_managed) && is_managed != 0)
+    throw UsageError(
+        "the buffer is managed memory (cudaMallocManaged), which moves between host and GPU: a NIC needs "
+        "memory that stays, as cudaMalloc and torch give it");
+  gpu_ = describe(*driver, ordinal);
+  const CurrentContext current(*driver, ordinal);
+  // Copies of the driver's that are called synchronous are so for this memory, which NICs read behind its back.
+  const int yes = 1;
+  driver->set_pointer_attribute(&yes, kPointerSyncMemops, reinterpret_cast<uint64_t>(base));
+  export_dma_buf(*driver);
+}
+
+GpuMemory::~GpuMemory() {
+  if (dma_buf_ >= 0) ::close(dma_buf_);
+}
+
+void GpuMemory::export_dma_buf(const Driver& driver) {
+  if (!gpu_.exports_dma_buf) {
+    why_ = gpu_.name + " and this driver export no dma-buf (Linux 5.12, CUDA 11.7 and open kernel modules do)";
+    return;
+  }
+  const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  const auto first = reinterpret_cast<uint64_t>(base_);
+  const uint64_t from = first & ~(page - 1);
+  const uint64_t to = (first + length_bytes_ + page - 1) & ~(page - 1);
+  int fd = -1;
+  // By PCIe, where a NIC is: on machines that have another way to the CPU this has to be said, on others it may not be.
+  int code = driver.export_range(&fd, from, to - from, kHandleDmaBuf, kMapByPcie);
+  if (code != 0) code = driver.export_range(&fd, from, to - from, kHandleDmaBuf, 0);
+  if (code != 0) {
+    why_ = "cuMemGetHandleForAddressRange: " + text_of(driver, code);
+    return;
+  }
+  dma_buf_ = fd;
+  dma_buf_offset_ = first - from;
+}
+
+void flush_writes(int ordinal) {
+  const Driver* driver = find_driver();
+  CROSSRAIL_ASSERT(driver != nullptr && driver->flush_writes != nullptr);
+  const CurrentContext current(*driver, ordinal);
+  if (const int code = driver->flush_writes(kFlushCurrentContext, kFlushToOwner); code != 0)
+    fail(*driver, "cuFlushGPUDirectRDMAWrites", code, "cannot flush writes to GPU " + std::to_string(ordinal));
+}
+
+}  // namespace crossrail::device

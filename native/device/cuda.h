@@ -1,0 +1,82 @@
+// NVIDIA's driver, opened at run time: what memory of a GPU a NIC has to be told about, and nothing that computes.
+//
+// Numbers and names are those of CUDA's public driver interface (cuda.h). The headers are not needed to build.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace crossrail::device {
+
+// What is called of libcuda.so.1. The results are CUresult: 0 is success.
+struct Driver {
+  int (*init)(unsigned flags);
+  int (*error_string)(int code, const char** text);
+  int (*device_count)(int* count);
+  int (*device_name)(char* name, int bytes, int device);
+  int (*device_attribute)(int* value, int attribute, int device);
+  int (*retain_context)(void** context, int device);
+  int (*push_context)(void* context);
+  int (*pop_context)(void** context);
+  int (*pointer_attribute)(void* value, int attribute, uint64_t address);
+  int (*set_pointer_attribute)(const void* value, int attribute, uint64_t address);
+  // Older than CUDA 11.7, 11.3: null.
+  int (*export_range)(void* handle, uint64_t address, size_t bytes, int kind, unsigned long long flags);
+  int (*flush_writes)(int target, int scope);
+};
+
+// [any] Opened with the first call and never closed. Null: not here, or no GPU; *why says what and what helps.
+const Driver* find_driver(std::string* why = nullptr);
+// Tests: this one instead, from now on; null: the real one again. While no region is in the memory of a GPU.
+void replace_driver(const Driver* table);
+
+struct Gpu {
+  int ordinal = 0;
+  std::string name;
+  bool exports_dma_buf = false;
+  bool has_gpudirect = false;  // NICs can be given its memory at all
+  bool needs_flush = false;    // what a NIC wrote may still be on its way when the CPU knows of it
+};
+// Empty where there is no driver. Throws TransportError where there is one and it fails.
+std::vector<Gpu> gpus();
+
+// Memory of one GPU, for as long as NICs are told about it: an exported handle is closed with it.
+class GpuMemory {
+ public:
+  // Throws UsageError for memory that no NIC can be given (managed by CUDA, or none of a GPU at all), TransportError
+  // where the driver is missing or refuses.
+  GpuMemory(std::byte* base, uint64_t length_bytes);
+  ~GpuMemory();
+  GpuMemory(const GpuMemory&) = delete;
+  GpuMemory& operator=(const GpuMemory&) = delete;
+
+  std::byte* base() const { return base_; }
+  uint64_t length_bytes() const { return length_bytes_; }
+  const Gpu& gpu() const { return gpu_; }
+  // A dma-buf with the range in it, which begins at dma_buf_offset(); -1: none, and why.
+  int dma_buf() const { return dma_buf_; }
+  uint64_t dma_buf_offset() const { return dma_buf_offset_; }
+  const std::string& why_no_dma_buf() const { return why_; }
+
+ private:
+  void export_dma_buf(const Driver& driver);
+  std::byte* const base_;
+  const uint64_t length_bytes_;
+  Gpu gpu_;
+  int dma_buf_ = -1;
+  uint64_t dma_buf_offset_ = 0;
+  std::string why_;
+};
+
+// Whether an address is memory of a GPU. False without asking where this process has not opened the driver: nobody in it
+// can have such an address then.
+bool is_gpu_address(const void* address);
+
+// Returns when everything that NICs have written to that GPU before is visible to what it does next. Any thread.
+// Throws TransportError.
+void flush_writes(int ordinal);
+
+}  // namespace crossrail::device
