@@ -1,8 +1,6 @@
 // Connections before their first frame: making them, taking them in, and the handshake on both sides.
 #pragma once
 
-#include <sys/socket.h>
-
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -10,6 +8,7 @@
 
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/poller.h"
+#include "transport/tcp/socket.h"
 #include "util/clock.h"
 #include "util/memory_map.h"
 
@@ -37,12 +36,6 @@ struct RailPair {
   bool operator==(const RailPair&) const = default;
 };
 std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::vector<Endpoint>& theirs);
-
-// Options that every connection of ours has. unacknowledged_ms: after this long without the peer's kernel answering, it is broken.
-void tune_socket(int fd, int64_t unacknowledged_ms);
-void bind_to_netdev(int fd, const std::string& netdev);
-// No pacing: on the way from this machine to itself it only costs.
-void tune_for_loopback(int fd);
 
 // A message of the handshake on its way in, read to its last byte and no further.
 class MessageReader {
@@ -160,10 +153,5 @@ class Acceptor final : public Pollable {
   Nonce nonce_{};
   bool ended_ = false;
 };
-
-// The address a socket's other end has, for messages.
-std::string peer_text(int fd);
-socklen_t to_sockaddr(const Endpoint& endpoint, sockaddr_storage* out);
-Endpoint from_sockaddr(const sockaddr_storage& address);
 
 }  // namespace crossrail::tcp

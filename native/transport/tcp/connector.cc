@@ -1,8 +1,5 @@
-#include "transport/tcp/connect.h"
-
-#include <arpa/inet.h>
+// The initiator's half of the handshake.
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/epoll.h>
 
 #include <algorithm>
@@ -10,79 +7,10 @@
 #include <cstring>
 #include <utility>
 
+#include "transport/tcp/connect.h"
 #include "util/errors.h"
 
 namespace crossrail::tcp {
-
-namespace {
-
-// Kernels' probes of idle connections: a peer that is unplugged while nothing moves is noticed after about half a minute.
-constexpr int kKeepIdleS = 15;
-constexpr int kKeepIntervalS = 5;
-constexpr int kKeepProbes = 3;
-
-void set(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
-
-}  // namespace
-
-void tune_socket(int fd, int64_t unacknowledged_ms) {
-  set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set(fd, IPPROTO_TCP, TCP_KEEPIDLE, kKeepIdleS);
-  set(fd, IPPROTO_TCP, TCP_KEEPINTVL, kKeepIntervalS);
-  set(fd, IPPROTO_TCP, TCP_KEEPCNT, kKeepProbes);
-  set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(std::min<int64_t>(unacknowledged_ms, 1 << 30)));
-}
-
-void bind_to_netdev(int fd, const std::string& netdev) {
-  setsockopt(fd, SOL_SOCKET, SO_BINDTODEVICE, netdev.c_str(), static_cast<socklen_t>(netdev.size() + 1));
-}
-
-void tune_for_loopback(int fd) {
-  static constexpr char kReno[] = "reno";  // always allowed; bbr and its like pace
-  setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, kReno, sizeof kReno - 1);
-}
-
-socklen_t to_sockaddr(const Endpoint& endpoint, sockaddr_storage* out) {
-  std::memset(out, 0, sizeof *out);
-  if (endpoint.family == 6) {
-    auto* address = reinterpret_cast<sockaddr_in6*>(out);
-    address->sin6_family = AF_INET6;
-    address->sin6_port = htons(endpoint.port);
-    std::memcpy(&address->sin6_addr, endpoint.ip.data(), 16);
-    return sizeof *address;
-  }
-  auto* address = reinterpret_cast<sockaddr_in*>(out);
-  address->sin_family = AF_INET;
-  address->sin_port = htons(endpoint.port);
-  std::memcpy(&address->sin_addr, endpoint.ip.data(), 4);
-  return sizeof *address;
-}
-
-Endpoint from_sockaddr(const sockaddr_storage& storage) {
-  Endpoint endpoint{};
-  if (storage.ss_family == AF_INET6) {
-    const auto* address = reinterpret_cast<const sockaddr_in6*>(&storage);
-    endpoint.family = 6;
-    endpoint.port = ntohs(address->sin6_port);
-    endpoint.prefix_bits = 128;
-    std::memcpy(endpoint.ip.data(), &address->sin6_addr, 16);
-  } else {
-    const auto* address = reinterpret_cast<const sockaddr_in*>(&storage);
-    endpoint.family = 4;
-    endpoint.port = ntohs(address->sin_port);
-    endpoint.prefix_bits = 32;
-    std::memcpy(endpoint.ip.data(), &address->sin_addr, 4);
-  }
-  return endpoint;
-}
-
-std::string peer_text(int fd) {
-  sockaddr_storage storage{};
-  socklen_t size = sizeof storage;
-  if (getpeername(fd, reinterpret_cast<sockaddr*>(&storage), &size) != 0) return "an unknown address";
-  return to_text(from_sockaddr(storage));
-}
 
 // --- one message ---
 
@@ -136,7 +64,8 @@ Connector::Connector(Poller* poller, Owner* owner, const Rail& from, const Endpo
   source.port = 0;
   socklen_t size = to_sockaddr(source, &storage);
 #ifdef IP_BIND_ADDRESS_NO_PORT
-  set(fd_.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
+  const int on = 1;
+  setsockopt(fd_.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &on, sizeof on);
 #endif
   if (from.bound_to_netdev) bind_to_netdev(fd_.get(), from.netdev);
   if (bind(fd_.get(), reinterpret_cast<sockaddr*>(&storage), size) != 0) {
@@ -275,117 +204,6 @@ void Connector::on_message() {
   ConnectResult result;
   result.kind = ConnectResult::Kind::kUp;
   end(std::move(result));
-}
-
-// --- acceptor ---
-
-Acceptor::Acceptor(Poller* poller, Owner* owner, Fd fd, std::string who, const Digest& key, const Incarnation& self,
-                   Deadline deadline)
-    : poller_(poller),
-      owner_(owner),
-      fd_(std::move(fd)),
-      who_(std::move(who)),
-      key_(key),
-      self_tag_(target_tag(self)),
-      deadline_(deadline) {
-  poller_->add(fd_.get(), this, EPOLLIN | EPOLLRDHUP);
-}
-
-Acceptor::~Acceptor() { end(); }
-
-void Acceptor::end() {
-  ended_ = true;
-  if (fd_) poller_->remove(fd_.get());
-  fd_.reset();
-}
-
-bool Acceptor::accept(int fd) {
-  const Bytes message = encode(Accept{});
-  return ::send(fd, message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
-         static_cast<ssize_t>(message.size());
-}
-
-void Acceptor::refuse(RefusalCode code, const std::string& text) {
-  if (ended_) return;
-  owner_->on_stranger(who_, text);
-  turn_away(code, text);
-}
-
-void Acceptor::turn_away(RefusalCode code, const std::string& text) {
-  if (ended_) return;
-  const Bytes message = encode(Refusal{code, text});
-  [[maybe_unused]] const ssize_t put = ::send(fd_.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
-  // Closing with unread bytes would reset the connection and could take the refusal along: take what is there first.
-  ::shutdown(fd_.get(), SHUT_WR);
-  std::array<uint8_t, 4096> rest;
-  for (int i = 0; i < 8 && recv(fd_.get(), rest.data(), rest.size(), MSG_DONTWAIT) > 0; ++i) {
-  }
-  end();
-}
-
-void Acceptor::check_deadline(int64_t now) {
-  if (ended_ || now < deadline_) return;
-  // One that was frozen meanwhile may try again.
-  refuse(RefusalCode::kFull, "the handshake was not finished in time");
-}
-
-void Acceptor::on_events(uint32_t) {
-  if (ended_) return;
-  switch (reader_.read(fd_.get())) {
-    case MessageReader::State::kMore:
-      return;
-    case MessageReader::State::kWhole:
-      return on_message();
-    case MessageReader::State::kForeign:
-      return refuse(RefusalCode::kMalformed, "what it sends is no crossrail handshake");
-    case MessageReader::State::kClosed:
-    case MessageReader::State::kFailed:
-      return end();  // port scans and health checks do so all day
-  }
-}
-
-void Acceptor::on_message() {
-  const Bytes message = reader_.message();
-  reader_.clear();
-  if (reader_.version() != kProtocolVersion) {
-    return refuse(RefusalCode::kVersion, "it speaks version " + std::to_string(reader_.version()) +
-                                             " of the tcp transport, this engine version " +
-                                             std::to_string(kProtocolVersion) +
-                                             ": use the same crossrail release on both sides");
-  }
-  if (const auto refusal = decode_refusal(message)) {
-    owner_->on_stranger(who_, "it refuses us: " + refusal->text);
-    return end();
-  }
-  if (!hello_) {
-    hello_ = decode_hello(message);
-    if (!hello_) return refuse(RefusalCode::kMalformed, "its first message is malformed");
-    if (hello_->target_tag != self_tag_) {
-      return turn_away(RefusalCode::kNotMe,
-                       "another engine is at this address now: the one you look for has ended or was restarted");
-    }
-    if (const auto refusal = owner_->check_hello(*hello_)) return turn_away(refusal->code, refusal->text);
-    hello_bytes_ = message;
-    nonce_ = draw_nonce();
-    const Bytes challenge = encode(Challenge{nonce_, acceptor_proof(key_, hello_bytes_, nonce_)});
-    if (::send(fd_.get(), challenge.data(), challenge.size(), MSG_DONTWAIT | MSG_NOSIGNAL) !=
-        static_cast<ssize_t>(challenge.size())) {
-      end();
-    }
-    return;
-  }
-  const auto proof = decode_proof(message);
-  if (!proof) return refuse(RefusalCode::kMalformed, "its second message is malformed");
-  if (!equal_in_constant_time(proof->proof, initiator_proof(key_, hello_bytes_, nonce_))) {
-    return refuse(
-        RefusalCode::kAuthentication,
-        "the two engines do not have the same secret: set the same `secret` (or CROSSRAIL_SECRET) on both sides");
-  }
-  if (const auto refusal = owner_->check_hello(*hello_)) return turn_away(refusal->code, refusal->text);
-  poller_->remove(fd_.get());
-  Fd fd = std::move(fd_);
-  ended_ = true;
-  owner_->on_accepted(*this, *hello_, std::move(fd));
 }
 
 }  // namespace crossrail::tcp
