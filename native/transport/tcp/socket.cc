@@ -5,6 +5,8 @@
 #include <netinet/tcp.h>
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <cstring>
 
 namespace crossrail::tcp {
@@ -19,6 +21,39 @@ constexpr int kKeepProbes = 3;
 void set(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
 
 }  // namespace
+
+ssize_t Socket::receive(std::span<const iovec> views) const {
+  if (tls) return tls->receive(views);
+  // recv costs less than recvmsg, and most calls find nothing.
+  if (views.size() == 1) return recv(fd.get(), views[0].iov_base, views[0].iov_len, MSG_DONTWAIT);
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(views.data());  // the kernel only reads them
+  message.msg_iovlen = views.size();
+  return recvmsg(fd.get(), &message, MSG_DONTWAIT);
+}
+
+bool Socket::send_message(std::span<const uint8_t> message) const {
+  // Nothing was sent that is not read by now: it fits the empty socket buffer.
+  if (!tls) {
+    return ::send(fd.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
+           static_cast<ssize_t>(message.size());
+  }
+  const iovec view{const_cast<uint8_t*>(message.data()), message.size()};
+  return tls->seal({&view, 1}) == static_cast<ssize_t>(message.size()) && tls->flush() == 0;
+}
+
+std::string Socket::error_text() const {
+  if (tls && !tls->trouble().empty()) return "TLS: " + tls->trouble();
+  return std::strerror(errno);
+}
+
+void Socket::close_gently() {
+  ::shutdown(fd.get(), SHUT_WR);
+  std::array<uint8_t, 4096> rest;
+  for (int i = 0; i < 8 && recv(fd.get(), rest.data(), rest.size(), MSG_DONTWAIT) > 0; ++i) {
+  }
+  fd.reset();
+}
 
 void tune_socket(int fd, int64_t unacknowledged_ms) {
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1);

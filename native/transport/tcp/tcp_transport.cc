@@ -45,6 +45,7 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
     : sink_(sink),
       options_(options),
       key_(handshake_key(options.secret, options.identity.incarnation)),
+      tls_(options.tls.is_on() ? std::make_shared<TlsContext>(options.tls) : nullptr),
       connections_(&poller_),
       rails_(open_rails(options.rails, options.rail_count, options.port)),
       next_link_id_(random_u64()) {
@@ -175,14 +176,17 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
     report.reason = to_text(rail.endpoint) + " to " + to_text(out.address->endpoints[rails.peer_rail]);
     if (!rail.netdev.empty()) report.reason += " by " + rail.netdev;
     std::string state = "connected when first needed";
+    bool is_open = false;
     for (const Lane lane : {Lane::kSmall, Lane::kBulk}) {
       const OutChannel* channel = out.find(pair, lane);
       if (channel == nullptr) continue;
       report.bytes += channel->bytes_acked;
       if (channel->is_open()) {
-        state = "connected";
+        is_open = true;
+        const char* const cipher = channel->stream->connection()->cipher();
+        state = cipher == nullptr ? "connected" : std::string("connected, ") + cipher;
       } else if (channel->is_connecting() || channel->wanted) {
-        if (state != "connected") state = channel->trouble.empty() ? "connecting" : "down: " + channel->trouble;
+        if (!is_open) state = channel->trouble.empty() ? "connecting" : "down: " + channel->trouble;
       }
     }
     report.reason += ", " + state;

@@ -95,7 +95,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
 
   // Acceptor::Owner
   std::optional<Refusal> check_hello(const Hello& hello) override;
-  void on_accepted(Acceptor& acceptor, const Hello& hello, Fd fd) override;
+  void on_accepted(Acceptor& acceptor, const Hello& hello, Socket socket) override;
   void on_stranger(const std::string& who, const std::string& what) override;
 
  private:
@@ -142,6 +142,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   Traits traits_;
   Address address_;
   Digest key_;
+  std::shared_ptr<TlsContext> tls_;  // null: in the clear
   Poller poller_;
   ConnectionContext connections_;
   RegionTable regions_;
