@@ -138,8 +138,13 @@ def pair(
     seed: Seed,
     world: sim.World | None,
     tls_config: xr.TlsConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Pair:
-    options = {"transport": "tcp", "tls": tls_config} if setup.transport == TLS else {"transport": setup.transport}
+    options = {"transport": setup.transport}
+    if setup.transport == TLS:  # by the environment, since options of the other side travel as text
+        options = {"transport": "tcp"}
+        for name, file in (("CERT", tls_config.cert), ("KEY", tls_config.key), ("CA", tls_config.ca)):
+            monkeypatch.setenv(f"CROSSRAIL_TLS_{name}", str(file))
     common = options | {"private_path": setup.private_path}
     here = open_engine(rails=setup.rails_here, **common)
     there = RemoteEngine(caller, rails=setup.rails_there, **common)
