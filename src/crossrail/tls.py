@@ -46,8 +46,9 @@ class TlsConfig:
         if missing:
             present = next(name for name, path in files.items() if path)
             raise UsageError(f"{present} is set and {missing[0]} is not: TLS needs a certificate, its key and a CA")
+        cert, key, ca = files.values()
         verify = environ.get(VERIFY_VARIABLE) or "chain"
-        return cls(*files.values(), verify)  # type: ignore[arg-type]  # checked when the engine opens
+        return cls(cert, key, ca, verify)  # type: ignore[arg-type]  # checked when the engine opens
 
     def as_tuple(self) -> tuple[str, str, str, str]:
         """For the native engine, which checks them."""
@@ -55,7 +56,7 @@ class TlsConfig:
         return cert, key, ca, self.verify
 
 
-def tls_of(tls: TlsConfig | None, transport: str) -> tuple[str, str, str, str]:
+def tls_of(tls: object, transport: object) -> tuple[str, str, str, str]:
     """For the native engine. None: of the environment, for engines that reach other hosts."""
     if tls is None and isinstance(transport, str) and any(word in transport for word in _NETWORKS):
         tls = TlsConfig.from_environment()
