@@ -35,6 +35,7 @@ T choose(const char* argument, const std::string& given, const Choice<T> (&choic
 
 constexpr Choice<Polling> kPollings[] = {
     {"adaptive", Polling::kAdaptive}, {"spin", Polling::kSpin}, {"manual", Polling::kManual}};
+constexpr Choice<TlsVerify> kTlsVerifies[] = {{"chain", TlsVerify::kChain}, {"name", TlsVerify::kName}};
 constexpr Choice<PrivatePath> kPrivatePaths[] = {
     {"auto", PrivatePath::kAuto}, {"staged", PrivatePath::kStaged}, {"cma", PrivatePath::kCrossMemoryAttach}};
 
@@ -59,7 +60,8 @@ void set_rails(EngineOptions* options, nb::handle rails) {
 }
 
 void init(Self self, const std::string& name, const std::string& transport, nb::handle rails, nb::handle port,
-          nb::handle secret, double peer_timeout_s, const std::string& polling, double spin_us, nb::handle worker_cpu,
+          nb::handle secret, const std::tuple<std::string, std::string, std::string, std::string>& tls,
+          double peer_timeout_s, const std::string& polling, double spin_us, nb::handle worker_cpu,
           nb::handle submit_queue_depth, nb::handle imm_counters_max, nb::handle message_bytes_max,
           double watcher_poll_us, double connect_timeout_s, const std::string& private_path, double heartbeat_s,
           const std::tuple<int, uint32_t, uint32_t, uint32_t>& rdma,
@@ -73,6 +75,9 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   options.port = static_cast<uint16_t>(to_u32(port, "port", 65535));
   const std::span<const uint8_t> secret_bytes = bytes_of(secret);
   options.secret.assign(secret_bytes.begin(), secret_bytes.end());
+  std::string verify;
+  std::tie(options.tls.cert_file, options.tls.key_file, options.tls.ca_file, verify) = tls;
+  options.tls.verify = choose("tls.verify", verify, kTlsVerifies);
   options.peer_timeout_ns = to_ns(peer_timeout_s, "peer_timeout_s", 1e9, 1e-3, 1e6);
   options.polling = choose("polling", polling, kPollings);
   options.spin_ns = to_ns(spin_us, "spin_us", 1e3, 0, 1e7);
@@ -247,14 +252,15 @@ void register_engine(nb::module_& module) {
   engine
       .def(
           "__init__", &init, nb::arg("name"), nb::arg("transport"), nb::arg("rails"), nb::arg("port"),
-          nb::arg("secret"), nb::arg("peer_timeout_s"), nb::arg("polling"), nb::arg("spin_us"),
+          nb::arg("secret"), nb::arg("tls"), nb::arg("peer_timeout_s"), nb::arg("polling"), nb::arg("spin_us"),
           nb::arg("worker_cpu").none(), nb::arg("submit_queue_depth"), nb::arg("imm_counters_max"),
           nb::arg("message_bytes_max"), nb::arg("watcher_poll_us"), nb::arg("connect_timeout_s"),
           nb::arg("private_path"), nb::arg("heartbeat_s"), nb::arg("rdma"), nb::arg("observed"),
           nb::arg("world").none(), nb::arg("host").none(),
           nb::sig(
               "def __init__(self, name: str, transport: str, rails: int | collections.abc.Sequence[str], "
-              "port: int, secret: bytes, peer_timeout_s: float, polling: str, spin_us: float, "
+              "port: int, secret: bytes, tls: tuple[str, str, str, str], peer_timeout_s: float, polling: str, spin_us: "
+              "float, "
               "worker_cpu: int | None, submit_queue_depth: int, imm_counters_max: int, message_bytes_max: int, "
               "watcher_poll_us: float, connect_timeout_s: float, private_path: str, heartbeat_s: float, rdma: "
               "tuple[int, int, int, "

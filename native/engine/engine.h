@@ -59,6 +59,7 @@ struct EngineOptions {
   std::vector<std::string> rails;
   uint16_t port = 0;                         // tcp: listen here, 0 anywhere
   std::string secret;                        // tcp, verbs, ofi: peers must know the same one
+  TlsOptions tls;                            // tcp, which is then the only way to other hosts
   int64_t peer_timeout_ns = 10'000'000'000;  // tcp, verbs, ofi: a peer that is silent for so long is lost
   RdmaOptions rdma;
   Polling polling = Polling::kAdaptive;

@@ -56,12 +56,22 @@ void check_transports(const EngineOptions& options) {
                std::to_string(static_cast<double>(options.peer_timeout_ns) * 1e-9), "the numbers above 0");
 }
 
+void check_tls(const EngineOptions& options) {
+  if (!options.tls.is_on()) return;
+  uint32_t mask = 0;
+  for (const TransportKind kind : options.transports) mask |= transport_bit(kind);
+  if ((mask & transport_bit(TransportKind::kTcp)) != 0 && (mask & kRdmaTransports) == 0) return;
+  throw UsageError("tls covers tcp, and the engine has transport " + transport_names(mask) +
+                   ": open it with transport 'tcp', 'shm+tcp' or 'auto', or without tls");
+}
+
 }  // namespace
 
 void check_options(const EngineOptions& options) {
   check_option(!options.name.empty() && options.name.size() <= 64, "name", "'" + options.name + "'", "1..64 bytes");
   check_option(options.rail_count >= 1 && options.rail_count <= kRailsMax, "rails", text(options.rail_count), "1..16");
   check_transports(options);
+  check_tls(options);
   check_option(options.submit_queue_depth >= 16 && options.submit_queue_depth <= 65536 &&
                    std::has_single_bit(options.submit_queue_depth),
                "submit_queue_depth", text(options.submit_queue_depth), "the powers of two 16..65536");

@@ -76,6 +76,7 @@ TransportOptions options_for(TransportKind kind, const EngineOptions& options, P
           .rails = is_network ? options.rails : std::vector<std::string>{},
           .port = options.port,
           .secret = options.secret,
+          .tls = options.tls,
           .peer_timeout_ns = options.peer_timeout_ns,
           .message_bytes_max = options.message_bytes_max,
           .connect_timeout_ns = options.connect_timeout_ns,
@@ -124,6 +125,10 @@ std::vector<std::string> TransportSet::add_rdma(const EngineOptions& options, Ad
                                                 Sink* sink) {
   std::vector<std::string> rails_left = options.rails;
   for (const TransportKind kind : {TransportKind::kVerbs, TransportKind::kOfi}) {
+    if (options.tls.is_on()) {
+      absent_.push_back({kind, "the engine has tls, and bytes over RDMA are not under TLS", false});
+      continue;
+    }
     const std::vector<RdmaPort> ports = rdma_ports(kind, options.rdma.provider);
     if (!any_hardware(ports)) {
       absent_.push_back({kind, why_no_hardware(kind, options, ports), false});

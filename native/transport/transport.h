@@ -252,6 +252,20 @@ struct Place {
   uint32_t actor = 0;  // of Stage::enter
 };
 
+// tcp: who we are and whom we trust under TLS. Files in PEM form.
+enum class TlsVerify : uint8_t {
+  kChain,  // whoever has a certificate of the CA
+  kName    // and it is for the name of the peer's engine
+};
+struct TlsOptions {
+  std::string cert_file;  // ours, and those between it and the CA; empty: no TLS
+  std::string key_file;
+  std::string ca_file;
+  TlsVerify verify = TlsVerify::kChain;
+
+  bool is_on() const { return !cert_file.empty(); }
+};
+
 struct TransportOptions {
   // Who the engine is, with what the transports opened before have added. Transport::address() is this and what this
   // transport adds: tcp its endpoints, verbs and ofi theirs.
@@ -262,6 +276,7 @@ struct TransportOptions {
   std::vector<std::string> rails;
   uint16_t port = 0;   // tcp: 0 ephemeral; rails that share an IP address take port, port + 1, ...
   std::string secret;  // tcp, verbs, ofi: both sides must know it; may be empty
+  TlsOptions tls;
   int64_t peer_timeout_ns = 10'000'000'000;  // tcp, verbs, ofi: a peer that is silent for so long is lost
   uint64_t message_bytes_max = 0;
   int64_t connect_timeout_ns = 0;

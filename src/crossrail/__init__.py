@@ -31,6 +31,7 @@ from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
 from crossrail.poison import Poisoned
 from crossrail.rdma import RdmaOptions
 from crossrail.regions import Region
+from crossrail.tls import TlsConfig
 from crossrail.watchers import Watcher
 
 _libfabric.announce()
@@ -61,6 +62,7 @@ __all__ = [
     "RemoteRegionClosed",
     "RemoteRegionRevoked",
     "SimulationIdle",
+    "TlsConfig",
     "Transfer",
     "TransferCancelled",
     "TransferError",

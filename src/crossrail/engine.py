@@ -23,6 +23,7 @@ from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
 from crossrail.rdma import RdmaOptions
 from crossrail.regions import Region
+from crossrail.tls import TlsConfig, tls_of
 from crossrail.watchers import Watcher
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Engine(_core.Engine):
     devices and ports ("mlx5_0", "mlx5_0:1"). Beside a network shm has one.
     port: where tcp listens, 0: anywhere; rails that share an address take port, port + 1, ...
     secret: what peers of other hosts must know too, up to 1024 bytes; None: CROSSRAIL_SECRET's value, or none.
+    tls: certificates for tcp; None: those that CROSSRAIL_TLS_CERT and its like name, or none. An engine with tls
+    reaches other hosts by tcp only: bytes over RDMA are not under TLS (docs/two-hosts.md).
     peer_timeout_s: peers of other hosts that are silent for so long are lost. rdma: options of verbs and ofi.
     polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive
     it: in submits, waits and progress()). worker_cpu: core to pin the worker to; "auto": the first
@@ -97,6 +100,7 @@ class Engine(_core.Engine):
         rails: int | Sequence[str] = 1,
         port: int = 0,
         secret: str | bytes | None = None,
+        tls: TlsConfig | None = None,
         peer_timeout_s: float = 10.0,
         polling: str = "adaptive",
         spin_us: float = 50.0,
@@ -129,9 +133,9 @@ class Engine(_core.Engine):
             raise UsageError(f"worker_cpu is {worker_cpu!r}, must be the number of a core, 'auto' or None")
         self._world = None if place is None else place.stage  # kept as long as the engine
         super().__init__(
-            name, transport, rails, port, _secret_bytes(secret), peer_timeout_s, polling, spin_us, worker_cpu,
-            submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us, connect_timeout_s, private_path,
-            heartbeat_s or 0.0, (rdma or RdmaOptions()).as_tuple(),
+            name, transport, rails, port, _secret_bytes(secret), tls_of(tls, transport), peer_timeout_s, polling,
+            spin_us, worker_cpu, submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us,
+            connect_timeout_s, private_path, heartbeat_s or 0.0, (rdma or RdmaOptions()).as_tuple(),
             (recorder_entries, watchdog_s, default_directory() if dump_dir is None else os.fspath(dump_dir),
              counts_traffic),
             place and place.world, place and place.host,

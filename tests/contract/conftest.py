@@ -16,8 +16,9 @@ import crossrail as xr
 from crossrail import sim
 from crossrail.sim.loop import run_on
 from tests.conftest import EngineFactory
-from tests.contract.setups import DEFAULT, Setup
+from tests.contract.setups import DEFAULT, TLS, Setup, with_tls
 from tests.support import limits
+from tests.support.certificates import Authority
 from tests.support.limits import WAIT_S, eventually
 from tests.support.node import Caller, LocalNode, RemoteEngine, RemoteMemory
 from tests.support.patterns import CANARY, ByteArray, pattern
@@ -32,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "setup" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("setups")
-        metafunc.parametrize("setup", marker.args[0] if marker else DEFAULT, ids=str)
+        metafunc.parametrize("setup", with_tls(marker.args[0] if marker else DEFAULT), ids=str)
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Pair:
     caller: Caller
     seed: Seed
     world: sim.World | None
+    options: dict[str, Any]  # of both engines
 
     def __post_init__(self) -> None:
         self._numbers = itertools.count()
@@ -77,7 +79,7 @@ class Pair:
 
     def another(self, key: str, **options: Any) -> RemoteEngine:
         """One more engine on the other side, known there as `key`. Closed with the pair."""
-        return RemoteEngine(self.caller, key, **({"transport": self.setup.transport} | options))
+        return RemoteEngine(self.caller, key, **(self.options | options))
 
 
 def bytes_of(region: xr.Region) -> ByteArray:
@@ -91,6 +93,12 @@ def shared_process() -> Iterator[list[PeerProcess]]:
     holder = [PeerProcess()]
     yield holder
     holder[0].close()
+
+
+@pytest.fixture(scope="session")
+def tls_config(tmp_path_factory: pytest.TempPathFactory) -> xr.TlsConfig:
+    """Of all engines alike."""
+    return Authority(tmp_path_factory.mktemp("certificates")).issue()
 
 
 @pytest.fixture
@@ -123,8 +131,21 @@ def caller(setup: Setup, shared_process: list[PeerProcess], world: sim.World | N
 
 
 @pytest.fixture
-def pair(setup: Setup, caller: Caller, open_engine: EngineFactory, seed: Seed, world: sim.World | None) -> Pair:
-    common = {"transport": setup.transport, "private_path": setup.private_path}
+def pair(
+    setup: Setup,
+    caller: Caller,
+    open_engine: EngineFactory,
+    seed: Seed,
+    world: sim.World | None,
+    tls_config: xr.TlsConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Pair:
+    options = {"transport": setup.transport}
+    if setup.transport == TLS:  # by the environment, since options of the other side travel as text
+        options = {"transport": "tcp"}
+        for name, file in (("CERT", tls_config.cert), ("KEY", tls_config.key), ("CA", tls_config.ca)):
+            monkeypatch.setenv(f"CROSSRAIL_TLS_{name}", str(file))
+    common = options | {"private_path": setup.private_path}
     here = open_engine(rails=setup.rails_here, **common)
     there = RemoteEngine(caller, rails=setup.rails_there, **common)
-    return Pair(setup, here, there, caller, seed, world)
+    return Pair(setup, here, there, caller, seed, world, options)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -24,6 +24,11 @@ TRANSPORTS = tuple(transport for transport in BACKENDS if not why_not(transport)
 REAL_TRANSPORTS = tuple(transport for transport in TRANSPORTS if transport != "sim")
 
 
+# tcp under TLS, in one process: what differs is below all that the cases are about.
+TLS = "tls"
+_TLS_SETUPS = 2
+
+
 @dataclass(frozen=True)
 class Setup:
     transport: str
@@ -36,8 +41,8 @@ class Setup:
 
     @property
     def kind(self) -> str:
-        """As explain has it: "ofi" for "ofi:tcp"."""
-        return self.transport.partition(":")[0]
+        """As explain has it: "ofi" for "ofi:tcp", "tcp" for "tls"."""
+        return "tcp" if self.transport == TLS else self.transport.partition(":")[0]
 
     @property
     def is_network(self) -> bool:
@@ -91,6 +96,12 @@ def setup_list(rails: Iterable[Rails], memory: Iterable[Memory]) -> list[Setup]:
             (1,) if transport == "sim" else (1, 2), rails, memory if transport == "shm" else others
         )
     ]
+
+
+def with_tls(setups: list[Setup]) -> list[Setup]:
+    """The first ones of tcp once more under TLS."""
+    of_tcp = [setup for setup in setups if setup.transport == "tcp" and setup.processes == 1]
+    return setups + [replace(setup, transport=TLS) for setup in of_tcp[:_TLS_SETUPS]]
 
 
 DEFAULT = setup_list([(1, 1), (4, 3)], [MAPPED, ("private", "private", "auto")])

@@ -20,6 +20,7 @@ from crossrail.weights import mapping
 from tests.contract.setups import why_not
 from tests.documentation.blocks import blocks
 from tests.support.limits import WAIT_S
+from tests.support.process import REPOSITORY
 from tests.topology import trees
 from tests.topology.trees import Machine, scratch
 
@@ -44,7 +45,7 @@ PIECES: dict[str, bool | int] = {
     "docs/simulator.md": True,
     "docs/slow-path.md": 1,
     "docs/topology.md": 1,
-    "docs/two-hosts.md": 1,
+    "docs/two-hosts.md": 2,
     "docs/weights-plans.md": 2,
     "docs/weights-vllm.md": 1,
 }
@@ -116,7 +117,7 @@ def test_memory_of_a_gpu() -> None:
     """Without a NIC the engine is the promised error; what follows is at least Python, of names that are there."""
     _, _, opens, registers, *shows = ast.parse(blocks()["docs/gpu-memory.md"][0]).body
     if why_not("verbs"):
-        with pytest.raises(xr.CrossrailError, match="RDMA port|libibverbs"):
+        with pytest.raises(xr.CrossrailError, match=r"RDMA port|libibverbs"):
             exec(ast.unparse(opens), {"xr": xr})
     assert "engine.register(torch.empty(" in ast.unparse(registers)
     assert hasattr(xr.Region, "gpudirect") and "pool.gpudirect" in ast.unparse(shows[-1])
@@ -165,6 +166,21 @@ def test_rails_of_two_hosts() -> None:
     line = blocks()["docs/two-hosts.md"][0]
     assert 'rails=["eth0", "eth1"], port=7300' in line
     run_and_close(line.replace('["eth0", "eth1"], port=7300', '["lo"]'))
+
+
+def test_certificates_of_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands make what the engines take, as they stand there."""
+    monkeypatch.chdir(tmp_path)
+    commands = (Path(REPOSITORY) / "docs" / "two-hosts.md").read_text().partition("```bash\n")[2].partition("```")[0]
+    subprocess.run(["bash", "-e", "-c", commands], check=True, timeout=WAIT_S, stderr=subprocess.DEVNULL)
+    decoder: dict[str, Any] = {"xr": xr}
+    prefiller: dict[str, Any] = {"xr": xr}
+    text = blocks()["docs/two-hosts.md"][1].replace('["eth0"]', '["lo"], transport="tcp"')
+    exec(text, decoder)
+    exec(text.replace("decoder-0", "prefiller-0"), prefiller)
+    with decoder["engine"] as here, prefiller["engine"] as there:
+        here.connect(there.address, WAIT_S)
+        assert "TLS_" in str(here.explain(there.address))
 
 
 def test_inventory_and_names() -> None:

@@ -1,4 +1,4 @@
-// The four messages before the first frame, from a stranger: what decodes is what the bytes say.
+// The messages before the first frame, from a stranger: what decodes is what the bytes say.
 #include "fuzz.h"
 #include "transport/tcp/handshake.h"
 
@@ -12,7 +12,8 @@ void check(Input message) {
   if (total) require(*total <= kHandshakeBytesMax && *total > kHandshakeHeadBytes, "its length is bounded");
   const auto kind = handshake_kind(message);
   const int decoded = (decode_hello(message) ? 1 : 0) + (decode_challenge(message) ? 1 : 0) +
-                      (decode_proof(message) ? 1 : 0) + (decode_refusal(message) ? 1 : 0);
+                      (decode_proof(message) ? 1 : 0) + (decode_refusal(message) ? 1 : 0) +
+                      (decode_start_tls(message) ? 1 : 0);
   require(decoded <= 1, "a message is of one kind");
   require(decoded == 0 || kind, "what decodes has a kind");
   if (const auto hello = decode_hello(message)) {
@@ -31,7 +32,7 @@ void check(Input message) {
 // With a right head, of the kind that the first byte chooses.
 Bytes headed(Input input) {
   Choices choices(input);
-  Bytes bytes = {0x58, 0x52, 0x52, 0x54, 1, 0, 0, 0, static_cast<uint8_t>(choices.byte() % 5 + 1)};
+  Bytes bytes = {0x58, 0x52, 0x52, 0x54, 1, 0, 0, 0, static_cast<uint8_t>(choices.byte() % 6 + 1)};
   const Input rest = choices.rest().first(std::min<size_t>(choices.rest().size(), 2000));
   bytes.insert(bytes.end(), rest.begin(), rest.end());
   bytes[6] = static_cast<uint8_t>(bytes.size());

@@ -88,7 +88,7 @@ class Stranger {
     const auto challenge = decode_challenge(receive_message());
     require(challenge.has_value(), "an honest hello is answered by a challenge");
     const Digest key = handshake_key("", victim_->address().incarnation);
-    send_all(encode(Proof{initiator_proof(key, said, challenge->nonce)}));
+    send_all(encode(Proof{initiator_proof(key, {said, challenge->nonce, {}})}));
     require(handshake_kind(receive_message()) == HandshakeKind::kAccept, "an honest proof is accepted");
   }
 

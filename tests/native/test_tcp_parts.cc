@@ -165,23 +165,24 @@ TEST_CASE("a proof says who made it, for which hello, nonce, secret and target")
   const Nonce nonce{1};
   const Incarnation target{2};
   const Digest key = handshake_key("secret", target);
-  const Digest proof = initiator_proof(key, greeting, nonce);
-  CHECK(proof != acceptor_proof(key, greeting, nonce));
-  CHECK(proof != initiator_proof(key, greeting, Nonce{2}));
-  CHECK(proof != initiator_proof(handshake_key("Secret", target), greeting, nonce));
-  CHECK(proof != initiator_proof(handshake_key("secret", Incarnation{3}), greeting, nonce));
+  const Digest proof = initiator_proof(key, {greeting, nonce, {}});
+  CHECK(proof != acceptor_proof(key, {greeting, nonce, {}}));
+  CHECK(proof != initiator_proof(key, {greeting, Nonce{2}, {}}));
+  CHECK(proof != initiator_proof(handshake_key("Secret", target), {greeting, nonce, {}}));
+  CHECK(proof != initiator_proof(handshake_key("secret", Incarnation{3}), {greeting, nonce, {}}));
   Bytes other = greeting;
   other.back() ^= 1;
-  CHECK(proof != initiator_proof(key, other, nonce));
+  CHECK(proof != initiator_proof(key, {other, nonce, {}}));
+  CHECK(proof != initiator_proof(key, {greeting, nonce, Digest{4}}));
   CHECK(draw_nonce() != draw_nonce());
 }
 
 TEST_CASE("random bytes are no message") {
   std::mt19937 random(7);
   const Bytes valid[] = {encode(hello()), encode(Challenge{}), encode(Proof{}),
-                         encode(Refusal{RefusalCode::kFull, "no"})};
+                         encode(Refusal{RefusalCode::kFull, "no"}), encode(StartTls{})};
   for (int round = 0; round < 20'000; ++round) {
-    Bytes bytes = valid[random() % 4];
+    Bytes bytes = valid[random() % std::size(valid)];
     for (size_t edits = 1 + random() % 5; edits > 0; --edits)
       bytes[random() % bytes.size()] = static_cast<uint8_t>(random());
     if (random() % 3 == 0) bytes.resize(random() % (bytes.size() + 1));
@@ -191,6 +192,7 @@ TEST_CASE("random bytes are no message") {
     if (const auto got = decode_hello(bytes)) CHECK(got->sender.endpoints.size() <= kRailsMax);
     (void)decode_challenge(bytes);
     (void)decode_proof(bytes);
+    (void)decode_start_tls(bytes);
     if (const auto got = decode_refusal(bytes)) CHECK(got->text.size() <= kTextBytesMax);
   }
 }

@@ -60,6 +60,7 @@ class TcpProxy:
         self._stop = False
         self.next_budget: Callable[[], int | None] = lambda: None
         self.connections_made = 0
+        self.tap: bytearray | None = None  # all that passes, if it is wanted
         self._thread = threading.Thread(target=self._run, name=f"proxy-{self.port}", daemon=True)
         self._thread.start()
 
@@ -163,6 +164,8 @@ class TcpProxy:
                         pipe.sink.shutdown(socket.SHUT_WR)
                     self._selector.unregister(pipe.source)
                     return
+                if self.tap is not None:
+                    self.tap += data
                 pipe.waiting = self._damaged(pipe, data)
             room = len(pipe.waiting)
             if relay.budget_bytes is not None:

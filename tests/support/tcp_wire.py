@@ -30,6 +30,7 @@ class Kind(IntEnum):
     PROOF = 3
     ACCEPT = 4
     REFUSAL = 5
+    START_TLS = 6
 
 
 class Frame(IntEnum):

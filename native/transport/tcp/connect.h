@@ -1,15 +1,15 @@
 // Connections before their first frame: making them, taking them in, and the handshake on both sides.
 #pragma once
 
-#include <sys/socket.h>
-
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/poller.h"
+#include "transport/tcp/socket.h"
 #include "util/clock.h"
 #include "util/memory_map.h"
 
@@ -38,20 +38,14 @@ struct RailPair {
 };
 std::vector<RailPair> pair_rails(const std::vector<Endpoint>& ours, const std::vector<Endpoint>& theirs);
 
-// Options that every connection of ours has. unacknowledged_ms: after this long without the peer's kernel answering, it is broken.
-void tune_socket(int fd, int64_t unacknowledged_ms);
-void bind_to_netdev(int fd, const std::string& netdev);
-// No pacing: on the way from this machine to itself it only costs.
-void tune_for_loopback(int fd);
-
 // A message of the handshake on its way in, read to its last byte and no further.
 class MessageReader {
  public:
   enum class State : uint8_t { kMore, kWhole, kForeign, kClosed, kFailed };
-  State read(int fd);
+  State read(const Socket& socket);
   const Bytes& message() const { return bytes_; }
   uint16_t version() const { return version_; }
-  int error() const { return error_; }
+  int error() const { return error_; }  // kFailed: errno
   void clear() { bytes_.clear(); }
 
  private:
@@ -73,7 +67,7 @@ struct ConnectResult {
   Kind kind = Kind::kFailed;
   RefusalCode code = RefusalCode::kMalformed;
   std::string text;
-  Fd fd;                                   // kUp: of a connection of our own
+  Socket socket;                           // kUp: of a connection of our own
   std::shared_ptr<Connection> connection;  // kUp: of the peer's, shared
 };
 
@@ -87,30 +81,43 @@ class Connector final : public Pollable {
    protected:
     ~Owner() = default;
   };
-  Connector(Poller* poller, Owner* owner, const Rail& from, const Endpoint& to, const Digest& key, Bytes hello,
-            Deadline deadline, int64_t unacknowledged_ms, bool same_machine);
+  // What it is for.
+  struct Purpose {
+    std::shared_ptr<const Address> target;
+    Digest key;
+    Bytes hello;
+    std::shared_ptr<TlsContext> tls;  // null: in the clear
+    Deadline deadline;
+    bool same_machine;
+  };
+  Connector(Poller* poller, Owner* owner, const Rail& from, const Endpoint& to, Purpose purpose,
+            int64_t unacknowledged_ms);
   ~Connector() override;
   void on_events(uint32_t events) override;
   void check_deadline(int64_t now);
   bool ended() const { return ended_; }
   // Its owner has given it up: ends without on_connect_result.
   void hang_up();
-  int fd() const { return fd_.get(); }
 
  private:
-  enum class Step : uint8_t { kConnecting, kChallenge, kAccept };
+  enum class Step : uint8_t { kConnecting, kTls, kChallenge, kAccept };
   void end(ConnectResult result);
   void fail(ConnectResult::Kind kind, const std::string& text);
+  void fail_refused(RefusalCode code, const std::string& text);
   bool send(const Bytes& message);
+  bool finish_connecting();
+  bool begin_tls();
+  bool go_on_with_tls();
+  bool is_answered_in_clear();
   void on_message();
+  void on_challenge(const Bytes& message);
 
   Poller* const poller_;
   Owner* const owner_;
   const std::string route_;
-  const Digest key_;
-  const Bytes hello_;
-  const Deadline deadline_;
-  Fd fd_;
+  const Purpose purpose_;
+  Socket socket_;
+  std::optional<Digest> binding_;
   Step step_ = Step::kConnecting;
   MessageReader reader_;
   ConnectResult early_;  // of a failure before anybody could be told
@@ -118,7 +125,8 @@ class Connector final : public Pollable {
   bool ended_ = false;
 };
 
-// The acceptor's half. Invariant: a stranger costs one of these and at most kHandshakeBytesMax bytes, until the deadline.
+// The acceptor's half. Invariant: a stranger costs one of these and at most kHandshakeBytesMax bytes, until the deadline; one
+// that knows our tag, with TLS, also a TlsSession.
 class Acceptor final : public Pollable {
  public:
   class Owner {
@@ -126,44 +134,47 @@ class Acceptor final : public Pollable {
     // Before the challenge is sent: who may not come in is told why, at once.
     virtual std::optional<Refusal> check_hello(const Hello& hello) = 0;
     // The handshake is complete but for our Accept, which the owner sends by accept().
-    virtual void on_accepted(Acceptor& acceptor, const Hello& hello, Fd fd) = 0;
+    virtual void on_accepted(Acceptor& acceptor, const Hello& hello, Socket socket) = 0;
     virtual void on_stranger(const std::string& who, const std::string& what) = 0;
 
    protected:
     ~Owner() = default;
   };
+  // tls: null: in the clear.
   Acceptor(Poller* poller, Owner* owner, Fd fd, std::string who, const Digest& key, const Incarnation& self,
-           Deadline deadline);
+           std::shared_ptr<TlsContext> tls, Deadline deadline);
   ~Acceptor() override;
   void on_events(uint32_t events) override;
   void check_deadline(int64_t now);
   // Turned away to make room.
   void turn_away(RefusalCode code, const std::string& text);
   bool ended() const { return ended_; }
-  static bool accept(int fd);
+  static bool accept(const Socket& socket);
 
  private:
   void on_message();
+  void on_start_tls(const Bytes& message);
+  void on_hello(const Bytes& message);
+  bool go_on_with_tls();
+  Proven proven() const;
   void refuse(RefusalCode code, const std::string& text);
   void end();
 
   Poller* const poller_;
   Owner* const owner_;
-  Fd fd_;
+  Socket socket_;
   const std::string who_;
   const Digest key_;
   const std::array<uint8_t, 8> self_tag_;
+  const std::shared_ptr<TlsContext> tls_;
   const Deadline deadline_;
   MessageReader reader_;
+  bool in_tls_handshake_ = false;
+  std::optional<Digest> binding_;  // of the TLS session, once there is one
   Bytes hello_bytes_;
   std::optional<Hello> hello_;
   Nonce nonce_{};
   bool ended_ = false;
 };
-
-// The address a socket's other end has, for messages.
-std::string peer_text(int fd);
-socklen_t to_sockaddr(const Endpoint& endpoint, sockaddr_storage* out);
-Endpoint from_sockaddr(const sockaddr_storage& address);
 
 }  // namespace crossrail::tcp

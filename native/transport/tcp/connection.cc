@@ -100,9 +100,9 @@ bool Stream::reject(const std::string& why) {
 
 // --- the connection ---
 
-Connection::Connection(ConnectionContext* context, Fd fd, bool is_bulk)
-    : context_(context), fd_(std::move(fd)), is_bulk_(is_bulk), last_received_ns_(now_ns()) {
-  context_->poller->add(fd_.get(), this, EPOLLIN | EPOLLRDHUP);
+Connection::Connection(ConnectionContext* context, Socket socket, bool is_bulk)
+    : context_(context), socket_(std::move(socket)), is_bulk_(is_bulk), last_received_ns_(now_ns()) {
+  context_->poller->add(socket_.fd.get(), this, EPOLLIN | EPOLLRDHUP);
 }
 
 Connection::~Connection() { close(false); }
@@ -127,12 +127,12 @@ void Connection::detach(Stream* stream) {
 void Connection::close(bool abort) {
   broken_ = true;
   context_->forget_hot(this);
-  if (fd_ && abort) {
+  if (socket_.fd && abort) {
     const linger now{.l_onoff = 1, .l_linger = 0};
-    setsockopt(fd_.get(), SOL_SOCKET, SO_LINGER, &now, sizeof now);
+    setsockopt(socket_.fd.get(), SOL_SOCKET, SO_LINGER, &now, sizeof now);
   }
-  if (fd_) context_->poller->remove(fd_.get());
-  fd_.reset();
+  if (socket_.fd) context_->poller->remove(socket_.fd.get());
+  socket_.fd.reset();
   place_.clear();
   head_.clear();
   if (batch_) context_->give_batch(std::move(batch_));
@@ -177,16 +177,16 @@ void Connection::watch(bool on) {
   if (broken_ || is_watched_ == on || (!on && is_blocked_)) return;  // only epoll tells when it is not
   is_watched_ = on;
   if (on) {
-    context_->poller->add(fd_.get(), this, EPOLLIN | EPOLLRDHUP | (is_blocked_ ? EPOLLOUT : 0u));
+    context_->poller->add(socket_.fd.get(), this, EPOLLIN | EPOLLRDHUP | (is_blocked_ ? EPOLLOUT : 0u));
   } else {
-    context_->poller->pause(fd_.get());
+    context_->poller->pause(socket_.fd.get());
   }
 }
 
 void Connection::watch_out(bool on) {
   if (std::exchange(is_blocked_, on) == on) return;
   if (on) watch(true);
-  context_->poller->change(fd_.get(), this, EPOLLIN | EPOLLRDHUP | (on ? EPOLLOUT : 0u));
+  context_->poller->change(socket_.fd.get(), this, EPOLLIN | EPOLLRDHUP | (on ? EPOLLOUT : 0u));
 }
 
 namespace {
@@ -247,6 +247,7 @@ bool Connection::receive() {
   std::array<iovec, kTargetsPerCall + 1> views;  // written as far as used
   uint64_t budget = kReceivePerTurn;
   bool moved = false;
+  if (socket_.tls) socket_.tls->begin_turn(budget);
   while (!broken_) {
     size_t count = 0;
     uint64_t payload_wanted = 0;
@@ -271,12 +272,7 @@ bool Connection::receive() {
       room = is_bulk_ ? std::max(kBulkHeadBytes, head_wanted_) - have : ConnectionContext::kScratchBytes - have;
       views[count++] = {scratch + have, room};
     }
-    msghdr message{};
-    message.msg_iov = views.data();
-    message.msg_iovlen = count;
-    // recv costs less than recvmsg, and most calls find nothing.
-    const ssize_t got = count == 1 ? recv(fd_.get(), views[0].iov_base, views[0].iov_len, MSG_DONTWAIT)
-                                   : recvmsg(fd_.get(), &message, MSG_DONTWAIT);
+    const ssize_t got = socket_.receive({views.data(), count});
     if (got == 0) {
       break_off("the peer closed the connection");
       return true;
@@ -284,7 +280,7 @@ bool Connection::receive() {
     if (got < 0) {
       if (errno == EINTR) continue;
       if (errno != EAGAIN && errno != EWOULDBLOCK) {
-        break_off(std::string("the connection broke: ") + std::strerror(errno));
+        break_off("the connection broke: " + socket_.error_text());
         return true;
       }
       return moved;
@@ -306,8 +302,10 @@ bool Connection::receive() {
     } else if (!parse(have + size)) {
       return true;
     }
-    if (size < payload_wanted + room || size >= budget) break;  // drained, or enough
-    budget -= size;
+    if (size < payload_wanted + room) break;  // drained
+    // Enough, but for what the socket would not tell of: of that there is a little at most.
+    if (size >= budget && !(socket_.tls && socket_.tls->holds_more())) break;
+    budget -= std::min(size, budget);
   }
   if (broken_) return true;
   last_received_ns_ = context_->now;
@@ -404,14 +402,15 @@ bool Connection::pump(const Stream* asker) {
 
 // True: the whole batch was sent.
 bool Connection::flush() {
+  if (socket_.tls) return flush_sealed();
   while (!batch_->empty()) {
     msghdr message{};
     const auto views = batch_->views();
     message.msg_iov = views.data();
     message.msg_iovlen = std::min(views.size(), kViewsPerCall);
     constexpr int kFlags = MSG_DONTWAIT | MSG_NOSIGNAL;
-    const ssize_t put = views.size() == 1 ? send(fd_.get(), views[0].iov_base, views[0].iov_len, kFlags)
-                                          : sendmsg(fd_.get(), &message, kFlags);
+    const ssize_t put = views.size() == 1 ? send(socket_.fd.get(), views[0].iov_base, views[0].iov_len, kFlags)
+                                          : sendmsg(socket_.fd.get(), &message, kFlags);
     if (put >= 0) {
       batch_->sent(static_cast<size_t>(put));
       continue;
@@ -422,13 +421,39 @@ bool Connection::flush() {
       watch_out(true);
       return false;
     }
-    const std::string why = std::string("the connection broke: ") + std::strerror(errno);
-    on_reset();
-    if (!broken_) receive();
-    break_off(why);
+    break_sending(std::string("the connection broke: ") + std::strerror(errno));
     return false;
   }
   return true;
+}
+
+// The same under TLS. What is sealed is no longer of the batch, and may still wait for the kernel.
+bool Connection::flush_sealed() {
+  TlsSession& tls = *socket_.tls;
+  for (;;) {
+    if (tls.flush() != 0) {
+      if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) {
+        watch_out(true);
+      } else {
+        break_sending(std::string("the connection broke: ") + std::strerror(errno));
+      }
+      return false;
+    }
+    if (batch_->empty()) return true;
+    const ssize_t sealed = tls.seal(batch_->views());
+    if (sealed < 0) {
+      break_sending("the connection broke: " + socket_.error_text());
+      return false;
+    }
+    batch_->sent(static_cast<size_t>(sealed));
+  }
+}
+
+// What the peer has told us before is still worth reading.
+void Connection::break_sending(const std::string& why) {
+  on_reset();
+  if (!broken_) receive();
+  break_off(why);
 }
 
 }  // namespace crossrail::tcp

@@ -13,6 +13,7 @@
 
 #include "transport/tcp/batch.h"
 #include "transport/tcp/poller.h"
+#include "transport/tcp/socket.h"
 #include "transport/tcp/wire.h"
 #include "util/memory_map.h"
 
@@ -97,9 +98,9 @@ class Stream {
 
 class Connection final : public Pollable {
  public:
-  // Takes over a connected socket in non-blocking mode. is_bulk: expects long payloads, so it reads heads by themselves.
+  // Takes over a connected socket. is_bulk: expects long payloads, so it reads heads by themselves.
   // Throws TransportError when it cannot be watched.
-  Connection(ConnectionContext* context, Fd fd, bool is_bulk);
+  Connection(ConnectionContext* context, Socket socket, bool is_bulk);
   ~Connection() override;
 
   void on_events(uint32_t events) override;
@@ -113,7 +114,9 @@ class Connection final : public Pollable {
 
   bool is_broken() const { return broken_; }
   bool carries(Role role) const { return stream(role) != nullptr; }
-  int fd() const { return fd_.get(); }
+  int fd() const { return socket_.fd.get(); }
+  // The cipher that bytes travel under; null: in the clear.
+  const char* cipher() const { return socket_.tls ? socket_.tls->cipher() : nullptr; }
   bool is_blocked() const { return is_blocked_; }
   // Whether epoll tells of news: costs each packet some, and a socket that is asked directly all the time needs it not.
   void watch(bool on);
@@ -132,11 +135,13 @@ class Connection final : public Pollable {
   void on_reset();
   bool fill(TxBatch& batch, const Stream* asker);
   bool flush();
+  bool flush_sealed();
+  void break_sending(const std::string& why);
   bool parse(size_t size);
   void watch_out(bool on);
 
   ConnectionContext* const context_;
-  Fd fd_;
+  Socket socket_;
   const bool is_bulk_;
   std::array<Stream*, 2> streams_{};  // by role
   std::array<bool, 2> carried_{};     // once

@@ -44,7 +44,7 @@ std::optional<Reader> open(std::span<const uint8_t> message, HandshakeKind kind)
   return Reader(message.subspan(kHandshakeHeadBytes + 1));
 }
 
-// Challenge and Proof: their fields are fixed, one after the other.
+// StartTls, Challenge and Proof: their fields are fixed, one after the other.
 template <typename... Fields>
 bool read_fields(std::span<const uint8_t> message, HandshakeKind kind, Fields&... fields) {
   auto reader = open(message, kind);
@@ -53,8 +53,8 @@ bool read_fields(std::span<const uint8_t> message, HandshakeKind kind, Fields&..
   return reader->finished();
 }
 
-Digest prove(const Digest& key, std::string_view role, std::span<const uint8_t> hello, const Nonce& nonce) {
-  return hmac_sha256(key, {bytes_of(role), hello, nonce});
+Digest prove(const Digest& key, std::string_view role, const Proven& what) {
+  return hmac_sha256(key, {bytes_of(role), what.hello, what.acceptor_nonce, what.binding});
 }
 
 }  // namespace
@@ -65,6 +65,12 @@ Nonce draw_nonce() {
     throw_errno("getrandom", "cannot draw a nonce");
   }
   return nonce;
+}
+
+Bytes encode(const StartTls& start) {
+  Writer writer = begin(HandshakeKind::kStartTls);
+  writer.put_bytes(start.target_tag);
+  return end(writer);
 }
 
 Bytes encode(const Hello& hello) {
@@ -124,10 +130,16 @@ std::optional<HandshakeKind> handshake_kind(std::span<const uint8_t> message) {
   if (message.size() <= kHandshakeHeadBytes || handshake_bytes(message, &version) != message.size())
     return std::nullopt;
   const uint8_t kind = message[kHandshakeHeadBytes];
-  if (kind < static_cast<uint8_t>(HandshakeKind::kHello) || kind > static_cast<uint8_t>(HandshakeKind::kRefusal)) {
+  if (kind < static_cast<uint8_t>(HandshakeKind::kHello) || kind > static_cast<uint8_t>(HandshakeKind::kStartTls)) {
     return std::nullopt;
   }
   return static_cast<HandshakeKind>(kind);
+}
+
+std::optional<StartTls> decode_start_tls(std::span<const uint8_t> message) {
+  StartTls start;
+  if (!read_fields(message, HandshakeKind::kStartTls, start.target_tag)) return std::nullopt;
+  return start;
 }
 
 std::optional<Hello> decode_hello(std::span<const uint8_t> message) {
@@ -187,12 +199,14 @@ Digest handshake_key(std::string_view secret, const Incarnation& acceptor) {
   return hmac_sha256(bytes_of(secret), {bytes_of("crossrail tcp key"), acceptor});
 }
 
-Digest acceptor_proof(const Digest& key, std::span<const uint8_t> hello, const Nonce& acceptor_nonce) {
-  return prove(key, "acceptor", hello, acceptor_nonce);
-}
+Digest acceptor_proof(const Digest& key, const Proven& what) { return prove(key, "acceptor", what); }
 
-Digest initiator_proof(const Digest& key, std::span<const uint8_t> hello, const Nonce& acceptor_nonce) {
-  return prove(key, "initiator", hello, acceptor_nonce);
+Digest initiator_proof(const Digest& key, const Proven& what) { return prove(key, "initiator", what); }
+
+std::string no_proof_text(bool under_tls) {
+  return std::string("the two engines do not have the same secret") +
+         (under_tls ? ", or somebody stands between them" : "") +
+         ": set the same `secret` (or CROSSRAIL_SECRET) on both sides";
 }
 
 }  // namespace crossrail::tcp

@@ -8,7 +8,13 @@
 //
 // The key is derived from the shared secret and the acceptor's incarnation, 128 random bits that only its address bytes
 // tell: without a secret, who was never given the address is kept out; with one, who cannot compute HMAC-SHA256 with it.
-// Both proofs cover the whole Hello and both nonces. Frames after the handshake are neither encrypted nor signed.
+// Both proofs cover the whole Hello and both nonces. Without TLS, frames after the handshake are neither encrypted nor signed.
+//
+// With TLS the initiator first says so, in the clear: StartTls {target tag}. Who does not know the tag of an engine makes it
+// do no TLS. All that follows on this connection, the four messages and every frame, travels in TLS 1.3; both proofs then cover
+// its channel binding too (RFC 9266), so that nobody with a certificate of the same CA can stand in between.
+// An acceptor without TLS refuses StartTls and one with TLS refuses a Hello in the clear, in the clear: neither gives way.
+//
 // Either side may answer with a Refusal instead. The first eight bytes of a message mean the same in every version.
 #pragma once
 
@@ -30,6 +36,9 @@ inline constexpr uint32_t kHandshakeMagic = 0x54525258;  // "XRRT"
 using Nonce = std::array<uint8_t, 32>;
 Nonce draw_nonce();  // throws TransportError when the kernel gives no random bytes
 
+struct StartTls {
+  std::array<uint8_t, 8> target_tag{};
+};
 struct Hello {
   std::array<uint8_t, 8> target_tag{};  // of the incarnation we want: says whom, gives nothing away
   Nonce nonce{};
@@ -63,8 +72,9 @@ struct Refusal {
   std::string text;
 };
 
-enum class HandshakeKind : uint8_t { kHello = 1, kChallenge, kProof, kAccept, kRefusal };
+enum class HandshakeKind : uint8_t { kHello = 1, kChallenge, kProof, kAccept, kRefusal, kStartTls };
 
+Bytes encode(const StartTls& start);
 Bytes encode(const Hello& hello);
 Bytes encode(const Challenge& challenge);
 Bytes encode(const Proof& proof);
@@ -76,6 +86,7 @@ std::optional<size_t> handshake_bytes(std::span<const uint8_t> head, uint16_t* v
 
 // Of a whole message. Nothing when it is malformed or of another kind.
 std::optional<HandshakeKind> handshake_kind(std::span<const uint8_t> message);
+std::optional<StartTls> decode_start_tls(std::span<const uint8_t> message);
 std::optional<Hello> decode_hello(std::span<const uint8_t> message);
 std::optional<Challenge> decode_challenge(std::span<const uint8_t> message);
 std::optional<Proof> decode_proof(std::span<const uint8_t> message);
@@ -83,7 +94,15 @@ std::optional<Refusal> decode_refusal(std::span<const uint8_t> message);
 
 std::array<uint8_t, 8> target_tag(const Incarnation& incarnation);
 Digest handshake_key(std::string_view secret, const Incarnation& acceptor);
-Digest acceptor_proof(const Digest& key, std::span<const uint8_t> hello, const Nonce& acceptor_nonce);
-Digest initiator_proof(const Digest& key, std::span<const uint8_t> hello, const Nonce& acceptor_nonce);
+// What a proof covers. binding: of the TLS session; empty without one.
+struct Proven {
+  std::span<const uint8_t> hello;
+  const Nonce& acceptor_nonce;
+  std::span<const uint8_t> binding;
+};
+Digest acceptor_proof(const Digest& key, const Proven& what);
+Digest initiator_proof(const Digest& key, const Proven& what);
+// Why a proof is not what it should be, for both sides.
+std::string no_proof_text(bool under_tls);
 
 }  // namespace crossrail::tcp

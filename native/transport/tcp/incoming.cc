@@ -41,7 +41,7 @@ void TcpTransport::accept_all(Listener& listener) {
     std::string who = peer_text(fd.get());
     try {
       acceptors_.push_back(std::make_unique<Acceptor>(&poller_, this, std::move(fd), std::move(who), key_,
-                                                      address_.incarnation, now_ + kStrangerPatienceNs));
+                                                      address_.incarnation, tls_, now_ + kStrangerPatienceNs));
     } catch (const TransportError& error) {  // the kernel cannot watch one more
       sink_->on_protocol_error("", std::string("cannot take a connection in: ") + error.what());
       return;
@@ -71,6 +71,11 @@ std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {
   if (hello.channel >= kChannelsMax || hello.epoch == 0 || !hello.sender.has(TransportKind::kTcp)) {
     return Refusal{RefusalCode::kMalformed, "its first message is malformed"};
   }
+  // An incarnation has one name: nobody who was let in under his own takes the place of another.
+  const bool is_posing = std::ranges::any_of(out_, [&](const auto& out) {
+    return out->address->incarnation == hello.sender.incarnation && out->address->name != hello.sender.name;
+  });
+  if (is_posing) return Refusal{RefusalCode::kAuthentication, "the engine of this incarnation has another name"};
   const auto found = in_.find({hello.sender.incarnation, hello.link_id});
   if (found == in_.end()) {
     if (!hello.resumes) return std::nullopt;
@@ -129,18 +134,18 @@ void TcpTransport::attach_incoming(const Hello& hello, std::shared_ptr<Connectio
   channel.stream = std::make_unique<InStream>(this, &channel, std::move(connection));
 }
 
-void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Fd fd) {
+void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Socket socket) {
   InChannel& channel = begin_epoch(hello);
   InLink& link = *channel.link;
-  if (!Acceptor::accept(fd.get())) {  // it will try again
+  if (!Acceptor::accept(socket)) {  // it will try again
     if (link.unconnected_since_ns == 0 && !link.is_connected()) link.unconnected_since_ns = now_;
     return;
   }
   link.unconnected_since_ns = 0;
-  if (hello.sender.host == address_.host) tune_for_loopback(fd.get());
-  if (!same_host(hello.sender, address_)) keep_to_rail(fd.get());
+  if (hello.sender.host == address_.host) tune_for_loopback(socket.fd.get());
+  if (!same_host(hello.sender, address_)) keep_to_rail(socket.fd.get());
   try {
-    auto connection = std::make_shared<Connection>(&connections_, std::move(fd), hello.is_bulk);
+    auto connection = std::make_shared<Connection>(&connections_, std::move(socket), hello.is_bulk);
     channel.stream = std::make_unique<InStream>(this, &channel, std::move(connection));
     if (link.twin != nullptr) reconsider_attempts(*link.twin);
   } catch (const TransportError& error) {

@@ -72,10 +72,15 @@ void TcpTransport::start_attempt(OutChannel& channel) {
   hello.is_bulk = channel.lane() == Lane::kBulk;
   hello.sender = address_;
   const Deadline deadline = link.up ? now_ + kAttemptNs : link.connect_by_ns;
+  Connector::Purpose purpose{.target = link.address,
+                             .key = handshake_key(options_.secret, link.address->incarnation),
+                             .hello = encode(hello),
+                             .tls = tls_,
+                             .deadline = deadline,
+                             .same_machine = on_this_machine(address_, *link.address)};
   channel.connector =
       std::make_unique<Connector>(&poller_, &channel, rails_[rails.rail], link.address->endpoints[rails.peer_rail],
-                                  handshake_key(options_.secret, link.address->incarnation), encode(hello), deadline,
-                                  options_.peer_timeout_ns / 1'000'000, on_this_machine(address_, *link.address));
+                                  std::move(purpose), options_.peer_timeout_ns / 1'000'000);
 }
 
 void OutChannel::on_connect_result(ConnectResult result) {
@@ -89,7 +94,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
     try {
       if (result.connection == nullptr) {
         const bool is_bulk = lane() == Lane::kBulk;
-        result.connection = std::make_shared<Connection>(&transport->connections(), std::move(result.fd), is_bulk);
+        result.connection = std::make_shared<Connection>(&transport->connections(), std::move(result.socket), is_bulk);
       }
       stream = std::make_unique<OutStream>(transport, this, std::move(result.connection));
     } catch (const TransportError& error) {

@@ -3,7 +3,8 @@
 // The initiator's worker gathers operations into frames and sends them from the regions they are in; the target's worker
 // places them straight into the target's pages, one copy by the kernel on each side. Completion means placed: the target
 // acknowledges. Each peer has, per pair of rails, a connection for small operations and one for large ones.
-// Who talks to whom: wire.h. How a connection begins: handshake.h. What happens when one breaks: out_watch.cc.
+// Who talks to whom: wire.h. How a connection begins: handshake.h. What happens when one breaks: out_watch.cc. The
+// transport's own calls: tcp_transport.cc, posting.cc, acknowledging.cc, polling.cc; peers that come to us: incoming.cc.
 #pragma once
 
 #include <atomic>
@@ -19,6 +20,9 @@
 #include "transport/transport.h"
 
 namespace crossrail::tcp {
+
+// How long an acknowledgement waits for an operation to ride with.
+inline constexpr int64_t kAckWaitNs = 30'000;
 
 class TcpTransport final : public Transport, public Acceptor::Owner {
  public:
@@ -91,7 +95,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
 
   // Acceptor::Owner
   std::optional<Refusal> check_hello(const Hello& hello) override;
-  void on_accepted(Acceptor& acceptor, const Hello& hello, Fd fd) override;
+  void on_accepted(Acceptor& acceptor, const Hello& hello, Socket socket) override;
   void on_stranger(const std::string& who, const std::string& what) override;
 
  private:
@@ -138,6 +142,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   Traits traits_;
   Address address_;
   Digest key_;
+  std::shared_ptr<TlsContext> tls_;  // null: in the clear
   Poller poller_;
   ConnectionContext connections_;
   RegionTable regions_;

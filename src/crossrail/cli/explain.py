@@ -7,15 +7,17 @@ import click
 import crossrail as xr
 from crossrail.cli.meeting import shared_secret
 from crossrail.cli.rendezvous import resolve
+from crossrail.cli.service import tls_options
 from crossrail.cli.text import rails as rails_type
 
 
 @click.command("explain")
 @click.argument("name")
 @click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
-def command(name: str, rails: int | list[str]) -> None:
+@tls_options
+def command(name: str, rails: int | list[str], tls: xr.TlsConfig | None) -> None:
     """Show how bytes would reach the `crossrail serve` of that NAME, or at tcp://HOST:PORT, and why that way."""
     address, _ = resolve(name, shared_secret())
-    with xr.Engine(rails=rails) as engine:
+    with xr.Engine(rails=rails, tls=tls) as engine:
         engine.connect(address)
         click.echo(str(engine.explain(address)))

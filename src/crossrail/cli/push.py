@@ -20,6 +20,7 @@ import crossrail as xr
 from crossrail.cli import wire
 from crossrail.cli.meeting import shared_secret
 from crossrail.cli.rendezvous import resolve
+from crossrail.cli.service import tls_options
 from crossrail.cli.source import SourceFile
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.text import rails as rails_type
@@ -199,12 +200,19 @@ def destination(dst: str, source: Path) -> str:
 
 
 def _push(
-    source: SourceFile, server: xr.Address, dst: str, rails: int | list[str], *, force: bool, quiet: bool
+    source: SourceFile,
+    server: xr.Address,
+    dst: str,
+    rails: int | list[str],
+    tls: xr.TlsConfig | None,
+    *,
+    force: bool,
+    quiet: bool,
 ) -> None:
     console = Console(quiet=quiet)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with (
-        xr.Engine(rails=rails) as engine,
+        xr.Engine(rails=rails, tls=tls) as engine,
         engine.submit_recvs(_MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
         Progress(*columns, console=console, disable=quiet) as progress,
     ):
@@ -228,7 +236,10 @@ def _push(
 @click.option("--force", is_flag=True, help="Replace the file if it is there already.")
 @click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
 @click.option("--quiet", "-q", is_flag=True, help="Say nothing unless it fails.")
-def command(file: Path, target: str, force: bool, rails: int | list[str], quiet: bool) -> None:
+@tls_options
+def command(
+    file: Path, target: str, force: bool, rails: int | list[str], quiet: bool, tls: xr.TlsConfig | None
+) -> None:
     """Push FILE to a `crossrail serve` of yours.
 
     TARGET is NAME:DST on this host, tcp://HOST:PORT/DST on another. `crossrail serve` prints it when it starts, with
@@ -240,4 +251,4 @@ def command(file: Path, target: str, force: bool, rails: int | list[str], quiet:
         dst = destination(dst, file)
         if len(dst.encode(errors="surrogateescape")) > wire.PATH_BYTES_MAX:
             raise UsageError(f"DST is longer than {wire.PATH_BYTES_MAX} bytes")
-        _push(source, server, dst, rails, force=force, quiet=quiet)
+        _push(source, server, dst, rails, tls, force=force, quiet=quiet)

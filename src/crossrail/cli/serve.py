@@ -22,6 +22,7 @@ from crossrail.cli import wire
 from crossrail.cli.inbox import Inbox, PartFile, Refused
 from crossrail.cli.meeting import DEFAULT_PORT, SCHEME, Meeting, shared_secret
 from crossrail.cli.rendezvous import Published, publish
+from crossrail.cli.service import tls_options
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.text import rails as rails_type
 from crossrail.engine import SECRET_VARIABLE
@@ -318,6 +319,7 @@ class Options:
     listen: int | None
     rails: int | list[str]
     once: bool
+    tls: xr.TlsConfig | None
 
 
 def _announce(published: Published, directory: Path, engine: xr.Engine, remote: str) -> None:
@@ -348,6 +350,12 @@ def _engine_port(listen: int | None) -> int:
     return listen + 1 if listen else 0
 
 
+def _open_engine(options: Options, secret: bytes) -> xr.Engine:
+    return xr.Engine(
+        "crossrail-serve", rails=options.rails, port=_engine_port(options.listen), secret=secret, tls=options.tls
+    )
+
+
 async def _serve(options: Options, limits: Limits) -> bool:
     main_task = asyncio.current_task()
     assert main_task is not None
@@ -358,7 +366,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with (
         Inbox(options.directory) as inbox,
-        xr.Engine("crossrail-serve", rails=options.rails, port=_engine_port(options.listen), secret=secret) as engine,
+        _open_engine(options, secret) as engine,
         publish(options.name, engine.address) as published,
         Progress(*columns, console=Console()) as progress,
     ):
@@ -397,6 +405,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
     show_default=True,
     help="Seconds without data after which a push is given up.",
 )
+@tls_options
 def command(
     directory: Path,
     name: str | None,
@@ -405,6 +414,7 @@ def command(
     rails: int | list[str],
     pushes: int,
     idle_timeout: float,
+    tls: xr.TlsConfig | None,
 ) -> None:
     """Receive files that other shells of yours push with `crossrail push`, on this host or, with --listen, on others.
 
@@ -414,7 +424,7 @@ def command(
     """
     if not directory.is_dir():
         raise UsageError(f"--dir {directory} is not a directory")
-    options = Options(directory.resolve(), name, listen, rails, once)
+    options = Options(directory.resolve(), name, listen, rails, once, tls)
     try:
         stored = asyncio.run(_serve(options, Limits(pushes, idle_timeout)))
     except asyncio.CancelledError:

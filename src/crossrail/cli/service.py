@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import UsageError
+from crossrail.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsConfig
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -24,6 +26,32 @@ def together(*decorators: Decorator) -> Decorator:
         return fn
 
     return apply
+
+
+def tls_options(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """--tls-cert and its like; the command gets them as `tls`, a TlsConfig, or None: what the environment says."""
+    file = click.Path(dir_okay=False, path_type=Path)
+
+    @functools.wraps(fn)
+    def with_tls(*arguments: Any, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, **rest: Any) -> Any:
+        return fn(*arguments, tls=_tls(tls_cert, tls_key, tls_ca), **rest)
+
+    return together(
+        click.option("--tls-cert", type=file, help=f"TLS on tcp: our certificate, PEM [default: {CERT_VARIABLE}]."),
+        click.option("--tls-key", type=file, help=f"Its private key [default: {KEY_VARIABLE}]."),
+        click.option("--tls-ca", type=file, help=f"The CA that both sides trust [default: {CA_VARIABLE}]."),
+    )(with_tls)
+
+
+def _tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsConfig | None:
+    files = {"--tls-cert": cert, "--tls-key": key, "--tls-ca": ca}
+    given = [name for name, path in files.items() if path is not None]
+    if cert is not None and key is not None and ca is not None:
+        return TlsConfig(cert, key, ca)
+    if given:
+        missing = next(name for name in files if name not in given)
+        raise UsageError(f"{given[0]} is given and {missing} is not: TLS needs a certificate, its key and a CA")
+    return None
 
 
 engine_options = together(

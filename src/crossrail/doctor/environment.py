@@ -11,6 +11,7 @@ from crossrail.doctor.remedies import listing
 _FOREIGN = ("NCCL_", "UCX_", "NIXL_", "MC_", "NVSHMEM_", "UCCL_", "OFI_NCCL_", "RDMAV_", "IBV_", "MLX5_")
 _INTERPOSERS = ("libvma", "libxlio", "librspreload", "libsdp", "libeatmydata", "libfaketime", "libnss_wrapper")
 _SECRET = "CROSSRAIL_SECRET"
+_TLS_FILES = ("CROSSRAIL_TLS_CERT", "CROSSRAIL_TLS_KEY", "CROSSRAIL_TLS_CA")
 _SECRET_SHORT = 16
 _SECRET_BYTES_MAX = 1024
 _OFF = ("0", "no", "false", "off", "n")
@@ -80,7 +81,7 @@ def secret(host: Host) -> Iterator[Finding]:
             f"no {_SECRET}: tcp peers need nothing but an engine's address",
             seen,
             "whoever reads addresses or descriptors on their way, and reaches the port, may write into what they name; "
-            "nothing is encrypted with or without it",
+            "with or without it nothing is encrypted: that is TLS (docs/two-hosts.md)",
             make,
         )
     elif value != value.strip():
@@ -103,6 +104,30 @@ def secret(host: Host) -> Iterator[Finding]:
         )
     else:
         yield ok(check, f"{_SECRET} is set", seen)
+
+
+def tls(host: Host) -> Iterator[Finding]:
+    """Certificates for tcp. That they are not set is no finding: a network of one's own needs none."""
+    check = "environment.tls"
+    files = {name: host.environ.get(name, "") for name in _TLS_FILES}
+    named = {name: path for name, path in files.items() if path}
+    seen = f"environment of this process: {listing(list(named))}"
+    lost = [f"{name}={path}" for name, path in named.items() if not host.exists(path)]
+    if not named:
+        return
+    if len(named) < len(files):
+        missing = next(name for name in files if name not in named)
+        yield error(
+            check,
+            f"{next(iter(named))} is set and {missing} is not",
+            seen,
+            "no tcp engine opens: TLS needs a certificate, its key and a CA",
+            Fix(f"export {missing}=FILE.pem"),
+        )
+    elif lost:
+        yield error(check, f"{listing(lost)} is not there", seen, "no tcp engine opens")
+    else:
+        yield ok(check, "tcp is under TLS: its certificate, key and CA are there", seen)
 
 
 def fork_safety(host: Host) -> Iterator[Finding]:

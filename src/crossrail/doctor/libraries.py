@@ -185,6 +185,25 @@ def gdrcopy(host: Host) -> Iterator[Finding]:
         )
 
 
+def openssl(host: Host) -> Iterator[Finding]:
+    """OpenSSL 3, which tcp opens when an engine has tls."""
+    check = "libraries.libssl"
+    name = host.environ.get("CROSSRAIL_LIBSSL") or "libssl.so.3"
+    needed = bool(host.environ.get("CROSSRAIL_TLS_CERT"))
+    library = host.open_libraries([name])[name]
+    fix = install(host, apt="libssl3", dnf="openssl-libs")
+    if not library.opened:
+        yield _unusable(check, library, needed, "engines with tls do not open; tcp without TLS is as it was", fix)
+    elif library.version[:1] != (3,):
+        version = ".".join(map(str, library.version)) or "of unknown version"
+        title = f"OpenSSL {version}: version 3 is wanted"
+        cost = "engines with tls do not open"
+        severity = Severity.ERROR if needed else Severity.NOTE
+        yield Finding(check, severity, title, f"OpenSSL_version_num() of {library.path}", cost, (fix,))
+    else:
+        yield ok(check, f"OpenSSL {'.'.join(map(str, library.version))}, for tcp's TLS", library.path)
+
+
 def bundled(host: Host) -> Iterator[Finding]:
     """Copies inside Python packages: a process that loads two of them has two of everything."""
     found: list[str] = []

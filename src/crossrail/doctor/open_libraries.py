@@ -75,7 +75,19 @@ def verbs_devices(library: Any) -> list[str]:
     return names
 
 
-VERSIONS = {"libfabric": libfabric_version, "libcuda": cuda_version, "libgdrapi": gdrcopy_version}
+def openssl_version(library: Any) -> list[int]:
+    """OpenSSL_version_num(3): 0xMNN00PP0."""
+    library.OpenSSL_version_num.restype = ctypes.c_ulong
+    number = library.OpenSSL_version_num()
+    return [number >> 28, number >> 20 & 0xFF, number >> 4 & 0xFF]
+
+
+VERSIONS = {
+    "libfabric": libfabric_version,
+    "libcuda": cuda_version,
+    "libgdrapi": gdrcopy_version,
+    "libssl": openssl_version,
+}
 
 
 def main() -> None:

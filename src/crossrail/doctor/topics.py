@@ -18,6 +18,7 @@ TOPICS: dict[str, tuple[Check, ...]] = {
         libraries.libfabric,
         libraries.cuda,
         libraries.gdrcopy,
+        libraries.openssl,
         libraries.bundled,
     ),
     "rdma": (
@@ -54,6 +55,7 @@ TOPICS: dict[str, tuple[Check, ...]] = {
     "cpu": (cpu.count, cpu.quota, cpu.governor, cpu.sleep_states, cpu.clock, cpu.numa, cpu.stolen),
     "environment": (
         environment.secret,
+        environment.tls,
         environment.libfabric,
         environment.fork_safety,
         environment.foreign,

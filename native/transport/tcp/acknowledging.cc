@@ -1,0 +1,165 @@
+// What we tell peers about their operations: acknowledgements, which wait a little for company, and what became of messages.
+#include <algorithm>
+#include <utility>
+
+#include "transport/tcp/frames.h"
+#include "transport/tcp/tcp_transport.h"
+
+namespace crossrail::tcp {
+
+namespace {
+
+constexpr int32_t kRidesMax = 8;
+constexpr uint64_t kTakenPerFrame = 256;
+
+}  // namespace
+
+void TcpTransport::ack_later(InLink& link, bool at_once) {
+  link.ack_now = link.ack_now || at_once || link.rides == 0;
+  if (std::exchange(link.ack_due, true)) return;
+  link.ack_due_since_ns = now_;
+  if (!std::exchange(link.ack_listed, true)) acks_.push_back(&link);
+}
+
+void TcpTransport::send_ack(InLink& link) {
+  link.ack_due = link.ack_now = false;
+  link.acked_alone_ns = now_;
+  for (auto& [index, channel] : link.channels) {
+    if (channel.is_open()) channel.stream->pump();
+  }
+}
+
+uint32_t TcpTransport::send_acks(bool all) {
+  if (acks_.empty()) return 0;
+  uint32_t sent = 0;
+  size_t kept = 0;
+  const size_t count = acks_.size();
+  for (size_t i = 0; i < count; ++i) {
+    InLink* const link = acks_[i];
+    if (link->ack_due && !all && !link->ack_now && now_ - link->ack_due_since_ns < kAckWaitNs) {
+      acks_[kept++] = link;
+      continue;
+    }
+    link->ack_listed = false;
+    if (!link->ack_due) continue;  // it rode
+    if (!link->ack_now && link->rides > 0) --link->rides;
+    send_ack(*link);  // may add to the list
+    ++sent;
+  }
+  acks_.erase(acks_.begin() + static_cast<std::ptrdiff_t>(kept), acks_.begin() + static_cast<std::ptrdiff_t>(count));
+  return sent;
+}
+
+bool TcpTransport::put_rider_acks(OutLink& link, TxBatch& batch) {
+  InLink* const twin = link.twin;
+  if (twin == nullptr) return false;
+  if (!twin->ack_due) {
+    // It would have had company, had it waited.
+    if (now_ - twin->acked_alone_ns < kAckWaitNs && twin->rides < kRidesMax) ++twin->rides;
+    return false;
+  }
+  // A refusal must not be overtaken by the acknowledgement of its operation.
+  if (twin->has_refused || twin->ack_now) return false;
+  for (auto& [index, channel] : twin->channels) {
+    if (channel.placed == channel.ack_sent) continue;
+    if (!batch.has_room(sizeof(FrameHeader) + sizeof(AckMeta))) return false;
+    batch.put(header_of(FrameType::kAck, 0, 0, sizeof(AckMeta), 0));
+    batch.put(AckMeta{twin->id, channel.placed, channel.index, 0});
+    channel.ack_sent = channel.placed;
+  }
+  if (twin->rides < kRidesMax) ++twin->rides;
+  size_t told = 0;
+  for (; told < twin->taken.size() && batch.has_room(sizeof(FrameHeader) + sizeof(TakenMeta)); ++told) {
+    const TakenMeta& taken = twin->taken[told];
+    batch.put(header_of(FrameType::kTaken, 0, 0, sizeof taken, 0));
+    batch.put(taken);
+  }
+  twin->taken.erase(twin->taken.begin(), twin->taken.begin() + static_cast<std::ptrdiff_t>(told));
+  if (twin->taken.empty()) twin->ack_due = false;
+  return true;
+}
+
+void TcpTransport::hold(InLink& link) {
+  if (std::find(holding_.begin(), holding_.end(), &link) == holding_.end()) holding_.push_back(&link);
+}
+
+void TcpTransport::tell_taken(InLink& link, uint64_t message_id) {
+  if (!link.taken.empty() && link.taken.back().first_id + link.taken.back().count == message_id &&
+      link.taken.back().count < kTakenPerFrame) {
+    ++link.taken.back().count;
+  } else {
+    link.taken.push_back({link.id, message_id, 1});
+  }
+}
+
+void TcpTransport::tell_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
+  for (auto& [index, channel] : link.channels) {
+    if (!channel.is_open()) continue;
+    append_frame(channel.control, FrameType::kRefused,
+                 RefusedMeta{message_id, kMessageRefused, static_cast<uint32_t>(Status::kMessageTooLong)},
+                 "message of " + std::to_string(bytes) + " bytes: no receive buffer of the target is as long");
+    return;
+  }  // none open: the initiator will ask
+}
+
+void TcpTransport::note_outcome(InLink& link, MessageOutcome outcome) {
+  // An honest initiator has sent the newest only after it knew of those. The second bound is for others.
+  const auto is_known = [&](const MessageOutcome& old) { return old.id + kMessagesUnderWayMax <= link.newest_id; };
+  while (!link.outcomes.empty() &&
+         (is_known(link.outcomes.front()) || link.outcomes.size() >= 4 * kMessagesUnderWayMax)) {
+    link.outcomes.pop_front();
+  }
+  link.outcomes.push_back(outcome);
+}
+
+void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
+  note_outcome(link, {message_id, MessageOutcome::kTaken});
+  tell_taken(link, message_id);
+}
+
+void TcpTransport::on_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
+  note_outcome(link, {message_id, bytes});
+  tell_too_long(link, message_id, bytes);
+  ack_later(link, true);
+}
+
+void TcpTransport::tell_outcomes_again(InLink& link) {
+  link.taken.clear();
+  for (const MessageOutcome& outcome : link.outcomes) {
+    if (outcome.bytes == MessageOutcome::kTaken) {
+      tell_taken(link, outcome.id);
+    } else {
+      tell_too_long(link, outcome.id, outcome.bytes);
+    }
+  }
+  ack_later(link, true);
+}
+
+OutLink* TcpTransport::find_out(const Address& peer, uint64_t id) {
+  const auto found = std::find_if(out_.begin(), out_.end(), [&](const auto& out) {
+    return out->id == id && out->address->incarnation == peer.incarnation;
+  });
+  return found == out_.end() ? nullptr : found->get();
+}
+
+void TcpTransport::offer_held() {
+  if (holding_.empty()) return;
+  std::erase_if(holding_, [&](InLink* link) {
+    while (!link->held.empty()) {
+      const HeldMessage& message = link->held.front();
+      const Sink::Offer offer = sink_->on_message(link->peer, message.payload);
+      if (offer == Sink::Offer::kHold) return false;
+      if (offer == Sink::Offer::kTaken) {
+        on_taken(*link, message.id);
+      } else {
+        on_too_long(*link, message.id, message.payload.size());
+      }
+      link->held_bytes -= message.payload.size();
+      link->held.pop_front();
+      ack_later(*link, true);
+    }
+    return true;
+  });
+}
+
+}  // namespace crossrail::tcp

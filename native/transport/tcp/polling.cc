@@ -1,0 +1,148 @@
+// Driving: sockets, timers, and going to sleep.
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "transport/tcp/tcp_transport.h"
+
+namespace crossrail::tcp {
+
+namespace {
+
+constexpr int64_t kTickNs = 20'000'000;
+// Idle polls after which the sleeping worker is spared the sockets' news: short visits do not pay for that.
+constexpr uint32_t kIdlePollsToUnwatch = 2;
+constexpr uint32_t kPollsPerLook = 16;
+constexpr int64_t kLookEveryNs = 500;
+constexpr uint32_t kMissesToCool = 128;
+constexpr uint32_t kHitsToUnwatch = 32;
+constexpr uint32_t kPollsPerClock = 4;
+constexpr int64_t kStoppedNs = 200'000'000;
+
+}  // namespace
+
+// Sockets that brought something of late are asked directly, until one has something; all of them now and then.
+uint32_t TcpTransport::poll_sockets() {
+  auto& hot = connections_.hot;
+  // Not at every poll either when none is: another transport of the engine may be spinning.
+  const bool looks = polls_ % kPollsPerLook == 0 || (hot[0].connection == nullptr && now_ - looked_ns_ >= kLookEveryNs);
+  if (looks) looked_ns_ = now_;
+  for (size_t i = 0; i < hot.size() && hot[i].connection != nullptr && !looks; ++i) {
+    Connection* const connection = hot[i].connection;
+    if (connection->receive()) {
+      if (hot[0].connection == connection && hot[0].hits >= kHitsToUnwatch) connection->watch(false);
+      return 1;
+    }
+    if (++hot[i].misses == kMissesToCool) {
+      connections_.forget_hot(hot[i].connection);
+      break;
+    }
+  }
+  return looks ? static_cast<uint32_t>(poller_.poll()) : 0;
+}
+
+uint32_t TcpTransport::poll() {
+  if (++polls_ % kPollsPerClock == 0 || connections_.hot[0].connection == nullptr) {
+    const int64_t before = std::exchange(now_, now_ns());
+    connections_.now = now_;
+    // We were stopped: peers may have given up what is waiting in our sockets, and only epoll tells of that first.
+    if (now_ - before > kStoppedNs) connections_.cool();
+  }
+  uint32_t moved = pump_dirty();
+  moved += poll_sockets();
+  if (revocations_seen_ != regions_.revocations()) {
+    revocations_seen_ = regions_.revocations();
+    for (auto& [key, link] : in_) {
+      for (auto& [index, channel] : link->channels) {
+        if (channel.is_open()) channel.stream->check_region();
+      }
+    }
+    ++moved;
+  }
+  offer_held();
+  moved += pump_dirty();
+  moved += send_acks(false);
+  if (now_ >= next_tick_ns_) tick();
+  dead_streams_.clear();
+  dead_connectors_.clear();
+  if (moved > 0) {
+    idle_polls_ = 0;
+  } else if (++idle_polls_ == kIdlePollsToUnwatch) {
+    poller_.unwatch();
+  }
+  return moved;
+}
+
+void TcpTransport::tick() {
+  next_tick_ns_ = now_ + kTickNs;
+  for (size_t i = 0; i < watched_.size();) {
+    OutLink* const link = watched_[i];
+    tend(*link);  // may take it down
+    if (i < watched_.size() && watched_[i] == link) ++i;
+  }
+  std::erase_if(watched_, [&](OutLink* link) {
+    bool settled = link->up && link->outstanding == 0 && !link->doom && !link->frozen;
+    link->for_each_channel([&](OutChannel& channel) {
+      settled =
+          settled && !channel.is_connecting() && !should_move(channel) && (!channel.wanted || channel.is_usable());
+    });
+    if (settled) link->is_watched = false;
+    return settled;
+  });
+  for (auto& acceptor : acceptors_) acceptor->check_deadline(now_);
+  std::erase_if(acceptors_, [](const auto& acceptor) { return acceptor->ended(); });
+  tend_incoming();
+  if (listeners_paused_until_ns_ != 0 && now_ >= listeners_paused_until_ns_) {
+    listeners_paused_until_ns_ = 0;
+    for (size_t i = 0; i < rails_.size(); ++i) poller_.change(rails_[i].listener.get(), listeners_[i].get(), EPOLLIN);
+  }
+}
+
+bool TcpTransport::has_arrivals() {
+  return !dirty_.empty() || std::any_of(acks_.begin(), acks_.end(), [](const InLink* link) { return link->ack_now; });
+}
+
+Deadline TcpTransport::next_timer() const {
+  if (!watched_.empty() || !acceptors_.empty() || listeners_paused_until_ns_ != 0) return now_ns() + kTickNs;
+  const bool waits =
+      std::any_of(in_.begin(), in_.end(), [](const auto& item) { return item.second->unconnected_since_ns != 0; });
+  return waits ? now_ns() + 1'000'000'000 : kNoDeadline;
+}
+
+void TcpTransport::arm() {
+  // seq_cst: pairs with the fence in wake(): either it sees us armed and rings, or has_work() sees its news.
+  armed_.store(true, std::memory_order_seq_cst);
+  idle_polls_ = 0;
+  polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets
+  connections_.now = now_ = now_ns();
+  for (const ConnectionContext::Hot& place : connections_.hot) {
+    if (place.connection != nullptr) place.connection->watch(true);
+  }
+  if (connections_.hot[0].connection != nullptr) connections_.hot[0].hits = 0;
+  pump_dirty();
+  // Acknowledgements that wait for company go out in time even if everybody sleeps.
+  if (!acks_.empty()) {
+    send_acks(false);
+    if (!acks_.empty()) poller_.ring_at(now_ + kAckWaitNs);
+  }
+  poller_.watch();
+}
+
+void TcpTransport::disarm() {
+  if (armed_.load(std::memory_order_relaxed)) armed_.store(false, std::memory_order_relaxed);
+}
+
+bool TcpTransport::hush() {
+  poller_.clear_bell();
+  poller_.unwatch();
+  return true;
+}
+
+void TcpTransport::wake() {
+  // seq_cst fence: the caller's news is visible before we look whether anyone is awake to see it; pairs with arm().
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) poller_.ring();
+}
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,122 @@
+// Operations on their way from the engine to the channels' batches: taken on, taken back, retired.
+#include <algorithm>
+#include <utility>
+
+#include "transport/tcp/tcp_transport.h"
+
+namespace crossrail::tcp {
+
+namespace {
+
+// Single operations from here on travel with the bulk.
+constexpr uint64_t kBulkBytes = 16 << 10;
+constexpr size_t kQueuedMax = 4096;      // of one link: the rest waits in the engine
+constexpr size_t kSendsQueuedMax = 256;  // messages, likewise
+
+}  // namespace
+
+uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) {
+  auto& out = static_cast<OutLink&>(link);
+  *completed = 0;
+  if (!out.up || out.doom) return 0;
+  if (rail != kAnyRail && !out.reaches(rail)) {
+    for (const WorkRequest& request : requests) {
+      ++out.outstanding;
+      retire(out, request, Status::kTransportFailed,
+             "rail " + std::to_string(rail) + " has no rail of the peer to talk to (see explain)");
+    }
+    return static_cast<uint32_t>(requests.size());
+  }
+  size_t room = out.queued - out.sends.size() >= kQueuedMax ? 0 : kQueuedMax - (out.queued - out.sends.size());
+  size_t sends_room = out.sends.size() >= kSendsQueuedMax ? 0 : kSendsQueuedMax - out.sends.size();
+  uint32_t taken = 0;
+  for (const WorkRequest& request : requests) {
+    if (request.op == WorkOp::kSend) {
+      if (sends_room == 0) break;
+      --sends_room;
+      out.want(kAnyRail, Lane::kSmall);
+      out.sends.push_back(request);
+    } else {
+      if (room == 0) break;
+      --room;
+      const Lane lane = request.bulk || request.length_bytes >= kBulkBytes ? Lane::kBulk : Lane::kSmall;
+      out.want(rail, lane);
+      WorkRequest& queued = out.queue(rail, lane).push_back(request);
+      queued.reserved = routing_of(rail, lane);
+    }
+    ++taken;
+  }
+  if (taken == 0) return 0;
+  out.queued += taken;
+  if (out.outstanding == 0) out.busy_since_ns = out.waits_since_ns = now_ns();
+  out.outstanding += taken;
+  mark_dirty(out);
+  watch(out);
+  return taken;
+}
+
+void TcpTransport::retire(OutLink& link, const WorkRequest& request, Status status, const std::string& detail) {
+  link.end(1, now_);
+  const uint64_t bytes = status == Status::kDone ? request.length_bytes : 0;
+  sink_->on_retired(link, request.context, request.tag, 1, bytes, status, detail);
+}
+
+void TcpTransport::withdraw(bool (*wanted)(void* context)) {
+  for (auto& owned : out_) {
+    OutLink& link = *owned;
+    if (link.queued == 0) continue;
+    std::vector<WorkRequest> withdrawn;
+    const auto take_from = [&](RingQueue<WorkRequest>& queue) {
+      if (queue.empty()) return;
+      queue.filter([&](const WorkRequest& request) {
+        if (!wanted(request.context)) return true;
+        withdrawn.push_back(request);
+        return false;
+      });
+    };
+    for (auto& queue : link.queues) take_from(queue);
+    take_from(link.sends);
+    link.queued -= withdrawn.size();
+    for (const WorkRequest& request : withdrawn) {
+      link.end(1, now_);
+      sink_->on_withdrawn(link, request.context, request.tag, request.length_bytes);
+    }
+  }
+}
+
+void TcpTransport::mark_dirty(OutLink& link) {
+  if (std::exchange(link.is_dirty, true)) return;
+  dirty_.push_back(&link);
+}
+
+void TcpTransport::watch(OutLink& link) {
+  if (std::exchange(link.is_watched, true)) return;
+  watched_.push_back(&link);
+  next_tick_ns_ = 0;
+}
+
+uint32_t TcpTransport::pump(OutLink& link) {
+  uint32_t moved = 0;
+  for (size_t i = 0; i < link.channels.size(); ++i) {
+    OutChannel* channel = link.channels[i].get();
+    if (channel == nullptr || !channel->is_open() || channel->stream->connection()->is_blocked()) continue;
+    if (channel->stream->pump()) ++moved;
+  }
+  return moved;
+}
+
+uint32_t TcpTransport::pump_dirty() {
+  if (dirty_.empty()) return 0;
+  uint32_t moved = 0;
+  // One that has more than a turn's worth goes to the end of the list again: it has its next turn in the next round.
+  const size_t count = dirty_.size();
+  for (size_t i = 0; i < count; ++i) {
+    OutLink& link = *dirty_[i];
+    link.is_dirty = false;
+    moved += pump(link);
+  }
+  dirty_.erase(dirty_.begin(), dirty_.begin() + static_cast<std::ptrdiff_t>(count));
+  return moved;
+}
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,44 @@
+// A connected socket, with its TLS if it has any; and what all sockets of ours have in common.
+#pragma once
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "transport/descriptor.h"
+#include "transport/tcp/tls_session.h"
+#include "util/memory_map.h"
+
+namespace crossrail::tcp {
+
+// In non-blocking mode. Both halves of the handshake and the connection after it read and write through it.
+struct Socket {
+  Fd fd;
+  std::unique_ptr<TlsSession> tls;  // null: bytes travel as they are
+
+  // Like recvmsg(2).
+  ssize_t receive(std::span<const iovec> views) const;
+  // A whole short message, after nothing else that is still on its way. False: see error_text().
+  bool send_message(std::span<const uint8_t> message) const;
+  // Why the last call failed: errno, or what TLS says of EPROTO.
+  std::string error_text() const;
+  // Closes such that the peer gets our last words: with unread bytes the kernel would reset the connection.
+  void close_gently();
+};
+
+// Options that every connection of ours has. unacknowledged_ms: after this long without the peer's kernel answering, it is broken.
+void tune_socket(int fd, int64_t unacknowledged_ms);
+void bind_to_netdev(int fd, const std::string& netdev);
+// No pacing: on the way from this machine to itself it only costs.
+void tune_for_loopback(int fd);
+
+// The address a socket's other end has, for messages.
+std::string peer_text(int fd);
+socklen_t to_sockaddr(const Endpoint& endpoint, sockaddr_storage* out);
+Endpoint from_sockaddr(const sockaddr_storage& address);
+
+}  // namespace crossrail::tcp

@@ -1,0 +1,43 @@
+// Who we are and whom we trust under TLS: what all connections of one transport share.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/tcp/tls_library.h"
+#include "transport/transport.h"
+
+namespace crossrail::tcp {
+
+// TLS 1.3 and nothing older; both sides show a certificate, and take the other's if the CAs of `options.ca_file` vouch for it.
+// No session tickets, no resumption: every connection proves who it is.
+class TlsContext {
+ public:
+  // Reads the files, once. Throws UsageError for one that is missing or holds something else, TransportError without OpenSSL.
+  explicit TlsContext(const TlsOptions& options);
+  ~TlsContext();
+  TlsContext(const TlsContext&) = delete;
+  TlsContext& operator=(const TlsContext&) = delete;
+
+  const TlsCalls& calls() const { return library_->calls; }
+  const TlsLibrary& library() const { return *library_; }
+  ssl_ctx_st* handle() const { return handle_; }
+  bool checks_names() const { return options_.verify == TlsVerify::kName; }
+
+  // AES-GCM is good for 2^24.5 full records under one key (RFC 8446, 5.5). This is 2^22 of them.
+  static constexpr uint64_t kKeyBytesMax = uint64_t{1} << 36;
+  uint64_t key_bytes_max = kKeyBytesMax;  // sent before keys are changed; tests lower it
+  // Short pieces are gathered here before they are sealed. Progress holder.
+  std::vector<std::byte> gathered;
+
+ private:
+  void load();
+  void load_key();
+
+  const TlsOptions options_;
+  const std::shared_ptr<const TlsLibrary> library_;
+  ssl_ctx_st* handle_ = nullptr;
+};
+
+}  // namespace crossrail::tcp

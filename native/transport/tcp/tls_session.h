@@ -1,0 +1,89 @@
+// TLS on one connection: seals what we send and opens what arrives, on a non-blocking socket. The worker never waits for it.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "transport/tcp/tls_context.h"
+#include "util/sha256.h"
+
+namespace crossrail::tcp {
+
+// Lifecycle: 1. handshake(), until it says kDone. 2. receive() and seal(). 3. over, by the first error.
+// What is sealed lies in a buffer of ours until flush() has handed it to the kernel: so OpenSSL never has to wait for room.
+// Invariants: until lift_limit() it reads at most kHandshakeBytesMax bytes in all. The buffer holds kUnsentBytesMax at most.
+// Progress holder.
+class TlsSession {
+ public:
+  enum class Side : uint8_t { kInitiator, kAcceptor };
+  enum class Step : uint8_t { kMore, kDone, kFailed, kGone };
+  // What TLS and our handshake after it need: two chains of certificates, and four short messages.
+  static constexpr uint64_t kHandshakeBytesMax = 32 << 10;
+  static constexpr size_t kUnsentBytesMax = 1 << 20;
+
+  // fd: of a connected socket, not owned. Throws TransportError when there is no memory.
+  TlsSession(std::shared_ptr<TlsContext> context, Side side, int fd);
+  ~TlsSession();
+  TlsSession(const TlsSession&) = delete;
+  TlsSession& operator=(const TlsSession&) = delete;
+
+  // Goes on as far as what has arrived lets it. kFailed: one of the two does not want the other, see trouble(). kGone: the
+  // connection was closed or broke.
+  Step handshake();
+  // Only as many bytes are read from the socket as it needs, until lift_limit().
+  // After the handshake: what the peer's certificate and keys say.
+  bool is_named(std::string_view name) const;  // one of its DNS names is this, or a wildcard for it
+  Digest binding() const;                      // of this session and no other, known to both ends (RFC 9266)
+  const char* cipher() const;
+
+  // Who the peer is, is settled.
+  void lift_limit();
+  // At most so many bytes are taken from the socket until the next call.
+  void begin_turn(uint64_t bytes) { turn_left_ = bytes; }
+  // Like recvmsg(2) with MSG_DONTWAIT: fills the views in turn. 0: the connection was closed. -1: errno EAGAIN, or why it
+  // broke; EPROTO: see trouble().
+  ssize_t receive(std::span<const iovec> views);
+  // Whether bytes lie here that the socket will not tell of.
+  bool holds_more() const;
+  // Seals a share of the views' bytes, in order. -1: it broke, see trouble().
+  ssize_t seal(std::span<const iovec> views);
+  bool has_unsent() const { return sent_ < unsent_.size(); }
+  // Hands the kernel what is sealed. Like send(2): -1 and errno, also when only a part of it fit (EAGAIN).
+  int flush();
+
+  // Why it failed, one line.
+  const std::string& trouble() const { return trouble_; }
+
+ private:
+  static constexpr uint64_t kNoLimit = UINT64_MAX;
+  static const bio_method_st* bio_method(const TlsCalls& calls);
+  static int on_bio_read(bio_st* bio, char* data, size_t size, size_t* done);
+  static int on_bio_write(bio_st* bio, const char* data, size_t size, size_t* done);
+  static long on_bio_ctrl(bio_st* bio, int command, long number, void* pointer);
+  // The last call did not succeed. errno as of receive().
+  ssize_t failed();
+  bool put(const void* data, size_t size);
+  bool change_keys();
+
+  const std::shared_ptr<TlsContext> context_;
+  const TlsCalls& calls_;
+  const int fd_;
+  ssl_st* ssl_ = nullptr;
+  bool is_closed_ = false;  // by the peer
+  int error_ = 0;           // errno of the socket
+  uint64_t bytes_left_ = kHandshakeBytesMax;
+  uint64_t turn_left_ = UINT64_MAX;
+  uint64_t sealed_bytes_ = 0;  // with the keys of now
+  std::vector<std::byte> unsent_;
+  size_t sent_ = 0;  // of unsent_
+  std::string trouble_;
+};
+
+}  // namespace crossrail::tcp

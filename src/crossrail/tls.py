@@ -1,0 +1,79 @@
+"""TLS of the tcp transport: who an engine is, and whom it trusts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from crossrail.errors import UsageError
+
+CERT_VARIABLE = "CROSSRAIL_TLS_CERT"
+KEY_VARIABLE = "CROSSRAIL_TLS_KEY"
+CA_VARIABLE = "CROSSRAIL_TLS_CA"
+VERIFY_VARIABLE = "CROSSRAIL_TLS_VERIFY"
+
+# Transports that reach other hosts, or may.
+_NETWORKS = ("auto", "tcp", "verbs", "ofi")
+
+
+@dataclass(frozen=True)
+class TlsConfig:
+    """TLS 1.3 with certificates on both sides, for all that tcp sends: the handshake, messages, and every byte of data.
+
+    cert: file of this engine's certificate, and of those between it and the CA. key: file of its private key, without a
+    password. ca: file of the certificates of those whose word is taken. All in PEM form, read when the engine opens.
+    verify: "chain": whoever has a certificate of the CA is let in; "name": and one of its DNS names is the name of the
+    peer's engine, or a wildcard for it.
+
+    Needs OpenSSL 3 (libssl.so.3), which is opened at run time. Both engines have it or neither: the other is refused.
+    """
+
+    cert: str | os.PathLike[str]
+    key: str | os.PathLike[str]
+    ca: str | os.PathLike[str]
+    verify: Literal["chain", "name"] = "chain"
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> TlsConfig | None:
+        """What CROSSRAIL_TLS_CERT, _KEY, _CA and _VERIFY say; None: nothing. UsageError when one of the files lacks."""
+        environ = os.environ if environ is None else environ
+        files = {name: environ.get(name, "") for name in (CERT_VARIABLE, KEY_VARIABLE, CA_VARIABLE)}
+        missing = [name for name, path in files.items() if not path]
+        if len(missing) == len(files):
+            return None
+        if missing:
+            present = next(name for name, path in files.items() if path)
+            raise UsageError(f"{present} is set and {missing[0]} is not: TLS needs a certificate, its key and a CA")
+        cert, key, ca = files.values()
+        verify = environ.get(VERIFY_VARIABLE) or "chain"
+        return cls(cert, key, ca, verify)  # type: ignore[arg-type]  # checked when the engine opens
+
+    def as_tuple(self) -> tuple[str, str, str, str]:
+        """For the native engine, which checks them."""
+        cert, key, ca = (_path(name, getattr(self, name)) for name in ("cert", "key", "ca"))
+        return cert, key, ca, self.verify
+
+
+def tls_of(tls: object, transport: object) -> tuple[str, str, str, str]:
+    """For the native engine. None: of the environment, for engines that reach other hosts."""
+    if tls is None and isinstance(transport, str) and any(word in transport for word in _NETWORKS):
+        tls = TlsConfig.from_environment()
+    if tls is None:
+        return "", "", "", "chain"
+    if not isinstance(tls, TlsConfig):
+        raise UsageError(f"tls must be a TlsConfig or None, not {type(tls).__name__}")
+    return tls.as_tuple()
+
+
+def _path(name: str, path: object) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"tls.{name} must be the path of a file, not {type(path).__name__}")
+    text = os.fspath(path)
+    try:
+        if isinstance(text, str) and text.encode() and "\0" not in text:
+            return text
+    except UnicodeEncodeError:
+        pass
+    raise UsageError(f"tls.{name} = {path!r} is not the path of a file in UTF-8")
