@@ -31,15 +31,19 @@ _SLICE_S = 5e-3  # of a wait for data, until we look at what others say
 _TROUBLED_SLICE_S = 1e-3
 _RETRY_S = 50e-6  # until a confirmation may follow the one before
 _ASK_EVERY_S = 0.25  # while we wait: who is gone is noticed, and who was masked learns of it
+_FROZEN_SHARE = 0.5  # of timeout_s: the rest is for the agreement
 _LAST_WORDS_S = 2.0  # for an answer of ranks that we have lost sight of, when too few are left
 _HALVES = {DISPATCH: ("dispatch", SENT), COMBINE: ("combine", RETURNED)}
 _STEPS = {DISPATCH: ("routes", "rows"), COMBINE: ("results",)}
 
 
 class Agreement:
-    """One rank's part. Threads: one at a time. Owner: close() gives its memory back."""
+    """One rank's part. Threads: one at a time. Owner: close() gives its memory back.
 
-    def __init__(self, engine: xr.Engine, world: int, rank: int, near: Near, far: Far) -> None:
+    timeout_s: of calls as a rule; a rank that stands still for half of it is lost.
+    """
+
+    def __init__(self, engine: xr.Engine, world: int, rank: int, near: Near, far: Far, timeout_s: float) -> None:
         self._engine = engine
         self._rank, self._world = rank, world
         self._near, self._far = near, far
@@ -51,6 +55,8 @@ class Agreement:
         self._passed = [-1] * PARITIES  # marks: nothing yet
         self._confirmed = [-1] * PARITIES  # in this view
         self._fences: list[int] = []  # masked ranks whose writes are not fenced off yet
+        self._frozen_s: dict[int, float] = {}  # since when, as far as we saw
+        self._frozen_max_s = timeout_s * _FROZEN_SHARE
         self._asked_s = 0.0
         self._last_words: list[xr.Transfer] | None = None  # asked for when too few were left
         self._last_words_s = 0.0
@@ -190,9 +196,7 @@ class Agreement:
         for record in self._box.fresh():
             self._council.hear(record)
         now_s = self._engine._now_s
-        for rank in self._council.view.members:
-            if rank != self._rank and self._engine.peer_state(self._addresses[rank]) == "lost":
-                self._suspect(rank, "")
+        self._look_at_members(now_s)
         view = self._council.step(now_s, self._got)
         if view is not None:
             self._adopt(view)
@@ -211,6 +215,16 @@ class Agreement:
                     self._box.ask(rank)
             self._asked_s = now_s
         return view is not None
+
+    def _look_at_members(self, now_s: float) -> None:
+        for rank in self._council.view.members:
+            state = "" if rank == self._rank else self._engine.peer_state(self._addresses[rank])
+            if state == "lost":
+                self._suspect(rank, "")
+            elif state != "frozen":
+                self._frozen_s.pop(rank, None)
+            elif now_s > self._frozen_s.setdefault(rank, now_s) + self._frozen_max_s:
+                self._suspect(rank, f"frozen for {now_s - self._frozen_s[rank]:.3g} s")
 
     def _suspect(self, rank: int, detail: str) -> None:
         if rank not in self._notes:

@@ -203,6 +203,6 @@ class Box:
         self._confirming = []
 
     def close(self, timeout_s: float) -> None:
-        """Gives the memory back. Idempotent."""
+        """Gives the memory back. Idempotent. Questions that nobody has answered yet are taken back."""
         if not self._engine.closed:
-            self.region.close(timeout_s)
+            self.region.close(timeout_s, drain=False)

@@ -167,15 +167,22 @@ class Council:
         self._proposal = (ballot, view)
 
     def _survivors(self) -> list[int]:
-        """Who should go on: we, and then from the lowest rank on each that agrees with all before it."""
-        accused = {one.rank: one.suspects for one in self._all()}
-        chosen = [self.rank]
-        for rank in self.view.members:
-            theirs = accused.get(rank, frozenset())
-            is_accused = any(rank in accused.get(one, frozenset()) for one in chosen)
-            if rank != self.rank and not is_accused and theirs.isdisjoint(chosen):
-                chosen.append(rank)
-        return sorted(chosen)
+        """Who should go on: we, and those who agree with us and each other on who is there. Who disagrees with most is
+        left out first; of two the accused one, since who stands still accuses nobody; then the higher rank.
+        """
+        suspects = {one.rank: one.suspects for one in self._all()}
+        accused = frozenset().union(*suspects.values())
+
+        def disagree(one: int, other: int) -> bool:
+            return other in suspects.get(one, ()) or one in suspects.get(other, ())
+
+        chosen = {rank for rank in self.view.members if not disagree(self.rank, rank)}
+        while True:
+            conflicts = {rank: sum(disagree(rank, other) for other in chosen) for rank in chosen}
+            worst = max(chosen, key=lambda rank: (conflicts[rank], rank in accused, rank))
+            if conflicts[worst] == 0:
+                return sorted(chosen)
+            chosen.discard(worst)
 
 
 def _least(marks: list[Lasts]) -> Lasts:

@@ -74,7 +74,7 @@ class Peers:
             if has_thread:
                 far.start_thread(cpu)
             if masks_far:
-                self.agreement = Agreement(engine, group.size, group.rank, self.near, far)
+                self.agreement = Agreement(engine, group.size, group.rank, self.near, far, timeout_s)
             meet_far(group, far, self.agreement, [member.address for member in members], timeout_s)
         except BaseException:
             self.close(timeout_s)

@@ -74,6 +74,8 @@ class Record:
     @classmethod
     def decode(cls, data: bytes) -> tuple[int, Record] | None:
         """The inverse, serial first; None for bytes that are no whole record: zeros, or one that is being written."""
+        if len(data) < _HEAD.size:
+            return None
         digest, length, serial = _HEAD.unpack_from(data)
         text = data[_HEAD.size : _HEAD.size + length]
         if len(text) < length or _digest(data[8 : _HEAD.size] + text) != digest:
