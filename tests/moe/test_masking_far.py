@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests.moe.rank import Rank
+import crossrail as xr
+from crossrail.moe import NoMajority
+from tests.moe.rank import CONFIG, Rank, batch_of
+from tests.moe.ranks import Ranks
+from tests.support.limits import NEVER_S
+from tests.support.node import CommandError
 from tests.support.process import PeerProcess
 
 Others = list[PeerProcess]
 Meet = Callable[..., tuple[Rank, Others]]
 
-TCP = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 2.0}
+TCP = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 2.0, "heartbeat_s": 0.5}
 # Of an engine, of an AllToAll. "mixed": pairs share memory.
 WIRES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"tcp": (TCP, {}), "mixed": ({}, {"node_size": 2})}
 
 
-@pytest.fixture(params=WIRES)
-def meet(request: pytest.FixtureRequest, nothing_leaks: None) -> Iterator[Meet]:
+@pytest.fixture
+def meet(nothing_leaks: None) -> Iterator[Meet]:
     """A rank of this process, rank 0, and others in processes of their own."""
-    engine, wire = WIRES[request.param]
     here = Rank()
     others: Others = []
 
-    def start(size: int) -> tuple[Rank, Others]:
+    def start(name: str, size: int, **more: object) -> tuple[Rank, Others]:
+        engine, wire = WIRES[name]
+        wire = wire | more
         others.extend(PeerProcess(module="tests.moe.rank") for _ in range(size - 1))
         addresses = [here.open_rank("rank-0", engine)]
         addresses += [other.call("open_rank", name=f"rank-{i}", engine=engine) for i, other in enumerate(others, 1)]
@@ -60,9 +67,13 @@ def kill(process: PeerProcess) -> None:
 HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 
-@pytest.mark.parametrize("halves", range(len(HALVES) + 1))
-def test_the_others_finish_the_round_in_which_a_rank_was_killed_and_all_that_follow(meet: Meet, halves: int) -> None:
-    here, others = meet(4)
+@pytest.mark.parametrize(
+    ("wire", "size", "halves"), [*(("tcp", 3, halves) for halves in range(5)), ("mixed", 4, 1), ("mixed", 4, 3)]
+)
+def test_the_others_finish_the_round_in_which_a_rank_was_killed_and_all_that_follow(
+    meet: Meet, wire: str, size: int, halves: int
+) -> None:
+    here, others = meet(wire, size)
     doomed, living = others[0], others[1:]
     assert finish(here, others, 1) == [[], []]
     play_halves(here, doomed, living, halves)
@@ -75,7 +86,7 @@ def test_the_others_finish_the_round_in_which_a_rank_was_killed_and_all_that_fol
     assert absent in ([[1]] if halves < 3 else [[]] if halves >= 4 else [[], [1]])
     for number in range(3, 6):
         assert finish(here, living, number) == [[1], [1]]
-    assert [here.masked(), *(one.call("masked") for one in living)] == [[1]] * 3
+    assert [here.masked(), *(one.call("masked") for one in living)] == [[1]] * (size - 1)
 
 
 def play_halves(here: Rank, doomed: PeerProcess, living: Others, halves: int) -> None:
@@ -97,3 +108,50 @@ def play_halves(here: Rank, doomed: PeerProcess, living: Others, halves: int) ->
             all_but_last("combine_send")
             all_but_last("combine_recv")
         doomed.answer()
+
+
+def test_a_rank_that_stood_still_for_too_long_is_masked_and_learns_of_it(meet: Meet) -> None:
+    here, (frozen, witness) = meet("tcp", 3, timeout_s=8.0)
+    finish(here, [frozen, witness], 1)
+    frozen.start("finish_agreed", number=2)
+    time.sleep(0.2)  # until it waits, most likely: the test holds in either case
+    frozen.stop()
+    for number in (2, 3):
+        told = finish(here, [witness], number)
+    assert told == [[1], [1]]
+
+    frozen.resume()
+
+    with pytest.raises(CommandError, match=r"MaskedOut|NoMajority"):
+        frozen.answer()
+    assert finish(here, [witness], 4) == [[1], [1]]
+
+
+def test_the_lowest_rank_goes_on_alone_and_the_other_does_not(nothing_leaks: None) -> None:
+    batch = batch_of(1, 1)
+    with Ranks(2, TCP, on_lost="mask", **CONFIG) as ranks:
+        ranks.engines[0].close()
+        with pytest.raises(NoMajority, match=r"ranks lost: 0 .*Those left are 1 of 2: too few to go on"):
+            ranks.parts[1].dispatch(batch.x, batch.scales, batch.indices)
+    with Ranks(2, TCP, on_lost="mask", **CONFIG) as ranks:
+        ranks.engines[1].close()
+        got = ranks.parts[0].dispatch(batch.x, batch.scales, batch.indices)
+        assert got.round.silent == ranks.parts[0].masked == (1,)
+
+
+def test_a_rank_that_makes_no_calls_is_waited_for_and_named(nothing_leaks: None) -> None:
+    batch = batch_of(0, 1)
+    with Ranks(2, TCP, on_lost="mask", timeout_s=NEVER_S, **CONFIG) as ranks:
+        opened = ranks.parts[0].dispatch_send(batch.x, batch.scales, batch.indices)
+        with pytest.raises(xr.WaitTimeout, match=r"rank 1 .* has not sent its dispatch of round 1"):
+            ranks.parts[0].dispatch_recv(opened)
+        ranks.parts[1].close()
+        with pytest.raises(xr.UsageError, match=r"rank 1 .* has closed its AllToAll"):
+            ranks.parts[0].dispatch_recv(opened)
+
+
+@pytest.mark.parametrize("option", [{"dp_size": 2}, {"node_sums": True}, {"private_tokens": 3}], ids=str)
+def test_what_a_dead_rank_would_spoil_is_refused(nothing_leaks: None, option: dict[str, object]) -> None:
+    (name, value), *_ = option.items()
+    with pytest.raises(xr.UsageError, match=f"{name} is {value}, must be .* with on_lost='mask'"):
+        Ranks(2, on_lost="mask", node_size=1, **(CONFIG | option))
