@@ -81,7 +81,7 @@ class Rank(Node):
         """The rest of that round, from where it stands. It has to be as if the silent ranks had sent no token, and
         nobody a token to an expert of the masked ranks.
         """
-        assert self.finish_agreed(number) == [silent, masked]
+        assert self.finish_agreed(number) == [sorted(silent), sorted(masked)]
 
     def finish_agreed(self, number: int) -> list[list[int]]:
         """The rest of that round, from where it stands; what this rank says of it: whose tokens are not in it, and
