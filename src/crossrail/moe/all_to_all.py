@@ -48,9 +48,10 @@ class AllToAll:
     constructor and of every call; an attribute, which may be changed between calls. dp_size: so many consecutive ranks
     hold the same tokens. private_tokens: of ranks that share no memory. on_lost: what a rank that dies does to the
     others; "raise": their calls raise PeerLost; "mask": they go on without its tokens and its experts, all from the
-    same half of the same round on (see `masked`); where not all ranks share memory, a majority of them does. proxy: who posts to ranks that share no memory with this one;
-    "caller": the thread that calls; "thread": one of its own, for cores that have nothing else to do. proxy_cpu: the
-    core for that one, UsageError where this process may not run there; None: any. Both may differ between ranks.
+    same half of the same round on (see `masked`); where not all ranks share memory, a majority of them does. proxy: who
+    posts to ranks that share no memory with this one; "caller": the thread that calls; "thread": one of its own, for
+    cores that have nothing else to do. proxy_cpu: the core for that one, UsageError where this process may not run
+    there; None: any. Both may differ between ranks.
     kernels: who touches rows; None: CpuKernels(). node_sums: ranks that share memory add up what they return to a token
     of others, in float32, and send one row of it, rounded to out_dtype, instead of one for each expert: fewer bytes in
     combine, other roundings. Then dispatch takes the weights, and a rank's sums leave in combine_recv, or in advance().
