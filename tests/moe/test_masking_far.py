@@ -111,7 +111,7 @@ def play_halves(here: Rank, doomed: PeerProcess, living: Others, halves: int) ->
 
 
 def test_a_rank_that_stood_still_for_too_long_is_masked_and_learns_of_it(meet: Meet) -> None:
-    here, (frozen, witness) = meet("tcp", 3, timeout_s=8.0)
+    here, (frozen, witness) = meet("tcp", 3)
     finish(here, [frozen, witness], 1)
     frozen.start("finish_agreed", number=2)
     time.sleep(0.2)  # until it waits, most likely: the test holds in either case
