@@ -216,6 +216,9 @@ Raises PeerLost when the peer is gone or of an older incarnation, WaitTimeout, E
           "'unknown', 'connecting', 'connected', 'slow' (with heartbeats: no answer within an interval), 'frozen' "
           "(does not\n"
           "move while something waits for it, may come back) or 'lost'. Any thread, never blocks.")
+      .def_prop_ro(
+          "_now_s", [](Self self) { return static_cast<double>(self.p->core()->clock().now_ns()) * 1e-9; },
+          "What deadlines are measured by, in seconds from any beginning: virtual on a simulated host.")
       .def("peers", &peers, nb::sig("def peers(self) -> list[Address]"), "The peers known to this engine, in no order.")
       .def(
           "forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(*self.p->peer(peer)); }, nb::arg("peer"),

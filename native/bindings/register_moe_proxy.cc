@@ -36,6 +36,8 @@ const char* result_name(FarResult result) {
       return "peer-lost";
     case FarResult::kLeft:
       return "left";
+    case FarResult::kMaskedOut:
+      return "masked-out";
     case FarResult::kFailed:
       return "failed";
     case FarResult::kClosed:
@@ -49,7 +51,7 @@ const char* result_name(FarResult result) {
 class ProxyHandle {
  public:
   ProxyHandle(nb::pointer_and_handle<EngineHandle> given, const Layout& layout, uint32_t rank,
-              const std::array<uint64_t, 10>& memory, const RegionHandle& region)
+              const std::array<uint64_t, 10>& memory, const RegionHandle& region, bool masks)
       : engine(nb::borrow(given.h)), engine_(given.p) {
     const auto& [routes_in, rows_in, results_in, routes_out, rows_out, results_out, parity, route, stride, y] = memory;
     proxy_ = std::make_unique<moe::Proxy>(given.p->core(), layout, rank,
@@ -63,7 +65,7 @@ class ProxyHandle {
                                                          .route_bytes = route,
                                                          .stride_bytes = stride,
                                                          .y_bytes = y},
-                                          region.core());
+                                          region.core(), masks);
   }
   ~ProxyHandle() {
     if (generation_ == fork_generation) return;  // what there is to end is the parent's
@@ -134,7 +136,8 @@ FarStep to_step(const std::string& name) {
   if (name == "routes") return FarStep::kRoutes;
   if (name == "rows") return FarStep::kRows;
   if (name == "results") return FarStep::kResults;
-  throw UsageError("step is '" + name + "', must be one of routes, rows, results");
+  if (name == "farewell") return FarStep::kFarewell;
+  throw UsageError("step is '" + name + "', must be one of routes, rows, results, farewell");
 }
 
 void send_routes(ProxyHandle& self, uint32_t round, nb::handle counts) {
@@ -154,11 +157,11 @@ void register_moe_proxy(nb::module_& module) {
   nb::module_ part = module.def_submodule("moe");
   nb::class_<ProxyHandle>(part, "Proxy", nb::is_final(), nb::type_slots(engine_slots<ProxyHandle>))
       .def(nb::init<nb::pointer_and_handle<EngineHandle>, const Layout&, uint32_t, const std::array<uint64_t, 10>&,
-                    const RegionHandle&>(),
+                    const RegionHandle&, bool>(),
            nb::keep_alive<1, 3>(), nb::arg("engine"), nb::arg("layout"), nb::arg("rank"), nb::arg("memory"),
-           nb::arg("region"),
+           nb::arg("region"), nb::arg("masks") = false,
            nb::sig("def __init__(self, engine: crossrail._core.Engine, layout: Layout, rank: int, memory: "
-                   "collections.abc.Sequence[int], region: crossrail._core.Region) -> None"))
+                   "collections.abc.Sequence[int], region: crossrail._core.Region, masks: bool = False) -> None"))
       .def("far_ranks", [](const ProxyHandle& self) { return self.get().far_ranks(); })
       .def(
           "imms_for", [](const ProxyHandle& self, uint32_t rank) { return self.get().imms_for(rank); }, nb::arg("rank"))
@@ -167,6 +170,31 @@ void register_moe_proxy(nb::module_& module) {
                    "collections.abc.Sequence[int]) -> None"))
       .def("watch", &ProxyHandle::watch, nb::arg("near"), nb::arg("rank"),
            nb::sig("def watch(self, near: crossrail._core.Address, rank: int) -> None"))
+      .def(
+          "leave_out",
+          [](const ProxyHandle& self, uint32_t rank, nb::handle timeout_s) {
+            return self.wait(timeout_s, [rank](moe::Proxy& proxy, Deadline) {
+              proxy.leave_out(rank);
+              return moe::FarOutcome{};
+            });
+          },
+          nb::arg("rank"), nb::arg("timeout_s").none(),
+          nb::sig("def leave_out(self, rank: int, timeout_s: float | None) -> tuple[str, int, str]"),
+          "Goes on without that rank. 'late': the thread that posts was not through; nothing has changed.")
+      .def(
+          "has_come",
+          [](const ProxyHandle& self, const std::string& step, uint32_t round, uint32_t rank, nb::handle timeout_s) {
+            bool has_come = false;
+            const FarStep awaited = to_step(step);
+            const nb::tuple told = self.wait(timeout_s, [&](moe::Proxy& proxy, Deadline) {
+              has_come = proxy.has_come(awaited, round, rank);
+              return moe::FarOutcome{};
+            });
+            return nb::cast<std::string>(told[0]) == "ready" && has_come;
+          },
+          nb::arg("step"), nb::arg("round"), nb::arg("rank"), nb::arg("timeout_s").none(),
+          nb::sig("def has_come(self, step: str, round: int, rank: int, timeout_s: float | None) -> bool"),
+          "Whether all of that step of the round last opened of its parity has come from a far rank.")
       .def("start_thread", &ProxyHandle::start_thread, nb::arg("cpu").none(),
            nb::sig("def start_thread(self, cpu: int | None) -> None"),
            "From now on a thread posts, on that core or wherever this process may run.")

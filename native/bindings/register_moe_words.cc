@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <string>
 #include <vector>
@@ -55,13 +56,22 @@ class Words {
     if (owners_.size() != boards_.size() || own >= boards_.size() || count < 1)
       throw UsageError("boards, owners, own or count do not fit together");
     is_masked_.resize(boards_.size());
+    is_left_out_.resize(boards_.size());
   }
 
   Words(const Words&) = delete;
   Words& operator=(const Words&) = delete;
 
   // Word 0 is the farewell.
-  void watch(nb::handle peer) { watched_.emplace_back(engine_->peer(peer)); }
+  void watch(nb::handle peer) {
+    watched_.emplace_back(engine_->peer(peer));
+    is_left_out_.push_back(false);
+  }
+  // index: of a board, or behind these of a watched rank.
+  void leave_out(size_t index) {
+    if (index >= is_left_out_.size()) throw UsageError("no such rank");
+    is_left_out_[index] = true;
+  }
 
   bool publish(size_t index, uint32_t round) { return moe::publish(word(own_, index), round); }
   bool is_sealed(size_t index, uint32_t round) { return moe::is_sealed(word(own_, index), round); }
@@ -70,14 +80,21 @@ class Words {
     const EngineRef core = engine_->core();
     const Deadline deadline = to_deadline(timeout_s, core->clock());
     std::vector<moe::Awaited> awaited;
+    std::vector<size_t> index_of;  // as callers know them, of all that are not left out
     for (size_t rank = 0; rank < boards_.size(); ++rank) {
+      if (is_left_out_[rank]) continue;
+      index_of.push_back(rank);
       awaited.push_back({.word = &word(rank, index),
                          .farewell = &word(rank, 0),
                          .owner = owners_[rank] ? owners_[rank].ref().get() : nullptr,
                          .is_masked = is_masked_[rank]});
     }
     std::vector<Peer*> watched;
-    for (const Held<Peer>& peer : watched_) watched.push_back(peer.ref().get());
+    for (size_t i = 0; i < watched_.size(); ++i) {
+      if (is_left_out_[boards_.size() + i]) continue;
+      index_of.push_back(boards_.size() + i);
+      watched.push_back(watched_[i].ref().get());
+    }
     moe::WordsOutcome outcome{};
     std::vector<size_t> absent;
     wait_without_gil([&] {
@@ -85,11 +102,19 @@ class Words {
       outcome = moe::wait_words(*core, awaited, watched, round, deadline, interrupted, masks_ ? &absent : nullptr);
       return outcome.result == moe::WordsResult::kInterrupted ? WaitResult::kInterrupted : WaitResult::kReady;
     });
-    for (const size_t rank : absent) is_masked_[rank] = true;
-    return nb::make_tuple(result_name(outcome.result), outcome.index, absent);
+    for (size_t& rank : absent) {
+      rank = index_of[rank];
+      is_masked_[rank] = true;
+    }
+    const size_t index_told = outcome.index < index_of.size() ? index_of[outcome.index] : boards_.size();
+    return nb::make_tuple(result_name(outcome.result), index_told, absent);
   }
 
-  bool has_come(size_t rank, size_t index, uint32_t round) { return moe::has_come(word(rank, index), round); }
+  bool has_come(size_t rank, size_t index, uint32_t round) {
+    // acquire, also for what was read before: the owner sets a word before it writes what we may have been reading.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    return moe::has_come(word(rank, index), round);
+  }
 
   nb::object engine;
 
@@ -106,7 +131,8 @@ class Words {
   const size_t own_;
   const size_t count_;
   const bool masks_;
-  std::vector<bool> is_masked_;  // by board: one of its words was sealed
+  std::vector<bool> is_masked_;    // by board: one of its words was sealed
+  std::vector<bool> is_left_out_;  // by board, then of those that are watched
 };
 
 }  // namespace
@@ -133,6 +159,9 @@ void register_moe_words(nb::module_& module) {
            "Whether that word of that board stands at the round, or later.")
       .def("watch", &Words::watch, nb::arg("peer"), nb::sig("def watch(self, peer: crossrail._core.Address) -> None"),
            "A rank without a board here, whose loss ends waits too.")
+      .def(
+          "leave_out", &Words::leave_out, nb::arg("index"),
+          "Waits go on without that board's words; or without looking at that watched rank, counted behind the boards.")
       .def("wait", &Words::wait, nb::arg("index"), nb::arg("round"), nb::arg("timeout_s").none(),
            nb::sig("def wait(self, index: int, round: int, timeout_s: float | None) -> "
                    "tuple[str, int, list[int]]"),

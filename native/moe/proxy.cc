@@ -16,13 +16,14 @@ namespace {
 // How long a wait goes without a look at who is lost: a rank that dies counts nothing.
 constexpr int64_t kLookEveryNs = 5'000'000;
 
-FarResult result_of(Status status) {
+FarResult result_of(Status status, bool masks) {
   switch (status) {
     case Status::kPeerLost:
       return FarResult::kPeerLost;
     case Status::kRegionClosed:
-    case Status::kRegionRevoked:
       return FarResult::kLeft;
+    case Status::kRegionRevoked:
+      return masks ? FarResult::kMaskedOut : FarResult::kLeft;
     case Status::kEngineClosed:
       return FarResult::kClosed;
     case Status::kPending:
@@ -41,13 +42,15 @@ FarResult result_of(Status status) {
 
 }  // namespace
 
-Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, RegionRef region)
+Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, RegionRef region,
+             bool masks)
     : engine_(std::move(engine)),
       layout_(layout),
       rank_(rank),
       group_(layout.group_of(rank)),
       memory_(memory),
-      region_(std::move(region)) {
+      region_(std::move(region)),
+      masks_(masks) {
   const uint32_t dp_size = layout.shape().dp_size;
   for (uint32_t other = 0; other < layout.shape().world; ++other) {
     if (layout.same_node(other, rank)) continue;
@@ -104,11 +107,17 @@ void Proxy::connect(uint32_t rank, RemoteRegionRef memory, std::span<const uint3
 
 void Proxy::watch(PeerRef near, uint32_t rank) { watched_.push_back({std::move(near), rank}); }
 
+void Proxy::leave_out(uint32_t rank) {
+  for (Member& member : members_) member.is_left_out |= member.rank == rank;
+  for (Watched& watched : watched_) watched.is_left_out |= watched.rank == rank;
+}
+
 // --- what is written ---
 
 void Proxy::add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
                 uint64_t length_bytes) {
-  slices_[to.turn] = {to.memory.get(), from_offset, to_offset, length_bytes, to.imms[slot_of(step, round)]};
+  if (to.is_left_out) return;
+  slices_[to.turn] = {&to, to.memory.get(), from_offset, to_offset, length_bytes, to.imms[slot_of(step, round)]};
 }
 
 void Proxy::post(uint32_t round) {
@@ -119,15 +128,19 @@ void Proxy::post(uint32_t round) {
     batch_.dst_offsets.push_back(slice.dst_offset);
     batch_.lengths.push_back(slice.length_bytes);
     batch_.imms.push_back(slice.imm);
+    if (masks_) post_batch(round, slice.to);
   }
-  if (!batch_.dsts.empty()) {
-    sent_[parity_of(round)].push_back(engine_->submit_scatter({.src = region_.get(),
-                                                               .dsts = batch_.dsts,
-                                                               .src_offsets = batch_.src_offsets,
-                                                               .dst_offsets = batch_.dst_offsets,
-                                                               .lengths = batch_.lengths,
-                                                               .imms = batch_.imms}));
-  }
+  if (!batch_.dsts.empty()) post_batch(round, nullptr);
+}
+
+void Proxy::post_batch(uint32_t round, const Member* to) {
+  sent_[parity_of(round)].push_back({engine_->submit_scatter({.src = region_.get(),
+                                                              .dsts = batch_.dsts,
+                                                              .src_offsets = batch_.src_offsets,
+                                                              .dst_offsets = batch_.dst_offsets,
+                                                              .lengths = batch_.lengths,
+                                                              .imms = batch_.imms}),
+                                     to});
   batch_.dsts.clear();
   batch_.src_offsets.clear();
   batch_.dst_offsets.clear();
@@ -229,18 +242,19 @@ void Proxy::send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint
 FarOutcome Proxy::trouble(uint32_t round, const Member& awaited) {
   if (engine_->closed()) return {FarResult::kClosed, awaited.rank, {}};
   for (const Watched& watched : watched_) {
-    if (watched.peer->state() == PeerState::kLost) return {FarResult::kPeerLost, watched.rank, {}};
+    if (!watched.is_left_out && watched.peer->state() == PeerState::kLost)
+      return {FarResult::kPeerLost, watched.rank, {}};
   }
   if (awaited.counters[slot_of(FarStep::kFarewell, 0)]->poll() > 0) return {FarResult::kLeft, awaited.rank, {}};
   return failed_write(round);
 }
 
 FarOutcome Proxy::failed_write(uint32_t round) const {
-  for (const TransferRef& sent : sent_[parity_of(round)]) {
-    const FarResult result = result_of(sent->status());
-    if (result == FarResult::kReady) continue;
-    const TransferInfo info = sent->info();
-    return {result, rank_of(info), info.detail};
+  for (const Sent& sent : sent_[parity_of(round)]) {
+    const FarResult result = result_of(sent.transfer->status(), masks_);
+    if (result == FarResult::kReady || (sent.to != nullptr && sent.to->is_left_out)) continue;
+    const TransferInfo info = sent.transfer->info();
+    return {result, sent.to != nullptr ? sent.to->rank : rank_of(info), info.detail};
   }
   return {FarResult::kReady, 0, {}};
 }
@@ -262,7 +276,7 @@ uint32_t Proxy::slowest() const {
 }
 
 void Proxy::say_farewell(Deadline deadline) {
-  std::vector<TransferRef>& sent = sent_[0];
+  std::vector<Sent>& sent = sent_[0];
   sent.clear();
   for (const Member& member : members_) {
     if (member.memory && member.memory->peer()->state() != PeerState::kLost)
@@ -270,18 +284,21 @@ void Proxy::say_farewell(Deadline deadline) {
   }
   post(0);
   // Whatever becomes of it: who is gone needs no farewell.
-  for (const TransferRef& one : sent) one->wait(deadline, {});
+  for (const Sent& one : sent) one.transfer->wait(deadline, {});
 }
 
 FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {
-  for (const TransferRef& sent : sent_[parity_of(round)]) {
+  for (const Sent& sent : sent_[parity_of(round)]) {
     while (true) {
       const Deadline next_look = std::min(deadline, engine_->clock().now_ns() + kLookEveryNs);
-      const WaitResult waited = sent->wait(next_look, interrupted);
+      const WaitResult waited = sent.transfer->wait(next_look, interrupted);
       if (waited == WaitResult::kReady) break;
-      const uint32_t rank = slowest();
+      const uint32_t rank = sent.to != nullptr ? sent.to->rank : slowest();
       if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, rank, {}};
-      if (const FarOutcome found = trouble(round, member(rank)); found.result != FarResult::kReady) return found;
+      const FarOutcome found = trouble(round, member(rank));
+      // Where others are gone on with, one that is lost is no reason to give up: writes to it end soon, all the same.
+      const bool is_one_lost = found.result == FarResult::kPeerLost || found.result == FarResult::kFailed;
+      if (found.result != FarResult::kReady && !(masks_ && is_one_lost)) return found;
       if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, rank, {}};
     }
   }
@@ -299,7 +316,7 @@ FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const In
   size_t& next = next_[slot_of(step, round)];
   while (next < members_.size()) {
     const Member& source = members_[next];
-    const uint32_t expected = expected_of(step, round, next);
+    const uint32_t expected = source.is_left_out ? 0 : expected_of(step, round, next);
     ImmCounter& counter = *source.counters[slot_of(step, round)];
     if (expected == 0 || counter.try_consume(expected)) {
       ++next;
@@ -319,6 +336,12 @@ FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const In
   }
   // Everybody else's came, and yet somebody does not have ours: he is not to be waited for later.
   return failed_write(round);
+}
+
+bool Proxy::has_come(FarStep step, uint32_t round, uint32_t rank) {
+  const auto index = static_cast<size_t>(&member(rank) - members_.data());
+  if (index < next_[slot_of(step, round)]) return true;
+  return members_[index].counters[slot_of(step, round)]->poll() >= expected_of(step, round, index);
 }
 
 }  // namespace crossrail::moe

@@ -39,7 +39,8 @@ enum class FarStep : uint8_t { kRoutes, kRows, kResults, kFarewell };
 inline constexpr uint32_t kFarSteps = 4;
 inline constexpr uint32_t kParities = 2;
 
-enum class FarResult : uint8_t { kReady, kLate, kPeerLost, kLeft, kFailed, kClosed, kInterrupted };
+// kMaskedOut: a rank that others went on without finds its writes fenced off.
+enum class FarResult : uint8_t { kReady, kLate, kPeerLost, kLeft, kMaskedOut, kFailed, kClosed, kInterrupted };
 struct FarOutcome {
   FarResult result;
   uint32_t rank;       // that it is about, unless kReady
@@ -50,8 +51,10 @@ struct FarOutcome {
 // Invariant: of each step and parity, the counters of sources before next_ have given what was expected of them.
 class Proxy {
  public:
-  // region: of our own memory, laid out as `memory` says. The layout outlives the proxy.
-  Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, RegionRef region);
+  // region: of our own memory, laid out as `memory` says. The layout outlives the proxy. masks: ranks may be left out; then
+  // each has writes of its own, since a batch posts no more once one of its targets is lost.
+  Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, RegionRef region,
+        bool masks = false);
   ~Proxy();
   Proxy(const Proxy&) = delete;
   Proxy& operator=(const Proxy&) = delete;
@@ -64,6 +67,8 @@ class Proxy {
   void connect(uint32_t rank, RemoteRegionRef memory, std::span<const uint32_t> imms);
   // Of ranks that share our memory: who waits for anyone gives up when one of them is lost.
   void watch(PeerRef near, uint32_t rank);
+  // Goes on without that rank, far or watched: nothing is written to it or waited for from it any more, nor said of it.
+  void leave_out(uint32_t rank);
 
   // --- one round, in this order; what writes returns at once ---
   // Whether what was written from this parity's memory has gone: it may be filled. False is a failure or a deadline.
@@ -87,6 +92,8 @@ class Proxy {
 
   // Until all of this step has come. May be repeated after kLate.
   FarOutcome wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
+  // Whether all of this step has come from that far rank, in the round last opened of that parity. Takes nothing.
+  bool has_come(FarStep step, uint32_t round, uint32_t rank);
 
  private:
   struct Member {
@@ -98,13 +105,21 @@ class Proxy {
     std::array<uint32_t, kFarSteps * kParities> imms{};  // there
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
     uint64_t slot_offset = 0;  // there, in rows_in: of the slot that only we write
+    bool is_left_out = false;
   };
   struct Watched {
     PeerRef peer;
     uint32_t rank;
+    bool is_left_out = false;
+  };
+  // A batch, or the write to one member.
+  struct Sent {
+    TransferRef transfer;
+    const Member* to;  // null: several
   };
   // One member's part of a step; dst null: none.
   struct Slice {
+    const Member* to = nullptr;
     RemoteRegion* dst = nullptr;
     uint64_t src_offset = 0;
     uint64_t dst_offset = 0;
@@ -129,6 +144,7 @@ class Proxy {
   void add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
            uint64_t length_bytes);
   void post(uint32_t round);
+  void post_batch(uint32_t round, const Member* to);
   uint32_t expected_of(FarStep step, uint32_t round, size_t member) const;
   FarOutcome failed_write(uint32_t round) const;
   uint32_t rank_of(const TransferInfo& failed) const;
@@ -141,13 +157,14 @@ class Proxy {
   const uint32_t group_;
   const FarMemory memory_;
   const RegionRef region_;
+  const bool masks_;
   std::vector<Member> members_;
   std::vector<Watched> watched_;
   std::array<size_t, kFarSteps * kParities> next_{};
   std::array<std::vector<int32_t>, kParities> counts_;          // ours, of each parity's round
   std::array<std::vector<uint32_t>, kParities> rows_expected_;  // writes of rows, by member
   std::array<bool, kParities> takes_sums_{};                    // results come from partners only
-  std::array<std::vector<TransferRef>, kParities> sent_;
+  std::array<std::vector<Sent>, kParities> sent_;
   std::vector<Slice> slices_;  // by turn; none between calls
   Batch batch_;                // empty between calls; keeps its storage
 };

@@ -9,7 +9,7 @@ import numpy as np
 import crossrail as xr
 from crossrail.moe import AllToAll, Dispatched, EngineGroup, Round
 from crossrail.moe.rounds import Stage
-from tests.moe.batches import Batch, draw, expected_sums, expert_of_row, outputs
+from tests.moe.batches import Array, Batch, draw, expected_sums, expert_of_row, outputs
 from tests.moe.test_rounds import check_dispatched, first_expert
 from tests.support.limits import WAIT_S
 from tests.support.node import Node
@@ -38,6 +38,7 @@ class Rank(Node):
         self._batch: dict[int, Batch] = {}
         self._opened: dict[int, Round] = {}
         self._got: dict[int, Dispatched] = {}
+        self._sums: dict[int, Array] = {}
         self._next_round = 1
 
     def open_rank(self, name: str, engine: dict[str, object]) -> str:
@@ -67,7 +68,8 @@ class Rank(Node):
 
     def combine_recv(self, number: int) -> bool:
         """Whether the sums are what they should be."""
-        return np.array_equal(self._part.combine_recv(self._opened[number]), expected_sums(self._batch[number]))
+        self._sums[number] = self._part.combine_recv(self._opened[number])
+        return np.array_equal(self._sums[number], expected_sums(self._batch[number]))
 
     def whole_round(self) -> bool:
         number = self.dispatch_send()
@@ -79,19 +81,27 @@ class Rank(Node):
         """The rest of that round, from where it stands. It has to be as if the silent ranks had sent no token, and
         nobody a token to an expert of the masked ranks.
         """
+        assert self.finish_agreed(number) == [sorted(silent), sorted(masked)]
+
+    def finish_agreed(self, number: int) -> list[list[int]]:
+        """The rest of that round, from where it stands; what this rank says of it: whose tokens are not in it, and
+        whose experts' outputs are not. It has to be as if those had sent none, and nobody a token to these.
+        """
         if number not in self._opened:
             self.dispatch_send()
         opened, config = self._opened[number], self._part.config
         if opened.stage is Stage.SENT:
             self.dispatch_recv(number)
-            batches = [batch_of(rank, number, 0 if rank in silent else TOKENS) for rank in range(config.world)]
+            batches = [batch_of(rank, number, 0 if rank in opened.silent else TOKENS) for rank in range(config.world)]
             check_dispatched(self._got[number], batches, first_expert(self._part), config.padding)
         if opened.stage is Stage.RECEIVED:
             self.combine_send(number)
+        if opened.stage is Stage.RETURNED:
+            self.combine_recv(number)
         batch = self._batch[number]
-        kept = np.where(np.isin(batch.indices // config.experts_per_rank, masked), -1, batch.indices)
-        sums = self._part.combine_recv(opened)
-        assert np.array_equal(sums, expected_sums(replace(batch, indices=kept)))
+        kept = np.where(np.isin(batch.indices // config.experts_per_rank, opened.absent), -1, batch.indices)
+        assert np.array_equal(self._sums[number], expected_sums(replace(batch, indices=kept)))
+        return [list(opened.silent), list(opened.absent)]
 
     def masked(self) -> list[int]:
         return list(self._part.masked)

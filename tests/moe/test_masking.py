@@ -190,8 +190,3 @@ def test_tokens_of_a_dead_rank_come_from_others_of_its_group(nothing_leaks: None
         give_up(ranks.parts[1], 2)
         for number in (2, 3):
             play(ranks, number, [0, 2, 3], [], [1])
-
-
-def test_ranks_that_share_no_memory_are_refused(nothing_leaks: None) -> None:
-    with pytest.raises(xr.UsageError, match="on_lost is 'mask', and only 1 of 2 ranks share memory"):
-        Ranks(2, on_lost="mask", node_size=1, **CONFIG)

@@ -48,14 +48,16 @@ class AllToAll:
     constructor and of every call; an attribute, which may be changed between calls. dp_size: so many consecutive ranks
     hold the same tokens. private_tokens: of ranks that share no memory. on_lost: what a rank that dies does to the
     others; "raise": their calls raise PeerLost; "mask": they go on without its tokens and its experts, all from the
-    same half of the same round on (see `masked`). proxy: who posts to ranks that share no memory with this one;
-    "caller": the thread that calls; "thread": one of its own, for cores that have nothing else to do. proxy_cpu: the
-    core for that one, UsageError where this process may not run there; None: any. Both may differ between ranks.
+    same half of the same round on (see `masked`); where not all ranks share memory, a majority of them does. proxy: who
+    posts to ranks that share no memory with this one; "caller": the thread that calls; "thread": one of its own, for
+    cores that have nothing else to do. proxy_cpu: the core for that one, UsageError where this process may not run
+    there; None: any. Both may differ between ranks.
     kernels: who touches rows; None: CpuKernels(). node_sums: ranks that share memory add up what they return to a token
     of others, in float32, and send one row of it, rounded to out_dtype, instead of one for each expert: fewer bytes in
     combine, other roundings. Then dispatch takes the weights, and a rank's sums leave in combine_recv, or in advance().
 
-    Not built yet, and refused: on_lost="mask" where not all ranks share memory; memory of devices.
+    Not built yet, and refused: memory of devices; where not all ranks share memory, on_lost="mask" with dp_size,
+    node_sums or private_tokens.
 
     Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once. 2.
     rounds. 3. close(), before the engine; a rank that waits for one that is closed is told so.
@@ -119,9 +121,9 @@ class AllToAll:
         self._layout, self._near, self._far = self._peers.layout, self._peers.near, self._peers.far
         self.node_size = len(self._near.ranks)
         self._outputs = [output_arrays(self.config, self._inbox.view(), parity) for parity in range(PARITIES)]
-        self._number = 0
+        self._ordinal = 0  # of the last round that was opened
         self._open: dict[int, Round] = {}  # by parity
-        self._unsettled: dict[int, int] = {}  # by parity: a round that came to nothing, until all ranks know
+        self._unsettled: dict[int, Round] = {}  # by parity: a round that came to nothing, until all ranks know
         self._closed = False
         self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_received": 0, "bytes_summed": 0}
         self._durations = Durations(_DURATION_BOUNDS_S)
@@ -148,7 +150,8 @@ class AllToAll:
         config = self.config
         self._check_usable()
         begun_s = time.perf_counter()
-        number = (self._number + 1) % _ROUNDS
+        ordinal = self._ordinal + 1
+        number = ordinal % _ROUNDS
         parity = number % PARITIES
         if parity in self._open:
             raise UsageError(
@@ -166,7 +169,7 @@ class AllToAll:
         self._settle(parity)
         self._peers.check_alive()
         half = self._near.own[parity]
-        routes = masking.drop_routes(config, routes, self._near.masked)
+        routes = masking.drop_routes(config, routes, self._peers.masked)
         slots = np.empty((tokens, config.top_k), np.int32)
         counts = np.empty(config.experts, np.int32)
         self._kernels.count(routes, config.experts, counts, slots)
@@ -179,12 +182,11 @@ class AllToAll:
             self._far.send_rows(number, values, factors, given, self._routes_for_far(counts, order))
         if tokens > 0:
             self._kernels.pack(half.rows, values, factors, None)
-        self._number = number
-        opened = Round(
-            number, begun_s, tokens, routes.copy(), slots, None if given is None else given.copy(), is_tensor(x)
-        )
-        self._open[parity] = opened
+        self._ordinal = ordinal
+        kept = None if given is None else given.copy()
+        self._open[parity] = opened = Round(number, ordinal, begun_s, tokens, routes.copy(), slots, kept, is_tensor(x))
         self._near.publish(SENT, number)
+        self._peers.opened(opened)
         self._stats["rounds"] += 1
         self._stats["tokens_sent"] += tokens
         return opened
@@ -229,7 +231,7 @@ class AllToAll:
         if self._far is not None:
             self._far.pull(opened.number, placement, x, scales, self._near.own[parity].tags)
         if self._masks:
-            self._near.check_not_masked(opened.number)
+            self._peers.check_not_masked(opened.number, self.timeout_s)
         offsets, of_expert = np.asarray(placement.expert_offsets(rank)), np.asarray(placement.expert_rows(rank))
         rows, received = int(offsets[-1]), int(of_expert.sum())
         if self._peers.sums is None:
@@ -311,11 +313,11 @@ class AllToAll:
         shape = (opened.tokens, config.hidden)
         sums = np.empty(shape, NUMPY_TYPES[config.out_dtype]) if out is None else to_host(out, "out", OUT_DTYPES, shape)
         absent = self._peers.wait_results(opened, self.timeout_s)
-        where = masking.drop_results(opened.where, self._near.ranks, absent)
+        where = masking.drop_results(config, opened.where, opened.indices, absent)
         if opened.tokens > 0:
             self._kernels.reduce(sums, self._peers.results(opened.number), where, factors, accumulate)
         if self._masks:
-            self._near.check_not_masked(opened.number)
+            self._peers.check_not_masked(opened.number, self.timeout_s)
         opened.stage = Stage.ENDED
         del self._open[parity]
         self._durations.add(time.perf_counter() - opened.begun_s)
@@ -345,7 +347,7 @@ class AllToAll:
     @property
     def masked(self) -> tuple[int, ...]:
         """With on_lost="mask": ranks that the calls so far went on without, ascending."""
-        return tuple(sorted(self._near.masked))
+        return self._peers.masked
 
     def stats(self) -> dict[str, float]:
         """Since it was made: rounds, tokens_sent, rows_received, bytes_received, bytes_summed, and seconds
@@ -419,14 +421,14 @@ class AllToAll:
     def _place(self, opened: Round, timeout_s: float) -> None:
         """Waits for the routes of all, decides where rows go, and has the rest of ours sent."""
         number = opened.number
-        opened.sources = self._peers.wait_sources(number, timeout_s)
+        opened.sources = self._peers.wait_sources(opened, timeout_s)
         counts = self._peers.counts(number, opened.sources)
         placement = _core.moe.Placement(self._layout, counts)
         refusal = find_overflow(self.config, number, placement)  # all see the same counts, and come to the same end
         if refusal is not None:
             self._refuse(opened)
             raise refusal
-        if self._far is not None:
+        if self._far is not None and not self._masks:
             self._far.send_remainder(number, placement)
         opened.placement = placement
 
@@ -434,22 +436,22 @@ class AllToAll:
         """Ends a round without results: all ranks do, and tell each other as they would with some."""
         number, parity = opened.number, opened.number % PARITIES
         if self._far is not None:
-            if not opened.is_refused:
+            if not opened.is_refused and not self._masks:
                 self._far.send_remainder(number, None)
-                opened.is_refused = True
+            opened.is_refused = True
             # For those that came before anybody knew: the next round's are counted alike.
             self._peers.wait_rows(number, self.timeout_s)
             self._far.send_results(number, None, None)
         self._near.publish(RETURNED, number)
         opened.stage = Stage.ENDED
         del self._open[parity]
-        self._unsettled[parity] = number
+        self._unsettled[parity] = opened
 
     def _settle(self, parity: int) -> None:
         """A round that was refused has ended once all ranks have said so: until then one may still read our counts."""
-        number = self._unsettled.get(parity)
-        if number is not None:
-            self._peers.wait_returned(number, self.timeout_s)
+        opened = self._unsettled.get(parity)
+        if opened is not None:
+            self._peers.wait_results(opened, self.timeout_s)
             del self._unsettled[parity]
 
     def _close_memory(self) -> None:

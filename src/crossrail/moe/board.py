@@ -15,9 +15,9 @@ from crossrail import _core
 from crossrail.moe.config import NUMPY_TYPES, Config
 
 PARITIES = 2
-# Words, by index: the farewell, then two of each.
-FAREWELL, SENT, RETURNED = 0, 1, 3
-WORDS = RETURNED + PARITIES
+# Words, by index: the farewell, then two of each, then twice the number of the view (moe/views.py).
+FAREWELL, SENT, RETURNED, VIEW = 0, 1, 3, 5
+WORDS = VIEW + 1
 _BEFORE_ODD = 0xFFFFFFFF  # two before the first round, 1
 _PAGE = 4096
 

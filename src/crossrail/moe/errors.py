@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossrail.errors import CrossrailError
+from crossrail.errors import CrossrailError, PeerLost
 
 
 class CapacityExceeded(CrossrailError):
@@ -17,3 +17,21 @@ class CapacityExceeded(CrossrailError):
         self.rank = rank
         self.needed = needed
         self.there = there
+
+
+class MaskedOut(PeerLost):
+    """With on_lost="mask": the other ranks lost sight of this one, and go on without it. There is no way back in but a
+    new AllToAll, of all.
+    """
+
+
+class NoMajority(PeerLost):
+    """With on_lost="mask", where not all ranks share memory: those that this rank still reaches are too few to go on,
+    since the others may do so without them. docs/moe.md has the rule.
+    """
+
+
+def masked_out() -> MaskedOut:
+    """What a rank is told that the others have masked."""
+    text = "the other ranks lost sight of this one and go on without it. Next: make a new AllToAll"
+    return MaskedOut(text, op="moe", status="peer-lost")

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 import crossrail as xr
 from crossrail import _core
+from crossrail.errors import WaitTimeout
 from crossrail.moe.board import PARITIES
 from crossrail.moe.config import NUMPY_TYPES, TAG_BYTES, Config
 from crossrail.moe.far_memory import FarMemory
@@ -19,6 +20,8 @@ from crossrail.moe.kernels import Kernels
 from crossrail.moe.node_sums import tags_of
 from crossrail.moe.troubles import trouble
 
+_SETTLE_S = 5.0  # for the thread that posts, which has little to do
+_FENCE_S = 1e-3
 _WHAT_IS_DUE = {"routes": "dispatch", "rows": "rows of dispatch", "results": "combine"}
 
 Array = npt.NDArray[Any]
@@ -50,8 +53,11 @@ class Far:
         self._rank = rank
         memory = FarMemory.of(config, layout)
         self.region = engine.alloc(memory.nbytes)
-        self._proxy = _core.moe.Proxy(engine, layout, rank, memory.as_native(), self.region)
+        self._masks = config.on_lost == "mask"
+        self._proxy = _core.moe.Proxy(engine, layout, rank, memory.as_native(), self.region, self._masks)
         self.ranks = self._proxy.far_ranks()
+        # Where ranks may be masked each has a registration of its own, which can be taken from it.
+        self._doors = {other: engine.register(self.region.view()) for other in self.ranks if self._masks}
         self.private_rows = memory.bounds.private_rows
         self._addresses: dict[int, xr.Address] = {}
         view = self.region.view()
@@ -83,7 +89,8 @@ class Far:
     def card(self) -> dict[str, Any]:
         """What the far ranks need to know of us."""
         imms = {str(rank): self._proxy.imms_for(rank) for rank in self.ranks}
-        return {"memory": self.region.descriptor.to_bytes().hex(), "imms": imms}
+        doors = {str(rank): self._doors.get(rank, self.region) for rank in self.ranks}
+        return {"memory": {rank: door.descriptor.to_bytes().hex() for rank, door in doors.items()}, "imms": imms}
 
     def connect(self, cards: Sequence[dict[str, Any]], addresses: Sequence[xr.Address], timeout_s: float) -> None:
         """cards, addresses: of all ranks."""
@@ -91,7 +98,7 @@ class Far:
         for rank in range(self._config.world):
             if rank in self.ranks:
                 self._engine.connect(addresses[rank], timeout_s)
-                descriptor = xr.RegionDescriptor.from_bytes(bytes.fromhex(cards[rank]["memory"]))
+                descriptor = xr.RegionDescriptor.from_bytes(bytes.fromhex(cards[rank]["memory"][str(self._rank)]))
                 self._proxy.connect(rank, descriptor, cards[rank]["imms"][str(self._rank)])
             elif rank != self._rank:
                 self._proxy.watch(addresses[rank], rank)
@@ -100,7 +107,9 @@ class Far:
 
     def send(self, number: int, counts: Array, timeout_s: float) -> None:
         """Our routes; once the memory of the round before the last is free again."""
-        self._check(self._proxy.wait_sent(number, timeout_s), f"dispatch of round {number}", timeout_s)
+        told = self._proxy.wait_sent(number, timeout_s)
+        if not (self._masks and told[0] in ("peer-lost", "failed")):  # else it is for those who wait to see to that
+            self._check(told, f"dispatch of round {number}", timeout_s)
         self._proxy.send_routes(number, counts)
 
     def send_rows(self, number: int, x: Array, scales: Array | None, weights: Array | None, routes: Array) -> None:
@@ -111,6 +120,8 @@ class Far:
             if self._config.node_sums and weights is not None:
                 rows[: len(routes), -TAG_BYTES:] = tags_of(routes, weights)
         self._proxy.send_rows(number)
+        if self._masks:
+            self._proxy.send_remainder(number, None)  # there is none: slots have room for all
 
     def routes_of(self, number: int, rank: int) -> Array:
         return np.asarray(self._proxy.routes_of(number, rank))
@@ -152,6 +163,35 @@ class Far:
     def wait(self, step: str, number: int, timeout_s: float) -> None:
         """Until "routes", "rows" or "results" of the round are here from all. Raises as Near.wait does."""
         self._check(self._proxy.wait(step, number, timeout_s), f"{_WHAT_IS_DUE[step]} of round {number}", timeout_s)
+
+    def look(self, step: str, number: int, patience_s: float) -> tuple[str, int, str]:
+        """As wait(), for who wants to know and not to be told off: result, rank, detail."""
+        return self._proxy.wait(step, number, patience_s)
+
+    def has_come(self, step: str, number: int, rank: int) -> bool:
+        """Whether all of that is here from that rank; also "farewell"."""
+        return self._proxy.has_come(step, number, rank, _SETTLE_S)
+
+    def leave_out(self, rank: int) -> None:
+        """Goes on without it, if it is one of these."""
+        if self._proxy.leave_out(rank, _SETTLE_S)[0] != "ready":
+            raise WaitTimeout(f"the thread that posts has not come to its orders within {_SETTLE_S:g} s")
+
+    def shut_out(self, rank: int) -> bool:
+        """Nothing of that rank lands here any more. False: it may be in the middle of a write; ask again."""
+        door = self._doors.get(rank)
+        if door is None:
+            return True
+        try:
+            door.revoke(_FENCE_S)
+        except WaitTimeout:
+            return False
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """Gives back what the others write to. Idempotent. WaitTimeout while one is in the middle of that."""
+        for region in (*self._doors.values(), self.region):
+            region.close(timeout_s)
 
     def check_alive(self) -> None:
         """PeerLost when one of them is lost."""

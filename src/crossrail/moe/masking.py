@@ -1,11 +1,12 @@
 """Rounds without ranks that were lost (on_lost="mask"). Pure functions.
 
-Who is missing in which half of which round, one word in memory that all map decides (native/moe/words.h).
+Who is missing in which half of which round, one word in memory that all map decides (native/moe/words.h); or, where not
+all ranks share memory, those that are left (agreement.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import numpy as np
 
@@ -32,9 +33,9 @@ def drop_routes(config: Config, routes: Array, masked: Collection[int]) -> Array
     return np.where(is_dropped, -1, routes).astype(routes.dtype, copy=False)
 
 
-def drop_results(where: Array, ranks: Sequence[int], absent: Collection[int]) -> Array:
-    """Places of results as Kernels.reduce takes them, without those of absent ranks. ranks: by source."""
+def drop_results(config: Config, where: Array, indices: Array, absent: Collection[int]) -> Array:
+    """Places of results as Kernels.reduce takes them, without those of absent ranks' experts. indices: the round's."""
     if not absent:
         return where
-    boards = [ranks.index(rank) for rank in absent]
-    return np.where(np.isin(where[..., :1], boards), np.int32(-1), where)
+    is_dropped = np.isin(indices // config.experts_per_rank, list(absent)) & (indices >= 0)
+    return np.where(is_dropped[..., None], np.int32(-1), where)

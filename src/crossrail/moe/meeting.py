@@ -9,6 +9,7 @@ from typing import Any
 import crossrail as xr
 from crossrail import _core
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.moe.agreement import Agreement
 from crossrail.moe.bounds import private_rows
 from crossrail.moe.config import Config, check_agreement
 from crossrail.moe.far import Far
@@ -52,10 +53,15 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
     ]
 
 
-def meet_far(group: Group, far: Far, addresses: list[xr.Address], timeout_s: float) -> None:
+def meet_far(
+    group: Group, far: Far, agreement: Agreement | None, addresses: list[xr.Address], timeout_s: float
+) -> None:
     """A third exchange, where not all ranks share memory: what those that do not need to know of each other."""
-    cards = [json.loads(data) for data in group.all_gather(json.dumps(far.card()).encode(), timeout_s)]
-    far.connect(cards, addresses, timeout_s)
+    card = {"far": far.card(), "agreement": None if agreement is None else agreement.card()}
+    cards = [json.loads(data) for data in group.all_gather(json.dumps(card).encode(), timeout_s)]
+    far.connect([one["far"] for one in cards], addresses, timeout_s)
+    if agreement is not None:
+        agreement.connect([one["agreement"] for one in cards], addresses, timeout_s)
     group.all_gather(b"", timeout_s)  # nobody writes before all have connected
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import crossrail as xr
 from crossrail import _core
-from crossrail.errors import PeerLost
-from crossrail.moe.board import FAREWELL, PARITIES, RETURNED, SENT, WORDS, BoardLayout
+from crossrail.moe.board import FAREWELL, PARITIES, RETURNED, SENT, VIEW, WORDS, BoardLayout
+from crossrail.moe.errors import masked_out
 from crossrail.moe.troubles import trouble
 
 _WHAT_IS_DUE = {SENT: "dispatch", RETURNED: "combine"}
@@ -48,17 +48,35 @@ class Near:
         self._words.watch(address)
         self._watched.append((rank, address))
 
+    def leave_out(self, rank: int) -> None:
+        """Waits go on without it from now on, whether it shares memory with us or is watched."""
+        ranks = [*self.ranks, *(one for one, _ in self._watched)]
+        self._words.leave_out(ranks.index(rank))
+
+    def announce(self, view: int) -> None:
+        """Tells those who read our memory that the ranks that are left are those of this view (moe/views.py)."""
+        self._words.publish(VIEW, 2 * view)
+
+    def is_ahead(self, view: int) -> bool:
+        """Whether a rank that shares memory with us is in a later view."""
+        return any(self._words.has_come(board, VIEW, 2 * (view + 1)) for board in range(len(self.ranks)))
+
+    def has_come(self, rank: int, what: int, number: int) -> bool:
+        """Whether that rank, which shares memory with us, has published it."""
+        word = what if what == FAREWELL else what + number % PARITIES
+        return self._words.has_come(self.ranks.index(rank), word, number)
+
     def publish(self, what: int, number: int) -> None:
         """We are through with this half of the round: others may read what it wrote. PeerLost when they have masked
         us.
         """
         if not self._words.publish(what + number % PARITIES, number):
-            raise self._masked_out()
+            raise masked_out()
 
     def check_not_masked(self, number: int) -> None:
         """PeerLost when others have masked us, and may write to what we have just read for this round."""
         if any(self._words.is_sealed(what + number % PARITIES, number) for what in (SENT, RETURNED)):
-            raise self._masked_out()
+            raise masked_out()
 
     def farewell(self) -> None:
         """No word of ours comes any more."""
@@ -85,6 +103,8 @@ class Near:
         self.masked.update(absent)
         return absent
 
-    def _masked_out(self) -> PeerLost:
-        text = "the other ranks lost sight of this one and go on without it. Next: make a new AllToAll"
-        return PeerLost(text, op="moe", status="peer-lost")
+    def look(self, what: int, number: int, patience_s: float) -> tuple[str, int, str]:
+        """As wait(), for who wants to know and not to be told off: result, rank, and nothing more to say of it."""
+        result, index, _ = self._words.wait(what + number % PARITIES, number, patience_s)
+        ranks = [*self.ranks, *(one for one, _ in self._watched)]
+        return result, ranks[index] if result != "ready" else -1, ""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 import crossrail as xr
 from crossrail.errors import UsageError
 from crossrail.moe import masking
+from crossrail.moe.agreement import Agreement
 from crossrail.moe.arrays import Array
 from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout
 from crossrail.moe.config import Config
@@ -19,13 +22,15 @@ from crossrail.moe.meeting import make_layout, meet, meet_far
 from crossrail.moe.near import Near
 from crossrail.moe.node_sums import NodeSums
 from crossrail.moe.rounds import Round
+from crossrail.moe.views import COMBINE, DISPATCH
 
 
 class Peers:
     """All ranks of an AllToAll. Threads: one at a time.
 
     near: those that share memory with us, we among them. far: the others, None where there are none. sums: with
-    node_sums, what our node returns to them. layout: where rows go. waited_s: in all calls here so far.
+    node_sums, what our node returns to them. agreement: with on_lost="mask", unless all share memory. layout: where
+    rows go. waited_s: in all calls here so far.
     Owner: board is the caller's; what far allocates is ours, until close().
     """
 
@@ -47,17 +52,17 @@ class Peers:
         self.waited_s = 0.0
         self.far: Far | None = None
         self.sums: NodeSums | None = None
+        self.agreement: Agreement | None = None
         self._engine = engine
         self._config = config
         self._rank = group.rank
         members = meet(engine, group, config, board, timeout_s)
         near = [member for member in members if member.board is not None]
+        masks_far = config.on_lost == "mask" and len(near) < group.size
+        if masks_far:
+            config = _with_room_for_all(config)
         self.layout = make_layout(config, len(near))
-        masks = config.on_lost == "mask"
-        if masks and len(near) < group.size:
-            raise UsageError(
-                f"on_lost is 'mask', and only {len(near)} of {group.size} ranks share memory: not built yet"
-            )
+        masks = config.on_lost == "mask" and not masks_far  # by words, which all map
         boards = [member.board for member in near if member.board is not None]
         ranks, addresses = [member.rank for member in near], [member.address for member in near]
         self.near = Near(engine, group.rank, ranks, boards, addresses, board_layout, masks)
@@ -68,7 +73,9 @@ class Peers:
             has_thread, cpu = proxy
             if has_thread:
                 far.start_thread(cpu)
-            meet_far(group, far, [member.address for member in members], timeout_s)
+            if masks_far:
+                self.agreement = Agreement(engine, group.size, group.rank, self.near, far, timeout_s)
+            meet_far(group, far, self.agreement, [member.address for member in members], timeout_s)
         except BaseException:
             self.close(timeout_s)
             raise
@@ -78,6 +85,11 @@ class Peers:
             self.sums = NodeSums(self.layout, group.rank, self.near.boards, far, kernels, config.max_tokens)
 
     # ---- what is known of a round
+
+    def opened(self, opened: Round) -> None:
+        """We have sent what we have for it."""
+        if self.agreement is not None:
+            self.agreement.open(opened)
 
     def counts(self, number: int, sources: list[int | None]) -> Array:
         """int32 [groups, experts], rows that each group sends to each expert. sources: of each group, as in Round."""
@@ -100,43 +112,60 @@ class Peers:
     # ---- waiting; all raise PeerLost, WaitTimeout, EngineClosed, and UsageError when a rank has closed its AllToAll
 
     def check_alive(self) -> None:
-        """PeerLost when one of them is lost; for calls that wait for nobody."""
+        """PeerLost when one of them is lost; for calls that wait for nobody. Not where ranks are masked."""
+        if self.agreement is not None:
+            return
         self.near.check_alive()
         if self.far is not None:
             self.far.check_alive()
 
-    def wait_sources(self, number: int, timeout_s: float) -> list[int | None]:
+    @property
+    def masked(self) -> tuple[int, ...]:
+        """With on_lost="mask": ranks that calls so far went on without, ascending."""
+        return tuple(sorted(self.near.masked)) if self.agreement is None else self.agreement.masked
+
+    def check_not_masked(self, number: int, timeout_s: float) -> None:
+        """MaskedOut when others have masked us, and may write to what we have just read for this round."""
+        if self.agreement is None:
+            self.near.check_not_masked(number)
+        else:
+            self.agreement.check_still_in(timeout_s)
+
+    def wait_sources(self, opened: Round, timeout_s: float) -> list[int | None]:
         """Until the routes of all are here. Of each group the rank whose rows come to us, as in Round."""
-        return masking.sources(self._config, self._rank, self._wait(SENT, number, timeout_s))
+        absent = self._wait(opened, DISPATCH, timeout_s)
+        opened.silent = tuple(absent)
+        return masking.sources(self._config, self._rank, absent)
 
     def wait_rows(self, number: int, timeout_s: float) -> None:
-        """For rows of far ranks."""
+        """For rows of far ranks; where ranks are masked they came with the routes."""
         begin = time.monotonic()
         try:
-            if self.far is not None:
+            if self.far is not None and self.agreement is None:
                 self.far.wait("rows", number, timeout_s)
         finally:
             self.waited_s += time.monotonic() - begin
 
-    def wait_returned(self, number: int, timeout_s: float) -> list[int]:
-        """Until all have returned. The masked ranks that never did."""
-        return self._wait(RETURNED, number, timeout_s)
-
-    def wait_results(self, opened: Round, timeout_s: float) -> list[int]:
-        """That; with node_sums, what others are to get of us leaves as soon as our node has it."""
-        if self.sums is not None and not opened.has_sent_sums:
+    def wait_results(self, opened: Round, timeout_s: float) -> Sequence[int]:
+        """Until all have returned. The masked ranks that never did. With node_sums, what others are to get of us leaves
+        as soon as our node has it.
+        """
+        if self.sums is not None and not opened.has_sent_sums and not opened.is_refused:
             self.near.wait(RETURNED, opened.number, timeout_s)
             self.sums.send(opened.number, opened.placement)
             opened.has_sent_sums = True
-        return self._wait(RETURNED, opened.number, timeout_s)
+        opened.absent = tuple(self._wait(opened, COMBINE, timeout_s))
+        return opened.absent
 
-    def _wait(self, what: int, number: int, timeout_s: float) -> list[int]:
+    def _wait(self, opened: Round, half: int, timeout_s: float) -> Sequence[int]:
         """For near ranks, and then for the others. Those that are masked, and never had it."""
         begin = time.monotonic()
         try:
-            absent = self.near.wait(what, number, timeout_s)
+            if self.agreement is not None:
+                return self.agreement.wait(opened, half, timeout_s)
+            absent = self.near.wait(SENT if half == DISPATCH else RETURNED, opened.number, timeout_s)
             if self.far is not None:
-                self.far.wait("routes" if what == SENT else "results", number, timeout_s)
+                self.far.wait("routes" if half == DISPATCH else "results", opened.number, timeout_s)
             return absent
         finally:
             self.waited_s += time.monotonic() - begin
@@ -145,6 +174,8 @@ class Peers:
 
     def farewell(self, timeout_s: float) -> None:
         """Nothing of ours comes any more."""
+        if self.agreement is not None and not self._engine.closed:
+            self.agreement.farewell(timeout_s)
         self.near.farewell()
         if self.far is not None and not self._engine.closed:
             self.far.farewell(timeout_s)
@@ -154,4 +185,20 @@ class Peers:
         if self.far is not None:
             self.far.stop_thread()
             if not self._engine.closed:
-                self.far.region.close(timeout_s)
+                self.far.close(timeout_s)
+        if self.agreement is not None:
+            self.agreement.close(timeout_s)
+
+
+def _with_room_for_all(config: Config) -> Config:
+    """Where a rank may be masked in the middle of a round, no row's place may depend on what others send: each source
+    has room for all that it can have.
+    """
+    for name in ("dp_size", "node_sums", "private_tokens"):
+        value, wanted = getattr(config, name), {"dp_size": 1, "node_sums": False, "private_tokens": None}[name]
+        if value != wanted:
+            raise UsageError(
+                f"{name} is {value}, must be {wanted} with on_lost='mask' where not all ranks share memory: not built"
+            )
+    routes = config.max_tokens * min(config.top_k, config.experts_per_rank)
+    return dataclasses.replace(config, private_tokens=routes)

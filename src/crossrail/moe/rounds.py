@@ -21,15 +21,18 @@ class Stage(Enum):
 
 @dataclass(eq=False)
 class Round:
-    """Between dispatch_send and the end of combine_recv. number: from 1, the same on all ranks.
+    """Between dispatch_send and the end of combine_recv. number: from 1, the same on all ranks, modulo 2^32; ordinal:
+    likewise, of all that ever were.
 
     begun_s: of time.perf_counter(). indices, slots: as given and as Kernels.count made them. placement: where all rows
     go, once all routes are known. where: as Kernels.reduce takes it, once received. sources: of each group the rank
     whose rows come to us, None where all that have them are masked; with placement. is_refused: it needs more room than
-    there is. has_sent_sums: with node_sums, partners have theirs.
+    there is. has_sent_sums: with node_sums, partners have theirs. silent, absent: with on_lost="mask", ranks whose
+    tokens are not in it, known with placement, and ranks whose experts' outputs are in no sum, known once it has ended.
     """
 
     number: int
+    ordinal: int
     begun_s: float
     tokens: int
     indices: Array
@@ -42,6 +45,8 @@ class Round:
     where: Any = None
     is_refused: bool = False
     has_sent_sums: bool = False
+    silent: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()
 
     def require(self, stage: Stage, call: str) -> None:
         """UsageError unless the round is at this stage. call: which one asks, for the words."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import crossrail as xr
 from crossrail.errors import EngineClosed, PeerLost, TransferError, UsageError, WaitTimeout
+from crossrail.moe.errors import masked_out
 
 
 def trouble(
@@ -16,6 +17,8 @@ def trouble(
         return EngineClosed(f"engine {engine.name!r} was closed while it waited for {who}, {half}")
     if result == "left":
         return UsageError(f"{who} has closed its AllToAll{during}")
+    if result == "masked-out":
+        return masked_out()
     if result == "peer-lost":
         note = detail or engine.explain(address).note
         text = f"{who} was lost{during}: {note}. Next: make a new AllToAll without it"
