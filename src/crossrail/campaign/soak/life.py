@@ -99,6 +99,7 @@ class Job:
     rows: list[int]
     places: list[Place]
     is_stale: bool = False  # by a descriptor that was revoked or closed before the submit: must not be done
+    is_pinned: bool = False  # to a rail, which may be down
     transfer: Transfer | None = None
     completions: int = 0
     after: list[Callable[[], None]] = field(default_factory=list)
@@ -308,7 +309,7 @@ class Life:
         if job.completions > 1:
             self.complain(f"row {job.rows[0]} of {self.life} completed {job.completions} times")
             return
-        if status == "pending" or status not in STATUSES:
+        if status == "pending" or status not in STATUSES or (status == "transport-failed" and not job.is_pinned):
             self.complain(f"row {job.rows[0]} of {self.life} completed, and its status is {status!r}")
         if status == "done" and job.is_stale:
             self.complain(f"row {job.rows[0]} of {self.life} is done, by a descriptor that was revoked before")

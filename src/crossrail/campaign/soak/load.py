@@ -135,7 +135,7 @@ class Load(threading.Thread):
     def _write(self, to: Member, name: str) -> bool:
         return self._write_to(to, name) is not None
 
-    def _write_to(self, to: Member, name: str) -> Job | None:
+    def _write_to(self, to: Member, name: str, pins: float = 0.15) -> Job | None:
         life = self.life
         if name == "handed":
             self._reclaim(to)
@@ -146,10 +146,10 @@ class Load(threading.Thread):
         handed = place.slot[1] - HANDED_SLOTS.first if name == "handed" else None
         number = number_of(life.life, life.round, handed)
         is_verified = self.random.random() < _VERIFIED
-        rail = self.random.randrange(life.engine.rails) if self.random.random() < 0.15 else None
+        rail = self.random.randrange(life.engine.rails) if self.random.random() < pins else None
         at, to_at = self._offsets(place)
         life.note(row, "write", to.life, place.nbytes, number=number, counts=1, is_verified=is_verified)
-        job = Job("write", [row], [place], is_stale=place.fence > to.fences)
+        job = Job("write", [row], [place], is_stale=place.fence > to.fences, is_pinned=rail is not None)
         accepted = life.submit(job, lambda: life.engine.submit_write(
             life.source_region, to.descriptor, place.nbytes, src_offset=at, dst_offset=to_at, imm=number, rail=rail,
             verify=is_verified,
@@ -274,4 +274,4 @@ class Load(threading.Thread):
 
     def probe(self) -> list[tuple[Member, Job | None]]:
         """A short write to everybody."""
-        return [(to, self._write_to(to, "page")) for to in list(self.life.members.values())]
+        return [(to, self._write_to(to, "page", pins=0.0)) for to in list(self.life.members.values())]

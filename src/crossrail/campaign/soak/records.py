@@ -29,10 +29,10 @@ EMPTY, INTENT, ACCEPTED, ENDED, REFUSED = range(5)
 FREE, BUSY, HANDED, SUSPECT = range(4)
 
 KINDS = ("write", "paged", "scatter", "read", "send", "barrier")
-# As of Transfer.status: those that may be. Any other is a finding.
+# As of Transfer.status: those that may be; "transport-failed" only of what is to go by one rail. Others are findings.
 STATUSES = (
     "pending", "done", "cancelled", "peer-lost", "engine-closed", "region-closed", "region-revoked",
-    "checksum-mismatch",
+    "checksum-mismatch", "transport-failed",
 )  # fmt: skip
 DONE, CANCELLED = STATUSES.index("done"), STATUSES.index("cancelled")
 GIVEN_UP = ("peer-lost", "engine-closed")  # after these the memory of the peer is not promised anything
