@@ -50,15 +50,6 @@ def test_rounds_keep_all_promises(tmp_path: Path, seed: Seed, transport: str, fr
     assert " done, " in done.stdout
 
 
-def test_a_soak_ends_with_samples_and_a_verdict(tmp_path: Path) -> None:
-    done = run(tmp_path, "-m", "crossrail.campaign.soak", "--minutes", "0.1", "--csv", "samples.csv")
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing grew" in done.stdout
-    head, *_ = (tmp_path / "samples.csv").read_text().splitlines()
-    assert head == "seconds,rounds,process,fds,threads,heap_kib,private_kib,shared_kib,mappings"
-
-
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What campaigns say whose processes break a promise."""

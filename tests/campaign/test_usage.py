@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from crossrail.campaign.soak import plot
-from crossrail.campaign.usage import Usage, growth
+from crossrail.campaign.usage import Usage, growth, plot
 
 STEADY = [
     Usage(

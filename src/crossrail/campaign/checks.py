@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from crossrail.campaign.books import Arena, Op, Piece, Tally
+from crossrail.campaign.books import Arena, Bytes, Op, Piece, Tally
 from crossrail.campaign.parts import AnyEngine, AnyTransfer
 
 SOURCE_POISON = 0xD5  # what a source is filled with once its operation is complete,
@@ -165,11 +165,8 @@ class Checks:
                 continue
             if op.status == "checksum-mismatch" and not op.is_spoiled:
                 self._fail(f"{op} fails its checksum, and nobody else wrote there")
-            if op.status == "done" and not np.array_equal(piece.memory, piece.data):
-                wrong = int(np.flatnonzero(piece.memory != piece.data)[0])
-                self._fail(f"{op} is done, and byte {wrong} of {len(piece.data)} at its target is not what was sent")
-            if not ((piece.memory == piece.data) | (piece.memory == UNTOUCHED)).all():
-                self._fail(f"{op} left bytes at its target that are neither old nor new")
+            if wrong := wrong_bytes(piece.memory, piece.data, UNTOUCHED, is_done=op.status == "done"):
+                self._fail(f"{op} {wrong}")
             piece.memory[:] = TARGET_POISON
             piece.is_poisoned = True
 
@@ -221,6 +218,19 @@ class Checks:
 
     def _fail(self, text: str) -> None:
         self.failures.append(text)
+
+
+def wrong_bytes(memory: Bytes, data: Bytes, old: int, *, is_done: bool) -> str:
+    """What is wrong with a target at the completion of what was to bring data; empty: nothing.
+
+    old: what each of its bytes was before. Done means all of data, anything else some of it.
+    """
+    if is_done and not np.array_equal(memory, data):
+        wrong = int(np.flatnonzero(memory != data)[0])
+        return f"is done, and byte {wrong} of {len(data)} at its target is not what was sent"
+    if not is_done and not ((memory == data) | (memory == old)).all():
+        return "left bytes at its target that are neither old nor new"
+    return ""
 
 
 def _counts_nothing(op: Op) -> bool:

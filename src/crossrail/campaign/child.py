@@ -123,7 +123,8 @@ class Child:
 
     def _alloc(self, ask: int, number: int, nbytes: int) -> None:
         region = self._regions[number] = self._engine.alloc(nbytes)
-        self._tell("reply", ask, (region.descriptor, *_file_at(region.base)))
+        fd, _, offset = file_at(region.base)
+        self._tell("reply", ask, (region.descriptor, fd, offset))
 
     def _close_region(self, ask: int, number: int, timeout_s: float) -> None:
         try:
@@ -224,15 +225,19 @@ class Child:
     # ---- what goes wrong
 
     def _cut(self, chance: float, seed: int) -> None:
-        """Breaks connections of this process off, each with that chance, as a network would that resets them."""
-        draw = random.Random(seed)
-        for fd in list(_FDS.iterdir()):
-            try:
-                is_socket = str(fd.readlink()).startswith("socket:")
-            except FileNotFoundError:  # it was closed meanwhile
-                continue
-            if is_socket and draw.random() < chance:
-                _disconnect(int(fd.name))
+        cut_connections(chance, seed)
+
+
+def cut_connections(chance: float, seed: int) -> None:
+    """Breaks connections of this process off, each with that chance, as a network would that resets them."""
+    draw = random.Random(seed)
+    for fd in list(_FDS.iterdir()):
+        try:
+            is_socket = str(fd.readlink()).startswith("socket:")
+        except FileNotFoundError:  # it was closed meanwhile
+            continue
+        if is_socket and draw.random() < chance:
+            _disconnect(int(fd.name))
 
 
 def _disconnect(fd: int) -> None:
@@ -247,8 +252,8 @@ def _disconnect(fd: int) -> None:
         return
 
 
-def _file_at(address: int) -> tuple[int, int]:
-    """The descriptor of the shared memory file that is mapped there, and where in it that is."""
+def file_at(address: int) -> tuple[int, int, int]:
+    """The descriptor and inode of the shared memory file that is mapped there, and where in it that is."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, _, inode, *_ = line.split()
         first, end = (int(edge, 16) for edge in span.split("-"))
@@ -257,7 +262,7 @@ def _file_at(address: int) -> tuple[int, int]:
     for fd in list(_FDS.iterdir()):
         try:
             if fd.stat().st_ino == int(inode):
-                return int(fd.name), int(offset, 16) + address - first
+                return int(fd.name), int(inode), int(offset, 16) + address - first
         except FileNotFoundError:  # the one of iterdir itself
             continue
     raise LookupError(f"no descriptor of the file mapped at {address:#x}")

@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 
@@ -34,14 +35,22 @@ class ProcessGone(Exception):
     """It ended before it answered."""
 
 
+class Runs(Protocol):
+    """What a child is: run() ends when the parent closes its end of the socket."""
+
+    def run(self) -> None: ...
+
+
 class Process:
     """One child. slots: memory that it shares with us, and registers when it is told to."""
 
-    def __init__(self, fleet: Fleet, name: str) -> None:
+    def __init__(
+        self, fleet: Fleet, name: str, slots: int, child: Callable[[socket.socket, list[Bytes]], Runs]
+    ) -> None:
         self.fleet = fleet
         self.name = name
-        self.slots: list[Bytes] = [_shared_memory() for _ in range(_SLOTS)]
-        self.slots_free = list(range(_SLOTS))
+        self.slots: list[Bytes] = [_shared_memory() for _ in range(slots)]
+        self.slots_free = list(range(slots))
         self.slots_resting: list[int] = []  # free once the round is over: its ledger still looks at them
         self.is_alive = True
         self.is_killed = False  # by us
@@ -56,7 +65,7 @@ class Process:
         if self.pid == 0:
             ours.close()
             fleet._leave_to_parent()
-            _be_child(theirs, self.slots)
+            _be_child(theirs, self.slots, child)
         theirs.close()
         ours.setblocking(False)
         self.socket = ours
@@ -166,9 +175,11 @@ class Fleet:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers: Iterator[int] = count(1)
 
-    def start(self, name: str) -> Process:
-        """A new process."""
-        process = Process(self, name)
+    def start(
+        self, name: str, slots: int = _SLOTS, child: Callable[[socket.socket, list[Bytes]], Runs] = Child
+    ) -> Process:
+        """A new process. child: what it is, by its end of the socket and the slots that it shares with us."""
+        process = Process(self, name, slots, child)
         self.processes.append(process)
         self._selector.register(process.socket, selectors.EVENT_READ, process)
         return process
@@ -224,14 +235,14 @@ def _shared_memory() -> Bytes:
     return np.frombuffer(mmap.mmap(-1, SLOT_BYTES), np.uint8)  # MAP_SHARED: a forked child has the same pages
 
 
-def _be_child(control: socket.socket, slots: list[Bytes]) -> None:
+def _be_child(control: socket.socket, slots: list[Bytes], child: Callable[[socket.socket, list[Bytes]], Runs]) -> None:
     """Never returns."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
         gc.freeze()  # what was our parent's stays as it is
-        Child(control, slots).run()
+        child(control, slots).run()
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -6,6 +6,7 @@ import ctypes
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar
 
@@ -77,6 +78,8 @@ _ROOM = {
     "mappings": 4.0,
 }
 _SAMPLES_MIN = 100
+_PLOT_COLUMNS = 60
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def growth(samples: Sequence[Usage]) -> list[str]:
@@ -94,3 +97,12 @@ def growth(samples: Sequence[Usage]) -> list[str]:
         if now - then > room:
             found.append(f"{name} grew from {then:g} to {now:g}")
     return found
+
+
+def plot(values: Sequence[int]) -> str:
+    """A line of bars from zero to the highest, each the mean of its share of the values."""
+    columns = min(_PLOT_COLUMNS, len(values))
+    top = max(values, default=0) or 1
+    edges = [len(values) * column // columns for column in range(columns + 1)] if columns else []
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    return "".join(_BARS[round(mean / top * (len(_BARS) - 1))] for mean in means)
