@@ -92,11 +92,21 @@ def _shrunk(cells: npt.NDArray[np.float64], rows_max: int) -> npt.NDArray[np.flo
     return np.add.reduceat(cells, np.arange(0, len(cells), step), axis=0)
 
 
-def draw(plan: Plan, path: str | Path) -> None:
-    """The matrix as a PNG. Needs matplotlib: `pip install crossrail[bench]`. Blocks."""
+def check_drawing() -> None:
+    """UsageError when there is nothing to draw with."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("drawing needs matplotlib: pip install 'crossrail[bench]'")
-    figure: Any = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 7), layout="constrained")
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib Figure of so many inches, which needs no display. UsageError as of check_drawing()."""
+    check_drawing()
+    return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+
+
+def draw(plan: Plan, path: str | Path) -> None:
+    """The matrix as a PNG. Needs matplotlib: `pip install crossrail[bench]`. Blocks."""
+    figure = new_figure(8, 7)
     axes = figure.subplots()
     image = axes.imshow(matrix(plan) / 1e9, aspect="auto", interpolation="nearest", cmap="viridis")
     axes.set_xlabel("target")
