@@ -38,7 +38,8 @@ def costs_of(ranks: tuple[int, ...], speeds: Mapping[int, float]) -> Ints:
         raise UsageError(f"speeds: there is no trainer {unknown[0]}")
     speed = np.array([speeds.get(rank, 1.0) for rank in ranks])
     relative = np.maximum(speed / speed.max(), SLOWEST)
-    return np.rint(_COST / relative).astype(np.int64)
+    costs: Ints = np.rint(_COST / relative).astype(np.int64)
+    return costs
 
 
 def written_bytes(plan: Plan) -> dict[int, int]:

@@ -39,7 +39,9 @@ class Case:
         """The same with another value of one of SWEPT."""
         if name in self.sizes:
             return replace(self, sizes={**self.sizes, name: int(value)})
-        return replace(self, setting=replace(self.setting, **{name.replace("-", "_"): value}))
+        if name == "straggler":
+            return replace(self, setting=replace(self.setting, straggler=value))
+        return replace(self, setting=replace(self.setting, slow_link=value))
 
     def run(self, say: Callable[[str], None]) -> dict[str, Outcome]:
         """The outcome of each way. say: called with what is going on. Blocks."""
