@@ -70,7 +70,7 @@ def measured(
 ) -> dict[int, float]:
     """Speeds of the trainers that are slow, after an update; 1 is the median's, the others are not in it.
 
-    moved: moved_bytes(). busy_s: of each trainer, until its own writes were done, without waiting for others.
+    moved: moved_bytes(). busy_s: of each trainer, while it converted or wrote: not what it waited for others.
     known: the speeds that the update was planned with.
     A trainer becomes slow when it was busy straggler_ratio times as long as the median, and its bytes took that many
     times as long as well: who is late only because it has more to do is not slow. It stays so while the latter holds.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ class Memory:
 class Trainer:
     """Lifecycle: 1. made. 2. source is given to the others. 3. meet(). 4. update(), once.
 
-    source: what the others read from it. busy_s: until its own writes were done, without waiting at barriers.
+    source: what the others read from it. done_s: when its own writes were. own_s: how long a lane was busy or a write
+    under way, so without what it waits for others, as StepReport.own_s.
     """
 
     def __init__(
@@ -66,7 +68,8 @@ class Trainer:
     ) -> None:
         self.works = works
         self.spans = Spans()
-        self.done_s = self.barrier_s = 0.0
+        self.done_s = self.own_s = 0.0
+        self._active = 0
         self._engine = engine
         self._costs = setting.costs
         self._collective = setting.collective
@@ -112,13 +115,26 @@ class Trainer:
         await barrier.at(name)
         await asyncio.sleep(self._costs.barrier_ms / 1e3)
         self.spans.add("wait for others", began_s, clock())
-        if name != "end":
-            self.barrier_s += clock() - began_s
+
+    @contextmanager
+    def _own(self) -> Iterator[float]:
+        """Something of its own is under way; since when."""
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        if not self._active:
+            self._own_since_s = began_s
+        self._active += 1
+        try:
+            yield began_s
+        finally:
+            self._active -= 1
+            if not self._active:
+                self.own_s += clock() - self._own_since_s
 
     async def _busy(self, **stages: float) -> None:
         """A lane is, with one stage after the other; seconds on a trainer that is not slow."""
-        at_s = asyncio.get_running_loop().time()
-        await asyncio.sleep(sum(stages.values()) * self._slow)
+        with self._own() as at_s:
+            await asyncio.sleep(sum(stages.values()) * self._slow)
         for stage, seconds in stages.items():
             if seconds:
                 self.spans.add(stage, at_s, at_s + seconds * self._slow)
@@ -182,18 +198,17 @@ class Trainer:
         loaded.put_nowait(work)
 
     async def _write(self, work: Work) -> None:
-        clock = asyncio.get_running_loop().time
-        began_s = clock()
         rows = self._writes[work.writes]
-        await self._engine.submit_scatter(
-            self.source,
-            self._to[work.writes],
-            lengths=np.ascontiguousarray(rows["nbytes"]),
-            src_offsets=np.ascontiguousarray(rows["source"]),
-            dst_offsets=np.ascontiguousarray(rows["offset"]),
-            imm=UPDATE,
-        )
-        self.spans.add("write", began_s, clock())
+        with self._own() as began_s:
+            await self._engine.submit_scatter(
+                self.source,
+                self._to[work.writes],
+                lengths=np.ascontiguousarray(rows["nbytes"]),
+                src_offsets=np.ascontiguousarray(rows["source"]),
+                dst_offsets=np.ascontiguousarray(rows["offset"]),
+                imm=UPDATE,
+            )
+        self.spans.add("write", began_s, asyncio.get_running_loop().time())
         self._memory.give(work.tmp_bytes)
 
 

@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
 
     stages: what the busiest trainer's lanes took, by name. bounds: what each resource needs at least, however well all
     overlaps; the largest is `bound`. waited_s: the average trainer's, after its own last write, for the others.
-    busy_s: of each trainer, until its own writes were done, without waiting for others. spans: of some trainers, by
+    busy_s: of each trainer, without what it waited for others. spans: of some trainers, by
     rank: trainer 0, the first and the last to be done.
     """
 

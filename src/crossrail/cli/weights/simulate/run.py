@@ -104,6 +104,6 @@ def _outcome(plan: Plan, ranks: dict[int, Trainer], setting: Setting, began_s: f
         writes=len(plan.writes),
         nbytes=int(plan.writes["nbytes"].sum()),
         read_bytes=sum(reads.values()),
-        busy_s={rank: one.done_s - began_s - one.barrier_s for rank, one in ranks.items()},
+        busy_s={rank: one.own_s for rank, one in ranks.items()},
         spans={rank: ranks[rank].spans.all(began_s) for rank in shown},
     )
