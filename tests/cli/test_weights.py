@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from crossrail.cli.main import main
 from crossrail.weights import Plan
 from crossrail.weights.models import MODELS, Cluster, target_inventory, trainer_inventory
+from crossrail.weights.show import new_figure
 
 SMALL = ["qwen3-235b", "--trainers", "4", "--targets", "2"]
+THIN = [*SMALL, "--layers", "1"]
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fonts() -> None:
+    """matplotlib keeps its fonts open from its first picture on."""
+    figure = new_figure(1, 1)
+    figure.subplots().set_title("any")
+    figure.savefig(io.BytesIO())
 
 
 def run(*arguments: object, status: int = 0) -> str:
@@ -46,17 +59,54 @@ def test_plan_from_inventories(tmp_path: Path) -> None:
 def test_sim_says_how_long_and_what_bounds_it(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
 
-    shown = run("weights", "sim", *SMALL, "--way", "needed", "--watermark", "64G", "--json", file)
+    shown = run("weights", "sim", *THIN, "--way", "needed", "--json", file)
 
     assert "links of receivers" in shown
     (outcome,) = json.loads(file.read_text())["outcomes"].values()
     assert outcome["total_s"] > max(outcome["bounds"].values())
 
 
+def test_sim_draws_what_was_when(tmp_path: Path) -> None:
+    image, file = tmp_path / "out.png", tmp_path / "out.json"
+
+    run("weights", "sim", *THIN, "--way", "all", "--slow-link", 4, "--plot", image, "--json", file)
+
+    assert list(json.loads(file.read_text())["outcomes"]) == ["paper", "needed", "adapted"]
+    assert image.read_bytes().startswith(PNG)
+
+
+def test_sweep_has_a_row_for_each_value_also_for_one_that_is_refused(tmp_path: Path) -> None:
+    image, file = tmp_path / "out.png", tmp_path / "out.json"
+
+    shown = run(
+        "weights", "sim", *THIN, "--way", "needed", "--sweep", "slow-link=1,8,5000", "--plot", image, "--json", file
+    )
+
+    content = json.loads(file.read_text())
+    assert [point["value"] for point in content["points"]] == [1, 8]
+    assert "slow_link=5000.0 must be 1 to 1000" in content["refused"]["5,000"]
+    slow = content["points"][1]["outcomes"]["needed"]
+    assert slow["bound"] == "links of senders"
+    assert "links of senders" in shown
+    assert image.read_bytes().startswith(PNG)
+
+
+def test_plan_is_drawn(tmp_path: Path) -> None:
+    plan, image = tmp_path / "plan", tmp_path / "plan.png"
+    run("weights", "plan", *THIN, "-o", plan)
+
+    run("weights", "show", plan, "--draw", image)
+
+    assert image.read_bytes().startswith(PNG)
+
+
 def test_wrong_usage_is_one_line() -> None:
     assert "model 'gpt' is not known; there are kimi-k2" in run("weights", "plan", "gpt", status=2)
     assert "either a MODEL or --inventory" in run("weights", "plan", status=2)
     assert "must be 3 or a multiple of it" in run("weights", "plan", *SMALL, "--pipeline", "3", status=2)
+    assert "--sweep ranks: must be one of trainers" in run("weights", "sim", *THIN, "--sweep", "ranks", status=2)
+    assert "'a' are no numbers" in run("weights", "sim", *THIN, "--sweep", "targets=a", status=2)
+    assert "is no number of ranks" in run("weights", "sim", *THIN, "--sweep", "targets=1.5", status=2)
     assert "watermark is 1048576" in run("weights", "sim", *SMALL, "--way", "needed", "--watermark", "1M", status=2)
 
 

@@ -8,19 +8,20 @@ from hypothesis import strategies as st
 
 from crossrail.weights.balance import choose, classes_of, fill
 
-LOADS = st.lists(st.integers(0, 50), min_size=1, max_size=6)
+SENDERS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=6)
 
 
-@given(LOADS, st.integers(0, 20), st.integers(0, 40))
-def test_filling_up_is_giving_out_one_by_one(load: list[int], size: int, count: int) -> None:
-    wanted, level = [0] * len(load), list(load)
+@given(SENDERS, st.integers(0, 20), st.integers(0, 40))
+def test_filling_up_is_giving_out_one_by_one(senders: list[tuple[int, int]], size: int, count: int) -> None:
+    wanted, level = [0] * len(senders), [load for load, _ in senders]
+    cost = [cost for _, cost in senders]
     for _ in range(count):
         # Slices without bytes weigh nothing: then the number of slices decides.
-        least = min(range(len(load)), key=lambda i: (level[i], i) if size else (wanted[i], i))
-        wanted[least] += 1
-        level[least] += size
+        first = min(range(len(senders)), key=lambda i: ((level[i] + size) * cost[i] if size else wanted[i], i))
+        wanted[first] += 1
+        level[first] += size
 
-    shares = fill(np.array(load), size, count)
+    shares = fill(np.array([load for load, _ in senders]), np.array(cost), size, count)
 
     assert shares.tolist() == wanted
 
@@ -42,7 +43,7 @@ def test_senders_end_as_even_as_slices_are_long(data: st.DataObject) -> None:
     nbytes = np.array(data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=40)))
 
     turn = np.zeros_like(nbytes)
-    chosen = choose(turn, [np.arange(senders)], nbytes, turn, senders)
+    chosen = choose(turn, [np.arange(senders)], nbytes, turn, np.ones(senders, np.int64))
 
     load = np.bincount(chosen, weights=nbytes, minlength=senders)
     assert load.max() - load.min() <= nbytes.max()
@@ -51,4 +52,15 @@ def test_senders_end_as_even_as_slices_are_long(data: st.DataObject) -> None:
 def test_slices_without_a_choice_are_counted_before_those_with_one() -> None:
     kind, candidates = np.array([1, 0]), [np.array([0]), np.array([0, 1])]
 
-    assert choose(kind, candidates, np.array([10, 10]), np.array([0, 1]), 2).tolist() == [1, 0]
+    assert choose(kind, candidates, np.array([10, 10]), np.array([0, 1]), np.ones(2, np.int64)).tolist() == [1, 0]
+
+
+def test_slow_sender_gets_as_much_less_and_bytes_that_it_has_besides_count() -> None:
+    kind, nbytes = np.zeros(30, np.int64), np.full(30, 10)
+    cost = np.array([2, 1])
+
+    slow = choose(kind, [np.arange(2)], nbytes, kind, cost)
+    busy = choose(kind, [np.arange(2)], nbytes, kind, cost, np.array([0, 150]))
+
+    assert np.bincount(slow, minlength=2).tolist() == [10, 20]
+    assert np.bincount(busy, minlength=2).tolist() == [15, 15]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from crossrail.cli.weights.simulate import Costs, Outcome, Setting, collective_works, hulls_of, simulate
+from crossrail.cli.weights.simulate import Costs, Outcome, Setting, adapted, collective_works, hulls_of, simulate
 from crossrail.errors import UsageError
 from crossrail.sim.profiles import CX7
 from crossrail.weights import Inventory, Plan, PlanOptions, make_plan
@@ -72,6 +72,41 @@ def test_straggler_is_what_the_others_wait_for(plan: Plan, sides: Sides) -> None
     assert uneven.bound == "prepare"
 
 
+def test_next_plan_asks_less_of_a_trainer_whose_link_is_slow(sides: Sides) -> None:
+    # Four ranks of each expert: what a slow trainer alone holds is read once from it instead of written four times.
+    trainers, targets = inventories(SMALL, replace(CLUSTER, targets=16))
+    both = trainers, targets
+    before = make_plan(*both)
+    slow = outcome(before, both, costs=FAST, slow_link=6.0)
+
+    after = outcome(adapted(before, *both, slow), both, costs=FAST, slow_link=6.0)
+
+    assert slow.bound == after.bound == "links of senders"
+    assert after.total_s < slow.total_s * 0.7
+    assert after.read_bytes > slow.read_bytes
+    assert after.nbytes == slow.nbytes
+
+
+def test_next_plan_is_the_same_where_nobody_is_slow(plan: Plan, sides: Sides) -> None:
+    assert adapted(plan, *sides, outcome(plan, sides, costs=FAST)) == plan
+
+
+def test_only_rail_comes_back_and_all_arrives(plan: Plan, sides: Sides) -> None:
+    down = outcome(plan, sides, costs=FAST, rail_down=True, down_ms=20.0)
+
+    assert down.nbytes == summary(plan).nbytes
+    assert down.total_s > 0.02
+
+
+def test_spans_are_of_lanes_and_end_with_the_update(plan: Plan, sides: Sides) -> None:
+    found = outcome(plan, sides)
+
+    assert 0 in found.spans
+    for spans in found.spans.values():
+        assert {"h2d", "submit", "write", "wait for others"} <= {span.stage for span in spans}
+        assert all(0 <= span.begin_s <= span.end_s <= found.total_s + 1e-9 for span in spans)
+
+
 def test_rail_that_goes_down_costs_time_and_no_byte(plan: Plan, sides: Sides) -> None:
     both = outcome(plan, sides, costs=FAST, rails=2)
     one = outcome(plan, sides, costs=FAST, rails=2, rail_down=True)
@@ -100,7 +135,13 @@ def test_watermark_below_the_largest_task_refused(plan: Plan, sides: Sides) -> N
 
 @pytest.mark.parametrize(
     ("setting", "text"),
-    [({"rail_down": True}, "rails=2"), ({"straggler": 0.5}, "straggler"), ({"rails": 9}, "rails=9")],
+    [
+        ({"rail_down": True}, "rails=2"),
+        ({"down_ms": 5.0}, "down_ms=5.0"),
+        ({"straggler": 0.5}, "straggler"),
+        ({"slow_link": float("nan")}, "slow_link"),
+        ({"rails": 9}, "rails=9"),
+    ],
 )
 def test_setting_that_is_none_refused(setting: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError, match=text):

@@ -1,4 +1,4 @@
-"""Who sends: each slice from the one of its possible senders that has the fewest bytes so far."""
+"""Who sends: each slice from the one of its possible senders that has the fewest bytes so far, for its speed."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ def classes_of(first: Ints, members: Ints) -> tuple[Ints, list[Ints]]:
     return number, [members[first[i] : first[i + 1]] for i in chosen]
 
 
-def choose(kind: Ints, candidates: list[Ints], nbytes: Ints, turn: Ints, senders: int) -> Ints:
+def choose(
+    kind: Ints, candidates: list[Ints], nbytes: Ints, turn: Ints, cost: Ints, already: Ints | None = None
+) -> Ints:
     """The sender of each slice.
 
-    kind: of each slice, an index into candidates, which lists senders (0 .. senders - 1), ascending. nbytes: its size.
+    kind: of each slice, an index into candidates, which lists senders, ascending. nbytes: its size. cost: of each
+    sender, what a byte costs it (speeds.costs_of): of two it is the one that would end first. already: of each sender,
+    bytes that it has besides.
     Slices without a choice come first, then those of the lowest turn, of these the large ones. Of slices of one turn,
     size and kind each sender gets neighbours, so that it prepares few cells. Ties go to the lower number: the same
     input gives the same plan.
     """
-    load = np.zeros(senders, np.int64)
+    load = np.zeros(len(cost), np.int64) if already is None else already.copy()
     sender = np.zeros(len(kind), np.int64)
     only = np.array([len(members) == 1 for members in candidates], bool)
     fixed = only[kind]
@@ -52,33 +56,40 @@ def choose(kind: Ints, candidates: list[Ints], nbytes: Ints, turn: Ints, senders
         slices = free[order[end - count : end]]
         size = int(nbytes[free[run]])
         members = candidates[kind[free[run]]]
-        shares = fill(load[members], size, int(count))
+        shares = fill(load[members], cost[members], size, int(count))
         sender[slices] = np.repeat(members, shares)
         load[members] += shares * size
     return sender
 
 
-def fill(load: Ints, size: int, count: int) -> Ints:
-    """How many of `count` slices of one size each gets, when each slice goes to the least loaded, ties to the first.
+def fill(load: Ints, cost: Ints, size: int, count: int) -> Ints:
+    """How many of `count` slices of one size each gets, when each slice goes to who ends first, ties to the first.
 
-    Giving them out one by one fills the lowest up first, like water. So all end below a common level, which is found by
-    halving, and what is left over goes to those that are lowest then.
+    load: bytes. cost: of a byte. Giving them out one by one fills the lowest up first, like water. So all end below a
+    common level, which is found by halving, and what is left over goes to those that end lowest then.
     """
     if size == 0:
         shares = np.full(len(load), count // len(load))
         shares[: count % len(load)] += 1
         return shares
-    low, high = int(load.min()), int(load.min()) + size * (count + 1)
+
+    def below(level: int) -> Ints:
+        """How many slices each can take and end below the level: (load + shares * size) * cost < level."""
+        room = -(-level // cost) - 1 - load
+        taken: Ints = np.maximum(room, 0) // size
+        return taken
+
+    low = 0  # nobody ends below it
+    high = int(((load + size * (count + 1)) * cost).min()) + 1  # one of them alone would take more than all
     while high - low > 1:
         level = (low + high) // 2
-        # A sender takes a slice as long as its load is below the level.
-        if int((np.maximum(level - load + size - 1, 0) // size).sum()) <= count:
+        if int(below(level).sum()) <= count:
             low = level
         else:
             high = level
-    shares = np.maximum(low - load + size - 1, 0) // size
+    shares = below(low)
     left = count - int(shares.sum())
-    # At this level more than `left` would take one: those whose load is exactly at it, first come first served.
-    next_up = np.argsort(load + shares * size, kind="stable")[:left]
+    # One level higher more than `left` would take one, all of which end on this level: first come first served.
+    next_up = np.argsort((load + (shares + 1) * size) * cost, kind="stable")[:left]
     shares[next_up] += 1
     return shares

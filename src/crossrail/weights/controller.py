@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from crossrail.control.mailbox import Mailbox, NoAnswer
@@ -25,6 +25,7 @@ from crossrail.weights.inventory import Inventory, Role
 from crossrail.weights.members import Member, assigns_of
 from crossrail.weights.plan import Plan
 from crossrail.weights.planner import PlanOptions, make_plan
+from crossrail.weights.speeds import Pace
 from crossrail.weights.step import StepReport
 
 log = logging.getLogger("crossrail.weights")
@@ -42,19 +43,22 @@ class ControllerOptions:
     """imm_first: the first of 2**20 immediates that updates count with, on the engines of all members; of the lower
     half, which engines do not hand out. abort_s: how long members may take to end an attempt, and to commit one.
     evict_s: how long one that was left out is told so. progress_s: how often trainers are asked how far they are.
+    straggler_ratio: a trainer that was busy so many times as long as the median, and whose bytes took that many times
+    as long, has less to send from the next update on, which is planned anew (speeds.measured); None: all are alike.
     """
 
     imm_first: int = 1 << 24
     abort_s: float = 10.0
     evict_s: float = 600.0
     progress_s: float = 0.25
+    straggler_ratio: float | None = None
 
 
 @dataclass
 class UpdateReport:
-    """What an update took, in seconds. plan_s: planning and telling everybody, 0 when nobody came or went.
+    """What an update took, in seconds. plan_s: planning and telling everybody, 0 when nobody came, went or slowed down.
 
-    steps: of each trainer, by rank.
+    steps: of each trainer, by rank. speeds: of trainers, as it was planned with; those not named are alike.
     """
 
     version: int
@@ -64,6 +68,7 @@ class UpdateReport:
     commit_s: float = 0.0
     total_s: float = 0.0
     steps: dict[int, StepReport] = field(default_factory=dict)
+    speeds: dict[int, float] = field(default_factory=dict)
 
     @property
     def written_bytes(self) -> int:
@@ -113,6 +118,8 @@ class WeightController:
         self._mailbox = mailbox
         self._plan_options = plan_options or PlanOptions()
         self._options = options or ControllerOptions()
+        self._pace = Pace(self._plan_options.speeds, self._options.straggler_ratio)
+        self._speeds: dict[int, float] = {}  # that the current plan was made with
         self._members: dict[tuple[Role, int], Member] = {}
         self._planned: list[Member] = []  # those whom the current plan is for
         self._joined = asyncio.Event()
@@ -225,6 +232,8 @@ class WeightController:
     def _remove(self, member: Member, why: str) -> None:
         log.info("%s is out: %s", member, why)
         self._members.pop((member.role, member.rank), None)
+        if member.role == "trainer":
+            self._pace.forget(member.rank)
         self._gone.append(member.address)
         if member in self._planned and self._lost is not None and not self._lost.done():
             self._lost.set_exception(CrossrailError(f"{member}: {why}"))
@@ -261,12 +270,14 @@ class WeightController:
         clock = loop.time
         begun = clock()
         members = [*self._of("trainer"), *self._of("target")]
-        if self.plan is None or members != self._planned:
-            self._planned = members
+        speeds = self._pace.of(member.rank for member in members if member.role == "trainer")
+        if self.plan is None or members != self._planned or speeds != self._speeds:
+            self._planned, self._speeds = members, speeds
             on_progress("plan", 0, 1)
             self.plan = await loop.run_in_executor(None, self._make_plan)
             await self._distribute(self.plan, deadline, on_progress)
             report.plan_s = clock() - begun
+        report.speeds = speeds
         plan, trainers, targets = self.plan, self._of("trainer"), self._of("target")
         digest, attempt = plan.digest, self._attempt
         imm = self._imm_of(attempt)
@@ -291,6 +302,7 @@ class WeightController:
         }
         await self._all(targets, lambda _: m.Await(version, attempt), m.Whole, deadline - clock())
         report.transfer_s = clock() - begun
+        self._pace.note(plan, {rank: step.own_s for rank, step in report.steps.items()})
         on_progress("write", whole, whole)
 
     def _imm_of(self, attempt: int) -> int:
@@ -302,7 +314,7 @@ class WeightController:
         """Blocks, some seconds for the largest models."""
         trainers = [member.inventory for member in self._planned if member.role == "trainer"]
         targets = [member.inventory for member in self._planned if member.role == "target"]
-        return make_plan(trainers, targets, self._plan_options)
+        return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds))
 
     async def _all(
         self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float

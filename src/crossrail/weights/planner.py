@@ -7,14 +7,14 @@ the paper gathers every parameter in full at all trainers of its mesh, this cuts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
 
 from crossrail.errors import UsageError
-from crossrail.weights import balance, tables
+from crossrail.weights import balance, relay, tables
 from crossrail.weights.assemble import Slices, assemble
 from crossrail.weights.boxes import Boxes, Ints, distinct, overlaps, ranges
 from crossrail.weights.check import check_plan
@@ -22,6 +22,7 @@ from crossrail.weights.dtypes import ITEM_BYTES
 from crossrail.weights.inventory import Inventory
 from crossrail.weights.plan import Plan, ranks_of
 from crossrail.weights.sources import Sources, cells_of, sources_of
+from crossrail.weights.speeds import check_speeds, costs_of
 from crossrail.weights.tables import Forms, Tables, Wants
 
 Gather = Literal["needed", "full"]
@@ -37,18 +38,27 @@ class PlanOptions:
     small writes a plan has. Bytes, of the target's dtype.
     ignore: parameters that trainers hold and no target wants.
     groups: (meshes) in the order in which each trainer takes their tasks; meshes not named come last.
+    task_bytes_max: pieces are not joined beyond it, and cut along their first dimension as far as that goes, so that
+    one is prepared while another is on its way. Bytes, of the trainers' dtype. Not with gather="full".
+    speeds: of trainers, by rank; 1: as those not named. Of several that have a piece, the one that ends first sends it.
+    With gather="needed" others also fetch pieces from a slow one that has them alone, and send them in its place, where
+    that is less for it than sending them to all (relay).
     """
 
     gather: Gather = "needed"
     write_bytes_min: int = 256 << 10
     ignore: tuple[str, ...] = ()
     groups: tuple[tuple[str, ...], ...] = ()
+    task_bytes_max: int = 96 << 20
+    speeds: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.gather not in get_args(Gather):
             raise UsageError(f"gather={self.gather!r} must be one of {', '.join(get_args(Gather))}")
-        if self.write_bytes_min < 1:
-            raise UsageError(f"write_bytes_min={self.write_bytes_min} must be 1 or more")
+        for name in ("write_bytes_min", "task_bytes_max"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)} must be 1 or more")
+        check_speeds(self.speeds)
 
 
 def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], options: PlanOptions | None = None) -> Plan:
@@ -64,24 +74,16 @@ def make_plan(trainers: Sequence[Inventory], targets: Sequence[Inventory], optio
     joined = tables.join(sorted(trainers, key=_rank), sorted(targets, key=_rank))
     forms, wants = tables.match(joined, options.ignore)
     sources = sources_of(joined)
-    cells = cells_of(forms, sources, whole=options.gather == "full", write_bytes_min=options.write_bytes_min)
+    whole = options.gather == "full"
+    cells = cells_of(forms, sources, whole, options.write_bytes_min, options.task_bytes_max)
     slices = _slices(joined, forms, wants, cells)
-    ranks = np.array(trainer_ranks)
-    first, members = _holders(joined, forms, sources, cells, ranks)
-    kind, candidates = balance.classes_of(first, members)
-    # What one target wants of a cell comes from one sender: values and scales are made together.
-    units, unit = distinct([slices.cell, joined.target.rank[slices.want]])
-    nbytes = np.bincount(unit, weights=slices.nbytes).astype(np.int64)
-    cell = slices.cell[units]
-    # Where everyone gathers everything, each cell is sent by all of its mesh, so that they are busy at the same time.
-    turn = cell if options.gather == "full" else np.zeros_like(cell)
-    chosen = balance.choose(kind[cell], candidates, nbytes, turn, len(ranks))[unit]
+    chosen = _senders(joined, forms, sources, cells, slices, np.array(trainer_ranks), options)
     plan = assemble(
         joined,
         forms,
         sources,
         cells,
-        slices._replace(sender=ranks[chosen]),
+        slices._replace(sender=chosen),
         options.groups,
         trainer_ranks,
         target_ranks,
@@ -121,6 +123,31 @@ def _slices(joined: Tables, forms: Forms, wants: Wants, cells: Boxes) -> Slices:
         found.append(Slices(pairs.left, want, flags, pairs.start, pairs.stop, nbytes, np.zeros(0, np.int64)))
     joined_slices = [np.concatenate(parts) for parts in zip(*found, strict=True)]
     return Slices(*joined_slices)
+
+
+def _senders(
+    joined: Tables, forms: Forms, sources: Sources, cells: Boxes, slices: Slices, ranks: Ints, options: PlanOptions
+) -> Ints:
+    """The trainer that sends each slice, by rank."""
+    holders = _holders(joined, forms, sources, cells, ranks)
+    cost = costs_of(tuple(ranks.tolist()), options.speeds)
+    is_relayed, already = np.zeros(len(cells.key), bool), None
+    if options.gather == "needed" and (cost != cost.min()).any():
+        wanted = np.bincount(slices.cell, weights=slices.nbytes, minlength=len(cells.key)).astype(np.int64)
+        held = cells.volume * ITEM_BYTES[forms.source_dtype[cells.key]]
+        relayed = relay.hand_over(holders, relay.mates_of(joined, ranks), forms.param[cells.key], wanted, held, cost)
+        holders, is_relayed, already = relayed
+    kind, candidates = balance.classes_of(*holders)
+    # What one target wants of a cell comes from one sender: values and scales are made together. What is fetched
+    # from a slow trainer is fetched once, and goes from there to all targets.
+    target = np.where(is_relayed[slices.cell], -1, joined.target.rank[slices.want])
+    units, unit = distinct([slices.cell, target])
+    nbytes = np.bincount(unit, weights=slices.nbytes).astype(np.int64)
+    cell = slices.cell[units]
+    # Where everyone gathers everything, each cell is sent by all of its mesh, so that they are busy at the same time.
+    turn = cell if options.gather == "full" else np.zeros_like(cell)
+    sender: Ints = ranks[balance.choose(kind[cell], candidates, nbytes, turn, cost, already)[unit]]
+    return sender
 
 
 def _holders(joined: Tables, forms: Forms, sources: Sources, cells: Boxes, ranks: Ints) -> tuple[Ints, Ints]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,18 +93,35 @@ def _shrunk(cells: npt.NDArray[np.float64], rows_max: int) -> npt.NDArray[np.flo
     return np.add.reduceat(cells, np.arange(0, len(cells), step), axis=0)
 
 
-def draw(plan: Plan, path: str | Path) -> None:
-    """The matrix as a PNG. Needs matplotlib: `pip install crossrail[bench]`. Blocks."""
+def check_drawing() -> None:
+    """UsageError when there is nothing to draw with."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("drawing needs matplotlib: pip install 'crossrail[bench]'")
-    figure: Any = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 7), layout="constrained")
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib Figure of so many inches, which needs no display. UsageError as of check_drawing()."""
+    check_drawing()
+    return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+
+
+def draw(plan: Plan, path: str | Path) -> None:
+    """The matrix as a PNG. Needs matplotlib: `pip install crossrail[bench]`. Blocks."""
+    figure = new_figure(8, 7)
     axes = figure.subplots()
-    image = axes.imshow(matrix(plan) / 1e9, aspect="auto", interpolation="nearest", cmap="viridis")
-    axes.set_xlabel("target")
-    axes.set_ylabel("trainer")
+    cells = np.ma.masked_equal(matrix(plan) / 1e9, 0)  # white: nothing at all
+    image = axes.imshow(cells, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0)
+    for axis, ranks, label in ((axes.xaxis, plan.targets, "target"), (axes.yaxis, plan.trainers, "trainer")):
+        axis.set_label_text(label)
+        axis.get_major_locator().set_params(integer=True)
+        axis.set_major_formatter(partial(_rank_at, ranks))
     axes.set_title(f"{len(plan.trainers)} trainers to {len(plan.targets)} targets: {summary(plan).nbytes / 1e9:.1f} GB")
     figure.colorbar(image, label="GB")
     figure.savefig(path, dpi=150)
+
+
+def _rank_at(ranks: tuple[int, ...], row: float, _: object) -> str:
+    return str(ranks[int(row)]) if 0 <= row < len(ranks) else ""
 
 
 def differences(one: Plan, other: Plan) -> list[str]:

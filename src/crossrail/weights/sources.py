@@ -66,11 +66,12 @@ def _check_tiles(tables: Tables, tiles: Boxes, start: Ints, stop: Ints, param: I
         raise UsageError(f"{tables.names[param[key]]!r}: {fault.where(dims)} is {what}{among}")
 
 
-def cells_of(forms: Forms, sources: Sources, *, whole: bool, write_bytes_min: int) -> Boxes:
+def cells_of(forms: Forms, sources: Sources, whole: bool, write_bytes_min: int, task_bytes_max: int) -> Boxes:
     """Each form cut into cells, which trainers prepare; key: the form.
 
     They follow the boxes that trainers hold, rounded to whole blocks, so that most need nothing that is elsewhere. They
-    are joined until one has write_bytes_min bytes, as far as there are. whole: they are what a mesh holds, all of it.
+    are joined until one has write_bytes_min bytes, as far as there are, and cut along their first dimension until they
+    have task_bytes_max at the trainers, as far as that goes. whole: they are what a mesh holds, all of it.
     """
     count = len(forms.param)
     block = np.maximum(forms.block, 1)
@@ -92,7 +93,37 @@ def cells_of(forms: Forms, sources: Sources, *, whole: bool, write_bytes_min: in
             key, value = _thinned(key, value, cells_max)
             cells_max = np.maximum(cells_max // np.bincount(key, minlength=count), 1)
         cuts.append((key, value))
+    if not whole:
+        # A row of a cell is as long as the longest piece that the other dimensions leave.
+        row_bytes = ITEM_BYTES[forms.source_dtype].astype(np.int64)
+        for dim in range(1, len(cuts)):
+            row_bytes = row_bytes * _longest(*cuts[dim], forms.shape[:, dim])
+        rows = np.maximum(task_bytes_max // row_bytes // block[:, 0], 1) * block[:, 0]
+        cuts[0] = _refined(*cuts[0], forms.shape[:, 0], rows)
     return grid(np.arange(count), forms.shape, cuts)
+
+
+def _longest(key: Ints, value: Ints, end: Ints) -> Ints:
+    """Of each key, the longest distance from one cut to the next, or to the end."""
+    longest = np.zeros(len(end), np.int64)
+    np.maximum.at(longest, key, _following(key, value, end) - value)
+    return longest
+
+
+def _following(key: Ints, value: Ints, end: Ints) -> Ints:
+    """Of each cut, where the next one of its key is, or the end. Cuts ascend by key and value."""
+    following = end[key].copy()
+    same = key[1:] == key[:-1]
+    following[:-1][same] = value[1:][same]
+    return following
+
+
+def _refined(key: Ints, value: Ints, end: Ints, step: Ints) -> tuple[Ints, Ints]:
+    """With more cuts, so that they are at most step[key] apart."""
+    extent = _following(key, value, end) - value
+    counts = np.maximum(-(-extent // step[key]), 1)
+    key, value = np.repeat(key, counts), np.repeat(value, counts) + ranges(counts) * np.repeat(step[key], counts)
+    return key, value
 
 
 def _thinned(key: Ints, value: Ints, count_max: Ints) -> tuple[Ints, Ints]:

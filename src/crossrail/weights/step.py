@@ -36,8 +36,9 @@ class StepReport:
     """What a step did at one trainer. Seconds are of its pipeline's own clock.
 
     gather_s, write_s: while any task was in that stage; prepare_s: conversions alone; barrier_s: waiting for others.
-    They overlap. python_s: processor time of the event loop's thread, which runs all but the conversions; what a submit
-    copies itself, as it drives the engine, is in it.
+    They overlap. own_s: while it converted or wrote, so not while it only waited for others.
+    python_s: processor time of the event loop's thread, which runs all but the conversions; what a submit copies
+    itself, as it drives the engine, is in it.
     peak_bytes: most of the arena that was in use.
     """
 
@@ -51,6 +52,7 @@ class StepReport:
     prepare_s: float = 0.0
     write_s: float = 0.0
     barrier_s: float = 0.0
+    own_s: float = 0.0
     python_s: float = 0.0
 
 
@@ -132,9 +134,7 @@ class Step:
             for group in self._groups:
                 self._schedule.enter(group)
                 await self._move_until(lambda: self._schedule.is_prepared)
-                entered = clock()
-                await self._barrier.wait(deadline - entered)
-                self.report.barrier_s += clock() - entered
+                await self._meet_others(deadline)
             await self._move_until(lambda: self._schedule.is_over)
         finally:
             await self._end()
@@ -143,6 +143,19 @@ class Step:
         self.report.peak_bytes = self._arena.peak_bytes
         return self.report
 
+    async def _meet_others(self, deadline: float) -> None:
+        """The barrier; what is being written goes on meanwhile."""
+        clock = asyncio.get_running_loop().time
+        entered = clock()
+        meeting = asyncio.ensure_future(self._barrier.wait(deadline - entered))
+        try:
+            await self._move_until(meeting.done, meeting)
+        finally:
+            meeting.cancel()
+            await asyncio.wait([meeting])
+        meeting.result()
+        self.report.barrier_s += clock() - entered
+
     async def _end(self) -> None:
         for transfer in self.pending:
             transfer.cancel()
@@ -150,16 +163,17 @@ class Step:
             # It cannot be interrupted, and uses the arena.
             await asyncio.wait([self._preparing[1]])
 
-    async def _move_until(self, is_reached: Callable[[], bool]) -> None:
-        """Every task as far as it goes; whenever none does, waits until something has happened."""
+    async def _move_until(self, is_reached: Callable[[], bool], event: asyncio.Future[None] | None = None) -> None:
+        """Every task as far as it goes; whenever none does, waits until something has happened, or the event."""
         clock = asyncio.get_running_loop().time
         began = slept = clock()
         while not is_reached():
             in_gather, in_write = bool(self._gathering), bool(self._writing)
+            is_own = in_write or self._preparing is not None
             moved = self._collect_writes() + self._collect_prepared() + self._collect_gathers()
             moved += self._prepare_next() + self._begin()
             if not moved:
-                await self._something()
+                await self._something(event)
                 slept = clock()
             now = clock()
             if now - slept > _HOLD_S:
@@ -167,6 +181,7 @@ class Step:
                 slept = now = clock()
             self.report.gather_s += now - began if in_gather else 0.0
             self.report.write_s += now - began if in_write else 0.0
+            self.report.own_s += now - began if is_own else 0.0
             began = now
 
     # ---- stages; each says how many tasks it moved
@@ -290,12 +305,14 @@ class Step:
 
     # ---- waiting
 
-    async def _something(self) -> None:
-        """Waits for what may let a task move."""
+    async def _something(self, event: asyncio.Future[None] | None) -> None:
+        """Waits for what may let a task move, or for the event."""
         heads: list[Any] = [transfers[-1] for transfers in list(self._gathering.values())[:_HEADS_MAX]]
         heads += [transfers[-1] for transfers in list(self._writing.values())[:_HEADS_MAX]]
         if self._preparing is not None:
             heads.append(self._preparing[1])
+        if event is not None:
+            heads.append(event)
         assert heads, "tasks are under way, and none of them waits for anything"
         waits = [asyncio.ensure_future(_ended(head)) for head in heads]
         try:

@@ -9,7 +9,8 @@ import click
 
 from crossrail.cli.service import together
 from crossrail.errors import UsageError
-from crossrail.weights.models import CLUSTERS, MODELS, Cluster
+from crossrail.weights import Inventory
+from crossrail.weights.models import CLUSTERS, MODELS, Cluster, inventories
 
 cluster_options = together(
     click.option("--trainers", type=int, help="How many there are; default: as was published for the model."),
@@ -18,6 +19,7 @@ cluster_options = together(
     click.option("--expert-parallel", type=int, help="Expert-parallel groups of a stage."),
     click.option("--dense-shard", type=int, help="Ranks over which all else is sharded."),
     click.option("--target-experts", type=int, help="Inference ranks over which the experts are spread."),
+    click.option("--layers", type=click.IntRange(1, 1000), help="Of the model; default: all that it has."),
 )
 
 
@@ -27,10 +29,18 @@ def check_model(name: str) -> None:
         raise UsageError(f"model {name!r} is not known; there are {', '.join(MODELS)}")
 
 
+def sides_of(model: str, **given: int | None) -> tuple[list[Inventory], list[Inventory]]:
+    """What all trainers and all targets hold. given: as cluster_options() has them."""
+    shape, layers = MODELS[model], given.get("layers")
+    if layers is not None:
+        shape = replace(shape, layers=layers, dense_layers=min(shape.dense_layers, layers))
+    return inventories(shape, cluster_of(model, **given))
+
+
 def cluster_of(model: str, **given: int | None) -> Cluster:
     """The published one, with what was given instead; what was not given shrinks as far as it has to."""
     published = CLUSTERS[model]
-    sizes = {name: value for name, value in given.items() if value is not None}
+    sizes = {name: value for name, value in given.items() if value is not None and name != "layers"}
     trainers, targets = sizes.get("trainers", published.trainers), sizes.get("targets", published.targets)
     pipeline = sizes.get("pipeline", gcd(published.pipeline, trainers))
     stage = max(trainers // max(pipeline, 1), 1)

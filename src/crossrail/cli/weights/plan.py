@@ -10,11 +10,10 @@ import click
 from rich.console import Console
 
 from crossrail.cli.text import OutputFile
-from crossrail.cli.weights.common import check_model, cluster_of, cluster_options
+from crossrail.cli.weights.common import check_model, cluster_options, sides_of
 from crossrail.cli.weights.show import print_summary
 from crossrail.errors import UsageError
 from crossrail.weights import Inventory, PlanOptions, make_plan
-from crossrail.weights.models import MODELS, inventories
 from crossrail.weights.planner import Gather
 
 
@@ -46,7 +45,7 @@ def plan(
         found = [_read(file) for file in files]
     else:
         check_model(model)
-        found = [one for side in inventories(MODELS[model], cluster_of(model, **sizes)) for one in side]
+        found = [one for side in sides_of(model, **sizes) for one in side]
     console = Console()
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     trainers = [one for one in found if one.role == "trainer"]

@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from crossrail.cli.text import OutputFile, format_bytes, size
+from crossrail.cli.weights import drawing
+from crossrail.cli.weights.cases import SWEPT, WAYS, Case, as_json, sweep_of
 from crossrail.cli.weights.common import check_model, cluster_of, cluster_options
-from crossrail.cli.weights.simulate import Outcome, Setting, simulate
-from crossrail.weights import PlanOptions, make_plan
-from crossrail.weights.models import MODELS, inventories
+from crossrail.cli.weights.simulate import Outcome, Setting
+from crossrail.errors import UsageError
+from crossrail.weights.show import check_drawing
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @click.command()
@@ -24,26 +26,35 @@ _FORMAT = 1
 @cluster_options
 @click.option(
     "--way",
-    type=click.Choice(["paper", "needed", "both"]),
+    type=click.Choice([*WAYS]),
     default="both",
     show_default=True,
-    help="paper: every rank gathers all; needed: what trainers hold is prepared where it lies.",
+    help="paper: every rank gathers all; needed: what trainers hold is prepared where it lies; adapted: the update "
+    "after that, planned for the speeds that it showed; both: the first two.",
 )
-@click.option("--straggler", default=1.0, show_default=True, help="Trainer 0 takes so many times longer.")
+@click.option("--straggler", default=1.0, show_default=True, help="Trainer 0's GPU and CPU take so many times longer.")
+@click.option("--slow-link", default=1.0, show_default=True, help="Trainer 0's rails take so many times longer.")
 @click.option("--rails", default=1, show_default=True, help="Rails of each GPU, which share 400 Gb/s.")
 @click.option("--rail-down", is_flag=True, help="Trainer 0 loses a rail at the beginning.")
+@click.option("--down-ms", type=float, help="It comes back after so long; default: never.")
 @click.option("--watermark", type=size(1 << 20, 1 << 40), default="8G", show_default=True)
+@click.option("--sweep", metavar="NAME[=V,V...]", help=f"One update for each value; NAME: {', '.join(SWEPT)}.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--json", "file", type=OutputFile(), help="Also write the figures here.")
+@click.option("--plot", "image", type=OutputFile(), help="Draw what was when, or the sweep, as a PNG.")
 def sim(
     model: str,
     way: str,
     straggler: float,
+    slow_link: float,
     rails: int,
     rail_down: bool,
+    down_ms: float | None,
     watermark: int,
+    sweep: str | None,
     seed: int,
     file: Path | None,
+    image: Path | None,
     **sizes: int | None,
 ) -> None:
     """Simulate one update of MODEL (kimi-k2, deepseek-v3, qwen3-235b): real plan, real engines, no byte.
@@ -51,25 +62,60 @@ def sim(
     What GPUs do costs what one rank of the paper's Table 5 took for it; the wire is ConnectX-7's of its Table 2.
     """
     check_model(model)
-    cluster = cluster_of(model, **sizes)
+    if image is not None:
+        check_drawing()
+    setting = Setting(
+        watermark_bytes=watermark, rails=rails, rail_down=rail_down, down_ms=down_ms,
+        straggler=straggler, slow_link=slow_link, seed=seed,
+    )  # fmt: skip
+    case = Case(model, sizes, WAYS[way], setting)
     console = Console()
-    console.print(f"{model}, {cluster.trainers} trainers to {cluster.targets} targets")
-    trainers, targets = inventories(MODELS[model], cluster)
-    outcomes: dict[str, Outcome] = {}
-    for name in ("paper", "needed") if way == "both" else (way,):
-        collective = name == "paper"
-        setting = Setting(
-            collective=collective, watermark_bytes=watermark, rails=rails, rail_down=rail_down,
-            straggler=straggler, seed=seed,
-        )  # fmt: skip
-        with console.status(f"{name}: planning"):
-            plan = make_plan(trainers, targets, PlanOptions(gather="full" if collective else "needed"))
-        with console.status(f"{name}: simulating {len(plan.writes):,} writes"):
-            outcomes[name] = simulate(plan, trainers, targets, setting)
-    _print(console, outcomes)
+    content = _one(console, case, image) if sweep is None else _swept(console, case, *sweep_of(sweep), image)
     if file is not None:
-        content = {name: outcome._asdict() for name, outcome in outcomes.items()}
-        file.write_text(json.dumps({"format": _FORMAT, "model": model, "outcomes": content}, indent=1))
+        file.write_text(json.dumps({"format": _FORMAT, "model": model, **content}, indent=1))
+
+
+def _one(console: Console, case: Case, image: Path | None) -> dict[str, object]:
+    cluster = cluster_of(case.model, **case.sizes)
+    title = f"{case.model}, {cluster.trainers} trainers to {cluster.targets} targets"
+    console.print(title)
+    with console.status("planning") as status:
+        outcomes = case.run(status.update)
+    _print(console, outcomes)
+    if image is not None:
+        drawing.timeline(outcomes, title, image)
+        console.print(f"drawn to {image}")
+    return {"outcomes": {name: as_json(outcome) for name, outcome in outcomes.items()}}
+
+
+def _swept(console: Console, case: Case, name: str, values: tuple[float, ...], image: Path | None) -> dict[str, object]:
+    table = Table(name, "way", "update", "bound", "", "times", box=box.SIMPLE_HEAD, title=f"{case.model}, {name}")
+    for column in (table.columns[0], table.columns[2], table.columns[3], table.columns[5]):
+        column.justify = "right"
+    points: list[tuple[float, dict[str, Outcome]]] = []
+    refused: dict[str, str] = {}
+    with console.status("") as status:
+        for value in values:
+            shown = f"{value:,g}"
+            try:
+                outcomes = case.at(name, value).run(lambda text, shown=shown: status.update(f"{name} {shown}, {text}"))  # type: ignore[misc]
+            except UsageError as error:
+                refused[shown] = str(error)
+                table.add_row(shown, "", str(error))
+                continue
+            points.append((value, outcomes))
+            for way, one in outcomes.items():
+                bound = f"{one.bounds[one.bound] * 1e3:,.0f} ms"
+                table.add_row(shown, way, f"{one.total_s * 1e3:,.0f} ms", bound, one.bound, f"{one.over_bound:.2f}")
+    console.print(table)
+    if image is not None:
+        drawing.sweep(points, f"{case.model}: one update", name, image)
+        console.print(f"drawn to {image}")
+    found = [
+        {"value": value, "outcomes": {way: as_json(outcome) for way, outcome in outcomes.items()}}
+        for value, outcomes in points
+    ]
+    return {"sweep": name, "points": found, "refused": refused}
 
 
 def _print(console: Console, outcomes: dict[str, Outcome]) -> None:
@@ -85,6 +131,7 @@ def _print(console: Console, outcomes: dict[str, Outcome]) -> None:
     add("of it waiting for others", *(f"{one.waited_s * 1e3:,.0f} ms" for one in found))
     add("bytes", *(format_bytes(one.nbytes) for one in found))
     add("writes", *(f"{one.writes:,}" for one in found))
+    add("read by trainers from others", *(format_bytes(one.read_bytes) for one in found))
     table.add_section()
     for name in next(iter(found)).bounds:
         add(name, *(f"{one.bounds[name] * 1e3:,.0f} ms" for one in found))

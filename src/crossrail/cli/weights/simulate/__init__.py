@@ -1,0 +1,13 @@
+"""A weight update of hundreds of GPUs on simulated NICs: real plans, real engines, no byte, and time for what GPUs do.
+
+Each trainer is a pipeline of lanes, each busy with one task at a time: host to device, prepare (gather, fuse,
+quantise), submit. What the lanes cost is what one rank of the paper's Table 5 took, divided by the bytes that it had:
+see Costs. The wire, its sharing at both ends and the counting are the simulator's.
+"""
+
+from crossrail.cli.weights.simulate.outcome import Outcome, Span
+from crossrail.cli.weights.simulate.run import adapted, simulate
+from crossrail.cli.weights.simulate.setting import Costs, Setting
+from crossrail.cli.weights.simulate.works import collective_works, hulls_of
+
+__all__ = ["Costs", "Outcome", "Setting", "Span", "adapted", "collective_works", "hulls_of", "simulate"]
