@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from crossrail.cli.bench import api, copies, footprint, kv, posting, rdma, report, small, tcp_copies, tcp_small
 from crossrail.cli.bench.compare import compare_command
+from crossrail.cli.bench.hosts.run import run_command
+from crossrail.cli.bench.hosts.serve import serve_command
 from crossrail.cli.bench.moe.command import moe
 from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
@@ -151,5 +153,5 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-for subcommand in (moe, compare_command):
+for subcommand in (moe, serve_command, run_command, compare_command):
     command.add_command(subcommand)
