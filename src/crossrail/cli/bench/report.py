@@ -102,4 +102,6 @@ def figure(value: float | None) -> str:
         return ""
     if value >= 1000:
         return f"{value:,.0f}"
+    if 0 < value < 0.01:
+        return f"{value:.2g}"
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"

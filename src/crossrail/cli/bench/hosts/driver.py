@@ -124,9 +124,9 @@ class Driver:
             ],
         )
 
-    def stream(self, point: Point, count: int) -> Pass:
+    def stream(self, point: Point, count: int, *, spin: bool) -> Pass:
         """The same writes as messages over the bare connections, the same window."""
-        self._send("stream", nbytes=point.nbytes, window=point.window, count=count)
+        self._send("stream", nbytes=point.nbytes, window=point.window, count=count, spin=spin)
         times = self._both(
             "stream",
             True,
@@ -134,6 +134,7 @@ class Driver:
             window=point.window,
             count=count,
             sender=True,
+            spin=spin,
             span_bytes=self._span_bytes,
         )
         return self._pass(times, count * point.nbytes)

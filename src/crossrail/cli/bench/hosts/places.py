@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import threading
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from crossrail.errors import CrossrailError
 DEFAULT_PORT = 7320
 BENCH = Kind(b"XRMB", "crossrail bench serve", "crossrail bench serve --bind :{port}")
 _START_S = 10.0
+_HOST = re.compile(r"[A-Za-z0-9._:%-]*")
 
 
 def place(text: str, *, port_min: int) -> tuple[str, int]:
@@ -25,7 +27,8 @@ def place(text: str, *, port_min: int) -> tuple[str, int]:
         port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError as error:
         raise click.BadParameter(f"{text!r} is no HOST:PORT: {error}") from None
-    if parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment or " " in text:
+    rest = parts.query or parts.fragment or parts.path not in ("", "/")
+    if rest or parts.username is not None or _HOST.fullmatch(parts.hostname or "") is None:
         raise click.BadParameter(f"{text!r} is no HOST:PORT")
     if not port_min <= port <= 65535:
         raise click.BadParameter(f"{text!r}: the port must be {port_min} to 65535")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -123,13 +124,14 @@ def _measure_all(
 ) -> tuple[list[Result], dict[str, Any]]:
     """Meets, then point after point. Returns the results and what they were taken with."""
     span = span_bytes(options["memory"], len(workers), plan.sizes)
-    there = _meet(post, workers, engines, span, options["polling"])
+    welcome = _meet(post, workers, engines, span, options["polling"])
     driver = Driver(post, workers, span, options["timeout"])
     explanation = driver.explain()
     console.print(f"here:  {report.describe_machine()}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"there: {report.describe_machine(there)}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"there: {report.describe_machine(welcome.machine)}", highlight=False, markup=False, soft_wrap=True)
     console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)
-    limit = Limit(driver, explanation.transport)
+    cores = min(len(os.sched_getaffinity(0)), welcome.cores)
+    limit = Limit(driver, explanation.transport, spins=2 * len(workers) <= cores)
     if limit.missing:
         console.print(limit.missing, style="yellow", markup=False)
     points = list(plan.points())
@@ -151,13 +153,13 @@ def _measure_all(
         "polling": options["polling"],
         "cpus": options["cpus"],
         **plan.to_json(),
-        "there": there,
+        "there": welcome.machine,
     }
     return results, settings
 
 
-def _meet(post: Post, workers: Workers, engines: EngineOptions, span: int, polling: str) -> dict[str, Any]:
-    """Workers on both sides, connected. Returns what machine the other side is."""
+def _meet(post: Post, workers: Workers, engines: EngineOptions, span: int, polling: str) -> wire.Welcome:
+    """Workers on both sides, connected. Returns what the serve said of itself."""
     run = post.run
     post.send(wire.Hello(run=run, processes=len(workers), span_bytes=span, polling=polling))
     parts = workers.open(engines, span, polling)
@@ -170,4 +172,4 @@ def _meet(post: Post, workers: Workers, engines: EngineOptions, span: int, polli
         "meet", [{"address": part.address, "memory": part.memory, "control": part.control} for part in welcome.parts]
     )
     post.receive(wire.Met, _WELCOME_S)
-    return welcome.machine
+    return welcome

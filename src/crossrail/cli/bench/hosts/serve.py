@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import socket
@@ -149,7 +150,8 @@ class _Session:
         run, post = hello.run, self._post
         with Workers(hello.processes, self._cpus) as workers:
             parts = workers.open(self._options, hello.span_bytes, hello.polling)
-            post.send(wire.Welcome(run=run, crossrail=xr.__version__, machine=machine(), parts=parts))
+            cores = len(os.sched_getaffinity(0))
+            post.send(wire.Welcome(run=run, crossrail=xr.__version__, machine=machine(), cores=cores, parts=parts))
             meet = post.receive(wire.Meet, _MEET_S)
             if len(meet.parts) != len(workers):
                 raise wire.ProtocolError(f"{len(meet.parts)} workers are to meet {len(workers)}")
@@ -208,6 +210,7 @@ _COMMANDS: dict[str, Any] = {
             "window": step.window,
             "count": step.count,
             "sender": False,
+            "spin": step.spin,
             "span_bytes": span,
             "timeout_s": step.timeout_s,
         },
@@ -273,10 +276,10 @@ def serve_command(
         rails = loopback_rails(host) if is_loopback(host) and transport != "shm" else 1
     # The engine that talks listens right behind the port for questions, workers' engines behind that.
     options = EngineOptions(transport, rails, secret, port + 1 if port else 0)
-    behind = options.of_worker(1)["port"]
+    own, behind = (options.of_worker(index)["port"] for index in (0, 1))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # an orderly end
     with (
-        xr.Engine("bench-serve", transport=transport, rails=rails, port=options.port, secret=secret) as engine,
+        xr.Engine("bench-serve", transport=transport, rails=rails, port=own, secret=secret) as engine,
         engine.submit_recvs(MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
         MeetingThread(host, port, secret, engine.address) as meeting,
     ):

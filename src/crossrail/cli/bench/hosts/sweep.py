@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from crossrail.cli.bench import report
-from crossrail.cli.bench.hosts.driver import Driver, count_for
+from crossrail.cli.bench.hosts.driver import Driver, Pass, count_for
 from crossrail.cli.bench.plot import short_size
 from crossrail.cli.bench.spec import Line, Point, Result, Sample
 from crossrail.errors import CrossrailError
@@ -55,9 +55,11 @@ class Plan:
 class Limit:
     """What the machine can do beside a point: memcpy where both sides are on one host, bare sockets over tcp."""
 
-    def __init__(self, driver: Driver, transport: str) -> None:
+    def __init__(self, driver: Driver, transport: str, *, spins: bool) -> None:
+        """spins: there is a core for each worker of both sides, so that bare sockets may spin, which is faster then."""
         self._driver = driver
         self._transport = transport
+        self._spins = spins
         self.missing = ""  # why there is none, where there could be
         if transport == "tcp":
             try:
@@ -69,7 +71,9 @@ class Limit:
         """Empty when there is none for such a point."""
         if self._transport == "shm" and point.kind != "latency":
             return "memcpy of the same pages" if point.kind == "paged" else "memcpy"
-        return "bare sockets" if self._transport == "tcp" and point.kind == "write" and not self.missing else ""
+        if self._transport != "tcp" or point.kind != "write" or self.missing:
+            return ""
+        return "bare sockets" if self._spins else "bare sockets, blocking"
 
     def of(self, point: Point, seconds: float) -> Callable[[], float | None]:
         """What measures it, in GB/s: memcpy in one pass over the memory, sockets for about so long."""
@@ -78,8 +82,11 @@ class Limit:
         if self._transport == "shm":
             return lambda: self._driver.copy(point).gb_per_s
         count_min = _count_min(point)
-        count = count_for(seconds, 0.0, count_min, lambda count: self._driver.stream(point, count).seconds)
-        return lambda: self._driver.stream(point, count).gb_per_s
+        count = count_for(seconds, 0.0, count_min, lambda count: self._stream(point, count).seconds)
+        return lambda: self._stream(point, count).gb_per_s
+
+    def _stream(self, point: Point, count: int) -> Pass:
+        return self._driver.stream(point, count, spin=self._spins)
 
 
 def line_of(point: Point, limit: str) -> Line:

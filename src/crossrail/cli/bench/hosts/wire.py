@@ -71,10 +71,11 @@ class Hello(_Message, tag="hello"):
 
 
 class Welcome(_Message, tag="welcome"):
-    """Serve: here they are. machine: what report.machine() says there."""
+    """Serve: here they are. machine: what machine() says there; cores: how many the workers may use."""
 
     crossrail: Text
     machine: dict[str, Any]
+    cores: Annotated[int, Meta(ge=1, le=1 << 20)]
     parts: Annotated[list[Part], Meta(max_length=PROCESSES_MAX)]
 
 
@@ -100,6 +101,7 @@ class Step(_Message, tag="step"):
     nbytes: _Nbytes = 0
     window: Annotated[int, Meta(ge=1, le=WINDOW_MAX)] = 1
     verify: bool = False
+    spin: bool = False  # of "stream": look at the socket again and again, and do not sleep
     timeout_s: Annotated[float, Meta(gt=0, le=TIMEOUT_S_MAX)] = 60.0
 
 

@@ -212,14 +212,14 @@ class Worker:
         return self._bare
 
     def stream(
-        self, nbytes: int, window: int, count: int, sender: bool, span_bytes: int, timeout_s: float
+        self, nbytes: int, window: int, count: int, sender: bool, spin: bool, span_bytes: int, timeout_s: float
     ) -> list[int]:
         """Messages over the bare connection, through as much memory. As `write`."""
         bare = self._accept_bare(timeout_s)
         begun = time.monotonic_ns()
         self._native.socket_stream(
             bare.fileno(), self._view(self._memory, span_bytes), sender=sender, nbytes=nbytes, count=count,
-            window=window, timeout_s=timeout_s,
+            window=window, wait="spin" if spin else "block", timeout_s=timeout_s,
         )  # fmt: skip
         return [begun, time.monotonic_ns()]
 

@@ -27,13 +27,18 @@ class EngineOptions:
     port: int = 0
 
     @property
+    def has_ports(self) -> bool:
+        """Whether engines of this transport listen at ports."""
+        return self.transport == "auto" or "tcp" in self.transport.split("+")
+
+    @property
     def rail_count(self) -> int:
         """Ports that one engine may need."""
         return self.rails if isinstance(self.rails, int) else len(self.rails)
 
     def of_worker(self, index: int) -> dict[str, Any]:
         """Arguments of Worker.open."""
-        port = self.port + index * self.rail_count if self.port else 0
+        port = self.port + index * self.rail_count if self.port and self.has_ports else 0
         if port + self.rail_count > 65536:
             raise UsageError(f"worker {index} has no port left below 65536: bind to a lower one than {self.port - 1}")
         rails: int | Sequence[str] = self.rails
