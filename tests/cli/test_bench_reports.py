@@ -206,6 +206,7 @@ def test_tables_fit_any_terminal(columns: str, tmp_path: Path) -> None:
     file = written(tmp_path / "a.json", figure("a-measure-of-a-long-name", STEADY))
     result = run("bench", "compare", file, file, COLUMNS=columns, NO_COLOR="1", TERM="dumb")
     assert result.exit_code == 0 and "\x1b[" not in result.output
+    assert "1.00x" in result.stdout and (columns == "20" or "difference" in result.stdout)
 
     console = Console(width=int(columns), record=True, file=io.StringIO())
     console.print(report.make_table([figure("a", STEADY)], int(columns)))

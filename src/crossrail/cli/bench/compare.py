@@ -24,7 +24,8 @@ from crossrail.errors import UsageError
 
 _MACHINE_KEYS = ("cpu", "cores", "cores_usable", "caches", "memory", "kernel")
 _STYLES = {"faster": "green", "slower": "red"}
-_WIDE = 100
+_WIDE = 100  # of a terminal that has room for titles
+_NARROW = 72  # and one that has none for more than the verdict
 
 
 @dataclass(frozen=True)
@@ -146,26 +147,28 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def _table(comparison: Comparison, width: int) -> Table:
+    """Less columns where width is small."""
     wide = width >= _WIDE
     since = f", {comparison.old.date}" if comparison.old.date else ""
     title = f"{comparison.new.name} beside {comparison.old.name}{since}"
     table = Table(title=escape(title), title_justify="left", box=box.HEAVY_HEAD if wide else box.SIMPLE)
-    table.add_column("measure", overflow="fold")
-    for column in ("old", "new"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("of" if wide else "", no_wrap=True)
-    for column in ("better by", "95 %"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("")
+    table.add_column("measure", overflow="fold", min_width=6)
+    names = ("old", "new", "of", "better by", "95 %") if width >= _NARROW else ("better by",)
+    for name in names:
+        table.add_column(name, justify="left" if name == "of" else "right", no_wrap=width >= _NARROW, min_width=5)
+    table.add_column("", overflow="fold")
     for change in comparison.changes:
         style = _STYLES.get(change.verdict, "")
+        cells = {
+            "old": f"{change.old:.3g}",
+            "new": f"{change.new:.3g}",
+            "of": "limit" if change.by == "ratio" else escape(change.unit),
+            "better by": f"{change.quotient:.2f}x",
+            "95 %": "" if change.interval is None else f"{change.interval.low:.2f}-{change.interval.high:.2f}x",
+        }
         verdict = f"[{style}]{change.verdict}[/{style}]" if style else change.verdict
-        ends = "" if change.interval is None else f"{change.interval.low:.2f}-{change.interval.high:.2f}x"
-        unit = "limit" if change.by == "ratio" else escape(change.unit)
-        table.add_row(
-            escape(change.title if wide else change.name), f"{change.old:.3g}", f"{change.new:.3g}", unit,
-            f"{change.quotient:.2f}x", ends, verdict,
-        )  # fmt: skip
+        label = escape(change.title if wide else change.name)
+        table.add_row(label, *(cells[name] for name in names), verdict)
     return table
 
 

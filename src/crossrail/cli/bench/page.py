@@ -191,5 +191,5 @@ def _description_value(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{_text(key)} {_description_value(item)}" for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return "<br>".join(_description_value(item) for item in value)
+        return ", ".join(_description_value(item) for item in value)
     return _text(value).replace("\n", "<br>")

@@ -156,7 +156,16 @@ def _draw_throughput(axes: Any, results: list[Result]) -> None:
     for name, limit in sorted(_limits(results).items()):
         sizes = sorted(limit)
         values = [statistics.median(limit[nbytes]) for nbytes in sizes]
-        axes.plot(sizes, values, color=_INK, linestyle=next(dashes), linewidth=1, alpha=0.8, label=f"limit: {name}")
+        axes.plot(
+            sizes,
+            values,
+            color=_INK,
+            linestyle=next(dashes),
+            linewidth=1,
+            marker="_",
+            alpha=0.8,
+            label=f"limit: {name}",
+        )
     _size_axis(axes, sorted({point.nbytes for point, _ in _points(results)}))
     axes.set_ylim(bottom=0)
     axes.set_ylabel("GB/s (10⁹ bytes)")
