@@ -105,7 +105,13 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
     serve = ask(host, port, secret, BENCH)
     busy = report.busy_share(choose_cpus())
     with (
-        xr.Engine("bench-run", transport=engines.transport, rails=rails, secret=secret) as engine,
+        xr.Engine(
+            "bench-run",
+            transport=engines.transport,
+            rails=rails,
+            secret=secret,
+            message_bytes_max=wire.MESSAGE_BYTES_MAX,
+        ) as engine,
         engine.submit_recvs(MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
         Workers(options["processes"], options["cpus"]) as workers,
     ):

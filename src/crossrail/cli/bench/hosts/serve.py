@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,6 +233,16 @@ def _announce(host: str, port: int, secret: bytes, drawn: bool, engine: xr.Engin
     click.echo("Ctrl-C ends it.", err=True)
 
 
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """SIGTERM ends the command as if all was said: everything is closed, the status is 0."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @click.command("serve")
 @click.option(
     "--bind",
@@ -277,9 +289,16 @@ def serve_command(
     # The engine that talks listens right behind the port for questions, workers' engines behind that.
     options = EngineOptions(transport, rails, secret, port + 1 if port else 0)
     own, behind = (options.of_worker(index)["port"] for index in (0, 1))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # an orderly end
     with (
-        xr.Engine("bench-serve", transport=transport, rails=rails, port=own, secret=secret) as engine,
+        _orderly_end(),
+        xr.Engine(
+            "bench-serve",
+            transport=transport,
+            rails=rails,
+            port=own,
+            secret=secret,
+            message_bytes_max=wire.MESSAGE_BYTES_MAX,
+        ) as engine,
         engine.submit_recvs(MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
         MeetingThread(host, port, secret, engine.address) as meeting,
     ):

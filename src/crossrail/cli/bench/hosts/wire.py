@@ -16,7 +16,7 @@ from msgspec import Meta
 from crossrail.errors import CrossrailError
 
 VERSION = 1
-MESSAGE_BYTES_MAX = 64 << 10
+MESSAGE_BYTES_MAX = 256 << 10  # 32 workers of 16 rails each fit
 PROCESSES_MAX = 32
 SPAN_BYTES_MIN = 1 << 20
 SPAN_BYTES_MAX = 1 << 40
@@ -24,7 +24,7 @@ CONTROL_BYTES = 1 << 20  # of each worker: where ping-pongs land
 WINDOW_MAX = 1024
 COUNT_MAX = 1 << 40
 TIMEOUT_S_MAX = 3600.0
-_ADDRESS_BYTES_MAX = 1 << 10
+_ADDRESS_BYTES_MAX = 4 << 10
 
 Text = Annotated[str, Meta(max_length=4096)]
 Count = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
