@@ -22,7 +22,6 @@ from crossrail.cli.text import cpu_pair, size
 from crossrail.errors import CrossrailError, UsageError
 
 _QUICK_RUNS = 3
-_BUSY_MAX = 0.1
 
 
 def all_measures(transport: str) -> list[Measure]:
@@ -143,8 +142,7 @@ def command(
     if settings.cpus[0] == settings.cpus[1]:
         console.print("both processes share one core: figures of two processes mean little", style="yellow")
     busy = report.busy_share(settings.cpus)
-    if busy > _BUSY_MAX:
-        console.print(f"other programs keep these cores {busy:.0%} busy: figures will be noise", style="yellow")
+    report.warn_if_busy(busy, console)
     results = run(measures, settings, runs or (_QUICK_RUNS if quick else 5), console)
     console.print(report.make_table(results, console.width))
     written.write(results, settings.to_json(), busy, console)

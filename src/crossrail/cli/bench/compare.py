@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from crossrail.cli.bench.interval import Interval, of_quotient
+from crossrail.cli.bench.report import ratio_end
 from crossrail.cli.bench.saved import Saved, read_json
 from crossrail.cli.bench.spec import Result
 from crossrail.errors import UsageError
@@ -164,7 +165,9 @@ def _table(comparison: Comparison, width: int) -> Table:
             "new": f"{change.new:.3g}",
             "of": "limit" if change.by == "ratio" else escape(change.unit),
             "better by": f"{change.quotient:.2f}x",
-            "95 %": "" if change.interval is None else f"{change.interval.low:.2f}-{change.interval.high:.2f}x",
+            "95 %": ""
+            if change.interval is None
+            else f"{ratio_end(change.interval.low)}-{ratio_end(change.interval.high)}x",
         }
         verdict = f"[{style}]{change.verdict}[/{style}]" if style else change.verdict
         label = escape(change.title if wide else change.name)

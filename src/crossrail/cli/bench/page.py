@@ -14,7 +14,7 @@ from typing import Any
 
 from crossrail.cli.bench.compare import Comparison
 from crossrail.cli.bench.plot import can_plot, svgs
-from crossrail.cli.bench.report import figure, interval_text
+from crossrail.cli.bench.report import figure, interval_text, ratio_end
 from crossrail.cli.bench.saved import Saved
 from crossrail.cli.bench.spec import Result
 
@@ -167,7 +167,7 @@ def _changes(comparison: Comparison) -> Iterator[str]:
     head = ("measure", "old", "new", "of", "better by", "95 %", "verdict")
     rows = []
     for change in comparison.changes:
-        ends = "" if change.interval is None else f"{change.interval.low:.2f}-{change.interval.high:.2f}x"
+        ends = "" if change.interval is None else f"{ratio_end(change.interval.low)}-{ratio_end(change.interval.high)}x"
         of = "limit" if change.by == "ratio" else _text(change.unit)
         rows.append((
             f"{_text(change.title)}<small>{_text(change.name)}</small>", f"{change.old:.3g}", f"{change.new:.3g}", of,

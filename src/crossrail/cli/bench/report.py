@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from rich import box
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,11 +15,22 @@ from crossrail.cli.bench.machine import busy_share, describe_machine
 from crossrail.cli.bench.saved import write_json
 from crossrail.cli.bench.spec import Result
 
-__all__ = ["busy_share", "describe_machine", "figure", "interval_text", "make_table", "one_line", "write_json"]
+__all__ = [
+    "busy_share",
+    "describe_machine",
+    "figure",
+    "interval_text",
+    "make_table",
+    "one_line",
+    "ratio_end",
+    "warn_if_busy",
+    "write_json",
+]
 
 _TITLES_WIDTH = 124  # of a terminal that has room for titles
 _INTERVALS_WIDTH = 72  # likewise, beside names
 _LIMITS_WIDTH = 60
+_BUSY_MAX = 0.1
 _VERDICT_STYLE = {"ok": "[green]ok[/green]", "miss": "[red]miss[/red]", "error": "[red]error[/red]", "": ""}
 
 
@@ -73,12 +85,23 @@ def _cells(result: Result) -> dict[str, str]:
 def interval_text(result: Result) -> str:
     """ "1.38-1.47x" of the ratio; where there is no limit "4.05-4.31", of the figure. Empty with too few runs."""
     if result.ratio is not None:
-        return _ends(result.ratio_interval, lambda value: f"{value:.2f}", "x")
+        return _ends(result.ratio_interval, ratio_end, "x")
     return _ends(result.value_interval, figure, "")
+
+
+def ratio_end(value: float) -> str:
+    """Of an interval of ratios: of three wild runs it may be far away, and is not to break the table."""
+    return f"{value:.2f}" if value < 1000 else f"{value:.0e}"
 
 
 def _ends(interval: Interval | None, text: Callable[[float], str], unit: str) -> str:
     return "" if interval is None else f"{text(interval.low)}-{text(interval.high)}{unit}"
+
+
+def warn_if_busy(busy: float, console: Console) -> None:
+    """busy: what busy_share said before anything was measured."""
+    if busy > _BUSY_MAX:
+        console.print(f"other programs keep these cores {busy:.0%} busy: figures will be noise", style="yellow")
 
 
 def one_line(result: Result) -> str:

@@ -104,6 +104,7 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
     console = Console()
     serve = ask(host, port, secret, BENCH)
     busy = report.busy_share(choose_cpus())
+    report.warn_if_busy(busy, console)
     with (
         xr.Engine(
             "bench-run",
