@@ -32,6 +32,45 @@ struct Slices {
   std::vector<uint64_t> src, dst, lengths;
 };
 
+// The first and the last word of a ping-pong's bytes; the same one when there are 8.
+class EndWords {
+ public:
+  EndWords(const Region& region, uint64_t length_bytes)
+      : first_(word_at(region, 0)), last_(word_at(region, length_bytes - kWordBytes)) {}
+
+  // relaxed: one thread of ours writes the words, and the count orders the peer's before our read of them.
+  void store(uint64_t value) const {
+    first_->store(value, std::memory_order_relaxed);
+    last_->store(value, std::memory_order_relaxed);
+  }
+  void check(uint64_t expected) const {
+    if (first_->load(std::memory_order_relaxed) == expected && last_->load(std::memory_order_relaxed) == expected)
+      return;
+    throw TransportError("bench", 0,
+                         "ping-pong counted round " + std::to_string(expected) + " before its data was there");
+  }
+
+ private:
+  static std::atomic<uint64_t>* word_at(const Region& region, uint64_t offset) {
+    return reinterpret_cast<std::atomic<uint64_t>*>(region.base() + offset);
+  }
+
+  std::atomic<uint64_t>* first_;
+  std::atomic<uint64_t>* last_;
+};
+
+void check_ping_pong(const PingPong& loop) {
+  const uint64_t room_bytes = std::min(loop.src->length_bytes(), loop.landing->length_bytes());
+  if (loop.length_bytes < kWordBytes || loop.length_bytes % kWordBytes != 0 || loop.length_bytes > room_bytes) {
+    throw UsageError("nbytes is " + std::to_string(loop.length_bytes) + " and must be a multiple of 8, 8 to " +
+                     std::to_string(room_bytes));
+  }
+  if (!loop.round_ns.empty() && loop.round_ns.size() != loop.rounds) {
+    throw UsageError("round_ns has " + std::to_string(loop.round_ns.size()) + " places for " +
+                     std::to_string(loop.rounds) + " rounds");
+  }
+}
+
 }  // namespace
 
 int64_t run_writes(Engine& engine, const WriteLoop& loop, Ack ack, Guard& guard) {
@@ -105,26 +144,41 @@ int64_t run_scatters(Engine& engine, const ScatterLoop& loop, Ack ack, Guard& gu
   return now_ns() - start_ns;
 }
 
+int64_t run_reads(Engine& engine, const ReadLoop& loop, Guard& guard) {
+  check_span("read", loop.length_bytes, loop.span_bytes);
+  Window window(engine, loop.window, guard);
+  ReadRequest request{.dst = loop.dst, .src = loop.src, .length_bytes = loop.length_bytes};
+  const int64_t start_ns = now_ns();
+  for (uint64_t i = 0; i < loop.op_count; ++i) {
+    window.make_room();
+    window.add(engine.submit_read(request));
+    request.src_offset += loop.length_bytes;
+    if (request.src_offset + loop.length_bytes > loop.span_bytes) request.src_offset = 0;
+    request.dst_offset = request.src_offset;
+  }
+  window.settle_all();
+  return now_ns() - start_ns;
+}
+
 int64_t run_ping_pong(Engine& engine, const PingPong& loop, Guard& guard) {
-  // relaxed: one thread of ours writes the word, and the count orders the peer's word before our read of it.
-  auto* out = reinterpret_cast<std::atomic<uint64_t>*>(loop.src->base());
-  auto* landed = reinterpret_cast<std::atomic<uint64_t>*>(loop.landing->base());
-  const WriteRequest request{.src = loop.src, .dst = loop.dst, .length_bytes = kWordBytes, .imm = loop.imm_out};
+  check_ping_pong(loop);
+  const EndWords out(*loop.src, loop.length_bytes);
+  const EndWords landed(*loop.landing, loop.length_bytes);
+  const WriteRequest request{.src = loop.src, .dst = loop.dst, .length_bytes = loop.length_bytes, .imm = loop.imm_out};
   TransferRef sent;
   const int64_t start_ns = now_ns();
+  int64_t round_start_ns = start_ns;
   for (uint64_t round = 1; round <= loop.rounds; ++round) {
     if (!loop.first) await_count(engine, *loop.in, 1, guard);
-    if (loop.verify && !loop.first && landed->load(std::memory_order_relaxed) != round) {
-      throw TransportError("bench", 0,
-                           "ping-pong counted round " + std::to_string(round) + " before its data was there");
-    }
+    if (loop.verify && !loop.first) landed.check(round);
     if (loop.verify) settle(engine, std::exchange(sent, nullptr), guard);
-    if (loop.verify) out->store(round, std::memory_order_relaxed);
+    if (loop.verify) out.store(round);
     sent = engine.submit_write(request);
     if (loop.first) await_count(engine, *loop.in, 1, guard);
-    if (loop.verify && loop.first && landed->load(std::memory_order_relaxed) != round) {
-      throw TransportError("bench", 0,
-                           "ping-pong counted round " + std::to_string(round) + " before its data was there");
+    if (loop.verify && loop.first) landed.check(round);
+    if (!loop.round_ns.empty()) {
+      const int64_t end_ns = now_ns();
+      loop.round_ns[round - 1] = end_ns - std::exchange(round_start_ns, end_ns);
     }
   }
   settle(engine, sent, guard);

@@ -33,6 +33,18 @@ struct WriteLoop {
 };
 int64_t run_writes(Engine& engine, const WriteLoop& loop, Ack ack, Guard& guard);
 
+// `op_count` reads of `length_bytes`, `window` of them in flight, through a span likewise. The peer does nothing: the clock
+// stops when the last of them is here.
+struct ReadLoop {
+  Region* dst = nullptr;
+  RemoteRegion* src = nullptr;
+  uint64_t length_bytes = 0;
+  uint64_t span_bytes = 0;
+  uint64_t op_count = 0;
+  uint32_t window = 1;
+};
+int64_t run_reads(Engine& engine, const ReadLoop& loop, Guard& guard);
+
 // All pages given, in calls of `batch_pages`, `window` calls in flight; the whole `rounds` times.
 struct PagedLoop {
   Region* src = nullptr;
@@ -61,8 +73,8 @@ struct ScatterLoop {
 };
 int64_t run_scatters(Engine& engine, const ScatterLoop& loop, Ack ack, Guard& guard);
 
-// `rounds` round trips of an 8-byte write with an immediate. With `verify`, the word is a running number and the side
-// that it arrives at checks it once it was counted; that pass is not for timing.
+// `rounds` round trips of a write of `length_bytes`, a multiple of 8, with an immediate. With `verify`, its first and last
+// words are a running number and the side that they arrive at checks them once they were counted; that pass is not for timing.
 struct PingPong {
   Region* src = nullptr;
   RemoteRegion* dst = nullptr;
@@ -72,6 +84,8 @@ struct PingPong {
   uint64_t rounds = 0;
   bool first = false;
   bool verify = false;
+  uint64_t length_bytes = 8;
+  std::span<int64_t> round_ns = {};  // empty, or one for each round: how long it took, two looks at the clock included
 };
 int64_t run_ping_pong(Engine& engine, const PingPong& loop, Guard& guard);
 

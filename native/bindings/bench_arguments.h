@@ -19,6 +19,7 @@ namespace nb = nanobind;
 using Indices = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstMemory = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Memory = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Durations = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 inline std::span<const int64_t> as_span(const Indices& pages) { return {pages.data(), pages.size()}; }
 inline std::span<const std::byte> as_span(const ConstMemory& memory) {

@@ -25,6 +25,7 @@
 #include "bindings/bench_arguments.h"
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
+#include "bindings/explanation.h"
 #include "util/errors.h"
 
 namespace nb = nanobind;
@@ -61,8 +62,10 @@ void set_rails(EngineOptions& options, const Rails& rails) {
 
 void open_rig(Rig* self, const std::string& name, const std::string& transport, const Rails& rails,
               const std::string& polling, double spin_us, const std::string& private_path, uint32_t recorder_entries,
-              bool counts_traffic) {
+              bool counts_traffic, uint16_t port, const nb::bytes& secret) {
   EngineOptions options;
+  options.port = port;
+  options.secret.assign(static_cast<const char*>(secret.data()), secret.size());
   options.recorder_entries = recorder_entries;
   options.counts_traffic = counts_traffic;
   options.name = name;
@@ -110,6 +113,18 @@ int64_t run_paged_writes(Rig& rig, size_t src, const Indices& src_pages, size_t 
   return bench::run_paged_writes(rig.engine(), loop, ack_of(rig, ack), guard);
 }
 
+int64_t run_reads(Rig& rig, size_t dst, size_t src, uint64_t nbytes, uint64_t span_bytes, uint64_t count,
+                  uint32_t window, double timeout_s) {
+  Guard guard = make_guard("reads", timeout_s);
+  const bench::ReadLoop loop{.dst = &rig.region(dst),
+                             .src = &rig.remote_region(src),
+                             .length_bytes = nbytes,
+                             .span_bytes = span_bytes,
+                             .op_count = count,
+                             .window = window};
+  return bench::run_reads(rig.engine(), loop, guard);
+}
+
 int64_t run_scatters(Rig& rig, size_t src, const std::vector<size_t>& dsts, std::optional<size_t> group,
                      uint64_t slice_bytes, uint64_t span_bytes, uint64_t count, uint32_t window,
                      std::optional<uint32_t> imm, std::optional<uint32_t> ack, double timeout_s) {
@@ -129,7 +144,10 @@ int64_t run_scatters(Rig& rig, size_t src, const std::vector<size_t>& dsts, std:
 }
 
 int64_t run_ping_pong(Rig& rig, size_t src, size_t dst, size_t landing, uint32_t imm_out, uint32_t imm_in,
-                      uint64_t rounds, bool first, bool verify, double timeout_s) {
+                      uint64_t rounds, bool first, bool verify, uint64_t nbytes,
+                      const std::optional<Durations>& round_ns, double timeout_s) {
+  const std::span<int64_t> durations = round_ns ? std::span(round_ns->data(), round_ns->size()) : std::span<int64_t>();
+  nb::gil_scoped_release released;
   Guard guard = make_guard("ping-pong", timeout_s);
   const bench::PingPong loop{.src = &rig.region(src),
                              .dst = &rig.remote_region(dst),
@@ -138,7 +156,9 @@ int64_t run_ping_pong(Rig& rig, size_t src, size_t dst, size_t landing, uint32_t
                              .in = rig.counter(imm_in),
                              .rounds = rounds,
                              .first = first,
-                             .verify = verify};
+                             .verify = verify,
+                             .length_bytes = nbytes,
+                             .round_ns = durations};
   return bench::run_ping_pong(rig.engine(), loop, guard);
 }
 
@@ -214,6 +234,11 @@ nb::object view(nb::handle self, size_t index) {
   return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(memory.data(), {memory.size()}, self));
 }
 
+nb::object explain(Rig& rig, const nb::bytes& address) {
+  const PeerRef peer = rig.peer(as_span(address));
+  return explanation_tuple(rig.engine().explain(*peer));
+}
+
 // (what, path, reason, GB/s) of each pair of memories that were used with this peer.
 std::vector<std::tuple<std::string, std::string, std::string, double>> paths(Rig& rig, const nb::bytes& address) {
   const PeerRef peer = rig.peer(as_span(address));
@@ -238,7 +263,8 @@ void register_rig(nb::module_& module) {
   nb::class_<Rig>(module, "Rig", "One engine with its memory, for measuring: handles are indices, descriptors bytes.")
       .def("__init__", &open_rig, "name"_a, nb::kw_only(), "transport"_a = "shm", "rails"_a = Rails(1u),
            "polling"_a = "manual", "spin_us"_a = 50.0, "private_path"_a = "auto",
-           "recorder_entries"_a = EngineOptions{}.recorder_entries, "counts_traffic"_a = true)
+           "recorder_entries"_a = EngineOptions{}.recorder_entries, "counts_traffic"_a = true, "port"_a = 0,
+           "secret"_a = nb::bytes("", 0))
       .def("close", &Rig::close, release())
       .def_prop_ro("address", [](Rig& rig) { return to_bytes(rig.address()); })
       .def("alloc", &Rig::alloc, "nbytes"_a, release())
@@ -271,6 +297,7 @@ void register_rig(nb::module_& module) {
           },
           "address"_a, "timeout_s"_a)
       .def("paths", &paths, "address"_a)
+      .def("explain", &explain, "address"_a)
       .def(
           "drive",
           [](Rig& rig, double seconds) {
@@ -284,6 +311,8 @@ void register_loops(nb::module_& module) {
   using release = nb::call_guard<nb::gil_scoped_release>;
   module.def("run_writes", &run_writes, "rig"_a, "src"_a, "dst"_a, nb::kw_only(), "nbytes"_a, "span_bytes"_a, "count"_a,
              "window"_a, "imm"_a = nb::none(), "ack"_a = nb::none(), "timeout_s"_a = 60.0, release());
+  module.def("run_reads", &run_reads, "rig"_a, "dst"_a, "src"_a, nb::kw_only(), "nbytes"_a, "span_bytes"_a, "count"_a,
+             "window"_a, "timeout_s"_a = 60.0, release());
   module.def("run_paged_writes", &run_paged_writes, "rig"_a, "src"_a, "src_pages"_a, "dst"_a, "dst_pages"_a,
              nb::kw_only(), "page_bytes"_a, "batch_pages"_a, "rounds"_a = 1, "window"_a = 1, "imm"_a = nb::none(),
              "ack"_a = nb::none(), "timeout_s"_a = 60.0);
@@ -291,7 +320,8 @@ void register_loops(nb::module_& module) {
              "slice_bytes"_a, "span_bytes"_a, "count"_a, "window"_a, "imm"_a = nb::none(), "ack"_a = nb::none(),
              "timeout_s"_a = 60.0, release());
   module.def("run_ping_pong", &run_ping_pong, "rig"_a, "src"_a, "dst"_a, "landing"_a, nb::kw_only(), "imm_out"_a,
-             "imm_in"_a, "rounds"_a, "first"_a, "verify"_a = false, "timeout_s"_a = 60.0, release());
+             "imm_in"_a, "rounds"_a, "first"_a, "verify"_a = false, "nbytes"_a = 8, "round_ns"_a = nb::none(),
+             "timeout_s"_a = 60.0);
   module.def("run_receivers", &run_receivers, "rigs"_a, nb::kw_only(), "imm"_a, "count"_a, "reply_src"_a, "reply_dst"_a,
              "reply_imm"_a, "timeout_s"_a = 60.0, release());
   module.def("run_messages", &run_messages, "rig"_a, "peer"_a, nb::kw_only(), "nbytes"_a, "count"_a, "window"_a,

@@ -120,6 +120,7 @@ def taken() -> Iterator[int]:
         ["doctor", "--listen=PORT"],
         ["kv", "router", "--listen=127.0.0.1:PORT"],
         ["kv", "router", "--port=PORT"],
+        ["bench", "serve", "--bind=127.0.0.1:PORT", "--transport=shm"],
         ["weights", "load", "model.safetensors", "--targets=1", "--port=PORT"],
     ],
     ids=" ".join,
@@ -143,7 +144,9 @@ def test_port_is_taken(words: list[str], taken: int, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [["trace", "FILE"], ["weights", "show", "FILE"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["trace", "FILE"], ["weights", "show", "FILE"], ["bench", "compare", "FILE", "FILE"]], ids=" ".join
+)
 @pytest.mark.parametrize("content", [b"", b"\0" * 4096, b"{]" * 100], ids=["empty", "zeros", "text"])
 def test_file_with_something_else_in_it(words: list[str], content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "file"
@@ -154,7 +157,9 @@ def test_file_with_something_else_in_it(words: list[str], content: bytes, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "words", [["trace", "FILE"], ["weights", "show", "FILE"], ["push", "FILE", "inbox:"]], ids=" ".join
+    "words",
+    [["trace", "FILE"], ["weights", "show", "FILE"], ["push", "FILE", "inbox:"], ["bench", "compare", "FILE", "FILE"]],
+    ids=" ".join,
 )
 def test_file_that_may_not_be_read(words: list[str], tmp_path: Path) -> None:
     """Root gives up what lets it read everything."""

@@ -12,6 +12,8 @@ from crossrail.cli.main import main
 OUTPUTS = [
     ["bench", "--json"],
     ["bench", "--plot"],
+    ["bench", "--html"],
+    ["bench", "run", "127.0.0.1:1", "--json"],
     ["sim", "--trace"],
     ["sim", "--log"],
     ["weights", "plan", "qwen3-235b", "-o"],

@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import time
+from dataclasses import dataclass
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -25,7 +26,6 @@ from crossrail.errors import CrossrailError, UsageError
 
 DEFAULT_PORT = 7312
 SCHEME = "tcp://"
-_MAGIC = b"XRMT"
 _VERSION = 1
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
@@ -48,12 +48,28 @@ def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, b"crossrail meeting " + role + b"\0" + b"".join(parts), "sha256")
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What is asked for: magic tells one from another. start: what to type to have one at `port`."""
+
+    magic: bytes
+    name: str
+    start: str
+
+
+SERVE = Kind(b"XRMT", "crossrail serve", "crossrail serve --listen {port}")
+
+
 class Meeting:
     """A port at which a serve answers askers. An asynchronous context manager; everything runs on its loop."""
 
-    def __init__(self, port: int, secret: bytes, address: xr.Address) -> None:
-        """secret: not empty."""
+    def __init__(
+        self, port: int, secret: bytes, address: xr.Address, *, host: str | None = None, kind: Kind = SERVE
+    ) -> None:
+        """secret: not empty. host: the one address to listen at; None: all."""
         assert secret
+        self._host = host
+        self._magic = kind.magic
         self._port = port
         self._secret = secret
         self._address = address.to_bytes()
@@ -66,9 +82,10 @@ class Meeting:
 
     async def __aenter__(self) -> Meeting:
         try:
-            self._server = await asyncio.start_server(self._admit, sock=_listening_socket(self._port))
+            self._server = await asyncio.start_server(self._admit, sock=_listening_socket(self._host, self._port))
         except OSError as error:
-            raise CrossrailError(f"cannot listen on port {self._port}: {error.strerror}; choose another") from None
+            where = f"port {self._port}" if self._host is None else f"{self._host} port {self._port}"
+            raise CrossrailError(f"cannot listen on {where}: {error.strerror}; choose another") from None
         return self
 
     async def __aexit__(
@@ -97,9 +114,9 @@ class Meeting:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ours = secrets.token_bytes(_NONCE_BYTES)
-        writer.write(_OPENING.pack(_MAGIC, _VERSION, ours))
+        writer.write(_OPENING.pack(self._magic, _VERSION, ours))
         magic, version, theirs, proof = _QUESTION.unpack(await reader.readexactly(_QUESTION.size))
-        if magic != _MAGIC:
+        if magic != self._magic:
             return
         if version != _VERSION:
             _refuse(writer, f"it speaks version {_VERSION} of this question, you {version}")
@@ -111,8 +128,11 @@ class Meeting:
         await writer.drain()
 
 
-def _listening_socket(port: int) -> socket.socket:
-    """On all addresses of this host, of both families where there are two."""
+def _listening_socket(at: str | None, port: int) -> socket.socket:
+    """None: on all addresses of this host, of both families where there are two."""
+    if at is not None:
+        family, _, _, _, place = socket.getaddrinfo(at, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
     both = socket.has_dualstack_ipv6()
     family, host = (socket.AF_INET6, "::") if both else (socket.AF_INET, "0.0.0.0")
     return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
@@ -135,8 +155,8 @@ def split_url(url: str) -> tuple[str, int, str]:
     return parts.hostname, port, parts.path.removeprefix("/")
 
 
-def ask(host: str, port: int, secret: bytes) -> xr.Address:
-    """The address of the engine of the serve there. Blocks for at most some seconds.
+def ask(host: str, port: int, secret: bytes, kind: Kind = SERVE) -> xr.Address:
+    """The address of the engine of the serve of that kind there. Blocks for at most some seconds.
 
     UsageError when there is none, or it does not know the secret; CrossrailError when something else answers.
     """
@@ -145,12 +165,12 @@ def ask(host: str, port: int, secret: bytes) -> xr.Address:
     where = f"{host} port {port}"
     try:
         with socket.create_connection((host, port), _DEADLINE_S) as connection:
-            return _ask(_Bounded(connection), where, secret)
+            return _ask(_Bounded(connection), where, secret, kind)
     except TimeoutError:
         raise UsageError(f"no answer from {where}: the host is down, or a firewall drops the packets") from None
     except ConnectionRefusedError:
         raise UsageError(
-            f"no crossrail serve listens at {where}; start one there with: crossrail serve --listen {port}"
+            f"no {kind.name} listens at {where}; start one there with: {kind.start.format(port=port)}"
         ) from None
     except OSError as error:
         raise UsageError(f"{where} cannot be reached: {error.strerror or error}") from None
@@ -185,19 +205,19 @@ class _Bounded:
         self._until_deadline().sendall(data)
 
 
-def _ask(connection: _Bounded, where: str, secret: bytes) -> xr.Address:
+def _ask(connection: _Bounded, where: str, secret: bytes, kind: Kind) -> xr.Address:
     try:
         magic, version, theirs = _OPENING.unpack(connection.read(_OPENING.size))
-        if magic != _MAGIC:
-            raise CrossrailError(f"{where} is not a crossrail serve: wrong port?")
+        if magic != kind.magic:
+            raise CrossrailError(f"{where} is not a {kind.name}: wrong port?")
         ours = secrets.token_bytes(_NONCE_BYTES)
-        connection.write(_QUESTION.pack(_MAGIC, _VERSION, ours, _proof(secret, b"asks", theirs, ours)))
+        connection.write(_QUESTION.pack(kind.magic, _VERSION, ours, _proof(secret, b"asks", theirs, ours)))
         granted, length, signed = _ANSWER.unpack(connection.read(_ANSWER.size))
         if length > (_ADDRESS_BYTES_MAX if granted else _TEXT_BYTES_MAX):
-            raise CrossrailError(f"{where} answers with {length} bytes: not a crossrail serve of this version")
+            raise CrossrailError(f"{where} answers with {length} bytes: not a {kind.name} of this version")
         data = connection.read(length)
     except EOFError:
-        raise CrossrailError(f"{where} hung up: not a crossrail serve, or it has too many askers") from None
+        raise CrossrailError(f"{where} hung up: not a {kind.name}, or it has too many askers") from None
     if not granted:
         text = "".join(c for c in data.decode(errors="replace") if c.isprintable())
         raise UsageError(f"the serve at {where} refuses: {text}")

@@ -27,6 +27,7 @@ class BenchRig(Protocol):
     def view(self, index: int) -> Memory: ...
     def connect(self, address: bytes, timeout_s: float) -> None: ...
     def paths(self, address: bytes) -> list[tuple[str, str, str, float]]: ...
+    def explain(self, address: bytes) -> tuple[Any, ...]: ...
     def drive(self, seconds: float) -> None: ...
 
 
@@ -70,6 +71,8 @@ class Native(Protocol):
         private_path: str = ...,
         recorder_entries: int = ...,
         counts_traffic: bool = ...,
+        port: int = ...,
+        secret: bytes = ...,
     ) -> BenchRig: ...
     def FabricLoop(self, provider: str, rail: str) -> BenchFabric: ...  # noqa: N802 - likewise
     def run_writes(
@@ -84,6 +87,18 @@ class Native(Protocol):
         window: int,
         imm: int | None = ...,
         ack: int | None = ...,
+        timeout_s: float = ...,
+    ) -> int: ...
+    def run_reads(
+        self,
+        rig: BenchRig,
+        dst: int,
+        src: int,
+        *,
+        nbytes: int,
+        span_bytes: int,
+        count: int,
+        window: int,
         timeout_s: float = ...,
     ) -> int: ...
     def run_paged_writes(
@@ -129,6 +144,8 @@ class Native(Protocol):
         rounds: int,
         first: bool,
         verify: bool = ...,
+        nbytes: int = ...,
+        round_ns: Indices | None = ...,
         timeout_s: float = ...,
     ) -> int: ...
     def run_receivers(

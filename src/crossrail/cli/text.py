@@ -92,6 +92,19 @@ def cpu_pair(text: str) -> tuple[int, int]:
     return int(words[0]), int(words[1])
 
 
+def cpu_list(text: str) -> list[int]:
+    """The type of an option such as `0,2,4`; empty: no cores are named. Only cores that this process may use."""
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdecimal() for word in words):
+        raise click.BadParameter(f"{text!r} is not a list of cores; write for example 0,2,4")
+    allowed = os.sched_getaffinity(0)
+    for word in words:
+        if int(word) not in allowed:
+            names = ", ".join(str(core) for core in sorted(allowed))
+            raise click.BadParameter(f"core {word} is not one of those that this process may use: {names}")
+    return [int(word) for word in words]
+
+
 def rails(text: str) -> int | list[str]:
     """The type of --rails: a number in 1..16, or as many names and addresses, as in `eth0,10.0.1.5`."""
     words = [word.strip() for word in text.split(",")]

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from crossrail.cli.bench import api, copies, footprint, kv, posting, rdma, report, small, tcp_copies, tcp_small
+from crossrail.cli.bench.compare import compare_command
+from crossrail.cli.bench.hosts.run import run_command
+from crossrail.cli.bench.hosts.serve import serve_command
 from crossrail.cli.bench.moe.command import moe
+from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
 from crossrail.cli.bench.spec import Measure, Result
-from crossrail.cli.text import OutputFile, cpu_pair, size
+from crossrail.cli.text import cpu_pair, size
 from crossrail.errors import CrossrailError, UsageError
 
 _QUICK_RUNS = 3
-_BUSY_MAX = 0.1
 
 
 def all_measures(transport: str) -> list[Measure]:
@@ -80,8 +83,7 @@ def _sample(measure: Measure, pair: Pair, result: Result, runs: int, progress: P
 
 
 @click.group("bench", invoke_without_command=True)
-@click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
-@click.option("--plot", "plot_path", type=OutputFile(), help="Draw the ratios (needs matplotlib).")
+@output_options
 @click.option("--only", multiple=True, metavar="NAME", help="Only measures whose names begin so; may be repeated.")
 @click.option("--list", "list_only", is_flag=True, help="List the measures and end.")
 @click.option("--runs", type=click.IntRange(1, 1000), help="Samples of each measure [default: 5, quick 3].")
@@ -107,8 +109,7 @@ def _sample(measure: Measure, pair: Pair, result: Result, runs: int, progress: P
 @click.pass_context
 def command(
     ctx: click.Context,
-    json_path: Path | None,
-    plot_path: Path | None,
+    /,
     only: tuple[str, ...],
     list_only: bool,
     runs: int | None,
@@ -118,6 +119,7 @@ def command(
     transport: str,
     stand_in: str | None,
     strict: bool,
+    **outputs: Any,
 ) -> None:
     """Measure the engine beside the limits of this machine.
 
@@ -132,8 +134,7 @@ def command(
         for measure in measures:
             click.echo(f"{measure.name:22} {measure.title}")
         return
-    if plot_path is not None:
-        report.check_plot()
+    written = Outputs.chosen(outputs)
     settings = Settings(cpus or choose_cpus(), pool_bytes, transport, quick, stand_in)
     check_cpus(settings.cpus)
     console = Console()
@@ -141,17 +142,14 @@ def command(
     if settings.cpus[0] == settings.cpus[1]:
         console.print("both processes share one core: figures of two processes mean little", style="yellow")
     busy = report.busy_share(settings.cpus)
-    if busy > _BUSY_MAX:
-        console.print(f"other programs keep these cores {busy:.0%} busy: figures will be noise", style="yellow")
+    report.warn_if_busy(busy, console)
     results = run(measures, settings, runs or (_QUICK_RUNS if quick else 5), console)
     console.print(report.make_table(results, console.width))
-    if json_path is not None:
-        report.write_json(json_path, results, settings.to_json(), busy)
-    if plot_path is not None:
-        report.write_plot(plot_path, results)
+    written.write(results, settings.to_json(), busy, console)
     verdicts = {result.verdict for result in results}
     if "error" in verdicts or (strict and "miss" in verdicts):
         raise click.exceptions.Exit(1)
 
 
-command.add_command(moe)
+for subcommand in (moe, serve_command, run_command, compare_command):
+    command.add_command(subcommand)

@@ -8,6 +8,7 @@ import numpy as np
 
 from crossrail.cli.bench.pair import Link, Pair, Pool, alternate, permutation
 from crossrail.cli.bench.passes import (
+    PAGED_WINDOW,
     SCATTER_BYTES,
     SCATTER_PEERS,
     ScatterLinks,
@@ -15,7 +16,7 @@ from crossrail.cli.bench.passes import (
     verified_paged_writes,
     verified_writes,
 )
-from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
+from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
 
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -48,6 +49,7 @@ def _write_measure(nbytes: int, window: int, *, private: bool, bar: Bar | None) 
         unit="GB/s",
         limit="memcpy",
         samples=lambda pair: _write_samples(pair, nbytes, window, private=private),
+        point=Point("private write" if private else "write", nbytes, window),
         bar=bar,
     )
 
@@ -85,6 +87,7 @@ def _paged_measure(page_bytes: int, unit: str, bar: Bar | None) -> Measure:
         limit="memcpy of the same pages",
         samples=lambda pair: _paged_samples(pair, page_bytes, per_page=unit != "GB/s"),
         bar=bar,
+        point=Point("paged", page_bytes, PAGED_WINDOW),
     )
 
 

@@ -12,7 +12,7 @@ from crossrail.cli.native import Indices, Memory
 from crossrail.errors import CrossrailError
 
 _PAGES_PER_CALL = 4096
-_PAGED_WINDOW = 2
+PAGED_WINDOW = 2
 SCATTER_PEERS = 8
 SCATTER_BYTES = 4 << 10
 SCATTER_WINDOW = 16
@@ -72,7 +72,7 @@ def verified_paged_writes(
             dst_pages,
             page_bytes=page_bytes,
             batch_pages=_PAGES_PER_CALL,
-            window=_PAGED_WINDOW,
+            window=PAGED_WINDOW,
             imm=IMM_DATA,
             ack=IMM_ACK,
         )

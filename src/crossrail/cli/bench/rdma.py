@@ -12,9 +12,9 @@ from typing import Protocol
 
 from crossrail.cli.bench.fabric import BareFabric
 from crossrail.cli.bench.pair import LOOPBACK, Link, Pair, Pool, alternate, permutation
-from crossrail.cli.bench.passes import passes_per_sample, verified_paged_writes, verified_writes
+from crossrail.cli.bench.passes import PAGED_WINDOW, passes_per_sample, verified_paged_writes, verified_writes
 from crossrail.cli.bench.small import verified_ping_pong
-from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
+from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
 from crossrail.cli.native import Indices
 
 _KIB = 1 << 10
@@ -67,6 +67,7 @@ def _write_measures(bare: BareLoop | None) -> Iterator[Measure]:
             limit=_limit_of(bare),
             samples=partial(_write_samples, bare=bare, nbytes=nbytes, window=window),
             bar=bar if bare else None,
+            point=Point("write", nbytes, window),
         )
 
 
@@ -88,6 +89,7 @@ def _paged_measures(bare: BareLoop | None) -> Iterator[Measure]:
             limit=_limit_of(bare),
             samples=partial(_paged_samples, bare=bare, page_bytes=page_bytes, unit=unit),
             bar=(_PAGES_BAR if page_bytes == _KIB else _SPEED_BAR) if bare else None,
+            point=Point("paged", page_bytes, PAGED_WINDOW),
         )
 
 

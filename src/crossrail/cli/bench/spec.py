@@ -7,8 +7,12 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from crossrail.cli.bench.interval import Interval, of_median
+
 if TYPE_CHECKING:
     from crossrail.cli.bench.pair import Pair
+
+_RATE_UNITS = ("GB/s", "M/s", "Mpages/s", "k/s")
 
 
 class Sample(NamedTuple):
@@ -41,6 +45,15 @@ class Bar:
 SampleStream = Generator[Sample, None, None]
 
 
+@dataclass(frozen=True)
+class Point:
+    """Where on a curve a measure is: one operation's bytes, and how many are in flight. window 0: not of writes."""
+
+    kind: str  # "write", "read", "paged", "latency"
+    nbytes: int
+    window: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """One line of the table."""
@@ -50,6 +63,7 @@ class Line:
     unit: str
     limit: str
     bar: Bar | None = None
+    point: Point | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +83,9 @@ class Result:
     measure: Line
     samples: list[Sample] = field(default_factory=list)
     error: str = ""
-    note: str = ""  # what is good to know beside the figure, as the path that was used
+    note: str = ""  # what is good to know beside the figure
+    path: str = ""  # how the bytes went, of a measure between two hosts
+    ecdf: list[tuple[float, float]] = field(default_factory=list)  # (share of all, value): single operations, sorted
 
     @property
     def value(self) -> float | None:
@@ -83,10 +99,29 @@ class Result:
         return statistics.median(limits) if limits else None
 
     @property
+    def ratios(self) -> list[float]:
+        """value / limit of each run that has both."""
+        return [s.value / s.limit for s in self.samples if s.limit]
+
+    @property
     def ratio(self) -> float | None:
         """Median of value / limit."""
-        ratios = [s.value / s.limit for s in self.samples if s.limit]
-        return statistics.median(ratios) if ratios else None
+        return statistics.median(self.ratios) if self.ratios else None
+
+    @property
+    def value_interval(self) -> Interval | None:
+        """Of the median figure; None with too few runs."""
+        return of_median([s.value for s in self.samples])
+
+    @property
+    def ratio_interval(self) -> Interval | None:
+        """Of the median ratio; None with too few runs, and without a limit."""
+        return of_median(self.ratios)
+
+    @property
+    def more_is_better(self) -> bool:
+        """Of the figure, by its unit: rates are good when high, times and memory when low."""
+        return self.measure.unit in _RATE_UNITS
 
     @property
     def verdict(self) -> str:

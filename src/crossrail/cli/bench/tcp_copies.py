@@ -7,6 +7,7 @@ from functools import partial
 
 from crossrail.cli.bench.pair import Link, Pair, Pool, alternate, permutation
 from crossrail.cli.bench.passes import (
+    PAGED_WINDOW,
     SCATTER_BYTES,
     SCATTER_PEERS,
     SCATTER_WINDOW,
@@ -15,7 +16,7 @@ from crossrail.cli.bench.passes import (
     verified_paged_writes,
     verified_writes,
 )
-from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
+from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
 
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -48,6 +49,7 @@ def _write_measure(nbytes: int, window: int) -> Measure:
         unit="GB/s",
         limit="bare socket",
         samples=lambda pair: _write_samples(pair, nbytes, window),
+        point=Point("write", nbytes, window),
         bar=Bar("ratio", ">=", 0.95),
     )
 
@@ -98,6 +100,7 @@ def _paged_measure(page_bytes: int, unit: str, bar: Bar) -> Measure:
         limit="bare socket, pages gathered and scattered in batches",
         samples=lambda pair: _paged_samples(pair, page_bytes, per_page=unit != "GB/s"),
         bar=bar,
+        point=Point("paged", page_bytes, PAGED_WINDOW),
     )
 
 

@@ -1,0 +1,182 @@
+"""`crossrail bench run HOST:PORT`: measure with a `crossrail bench serve`, there or in another shell."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+import crossrail as xr
+from crossrail.cli.bench import report
+from crossrail.cli.bench.hosts import wire
+from crossrail.cli.bench.hosts.driver import Driver
+from crossrail.cli.bench.hosts.places import BENCH, is_loopback, loopback_rails, target_place
+from crossrail.cli.bench.hosts.post import MESSAGES_HELD, Post
+from crossrail.cli.bench.hosts.sweep import KINDS, Limit, Plan, measure, span_bytes
+from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
+from crossrail.cli.bench.outputs import Outputs, output_options
+from crossrail.cli.bench.pair import choose_cpus
+from crossrail.cli.bench.spec import Result
+from crossrail.cli.meeting import ask, shared_secret
+from crossrail.cli.text import cpu_list, size
+from crossrail.cli.text import rails as rails_type
+from crossrail.engine import SECRET_VARIABLE
+
+_WELCOME_S = 60.0
+_SIZE_MIN, _SIZE_MAX = 8, 1 << 30
+_SIZES = "1K,4K,16K,64K,256K,1M,4M,32M"
+
+
+def sizes(at_most: int) -> Callable[[str], tuple[int, ...]]:
+    """The type of an option such as `4K,64K,1M`: multiples of 8 bytes, in order, each once."""
+    one = size(_SIZE_MIN, at_most)
+
+    def sizes(text: str) -> tuple[int, ...]:
+        found = sorted({one(word) for word in text.split(",")})
+        if odd := next((nbytes for nbytes in found if nbytes % 8), None):
+            raise click.BadParameter(f"{odd} bytes are no multiple of 8")
+        return tuple(found)
+
+    return sizes
+
+
+def windows(text: str) -> tuple[int, ...]:
+    """The type of --windows: `1,16`."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= wire.WINDOW_MAX for word in words):
+        raise click.BadParameter(f"{text!r} is not a list of numbers from 1 to {wire.WINDOW_MAX}")
+    return tuple(sorted({int(word) for word in words}))
+
+
+@click.command("run")
+@click.argument("target", metavar="HOST:PORT", type=target_place)
+@click.option("--only", multiple=True, type=click.Choice(KINDS), help="Measure only this; may be repeated.")
+@click.option("--sizes", type=sizes(_SIZE_MAX), default=_SIZES, show_default=True, help="Of writes, reads and pages.")
+@click.option("--windows", type=windows, default="1,16", show_default=True, help="Writes and reads in flight.")
+@click.option("--latency-sizes", type=sizes(wire.CONTROL_BYTES), default="8,4K", show_default=True)
+@click.option("--processes", type=click.IntRange(1, wire.PROCESSES_MAX), default=1, show_default=True, help="A side.")
+@click.option("--seconds", type=click.FloatRange(0.001, 60), default=0.2, show_default=True, help="Of each run.")
+@click.option(
+    "--warmup", type=click.FloatRange(0, 60), default=0.1, show_default=True, help="Seconds before them, not counted."
+)
+@click.option("--runs", type=click.IntRange(1, 1000), default=7, show_default=True, help="Of each point.")
+@click.option(
+    "--memory", type=size(1 << 20, 1 << 40), default="256M", show_default=True, help="Walked through, on each side."
+)
+@click.option("--transport", default="auto", show_default=True, help="Of the engines: auto, shm, tcp, verbs, ofi.")
+@click.option("--rails", type=rails_type, help="Rails of each engine, or their interfaces [default: 1].")
+@click.option("--polling", type=click.Choice(["adaptive", "spin"]), default="adaptive", show_default=True)
+@click.option("--cpus", type=cpu_list, default="", metavar="A,B,...", help="Cores of our workers, in turn.")
+@click.option(
+    "--secret-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help=f"File with the secret of the serve; without it {SECRET_VARIABLE}.",
+)
+@click.option(
+    "--timeout", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Seconds, of a single pass."
+)
+@output_options
+def run_command(target: tuple[str, int], **options: Any) -> None:
+    """Measure with the `crossrail bench serve` at HOST:PORT.
+
+    Writes, reads and paged writes of each size, and the distribution of round trips; one or more workers on each side.
+    The data of each point is checked in a pass that is not timed; then it runs again and again, each run beside one of
+    memcpy (both sides on one host) or bare sockets (writes over tcp).
+    """
+    outputs = Outputs.chosen(options)
+    host, port = target
+    secret_file = options["secret_file"]
+    secret = secret_file.read_bytes().strip() if secret_file is not None else shared_secret()
+    plan = Plan(
+        options["only"] or KINDS, options["sizes"], options["windows"], options["latency_sizes"], options["seconds"],
+        options["warmup"], options["runs"],
+    )  # fmt: skip
+    rails = options["rails"]
+    if rails is None:
+        rails = loopback_rails(host) if is_loopback(host) and options["transport"] != "shm" else 1
+    engines = EngineOptions(options["transport"], rails, secret)
+    console = Console()
+    serve = ask(host, port, secret, BENCH)
+    busy = report.busy_share(choose_cpus())
+    report.warn_if_busy(busy, console)
+    with (
+        xr.Engine(
+            "bench-run",
+            transport=engines.transport,
+            rails=rails,
+            secret=secret,
+            message_bytes_max=wire.MESSAGE_BYTES_MAX,
+        ) as engine,
+        engine.submit_recvs(MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
+        Workers(options["processes"], options["cpus"]) as workers,
+    ):
+        engine.connect(serve)
+        post = Post(engine, pool, serve, secrets.randbits(62), f"the serve at {host}", lambda _: None)
+        try:
+            results, settings = _measure_all(post, workers, engines, plan, options, console)
+        finally:
+            post.try_send(wire.Bye(run=post.run))
+    console.print(report.make_table(results, console.width))
+    outputs.write(results, settings, busy, console)
+
+
+def _measure_all(
+    post: Post, workers: Workers, engines: EngineOptions, plan: Plan, options: dict[str, Any], console: Console
+) -> tuple[list[Result], dict[str, Any]]:
+    """Meets, then point after point. Returns the results and what they were taken with."""
+    span = span_bytes(options["memory"], len(workers), plan.sizes)
+    welcome = _meet(post, workers, engines, span, options["polling"])
+    driver = Driver(post, workers, span, options["timeout"])
+    explanation = driver.explain()
+    console.print(f"here:  {report.describe_machine()}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"there: {report.describe_machine(welcome.machine)}", highlight=False, markup=False, soft_wrap=True)
+    console.print(str(explanation), highlight=False, markup=False, soft_wrap=True)
+    cores = min(len(os.sched_getaffinity(0)), welcome.cores)
+    limit = Limit(driver, explanation.transport, spins=2 * len(workers) <= cores)
+    if limit.missing:
+        console.print(limit.missing, style="yellow", markup=False)
+    points = list(plan.points())
+    results = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(points) * plan.runs)
+        for point in points:
+            progress.update(task, description=f"{point.kind} {point.nbytes}")
+            result = measure(driver, point, plan, limit, lambda: progress.advance(task))
+            results.append(result)
+            if not console.is_terminal:
+                console.print(report.one_line(result), highlight=False, markup=False, soft_wrap=True)
+    settings = {
+        "transport": explanation.transport,
+        "path": str(explanation),
+        "processes": len(workers),
+        "span_bytes": span,
+        "polling": options["polling"],
+        "cpus": options["cpus"],
+        **plan.to_json(),
+        "there": welcome.machine,
+    }
+    return results, settings
+
+
+def _meet(post: Post, workers: Workers, engines: EngineOptions, span: int, polling: str) -> wire.Welcome:
+    """Workers on both sides, connected. Returns what the serve said of itself."""
+    run = post.run
+    post.send(wire.Hello(run=run, processes=len(workers), span_bytes=span, polling=polling))
+    parts = workers.open(engines, span, polling)
+    workers.call("open_own")
+    welcome = post.receive(wire.Welcome, _WELCOME_S)
+    if len(welcome.parts) != len(workers):
+        raise wire.ProtocolError(f"the serve has {len(welcome.parts)} workers for {len(workers)}")
+    post.send(wire.Meet(run=run, parts=parts))
+    workers.each(
+        "meet", [{"address": part.address, "memory": part.memory, "control": part.control} for part in welcome.parts]
+    )
+    post.receive(wire.Met, _WELCOME_S)
+    return welcome

@@ -1,0 +1,310 @@
+"""`crossrail bench serve`: the other side of `crossrail bench run`, one run after another until it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+import crossrail as xr
+from crossrail.cli.bench.hosts import wire
+from crossrail.cli.bench.hosts.places import DEFAULT_PORT, MeetingThread, bind_place, is_loopback, loopback_rails
+from crossrail.cli.bench.hosts.post import LOOK_S, MESSAGES_HELD, Post
+from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
+from crossrail.cli.bench.machine import machine
+from crossrail.cli.meeting import shared_secret
+from crossrail.cli.text import cpu_list, format_bytes, format_count, size
+from crossrail.cli.text import rails as rails_type
+from crossrail.engine import SECRET_VARIABLE
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+
+_MEET_S = 60.0
+_IDLE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run may have of this side."""
+
+    processes_max: int
+    memory_bytes_max: int
+
+    def check(self, hello: wire.Hello) -> None:
+        """UsageError, for the other side to read, when it wants more."""
+        if hello.processes > self.processes_max:
+            raise UsageError(f"{hello.processes} processes are wanted, and at most {self.processes_max} are given here")
+        if (total := hello.processes * hello.span_bytes) > self.memory_bytes_max:
+            raise UsageError(
+                f"{format_bytes(total)} of memory are wanted, and at most {format_bytes(self.memory_bytes_max)} are "
+                "given here (--memory-max)"
+            )
+
+
+class RunOver(Exception):
+    """The other side said Bye."""
+
+
+class Server:
+    """Takes one run after another. Threads: the one that calls serve()."""
+
+    def __init__(
+        self, engine: xr.Engine, pool: xr.ReceivePool, options: EngineOptions, limits: Limits, cpus: list[int]
+    ) -> None:
+        """The parts, all open; the caller closes them. options: of workers' engines."""
+        self._engine = engine
+        self._pool = pool
+        self._options = options
+        self._limits = limits
+        self._cpus = cpus
+        self._console = Console()
+
+    def serve(self, *, once: bool) -> bool:
+        """Until interrupted; with `once`, until the first run is over. Whether that one ended well."""
+        while True:
+            try:
+                received = self._pool.recv(LOOK_S)
+            except WaitTimeout:
+                continue
+            hello = self._hello(received)
+            if hello is None:
+                continue
+            ended_well = self._run(received.peer, hello)
+            if once:
+                return ended_well
+
+    def _hello(self, received: xr.Message) -> wire.Hello | None:
+        """What begins a run; anything else is refused or passed over."""
+        try:
+            message = wire.decode(received.data)
+        except wire.OtherVersion as other:
+            reason = f"this side speaks version {wire.VERSION} of the benchmark's protocol, you {other.theirs}"
+            self._refuse(received.peer, 0, reason)
+            self._say("refused", received.peer, str(other))
+            return None
+        except wire.ProtocolError as error:
+            self._say("ignored", received.peer, str(error))
+            return None
+        if isinstance(message, wire.Hello):
+            return message
+        return None  # the rest of a run that is over
+
+    def _refuse(self, peer: xr.Address, run: int, reason: str) -> None:
+        self._post(peer, run).try_send(wire.Refused(run=run, reason=reason))
+
+    def _on_stranger(self, received: xr.Message) -> None:
+        """In the middle of a run of somebody else."""
+        hello = self._hello(received)
+        if hello is not None:
+            self._refuse(received.peer, hello.run, "another run is under way; try again later")
+
+    def _post(self, peer: xr.Address, run: int) -> Post:
+        return Post(self._engine, self._pool, peer, run, f"the run {peer.name!r}", self._on_stranger)
+
+    def _run(self, peer: xr.Address, hello: wire.Hello) -> bool:
+        """One run. Never raises for what the other side does."""
+        post = self._post(peer, hello.run)
+        try:
+            self._limits.check(hello)
+        except UsageError as error:
+            self._refuse(peer, hello.run, str(error))
+            self._say("refused", peer, str(error))
+            return False
+        self._say("run", peer, f"{format_count(hello.processes, 'worker')} with {format_bytes(hello.span_bytes)} each")
+        begun, session = time.monotonic(), _Session(post, self._options, self._cpus)
+        try:
+            session.run(hello)
+        except RunOver:
+            self._say("done", peer, f"{format_count(session.steps, 'step')} in {time.monotonic() - begun:.1f} s")
+            return True
+        except (CrossrailError, OSError, MemoryError) as error:
+            self._say("dropped", peer, str(error))
+            post.try_send(wire.Failed(run=hello.run, reason=str(error)[:4000]))
+        return False
+
+    def _say(self, what: str, peer: xr.Address, about: str) -> None:
+        text = f"{what} {peer.name} (pid {peer.pid}): {about}"
+        text = "".join(letter if letter.isprintable() else "?" for letter in text)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Session:
+    """The workers of one run, and what they are told to do."""
+
+    def __init__(self, post: Post, options: EngineOptions, cpus: list[int]) -> None:
+        self._post = post
+        self._options = options
+        self._cpus = cpus
+        self.steps = 0
+
+    def run(self, hello: wire.Hello) -> None:
+        """Raises RunOver at the end, or CrossrailError."""
+        run, post = hello.run, self._post
+        with Workers(hello.processes, self._cpus) as workers:
+            parts = workers.open(self._options, hello.span_bytes, hello.polling)
+            cores = len(os.sched_getaffinity(0))
+            post.send(wire.Welcome(run=run, crossrail=xr.__version__, machine=machine(), cores=cores, parts=parts))
+            meet = post.receive(wire.Meet, _MEET_S)
+            if len(meet.parts) != len(workers):
+                raise wire.ProtocolError(f"{len(meet.parts)} workers are to meet {len(workers)}")
+            arguments = [
+                {"address": part.address, "memory": part.memory, "control": part.control} for part in meet.parts
+            ]
+            workers.each("meet", arguments)
+            post.send(wire.Met(run=run))
+            while True:
+                step = self._next_step()
+                answers = self._work(workers, step, hello.span_bytes)
+                self.steps += 1
+                post.send(wire.Done(run=run, answers=["" if answer is None else str(answer) for answer in answers]))
+
+    def _next_step(self) -> wire.Step:
+        deadline = time.monotonic() + _IDLE_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            message = self._post.next(left_s)
+            if isinstance(message, wire.Bye):
+                raise RunOver
+            if isinstance(message, wire.Step):
+                return message
+            if message is not None:
+                self._post.raise_if_failed(message)
+        raise CrossrailError(f"nothing came for {_IDLE_S:g} s")
+
+    def _work(self, workers: Workers, step: wire.Step, span_bytes: int) -> list[Any]:
+        if step.nbytes > span_bytes:
+            raise wire.ProtocolError(f"nbytes is {step.nbytes}, and each worker has {span_bytes}")
+        command, arguments = _COMMANDS[step.what](step, span_bytes)
+        answers, _ = workers.call_beside(self._post, command, arguments, step.timeout_s, awaits_done=False)
+        return answers if step.what in ("digest", "fill", "listen") else [None] * len(answers)
+
+
+# What a worker is to do for a step, by its `what`: a method of Worker, and its arguments.
+_COMMANDS: dict[str, Any] = {
+    "receive": lambda step, span: ("receive", {"count": step.count, "timeout_s": step.timeout_s}),
+    "ping-pong": lambda step, span: (
+        "ping_pong",
+        {
+            "nbytes": step.nbytes,
+            "count": step.count,
+            "verify": step.verify,
+            "timeout_s": step.timeout_s,
+            "first": False,
+        },
+    ),
+    "clear": lambda step, span: ("clear", {"nbytes": step.nbytes}),
+    "digest": lambda step, span: ("digest", {"nbytes": step.nbytes}),
+    "fill": lambda step, span: ("fill", {"nbytes": step.nbytes, "seed": step.count}),
+    "listen": lambda step, span: ("listen", {"timeout_s": step.timeout_s}),
+    "stream": lambda step, span: (
+        "stream",
+        {
+            "nbytes": step.nbytes,
+            "window": step.window,
+            "count": step.count,
+            "sender": False,
+            "spin": step.spin,
+            "span_bytes": span,
+            "timeout_s": step.timeout_s,
+        },
+    ),
+}
+
+
+def _announce(host: str, port: int, secret: bytes, drawn: bool, engine: xr.Engine) -> None:
+    """What to type on the other side."""
+    shown = host
+    if not host or host in ("0.0.0.0", "::"):
+        endpoints = engine.address.endpoints
+        shown = endpoints[0].rpartition(":")[0].strip("[]") if endpoints else socket.gethostname()
+    shown = f"[{shown}]" if ":" in shown else shown
+    setting = f"{SECRET_VARIABLE}={secret.decode()} " if drawn else ""
+    click.echo("measuring with whoever asks. On the other host, or in another shell:")
+    click.echo(f"    {setting}crossrail bench run {shown}:{port}")
+    click.echo("Ctrl-C ends it.", err=True)
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """SIGTERM ends the command as if all was said: everything is closed, the status is 0."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@click.command("serve")
+@click.option(
+    "--bind",
+    type=bind_place,
+    default=f":{DEFAULT_PORT}",
+    show_default=True,
+    metavar="[HOST]:PORT",
+    help="Where to answer; port 0: any. Rails of tcp listen at the ports behind it.",
+)
+@click.option("--transport", default="auto", show_default=True, help="Of the engines: auto, shm, tcp, verbs, ofi.")
+@click.option("--rails", type=rails_type, help="Rails of each engine, or their interfaces [default: 1].")
+@click.option(
+    "--secret-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help=f"File with the secret; without it {SECRET_VARIABLE}, or one that is drawn and printed.",
+)
+@click.option("--cpus", type=cpu_list, default="", metavar="A,B,...", help="Cores of the workers, in turn.")
+@click.option("--processes-max", type=click.IntRange(1, wire.PROCESSES_MAX), default=16, show_default=True)
+@click.option(
+    "--memory-max", type=size(1 << 20, 1 << 44), default="4G", show_default=True, help="Of all workers of a run."
+)
+@click.option("--once", is_flag=True, help="End after one run; exit code 1 if it did not end well.")
+def serve_command(
+    bind: tuple[str, int],
+    transport: str,
+    rails: int | list[str] | None,
+    secret_file: Path | None,
+    cpus: list[int],
+    processes_max: int,
+    memory_max: int,
+    once: bool,
+) -> None:
+    """Be the other side of `crossrail bench run HOST:PORT`, for one run after another.
+
+    Whoever knows the secret can have workers started here, which take memory and cores for as long as the run takes.
+    """
+    host, port = bind
+    secret = secret_file.read_bytes().strip() if secret_file is not None else shared_secret()
+    drawn = not secret
+    if drawn:
+        secret = secrets.token_hex(16).encode()
+    if rails is None:
+        rails = loopback_rails(host) if is_loopback(host) and transport != "shm" else 1
+    # The engine that talks listens right behind the port for questions, workers' engines behind that.
+    options = EngineOptions(transport, rails, secret, port + 1 if port else 0)
+    own, behind = (options.of_worker(index)["port"] for index in (0, 1))
+    with (
+        _orderly_end(),
+        xr.Engine(
+            "bench-serve",
+            transport=transport,
+            rails=rails,
+            port=own,
+            secret=secret,
+            message_bytes_max=wire.MESSAGE_BYTES_MAX,
+        ) as engine,
+        engine.submit_recvs(MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
+        MeetingThread(host, port, secret, engine.address) as meeting,
+    ):
+        _announce(host, meeting.port, secret, drawn, engine)
+        server = Server(
+            engine, pool, EngineOptions(transport, rails, secret, behind), Limits(processes_max, memory_max), cpus
+        )
+        if not server.serve(once=once):
+            raise click.exceptions.Exit(1)

@@ -1,0 +1,76 @@
+"""What becomes of the figures, the same for every benchmark: options, and what they do when all is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from crossrail.cli.bench.compare import compare, fail_if_slower, share, show
+from crossrail.cli.bench.page import write_page
+from crossrail.cli.bench.plot import check_plot, write_plot
+from crossrail.cli.bench.saved import Saved, read_json, save, to_json
+from crossrail.cli.bench.spec import Result
+from crossrail.cli.service import together
+from crossrail.cli.text import OutputFile
+from crossrail.errors import UsageError
+
+output_options = together(
+    click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file."),
+    click.option("--plot", "plot_path", type=OutputFile(), help="Draw it, by the suffix: PNG, SVG (needs matplotlib)."),
+    click.option("--html", "html_path", type=OutputFile(), help="Write a report, one file for browsers."),
+    click.option(
+        "--compare",
+        "compare_path",
+        type=click.Path(dir_okay=False, exists=True, readable=True, path_type=Path),
+        help="Show what is faster and slower than in this older file of --json.",
+    ),
+    click.option("--fail-slower", type=share, metavar="SHARE", help="With --compare: exit code 1 when slower by 10%."),
+)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the options said; the old file has been read."""
+
+    json_path: Path | None
+    plot_path: Path | None
+    html_path: Path | None
+    old: Saved | None
+    fail_slower: float | None
+
+    @staticmethod
+    def chosen(options: Mapping[str, Any]) -> Outputs:
+        """By output_options. UsageError for what could not be done once all is measured."""
+        old, plot = options["compare_path"], options["plot_path"]
+        if options["fail_slower"] is not None and old is None:
+            raise UsageError("--fail-slower needs an older run to compare with: --compare OLD.json")
+        if plot is not None:
+            check_plot(plot)
+        return Outputs(options["json_path"], plot, options["html_path"], old and read_json(old), options["fail_slower"])
+
+    def write(self, results: list[Result], settings: Mapping[str, Any], busy: float, console: Console) -> None:
+        """All that was asked for, the JSON first: what fails later has not lost the figures.
+
+        May raise click's Exit, by --fail-slower.
+        """
+        content = to_json(results, settings, busy)
+        if self.json_path is not None:
+            save(self.json_path, content)
+        run = Saved(
+            "this run", results, content["machine"], content["settings"], content["command"], content["date"],
+            content["version"],
+        )  # fmt: skip
+        comparison = None if self.old is None else compare(self.old, run)
+        if comparison is not None:
+            show(comparison, console)
+        if self.plot_path is not None:
+            write_plot(self.plot_path, results)
+        if self.html_path is not None:
+            write_page(self.html_path, run, comparison)
+        if comparison is not None:
+            fail_if_slower(comparison, self.fail_slower)

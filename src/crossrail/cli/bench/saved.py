@@ -1,0 +1,153 @@
+"""The JSON file of a benchmark: written, and read again for comparisons. Formats 1 and 2 are read, 2 is written.
+
+Format 2 has what 1 has, and the intervals, the points of curves, and distributions (`ecdf`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from crossrail.cli.bench.machine import machine, version
+from crossrail.cli.bench.spec import Line, Point, Result, Sample
+from crossrail.errors import UsageError
+
+FORMAT = 2
+_FORMATS_READ = (1, 2)
+_FILE_BYTES_MAX = 64 << 20
+
+
+def to_json(results: list[Result], settings: Mapping[str, Any], busy: float) -> dict[str, Any]:
+    """Everything that is needed to judge the figures, and to repeat them. settings: what they were taken with."""
+    return {
+        "format": FORMAT,
+        "command": " ".join(["crossrail", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "version": version(),
+        "machine": machine(),
+        "busy_before": round(busy, 3),
+        "settings": dict(settings),
+        "results": [_result_json(result) for result in results],
+    }
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    measure = result.measure
+    value_interval, ratio_interval = result.value_interval, result.ratio_interval
+    content: dict[str, Any] = {
+        "name": measure.name,
+        "title": measure.title,
+        "unit": measure.unit,
+        "limit_is": measure.limit,
+        "value": result.value,
+        "value_interval": value_interval and value_interval.to_json(),
+        "limit": result.limit,
+        "ratio": result.ratio,
+        "ratio_interval": ratio_interval and ratio_interval.to_json(),
+        "bar": str(measure.bar) if measure.bar else None,
+        "verdict": result.verdict,
+        "note": result.note or None,
+        "path": result.path or None,
+        "error": result.error or None,
+        "samples": [{"value": sample.value, "limit": sample.limit} for sample in result.samples],
+    }
+    if (point := measure.point) is not None:
+        content["point"] = {"kind": point.kind, "nbytes": point.nbytes, "window": point.window}
+    if result.ecdf:
+        content["ecdf"] = result.ecdf
+    return content
+
+
+def write_json(path: Path, results: list[Result], settings: Mapping[str, Any], busy: float) -> None:
+    """The file; replaced when there. settings: what they were taken with; busy: what busy_share said before."""
+    save(path, to_json(results, settings, busy))
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    """What to_json gave; replaced when there."""
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+class _Sample(msgspec.Struct):
+    value: float
+    limit: float | None = None
+
+
+class _Point(msgspec.Struct):
+    kind: str
+    nbytes: int
+    window: int
+
+
+class _Result(msgspec.Struct):
+    name: str
+    title: str
+    unit: str
+    samples: list[_Sample]
+    limit_is: str | None = None
+    note: str | None = None
+    error: str | None = None
+    path: str | None = None
+    point: _Point | None = None
+    ecdf: list[tuple[float, float]] = msgspec.field(default_factory=list)
+
+    def opened(self) -> Result:
+        point = None if self.point is None else Point(self.point.kind, self.point.nbytes, self.point.window)
+        line = Line(name=self.name, title=self.title, unit=self.unit, limit=self.limit_is or "", point=point)
+        samples = [Sample(sample.value, sample.limit) for sample in self.samples]
+        return Result(line, samples, self.error or "", self.note or "", self.path or "", self.ecdf)
+
+
+class _File(msgspec.Struct):
+    results: list[_Result]
+    command: str = ""
+    date: str = ""
+    version: str = ""
+    machine: dict[str, Any] = msgspec.field(default_factory=dict)
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run that was written to a file, or the one just taken. name: what to call it."""
+
+    name: str
+    results: list[Result]
+    machine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    command: str = ""
+    date: str = ""
+    version: str = ""
+
+
+def read_json(path: Path) -> Saved:
+    """What `--json` wrote. UsageError, in one line, for anything else. Bars are not read: they may have moved since."""
+    try:
+        if path.stat().st_size > _FILE_BYTES_MAX:
+            raise UsageError(f"{path} has more than {_FILE_BYTES_MAX >> 20} MiB: not written by crossrail bench --json")
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        found = msgspec.json.decode(data, type=_Format).format
+        if found not in _FORMATS_READ:
+            known = " and ".join(map(str, _FORMATS_READ))
+            raise UsageError(f"{path} has format {found}, and this crossrail reads {known}: use the one that wrote it")
+        file = msgspec.json.decode(data, type=_File)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} was not written by crossrail bench --json: {error}") from None
+    results = [result.opened() for result in file.results]
+    return Saved(str(path), results, file.machine, file.settings, file.command, file.date, file.version)

@@ -1,0 +1,350 @@
+"""What becomes of a benchmark's figures: files read again, comparisons, pictures, pages."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from crossrail.cli.bench import page, plot, report
+from crossrail.cli.bench.compare import compare
+from crossrail.cli.bench.saved import FORMAT, Saved, read_json, to_json
+from crossrail.cli.bench.spec import Bar, Line, Point, Sample
+from crossrail.cli.bench.spec import Result as Figure
+from crossrail.cli.main import main
+
+STEADY = (2.0, 2.02, 1.99, 2.01)
+FASTER = (3.0, 3.02, 2.99, 3.01)
+
+
+def run(*words: object, **environment: str) -> Result:
+    return CliRunner(env=environment).invoke(main, [str(word) for word in words])
+
+
+def refused(*words: object) -> str:
+    result = run(*words)
+    lines = result.stderr.splitlines()
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    assert [line for line in lines if line.lower().startswith("error: ")] == lines[-1:], result.stderr
+    return lines[-1]
+
+
+def figure(
+    name: str, values: Sequence[float], *, unit: str = "GB/s", limit: float | None = 4.0, point: Point | None = None
+) -> Figure:
+    line = Line(name=name, title=f"title of {name}", unit=unit, limit="memcpy" if limit else "", point=point)
+    return Figure(line, [Sample(value, limit) for value in values])
+
+
+def written(path: Path, *results: Figure, machine: object = None, **changes: object) -> Path:
+    content = to_json(list(results), {"transport": "shm"}, 0.0)
+    content["machine"] = machine or {"cpu": "one", "cores": 2}
+    path.write_text(json.dumps(content | changes))
+    return path
+
+
+# --- files ---
+
+
+def test_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    curve = figure("write-4k-w1", STEADY, point=Point("write", 4096, 1))
+    spread = figure("latency-8b", STEADY, unit="us", limit=None, point=Point("latency", 8, 0))
+    spread.ecdf = [(0.0, 1.0), (1.0, 2.0)]
+    broken = figure("broke", ())
+    broken.error = "gone"
+
+    saved = read_json(written(tmp_path / "a.json", curve, spread, broken))
+
+    assert saved.results == [curve, spread, broken]
+    assert saved.machine == {"cpu": "one", "cores": 2}
+
+
+def test_file_says_the_intervals_and_how_they_were_made(tmp_path: Path) -> None:
+    content = json.loads(written(tmp_path / "a.json", figure("a", STEADY), figure("b", range(1, 8))).read_text())
+
+    few, many = content["results"]
+    assert content["format"] == FORMAT
+    assert few["ratio_interval"]["method"] == "student t of logarithms"
+    assert few["ratio_interval"]["low"] < few["ratio"] < few["ratio_interval"]["high"]
+    assert (many["value_interval"]["low"], many["value_interval"]["high"]) == (1, 7)
+    assert many["value_interval"]["method"] == "order statistics"
+
+
+def test_file_of_format_1_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    old: dict[str, Any] = {
+        "name": "write-1m-w1", "title": "write", "unit": "GB/s", "limit_is": "memcpy", "value": 2.0, "limit": 4.0,
+        "ratio": 0.5, "bar": ">= 0.95x", "verdict": "miss", "note": None, "error": None,
+        "samples": [{"value": 2.0, "limit": 4.0}, {"value": 2.1, "limit": None}],
+    }  # fmt: skip
+    file.write_text(json.dumps({"format": 1, "command": "c", "machine": {"cpu": "one"}, "results": [old]}))
+
+    saved = read_json(file)
+
+    assert [result.measure.name for result in saved.results] == ["write-1m-w1"]
+    assert saved.results[0].samples == [Sample(2.0, 4.0), Sample(2.1, None)]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "was not written by"),
+        ("[" * 100_000, "was not written by"),
+        ("\0" * 100, "was not written by"),
+        ("[]", "was not written by"),
+        ('{"format": 1}', "missing required field `results`"),
+        ('{"format": 99, "results": []}', "format 99, and this crossrail reads 1 and 2"),
+        ('{"format": "1", "results": []}', "was not written by"),
+        ('{"format": 2, "results": [{"name": "a"}]}', "missing required field `title`"),
+        ('{"format": 2, "results": [{"name": "a", "title": "b", "unit": "us", "samples": [{"value": "x"}]}]}', "float"),
+        ('{"format": 2, "results": [], "machine": 3}', "machine"),
+        ('{"format": 2, "results": NaN}', "was not written by"),
+    ],
+)
+def test_file_of_something_else_is_refused_in_one_line(content: str, words: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.json"
+    bad.write_text(content)
+    good = written(tmp_path / "good.json", figure("a", STEADY))
+
+    assert words in refused("bench", "compare", bad, good)
+    assert words in refused("bench", "compare", good, bad)
+    assert words in refused("bench", "--quick", "--compare", bad)
+
+
+# --- comparisons ---
+
+
+def verdicts(old: Figure, new: Figure) -> list[str]:
+    runs = [Saved(name, [result], {}, {}) for name, result in (("old", old), ("new", new))]
+    return [change.verdict for change in compare(*runs).changes]
+
+
+def test_verdict_is_by_the_whole_interval() -> None:
+    assert verdicts(figure("a", STEADY), figure("a", FASTER)) == ["faster"]
+    assert verdicts(figure("a", FASTER), figure("a", STEADY)) == ["slower"]
+    assert verdicts(figure("a", STEADY), figure("a", STEADY)) == ["no difference seen"]
+    assert verdicts(figure("a", (2.0, 9.0, 1.0)), figure("a", (1.0, 8.0, 3.0))) == ["no difference seen"]
+    assert verdicts(figure("a", STEADY[:1]), figure("a", FASTER)) == ["one run says nothing"]
+
+
+@pytest.mark.parametrize("unit", ["us", "ns", "ms", "MiB", "s/GB"])
+def test_less_is_better_of_times_and_memory(unit: str) -> None:
+    assert verdicts(figure("a", STEADY, unit=unit), figure("a", FASTER, unit=unit)) == ["slower"]
+
+
+def test_ratios_are_compared_where_both_have_the_limit() -> None:
+    """The machine was half as fast: the figure fell, its ratio did not."""
+    old, new = figure("a", (4.0, 4.04, 3.98), limit=8.0), figure("a", (2.0, 2.02, 1.99), limit=4.0)
+    assert verdicts(old, new) == ["no difference seen"]
+    assert verdicts(old, figure("a", (2.0, 2.02, 1.99), limit=None)) == ["slower"]
+
+
+def test_what_is_in_one_run_only_is_told(tmp_path: Path) -> None:
+    failed = figure("broke", ())
+    failed.error = "gone"
+    old = written(tmp_path / "old.json", figure("a", STEADY), figure("b", STEADY), failed, figure("u", STEADY))
+    new = written(
+        tmp_path / "new.json", figure("a", STEADY), figure("c", STEADY), figure("broke", STEADY),
+        figure("u", STEADY, unit="us"),
+    )  # fmt: skip
+
+    told = run("bench", "compare", old, new, COLUMNS="200").stdout
+
+    assert f"only in {old}: b" in told and f"only in {new}: c" in told
+    assert "broke: the older run has no figure" in told
+    assert "u: was in GB/s, is in us" in told
+
+
+def test_another_machine_is_told_loudly(tmp_path: Path) -> None:
+    old = written(tmp_path / "old.json", figure("a", STEADY), machine={"cpu": "one\x1b[31m", "cores": 2})
+    new = written(tmp_path / "new.json", figure("a", STEADY), machine={"cpu": "two", "cores": 64})
+
+    first = run("bench", "compare", old, new).stdout.splitlines()[0]
+
+    assert first.startswith("ANOTHER MACHINE: cpu one?[31m -> two; cores 2 -> 64")
+
+
+@pytest.mark.parametrize(("allowed", "status"), [("10%", 1), ("0.1", 1), ("40%", 0), ("0", 1)])
+def test_exit_status_says_slower(allowed: str, status: int, tmp_path: Path) -> None:
+    old = written(tmp_path / "old.json", figure("same", STEADY), figure("slow", FASTER))
+    new = written(tmp_path / "new.json", figure("same", STEADY), figure("slow", STEADY))
+
+    result = run("bench", "compare", old, new, "--fail-slower", allowed)
+
+    assert result.exit_code == status
+    assert ("slower by more than" in result.stderr and "slow" in result.stderr) == bool(status)
+    assert run("bench", "compare", old, new).exit_code == 0
+
+
+def test_check_that_looks_at_nothing_has_not_passed(tmp_path: Path) -> None:
+    old, new = written(tmp_path / "o", figure("a", STEADY)), written(tmp_path / "n", figure("b", STEADY))
+    result = run("bench", "compare", old, new, "--fail-slower", "1%")
+    assert result.exit_code == 2 and "has no measure of" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1%", "100%", "1%%", "1.5", "nan"])
+def test_share_that_cannot_be(text: str, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.json", figure("a", STEADY))
+    assert "is not a share" in refused("bench", "compare", file, file, f"--fail-slower={text}")
+
+
+def test_fail_slower_needs_something_to_compare_with() -> None:
+    assert "--compare OLD.json" in refused("bench", "--quick", "--fail-slower", "10%")
+
+
+@pytest.mark.parametrize("columns", ["20", "60", "80", "200"])
+def test_tables_fit_any_terminal(columns: str, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.json", figure("a-measure-of-a-long-name", STEADY))
+    result = run("bench", "compare", file, file, COLUMNS=columns, NO_COLOR="1", TERM="dumb")
+    assert result.exit_code == 0 and "\x1b[" not in result.output
+    assert "1.00x" in result.stdout and (columns == "20" or "difference" in result.stdout)
+
+    console = Console(width=int(columns), record=True, file=io.StringIO())
+    console.print(report.make_table([figure("a", STEADY)], int(columns)))
+    assert max(len(line.rstrip()) for line in console.export_text().splitlines()) <= int(columns)
+
+
+# --- pictures and pages ---
+
+CURVES = [
+    figure(f"write-{nbytes}-w{window}", STEADY, point=Point("write", nbytes, window))
+    for nbytes in (1024, 4096, 1 << 20)
+    for window in (1, 16)
+]
+
+
+def all_kinds() -> list[Figure]:
+    spread = figure("latency-8b", STEADY, unit="us", limit=None, point=Point("latency", 8, 0))
+    spread.ecdf = [(share / 100, 1.0 + share) for share in range(101)]
+    barred = figure("barred", STEADY)
+    bar = Bar("ratio", ">=", 0.95)
+    barred.measure = Line(name="barred", title="barred <b>", unit="GB/s", limit="memcpy", bar=bar)
+    return [*CURVES, spread, barred, figure("without-runs", ())]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drawn_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """matplotlib keeps the fonts open that it has used."""
+    plot.write_plot(tmp_path_factory.mktemp("drawn") / "out.png", all_kinds())
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
+def test_picture_is_of_the_kind_that_its_name_says(suffix: str, begins: bytes, tmp_path: Path) -> None:
+    file = tmp_path / f"out.{suffix}"
+    plot.check_plot(file)
+    plot.write_plot(file, all_kinds())
+    assert file.read_bytes().startswith(begins)
+
+
+def test_picture_of_no_known_kind_is_refused_before_the_work(tmp_path: Path) -> None:
+    assert "suffix must be one of" in refused("bench", "--quick", "--plot", tmp_path / "out.docx")
+
+
+def test_picture_draws_curves_limits_and_distribution(tmp_path: Path) -> None:
+    file = tmp_path / "out.svg"
+    plot.write_plot(file, all_kinds())
+    words = " ".join(text.text or "" for text in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text"))
+    for expected in ("write, 16 in flight", "limit: memcpy", "1 KiB", "1 MiB", "share of round trips", "barred <b>"):
+        assert expected in words
+
+
+class Reader(HTMLParser):
+    """What a browser would make of it: tags in balance, and the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
+
+
+def read_page(file: Path) -> Reader:
+    reader = Reader()
+    reader.feed(file.read_text())
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def hostile_page(file: Path) -> Reader:
+    results = all_kinds()
+    results[0].note = results[0].path = results[0].error = HOSTILE
+    results[1].measure = Line(name=HOSTILE, title=HOSTILE, unit=HOSTILE, limit=HOSTILE)
+    about = {HOSTILE: HOSTILE, "caches": {HOSTILE: HOSTILE}, "list": [HOSTILE]}
+    new = Saved(HOSTILE, results, about, about, HOSTILE, HOSTILE, HOSTILE)
+    old = Saved(HOSTILE, [*results[:2], figure(HOSTILE + "2", STEADY)], {"cpu": HOSTILE}, {}, HOSTILE, HOSTILE, HOSTILE)
+    page.write_page(file, new, compare(old, new))
+    return read_page(file)
+
+
+def test_page_escapes_everything_that_comes_from_outside(tmp_path: Path) -> None:
+    reader = hostile_page(tmp_path / "out.html")
+
+    assert not {"script", "img", "iframe", "object"} & {tag for tag, _ in reader.tags}
+    assert not any(name.startswith("on") for _, attributes in reader.tags for name in attributes)
+    assert reader.text.count("<script>alert(1)</script>") > 10
+
+
+def test_page_fetches_nothing(tmp_path: Path) -> None:
+    reader = hostile_page(tmp_path / "out.html")
+
+    for tag, attributes in reader.tags:
+        for name, value in attributes.items():
+            if name in ("src", "href", "xlink:href", "action", "data"):
+                assert (value or "").startswith("#"), (tag, name, value)
+    assert "@import" not in reader.text and not re.search(r"url\((?!#)", (tmp_path / "out.html").read_text())
+
+
+def test_page_has_machine_command_figures_and_pictures(tmp_path: Path) -> None:
+    file = tmp_path / "out.html"
+    run_taken = Saved(
+        "run", all_kinds(), {"cpu": "a good one"}, {"seconds": 0.2}, "crossrail bench --x", "today", "1.0"
+    )
+    page.write_page(file, run_taken, None)
+    reader = read_page(file)
+
+    for expected in ("a good one", "crossrail bench --x", "title of write-1024-w1", "95 %", "order statistics", "ok"):
+        assert expected in reader.text
+    assert [tag for tag, _ in reader.tags].count("figure") == 3
+
+
+def test_page_without_matplotlib_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "can_plot", lambda: False)
+    file = tmp_path / "out.html"
+    page.write_page(file, Saved("run", all_kinds(), {}, {}), None)
+
+    reader = read_page(file)
+
+    assert "matplotlib is not installed" in reader.text
+    assert "figure" not in [tag for tag, _ in reader.tags]
+
+
+def test_plot_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plot, "can_plot", lambda: False)
+    assert "crossrail[bench]" in refused("bench", "--quick", "--plot", tmp_path / "out.png")
