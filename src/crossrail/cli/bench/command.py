@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from crossrail.cli.bench import api, copies, footprint, kv, posting, rdma, report, small, tcp_copies, tcp_small
 from crossrail.cli.bench.moe.command import moe
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
+from crossrail.cli.bench.peers.command import peers
 from crossrail.cli.bench.spec import Measure, Result
 from crossrail.cli.text import OutputFile, cpu_pair, size
 from crossrail.errors import CrossrailError, UsageError
@@ -155,3 +156,4 @@ def command(
 
 
 command.add_command(moe)
+command.add_command(peers)
