@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from crossrail.cli.bench.peers import command, offers
 from crossrail.cli.bench.peers.base import Offer
 from crossrail.cli.bench.peers.pair import PeerFailed, PeerPair, Settings
-from crossrail.cli.bench.peers.turn import Turn, take_turn, take_turns
+from crossrail.cli.bench.peers.turn import Outcome, Turn, take_turn, take_turns
 from crossrail.cli.bench.peers.work import Shape
 from crossrail.errors import UsageError
 from tests.support.limits import WAIT_S, eventually
@@ -112,7 +112,8 @@ def test_turns_go_round_and_leave_out_who_never_began() -> None:
         asked.append(offer.name)
 
     socket = next(offer for offer in offers.OFFERS if offer.name == "socket")
-    outcomes = take_turns([made_up("IsNotConfigured"), socket], SETTINGS, [STREAM], 2, on_turn)
+    outcomes = [Outcome(made_up("IsNotConfigured")), Outcome(socket)]
+    take_turns(outcomes, SETTINGS, [STREAM], 2, on_turn)
     assert asked == ["IsNotConfigured", "socket", "socket"]
     assert [len(outcome.samples.get(STREAM.name, [])) for outcome in outcomes] == [0, 2]
 
@@ -142,6 +143,18 @@ def test_the_command_measures_and_writes_json(monkeypatch: pytest.MonkeyPatch, t
     assert ours["failures"] == [] and ours["versions"].startswith("crossrail ")
     assert ours["figures"][STREAM.name]["unit"] == "GB/s"
     assert len(ours["figures"]["message-8b"]["samples"]) == 2
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(outcomes: list[Outcome], *_: object) -> None:
+        outcomes[0].add(Turn({STREAM.name: 12.5}))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "take_turns", interrupt)
+    path = tmp_path / "peers.json"
+    run = CliRunner().invoke(command.peers, ["--only", "memcpy", "--json", str(path)], env={"COLUMNS": "200"})
+    assert run.exit_code != 0 and "12.5" in run.output
+    assert json.loads(path.read_text())["peers"][0]["figures"][STREAM.name]["samples"] == [12.5]
 
 
 def test_only_takes_names_and_families() -> None:

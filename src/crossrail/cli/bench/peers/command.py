@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from crossrail.cli.bench.pair import check_cpus, choose_cpus
 from crossrail.cli.bench.peers import offers, report
 from crossrail.cli.bench.peers.base import Offer
 from crossrail.cli.bench.peers.pair import Settings
-from crossrail.cli.bench.peers.turn import Turn, take_turns
+from crossrail.cli.bench.peers.turn import Outcome, Turn, take_turns
 from crossrail.cli.bench.peers.work import shapes
 from crossrail.cli.text import OutputFile, cpu_pair, size
 
@@ -66,24 +67,26 @@ def peers(
     busy = bench_report.busy_share(settings.cpus)
     if busy > _BUSY_MAX:
         console.print(f"other programs keep these cores {busy:.0%} busy: figures will be noise", style="yellow")
-    there = []
+    outcomes = []
     for offer in chosen:
         if missing := offers.missing(offer):
             console.print(f"{offer.name}: left out, no {missing}", highlight=False, markup=False)
         else:
-            there.append(offer)
-
-    def on_turn(offer: Offer, turn: Turn) -> None:
-        line = report.one_line(offer, turn.figures, turn.failures)
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
+            outcomes.append(Outcome(offer))
     work = shapes(quick=quick)
-    outcomes = take_turns(there, settings, work, runs, on_turn)
-    for table in (report.bandwidths, report.costs):
-        console.print(table(outcomes, work))
-    console.print(report.about(outcomes))
-    if json_path is not None:
-        described = {"cpus": list(settings.cpus), "pool_bytes": pool_bytes, "runs": runs, "quick": quick}
-        report.write_json(json_path, outcomes, described, busy)
+    try:
+        take_turns(outcomes, settings, work, runs, partial(_tell, console))
+    finally:  # also what was measured before Ctrl-C: a run is long
+        for table in (report.bandwidths, report.costs):
+            console.print(table(outcomes, work))
+        console.print(report.about(outcomes))
+        if json_path is not None:
+            described = {"cpus": list(settings.cpus), "pool_bytes": pool_bytes, "runs": runs, "quick": quick}
+            report.write_json(json_path, outcomes, described, busy)
     if any(outcome.failures and outcome.offer.name.startswith("crossrail") for outcome in outcomes):
         raise click.exceptions.Exit(1)
+
+
+def _tell(console: Console, offer: Offer, turn: Turn) -> None:
+    line = report.one_line(offer, turn.figures, turn.failures)
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

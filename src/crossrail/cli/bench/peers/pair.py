@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from crossrail.cli.bench.peers.base import ROLES, Offer
-from crossrail.errors import CrossrailError
 
 # The first statement reads the clock: what follows, until the library is asked for, is ours and not the library's.
 _PROGRAM = "import time; t = time.monotonic_ns(); import crossrail.cli.bench.peers.child as child; child.main(t)"
@@ -27,8 +26,8 @@ _LOOK_S = 0.02
 _STDERR_BYTES = 400
 
 
-class PeerFailed(CrossrailError):
-    """A process of the adapter crashed, hung or said that something went wrong."""
+class PeerFailed(Exception):
+    """A process of the adapter crashed, hung or said that something went wrong. No user sees it: it ends in a table."""
 
 
 @dataclass(frozen=True)

@@ -110,21 +110,18 @@ class Outcome:
 
 
 def take_turns(
-    offers: Sequence[Offer],
+    outcomes: Sequence[Outcome],
     settings: Settings,
     shapes: Sequence[Shape],
     runs: int,
     on_turn: Callable[[Offer, Turn], object],
-) -> list[Outcome]:
+) -> None:
     """Round robin, each run beginning with another one. Who failed before the first figure is not asked again."""
-    outcomes = {offer.name: Outcome(offer) for offer in offers}
     for run in range(runs):
-        first = run % len(offers)
-        for offer in (*offers[first:], *offers[:first]):
-            outcome = outcomes[offer.name]
+        first = run % len(outcomes)
+        for outcome in (*outcomes[first:], *outcomes[:first]):
             if outcome.failures and not any(name.startswith(("write", "paged")) for name in outcome.samples):
                 continue
-            turn = take_turn(offer, settings, shapes)
+            turn = take_turn(outcome.offer, settings, shapes)
             outcome.add(turn)
-            on_turn(offer, turn)
-    return list(outcomes.values())
+            on_turn(outcome.offer, turn)
