@@ -132,12 +132,15 @@ def test_list_says_how_to_get_what_is_not_here(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_command_measures_and_writes_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "shapes", lambda *, quick: SHAPES)
-    path = tmp_path / "peers.json"
-    options = ["--only", "crossrail-tcp", "--runs", "2", "--pool-bytes", "64M", "--json", str(path)]
+    path, tables = tmp_path / "peers.json", tmp_path / "peers.md"
+    options = ["--only", "crossrail-tcp", "--runs", "2", "--pool-bytes", "64M"]
+    options += ["--json", str(path), "--markdown", str(tables)]
     run = CliRunner().invoke(command.peers, options, env={"COLUMNS": "200"})
     assert run.exit_code == 0, run.output
     assert "256 B" in run.output and "crossrail-tcp" in run.output
     written = json.loads(path.read_text())
+    rows = [line.split(" | ") for line in tables.read_text().splitlines() if line.startswith("| ")]
+    assert rows[0][1] == "4 KiB, window 16" and rows[3][0] == "| crossrail-tcp"
     memcpy, ours = written["peers"]
     assert memcpy["name"] == "memcpy" and ours["name"] == "crossrail-tcp"  # the limit is always there
     assert ours["failures"] == [] and ours["versions"].startswith("crossrail ")

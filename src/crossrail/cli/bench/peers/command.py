@@ -27,6 +27,7 @@ _POOL_BYTES_MIN = 64 << 20
 @click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of each.")
 @click.option("--quick", is_flag=True, help="A quarter of the work: a look, not a figure to quote.")
 @click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
+@click.option("--markdown", "markdown_path", type=OutputFile(), help="Write the tables of figures to this file.")
 @click.option("--cpus", metavar="A,B", type=cpu_pair, help="Cores of the two processes [default: first and last].")
 @click.option(
     "--pool-bytes",
@@ -44,6 +45,7 @@ def peers(
     runs: int,
     quick: bool,
     json_path: Path | None,
+    markdown_path: Path | None,
     cpus: tuple[int, int] | None,
     pool_bytes: int,
     timeout_s: float,
@@ -77,9 +79,11 @@ def peers(
     try:
         take_turns(outcomes, settings, work, runs, partial(_tell, console))
     finally:  # also what was measured before Ctrl-C: a run is long
-        for table in (report.bandwidths, report.costs):
-            console.print(table(outcomes, work))
+        for figures in report.all_figures(work):
+            console.print(figures.table(outcomes))
         console.print(report.about(outcomes))
+        if markdown_path is not None:
+            report.write_markdown(markdown_path, outcomes, work)
         if json_path is not None:
             described = {"cpus": list(settings.cpus), "pool_bytes": pool_bytes, "runs": runs, "quick": quick}
             report.write_json(json_path, outcomes, described, busy)

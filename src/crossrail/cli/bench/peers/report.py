@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,34 +35,50 @@ def _title(shape: Shape) -> str:
     return f"{size}\nwindow {shape.window}" if shape.kind == "stream" else f"paged\n{size}"
 
 
-def bandwidths(outcomes: Sequence[Outcome], shapes: Sequence[Shape]) -> Table:
-    """GB/s."""
-    columns = {_title(shape): shape.name for shape in shapes if shape.kind != "messages"}
-    return _table("write or send/recv: GB/s", outcomes, columns)
+@dataclass(frozen=True)
+class Figures:
+    """One table: title, and the figures by the titles of their columns. A new line in a title is one."""
+
+    title: str
+    columns: dict[str, str]
+
+    def rows(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[str, ...]]:
+        """Of those that have any of them: the name, then each figure."""
+        for outcome in outcomes:
+            cells = [figure(outcome.value(name)) for name in self.columns.values()]
+            if any(cells):
+                yield outcome.offer.name, *cells
+
+    def table(self, outcomes: Sequence[Outcome]) -> Table:
+        """For a terminal."""
+        table = Table(title=self.title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        table.add_column("")
+        for column in self.columns:
+            table.add_column(column, justify="right", no_wrap=True)
+        for name, *cells in self.rows(outcomes):
+            table.add_row(escape(name), *cells)
+        return table
+
+    def markdown(self, outcomes: Sequence[Outcome]) -> str:
+        """For documentation."""
+        lines = [("", *(column.replace("\n", ", ") for column in self.columns)), ("---", *["---:"] * len(self.columns))]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in [*lines, *self.rows(outcomes)])
+        return f"{self.title}:\n\n{text}\n"
 
 
-def costs(outcomes: Sequence[Outcome], shapes: Sequence[Shape]) -> Table:
-    """Microseconds, seconds and threads."""
-    columns: dict[str, str] = {}
+def all_figures(shapes: Sequence[Shape]) -> list[Figures]:
+    """Bytes per second; and microseconds, seconds, threads."""
+    bandwidths = {_title(shape): shape.name for shape in shapes if shape.kind != "messages"}
+    costs: dict[str, str] = {}
     for shape in shapes:
         if shape.kind == "messages":
-            columns[f"{shape.nbytes} B\nmedian us"] = shape.name
-            columns[f"{shape.nbytes} B\np99 us"] = f"{shape.name}-p99"
-    columns |= {"submit\nus": "submit", "first\nbyte s": "first-byte", "threads": "threads"}
-    title = "small writes with their notification, one way; one submit; start; threads that the library adds"
-    return _table(title, outcomes, columns)
-
-
-def _table(title: str, outcomes: Sequence[Outcome], columns: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        cells = [figure(outcome.value(name)) for name in columns.values()]
-        if any(cells):
-            table.add_row(escape(outcome.offer.name), *cells)
-    return table
+            costs[f"{shape.nbytes} B\nmedian us"] = shape.name
+            costs[f"{shape.nbytes} B\np99 us"] = f"{shape.name}-p99"
+    costs |= {"submit\nus": "submit", "first\nbyte s": "first-byte", "threads": "threads"}
+    return [
+        Figures("Writes, or sends: GB/s", bandwidths),
+        Figures("Small writes with their notification, one way; a submit; start; threads of the library", costs),
+    ]
 
 
 def figure(value: float | None) -> str:
@@ -69,6 +86,11 @@ def figure(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def write_markdown(path: Path, outcomes: Sequence[Outcome], shapes: Sequence[Shape]) -> None:
+    """The tables of figures; the file is replaced when there."""
+    path.write_text("\n".join(figures.markdown(outcomes) for figures in all_figures(shapes)))
 
 
 def about(outcomes: Sequence[Outcome]) -> Table:
