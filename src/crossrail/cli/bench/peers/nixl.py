@@ -22,7 +22,7 @@ _NOTIFICATION = b"crossrail"
 
 class Nixl(Side):
     """One agent a process and one backend. Nothing progresses but in calls: a progress thread that spins would share
-    the one core that the caller has, and NIXL is many times slower with it there."""
+    the one core that the caller has."""
 
     def __init__(
         self, role: Role, pool_bytes: int, backend: str, parameters: Mapping[str, str], prepared: bool = True
