@@ -17,6 +17,7 @@ from crossrail.cli.bench.hosts.serve import serve_command
 from crossrail.cli.bench.moe.command import moe
 from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
+from crossrail.cli.bench.peers.command import peers
 from crossrail.cli.bench.spec import Measure, Result
 from crossrail.cli.text import cpu_pair, size
 from crossrail.errors import CrossrailError, UsageError
@@ -151,5 +152,5 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-for subcommand in (moe, serve_command, run_command, compare_command):
+for subcommand in (moe, peers, serve_command, run_command, compare_command):
     command.add_command(subcommand)

@@ -1,0 +1,96 @@
+"""`crossrail bench peers`: whom to measure beside us, how often, and where the figures go."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from crossrail.cli.bench import report as bench_report
+from crossrail.cli.bench.pair import check_cpus, choose_cpus
+from crossrail.cli.bench.peers import offers, report
+from crossrail.cli.bench.peers.base import Offer
+from crossrail.cli.bench.peers.pair import Settings
+from crossrail.cli.bench.peers.turn import Outcome, Turn, take_turns
+from crossrail.cli.bench.peers.work import shapes
+from crossrail.cli.text import OutputFile, cpu_pair, size
+
+_BUSY_MAX = 0.1
+_POOL_BYTES_MIN = 64 << 20
+
+
+@click.command("peers")
+@click.option("--only", metavar="NAME,...", default="", help="These, or all whose names begin so. [default: all there]")
+@click.option("--list", "list_only", is_flag=True, help="Say which are here and how to install the others, and end.")
+@click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of each.")
+@click.option("--quick", is_flag=True, help="A quarter of the work: a look, not a figure to quote.")
+@click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
+@click.option("--markdown", "markdown_path", type=OutputFile(), help="Write the tables of figures to this file.")
+@click.option("--cpus", metavar="A,B", type=cpu_pair, help="Cores of the two processes [default: first and last].")
+@click.option(
+    "--pool-bytes",
+    type=size(_POOL_BYTES_MIN, 1 << 38),
+    default="512M",
+    show_default=True,
+    help="Memory of each side. 16 writes of 32 MiB need 512M to have places of their own.",
+)
+@click.option(
+    "--timeout-s", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Of each measure of each."
+)
+def peers(
+    only: str,
+    list_only: bool,
+    runs: int,
+    quick: bool,
+    json_path: Path | None,
+    markdown_path: Path | None,
+    cpus: tuple[int, int] | None,
+    pool_bytes: int,
+    timeout_s: float,
+) -> None:
+    """Measure other libraries beside crossrail: the same shapes, the same clock, in one run.
+
+    Each takes its turn in two processes of its own, pinned to two cores, and the turns go round, so that a machine that
+    changes its speed does so for all. Every shape is checked byte by byte in a pass that is not timed. A library that
+    crashes or hangs is a line in the tables. docs/comparison.md says what is compared, and what cannot be.
+    """
+    console = Console()
+    if list_only:
+        console.print(report.listing(offers.OFFERS))
+        return
+    chosen = offers.choose([name.strip() for name in only.split(",") if name.strip()])
+    settings = Settings(cpus or choose_cpus(), pool_bytes, timeout_s)
+    check_cpus(settings.cpus)
+    console.print(bench_report.describe_machine(), highlight=False, markup=False)
+    if settings.cpus[0] == settings.cpus[1]:
+        console.print("both processes share one core: figures of two processes mean little", style="yellow")
+    busy = bench_report.busy_share(settings.cpus)
+    if busy > _BUSY_MAX:
+        console.print(f"other programs keep these cores {busy:.0%} busy: figures will be noise", style="yellow")
+    outcomes = []
+    for offer in chosen:
+        if missing := offers.missing(offer):
+            console.print(f"{offer.name}: left out, no {missing}", highlight=False, markup=False)
+        else:
+            outcomes.append(Outcome(offer))
+    work = shapes(quick=quick)
+    try:
+        take_turns(outcomes, settings, work, runs, partial(_tell, console))
+    finally:  # also what was measured before Ctrl-C: a run is long
+        for figures in report.all_figures(work):
+            console.print(figures.table(outcomes))
+        console.print(report.about(outcomes))
+        if markdown_path is not None:
+            report.write_markdown(markdown_path, outcomes, work)
+        if json_path is not None:
+            described = {"cpus": list(settings.cpus), "pool_bytes": pool_bytes, "runs": runs, "quick": quick}
+            report.write_json(json_path, outcomes, described, busy)
+    if any(outcome.failures and outcome.offer.name.startswith("crossrail") for outcome in outcomes):
+        raise click.exceptions.Exit(1)
+
+
+def _tell(console: Console, offer: Offer, turn: Turn) -> None:
+    line = report.one_line(offer, turn.figures, turn.failures)
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
