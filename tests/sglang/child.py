@@ -21,6 +21,7 @@ from tests.sglang import side as s
 from tests.support.limits import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
+START_S = 200.0  # SGLang's base classes import torch and transformers
 
 
 class Child:
@@ -41,7 +42,7 @@ class Child:
             text=True,
             bufsize=1,
         )
-        assert self._line() == "ready"
+        assert self._line(START_S) == "ready"
 
     def call(self, name: str, *arguments: Any) -> Any:
         assert self._process.stdin is not None
@@ -61,9 +62,9 @@ class Child:
             assert pipe is not None
             pipe.close()
 
-    def _line(self) -> str:
+    def _line(self, timeout_s: float = 2 * WAIT_S) -> str:
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], 2 * WAIT_S)
+        readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         assert readable, f"no answer; it is {self._process.poll()}"
         return self._process.stdout.readline().strip()
 

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +17,16 @@ if importlib.util.find_spec("sglang") is None:
 from tests.sglang.side import PATIENT, SECRET, Side, free_port
 
 Open = Callable[..., Side]
+STAND_IN = Path(__file__).with_name("stand_in") / "sglang" / "srt"
+
+
+def stand_in(name: str) -> ModuleType:
+    """A module of the stand-in, whether or not SGLang's own is there."""
+    spec = importlib.util.spec_from_file_location(f"stand_in.{name}", STAND_IN / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(autouse=True)

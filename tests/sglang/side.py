@@ -86,7 +86,9 @@ class Side:
             mock.patch.object(conn, "get_serving", return_value=SimpleNamespace(host=host)),
             mock.patch.object(conn, "get_disagg", return_value=SimpleNamespace(**disagg)),
         ):
-            self.manager = conn.CrossrailKVManager(self.kv_args(changes), _mode(mode), SimpleNamespace(), mla)
+            self.manager = conn.CrossrailKVManager(
+                self.kv_args(changes), SimpleNamespace(value=mode), SimpleNamespace(), mla
+            )
         self.conn = conn
 
     def kv_args(self, changes: dict[str, Any]) -> Any:
@@ -182,9 +184,3 @@ def failure(one: Any) -> Any:
 
 def _piece(text: str, plane: int, page: int, head: int) -> npt.NDArray[np.uint8]:
     return content((text, plane, page, head))[: PAGE * ROW].reshape(PAGE, ROW)
-
-
-def _mode(name: str) -> Any:
-    from sglang.srt.disaggregation.utils import DisaggregationMode
-
-    return DisaggregationMode(name)

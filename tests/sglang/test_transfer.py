@@ -1,11 +1,12 @@
 """KV and aux that a prefill server computes, in the decode server's pages: byte for byte, and nowhere else."""
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.sglang.conftest import Open
+from tests.sglang.conftest import Open, stand_in
 from tests.sglang.side import PAGES, SUCCESS, TRANSFERRING, WAITING, failure, send, until
 
 MINE, THEIRS = [3, 7, 1, 12, 5], [0, 9, 4, 2, 11]
@@ -141,9 +142,12 @@ def test_a_second_sender_of_a_room_fails_and_the_first_goes_on(open_side: Open) 
     d.assert_holds("first", THEIRS, 0)
 
 
-def test_the_backend_is_chosen_by_its_name() -> None:
+def test_the_backend_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SGLang's own registry of hooks, where it is; the utils are the stand-in's, for SGLang's want more packages."""
+    utils = stand_in("disaggregation/utils")
+    monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.utils", utils)
+    monkeypatch.setattr("sglang.srt.disaggregation.utils", utils, raising=False)
     from sglang.srt.arg_groups import choices
-    from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from crossrail.integrations import sglang

@@ -23,4 +23,4 @@ class KVClassType(Enum):
 
 
 def get_kv_class(transfer_backend, class_type):
-    return f"SGLang's {class_type.value} for {transfer_backend.value}"
+    return f"the {class_type.value} of {transfer_backend.value}"
