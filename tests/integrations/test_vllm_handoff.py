@@ -9,17 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
-from crossrail.integrations.vllm.handoff import (
-    Instance,
-    Parameters,
-    Worker,
-    fingerprint,
-    mismatch,
-    parse_rank_name,
-    rank_name,
-    reply,
-    transfer_id_of,
-)
+from crossrail.integrations.instance import Instance, Worker, fingerprint, mismatch, parse_rank_name, rank_name
+from crossrail.integrations.vllm.handoff import Parameters, reply, transfer_id_of
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.kv import KvLayout
 

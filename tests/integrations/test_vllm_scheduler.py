@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossrail.integrations.vllm.handoff import Instance, Worker
+from crossrail.integrations.instance import Instance, Worker
 from crossrail.integrations.vllm.orders import Chunk, Orders
 from crossrail.integrations.vllm.scheduler import SchedulerSide
 from crossrail.kv import KvLayout

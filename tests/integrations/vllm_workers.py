@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from crossrail.integrations.vllm.handoff import Instance
+from crossrail.integrations.instance import Instance
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Chunk, Load, Offer, Orders, Wanted
 from crossrail.integrations.vllm.worker import WorkerSide

@@ -1,5 +1,6 @@
 """Layouts: where a row lies, what is refused, what two instances may differ in."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -173,3 +174,11 @@ def test_what_must_not_differ_is_named_and_both_are_shown(changes: dict[str, Any
     with pytest.raises(LayoutMismatch) as caught:
         compatible(ours, theirs)
     assert ours.describe() in str(caught.value) and theirs.describe() in str(caught.value)
+
+
+def test_planes_are_layers_of_their_own() -> None:
+    planes = KvLayout(**GQA | {"kind": "PLANES", "order": "NHD"})
+    assert planes.parts == 1 and planes.page_stride == planes.block_bytes
+    assert planes.rank_bytes * 2 == KvLayout(**GQA).rank_bytes
+    assert differences(planes, KvLayout(**GQA))[0].startswith("kind:")
+    assert not differences(planes, replace(planes, tp=2, pages=3))

@@ -19,6 +19,7 @@ COMMANDS = {
     "model": running.model,
     "run": running.run,
     "setup": running.setup,
+    "sglang": running.sglang,
     "sim": running.sim,
     "soak": running.soak,
     "test": testing.test,

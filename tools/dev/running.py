@@ -94,10 +94,18 @@ def vm(arguments: list[str]) -> int:
 
 
 def vllm(arguments: list[str]) -> int:
+    return _with_engine("vllm", arguments)
+
+
+def sglang(arguments: list[str]) -> int:
+    return _with_engine("sglang", arguments)
+
+
+def _with_engine(engine: str, arguments: list[str]) -> int:
     if not take_flag(arguments, "test"):
-        raise Failure("'vllm' knows 'test': ./dev vllm test [args of pytest]")
+        raise Failure(f"'{engine}' knows 'test': ./dev {engine} test [args of pytest]")
     prepare()
-    return replace_process([PYTHON, str(ROOT / "tools" / "vllm" / "run.py"), *arguments])
+    return replace_process([PYTHON, str(ROOT / "tools" / "foreign.py"), engine, *arguments])
 
 
 def clean(arguments: list[str]) -> int:

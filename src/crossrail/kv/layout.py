@@ -13,7 +13,7 @@ import numpy.typing as npt
 from crossrail.errors import UsageError
 from crossrail.kv.errors import LayoutMismatch
 
-Kind: TypeAlias = Literal["MHA", "GQA", "MLA", "PACKED"]
+Kind: TypeAlias = Literal["MHA", "GQA", "MLA", "PACKED", "PLANES"]
 Order: TypeAlias = Literal["HND", "NHD"]
 
 # The numpy type that holds one element; numpy knows neither bfloat16 nor the 8-bit floats, whose bits are kept.
@@ -50,6 +50,7 @@ class KvLayout:
     kind: "MLA" keeps one vector per token, the others a K and a V. "MHA" and "GQA" lie in memory alike. "PACKED" keeps
     K and V of a head together, page by page, in whatever form the attention kernel likes; head_dim counts both. Only
     whole heads of whole pages mean anything then: page_tokens must agree, and the form is the caller's to compare.
+    "PLANES" keeps K and V of a layer in memory of their own, which count as two layers here: all K, then all V, say.
 
     Memory of a rank, from the slowest index to the fastest, all contiguous:
       separate_kv      layers, K and V, pages, page
@@ -111,8 +112,8 @@ class KvLayout:
 
     @cached_property
     def parts(self) -> int:
-        """2: K and V; 1: the latent of MLA, or K and V as the kernel packed them."""
-        return 1 if self.kind in ("MLA", "PACKED") else 2
+        """2: K and V; 1: the latent of MLA, K and V as the kernel packed them, or one of the two."""
+        return 1 if self.kind in ("MLA", "PACKED", "PLANES") else 2
 
     @cached_property
     def row_bytes(self) -> int:
@@ -216,7 +217,7 @@ def differences(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("our
     """
     names = ["layers", "kv_heads", "head_dim", "dtype"]
     packed = "PACKED" in (ours.kind, theirs.kind)
-    if packed or ours.parts != theirs.parts:
+    if packed or "PLANES" in (ours.kind, theirs.kind) or ours.parts != theirs.parts:
         names.insert(0, "kind")
     if packed:
         names.append("page_tokens")

@@ -18,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from crossrail.errors import UsageError
+from crossrail.integrations.instance import Instance, Worker
 from crossrail.integrations.vllm import stats
 from crossrail.integrations.vllm.caches import form_of, read_caches
-from crossrail.integrations.vllm.handoff import Instance, Worker
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Orders
 from crossrail.integrations.vllm.scheduler import SchedulerSide

@@ -13,15 +13,16 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from crossrail.errors import CrossrailError, PeerLost, WaitTimeout
+from crossrail.errors import CrossrailError
+from crossrail.integrations.asking import Asker, Part
+from crossrail.integrations.instance import Instance, Worker, mismatch, rank_name
 from crossrail.integrations.vllm import orders as o
-from crossrail.integrations.vllm.handoff import Instance, Worker, mismatch, rank_name
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.kv import KvLayout, KvReceiver, KvTarget, PageState, RankMemory, Reception, foreign_lease
 from crossrail.kv import messages as m
@@ -31,7 +32,6 @@ from crossrail.kv.wire import Unreachable
 log = logging.getLogger("crossrail.vllm")
 
 _ATTEMPTS = 1 << 20
-_LOOK_S = 0.1  # between looks at whether an engine of the producer's is gone
 _RELEASABLE = (PageState.RESERVED, PageState.IN_USE)
 _ASK_S = 5.0  # for questions that are answered at once
 
@@ -80,6 +80,7 @@ class Consumer:
         self._rank = rank
         self._options = options
         self._on_loaded = on_loaded
+        self._asker = Asker(mailbox, options.silent_s, options.probe_s)
         self._receiver = KvReceiver(self.layout, {rank: memory}, None)
         self._pending: dict[str, _Pending] = {}
         self._attempts = itertools.count()
@@ -164,7 +165,7 @@ class Consumer:
             await self._arrive(reception, pending)
         except BaseException as error:
             log.info("transfer %s: %s; taking its blocks back", name, error)
-            await self._take_back(reception, pending)
+            await self._asker.take_back(self._receiver, reception, self._part(pending))
             raise
         finally:
             if reception.state in _RELEASABLE:
@@ -178,14 +179,16 @@ class Consumer:
 
     async def _dispatch(self, load: o.Load, pending: _Pending, target: KvTarget) -> None:
         question = m.Dispatch(target.request, pending.attempt, load.prompt, target.to_wire(), self._options.load_s)
-        for answer in await self._ask_all(pending, question, (m.Dispatched, m.DispatchRefused), self._options.silent_s):
+        answers = (m.Dispatched, m.DispatchRefused)
+        for answer in await self._asker.ask_all(pending.wanted.instance, question, answers, self._options.silent_s):
             if isinstance(answer, m.DispatchRefused):
                 raise LoadFailed(f"the producer refuses: {answer.reason}")
 
     async def _arrive(self, reception: Reception, pending: _Pending) -> None:
         """Until all is counted. Raises when it will not be."""
+        part = self._part(pending)
         arrival = asyncio.ensure_future(reception.arrived(self._options.load_s))
-        watches = [asyncio.ensure_future(self._watch(worker, pending)) for worker in pending.wanted.instance.workers]
+        watches = [asyncio.ensure_future(self._asker.watch(worker, part)) for worker in part.instance.workers]
         stop = asyncio.ensure_future(pending.stop.wait())
         tasks: list[asyncio.Future[Any]] = [arrival, stop, *watches]
         try:
@@ -200,62 +203,13 @@ class Consumer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, worker: Worker, pending: _Pending) -> str:
-        """Returns why nothing more is to be expected from this rank of the producer, as soon as that is so."""
-        clock = asyncio.get_running_loop().time
-        heard_s = asked_s = clock()
-        written = False
-        while True:
-            await asyncio.sleep(min(_LOOK_S, self._options.probe_s))
-            if self._mailbox.wire.is_lost(worker.address):
-                return "the producer died or closed"
-            if clock() - asked_s < self._options.probe_s:
-                continue
-            asked_s = clock()
-            try:
-                progress = await self._ask(worker, m.Probe(*self._key(pending)), m.Progress, self._options.probe_s)
-            except Unreachable as error:
-                return str(error)
-            except NoAnswer:
-                if clock() - heard_s > self._options.silent_s:
-                    return f"the producer has not answered for {self._options.silent_s:g} s"
-                continue
-            heard_s = clock()
-            if progress.state in ("failed", "unknown"):
-                return f"the producer gave it up: {progress.detail or progress.state}"
-            # All counts of a rank that has written everything are on their way; other ranks may have more to write.
-            if progress.state == "written" and written and len(pending.wanted.instance.workers) == 1:
-                return "the producer says that it has written all, and not all was counted"
-            written = progress.state == "written"
-
     # ---- taking back
-
-    async def _take_back(self, reception: Reception, pending: _Pending) -> None:
-        """Returns when nothing can land in the request's blocks any more, however long that takes."""
-        wait_s = self._options.silent_s
-        while True:
-            try:
-                await reception.withdraw(lambda: self._ask_to_stop(pending), wait_s)
-                return
-            except (WaitTimeout, NoAnswer, Unreachable) as error:
-                log.warning("transfer %s: %s; its producer is shut out", reception.request, error)
-            try:
-                await self._receiver.fence(pending.wanted.instance.writer, wait_s)
-            except WaitTimeout as error:
-                log.warning("transfer %s: %s; its blocks stay out of use", reception.request, error)
-
-    async def _ask_to_stop(self, pending: _Pending) -> None:
-        try:
-            await self._ask_all(pending, m.Withdraw(*self._key(pending)), (m.Quiesced,), self._options.silent_s)
-        except Unreachable as error:
-            if any(self._mailbox.wire.is_lost(worker.address) for worker in pending.wanted.instance.workers):
-                raise PeerLost(str(error)) from None
-            raise
 
     async def _let_go(self, pending: _Pending) -> None:
         """Tells the producer that nobody comes for it; what cannot be told, its lease ends."""
         try:
-            await self._ask_all(pending, m.Withdraw(*self._key(pending)), (m.Quiesced,), _ASK_S)
+            part = self._part(pending)
+            await self._asker.ask_all(part.instance, m.Withdraw(part.name, part.attempt), (m.Quiesced,), _ASK_S)
         except (NoAnswer, Unreachable) as error:
             log.info("transfer %s: %s", pending.wanted.transfer_id, error)
 
@@ -271,25 +225,12 @@ class Consumer:
 
     async def _beat_one(self, pending: _Pending) -> None:
         try:
-            await self._ask_all(pending, m.Probe(*self._key(pending)), (m.Progress,), self._options.heartbeat_s)
+            part = self._part(pending)
+            probe = m.Probe(part.name, part.attempt)
+            await self._asker.ask_all(part.instance, probe, (m.Progress,), self._options.heartbeat_s)
         except (NoAnswer, Unreachable) as error:
             log.info("transfer %s: %s", pending.wanted.transfer_id, error)
 
-    def _key(self, pending: _Pending) -> tuple[str, int]:
-        return rank_name(pending.wanted.transfer_id, self._rank, self.layout.tp), pending.attempt
-
-    async def _ask(self, worker: Worker, question: m.Message, answer: Any, timeout_s: float) -> Any:
-        return await self._mailbox.ask(worker.address, question, answer, timeout_s)
-
-    async def _ask_all(
-        self, pending: _Pending, question: m.Message, answers: tuple[type, ...], timeout_s: float
-    ) -> Sequence[Any]:
-        """The answers of all ranks. Raises the first failure, after all have answered or failed."""
-        workers = pending.wanted.instance.workers
-        got = await asyncio.gather(
-            *(self._ask(worker, question, answers, timeout_s) for worker in workers), return_exceptions=True
-        )
-        for one in got:
-            if isinstance(one, BaseException):
-                raise one
-        return got
+    def _part(self, pending: _Pending) -> Part:
+        wanted = pending.wanted
+        return Part(rank_name(wanted.transfer_id, self._rank, self.layout.tp), pending.attempt, wanted.instance)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import UsageError
+from crossrail.integrations.secret import shared_secret
 
 Seconds = Annotated[float, Meta(gt=0.0, le=86400.0)]
 
@@ -62,18 +60,4 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def secret(self) -> bytes:
         """Raises UsageError when there is none: who can reach an instance's port could read prompts without it."""
-        if self.secret_file is None:
-            secret = os.environ.get(SECRET_VARIABLE, "").encode()
-            where = f"the environment variable {SECRET_VARIABLE}"
-        else:
-            try:
-                secret = Path(self.secret_file).read_bytes().strip()
-            except OSError as error:
-                raise UsageError(f"secret_file: {error}") from None
-            where = f"secret_file={self.secret_file!r}"
-        if not 1 <= len(secret) <= 1024:
-            raise UsageError(
-                f"CrossrailConnector needs a secret of 1..1024 bytes that all instances share, and {where} has "
-                f"{len(secret)}: set {SECRET_VARIABLE}, or secret_file in kv_connector_extra_config"
-            )
-        return secret
+        return shared_secret(self.secret_file, "CrossrailConnector", "kv_connector_extra_config")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from crossrail.integrations.vllm.handoff import Instance
+from crossrail.integrations.instance import Instance
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.integrations.instance import parse_rank_name
 from crossrail.integrations.vllm import orders as o
-from crossrail.integrations.vllm.handoff import parse_rank_name
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.kv import NOT_YET, KvLayout, KvSender, KvTarget, RankMemory, SendJob, foreign_lease
 from crossrail.kv import messages as m

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from crossrail.errors import UsageError
-from crossrail.integrations.vllm.handoff import Instance, Parameters, reply, transfer_id_of
+from crossrail.integrations.instance import Instance
+from crossrail.integrations.vllm.handoff import Parameters, reply, transfer_id_of
 from crossrail.integrations.vllm.orders import Chunk, Load, Offer, Orders, Wanted
 
 log = logging.getLogger("crossrail.vllm")

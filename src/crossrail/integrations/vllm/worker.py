@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import crossrail as xr
 from crossrail.errors import CrossrailError
+from crossrail.integrations.instance import Worker, fingerprint
 from crossrail.integrations.vllm import stats
 from crossrail.integrations.vllm.consumer import Consumer, Loaded
-from crossrail.integrations.vllm.handoff import Worker, fingerprint
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Orders
 from crossrail.integrations.vllm.producer import LiveStep, Producer

@@ -1,0 +1,139 @@
+"""What instances of an inference engine know of each other, for the integrations: a sealed line of text.
+
+An instance describes itself once, as an opaque line, sealed with the secret: whoever carries it cannot make one. Ranks
+speak for themselves: a decoder's rank asks each of the prefiller's under a name that says which of how many it is.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from crossrail.errors import UsageError
+from crossrail.kv.layout import KvLayout, differences
+from crossrail.kv.messages import AddressBytes, Name, Plain, Text
+
+VERSION = 1
+LINE_MAX = 1 << 20
+_MAC_BYTES = 32
+_VLLM = b"crossrail vllm instance"
+
+
+class Worker(Struct, frozen=True):
+    """One rank of an instance. form: what must agree beside the layout, by name, for people to read."""
+
+    address: AddressBytes
+    layout: Plain
+    form: dict[Name, Text]
+
+
+class Instance(Struct, frozen=True):
+    """One incarnation of an instance: its workers by rank. All have the same layout and form."""
+
+    name: Name
+    workers: Annotated[list[Worker], Meta(min_length=1, max_length=1024)]
+    version: int = VERSION
+
+    @property
+    def layout(self) -> KvLayout:
+        return KvLayout.from_wire(self.workers[0].layout)
+
+    @property
+    def form(self) -> dict[str, str]:
+        return self.workers[0].form
+
+    @property
+    def writer(self) -> str:
+        """Names this incarnation and no other: addresses hold one drawn at random."""
+        return hashlib.sha256(b"".join(worker.address for worker in self.workers)).hexdigest()
+
+    def to_line(self, secret: bytes) -> str:
+        return sealed_line(msgspec.msgpack.encode(self), secret, _VLLM)
+
+    @classmethod
+    def from_line(cls, line: str, secret: bytes) -> Instance:
+        """Raises UsageError for anything that nobody with the secret has made, and for another version."""
+        body = opened_line(line, secret, _VLLM)
+        try:
+            version = msgspec.msgpack.decode(body, type=_Versioned).version
+            if version != VERSION:
+                raise UsageError(f"the instance speaks version {version}, this one {VERSION}: update the older")
+            instance = msgspec.msgpack.decode(body, type=cls)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"malformed description of an instance: {error}") from None
+        layout = instance.layout
+        if len(instance.workers) != layout.tp:
+            raise UsageError(f"{len(instance.workers)} workers are described, the layout has TP {layout.tp}")
+        if any(worker.layout != instance.workers[0].layout for worker in instance.workers):
+            raise UsageError("the instance's workers have different layouts")
+        return instance
+
+
+class _Versioned(Struct):
+    version: int = VERSION
+
+
+def mismatch(producer: Worker, consumer: Worker) -> str:
+    """What keeps the KV of one from being of use to the other, both sides in full. Empty: nothing."""
+    theirs, ours = KvLayout.from_wire(producer.layout), KvLayout.from_wire(consumer.layout)
+    differs = differences(theirs, ours, sides=("producer", "decoder"))
+    for key in sorted(producer.form.keys() | consumer.form.keys()):
+        there, here = producer.form.get(key, "(not said)"), consumer.form.get(key, "(not said)")
+        if there != here:
+            differs.append(f"{key}: producer {there}, decoder {here}")
+    if not differs:
+        return ""
+    sides = (("producer", theirs, producer.form), ("decoder", ours, consumer.form))
+    told = [
+        f"  {side}: {layout.describe()}; {', '.join(f'{key} {value}' for key, value in sorted(form.items()))}"
+        for side, layout, form in sides
+    ]
+    return "\n".join([f"KV caches do not match; {'; '.join(differs)}.", *told])
+
+
+def fingerprint(worker: Worker) -> str:
+    """Equal for workers whose KV can be exchanged without any conversion: for logs, 16 hexadecimal digits."""
+    said = msgspec.json.encode([sorted(worker.layout.items()), sorted(worker.form.items())])
+    return hashlib.sha256(said).hexdigest()[:16]
+
+
+def rank_name(transfer_id: str, rank: int, tp: int) -> str:
+    """What a decoder's rank calls its part of a transfer, so that the producer knows how many there are."""
+    return f"{transfer_id}@{rank}/{tp}"
+
+
+def parse_rank_name(name: str) -> tuple[str, int, int]:
+    """transfer_id, rank, tp. UsageError for anything else."""
+    transfer_id, at, part = name.rpartition("@")
+    rank, slash, tp = part.partition("/")
+    digits = rank.isdecimal() and tp.isdecimal() and len(rank) <= 4 and len(tp) <= 4
+    if not (at and slash and digits and transfer_id) or not 0 <= int(rank) < int(tp) <= 1024:
+        raise UsageError(f"{name!r:.140} does not name a rank's part of a transfer")
+    return transfer_id, int(rank), int(tp)
+
+
+def sealed_line(body: bytes, secret: bytes, purpose: bytes) -> str:
+    """A body as a line that nobody without the secret can make. purpose: what for; lines of another are refused."""
+    return base64.urlsafe_b64encode(body + _mac(secret, purpose, body)).decode()
+
+
+def opened_line(line: str, secret: bytes, purpose: bytes) -> bytes:
+    """The inverse. Raises UsageError for anything that nobody with the secret has made."""
+    try:
+        data = base64.b64decode(line.encode("ascii"), altchars=b"-_", validate=True)
+    except (UnicodeEncodeError, binascii.Error) as error:
+        raise UsageError(f"no description of an instance: {error}") from None
+    body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(secret, purpose, body)):
+        raise UsageError("the description of the instance is not sealed with our secret")
+    return body
+
+
+def _mac(secret: bytes, purpose: bytes, body: bytes) -> bytes:
+    return hmac.digest(hmac.digest(secret, purpose, "sha256"), body, "sha256")

@@ -1,0 +1,32 @@
+"""KV transfer between SGLang's prefill and decode servers: `--disaggregation-transfer-backend crossrail`.
+
+A prompt is prefilled by one server and decoded by another; crossrail.kv writes its pages into the decoder's.
+
+    SGLang's scheduler, one per rank          a thread beside it (node.py): event loop, engine, mailbox
+      conn.py: SGLang's four classes            prefill.py: rooms, writes their pages to whoever asked
+           └──── state.py, polled ───────▶      decode.py: pulls, counts, takes back
+
+plugin.py makes the name known, bootstrap.py is how decoders find prefillers, memory.py reads SGLang's KVArgs,
+messages.py is what ranks say to each other. Only conn.py and plugin.py import SGLang.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from crossrail.integrations.sglang.conn import (
+        CrossrailKVBootstrapServer,
+        CrossrailKVManager,
+        CrossrailKVReceiver,
+        CrossrailKVSender,
+    )
+
+__all__ = ["CrossrailKVBootstrapServer", "CrossrailKVManager", "CrossrailKVReceiver", "CrossrailKVSender"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.conn"), name)

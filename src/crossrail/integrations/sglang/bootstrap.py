@@ -1,0 +1,196 @@
+"""Where decoders find the ranks of a prefiller: a table behind HTTP, at the address that SGLang's router hands out.
+
+    PUT /route      a rank's line, sealed with the secret (RankLine); again every register_s
+    GET /route      the lines of all ranks, as JSON, to whoever proves to know the secret; 503 until all are there
+    GET /health     200
+
+The server cannot make lines, and believes none: it checks the seal of what comes, and decoders check it again.
+Who reads the network reads addresses: nothing is encrypted. What the server knows, ranks tell it again after a restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import threading
+import time
+from typing import Annotated
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.integrations.instance import Instance, Worker, opened_line, sealed_line
+from crossrail.kv import messages as m
+
+log = logging.getLogger("crossrail.sglang")
+
+_PURPOSE = b"crossrail sglang rank"
+_TOKEN_PURPOSE = b"crossrail sglang bootstrap"
+LINE_BYTES_MAX = 64 << 10
+_RANKS_MAX = 1024
+LEASE = 3.0  # of a line, in register_s
+_JOIN_S = 10.0
+PATH = "/route"
+
+
+class NoInstance(CrossrailError):
+    """The bootstrap server does not answer, or does not know all ranks of its prefiller now."""
+
+
+class RankLine(Struct, frozen=True):
+    """What a prefiller's rank says about itself. lease_s: how long it holds, unless said again."""
+
+    worker: Worker
+    rank: Annotated[int, Meta(ge=0, lt=_RANKS_MAX)]
+    tp: Annotated[int, Meta(ge=1, le=_RANKS_MAX)]
+    lease_s: m.Seconds
+
+    def to_line(self, secret: bytes) -> str:
+        return sealed_line(msgspec.msgpack.encode(self), secret, _PURPOSE)
+
+    @classmethod
+    def from_line(cls, line: str, secret: bytes) -> RankLine:
+        """Raises UsageError for anything that nobody with the secret has made."""
+        try:
+            found = msgspec.msgpack.decode(opened_line(line, secret, _PURPOSE), type=cls)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"malformed line of a rank: {error}") from None
+        if found.rank >= found.tp:
+            raise UsageError(f"rank={found.rank} of TP {found.tp}")
+        return found
+
+
+def token(secret: bytes) -> str:
+    """What proves to the server that one knows the secret."""
+    return hmac.digest(secret, _TOKEN_PURPOSE, "sha256").hex()
+
+
+class RankTable:
+    """The lines of one prefiller's ranks. Threads: one."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._lines: dict[int, tuple[str, RankLine, float]] = {}  # by rank, and until when
+
+    def put(self, line: str, now_s: float) -> None:
+        """Raises UsageError for what is no line. A rank of another TP starts the table anew."""
+        said = RankLine.from_line(line, self._secret)
+        if any(known.tp != said.tp for _, known, _ in self._lines.values()):
+            self._lines.clear()
+        self._lines[said.rank] = (line, said, now_s + said.lease_s)
+
+    def lines(self, now_s: float) -> list[str] | None:
+        """Of all ranks, by rank. None: some are not there now."""
+        self._lines = {rank: entry for rank, entry in self._lines.items() if entry[2] > now_s}
+        tp = next((said.tp for _, said, _ in self._lines.values()), 0)
+        if not tp or len(self._lines) < tp:
+            return None
+        return [self._lines[rank][0] for rank in sorted(self._lines)]
+
+
+class BootstrapServer:
+    """Runs in a thread of its own. Raises what binding raises. close() is idempotent."""
+
+    def __init__(self, host: str, port: int, secret: bytes) -> None:
+        self._table = RankTable(secret)
+        self._authorization = f"Bearer {token(secret)}"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-bootstrap", daemon=True)
+        self._thread.start()
+        try:
+            self._runner = asyncio.run_coroutine_threadsafe(self._open(host, port), self._loop).result(_JOIN_S)
+        except BaseException:
+            self._stop()
+            raise
+
+    async def _open(self, host: str, port: int) -> web.AppRunner:
+        app = web.Application(client_max_size=LINE_BYTES_MAX)
+        app.add_routes([web.put(PATH, self._put), web.get(PATH, self._get), web.get("/health", self._health)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except BaseException:
+            await runner.cleanup()
+            raise
+        return runner
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(_JOIN_S)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_S)
+        self._loop.close()
+
+    async def _put(self, request: web.Request) -> web.Response:
+        try:
+            line = (await request.read()).decode("latin-1")  # any bytes are text then, and refused if they are no line
+            self._table.put(line.strip(), time.monotonic())
+        except UsageError as error:
+            return web.Response(status=403, text=f"{error}\n")
+        return web.Response(text="OK\n")
+
+    async def _get(self, request: web.Request) -> web.Response:
+        said = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(said.encode(), self._authorization.encode()):
+            return web.Response(status=401, text="who asks must know the secret\n")
+        lines = self._table.lines(time.monotonic())
+        if lines is None:
+            return web.Response(status=503, text="not all ranks of the prefiller are here\n")
+        return web.json_response(lines)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(text="OK\n")
+
+
+async def register(address: str, line: str, timeout_s: float) -> None:
+    """Tells a server ("host:port") of a rank. Raises NoInstance when it does not take it."""
+    await _ask("PUT", address, timeout_s, data=line)
+
+
+async def find_instance(address: str, secret: bytes, timeout_s: float) -> Instance:
+    """The prefiller behind a server ("host:port"). Raises NoInstance, and UsageError for lines of nobody we know."""
+    headers = {"Authorization": f"Bearer {token(secret)}"}
+    body = await _ask("GET", address, timeout_s, headers=headers)
+    try:
+        lines = msgspec.json.decode(body, type=Annotated[list[str], Meta(min_length=1, max_length=_RANKS_MAX)])
+    except msgspec.MsgspecError as error:
+        raise NoInstance(f"{address} answered no list of lines: {error}") from None
+    said = [RankLine.from_line(line, secret) for line in lines]
+    if [one.rank for one in said] != list(range(said[0].tp)):
+        raise NoInstance(f"{address} knows ranks {[one.rank for one in said]} of TP {said[0].tp}")
+    if any(one.worker.layout != said[0].worker.layout or one.worker.form != said[0].worker.form for one in said):
+        raise NoInstance(f"{address}: ranks of the prefiller have different caches; they may be restarting")
+    return Instance(address[:128], [one.worker for one in said])
+
+
+async def _ask(
+    method: str, address: str, timeout_s: float, *, data: str | None = None, headers: dict[str, str] | None = None
+) -> bytes:
+    url = f"http://{address}{PATH}"
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.request(method, url, data=data, headers=headers) as response,
+        ):
+            body = bytearray()
+            async for piece in response.content.iter_chunked(LINE_BYTES_MAX):
+                body += piece
+                if len(body) > _RANKS_MAX * LINE_BYTES_MAX:
+                    raise NoInstance(f"{url} answers without end")
+            if response.status != 200:
+                raise NoInstance(
+                    f"{url} answered {response.status}: {bytes(body[:500]).decode(errors='replace').strip()}"
+                )
+            return bytes(body)
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+        raise NoInstance(f"{url}: {type(error).__name__} {error}") from None

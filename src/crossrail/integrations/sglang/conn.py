@@ -1,0 +1,303 @@
+"""SGLang's four classes of a transfer backend. Written against SGLang 0.5.23.
+
+Of SGLang they have the base classes alone, not its CommonKVManager, whose control messages nobody seals. What SGLang's
+schedulers ask beside the base classes' methods is here too.
+
+SGLang takes the smallest poll of all ranks, so a rank may have to take pages back because another one failed. What
+takes pages back waits until nothing touches them any more, or ends the scheduler (node.PagesNotQuiet).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVBootstrapServer,
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVArgs,
+    KVPoll,
+    KVTransferDestination,
+    KVTransferMetric,
+)
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.integrations.sglang.bootstrap import BootstrapServer
+from crossrail.integrations.sglang.decode import Pull
+from crossrail.integrations.sglang.manager import Manager, Place, PrefillInfo
+from crossrail.integrations.sglang.options import SglangOptions
+from crossrail.integrations.sglang.prefill import Room
+from crossrail.integrations.sglang.state import Poll, Progress
+
+log = logging.getLogger("crossrail.sglang")
+
+# By which name SGLang knows what crossrail knows only as 1.
+_PARALLELISM = ("pp_size", "attn_cp_size", "attn_dcp_size", "attn_dp_size", "dp_size")
+_POLLS = {
+    Poll.FAILED: KVPoll.Failed,
+    Poll.BOOTSTRAPPING: KVPoll.Bootstrapping,
+    Poll.WAITING_FOR_INPUT: KVPoll.WaitingForInput,
+    Poll.TRANSFERRING: KVPoll.Transferring,
+    Poll.SUCCESS: KVPoll.Success,
+}
+
+
+class CrossrailTransferError(CrossrailError):
+    """A request's transfer failed. The names of its fields are those that SGLang's schedulers look for."""
+
+    def __init__(self, bootstrap_room: int | None, failure_reason: str, is_from_another_rank: bool) -> None:
+        super().__init__(f"room {bootstrap_room}: {failure_reason}")
+        self.bootstrap_room = bootstrap_room
+        self.failure_reason = failure_reason
+        self.is_from_another_rank = is_from_another_rank
+
+
+def place_of(mode: str) -> Place:
+    """Where SGLang says that this process is."""
+    parallel = get_parallel()
+    bootstrap = ""
+    if mode == "prefill":
+        host = (parallel.dist_init_addr or "").rpartition(":")[0] or get_serving().host
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # where to ask, not where to listen
+        bootstrap = f"{host}:{get_disagg().disaggregation_bootstrap_port}"
+    if get_disagg().disaggregation_decode_allocation_policy != "early":
+        raise UsageError("--disaggregation-decode-allocation-policy must be early: crossrail knows no other")
+    return Place(
+        parallel.attn_tp_rank,
+        parallel.attn_tp_size,
+        bootstrap,
+        {name: getattr(parallel, name) or 1 for name in _PARALLELISM},
+    )
+
+
+class CrossrailKVManager(BaseKVManager):
+    """One per scheduler. Raises UsageError for what cannot work. close() is for tests: SGLang never takes one down."""
+
+    def __init__(
+        self, args: KVArgs, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        self.kv_args = args
+        self.disaggregation_mode = disaggregation_mode
+        self.server_args = server_args
+        self.is_mla_backend = bool(is_mla_backend)
+        mode = disaggregation_mode.value
+        if mode not in ("prefill", "decode"):
+            raise UsageError(f"disaggregation_mode={mode!r}: a transfer backend is for 'prefill' or 'decode'")
+        self.core = Manager(args, mode, place_of(mode), self.is_mla_backend)
+        if mode == "prefill":
+            self.register_to_bootstrap()
+
+    def register_to_bootstrap(self) -> None:
+        self.core.register()
+
+    @property
+    def prefill_info_table(self) -> dict[str, PrefillInfo]:
+        """Prefillers that were found, by the address of their bootstrap server."""
+        return self.core.info
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        return self.core.find(bootstrap_addr)
+
+    def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
+        raise NotImplementedError("crossrail's backend does not know SGLang's rebootstrap of retracted requests")
+
+    def close(self) -> None:
+        self.core.close()
+
+
+class _Failing:
+    """What a sender and a receiver have in common."""
+
+    bootstrap_room: int | None
+    kv_mgr: CrossrailKVManager
+
+    def _hold(self, progress: Progress) -> None:
+        self.kv_mgr.core.node.hold_until(progress.quiet, f"room {self.bootstrap_room}")
+
+    def _raise(self, why: str, other: bool) -> None:
+        raise CrossrailTransferError(self.bootstrap_room, why, is_from_another_rank=other)
+
+
+class CrossrailKVSender(_Failing, BaseKVSender):
+    """A request at the prefiller. Threads: the scheduler's."""
+
+    _early_send_wait_event: Any = None  # a scheduler sets it: when the KV of the next chunk is there
+
+    def __init__(
+        self,
+        mgr: CrossrailKVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self.aux_index: int | None = None
+        self._node = mgr.core.node
+        self._prefiller = mgr.core.prefiller
+        self._room: Room = self._node.call(self._prefiller.open(bootstrap_room))
+        self._pages = self._sent = 0
+        self._begun_s: float | None = None
+        self._seconds: float | None = None
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._pages, self.aux_index = num_kv_indices, aux_index
+        self._node.soon(self._prefiller.set_pages, self._room, num_kv_indices)
+
+    def send(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:
+        if self._room.progress.is_over or self._room.progress.error:
+            return
+        if any(indices is not None and len(indices) for indices in state_indices or ()):
+            self._node.soon(self._prefiller.abort, self._room, "state_indices came, which crossrail does not move")
+            return
+        indices = np.array(kv_indices, np.uint32)  # a copy: whose they are may use them again
+        self._sent += len(indices)
+        rows = None
+        if self._sent == self._pages:
+            rows = [] if self.aux_index is None else self.kv_mgr.core.aux.read(self.aux_index)
+        ready, self._early_send_wait_event = self._early_send_wait_event, None
+        if self._begun_s is None:
+            self._begun_s = time.perf_counter()
+        self._node.soon(self._prefiller.send, self._room, indices, rows, ready)
+
+    def mark_prefill_complete(self) -> None:
+        """Nothing to publish: decoders allocate early."""
+
+    def pop_decode_prefix_len(self) -> int:
+        return self._room.prefix_tokens
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return KVTransferMetric(transfer_latency_s=self._seconds, transfer_total_bytes=self._room.bytes_sent)
+
+    def poll(self) -> int:
+        progress = self._room.progress
+        if progress.poll is Poll.SUCCESS and self._seconds is None and self._begun_s is not None:
+            self._seconds = time.perf_counter() - self._begun_s
+        return int(_POLLS[progress.poll])
+
+    def poll_pp_consensus(self) -> int:
+        return self.poll()
+
+    def failure_exception(self) -> None:
+        why = self._room.progress.error
+        self._end("another rank failed")
+        self._raise(why or "another rank failed", other=not why)
+
+    def clear(self) -> None:
+        self._end("SGLang let it go")
+
+    def abort(self) -> None:
+        """SGLang may give the pages to others as soon as this returns."""
+        self._end("aborted at the prefiller")
+
+    def _end(self, why: str) -> None:
+        if not self._room.progress.is_over:
+            self._node.soon(self._prefiller.abort, self._room, why)
+            self._hold(self._room.progress)
+
+
+class CrossrailKVReceiver(_Failing, BaseKVReceiver):
+    """A request at the decoder. Threads: the scheduler's."""
+
+    require_staging = False
+
+    def __init__(self, mgr: CrossrailKVManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_addr = bootstrap_addr
+        self.bootstrap_room = bootstrap_room
+        self.abort_notified = False
+        self._node = mgr.core.node
+        self._decoder = mgr.core.decoder
+        self._pull: Pull | None = None
+        self._progress = Progress()  # until there is a pull, which has its own
+
+    @property
+    def conclude_state(self) -> int | None:
+        return self.poll() if self._progress.is_over else None
+
+    def init(self, prefill_dp_rank: int) -> None:
+        if self._progress.is_over:
+            return
+        info = self.kv_mgr.core.info.get(self.bootstrap_addr)
+        if info is None or self.bootstrap_room is None:
+            self._fail_here(f"no prefiller is known at {self.bootstrap_addr}" if info is None else "it has no room")
+            return
+        self._pull = self._node.call(self._decoder.open(self.bootstrap_room, info.instance))
+        self._progress = self._pull.progress
+
+    def send_metadata(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: Any = KVTransferDestination.DEVICE,
+    ) -> None:
+        if self._progress.is_over or self._pull is None:
+            return
+        if destination != KVTransferDestination.DEVICE:
+            raise NotImplementedError("crossrail's backend writes into SGLang's own pages, not into a host pool")
+        if any(indices is not None and len(indices) for indices in state_indices or ()):
+            self._give_up("state_indices came, which crossrail does not move")
+            return
+        pages = np.array(kv_indices, np.uint32)
+        self._node.soon(self._decoder.begin, self._pull, pages, aux_index, decode_prefix_len or 0)
+
+    def poll(self) -> int:
+        if self._progress.poll is Poll.FAILED and self._pull is not None and not self._pull.stop.is_set():
+            self.kv_mgr.core.forget(self.bootstrap_addr, self._pull.instance)
+        return int(_POLLS[self._progress.poll])
+
+    def failure_exception(self) -> None:
+        why = self._progress.error
+        self._end("another rank failed")
+        self._raise(why or "another rank failed", other=not why)
+
+    def clear(self) -> None:
+        self._end("SGLang let it go")
+
+    def abort(self) -> None:
+        """Returns at once; poll() says Failed once nothing can land in its pages any more."""
+        self._give_up("aborted at the decoder")
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        self.abort()
+
+    def _give_up(self, why: str) -> None:
+        if self._pull is None:
+            self._fail_here(why)
+        else:
+            self._node.soon(self._decoder.abort, self._pull, why)
+
+    def _end(self, why: str) -> None:
+        if not self._progress.is_over:
+            self._give_up(why)
+            self._hold(self._progress)
+
+    def _fail_here(self, why: str) -> None:
+        self._progress.fail(why)
+        self._progress.end()
+
+
+class CrossrailKVBootstrapServer(BaseKVBootstrapServer):
+    """SGLang makes one in the prefill server's HTTP process."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._server = BootstrapServer(host, port, SglangOptions.from_environment().secret())
+
+    def close(self) -> None:
+        self._server.close()

@@ -1,0 +1,214 @@
+"""The decoder's half: KV of requests, from the prefiller's ranks into the pages that SGLang has given them.
+
+A pull is one request of one rank. It ends in one of these ways, and only then may its pages be used or freed:
+- success: the count is complete, and the rows of aux are in SGLang's buffers.
+- failed: all ranks of the prefiller have confirmed that nothing can land any more, or were shut out (fenced).
+A prefiller on this host that stands still in the middle of a copy cannot be shut out: then it has not ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crossrail.control.mailbox import NoAnswer
+from crossrail.errors import CrossrailError
+from crossrail.integrations.asking import Asker, Part
+from crossrail.integrations.instance import Instance, Worker, mismatch, rank_name
+from crossrail.integrations.sglang.memory import AuxRows
+from crossrail.integrations.sglang.messages import Aux, Destination
+from crossrail.integrations.sglang.node import Node
+from crossrail.integrations.sglang.state import Poll, Progress
+from crossrail.kv import KvLayout, KvReceiver, PageState, Reception, foreign_lease
+from crossrail.kv import messages as m
+from crossrail.kv.wire import Unreachable
+
+log = logging.getLogger("crossrail.sglang")
+
+_ATTEMPTS = 1 << 20
+_RELEASABLE = (PageState.RESERVED, PageState.IN_USE)
+
+
+class PullFailed(CrossrailError):
+    """Nothing more is to be expected of this request."""
+
+
+@dataclass(eq=False)
+class Pull:
+    """progress: for SGLang's thread; all else is the loop's. attempt: tells it from others of the same room."""
+
+    room: int
+    instance: Instance
+    attempt: int
+    progress: Progress = field(default_factory=Progress)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    rows: list[bytes] | None = None
+    rows_came: asyncio.Event = field(default_factory=asyncio.Event)
+    is_begun: bool = False
+
+
+class Decoder:
+    """Threads: the event loop's."""
+
+    def __init__(self, node: Node, aux: AuxRows) -> None:
+        self._node = node
+        self._aux = aux
+        self._mailbox = node.mailbox
+        self._asker = Asker(node.mailbox, node.options.silent_s, node.options.probe_s)
+        self._receivers: dict[KvLayout, KvReceiver] = {}
+        self._pulls: dict[tuple[str, int], Pull] = {}
+        self._attempts = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._mailbox.handle(Aux, self._on_aux)
+        self._mailbox.start()
+
+    async def close(self) -> None:
+        """Gives up what is under way, as far as prefillers answer in time, and takes our memory back from all."""
+        for pull in self._pulls.values():
+            self.abort(pull, "the decoder is closing")
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=2 * self._node.options.silent_s)
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    # ---- what SGLang says
+
+    async def open(self, room: int, instance: Instance) -> Pull:
+        pull = Pull(room, instance, (next(self._attempts) - 1) % (_ATTEMPTS - 1) + 1)
+        self._pulls[self._name(pull), pull.attempt] = pull
+        pull.progress.advance(Poll.WAITING_FOR_INPUT)
+        return pull
+
+    def begin(self, pull: Pull, pages: npt.NDArray[np.uint32], aux_index: int | None, prefix_tokens: int) -> None:
+        """Its pages, in the order of its tokens behind prefix_tokens, and its row of aux: the prefiller may write."""
+        if pull.is_begun or pull.progress.error:
+            return
+        pull.is_begun = True
+        pull.progress.advance(Poll.TRANSFERRING)
+        self._keep(self._run(pull, pages, aux_index, prefix_tokens))
+
+    def abort(self, pull: Pull, why: str) -> None:
+        if pull.progress.is_over or pull.stop.is_set():
+            return
+        pull.progress.fail(why)
+        pull.stop.set()
+        if not pull.is_begun:
+            pull.progress.end()
+            self._keep(self._let_go(pull))
+
+    # ---- one pull
+
+    async def _run(self, pull: Pull, pages: npt.NDArray[np.uint32], aux_index: int | None, prefix_tokens: int) -> None:
+        try:
+            await self._fetch(pull, pages, prefix_tokens)
+            assert pull.rows is not None
+            if aux_index is not None:
+                self._aux.write(aux_index, pull.rows)
+        except CrossrailError as error:
+            pull.progress.fail(str(error))
+        except Exception as error:
+            log.exception("room %d: it failed by a mistake of ours", pull.room)
+            pull.progress.fail(f"{type(error).__name__}: {error}")
+        if pull.progress.error:
+            log.error("room %d: its KV did not come: %s", pull.room, pull.progress.error)
+        self._pulls.pop((self._name(pull), pull.attempt), None)
+        pull.progress.end()
+
+    async def _fetch(self, pull: Pull, pages: npt.NDArray[np.uint32], prefix_tokens: int) -> None:
+        """Returns when all is there; raises why it is not, with nothing that can land any more."""
+        theirs = pull.instance.layout
+        receiver = self._receiver_for(pull.instance)
+        name, tokens = self._name(pull), len(pages) * self._node.pool.page_tokens
+        part = Part(name, pull.attempt, pull.instance)
+        reception = receiver.adopt(name, tokens, foreign_lease(name, pages, self._node.pool.page_tokens))
+        target = reception.dispatch(theirs, pull.instance.writer)
+        try:
+            load_s = self._node.options.load_s
+            question = Destination(name, pull.attempt, target.to_wire(), load_s, prefix_tokens)
+            answers = (m.Dispatched, m.DispatchRefused)
+            for answer in await self._asker.ask_all(pull.instance, question, answers, self._node.options.silent_s):
+                if isinstance(answer, m.DispatchRefused):
+                    raise PullFailed(f"the prefiller refuses: {answer.reason}")
+            await self._arrive(reception, pull, part)
+        except BaseException as error:
+            log.info("room %d: %s; taking its pages back", pull.room, error)
+            pull.progress.fail(str(error))
+            await self._asker.take_back(receiver, reception, part)
+            raise
+        finally:
+            if reception.state in _RELEASABLE:
+                reception.release()
+
+    def _receiver_for(self, instance: Instance) -> KvReceiver:
+        """Raises LayoutMismatch, PullFailed for a prefiller whose KV is of no use here."""
+        ours = self._node.pool.layout_beside(instance.layout)
+        described = Worker(self._mailbox.address, ours.to_wire(), self._node.pool.form)
+        if differs := mismatch(instance.workers[0], described):
+            raise PullFailed(differs)
+        if ours not in self._receivers:
+            self._receivers[ours] = KvReceiver(ours, {self._node.rank: self._node.memory(ours)}, None)
+        return self._receivers[ours]
+
+    async def _arrive(self, reception: Reception, pull: Pull, part: Part) -> None:
+        """Until all is counted, and aux is here. Raises when it will not be."""
+        load_s = self._node.options.load_s
+        all_there = asyncio.ensure_future(self._all_there(reception, pull, load_s))
+        watches = [asyncio.ensure_future(self._asker.watch(worker, part)) for worker in part.instance.workers]
+        stop = asyncio.ensure_future(pull.stop.wait())
+        tasks: list[asyncio.Future[Any]] = [all_there, stop, *watches]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if all_there.done():
+                all_there.result()
+                return
+            lost = next((watch.result() for watch in watches if watch.done()), "")
+            raise PullFailed(lost or pull.progress.error)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _all_there(self, reception: Reception, pull: Pull, load_s: float) -> None:
+        """Aux first: while it is missing the pages are still the prefiller's, and can be taken back."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + load_s
+        try:
+            await asyncio.wait_for(pull.rows_came.wait(), load_s)
+        except asyncio.TimeoutError:
+            raise PullFailed(f"its aux did not come within {load_s:g} s") from None
+        await reception.arrived(max(deadline - clock(), 0.0))
+
+    async def _on_aux(self, sender: bytes, aux: Aux) -> m.Message:
+        """Only from rank 0 of the prefiller that was asked."""
+        pull = self._pulls.get((aux.request, aux.attempt))
+        identity = self._mailbox.wire.identity
+        if pull is None or identity(sender) != identity(pull.instance.workers[0].address) or pull.progress.error:
+            return m.Taken(wanted=False)
+        if not pull.rows_came.is_set():
+            pull.rows = aux.rows
+            pull.rows_came.set()
+        return m.Taken()
+
+    async def _let_go(self, pull: Pull) -> None:
+        """Tells the prefiller that nobody comes for it; what cannot be told, its own time limit ends."""
+        self._pulls.pop((self._name(pull), pull.attempt), None)
+        try:
+            await self._asker.stop(Part(self._name(pull), pull.attempt, pull.instance))
+        except (NoAnswer, Unreachable, CrossrailError) as error:
+            log.info("room %d: %s", pull.room, error)
+
+    def _name(self, pull: Pull) -> str:
+        return rank_name(str(pull.room), self._node.rank, self._node.pool.tp)
+
+    def _keep(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

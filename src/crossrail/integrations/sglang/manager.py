@@ -1,0 +1,136 @@
+"""What SGLang's KVManager does, without SGLang: one rank's node, and the half that its mode needs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, NamedTuple
+
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.integrations.instance import Instance
+from crossrail.integrations.sglang import bootstrap
+from crossrail.integrations.sglang.decode import Decoder
+from crossrail.integrations.sglang.memory import AuxRows, read_pool
+from crossrail.integrations.sglang.node import Node
+from crossrail.integrations.sglang.options import OPTIONS_VARIABLE, SglangOptions
+from crossrail.integrations.sglang.prefill import Prefiller
+
+log = logging.getLogger("crossrail.sglang")
+
+_ASK_S = 5.0  # for a bootstrap server
+
+
+class Place(NamedTuple):
+    """Where a rank is in its server. bootstrap: "host:port" of a prefiller's own, "": a decoder has none.
+
+    sizes: of the kinds of parallelism, by SGLang's names, that crossrail knows only as 1.
+    """
+
+    rank: int
+    tp: int
+    bootstrap: str
+    sizes: dict[str, int]
+
+
+class PrefillInfo(NamedTuple):
+    """What SGLang's scheduler asks of a prefiller that a decoder has found, and who it is."""
+
+    instance: Instance
+    attn_tp_size: int
+    page_size: int
+    dp_size: int = 1
+    follow_bootstrap_room: bool = True
+
+
+class Manager:
+    """Threads: SGLang's scheduler's. Raises UsageError when it is made, for what cannot work."""
+
+    def __init__(self, args: Any, mode: str, place: Place, is_mla: bool) -> None:
+        options = SglangOptions.from_environment()
+        secret = options.secret()
+        for name, size in place.sizes.items():
+            if size != 1:
+                raise UsageError(f"{name}={size}: crossrail's backend knows tensor parallelism only")
+        if getattr(args, "ib_device", None):
+            raise UsageError(f"--disaggregation-ib-device={args.ib_device}: name rails in {OPTIONS_VARIABLE} instead")
+        pool = read_pool(args, is_mla=is_mla, tp=place.tp)
+        self.aux = AuxRows(args)
+        self._place = place
+        self._stopped = threading.Event()
+        self._registering: threading.Thread | None = None
+        self.node = Node(f"sglang-{mode}-{place.rank}", place.rank, pool, options, secret)
+        try:
+            if mode == "prefill":
+                self.prefiller = Prefiller(self.node, self.aux)
+                self._half: Prefiller | Decoder = self.prefiller
+            else:
+                self.decoder = Decoder(self.node, self.aux)
+                self._half = self.decoder
+            self.node.call(self._half.start())
+        except BaseException:
+            self.node.close()
+            raise
+        self._info: dict[str, PrefillInfo] = {}
+
+    def close(self) -> None:
+        """Nothing reads or writes SGLang's memory any more when it returns. Idempotent."""
+        self._stopped.set()
+        if self._registering is not None:
+            self._registering.join(_ASK_S + 1.0)
+            self._registering = None
+        if self.node._is_open:
+            try:
+                self.node.call(self._half.close())
+            finally:
+                self.node.close()
+
+    # ---- a prefiller
+
+    def register(self) -> None:
+        """Tells the bootstrap server of this rank, again and again: also one that was restarted knows it then."""
+        if self._registering is None:
+            self._registering = threading.Thread(target=self._register, name="crossrail-register", daemon=True)
+            self._registering.start()
+
+    def _register(self) -> None:
+        options = self.node.options
+        line = bootstrap.RankLine(
+            self.prefiller.worker, self._place.rank, self._place.tp, bootstrap.LEASE * options.register_s
+        ).to_line(self.node.secret)
+        said = ""
+        while not self._stopped.is_set():
+            try:
+                self.node.call(bootstrap.register(self._place.bootstrap, line, _ASK_S), _ASK_S + 1.0)
+                now = "is known there"
+            except CrossrailError as error:
+                now = str(error)
+            if now != said and not self._stopped.is_set():
+                log.info("rank %d at %s: %s", self._place.rank, self._place.bootstrap, now)
+            said = now
+            self._stopped.wait(options.register_s)
+
+    # ---- a decoder
+
+    @property
+    def info(self) -> dict[str, PrefillInfo]:
+        """Of prefillers that were found, by the address of their bootstrap server."""
+        return self._info
+
+    def find(self, address: str) -> bool:
+        """True: the prefiller behind this address is known, perhaps since now. Waits for its server, 5 s at most."""
+        if address in self._info:
+            return True
+        try:
+            instance = self.node.call(bootstrap.find_instance(address, self.node.secret, _ASK_S), _ASK_S + 1.0)
+        except CrossrailError as error:
+            log.warning("no prefiller at %s: %s", address, error)
+            return False
+        layout = instance.layout
+        self._info[address] = PrefillInfo(instance, layout.tp, layout.page_tokens)
+        return True
+
+    def forget(self, address: str, instance: Instance) -> None:
+        """A request to it failed: who is there is asked anew for the next one."""
+        known = self._info.get(address)
+        if known is not None and known.instance is instance:
+            del self._info[address]

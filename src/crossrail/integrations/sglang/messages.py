@@ -1,0 +1,85 @@
+"""What a decoder's rank and a prefiller's say to each other: messages of crossrail.kv, and two more."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from crossrail.control.mailbox import Mailbox
+from crossrail.control.wire import Wire
+from crossrail.errors import UsageError
+from crossrail.kv import messages as m
+
+AUX_BYTES_MAX = 4 << 20  # of all rows of one request
+AUX_ROWS_MAX = 64
+
+Row = Annotated[bytes, Meta(max_length=AUX_BYTES_MAX)]
+
+
+class Destination(Struct, frozen=True, tag=True):
+    """A decoder's rank has pages for its part of a room. ticket: KvTarget.to_wire(), pages behind the known prefix.
+
+    request: of instance.rank_name. attempt: which of the decoder's requests of that room it is. Answered by Dispatched
+    or DispatchRefused. prefix_tokens: which the decoder has: the prefiller begins behind them.
+    """
+
+    request: m.Name
+    attempt: m.Attempt
+    ticket: m.Plain
+    deadline_s: m.Seconds
+    prefix_tokens: m.Index = 0
+
+
+class Aux(Struct, frozen=True, tag=True):
+    """What SGLang keeps of a request beside its KV, one row of each of its buffers. From rank 0. Answered by Taken."""
+
+    request: m.Name
+    attempt: m.Attempt
+    rows: Annotated[list[Row], Meta(max_length=AUX_ROWS_MAX)]
+
+
+Message = (
+    Destination | m.Dispatched | m.DispatchRefused | m.Probe | m.Progress | m.Withdraw | m.Quiesced | Aux | m.Taken
+    | m.Failed
+)  # fmt: skip
+
+
+class Envelope(Struct, frozen=True):
+    """A message, and which question it is (ask) or answers (answers); 0: none."""
+
+    body: Message
+    ask: m.Index = 0
+    answers: m.Index = 0
+
+
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+class _Language:
+    purpose = b"crossrail sglang control"
+
+    def encode(self, body: Message, ask: int, answers: int) -> bytes:
+        data = msgspec.msgpack.encode(Envelope(body, ask, answers))
+        try:
+            _decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{type(body).__name__} cannot be sent: {error}") from None
+        return data
+
+    def decode(self, data: bytes) -> Envelope:
+        return decode(data)
+
+
+def decode(data: bytes) -> Envelope:
+    """UsageError for anything malformed."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"no message: {error}") from None
+
+
+def open_mailbox(wire: Wire, secret: bytes) -> Mailbox:
+    """For these messages. The rest is crossrail.control.mailbox's."""
+    return Mailbox(wire, secret, _Language())

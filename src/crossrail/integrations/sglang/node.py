@@ -1,0 +1,106 @@
+"""A thread with an event loop beside SGLang's scheduler, where crossrail.kv is at home: an engine, its wire, a mailbox.
+
+SGLang's scheduler polls and must not wait: most of its calls are handed to the loop and return at once. Where it takes
+pages back it has to wait until nothing touches them (`hold_until`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+import crossrail as xr
+from crossrail.control.mailbox import Mailbox
+from crossrail.errors import CrossrailError
+from crossrail.integrations.sglang.memory import Pool
+from crossrail.integrations.sglang.messages import open_mailbox
+from crossrail.integrations.sglang.options import SglangOptions
+from crossrail.kv import KvLayout, RankMemory
+from crossrail.kv.wire import EngineWire
+
+log = logging.getLogger("crossrail.sglang")
+
+_PATIENCE_S = 30.0  # for the loop to do what takes it microseconds; it shares the interpreter with the scheduler
+_JOIN_S = 10.0
+T = TypeVar("T")
+
+
+class PagesNotQuiet(BaseException):
+    """Pages that SGLang is about to give to another request may still be written or read by a peer: the scheduler ends.
+
+    No Exception, for SGLang catches all of these where it takes pages back, and would go on with wrong KV.
+    """
+
+
+class Node:
+    """One rank's engine and loop. Threads: any, but one at a time for each call.
+
+    Lifecycle: 1. made: registered and running. 2. close(), after whoever runs on the loop has ended. Idempotent.
+    Owner of the KV memory: SGLang. It must stay until close() has returned.
+    """
+
+    def __init__(self, name: str, rank: int, pool: Pool, options: SglangOptions, secret: bytes) -> None:
+        self.rank = rank
+        self.options = options
+        self.secret = secret
+        self.pool = pool
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-sglang", daemon=True)
+        self.engine = xr.Engine(
+            name,
+            transport=options.transport,
+            rails=options.rails,
+            port=options.port + rank if options.port else 0,
+            secret=secret,
+        )
+        self._regions = [self.engine.register(buffer) for buffer in pool.buffers]
+        self._is_open = True
+        self._thread.start()
+        self.wire, self.mailbox = self.call(self._begin())
+
+    async def _begin(self) -> tuple[EngineWire, Mailbox]:
+        wire = EngineWire(self.engine)
+        return wire, open_mailbox(wire, self.secret)
+
+    def memory(self, layout: KvLayout) -> RankMemory:
+        """The pool by this layout of it."""
+        return RankMemory(self.engine, layout, self._regions)
+
+    def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            self.call(self._end())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_JOIN_S)
+            self.engine.close()
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    async def _end(self) -> None:
+        await self.mailbox.close()
+        self.wire.close()
+
+    def soon(self, call: Callable[..., object], *args: Any) -> None:
+        """Runs it on the loop; returns at once. Calls run in their order."""
+        self._loop.call_soon_threadsafe(call, *args)
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float = _PATIENCE_S) -> T:
+        """Runs it on the loop and waits."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout:
+            future.cancel()
+            raise CrossrailError(f"crossrail's event loop did not get it done in {timeout_s:g} s") from None
+
+    def hold_until(self, quiet: threading.Event, what: str) -> None:
+        """Returns once nothing touches the request's pages. Raises PagesNotQuiet after quiesce_s."""
+        if not quiet.wait(self.options.quiesce_s):
+            raise PagesNotQuiet(f"{what}: a peer may still touch its pages after {self.options.quiesce_s:g} s")

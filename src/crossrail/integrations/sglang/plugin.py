@@ -1,0 +1,62 @@
+"""What SGLang calls when it starts, in each of its processes: the entry point `crossrail` of `sglang.srt.plugins`.
+
+SGLang's backends are a closed enum and a function over it. Both are extended through SGLang's own registry of hooks:
+the enum by the lookup that Python's enums make for values they do not have.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("crossrail.sglang")
+
+BACKEND = "crossrail"
+UTILS = "sglang.srt.disaggregation.utils"
+
+
+def register() -> None:
+    """Makes `--disaggregation-transfer-backend crossrail` known. Idempotent."""
+    try:
+        from sglang.srt.arg_groups import choices
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    except ImportError as error:  # of an SGLang without plug-ins: it must start all the same
+        log.info("no transfer backend by crossrail: %s", error)
+        return
+    if BACKEND in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
+        return
+    choices.add_disagg_transfer_backend_choices([BACKEND])
+    HookRegistry.register(f"{UTILS}.TransferBackend._missing_", backend_of, HookType.AROUND)
+    HookRegistry.register(f"{UTILS}.get_kv_class", class_of, HookType.AROUND)
+
+
+def backend_of(original: Callable[..., Any], *given: Any) -> Any:
+    """TransferBackend("crossrail"): a member that the enum did not have. given: at its end, the value."""
+    if given[-1] != BACKEND:
+        return original(given[-1])
+    from sglang.srt.disaggregation.utils import TransferBackend
+
+    return _member(TransferBackend)
+
+
+@functools.cache
+def _member(kind: Any) -> Any:
+    member = object.__new__(kind)
+    member._name_, member._value_ = BACKEND.upper(), BACKEND
+    return member
+
+
+def class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    """get_kv_class: ours for crossrail, SGLang's for all others."""
+    if getattr(transfer_backend, "value", None) != BACKEND or class_type.value == "kvargs":
+        return original(transfer_backend, class_type)
+    from crossrail.integrations.sglang import conn
+
+    return {
+        "manager": conn.CrossrailKVManager,
+        "sender": conn.CrossrailKVSender,
+        "receiver": conn.CrossrailKVReceiver,
+        "bootstrap_server": conn.CrossrailKVBootstrapServer,
+    }[class_type.value]

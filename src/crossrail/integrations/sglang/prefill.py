@@ -1,0 +1,388 @@
+"""The prefiller's half: KV of requests that SGLang computes here, on its way to the decoder's ranks that asked.
+
+A room is a request, by the number that SGLang's router gave both sides. It begins when SGLang makes a sender for it;
+the decoder's ranks ask for their parts before or after. It ends when all of them have all of it, or when one
+thing failed: then for all of them. It is reported as ended only when no write reads its pages any more.
+
+Room numbers may be used again. A room here is another one each time, a decoder's ask has an attempt; what ended is
+remembered, so that what comes late of an old one is refused and never bound to a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from crossrail.control.mailbox import NoAnswer
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.integrations.instance import Worker, parse_rank_name
+from crossrail.integrations.sglang.memory import AuxRows
+from crossrail.integrations.sglang.messages import Aux, Destination
+from crossrail.integrations.sglang.node import Node
+from crossrail.integrations.sglang.state import Poll, Progress
+from crossrail.kv import NOT_YET, KvSender, KvTarget, SendJob, foreign_lease
+from crossrail.kv import messages as m
+from crossrail.kv.plan import plan_transfer
+from crossrail.kv.wire import Unreachable
+
+log = logging.getLogger("crossrail.sglang")
+
+_TICK_S = 0.25
+_EARLY_MAX = 4096  # asks for rooms that SGLang has not shown to us yet
+_REMEMBERED = 4096  # asks and rooms that have ended, for what comes late
+
+Key = tuple[bytes, str, int]  # who asks, by incarnation; for which part; the how manieth time
+
+
+@dataclass(eq=False)
+class _Ask:
+    """A decoder's rank that wants its part. job: from when the number of pages is known here."""
+
+    key: Key
+    decoder: bytes
+    target: KvTarget
+    prefix_tokens: int
+    deadline_s: float
+    job: SendJob | None = None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        _, rank, tp = parse_rank_name(self.key[1])
+        return rank, tp
+
+
+class _Over(NamedTuple):
+    """A room that one side gave up before it heard of the other. by_us: our SGLang did, else the decoder."""
+
+    why: str
+    by_us: bool
+    until_s: float
+
+
+@dataclass(eq=False)
+class Room:
+    """A request. progress: for SGLang's thread; all else is the loop's.
+
+    pages[i]: our page of the i-th that is sent, NOT_YET before send(). sent: pages given to send(). posted: to engines.
+    """
+
+    number: int
+    begun_s: float
+    progress: Progress = field(default_factory=Progress)
+    asks: dict[Key, _Ask] = field(default_factory=dict)
+    pages: npt.NDArray[np.uint32] | None = None
+    sent: int = 0
+    posted: int = 0
+    is_complete: bool = False
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # chunks one after the other, as SGLang gave them
+    finishing: int = 0  # asks whose end is awaited
+    prefix_tokens: int = 0
+    bytes_sent: int = 0
+
+
+class Prefiller:
+    """Threads: the event loop's, but for what says otherwise."""
+
+    def __init__(self, node: Node, aux: AuxRows) -> None:
+        self.layout = node.pool.layout()
+        self.worker = Worker(node.wire.address, self.layout.to_wire(), node.pool.form)
+        self._node = node
+        self._aux = aux
+        self._mailbox = node.mailbox
+        self._rooms: dict[int, Room] = {}
+        self._early: dict[Key, _Ask] = {}
+        self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
+        self._over: OrderedDict[int, _Over] = OrderedDict()
+
+    async def start(self) -> None:
+        self._sender = KvSender(self.layout, {self._node.rank: self._node.memory(self.layout)})
+        self._mailbox.handle(Destination, self._on_destination)
+        self._mailbox.handle(m.Probe, self._on_probe)
+        self._mailbox.handle(m.Withdraw, self._on_withdraw)
+        self._mailbox.spawn(self._watch(), "watching rooms")
+        self._mailbox.start()
+
+    async def close(self) -> None:
+        """Returns when nothing of ours is under way any more."""
+        for room in list(self._rooms.values()):
+            self._fail(room, "the prefiller is closing")
+        await self._sender.close()
+
+    # ---- what SGLang says
+
+    async def open(self, number: int) -> Room:
+        room = Room(number, self._now())
+        if number in self._rooms:
+            room.progress.fail(f"room {number} is under way already")
+            room.progress.end()
+            return room
+        self._rooms[number] = room
+        over = self._over.pop(number, None)
+        if over is not None and not over.by_us:
+            self._fail(room, over.why)
+            return room
+        for ask in [ask for ask in self._early.values() if parse_rank_name(ask.key[1])[0] == str(number)]:
+            del self._early[ask.key]
+            self._join(room, ask)
+        return room
+
+    def set_pages(self, room: Room, count: int) -> None:
+        """How many pages there will be in all. When all ranks of the decoder have asked."""
+        room.pages = np.full(count, NOT_YET, np.uint32)
+        for ask in list(room.asks.values()):
+            self._begin(room, ask)
+
+    def send(self, room: Room, indices: npt.NDArray[np.uint32], rows: list[bytes] | None, ready: Any) -> None:
+        """The next pages. rows: of aux, with the last. ready: a CUDA event, or whatever says when they are there."""
+        if room.pages is None or room.sent + len(indices) > len(room.pages):
+            self._fail(room, f"{room.sent + len(indices)} pages are sent, init announced {_count(room.pages)}")
+            return
+        first, room.sent = room.sent, room.sent + len(indices)
+        room.progress.advance(Poll.TRANSFERRING)
+        self._mailbox.spawn(self._post(room, first, indices, rows, ready), f"sending room {room.number}")
+
+    def abort(self, room: Room, why: str) -> None:
+        self._fail(room, why)
+
+    # ---- rooms
+
+    def _join(self, room: Room, ask: _Ask) -> None:
+        """A rank of the decoder has pages for it."""
+        others = [other for other in room.asks.values() if other.rank[0] == ask.rank[0] or other.rank[1] != ask.rank[1]]
+        agreed = next(iter(room.asks.values()), ask)
+        if others:
+            why = f"two decoders want room {room.number}: {others[0].key[1]} and {ask.key[1]}"
+        elif (agreed.prefix_tokens, agreed.target.tokens) != (ask.prefix_tokens, ask.target.tokens):
+            why = f"ranks of the decoder differ in what they want of room {room.number}"
+        else:
+            why = ""
+        room.asks[ask.key] = ask
+        if why:
+            self._fail(room, why)
+            return
+        room.prefix_tokens = ask.prefix_tokens
+        if len(room.asks) == ask.rank[1]:
+            room.progress.advance(Poll.WAITING_FOR_INPUT)
+        if room.pages is not None:
+            self._begin(room, ask)
+
+    def _begin(self, room: Room, ask: _Ask) -> None:
+        assert room.pages is not None
+        tokens = len(room.pages) * self.layout.page_tokens
+        try:
+            if ask.target.tokens != tokens:
+                wanted = self.layout.pages_of(ask.target.tokens)
+                raise UsageError(f"the decoder has {wanted} pages for it, {len(room.pages)} are to be sent")
+            lease = foreign_lease(ask.target.request, room.pages, self.layout.page_tokens)
+            ask.job = self._sender.open(ask.target, lease)
+        except CrossrailError as error:
+            self._fail(room, str(error))
+            return
+        room.finishing += 1
+        self._mailbox.spawn(self._finish(room, ask, ask.job), f"ending {ask.target.request}")
+
+    async def _post(
+        self, room: Room, first: int, indices: npt.NDArray[np.uint32], rows: list[bytes] | None, ready: Any
+    ) -> None:
+        async with room.turn:
+            if ready is not None:
+                await asyncio.to_thread(ready.synchronize)
+            if room.progress.error or room.progress.is_over:
+                return
+            assert room.pages is not None
+            room.pages[first : first + len(indices)] = indices
+            room.posted = first + len(indices)
+            jobs = [ask.job for ask in room.asks.values() if ask.job is not None and not ask.job.stopped]
+            try:
+                if len(indices):
+                    end = room.posted * self.layout.page_tokens
+                    self._sender.begin_step([(job, end) for job in jobs])
+                    self._sender.layer_done(self.layout.layers)
+                    room.bytes_sent += len(indices) * self.layout.layers * self.layout.block_bytes
+            except CrossrailError as error:
+                self._fail(room, str(error))
+                return
+        if rows is not None and self._node.rank == 0:
+            await self._send_rows(room, rows)
+        room.is_complete = rows is not None
+        self._end_if_over(room)
+
+    async def _send_rows(self, room: Room, rows: list[bytes]) -> None:
+        """Every rank of the decoder takes them, or the room fails."""
+
+        async def send(ask: _Ask) -> None:
+            left_s = max(ask.deadline_s - self._now(), 0.0)
+            taken = await self._mailbox.ask(ask.decoder, Aux(*ask.key[1:], rows), m.Taken, left_s)
+            if not taken.wanted:
+                raise NoAnswer(f"{ask.key[1]} does not want it any more")
+
+        ends = await asyncio.gather(*(send(ask) for ask in list(room.asks.values())), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, (NoAnswer, Unreachable)):
+                self._fail(room, f"aux of room {room.number}: {end}")
+            elif isinstance(end, BaseException):
+                raise end
+
+    async def _finish(self, room: Room, ask: _Ask, job: SendJob) -> None:
+        try:
+            await job.finish()
+        except CrossrailError as error:
+            self._fail(room, str(error))
+        job.lease.release()
+        room.finishing -= 1
+        self._end_if_over(room)
+
+    def _fail(self, room: Room, why: str) -> None:
+        if room.progress.is_over:
+            return
+        room.progress.fail(why)
+        for ask in room.asks.values():
+            if ask.job is not None and not ask.job.stopped:
+                self._mailbox.spawn(ask.job.cancel(room.progress.error), f"stopping {ask.target.request}")
+        self._end_if_over(room)
+
+    def _end_if_over(self, room: Room) -> None:
+        progress = room.progress
+        if progress.is_over or room.finishing or not (progress.error or room.is_complete):
+            return
+        if progress.error:
+            log.warning("room %d: %s", room.number, progress.error)
+        for key in room.asks:
+            state, detail = ("failed", progress.error) if progress.error else ("written", "")
+            self._remember(
+                m.Progress(key[1], key[2], "failed" if state == "failed" else "written", m.clipped(detail)), key
+            )
+        if progress.error and not room.asks:
+            self._give_up(room.number, progress.error, by_us=True)
+        if self._rooms.get(room.number) is room:
+            del self._rooms[room.number]
+        progress.end()
+
+    # ---- what decoders say
+
+    async def _on_destination(self, sender: bytes, asked: Destination) -> m.Message:
+        key = self._key(sender, asked.request, asked.attempt)
+        answer = (asked.request, asked.attempt)
+        name, rank, tp = parse_rank_name(asked.request)
+        if not name.isdecimal():
+            raise UsageError(f"{asked.request!r:.140} names no room")
+        number = int(name)
+        if key in self._ended:
+            return m.DispatchRefused(*answer, m.clipped(f"this attempt has ended: {self._ended[key].detail}"))
+        over = self._over.pop(number, None)
+        if over is not None and over.by_us and number not in self._rooms:
+            self._remember(m.Progress(*answer, "failed", m.clipped(over.why)), key)
+            return m.DispatchRefused(*answer, m.clipped(over.why))
+        try:
+            target = KvTarget.from_wire(asked.ticket)
+            plan_transfer(self.layout, target.layout, target.request)
+        except CrossrailError as refusal:
+            return m.DispatchRefused(*answer, m.clipped(refusal))
+        if target.request != asked.request or target.layout.tp != tp or target.ranks[rank] is None:
+            return m.DispatchRefused(*answer, "the ticket is for another rank than the one that asks")
+        room = self._rooms.get(number)
+        if key in self._early or (room is not None and key in room.asks):
+            return m.Dispatched(*answer)
+        ask = _Ask(key, sender, target, asked.prefix_tokens, self._now() + asked.deadline_s)
+        if room is None:
+            if len(self._early) >= _EARLY_MAX:
+                return m.DispatchRefused(*answer, f"{_EARLY_MAX} requests wait here that nobody prefills")
+            self._early[key] = ask
+            return m.Dispatched(*answer)
+        self._join(room, ask)
+        if room.progress.error:
+            return m.DispatchRefused(*answer, m.clipped(room.progress.error))
+        return m.Dispatched(*answer)
+
+    async def _on_probe(self, sender: bytes, probe: m.Probe) -> m.Message:
+        key = self._key(sender, probe.request, probe.attempt)
+        answer = (probe.request, probe.attempt)
+        if key in self._ended:
+            return self._ended[key]
+        if key in self._early:
+            return m.Progress(*answer, "queued")
+        room = self._room_of(key)
+        if room is None:
+            return m.Progress(*answer, "unknown")
+        if room.progress.error:
+            return m.Progress(*answer, "failed", m.clipped(room.progress.error))
+        return m.Progress(*answer, "running")
+
+    async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Message:
+        """Answers once nothing of it can land any more; its Destination, should it still come, is refused."""
+        key = self._key(sender, withdraw.request, withdraw.attempt)
+        number = int(parse_rank_name(withdraw.request)[0])
+        answer = m.Quiesced(withdraw.request, withdraw.attempt)
+        if key in self._ended:
+            return answer
+        why = "the decoder gave it up"
+        room = self._rooms.get(number)
+        ask = self._early.pop(key, None) or (room.asks.get(key) if room is not None else None)
+        if room is None:
+            self._give_up(number, why, by_us=False)
+        elif not any(
+            other[:2] == key[:2] and other[2] > key[2] for other in room.asks
+        ):  # else it is about an older one
+            self._fail(room, why)
+        if ask is not None and ask.job is not None:
+            await ask.job.cancel(why)
+        if key not in self._ended:
+            self._remember(m.Progress(withdraw.request, withdraw.attempt, "failed", why), key)
+        return answer
+
+    # ---- time
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = self._now()
+            for room in list(self._rooms.values()):
+                self._look_at(room, now)
+            for key, ask in list(self._early.items()):
+                if now > ask.deadline_s or self._mailbox.wire.is_lost(ask.decoder):
+                    del self._early[key]
+                    self._remember(m.Progress(key[1], key[2], "failed", "nobody prefilled it in time"), key)
+            for number in [number for number, over in self._over.items() if now > over.until_s]:
+                del self._over[number]
+
+    def _look_at(self, room: Room, now: float) -> None:
+        bootstrap_s = self._node.options.bootstrap_s
+        if room.progress.poll is Poll.BOOTSTRAPPING and now > room.begun_s + bootstrap_s:
+            self._fail(room, f"no decoder had pages for room {room.number} within {bootstrap_s:g} s")
+        for ask in room.asks.values():
+            if self._mailbox.wire.is_lost(ask.decoder):
+                self._fail(room, "the decoder is gone")
+            elif now > ask.deadline_s:
+                self._fail(room, "the decoder's time is up")
+
+    # ---- what ended
+
+    def _room_of(self, key: Key) -> Room | None:
+        room = self._rooms.get(int(parse_rank_name(key[1])[0]))
+        return room if room is not None and key in room.asks else None
+
+    def _remember(self, progress: m.Progress, key: Key) -> None:
+        self._ended[key] = progress
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _give_up(self, number: int, why: str, *, by_us: bool) -> None:
+        self._over[number] = _Over(why, by_us, self._now() + self._node.options.bootstrap_s)
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
+
+    def _key(self, sender: bytes, name: str, attempt: int) -> Key:
+        return self._mailbox.wire.identity(sender), name, attempt
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _count(pages: npt.NDArray[np.uint32] | None) -> int:
+    return 0 if pages is None else len(pages)

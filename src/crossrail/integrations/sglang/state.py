@@ -1,0 +1,49 @@
+"""How far a request is, in SGLang's words, seen by two threads."""
+
+from __future__ import annotations
+
+import threading
+from enum import IntEnum
+
+
+class Poll(IntEnum):
+    """As SGLang's KVPoll, whose numbers it compares over ranks: the smallest of all ranks' is what counts."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    WAITING_FOR_INPUT = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+class Progress:
+    """Written by the loop, read by the scheduler.
+
+    Invariant: poll is FAILED or SUCCESS only while quiet is set; from then on nothing changes. error: why it fails;
+    it is there before it is quiet.
+    """
+
+    def __init__(self) -> None:
+        self.poll = Poll.BOOTSTRAPPING
+        self.error = ""
+        self.quiet = threading.Event()  # nothing of ours or of a peer's touches its pages, nor will
+
+    @property
+    def is_over(self) -> bool:
+        return self.poll in (Poll.FAILED, Poll.SUCCESS)
+
+    def advance(self, poll: Poll) -> None:
+        """To a later state, unless it is over or failing."""
+        if not self.is_over and not self.error:
+            self.poll = max(self.poll, poll)
+
+    def fail(self, why: str) -> None:
+        """The first reason is the one; `end` follows once it is quiet."""
+        if not self.is_over and not self.error:
+            self.error = why or "failed"
+
+    def end(self) -> None:
+        """It is quiet. Failed if there was a reason, else all is there."""
+        if not self.is_over:
+            self.poll = Poll.FAILED if self.error else Poll.SUCCESS
+        self.quiet.set()

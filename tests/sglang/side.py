@@ -1,0 +1,186 @@
+"""A rank of a prefill or decode server without a model: pools of known content, our classes as SGLang calls them."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.limits import WAIT_S, eventually
+
+SECRET = "of the tests"
+PAGE = 4
+LAYERS = 2
+HEADS = 2
+ROW = 6  # bytes of a head of a token
+PAGES = 16
+AUX = (64, 24)  # bytes of a row of each buffer
+AUX_ROWS = 8
+EMPTY = 0xAB
+PATIENT: dict[str, Any] = {
+    "transport": "shm",
+    "bootstrap_s": WAIT_S,
+    "load_s": WAIT_S,
+    "silent_s": WAIT_S,
+    "probe_s": 0.1,
+    "register_s": 0.1,
+    "quiesce_s": WAIT_S,
+}
+FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def content(what: object) -> npt.NDArray[np.uint8]:
+    """Of a page of a head, or a row of aux."""
+    seed = zlib.crc32(repr(what).encode())
+    return np.random.default_rng(seed).integers(0, 256, PAGE * ROW * LAYERS * 2 * 64, np.uint8)
+
+
+class Side:
+    """rank of tp. mla: one latent, the same on all ranks. changes: to its KVArgs."""
+
+    def __init__(
+        self,
+        mode: str,
+        address: str,
+        *,
+        rank: int = 0,
+        tp: int = 1,
+        mla: bool = False,
+        parallel: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> None:
+        from crossrail.integrations.sglang import conn
+
+        self.mode, self.address, self.rank, self.tp, self.mla = mode, address, rank, tp, mla
+        self.heads = 1 if mla else max(HEADS // tp, 1)
+        self.first_head = 0 if mla else rank * HEADS // tp
+        self.planes = [
+            np.full((PAGES, PAGE, self.heads, ROW), EMPTY, np.uint8) for _ in range(LAYERS if mla else 2 * LAYERS)
+        ]
+        self.aux = [np.full((AUX_ROWS, nbytes), EMPTY, np.uint8) for nbytes in AUX]
+        where: dict[str, Any] = {
+            "attn_tp_rank": rank,
+            "attn_tp_size": tp,
+            "pp_size": 1,
+            "attn_cp_size": 1,
+            "attn_dcp_size": 1,
+            "attn_dp_size": 1,
+            "dp_size": 1,
+            "dist_init_addr": None,
+        } | (parallel or {})
+        host, _, port = address.partition(":")
+        disagg = {"disaggregation_bootstrap_port": int(port), "disaggregation_decode_allocation_policy": "early"}
+        with (
+            mock.patch.object(conn, "get_parallel", return_value=SimpleNamespace(**where)),
+            mock.patch.object(conn, "get_serving", return_value=SimpleNamespace(host=host)),
+            mock.patch.object(conn, "get_disagg", return_value=SimpleNamespace(**disagg)),
+        ):
+            self.manager = conn.CrossrailKVManager(
+                self.kv_args(changes), SimpleNamespace(value=mode), SimpleNamespace(), mla
+            )
+        self.conn = conn
+
+    def kv_args(self, changes: dict[str, Any]) -> Any:
+        from sglang.srt.disaggregation.base.conn import KVArgs
+
+        args: Any = KVArgs()
+        args.kv_data_ptrs = [plane.ctypes.data for plane in self.planes]
+        args.kv_data_lens = [plane.nbytes for plane in self.planes]
+        args.kv_item_lens = [plane[0].nbytes for plane in self.planes]
+        args.kv_layer_ids = list(range(LAYERS))
+        args.kv_cache_dtype_str = "auto"
+        args.aux_data_ptrs = [rows.ctypes.data for rows in self.aux]
+        args.aux_data_lens = [rows.nbytes for rows in self.aux]
+        args.aux_item_lens = list(AUX)
+        args.state_types = []
+        args.page_size = PAGE
+        args.engine_rank = self.rank
+        args.ib_device = None
+        if self.mode == "prefill" and not self.mla:  # SGLang's decoder does not say
+            args.kv_head_num, args.total_kv_head_num = self.heads, HEADS
+        for name, value in changes.items():
+            setattr(args, name, value)
+        return args
+
+    def close(self) -> None:
+        self.manager.close()
+
+    # ---- a request, as SGLang's scheduler sees it
+
+    def sender(self, room: int) -> Any:
+        return self.conn.CrossrailKVSender(self.manager, self.address, room)
+
+    def receiver(self, room: int) -> Any:
+        eventually(lambda: self.manager.try_ensure_parallel_info(self.address), "the prefiller is known")
+        receiver = self.conn.CrossrailKVReceiver(self.manager, self.address, room)
+        receiver.init(0)
+        return receiver
+
+    def compute(self, text: str, pages: list[int], aux_index: int) -> None:
+        """What a model would: `text` names the prompt."""
+        for plane, memory in enumerate(self.planes):
+            for i, page in enumerate(pages):
+                for head in range(self.heads):
+                    memory[page, :, head] = _piece(text, plane, i, self.first_head + head)
+        for number, rows in enumerate(self.aux):
+            rows[aux_index] = content((text, "aux", number))[: rows.shape[1]]
+
+    def assert_holds(self, text: str, pages: list[int], aux_index: int) -> None:
+        for plane, memory in enumerate(self.planes):
+            for i, page in enumerate(pages):
+                for head in range(self.heads):
+                    np.testing.assert_array_equal(
+                        memory[page, :, head],
+                        _piece(text, plane, i, self.first_head + head),
+                        f"{plane=} {page=} {head=}",
+                    )
+        for number, rows in enumerate(self.aux):
+            np.testing.assert_array_equal(rows[aux_index], content((text, "aux", number))[: rows.shape[1]])
+
+    def assert_untouched(self, but: list[int], aux_but: list[int]) -> None:
+        """All other pages and rows are as they were at the start."""
+        for memory in self.planes:
+            others = [page for page in range(PAGES) if page not in but]
+            assert (memory[others] == EMPTY).all()
+        for rows in self.aux:
+            assert (rows[[row for row in range(AUX_ROWS) if row not in aux_but]] == EMPTY).all()
+
+
+def until(poll: int, *pollers: Any) -> None:
+    """SGLang's poll of each."""
+    for poller in pollers:
+        eventually(lambda poller=poller: poller.poll() == poll, f"poll of {poller} is {poll}, not {poller.poll()}")
+
+
+def send(side: Side, sender: Any, text: str, pages: list[int], aux_index: int, chunk: int = 2) -> None:
+    """Prefill, and what is sent of it, in chunks."""
+    sender.init(len(pages), aux_index)
+    side.compute(text, pages, aux_index)
+    for first in range(0, max(len(pages), 1), chunk):
+        some = pages[first : first + chunk]
+        assert sender.should_send_kv_chunk(len(some), first + chunk >= len(pages))
+        sender.send(np.array(some, np.int32), None, num_kv_tokens=len(some) * PAGE)
+
+
+def failure(one: Any) -> Any:
+    """What SGLang is told of it."""
+    try:
+        one.failure_exception()
+    except Exception as error:
+        return error
+    raise AssertionError("failure_exception raised nothing")
+
+
+def _piece(text: str, plane: int, page: int, head: int) -> npt.NDArray[np.uint8]:
+    return content((text, plane, page, head))[: PAGE * ROW].reshape(PAGE, ROW)

@@ -1,0 +1,111 @@
+"""The bootstrap server and what goes through it: bounded, sealed, and nothing for who does not know the secret."""
+
+import asyncio
+import os
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import crossrail as xr
+from crossrail.integrations.instance import Worker
+from crossrail.integrations.sglang import bootstrap
+from crossrail.integrations.sglang.messages import Aux, Destination, Envelope, decode
+from crossrail.kv import KvLayout
+
+SECRET = b"of the tests"
+LAYOUT = KvLayout(
+    layers=4, pages=8, page_tokens=4, kv_heads=2, head_dim=6, dtype="uint8", kind="PLANES", order="NHD", tp=2
+)
+
+
+def line(rank: int = 0, tp: int = 2, secret: bytes = SECRET, lease_s: float = 10.0, address: bytes = b"a") -> str:
+    return bootstrap.RankLine(Worker(address, LAYOUT.to_wire(), {"form": "f"}), rank, tp, lease_s).to_line(secret)
+
+
+def test_a_table_is_whole_or_nothing_and_forgets() -> None:
+    table = bootstrap.RankTable(SECRET)
+    table.put(line(1), 0.0)
+    assert table.lines(0.0) is None
+    table.put(line(0, lease_s=5.0), 0.0)
+    assert table.lines(1.0) == [line(0, lease_s=5.0), line(1)]
+    assert table.lines(6.0) is None, "rank 0 was not heard any more"
+    table.put(line(0, tp=1), 6.0)
+    assert table.lines(6.0) == [line(0, tp=1)], "a prefiller of another TP is another one"
+
+
+@pytest.mark.parametrize("wrong", [line(secret=b"another"), "", "%%%", line()[:-8], line()[8:], "é"])
+def test_a_line_of_nobody_we_know_is_refused(wrong: str) -> None:
+    with pytest.raises(xr.UsageError):
+        bootstrap.RankTable(SECRET).put(wrong, 0.0)
+
+
+def test_a_rank_beyond_its_tp_is_refused() -> None:
+    with pytest.raises(xr.UsageError, match="rank=2 of TP 2"):
+        bootstrap.RankLine.from_line(line(2), SECRET)
+
+
+async def test_over_http(server: Any, address: str) -> None:
+    async def status(method: str, path: str = "/route", **options: Any) -> int:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, f"http://{address}{path}", **options) as got,
+        ):
+            return got.status
+
+    token = {"Authorization": f"Bearer {bootstrap.token(SECRET)}"}
+    assert await status("GET", "/health") == 200
+    assert await status("GET") == 401
+    assert await status("GET", headers={"Authorization": "Bearer é"}) == 401
+    assert await status("GET", headers=token) == 503
+    assert await status("PUT", data=line(secret=b"another")) == 403
+    assert await status("PUT", data=os.urandom(100)) in (400, 403)
+    assert await status("PUT", data="x" * (bootstrap.LINE_BYTES_MAX + 1)) == 413
+    for rank in range(2):
+        await bootstrap.register(address, line(rank), 5.0)
+    assert await status("GET", headers=token) == 200
+    instance = await bootstrap.find_instance(address, SECRET, 5.0)
+    assert len(instance.workers) == 2 and instance.layout == LAYOUT
+    with pytest.raises(bootstrap.NoInstance, match="401"):
+        await bootstrap.find_instance(address, b"another", 5.0)
+
+
+async def test_nobody_there() -> None:
+    with pytest.raises(bootstrap.NoInstance, match=r"127\.0\.0\.1:1"):
+        await bootstrap.find_instance("127.0.0.1:1", SECRET, 5.0)
+    with pytest.raises(bootstrap.NoInstance):
+        await asyncio.wait_for(bootstrap.find_instance("no port here:x", SECRET, 5.0), 10.0)
+
+
+def test_a_port_that_is_taken_is_said_at_once(server: Any, address: str) -> None:
+    from crossrail.integrations.sglang import CrossrailKVBootstrapServer
+
+    with pytest.raises(OSError, match="address already in use"):
+        CrossrailKVBootstrapServer("127.0.0.1", int(address.partition(":")[2]))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
+    try:
+        decode(data)
+    except xr.UsageError:
+        return
+    assert isinstance(decode(data), Envelope)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        Aux("1@0/1", 1, [b"x"] * 65),
+        Destination("", 1, {}, 1.0),
+        Destination("1@0/1", 0, {}, 1.0),
+        Destination("1@0/1", 1, {}, -1.0),
+    ],
+)
+def test_fields_out_of_bounds_are_refused(body: Any) -> None:
+    import msgspec
+
+    with pytest.raises(xr.UsageError):
+        decode(msgspec.msgpack.encode(Envelope(body)))

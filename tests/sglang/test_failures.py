@@ -1,0 +1,289 @@
+"""What SGLang is told when a transfer fails, and that its pages are its own by then."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.integrations.sglang.node import PagesNotQuiet
+from tests.sglang.conftest import Open
+from tests.sglang.side import FAILED, PAGE, SUCCESS, WAITING, Side, failure, send, until
+from tests.support.limits import eventually, never
+
+MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
+
+
+@pytest.fixture
+def p(open_side: Open) -> Side:
+    return open_side("prefill")
+
+
+@pytest.fixture
+def d(open_side: Open) -> Side:
+    return open_side("decode")
+
+
+def ask(receiver: Any) -> None:
+    receiver.send_metadata(np.array(THEIRS, np.int32), 0)
+
+
+# --- somebody gives up ---
+
+
+@pytest.mark.parametrize("when", ["before its pages", "after its pages", "in the middle"])
+def test_the_decoder_gives_up(p: Side, d: Side, when: str) -> None:
+    sender, receiver = p.sender(1), d.receiver(1)
+    if when != "before its pages":
+        ask(receiver)
+        until(WAITING, sender)
+    if when == "in the middle":
+        sender.init(4, 0)
+        p.compute("half", MINE, 0)
+        sender.send(np.array(MINE[:2], np.int32))
+    receiver.abort()
+    until(FAILED, receiver, sender)
+    for memory in d.planes:  # whoever gets the pages now
+        memory[THEIRS] = 1
+    assert failure(receiver).failure_reason == "aborted at the decoder"
+    assert failure(sender).failure_reason == "the decoder gave it up"
+    never(lambda: any((memory[THEIRS] != 1).any() for memory in d.planes), "something landed after Failed was said")
+
+
+@pytest.mark.parametrize("when", ["before it is asked", "before it is computed", "in the middle"])
+def test_the_prefiller_gives_up(p: Side, d: Side, when: str) -> None:
+    sender, receiver = p.sender(1), d.receiver(1)
+    if when != "before it is asked":
+        ask(receiver)
+        until(WAITING, sender)
+    if when == "in the middle":
+        sender.init(4, 0)
+        p.compute("half", MINE, 0)
+        sender.send(np.array(MINE[:2], np.int32))
+    sender.abort()
+    assert sender.poll() == FAILED, "when abort returns, SGLang gives the pages to others"
+    if when == "before it is asked":
+        ask(receiver)
+    until(FAILED, receiver)
+    error = failure(receiver)
+    assert "aborted at the prefiller" in error.failure_reason and not error.is_from_another_rank
+    assert error.bootstrap_room == 1
+
+
+def test_who_gave_up_before_the_prefiller_heard_of_it_fails_there(p: Side, d: Side) -> None:
+    receiver = d.receiver(5)
+    ask(receiver)
+    receiver.abort()
+    until(FAILED, receiver)
+    sender = p.sender(5)
+    until(FAILED, sender)
+    sender.clear()
+    # And the room is good for another request.
+    sender, receiver = p.sender(5), d.receiver(5)
+    ask(receiver)
+    until(WAITING, sender)
+    send(p, sender, "again", MINE, 0)
+    until(SUCCESS, sender, receiver)
+    d.assert_holds("again", THEIRS, 0)
+
+
+def test_clear_of_a_sender_in_the_middle_stops_it(p: Side, d: Side) -> None:
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    sender.init(4, 0)
+    sender.send(np.array(MINE[:2], np.int32))
+    sender.clear()
+    assert sender.poll() == FAILED
+    until(FAILED, receiver)
+
+
+def test_another_rank_failed_so_this_one_takes_its_pages_back(open_side: Open, p: Side) -> None:
+    """SGLang calls failure_exception on all ranks when one of them polls Failed."""
+    d = [open_side("decode", rank=rank, tp=2) for rank in range(2)]
+    sender = p.sender(1)
+    receivers = [side.receiver(1) for side in d]
+    for receiver in receivers:
+        ask(receiver)
+    until(WAITING, sender)
+
+    error = failure(receivers[1])
+
+    assert error.is_from_another_rank and receivers[1].poll() == FAILED
+    until(FAILED, receivers[0], sender)
+    assert "gave it up" in failure(receivers[0]).failure_reason
+
+
+def test_pages_that_a_peer_may_touch_end_the_scheduler(open_side: Open, p: Side) -> None:
+    """SGLang swallows each Exception where it takes pages back; it must not give these to anybody."""
+    d = open_side("decode", options={"quiesce_s": 0.2})
+    receiver = d.receiver(1)
+    ask(receiver)
+    never(lambda: receiver.poll() == FAILED, "failed", for_s=0.05)
+    receiver._progress.quiet = SimpleNamespace(
+        wait=lambda timeout_s: threading.Event().wait(timeout_s), set=lambda: None
+    )
+    with pytest.raises(PagesNotQuiet, match=r"room 1: a peer may still touch its pages after 0\.2 s"):
+        receiver.failure_exception()
+    assert not issubclass(PagesNotQuiet, Exception)
+
+
+# --- what does not fit ---
+
+
+def test_other_numbers_of_pages_fail_on_both_sides(p: Side, d: Side) -> None:
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    sender.init(3, 0)
+    until(FAILED, sender, receiver)
+    assert "the decoder has 4 pages for it, 3 are to be sent" in failure(receiver).failure_reason
+
+
+def test_more_pages_than_announced_fail(p: Side, d: Side) -> None:
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    sender.init(4, 0)
+    sender.send(np.array([1, 2, 3], np.int32))
+    sender.send(np.array([4, 5], np.int32))
+    until(FAILED, sender, receiver)
+    assert "5 pages are sent, init announced 4" in failure(sender).failure_reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_cache_dtype_str": "fp8_e4m3"}, "cache dtype: producer auto, decoder fp8_e4m3"),
+        ({"kv_layer_ids": [5, 6]}, "layer ids: producer"),
+        ({"page_size": 2 * PAGE}, "use the same model, page size and KV cache dtype"),
+    ],
+)
+def test_caches_that_do_not_match_are_never_written(
+    open_side: Open, p: Side, changes: dict[str, Any], words: str
+) -> None:
+    d = open_side("decode", **changes)
+    receiver = d.receiver(1)
+    ask(receiver)
+    until(FAILED, receiver)
+    assert words in failure(receiver).failure_reason
+    d.assert_untouched([], [])
+
+
+def test_state_indices_are_refused(p: Side, d: Side) -> None:
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    sender.init(4, 0)
+    sender.send(np.array(MINE, np.int32), [np.array([1])])
+    until(FAILED, sender, receiver)
+    assert "state_indices" in failure(sender).failure_reason
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"state_types": [SimpleNamespace(value="swa"), "mamba"]}, "state_types=swa, mamba"),
+        ({"parallel": {"pp_size": 2}}, "pp_size=2: crossrail's backend knows tensor parallelism only"),
+        ({"parallel": {"dp_size": 4}}, "dp_size=4"),
+        ({"ib_device": "mlx5_0"}, "--disaggregation-ib-device=mlx5_0"),
+        ({"kv_data_ptrs": [4096] * 4}, r"kv_data_ptrs\[0\]=0x1000 is not memory of the host"),
+        ({"kv_item_lens": [48, 48, 48, 96]}, "layers, and K and V, must have pages of one size"),
+        ({"kv_head_num": 3, "total_kv_head_num": 2}, "kv_head_num=3 of 2 heads"),
+        ({"aux_item_lens": [5 << 20, 24]}, "aux_item_lens: 2 rows of"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_start(open_side: Open, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(xr.UsageError, match=words):
+        open_side("prefill", **options)
+
+
+def test_no_secret_no_start(open_side: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CROSSRAIL_SECRET")
+    with pytest.raises(xr.UsageError, match=r"secret of 1\.\.1024 bytes .* set CROSSRAIL_SECRET"):
+        open_side("decode")
+
+
+def test_an_unknown_option_is_named(open_side: Open) -> None:
+    with pytest.raises(xr.UsageError, match=r"CROSSRAIL_SGLANG_OPTIONS.*`lod_s`"):
+        open_side("decode", options={"lod_s": 1})
+
+
+# --- time ---
+
+
+def test_a_decoder_waits_so_long_for_its_kv(open_side: Open, p: Side) -> None:
+    d = open_side("decode", options={"load_s": 0.3})
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(FAILED, receiver, sender)
+    d.assert_untouched([], [])
+
+
+def test_a_prefiller_waits_so_long_for_its_decoder(open_side: Open) -> None:
+    p = open_side("prefill", options={"bootstrap_s": 0.3})
+    sender = p.sender(1)
+    until(FAILED, sender)
+    assert failure(sender).failure_reason == "no decoder had pages for room 1 within 0.3 s"
+
+
+# --- the bootstrap server ---
+
+
+def test_a_prefiller_nobody_knows_is_not_waited_for(open_side: Open) -> None:
+    d = open_side("decode")
+    assert not d.manager.try_ensure_parallel_info(d.address)
+    receiver = d.conn.CrossrailKVReceiver(d.manager, d.address, 1)
+    receiver.init(0)
+    assert receiver.poll() == FAILED and "no prefiller is known" in failure(receiver).failure_reason
+
+
+def test_a_bootstrap_server_that_was_restarted_hears_of_all_ranks_again(
+    open_side: Open, p: Side, server: Any, address: str
+) -> None:
+    from crossrail.integrations.sglang import CrossrailKVBootstrapServer
+
+    eventually(lambda: open_side_knows(open_side, address), "the prefiller is known")
+    server.close()
+    d = open_side("decode")
+    assert not d.manager.try_ensure_parallel_info(address)
+    again = CrossrailKVBootstrapServer("127.0.0.1", int(address.partition(":")[2]))
+    try:
+        sender, receiver = p.sender(1), d.receiver(1)
+        ask(receiver)
+        until(WAITING, sender)
+        send(p, sender, "restarted", MINE, 0)
+        until(SUCCESS, sender, receiver)
+    finally:
+        p.close()
+        d.close()
+        again.close()
+    d.assert_holds("restarted", THEIRS, 0)
+
+
+def test_a_prefiller_that_is_gone_is_looked_up_anew(open_side: Open, p: Side, d: Side, address: str) -> None:
+    receiver = d.receiver(1)
+    ask(receiver)
+    p.close()
+    until(FAILED, receiver)
+    assert address not in d.manager.prefill_info_table
+    second = open_side("prefill")
+    eventually(lambda: _reaches(second, d), "the new prefiller is the one that is known")
+
+
+def _reaches(p: Side, d: Side) -> bool:
+    sender, receiver = p.sender(2), d.receiver(2)
+    ask(receiver)
+    eventually(lambda: receiver.poll() == FAILED or sender.poll() == WAITING, "asked, or failed")
+    reached = bool(sender.poll() == WAITING)
+    sender.abort()
+    until(FAILED, receiver)
+    return reached
+
+
+def open_side_knows(open_side: Open, address: str) -> bool:
+    return bool(open_side("decode").manager.try_ensure_parallel_info(address))

@@ -1,0 +1,94 @@
+"""The two sides in processes of their own: as SGLang runs them, and as they die."""
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.sglang.child import Child
+from tests.sglang.conftest import Open
+from tests.sglang.side import FAILED, SUCCESS, WAITING, Side, failure, until
+from tests.sglang.test_failures import MINE, THEIRS, ask
+from tests.support.limits import never
+
+Start = Callable[..., Child]
+
+
+@pytest.fixture
+def start(server: Any, address: str) -> Iterator[Start]:
+    started: list[Child] = []
+
+    def start_one(mode: str, **options: Any) -> Child:
+        started.append(Child(mode, address, **options))
+        return started[-1]
+
+    yield start_one
+    for child in started:
+        child.close()
+
+
+def test_between_two_processes(start: Start) -> None:
+    p, d = start("prefill"), start("decode")
+    p.call("open", 7)
+    d.call("open", 7)
+    d.call("ask", 7, THEIRS, 1)
+    p.call("until", 7, WAITING)
+    p.call("init", 7, 4, 5)
+    p.call("compute", "apart", MINE, 5)
+    for page in MINE:
+        p.call("send", 7, [page])
+    d.call("until", 7, SUCCESS)
+    p.call("until", 7, SUCCESS)
+    d.call("assert_holds", "apart", THEIRS, 1)
+
+
+def test_a_prefiller_that_is_killed(start: Start, open_side: Open) -> None:
+    p, d = start("prefill"), open_side("decode")
+    receiver = half_way(p, d)
+    p.kill()
+    until(FAILED, receiver)
+    overwritten(d)
+
+
+def test_a_decoder_that_is_killed(start: Start, open_side: Open) -> None:
+    p, d = open_side("prefill"), start("decode")
+    sender = p.sender(7)
+    d.call("open", 7)
+    d.call("ask", 7, THEIRS, 1)
+    until(WAITING, sender)
+    d.kill()
+    until(FAILED, sender)
+    assert "decoder" in failure(sender).failure_reason
+
+
+def test_a_prefiller_that_stands_still_is_shut_out(start: Start, open_side: Open) -> None:
+    """Its pages are given up without its word, and what it sends when it goes on lands nowhere."""
+    p, d = start("prefill"), open_side("decode", options={"silent_s": 0.5})
+    receiver = half_way(p, d)
+    p.signal(signal.SIGSTOP)
+    until(FAILED, receiver)
+    for memory in d.planes:
+        memory[THEIRS] = 1
+    p.signal(signal.SIGCONT)
+    p.call("send", 7, MINE[2:])
+    p.call("until", 7, FAILED)
+    assert not any((memory[THEIRS] != 1).any() for memory in d.planes)
+
+
+def half_way(p: Child, d: Side) -> Any:
+    """Two of four pages are sent."""
+    p.call("open", 7)
+    receiver = d.receiver(7)
+    ask(receiver)
+    p.call("until", 7, WAITING)
+    p.call("init", 7, 4, 5)
+    p.call("compute", "half", MINE, 5)
+    p.call("send", 7, MINE[:2])
+    return receiver
+
+
+def overwritten(d: Side) -> None:
+    for memory in d.planes:
+        memory[THEIRS] = 1
+    never(lambda: any((memory[THEIRS] != 1).any() for memory in d.planes), "something landed after Failed was said")
