@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from crossrail.cli.bench import report as bench_report
+from crossrail.cli.bench import machine
 from crossrail.cli.bench.pair import check_cpus, choose_cpus
 from crossrail.cli.bench.peers import offers, report
 from crossrail.cli.bench.peers.base import Offer
@@ -63,10 +63,10 @@ def peers(
     chosen = offers.choose([name.strip() for name in only.split(",") if name.strip()])
     settings = Settings(cpus or choose_cpus(), pool_bytes, timeout_s)
     check_cpus(settings.cpus)
-    console.print(bench_report.describe_machine(), highlight=False, markup=False)
+    console.print(machine.describe_machine(), highlight=False, markup=False)
     if settings.cpus[0] == settings.cpus[1]:
         console.print("both processes share one core: figures of two processes mean little", style="yellow")
-    busy = bench_report.busy_share(settings.cpus)
+    busy = machine.busy_share(settings.cpus)
     if busy > _BUSY_MAX:
         console.print(f"other programs keep these cores {busy:.0%} busy: figures will be noise", style="yellow")
     outcomes = []

@@ -14,7 +14,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from crossrail.cli.bench import report
+from crossrail.cli.bench import machine
 from crossrail.cli.bench.peers import offers
 from crossrail.cli.bench.peers.base import Offer
 from crossrail.cli.bench.peers.turn import Outcome
@@ -135,8 +135,8 @@ def to_json(outcomes: Sequence[Outcome], settings: dict[str, Any], busy: float) 
         "format": _JSON_FORMAT,
         "command": " ".join(["crossrail", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "version": report.version(),
-        "machine": report.machine(),
+        "version": machine.version(),
+        "machine": machine.machine(),
         "busy_before": round(busy, 3),
         "settings": settings,
         "peers": [_outcome_json(outcome) for outcome in outcomes],
