@@ -46,6 +46,14 @@ class EngineCore final : public Sink, public Actor {
   ~EngineCore();
 
   // Throws EngineClosedError when closed, or in a forked child.
+  // Under tables_mutex_. Those that only the table still knows, once there are many: peers that show a new descriptor for
+  // each request would fill it else. To be let go without the mutex.
+  std::vector<RemoteRegionRef> take_unused_remote_regions();
+  // [any] For tests.
+  size_t remote_regions_known() const {
+    std::lock_guard lock(tables_mutex_);
+    return remote_regions_.size();
+  }
   void check_usable() const;
   bool forked() const;
   // On a stage: no thread of ours drives.
@@ -247,7 +255,8 @@ class EngineCore final : public Sink, public Actor {
   std::shared_ptr<WatcherThread> watchers_;
 
   // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
-  static constexpr uint8_t kSubmitting = 2;  // its mark while somebody is in submit_here
+  static constexpr size_t kRemoteRegionsKept = 1024;  // before those that nobody uses are looked for
+  static constexpr uint8_t kSubmitting = 2;           // its mark while somebody is in submit_here
   SpinLock progress_lock_;
   std::atomic<uint32_t> guests_{0};  // threads that want the lock: the worker makes way
   std::atomic<bool> stopping_{false};
@@ -265,6 +274,7 @@ class EngineCore final : public Sink, public Actor {
   mutable std::mutex tables_mutex_;  // guards peers_, remote_regions_, pool_, events_, gone_counts_
   std::map<Incarnation, PeerRef> peers_;
   std::map<std::pair<Incarnation, uint64_t>, RemoteRegionRef> remote_regions_;
+  size_t remote_regions_sweep_at_ = kRemoteRegionsKept;  // entries
   Ref<ReceivePool> pool_;
   std::atomic<uint64_t> pool_version_{0};
   std::vector<EngineEvent> events_;

@@ -141,7 +141,9 @@ RegionRef Engine::register_phantom(uint64_t length_bytes) {
 RemoteRegionRef Engine::remote_region(const RegionDescriptor& descriptor) {
   core_->check_usable();
   const PeerRef owner = peer(descriptor.owner);
+  std::vector<RemoteRegionRef> unused;  // let go after the mutex
   std::lock_guard lock(core_->tables_mutex_);
+  unused = core_->take_unused_remote_regions();
   RemoteRegionRef& region = core_->remote_regions_[{descriptor.owner.incarnation, descriptor.region_id}];
   if (!region) {
     region = RemoteRegionRef::adopt(new RemoteRegion(owner, descriptor));

@@ -104,6 +104,22 @@ void EngineCore::forget_peer(Peer& peer) {
   });
 }
 
+std::vector<RemoteRegionRef> EngineCore::take_unused_remote_regions() {
+  std::vector<RemoteRegionRef> unused;
+  if (remote_regions_.size() < remote_regions_sweep_at_) return unused;
+  for (auto at = remote_regions_.begin(); at != remote_regions_.end();) {
+    // Whoever wants one that it has not asks under the mutex: nobody comes by another way.
+    if (!at->second->is_only_ref()) {
+      ++at;
+      continue;
+    }
+    unused.push_back(std::move(at->second));
+    at = remote_regions_.erase(at);
+  }
+  remote_regions_sweep_at_ = std::max(kRemoteRegionsKept, 2 * remote_regions_.size());
+  return unused;
+}
+
 Status EngineCore::map(Peer& peer, RemoteRegion& region, Mapping* mapping) {
   if (closed()) return Status::kEngineClosed;
   if (peer.link_ == nullptr) return Status::kPeerLost;

@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "engine/core.h"
 #include "engine/engine.h"
 #include "util/clock.h"
 #include "util/errors.h"
@@ -52,6 +53,29 @@ struct Pair {
 };
 
 }  // namespace
+
+TEST_CASE("peers' regions that nobody uses any more are forgotten, those in use are not") {
+  Pair pair;
+  RegionRef src = pair.a->alloc(4096, false);
+  RegionRef kept = pair.b->alloc(4096, false);
+  RemoteRegionRef in_use = pair.a->remote_region(kept->descriptor());
+  PeerRef peer = pair.a->peer(pair.b->address());
+  const auto known = [&] { return pair.a->core().remote_regions_known(); };
+  size_t most = 0;
+  for (int i = 0; i < 5000; ++i) {
+    RegionRef dst = pair.b->alloc(4096, false);
+    RemoteRegionRef there = pair.a->remote_region(dst->descriptor());
+    require_done(pair.a->submit_write({.src = src.get(), .dst = there.get(), .length_bytes = 8}));
+    there = nullptr;
+    REQUIRE(dst->close(deadline_in(20), {}) == WaitResult::kReady);
+    most = std::max(most, known());
+  }
+  // Recycled transfers hold on to a few.
+  CHECK(most <= 1024);
+  CHECK(pair.a->explain(*peer).paths.size() <= 1024 + 1);
+  CHECK(pair.a->remote_region(kept->descriptor()).get() == in_use.get());
+  require_done(pair.a->submit_write({.src = src.get(), .dst = in_use.get(), .length_bytes = 8}));
+}
 
 TEST_CASE("a write lands, is counted once, and its region can close") {
   Pair pair;

@@ -124,6 +124,8 @@ struct PrivateChoice {
   bool uses_attach() const { return phase == Phase::kTryAttach || phase == Phase::kAttach; }
 };
 
+inline constexpr size_t kImportsKept = 1024;  // of a link, before those that no key names are forgotten
+
 struct Outgoing final : Link {
   uint64_t id = 0;
   std::shared_ptr<const Address> address;
@@ -144,6 +146,7 @@ struct Outgoing final : Link {
   uint32_t responses_due = 0;    // to requests made, cancelled ones included
   bool messages_wanted = false;  // some slot of `messages` is wanted_back
   std::map<uint64_t, std::shared_ptr<Import>> imports;
+  size_t imports_sweep_at = kImportsKept;  // entries
   uint32_t imports_pending = 0;
   PrivateChoice choice;
   uint64_t staged_bytes = 0;  // of writes that the target confirmed

@@ -123,6 +123,7 @@ void ShmTransport::disconnect(Link& link) {
 
 std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescriptor& descriptor) {
   auto& outgoing = static_cast<Outgoing&>(link);
+  if (outgoing.imports.size() >= outgoing.imports_sweep_at) forget_imports(outgoing);
   auto& import = outgoing.imports[descriptor.region_id];
   if (!import) {
     import = std::make_shared<Import>();
@@ -132,6 +133,16 @@ std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescrip
     if (outgoing.up) control_->import_region(outgoing.id, descriptor.region_id);
   }
   return std::make_unique<ShmKey>(import);
+}
+
+// Those that no key names any more, and their mappings: of regions that are closed, or that nothing is written to now.
+void ShmTransport::forget_imports(Outgoing& link) {
+  clear_hazards();
+  // Not one that is being asked for: its answer is counted. A key that is being let go elsewhere meanwhile is met again.
+  std::erase_if(link.imports, [](const auto& entry) {
+    return entry.second->state != Import::State::kPending && entry.second.use_count() == 1;
+  });
+  link.imports_sweep_at = std::max(kImportsKept, 2 * link.imports.size());
 }
 
 Status ShmTransport::map(const RemoteKey& key, Mapping* out) {
