@@ -17,6 +17,7 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -80,6 +81,10 @@ class RdmaTransport final : public Transport {
   size_t session_count() const { return sessions_.size(); }
 
  private:
+  using RegisterAt = std::function<std::unique_ptr<Registration>(Nic&)>;
+  std::unique_ptr<LocalRegion> add_region(std::unique_ptr<RdmaRegion> region, uint64_t id,
+                                          const RegisterAt& register_at);
+
   // One NIC, and what it tells.
   struct Rail final : NicEvents {
     Rail(RdmaTransport* transport, uint32_t index, std::unique_ptr<Nic> nic)

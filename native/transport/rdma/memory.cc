@@ -1,0 +1,69 @@
+// Regions of an engine, at each of its NICs.
+#include <sys/mman.h>
+
+#include <algorithm>
+
+#include "transport/rdma/rdma_transport.h"
+#include "util/errors.h"
+
+namespace crossrail::rdma {
+
+// With every NIC, or with none: what is registered already goes with the region when one throws.
+std::unique_ptr<LocalRegion> RdmaTransport::add_region(std::unique_ptr<RdmaRegion> region, uint64_t id,
+                                                       const RegisterAt& register_at) {
+  region->id = id;
+  for (const auto& rail : rails_) region->registrations.push_back(register_at(*rail->nic));
+  regions_.add(*region);
+  return region;
+}
+
+std::unique_ptr<LocalRegion> RdmaTransport::register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
+                                                            Access access) {
+  auto region = std::make_unique<RdmaRegion>(&regions_, access, false);
+  region->base = base;
+  region->length_bytes = length_bytes;
+  return add_region(std::move(region), id, [&](Nic& nic) { return nic.register_memory(base, length_bytes, access); });
+}
+
+std::unique_ptr<LocalRegion> RdmaTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
+                                                                Access access) {
+  auto region = std::make_unique<RdmaRegion>(&regions_, access, false);
+  region->base = memory.base();
+  region->length_bytes = memory.length_bytes();
+  return add_region(std::move(region), id, [&](Nic& nic) { return nic.register_gpu_memory(memory, access); });
+}
+
+std::unique_ptr<LocalRegion> RdmaTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
+  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (populate ? MAP_POPULATE : 0);
+  void* memory = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate " + std::to_string(length_bytes) + " bytes");
+  madvise(memory, length_bytes, MADV_HUGEPAGE);  // fewer faults and TLB misses; a kernel without them says no
+  auto* const base = static_cast<std::byte*>(memory);
+  auto region = std::make_unique<RdmaRegion>(&regions_, Access::kRemoteWrite, true);
+  region->base = base;
+  region->length_bytes = length_bytes;
+  return add_region(std::move(region), id,
+                    [&](Nic& nic) { return nic.register_memory(base, length_bytes, Access::kRemoteWrite); });
+}
+
+// No NIC tells who is at a region, and none but a peer that has a path can be.
+std::vector<std::string> RdmaTransport::users_of(const LocalRegion&) {
+  std::vector<std::string> names;
+  for (const auto& [key, session] : sessions_) {
+    const bool is_joined =
+        std::ranges::any_of(session->paths, [](const auto& path) { return path->nic_path != nullptr; });
+    if (is_joined) names.push_back(session->peer_name);
+  }
+  return names;
+}
+
+void RdmaTransport::revoke_region(LocalRegion& region) {
+  regions_.remove(static_cast<RdmaRegion&>(region));
+  wake();  // a NIC may need the holder to see the revocation through
+}
+
+bool RdmaTransport::is_region_quiet(const LocalRegion& region) {
+  return static_cast<const RdmaRegion&>(region).is_quiet();
+}
+
+}  // namespace crossrail::rdma
