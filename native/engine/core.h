@@ -49,6 +49,9 @@ class EngineCore final : public Sink, public Actor {
   // Under tables_mutex_. Those that only the table still knows, once there are many: peers that show a new descriptor for
   // each request would fill it else. To be let go without the mutex.
   std::vector<RemoteRegionRef> take_unused_remote_regions();
+  // [any] but the progress holder. What peers had done before they were refused may lie in queues that nobody has looked
+  // into since: counted when this returns, so that no count of theirs comes later.
+  void count_arrivals();
   // [any] For tests.
   size_t remote_regions_known() const {
     std::lock_guard lock(tables_mutex_);

@@ -185,6 +185,7 @@ WaitResult Region::revoke(Deadline deadline, const InterruptCheck& interrupted) 
         deadline, interrupted);
   }
   if (result != WaitResult::kReady) return result;
+  engine_->core().count_arrivals();
   std::lock_guard lock(fencing_);
   if (fence_.load(std::memory_order_relaxed) == kRevoking) fence_.store(kRevoked, std::memory_order_release);
   return WaitResult::kReady;

@@ -57,6 +57,17 @@ bool EngineCore::flush_gpus(uint64_t gpus, const std::string& what) {
   }
 }
 
+void EngineCore::count_arrivals() {
+  constexpr int kTurnsMax = 1000;       // others may go on for ever
+  if (closed() || is_staged()) return;  // in a simulation what arrives takes its virtual time
+  run_as_holder([this] {
+    for (int turn = 0; turn < kTurnsMax && transports_.poll() > 0; ++turn) {
+    }
+    imms_.flush_arrivals();
+    record_arrivals();
+  });
+}
+
 void EngineCore::on_imm(uint32_t imm, uint64_t units) {
   // acquire: pairs with flush_gpu_before_counts(), before which no peer knew of the region.
   if (const uint64_t gpus = gpus_to_flush_.load(std::memory_order_acquire); gpus != 0) [[unlikely]] {

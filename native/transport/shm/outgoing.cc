@@ -38,6 +38,8 @@ bool ShmTransport::touch(Outgoing& link, uint64_t region_id) {
   link.hazard = region_id;
   hazardous_ = &link;
   if (open_id.load(std::memory_order_seq_cst) == region_id) return true;
+  // What landed is counted first: who waits for the hazard to go takes everything that was counted to be there by then.
+  for (RailQueue& rail : link.rails) flush_imms(link, rail);
   clear_hazards();
   return false;
 }
@@ -211,6 +213,8 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
                                             std::to_string(request.length_bytes) + " bytes exceed the region's " +
                                             std::to_string(import.length_bytes));
   }
+  // As in touch(): the hazard is about to name another region. Before room is looked for, which this takes.
+  if (rail.open_imm_count > 0 && link.hazard != import.region_id) flush_imms(link, rail);
   if (request.has_imm && !room_for_imm(link, rail, request.wire_imm)) return false;
   bool done = false;
   if (import.state == Import::State::kDirect) {
