@@ -11,6 +11,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
+from tests.support import sealing
 from tests.support import tcp_wire as wire
 from tests.support.limits import WAIT_S, eventually
 from tests.support.process import assert_clean, run_script
@@ -245,7 +246,7 @@ def raw(target: xr.Engine) -> Iterator[socket.socket]:
 
 
 def region_id(region: xr.Region) -> int:
-    return int.from_bytes(region.descriptor.to_bytes()[-21:-13], "little")
+    return sealing.region_id_of(region.descriptor.to_bytes())
 
 
 def outcome(connection: socket.socket) -> tuple[int, bytes]:
@@ -406,7 +407,7 @@ def test_what_a_target_says_can_be_shown_whatever_it_is(open_engine: EngineFacto
 def descriptor_of(region: xr.Region, owner: xr.Address) -> bytes:
     """A descriptor of the region that names another owner."""
     data, address = region.descriptor.to_bytes(), owner.to_bytes()
-    return wire.resealed(data[:4] + address[4:-4] + data[-21:])
+    return sealing.with_owner(data, address)
 
 
 STEPS = ("connected", "hello", "challenge", "proof", "accept", "frames")

@@ -17,6 +17,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
+from tests.support import sealing
 from tests.support import tcp_wire as wire
 from tests.support.leaks import open_fds
 from tests.support.limits import WAIT_S, eventually
@@ -159,7 +160,7 @@ def test_mutated_frames_after_a_true_handshake(victim: xr.Engine, seed: Seed) ->
     rng = seed.rng()
     memory = np.full(NBYTES + 2 * GUARD, CANARY, np.uint8)
     region = victim.register(memory[GUARD:-GUARD])
-    key = int.from_bytes(region.descriptor.to_bytes()[-21:-13], "little")
+    key = sealing.region_id_of(region.descriptor.to_bytes())
     with victim.submit_recvs(4, 50, on_message=lambda _: None):
         for _ in rounds():
             peer = RawPeer(victim.address)
@@ -178,7 +179,7 @@ def test_honest_conversation_is_taken(victim: xr.Engine, seed: Seed) -> None:
     """What the fuzzer starts from is no garbage."""
     rng = seed.rng()
     region = victim.alloc(NBYTES)
-    key = int.from_bytes(region.descriptor.to_bytes()[-21:-13], "little")
+    key = sealing.region_id_of(region.descriptor.to_bytes())
     with RawPeer(victim.address).connected() as connection:
         connection.sendall(b"".join(frame for _ in range(5) for frame in frames(key, rng) if frame[0] in (1, 2, 5)))
         connection.sendall(wire.ping_frame())
@@ -221,7 +222,7 @@ def test_target_that_answers_garbage(victim: xr.Engine, seed: Seed) -> None:
             serving = threading.Thread(target=serve_garbage, args=(there, np.random.default_rng([number, seed.value])))
             serving.start()
             data, address = mine.descriptor.to_bytes(), there.address.to_bytes()
-            region = xr.RegionDescriptor.from_bytes(wire.resealed(data[:4] + address[4:-4] + data[-21:]))
+            region = xr.RegionDescriptor.from_bytes(sealing.with_owner(data, address))
             transfers = [
                 engine.submit_write(mine, region, 1000),
                 engine.submit_read(mine, region, 1000),

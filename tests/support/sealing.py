@@ -112,6 +112,15 @@ def with_length(descriptor: bytes, nbytes: int) -> bytes:
     return with_bytes(descriptor, LENGTH_AT, struct.pack("<Q", nbytes))
 
 
+def region_id_of(descriptor: bytes) -> int:
+    return int.from_bytes(descriptor[REGION_ID_AT:LENGTH_AT], "little")
+
+
+def with_owner(descriptor: bytes, address: bytes) -> bytes:
+    """The same region, of an owner that is reached by tcp and shm alone."""
+    return resealed(descriptor[:4] + address[4:-4] + descriptor[REGION_ID_AT:])
+
+
 def with_memory(descriptor: bytes, kind: int) -> bytes:
     return with_bytes(descriptor, MEMORY_AT, bytes([kind]))
 
