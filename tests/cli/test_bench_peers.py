@@ -37,7 +37,8 @@ def made_up(name: str) -> Offer:
         factory=f"tests.cli.made_up_peers:{name}",
         kind="stream",
         notes="",
-        environment={"PYTHONPATH": str(REPOSITORY)},
+        # Before what is there, which is where a module under a sanitizer lies.
+        environment={"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(":")])},
     )
 
 
