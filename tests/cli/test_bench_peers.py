@@ -52,10 +52,14 @@ def test_every_library_here_moves_the_right_bytes(offer: Offer) -> None:
     assert all(value > 0 for name, value in turn.figures.items() if name != "threads")
 
 
+# A sanitizer turns a crash into a report, and an exit.
+crashes = pytest.mark.no_sanitizer
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "failure"),
     [
-        ("Crashes", STREAM, "the sender: signal 11 at write-4kib-w16"),
+        pytest.param("Crashes", STREAM, "the sender: signal 11 at write-4kib-w16", marks=crashes),
         ("LosesAByte", STREAM, "the receiver at write-4kib-w16: write-4kib-w16: what arrived is not what was sent"),
         ("SwapsPages", PAGES, "the receiver at paged-8kib: paged-8kib: what arrived is not what was sent"),
         ("EchoesWrongly", MESSAGES[1], "the sender at message-256b: message of 256 B: what came back is not what was"),
@@ -67,6 +71,7 @@ def test_what_goes_wrong_is_said_with_side_and_measure(name: str, shape: Shape, 
     assert shape.name not in turn.figures
 
 
+@crashes
 def test_a_crash_at_exit_is_said_and_keeps_the_figures() -> None:
     turn = take_turn(made_up("CrashesAtExit"), SETTINGS, [STREAM])
     assert turn.failures == ["signal 11 at exit"]
