@@ -1,10 +1,12 @@
 """TLS that does not come about: wrong files, certificates and libraries, and who else may be at the other end."""
 
+import contextlib
 import datetime
 import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -241,6 +243,50 @@ def test_another_server_at_the_port_is_told(open_engine: EngineFactory, tls: xr.
         with pytest.raises(xr.PeerLost, match="the TLS handshake failed"):
             engine.connect(there.address, WAIT_S)
 
+        thread.join(WAIT_S)
+
+
+def test_refusal_that_comes_before_our_first_flight_is_told(open_engine: EngineFactory, tls: xr.TlsConfig) -> None:
+    """No race: nothing but our thread drives the engine, and the answer waits for it."""
+    engine = open_engine("here", tls=tls, polling="manual", **TCP)
+    with closing(RawAcceptor(engine.address)) as there:
+        transfer = engine.submit_send(there.address, b"hello")
+        engine.progress()
+        with there.accept() as connection:
+            connection.sendall(wire.refusal(1, "no engine of yours"))
+
+            with pytest.raises(xr.PeerLost, match="refuses: no engine of yours"):
+                transfer.wait(WAIT_S)
+
+
+def test_slow_network_cuts_flights_anywhere(open_engine: EngineFactory, tls: xr.TlsConfig, target: xr.Engine) -> None:
+    """Byte by byte, so that every byte of a record is once the first of what has arrived."""
+    engine = open_engine("here", tls=tls, **TCP)
+    with closing(RawAcceptor(engine.address)) as there:
+        address = xr.Address.from_bytes(wire.with_ports(target.address.to_bytes(), [there.listener.getsockname()[1]]))
+
+        def pass_on(source: socket.socket, to: socket.socket) -> None:
+            to.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    for at in range(len(data)):
+                        to.sendall(data[at : at + 1])
+                        time.sleep(0)
+
+        def serve() -> None:
+            with there.accept() as near, dial(target.address) as far:
+                back = threading.Thread(target=pass_on, args=(far, near))
+                back.start()
+                pass_on(near, far)
+                far.shutdown(socket.SHUT_WR)
+                back.join(WAIT_S)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+
+        engine.connect(address, WAIT_S)
+
+        engine.close()
         thread.join(WAIT_S)
 
 

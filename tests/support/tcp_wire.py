@@ -158,6 +158,10 @@ def receive_message(connection: socket.socket) -> tuple[int, bytes]:
     return kind, receive_exactly(connection, total - 9)
 
 
+def refusal(code: int, text: str) -> bytes:
+    return message(Kind.REFUSAL, struct.pack("<BH", code, len(text)) + text.encode())
+
+
 def refusal_text(body: bytes) -> str:
     return body[3:].decode()
 

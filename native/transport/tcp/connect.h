@@ -100,7 +100,7 @@ class Connector final : public Pollable {
   void hang_up();
 
  private:
-  enum class Step : uint8_t { kConnecting, kTls, kChallenge, kAccept };
+  enum class Step : uint8_t { kConnecting, kTlsAnswer, kTls, kChallenge, kAccept };
   void end(ConnectResult result);
   void fail(ConnectResult::Kind kind, const std::string& text);
   void fail_refused(RefusalCode code, const std::string& text);
@@ -108,7 +108,7 @@ class Connector final : public Pollable {
   bool finish_connecting();
   bool begin_tls();
   bool go_on_with_tls();
-  bool is_answered_in_clear();
+  void sort_answer();
   void on_message();
   void on_challenge(const Bytes& message);
 

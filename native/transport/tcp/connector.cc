@@ -163,14 +163,24 @@ bool Connector::begin_tls() {
     fail(ConnectResult::Kind::kFailed, error.what());
     return false;
   }
-  step_ = Step::kTls;
+  step_ = Step::kTlsAnswer;
+  socket_.tls->begin_turn(0);  // our first flight: what is there already may be no TLS
   return go_on_with_tls();
 }
 
-// A refusal of our StartTls: no record of TLS begins like that.
-bool Connector::is_answered_in_clear() {
+// The first byte of the answer says whether it is TLS or a refusal of our StartTls, which no record of TLS begins like.
+// Later bytes say nothing: they may be of a record's middle.
+void Connector::sort_answer() {
   uint8_t first = 0;
-  return recv(socket_.fd.get(), &first, 1, MSG_DONTWAIT | MSG_PEEK) == 1 && first == (kHandshakeMagic & 0xff);
+  const ssize_t got = recv(socket_.fd.get(), &first, 1, MSG_DONTWAIT | MSG_PEEK);
+  if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return;
+  if (got == 1 && first == (kHandshakeMagic & 0xff)) {
+    socket_.tls.reset();
+    step_ = Step::kChallenge;
+  } else {  // a connection that ended is TLS's to tell, too
+    socket_.tls->begin_turn(UINT64_MAX);
+    step_ = Step::kTls;
+  }
 }
 
 // False: not done yet, or it ended.
@@ -203,14 +213,8 @@ bool Connector::go_on_with_tls() {
 void Connector::on_events(uint32_t) {
   if (ended_) return;
   if (step_ == Step::kConnecting && !finish_connecting()) return;
-  if (step_ == Step::kTls) {
-    if (is_answered_in_clear()) {
-      socket_.tls.reset();
-      step_ = Step::kChallenge;
-    } else if (!go_on_with_tls()) {
-      return;
-    }
-  }
+  if (step_ == Step::kTlsAnswer) sort_answer();
+  if (step_ == Step::kTlsAnswer || (step_ == Step::kTls && !go_on_with_tls())) return;
   switch (reader_.read(socket_)) {
     case MessageReader::State::kMore:
       return;
