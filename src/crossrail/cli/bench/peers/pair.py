@@ -74,7 +74,7 @@ class PeerPair:
         self._settings = settings
         self.timeout_s = settings.timeout_s  # may be changed between calls
         self._folder = Path(tempfile.mkdtemp(prefix="crossrail-peers-"))
-        self._stderr: BinaryIO = (self._folder / "stderr").open("w+b")
+        self._stderr: BinaryIO = (self._folder / "stderr").open("a+b")
         self._launched: list[subprocess.Popen[bytes]] = []
         self._processes: list[_Process] = []
         try:
@@ -238,10 +238,11 @@ class PeerPair:
 
     def _last_words(self) -> str:
         """The last line that the processes printed, if any."""
-        size = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(size - _STDERR_BYTES, 0))
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        return f" (printed: {lines[-1].strip()})" if lines else ""
+        printed = self._stderr.fileno()  # they share its position with us: it is left alone
+        size = os.fstat(printed).st_size
+        lines = os.pread(printed, _STDERR_BYTES, max(size - _STDERR_BYTES, 0)).decode(errors="replace").splitlines()
+        said = [line.strip() for line in lines if line.strip()]
+        return f" (printed: {said[-1]})" if said else ""
 
 
 def mpiexec() -> str | None:
