@@ -12,21 +12,32 @@ from crossrail.cli.bench.peers.pair import mpiexec
 from crossrail.errors import UsageError
 
 _HERE = "crossrail.cli.bench.peers"
-_NIXL = {
-    "needs": ("nixl_cu12|nixl_cu13",),
-    "distributions": ("nixl-cu12", "nixl-cu13"),
-    "install": "pip install nixl-cu12",
-}
-_UCXX = {
-    "needs": ("ucxx",),
-    "distributions": ("ucxx-cu12", "libucx-cu12", "ucxx-cu13", "libucx-cu13"),
-    "install": "pip install ucxx-cu12 (Python 3.11 or newer)",
-}
-_MPI = {
-    "needs": ("mpi4py", "mpiexec"),
-    "distributions": ("mpich", "mpi4py"),
-    "install": "pip install mpich mpi4py",
-}
+_POLLED = "polled by the caller, no progress thread"
+# What the offers of one library have in common.
+_nixl = functools.partial(
+    Offer,
+    factory=f"{_HERE}.nixl:Nixl",
+    kind="write",
+    needs=("nixl_cu12|nixl_cu13",),
+    distributions=("nixl-cu12", "nixl-cu13"),
+    install="pip install nixl-cu12",
+)
+_ucxx = functools.partial(
+    Offer,
+    factory=f"{_HERE}.ucxx:Ucxx",
+    kind="send/recv",
+    notes=f"tagged; {_POLLED}; no lists: a send for each page",
+    needs=("ucxx",),
+    distributions=("ucxx-cu12", "libucx-cu12", "ucxx-cu13", "libucx-cu13"),
+    install="pip install ucxx-cu12 (Python 3.11 or newer)",
+)
+_mpi = functools.partial(
+    Offer,
+    needs=("mpi4py", "mpiexec"),
+    distributions=("mpich", "mpi4py"),
+    install="pip install mpich mpi4py",
+    launcher="mpiexec",
+)
 # MPICH takes shared memory between processes of one host unless it is told not to; the rest names libfabric's tcp, the
 # provider of ofi:tcp.
 _MPI_TCP = {
@@ -43,7 +54,6 @@ _MOONCAKE = {
 }
 _UCX_SHM = {"UCX_TLS": "sm,self"}
 _UCX_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
-_POLLED = "polled by the caller, no progress thread"
 
 
 def _own(name: str, transport: str, notes: str, *, private: bool = False) -> Offer:
@@ -62,11 +72,9 @@ def _own(name: str, transport: str, notes: str, *, private: bool = False) -> Off
 
 def _nixl_ucx(name: str, over: str, *, prepared: bool = True) -> Offer:
     shm = over == "shm"
-    return Offer(
+    return _nixl(
         name=name,
         title=f"NIXL, UCX {over}{'' if prepared else ', transfers made anew'}",
-        factory=f"{_HERE}.nixl:Nixl",
-        kind="write",
         notes=f"{'prepared transfers posted again' if prepared else 'a transfer made for each write'}; {_POLLED}"
         + ("; error handling off, which UCX's shared memory needs" if shm else ""),
         # UCX has no shared memory for endpoints with its peer error handling, NIXL's default.
@@ -76,7 +84,6 @@ def _nixl_ucx(name: str, over: str, *, prepared: bool = True) -> Offer:
             "prepared": prepared,
         },
         environment=_UCX_SHM if shm else _UCX_TCP,
-        **_NIXL,  # type: ignore[arg-type]
     )
 
 
@@ -103,33 +110,22 @@ OFFERS: tuple[Offer, ...] = (
     _nixl_ucx("nixl-ucx-shm", "shm"),
     _nixl_ucx("nixl-ucx-shm-each", "shm", prepared=False),
     _nixl_ucx("nixl-ucx-tcp", "tcp"),
-    Offer(
+    _nixl(
         name="nixl-libfabric",
         title="NIXL, libfabric tcp",
-        factory=f"{_HERE}.nixl:Nixl",
-        kind="write",
         notes=f"prepared transfers posted again; {_POLLED}",
         options={"backend": "LIBFABRIC", "parameters": {}},
         environment={"FI_PROVIDER": "tcp"},
-        **_NIXL,  # type: ignore[arg-type]
     ),
-    Offer(
+    _ucxx(
         name="ucxx-shm",
         title="UCXX, shm",
-        factory=f"{_HERE}.ucxx:Ucxx",
-        kind="send/recv",
-        notes=f"tagged; {_POLLED}; no lists: a send for each page",
         environment=_UCX_SHM,
-        **_UCXX,  # type: ignore[arg-type]
     ),
-    Offer(
+    _ucxx(
         name="ucxx-tcp",
         title="UCXX, tcp",
-        factory=f"{_HERE}.ucxx:Ucxx",
-        kind="send/recv",
-        notes=f"tagged; {_POLLED}; no lists: a send for each page",
         environment=_UCX_TCP,
-        **_UCXX,  # type: ignore[arg-type]
     ),
     Offer(
         name="mooncake-tcp",
@@ -142,33 +138,27 @@ OFFERS: tuple[Offer, ...] = (
         distributions=("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
         install="pip install mooncake-transfer-engine-non-cuda; it needs the system's libibverbs, libcurl and libnuma",
     ),
-    Offer(
+    _mpi(
         name="mpich-shm",
         title="MPICH, put in shared window",
         factory=f"{_HERE}.mpich:MpiPut",
         kind="write",
         notes="MPI_Rput, memory of MPI_Win_allocate; no lists: a put for each page",
-        launcher="mpiexec",
-        **_MPI,  # type: ignore[arg-type]
     ),
-    Offer(
+    _mpi(
         name="mpich-shm-send",
         title="MPICH, shm",
         factory=f"{_HERE}.mpich:MpiSend",
         kind="send/recv",
         notes="any memory of the process; no lists: a send for each page",
-        launcher="mpiexec",
-        **_MPI,  # type: ignore[arg-type]
     ),
-    Offer(
+    _mpi(
         name="mpich-tcp",
         title="MPICH, libfabric tcp",
         factory=f"{_HERE}.mpich:MpiSend",
         kind="send/recv",
         notes="MPICH's shared memory turned off; no lists: a send for each page",
-        launcher="mpiexec",
         environment=_MPI_TCP,
-        **_MPI,  # type: ignore[arg-type]
     ),
     Offer(
         name="gloo",
