@@ -116,9 +116,9 @@ Gpu describe(const Driver& driver, int ordinal) {
   gpu.name = name.data();
   gpu.exports_dma_buf = driver.export_range != nullptr && attribute_of(driver, kDeviceDmaBuf, ordinal) != 0;
   gpu.has_gpudirect = gpu.exports_dma_buf || attribute_of(driver, kDeviceGpudirect, ordinal) != 0;
-  gpu.needs_flush = driver.flush_writes != nullptr &&
-                    attribute_of(driver, kDeviceWritesOrdering, ordinal) < kOrderedForOwner &&
-                    (attribute_of(driver, kDeviceFlushOptions, ordinal) & kFlushByHost) != 0;
+  gpu.needs_flush = attribute_of(driver, kDeviceWritesOrdering, ordinal) < kOrderedForOwner;
+  gpu.can_flush =
+      driver.flush_writes != nullptr && (attribute_of(driver, kDeviceFlushOptions, ordinal) & kFlushByHost) != 0;
   return gpu;
 }
 
@@ -213,6 +213,13 @@ GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes) : base_(base), leng
         "the buffer is managed memory (cudaMallocManaged), which moves between host and GPU: a NIC needs "
         "memory that stays, as cudaMalloc and torch give it");
   gpu_ = describe(*driver, ordinal);
+  if (gpu_.needs_flush && !gpu_.can_flush) {
+    throw TransportError("register", 0,
+                         gpu_.name +
+                             " and this driver neither order what NICs write nor wait for it: a count could come "
+                             "before its bytes",
+                         "update NVIDIA's driver (CUDA 11.3 or newer); else copy to the host first");
+  }
   const CurrentContext current(*driver, ordinal);
   // Copies of the driver's that are called synchronous are so for this memory, which NICs read behind its back.
   const int yes = 1;

@@ -39,6 +39,7 @@ struct Gpu {
   bool exports_dma_buf = false;
   bool has_gpudirect = false;  // NICs can be given its memory at all
   bool needs_flush = false;    // what a NIC wrote may still be on its way when the CPU knows of it
+  bool can_flush = false;      // and can be waited for
 };
 // Empty where there is no driver. Throws TransportError where there is one and it fails.
 std::vector<Gpu> gpus();

@@ -24,6 +24,7 @@ class FakeCuda {
   bool exports_dma_buf = true;
   bool is_managed = false;
   int writes_ordering = 100;  // 0: what NICs write has to be flushed
+  int flush_options = 1;      // 0: by nobody but streams
   int export_error = 0;
   int flush_error = 0;
 
@@ -96,7 +97,10 @@ class FakeCuda {
     }
   }
   int device_attribute(int* value, int attribute) const {
-    *value = attribute == 124 ? exports_dma_buf : attribute == 118 ? writes_ordering : attribute == 117 ? 1 : 0;
+    *value = attribute == 124   ? exports_dma_buf
+             : attribute == 118 ? writes_ordering
+             : attribute == 117 ? flush_options
+                                : 0;
     return 0;
   }
   int export_range(int* fd, uint64_t address, size_t bytes) {

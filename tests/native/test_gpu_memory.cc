@@ -237,6 +237,9 @@ TEST_CASE("gpu: memory that no NIC can be given is refused with the reason") {
   cuda.is_managed = true;
   CHECK_THROWS_AS(device::GpuMemory(memory, 4096), UsageError);
   cuda.is_managed = false;
+  cuda.writes_ordering = cuda.flush_options = 0;
+  CHECK_THROWS_AS(device::GpuMemory(memory, 4096), TransportError);
+  cuda.writes_ordering = 100;
   CHECK(device::is_gpu_address(memory));
   CHECK(!device::is_gpu_address(host.data()));
   CHECK(device::gpus().size() == 2);
