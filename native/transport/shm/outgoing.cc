@@ -46,7 +46,8 @@ bool ShmTransport::touch(Outgoing& link, uint64_t region_id) {
 
 void ShmTransport::clear_hazards() {
   if (hazardous_ == nullptr) return;
-  // release: our copies are finished before the owner can see the hazard gone.
+  // release: our copies are finished, and what they count is published, before the owner can see the hazard gone. Pairs
+  // with its look in RegionTable::is_touched(), after which it counts what has arrived and revoke() returns.
   hazardous_->segment->hazard.store(0, std::memory_order_release);
   hazardous_->hazard = 0;
   hazardous_ = nullptr;
