@@ -22,6 +22,8 @@ collect_ignore_glob = [
 ]
 if not importlib.util.find_spec("vllm"):  # ./dev vllm has it, in an environment of its own
     collect_ignore_glob.append("vllm/*")
+if not os.path.exists("/dev/nvidiactl") or not importlib.util.find_spec("torch"):
+    collect_ignore_glob.append("hw/*")
 
 hypothesis.settings.register_profile(
     "crossrail",

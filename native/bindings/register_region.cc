@@ -160,7 +160,8 @@ void register_region(nb::module_& module) {
       .def_prop_ro(
           "gpudirect", [](const RegionHandle& self) { return self.core()->given_by(); },
           nb::sig("def gpudirect(self) -> str"),
-          "By what means NICs were given a GPU's memory: 'dma-buf', or what else and why not that; '' for host memory.")
+          "By what means NICs were given a GPU's memory: 'dma-buf', or what else and why not that; 'no: ...' over shm "
+          "and tcp; '' for host memory.")
       .def_prop_ro(
           "closed", [](const RegionHandle& self) { return self.core()->closed(); },
           "Whether it refuses new use. That nothing touches the memory any more, only close() can say.")

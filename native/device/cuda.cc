@@ -10,6 +10,12 @@
 
 namespace crossrail::device {
 
+std::string text_of(const Driver& driver, int code) {
+  const char* text = nullptr;
+  if (driver.error_string == nullptr || driver.error_string(code, &text) != 0 || text == nullptr) text = "unknown";
+  return std::string(text) + " (CUDA error " + std::to_string(code) + ")";
+}
+
 namespace {
 
 constexpr const char* kFile = "libcuda.so.1";
@@ -37,12 +43,6 @@ struct Opened {
   std::string why;
 };
 
-std::string text_of(const Driver& driver, int code) {
-  const char* text = nullptr;
-  if (driver.error_string == nullptr || driver.error_string(code, &text) != 0 || text == nullptr) text = "unknown";
-  return std::string(text) + " (CUDA error " + std::to_string(code) + ")";
-}
-
 [[noreturn]] void fail(const Driver& driver, const char* call, int code, const std::string& what,
                        const std::string& remedy = {}) {
   throw TransportError(call, code, what + ": " + text_of(driver, code), remedy);
@@ -54,7 +54,7 @@ bool bind(void* handle, const char* symbol, Function* function) {
   return *function != nullptr;
 }
 
-// Which of those that every driver since CUDA 6 has is missing; empty: none.
+// Which of those that every driver since CUDA 6.5 has is missing; empty: none.
 std::string bind_all(void* handle, Driver* t) {
   std::string missing;
   const auto take = [&](const char* symbol, auto* function) {
@@ -70,8 +70,15 @@ std::string bind_all(void* handle, Driver* t) {
   take("cuCtxPopCurrent_v2", &t->pop_context);
   take("cuPointerGetAttribute", &t->pointer_attribute);
   take("cuPointerSetAttribute", &t->set_pointer_attribute);
+  take("cuStreamCreate", &t->create_stream);
+  take("cuStreamDestroy_v2", &t->destroy_stream);
+  take("cuStreamSynchronize", &t->synchronize_stream);
+  take("cuMemcpyAsync", &t->copy_async);
+  take("cuMemHostRegister_v2", &t->pin_host);
+  take("cuMemHostUnregister", &t->unpin_host);
   bind(handle, "cuMemGetHandleForAddressRange", &t->export_range);
   bind(handle, "cuFlushGPUDirectRDMAWrites", &t->flush_writes);
+  bind(handle, "cuThreadExchangeStreamCaptureMode", &t->exchange_capture_mode);
   return missing;
 }
 
@@ -122,41 +129,6 @@ Gpu describe(const Driver& driver, int ordinal) {
   return gpu;
 }
 
-// The context that the GPU's other users of this process share: retained once and kept, as they do. With it current,
-// whatever was so on this thread before is so again afterwards.
-class CurrentContext {
- public:
-  CurrentContext(const Driver& driver, int ordinal) : driver_(driver) {
-    void* context = nullptr;
-    {
-      static std::mutex mutex;
-      static std::vector<void*> retained;
-      static const Driver* of = nullptr;
-      const std::lock_guard lock(mutex);
-      if (of != &driver) retained.clear();  // another double
-      of = &driver;
-      const auto index = static_cast<size_t>(ordinal);
-      if (retained.size() <= index) retained.resize(index + 1, nullptr);
-      if (retained[index] == nullptr) {
-        if (const int code = driver.retain_context(&retained[index], ordinal); code != 0)
-          fail(driver, "cuDevicePrimaryCtxRetain", code, "cannot use GPU " + std::to_string(ordinal));
-      }
-      context = retained[index];
-    }
-    if (const int code = driver.push_context(context); code != 0)
-      fail(driver, "cuCtxPushCurrent", code, "cannot use GPU " + std::to_string(ordinal));
-  }
-  ~CurrentContext() {
-    void* popped = nullptr;
-    driver_.pop_context(&popped);
-  }
-  CurrentContext(const CurrentContext&) = delete;
-  CurrentContext& operator=(const CurrentContext&) = delete;
-
- private:
-  const Driver& driver_;
-};
-
 template <typename Value>
 bool ask(const Driver& driver, int attribute, const void* address, Value* value) {
   return driver.pointer_attribute(value, attribute, reinterpret_cast<uint64_t>(address)) == 0;
@@ -198,7 +170,34 @@ bool is_gpu_address(const void* address) {
   return driver != nullptr && ask(*driver, kPointerMemoryType, address, &type) && type == kMemoryTypeDevice;
 }
 
-GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes) : base_(base), length_bytes_(length_bytes) {
+// Retained once and kept, as the GPU's other users do.
+CurrentContext::CurrentContext(const Driver& driver, int ordinal) : driver_(driver) {
+  void* context = nullptr;
+  {
+    static std::mutex mutex;
+    static std::vector<void*> retained;
+    static const Driver* of = nullptr;
+    const std::lock_guard lock(mutex);
+    if (of != &driver) retained.clear();  // another double
+    of = &driver;
+    const auto index = static_cast<size_t>(ordinal);
+    if (retained.size() <= index) retained.resize(index + 1, nullptr);
+    if (retained[index] == nullptr) {
+      if (const int code = driver.retain_context(&retained[index], ordinal); code != 0)
+        fail(driver, "cuDevicePrimaryCtxRetain", code, "cannot use GPU " + std::to_string(ordinal));
+    }
+    context = retained[index];
+  }
+  if (const int code = driver.push_context(context); code != 0)
+    fail(driver, "cuCtxPushCurrent", code, "cannot use GPU " + std::to_string(ordinal));
+}
+
+CurrentContext::~CurrentContext() {
+  void* popped = nullptr;
+  driver_.pop_context(&popped);
+}
+
+GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes, bool for_nics) : base_(base), length_bytes_(length_bytes) {
   std::string why;
   const Driver* driver = find_driver(&why);
   if (driver == nullptr) throw TransportError("register", 0, "memory of a GPU needs its driver: " + why);
@@ -210,10 +209,10 @@ GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes) : base_(base), leng
   int is_managed = 0;
   if (ask(*driver, kPointerIsManaged, base, &is_managed) && is_managed != 0)
     throw UsageError(
-        "the buffer is managed memory (cudaMallocManaged), which moves between host and GPU: a NIC needs "
+        "the buffer is managed memory (cudaMallocManaged), which moves between host and GPU: transports need "
         "memory that stays, as cudaMalloc and torch give it");
   gpu_ = describe(*driver, ordinal);
-  if (gpu_.needs_flush && !gpu_.can_flush) {
+  if (for_nics && gpu_.needs_flush && !gpu_.can_flush) {
     throw TransportError("register", 0,
                          gpu_.name +
                              " and this driver neither order what NICs write nor wait for it: a count could come "
@@ -224,7 +223,7 @@ GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes) : base_(base), leng
   // Copies of the driver's that are called synchronous are so for this memory, which NICs read behind its back.
   const int yes = 1;
   driver->set_pointer_attribute(&yes, kPointerSyncMemops, reinterpret_cast<uint64_t>(base));
-  export_dma_buf(*driver);
+  if (for_nics) export_dma_buf(*driver);
 }
 
 GpuMemory::~GpuMemory() {

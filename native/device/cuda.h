@@ -1,4 +1,4 @@
-// NVIDIA's driver, opened at run time: what memory of a GPU a NIC has to be told about, and nothing that computes.
+// NVIDIA's driver, opened at run time: what memory of a GPU a NIC has to be told about, copies, and nothing that computes.
 //
 // Numbers and names are those of CUDA's public driver interface (cuda.h). The headers are not needed to build.
 #pragma once
@@ -23,9 +23,16 @@ struct Driver {
   int (*pop_context)(void** context);
   int (*pointer_attribute)(void* value, int attribute, uint64_t address);
   int (*set_pointer_attribute)(const void* value, int attribute, uint64_t address);
-  // Older than CUDA 11.7, 11.3: null.
+  int (*create_stream)(void** stream, unsigned flags);
+  int (*destroy_stream)(void* stream);
+  int (*synchronize_stream)(void* stream);
+  int (*copy_async)(uint64_t to, uint64_t from, size_t bytes, void* stream);
+  int (*pin_host)(void* base, size_t bytes, unsigned flags);
+  int (*unpin_host)(void* base);
+  // Older than CUDA 11.7, 11.3, 10.1: null.
   int (*export_range)(void* handle, uint64_t address, size_t bytes, int kind, unsigned long long flags);
   int (*flush_writes)(int target, int scope);
+  int (*exchange_capture_mode)(int* mode);
 };
 
 // [any] Opened with the first call and never closed. Null: not here, or no GPU; *why says what and what helps.
@@ -44,12 +51,28 @@ struct Gpu {
 // Empty where there is no driver. Throws TransportError where there is one and it fails.
 std::vector<Gpu> gpus();
 
-// Memory of one GPU, for as long as NICs are told about it: an exported handle is closed with it.
+// The context that the GPU's other users of this process share is this thread's; at the end, whatever was so before.
+class CurrentContext {
+ public:
+  // Throws TransportError.
+  CurrentContext(const Driver& driver, int ordinal);
+  ~CurrentContext();
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  const Driver& driver_;
+};
+
+// What the driver says of an error, with its number.
+std::string text_of(const Driver& driver, int code);
+
+// Memory of one GPU, for as long as transports are told about it: an exported handle is closed with it.
 class GpuMemory {
  public:
-  // Throws UsageError for memory that no NIC can be given (managed by CUDA, or none of a GPU at all), TransportError
-  // where the driver is missing or refuses.
-  GpuMemory(std::byte* base, uint64_t length_bytes);
+  // for_nics: they are to reach it themselves; else it is copied. Throws UsageError for memory that cannot be given to
+  // them (managed by CUDA, or none of a GPU at all), TransportError where the driver is missing or refuses.
+  GpuMemory(std::byte* base, uint64_t length_bytes, bool for_nics = true);
   ~GpuMemory();
   GpuMemory(const GpuMemory&) = delete;
   GpuMemory& operator=(const GpuMemory&) = delete;

@@ -113,7 +113,7 @@ class Peer : public RefCounted<Peer> {
   const std::shared_ptr<const Address>& shared_address() const { return address_; }
   PeerState state() const { return state_.load(std::memory_order_acquire); }
   TransportKind transport_kind() const { return route_.kind; }
-  bool takes_gpu_memory() const { return route_.traits->moves_gpu_memory; }
+  bool takes_gpu_memory() const { return route_.traits->moves_gpu_memory || route_.traits->copies_gpu_memory; }
 
  private:
   friend class Engine;

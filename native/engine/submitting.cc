@@ -87,7 +87,7 @@ inline void check_remote(const RemoteRegion* region, const char* name, Access ne
   throw_remote(region, name, needed);
 }
 
-// Memory of a GPU, on either side, goes only by transports that leave it to NICs.
+// Memory of a GPU, on either side, goes by transports that leave it to NICs, or have the driver copy it.
 [[gnu::cold, gnu::noinline]] void check_gpu(const Region& local, const RemoteRegion& remote, bool verify) {
   const Peer& peer = *remote.peer();
   const bool is_ours = local.memory() != MemoryKind::kHost;

@@ -44,10 +44,12 @@ void LocalRegions::swap(LocalRegions& other) noexcept {
 }
 
 std::string LocalRegions::given_by() const {
+  if (memory_ == MemoryKind::kHost) return {};
   for (const auto& half : halves_) {
-    if (half != nullptr && memory_ != MemoryKind::kHost) return half->given_by();
+    if (half == nullptr) continue;
+    if (std::string by_nics = half->given_by(); !by_nics.empty()) return by_nics;
   }
-  return {};
+  return "no: copied through the host";
 }
 
 // --- TransportSet ---
@@ -195,20 +197,21 @@ uint32_t TransportSet::gpu_transports() const {
 }
 
 LocalRegions TransportSet::register_gpu_memory(std::byte* base, uint64_t length_bytes, Access access) {
-  if (gpu_transports() == 0) {
+  const bool for_nics = gpu_transports() != 0;
+  if (!for_nics && std::none_of(traits_.begin(), traits_.begin() + size_,
+                                [](const Traits& each) { return each.copies_gpu_memory; })) {
     throw TransportError("register", 0,
                          "the memory is a GPU's, and this engine's transport, " +
                              transport_names(address().transports) + ", moves host memory only",
-                         "open the engine with transport='verbs', or 'ofi' on EFA; else copy to the host first "
-                         "(tensor.cpu()), pinned if you like");
+                         "open the engine with another: transport='auto'");
   }
-  const device::GpuMemory memory(base, length_bytes);
+  const device::GpuMemory memory(base, length_bytes, for_nics);
   LocalRegions region(&region_ids_, base, length_bytes);
   region.memory_ = MemoryKind::kCuda;
   region.gpu_ = memory.gpu().ordinal;
-  region.needs_flush_ = memory.gpu().needs_flush;
+  region.needs_flush_ = for_nics && memory.gpu().needs_flush;
   for (uint32_t i = 0; i < size_; ++i) {
-    if (traits_[i].moves_gpu_memory)
+    if (traits_[i].moves_gpu_memory || traits_[i].copies_gpu_memory)
       region.halves_[i] = transports_[i]->register_gpu_memory(region.id_, memory, access);
   }
   return region;

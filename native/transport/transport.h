@@ -42,6 +42,7 @@ class LocalRegion {
   uint64_t length_bytes = 0;
   uint64_t id = 0;         // the engine's, given at registration
   bool is_mapped = false;  // peers of this host can map it
+  int gpu = -1;            // whose memory it is; -1: the host's
   // Of an RDMA transport: what the region's descriptor tells peers. The same for the region's life.
   virtual RdmaKeys rdma_keys() const { return {}; }
   // Of a GPU's memory: by what means NICs were given it, for people ("dma-buf").
@@ -83,6 +84,10 @@ struct WorkRequest {
   uint32_t reserved = 0;                // the engine's own
 };
 static_assert(sizeof(WorkRequest) == 64);
+// Whose memory the request's local side is; -1: the host's.
+inline int gpu_of(const WorkRequest& request) {
+  return request.local_region == nullptr ? -1 : request.local_region->gpu;
+}
 
 struct Traits {
   uint32_t rail_count = 1;
@@ -93,7 +98,8 @@ struct Traits {
   // The transport spreads over its rails what is posted with kAnyRail; the engine names a rail only where the user did.
   bool balances_rails = false;
   uint64_t piece_bytes_min = 16 << 10;  // a piece for another rail is worth its overhead from here on
-  bool moves_gpu_memory = false;        // else this side's CPU touches sources or targets
+  bool moves_gpu_memory = false;        // by NICs; else this side's CPU touches sources or targets,
+  bool copies_gpu_memory = false;       // and has the driver copy what is a GPU's
 };
 
 // What a transport tells the engine, from inside post() and poll(), on the progress holder.
@@ -163,7 +169,7 @@ class Transport {
   // --- memory [any]. id: never used before in this incarnation; its slot (region_slot) is no other open region's ---
   virtual std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                        Access access) = 0;
-  // Only with Traits::moves_gpu_memory. The memory is not asked for any more when this has returned.
+  // Only with Traits::moves_gpu_memory or copies_gpu_memory. The object is not needed any more when this has returned.
   virtual std::unique_ptr<LocalRegion> register_gpu_memory(uint64_t /*id*/, const device::GpuMemory&, Access) {
     return nullptr;
   }

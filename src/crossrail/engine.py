@@ -205,9 +205,9 @@ class Engine(_core.Engine):
         buffer: numpy array, torch tensor, anything with the buffer protocol, DLPack or `__cuda_array_interface__`, or
         (address, nbytes); it must be C-contiguous and not empty. The region keeps it alive until it is closed, except
         for a bare address.
-        Memory of NVIDIA's GPUs goes by NICs alone (transport "verbs", or "ofi" on EFA), as a dma-buf or by peermem,
-        which `region.gpudirect` says: TransportError for an engine that has none. What kernels are to have written
-        before a transfer is submitted must have ended (torch.cuda.synchronize(), an event).
+        Memory of NVIDIA's GPUs is given to NICs (transport "verbs", or "ofi" on EFA), as a dma-buf or by peermem, which
+        `region.gpudirect` says; over shm and tcp the driver copies it through the host. What kernels are to have
+        written before a transfer is submitted must have ended (torch.cuda.synchronize(), an event).
         access: what peers may do, "local" (nothing), "read" or "write" (both); None: "write", or "read" when read-only.
         The same memory may be registered several times; the regions are independent.
         """
@@ -220,7 +220,7 @@ class Engine(_core.Engine):
             raise UsageError("buffer has 0 bytes, at least 1 is needed")
         region = Region(self, memory.address, memory.nbytes, access, memory.writable, memory.owner, memory.is_cuda)
         if memory.is_cuda and region.gpudirect != "dma-buf":
-            log.info("memory of %s is given to NICs by %s", region.device, region.gpudirect)
+            log.info("memory of %s, gpudirect: %s", region.device, region.gpudirect)
         return region
 
     def register_phantom(self, nbytes: int) -> Region:

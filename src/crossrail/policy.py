@@ -79,7 +79,7 @@ class Found:
     rails_reason: str
     gbit_per_s: float | None = None
     speed_reason: str = ""
-    no_gpudirect: str = "its transports move host memory only"
+    no_gpudirect: str = "its transports give no NIC a GPU's memory"
     is_path: bool = False
     lost: str = ""
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -244,7 +244,8 @@ def _no_gpudirect(engine: Engine, transports: Iterable[str], clauses: Iterable[C
     if not any(clause.name == "gpudirect" for clause in clauses):
         return ""
     if not set(transports) & set(engine._gpu_transports):
-        return f"{' and '.join(transports)} {'moves' if len(tuple(transports)) == 1 else 'move'} host memory only"
+        verb = "gives" if len(tuple(transports)) == 1 else "give"
+        return f"{' and '.join(transports)} {verb} no NIC a GPU's memory: it is copied through the host"
     if why := _core._no_gpu_driver():
         return why
     return "" if any(gpu["has_gpudirect"] for gpu in _core._gpus()) else "none of the GPUs lets NICs at its memory"

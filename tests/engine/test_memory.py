@@ -129,10 +129,8 @@ def test_device_memory_without_a_device_says_what_is_missing(engine: xr.Engine) 
             "version": 3,
         }
 
-    with pytest.raises(xr.TransportError, match=r"the memory is a GPU's, .* moves host memory only") as failure:
+    with pytest.raises(xr.TransportError, match=r"memory of a GPU needs its driver: .*libcuda\.so\.1"):
         engine.register(OnTheGpu())
-
-    assert "transport='verbs'" in failure.value.remedy
 
 
 def test_strided_device_memory_is_refused(engine: xr.Engine) -> None:

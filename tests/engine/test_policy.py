@@ -104,7 +104,7 @@ def test_engine_that_meets_its_policy_opens(
         ("auto", "verbs", r"verbs: engine 'here' has shm, tcp .*; verbs: no device here.*crossrail doctor"),
         ("auto", "ofi", r"ofi: .*; ofi: no device here.*crossrail doctor"),
         ("auto", "rdma", r"rdma: .*; ofi: no device here; verbs: no device here.*crossrail doctor"),
-        ("auto", "gpudirect", r"gpudirect: .* has none: .* move host memory only.*crossrail doctor"),
+        ("auto", "gpudirect", r"gpudirect: .* has none: .* give no NIC a GPU's memory.*crossrail doctor"),
         ("shm", "shm, rails>=4", r"require: rails>=4: engine 'here' has 1 rail.*as many as.*Next: .*rails=4"),
         ("shm", "rails>1", r"rails>1: .*Next: .*rails=2"),
         ("shm", "rails=3", r"rails=3: .*Next: .*rails=3"),
@@ -202,7 +202,7 @@ def test_path_that_meets_its_policy_passes(open_engine: EngineFactory) -> None:
     [
         ("shm", r"shm: the path from engine 'here' to peer 'there' goes over tcp \(asked for.*Next: .*'shm'; .*expl"),
         ("rdma", r"rdma: .*goes over tcp .*; ofi: .*; verbs: .*crossrail doctor"),
-        ("gpudirect", r"gpudirect: .* has none: tcp moves host memory only.*crossrail doctor"),
+        ("gpudirect", r"gpudirect: .* has none: tcp gives no NIC a GPU's memory.*crossrail doctor"),
         ("rails>=2", r"rails>=2: .*has 1 rail.*over tcp, 2 of ours to 1 of the peer's.*Next: open both.*rails=2"),
     ],
 )  # fmt: skip

@@ -1,14 +1,21 @@
 // A double of NVIDIA's driver: "memory of a GPU" is an address that every touch of the CPU's faults at, and the dma-buf
-// of it is what a double of a NIC reaches the same bytes by. So who touches such memory by the CPU ends the test.
+// of it is what a double of a NIC reaches the same bytes by. So who touches such memory by the CPU ends the test. Copies
+// happen when their stream is waited for, not before. Calls may come from any thread.
 #pragma once
 
+#include <doctest/doctest.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "device/cuda.h"
@@ -27,14 +34,20 @@ class FakeCuda {
   int flush_options = 1;      // 0: by nobody but streams
   int export_error = 0;
   int flush_error = 0;
+  std::atomic<int> copy_error{0};          // of the wait for a stream
+  std::atomic<uint32_t> copies_good{~0u};  // so many go well before copy_error
 
   // What was done.
   uint32_t flushes = 0;
   uint32_t exports = 0;
-  int contexts_current = 0;
+  std::atomic<uint64_t> copies{0};
+  std::atomic<uint64_t> waits{0};
+  static inline thread_local int contexts_current = 0;
 
   FakeCuda();
   ~FakeCuda() {
+    CHECK(pinned_.empty());
+    CHECK(streams_ == 0);
     device::replace_driver(nullptr);
     g_cuda = nullptr;
     for (const auto& [address, allocation] : allocations_) {
@@ -53,11 +66,13 @@ class FakeCuda {
     void* const address = ::mmap(nullptr, bytes, PROT_NONE, MAP_SHARED, file, 0);
     void* const bar = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (address == MAP_FAILED || bar == MAP_FAILED) std::abort();
+    const std::lock_guard lock(mutex_);
     allocations_[reinterpret_cast<uint64_t>(address)] = {bytes, static_cast<std::byte*>(bar), file, ordinal};
     return static_cast<std::byte*>(address);
   }
   // The bytes at an address of the GPU, as its kernels see them.
   std::byte* bytes_at(const std::byte* address) {
+    const std::lock_guard lock(mutex_);
     const auto it = find(reinterpret_cast<uint64_t>(address));
     return it->second.bar + (reinterpret_cast<uint64_t>(address) - it->first);
   }
@@ -79,7 +94,49 @@ class FakeCuda {
     --it;
     return address < it->first + it->second.bytes ? it : allocations_.end();
   }
+  struct Stream {
+    struct Copy {
+      uint64_t to, from;
+      size_t bytes;
+    };
+    std::vector<Copy> begun;
+  };
+  // Where the bytes of either kind of memory are.
+  std::byte* anywhere(uint64_t address, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    const auto it = find(address);
+    if (it == allocations_.end()) return reinterpret_cast<std::byte*>(address);  // NOLINT(performance-no-int-to-ptr)
+    if (address + bytes > it->first + it->second.bytes) std::abort();
+    return it->second.bar + (address - it->first);
+  }
+  int copy_async(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
+    if (contexts_current != 1) return 1;
+    ++copies;
+    stream->begun.push_back({to, from, bytes});
+    return 0;
+  }
+  int synchronize(Stream* stream) {
+    if (contexts_current != 1) return 1;
+    ++waits;
+    const bool fails = copy_error != 0 && copies_good == 0;
+    if (copy_error != 0 && copies_good > 0) --copies_good;
+    for (const auto& [to, from, bytes] : std::exchange(stream->begun, {})) {
+      if (!fails) std::memcpy(anywhere(to, bytes), anywhere(from, bytes), bytes);
+    }
+    return fails ? copy_error.load() : 0;
+  }
+  int pin(uint64_t base, bool on) {
+    const std::lock_guard lock(mutex_);
+    if (contexts_current != 1 || pinned_.contains(base) == on) return 1;
+    if (on) {
+      pinned_.insert(base);
+    } else {
+      pinned_.erase(base);
+    }
+    return 0;
+  }
   int pointer_attribute(void* value, int attribute, uint64_t address) {
+    const std::lock_guard lock(mutex_);
     const auto it = find(address);
     if (it == allocations_.end()) return 1;
     switch (attribute) {
@@ -105,6 +162,7 @@ class FakeCuda {
   }
   int export_range(int* fd, uint64_t address, size_t bytes) {
     const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    const std::lock_guard lock(mutex_);
     const auto it = find(address);
     if (address % page != 0 || bytes % page != 0 || contexts_current != 1) return 1;
     if (it == allocations_.end() || address + bytes > it->first + it->second.bytes) return 1;
@@ -115,7 +173,10 @@ class FakeCuda {
     return 0;
   }
 
+  std::mutex mutex_;
   Allocations allocations_;
+  std::set<uint64_t> pinned_;
+  std::atomic<int> streams_{0};
   std::map<int, std::byte*> shared_;  // by descriptor, also of those closed since: whoever registered it goes on
 };
 
@@ -143,22 +204,39 @@ inline FakeCuda::FakeCuda() {
       return 0;
     };
     t.push_context = [](void*) {
-      ++g_cuda->contexts_current;
+      ++contexts_current;
       return 0;
     };
     t.pop_context = [](void**) {
-      --g_cuda->contexts_current;
+      --contexts_current;
       return 0;
     };
     t.pointer_attribute = [](void* value, int attribute, uint64_t address) {
       return g_cuda->pointer_attribute(value, attribute, address);
     };
     t.set_pointer_attribute = [](const void*, int, uint64_t) { return 0; };
+    t.create_stream = [](void** stream, unsigned flags) {
+      if (contexts_current != 1 || flags != 1) return 1;
+      *stream = new Stream;
+      ++g_cuda->streams_;
+      return 0;
+    };
+    t.destroy_stream = [](void* stream) {
+      delete static_cast<Stream*>(stream);
+      --g_cuda->streams_;
+      return 0;
+    };
+    t.synchronize_stream = [](void* stream) { return g_cuda->synchronize(static_cast<Stream*>(stream)); };
+    t.copy_async = [](uint64_t to, uint64_t from, size_t bytes, void* stream) {
+      return g_cuda->copy_async(to, from, bytes, static_cast<Stream*>(stream));
+    };
+    t.pin_host = [](void* base, size_t, unsigned) { return g_cuda->pin(reinterpret_cast<uint64_t>(base), true); };
+    t.unpin_host = [](void* base) { return g_cuda->pin(reinterpret_cast<uint64_t>(base), false); };
     t.export_range = [](void* handle, uint64_t address, size_t bytes, int, unsigned long long) {
       return g_cuda->export_range(static_cast<int*>(handle), address, bytes);
     };
     t.flush_writes = [](int, int) {
-      if (g_cuda->contexts_current != 1) return 1;
+      if (contexts_current != 1) return 1;
       ++g_cuda->flushes;
       return g_cuda->flush_error;
     };

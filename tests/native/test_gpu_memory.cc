@@ -181,52 +181,20 @@ TEST_CASE("gpu: what the CPU would have to read is refused") {
   CHECK_THROWS_AS(pair.a->submit_write(request), UsageError);
 }
 
-TEST_CASE("gpu: engines whose transports go by the CPU refuse it, by name") {
+TEST_CASE("gpu: engines whose transports move nothing of it refuse it, by name") {
   FakeCuda cuda;
   EngineOptions options;
   options.name = "a";
-  options.transports = {TransportKind::kShm, TransportKind::kTcp};
-  options.rails = {"127.0.0.1"};
+  options.transports = {TransportKind::kNull};
   const EngineRef engine = Engine::open(options);
   try {
     (void)engine->register_memory(cuda.allocate(4096), 4096, Access::kRemoteWrite, MemoryKind::kCuda);
     FAIL("it was registered");
   } catch (const TransportError& error) {
-    CHECK(std::string(error.what()).find("shm and tcp") != std::string::npos);
-    CHECK(error.remedy().find("transport='verbs'") != std::string::npos);
+    CHECK(std::string(error.what()).find("this engine's transport, null") != std::string::npos);
+    CHECK(error.remedy().find("transport='auto'") != std::string::npos);
   }
   engine->close(0);
-}
-
-TEST_CASE("gpu: a peer that is reached by shm is not written to from a GPU") {
-  FakeCuda cuda;
-  LibfabricDouble world({});
-  ofi::replace_library(world.library());
-  {
-    EngineOptions options;
-    options.name = "a";
-    options.transports = {TransportKind::kShm, TransportKind::kOfi};
-    options.rdma.provider = "efa";
-    options.rails = {"rdmap0s6"};
-    const EngineRef a = Engine::open(options);
-    EngineOptions host_only;
-    host_only.name = "b";
-    const EngineRef b = Engine::open(host_only);
-    RegionRef from = a->register_memory(cuda.allocate(4096), 4096, Access::kRemoteWrite, MemoryKind::kCuda);
-    RegionRef to = b->alloc(4096, false);
-    RemoteRegionRef remote = a->remote_region(to->descriptor());
-    try {
-      (void)a->submit_write({.src = from.get(), .dst = remote.get(), .length_bytes = 4096});
-      FAIL("it was taken");
-    } catch (const UsageError& error) {
-      CHECK(std::string(error.what()).find("'b' is reached by shm") != std::string::npos);
-    }
-    from->close(deadline_in(5), {});
-    b->close(0);
-    a->close(0);
-  }
-  ofi::replace_library(nullptr);
-  CHECK(world.violations() == std::vector<std::string>{});
 }
 
 TEST_CASE("gpu: memory that no NIC can be given is refused with the reason") {

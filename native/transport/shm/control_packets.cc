@@ -204,6 +204,7 @@ void Control::on_import(Connection& connection, std::span<const uint8_t> body) {
   reply.put(facts.base);
   reply.put(facts.length_bytes);
   reply.put(facts.map_offset);
+  reply.put(static_cast<uint8_t>(facts.is_gpu));
   if (facts.map) {
     const int fds[] = {facts.map->fd()};
     send(connection, kImported, reply.bytes(), fds);
@@ -221,6 +222,7 @@ void Control::on_imported(Connection& connection, std::span<const uint8_t> body,
   event.facts.base = reader.get<uint64_t>();
   event.facts.length_bytes = reader.get<uint64_t>();
   event.facts.map_offset = reader.get<uint64_t>();
+  event.facts.is_gpu = reader.get<uint8_t>() != 0;
   if (!reader.finished() || connection.accepted) throw UsageError("malformed import reply");
   event.facts.status = status == static_cast<uint8_t>(Status::kDone) ? Status::kDone : gone_from_peer(status);
   if (event.facts.status == Status::kDone && !fds.empty()) {

@@ -105,7 +105,7 @@ uint32_t ShmTransport::drain_rail(Incoming& link, ChannelReader& reader) {
       const uint32_t count = std::min<uint32_t>(entry->count, kImmPairsMax);
       for (uint32_t i = 0; i < count; ++i) sink_->on_imm(entry->imms[i].imm & kImmMax, entry->imms[i].units);
     } else if (kind == EntryKind::kStagedWrite) {
-      status = execute_write(reader, *entry);
+      status = execute_write(link, reader, *entry);
     } else if (kind == EntryKind::kReadRequest) {
       if (!answer_read(link, *entry)) break;  // no room for the answer: later
     } else {
@@ -119,7 +119,7 @@ uint32_t ShmTransport::drain_rail(Incoming& link, ChannelReader& reader) {
   return taken;
 }
 
-Status ShmTransport::execute_write(const ChannelReader& reader, const Entry& entry) {
+Status ShmTransport::execute_write(Incoming& link, const ChannelReader& reader, const Entry& entry) {
   const auto work = entry.work;  // one copy: the peer may change its memory while we look
   const bool has_imm = entry.has_imm != 0;
   const uint64_t table_bytes = uint64_t{work.pieces} * sizeof(StagedPiece);
@@ -137,26 +137,41 @@ Status ShmTransport::execute_write(const ChannelReader& reader, const Entry& ent
   } else if (target->access != Access::kRemoteWrite) {
     status = Status::kAccessDenied;
   } else {
-    uint64_t data_at = table_bytes;
-    for (uint32_t i = 0; i < work.pieces; ++i) {
-      StagedPiece piece;
-      std::memcpy(&piece, block + i * sizeof piece, sizeof piece);
-      if (piece.length_bytes > work.stage_bytes - data_at || piece.length_bytes > target->length_bytes ||
-          piece.offset > target->length_bytes - piece.length_bytes) {
-        status = Status::kOutOfBounds;
-        break;
-      }
-      if (work.reserved != 0) {
-        copy_streaming(target->base + piece.offset, block + data_at, piece.length_bytes, nullptr, 0);
-      } else {
-        copy_cached(target->base + piece.offset, block + data_at, piece.length_bytes);
-      }
-      data_at += piece.length_bytes;
-    }
-    if (work.reserved != 0) copy_fence();
+    status = place(link, *target, block, work.stage_bytes, work.pieces, work.reserved != 0);
   }
   regions_.executing.store(0, std::memory_order_release);  // our copies are finished before close() sees this
   if (status == Status::kDone && has_imm) sink_->on_imm(work.wire_imm & kImmMax, work.units);
+  return status;
+}
+
+// A block's table and bytes.
+Status ShmTransport::place(Incoming& link, const RegionTable::Target& target, const std::byte* block,
+                           uint64_t block_bytes, uint32_t pieces, bool bulk) {
+  Status status = Status::kDone;
+  uint64_t data_at = uint64_t{pieces} * sizeof(StagedPiece);
+  if (target.gpu >= 0) pin(link, target.gpu);
+  for (uint32_t i = 0; i < pieces; ++i) {
+    StagedPiece piece;
+    std::memcpy(&piece, block + i * sizeof piece, sizeof piece);
+    if (piece.length_bytes > block_bytes - data_at || piece.length_bytes > target.length_bytes ||
+        piece.offset > target.length_bytes - piece.length_bytes) {
+      status = Status::kOutOfBounds;
+      break;
+    }
+    if (target.gpu >= 0) {
+      copier_.begin(target.gpu, target.base + piece.offset, block + data_at, piece.length_bytes);
+    } else if (bulk) {
+      copy_streaming(target.base + piece.offset, block + data_at, piece.length_bytes, nullptr, 0);
+    } else {
+      copy_cached(target.base + piece.offset, block + data_at, piece.length_bytes);
+    }
+    data_at += piece.length_bytes;
+  }
+  if (bulk) copy_fence();
+  if (target.gpu >= 0 && !copier_.finish() && status == Status::kDone) {
+    sink_->on_protocol_error(link.peer->name, "what it wrote could not be copied to our GPU: " + copier_.trouble());
+    status = Status::kTransportFailed;
+  }
   return status;
 }
 
@@ -188,6 +203,9 @@ bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
       status = Status::kAccessDenied;
     } else if (bytes > target->length_bytes || work.offset > target->length_bytes - bytes) {
       status = Status::kOutOfBounds;
+    } else if (target->gpu >= 0) {
+      pin(link, target->gpu);
+      if (!copier_.copy(target->gpu, block, target->base + work.offset, bytes)) status = Status::kTransportFailed;
     } else {
       std::memcpy(block, target->base + work.offset, bytes);
     }

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "device/copier.h"
 #include "transport/shm/channel.h"
 #include "transport/shm/layout.h"
 #include "transport/shm/region_table.h"
@@ -32,6 +33,7 @@ struct Import {
   uint64_t remote_base = 0;   // its address in the target, for cross-memory attach
   uint64_t length_bytes = 0;
   bool is_local = false;  // in our own process
+  bool is_gpu = false;
   std::shared_ptr<MemoryMap> map;
   // For explain(). Rate over pieces long enough to be worth timing.
   uint64_t bytes_moved = 0;
@@ -57,6 +59,7 @@ struct StagedRead {
 struct ReadChunk {
   StagedRead* read = nullptr;  // null: free
   std::byte* local = nullptr;
+  int gpu = -1;  // whose memory that is
   uint32_t bytes = 0;
   uint32_t tag = 0;  // of the last request made with this chunk; modulo kReadChunks its index
 };
@@ -72,6 +75,8 @@ struct InFlight {
   uint32_t retires;     // their number
   bool staged;          // false: an immediate entry, nothing to retire
   bool cut;             // the rest of the request was taken back: it is retired as withdrawn, not done
+  bool is_gpu;          // on either side: says nothing of how fast staging is between hosts' memory
+  bool failed;          // nothing of it is there for the target: its bytes could not be had from our GPU
   bool wanted_back;     // a message that the target had in its hands when it was to be taken back, see retry_messages
 };
 
@@ -135,6 +140,7 @@ struct Outgoing final : Link {
   uint32_t rail_count = 0;
   std::shared_ptr<MemoryMap> segment_map;
   LinkSegment* segment = nullptr;
+  std::unique_ptr<device::PinnedMemory> pinned;  // the segment, once something of a GPU's went through it
   std::unique_ptr<PeerHome> home;
   uint64_t hazard = 0;  // what segment->hazard holds
   RailQueue messages;
@@ -164,6 +170,7 @@ struct Incoming {
   uint32_t rail_count = 0;
   std::shared_ptr<MemoryMap> segment_map;
   LinkSegment* segment = nullptr;
+  std::unique_ptr<device::PinnedMemory> pinned;  // likewise
   std::unique_ptr<PeerHome> home;
   ChannelReader messages;
   ChannelReader services;

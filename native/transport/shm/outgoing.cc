@@ -217,13 +217,14 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   // As in touch(): the hazard is about to name another region. Before room is looked for, which this takes.
   if (rail.open_imm_count > 0 && link.hazard != import.region_id) flush_imms(link, rail);
   if (request.has_imm && !room_for_imm(link, rail, request.wire_imm)) return false;
+  const bool is_gpu = import.is_gpu || gpu_of(request) >= 0;  // staged, whatever the other side is
   bool done = false;
-  if (import.state == Import::State::kDirect) {
+  if (import.state == Import::State::kDirect && !is_gpu) {
     if (!copy_direct(link, request, next)) return refuse_gone();
     done = true;
   } else if (request.length_bytes == 0) {
     done = true;
-  } else if (link.choice.uses_attach() && (request.length_bytes >= kAttachBytesMin || private_path_ == 2)) {
+  } else if (!is_gpu && link.choice.uses_attach() && (request.length_bytes >= kAttachBytesMin || private_path_ == 2)) {
     // An immediate does not pass bytes of its own transfer that wait to be staged, from before the path changed.
     const auto is_same = [&](const RailQueue::Pending& pending) { return pending.request.context == request.context; };
     if (request.has_imm && std::any_of(rail.pending.begin(), rail.pending.end(), is_same)) return false;
@@ -261,6 +262,8 @@ uint32_t ShmTransport::post_messages(Outgoing& link, RailQueue& queue, EntryKind
             .retires = 1,
             .staged = true,
             .cut = false,
+            .is_gpu = false,
+            .failed = false,
             .wanted_back = false};
     ++queue.staged_inflight;
     Entry& entry = writer.next();

@@ -22,11 +22,13 @@ RegionTable::RegionTable(HomeSegment* home, Sink* sink)
   if (targets_ == nullptr) throw std::bad_alloc();
 }
 
-std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access) {
+std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access,
+                                            int gpu) {
   auto region = std::make_unique<ShmRegion>(this, access);
   region->base = base;
   region->length_bytes = length_bytes;
   region->id = id;
+  region->gpu = gpu;
   const uint32_t slot = region_slot(id);
   std::lock_guard lock(mutex_);
   // Engine-owned memory, or a part of it: peers can map it.
@@ -42,7 +44,7 @@ std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64
       }
     }
   }
-  targets_[slot] = {base, length_bytes, access};
+  targets_[slot] = {base, length_bytes, access, gpu};
   open_[region->id] = region.get();
   // release: the target entry above is visible to whoever sees the id (find() acquires).
   home_->region_ids[slot].store(region->id, std::memory_order_release);
@@ -147,6 +149,7 @@ RegionFacts RegionTable::facts(uint64_t region_id) {
   facts.length_bytes = region.length_bytes;
   facts.map = region.map;
   facts.map_offset = region.map_offset;
+  facts.is_gpu = region.gpu >= 0;
   return facts;
 }
 

@@ -39,6 +39,7 @@ struct RegionFacts {
   uint64_t length_bytes = 0;
   std::shared_ptr<MemoryMap> map;
   uint64_t map_offset = 0;
+  bool is_gpu = false;  // memory that nobody's CPU can touch
 };
 
 // Threads: any, except find(): progress holder.
@@ -47,7 +48,7 @@ class RegionTable {
   // sink: asked why a region is not open. Outlives the table.
   RegionTable(HomeSegment* home, Sink* sink);
 
-  std::unique_ptr<ShmRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access);
+  std::unique_ptr<ShmRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu = -1);
   std::unique_ptr<ShmRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate);
   // What peers are told from now on that name it.
   Status revoke(const ShmRegion& region);
@@ -59,6 +60,7 @@ class RegionTable {
     std::byte* base;
     uint64_t length_bytes;
     Access access;
+    int gpu;  // as LocalRegion::gpu
   };
   const Target* find(uint64_t region_id) const;
 

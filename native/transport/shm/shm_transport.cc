@@ -31,7 +31,8 @@ ShmTransport::ShmTransport(const TransportOptions& options, Sink* sink)
       traits_{.rail_count = options.rail_count,
               .slice_bytes_max = kSliceBytes,
               .message_bytes_max = options.message_bytes_max,
-              .fifo_rails = true},
+              .fifo_rails = true,
+              .copies_gpu_memory = true},
       address_(options.identity),
       private_path_(options.private_path),
       home_map_(MemoryMap::create("crossrail-home", sizeof(HomeSegment))),
@@ -66,6 +67,11 @@ void ShmTransport::abandon_after_fork() { control_->abandon_after_fork(); }
 std::unique_ptr<LocalRegion> ShmTransport::register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                            Access access) {
   return regions_.add(id, base, length_bytes, access);
+}
+
+std::unique_ptr<LocalRegion> ShmTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
+                                                               Access access) {
+  return regions_.add(id, memory.base(), memory.length_bytes(), access, memory.gpu().ordinal);
 }
 
 std::unique_ptr<LocalRegion> ShmTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
@@ -224,8 +230,11 @@ uint32_t ShmTransport::handle_control() {
           import.access = event.facts.access;
           import.remote_base = event.facts.base;
           import.length_bytes = event.facts.length_bytes;
+          import.is_gpu = event.facts.is_gpu;
           if (event.facts.status != Status::kDone) {
             import.state = Import::State::kRefused;
+          } else if (import.is_gpu) {
+            import.state = Import::State::kPrivate;
           } else if (link->same_process && (event.facts.map || private_path_ == 0)) {
             // An explicit private_path holds inside a process too: that is how tests reach it.
             import.state = Import::State::kDirect;

@@ -4,6 +4,7 @@
 //   mapped  the target's region is engine-owned memory: the initiator maps it and copies straight into it.
 //   local   both engines live in one process: the same, for any memory.
 //   staged  private memory: through a ring of cache-sized chunks; the initiator copies in, the target copies out.
+//           Memory of GPUs too, on either side: the driver copies between it and the chunks.
 //   cross-memory attach  private memory: process_vm_writev/readv by the initiator, where the kernel allows it.
 #pragma once
 
@@ -29,6 +30,8 @@ class ShmTransport final : public Transport {
 
   std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                Access access) override;
+  std::unique_ptr<LocalRegion> register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
+                                                   Access access) override;
   std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
   void revoke_region(LocalRegion& region) override;
   bool is_region_quiet(const LocalRegion& region) override;
@@ -99,10 +102,17 @@ class ShmTransport final : public Transport {
   uint32_t drain_messages(Incoming& link);
   uint32_t drain_services(Incoming& link);
   uint32_t drain_rail(Incoming& link, ChannelReader& reader);
-  Status execute_write(const ChannelReader& reader, const Entry& entry);
+  Status execute_write(Incoming& link, const ChannelReader& reader, const Entry& entry);
+  Status place(Incoming& link, const RegionTable::Target& target, const std::byte* block, uint64_t block_bytes,
+               uint32_t pieces, bool bulk);
   bool answer_read(Incoming& link, const Entry& entry);
   void drop_incoming(uint64_t link_id);
   // --- both ---
+  template <typename AnyLink>
+  void pin(AnyLink& link, int gpu) {
+    if (!link.pinned)
+      link.pinned = std::make_unique<device::PinnedMemory>(gpu, link.segment_map->data(), link.segment_map->size());
+  }
   uint32_t handle_control();
   Outgoing* find_outgoing(uint64_t id);
   static void ring(HomeSegment& home, const WakeEvent& bell);
@@ -122,7 +132,8 @@ class ShmTransport final : public Transport {
   Outgoing* hazardous_ = nullptr;  // the one link with a hazard set,
   uint32_t hazard_polls_ = 0;      // and for how many polls already
   std::vector<PeerHome*> unrung_;  // of peers that have news since the last ring_all()
-  bool streamed_ = false;          // streaming stores since the last copy_fence()
+  device::Copier copier_;
+  bool streamed_ = false;  // streaming stores since the last copy_fence()
   uint64_t next_link_id_ = 1;
   bool closed_ = false;
   std::unique_ptr<Control> control_;  // last: its thread uses the above

@@ -73,6 +73,8 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   if (block == nullptr) return false;
   auto* table = reinterpret_cast<StagedPiece*>(block);
   std::byte* data = block + table_bytes;
+  const int gpu = gpu_of(first);  // of all pieces: they are of one transfer
+  if (gpu >= 0) pin(link, gpu);
   uint64_t moved = 0;
   uint64_t retired_bytes = 0;
   for (uint32_t i = 0; i < pieces; ++i) {
@@ -82,10 +84,16 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
     const uint64_t bytes = pieces == 1 ? data_bytes : pending.request.length_bytes - from;
     if (finished > 0) retired_bytes += pending.request.length_bytes;
     table[i] = {pending.request.remote_offset + from, static_cast<uint32_t>(bytes), 0};
-    std::memcpy(data, pending.request.local + from, bytes);
+    if (gpu >= 0) {
+      copier_.begin(gpu, data, pending.request.local + from, bytes);
+    } else {
+      std::memcpy(data, pending.request.local + from, bytes);
+    }
     data += bytes;
     moved += bytes;
   }
+  const bool failed = gpu >= 0 && !copier_.finish();
+  if (failed) finished = std::max(finished, 1u);  // of a long piece nothing more is tried
   Import& import = *static_cast<ShmKey*>(first.remote)->import;
   import.bytes_moved += moved;
   inflight_slot(rail) = {.context = first.context,
@@ -95,10 +103,13 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
                          .retires = finished,
                          .staged = true,
                          .cut = false,
+                         .is_gpu = gpu >= 0 || import.is_gpu,
+                         .failed = failed,
                          .wanted_back = false};
   ++rail.staged_inflight;
   Entry& entry = rail.writer.next();
   entry.kind = EntryKind::kStagedWrite;
+  if (failed) entry.status.store(kEntryWithdrawn, std::memory_order_relaxed);  // published with the entry
   entry.has_imm = units > 0 ? 1 : 0;
   entry.work = {.region_id = import.region_id,
                 .offset = 0,
@@ -135,7 +146,7 @@ bool ShmTransport::push_read_chunks(Outgoing& link, RailQueue& rail) {
     const uint64_t bytes = std::min(request.length_bytes - head.done_bytes, kReadChunkBytes);
     const auto slot = static_cast<uint32_t>(chunk - link.read_chunks.begin());
     const uint32_t tag = (chunk->tag / kReadChunks + 1) * kReadChunks + slot;  // never the one before
-    *chunk = {head.read, request.local + head.done_bytes, static_cast<uint32_t>(bytes), tag};
+    *chunk = {head.read, request.local + head.done_bytes, gpu_of(request), static_cast<uint32_t>(bytes), tag};
     ++link.responses_due;
     ++head.read->chunks_open;
     if (rail.inflight) inflight_slot(rail).staged = false;
@@ -177,6 +188,7 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
     rail.writer.release_stage(slot.stage_head);
     ++retired;
     if (slot.context == nullptr) continue;  // withdrawn
+    if (slot.failed) rail.sticky = Status::kTransportFailed;
     if (rail.sticky == Status::kDone) rail.sticky = status_from_peer(rail.writer.status_of(rail.retired));
     if (slot.retires == 0) continue;
     const Status outcome = std::exchange(rail.sticky, Status::kDone);
@@ -185,9 +197,11 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
       report_withdrawn(link, slot.context, slot.tag, slot.retires, slot.bytes);
       continue;
     }
-    link.staged_bytes += slot.bytes;
+    if (!slot.is_gpu) link.staged_bytes += slot.bytes;
     sink_->on_retired(link, slot.context, 0, slot.retires, slot.bytes, outcome,
-                      outcome == Status::kDone ? "" : "refused by the target");
+                      outcome == Status::kDone ? ""
+                      : slot.failed            ? "the source could not be copied: " + copier_.trouble()
+                                               : "refused by the target");
   }
   return retired;
 }
@@ -207,6 +221,9 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
         read.status = status_from_peer(status);
       } else if (block == nullptr || bytes != chunk.bytes) {
         read.status = Status::kTransportFailed;
+      } else if (chunk.gpu >= 0) {
+        pin(link, chunk.gpu);
+        if (!copier_.copy(chunk.gpu, chunk.local, block, bytes)) read.status = Status::kTransportFailed;
       } else {
         std::memcpy(chunk.local, block, bytes);
       }
@@ -214,7 +231,7 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
         --link.outstanding;
         --link.reads_open;
         sink_->on_retired(link, read.context, 0, 1, read.status == Status::kDone ? read.bytes : 0, read.status,
-                          read.status == Status::kDone ? "" : "refused by the target");
+                          read.status == Status::kDone ? "" : "refused by the target, or not to be copied");
         delete &read;
       }
     }  // else: of a cancelled read

@@ -129,6 +129,11 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
             import->is_local ? "both engines live in this process" : "the region is engine-owned memory, mapped here";
         break;
       case Import::State::kPrivate:
+        if (import->is_gpu) {
+          report.path = "staged";
+          report.reason = "the region is memory of a GPU: the driver copies between it and host memory that both map";
+          break;
+        }
         report.path = link.choice.uses_attach() ? "cross-memory-attach" : "staged";
         report.reason = "the region is private memory of the peer; " + link.choice.reason;
         if (!link.choice.uses_attach()) report.gb_per_s = link.choice.staged.best;

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "util/errors.h"
+
 namespace crossrail::tcp {
 
 // --- batches ---
@@ -30,7 +32,18 @@ void TxBatch::view(const std::byte* data, size_t size) {
   pending_bytes_ += size;
 }
 
+std::byte* TxBatch::stage(int gpu, size_t size) {
+  CROSSRAIL_ASSERT(size <= kStageBytes);
+  if (stage_ < stages_.size() && staged_bytes_ + size > kStageBytes) {
+    ++stage_;
+    staged_bytes_ = 0;
+  }
+  if (stage_ == stages_.size()) stages_.push_back(std::make_unique<device::PinnedBuffer>(gpu, kStageBytes));
+  return stages_[stage_]->base() + std::exchange(staged_bytes_, staged_bytes_ + size);
+}
+
 void TxBatch::clear() {
+  stage_ = staged_bytes_ = 0;
   bytes_.clear();
   views_.clear();
   detached_.clear();
@@ -94,7 +107,11 @@ void Placement::copy_in(const std::byte* data, uint64_t size) {
     iovec& target = targets[at];
     const uint64_t taken = std::min<uint64_t>(size, target.iov_len);
     if (target.iov_base != nullptr) {
-      std::memcpy(target.iov_base, data, taken);
+      if (gpu >= 0) {
+        copier->begin(gpu, static_cast<std::byte*>(target.iov_base), data, taken);
+      } else {
+        std::memcpy(target.iov_base, data, taken);
+      }
       target.iov_base = static_cast<std::byte*>(target.iov_base) + taken;
     }
     target.iov_len -= taken;
@@ -102,6 +119,7 @@ void Placement::copy_in(const std::byte* data, uint64_t size) {
     size -= taken;
     if (target.iov_len == 0) ++at;
   }
+  if (gpu >= 0 && !copier->finish()) failed = true;
 }
 
 void Placement::discard_all() {

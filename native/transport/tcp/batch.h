@@ -9,6 +9,9 @@
 #include <span>
 #include <vector>
 
+#include "device/copier.h"
+#include "util/memory_map.h"
+
 namespace crossrail::tcp {
 
 // Frames on their way out: heads and short payloads copied, long payloads as views of the regions they are in.
@@ -17,6 +20,7 @@ class TxBatch {
  public:
   static constexpr size_t kBytes = 64 << 10;
   static constexpr size_t kViewsMax = 1020;  // a little less than IOV_MAX
+  static constexpr size_t kStageBytes = 1 << 20;
 
   TxBatch() {
     bytes_.reserve(kBytes);
@@ -33,6 +37,8 @@ class TxBatch {
     copy(&value, sizeof value);
   }
   void view(const std::byte* data, size_t size);
+  // Memory of the host for what is copied out of that GPU, at most kStageBytes; valid until clear(). For view().
+  std::byte* stage(int gpu, size_t size);
   void clear();
 
   uint64_t pending_bytes() const { return pending_bytes_; }
@@ -47,6 +53,10 @@ class TxBatch {
   size_t first_ = 0;
   uint64_t pending_bytes_ = 0;
   std::vector<std::unique_ptr<std::byte[]>> detached_;
+  // Kept from batch to batch: as many as what is gathered at once needs.
+  std::vector<std::unique_ptr<device::PinnedBuffer>> stages_;
+  size_t stage_ = 0;         // the one in use
+  size_t staged_bytes_ = 0;  // of it
 };
 
 // Where the bytes of a payload go, in order. A null base discards.
@@ -54,13 +64,23 @@ struct Placement {
   std::vector<iovec> targets;
   size_t at = 0;
   uint64_t bytes_left = 0;
+  // Whose memory all of it is, but for what is discarded. -1: the host's; else every byte has to come by copy_in().
+  int gpu = -1;
+  device::Copier* copier = nullptr;
+  bool failed = false;  // a copy to that GPU; until the next aim_at()
 
+  // The next payload goes to memory of this GPU, or with -1 of the host.
+  void aim_at(int gpu_or_host) {
+    gpu = gpu_or_host;
+    failed = false;
+  }
   void add(std::byte* base, uint64_t length);
   void add_discard(uint64_t length) { add(nullptr, length); }
   void clear() {
     targets.clear();
     at = 0;
     bytes_left = 0;
+    gpu = -1;
   }
   // Advances over `size` bytes that a system call has placed.
   void placed(uint64_t size);

@@ -53,6 +53,11 @@ void ConnectionContext::cool() {
   while (hot[0].connection != nullptr) forget_hot(hot[0].connection);
 }
 
+std::byte* ConnectionContext::arrivals_for(int gpu) {
+  if (!arrivals) arrivals = std::make_unique<device::PinnedBuffer>(gpu, kArrivalsBytes);
+  return arrivals->base();
+}
+
 std::unique_ptr<TxBatch> ConnectionContext::take_batch() {
   if (batches.empty()) return std::make_unique<TxBatch>();
   std::unique_ptr<TxBatch> batch = std::move(batches.back());
@@ -102,6 +107,7 @@ bool Stream::reject(const std::string& why) {
 
 Connection::Connection(ConnectionContext* context, Socket socket, bool is_bulk)
     : context_(context), socket_(std::move(socket)), is_bulk_(is_bulk), last_received_ns_(now_ns()) {
+  place_.copier = &context_->copier;
   context_->poller->add(socket_.fd.get(), this, EPOLLIN | EPOLLRDHUP);
 }
 
@@ -252,7 +258,13 @@ bool Connection::receive() {
     size_t count = 0;
     uint64_t payload_wanted = 0;
     uint64_t discarded = 0;
-    for (size_t i = place_.at; place_.bytes_left > 0 && i < place_.targets.size() && count < kTargetsPerCall; ++i) {
+    const bool to_gpu = place_.gpu >= 0 && place_.bytes_left > 0;
+    if (to_gpu) {
+      payload_wanted = std::min<uint64_t>(place_.bytes_left, ConnectionContext::kArrivalsBytes);
+      views[count++] = {context_->arrivals_for(place_.gpu), payload_wanted};
+    }
+    for (size_t i = place_.at; !to_gpu && place_.bytes_left > 0 && i < place_.targets.size() && count < kTargetsPerCall;
+         ++i) {
       iovec view = place_.targets[i];
       if (view.iov_base == nullptr) {
         view.iov_base = context_->discard.data();
@@ -289,7 +301,11 @@ bool Connection::receive() {
     const auto size = static_cast<uint64_t>(got);
     if (payload_wanted > 0) {
       const uint64_t placed = std::min(size, payload_wanted);
-      place_.placed(placed);
+      if (to_gpu) {
+        place_.copy_in(context_->arrivals->base(), placed);
+      } else {
+        place_.placed(placed);
+      }
       if (place_.bytes_left == 0) {
         place_.clear();
         if (!on_frame()) {

@@ -24,6 +24,7 @@ class Connection;
 // What all connections of one transport share. Progress holder.
 struct ConnectionContext {
   static constexpr size_t kScratchBytes = 128 << 10;
+  static constexpr size_t kArrivalsBytes = 1 << 20;
   explicit ConnectionContext(Poller* poller) : poller(poller), scratch(kScratchBytes), discard(kScratchBytes) {}
   // Sockets that brought something of late: asked directly, which is cheaper than asking epoll first.
   void note_hot(Connection* connection);
@@ -35,6 +36,7 @@ struct ConnectionContext {
     uint32_t hits = 0;
   };
   std::array<Hot, 3> hot{};  // the latest first; empty ones last
+  std::byte* arrivals_for(int gpu);
   std::unique_ptr<TxBatch> take_batch();
   void give_batch(std::unique_ptr<TxBatch> batch);
 
@@ -43,6 +45,8 @@ struct ConnectionContext {
   std::vector<std::byte> scratch;
   std::vector<std::byte> discard;
   std::vector<std::unique_ptr<TxBatch>> batches;
+  device::Copier copier;
+  std::unique_ptr<device::PinnedBuffer> arrivals;  // once something of a GPU's has arrived: what is copied on to it
 };
 
 // Which half of a link a stream is: our operations and the answers to them, or the peer's and ours.

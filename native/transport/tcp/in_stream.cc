@@ -153,6 +153,7 @@ bool InStream::on_write(const FrameHeader& header, std::span<const std::byte> me
   std::memcpy(entries_.data(), meta.data() + sizeof(WriteMeta), count * sizeof(WriteEntry));
   statuses_.clear();
   region_ = region_id == 0 ? RegionUse() : transport_->regions().use(region_id);
+  place.aim_at(region_ ? region_->gpu : -1);
   uint64_t total = 0;
   for (size_t i = 0; i < count; ++i) {
     const WriteEntry& entry = entries_[i];
@@ -179,17 +180,20 @@ bool InStream::on_write(const FrameHeader& header, std::span<const std::byte> me
 bool InStream::finish_write() {
   // A region that closed while its bytes were on their way.
   const bool closed = region_closed_ || region_.is_revoked();
+  const bool failed = connection()->placement().failed;
   uint32_t imm = 0;
   uint64_t units = 0;
   for (size_t i = 0; i < entries_.size(); ++i) {
     const WriteEntry& entry = entries_[i];
+    const uint64_t length = entry.length & ~kHasImm;
     bool good = statuses_.empty() || statuses_[i] == Status::kDone;
-    if (good && closed) {
+    if (good && (closed || (failed && length > 0))) {
       good = false;
       if (!(operation_refused_ && i == 0)) {
-        const Status status = transport_->sink().status_of_gone(region_id_);
+        const Status status = closed ? transport_->sink().status_of_gone(region_id_) : Status::kTransportFailed;
         refuse(channel_->placed + i + 1, status,
-               why_refused(status, region_, region_id_, entry.offset, entry.length & ~kHasImm));
+               closed ? why_refused(status, region_, region_id_, entry.offset, length)
+                      : "the target cannot copy it to its GPU: " + transport_->connections().copier.trouble());
       }
     }
     if (i == 0) good = good && !operation_refused_;
@@ -252,24 +256,38 @@ bool InStream::on_read(const FrameHeader& header, std::span<const std::byte> met
   return true;
 }
 
+// The range where the kernel can read it: of a GPU's memory a copy that the batch keeps, or null when there is none to be had.
+const std::byte* InStream::readable(const TcpRegion& region, uint64_t offset, uint64_t length, TxBatch& batch) {
+  if (region.gpu < 0) return region.base + offset;
+  std::byte* const copy = batch.stage(region.gpu, length);
+  return transport_->connections().copier.copy(region.gpu, copy, region.base + offset, length) ? copy : nullptr;
+}
+
 void InStream::fill_reads(TxBatch& batch) {
   const uint64_t others_bytes = batch.pending_bytes();
   while (!reads_.empty() && batch.pending_bytes() - others_bytes < kBatchBytes) {
     ReadJob& job = reads_.front();
     if (!batch.has_room(2 * (sizeof(FrameHeader) + sizeof(ReadDataMeta)) + kTextBytesMax, 3)) return;
     const bool closed = !job.region || job.region.is_revoked();
-    if (!closed && job.done < job.length) {
-      const uint64_t length = std::min(job.length - job.done, kReadChunkBytes);
+    const std::byte* data = nullptr;
+    const uint64_t length = std::min(job.length - job.done, kReadChunkBytes);
+    if (!closed && length > 0) data = readable(*job.region.operator->(), job.offset + job.done, length, batch);
+    const bool failed = !closed && length > 0 && data == nullptr;
+    if (data != nullptr) {
       batch.put(header_of(FrameType::kReadData, 0, 0, sizeof(ReadDataMeta), length));
       batch.put(ReadDataMeta{job.read_id, job.done});
-      batch.view(job.region->base + job.offset + job.done, length);
+      batch.view(data, length);
       if (job.done == 0 || views_.empty()) views_.push_back(job.region.share());
       job.done += length;
       if (job.done < job.length) continue;
     }
-    const Status status = closed ? transport_->sink().status_of_gone(job.region_id) : Status::kDone;
+    const Status status = closed   ? transport_->sink().status_of_gone(job.region_id)
+                          : failed ? Status::kTransportFailed
+                                   : Status::kDone;
     const std::string text =
-        closed ? why_refused(status, job.region, job.region_id, job.offset, job.length) : std::string();
+        closed   ? why_refused(status, job.region, job.region_id, job.offset, job.length)
+        : failed ? "the target cannot copy it from its GPU: " + transport_->connections().copier.trouble()
+                 : std::string();
     batch.put(header_of(FrameType::kReadEnd, 0, 0, sizeof(ReadEndMeta) + text.size(), 0));
     batch.put(ReadEndMeta{job.read_id, static_cast<uint64_t>(status)});
     if (!text.empty()) batch.copy(text.data(), text.size());

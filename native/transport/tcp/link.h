@@ -101,6 +101,12 @@ struct OutChannel final : Connector::Owner {
   bool has_doubts() const;
   // Whether to take the first of this many requests now. Not a long one that others would have done sooner.
   bool should_take(const WorkRequest& next, size_t queued) const;
+  // Frames as many of the queue's first writes as go into one. Returns how many.
+  size_t put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room);
+  // Frames the next part of `current`.
+  void put_part(TxBatch& batch);
+  // A write whose bytes are not to be had from our GPU: takes its place without them, uncounted, and fails here.
+  void put_failed(TxBatch& batch);
   // Tells the engine of what is in `sent` from here on.
   void tell_sent(size_t first);
 
@@ -154,6 +160,7 @@ struct PendingRead {
   WorkRequest request;
   uint32_t channel = 0;
   uint64_t received_bytes = 0;
+  bool failed = false;  // to reach the memory of our GPU
 };
 
 // Operations of ours towards one peer.
@@ -268,6 +275,7 @@ class InStream final : public Stream {
   void refuse(uint64_t operation, Status status, const std::string& text);
   Status check_range(const RegionUse& region, uint64_t region_id, Access needed, uint64_t offset, uint64_t length);
   void fill_reads(TxBatch& batch);
+  const std::byte* readable(const TcpRegion& region, uint64_t offset, uint64_t length, TxBatch& batch);
 
   TcpTransport* const transport_;
   InChannel* const channel_;

@@ -131,8 +131,9 @@ void pair_twins(OutLink& out, InLink& in) {
 
 // Whether that is a peer's to say: that our engine is closed, say, is not.
 static bool is_refusal(uint64_t status) {
-  return status >= static_cast<uint64_t>(Status::kRegionClosed) &&
-         status <= static_cast<uint64_t>(Status::kMessageTooLong);
+  return (status >= static_cast<uint64_t>(Status::kRegionClosed) &&
+          status <= static_cast<uint64_t>(Status::kMessageTooLong)) ||
+         status == static_cast<uint64_t>(Status::kTransportFailed);  // of the peer's GPU
 }
 
 bool take_ack(OutLink& link, const AckMeta& ack) {
@@ -223,6 +224,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       const uint64_t length = read->second.request.length_bytes;
       if (data.offset > length || header.payload_bytes > length - data.offset)
         return reject("more data than was asked for");
+      place.aim_at(gpu_of(read->second.request));
       place.add(read->second.request.local + data.offset, header.payload_bytes);
       read_id_ = data.read_id;
       read_bytes_ = header.payload_bytes;
@@ -235,7 +237,8 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       const bool is_done = end.status == static_cast<uint64_t>(Status::kDone);
       if (read == link.reads.end() || !(is_done || is_refusal(end.status))) return malformed();
       const PendingRead pending = read->second;
-      const auto status = static_cast<Status>(end.status);
+      const bool is_lost = is_done && pending.failed;
+      const auto status = is_lost ? Status::kTransportFailed : static_cast<Status>(end.status);
       if (is_done && pending.received_bytes != pending.request.length_bytes) return malformed();
       link.reads.erase(read);
       OutChannel& asked = *link.channels[pending.channel];
@@ -246,7 +249,10 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
         transport_->sink().on_over(link, link.pairs[asked.pair()].rail, pending.request.context, 1,
                                    pending.request.length_bytes);
       }
-      transport_->retire(link, pending.request, status, text_of(meta.subspan(sizeof end)));
+      transport_->retire(
+          link, pending.request, status,
+          is_lost ? "what was read cannot be copied to our GPU: " + transport_->connections().copier.trouble()
+                  : text_of(meta.subspan(sizeof end)));
       if (link.queued > 0) transport_->mark_dirty(link);
       return true;
     }
@@ -275,7 +281,9 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
 bool OutStream::on_frame() {
   if (read_id_ == 0) return true;
   const auto read = channel_->link->reads.find(std::exchange(read_id_, 0));
-  if (read != channel_->link->reads.end()) read->second.received_bytes += read_bytes_;
+  if (read == channel_->link->reads.end()) return true;
+  read->second.received_bytes += read_bytes_;
+  read->second.failed = read->second.failed || connection()->placement().failed;
   return true;
 }
 

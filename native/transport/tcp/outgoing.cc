@@ -28,46 +28,6 @@ WriteEntry entry_of(const WorkRequest& request, uint64_t offset, uint64_t length
           .wire_imm = request.has_imm && ends ? request.wire_imm : 0};
 }
 
-// As many of the first requests as one frame takes: short writes to one region. Returns how many.
-size_t put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room) {
-  const WorkRequest& first = queue.front();
-  size_t count = 0;
-  size_t views = 1;
-  bool copying = true;  // what is copied in a row needs one view
-  size_t copied = sizeof(FrameHeader) + sizeof(WriteMeta);
-  uint64_t bytes = 0;
-  const size_t limit = std::min<size_t>({queue.size(), kEntriesMax, room});
-  while (count < limit) {
-    const WorkRequest& request = queue[count];
-    if (request.op != WorkOp::kWrite || request.remote != first.remote) break;
-    if (count > 0 && bytes + request.length_bytes > kFrameBytesMax) break;
-    const bool copies = request.length_bytes <= kCopyBytesMax;
-    const size_t more = sizeof(WriteEntry) + (copies ? request.length_bytes : 0);
-    if (!batch.has_room(copied + more, views + 1)) break;
-    copied += more;
-    views += copies && copying ? 0 : 1;
-    copying = copies;
-    bytes += request.length_bytes;
-    ++count;
-  }
-  if (count == 0) return 0;
-  batch.put(header_of(FrameType::kWrite, count, count, sizeof(WriteMeta) + count * sizeof(WriteEntry), bytes));
-  batch.put(WriteMeta{region_of(first)});
-  std::array<WriteEntry, kEntriesMax> entries;  // written as far as used
-  for (size_t i = 0; i < count; ++i) entries[i] = entry_of(queue[i], 0, queue[i].length_bytes, true);
-  batch.copy(entries.data(), count * sizeof(WriteEntry));
-  for (size_t i = 0; i < count; ++i) {
-    const WorkRequest& request = queue[i];
-    if (request.length_bytes == 0) continue;
-    if (request.length_bytes <= kCopyBytesMax) {
-      batch.copy(request.local, request.length_bytes);
-    } else {
-      batch.view(request.local, request.length_bytes);
-    }
-  }
-  return count;
-}
-
 }  // namespace
 
 OutLink::OutLink(TcpTransport* transport, uint64_t id, std::shared_ptr<const Address> address,
@@ -209,6 +169,96 @@ void OutChannel::tell_sent(size_t first) {
   }
 }
 
+// Short writes to one region go into one frame.
+size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room) {
+  const WorkRequest& first = queue.front();
+  const int gpu = gpu_of(first);
+  size_t count = 0;
+  size_t views = 1;
+  bool copying = true;  // what is copied in a row needs one view
+  size_t copied = sizeof(FrameHeader) + sizeof(WriteMeta);
+  uint64_t bytes = 0;
+  const size_t limit = std::min<size_t>({queue.size(), kEntriesMax, room});
+  while (count < limit) {
+    const WorkRequest& request = queue[count];
+    if (request.op != WorkOp::kWrite || request.remote != first.remote || gpu_of(request) != gpu) break;
+    if (count > 0 && bytes + request.length_bytes > kFrameBytesMax) break;
+    const bool copies = gpu < 0 && request.length_bytes <= kCopyBytesMax;
+    const size_t more = sizeof(WriteEntry) + (copies ? request.length_bytes : 0);
+    if (!batch.has_room(copied + more, views + 1)) break;
+    copied += more;
+    views += (copies && copying) || gpu >= 0 ? 0 : 1;
+    copying = copies;
+    bytes += request.length_bytes;
+    ++count;
+  }
+  if (count == 0) return 0;
+  std::byte* staged = nullptr;
+  if (gpu >= 0 && bytes > 0) {
+    device::Copier& copier = transport->connections().copier;
+    staged = batch.stage(gpu, bytes);
+    std::byte* at = staged;
+    for (size_t i = 0; i < count; at += queue[i++].length_bytes)
+      copier.begin(gpu, at, queue[i].local, queue[i].length_bytes);
+    if (!copier.finish()) {
+      put_failed(batch);
+      return 1;
+    }
+  }
+  batch.put(header_of(FrameType::kWrite, count, count, sizeof(WriteMeta) + count * sizeof(WriteEntry), bytes));
+  batch.put(WriteMeta{region_of(first)});
+  std::array<WriteEntry, kEntriesMax> entries;  // written as far as used
+  for (size_t i = 0; i < count; ++i) entries[i] = entry_of(queue[i], 0, queue[i].length_bytes, true);
+  batch.copy(entries.data(), count * sizeof(WriteEntry));
+  if (gpu >= 0) {
+    batch.view(staged, bytes);
+    return count;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const WorkRequest& request = queue[i];
+    if (request.length_bytes == 0) continue;
+    if (request.length_bytes <= kCopyBytesMax) {
+      batch.copy(request.local, request.length_bytes);
+    } else {
+      batch.view(request.local, request.length_bytes);
+    }
+  }
+  return count;
+}
+
+void OutChannel::put_part(TxBatch& batch) {
+  const uint64_t length = std::min(current->length_bytes - current_offset, kFrameBytesMax);
+  const bool ends = current_offset + length == current->length_bytes;
+  const std::byte* data = current->local + current_offset;
+  if (const int gpu = gpu_of(*current); gpu >= 0) {
+    std::byte* const staged = batch.stage(gpu, length);
+    if (!transport->connections().copier.copy(gpu, staged, data, length)) {
+      put_failed(batch);
+      sent.push_back(*current);
+      current.reset();
+      return;
+    }
+    data = staged;
+  }
+  batch.put(header_of(FrameType::kWrite, 1, ends ? 1 : 0, sizeof(WriteMeta) + sizeof(WriteEntry), length));
+  batch.put(WriteMeta{region_of(*current)});
+  batch.put(entry_of(*current, current_offset, length, ends));
+  batch.view(data, length);
+  current_offset += length;
+  if (ends) {
+    sent.push_back(*current);
+    current.reset();
+  }
+}
+
+void OutChannel::put_failed(TxBatch& batch) {
+  batch.put(header_of(FrameType::kWrite, 1, 1, sizeof(WriteMeta) + sizeof(WriteEntry), 0));
+  batch.put(WriteMeta{0});
+  batch.put(WriteEntry{0, 0, 0});
+  refusals.push_back({acked + sent.size() + 1, Status::kTransportFailed,
+                      "our GPU's memory cannot be copied: " + transport->connections().copier.trouble()});
+}
+
 void OutChannel::fill(TxBatch& batch) {
   const size_t sent_before = sent.size();
   if (!control.empty()) {
@@ -219,17 +269,7 @@ void OutChannel::fill(TxBatch& batch) {
   while (!in_doubt && batch.pending_bytes() - others_bytes < kBatchBytes && sent.size() < kOperationsUnderWayMax) {
     if (current) {
       if (!batch.has_room(kRangeHeadBytes, 2)) break;
-      const uint64_t length = std::min(current->length_bytes - current_offset, kFrameBytesMax);
-      const bool ends = current_offset + length == current->length_bytes;
-      batch.put(header_of(FrameType::kWrite, 1, ends ? 1 : 0, sizeof(WriteMeta) + sizeof(WriteEntry), length));
-      batch.put(WriteMeta{region_of(*current)});
-      batch.put(entry_of(*current, current_offset, length, ends));
-      batch.view(current->local + current_offset, length);
-      current_offset += length;
-      if (ends) {
-        sent.push_back(*current);
-        current.reset();
-      }
+      put_part(batch);
       continue;
     }
     if (put_message(*this, batch)) continue;

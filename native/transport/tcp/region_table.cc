@@ -15,11 +15,12 @@ TcpRegion::~TcpRegion() {
 }
 
 std::unique_ptr<TcpRegion> RegionTable::add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access,
-                                            bool owns_memory) {
+                                            bool owns_memory, int gpu) {
   auto region = std::make_unique<TcpRegion>(this, access, owns_memory);
   region->base = base;
   region->length_bytes = length_bytes;
   region->id = id;
+  region->gpu = gpu;
   std::lock_guard lock(lock_);
   open_[id] = region.get();
   return region;

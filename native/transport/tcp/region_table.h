@@ -66,7 +66,7 @@ class RegionUse {
 class RegionTable {
  public:
   std::unique_ptr<TcpRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access,
-                                 bool owns_memory = false);
+                                 bool owns_memory = false, int gpu = -1);
   std::unique_ptr<TcpRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate);
   void revoke(TcpRegion& region);
   static bool is_quiet(const TcpRegion& region) { return region.users.load(std::memory_order_acquire) == 0; }

@@ -55,7 +55,8 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
              .message_bytes_max = options.message_bytes_max,
              .fifo_rails = false,
              .balances_rails = true,
-             .piece_bytes_min = kPieceBytesMin};
+             .piece_bytes_min = kPieceBytesMin,
+             .copies_gpu_memory = true};
   raise_descriptor_limit();
   for (uint32_t rail = 0; rail < rails_.size(); ++rail) {
     listeners_.push_back(std::make_unique<Listener>(this, rail));
@@ -108,6 +109,11 @@ void TcpTransport::abandon_after_fork() { poller_.abandon_after_fork(); }
 std::unique_ptr<LocalRegion> TcpTransport::register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                            Access access) {
   return regions_.add(id, base, length_bytes, access);
+}
+
+std::unique_ptr<LocalRegion> TcpTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
+                                                               Access access) {
+  return regions_.add(id, memory.base(), memory.length_bytes(), access, false, memory.gpu().ordinal);
 }
 
 std::unique_ptr<LocalRegion> TcpTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {

@@ -34,6 +34,8 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
 
   std::unique_ptr<LocalRegion> register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                Access access) override;
+  std::unique_ptr<LocalRegion> register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
+                                                   Access access) override;
   std::unique_ptr<LocalRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate) override;
   void revoke_region(LocalRegion& region) override;
   std::vector<std::string> users_of(const LocalRegion& region) override;

@@ -1,0 +1,80 @@
+// Copies between memory of GPUs and the host's, by the driver: for transports whose rails do not reach a GPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/cuda.h"
+
+namespace crossrail::device {
+
+// On a stream of its own for each GPU: it waits for no kernel of the user's, and none of them for it, as it is with a NIC.
+// Invariant: when finish() has returned, nothing that was begun touches memory any more.
+// One thread at a time: the progress holder.
+class Copier {
+ public:
+  Copier() = default;
+  ~Copier();
+  Copier(const Copier&) = delete;
+  Copier& operator=(const Copier&) = delete;
+
+  // Begins one: `to` or `from` is memory of that GPU, the other is the host's. Both have to stay until finish().
+  void begin(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
+  // Waits for all that was begun. False: not all of it was copied, see trouble(), and what was is there in part.
+  bool finish();
+  // Of the latest that failed, one line.
+  const std::string& trouble() const { return trouble_; }
+  bool copy(int gpu, std::byte* to, const std::byte* from, uint64_t bytes) {
+    begin(gpu, to, from, bytes);
+    return finish();
+  }
+
+ private:
+  struct Stream {
+    void* handle = nullptr;
+    bool is_busy = false;
+  };
+  void note(const char* call, int gpu, int code);
+
+  const Driver* driver_ = nullptr;
+  std::vector<Stream> streams_;  // by GPU
+  bool failed_ = false;
+  std::string trouble_;
+};
+
+// Memory of the host that GPUs reach by themselves, for as long as this is there: copies are then not staged once more by
+// the driver. Where it refuses (a limit on locked memory), is_pinned() says so, and copies are slower.
+class PinnedMemory {
+ public:
+  // gpu: whose context asks for it; it holds for all. base: on a page.
+  PinnedMemory(int gpu, std::byte* base, uint64_t bytes);
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+  bool is_pinned() const { return is_pinned_; }
+
+ private:
+  const int gpu_;
+  std::byte* const base_;
+  bool is_pinned_ = false;
+};
+
+// Memory of the host of its own, pinned if the driver lets us. Throws std::bad_alloc.
+class PinnedBuffer {
+ public:
+  PinnedBuffer(int gpu, uint64_t bytes);
+  std::byte* base() const { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  const std::unique_ptr<std::byte, Free> memory_;
+  const PinnedMemory pinned_;
+};
+
+}  // namespace crossrail::device

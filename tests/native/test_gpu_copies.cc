@@ -1,0 +1,239 @@
+// Memory of GPUs over transports of the CPU, by a double of CUDA's driver: whoever touches it by the CPU ends the test.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+#include "fake_cuda.h"
+#include "util/clock.h"
+#include "util/errors.h"
+
+namespace crossrail::test {
+namespace {
+
+constexpr uint64_t kBytes = uint64_t{3} << 20;  // more than one frame, or chunk
+constexpr uint64_t kPages = 512;
+constexpr uint64_t kPageBytes = 4096;
+
+// Two engines in this process. Their workers are threads of their own.
+struct Pair {
+  explicit Pair(TransportKind kind) : kind(kind), a(open("a")), b(open("b")) {}
+  ~Pair() {
+    for (const EngineRef& engine : {a, b}) engine->close(deadline_in(5));
+  }
+  EngineRef open(const char* name) const {
+    EngineOptions options;
+    options.name = name;
+    options.transports = {kind};
+    options.rail_count = 2;
+    if (kind == TransportKind::kTcp) options.rails = {"127.0.0.1", "127.0.0.1"};
+    return Engine::open(options);
+  }
+  static bool until(const std::function<bool()>& wanted) {
+    for (const Deadline end = deadline_in(20); !wanted();) {
+      if (now_ns() > end) return false;
+    }
+    return true;
+  }
+  static Status end_of(const TransferRef& transfer) {
+    REQUIRE(until([&] { return transfer->info().status != Status::kPending; }));
+    return transfer->info().status;
+  }
+
+  const TransportKind kind;
+  const EngineRef a, b;
+};
+
+// A region on a GPU, or on the host, and how to look at its bytes.
+struct Memory {
+  Memory(FakeCuda& cuda, const EngineRef& engine, bool on_gpu, uint64_t bytes) {
+    if (on_gpu) {
+      std::byte* const address = cuda.allocate(bytes + kPageBytes) + 256;
+      region = engine->register_memory(address, bytes, Access::kRemoteWrite, MemoryKind::kCuda);
+      seen = cuda.bytes_at(address);
+    } else {
+      region = engine->alloc(bytes, false);
+      seen = region->base();
+    }
+  }
+  RegionRef region;
+  std::byte* seen = nullptr;
+};
+
+void fill(Memory& memory, uint64_t bytes, uint32_t seed) {
+  std::mt19937 random(seed);
+  for (uint64_t i = 0; i < bytes; ++i) memory.seen[i] = static_cast<std::byte>(random());
+}
+
+struct Case {
+  TransportKind kind;
+  bool from_gpu;
+  bool to_gpu;
+};
+
+const std::vector<Case> kCases = {{TransportKind::kShm, true, true},  {TransportKind::kShm, true, false},
+                                  {TransportKind::kShm, false, true}, {TransportKind::kTcp, true, true},
+                                  {TransportKind::kTcp, true, false}, {TransportKind::kTcp, false, true}};
+
+}  // namespace
+
+TEST_CASE("gpu copies: writes of all lengths land whole and are counted after that") {
+  for (const Case& each : kCases) {
+    CAPTURE(static_cast<int>(each.kind));
+    CAPTURE(each.from_gpu);
+    CAPTURE(each.to_gpu);
+    FakeCuda cuda;
+    const Pair pair(each.kind);
+    Memory source(cuda, pair.a, each.from_gpu, kBytes);
+    Memory target(cuda, pair.b, each.to_gpu, kBytes);
+    fill(source, kBytes, 1);
+    RemoteRegionRef remote = pair.a->remote_region(target.region->descriptor());
+    uint64_t counted = 0;
+    for (const uint64_t count :
+         {uint64_t{0}, uint64_t{1}, uint64_t{511}, uint64_t{4097}, uint64_t{1000003}, kBytes - 5}) {
+      std::memset(target.seen, 0, kBytes);
+      const TransferRef transfer = pair.a->submit_write({.src = source.region.get(),
+                                                         .src_offset = 3,
+                                                         .dst = remote.get(),
+                                                         .dst_offset = 5,
+                                                         .length_bytes = count,
+                                                         .imm = 7});
+      ++counted;
+      // By the count alone: what it stands for has to be there.
+      REQUIRE(Pair::until([&] { return pair.b->imm_counter(7)->poll() == counted; }));
+      CHECK(std::memcmp(source.seen + 3, target.seen + 5, count) == 0);
+      CHECK(Pair::end_of(transfer) == Status::kDone);
+      CHECK(std::all_of(target.seen + 5 + count, target.seen + kBytes, [](std::byte b) { return b == std::byte{0}; }));
+    }
+  }
+}
+
+TEST_CASE("gpu copies: pages go where they are to, many to a wait for the GPU") {
+  for (const Case& each : kCases) {
+    FakeCuda cuda;
+    const Pair pair(each.kind);
+    Memory source(cuda, pair.a, each.from_gpu, kPages * kPageBytes);
+    Memory target(cuda, pair.b, each.to_gpu, kPages * kPageBytes);
+    fill(source, kPages * kPageBytes, 2);
+    RemoteRegionRef remote = pair.a->remote_region(target.region->descriptor());
+    std::vector<int64_t> from(kPages);
+    std::iota(from.begin(), from.end(), 0);
+    std::vector<int64_t> to = from;
+    std::shuffle(to.begin(), to.end(), std::mt19937(3));
+    for (const uint64_t page_bytes : {uint64_t{64}, uint64_t{1024}, kPageBytes}) {
+      PagedWriteRequest paged;
+      paged.src = source.region.get();
+      paged.dst = remote.get();
+      paged.src_pages = {.data = from.data(), .count = kPages};
+      paged.dst_pages = {.data = to.data(), .count = kPages};
+      paged.page_bytes = page_bytes;
+      paged.src_stride_bytes = paged.dst_stride_bytes = kPageBytes;
+      paged.imm = static_cast<uint32_t>(page_bytes);
+      CHECK(Pair::end_of(pair.a->submit_paged_writes(paged)) == Status::kDone);
+      REQUIRE(Pair::until([&] { return pair.b->imm_counter(static_cast<uint32_t>(page_bytes))->poll() == kPages; }));
+      for (uint64_t page = 0; page < kPages; ++page) {
+        REQUIRE(std::memcmp(source.seen + page * kPageBytes, target.seen + static_cast<uint64_t>(to[page]) * kPageBytes,
+                            page_bytes) == 0);
+      }
+    }
+    CHECK(cuda.copies > 2 * kPages);
+    CHECK(cuda.waits < cuda.copies / 8);
+  }
+}
+
+TEST_CASE("gpu copies: reads, from and to a GPU") {
+  for (const Case& each : kCases) {
+    FakeCuda cuda;
+    const Pair pair(each.kind);
+    Memory local(cuda, pair.a, each.to_gpu, kBytes);
+    Memory far(cuda, pair.b, each.from_gpu, kBytes);
+    fill(far, kBytes, 4);
+    RemoteRegionRef remote = pair.a->remote_region(far.region->descriptor());
+    for (const uint64_t count : {uint64_t{1}, uint64_t{70000}, kBytes - 1}) {
+      std::memset(local.seen, 0, kBytes);
+      CHECK(Pair::end_of(pair.a->submit_read(
+                {.dst = local.region.get(), .src = remote.get(), .src_offset = 1, .length_bytes = count})) ==
+            Status::kDone);
+      CHECK(std::memcmp(local.seen, far.seen + 1, count) == 0);
+    }
+  }
+}
+
+TEST_CASE("gpu copies: one that fails fails its transfer, is not counted, and harms no other") {
+  for (const Case& each : kCases) {
+    for (const uint32_t good : {0u, 1u}) {
+      CAPTURE(static_cast<int>(each.kind));
+      CAPTURE(each.from_gpu);
+      CAPTURE(each.to_gpu);
+      CAPTURE(good);
+      FakeCuda cuda;
+      const Pair pair(each.kind);
+      Memory source(cuda, pair.a, each.from_gpu, kBytes);
+      Memory target(cuda, pair.b, each.to_gpu, kBytes);
+      RemoteRegionRef remote = pair.a->remote_region(target.region->descriptor());
+      const auto write = [&](uint32_t imm) {
+        return pair.a->submit_write(
+            {.src = source.region.get(), .dst = remote.get(), .length_bytes = kBytes, .imm = imm});
+      };
+      CHECK(Pair::end_of(write(1)) == Status::kDone);
+      cuda.copies_good = good;  // one part of the write goes well, or none
+      cuda.copy_error = 700;
+      const TransferRef failed = write(2);
+      CHECK(Pair::end_of(failed) == Status::kTransportFailed);
+      const TransferRef read =
+          pair.a->submit_read({.dst = source.region.get(), .src = remote.get(), .length_bytes = 100000});
+      CHECK(Pair::end_of(read) == Status::kTransportFailed);
+      cuda.copy_error = 0;
+      fill(source, kBytes, 5);
+      CHECK(Pair::end_of(write(3)) == Status::kDone);
+      REQUIRE(Pair::until([&] { return pair.b->imm_counter(3)->poll() == 1; }));
+      CHECK(std::memcmp(source.seen, target.seen, kBytes) == 0);
+      CHECK(pair.b->imm_counter(1)->poll() == 1);
+      CHECK(pair.b->imm_counter(2)->poll() == 0);
+    }
+  }
+}
+
+TEST_CASE("gpu copies: nothing lands in a region that was revoked, nor after a cancel") {
+  for (const Case& each : kCases) {
+    FakeCuda cuda;
+    const Pair pair(each.kind);
+    Memory source(cuda, pair.a, each.from_gpu, kBytes);
+    Memory target(cuda, pair.b, each.to_gpu, kBytes);
+    fill(source, kBytes, 6);
+    RemoteRegionRef remote = pair.a->remote_region(target.region->descriptor());
+    const auto write = [&] {
+      return pair.a->submit_write({.src = source.region.get(), .dst = remote.get(), .length_bytes = kBytes, .imm = 1});
+    };
+    for (int round = 0; round < 4; ++round) {
+      const TransferRef transfer = write();
+      transfer->cancel();
+      const Status status = Pair::end_of(transfer);
+      CHECK((status == Status::kDone || status == Status::kCancelled));
+      std::memset(source.seen, round, kBytes);  // ours again
+    }
+    const TransferRef late = write();
+    REQUIRE(target.region->revoke(deadline_in(10), {}) == WaitResult::kReady);
+    std::memset(target.seen, 99, kBytes);
+    Pair::end_of(late);
+    CHECK(Pair::end_of(write()) != Status::kDone);
+    CHECK(std::all_of(target.seen, target.seen + kBytes, [](std::byte b) { return b == std::byte{99}; }));
+  }
+}
+
+TEST_CASE("gpu copies: the region says that no NIC is given its memory") {
+  FakeCuda cuda;
+  cuda.writes_ordering = cuda.flush_options = 0;  // which would be refused for NICs
+  const Pair pair(TransportKind::kTcp);
+  Memory memory(cuda, pair.a, true, 8192);
+  CHECK(memory.region->given_by() == "no: copied through the host");
+  CHECK(cuda.exports == 0);
+}
+
+}  // namespace crossrail::test
