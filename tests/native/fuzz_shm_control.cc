@@ -2,6 +2,7 @@
 // engine's control thread lives on, and answers whoever is honest.
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -12,6 +13,7 @@
 
 #include "fuzz.h"
 #include "transport/identity.h"
+#include "transport/shm/control_connection.h"
 #include "transport/shm/layout.h"
 #include "transport/shm/shm_transport.h"
 #include "util/codec.h"
@@ -20,11 +22,6 @@ namespace crossrail::fuzz {
 namespace {
 
 constexpr uint64_t kRegionId = uint64_t{1} << 16 | 1;
-
-// As control_connection.h numbers them.
-constexpr uint8_t kHello = 1;
-constexpr uint8_t kPing = 7;
-constexpr uint16_t kControlVersion = 2;
 
 class Victim {
  public:
@@ -49,21 +46,23 @@ class Victim {
   std::unique_ptr<LocalRegion> region_;
 };
 
-// Shared memory that looks like a home or a link, or like nothing; the same three for all inputs.
+// Shared memory that looks like a home or a link, or like nothing, and a bell; the same four for all inputs.
 struct Memory {
   Memory() {
     home = make("home", sizeof(shm::HomeSegment), true);
     link = make("link", shm::link_segment_bytes(1), true);
     other = make("other", 4096, false);
+    bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   }
   static int make(const char* name, size_t bytes, bool has_magic) {
-    const int fd = memfd_create(name, MFD_CLOEXEC);
+    const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     require(fd >= 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0, "there is memory");
     const uint32_t head[] = {shm::kLayoutMagic, shm::kLayoutVersion, 1};
     if (has_magic) require(pwrite(fd, head, sizeof head, 0) == sizeof head, "and it is written");
+    require(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0, "and it keeps its size");
     return fd;
   }
-  int home, link, other;
+  int home, link, other, bell;
 };
 
 class Stranger {
@@ -98,17 +97,19 @@ class Stranger {
   }
 
   // Until the control thread has dealt with what was said: it answers everything, by a packet or by hanging up.
-  void await_answer() {
+  // Returns the first byte of it, its type; 0 of the latter.
+  uint8_t await_answer() {
     for (int tries = 0; tries < 2000; ++tries) {
       pollfd watched{.fd = fd_, .events = POLLIN, .revents = 0};
       const int ready = ::poll(&watched, 1, 1);
       victim_->turn();
       if (ready <= 0) continue;
       uint8_t bytes[2048];
-      recv(fd_, bytes, sizeof bytes, MSG_DONTWAIT);  // descriptors that came along are dropped by the kernel
-      return;
+      // Descriptors that came along are dropped by the kernel.
+      return recv(fd_, bytes, sizeof bytes, MSG_DONTWAIT) > 0 ? bytes[0] : 0;
     }
     require(false, "the control thread answers within two seconds");
+    return 0;
   }
 
  private:
@@ -118,8 +119,8 @@ class Stranger {
 
 Bytes honest_hello(const Address& victim) {
   Writer writer;
-  writer.put(kHello);
-  writer.put(kControlVersion);
+  writer.put(static_cast<uint8_t>(shm::kHello));
+  writer.put(shm::kControlVersion);
   writer.put(shm::kLayoutVersion);
   writer.put(uint64_t{1});
   writer.put(uint8_t{1});
@@ -140,20 +141,20 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const Memory memory;
   Choices choices({data, size});
   Stranger stranger(victim);
-  const int known[] = {memory.home, memory.link, memory.other};
+  const int known[] = {memory.home, memory.link, memory.other, memory.bell};
   if (choices.byte() % 2 == 0) {
-    const int fds[] = {memory.home, memory.home, memory.link};
+    const int fds[] = {memory.home, memory.bell, memory.link};
     stranger.say(honest_hello(victim->address()), fds);
-    stranger.await_answer();
+    require(stranger.await_answer() == shm::kWelcome, "an honest stranger is welcome");
   }
   for (int packets = 0; packets < 8 && !choices.is_empty(); ++packets) {
     std::vector<int> fds(choices.byte() % 5);
-    for (int& fd : fds) fd = known[choices.byte() % 3];
+    for (int& fd : fds) fd = known[choices.byte() % 4];
     const Input body = choices.chunk();
     if (body.empty()) continue;  // a packet without bytes cannot be told from the end
     if (!stranger.say(body, fds)) break;
   }
-  const uint8_t ping[] = {kPing};
+  const uint8_t ping[] = {shm::kPing};
   if (stranger.say(ping, {})) stranger.await_answer();
   return 0;
 }
