@@ -25,7 +25,7 @@ def test(arguments: list[str]) -> int:
     if native_only:
         return code
     # A skip is shown with its reason, always.
-    pytest_code = run_here([PYTHON, "-m", "pytest", "-rfEs", *arguments])
+    pytest_code = run_here([PYTHON, "-m", "pytest", "-rfEs", *side_by_side(arguments), *arguments])
     if code != 0:
         say("FAILED: native tests (above)")
     return code or pytest_code
@@ -88,7 +88,7 @@ def asan(arguments: list[str]) -> int:
         "--ignore-glob=*test_triton*",
     ]
     command += ["-m", "not no_sanitizer and not slow", "--timeout=300", "-o", "faulthandler_timeout=330"]
-    pytest_code = run_here([*command, *(arguments or ["tests"])])
+    pytest_code = run_here([*command, *side_by_side(arguments), *(arguments or ["tests"])])
     found = sorted(reports.iterdir())
     for report in found:
         print(report.read_text(errors="replace"))
@@ -97,6 +97,16 @@ def asan(arguments: list[str]) -> int:
     if found:
         say(f"FAILED: {len(found)} processes of the Python tests ended with a sanitizer's report (above)")
     return code or pytest_code or int(bool(found))
+
+
+def side_by_side(arguments: Sequence[str]) -> list[str]:
+    """Processes among which pytest shares the whole suite: many of its tests wait more than they compute. What was
+    selected runs in one, which prints as it goes and can be debugged."""
+    follow_up = {"--sample", "--seed"}  # the only options with a value that select nothing
+    values = {at + 1 for at, argument in enumerate(arguments) if argument in follow_up}
+    if any(at not in values and argument not in {*follow_up, "--all"} for at, argument in enumerate(arguments)):
+        return []
+    return ["-n", str(len(os.sched_getaffinity(0)) + 1), "--dist", "worksteal"]
 
 
 def tsan(arguments: list[str]) -> int:
