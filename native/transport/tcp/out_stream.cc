@@ -35,7 +35,8 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
                                       [&](const auto& refusal) { return refusal.operation == operation; });
     if (refused != channel.refusals.end()) {
       transport.retire(link, request, refused->status, refused->text);
-      channel.refusals.erase(refused);
+      // Ours, of a GPU's memory, and the target's may have met.
+      std::erase_if(channel.refusals, [&](const auto& refusal) { return refusal.operation == operation; });
       continue;
     }
     uint32_t count = 1;
