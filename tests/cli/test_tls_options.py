@@ -5,6 +5,7 @@ What happens between two that have them is in tests/multihost/test_commands.py: 
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -89,6 +90,21 @@ def test_environment_names_a_part(command: list[str], tls: xr.TlsConfig) -> None
     result = run(command, {"CROSSRAIL_TLS_CERT": str(tls.cert)})
 
     expect_line(result, "CROSSRAIL_TLS_CERT is set and CROSSRAIL_TLS_KEY is not")
+
+
+@pytest.mark.no_sanitizer
+def test_bench_measures_it_beside_the_clear(tls: xr.TlsConfig, tmp_path: Path) -> None:
+    environment = {f"CROSSRAIL_TLS_{name.upper()}": str(getattr(tls, name)) for name in FILES}
+    bench = ["bench", "--transport", "tcp", "--only", "tls-paged-64k", "--quick", "--runs", "1", "--pool-bytes", "64M"]
+
+    done = run([*bench, "--json", str(tmp_path / "out.json")], environment)
+
+    assert done.exit_code == 0, done.output
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert result["limit_is"] == "the same in the clear" and result["value"] and result["limit"]
+    gone = run(bench, environment | {"CROSSRAIL_TLS_KEY": str(tmp_path / "gone.pem")})
+    assert gone.exit_code != 0 and "gone.pem" in gone.output  # the files are read
+    expect_line(run(bench), "--only tls-paged-64k fits no measure")
 
 
 def test_key_that_others_may_read_is_told_to_the_user(command: list[str], tls: xr.TlsConfig, tmp_path: Path) -> None:
