@@ -45,6 +45,7 @@ Bytes from_bytes(const nb::bytes& bytes) {
 
 constexpr Choice<Polling> kPollings[] = {
     {"adaptive", Polling::kAdaptive}, {"spin", Polling::kSpin}, {"manual", Polling::kManual}};
+constexpr Choice<TlsVerify> kTlsVerifies[] = {{"chain", TlsVerify::kChain}, {"name", TlsVerify::kName}};
 constexpr Choice<PrivatePath> kPrivatePaths[] = {
     {"auto", PrivatePath::kAuto}, {"staged", PrivatePath::kStaged}, {"cma", PrivatePath::kCrossMemoryAttach}};
 
@@ -62,8 +63,12 @@ void set_rails(EngineOptions& options, const Rails& rails) {
 
 void open_rig(Rig* self, const std::string& name, const std::string& transport, const Rails& rails,
               const std::string& polling, double spin_us, const std::string& private_path, uint32_t recorder_entries,
-              bool counts_traffic, uint16_t port, const nb::bytes& secret) {
+              bool counts_traffic, uint16_t port, const nb::bytes& secret,
+              const std::tuple<std::string, std::string, std::string, std::string>& tls) {
   EngineOptions options;
+  std::string verify;
+  std::tie(options.tls.cert_file, options.tls.key_file, options.tls.ca_file, verify) = tls;
+  options.tls.verify = choose("tls.verify", verify, kTlsVerifies);
   options.port = port;
   options.secret.assign(static_cast<const char*>(secret.data()), secret.size());
   options.recorder_entries = recorder_entries;
@@ -264,7 +269,7 @@ void register_rig(nb::module_& module) {
       .def("__init__", &open_rig, "name"_a, nb::kw_only(), "transport"_a = "shm", "rails"_a = Rails(1u),
            "polling"_a = "manual", "spin_us"_a = 50.0, "private_path"_a = "auto",
            "recorder_entries"_a = EngineOptions{}.recorder_entries, "counts_traffic"_a = true, "port"_a = 0,
-           "secret"_a = nb::bytes("", 0))
+           "secret"_a = nb::bytes("", 0), "tls"_a = std::tuple("", "", "", "chain"))
       .def("close", &Rig::close, release())
       .def_prop_ro("address", [](Rig& rig) { return to_bytes(rig.address()); })
       .def("alloc", &Rig::alloc, "nbytes"_a, release())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from crossrail.errors import UsageError
@@ -13,6 +17,8 @@ CERT_VARIABLE = "CROSSRAIL_TLS_CERT"
 KEY_VARIABLE = "CROSSRAIL_TLS_KEY"
 CA_VARIABLE = "CROSSRAIL_TLS_CA"
 VERIFY_VARIABLE = "CROSSRAIL_TLS_VERIFY"
+
+log = logging.getLogger("crossrail")
 
 # Transports that reach other hosts, or may.
 _NETWORKS = ("auto", "tcp", "verbs", "ofi")
@@ -64,7 +70,32 @@ def tls_of(tls: object, transport: object) -> tuple[str, str, str, str]:
         return "", "", "", "chain"
     if not isinstance(tls, TlsConfig):
         raise UsageError(f"tls must be a TlsConfig or None, not {type(tls).__name__}")
-    return tls.as_tuple()
+    files = tls.as_tuple()
+    if words := exposure_of_key(files[1]):
+        log.warning("%s", words)
+    return files
+
+
+_exposed_keys: set[str] = set()  # that were spoken of, by their absolute paths
+
+
+def exposure_of_key(key: str | os.PathLike[str]) -> str:
+    """What to say of the file of a private key that others than its owner may read or write; "": nothing.
+
+    Once for each file and process: who has said it to the user need not log it. A file that is not there is the
+    engine's to tell.
+    """
+    path = str(Path(key).absolute())
+    try:
+        mode = stat.S_IMODE(Path(path).stat().st_mode)
+    except OSError:
+        return ""
+    others = [who for who, bits in (("its group", 0o060), ("everybody", 0o006)) if mode & bits]
+    if not others or path in _exposed_keys:
+        return ""
+    _exposed_keys.add(path)
+    seen = f"tls.key = {str(key)!r} is open to {others[-1]} (mode {mode:04o})"
+    return f"{seen}: who has it can pose as this engine; chmod 600 {shlex.quote(path)}"
 
 
 def _path(name: str, path: object) -> str:

@@ -30,6 +30,7 @@ from crossrail.cli.bench.hosts.worker import paged_work
 from crossrail.cli.main import main
 from crossrail.cli.meeting import ask
 from crossrail.peers import Explanation, PathExplanation
+from tests.support.certificates import Authority
 from tests.support.limits import WAIT_S
 
 SECRET = "0123456789abcdef"
@@ -181,6 +182,21 @@ def test_run_measures_over_tcp_with_several_processes_beside_bare_sockets(serve:
     assert results["read-64k-w4"]["limit"] is None and results["read-64k-w4"]["value"]
     assert "2 workers" in serve.wait_for("run bench-run", seen)
     serve.wait_for("done bench-run", seen)
+
+
+@pytest.mark.no_sanitizer
+def test_run_moves_bytes_under_the_tls_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tls = Authority(tmp_path).issue()
+    for name in ("cert", "key", "ca"):
+        monkeypatch.setenv(f"CROSSRAIL_TLS_{name.upper()}", str(getattr(tls, name)))
+    with serving("--transport", "tcp") as serve:
+        some = (*QUICK, "--only", "write", "--sizes", "64K", "--transport", "tcp")
+        status, out, err = run(serve.target, *some)
+        assert status == 0, err
+        assert "TLS_" in out  # of a worker, which is what moves the bytes
+
+        status, _, err = run(serve.target, *some, CROSSRAIL_TLS_CERT="", CROSSRAIL_TLS_KEY="", CROSSRAIL_TLS_CA="")
+        assert status == 1 and "give both tls, or neither" in err
 
 
 @pytest.mark.no_sanitizer

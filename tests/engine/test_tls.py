@@ -1,5 +1,8 @@
 """Engines whose tcp is under TLS: they do all that others do, and nothing of it can be read or changed on the way."""
 
+import os
+import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -144,6 +147,35 @@ def test_what_is_changed_on_the_way_is_noticed_and_sent_again(
 
     assert proxy.connections_made > 6
     assert there.imm_counter(1).poll() == 0
+
+
+@pytest.mark.parametrize(("mode", "who"), [(0o640, "its group"), (0o644, "everybody"), (0o602, "everybody")])
+def test_key_that_others_may_read_is_told_once_with_the_command(
+    open_engine: EngineFactory, authority: Authority, caplog: pytest.LogCaptureFixture, mode: int, who: str
+) -> None:
+    tls = authority.issue("a name")
+    os.chmod(tls.key, mode)
+
+    for name in ("one", "two"):
+        open_engine(name, tls=tls, **TCP)
+
+    told = [record for record in caplog.records if "tls.key" in record.getMessage()]
+    assert [(record.name, record.levelname) for record in told] == [("crossrail", "WARNING")]
+    message = told[0].getMessage()
+    assert f"open to {who} (mode {mode:04o})" in message and "\n" not in message
+    subprocess.run(message.rpartition("; ")[2], shell=True, check=True)
+    assert stat.S_IMODE(os.stat(tls.key).st_mode) == 0o600
+
+
+def test_key_of_one_owner_is_no_matter(
+    open_engine: EngineFactory, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    for mode in (0o600, 0o400):
+        tls = authority.issue(str(mode))
+        os.chmod(tls.key, mode)
+        open_engine(str(mode), tls=tls, **TCP)
+
+    assert "tls.key" not in caplog.text
 
 
 @pytest.mark.parametrize("path", ["cert", "key", "ca"])

@@ -18,7 +18,9 @@ from tests.conftest import EngineFactory
 from tests.support import tcp_wire as wire
 from tests.support.certificates import Authority
 from tests.support.limits import WAIT_S, eventually
+from tests.support.patterns import pattern
 from tests.support.process import run_script
+from tests.support.proxy import proxied
 from tests.support.seeds import Seed
 from tests.support.tcp_wire import Kind, RawAcceptor, RawPeer
 from tests.support.tls_peer import Flights, client_context, dial, server_context, start_tls
@@ -259,7 +261,9 @@ def test_refusal_that_comes_before_our_first_flight_is_told(open_engine: EngineF
                 transfer.wait(WAIT_S)
 
 
-def test_slow_network_cuts_flights_anywhere(open_engine: EngineFactory, tls: xr.TlsConfig, target: xr.Engine) -> None:
+def test_slow_network_cuts_flights_and_frames_anywhere(
+    open_engine: EngineFactory, tls: xr.TlsConfig, target: xr.Engine, seed: Seed
+) -> None:
     """Byte by byte, so that every byte of a record is once the first of what has arrived."""
     engine = open_engine("here", tls=tls, **TCP)
     with closing(RawAcceptor(engine.address)) as there:
@@ -285,9 +289,44 @@ def test_slow_network_cuts_flights_anywhere(open_engine: EngineFactory, tls: xr.
         thread.start()
 
         engine.connect(address, WAIT_S)
+        # Short enough for the connection that is there: another one would want to be accepted.
+        source, place, copy = engine.alloc(9_001), target.alloc(9_001), engine.alloc(9_001)
+        source.array()[:] = pattern(seed.number(), 9_001)
+        engine.submit_write(source, place.descriptor, imm=5).wait(WAIT_S)
+        engine.submit_read(copy, place.descriptor).wait(WAIT_S)
+        assert (place.array() == source.array()).all() and (copy.array() == source.array()).all()
 
         engine.close()
         thread.join(WAIT_S)
+
+
+def test_peer_that_does_not_read_for_a_while_misses_nothing(
+    open_engine: EngineFactory, tls: xr.TlsConfig, seed: Seed
+) -> None:
+    """Sockets and what is sealed fill up on the way; both directions wait, and go on where they were."""
+    options = {"tls": tls, "peer_timeout_s": WAIT_S, **TCP}
+    here, there = open_engine("here", **options), open_engine("there", **options)
+    nbytes = (24 << 20) + 13
+    source, place, copy = here.alloc(nbytes), there.alloc(nbytes), here.alloc(nbytes)
+    source.array()[:] = pattern(seed.number(), nbytes)
+    with proxied(there.address) as way:
+        here.connect(way.address, WAIT_S)
+        proxy = way.proxies[0]
+        here.submit_write(source, place.descriptor, 1000, imm=3).wait(WAIT_S)
+        proxy.stall()  # its buffers and the kernels' take some MB
+        write = here.submit_write(source, place.descriptor, imm=3)
+        small = [here.submit_write(source, place.descriptor, 100, imm=3) for _ in range(200)]
+        with pytest.raises(xr.WaitTimeout):
+            write.wait(0.3)
+        assert not any(transfer.done for transfer in small)
+        proxy.stall(False)
+
+        for transfer in [write, *small]:
+            transfer.wait(WAIT_S)
+        here.submit_read(copy, place.descriptor).wait(WAIT_S)
+
+    there.imm_counter(3).wait(202, WAIT_S)
+    assert (place.array() == source.array()).all() and (copy.array() == source.array()).all()
 
 
 def test_relay_with_a_certificate_of_the_same_ca_is_noticed(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import crossrail as xr
+from tests.support.certificates import Authority
 from tests.support.hosts import Host, Hosts, on_host, why_not
 from tests.support.limits import WAIT_S, eventually
 from tests.support.process import REPOSITORY
@@ -120,6 +122,46 @@ def test_push_without_the_secret_is_refused_on_both_ways_in(hosts: Hosts, tmp_pa
 
         assert served.server.poll() is None
     assert list(served.inbox.iterdir()) == []
+
+
+def tls_options(tls: xr.TlsConfig) -> list[object]:
+    return ["--tls-cert", tls.cert, "--tls-key", tls.key, "--tls-ca", tls.ca]
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def test_file_goes_under_tls(hosts: Hosts, tmp_path: Path, payload: Path, authority: Authority) -> None:
+    there, here = tls_options(authority.issue("there")), tls_options(authority.issue("here"))
+    with serving(hosts["b"], tmp_path / "inbox", "--listen", *there) as served:
+        assert "TLS_" in run(hosts["a"], "explain", served.url, *here, secret=served.secret)
+
+        text = run(hosts["a"], "push", payload, served.url, *here, secret=served.secret)
+
+    assert "SHA-256 ok" in text and "warning" not in text
+    assert (served.inbox / payload.name).read_bytes() == payload.read_bytes()
+
+
+def test_push_that_is_not_trusted_ends_in_one_line(
+    hosts: Hosts, tmp_path: Path, payload: Path, authority: Authority
+) -> None:
+    right = authority.issue("there")
+    stranger = Authority(tmp_path, "stranger")
+    cases = [
+        ([], "give both tls, or neither"),
+        (tls_options(stranger.issue("unknown")), "its certificate is not accepted"),
+        (tls_options(stranger.issue("posing", trusts=authority.file)), "the other side says"),
+    ]
+    with serving(hosts["b"], tmp_path / "inbox", "--listen", *tls_options(right)) as served:
+        for options, words in cases:
+            text = run(hosts["a"], "push", payload, served.url, *options, secret=served.secret, status=1)
+            errors = [line for line in text.splitlines() if line.strip()]
+            assert len(errors) == 1 and errors[0].startswith("error: ") and words in errors[0], text
+
+        run(hosts["a"], "push", payload, served.url, *tls_options(right), secret=served.secret)
+    assert [file.name for file in served.inbox.iterdir()] == [payload.name]
 
 
 def test_serve_that_is_killed_is_noticed_and_leaves_nothing(hosts: Hosts, tmp_path: Path, payload: Path) -> None:

@@ -1,78 +1,22 @@
 // A peer of the tcp transport that holds the secret: after an honest handshake, frames of its own making, on a real socket.
 // The transport lives on, checks every range, and nothing is written outside the region.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <cstring>
 
-#include "fuzz.h"
-#include "transport/identity.h"
+#include "fuzz_tcp_victim.h"
 #include "transport/tcp/handshake.h"
-#include "transport/tcp/tcp_transport.h"
 
 namespace crossrail::fuzz {
 namespace {
 
 using namespace tcp;
 
-constexpr size_t kRegionBytes = 4096;
-constexpr uint64_t kRegionId = uint64_t{1} << 16 | 1;
-constexpr size_t kGuardBytes = 256;
-
-class Victim {
- public:
-  Victim() : memory_(kRegionBytes + 2 * kGuardBytes, std::byte{0x5a}) {
-    TransportOptions options;
-    options.identity = make_identity("victim", transport_bit(TransportKind::kTcp), 1);
-    options.rails = {"127.0.0.1"};
-    options.message_bytes_max = 64 << 10;
-    options.connect_timeout_ns = options.peer_timeout_ns = 1'000'000'000;
-    transport_ = std::make_unique<TcpTransport>(options, &sink_);
-    transport_->complete_address(transport_->address());
-    region_ = transport_->register_memory(kRegionId, memory_.data() + kGuardBytes, kRegionBytes, Access::kRemoteWrite);
-  }
-
-  const Address& address() const { return transport_->address(); }
-  void turn() {
-    while (transport_->poll() > 0) {
-    }
-  }
-  void check_guards() const {
-    const auto is_whole = [&](size_t from) {
-      return std::all_of(memory_.begin() + static_cast<ptrdiff_t>(from),
-                         memory_.begin() + static_cast<ptrdiff_t>(from + kGuardBytes),
-                         [](std::byte byte) { return byte == std::byte{0x5a}; });
-    };
-    require(is_whole(0) && is_whole(kGuardBytes + kRegionBytes), "nothing is written outside the region");
-  }
-
- private:
-  BookSink sink_;
-  std::vector<std::byte> memory_;
-  std::unique_ptr<TcpTransport> transport_;
-  std::unique_ptr<LocalRegion> region_;
-};
-
 // One connection, as an initiator.
 class Stranger {
  public:
-  explicit Stranger(Victim* victim) : victim_(victim), fd_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-    sockaddr_in to{};
-    to.sin_family = AF_INET;
-    to.sin_port = htons(victim->address().endpoints[0].port);
-    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    require(fd_ >= 0 && connect(fd_, reinterpret_cast<const sockaddr*>(&to), sizeof to) == 0, "the victim listens");
-    const int on = 1;
-    setsockopt(fd_, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  }
-  ~Stranger() {
-    const linger reset{.l_onoff = 1, .l_linger = 0};  // else ports run out
-    setsockopt(fd_, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
-    close(fd_);
-  }
+  explicit Stranger(Victim* victim) : victim_(victim), fd_(victim->dial()) {}
+  ~Stranger() { hang_up(fd_); }
 
   void shake_hands(uint64_t link_id, bool is_bulk) {
     Hello hello;

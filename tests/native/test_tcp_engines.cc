@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "tls_files.h"
 #include "util/clock.h"
 
 namespace crossrail {
@@ -16,8 +17,10 @@ namespace {
 
 constexpr Deadline kPatience = kNoDeadline;
 
-EngineRef open(const std::string& name, uint32_t rails = 1, int64_t peer_timeout_ns = 30'000'000'000) {
+EngineRef open(const std::string& name, uint32_t rails = 1, int64_t peer_timeout_ns = 30'000'000'000,
+               const tcp::TestTls* tls = nullptr) {
   EngineOptions options;
+  if (tls != nullptr) options.tls = tls->options();
   options.name = name;
   options.transports = {TransportKind::kTcp};
   for (uint32_t rail = 0; rail < rails; ++rail) options.rails.push_back("127.0.0." + std::to_string(rail + 1));
@@ -33,9 +36,9 @@ void finish(const TransferRef& transfer, Status expected = Status::kDone) {
 
 }  // namespace
 
-TEST_CASE("tcp: several threads write both ways and count each other's writes") {
-  EngineRef a = open("a", 2);
-  EngineRef b = open("b", 2);
+namespace {
+
+void write_both_ways(const EngineRef& a, const EngineRef& b) {
   constexpr int kThreads = 3;
   constexpr int kRounds = 60;
   constexpr uint64_t kBytes = 300'000;
@@ -63,6 +66,17 @@ TEST_CASE("tcp: several threads write both ways and count each other's writes") 
   for (std::thread& thread : threads) thread.join();
   a->close(kPatience);
   b->close(kPatience);
+}
+
+}  // namespace
+
+TEST_CASE("tcp: several threads write both ways and count each other's writes") {
+  write_both_ways(open("a", 2), open("b", 2));
+}
+
+TEST_CASE("tcp: the same under TLS") {
+  const tcp::TestTls tls;
+  write_both_ways(open("a", 2, 30'000'000'000, &tls), open("b", 2, 30'000'000'000, &tls));
 }
 
 TEST_CASE("tcp: regions close under writes and reads of others") {

@@ -3,17 +3,13 @@
 
 #include <doctest/doctest.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
-#include <cstdlib>
-#include <filesystem>
 #include <string>
 #include <type_traits>
 
-#include "util/memory_map.h"
+#include "tls_rig.h"
 
 #if __has_include(<openssl/ssl.h>)
 #include <openssl/err.h>
@@ -82,6 +78,7 @@ static_assert(kSslModeReleaseBuffers == SSL_MODE_RELEASE_BUFFERS);
 static_assert(kSslVerifyMutually == (SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT));
 static_assert(kSslFileTypePem == SSL_FILETYPE_PEM);
 static_assert(kSslErrorWantRead == SSL_ERROR_WANT_READ && kSslErrorWantWrite == SSL_ERROR_WANT_WRITE);
+static_assert(kSslErrorZeroReturn == SSL_ERROR_ZERO_RETURN);
 static_assert(kSslKeyUpdateNotRequested == SSL_KEY_UPDATE_NOT_REQUESTED);
 static_assert(kBioTypeSourceSink == BIO_TYPE_SOURCE_SINK);
 static_assert(kBioFlagsRead == BIO_FLAGS_READ && kBioFlagsRetry == BIO_FLAGS_SHOULD_RETRY);
@@ -94,83 +91,6 @@ static_assert(kOpensslInitNoAtexit == OPENSSL_INIT_NO_ATEXIT);
 
 namespace crossrail::tcp {
 namespace {
-
-// For "engine" and "*.decode.example", of itself, for a hundred years.
-constexpr const char* kCertificate = R"(-----BEGIN CERTIFICATE-----
-MIIBRTCB7aADAgECAgEBMAoGCCqGSM49BAMCMA8xDTALBgNVBAMMBHRlc3QwIBcN
-MjAwMTAxMDAwMDAwWhgPMjEyMDAxMDEwMDAwMDBaMA8xDTALBgNVBAMMBHRlc3Qw
-WTATBgcqhkjOPQIBBggqhkjOPQMBBwNCAATyMtJNJPQppVQ5m/G5e24G3j4TtVjJ
-AQiDwzHt+JkmxugKO1XJKos9xsCEkeIQjiUVXG3EkBFCRaMnb7xOd0yvozgwNjAP
-BgNVHRMBAf8EBTADAQH/MCMGA1UdEQQcMBqCBmVuZ2luZYIQKi5kZWNvZGUuZXhh
-bXBsZTAKBggqhkjOPQQDAgNHADBEAiAwpWoGFynj5EbYPzmbY6eApZnBtdH9l7uv
-1Nk8sBKvTQIgW5gnXf56bMAiwhnotoAqbl1F0fs/jcbWMFta67WPs3k=
------END CERTIFICATE-----
-)";
-constexpr const char* kKey = R"(-----BEGIN PRIVATE KEY-----
-MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgOxmOm19FJbre/E26
-r8H6iZkuH17be2NVe2MjnMHal9mhRANCAATyMtJNJPQppVQ5m/G5e24G3j4TtVjJ
-AQiDwzHt+JkmxugKO1XJKos9xsCEkeIQjiUVXG3EkBFCRaMnb7xOd0yv
------END PRIVATE KEY-----
-)";
-
-class File {
- public:
-  explicit File(const char* text) : path_(std::filesystem::temp_directory_path() / "crossrail-test-XXXXXX") {
-    const int fd = mkstemp(path_.data());
-    REQUIRE(fd >= 0);
-    std::FILE* const file = fdopen(fd, "w");
-    std::fputs(text, file);
-    std::fclose(file);
-  }
-  ~File() { unlink(path_.c_str()); }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
-
-using Side = TlsSession::Side;
-using Step = TlsSession::Step;
-
-// Two sessions at the ends of a pair of sockets.
-struct Ends {
-  explicit Ends(uint64_t key_bytes_max = TlsContext::kKeyBytesMax) {
-    const File certificate(kCertificate), key(kKey);
-    context = std::make_shared<TlsContext>(TlsOptions{certificate.path(), key.path(), certificate.path()});
-    context->key_bytes_max = key_bytes_max;
-    int fds[2];
-    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0);
-    near_fd = Fd(fds[0]);
-    far_fd = Fd(fds[1]);
-    near = std::make_unique<TlsSession>(context, Side::kInitiator, near_fd.get());
-    far = std::make_unique<TlsSession>(context, Side::kAcceptor, far_fd.get());
-  }
-  void shake_hands() {
-    Step ours = Step::kMore;
-    Step theirs = Step::kMore;
-    for (int i = 0; i < 10 && !(ours == Step::kDone && theirs == Step::kDone); ++i) {
-      if (ours == Step::kMore) ours = near->handshake();
-      REQUIRE(near->flush() == 0);
-      if (theirs == Step::kMore) theirs = far->handshake();
-      REQUIRE(far->flush() == 0);
-    }
-    REQUIRE(ours == Step::kDone);
-    REQUIRE(theirs == Step::kDone);
-    near->lift_limit();
-    far->lift_limit();
-  }
-  std::shared_ptr<TlsContext> context;
-  Fd near_fd, far_fd;
-  std::unique_ptr<TlsSession> near, far;
-};
-
-iovec view_of(std::vector<std::byte>& bytes, size_t from, size_t size) { return {bytes.data() + from, size}; }
-
-std::vector<std::byte> numbered(size_t size) {
-  std::vector<std::byte> bytes(size);
-  for (size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 7 + i / 251);
-  return bytes;
-}
 
 TEST_CASE("tls: both ends of a session know the same binding, another session's is another") {
   Ends one, other;

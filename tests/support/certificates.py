@@ -60,6 +60,7 @@ class Authority:
         cert_file, key_file = (self.folder / f"{self._name}-{name}.{kind}.pem" for kind in ("cert", "key"))
         cert_file.write_bytes(certificate.public_bytes(Encoding.PEM))
         encryption: KeySerializationEncryption = BestAvailableEncryption(password) if password else NoEncryption()
+        key_file.touch(mode=0o600)
         key_file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
         return xr.TlsConfig(cert_file, key_file, trusts or self.file, verify)  # type: ignore[arg-type]
 

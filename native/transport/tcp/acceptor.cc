@@ -62,7 +62,7 @@ void Acceptor::check_deadline(int64_t now) {
 bool Acceptor::go_on_with_tls() {
   TlsSession& tls = *socket_.tls;
   const TlsSession::Step step = tls.handshake();
-  const bool flushed = tls.flush() == 0;  // with an alert, if it failed
+  const bool flushed = socket_.flush();  // with an alert, if it failed
   if (step == TlsSession::Step::kFailed) {
     refuse(RefusalCode::kAuthentication, "the TLS handshake failed: " + tls.trouble());
     return false;
@@ -79,6 +79,12 @@ bool Acceptor::go_on_with_tls() {
 
 void Acceptor::on_events(uint32_t) {
   if (ended_) return;
+  go_on();
+  if (!ended_) room_.update(poller_, socket_, this, EPOLLIN | EPOLLRDHUP);
+}
+
+void Acceptor::go_on() {
+  if (!socket_.flush()) return end();
   if (in_tls_handshake_ && !go_on_with_tls()) return;
   switch (reader_.read(socket_)) {
     case MessageReader::State::kMore:
@@ -138,7 +144,7 @@ void Acceptor::on_start_tls(const Bytes& message) {
     return refuse(RefusalCode::kFull, error.what());
   }
   in_tls_handshake_ = true;
-  on_events(EPOLLIN);  // its first record may be here
+  go_on();  // its first record may be here
 }
 
 Proven Acceptor::proven() const {

@@ -55,6 +55,15 @@ class MessageReader {
   int error_ = 0;
 };
 
+// Whether epoll is asked to tell of room in a socket: as long as something waits for it, a flight of TLS most likely.
+class RoomWatch {
+ public:
+  void update(Poller* poller, const Socket& socket, Pollable* what, uint32_t events);
+
+ private:
+  bool is_on_ = false;
+};
+
 // How an attempt to connect ended.
 struct ConnectResult {
   enum class Kind : uint8_t {
@@ -108,6 +117,7 @@ class Connector final : public Pollable {
   bool finish_connecting();
   bool begin_tls();
   bool go_on_with_tls();
+  void go_on();
   void sort_answer();
   void on_message();
   void on_challenge(const Bytes& message);
@@ -117,6 +127,7 @@ class Connector final : public Pollable {
   const std::string route_;
   const Purpose purpose_;
   Socket socket_;
+  RoomWatch room_;
   std::optional<Digest> binding_;
   Step step_ = Step::kConnecting;
   MessageReader reader_;
@@ -152,6 +163,7 @@ class Acceptor final : public Pollable {
   static bool accept(const Socket& socket);
 
  private:
+  void go_on();
   void on_message();
   void on_start_tls(const Bytes& message);
   void on_hello(const Bytes& message);
@@ -163,6 +175,7 @@ class Acceptor final : public Pollable {
   Poller* const poller_;
   Owner* const owner_;
   Socket socket_;
+  RoomWatch room_;
   const std::string who_;
   const Digest key_;
   const std::array<uint8_t, 8> self_tag_;

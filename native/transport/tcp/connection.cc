@@ -109,6 +109,7 @@ Connection::Connection(ConnectionContext* context, Socket socket, bool is_bulk)
     : context_(context), socket_(std::move(socket)), is_bulk_(is_bulk), last_received_ns_(now_ns()) {
   place_.copier = &context_->copier;
   context_->poller->add(socket_.fd.get(), this, EPOLLIN | EPOLLRDHUP);
+  if (socket_.has_unsent()) watch_out(true);  // the end of the handshake
 }
 
 Connection::~Connection() { close(false); }
@@ -295,7 +296,8 @@ bool Connection::receive() {
         break_off("the connection broke: " + socket_.error_text());
         return true;
       }
-      return moved;
+      if (!moved) return false;
+      break;
     }
     moved = true;
     const auto size = static_cast<uint64_t>(got);
@@ -318,7 +320,10 @@ bool Connection::receive() {
     } else if (!parse(have + size)) {
       return true;
     }
-    if (size < payload_wanted + room) break;  // drained
+    if (size < payload_wanted + room) {
+      if (socket_.tls && socket_.tls->end_waits()) continue;
+      break;  // drained
+    }
     // Enough, but for what the socket would not tell of: of that there is a little at most.
     if (size >= budget && !(socket_.tls && socket_.tls->holds_more())) break;
     budget -= std::min(size, budget);
@@ -393,7 +398,8 @@ bool Connection::pump(const Stream* asker) {
   while (!broken_) {
     if (!batch_) {
       batch_ = context_->take_batch();
-      if (!fill(*batch_, asker)) {
+      // TLS may have something to say by itself.
+      if (!fill(*batch_, asker) && !socket_.has_unsent()) {
         context_->give_batch(std::move(batch_));
         break;
       }
@@ -432,8 +438,7 @@ bool Connection::flush() {
       continue;
     }
     if (errno == EINTR) continue;
-    // ENOBUFS: the kernel is short of memory for the moment.
-    if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) {
+    if (is_full(errno)) {
       watch_out(true);
       return false;
     }
@@ -448,7 +453,7 @@ bool Connection::flush_sealed() {
   TlsSession& tls = *socket_.tls;
   for (;;) {
     if (tls.flush() != 0) {
-      if (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) {
+      if (is_full(errno)) {
         watch_out(true);
       } else {
         break_sending(std::string("the connection broke: ") + std::strerror(errno));

@@ -30,10 +30,22 @@ MessageReader::State MessageReader::read(const Socket& socket) {
       return State::kFailed;
     }
     if (bytes_.size() < wanted_) continue;
-    if (wanted_ > kHandshakeHeadBytes) return State::kWhole;
+    if (wanted_ > kHandshakeHeadBytes) {
+      // A message has a record of its own: what follows it in the same one would lie where epoll does not see it.
+      return socket.tls && socket.tls->holds_more() ? State::kForeign : State::kWhole;
+    }
     const auto total = handshake_bytes(bytes_, &version_);
     if (!total) return State::kForeign;
     wanted_ = *total;
+  }
+}
+
+// --- room ---
+
+void RoomWatch::update(Poller* poller, const Socket& socket, Pollable* what, uint32_t events) {
+  const bool wanted = socket.has_unsent();
+  if (std::exchange(is_on_, wanted) != wanted) {
+    poller->change(socket.fd.get(), what, events | (wanted ? static_cast<uint32_t>(EPOLLOUT) : 0u));
   }
 }
 
@@ -199,12 +211,12 @@ bool Connector::go_on_with_tls() {
     }
     return send(purpose_.hello);
   }
-  const bool flushed = tls.flush() == 0;  // with an alert, if it failed
+  const bool flushed = socket_.flush();  // with an alert, if it failed
   if (step == TlsSession::Step::kFailed) {
     fail_refused(RefusalCode::kAuthentication, route_ + ": the TLS handshake failed: " + tls.trouble());
   } else if (step == TlsSession::Step::kGone) {
     fail(ConnectResult::Kind::kFailed, route_ + " closed the connection during the TLS handshake");
-  } else if (!flushed) {
+  } else if (!flushed && step_ != Step::kTlsAnswer) {  // else its answer says why: it has hung up on our StartTls
     fail(ConnectResult::Kind::kFailed, "the handshake with " + route_ + " broke: " + socket_.error_text());
   }
   return false;
@@ -212,6 +224,14 @@ bool Connector::go_on_with_tls() {
 
 void Connector::on_events(uint32_t) {
   if (ended_) return;
+  go_on();
+  if (!ended_ && step_ != Step::kConnecting) room_.update(poller_, socket_, this, EPOLLIN);
+}
+
+void Connector::go_on() {
+  if (!socket_.flush() && step_ != Step::kTlsAnswer) {
+    return fail(ConnectResult::Kind::kFailed, "the handshake with " + route_ + " broke: " + socket_.error_text());
+  }
   if (step_ == Step::kConnecting && !finish_connecting()) return;
   if (step_ == Step::kTlsAnswer) sort_answer();
   if (step_ == Step::kTlsAnswer || (step_ == Step::kTls && !go_on_with_tls())) return;
@@ -271,7 +291,7 @@ void Connector::on_challenge(const Bytes& message) {
     return fail_refused(RefusalCode::kAuthentication, route_ + ": " + text);
   }
   step_ = Step::kAccept;
-  if (send(encode(Proof{initiator_proof(purpose_.key, proven)}))) on_events(EPOLLIN);
+  if (send(encode(Proof{initiator_proof(purpose_.key, proven)}))) go_on();
 }
 
 }  // namespace crossrail::tcp

@@ -33,14 +33,19 @@ ssize_t Socket::receive(std::span<const iovec> views) const {
 }
 
 bool Socket::send_message(std::span<const uint8_t> message) const {
-  // Nothing was sent that is not read by now: it fits the empty socket buffer.
+  // Nothing was sent that is not read by now: it fits the empty socket buffer. Flights of TLS, with their certificates, need not.
   if (!tls) {
     return ::send(fd.get(), message.data(), message.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
            static_cast<ssize_t>(message.size());
   }
   const iovec view{const_cast<uint8_t*>(message.data()), message.size()};
-  return tls->seal({&view, 1}) == static_cast<ssize_t>(message.size()) && tls->flush() == 0;
+  return tls->seal({&view, 1}) == static_cast<ssize_t>(message.size()) && flush();
 }
+
+bool Socket::flush() const { return !tls || tls->flush() == 0 || is_full(errno); }
+
+// ENOBUFS: the kernel is short of memory for the moment.
+bool is_full(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == ENOBUFS; }
 
 std::string Socket::error_text() const {
   if (tls && !tls->trouble().empty()) return "TLS: " + tls->trouble();

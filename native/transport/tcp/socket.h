@@ -22,13 +22,20 @@ struct Socket {
 
   // Like recvmsg(2).
   ssize_t receive(std::span<const iovec> views) const;
-  // A whole short message, after nothing else that is still on its way. False: see error_text().
+  // A whole short message, after nothing else that is still on its way. Under TLS it may wait for room in the socket, see
+  // has_unsent(). False: see error_text().
   bool send_message(std::span<const uint8_t> message) const;
+  bool has_unsent() const { return tls && tls->has_unsent(); }
+  // Hands the kernel what waits, as far as there is room. False: the connection broke.
+  bool flush() const;
   // Why the last call failed: errno, or what TLS says of EPROTO.
   std::string error_text() const;
   // Closes such that the peer gets our last words: with unread bytes the kernel would reset the connection.
   void close_gently();
 };
+
+// Whether this errno of a send says: not now.
+bool is_full(int error);
 
 // Options that every connection of ours has. unacknowledged_ms: after this long without the peer's kernel answering, it is broken.
 void tune_socket(int fd, int64_t unacknowledged_ms);

@@ -89,6 +89,7 @@ inline constexpr int kSslVerifyMutually = 0x1 | 0x2;
 inline constexpr int kSslFileTypePem = 1;
 inline constexpr int kSslErrorWantRead = 2;
 inline constexpr int kSslErrorWantWrite = 3;
+inline constexpr int kSslErrorZeroReturn = 6;
 inline constexpr int kSslKeyUpdateNotRequested = 0;
 inline constexpr int kBioTypeSourceSink = 0x0400;
 inline constexpr int kBioFlagsRead = 0x1;

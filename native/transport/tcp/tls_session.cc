@@ -47,11 +47,12 @@ int TlsSession::on_bio_read(bio_st* bio, char* data, size_t size, size_t* done) 
   auto* const self = static_cast<TlsSession*>(g_calls->BIO_get_data(bio));
   g_calls->BIO_clear_flags(bio, kBioFlagsRead | kBioFlagsRetry);
   *done = 0;
+  if (self->is_closed_ || self->error_ != 0) return 0;  // asked again, the kernel would say something else
   if (self->bytes_left_ == 0) {
     self->trouble_ = "more than " + std::to_string(kHandshakeBytesMax) + " bytes before it has said who it is";
     return 0;
   }
-  const size_t most = std::min<uint64_t>({size, self->bytes_left_, self->turn_left_});
+  const size_t most = std::min<uint64_t>({size, self->bytes_left_, self->turn_left_, self->idle_left_});
   ssize_t got = -1;
   errno = EAGAIN;
   if (most > 0) {
@@ -62,6 +63,7 @@ int TlsSession::on_bio_read(bio_st* bio, char* data, size_t size, size_t* done) 
   if (got > 0) {
     *done = static_cast<size_t>(got);
     self->turn_left_ -= *done;
+    self->idle_left_ -= *done;
     if (self->bytes_left_ != kNoLimit) self->bytes_left_ -= *done;
     return 1;
   }
@@ -79,7 +81,7 @@ int TlsSession::on_bio_write(bio_st* bio, const char* data, size_t size, size_t*
   auto* const self = static_cast<TlsSession*>(g_calls->BIO_get_data(bio));
   *done = 0;
   if (self->unsent_.size() + size > kUnsentBytesMax) {
-    self->trouble_ = "it does not read what TLS has to say";
+    self->trouble_ = "it makes TLS answer more than it reads";
     return 0;
   }
   const auto* const bytes = reinterpret_cast<const std::byte*>(data);
@@ -121,6 +123,7 @@ ssize_t TlsSession::failed() {
     return -1;
   }
   const std::string reason = context_->library().take_error();
+  if (kind == kSslErrorZeroReturn) is_closed_ = true;  // close_notify: the same as the end of the stream
   if (trouble_.empty() && is_closed_) return 0;
   if (trouble_.empty() && error_ != 0) {
     errno = error_;
@@ -182,10 +185,13 @@ ssize_t TlsSession::receive(std::span<const iovec> views) {
       size_t got = 0;
       if (calls_.SSL_read_ex(ssl_, static_cast<std::byte*>(view.iov_base) + at, view.iov_len - at, &got) != 1) {
         const ssize_t result = failed();
-        return total > 0 ? static_cast<ssize_t>(total) : result;  // an error stays, and is told the next time
+        if (total == 0) return result;
+        end_waits_ = result == 0 || errno != EAGAIN;  // the end stays, and is told the next time
+        return static_cast<ssize_t>(total);
       }
       at += got;
       total += got;
+      idle_left_ = kIdleBytesMax;
     }
   }
   return static_cast<ssize_t>(total);

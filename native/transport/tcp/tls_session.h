@@ -26,7 +26,9 @@ class TlsSession {
   enum class Step : uint8_t { kMore, kDone, kFailed, kGone };
   // What TLS and our handshake after it need: two chains of certificates, and four short messages.
   static constexpr uint64_t kHandshakeBytesMax = 32 << 10;
-  static constexpr size_t kUnsentBytesMax = 1 << 20;
+  static constexpr uint64_t kIdleBytesMax = 64 << 10;  // two records and more: data always gets on
+  // A seal, a flight, and answers to a peer that wants new keys.
+  static constexpr size_t kUnsentBytesMax = 256 << 10;
 
   // fd: of a connected socket, not owned. Throws TransportError when there is no memory.
   TlsSession(std::shared_ptr<TlsContext> context, Side side, int fd);
@@ -45,13 +47,19 @@ class TlsSession {
 
   // Who the peer is, is settled.
   void lift_limit();
-  // At most so many bytes are taken from the socket until the next call.
-  void begin_turn(uint64_t bytes) { turn_left_ = bytes; }
+  // At most so many bytes are taken from the socket until the next call, and of those that bring no data - a peer may send
+  // new keys for ever - kIdleBytesMax in a row.
+  void begin_turn(uint64_t bytes) {
+    turn_left_ = bytes;
+    idle_left_ = kIdleBytesMax;
+  }
   // Like recvmsg(2) with MSG_DONTWAIT: fills the views in turn. 0: the connection was closed. -1: errno EAGAIN, or why it
   // broke; EPROTO: see trouble().
   ssize_t receive(std::span<const iovec> views);
   // Whether bytes lie here that the socket will not tell of.
   bool holds_more() const;
+  // Whether receive() met the end behind bytes that it gave out first: the socket may not tell of it again.
+  bool end_waits() const { return end_waits_; }
   // Seals a share of the views' bytes, in order. -1: it broke, see trouble().
   ssize_t seal(std::span<const iovec> views);
   bool has_unsent() const { return sent_ < unsent_.size(); }
@@ -62,6 +70,7 @@ class TlsSession {
   const std::string& trouble() const { return trouble_; }
 
  private:
+  friend struct TlsInsides;  // of tests: what no session of ours does by itself
   static constexpr uint64_t kNoLimit = UINT64_MAX;
   static const bio_method_st* bio_method(const TlsCalls& calls);
   static int on_bio_read(bio_st* bio, char* data, size_t size, size_t* done);
@@ -76,10 +85,13 @@ class TlsSession {
   const TlsCalls& calls_;
   const int fd_;
   ssl_st* ssl_ = nullptr;
+  // The end of what arrives. Invariant: at most one of the two, and then nothing more is read from the socket.
   bool is_closed_ = false;  // by the peer
   int error_ = 0;           // errno of the socket
+  bool end_waits_ = false;
   uint64_t bytes_left_ = kHandshakeBytesMax;
   uint64_t turn_left_ = UINT64_MAX;
+  uint64_t idle_left_ = kIdleBytesMax;
   uint64_t sealed_bytes_ = 0;  // with the keys of now
   std::vector<std::byte> unsent_;
   size_t sent_ = 0;  // of unsent_

@@ -73,6 +73,7 @@ class Native(Protocol):
         counts_traffic: bool = ...,
         port: int = ...,
         secret: bytes = ...,
+        tls: tuple[str, str, str, str] = ...,
     ) -> BenchRig: ...
     def FabricLoop(self, provider: str, rail: str) -> BenchFabric: ...  # noqa: N802 - likewise
     def run_writes(

@@ -12,7 +12,7 @@ import click
 
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import UsageError
-from crossrail.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsConfig
+from crossrail.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsConfig, exposure_of_key
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -29,12 +29,16 @@ def together(*decorators: Decorator) -> Decorator:
 
 
 def tls_options(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """--tls-cert and its like; the command gets them as `tls`, a TlsConfig, or None: what the environment says."""
+    """--tls-cert and its like, or what the environment says. The command gets a TlsConfig or None as `tls`."""
     file = click.Path(dir_okay=False, path_type=Path)
 
     @functools.wraps(fn)
     def with_tls(*arguments: Any, tls_cert: Path | None, tls_key: Path | None, tls_ca: Path | None, **rest: Any) -> Any:
-        return fn(*arguments, tls=_tls(tls_cert, tls_key, tls_ca), **rest)
+        tls = _tls(tls_cert, tls_key, tls_ca)
+        # Commands keep the log to themselves; of this their user is to know.
+        if tls is not None and (words := exposure_of_key(tls.key)):
+            click.echo(f"warning: {words}", err=True)
+        return fn(*arguments, tls=tls, **rest)
 
     return together(
         click.option("--tls-cert", type=file, help=f"TLS on tcp: our certificate, PEM [default: {CERT_VARIABLE}]."),
@@ -51,7 +55,7 @@ def _tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsConfig | No
     if given:
         missing = next(name for name in files if name not in given)
         raise UsageError(f"{given[0]} is given and {missing} is not: TLS needs a certificate, its key and a CA")
-    return None
+    return TlsConfig.from_environment()
 
 
 engine_options = together(

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from crossrail.cli.bench import api, copies, footprint, kv, posting, rdma, report, small, tcp_copies, tcp_small
+from crossrail.cli.bench import api, copies, footprint, kv, posting, rdma, report, small, tcp_copies, tcp_small, tcp_tls
 from crossrail.cli.bench.compare import compare_command
 from crossrail.cli.bench.hosts.run import run_command
 from crossrail.cli.bench.hosts.serve import serve_command
@@ -28,7 +28,7 @@ _QUICK_RUNS = 3
 def all_measures(transport: str) -> list[Measure]:
     """In the order of the table: those that say something about this transport."""
     if transport == "tcp":
-        return [*tcp_copies.measures(), *tcp_small.measures()]
+        return [*tcp_copies.measures(), *tcp_small.measures(), *tcp_tls.measures()]
     if transport != "shm":
         return rdma.measures(transport)
     return [

@@ -15,6 +15,7 @@ from crossrail.cli.bench.sockets import Sockets
 from crossrail.cli.child import Child
 from crossrail.cli.native import BenchRig, Indices, Native, load_native
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.tls import tls_of
 
 _PEER_MODULE = "crossrail.cli.bench.peer"
 _CONTROL_BYTES = 4096
@@ -27,6 +28,7 @@ _LINKS: dict[str, dict[str, Any]] = {
     "adaptive": {"polling": "adaptive"},  # the default engine
     "manual": {"polling": "manual"},  # one spinning thread at each end
     "sleeping": {"polling": "adaptive", "spin_us": 0.0},
+    "tls": {"polling": "adaptive"},  # with the certificates that the environment names
 }
 
 # Immediates. Each side has counters of its own, so the same number in both directions is two counters.
@@ -205,7 +207,8 @@ class Pair:
     def link(self, key: str) -> Link:
         """The link of that kind, one of _LINKS, opened when first asked for."""
         if key not in self._links:
-            self._links[key] = Link(self, key, **_LINKS[key])
+            tls = {"tls": tls_of(None, self.settings.transport)} if key == "tls" else {}
+            self._links[key] = Link(self, key, **_LINKS[key], **tls)
         return self._links[key]
 
     @property

@@ -20,6 +20,7 @@ from crossrail.cli.bench.passes import fill
 from crossrail.cli.child import answer_calls
 from crossrail.cli.native import BenchRig, Indices, Memory, load_native
 from crossrail.errors import CrossrailError
+from crossrail.tls import tls_of
 
 # Immediates. Each side has counters of its own, so the same number in both directions is two counters.
 IMM_DATA, IMM_ACK, IMM_GATE, IMM_PING = 1, 2, 3, 4
@@ -45,10 +46,11 @@ class Worker:
     def open(
         self, name: str, transport: str, rails: int | list[str], port: int, secret: str, span_bytes: int, polling: str
     ) -> dict[str, str]:
-        """The engine and its memory, faulted in. Returns a wire.Part."""
+        """The engine and its memory, faulted in; under TLS if the environment says so. Returns a wire.Part."""
         self._rig = self._native.Rig(
-            name, transport=transport, rails=rails, polling=polling, port=port, secret=bytes.fromhex(secret)
-        )
+            name, transport=transport, rails=rails, polling=polling, port=port, secret=bytes.fromhex(secret),
+            tls=tls_of(None, transport),
+        )  # fmt: skip
         self._span_bytes = span_bytes
         self._memory = self._rig.alloc(span_bytes)
         self._control = self._rig.alloc(CONTROL_BYTES)
