@@ -43,10 +43,11 @@ class Registration {
   // True when no peer's operation that began before revoke() touches the memory any more.
   virtual bool is_quiet() const = 0;
 
-  uint64_t key = 0;          // what peers need, beside the address
-  uint64_t remote_base = 0;  // address of the first byte as peers have to give it; the same on all NICs of a transport
-  bool is_gpu = false;       // memory that our CPU must not touch
-  std::string given_by;      // with is_gpu: "dma-buf", or by what else and why
+  uint64_t key = 0;           // what peers need, beside the address
+  uint64_t remote_base = 0;   // address of the first byte as peers have to give it; the same on all NICs of a transport
+  bool is_read_only = false;  // the memory may not be written, so the NIC may not either: access was not kRemoteWrite
+  bool is_gpu = false;        // memory that our CPU must not touch
+  std::string given_by;       // with is_gpu: "dma-buf", or by what else and why
 };
 
 enum class NicOp : uint8_t { kWrite, kRead };

@@ -57,7 +57,7 @@ Adapter::Adapter(Context opened, PortDetail port, const RdmaOptions& wanted)
   if (domain == nullptr) fail(*this, "ibv_alloc_pd", errno, "cannot make a protection domain");
 }
 
-Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, Access access) {
+Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, Access access, bool* is_read_only) {
   const auto address = reinterpret_cast<uint64_t>(base);
   const unsigned flags = flags_for(access);
   Memory memory(library().reg_mr(adapter.domain.get(), base, length_bytes, address, flags));
@@ -65,6 +65,7 @@ Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, 
   if (memory == nullptr && errno == EFAULT && access != Access::kRemoteWrite) {
     const unsigned read_only = flags & ~static_cast<unsigned>(IBV_ACCESS_LOCAL_WRITE);
     memory.reset(library().reg_mr(adapter.domain.get(), base, length_bytes, address, read_only));
+    if (is_read_only != nullptr) *is_read_only = true;
   }
   if (memory == nullptr)
     fail(adapter, "ibv_reg_mr", errno, "cannot register " + std::to_string(length_bytes) + " bytes");
@@ -107,7 +108,7 @@ Memory register_by_peermem(const Adapter& adapter, const device::GpuMemory& memo
 
 VerbsRegistration::VerbsRegistration(std::shared_ptr<const Adapter> adapter, std::byte* base, uint64_t length_bytes,
                                      Access access)
-    : adapter_(std::move(adapter)), memory_(register_with(*adapter_, base, length_bytes, access)) {
+    : adapter_(std::move(adapter)), memory_(register_with(*adapter_, base, length_bytes, access, &is_read_only)) {
   know(base);
 }
 

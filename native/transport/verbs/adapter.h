@@ -47,7 +47,8 @@ class VerbsRegistration final : public rdma::Registration {
   uint32_t local_key_ = 0;
 };
 
-// Registers, and says what helps where it fails.
-Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, Access access);
+// Registers, and says what helps where it fails. *is_read_only: the memory may not be written, and the NIC may not either.
+Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, Access access,
+                     bool* is_read_only = nullptr);
 
 }  // namespace crossrail::verbs
