@@ -8,13 +8,23 @@
 
 namespace crossrail::rdma {
 
+// With every device once.
+void RdmaTransport::register_on(uint32_t rail, Registrations& registered, const RegisterAt& register_at) {
+  Nic& nic = *rails_[rail]->nic;
+  const auto has_it = [&](const auto& other) { return nic.shares_registrations_with(*other->nic); };
+  const auto end = rails_.begin() + rail;
+  const auto found = std::find_if(rails_.begin(), end, has_it);
+  registered.by_rail.push_back(found == end ? std::shared_ptr<Registration>(register_at(nic))
+                                            : registered.by_rail[(*found)->index]);
+}
+
 // With every NIC, or with none: what is registered already goes with the region when one throws.
 std::unique_ptr<LocalRegion> RdmaTransport::add_region(std::unique_ptr<RdmaRegion> region, uint64_t id,
                                                        const RegisterAt& register_at) {
   region->id = id;
   if (!shared_.join(*region)) {
     region->registered = std::make_shared<Registrations>();
-    for (const auto& rail : rails_) region->registered->by_rail.push_back(register_at(*rail->nic));
+    for (uint32_t rail = 0; rail < rails_.size(); ++rail) register_on(rail, *region->registered, register_at);
     shared_.add(*region);
   }
   regions_.add(*region);
@@ -23,8 +33,7 @@ std::unique_ptr<LocalRegion> RdmaTransport::add_region(std::unique_ptr<RdmaRegio
 
 std::unique_ptr<RdmaRegion> RdmaTransport::make_region(std::byte* base, uint64_t length_bytes, Access access,
                                                        bool is_gpu, bool owns_memory) {
-  auto region =
-      std::make_unique<RdmaRegion>(RdmaRegion::Tables{&regions_, &shared_}, access, is_gpu, owns_memory);
+  auto region = std::make_unique<RdmaRegion>(RdmaRegion::Tables{&regions_, &shared_}, access, is_gpu, owns_memory);
   region->base = base;
   region->length_bytes = length_bytes;
   return region;

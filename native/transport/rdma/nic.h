@@ -159,6 +159,10 @@ class Nic {
   // [any] Throws TransportError with a remedy (memlock ...).
   virtual std::unique_ptr<Registration> register_memory(std::byte* base, uint64_t length_bytes, Access access) = 0;
 
+  // [any] The same for the Nics' lives. Registrations of `other`, a Nic of the same transport, are good for works of this
+  // one too, and for peers that reach it: both are of one device.
+  virtual bool shares_registrations_with(const Nic& /*other*/) const { return false; }
+
   // [any] With NicLimits::takes_gpu_memory. Throws TransportError with a remedy.
   virtual std::unique_ptr<Registration> register_gpu_memory(const device::GpuMemory&, Access) { return nullptr; }
 

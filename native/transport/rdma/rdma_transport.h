@@ -82,6 +82,7 @@ class RdmaTransport final : public Transport {
 
  private:
   using RegisterAt = std::function<std::unique_ptr<Registration>(Nic&)>;
+  void register_on(uint32_t rail, Registrations& registered, const RegisterAt& register_at);
   std::unique_ptr<RdmaRegion> make_region(std::byte* base, uint64_t length_bytes, Access access, bool is_gpu,
                                           bool owns_memory);
   std::unique_ptr<LocalRegion> add_region(std::unique_ptr<RdmaRegion> region, uint64_t id,
