@@ -268,7 +268,7 @@ TEST_CASE("registrations: threads that open and close regions over the same memo
   auto source = a.memory(4096, Access::kLocal);
   std::atomic<uint64_t> next_id{uint64_t{2} << 16};
   std::atomic<int> running{3};
-  std::vector<std::thread> threads;
+  std::vector<std::jthread> threads;  // joined also when a REQUIRE throws
   for (uint64_t number = 0; number < 3; ++number) {
     threads.emplace_back([&, number] {
       std::mt19937_64 random(number);
@@ -300,7 +300,7 @@ TEST_CASE("registrations: threads that open and close regions over the same memo
     REQUIRE(a.transport->is_region_quiet(*region));
     ++written;
   }
-  for (std::thread& thread : threads) thread.join();
+  threads.clear();
   CHECK(net.registrations() == others + 2);
   REQUIRE(poll_until({&a, &b}, [&] { return b.count(7) == written; }));
 }
