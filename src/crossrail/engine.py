@@ -209,7 +209,8 @@ class Engine(_core.Engine):
         `region.gpudirect` says; over shm and tcp the driver copies it through the host. What kernels are to have
         written before a transfer is submitted must have ended (torch.cuda.synchronize(), an event).
         access: what peers may do, "local" (nothing), "read" or "write" (both); None: "write", or "read" when read-only.
-        The same memory may be registered several times; the regions are independent.
+        The same memory may be registered several times; the regions are independent. With RDMA a "local" one within
+        another that is open costs nothing (docs/verbs.md).
         """
         memory = memory_of(buffer)
         if access is None:

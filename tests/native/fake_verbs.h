@@ -52,7 +52,9 @@ struct Fake {
   std::deque<ibv_wc> sends;
   std::deque<ibv_wc> receives;
   std::map<uint32_t, FakeQueuePair*> queue_pairs;
-  std::set<uint64_t> keys;  // of registered memory
+  std::set<uint64_t> keys;     // of registered memory
+  uint64_t registrations = 0;  // made so far
+  uint32_t domains = 0;        // protection domains that there are
 
   Fake();
   ~Fake();
@@ -162,6 +164,7 @@ inline ibv_mr* fake_register(ibv_pd*, void* address, size_t length, uint64_t, un
   memory->length = length;
   memory->lkey = memory->rkey = static_cast<uint32_t>(g_memory_key++);
   g_fake->keys.insert(memory->rkey);
+  ++g_fake->registrations;
   return memory;
 }
 
@@ -175,6 +178,7 @@ inline ibv_mr* fake_register_dma_buf(ibv_pd*, uint64_t offset, size_t length, ui
   memory->length = length;
   memory->lkey = memory->rkey = static_cast<uint32_t>(g_memory_key++);
   g_fake->keys.insert(memory->rkey);
+  ++g_fake->registrations;
   g_fake->dma_bufs.emplace_back(fd, offset);
   return memory;
 }
@@ -268,8 +272,14 @@ inline verbs::Library fake_table() {
   table.query_gid_table = fake_query_gids;
   table.get_async_event = fake_get_async_event;
   table.ack_async_event = [](ibv_async_event*) {};
-  table.alloc_pd = [](ibv_context*) { return &g_domain; };
-  table.dealloc_pd = [](ibv_pd*) { return 0; };
+  table.alloc_pd = [](ibv_context*) {
+    ++g_fake->domains;
+    return &g_domain;
+  };
+  table.dealloc_pd = [](ibv_pd*) {
+    --g_fake->domains;
+    return 0;
+  };
   table.reg_mr = fake_register;
   table.reg_dmabuf_mr = fake_register_dma_buf;
   table.dereg_mr = fake_deregister;

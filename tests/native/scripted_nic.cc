@@ -83,6 +83,10 @@ void Net::execute(ScriptedPath& path, size_t index) {
   const NicWork& work = item.work;
   ScriptedPath* const peer = peer_of(path);
   if (work.length_bytes > 0) {
+    const auto source = regions.find(item.local_key);
+    CROSSRAIL_ASSERT(source != regions.end() && source->second.nic == path.nic);
+    CROSSRAIL_ASSERT(work.local >= source->second.base &&
+                     work.local + work.length_bytes <= source->second.base + source->second.length_bytes);
     const auto found = regions.find(work.remote_key);
     const auto* const address = reinterpret_cast<std::byte*>(work.remote_address);
     const bool known = found != regions.end() && found->second.nic == peer->nic;
@@ -210,7 +214,8 @@ uint32_t ScriptedPath::post(std::span<const NicWork> posted) {
     ++next_cookie;
     int64_t exec_due = now + net->delay(net->options.delay_ns_max);
     if (net->options.ordered_paths && !works.empty()) exec_due = std::max(exec_due, works.back().exec_due);
-    works.push_back({posted[i], now, exec_due, exec_due + net->delay(net->options.delay_ns_max)});
+    const uint64_t local_key = posted[i].length_bytes == 0 ? 0 : posted[i].registration->key;
+    works.push_back({posted[i], local_key, now, exec_due, exec_due + net->delay(net->options.delay_ns_max)});
   }
   net->step(now);
   if (count < posted.size()) nic->push({.kind = NicEvent::Kind::kDatagram});  // there is room again: poll() moves
@@ -275,6 +280,8 @@ int ScriptedNic::nearness(std::span<const uint8_t> peer_endpoint) const {
 
 std::unique_ptr<Registration> ScriptedNic::register_memory(std::byte* base, uint64_t length_bytes, Access access) {
   std::lock_guard guard(net->lock);
+  if (net->regions.size() >= net->options.registrations_max)
+    throw TransportError("register_memory", ENOMEM, name_ + " takes no more memory");
   auto registration = std::make_unique<ScriptedRegistration>(net, net->next_id++);
   registration->remote_base = reinterpret_cast<uint64_t>(base);
   net->regions[registration->key] = {this, base, length_bytes, access};

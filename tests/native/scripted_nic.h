@@ -32,11 +32,12 @@ struct NetOptions {
   double datagram_loss = 0;
   double datagram_doubling = 0;
   int64_t datagram_delay_ns_max = 0;
-  double breaks_before = 0;      // of works: the path breaks, and the work was not carried out
-  double breaks_after = 0;       // it was, but nobody is told
-  bool tells_nobody = false;     // where datagrams go to a NIC that is gone
-  double refuses_post = 0;       // of post() and send() calls: no room
-  int64_t retry_ns = 3'000'000;  // until a NIC that gets no answer gives up
+  double breaks_before = 0;                 // of works: the path breaks, and the work was not carried out
+  double breaks_after = 0;                  // it was, but nobody is told
+  bool tells_nobody = false;                // where datagrams go to a NIC that is gone
+  double refuses_post = 0;                  // of post() and send() calls: no room
+  int64_t retry_ns = 3'000'000;             // until a NIC that gets no answer gives up
+  uint32_t registrations_max = UINT32_MAX;  // at once, of all NICs; one more fails
   uint64_t work_bytes_max = uint64_t{1} << 30;
   uint32_t path_works_max = 64;
 };
@@ -66,6 +67,10 @@ class Net {
   void change(const std::function<void(NetOptions&)>& edit) {
     std::lock_guard guard(lock);
     edit(options);
+  }
+  size_t registrations() {
+    std::lock_guard guard(lock);
+    return regions.size();
   }
   uint64_t works_executed() {
     std::lock_guard guard(lock);
@@ -137,6 +142,7 @@ class ScriptedPath final : public NicPath {
 
   struct Work {
     NicWork work;
+    uint64_t local_key;  // which has to be good until the work is carried out
     int64_t posted;
     int64_t exec_due;
     int64_t ack_due;

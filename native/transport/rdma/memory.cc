@@ -8,29 +8,47 @@
 
 namespace crossrail::rdma {
 
+// With every device once.
+void RdmaTransport::register_on(uint32_t rail, Registrations& registered, const RegisterAt& register_at) {
+  Nic& nic = *rails_[rail]->nic;
+  const auto has_it = [&](const auto& other) { return nic.shares_registrations_with(*other->nic); };
+  const auto end = rails_.begin() + rail;
+  const auto found = std::find_if(rails_.begin(), end, has_it);
+  registered.by_rail.push_back(found == end ? std::shared_ptr<Registration>(register_at(nic))
+                                            : registered.by_rail[(*found)->index]);
+}
+
 // With every NIC, or with none: what is registered already goes with the region when one throws.
 std::unique_ptr<LocalRegion> RdmaTransport::add_region(std::unique_ptr<RdmaRegion> region, uint64_t id,
                                                        const RegisterAt& register_at) {
   region->id = id;
-  for (const auto& rail : rails_) region->registrations.push_back(register_at(*rail->nic));
+  if (!shared_.join(*region)) {
+    region->registered = std::make_shared<Registrations>();
+    for (uint32_t rail = 0; rail < rails_.size(); ++rail) register_on(rail, *region->registered, register_at);
+    shared_.add(*region);
+  }
   regions_.add(*region);
+  return region;
+}
+
+std::unique_ptr<RdmaRegion> RdmaTransport::make_region(std::byte* base, uint64_t length_bytes, Access access,
+                                                       bool is_gpu, bool owns_memory) {
+  auto region = std::make_unique<RdmaRegion>(RdmaRegion::Tables{&regions_, &shared_}, access, is_gpu, owns_memory);
+  region->base = base;
+  region->length_bytes = length_bytes;
   return region;
 }
 
 std::unique_ptr<LocalRegion> RdmaTransport::register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                             Access access) {
-  auto region = std::make_unique<RdmaRegion>(&regions_, access, false);
-  region->base = base;
-  region->length_bytes = length_bytes;
-  return add_region(std::move(region), id, [&](Nic& nic) { return nic.register_memory(base, length_bytes, access); });
+  return add_region(make_region(base, length_bytes, access, false, false), id,
+                    [&](Nic& nic) { return nic.register_memory(base, length_bytes, access); });
 }
 
 std::unique_ptr<LocalRegion> RdmaTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
                                                                 Access access) {
-  auto region = std::make_unique<RdmaRegion>(&regions_, access, false);
-  region->base = memory.base();
-  region->length_bytes = memory.length_bytes();
-  return add_region(std::move(region), id, [&](Nic& nic) { return nic.register_gpu_memory(memory, access); });
+  return add_region(make_region(memory.base(), memory.length_bytes(), access, true, false), id,
+                    [&](Nic& nic) { return nic.register_gpu_memory(memory, access); });
 }
 
 std::unique_ptr<LocalRegion> RdmaTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
@@ -39,10 +57,7 @@ std::unique_ptr<LocalRegion> RdmaTransport::allocate(uint64_t id, uint64_t lengt
   if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate " + std::to_string(length_bytes) + " bytes");
   madvise(memory, length_bytes, MADV_HUGEPAGE);  // fewer faults and TLB misses; a kernel without them says no
   auto* const base = static_cast<std::byte*>(memory);
-  auto region = std::make_unique<RdmaRegion>(&regions_, Access::kRemoteWrite, true);
-  region->base = base;
-  region->length_bytes = length_bytes;
-  return add_region(std::move(region), id,
+  return add_region(make_region(base, length_bytes, Access::kRemoteWrite, false, true), id,
                     [&](Nic& nic) { return nic.register_memory(base, length_bytes, Access::kRemoteWrite); });
 }
 

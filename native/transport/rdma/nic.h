@@ -43,10 +43,11 @@ class Registration {
   // True when no peer's operation that began before revoke() touches the memory any more.
   virtual bool is_quiet() const = 0;
 
-  uint64_t key = 0;          // what peers need, beside the address
-  uint64_t remote_base = 0;  // address of the first byte as peers have to give it; the same on all NICs of a transport
-  bool is_gpu = false;       // memory that our CPU must not touch
-  std::string given_by;      // with is_gpu: "dma-buf", or by what else and why
+  uint64_t key = 0;           // what peers need, beside the address
+  uint64_t remote_base = 0;   // address of the first byte as peers have to give it; the same on all NICs of a transport
+  bool is_read_only = false;  // the memory may not be written, so the NIC may not either: access was not kRemoteWrite
+  bool is_gpu = false;        // memory that our CPU must not touch
+  std::string given_by;       // with is_gpu: "dma-buf", or by what else and why
 };
 
 enum class NicOp : uint8_t { kWrite, kRead };
@@ -157,6 +158,10 @@ class Nic {
 
   // [any] Throws TransportError with a remedy (memlock ...).
   virtual std::unique_ptr<Registration> register_memory(std::byte* base, uint64_t length_bytes, Access access) = 0;
+
+  // [any] The same for the Nics' lives. Registrations of `other`, a Nic of the same transport, are good for works of this
+  // one too, and for peers that reach it: both are of one device.
+  virtual bool shares_registrations_with(const Nic& /*other*/) const { return false; }
 
   // [any] With NicLimits::takes_gpu_memory. Throws TransportError with a remedy.
   virtual std::unique_ptr<Registration> register_gpu_memory(const device::GpuMemory&, Access) { return nullptr; }

@@ -82,6 +82,9 @@ class RdmaTransport final : public Transport {
 
  private:
   using RegisterAt = std::function<std::unique_ptr<Registration>(Nic&)>;
+  void register_on(uint32_t rail, Registrations& registered, const RegisterAt& register_at);
+  std::unique_ptr<RdmaRegion> make_region(std::byte* base, uint64_t length_bytes, Access access, bool is_gpu,
+                                          bool owns_memory);
   std::unique_ptr<LocalRegion> add_region(std::unique_ptr<RdmaRegion> region, uint64_t id,
                                           const RegisterAt& register_at);
 
@@ -231,6 +234,7 @@ class RdmaTransport final : public Transport {
   Address address_;
   Traits traits_;
   RegionTable regions_;
+  SharedRegistrations shared_;
   std::vector<std::unique_ptr<Rail>> rails_;
   uint32_t fastest_mbps_ = 0;
   uint64_t turns_ = 0;

@@ -5,27 +5,28 @@
 namespace crossrail::rdma {
 
 RdmaRegion::~RdmaRegion() {
-  table_->forget(*this);
-  registrations.clear();
+  tables_.regions->forget(*this);
+  if (registered != nullptr && !is_revoked_) revoke();
+  registered.reset();
   if (owns_memory) munmap(base, length_bytes);
 }
 
 RdmaKeys RdmaRegion::rdma_keys() const {
-  RdmaKeys keys{.base = registrations.front()->remote_base, .keys = {}};
-  for (const auto& registration : registrations) keys.keys.push_back(registration->key);
+  RdmaKeys keys{.base = registered->by_rail.front()->remote_base, .keys = {}};
+  for (const auto& registration : registered->by_rail) keys.keys.push_back(registration->key);
   return keys;
+}
+
+void RdmaRegion::revoke() const {
+  is_revoked_ = true;
+  is_shared_on_ = !tables_.shared->leave(*this);
+  if (!is_shared_on_) registered->revoke();
 }
 
 bool RdmaRegion::is_quiet() const {
   std::lock_guard lock(revoking_);
-  if (!is_revoked_) {
-    is_revoked_ = true;
-    for (const auto& registration : registrations) registration->revoke();
-  }
-  for (const auto& registration : registrations) {
-    if (!registration->is_quiet()) return false;
-  }
-  return true;
+  if (!is_revoked_) revoke();
+  return is_shared_on_ || registered->is_quiet();
 }
 
 void RegionTable::add(RdmaRegion& region) {

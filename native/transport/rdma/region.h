@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "transport/rdma/nic.h"
+#include "transport/rdma/registrations.h"
 #include "transport/rdma/wire.h"
 #include "transport/transport.h"
 
@@ -17,27 +18,35 @@ namespace crossrail::rdma {
 class RegionTable;
 
 // Lifecycle: 1. open. 2. revoked: unknown to verdict(), but still with the NICs, since our own works may be using it as
-// their source. 3. Once those have ended, which is_quiet() is asked only after: revoked at the NICs. 4. quiet. 5. destroyed.
+// their source. 3. Once those have ended, which is_quiet() is asked only after: revoked at the NICs, unless other
+// regions share its registrations. 4. quiet. 5. destroyed.
 class RdmaRegion final : public LocalRegion {
  public:
-  RdmaRegion(RegionTable* table, Access access, bool owns_memory)
-      : access(access), owns_memory(owns_memory), table_(table) {}
+  struct Tables {
+    RegionTable* regions;
+    SharedRegistrations* shared;
+  };
+  RdmaRegion(const Tables& tables, Access access, bool is_gpu, bool owns_memory)
+      : access(access), is_gpu(is_gpu), owns_memory(owns_memory), tables_(tables) {}
   ~RdmaRegion() override;
 
   RdmaKeys rdma_keys() const override;
-  std::string given_by() const override { return registrations.front()->given_by; }
-  const Registration* on(uint32_t rail) const { return registrations[rail].get(); }
+  std::string given_by() const override { return registered->by_rail.front()->given_by; }
+  const Registration* on(uint32_t rail) const { return registered->by_rail[rail].get(); }
   // Threads: any.
   bool is_quiet() const;
 
   const Access access;
+  const bool is_gpu;
   const bool owns_memory;
-  std::vector<std::unique_ptr<Registration>> registrations;  // by rail; the same for the region's life
+  std::shared_ptr<Registrations> registered;  // the same for the region's life
 
  private:
-  RegionTable* const table_;
+  void revoke() const;
+  const Tables tables_;
   mutable std::mutex revoking_;
-  mutable bool is_revoked_ = false;  // at the NICs
+  mutable bool is_revoked_ = false;    // at the NICs, or left to the other regions that share it
+  mutable bool is_shared_on_ = false;  // the latter: it is theirs to see the registrations out
 };
 
 // Threads: any.

@@ -45,26 +45,29 @@ unsigned flags_for(Access access) {
 
 }  // namespace
 
-void fail(const Adapter& adapter, const char* call, int error, const std::string& what) {
-  throw TransportError(call, error, adapter.name() + ": " + what + ": " + std::strerror(error), remedy_for(error));
+void fail(const std::string& name, const char* call, int error, const std::string& what) {
+  throw TransportError(call, error, name + ": " + what + ": " + std::strerror(error), remedy_for(error));
 }
 
-Adapter::Adapter(Context opened, PortDetail port, const RdmaOptions& wanted)
-    : context(std::move(opened)), detail(std::move(port)), options(wanted) {
+OpenDevice::OpenDevice(Context opened, const std::string& name) : context(std::move(opened)) {
   if (const int error = library().query_device(context.get(), &limits); error != 0)
-    fail(*this, "ibv_query_device", error, "cannot ask for the device's limits");
+    fail(name, "ibv_query_device", error, "cannot ask for the device's limits");
   domain.reset(library().alloc_pd(context.get()));
-  if (domain == nullptr) fail(*this, "ibv_alloc_pd", errno, "cannot make a protection domain");
+  if (domain == nullptr) fail(name, "ibv_alloc_pd", errno, "cannot make a protection domain");
 }
 
-Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, Access access) {
+Adapter::Adapter(std::shared_ptr<OpenDevice> opened, PortDetail port, const RdmaOptions& wanted)
+    : device(std::move(opened)), detail(std::move(port)), options(wanted) {}
+
+Memory register_with(const Adapter& adapter, void* base, uint64_t length_bytes, Access access, bool* is_read_only) {
   const auto address = reinterpret_cast<uint64_t>(base);
   const unsigned flags = flags_for(access);
-  Memory memory(library().reg_mr(adapter.domain.get(), base, length_bytes, address, flags));
+  Memory memory(library().reg_mr(adapter.domain(), base, length_bytes, address, flags));
   // Memory that may only be read can still be sent from.
   if (memory == nullptr && errno == EFAULT && access != Access::kRemoteWrite) {
     const unsigned read_only = flags & ~static_cast<unsigned>(IBV_ACCESS_LOCAL_WRITE);
-    memory.reset(library().reg_mr(adapter.domain.get(), base, length_bytes, address, read_only));
+    memory.reset(library().reg_mr(adapter.domain(), base, length_bytes, address, read_only));
+    if (is_read_only != nullptr) *is_read_only = true;
   }
   if (memory == nullptr)
     fail(adapter, "ibv_reg_mr", errno, "cannot register " + std::to_string(length_bytes) + " bytes");
@@ -79,7 +82,7 @@ Memory register_dma_buf(const Adapter& adapter, const device::GpuMemory& memory,
     *why = "libibverbs has no ibv_reg_dmabuf_mr: rdma-core 34 or newer is needed";
     return nullptr;
   }
-  Memory registered(library().reg_dmabuf_mr(adapter.domain.get(), memory.dma_buf_offset(), memory.length_bytes(),
+  Memory registered(library().reg_dmabuf_mr(adapter.domain(), memory.dma_buf_offset(), memory.length_bytes(),
                                             reinterpret_cast<uint64_t>(memory.base()), memory.dma_buf(),
                                             static_cast<int>(flags_for(access))));
   if (registered == nullptr) *why = "ibv_reg_dmabuf_mr: " + std::string(std::strerror(errno));
@@ -90,7 +93,7 @@ Memory register_by_peermem(const Adapter& adapter, const device::GpuMemory& memo
                            const std::string& why_no_dma_buf) {
   const auto address = reinterpret_cast<uint64_t>(memory.base());
   Memory registered(
-      library().reg_mr(adapter.domain.get(), memory.base(), memory.length_bytes(), address, flags_for(access)));
+      library().reg_mr(adapter.domain(), memory.base(), memory.length_bytes(), address, flags_for(access)));
   if (registered == nullptr) {
     throw TransportError(
         "ibv_reg_mr", errno,
@@ -107,7 +110,7 @@ Memory register_by_peermem(const Adapter& adapter, const device::GpuMemory& memo
 
 VerbsRegistration::VerbsRegistration(std::shared_ptr<const Adapter> adapter, std::byte* base, uint64_t length_bytes,
                                      Access access)
-    : adapter_(std::move(adapter)), memory_(register_with(*adapter_, base, length_bytes, access)) {
+    : adapter_(std::move(adapter)), memory_(register_with(*adapter_, base, length_bytes, access, &is_read_only)) {
   know(base);
 }
 

@@ -26,7 +26,7 @@ QueuePair make_queue_pair(const Adapter& adapter, ibv_cq* sends, ibv_cq* receive
   wanted.cap.max_recv_wr = kDatagramReceives;
   wanted.cap.max_send_sge = 1;
   wanted.cap.max_recv_sge = 1;
-  QueuePair queue_pair(library().create_qp(adapter.domain.get(), &wanted));
+  QueuePair queue_pair(library().create_qp(adapter.domain(), &wanted));
   if (queue_pair == nullptr) fail(adapter, "ibv_create_qp", errno, "cannot make the queue pair of datagrams");
   return queue_pair;
 }

@@ -1,50 +1,100 @@
 // What the device says by itself: ports, broken queue pairs, its own end.
+#include <utility>
+
 #include "transport/verbs/verbs_nic.h"
 
 namespace crossrail::verbs {
 
 // A look costs a system call: every so often, when a sleeper found something, and while a path waits for it.
-uint32_t VerbsNic::watch_device(rdma::NicEvents& events) {
+uint32_t VerbsNic::read_device_events() {
   const int64_t now = now_ns();
   const bool is_time = now - looked_at_device_ns_ >= kDeviceLookNs;
   if (!sleeper_.take_device_news() && !is_time && draining_.empty()) return 0;
   looked_at_device_ns_ = now;
   uint32_t told = 0;
   ibv_async_event event{};
-  while (fatal_.empty() && library().get_async_event(adapter_->context.get(), &event) == 0) {
-    on_device_event(event, events);
+  while (fatal_.empty() && library().get_async_event(adapter_->context(), &event) == 0) {
+    hand_out(event);
     library().ack_async_event(&event);
     ++told;
   }
   return told;
 }
 
-void VerbsNic::on_device_event(const ibv_async_event& event, rdma::NicEvents& events) {
+uint32_t VerbsNic::watch_device(rdma::NicEvents& events) {
+  uint32_t told = read_device_events();
+  if (port_news_ != nullptr) {
+    on_port_event(std::exchange(port_news_, nullptr), events);
+    ++told;
+  }
+  if (!fatal_.empty()) on_fatal(fatal_, events);
+  return told;
+}
+
+// The queue of events is the device's: this one may be for another of its Nics, which tells of it in its own poll().
+void VerbsNic::hand_out(const ibv_async_event& event) {
+  for (VerbsNic* nic : adapter_->device->nics) {
+    if (nic->concerns_us(event)) nic->on_device_event(event);
+  }
+}
+
+bool VerbsNic::concerns_us(const ibv_async_event& event) const {
+  switch (event.event_type) {
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+    case IBV_EVENT_QP_LAST_WQE_REACHED:
+    case IBV_EVENT_COMM_EST:
+    case IBV_EVENT_SQ_DRAINED:
+    case IBV_EVENT_PATH_MIG:
+    case IBV_EVENT_PATH_MIG_ERR: {
+      const auto* path = static_cast<VerbsPath*>(event.element.qp->qp_context);
+      return path != nullptr && &path->nic_ == this;
+    }
+    case IBV_EVENT_PORT_ACTIVE:
+    case IBV_EVENT_PORT_ERR:
+    case IBV_EVENT_LID_CHANGE:
+    case IBV_EVENT_PKEY_CHANGE:
+    case IBV_EVENT_SM_CHANGE:
+    case IBV_EVENT_CLIENT_REREGISTER:
+      return event.element.port_num == adapter_->detail.port.number;
+    case IBV_EVENT_CQ_ERR:
+      return event.element.cq == sends_.get() || event.element.cq == receives_done_.get();
+    case IBV_EVENT_SRQ_ERR:
+    case IBV_EVENT_SRQ_LIMIT_REACHED:
+      return receives_->owns(event.element.srq);
+    case IBV_EVENT_GID_CHANGE:
+    case IBV_EVENT_DEVICE_FATAL:
+    case IBV_EVENT_WQ_FATAL:
+      return true;
+  }
+  return false;
+}
+
+// Takes notes only.
+void VerbsNic::on_device_event(const ibv_async_event& event) {
   const char* what = library().event_type_str(event.event_type);
   switch (event.event_type) {
     case IBV_EVENT_QP_FATAL:
     case IBV_EVENT_QP_REQ_ERR:
     case IBV_EVENT_QP_ACCESS_ERR:
-      if (auto* path = static_cast<VerbsPath*>(event.element.qp->qp_context); path != nullptr)
-        path->tell_broken(events, what);
+      static_cast<VerbsPath*>(event.element.qp->qp_context)->note_trouble(what);
       return;
     case IBV_EVENT_QP_LAST_WQE_REACHED:
-      if (auto* path = static_cast<VerbsPath*>(event.element.qp->qp_context); path != nullptr)
-        path->on_queue_pair_idle();
+      static_cast<VerbsPath*>(event.element.qp->qp_context)->on_queue_pair_idle();
       return;
     case IBV_EVENT_PORT_ACTIVE:
     case IBV_EVENT_PORT_ERR:
     case IBV_EVENT_LID_CHANGE:
     case IBV_EVENT_GID_CHANGE:
-      if (event.event_type == IBV_EVENT_GID_CHANGE || event.element.port_num == adapter_->detail.port.number)
-        on_port_event(what, events);
+      port_news_ = what;
       return;
     case IBV_EVENT_CQ_ERR:
     case IBV_EVENT_SRQ_ERR:
     case IBV_EVENT_DEVICE_FATAL:
     case IBV_EVENT_WQ_FATAL:
       fatal_ = what;
-      return on_fatal(what, events);
+      return;
     case IBV_EVENT_COMM_EST:
     case IBV_EVENT_SQ_DRAINED:
     case IBV_EVENT_PATH_MIG:
@@ -59,7 +109,7 @@ void VerbsNic::on_device_event(const ibv_async_event& event, rdma::NicEvents& ev
 
 // What the event says may be over by now: the port itself is asked.
 void VerbsNic::on_port_event(const char* what, rdma::NicEvents& events) {
-  const bool is_up = is_usable_now(adapter_->context.get(), adapter_->detail);
+  const bool is_up = is_usable_now(adapter_->context(), adapter_->detail);
   if (is_up == is_port_up_) return;
   is_port_up_ = is_up;
   events.on_port(is_up, what);

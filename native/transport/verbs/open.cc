@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
 
 #include "transport/verbs/ports.h"
 #include "transport/verbs/verbs_nic.h"
@@ -36,12 +37,10 @@ std::string present_text(const std::vector<Device>& devices, const RdmaOptions& 
   return text.empty() ? "none" : text;
 }
 
-// A device may serve several ports and rails, each with a context of its own: they share nothing.
-std::unique_ptr<rdma::Nic> open_nic(const std::string& device_name, PortDetail detail, const RdmaOptions& options) {
-  for (Device& device : open_devices(device_name))
-    if (device.context != nullptr)
-      return std::make_unique<VerbsNic>(std::move(device.context), std::move(detail), options);
-  throw TransportError("ibv_open_device", ENODEV, device_name + " is gone", kRemedy);
+std::shared_ptr<OpenDevice> open_device(const std::string& name) {
+  for (Device& device : open_devices(name))
+    if (device.context != nullptr) return std::make_shared<OpenDevice>(std::move(device.context), name);
+  throw TransportError("ibv_open_device", ENODEV, name + " is gone", kRemedy);
 }
 
 // A port that is down now may be asked for by name: it is used when it comes up.
@@ -109,10 +108,12 @@ std::string missing() {
 std::vector<std::unique_ptr<rdma::Nic>> open_nics(const TransportOptions& options) {
   std::string why;
   if (find_library(&why) == nullptr) throw TransportError("dlopen", ENOENT, why, kRemedy);
+  std::map<std::string, std::shared_ptr<OpenDevice>> devices;  // several ports and rails may be of one
   std::vector<std::unique_ptr<rdma::Nic>> nics;
   for (PortDetail& detail : choose(open_devices(), options)) {
-    const std::string device = detail.port.device;
-    nics.push_back(open_nic(device, std::move(detail), options.rdma));
+    std::shared_ptr<OpenDevice>& device = devices[detail.port.device];
+    if (device == nullptr) device = open_device(detail.port.device);
+    nics.push_back(std::make_unique<VerbsNic>(device, std::move(detail), options.rdma));
   }
   return nics;
 }

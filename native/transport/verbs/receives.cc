@@ -10,7 +10,7 @@ ReceiveQueue make_queue(const Adapter& adapter, uint32_t depth, const char* what
   ibv_srq_init_attr wanted{};
   wanted.attr.max_wr = depth;
   wanted.attr.max_sge = 1;
-  ReceiveQueue queue(library().create_srq(adapter.domain.get(), &wanted));
+  ReceiveQueue queue(library().create_srq(adapter.domain(), &wanted));
   if (queue == nullptr) fail(adapter, "ibv_create_srq", errno, std::string("cannot make the receive queue of ") + what);
   return queue;
 }
@@ -19,11 +19,11 @@ ReceiveQueue make_queue(const Adapter& adapter, uint32_t depth, const char* what
 
 Receives::Receives(const Adapter& adapter)
     : slots_(adapter, kFragmentReceives, static_cast<uint32_t>(rdma::kFragmentBytesMax)),
-      imms_(make_queue(adapter, std::min<uint32_t>(kImmReceives, static_cast<uint32_t>(adapter.limits.max_srq_wr)),
+      imms_(make_queue(adapter, std::min<uint32_t>(kImmReceives, static_cast<uint32_t>(adapter.limits().max_srq_wr)),
                        "immediates")),
       fragments_(make_queue(adapter, kFragmentReceives, "messages")) {
   for (ibv_recv_wr& request : imm_chain_) request.wr_id = tagged(Tag::kImmReceive, 0, 0);
-  imms_missing_ = std::min<uint32_t>(kImmReceives, static_cast<uint32_t>(adapter.limits.max_srq_wr));
+  imms_missing_ = std::min<uint32_t>(kImmReceives, static_cast<uint32_t>(adapter.limits().max_srq_wr));
   for (uint32_t i = 0; i < kFragmentReceives; ++i) slots_missing_.push_back(slots_.take());
   replenish();
   if (imms_missing_ > 0 || !slots_missing_.empty()) fail(adapter, "ibv_post_srq_recv", ENOMEM, "cannot post receives");

@@ -18,6 +18,7 @@ class Receives {
 
   ibv_srq* imm_queue() const { return imms_.get(); }
   ibv_srq* fragment_queue() const { return fragments_.get(); }
+  bool owns(const ibv_srq* queue) const { return queue == imms_.get() || queue == fragments_.get(); }
   void used_imm() { ++imms_missing_; }
   void used_fragment(uint32_t slot) { slots_missing_.push_back(slot); }
   std::span<const uint8_t> fragment(uint32_t slot, uint32_t length_bytes) { return {slots_.at(slot), length_bytes}; }

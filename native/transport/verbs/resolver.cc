@@ -60,7 +60,7 @@ Resolver::Answer Resolver::answer(const std::string& bytes) const {
   const auto endpoint = decode_endpoint({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
   if (!endpoint) return found;
   ibv_ah_attr route = route_to(*adapter_, *endpoint);
-  found.handle.reset(library().create_ah(adapter_->domain.get(), &route));
+  found.handle.reset(library().create_ah(adapter_->domain(), &route));
   return found;
 }
 

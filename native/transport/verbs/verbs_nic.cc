@@ -14,11 +14,11 @@ namespace {
 constexpr uint64_t kWorkBytesMax = 1 << 30;  // and a work request's length has 32 bits
 
 CompletionQueue make_completion_queue(const Adapter& adapter, uint32_t entries, ibv_comp_channel* channel) {
-  if (static_cast<uint32_t>(adapter.limits.max_cqe) < entries)
+  if (static_cast<uint32_t>(adapter.limits().max_cqe) < entries)
     fail(adapter, "ibv_create_cq", EINVAL,
-         "its completion queues hold too few entries: " + std::to_string(adapter.limits.max_cqe) + " of " +
+         "its completion queues hold too few entries: " + std::to_string(adapter.limits().max_cqe) + " of " +
              std::to_string(entries));
-  CompletionQueue queue(library().create_cq(adapter.context.get(), static_cast<int>(entries), nullptr, channel, 0));
+  CompletionQueue queue(library().create_cq(adapter.context(), static_cast<int>(entries), nullptr, channel, 0));
   if (queue == nullptr) fail(adapter, "ibv_create_cq", errno, "cannot make a completion queue");
   return queue;
 }
@@ -31,9 +31,9 @@ std::string describe(const Port& port) {
 
 }  // namespace
 
-VerbsNic::VerbsNic(Context context, PortDetail detail, const RdmaOptions& options)
-    : adapter_(std::make_shared<Adapter>(std::move(context), std::move(detail), options)),
-      sleeper_(adapter_->context.get()),
+VerbsNic::VerbsNic(std::shared_ptr<OpenDevice> device, PortDetail detail, const RdmaOptions& options)
+    : adapter_(std::make_shared<Adapter>(std::move(device), std::move(detail), options)),
+      sleeper_(adapter_->context()),
       sends_(make_completion_queue(*adapter_, kSendEntries, sleeper_.channel())),
       receives_done_(make_completion_queue(*adapter_, kReceiveEntries, sleeper_.channel())),
       receives_(std::make_unique<Receives>(*adapter_)),
@@ -53,9 +53,14 @@ VerbsNic::VerbsNic(Context context, PortDetail detail, const RdmaOptions& option
   limits_.ordered_paths = true;
   limits_.names_imm_paths = true;
   limits_.takes_gpu_memory = true;
+  adapter_->device->nics.push_back(this);
 }
 
-VerbsNic::~VerbsNic() = default;
+VerbsNic::~VerbsNic() { std::erase(adapter_->device->nics, this); }
+
+bool VerbsNic::shares_registrations_with(const rdma::Nic& other) const {
+  return static_cast<const VerbsNic&>(other).adapter_->device == adapter_->device;
+}
 
 int VerbsNic::nearness(std::span<const uint8_t> peer_endpoint) const {
   const std::optional<Endpoint> peer = decode_endpoint(peer_endpoint);
@@ -121,8 +126,9 @@ void VerbsNic::remove(const VerbsPath& path) {
 
 uint32_t VerbsNic::poll(rdma::NicEvents& events) {
   if (!fatal_.empty()) {
-    if (!is_fatal_told_) on_fatal(fatal_, events);
-    return drain_paths(events);
+    const uint32_t told = is_fatal_told_ ? 0 : 1;
+    on_fatal(fatal_, events);
+    return told + drain_paths(events);
   }
   uint32_t told = 0;
   try {
@@ -161,7 +167,7 @@ uint32_t VerbsNic::drain_paths(rdma::NicEvents& events) {
 
 bool VerbsNic::has_arrivals() {
   if (!fatal_.empty()) return !is_fatal_told_;
-  if (!troubled_.empty()) return true;
+  if (!troubled_.empty() || port_news_ != nullptr) return true;
   refill(sends_.get(), &send_batch_);
   refill(receives_done_.get(), &receive_batch_);
   return !send_batch_.is_empty() || !receive_batch_.is_empty();
@@ -182,8 +188,9 @@ Deadline VerbsNic::next_timer() const {
 
 void VerbsNic::abandon_after_fork() {
   sleeper_.abandon_after_fork();
-  ::close(adapter_->context->async_fd);
-  ::close(adapter_->context->cmd_fd);
+  if (std::exchange(adapter_->device->is_abandoned, true)) return;
+  ::close(adapter_->context()->async_fd);
+  ::close(adapter_->context()->cmd_fd);
 }
 
 }  // namespace crossrail::verbs

@@ -32,7 +32,8 @@ struct Batch {
 // Invariant: destroyed after its paths; registrations may live longer.
 class VerbsNic final : public rdma::Nic {
  public:
-  VerbsNic(Context context, PortDetail detail, const RdmaOptions& options);  // throws TransportError
+  // Throws TransportError. device: shared with the transport's other Nics on it.
+  VerbsNic(std::shared_ptr<OpenDevice> device, PortDetail detail, const RdmaOptions& options);
   ~VerbsNic() override;
 
   const std::string& name() const override { return adapter_->name(); }
@@ -44,6 +45,7 @@ class VerbsNic final : public rdma::Nic {
   int nearness(std::span<const uint8_t> peer_endpoint) const override;
   std::unique_ptr<rdma::Registration> register_memory(std::byte* base, uint64_t length_bytes, Access access) override;
   std::unique_ptr<rdma::Registration> register_gpu_memory(const device::GpuMemory& memory, Access access) override;
+  bool shares_registrations_with(const rdma::Nic& other) const override;
   bool is_port_up() const override { return is_port_up_; }
   void send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) override;
   std::unique_ptr<rdma::NicPath> make_path() override;
@@ -70,7 +72,10 @@ class VerbsNic final : public rdma::Nic {
 
   // --- device_events.cc ---
   uint32_t watch_device(rdma::NicEvents& events);
-  void on_device_event(const ibv_async_event& event, rdma::NicEvents& events);
+  uint32_t read_device_events();
+  void hand_out(const ibv_async_event& event);
+  bool concerns_us(const ibv_async_event& event) const;
+  void on_device_event(const ibv_async_event& event);
   void on_port_event(const char* what, rdma::NicEvents& events);
   void on_fatal(const std::string& reason, rdma::NicEvents& events);
 
@@ -97,7 +102,8 @@ class VerbsNic final : public rdma::Nic {
   rdma::NicLimits limits_;
 
   bool is_port_up_ = false;
-  std::string fatal_;  // why the device is gone; empty: it is not
+  const char* port_news_ = nullptr;  // what the device said of our port, to be looked into by poll(); null: nothing
+  std::string fatal_;                // why the device is gone; empty: it is not
   bool is_fatal_told_ = false;
   uint32_t budget_ = 0;       // work requests that may still be posted: queues.h
   uint32_t budget_owed_ = 0;  // to be given back once the queue of send completions was seen empty

@@ -42,10 +42,10 @@ QueuePair make_queue_pair(const Adapter& adapter, VerbsPath* owner, ibv_cq* send
   wanted.cap.max_send_wr = shape.sends;
   wanted.cap.max_send_sge = 1;
   wanted.cap.max_inline_data = shape.inline_bytes;
-  QueuePair made(library().create_qp(adapter.domain.get(), &wanted));
+  QueuePair made(library().create_qp(adapter.domain(), &wanted));
   if (made == nullptr && errno == EINVAL) {  // a NIC that cannot have that much inline
     wanted.cap.max_inline_data = 0;
-    made.reset(library().create_qp(adapter.domain.get(), &wanted));
+    made.reset(library().create_qp(adapter.domain(), &wanted));
   }
   if (made == nullptr) fail(adapter, "ibv_create_qp", errno, "cannot make a queue pair");
   *inline_bytes = std::min(wanted.cap.max_inline_data, shape.inline_bytes);
@@ -76,7 +76,7 @@ int to_receive(const Adapter& adapter, ibv_qp* queue_pair, const Far& far) {
   attributes.path_mtu = static_cast<ibv_mtu>(std::min(adapter.detail.endpoint.mtu, far.endpoint.mtu));
   attributes.dest_qp_num = far.queue_pair;
   attributes.rq_psn = far.psn;
-  attributes.max_dest_rd_atomic = reads_max(adapter.limits.max_qp_rd_atom);
+  attributes.max_dest_rd_atomic = reads_max(adapter.limits().max_qp_rd_atom);
   attributes.min_rnr_timer = kMinRnrTimer;
   attributes.ah_attr = route_to(adapter, far.endpoint);
   return library().modify_qp(queue_pair, &attributes,
@@ -91,7 +91,7 @@ int to_send(const Adapter& adapter, ibv_qp* queue_pair, const Far& far, uint32_t
   attributes.timeout = kTimeout;
   attributes.retry_cnt = kRetries;
   attributes.rnr_retry = kRnrForever;
-  attributes.max_rd_atomic = std::min(reads_max(adapter.limits.max_qp_init_rd_atom), far.reads_max);
+  attributes.max_rd_atomic = std::min(reads_max(adapter.limits().max_qp_init_rd_atom), far.reads_max);
   return library().modify_qp(
       queue_pair, &attributes,
       IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
@@ -150,7 +150,7 @@ VerbsPath::VerbsPath(VerbsNic& nic, uint32_t index)
   if (error == 0) error = to_init(adapter, works_.get(), IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
   if (error != 0) fail(adapter, "ibv_modify_qp", error, "cannot initialise a queue pair");
   offer_ = encode(
-      Offer{reads_max(adapter.limits.max_qp_rd_atom), messages_->qp_num, message_psn_, works_->qp_num, work_psn_});
+      Offer{reads_max(adapter.limits().max_qp_rd_atom), messages_->qp_num, message_psn_, works_->qp_num, work_psn_});
 }
 
 VerbsPath::~VerbsPath() {
@@ -198,8 +198,7 @@ uint32_t VerbsPath::post(std::span<const rdma::NicWork> works) {
     nic_.budget_ -= accepted;
     taken += accepted;
     if (error != 0) {
-      trouble_ = std::string("ibv_post_send: ") + std::strerror(error);
-      nic_.troubled_.push_back(index_);
+      note_trouble(std::string("ibv_post_send: ") + std::strerror(error));
       break;
     }
   }
@@ -229,8 +228,7 @@ bool VerbsPath::send(std::span<const uint8_t> head, std::span<const uint8_t> bod
   ibv_send_wr* refused = nullptr;
   if (const int error = ibv_post_send(messages_.get(), &request, &refused); error != 0) {
     if (!is_inline) nic_.fragment_slots_->give_back(slot);
-    trouble_ = std::string("ibv_post_send: ") + std::strerror(error);
-    nic_.troubled_.push_back(index_);
+    note_trouble(std::string("ibv_post_send: ") + std::strerror(error));
     return false;
   }
   if (!is_inline) slots_.push_back(slot);
@@ -287,6 +285,11 @@ void VerbsPath::on_fragment_sent(const ibv_wc& completion, rdma::NicEvents& even
     nic_.fragment_slots_->give_back(slot);
   }
   if (completion.status != IBV_WC_SUCCESS) tell_broken(events, text_of(completion));
+}
+
+void VerbsPath::note_trouble(std::string trouble) {
+  trouble_ = std::move(trouble);
+  nic_.troubled_.push_back(index_);
 }
 
 void VerbsPath::tell_broken(rdma::NicEvents& events, const std::string& reason) {

@@ -42,6 +42,8 @@ class VerbsPath final : public rdma::NicPath {
   void on_fragment_sent(const ibv_wc& completion, rdma::NicEvents& events);
   // Tells once that it is broken, unless the layer knows.
   void tell_broken(rdma::NicEvents& events, const std::string& reason);
+  // Likewise, with the NIC's next poll().
+  void note_trouble(std::string trouble);
   void on_queue_pair_idle() { ++queue_pairs_idle_; }
   // While draining: true once it is flushed and was said to be.
   bool drain(rdma::NicEvents& events, int64_t now);
@@ -67,7 +69,7 @@ class VerbsPath final : public rdma::NicPath {
   uint32_t unsignalled_ = 0;  // works since the last signalled one
   uint32_t fragments_outstanding_ = 0;
   std::vector<uint32_t> slots_;  // of fragments with the NIC
-  std::string trouble_;          // an error outside poll(), to be told by the next one
+  std::string trouble_;          // to be told by the NIC's next poll()
   // Draining.
   uint32_t queue_pairs_idle_ = 0;  // those that the device said take no receive any more
   int64_t idle_by_ns_ = 0;         // when it is believed without having been said
