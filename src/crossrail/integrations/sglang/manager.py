@@ -101,11 +101,11 @@ class Manager:
         while not self._stopped.is_set():
             try:
                 self.node.call(bootstrap.register(self._place.bootstrap, line, _ASK_S), _ASK_S + 1.0)
-                now = "is known there"
+                level, now = logging.INFO, f"known to the bootstrap server at {self._place.bootstrap}"
             except CrossrailError as error:
-                now = str(error)
+                level, now = logging.WARNING, f"decoders cannot find it yet, retrying: {error}"
             if now != said and not self._stopped.is_set():
-                log.info("rank %d at %s: %s", self._place.rank, self._place.bootstrap, now)
+                log.log(level, "prefill rank %d: %s", self._place.rank, now)
             said = now
             self._stopped.wait(options.register_s)
 

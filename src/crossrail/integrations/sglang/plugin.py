@@ -11,6 +11,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from crossrail.errors import UsageError
+from crossrail.integrations.sglang.versions import check_interface, refusal
+
 log = logging.getLogger("crossrail.sglang")
 
 BACKEND = "crossrail"
@@ -52,11 +55,22 @@ def class_of(original: Callable[..., Any], transfer_backend: Any, class_type: An
     """get_kv_class: ours for crossrail, SGLang's for all others."""
     if getattr(transfer_backend, "value", None) != BACKEND or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
-    from crossrail.integrations.sglang import conn
+    return _classes()[class_type.value]
 
-    return {
+
+@functools.cache
+def _classes() -> dict[str, type]:
+    """By SGLang's names of their kinds. Raises UsageError for an SGLang that they do not fit."""
+    try:
+        from crossrail.integrations.sglang import conn
+    except ImportError as error:
+        raise UsageError(refusal(str(error))) from error
+    classes: dict[str, type] = {
         "manager": conn.CrossrailKVManager,
         "sender": conn.CrossrailKVSender,
         "receiver": conn.CrossrailKVReceiver,
         "bootstrap_server": conn.CrossrailKVBootstrapServer,
-    }[class_type.value]
+    }
+    for ours in classes.values():
+        check_interface(ours, ours.__bases__[-1])
+    return classes
