@@ -30,7 +30,7 @@ def test_an_argument_that_is_not_known_is_named() -> None:
 
 
 def test_what_is_abstract_still_is_named() -> None:
-    from crossrail.integrations.sglang.conn import BaseKVSender
+    from sglang.srt.disaggregation.base.conn import BaseKVSender
 
     with pytest.raises(xr.UsageError, match=r"BaseKVSender wants .*send"):
         check_interface(BaseKVSender, BaseKVSender)

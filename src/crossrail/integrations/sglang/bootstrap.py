@@ -197,5 +197,10 @@ async def _ask(
             return bytes(body)
     except asyncio.TimeoutError:
         raise NoInstance(f"{url} has not answered within {timeout_s:g} s") from None
+    except aiohttp.ClientConnectorError as error:
+        raise NoInstance(
+            f"nobody listens at {address} ({error.os_error}): is the prefill server running, and is that its "
+            "--disaggregation-bootstrap-port?"
+        ) from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise NoInstance(f"no bootstrap server at {url}: {error}") from None
+        raise NoInstance(f"{url}: {type(error).__name__} {error}") from None

@@ -279,7 +279,8 @@ class CrossrailKVReceiver(_Failing, BaseKVReceiver):
 
     def _give_up(self, why: str) -> None:
         if self._pull is None:
-            self._fail_here(why)
+            missing = self.kv_mgr.core.why_missing(self.bootstrap_addr)  # then SGLang has given up, nobody has aborted
+            self._fail_here(f"no prefiller at {self.bootstrap_addr}: {missing}" if missing else why)
         else:
             self._node.soon(self._decoder.abort, self._pull, why)
 
