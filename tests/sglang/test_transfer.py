@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crossrail.integrations.sglang.plugin import LOGGERS, register, say_who
+from crossrail.integrations.log_lines import LOGGERS, say_who
+from crossrail.integrations.sglang.plugin import register
 from tests.sglang.conftest import Open, stand_in
 from tests.sglang.side import PAGES, SUCCESS, TRANSFERRING, WAITING, failure, send, until
 

@@ -20,10 +20,12 @@ class DeclareOperators(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         import torch
 
+        if torch.version.cuda is not None:  # then torchvision brings its own
+            return
         self.library = torch.library.Library("torchvision", "DEF")
         for operator in ("nms", "qnms"):
             self.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        sys.torchvision_operators = self  # type: ignore[attr-defined]  # the library's end would take them back
 
 
-sys.meta_path.insert(0, DeclareOperators())
+_declare = DeclareOperators()  # kept: the library's end would take them back
+sys.meta_path.insert(0, _declare)

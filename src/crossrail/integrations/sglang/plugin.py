@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 from crossrail.errors import UsageError
+from crossrail.integrations.log_lines import mark_loggers
 from crossrail.integrations.sglang.versions import check_interface, refusal
 
 log = logging.getLogger("crossrail.sglang")
 
 BACKEND = "crossrail"
 UTILS = "sglang.srt.disaggregation.utils"
-LOGGERS = ("crossrail", "crossrail.sglang", "crossrail.integrations")
 
 
 def register() -> None:
@@ -31,17 +31,10 @@ def register() -> None:
         return
     if BACKEND in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
         return
-    for name in LOGGERS:
-        logging.getLogger(name).addFilter(say_who)
+    mark_loggers()
     choices.add_disagg_transfer_backend_choices([BACKEND])
     HookRegistry.register(f"{UTILS}.TransferBackend._missing_", backend_of, HookType.AROUND)
     HookRegistry.register(f"{UTILS}.get_kv_class", class_of, HookType.AROUND)
-
-
-def say_who(record: logging.LogRecord) -> bool:
-    """A filter that names us: SGLang's log has no names of loggers."""
-    record.msg = f"crossrail: {record.msg}"
-    return True
 
 
 def backend_of(original: Callable[..., Any], *given: Any) -> Any:
