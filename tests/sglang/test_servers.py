@@ -35,7 +35,7 @@ class Fleet(NamedTuple):
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("sglang")
     model, port = make_model(folder / "model"), free_port()
-    servers = {mode: Server(folder, model, str(mode), mode, port) for mode in (None, "prefill", "decode")}
+    servers = {mode: Server(folder, model, mode or "alone", mode, port) for mode in (None, "prefill", "decode")}
     try:
         for server in servers.values():
             server.wait_ready()
