@@ -13,7 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.sglang.side import SECRET, free_port
+from tests.sglang.side import SECRET
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 900.0  # three at once, on a small machine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -32,12 +31,6 @@ PATIENT: dict[str, Any] = {
     "quiesce_s": WAIT_S,
 }
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def content(what: object) -> npt.NDArray[np.uint8]:

@@ -12,8 +12,9 @@ import pytest
 import crossrail as xr
 from crossrail.integrations.sglang.node import PagesNotQuiet
 from tests.sglang.conftest import Open
-from tests.sglang.side import FAILED, PAGE, SUCCESS, WAITING, Side, failure, free_port, send, until
+from tests.sglang.side import FAILED, PAGE, SUCCESS, WAITING, Side, failure, send, until
 from tests.support.limits import eventually, never
+from tests.support.ports import free_port
 
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
 

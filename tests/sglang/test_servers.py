@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.sglang.servers import Asked, Server, make_model, prompt
-from tests.sglang.side import free_port
 from tests.support.limits import eventually
+from tests.support.ports import free_port
 
 _rooms = count(1000)
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from tests.support.limits import eventually
+from tests.support.ports import free_port
 from tests.vllm.support import ENGINE, ROOT, SECRET, START_S, Instance
 
-PRODUCER, CONSUMER = 8100, 8200  # as in the page
+PRODUCER, CONSUMER = free_port(), free_port()  # for 8100 and 8200 of the page, which may be taken here
 TOKENS_MAX = ENGINE["max_model_len"]
 FLAGS = "--enforce-eager --dtype float32 --max-model-len 512 --num-gpu-blocks-override 64"
 
@@ -26,7 +27,8 @@ FLAGS = "--enforce-eager --dtype float32 --max-model-len 512 --num-gpu-blocks-ov
 def of_page(marker: str) -> str:
     """The page's block of shell that has this in it."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "kv-vllm.md").read_text(), re.DOTALL)
-    return next(block for block in blocks if marker in block)
+    block = next(block for block in blocks if marker in block)
+    return block.replace("8100", str(PRODUCER)).replace("8200", str(CONSUMER))
 
 
 @pytest.fixture(scope="module")
