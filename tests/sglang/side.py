@@ -40,7 +40,7 @@ def content(what: object) -> npt.NDArray[np.uint8]:
 
 
 class Side:
-    """rank of tp. mla: one latent, the same on all ranks. changes: to its KVArgs."""
+    """rank of tp. mla: one latent, the same on all ranks. server_args: SGLang's. changes: to its KVArgs."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Side:
         tp: int = 1,
         mla: bool = False,
         parallel: dict[str, Any] | None = None,
+        server_args: dict[str, Any] | None = None,
         **changes: Any,
     ) -> None:
         from crossrail.integrations.sglang import conn
@@ -80,7 +81,7 @@ class Side:
             mock.patch.object(conn, "get_disagg", return_value=SimpleNamespace(**disagg)),
         ):
             self.manager = conn.CrossrailKVManager(
-                self.kv_args(changes), SimpleNamespace(value=mode), SimpleNamespace(), mla
+                self.kv_args(changes), SimpleNamespace(value=mode), SimpleNamespace(**(server_args or {})), mla
             )
         self.conn = conn
 

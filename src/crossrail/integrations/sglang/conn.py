@@ -89,6 +89,11 @@ class CrossrailKVManager(BaseKVManager):
         mode = disaggregation_mode.value
         if mode not in ("prefill", "decode"):
             raise UsageError(f"disaggregation_mode={mode!r}: a transfer backend is for 'prefill' or 'decode'")
+        if mode == "prefill" and not getattr(server_args, "disable_overlap_schedule", True):
+            raise UsageError(
+                "--disable-overlap-schedule is missing: SGLang's overlapped prefill makes events of CUDA, and on a "
+                "CPU, where crossrail's backend runs so far, it ends at the first request"
+            )
         self.core = Manager(args, mode, place_of(mode), self.is_mla_backend)
         if mode == "prefill":
             self.register_to_bootstrap()
