@@ -26,6 +26,7 @@ class Request:
     prompt_token_ids: list[int] = field(default_factory=lambda: list(range(100)))
     num_computed_tokens: int = 0
     status: Any = field(default_factory=lambda: SimpleNamespace(name="RUNNING"))
+    abort_immediately: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -167,6 +168,26 @@ def test_aborted_before_it_has_blocks_it_is_released_at_the_producer() -> None:
     assert s.finished(request.ends("FINISHED_ABORTED", 0)) == (False, None)
     assert s.has_pending_work
     assert s.step(scheduled()).releases == ["r"]
+
+
+@pytest.mark.parametrize("known", [{"remote_num_tokens": 100}, {}])
+def test_refused_before_it_came_it_is_released_at_the_producer(known: dict[str, Any]) -> None:
+    """vLLM then sends one token that it made up, and aborts it: the producer need not wait for its lease."""
+    s = side()
+    request = Request("r", PREFILL | known, [0], abort_immediately=True)
+    s.new_request(request)
+    assert s.finished(request.ends("FINISHED_ABORTED", 0)) == (False, None)
+    assert s.has_pending_work
+    orders = s.step(scheduled())
+    assert [one.request for one in orders.wanted] == ["r"] and orders.releases == ["r"]
+
+
+def test_refused_before_it_came_and_malformed_it_is_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    s = side()
+    request = Request("r", {"do_remote_prefill": True}, [0], abort_immediately=True)
+    s.new_request(request)
+    assert s.finished(request.ends("FINISHED_ABORTED", 0)) == (False, None)
+    assert not s.has_pending_work and not s.counts["refused"] and not caplog.text
 
 
 def test_aborted_while_it_is_fetched_it_is_cancelled() -> None:

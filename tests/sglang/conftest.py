@@ -12,9 +12,10 @@ import pytest
 
 if importlib.util.find_spec("sglang") is None:
     sys.path.insert(0, str(Path(__file__).with_name("stand_in")))
-    collect_ignore = ["test_interface.py"]
+    collect_ignore = ["test_interface.py", "test_servers.py"]
 
-from tests.sglang.side import PATIENT, SECRET, Side, free_port
+from tests.sglang.side import PATIENT, SECRET, Side
+from tests.support.ports import free_port
 
 Open = Callable[..., Side]
 STAND_IN = Path(__file__).with_name("stand_in") / "sglang" / "srt"

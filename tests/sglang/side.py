@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import zlib
 from types import SimpleNamespace
 from typing import Any
@@ -34,12 +33,6 @@ PATIENT: dict[str, Any] = {
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS = range(5)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def content(what: object) -> npt.NDArray[np.uint8]:
     """Of a page of a head, or a row of aux."""
     seed = zlib.crc32(repr(what).encode())
@@ -47,7 +40,7 @@ def content(what: object) -> npt.NDArray[np.uint8]:
 
 
 class Side:
-    """rank of tp. mla: one latent, the same on all ranks. changes: to its KVArgs."""
+    """rank of tp. mla: one latent, the same on all ranks. server_args: SGLang's. changes: to its KVArgs."""
 
     def __init__(
         self,
@@ -58,6 +51,7 @@ class Side:
         tp: int = 1,
         mla: bool = False,
         parallel: dict[str, Any] | None = None,
+        server_args: dict[str, Any] | None = None,
         **changes: Any,
     ) -> None:
         from crossrail.integrations.sglang import conn
@@ -87,7 +81,7 @@ class Side:
             mock.patch.object(conn, "get_disagg", return_value=SimpleNamespace(**disagg)),
         ):
             self.manager = conn.CrossrailKVManager(
-                self.kv_args(changes), SimpleNamespace(value=mode), SimpleNamespace(), mla
+                self.kv_args(changes), SimpleNamespace(value=mode), SimpleNamespace(**(server_args or {})), mla
             )
         self.conn = conn
 

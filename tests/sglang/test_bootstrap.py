@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import aiohttp
+import aiohttp.web
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,8 +69,22 @@ async def test_over_http(server: Any, address: str) -> None:
     assert await status("GET", headers=token) == 200
     instance = await bootstrap.find_instance(address, SECRET, 5.0)
     assert len(instance.workers) == 2 and instance.layout == LAYOUT
-    with pytest.raises(bootstrap.NoInstance, match="401"):
+    with pytest.raises(bootstrap.NoInstance, match=r"401: .* set the same CROSSRAIL_SECRET"):
         await bootstrap.find_instance(address, b"another", 5.0)
+
+
+async def test_a_server_of_another_backend(address: str) -> None:
+    """It answers something, for SGLang's own have the same path."""
+    app = aiohttp.web.Application()
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    host, _, port = address.partition(":")
+    await aiohttp.web.TCPSite(runner, host, int(port)).start()
+    try:
+        with pytest.raises(bootstrap.NoInstance, match=r"answered 404: .* is no bootstrap server of crossrail's"):
+            await bootstrap.find_instance(address, SECRET, 5.0)
+    finally:
+        await runner.cleanup()
 
 
 async def test_nobody_there() -> None:

@@ -14,6 +14,7 @@ from crossrail.integrations.sglang.node import PagesNotQuiet
 from tests.sglang.conftest import Open
 from tests.sglang.side import FAILED, PAGE, SUCCESS, WAITING, Side, failure, send, until
 from tests.support.limits import eventually, never
+from tests.support.ports import free_port
 
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
 
@@ -190,6 +191,7 @@ def test_state_indices_are_refused(p: Side, d: Side) -> None:
         ({"state_types": [SimpleNamespace(value="swa"), "mamba"]}, "state_types=swa, mamba"),
         ({"parallel": {"pp_size": 2}}, "pp_size=2: crossrail's backend knows tensor parallelism only"),
         ({"parallel": {"dp_size": 4}}, "dp_size=4"),
+        ({"server_args": {"disable_overlap_schedule": False}}, "--disable-overlap-schedule is missing"),
         ({"ib_device": "mlx5_0"}, "--disaggregation-ib-device=mlx5_0"),
         ({"kv_data_ptrs": [4096] * 4}, r"kv_data_ptrs\[0\]=0x1000 is not memory of the host"),
         ({"kv_item_lens": [48, 48, 48, 96]}, "layers, and K and V, must have pages of one size"),
@@ -240,6 +242,22 @@ def test_a_prefiller_nobody_knows_is_not_waited_for(open_side: Open) -> None:
     receiver = d.conn.CrossrailKVReceiver(d.manager, d.address, 1)
     receiver.init(0)
     assert receiver.poll() == FAILED and "no prefiller is known" in failure(receiver).failure_reason
+
+
+def test_a_prefiller_that_sglang_gives_up_to_look_for(
+    open_side: Open, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It aborts; whose request it was reads why, and the log has it once."""
+    d = open_side("decode")
+    elsewhere = f"127.0.0.1:{free_port()}"
+    receiver = d.conn.CrossrailKVReceiver(d.manager, elsewhere, 1)
+    for _ in range(3):
+        assert not d.manager.try_ensure_parallel_info(elsewhere)
+    receiver.abort()
+    assert receiver.poll() == FAILED
+    why = failure(receiver).failure_reason
+    assert f"nobody listens at {elsewhere}" in why and "--disaggregation-bootstrap-port" in why
+    assert caplog.text.count(f"no prefiller at {elsewhere}") == 1
 
 
 def test_a_bootstrap_server_that_was_restarted_hears_of_all_ranks_again(

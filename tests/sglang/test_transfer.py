@@ -1,11 +1,15 @@
 """KV and aux that a prefill server computes, in the decode server's pages: byte for byte, and nowhere else."""
 
+import logging
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from crossrail.integrations.log_lines import LOGGERS, say_who
+from crossrail.integrations.sglang.plugin import register
 from tests.sglang.conftest import Open, stand_in
 from tests.sglang.side import PAGES, SUCCESS, TRANSFERRING, WAITING, failure, send, until
 
@@ -142,7 +146,15 @@ def test_a_second_sender_of_a_room_fails_and_the_first_goes_on(open_side: Open) 
     d.assert_holds("first", THEIRS, 0)
 
 
-def test_the_backend_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quiet_filters() -> Iterator[None]:
+    """What the plugin does to our loggers is for processes of SGLang's: other tests read logs too."""
+    yield
+    for name in LOGGERS:
+        logging.getLogger(name).removeFilter(say_who)
+
+
+def test_the_backend_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch, quiet_filters: None) -> None:
     """By SGLang's own registry of hooks, where it is; the utils are the stand-in's, for SGLang's want more packages."""
     utils = stand_in("disaggregation/utils")
     monkeypatch.setitem(sys.modules, "sglang.srt.disaggregation.utils", utils)
@@ -151,10 +163,11 @@ def test_the_backend_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> N
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from crossrail.integrations import sglang
-    from crossrail.integrations.sglang.plugin import register
 
     register()
     register()
+    record = logging.makeLogRecord({"msg": "room %d", "args": (7,)})
+    assert logging.getLogger("crossrail.sglang").filter(record) and record.getMessage() == "crossrail: room 7"
     HookRegistry.apply_hooks()
 
     assert choices.DISAGG_TRANSFER_BACKEND_CHOICES.count("crossrail") == 1

@@ -68,7 +68,7 @@ class Asker:
             try:
                 progress = await self.ask(worker, m.Probe(part.name, part.attempt), m.Progress, self._probe_s)
             except Unreachable as error:
-                return str(error)
+                return f"the producer died, or cannot be reached: {error}"
             except NoAnswer:
                 if clock() - heard_s > self._silent_s:
                     return f"the producer has not answered for {self._silent_s:g} s"

@@ -35,6 +35,8 @@ _RANKS_MAX = 1024
 LEASE = 3.0  # of a line, in register_s
 _JOIN_S = 10.0
 PATH = "/route"
+_SAME_SECRET = "set the same CROSSRAIL_SECRET, or secret_file, at all servers"
+_OUR_STATUSES = (401, 403, 503)  # what a BootstrapServer answers when it does not say yes
 
 
 class NoInstance(CrossrailError):
@@ -141,10 +143,10 @@ class BootstrapServer:
     async def _get(self, request: web.Request) -> web.Response:
         said = request.headers.get("Authorization", "")
         if not hmac.compare_digest(said.encode(), self._authorization.encode()):
-            return web.Response(status=401, text="who asks must know the secret\n")
+            return web.Response(status=401, text=f"who asks has another secret than ours: {_SAME_SECRET}\n")
         lines = self._table.lines(time.monotonic())
         if lines is None:
-            return web.Response(status=503, text="not all ranks of the prefiller are here\n")
+            return web.Response(status=503, text="not all ranks of the prefiller are here: it is starting, or gone\n")
         return web.json_response(lines)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -188,9 +190,17 @@ async def _ask(
                 if len(body) > _RANKS_MAX * LINE_BYTES_MAX:
                     raise NoInstance(f"{url} answers without end")
             if response.status != 200:
-                raise NoInstance(
-                    f"{url} answered {response.status}: {bytes(body[:500]).decode(errors='replace').strip()}"
-                )
+                said = bytes(body[:500]).decode(errors="replace").strip()
+                if response.status not in _OUR_STATUSES:
+                    said += "; that is no bootstrap server of crossrail's: its server needs the same transfer backend"
+                raise NoInstance(f"{url} answered {response.status}: {said}")
             return bytes(body)
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+    except asyncio.TimeoutError:
+        raise NoInstance(f"{url} has not answered within {timeout_s:g} s") from None
+    except aiohttp.ClientConnectorError as error:
+        raise NoInstance(
+            f"nobody listens at {address} ({error.os_error}): is the prefill server running, and is that its "
+            "--disaggregation-bootstrap-port?"
+        ) from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
         raise NoInstance(f"{url}: {type(error).__name__} {error}") from None

@@ -89,6 +89,11 @@ class CrossrailKVManager(BaseKVManager):
         mode = disaggregation_mode.value
         if mode not in ("prefill", "decode"):
             raise UsageError(f"disaggregation_mode={mode!r}: a transfer backend is for 'prefill' or 'decode'")
+        if mode == "prefill" and not getattr(server_args, "disable_overlap_schedule", True):
+            raise UsageError(
+                "--disable-overlap-schedule is missing: SGLang's overlapped prefill makes events of CUDA, and on a "
+                "CPU, where crossrail's backend runs so far, it ends at the first request"
+            )
         self.core = Manager(args, mode, place_of(mode), self.is_mla_backend)
         if mode == "prefill":
             self.register_to_bootstrap()
@@ -279,7 +284,8 @@ class CrossrailKVReceiver(_Failing, BaseKVReceiver):
 
     def _give_up(self, why: str) -> None:
         if self._pull is None:
-            self._fail_here(why)
+            missing = self.kv_mgr.core.why_missing(self.bootstrap_addr)  # then SGLang has given up, nobody has aborted
+            self._fail_here(f"no prefiller at {self.bootstrap_addr}: {missing}" if missing else why)
         else:
             self._node.soon(self._decoder.abort, self._pull, why)
 

@@ -118,7 +118,8 @@ class Decoder:
             log.exception("room %d: it failed by a mistake of ours", pull.room)
             pull.progress.fail(f"{type(error).__name__}: {error}")
         if pull.progress.error:
-            log.error("room %d: its KV did not come: %s", pull.room, pull.progress.error)
+            level = logging.INFO if pull.stop.is_set() else logging.ERROR  # what was aborted is no error
+            log.log(level, "room %d: its KV did not come: %s", pull.room, pull.progress.error)
         self._pulls.pop((self._name(pull), pull.attempt), None)
         pull.progress.end()
 

@@ -18,6 +18,7 @@ from crossrail.integrations.sglang.prefill import Prefiller
 log = logging.getLogger("crossrail.sglang")
 
 _ASK_S = 5.0  # for a bootstrap server
+_MISSING_MAX = 256
 
 
 class Place(NamedTuple):
@@ -71,6 +72,7 @@ class Manager:
             self.node.close()
             raise
         self._info: dict[str, PrefillInfo] = {}
+        self._missing: dict[str, str] = {}
 
     def close(self) -> None:
         """Nothing reads or writes SGLang's memory any more when it returns. Idempotent."""
@@ -101,11 +103,11 @@ class Manager:
         while not self._stopped.is_set():
             try:
                 self.node.call(bootstrap.register(self._place.bootstrap, line, _ASK_S), _ASK_S + 1.0)
-                now = "is known there"
+                level, now = logging.INFO, f"known to the bootstrap server at {self._place.bootstrap}"
             except CrossrailError as error:
-                now = str(error)
+                level, now = logging.WARNING, f"decoders cannot find it yet, retrying: {error}"
             if now != said and not self._stopped.is_set():
-                log.info("rank %d at %s: %s", self._place.rank, self._place.bootstrap, now)
+                log.log(level, "prefill rank %d: %s", self._place.rank, now)
             said = now
             self._stopped.wait(options.register_s)
 
@@ -123,11 +125,20 @@ class Manager:
         try:
             instance = self.node.call(bootstrap.find_instance(address, self.node.secret, _ASK_S), _ASK_S + 1.0)
         except CrossrailError as error:
-            log.warning("no prefiller at %s: %s", address, error)
+            if self._missing.get(address) != str(error):  # SGLang asks again every second
+                log.warning("no prefiller at %s, retrying: %s", address, error)
+            self._missing[address] = str(error)
+            if len(self._missing) > _MISSING_MAX:  # addresses come with requests
+                self._missing.pop(next(iter(self._missing)))
             return False
+        self._missing.pop(address, None)
         layout = instance.layout
         self._info[address] = PrefillInfo(instance, layout.tp, layout.page_tokens)
         return True
+
+    def why_missing(self, address: str) -> str:
+        """Why the prefiller behind this address was not found when last asked for. Empty: it was, or never was."""
+        return self._missing.get(address, "")
 
     def forget(self, address: str, instance: Instance) -> None:
         """A request to it failed: who is there is asked anew for the next one."""

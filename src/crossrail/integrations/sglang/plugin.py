@@ -11,6 +11,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from crossrail.errors import UsageError
+from crossrail.integrations.log_lines import mark_loggers
+from crossrail.integrations.sglang.versions import check_interface, refusal
+
 log = logging.getLogger("crossrail.sglang")
 
 BACKEND = "crossrail"
@@ -27,6 +31,7 @@ def register() -> None:
         return
     if BACKEND in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
         return
+    mark_loggers()
     choices.add_disagg_transfer_backend_choices([BACKEND])
     HookRegistry.register(f"{UTILS}.TransferBackend._missing_", backend_of, HookType.AROUND)
     HookRegistry.register(f"{UTILS}.get_kv_class", class_of, HookType.AROUND)
@@ -52,11 +57,22 @@ def class_of(original: Callable[..., Any], transfer_backend: Any, class_type: An
     """get_kv_class: ours for crossrail, SGLang's for all others."""
     if getattr(transfer_backend, "value", None) != BACKEND or class_type.value == "kvargs":
         return original(transfer_backend, class_type)
-    from crossrail.integrations.sglang import conn
+    return _classes()[class_type.value]
 
-    return {
+
+@functools.cache
+def _classes() -> dict[str, type]:
+    """By SGLang's names of their kinds. Raises UsageError for an SGLang that they do not fit."""
+    try:
+        from crossrail.integrations.sglang import conn
+    except ImportError as error:
+        raise UsageError(refusal(str(error))) from error
+    classes: dict[str, type] = {
         "manager": conn.CrossrailKVManager,
         "sender": conn.CrossrailKVSender,
         "receiver": conn.CrossrailKVReceiver,
         "bootstrap_server": conn.CrossrailKVBootstrapServer,
-    }[class_type.value]
+    }
+    for ours in classes.values():
+        check_interface(ours, ours.__bases__[-1])
+    return classes

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from crossrail.errors import UsageError
 from crossrail.integrations.instance import Instance, Worker
+from crossrail.integrations.log_lines import log_as
 from crossrail.integrations.vllm import stats
 from crossrail.integrations.vllm.caches import form_of, read_caches
 from crossrail.integrations.vllm.options import VllmOptions
@@ -95,6 +96,7 @@ class CrossrailConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as("vllm")
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         options = VllmOptions.of(transfer.kv_connector_extra_config)
         secret = options.secret()

@@ -99,7 +99,7 @@ class SchedulerSide:
         try:
             if not self._consumes:
                 raise UsageError("this instance has kv_role kv_producer: it fetches nothing")
-            if tokens is not None and tokens != request.num_prompt_tokens:
+            if tokens is not None and tokens != request.num_prompt_tokens and not _was_rejected(request):
                 raise UsageError(f"{tokens} tokens were prefilled there, the prompt has {request.num_prompt_tokens}")
             instance = Instance.from_line(parameters.crossrail_instance, self._secret)
         except UsageError as error:
@@ -120,6 +120,8 @@ class SchedulerSide:
         self._orders.offers.append(Offer(request.request_id, transfer_id, tokens, _packed(request.prompt_token_ids)))
 
     def _refuse(self, request: Request, why: str) -> None:
+        if _was_rejected(request):
+            return
         log.error("request %s cannot be handed over: %s", request.request_id, why)
         self.counts["refused"] += 1
         # One that was to be prefilled for others is prefilled, and nobody is told where.
@@ -233,6 +235,11 @@ class SchedulerSide:
         if wanted.wanted is not None:
             self.counts["released"] += 1
             self._orders.releases.append(request)
+
+
+def _was_rejected(request: Request) -> bool:
+    """Before vLLM's engine had it. It comes, with a token that vLLM made up, so that its producer may hear of it."""
+    return bool(getattr(request, "abort_immediately", False))  # vLLM 0.32 has it; who has it not sends no such
 
 
 def _packed(tokens: Sequence[int] | None) -> bytes:

@@ -1,0 +1,37 @@
+"""Our lines in the log of an inference engine, whose own have no names of loggers: they begin with ours."""
+
+from __future__ import annotations
+
+import logging
+
+LOGGERS = ("crossrail", "crossrail.sglang", "crossrail.integrations")
+
+
+def say_who(record: logging.LogRecord) -> bool:
+    """A filter, for loggers or handlers, that lets all pass."""
+    record.msg = f"crossrail: {record.msg}"
+    return True
+
+
+def mark_loggers() -> None:
+    """For an engine that logs through the root logger. Idempotent."""
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(say_who)
+
+
+def log_as(name: str) -> None:
+    """For an engine that logs through a logger of its own: ours go where its go, at its level. Idempotent.
+
+    Does nothing where somebody has told logging what to do with ours, or the engine logs nowhere.
+    """
+    ours, theirs = logging.getLogger("crossrail"), logging.getLogger(name)
+    streams = [handler for handler in theirs.handlers if isinstance(handler, logging.StreamHandler)]
+    if ours.hasHandlers() or not streams:
+        return
+    for handler in streams:
+        mine = logging.StreamHandler(handler.stream)
+        mine.setFormatter(handler.formatter)
+        mine.setLevel(handler.level)
+        mine.addFilter(say_who)
+        ours.addHandler(mine)
+    ours.setLevel(theirs.level)

@@ -1,0 +1,118 @@
+"""Two true servers, with SGLang's own schedulers and a model, against one that does both: same tokens; and failures."""
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.sglang.servers import Asked, Server, make_model, prompt
+from tests.support.limits import eventually
+from tests.support.ports import free_port
+
+_rooms = count(1000)
+
+
+class Fleet(NamedTuple):
+    folder: Path
+    model: Path
+    bootstrap_port: int
+    alone: Server
+    p: Server
+    d: Server
+
+    def room(self) -> dict[str, Any]:
+        """What SGLang's router adds to both halves of a request."""
+        return {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.bootstrap_port,
+            "bootstrap_room": next(_rooms),
+        }
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("sglang")
+    model, port = make_model(folder / "model"), free_port()
+    servers = {mode: Server(folder, model, mode or "alone", mode, port) for mode in (None, "prefill", "decode")}
+    try:
+        for server in servers.values():
+            server.wait_ready()
+        yield Fleet(folder, model, port, servers[None], servers["prefill"], servers["decode"])
+    finally:
+        for server in servers.values():
+            server.kill()
+
+
+def halves(fleet: Fleet, tokens: list[int]) -> tuple[Asked, Asked]:
+    """As SGLang's router does: the request goes to both at once, and the decode server's answer is the one."""
+    room = fleet.room()
+    return Asked(fleet.p, tokens, **room), Asked(fleet.d, tokens, **room)
+
+
+def expect(fleet: Fleet, seed: int, length: int = 50) -> None:
+    """A hand-over that works, now."""
+    tokens = prompt(seed, length)
+    assert [half.result() for half in halves(fleet, tokens)][1] == fleet.alone.ask(tokens)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 63, 64, 65, 300])
+def test_the_same_tokens(fleet: Fleet, length: int) -> None:
+    """Shorter than a page, whole pages, one more; one chunk of prefill and several."""
+    expect(fleet, length, length)
+
+
+def test_the_same_tokens_of_many_at_once(fleet: Fleet) -> None:
+    prompts = [prompt(400 + i, 1 + 13 * i) for i in range(16)]
+    under_way = [halves(fleet, tokens) for tokens in prompts]
+    for tokens, (_, decoded) in zip(prompts, under_way, strict=True):
+        assert decoded.result() == fleet.alone.ask(tokens), len(tokens)
+
+
+def test_aborted_at_the_decoder(fleet: Fleet) -> None:
+    """It waits for what nobody prefills."""
+    waiting = Asked(fleet.d, prompt(500, 50), rid="unwanted", **fleet.room())
+    eventually(lambda: _aborted(fleet.d, waiting, "unwanted"), "it ends", timeout_s=60.0, pause_s=0.5)
+    assert "aborted at the decoder" in waiting.result()
+    expect(fleet, 501)
+
+
+def test_aborted_at_the_prefiller(fleet: Fleet) -> None:
+    waiting = Asked(fleet.p, prompt(510, 50), rid="undecoded", **fleet.room())
+    eventually(lambda: _aborted(fleet.p, waiting, "undecoded"), "it ends", timeout_s=60.0, pause_s=0.5)
+    assert "aborted at the prefiller" in waiting.result()
+    expect(fleet, 511)
+
+
+def _aborted(server: Server, request: Asked, rid: str) -> bool:
+    server.post("abort_request", {"rid": rid})  # what is not there yet is not aborted: again
+    return not request.is_alive()
+
+
+def test_a_prefill_server_that_is_killed_and_others_in_its_place(fleet: Fleet) -> None:
+    """One with another secret, none at all: who asks reads what is wrong, and the decode server goes on."""
+    port, tokens = free_port(), prompt(600, 100)
+
+    def room() -> dict[str, Any]:
+        return fleet.room() | {"bootstrap_port": port}
+
+    doomed = Server(fleet.folder, fleet.model, "doomed", "prefill", port)
+    stranger = None
+    try:
+        where = room()
+        asked = [Asked(server, tokens, **where) for server in (doomed.wait_ready(), fleet.d)]
+        assert [one.result() for one in asked][1] == fleet.alone.ask(tokens)
+
+        waiting = Asked(fleet.d, tokens, **room())
+        doomed.kill()
+        assert "exception room" in waiting.result()
+        assert f"nobody listens at 127.0.0.1:{port}" in fleet.d.ask(tokens, **room())
+
+        stranger = Server(fleet.folder, fleet.model, "stranger", "prefill", port, secret="another").wait_ready()
+        assert "set the same CROSSRAIL_SECRET" in fleet.d.ask(tokens, **room())
+    finally:
+        for server in (doomed, stranger):
+            if server is not None:
+                server.kill()
+    expect(fleet, 601)
