@@ -36,11 +36,18 @@ class Server:
     """mode: of disaggregation; None: whole. It starts at once, and is not waited for. close() kills all of it."""
 
     def __init__(
-        self, folder: Path, model: Path, name: str, mode: str | None, bootstrap_port: int = 0, secret: str = SECRET
+        self,
+        folder: Path,
+        model: Path,
+        name: str,
+        mode: str | None,
+        bootstrap_port: int = 0,
+        secret: str = SECRET,
+        tp: int = 1,
     ) -> None:
         self.name, self.port = name, free_port()
         self._log = folder / f"{name}.log"
-        arguments = ["--model-path", str(model), "--port", str(self.port), *ARGUMENTS]
+        arguments = ["--model-path", str(model), "--port", str(self.port), *ARGUMENTS, "--tp-size", str(tp)]
         if mode is not None:
             arguments += ["--disaggregation-mode", mode, *DISAGGREGATED]
             arguments += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
@@ -59,6 +66,7 @@ class Server:
                     "PYTHONPATH": os.pathsep.join(paths),
                     "CROSSRAIL_SECRET": secret,
                     "OMP_NUM_THREADS": "1",
+                    "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp),  # without it, a rank for each NUMA node
                     "HF_HUB_OFFLINE": "1",
                 },
             )

@@ -293,6 +293,30 @@ def test_a_prefiller_that_is_gone_is_looked_up_anew(open_side: Open, p: Side, d:
     eventually(lambda: _reaches(second, d), "the new prefiller is the one that is known")
 
 
+def test_a_prefiller_that_went_while_nothing_was_asked_of_it_costs_no_request(
+    open_side: Open, p: Side, d: Side, address: str
+) -> None:
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    send(p, sender, "before", MINE, 0)
+    until(SUCCESS, sender, receiver)
+    gone = d.manager.prefill_info_table[address].instance
+    p.close()
+    eventually(lambda: address not in d.manager.prefill_info_table, "it is known that it is gone")
+
+    again = open_side("prefill")
+
+    eventually(lambda: d.manager.try_ensure_parallel_info(address), "the new prefiller is known")
+    assert d.manager.prefill_info_table[address].instance != gone
+    sender, receiver = again.sender(2), d.receiver(2)
+    ask(receiver)
+    until(WAITING, sender)
+    send(again, sender, "after", MINE, 0)
+    until(SUCCESS, sender, receiver)
+    d.assert_holds("after", THEIRS, 0)
+
+
 def _reaches(p: Side, d: Side) -> bool:
     sender, receiver = p.sender(2), d.receiver(2)
     ask(receiver)

@@ -70,6 +70,20 @@ def test_the_same_tokens_of_many_at_once(fleet: Fleet) -> None:
         assert decoded.result() == fleet.alone.ask(tokens), len(tokens)
 
 
+def test_the_same_tokens_from_ranks_to_one(fleet: Fleet) -> None:
+    """A prefill server of TP 2: each rank has one of the two heads."""
+    port = free_port()
+    wide = Server(fleet.folder, fleet.model, "wide", "prefill", port, tp=2)
+    try:
+        wide.wait_ready()
+        for length in (5, 130):
+            tokens, room = prompt(700 + length, length), fleet.room() | {"bootstrap_port": port}
+            asked = [Asked(server, tokens, **room) for server in (wide, fleet.d)]
+            assert [one.result() for one in asked][1] == fleet.alone.ask(tokens)
+    finally:
+        wide.kill()
+
+
 def test_aborted_at_the_decoder(fleet: Fleet) -> None:
     """It waits for what nobody prefills."""
     waiting = Asked(fleet.d, prompt(500, 50), rid="unwanted", **fleet.room())

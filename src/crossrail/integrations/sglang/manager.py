@@ -115,15 +115,23 @@ class Manager:
 
     @property
     def info(self) -> dict[str, PrefillInfo]:
-        """Of prefillers that were found, by the address of their bootstrap server."""
+        """Of prefillers that were found and are not gone, by the address of their bootstrap server."""
+        for address, known in list(self._info.items()):
+            if self._is_gone(known.instance):
+                self.forget(address, known.instance)
         return self._info
+
+    def _is_gone(self, instance: Instance) -> bool:
+        return any(self.node.wire.is_lost(worker.address) for worker in instance.workers)
 
     def find(self, address: str) -> bool:
         """True: the prefiller behind this address is known, perhaps since now. Waits for its server, 5 s at most."""
-        if address in self._info:
+        if address in self.info:
             return True
         try:
             instance = self.node.call(bootstrap.find_instance(address, self.node.secret, _ASK_S), _ASK_S + 1.0)
+            if self._is_gone(instance):
+                raise bootstrap.NoInstance("the prefill server that was there has ended, and no other has come yet")
         except CrossrailError as error:
             if self._missing.get(address) != str(error):  # SGLang asks again every second
                 log.warning("no prefiller at %s, retrying: %s", address, error)
