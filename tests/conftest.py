@@ -7,6 +7,7 @@ import secrets
 import shlex
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -60,10 +61,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--seed") is None:
-        config.option.seed = secrets.randbits(31)
+        shared = getattr(config, "workerinput", {}).get("seed")  # of several processes each draws the same sample
+        config.option.seed = secrets.randbits(31) if shared is None else shared
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell without job control starts what runs in the background so, and every child would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of pytest-xdist: what a process that shares the suite is told."""
+    node.workerinput["seed"] = node.config.getoption("--seed")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -216,7 +216,7 @@ def test_no_pages_at_all_rejected_or_done(engine: xr.Engine) -> None:
         assert engine.imm_counter(1).poll() == 0
 
 
-@pytest.mark.parametrize("dst", [None, 5, b"bytes", "text", object()], ids=repr)
+@pytest.mark.parametrize("dst", [None, 5, b"bytes", "text", object()], ids=["None", "5", "bytes", "text", "object"])
 def test_target_that_is_no_descriptor_rejected(bench: Bench, dst: object) -> None:
     pages = np.arange(10)
 
