@@ -160,13 +160,33 @@ def test_access_and_length_out_of_range_are_rejected(engine: xr.Engine) -> None:
 # --- well-formed, but wrong ---
 
 
+def as_of_a_gpu(descriptor: xr.RegionDescriptor) -> xr.RegionDescriptor:
+    there = xr.RegionDescriptor.from_bytes(sealing.with_memory(descriptor.to_bytes(), 1))
+    assert (descriptor.device, there.device) == ("cpu", "cuda")
+    return there
+
+
 @pytest.mark.parametrize("operation", ["write", "read"])
-def test_memory_of_a_gpu_is_refused_where_the_cpu_would_have_to_touch_it(engine: xr.Engine, operation: str) -> None:
+def test_memory_of_a_gpu_is_refused_where_nothing_moves_it(open_engine: EngineFactory, operation: str) -> None:
+    engine = open_engine(transport="null")
     region = engine.alloc(1000)
-    there = xr.RegionDescriptor.from_bytes(sealing.with_memory(region.descriptor.to_bytes(), 1))
-    assert (region.descriptor.device, there.device) == ("cpu", "cuda")
-    with pytest.raises(xr.UsageError, match=r"is on a GPU, and .* is reached by shm, which moves host memory only"):
+    there = as_of_a_gpu(region.descriptor)
+    with pytest.raises(xr.UsageError, match=r"is on a GPU, and .* is reached by null, which moves host memory only"):
         engine.submit_write(region, there) if operation == "write" else engine.submit_read(region, there)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_where_memory_is_its_owner_knows_and_no_descriptor(open_engine: EngineFactory, transport: str) -> None:
+    """One that calls a host's memory a GPU's moves what it should: no driver is asked, and here there is none."""
+    here, owner = open_engine("here", transport=transport), open_engine("owner", transport=transport)
+    src, dst, back = here.alloc(1000), owner.alloc(1000), here.alloc(1000)
+    src.array()[:] = [i % 251 for i in range(1000)]
+    there = as_of_a_gpu(dst.descriptor)
+
+    here.submit_write(src, there).wait(WAIT_S)
+    here.submit_read(back, there).wait(WAIT_S)
+
+    assert bytes(dst.array()) == bytes(src.array()) == bytes(back.array())
 
 
 def test_descriptor_of_another_transport_is_refused(engine: xr.Engine) -> None:
