@@ -62,6 +62,10 @@ struct Memory {
       seen = region->base();
     }
   }
+  ~Memory() { CHECK(region->close(deadline_in(10), {}) == WaitResult::kReady); }  // the other's worker may be at it
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
   RegionRef region;
   std::byte* seen = nullptr;
 };
