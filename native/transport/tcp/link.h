@@ -97,6 +97,8 @@ struct OutChannel final : Connector::Owner {
   bool is_connecting() const { return connector != nullptr || sharer != nullptr; }
   // May carry operations: open, and nothing of an earlier connection is in doubt.
   bool is_usable() const { return is_open() && !in_doubt; }
+  // Whether the latest connection was good for anything.
+  bool was_good(int64_t now) const;
   // Whether what was sent over a connection that broke may be lost, or the answer to it.
   bool has_doubts() const;
   // Whether to take the first of this many requests now. Not a long one that others would have done sooner.

@@ -134,6 +134,8 @@ void OutChannel::on_connect_result(ConnectResult result) {
   }
 }
 
+bool OutChannel::was_good(int64_t now) const { return now - opened_at_ns >= kRetryMaxNs || acked > acked_at_opening; }
+
 void OutStream::on_broken() {
   OutChannel& channel = *channel_;
   OutLink& link = *channel.link;
@@ -141,8 +143,8 @@ void OutStream::on_broken() {
   channel.trouble = reason();
   channel.broken_at_ns = now;
   // One that breaks again and again, and was good for nothing, is not remade again and again without a pause.
-  const bool was_good = now - channel.opened_at_ns >= kRetryMaxNs || channel.acked > channel.acked_at_opening;
-  channel.retry_pause_ns = was_good ? 0 : std::clamp(2 * channel.retry_pause_ns, kRetryFirstNs, kRemakeMaxNs);
+  channel.retry_pause_ns =
+      channel.was_good(now) ? 0 : std::clamp(2 * channel.retry_pause_ns, kRetryFirstNs, kRemakeMaxNs);
   channel.retry_at_ns = channel.retry_pause_ns > kRetryFirstNs ? now + channel.retry_pause_ns : now;
   channel.control.clear();
   bool open = false;

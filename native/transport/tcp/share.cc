@@ -93,9 +93,14 @@ std::shared_ptr<Connection> TcpTransport::find_shareable(const OutChannel& chann
   return nullptr;
 }
 
+// Not again where an attempt failed: that connection may be good for nothing. Unless the one that was made instead has
+// proved that the peer can be reached.
+bool TcpTransport::may_share(const OutChannel& channel) const {
+  return channel.retry_pause_ns == 0 || (channel.is_open() && now_ >= channel.retry_at_ns && channel.was_good(now_));
+}
+
 bool TcpTransport::start_sharing(OutChannel& channel) {
-  // Not again where it was tried without success: the connection may be good for nothing.
-  std::shared_ptr<Connection> connection = channel.retry_pause_ns == 0 ? find_shareable(channel) : nullptr;
+  std::shared_ptr<Connection> connection = may_share(channel) ? find_shareable(channel) : nullptr;
   if (connection == nullptr) return false;
   OutLink& link = *channel.link;
   const ShareMeta share{link.id, channel.index, ++channel.epoch, link.up};
@@ -109,7 +114,7 @@ bool TcpTransport::start_sharing(OutChannel& channel) {
 bool TcpTransport::should_move(const OutChannel& channel) const {
   const OutLink& link = *channel.link;
   return channel.lane() == Lane::kSmall && link.twin != nullptr && channel.is_usable() && !channel.is_connecting() &&
-         channel.retry_pause_ns == 0 && address_.incarnation > link.address->incarnation &&
+         may_share(channel) && address_.incarnation > link.address->incarnation &&
          !channel.stream->connection()->carries(Role::kAcceptor) && find_shareable(channel) != nullptr;
 }
 

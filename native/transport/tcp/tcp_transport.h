@@ -117,6 +117,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   InChannel& begin_epoch(const Hello& hello);
   // share.cc: one connection for both directions
   std::shared_ptr<Connection> find_shareable(const OutChannel& channel) const;
+  bool may_share(const OutChannel& channel) const;
   bool start_sharing(OutChannel& channel);
   bool should_move(const OutChannel& channel) const;
   void reconsider_attempts(OutLink& link);
