@@ -1,4 +1,4 @@
-"""True servers of SGLang on CPU, and a tiny model for them."""
+"""True servers of SGLang on CPU."""
 
 from __future__ import annotations
 
@@ -131,32 +131,6 @@ class Asked(threading.Thread):
         self.join(ANSWER_S + 10.0)
         assert not self.is_alive(), f"{self._server.name} does not answer"
         return self._answer
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    """No two seeds share a first page."""
-    return [(seed * 101 + i * (37 + 2 * seed) + i * i // 7) % 256 for i in range(length)]
-
-
-def make_model(folder: Path) -> Path:
-    """A Llama with random weights, large enough that every token depends on all before it. Downloads nothing."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def _write_entry_point(folder: Path) -> None:

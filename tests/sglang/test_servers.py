@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.sglang.servers import Asked, Server, make_model, prompt
+from tests.sglang.servers import Asked, Server
 from tests.support.limits import eventually
 from tests.support.ports import free_port
+from tests.support.tiny_llama import make_model, prompt
 
 _rooms = count(1000)
 

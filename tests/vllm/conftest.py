@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.support import Instance, make_model
+from tests.support.tiny_llama import make_model
+from tests.vllm.support import Instance
 
 LEASE_S = 4.0
 QUICK = {"lease_s": LEASE_S, "heartbeat_s": 1.0, "load_s": 60.0}

@@ -25,34 +25,7 @@ ENGINE = {
     "num_gpu_blocks_override": 64,
     "enable_prefix_caching": True,
 }
-VOCABULARY = 256
 SECRET = "of the tests"
-
-
-def make_model(folder: Path, seed: int = 1) -> Path:
-    """A Llama with random weights, large enough that every token depends on all before it. Downloads nothing."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    """No two seeds share a first block."""
-    return [(seed * 101 + i * (37 + 2 * seed) + i * i // 7) % VOCABULARY for i in range(length)]
 
 
 class Instance:

@@ -4,8 +4,9 @@ import itertools
 import time
 from typing import Any
 
+from tests.support.tiny_llama import prompt
 from tests.vllm.conftest import LEASE_S, QUICK, Start
-from tests.vllm.support import Instance, prompt
+from tests.vllm.support import Instance
 from tests.vllm.test_tokens import DECODE, both_at_once
 
 _names = (f"failure-{i}" for i in itertools.count())

@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.support.tiny_llama import prompt
 from tests.vllm.conftest import Start
-from tests.vllm.support import Instance, prompt
+from tests.vllm.support import Instance
 from tests.vllm.test_tokens import DECODE, both_at_once
 
 TP2 = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.support import Instance, prompt
+from tests.support.tiny_llama import prompt
+from tests.vllm.support import Instance
 
 DECODE: dict[str, Any] = {"do_remote_decode": True}
 _names = (f"request-{i}" for i in itertools.count())

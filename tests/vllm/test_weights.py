@@ -21,8 +21,9 @@ from crossrail.integrations.vllm.plugin import PLAIN_VARIABLE
 from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdates
 from crossrail.weights import WeightController, WeightMemory, WeightTrainer, messages
 from crossrail.weights.toy import rows
+from tests.support.tiny_llama import make_model, prompt
 from tests.vllm.conftest import Start
-from tests.vllm.support import ROOT, SECRET, Instance, make_model, prompt
+from tests.vllm.support import ROOT, SECRET, Instance
 
 TRAINERS = 2
 PATIENCE_S = 120.0

@@ -132,6 +132,8 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
         if (import->is_gpu) {
           report.path = "staged";
           report.reason = "the region is memory of a GPU: the driver copies between it and host memory that both map";
+          if (link.pinned && !link.pinned->is_pinned())
+            report.reason += ", which it would not pin, so slowly: raise the limit of locked memory (ulimit -l)";
           break;
         }
         report.path = link.choice.uses_attach() ? "cross-memory-attach" : "staged";
