@@ -21,6 +21,7 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 import crossrail as xr
+from crossrail.control.deadlines import in_time
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError
 
@@ -107,7 +108,7 @@ class Meeting:
         try:
             # A stranger's nonsense, silence or reset is no event: the connection ends.
             with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-                await asyncio.wait_for(self._answer(reader, writer), _DEADLINE_S)
+                await in_time(self._answer(reader, writer), _DEADLINE_S)
         finally:
             self._askers.discard(task)
             writer.close()

@@ -25,6 +25,7 @@ from crossrail.cli.rendezvous import Published, publish
 from crossrail.cli.service import tls_options
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.text import rails as rails_type
+from crossrail.control.deadlines import in_time
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, PeerLost, TransferError, UsageError, WaitTimeout
 
@@ -199,7 +200,7 @@ class Session:
         """PusherGone when it cannot be delivered."""
         transfer = self._server.engine.submit_send(self._peer, wire.encode(message))
         try:
-            await asyncio.wait_for(_completion(transfer), _SEND_TIMEOUT_S)
+            await in_time(_completion(transfer), _SEND_TIMEOUT_S)
         except asyncio.TimeoutError:
             transfer.cancel()
             raise PusherGone(f"{self._peer.name} took no message for {_SEND_TIMEOUT_S:g} s") from None

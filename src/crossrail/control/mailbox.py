@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
+from crossrail.control.deadlines import in_time
 from crossrail.control.messages import Failed, clipped
 from crossrail.control.seal import Rejected, Sealer
 from crossrail.control.wire import Unreachable, Wire
@@ -234,6 +235,6 @@ class Mailbox:
 
     async def _reply(self, to: bytes, answer: bytes) -> None:
         try:
-            await asyncio.wait_for(self._send(to, answer), _REPLY_TIMEOUT_S)
+            await in_time(self._send(to, answer), _REPLY_TIMEOUT_S)
         except (Unreachable, asyncio.TimeoutError) as error:
             log.info("an answer could not be delivered: %s", error)

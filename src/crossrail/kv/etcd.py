@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from crossrail.control.deadlines import in_time
 from crossrail.errors import CrossrailError, UsageError
 
 _EVENT_BYTES_MAX = 16 << 20
@@ -159,7 +160,7 @@ async def _lines(response: aiohttp.ClientResponse, deadline_s: float) -> AsyncIt
     buffer = b""
     while (left_s := deadline_s - clock()) > 0:
         try:
-            data = await asyncio.wait_for(response.content.readany(), left_s)
+            data = await in_time(response.content.readany(), left_s)
         except asyncio.TimeoutError:
             return
         if not data:

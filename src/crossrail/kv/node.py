@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from crossrail.control.deadlines import set_in_time
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.mailbox import Mailbox, NoAnswer
@@ -110,7 +111,7 @@ class RouterLink:
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
         while True:
-            await _wait(self._report_now, terms.heartbeat_s)
+            await set_in_time(self._report_now, terms.heartbeat_s)
             self._report_now.clear()
             try:
                 question = m.Heartbeat(self._node.name, self._node.load())
@@ -195,7 +196,7 @@ class Node(ABC):
         self.draining = True
         for link in self.links:
             link.report_soon()
-        ended = await _wait(self._idle, timeout_s)
+        ended = await set_in_time(self._idle, timeout_s)
         await asyncio.gather(*(link.leave() for link in self.links))
         return ended
 
@@ -212,11 +213,3 @@ class Node(ABC):
             self._idle.clear()
         else:
             self._idle.set()
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except asyncio.TimeoutError:
-        return False
-    return True

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import crossrail as xr
+from crossrail.control.deadlines import set_in_time
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import NoPages, TransferStopped
@@ -233,10 +234,8 @@ class Prefiller(Node):
                 left_s = give_up_s - work.timeline.now()
                 if left_s <= 0:
                     raise
-                try:
-                    await asyncio.wait_for(self._released.wait(), min(left_s, self.options.probe_s))
-                except asyncio.TimeoutError:
-                    continue  # look again: it may have been withdrawn meanwhile
+                # And looks again: it may have been withdrawn meanwhile.
+                await set_in_time(self._released, min(left_s, self.options.probe_s))
 
     def _raise_if_withdrawn(self, work: _Work) -> None:
         if not work.withdrawn and self.mailbox.wire.is_lost(work.decoder):

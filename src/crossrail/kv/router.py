@@ -13,7 +13,6 @@ Life of a request here:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections import Counter
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from crossrail.control.deadlines import in_time, set_in_time
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest
@@ -201,7 +201,7 @@ class Router:
                     return
             if _now_s() >= give_up_s:
                 break
-            await _wait(self._room, min(0.2, give_up_s - _now_s()))
+            await set_in_time(self._room, min(0.2, give_up_s - _now_s()))
         self.counts["overloaded" if decoders else "unavailable"] += 1
         if not decoders:
             of = f" for model {running.model!r}" if running.model else ""
@@ -273,7 +273,7 @@ class Router:
     async def _next_chunk(self, running: Running) -> Chunk:
         left_s = running.deadline_s - _now_s()
         try:
-            return await asyncio.wait_for(running.chunks.get(), max(left_s, 0.0))
+            return await in_time(running.chunks.get(), left_s)
         except asyncio.TimeoutError:
             running.ended = True
             self._cancel(running, "its time is up")
@@ -379,7 +379,7 @@ class Router:
             is_other = found is not None and found.address != lost.address
             if is_other or running.ended or _now_s() >= min(give_up_s, same_after_s if found else give_up_s):
                 return found
-            await _wait(self._room, min(0.2, give_up_s - _now_s()))
+            await set_in_time(self._room, min(0.2, give_up_s - _now_s()))
 
     def _on_gone(self, member: Member, why: str) -> None:
         log.info("gone: %s", why)
@@ -397,8 +397,3 @@ class Router:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(event.wait(), max(timeout_s, 0.0))

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from crossrail.control.deadlines import set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
@@ -147,13 +148,9 @@ class WeightController:
         deadline = loop.time() + timeout_s
         while missing := [key for key in wanted if key not in self._members]:
             self._joined.clear()
-            try:
-                await asyncio.wait_for(self._joined.wait(), max(deadline - loop.time(), 0.0))
-            except asyncio.TimeoutError:
+            if not await set_in_time(self._joined, deadline - loop.time()):
                 names = ", ".join(f"{role} {rank}" for role, rank in missing[:16])
-                raise WaitTimeout(
-                    f"not there within {timeout_s:g} s: {names}", len(wanted) - len(missing), len(wanted)
-                ) from None
+                raise WaitTimeout(f"not there within {timeout_s:g} s: {names}", len(wanted) - len(missing), len(wanted))
 
     async def update(
         self, version: int, timeout_s: float = 60.0, on_progress: OnProgress | None = None

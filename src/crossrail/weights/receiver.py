@@ -12,6 +12,7 @@ from typing import Any
 import numpy.typing as npt
 
 import crossrail as xr
+from crossrail.control.deadlines import in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
@@ -214,7 +215,7 @@ class WeightReceiver:
         attempt = self._attempt = _Attempt(opened.attempt, opened.version, counter, self._expected[1], deadline)
         try:
             if not self._has_spare:
-                await asyncio.wait_for(self._pause(opened.version), opened.deadline_s)
+                await in_time(self._pause(opened.version), opened.deadline_s)
             while not self._versions.may_open:
                 await self._wait_changed(deadline, f"inference rank {self.rank}: somebody still reads the weights")
             if self._attempt is not attempt:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import crossrail as xr
+from crossrail.control.deadlines import in_time, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
@@ -23,6 +24,7 @@ from crossrail.weights.task import Tools
 
 log = logging.getLogger("crossrail.weights")
 
+ABORT_S = 1.0  # in which a controller that lives has told why an update failed
 QUIET_S = 5.0  # for transfers that were cancelled: what peers have begun ends first
 
 # Of this engine, the addresses of the other trainers, and a number that only this attempt uses.
@@ -102,7 +104,7 @@ class WeightTrainer:
         self._offer = _Offer(version, asyncio.get_running_loop().create_future())
         self._offered.set()
         try:
-            return await asyncio.wait_for(self._offer.done, timeout_s)
+            return await in_time(self._offer.done, timeout_s)
         except asyncio.TimeoutError:
             raise UpdateFailed(version, f"trainer {self.rank}: not complete within {timeout_s:g} s") from None
         finally:
@@ -175,7 +177,7 @@ class WeightTrainer:
                 raise
             raise UpdateFailed(go.version, f"trainer {self.rank} stopped") from None
         except CrossrailError as error:
-            self._fail(UpdateFailed(go.version, f"trainer {self.rank}: {error}"))
+            self._fail_soon(UpdateFailed(go.version, f"trainer {self.rank}: {error}"))
             raise
         finally:
             if going.done():
@@ -185,10 +187,8 @@ class WeightTrainer:
     async def _go(self, assigned: Assigned, go: m.Go) -> StepReport:
         clock = asyncio.get_running_loop().time
         deadline = clock() + go.deadline_s
-        try:
-            await asyncio.wait_for(self._offered.wait(), go.deadline_s)
-        except asyncio.TimeoutError:
-            raise UpdateFailed(go.version, f"trainer {self.rank} did not offer it in {go.deadline_s:g} s") from None
+        if not await set_in_time(self._offered, go.deadline_s):
+            raise UpdateFailed(go.version, f"trainer {self.rank} did not offer it in {go.deadline_s:g} s")
         assert self._offer is not None
         if self._offer.version != go.version:
             raise UsageError(f"trainer {self.rank} offers version {self._offer.version}, asked for is {go.version}")
@@ -207,7 +207,7 @@ class WeightTrainer:
             self._engine, assigned.tasks, assigned.groups, arena, places, barrier, self._executor, self._tools
         )
         try:
-            return await asyncio.wait_for(step.run(deadline - clock()), deadline - clock())
+            return await in_time(step.run(deadline - clock()), deadline - clock())
         except asyncio.TimeoutError:
             raise UpdateFailed(go.version, f"trainer {self.rank} was not done in {go.deadline_s:g} s") from None
         finally:
@@ -246,6 +246,11 @@ class WeightTrainer:
     def _fail(self, error: UpdateFailed) -> None:
         if self._offer is not None:
             self._offer.fail(error)
+
+    def _fail_soon(self, error: UpdateFailed) -> None:
+        """The controller's abort comes before, and names what ended the update; this says only what it did here."""
+        if self._offer is not None:
+            asyncio.get_running_loop().call_later(ABORT_S, self._offer.fail, error)
 
     async def _stop_step(self) -> None:
         going = self._going

@@ -13,6 +13,7 @@ import numpy as np
 
 import crossrail as xr
 from crossrail.cli.native import Indices, Memory
+from crossrail.control.deadlines import in_time
 from crossrail.kv import KvLayout, KvReceiver, KvSender, KvTarget, PagePool, RankMemory, Reception, SendJob
 
 _REQUEST = "bench"
@@ -38,7 +39,7 @@ class KvSide:
 
     def run(self, what: Coroutine[Any, Any, _T]) -> _T:
         """On the side's own loop."""
-        return self._loop.run_until_complete(asyncio.wait_for(what, _PATIENCE_S))
+        return self._loop.run_until_complete(in_time(what, _PATIENCE_S))
 
     def close(self) -> None:
         """The engine, and the loop."""

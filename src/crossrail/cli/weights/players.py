@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from crossrail.control.deadlines import in_time
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError
 from crossrail.weights.toy import TargetKind, ToyModel
@@ -80,7 +81,7 @@ class Players:
         assert stdout is not None
         while True:
             try:
-                line = await asyncio.wait_for(stdout.readline(), timeout_s)
+                line = await in_time(stdout.readline(), timeout_s)
             except asyncio.TimeoutError:
                 raise CrossrailError(f"{name} did not say {word!r} within {timeout_s:g} s") from None
             if not line:
@@ -112,7 +113,7 @@ class Players:
                 process.stdin.close()
         for process in self._processes.values():
             try:
-                await asyncio.wait_for(process.wait(), _EXIT_GRACE_S)
+                await in_time(process.wait(), _EXIT_GRACE_S)
             except asyncio.TimeoutError:
                 process.kill()
                 await process.wait()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from crossrail.control.deadlines import set_in_time
 from crossrail.control.mailbox import NoAnswer
 from crossrail.errors import CrossrailError
 from crossrail.integrations.asking import Asker, Part
@@ -181,10 +182,8 @@ class Decoder:
         """Aux first: while it is missing the pages are still the prefiller's, and can be taken back."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + load_s
-        try:
-            await asyncio.wait_for(pull.rows_came.wait(), load_s)
-        except asyncio.TimeoutError:
-            raise PullFailed(f"its aux did not come within {load_s:g} s") from None
+        if not await set_in_time(pull.rows_came, load_s):
+            raise PullFailed(f"its aux did not come within {load_s:g} s")
         await reception.arrived(max(deadline - clock(), 0.0))
 
     async def _on_aux(self, sender: bytes, aux: Aux) -> m.Message:

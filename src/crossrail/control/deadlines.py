@@ -1,0 +1,39 @@
+"""Waits of an event loop that end by a deadline, and whose cancellation always counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+async def in_time(work: Awaitable[_T], timeout_s: float) -> _T:
+    """The result of this work, which is cancelled, and has ended, when it takes longer: asyncio.TimeoutError.
+
+    Unlike asyncio.wait_for before Python 3.12, whoever is cancelled in it ends, also when the work is done at that
+    very moment: wait_for returns the result then, and the caller goes on as if nobody had cancelled it.
+    """
+    task = asyncio.ensure_future(work)
+    overdue = False
+    try:
+        overdue = not (await asyncio.wait([task], timeout=max(timeout_s, 0.0)))[0]
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # also of work that nobody asks any more: else the loop complains of it
+    if overdue and task.cancelled():
+        raise asyncio.TimeoutError
+    return task.result()
+
+
+async def set_in_time(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether the event was set by then."""
+    try:
+        await in_time(event.wait(), timeout_s)
+    except asyncio.TimeoutError:
+        return False
+    return True
