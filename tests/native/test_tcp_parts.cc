@@ -1,5 +1,6 @@
 // The parts of the tcp transport that need no connection: hashes, the handshake's messages, pairs of rails, queues, batches.
 #include <doctest/doctest.h>
+#include <poll.h>
 
 #include <algorithm>
 #include <cstring>
@@ -13,7 +14,9 @@
 #include "transport/tcp/connect.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/link.h"
+#include "transport/tcp/poller.h"
 #include "transport/tcp/region_table.h"
+#include "util/clock.h"
 #include "util/ring_queue.h"
 #include "util/sha256.h"
 
@@ -336,6 +339,27 @@ TEST_CASE("a batch gives its bytes in order, however little is sent at once, and
     CHECK(taken == expected);
     CHECK(batch.pending_bytes() == 0);
   }
+}
+
+TEST_CASE("a sleeper is rung by the time that was asked for first, or earlier, and again once that was seen") {
+  constexpr int64_t kSoonNs = 1'000'000;
+  constexpr int64_t kLateNs = 60'000'000'000;
+  Poller poller;
+  poller.watch();
+  const auto rings_within = [&](int ms) {
+    pollfd item{.fd = poller.sleep_fd(), .events = POLLIN, .revents = 0};
+    return ::poll(&item, 1, ms) == 1;
+  };
+  poller.ring_by(now_ns() + kLateNs);
+  poller.ring_by(now_ns() + kSoonNs);
+  poller.ring_by(now_ns() + kLateNs);
+  REQUIRE(rings_within(20'000));
+  poller.ring_by(now_ns() + kLateNs);  // it has rung, and nobody has looked
+  CHECK(rings_within(0));
+  CHECK(poller.poll() == 1);
+  CHECK(!rings_within(0));
+  poller.ring_by(now_ns() + kSoonNs);
+  CHECK(rings_within(20'000));
 }
 
 TEST_CASE("a placement puts bytes where they belong, and nowhere in a range that was closed") {

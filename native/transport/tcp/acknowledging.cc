@@ -42,7 +42,11 @@ uint32_t TcpTransport::send_acks(bool all) {
     }
     link->ack_listed = false;
     if (!link->ack_due) continue;  // it rode
-    if (!link->ack_now && link->rides > 0) --link->rides;
+    if (!link->ack_now) {
+      // It waited for nothing; if until a timer rang, then for long.
+      const bool was_long = now_ - link->ack_due_since_ns > 2 * kAckWaitNs;
+      link->rides = was_long ? link->rides / 2 : std::max(link->rides - 1, 0);
+    }
     send_ack(*link);  // may add to the list
     ++sent;
   }

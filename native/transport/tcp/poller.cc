@@ -70,6 +70,7 @@ int Poller::poll() {
     if (event.data.ptr == nullptr) {
       uint64_t fired;
       [[maybe_unused]] const ssize_t got = ::read(timer_.get(), &fired, sizeof fired);
+      rings_at_ns_ = 0;
     } else {
       static_cast<Pollable*>(event.data.ptr)->on_events(event.events);
     }
@@ -101,7 +102,9 @@ bool Poller::clear_bell() {
   return ::read(bell_.get(), &rung, sizeof rung) == sizeof rung;
 }
 
-void Poller::ring_at(int64_t time_ns) {
+void Poller::ring_by(int64_t time_ns) {
+  if (rings_at_ns_ != 0 && rings_at_ns_ <= time_ns) return;
+  rings_at_ns_ = time_ns;
   itimerspec spec{};
   spec.it_value.tv_sec = time_ns / 1'000'000'000;
   spec.it_value.tv_nsec = time_ns % 1'000'000'000;

@@ -41,12 +41,13 @@ class Poller {
   void ring();                                   // [any]
   // [any] Silences the bell. True when it had rung.
   bool clear_bell();
-  // A ring after this time, once. Replaces an earlier one. 0: none.
-  void ring_at(int64_t time_ns);
-  // In the child of a fork: closes all that is polled, without looking at what it belongs to, which may be in the middle of
-  // a change.
+  // A ring at this time or before, once: one that is still to come and is earlier will do. To set a timer takes a virtual
+  // machine longer than a packet does.
+  void ring_by(int64_t time_ns);
   // Gives up what the sockets were for. Sleepers may still be at sleep_fd(), and may be rung.
   void close();
+  // In the child of a fork: closes all that is polled, without looking at what it belongs to, which may be in the middle of
+  // a change.
   void abandon_after_fork();
 
  private:
@@ -56,6 +57,7 @@ class Poller {
   Fd outer_;
   Fd bell_;
   Fd timer_;
+  int64_t rings_at_ns_ = 0;  // what the timer is set to, until poll() has seen it ring; 0: nothing
   std::unique_ptr<std::atomic<uint64_t>[]> ours_ = std::make_unique<std::atomic<uint64_t>[]>(kRemembered / 64);
   SpinLock watching_lock_;  // the flag and what the kernel was told change together
   std::atomic<bool> watching_{false};

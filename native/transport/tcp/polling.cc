@@ -124,7 +124,7 @@ void TcpTransport::arm() {
   // Acknowledgements that wait for company go out in time even if everybody sleeps.
   if (!acks_.empty()) {
     send_acks(false);
-    if (!acks_.empty()) poller_.ring_at(now_ + kAckWaitNs);
+    if (!acks_.empty()) poller_.ring_by(now_ + kAckSleepNs);
   }
   poller_.watch();
 }
