@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import crossrail as xr
 
 _REGION_BYTES = 1 << 20
-_WORD_BYTES = 8
+WORD_BYTES = 8
 _IMM = 1
 _TIMEOUT_S = 20.0
 MESSAGE_BYTES = 256
@@ -20,9 +21,9 @@ class Side:
 
     partner: xr.RegionDescriptor
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, transport: str, rails: int | Sequence[str] = 1) -> None:
         """Opens everything."""
-        self.engine = xr.Engine(name)
+        self.engine = xr.Engine(name, transport=transport, rails=rails)
         self.region = self.engine.alloc(_REGION_BYTES, populate=True)
         self.counter = self.engine.imm_counter(_IMM)
         self.pool = self.engine.submit_recvs(_MESSAGES_HELD, MESSAGE_BYTES)
@@ -33,7 +34,7 @@ class Side:
 
     def ping(self) -> None:
         """One small write with the immediate."""
-        self.engine.submit_write(self.region, self.partner, _WORD_BYTES, imm=_IMM)
+        self.engine.submit_write(self.region, self.partner, WORD_BYTES, imm=_IMM)
 
     def close(self) -> None:
         """Closes everything."""

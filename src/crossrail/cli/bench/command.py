@@ -28,7 +28,7 @@ _QUICK_RUNS = 3
 def all_measures(transport: str) -> list[Measure]:
     """In the order of the table: those that say something about this transport."""
     if transport == "tcp":
-        return [*tcp_copies.measures(), *tcp_small.measures(), *tcp_tls.measures()]
+        return [*tcp_copies.measures(), *tcp_small.measures(), *api.tcp_measures(), *tcp_tls.measures()]
     if transport != "shm":
         return rdma.measures(transport)
     return [

@@ -186,9 +186,9 @@ class Peer:
 
     # --- the Python API ---
 
-    def open_side(self) -> list[str]:
+    def open_side(self, **options: Any) -> list[str]:
         """An engine with a landing place and a receive pool. Returns [address, descriptor]."""
-        self._side = api_loops.Side("bench-peer")
+        self._side = api_loops.Side("bench-peer", **options)
         return [self._side.engine.address.to_bytes().hex(), self._side.region.descriptor.to_bytes().hex()]
 
     def side(self) -> api_loops.Side:
