@@ -234,6 +234,7 @@ class EngineCore final : public Sink, public Actor {
   uint32_t post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, uint64_t bytes, Transfer* transfer);
   RemoteKey* key_of(Peer& peer, RemoteRegion& region);
   void close_item(Transfer* transfer);
+  void fail_item(const PostItem& item, Status status, const Peer& peer, const std::string& detail);
   void note_kept(TransferWork& work);
   bool is_partly_counted(TransferWork& work);
   void go_on(Transfer* transfer);

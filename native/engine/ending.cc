@@ -98,6 +98,14 @@ void EngineCore::go_on(Transfer* transfer) {
 
 void EngineCore::close_item(Transfer* transfer) { --transfer->work_->open_items; }
 
+// What is left of the item will not be posted.
+void EngineCore::fail_item(const PostItem& item, Status status, const Peer& peer, const std::string& detail) {
+  TransferWork& work = *item.transfer->work_;
+  if (work.kind == OpKind::kScatter) work.targets[item.target].is_broken = true;
+  fail(item.transfer, status, peer, detail);
+  close_item(item.transfer);
+}
+
 // Notes the first failure. The transfer completes once nothing of it is under way any more.
 void EngineCore::fail(Transfer* transfer, Status status, const Peer& peer, const std::string& detail) {
   TransferWork& work = *transfer->work_;
@@ -114,9 +122,9 @@ void EngineCore::finish_if_done(Transfer* transfer) {
   if (work.has_plan && work.verify->open > 0) return;
   // Targets of a scatter are each for itself: those of a peer that is well are counted, whatever became of others.
   const bool may_be_right = work.failure == Status::kDone || work.kind == OpKind::kScatter;
-  if (may_be_right && !work.cut_short && work.has_plan && !work.verify->is_asked && !work.verify->checks.empty()) {
-    verifications_.ask(transfer);
-  } else if (work.failure != Status::kDone) {
+  if (may_be_right && !work.cut_short && work.has_plan && !work.verify->is_asked && verifications_.ask(transfer))
+    return;
+  if (work.failure != Status::kDone) {
     finish(transfer, work.failure);
   } else if (!work.cut_short) {
     finish(transfer, Status::kDone);
@@ -170,8 +178,7 @@ void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& det
     std::deque<PostItem> items;
     items.swap(*backlog);
     for (const PostItem& item : items) {
-      fail(item.transfer, status, peer, detail);
-      close_item(item.transfer);
+      fail_item(item, status, peer, detail);
       finish_if_done(item.transfer);
     }
   }

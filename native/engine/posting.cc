@@ -54,12 +54,11 @@ void EngineCore::start(Transfer* transfer) {
 // Posts at once what nothing else is queued before; queues the rest.
 void EngineCore::start_item(Peer& peer, Transfer* transfer, uint32_t target) {
   if (peer.link_ == nullptr) start_connect(peer);
+  const PostItem item{transfer, target};
   if (peer.state() == PeerState::kLost) {
-    fail(transfer, Status::kPeerLost, peer, peer.work_->note);
-    close_item(transfer);
+    fail_item(item, Status::kPeerLost, peer, peer.work_->note);
     return;
   }
-  const PostItem item{transfer, target};
   PeerWork& waiting = *peer.work_;
   const OpKind kind = transfer->work_->kind;
   auto& backlog = kind == OpKind::kSend      ? waiting.messages

@@ -23,8 +23,9 @@ struct ScatterTarget {
   uint64_t dst_offset = 0;
   uint64_t length_bytes = 0;
   uint64_t posted_bytes = 0;
-  // Of one that is cut where rails have no order: slices posted and not retired; and whether one of them failed.
+  // Of one that is verified, or cut where rails have no order: slices posted and not retired.
   uint32_t slices_open = 0;
+  // One of those failed, or none could be posted: its bytes are not all there.
   bool is_broken = false;
 
   // What a recycled one has to forget.

@@ -78,16 +78,20 @@ void make_verify_plan(TransferWork& work) {
 
 // --- of our own transfers ---
 
-void Verifications::ask(Transfer* transfer) {
+bool Verifications::ask(Transfer* transfer) {
   TransferWork& work = EngineCore::work_of(*transfer);
   VerifyPlan& plan = *work.verify;
   plan.is_asked = true;
-  plan.open = static_cast<uint32_t>(plan.checks.size());
   for (const VerifyPlan::Check& check : plan.checks) {
-    Peer* const peer = work.kind == OpKind::kScatter ? work.targets[check.target].peer : &work.peer();
+    const bool scatters = work.kind == OpKind::kScatter;
+    // Its memory is not what was sent because nothing came, which would look as if bytes had changed on their way.
+    if (scatters && work.targets[check.target].is_broken) continue;
+    Peer* const peer = scatters ? work.targets[check.target].peer : &work.peer();
     open_[next_token_] = {.transfer = transfer, .peer = peer, .check = check};
     unsent_.push_back(next_token_++);
+    ++plan.open;
   }
+  return plan.open > 0;
 }
 
 Question Verifications::question_of(const Open& open, uint64_t token) {

@@ -50,8 +50,9 @@ class Verifications {
   explicit Verifications(EngineCore* core) : core_(core) {}
 
   // --- of our own transfers ---
-  // Everything of it is in place: asks, at the next work(); now, a transport may be in the middle of telling us.
-  void ask(Transfer* transfer);
+  // Everything of it that did not fail is in place: asks about that, at the next work(); now, a transport may be in the
+  // middle of telling us. False: there is nothing to ask.
+  bool ask(Transfer* transfer);
   // A question did not reach the peer.
   void on_unsent(uint64_t token, Status status, const std::string& detail);
   void on_verdict(const Address& sender, const Verdict& verdict);

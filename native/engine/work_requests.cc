@@ -272,7 +272,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
   const auto index = static_cast<uint32_t>(&target - work.targets.data());
   const uint32_t rail = rail_for(peer, work, index);
   RemoteKey* key = target.dst ? key_of(peer, *target.dst) : nullptr;
-  const bool counts_slices = !traits.fifo_rails && target.length_bytes > traits.slice_bytes_max;
+  const bool counts_slices = work.has_plan || (!traits.fifo_rails && target.length_bytes > traits.slice_bytes_max);
   uint64_t turn_bytes = 0;
   do {
     if (target.is_broken) return Progress::kAllPosted;  // an immediate would count what is not there

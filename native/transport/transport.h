@@ -105,8 +105,8 @@ struct Traits {
 // What a transport tells the engine, from inside post() and poll(), on the progress holder.
 class Sink {
  public:
-  // `count` work requests with this context and tag, `bytes` in all, will not be touched any more. tag: 0 for all of them
-  // where Traits::fifo_rails. detail: may be empty.
+  // `count` work requests with this context and tag, `bytes` in all, will not be touched any more. detail: may be
+  // empty.
   virtual void on_retired(Link& link, void* context, uint32_t tag, uint32_t count, uint64_t bytes, Status status,
                           const std::string& detail) = 0;
   // One work request was taken back (withdraw) and is retired so: its immediate is not counted and never will be, of its

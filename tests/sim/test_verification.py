@@ -55,6 +55,45 @@ def test_a_peer_that_stands_still_answers_when_it_moves() -> None:
         assert two.owner.imm_counter(1).poll() == 0
 
 
+@pytest.mark.parametrize("nbytes", [1000, NBYTES // 2])
+def test_nobody_is_asked_about_the_target_of_a_scatter_that_got_nothing(nbytes: int) -> None:
+    """Its memory is as it was, which is no byte that changed on its way: nothing is said of checksums."""
+    with sim.World(seed=7) as world:
+        two = Two(world)
+        other_host = world.host("other", nic="2xplain")
+        other = other_host.engine(peer_timeout_s=3.0)
+        elsewhere = other.register(np.zeros(NBYTES, np.uint8))
+        events: list[str] = []
+        for engine in (two.owner, other):
+            engine.on_event(lambda event: events.append(event.kind))
+            two.writer.connect(engine.address)
+        landing = two.writer.register(np.zeros(NBYTES, np.uint8))
+        world.partition(two.hosts[:1], two.hosts[1:])
+        lost = two.write()
+        world.run(2.0)
+        world.partition(two.hosts[:1], [other_host], for_s=2.5)
+        scatter = two.writer.submit_scatter(
+            two.source, [two.target.descriptor, elsewhere.descriptor], lengths=nbytes,
+            src_offsets=0, dst_offsets=0, imm=1, verify=True,
+        )  # fmt: skip
+        with pytest.raises(xr.PeerLost):
+            lost.wait(60)
+        world.heal(two.hosts[:1], two.hosts[1:])
+        # The owner meets the writer anew and asks it something: who has to answer it knows it again.
+        with pytest.raises(xr.PeerLost):
+            two.owner.submit_write(two.target, landing.descriptor).wait(60)
+        two.owner.forget_peer(two.writer.address)
+        two.owner.submit_write(two.target, landing.descriptor, imm=2, verify=True).wait(60)
+        assert scatter.status == "pending", "the other target has nothing yet"
+        with pytest.raises(xr.PeerLost):
+            scatter.wait(60)
+        world.run(5.0)
+
+        assert not two.target.array().any(), "nothing had reached it"
+        assert (two.owner.imm_counter(1).poll(), other.imm_counter(1).poll()) == (0, 1)
+        assert "checksum-mismatch" not in events
+
+
 @pytest.mark.parametrize("moment_us", [0, 1, 2])
 def test_who_was_forgotten_in_the_midst_of_a_scatter_is_met_anew_once(moment_us: int) -> None:
     """What is left of the scatter must not make a link of its own beside that of the next operation."""

@@ -193,7 +193,7 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   Import& import = *static_cast<ShmKey*>(request.remote)->import;
   if (import.state == Import::State::kPending) return false;
   const auto refuse = [&](Status status, const std::string& text) {
-    sink_->on_retired(link, request.context, 0, 1, 0, status, text);
+    sink_->on_retired(link, request.context, request.tag, 1, 0, status, text);
     return true;
   };
   const auto refuse_gone = [&] {

@@ -198,7 +198,7 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
       continue;
     }
     if (!slot.is_gpu) link.staged_bytes += slot.bytes;
-    sink_->on_retired(link, slot.context, 0, slot.retires, slot.bytes, outcome,
+    sink_->on_retired(link, slot.context, slot.tag, slot.retires, slot.bytes, outcome,
                       outcome == Status::kDone ? ""
                       : slot.failed            ? "the source could not be copied: " + copier_.trouble()
                                                : "refused by the target");
@@ -230,7 +230,7 @@ uint32_t ShmTransport::take_responses(Outgoing& link) {
       if (--read.chunks_open == 0 && read.all_requested) {
         --link.outstanding;
         --link.reads_open;
-        sink_->on_retired(link, read.context, 0, 1, read.status == Status::kDone ? read.bytes : 0, read.status,
+        sink_->on_retired(link, read.context, read.tag, 1, read.status == Status::kDone ? read.bytes : 0, read.status,
                           read.status == Status::kDone ? "" : "refused by the target, or not to be copied");
         delete &read;
       }

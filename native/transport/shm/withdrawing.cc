@@ -143,7 +143,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
         if (slot.cut) {
           report_withdrawn(link, slot.context, slot.tag, slot.retires, slot.bytes);
         } else {
-          sink_->on_retired(link, slot.context, 0, slot.retires, 0, status, detail);
+          sink_->on_retired(link, slot.context, slot.tag, slot.retires, 0, status, detail);
         }
       }
     }
@@ -151,11 +151,11 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
       const RailQueue::Pending pending = rail.pending.front();
       rail.pending.pop_front();
       if (pending.read == nullptr) {
-        sink_->on_retired(link, pending.request.context, 0, 1, 0, status, detail);
+        sink_->on_retired(link, pending.request.context, pending.request.tag, 1, 0, status, detail);
       } else {
         pending.read->all_requested = true;  // ends below, with its chunks
         if (pending.read->chunks_open == 0) {
-          sink_->on_retired(link, pending.read->context, 0, 1, 0, status, detail);
+          sink_->on_retired(link, pending.read->context, pending.read->tag, 1, 0, status, detail);
           delete pending.read;
         }
       }
@@ -169,7 +169,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
     if (chunk.read == nullptr) continue;
     StagedRead& read = *std::exchange(chunk.read, nullptr);
     if (--read.chunks_open > 0) continue;
-    sink_->on_retired(link, read.context, 0, 1, 0, status, detail);
+    sink_->on_retired(link, read.context, read.tag, 1, 0, status, detail);
     delete &read;
   }
   for (auto& [region_id, import] : link.imports) {
