@@ -90,12 +90,17 @@ def exposure_of_key(key: str | os.PathLike[str]) -> str:
         mode = stat.S_IMODE(Path(path).stat().st_mode)
     except OSError:
         return ""
-    others = [who for who, bits in (("its group", 0o060), ("everybody", 0o006)) if mode & bits]
+    others = open_to(mode)
     if not others or path in _exposed_keys:
         return ""
     _exposed_keys.add(path)
-    seen = f"tls.key = {str(key)!r} is open to {others[-1]} (mode {mode:04o})"
+    seen = f"tls.key = {str(key)!r} is open to {others} (mode {mode:04o})"
     return f"{seen}: who has it can pose as this engine; chmod 600 {shlex.quote(path)}"
+
+
+def open_to(mode: int) -> str:
+    """Who but its owner may read or write a file of this mode; "": nobody."""
+    return "everybody" if mode & 0o006 else "its group" if mode & 0o060 else ""
 
 
 def _path(name: str, path: object) -> str:

@@ -3,6 +3,7 @@
 A change is a verb and its arguments, separated by blanks:
 
 write PATH TEXT      remove PATH...       virtual NETDEV...    nic NETDEV KEY=VALUE... (a wired one more)
+mode PATH OCTAL
 pci ADDRESS VENDOR:DEVICE CLASS [DRIVER]  bridge [acs=BITS]    soft-roce DEVICE NETDEV   proprietary-gpu NUMBER
 library NAME [version=TUPLE | devices=TUPLE] (opens)           broken NAME ERROR         forget NAME
 transport NAME STATE [GB_PER_S] (of the selftest)              unloadable ERROR          stale VERSION INSTALLED
@@ -204,6 +205,7 @@ def set_attribute(tree: Tree, host: FakeHost, rest: str) -> None:
 
 VERBS: dict[str, Callable[[Tree, FakeHost, str], object]] = {
     "write": write,
+    "mode": lambda tree, host, rest: tree.path(rest.split()[0]).chmod(int(rest.split()[1], 8)),
     "remove": remove,
     "virtual": virtual,
     "nic": nic,

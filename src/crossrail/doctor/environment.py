@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from crossrail.doctor.finding import Finding, Fix, error, note, ok, warning
 from crossrail.doctor.host import Host
 from crossrail.doctor.remedies import listing
+from crossrail.tls import open_to
 
 _FOREIGN = ("NCCL_", "UCX_", "NIXL_", "MC_", "NVSHMEM_", "UCCL_", "OFI_NCCL_", "RDMAV_", "IBV_", "MLX5_")
 _INTERPOSERS = ("libvma", "libxlio", "librspreload", "libsdp", "libeatmydata", "libfaketime", "libnss_wrapper")
@@ -128,6 +130,20 @@ def tls(host: Host) -> Iterator[Finding]:
         yield error(check, f"{listing(lost)} is not there", seen, "no tcp engine opens")
     else:
         yield ok(check, "tcp is under TLS: its certificate, key and CA are there", seen)
+        yield from _tls_key(host, files["CROSSRAIL_TLS_KEY"])
+
+
+def _tls_key(host: Host, path: str) -> Iterator[Finding]:
+    mode = host.mode(path)
+    if mode is None or not (others := open_to(mode)):
+        return
+    yield warning(
+        "environment.tls-key",
+        f"CROSSRAIL_TLS_KEY={path} is open to {others}",
+        f"mode {mode:04o}",
+        "who has the key can pose as this host's engines",
+        Fix(f"chmod 600 {shlex.quote(path)}"),
+    )
 
 
 def fork_safety(host: Host) -> Iterator[Finding]:

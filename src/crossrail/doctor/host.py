@@ -12,6 +12,7 @@ import platform
 import re
 import resource
 import site
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -92,6 +93,13 @@ class Host:
             return self.path(path).exists()
         except OSError:
             return False
+
+    def mode(self, path: str) -> int | None:
+        """The bits that say who may read, write and execute it; None: it is not there."""
+        try:
+            return stat.S_IMODE(self.path(path).stat().st_mode)
+        except OSError:
+            return None
 
     def target_name(self, path: str) -> str:
         """The name of what a symbolic link leads to: for "driver" and "device" of sysfs. Empty for what is no link."""
