@@ -52,6 +52,7 @@ def test_the_cpu_is_refused(gpu: FakeGpu, open_engine: EngineFactory) -> None:
             look()
 
 
+@pytest.mark.no_sanitizer  # which reports the end of a process that is meant to end
 def test_touching_it_by_the_cpu_ends_the_process() -> None:
     """What the other tests rest on."""
     program = "import ctypes; from tests.support.fake_gpu import FakeGpu; m = FakeGpu().allocate(1); "
