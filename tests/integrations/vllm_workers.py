@@ -17,6 +17,7 @@ from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Chunk, Load, Offer, Orders, Wanted
 from crossrail.integrations.vllm.worker import WorkerSide
 from crossrail.kv import KvLayout
+from tests.support.gpu_stream import Stream
 from tests.support.limits import WAIT_S
 
 SECRET = b"of the tests"
@@ -44,15 +45,23 @@ class Results:
 
 
 class Side:
-    """An instance with all its workers in this process."""
+    """An instance with all its workers in this process. stream: its model runs on a GPU, whose kernels are there."""
 
-    def __init__(self, name: str, tp: int = 1, options: VllmOptions = PATIENT, **changes: Any) -> None:
+    def __init__(
+        self, name: str, tp: int = 1, options: VllmOptions = PATIENT, stream: Stream | None = None, **changes: Any
+    ) -> None:
         self.layout = KvLayout(**MODEL | {"pages": 16, "page_tokens": PAGE, "tp": tp} | changes)
-        self.caches = [np.full(self.layout.rank_bytes, 0xAB, np.uint8) for _ in range(tp)]
+        self.stream = stream
+        given: list[Any] = []
+        self.caches: list[npt.NDArray[np.uint8]] = []  # as kernels see them
+        for _ in range(tp):
+            cache = np.full(self.layout.rank_bytes, 0xAB, np.uint8)
+            given.append(cache if stream is None else stream.gpu.array(cache))
+            self.caches.append(cache if stream is None else given[-1].bytes)
         self.workers = [WorkerSide(f"{name}-{rank}", rank, options, SECRET) for rank in range(tp)]
         described = [
-            worker.open(self.layout, [cache], {"packing": "of tests"}, NAMES)
-            for worker, cache in zip(self.workers, self.caches, strict=True)
+            worker.open(self.layout, [cache], {"packing": "of tests"}, NAMES, stream.record if stream else None)
+            for worker, cache in zip(self.workers, given, strict=True)
         ]
         self.instance = Instance(name, described)
         self.results = [Results() for _ in range(tp)]
@@ -80,7 +89,7 @@ class Side:
         for layer, name in enumerate(NAMES):
             for rank, worker in enumerate(self.workers):
                 for request, (pages, blocks) in (computed or {}).items():
-                    self._fill(rank, layer, request, pages, blocks)
+                    self.launch(self._fill, rank, layer, request, pages, blocks)
                 worker.layer_saved(name)
             if layer == 0:
                 between()
@@ -93,6 +102,13 @@ class Side:
             results.sent += sent
             results.received += received
             results.invalid |= worker.take_invalid()
+
+    def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
+        """Of the model: on a host it is done when this returns."""
+        if self.stream is None:
+            kernel(*arguments)
+        else:
+            self.stream.launch(kernel, *arguments)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Steps that compute nothing."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import crossrail as xr
 from crossrail.kv import KvLayout, KvReceiver, KvSender, KvTarget, PagePool, PageState, RankMemory, Reception, SendJob
 from tests.kv.worlds import bits, fill, rows, whole_kv
+from tests.support.fake_gpu import FakeGpu, GpuMemory
 from tests.support.limits import WAIT_S
 
 CANARY = 0xAB
@@ -24,15 +25,39 @@ def kv_of(layout: KvLayout, request: str, tokens: int) -> npt.NDArray[Any]:
     return whole_kv(layout, tokens, seed=sum(request.encode()))
 
 
-class Prefiller:
+class Instance:
+    """What both have: memory of each rank, of its engine's own or of a GPU."""
+
+    def __init__(self, layout: KvLayout, engines: Sequence[xr.Engine], gpu: FakeGpu | None) -> None:
+        self.layout = layout
+        self.ranks: list[RankMemory] = []
+        self._on_gpu: list[GpuMemory] = []
+        for rank in range(layout.tp):
+            engine = engines[rank % len(engines)]
+            if gpu is None:
+                self.ranks.append(RankMemory.alloc(engine, layout))
+            else:
+                self._on_gpu.append(gpu.allocate(layout.rank_bytes, rank % 2))
+                self.ranks.append(RankMemory.register(engine, layout, [self._on_gpu[rank]]))
+
+    def layer(self, rank: int, layer: int) -> npt.NDArray[Any]:
+        """As the model sees it."""
+        if not self._on_gpu:
+            return self.ranks[rank].layer(layer)
+        seen = self._on_gpu[rank].bytes[layer * self.layout.layer_bytes :][: self.layout.layer_bytes]
+        return self.layout.layer_view(seen)
+
+
+class Prefiller(Instance):
     """engines: one for all ranks, or one a rank."""
 
-    def __init__(self, layout: KvLayout, engines: Sequence[xr.Engine], seed: int = 1) -> None:
-        self.layout = layout
+    def __init__(
+        self, layout: KvLayout, engines: Sequence[xr.Engine], seed: int = 1, gpu: FakeGpu | None = None
+    ) -> None:
+        super().__init__(layout, engines, gpu)
         self.engines = engines
-        self.ranks = {rank: RankMemory.alloc(engines[rank % len(engines)], layout) for rank in range(layout.tp)}
         self.pool = PagePool(layout.pages, layout.page_tokens)
-        self.sender = KvSender(layout, self.ranks)
+        self.sender = KvSender(layout, dict(enumerate(self.ranks)))
         self.model = asyncio.Lock()
         self.tail = engines[0].alloc(TAIL_BYTES)
         self.tail.array()[:] = np.arange(TAIL_BYTES) + seed
@@ -54,13 +79,13 @@ class Prefiller:
     def compute(self, job: SendJob, layer: int) -> None:
         """One layer of all tokens of a request: who sends too early sends the canary."""
         kv = self.kv_of(job.request, job.target.tokens)
-        for rank, memory in self.ranks.items():
-            fill(self.layout, rank, layer, memory.layer(layer), job.lease.pages, kv)
+        for rank in range(self.layout.tp):
+            fill(self.layout, rank, layer, self.layer(rank, layer), job.lease.pages, kv)
 
     def poison(self, job: SendJob) -> None:
-        for memory in self.ranks.values():
+        for rank in range(self.layout.tp):
             for layer in range(self.layout.layers):
-                memory.layer(layer)[:, job.lease.pages] = np.array(CANARY).astype(self.layout.storage)
+                self.layer(rank, layer)[:, job.lease.pages] = np.array(CANARY).astype(self.layout.storage)
 
     async def step(self, chunks: Iterable[tuple[SendJob, int]]) -> None:
         """A forward pass over these chunks, layer by layer; one at a time, as a model does it."""
@@ -85,16 +110,24 @@ class Prefiller:
         job.lease.release()
 
 
-class Decoder:
-    def __init__(self, layout: KvLayout, engines: Sequence[xr.Engine], *, tail: bool = False, slots: int = 64) -> None:
-        self.layout = layout
-        self.ranks = [RankMemory.alloc(engines[rank % len(engines)], layout) for rank in range(layout.tp)]
+class Decoder(Instance):
+    def __init__(
+        self,
+        layout: KvLayout,
+        engines: Sequence[xr.Engine],
+        *,
+        tail: bool = False,
+        slots: int = 64,
+        gpu: FakeGpu | None = None,
+    ) -> None:
+        super().__init__(layout, engines, gpu)
         self.pool = PagePool(layout.pages, layout.page_tokens)
         self.receiver = KvReceiver(
             layout, self.ranks, self.pool, tail_bytes=TAIL_BYTES if tail else 0, tail_slots=slots
         )
-        for memory in self.ranks:
-            memory.regions[0].array()[:] = CANARY
+        for rank in range(self.layout.tp):
+            for layer in range(layout.layers):
+                self.layer(rank, layer)[:] = np.full(layout.storage.itemsize, CANARY, np.uint8).view(layout.storage)
 
     def reserve(self, request: str, tokens: int, **options: Any) -> Reception:
         return self.receiver.reserve(request, tokens, **options)
@@ -104,9 +137,12 @@ class Decoder:
         tokens = range(reception.prefix_tokens, reception.tokens)
         return [
             np.stack(
-                [rows(self.layout, memory.layer(i), reception.lease.pages, tokens) for i in range(self.layout.layers)]
+                [
+                    rows(self.layout, self.layer(rank, i), reception.lease.pages, tokens)
+                    for i in range(self.layout.layers)
+                ]
             )
-            for memory in self.ranks
+            for rank in range(self.layout.tp)
         ]
 
     def assert_holds(self, reception: Reception, kv: npt.NDArray[Any]) -> None:
@@ -117,9 +153,9 @@ class Decoder:
             assert (bits(got) == bits(expected)).all(), f"rank {rank} of {reception.request!r}"
 
     def assert_untouched(self, pages: npt.NDArray[Any]) -> None:
-        for memory in self.ranks:
+        for rank in range(self.layout.tp):
             for layer in range(self.layout.layers):
-                assert (bits(memory.layer(layer)[:, pages]) == CANARY).all()
+                assert (bits(self.layer(rank, layer)[:, pages]) == CANARY).all()
 
 
 @asynccontextmanager

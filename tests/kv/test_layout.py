@@ -182,3 +182,13 @@ def test_planes_are_layers_of_their_own() -> None:
     assert planes.rank_bytes * 2 == KvLayout(**GQA).rank_bytes
     assert differences(planes, KvLayout(**GQA))[0].startswith("kind:")
     assert not differences(planes, replace(planes, tp=2, pages=3))
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_joint_rows_can_be_cut_by_tokens_and_heads(order: str) -> None:
+    """Unlike packed ones: V follows the K of its token, so page sizes and TP may differ."""
+    joint = KvLayout(**GQA | {"kind": "JOINT", "order": order})
+    assert joint.parts == 1 and joint.page_stride == joint.block_bytes
+    assert differences(joint, KvLayout(**GQA))[0].startswith("kind:")
+    assert differences(joint, replace(joint, kind="PACKED", order="HND"))[0].startswith("kind:")
+    assert not differences(joint, replace(joint, tp=2, pages=3, page_tokens=joint.page_tokens * 2, order="HND"))

@@ -83,8 +83,7 @@ async def test_ranks_in_processes_of_their_own_send_each_their_part(
     parts = [Prefiller(LAYOUT, [engine]) for engine in (engines[0], other)]
     for rank, part in enumerate(parts):
         await part.sender.close()
-        part.ranks = {rank: part.ranks[rank]}
-        part.sender = type(part.sender)(LAYOUT, part.ranks)
+        part.sender = type(part.sender)(LAYOUT, {rank: part.ranks[rank]})
     decoder = Decoder(LAYOUT, [engines[1]], tail=True)
     reception = decoder.reserve("request", 30)
     target = reception.dispatch(LAYOUT)
@@ -108,7 +107,7 @@ async def test_layers_in_memory_of_their_own(engines: tuple[xr.Engine, xr.Engine
             arrays = [np.zeros(LAYOUT.layer_bytes, np.uint8) for _ in range(LAYOUT.layers)]
             side.ranks[rank] = RankMemory.register(engine, LAYOUT, arrays)
     await prefiller.sender.close()
-    prefiller.sender = type(prefiller.sender)(LAYOUT, prefiller.ranks)
+    prefiller.sender = type(prefiller.sender)(LAYOUT, dict(enumerate(prefiller.ranks)))
     decoder.receiver = type(decoder.receiver)(LAYOUT, decoder.ranks, decoder.pool)
     async with closing(prefiller):
         await transfer(prefiller, decoder, "request", 50, [20, 50])

@@ -18,7 +18,7 @@ POWERS = (1, 2, 4, 8)
 @st.composite
 def layout_pairs(draw: st.DrawFn, *, page_tokens_max: int = 12) -> tuple[KvLayout, KvLayout]:
     """A prefiller's layout and a decoder's, of one model; everything that may differ does."""
-    kind = draw(st.sampled_from(["MHA", "GQA", "MLA", "PACKED"]))
+    kind = draw(st.sampled_from(["MHA", "GQA", "MLA", "PACKED", "JOINT"]))
     packed = {"page_tokens": draw(st.integers(1, page_tokens_max)), "order": "HND"} if kind == "PACKED" else {}
     model: dict[str, Any] = {
         "kind": kind,

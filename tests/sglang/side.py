@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
+from tests.support.fake_gpu import FakeGpu
 from tests.support.limits import WAIT_S, eventually
 
 SECRET = "of the tests"
@@ -40,7 +41,9 @@ def content(what: object) -> npt.NDArray[np.uint8]:
 
 
 class Side:
-    """rank of tp. mla: one latent, the same on all ranks. server_args: SGLang's. changes: to its KVArgs."""
+    """rank of tp. mla: one latent, the same on all ranks. gpu: where its KV is. server_args: SGLang's. changes: to its
+    KVArgs.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Side:
         rank: int = 0,
         tp: int = 1,
         mla: bool = False,
+        gpu: FakeGpu | None = None,
         parallel: dict[str, Any] | None = None,
         server_args: dict[str, Any] | None = None,
         **changes: Any,
@@ -59,9 +63,13 @@ class Side:
         self.mode, self.address, self.rank, self.tp, self.mla = mode, address, rank, tp, mla
         self.heads = 1 if mla else max(HEADS // tp, 1)
         self.first_head = 0 if mla else rank * HEADS // tp
-        self.planes = [
-            np.full((PAGES, PAGE, self.heads, ROW), EMPTY, np.uint8) for _ in range(LAYERS if mla else 2 * LAYERS)
-        ]
+        self.planes: list[npt.NDArray[np.uint8]] = []  # as the model sees them
+        self.addresses: list[int] = []
+        for _ in range(LAYERS if mla else 2 * LAYERS):
+            plane = np.full((PAGES, PAGE, self.heads, ROW), EMPTY, np.uint8)
+            on_gpu = gpu.array(plane) if gpu is not None else None
+            self.planes.append(plane if on_gpu is None else on_gpu.bytes.reshape(plane.shape))
+            self.addresses.append(plane.ctypes.data if on_gpu is None else on_gpu.address)
         self.aux = [np.full((AUX_ROWS, nbytes), EMPTY, np.uint8) for nbytes in AUX]
         where: dict[str, Any] = {
             "attn_tp_rank": rank,
@@ -89,7 +97,7 @@ class Side:
         from sglang.srt.disaggregation.base.conn import KVArgs
 
         args: Any = KVArgs()
-        args.kv_data_ptrs = [plane.ctypes.data for plane in self.planes]
+        args.kv_data_ptrs = self.addresses
         args.kv_data_lens = [plane.nbytes for plane in self.planes]
         args.kv_item_lens = [plane[0].nbytes for plane in self.planes]
         args.kv_layer_ids = list(range(LAYERS))

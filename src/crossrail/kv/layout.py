@@ -13,7 +13,7 @@ import numpy.typing as npt
 from crossrail.errors import UsageError
 from crossrail.kv.errors import LayoutMismatch
 
-Kind: TypeAlias = Literal["MHA", "GQA", "MLA", "PACKED", "PLANES"]
+Kind: TypeAlias = Literal["MHA", "GQA", "MLA", "PACKED", "PLANES", "JOINT"]
 Order: TypeAlias = Literal["HND", "NHD"]
 
 # The numpy type that holds one element; numpy knows neither bfloat16 nor the 8-bit floats, whose bits are kept.
@@ -35,6 +35,7 @@ _BOUNDS = {
     "head_dim": 1 << 16,
     "tp": 1024,
 }
+_LIKE_NO_OTHER = ("PACKED", "PLANES", "JOINT")  # kinds whose memory is of use to their own kind only
 _LAYER_BYTES_MAX = 1 << 50  # so that offsets stay inside what an engine takes
 
 
@@ -51,6 +52,7 @@ class KvLayout:
     K and V of a head together, page by page, in whatever form the attention kernel likes; head_dim counts both. Only
     whole heads of whole pages mean anything then: page_tokens must agree, and the form is the caller's to compare.
     "PLANES" keeps K and V of a layer in memory of their own, which count as two layers here: all K, then all V, say.
+    "JOINT" keeps a head's K and V of a token in one row, V right behind K; head_dim counts both.
 
     Memory of a rank, from the slowest index to the fastest, all contiguous:
       separate_kv      layers, K and V, pages, page
@@ -112,8 +114,8 @@ class KvLayout:
 
     @cached_property
     def parts(self) -> int:
-        """2: K and V; 1: the latent of MLA, K and V as the kernel packed them, or one of the two."""
-        return 1 if self.kind in ("MLA", "PACKED", "PLANES") else 2
+        """2: K and V; 1: the latent of MLA, K and V in one row or as the kernel packed them, or one of the two."""
+        return 1 if self.kind in ("MLA", *_LIKE_NO_OTHER) else 2
 
     @cached_property
     def row_bytes(self) -> int:
@@ -217,7 +219,7 @@ def differences(ours: KvLayout, theirs: KvLayout, sides: tuple[str, str] = ("our
     """
     names = ["layers", "kv_heads", "head_dim", "dtype"]
     packed = "PACKED" in (ours.kind, theirs.kind)
-    if packed or "PLANES" in (ours.kind, theirs.kind) or ours.parts != theirs.parts:
+    if not {ours.kind, theirs.kind}.isdisjoint(_LIKE_NO_OTHER) or ours.parts != theirs.parts:
         names.insert(0, "kind")
     if packed:
         names.append("page_tokens")

@@ -12,9 +12,23 @@ from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
 
 
+class _GpuBytes:
+    """What a region has on a GPU, to be registered once more. Keeps the region, and so what it was made of."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self._region.nbytes,), "typestr": "|u1", "data": (self._region.base, False), "version": 3}
+
+
 class RankMemory:
     """Where one rank keeps its KV: one region with all layers, or one region a layer. Immutable; any thread.
 
+    On a host or on a GPU; the two sides of a transfer need not be alike in this. No engine waits for a GPU's kernels:
+    what they write must be there before it is counted (KvSender), and what they do with pages must have ended before
+    these are given to a request (KvReceiver).
     Owner of the regions: whoever made them. They must stay open while requests run.
     """
 
@@ -44,7 +58,8 @@ class RankMemory:
 
     def registered_again(self) -> RankMemory:
         """The same memory by other regions, whose owner is the caller: who was given these does not have those."""
-        return RankMemory(self.engine, self.layout, [self.engine.register(region.view()) for region in self.regions])
+        buffers = [region.view() if region.device == "cpu" else _GpuBytes(region) for region in self.regions]
+        return RankMemory(self.engine, self.layout, [self.engine.register(buffer) for buffer in buffers])
 
     def place(self, layer: int) -> tuple[Region, int]:
         """The region that a layer is in, and the offset of its first byte."""
@@ -61,6 +76,11 @@ class RankMemory:
         """One layer's KV as an array of shape (parts, pages, rank_heads, page_tokens, head_dim) that shares it.
 
         Of dtype layout.storage. It keeps the memory alive. Peers may write to it: a page's lease says until when.
+        Of memory of a host: raises UsageError for a GPU's, which the CPU cannot look at.
         """
         region, offset = self.place(layer)
+        if region.device != "cpu":
+            raise UsageError(
+                f"layer {layer} is on {region.device}, where the CPU cannot look: use the tensor that was registered"
+            )
         return self.layout.layer_view(region.array()[offset : offset + self.layout.layer_bytes])

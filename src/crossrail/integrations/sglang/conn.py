@@ -31,6 +31,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.sglang.bootstrap import BootstrapServer
 from crossrail.integrations.sglang.decode import Pull
 from crossrail.integrations.sglang.manager import Manager, Place, PrefillInfo
+from crossrail.integrations.sglang.memory import is_gpu_address
 from crossrail.integrations.sglang.options import SglangOptions
 from crossrail.integrations.sglang.prefill import Room
 from crossrail.integrations.sglang.state import Poll, Progress
@@ -89,10 +90,11 @@ class CrossrailKVManager(BaseKVManager):
         mode = disaggregation_mode.value
         if mode not in ("prefill", "decode"):
             raise UsageError(f"disaggregation_mode={mode!r}: a transfer backend is for 'prefill' or 'decode'")
-        if mode == "prefill" and not getattr(server_args, "disable_overlap_schedule", True):
+        overlaps = not getattr(server_args, "disable_overlap_schedule", True)
+        if mode == "prefill" and overlaps and not is_gpu_address(next(iter(args.kv_data_ptrs), 0)):
             raise UsageError(
                 "--disable-overlap-schedule is missing: SGLang's overlapped prefill makes events of CUDA, and on a "
-                "CPU, where crossrail's backend runs so far, it ends at the first request"
+                "CPU it ends at the first request"
             )
         self.core = Manager(args, mode, place_of(mode), self.is_mla_backend)
         if mode == "prefill":
@@ -171,6 +173,9 @@ class CrossrailKVSender(_Failing, BaseKVSender):
         rows = None
         if self._sent == self._pages:
             rows = [] if self.aux_index is None else self.kv_mgr.core.aux.read(self.aux_index)
+        # On a GPU the pages are there by now. SGLang sends what a batch computed when it has the batch's results: when
+        # it overlaps it has waited for an event behind the forward pass (copy_done), else for the tokens, on the one
+        # stream there is. What it sends before, a prefix that an earlier batch may still compute, has an event.
         ready, self._early_send_wait_event = self._early_send_wait_event, None
         if self._begun_s is None:
             self._begun_s = time.perf_counter()

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crossrail.control.deadlines import set_in_time
+from crossrail.control.deadlines import in_time, set_in_time
 from crossrail.control.mailbox import NoAnswer
 from crossrail.errors import CrossrailError
 from crossrail.integrations.asking import Asker, Part
 from crossrail.integrations.instance import Instance, Worker, mismatch, rank_name
-from crossrail.integrations.sglang.memory import AuxRows
+from crossrail.integrations.sglang.memory import AuxRows, wait_for_kernels
 from crossrail.integrations.sglang.messages import Aux, Destination
 from crossrail.integrations.sglang.node import Node
 from crossrail.integrations.sglang.state import Poll, Progress
@@ -124,8 +124,24 @@ class Decoder:
         self._pulls.pop((self._name(pull), pull.attempt), None)
         pull.progress.end()
 
+    async def _quiet_gpu(self) -> None:
+        """Returns when kernels that were launched before do not touch the pages any more.
+
+        SGLang gives a request pages as soon as it knows that the one before has ended; when it overlaps, that one has a
+        forward pass still to run, into the same pages. SGLang's own kernels wait for it on their stream, NICs do not.
+        """
+        if self._node.device == "cpu":
+            return
+        try:
+            await in_time(asyncio.to_thread(wait_for_kernels, self._node.device), self._node.options.load_s)
+        except asyncio.TimeoutError:
+            raise PullFailed(f"kernels of {self._node.device} did not end in {self._node.options.load_s:g} s") from None
+        except RuntimeError as error:
+            raise PullFailed(f"the GPU failed: {error}") from None
+
     async def _fetch(self, pull: Pull, pages: npt.NDArray[np.uint32], prefix_tokens: int) -> None:
         """Returns when all is there; raises why it is not, with nothing that can land any more."""
+        await self._quiet_gpu()
         theirs = pull.instance.layout
         receiver = self._receiver_for(pull.instance)
         name, tokens = self._name(pull), len(pages) * self._node.pool.page_tokens

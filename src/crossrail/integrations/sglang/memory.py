@@ -1,7 +1,8 @@
 """What SGLang's KVArgs are to crossrail.kv: a layout, memory, the form that both sides must agree on, and rows of aux.
 
-A KVArgs is read, never kept. An MHA pool has buffers for K of each layer, then for V of each; an MLA pool one a layer.
-Each is [pages, page_size, heads, ...] without gaps: "NHD", and a layer of kind PLANES, or MLA.
+A KVArgs is read, never kept. KV is on the host or on an NVIDIA GPU, aux on the host. An MHA pool has buffers for K of
+each layer, then for V of each; an MLA pool one a layer. Each is [pages, page_size, heads, ...] without gaps: "NHD",
+and a layer of kind PLANES, or MLA.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from crossrail._buffers import memory_of
 from crossrail.errors import UsageError
 from crossrail.integrations.sglang.messages import AUX_BYTES_MAX, AUX_ROWS_MAX
 from crossrail.kv import KvLayout, LayoutMismatch
@@ -96,7 +98,7 @@ def read_pool(args: Any, *, is_mla: bool, tp: int) -> Pool:
         )
     pages = sizes[0] // items[0]
     buffers = [(address, pages * items[0]) for address in addresses]
-    refuse_device_memory("kv_data_ptrs", buffers)
+    is_on_gpu("kv_data_ptrs", buffers)
     form = {
         "backend": "sglang, MLA" if is_mla else "sglang, MHA",
         "cache dtype": str(getattr(args, "kv_cache_dtype_str", None)),
@@ -119,7 +121,11 @@ class AuxRows:
                 f"aux_item_lens: {len(self.sizes)} rows of {sum(self.sizes)} bytes, at most {AUX_ROWS_MAX} of "
                 f"{AUX_BYTES_MAX} in all go with a request"
             )
-        refuse_device_memory("aux_data_ptrs", [(address, nbytes) for address, nbytes, _ in self._places])
+        if is_on_gpu("aux_data_ptrs", [(address, nbytes) for address, nbytes, _ in self._places]):
+            raise UsageError(
+                "aux_data_ptrs are memory of a GPU: crossrail moves these rows by the CPU, unset "
+                "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
+            )
 
     def read(self, index: int) -> list[bytes]:
         """A copy of row `index` of each."""
@@ -139,8 +145,31 @@ class AuxRows:
         return int(address + index * item)
 
 
-def refuse_device_memory(name: str, buffers: list[tuple[int, int]]) -> None:
-    """Raises UsageError for addresses that this process cannot read and write: those of a GPU, for one."""
+def is_gpu_address(address: int) -> bool:
+    """Whether NVIDIA's driver says so."""
+    return address > 0 and memory_of((address, 1)).is_cuda
+
+
+def is_on_gpu(name: str, buffers: list[tuple[int, int]]) -> bool:
+    """Whether these are memory of a GPU, and not of the host. UsageError for any other, and for some of each."""
+    on_gpu = [is_gpu_address(address) for address, _ in buffers]
+    if all(on_gpu) and buffers:
+        return True
+    if any(on_gpu):
+        odd = on_gpu.index(not on_gpu[0])
+        raise UsageError(
+            f"{name}[{odd}]={buffers[odd][0]:#x} and {name}[0] are not both memory of a GPU: all must be, or none"
+        )
+    for i in _outside_the_host(buffers):
+        raise UsageError(
+            f"{name}[{i}]={buffers[i][0]:#x} is not memory of the host, nor of a GPU that NVIDIA's driver knows: "
+            "crossrail moves no other"
+        )
+    return False
+
+
+def _outside_the_host(buffers: list[tuple[int, int]]) -> list[int]:
+    """Those that this process cannot read and write, by their number."""
     ranges: list[tuple[int, int]] = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         where, access = line.split(maxsplit=2)[:2]
@@ -151,9 +180,15 @@ def refuse_device_memory(name: str, buffers: list[tuple[int, int]]) -> None:
             ranges[-1] = (ranges[-1][0], end)
         else:
             ranges.append((begin, end))
-    for i, (address, nbytes) in enumerate(buffers):
-        if not any(begin <= address and address + nbytes <= end for begin, end in ranges):
-            raise UsageError(
-                f"{name}[{i}]={address:#x} is not memory of the host: crossrail moves host memory so far, run SGLang "
-                "with --device cpu"
-            )
+    return [
+        i
+        for i, (address, nbytes) in enumerate(buffers)
+        if not any(begin <= address and address + nbytes <= end for begin, end in ranges)
+    ]
+
+
+def wait_for_kernels(device: str) -> None:
+    """Returns when all that this process has launched on that GPU so far has ended. Blocks. RuntimeError: it failed."""
+    import torch
+
+    torch.cuda.synchronize(device)

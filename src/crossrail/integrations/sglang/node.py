@@ -58,6 +58,7 @@ class Node:
             secret=secret,
         )
         self._regions = [self.engine.register(buffer) for buffer in pool.buffers]
+        self.device = self._regions[0].device  # "cpu", "cuda:0" ...
         self._is_open = True
         self._thread.start()
         self.wire, self.mailbox = self.call(self._begin())

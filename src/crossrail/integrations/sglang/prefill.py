@@ -192,7 +192,10 @@ class Prefiller:
     ) -> None:
         async with room.turn:
             if ready is not None:
-                await asyncio.to_thread(ready.synchronize)
+                try:
+                    await asyncio.to_thread(ready.synchronize)
+                except RuntimeError as error:
+                    self._fail(room, f"the GPU failed: {error}")
             if room.progress.error or room.progress.is_over:
                 return
             assert room.pages is not None

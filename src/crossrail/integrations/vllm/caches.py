@@ -12,6 +12,22 @@ from typing import Any, NamedTuple
 
 from crossrail.errors import UsageError
 from crossrail.kv import KvLayout
+from crossrail.kv.layout import Kind, Order
+
+# Of vLLM 0.32, whose caches are [blocks, heads, tokens, content] whatever the backend. CPU_ATTN has K of a head's block
+# transposed, in one way or another; these of GPUs split the content into K and, behind it, V; MLA's is the latent.
+PACKINGS: dict[str, Kind] = {
+    "CPU_ATTN": "PACKED",
+    "FLASH_ATTN": "JOINT",
+    "FLASHINFER": "JOINT",
+    "FLEX_ATTENTION": "JOINT",
+    "TRITON_ATTN": "JOINT",
+    "CUTLASS_MLA": "MLA",
+    "FLASHINFER_MLA": "MLA",
+    "FLASHMLA": "MLA",
+    "FLASH_ATTN_MLA": "MLA",
+    "TRITON_MLA": "MLA",
+}
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
@@ -24,30 +40,30 @@ class Caches(NamedTuple):
     layers: list[str]
 
 
-def read_caches(tensors: Mapping[str, Any], *, kv_heads: int, tp: int) -> Caches:
+def read_caches(tensors: Mapping[str, Any], *, kv_heads: int, tp: int, kind: Kind = "PACKED") -> Caches:
     """The KV caches of one rank, as vLLM registers them: by layer name, in the model's order.
 
-    Each must be a CPU tensor [blocks, heads of this rank, block_size, K and V] without gaps, as CPU_ATTN keeps it:
-    inside a head of a block K is transposed, in one way or another. kv_heads: of the whole model.
+    Each is a tensor [blocks, heads of this rank, block_size, what a head keeps of a token], all on one device, without
+    gaps in memory: heads before tokens in a block (vLLM's layout LBHNC) or tokens before heads (LBNHC). kind: what the
+    last axis is, as PACKINGS has it; PACKED, which is that of CPU_ATTN, is heads before tokens. kv_heads: of the whole
+    model.
     Raises UsageError, which names the layer, for anything else.
     """
     if not tensors:
         raise UsageError("vLLM has no KV caches: there is nothing to transfer")
     first_name, first = next(iter(tensors.items()))
+    order = _order_of(first_name, first)
     for name, tensor in tensors.items():
-        if tensor.device.type != "cpu":
-            raise UsageError(f"the KV cache of {name} is on {tensor.device}: crossrail moves host memory so far")
-        if tensor.ndim != 4 or not tensor.is_contiguous():
+        if (tensor.shape, tensor.dtype, tensor.device, _order_of(name, tensor)) != (
+            first.shape, first.dtype, first.device, order
+        ):  # fmt: skip
             raise UsageError(
-                f"the KV cache of {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: only that of "
-                "CPU_ATTN is known, [blocks, heads, block_size, K and V] without gaps"
-            )
-        if tensor.shape != first.shape or tensor.dtype != first.dtype:
-            raise UsageError(
-                f"the KV caches of {first_name} and {name} differ, {tuple(first.shape)} {first.dtype} and "
-                f"{tuple(tensor.shape)} {tensor.dtype}: layers must be alike"
+                f"the KV caches of {first_name} and {name} differ, {_told(first)} and {_told(tensor)}: layers must be "
+                "alike, and on one device"
             )
     pages, rank_heads, page_tokens, head_dim = first.shape
+    if kind == "PACKED" and order != "HND":
+        raise UsageError(f"the KV cache of {first_name} is {_told(first)}: that of CPU_ATTN has heads before tokens")
     layout = KvLayout(
         layers=len(tensors),
         pages=pages,
@@ -55,7 +71,8 @@ def read_caches(tensors: Mapping[str, Any], *, kv_heads: int, tp: int) -> Caches
         kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=str(first.dtype),
-        kind="PACKED",
+        kind=kind,
+        order=order,
         tp=tp,
     )
     if layout.rank_heads != rank_heads:
@@ -72,10 +89,56 @@ def read_caches(tensors: Mapping[str, Any], *, kv_heads: int, tp: int) -> Caches
     return Caches(layout, buffers, list(tensors))
 
 
+def _order_of(name: str, tensor: Any) -> Order:
+    """How a layer's blocks lie in memory, by its strides. Raises UsageError for what KvLayout cannot say."""
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(f"the KV cache of {name} is on {tensor.device}: crossrail moves memory of hosts and CUDA GPUs")
+    if tensor.ndim == 4:
+        _, heads, tokens, content = tensor.shape
+        lies: dict[Order, tuple[int, ...]] = {
+            "HND": (heads * tokens * content, tokens * content, content, 1),
+            "NHD": (heads * tokens * content, content, heads * content, 1),
+        }
+        for order, strides in lies.items():
+            # An axis of one element may have any stride.
+            wanted = zip(tensor.shape, tensor.stride(), strides, strict=True)
+            if all(count == 1 or stride == right for count, stride, right in wanted):
+                return order
+    raise UsageError(
+        f"the KV cache of {name} is {_told(tensor)}: known is [blocks, heads, tokens, content] without gaps, in memory "
+        "with heads before tokens or tokens before heads; set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC"
+    )
+
+
+def _told(tensor: Any) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()} on {tensor.device}"
+
+
 def model_digest(config: Mapping[str, Any]) -> str:
     """Names a model's shape, not its weights: whoever gives both sides different weights gets what he asked for."""
     kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def kind_of(backend: str, spec: Any) -> Kind:
+    """What the last axis of a KV cache is. spec: vLLM's, of the cache.
+
+    Raises UsageError for attention backends, and forms of theirs, that are not known here.
+    """
+    if backend not in PACKINGS:
+        raise UsageError(
+            f"the attention backend is {backend}: understood are {', '.join(sorted(PACKINGS))}; choose one by "
+            "--attention-backend"
+        )
+    kind = PACKINGS[backend]
+    if kind == "JOINT" and getattr(spec, "num_head_slots", None) is not None:
+        raise UsageError(
+            f"{backend} keeps K and V of this KV cache apart, in {spec.num_head_slots} slots of a block, as for cache "
+            "dtype nvfp4: not understood so far"
+        )
+    if getattr(spec, "tokens_per_state", 1) != 1:
+        raise UsageError(f"{backend} keeps {spec.tokens_per_state} tokens in one state: not understood so far")
+    return kind
 
 
 def form_of(vllm_config: Any, spec: Any, layers: list[str]) -> dict[str, str]:
@@ -86,20 +149,28 @@ def form_of(vllm_config: Any, spec: Any, layers: list[str]) -> dict[str, str]:
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # it alone says how K is packed
 
     attention = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layers)
     backends = sorted({layer.get_attn_backend().get_name() for layer in attention.values()})
-    if backends != ["CPU_ATTN"]:
-        raise UsageError(
-            f"the attention backend is {' and '.join(backends)}: KV of CPU_ATTN alone is understood so far"
-        )
+    if len(backends) != 1:
+        raise UsageError(f"the layers have attention backends {' and '.join(backends)}: one for all is understood")
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    isa = _get_attn_isa(model.dtype, spec.block_size, spec.head_size, cache.cache_dtype)  # asked as the backend asks
     return {
         "attention": backends[0],
-        "packing": isa,
+        "packing": _packing_of(kind_of(backends[0], spec), vllm_config, spec),
         "cache dtype": str(cache.cache_dtype),
         "model": model_digest(model.hf_text_config.to_dict()),
         "layer names": hashlib.sha256("\n".join(layers).encode()).hexdigest()[:16],
     }
+
+
+def _packing_of(kind: Kind, vllm_config: Any, spec: Any) -> str:
+    if kind == "MLA":
+        return f"a latent of {spec.head_size}"
+    if kind == "JOINT":
+        return f"rows of K {spec.head_size} and V {getattr(spec, 'head_size_v', spec.head_size)}"
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # it alone says how K is packed
+
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    isa: str = _get_attn_isa(model.dtype, spec.block_size, spec.head_size, cache.cache_dtype)  # as the backend asks
+    return isa

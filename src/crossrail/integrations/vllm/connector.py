@@ -21,7 +21,8 @@ from crossrail.errors import UsageError
 from crossrail.integrations.instance import Instance, Worker
 from crossrail.integrations.log_lines import log_as
 from crossrail.integrations.vllm import stats
-from crossrail.integrations.vllm.caches import form_of, read_caches
+from crossrail.integrations.vllm.caches import form_of, kind_of, read_caches
+from crossrail.integrations.vllm.kernels import record_on
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Orders
 from crossrail.integrations.vllm.scheduler import SchedulerSide
@@ -125,19 +126,24 @@ class CrossrailConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._vllm_config
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        form = form_of(config, spec, list(kv_caches))
+        kind = kind_of(form["attention"], spec)
         caches = read_caches(
             kv_caches,
-            kv_heads=config.model_config.get_total_num_kv_heads(),
+            kv_heads=1 if kind == "MLA" else config.model_config.get_total_num_kv_heads(),
             tp=config.parallel_config.tensor_parallel_size,
+            kind=kind,
         )
-        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         if spec.block_size != caches.layout.page_tokens:
             raise UsageError(
                 f"vLLM counts in blocks of {spec.block_size} tokens, its kernel in {caches.layout.page_tokens}: set "
                 "block_size to what the kernel has"
             )
         self._kv_caches = kv_caches  # they stay as long as we read and write them
-        self._on_worker.open(caches.layout, caches.buffers, form_of(config, spec, caches.layers), caches.layers)
+        device = next(iter(kv_caches.values())).device
+        record = record_on(device) if device.type == "cuda" else None
+        self._on_worker.open(caches.layout, caches.buffers, form, caches.layers, record)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return CrossrailHandshake(self._on_worker.description)
@@ -238,6 +244,9 @@ def _check_parallelism(parallel: Any) -> None:
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             raise UsageError(f"{name}={getattr(parallel, name)}: CrossrailConnector knows tensor parallelism only")
+    if getattr(parallel, "use_ubatching", False):
+        # Each of its halves reports each layer, from a stream of its own.
+        raise UsageError("enable_dbo: CrossrailConnector knows steps of one batch only")
 
 
 def _write_whole(path: Path, text: str) -> None:

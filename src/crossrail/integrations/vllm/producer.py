@@ -14,7 +14,6 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,18 +76,24 @@ class _Offer:
     asks: dict[Key, _Ask] = field(default_factory=dict)
 
 
-class LiveStep(NamedTuple):
-    """A forward pass whose layers are sent as they are computed. Any thread."""
+@dataclass
+class LiveStep:
+    """A forward pass whose layers are sent as they are computed. Any thread, one at a time, and one step after another:
+    the word that they add to is that of all steps.
+    """
 
     sender: KvSender
     step: Step
+    is_abandoned: bool = False
 
     def layers_done(self, layers: int) -> None:
-        """So many more are in the blocks."""
-        self.sender.layer_done(layers)
+        """So many more are in the blocks. Nothing once it was abandoned: the word counts for the next step then."""
+        if not self.is_abandoned:
+            self.sender.layer_done(layers)
 
     def abandon(self, reason: str) -> None:
         """The rest will not be: its transfers end."""
+        self.is_abandoned = True
         self.step.abandon(reason)
 
 

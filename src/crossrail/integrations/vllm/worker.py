@@ -2,6 +2,11 @@
 
 vLLM calls from its own thread, and must not wait: its calls become calls on the loop. They wait in two cases only:
 until a step that sends layer by layer is planned, and until writes out of preempted blocks have ended.
+
+On a GPU vLLM has launched its kernels when it calls, and they run later. What is said of a layer, or of a step, is then
+said to the loop when an event behind those kernels has completed; and blocks to load into are given to others when the
+kernels that were launched before vLLM handed them out have ended: the request that had them before may have ended with
+a step of it still to run.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import crossrail as xr
@@ -17,6 +23,7 @@ from crossrail.errors import CrossrailError
 from crossrail.integrations.instance import Worker, fingerprint
 from crossrail.integrations.vllm import stats
 from crossrail.integrations.vllm.consumer import Consumer, Loaded
+from crossrail.integrations.vllm.kernels import Event, Kernels
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.integrations.vllm.orders import Orders
 from crossrail.integrations.vllm.producer import LiveStep, Producer
@@ -50,7 +57,10 @@ class WorkerSide:
         self._orders = Orders()
         self._step: LiveStep | None = None
         self._saved: set[int] = set()
-        self._passed = 0  # layers of the step that the word has gone up for
+        self._passed = 0  # layers of the step that the word has gone up for, or will once their kernels have ended
+        self._sending: Kernels | None = None  # None: vLLM computes on the host, and what it says is done is done
+        self._loading: Kernels | None = None
+        self._mark: Event | str | None = None  # behind what was launched before this step
         self._changed = threading.Condition()  # guards what follows
         self._sent: set[str] = set()
         self._received: set[str] = set()
@@ -58,10 +68,18 @@ class WorkerSide:
         self._data = stats.empty()
         self._counted: dict[str, int] = {}  # of the counters of others, what is in _data already
 
-    def open(self, layout: KvLayout, buffers: Sequence[Any], form: dict[str, str], layers: Sequence[str]) -> Worker:
+    def open(
+        self,
+        layout: KvLayout,
+        buffers: Sequence[Any],
+        form: dict[str, str],
+        layers: Sequence[str],
+        record: Callable[[], Event] | None = None,
+    ) -> Worker:
         """Registers the KV caches and begins to listen. Returns what others must know of this rank.
 
-        buffers: as RankMemory.register takes them. layers: their names, in the order of the layout.
+        buffers: as RankMemory.register takes them. layers: their names, in the order of the layout. record: for caches
+        on a GPU: an event behind the kernels that vLLM's thread has launched so far.
         """
         options = self._options
         self._layers = {name: i for i, name in enumerate(layers)}
@@ -74,6 +92,8 @@ class WorkerSide:
             watcher_poll_us=options.watcher_poll_us,
         )
         self._memory = RankMemory.register(self._engine, layout, buffers)
+        if record is not None:
+            self._sending, self._loading = Kernels(record), Kernels(record)
         self._thread.start()
         self.description: Worker = self._call(self._begin(layout, form))
         log.info("rank %d: %s; fingerprint %s", self._rank, layout.describe(), fingerprint(self.description))
@@ -93,6 +113,9 @@ class WorkerSide:
         """Ends what is under way; nothing reads or writes the KV caches any more when it returns. Idempotent."""
         if self._engine is None:
             return
+        for kernels in (self._sending, self._loading):
+            if kernels is not None:
+                kernels.close(_JOIN_S)
         if self._thread.is_alive():
             try:
                 self._call(self._end(), timeout_s=_PATIENCE_S + self._options.silent_s)
@@ -115,6 +138,8 @@ class WorkerSide:
     def preempted(self, orders: Orders) -> None:
         """Before blocks of these requests are used for others: returns when nothing reads them."""
         if orders.preempted:
+            if self._sending is not None:
+                self._sending.drain(self._options.quiesce_s)
             self._call(self._producer.preempt(orders.preempted), timeout_s=_PATIENCE_S + self._options.quiesce_s)
 
     def begin_step(self, orders: Orders) -> None:
@@ -123,36 +148,43 @@ class WorkerSide:
         self._saved.clear()
         self._passed = 0
         self._step = None
+        if self._loading is not None:
+            self._mark = self._loading.mark() if orders.loads else None
         if orders.chunks or orders.offers or orders.finished or orders.dropped:
             self._step = self._call(_as_coroutine(lambda: self._producer.begin_step(orders)))
 
     def layer_saved(self, name: str) -> None:
-        """This layer's KV of this step is in the blocks. Returns at once."""
-        if self._step is None:
+        """This layer's KV of this step is in the blocks, or will be after the kernels so far. Returns at once."""
+        step = self._step
+        if step is None:
             return
         self._saved.add(self._layers[name])
         before = self._passed
         while self._passed in self._saved:
             self._passed += 1
-        if self._passed > before:
-            self._step.layers_done(self._passed - before)
+        if layers := self._passed - before:
+            self._after_kernels(lambda why: _count(step, layers, why))
 
     def start_loads(self) -> None:
         """What vLLM has given blocks for may be fetched now. Returns at once."""
         orders = self._orders
-        if orders.wanted or orders.loads or orders.releases or orders.cancels:
-            self._loop.call_soon_threadsafe(self._consumer.take, orders)
+        if not (orders.wanted or orders.loads or orders.releases or orders.cancels):
+            return
+        if self._loading is None:
+            self._take(orders)
+        else:  # all in vLLM's order, also what needs no kernels: who cancels a load must not come before it
+            self._loading.then(lambda why: self._take(_without_loads(orders, why)), self._mark)
 
     def end_step(self, failed: bool) -> None:
         """After the forward pass. failed: it raised, and nobody knows which layers are there."""
         orders, step, self._step = self._orders, self._step, None
         missing = len(self._layers) - self._passed
         if step is not None and failed:
-            step.abandon("the forward pass failed")
+            self._after_kernels(lambda _why: step.abandon("the forward pass failed"))
         elif step is not None and missing:  # layers that vLLM does not report one by one
-            step.layers_done(missing)
+            self._after_kernels(lambda why: _count(step, missing, why))
         if orders.chunks and not failed:
-            self._loop.call_soon_threadsafe(self._producer.end_step, orders)
+            self._after_kernels(lambda why: self._computed(orders, why))
 
     def take_results(self) -> tuple[set[str], set[str]]:
         """Requests that were sent, and received, since the last call. After a step that computed nothing it waits a
@@ -188,6 +220,24 @@ class WorkerSide:
             self._counted = now
         return data
 
+    # ---- kernels
+
+    def _after_kernels(self, action: Callable[[str], None]) -> None:
+        """Calls it when what was launched so far has ended, with what went wrong; on a host at once."""
+        if self._sending is None:
+            action("")
+        else:
+            self._sending.then(action, self._sending.mark())
+
+    def _computed(self, orders: Orders, why: str) -> None:
+        if why:
+            log.error("the step of %d prompts cannot be sent: %s", len(orders.chunks), why)
+        else:
+            self._loop.call_soon_threadsafe(self._producer.end_step, orders)
+
+    def _take(self, orders: Orders) -> None:
+        self._loop.call_soon_threadsafe(self._consumer.take, orders)
+
     # ---- the loop
 
     def _on_sent(self, request: str) -> None:
@@ -214,6 +264,25 @@ class WorkerSide:
         except TimeoutError:
             future.cancel()
             raise CrossrailError(f"the event loop of {self._name!r} did not get it done in {timeout_s:g} s") from None
+
+
+def _count(step: LiveStep, layers: int, why: str) -> None:
+    """So many more layers of the step are there; or none any more, and why."""
+    if why:
+        step.abandon(why)
+    else:
+        step.layers_done(layers)
+
+
+def _without_loads(orders: Orders, why: str) -> Orders:
+    """The same, its loads failed if there is a reason, and their prompts let go."""
+    if not why:
+        return orders
+    return replace(
+        orders,
+        loads=[replace(load, wanted=None, why=why) for load in orders.loads],
+        releases=[*orders.releases, *(load.request for load in orders.loads)],
+    )
 
 
 async def _as_coroutine(call: Callable[[], T]) -> T:
