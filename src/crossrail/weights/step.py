@@ -78,7 +78,8 @@ class Places:
 
 
 class Step:
-    """Runs once. tasks: of this trainer, in order. groups: of the whole plan, ascending.
+    """Runs once. tasks: of this trainer, in order. groups: of the whole plan, ascending. meets_first: at a barrier,
+    before any trainer reads from another.
 
     Threads: the event loop's. run() may be cancelled: it then takes back what it can, and `pending` has the transfers
     that still touch memory.
@@ -94,6 +95,7 @@ class Step:
         barrier: Barrier,
         executor: Executor | None = None,
         tools: Tools | None = None,
+        meets_first: bool = False,
     ) -> None:
         self.report = StepReport()
         self._engine = engine
@@ -104,6 +106,7 @@ class Step:
         self._barrier = barrier
         self._executor = executor
         self._tools = tools or Tools()
+        self._meets_first = meets_first
         sizes = [task.piece_bytes for task in tasks]
         self._schedule = Schedule(arena, sizes, [task.group for task in tasks], [task.name for task in tasks])
         self._bases: dict[int, int] = {}
@@ -131,6 +134,8 @@ class Step:
         deadline = begun + timeout_s
         self._arena.reset_peak()
         try:
+            if self._meets_first:  # who has not come may still be changing what we would read
+                await self._meet_others(deadline)
             for group in self._groups:
                 self._schedule.enter(group)
                 await self._move_until(lambda: self._schedule.is_prepared)

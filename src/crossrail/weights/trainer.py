@@ -204,8 +204,9 @@ class WeightTrainer:
         others = [address for rank, address in assigned.trainers.items() if rank != self.rank]
         barrier = self._make_barrier(self._engine, others, go.barrier_imm)
         step = self._step = Step(
-            self._engine, assigned.tasks, assigned.groups, arena, places, barrier, self._executor, self._tools
-        )
+            self._engine, assigned.tasks, assigned.groups, arena, places, barrier, self._executor, self._tools,
+            meets_first=assigned.meets_first,
+        )  # fmt: skip
         try:
             return await in_time(step.run(deadline - clock()), deadline - clock())
         except asyncio.TimeoutError:
