@@ -16,6 +16,7 @@ from crossrail.weights.controller import ControllerOptions, UpdateReport, Weight
 from crossrail.weights.memory import WeightMemory
 from crossrail.weights.messages import mailbox
 from crossrail.weights.planner import PlanOptions
+from crossrail.weights.preparer import Preparer
 from crossrail.weights.receiver import WeightReceiver
 from crossrail.weights.trainer import WeightTrainer
 from tests.weights import small_model as small
@@ -41,6 +42,7 @@ class Fleet:
     plan_options: PlanOptions = field(default_factory=lambda: PlanOptions(write_bytes_min=2000))
     secret_of: Callable[[str], bytes] = lambda _: SECRET
     trainer_options: dict[str, Any] = field(default_factory=dict)
+    make_preparer: Callable[[], Preparer | None] = lambda: None
     engines: dict[str, xr.Engine] = field(default_factory=dict)
     mailboxes: dict[str, Mailbox] = field(default_factory=dict)
     wires: list[EngineWire] = field(default_factory=list)
@@ -77,7 +79,7 @@ class Fleet:
         box = self.mailbox(name)
         memory, allocate = self.memory(name, "trainer", rank)
         self.sources[rank] = small.Trainer(memory, self.trainer_count, allocate, self.dtype)
-        options = {"tmp_bytes_max": TMP_BYTES, **self.trainer_options}
+        options = {"tmp_bytes_max": TMP_BYTES, "preparer": self.make_preparer(), **self.trainer_options}
         trainer = self.trainers[rank] = WeightTrainer(box, memory, **options)
         await trainer.join(self.controller.address, PATIENCE_S)
         return trainer

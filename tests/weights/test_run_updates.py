@@ -8,6 +8,7 @@ import pytest
 
 import crossrail as xr
 from crossrail.weights.planner import PlanOptions
+from crossrail.weights.preparer import NumpyPreparer
 from crossrail.weights.step import Step
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
@@ -58,9 +59,11 @@ async def test_nothing_is_allocated_after_the_first_step(make_fleet: MakeFleet) 
     await fleet.start()
     await fleet.update(1)
     trainer = fleet.trainers[0]
-    before = trainer._arena, trainer._tools.quantiser._wide, trainer._tools.caster._wide, trainer._assigned
+    assert isinstance(trainer._preparer, NumpyPreparer)
+    tools = trainer._preparer.tools
+    before = trainer._arena, tools.quantiser._wide, tools.caster._wide, trainer._assigned
     await fleet.update(2)
-    after = trainer._arena, trainer._tools.quantiser._wide, trainer._tools.caster._wide, trainer._assigned
+    after = trainer._arena, tools.quantiser._wide, tools.caster._wide, trainer._assigned
     assert all(now is then for now, then in zip(after, before, strict=True))
 
 
