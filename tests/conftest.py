@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 
 import crossrail as xr
+from tests.support.fake_gpu import FakeGpu
 from tests.support.leaks import Snapshot
 from tests.support.process import PeerProcess
 from tests.support.seeds import Seed
@@ -163,6 +164,16 @@ def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixtu
 
 
 # --- engines and peers ---
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest, nothing_leaks: None) -> Iterator[FakeGpu]:
+    """A GPU without one. To be asked for before what opens engines, which are to be closed first."""
+    made = FakeGpu()
+    yield made
+    failed = request.node.stash.get(FAILED, False)  # its traceback keeps engines alive
+    request.node.funcargs.clear()
+    made.close(is_checked=not failed)
 
 
 @pytest.fixture

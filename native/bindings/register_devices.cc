@@ -101,6 +101,9 @@ void register_devices(nb::module_& module) {
         return device::is_gpu_address(reinterpret_cast<const void*>(address));  // NOLINT(performance-no-int-to-ptr)
       },
       nb::arg("address"), "Whether CUDA gave it; False without asking where nobody in this process has opened CUDA.");
+  module.def(
+      "_replace_gpu_driver", &device::replace_driver_by, nb::arg("file"),
+      "Tests: the driver in that file instead of NVIDIA's, empty: the real one again. While no region is a GPU's.");
   module.def("_rdma_missing", &missing, nb::arg("transport"), nb::arg("provider") = "",
              "Why 'verbs' or 'ofi' has no rail here: no library, no device; empty: it has.");
   module.def("_rdma_ports", &ports, nb::arg("transport"), nb::arg("provider") = "",

@@ -94,24 +94,22 @@ bool Copier::finish() {
   return !std::exchange(failed_, false);
 }
 
-PinnedMemory::PinnedMemory(int gpu, std::byte* base, uint64_t bytes) : gpu_(gpu), base_(base) {
-  const Driver* driver = find_driver();
-  CROSSRAIL_ASSERT(driver != nullptr);
+PinnedMemory::PinnedMemory(int gpu, std::byte* base, uint64_t bytes) : driver_(find_driver()), gpu_(gpu), base_(base) {
+  CROSSRAIL_ASSERT(driver_ != nullptr);
   try {
-    const CurrentContext current(*driver, gpu);
-    const OutsideCapture outside(*driver);
-    is_pinned_ = driver->pin_host(base, bytes, kPortable) == 0;
+    const CurrentContext current(*driver_, gpu);
+    const OutsideCapture outside(*driver_);
+    is_pinned_ = driver_->pin_host(base, bytes, kPortable) == 0;
   } catch (const TransportError&) {  // the GPU has failed: the copy to come says so
   }
 }
 
 PinnedMemory::~PinnedMemory() {
   if (!is_pinned_) return;
-  const Driver* driver = find_driver();
   try {
-    const CurrentContext current(*driver, gpu_);
-    const OutsideCapture outside(*driver);
-    driver->unpin_host(base_);
+    const CurrentContext current(*driver_, gpu_);
+    const OutsideCapture outside(*driver_);
+    driver_->unpin_host(base_);
   } catch (const TransportError&) {  // the GPU has failed, and has nothing pinned any more
   }
 }

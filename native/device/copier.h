@@ -58,6 +58,7 @@ class PinnedMemory {
   bool is_pinned() const { return is_pinned_; }
 
  private:
+  const Driver* const driver_;
   const int gpu_;
   std::byte* const base_;
   bool is_pinned_ = false;

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <map>
 #include <mutex>
 
 #include "util/errors.h"
@@ -82,17 +83,17 @@ std::string bind_all(void* handle, Driver* t) {
   return missing;
 }
 
-Opened open_driver() {
+Opened open_driver(const char* file) {
   Opened opened;
-  void* handle = ::dlopen(kFile, RTLD_NOW | RTLD_LOCAL);
+  void* handle = ::dlopen(file, RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* error = ::dlerror();
-    opened.why = std::string("cannot open ") + kFile + " (" + (error == nullptr ? "no reason given" : error) +
+    opened.why = std::string("cannot open ") + file + " (" + (error == nullptr ? "no reason given" : error) +
                  "): install NVIDIA's driver; in a container, start it with the GPUs (--gpus all)";
     return opened;
   }
   if (const std::string missing = bind_all(handle, &opened.table); !missing.empty()) {
-    opened.why = std::string(kFile) + " has no " + missing + ": it is no driver of NVIDIA's, or a very old one";
+    opened.why = std::string(file) + " has no " + missing + ": it is no driver of NVIDIA's, or a very old one";
     return opened;
   }
   const int code = opened.table.init(0);
@@ -102,7 +103,7 @@ Opened open_driver() {
 }
 
 const Opened& opened() {
-  static const Opened once = open_driver();
+  static const Opened once = open_driver(kFile);
   return once;
 }
 
@@ -141,6 +142,14 @@ std::string range_text(const std::byte* base, uint64_t length_bytes) {
 }  // namespace
 
 void replace_driver(const Driver* table) { g_replacement = table; }
+
+void replace_driver_by(const std::string& file) {
+  static std::map<std::string, Opened> others;  // kept: streams and contexts of theirs may outlive their turn
+  if (file.empty()) return replace_driver(nullptr);
+  const Opened& other = others.try_emplace(file, open_driver(file.c_str())).first->second;
+  if (!other.is_usable) throw TransportError("replace_driver_by", 0, other.why);
+  replace_driver(&other.table);
+}
 
 const Driver* find_driver(std::string* why) {
   if (g_replacement != nullptr) return g_replacement;

@@ -39,6 +39,8 @@ struct Driver {
 const Driver* find_driver(std::string* why = nullptr);
 // Tests: this one instead, from now on; null: the real one again. While no region is in the memory of a GPU.
 void replace_driver(const Driver* table);
+// Likewise, the one in that file; empty: the real one again. Throws TransportError when it is no driver.
+void replace_driver_by(const std::string& file);
 
 struct Gpu {
   int ordinal = 0;

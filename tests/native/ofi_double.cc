@@ -281,7 +281,7 @@ int register_memory(struct fid* object, const fi_mr_attr* attributes, uint64_t f
     const fi_mr_dmabuf& shared = *attributes->dmabuf;
     memory->base = static_cast<std::byte*>(shared.base_addr) + shared.offset;
     memory->bytes = shared.len;
-    memory->reached = g_cuda->reach(shared.fd, shared.offset, shared.len);
+    memory->reached = g_gpu->reach(shared.fd, shared.offset, shared.len);
   } else {
     memory->base = memory->reached = static_cast<std::byte*>(attributes->mr_iov->iov_base);
     memory->bytes = attributes->mr_iov->iov_len;

@@ -1,0 +1,86 @@
+// libcuda.so.1, the double of NVIDIA's driver for Python's tests (tests/support/fake_gpu.py): the calls that the core looks
+// up, and what a test asks of its GPU. In no wheel: tests/native/CMakeLists.txt builds it for developers.
+#include "fake_gpu.h"
+
+namespace crossrail::test {
+namespace {
+
+// Never destroyed: engines may be closed, and streams with them, when a process ends.
+FakeGpu& gpu() {
+  static FakeGpu* const one = new FakeGpu;
+  return *one;
+}
+
+std::byte* pointer(uint64_t address) {
+  return reinterpret_cast<std::byte*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
+}  // namespace
+}  // namespace crossrail::test
+
+using crossrail::test::FakeCalls;
+using crossrail::test::gpu;
+using crossrail::test::pointer;
+
+#define CROSSRAIL_CALL extern "C" __attribute__((visibility("default")))
+
+// --- the driver ---
+
+CROSSRAIL_CALL int cuInit(unsigned flags) {
+  gpu();
+  return FakeCalls::init(flags);
+}
+CROSSRAIL_CALL int cuGetErrorString(int code, const char** text) { return FakeCalls::error_string(code, text); }
+CROSSRAIL_CALL int cuDeviceGetCount(int* count) { return FakeCalls::device_count(count); }
+CROSSRAIL_CALL int cuDeviceGetName(char* name, int bytes, int device) {
+  return FakeCalls::device_name(name, bytes, device);
+}
+CROSSRAIL_CALL int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  return FakeCalls::device_attribute(value, attribute, device);
+}
+CROSSRAIL_CALL int cuDevicePrimaryCtxRetain(void** context, int device) {
+  return FakeCalls::retain_context(context, device);
+}
+CROSSRAIL_CALL int cuCtxPushCurrent_v2(void* context) { return FakeCalls::push_context(context); }
+CROSSRAIL_CALL int cuCtxPopCurrent_v2(void** context) { return FakeCalls::pop_context(context); }
+CROSSRAIL_CALL int cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
+  return FakeCalls::pointer_attribute(value, attribute, address);
+}
+CROSSRAIL_CALL int cuPointerSetAttribute(const void* value, int attribute, uint64_t address) {
+  return FakeCalls::set_pointer_attribute(value, attribute, address);
+}
+CROSSRAIL_CALL int cuStreamCreate(void** stream, unsigned flags) { return FakeCalls::create_stream(stream, flags); }
+CROSSRAIL_CALL int cuStreamDestroy_v2(void* stream) { return FakeCalls::destroy_stream(stream); }
+CROSSRAIL_CALL int cuStreamSynchronize(void* stream) { return FakeCalls::synchronize_stream(stream); }
+CROSSRAIL_CALL int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void* stream) {
+  return FakeCalls::copy_async(to, from, bytes, stream);
+}
+CROSSRAIL_CALL int cuMemHostRegister_v2(void* base, size_t bytes, unsigned flags) {
+  return FakeCalls::pin_host(base, bytes, flags);
+}
+CROSSRAIL_CALL int cuMemHostUnregister(void* base) { return FakeCalls::unpin_host(base); }
+CROSSRAIL_CALL int cuMemGetHandleForAddressRange(void* handle, uint64_t address, size_t bytes, int kind,
+                                                 unsigned long long flags) {
+  return FakeCalls::export_range(handle, address, bytes, kind, flags);
+}
+CROSSRAIL_CALL int cuFlushGPUDirectRDMAWrites(int target, int scope) { return FakeCalls::flush_writes(target, scope); }
+
+// --- what a test asks ---
+
+CROSSRAIL_CALL uint64_t fake_allocate(uint64_t bytes, int ordinal) {
+  return reinterpret_cast<uint64_t>(gpu().allocate(bytes, ordinal));
+}
+CROSSRAIL_CALL void fake_free(uint64_t address) { gpu().free(pointer(address)); }
+CROSSRAIL_CALL uint64_t fake_bytes_at(uint64_t address) {
+  return reinterpret_cast<uint64_t>(gpu().bytes_at(pointer(address)));
+}
+CROSSRAIL_CALL uint64_t fake_copies() { return gpu().copies; }
+CROSSRAIL_CALL uint64_t fake_waits() { return gpu().waits; }
+CROSSRAIL_CALL uint64_t fake_pinned() { return gpu().pinned(); }
+CROSSRAIL_CALL int fake_streams() { return gpu().streams(); }
+// The next waits for a stream go well, so many of them; those after them fail with `code`, until it is 0.
+CROSSRAIL_CALL void fake_fail_copies(int code, uint32_t good) {
+  gpu().copies_good = good;
+  gpu().copy_error = code;
+}
+CROSSRAIL_CALL void fake_set_managed(int is_managed) { gpu().is_managed = is_managed != 0; }

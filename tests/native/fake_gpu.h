@@ -1,0 +1,262 @@
+// A double of NVIDIA's driver: "memory of a GPU" is an address that every touch of the CPU's faults at, and the dma-buf
+// of it is what a double of a NIC reaches the same bytes by. So who touches such memory by the CPU ends the test. Copies
+// happen when their stream is waited for, not before. Calls may come from any thread.
+//
+// Who uses it: native tests by fake_cuda.h, Python's by libcuda.so.1 of fake_driver.cc.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace crossrail::test {
+
+class FakeGpu;
+inline FakeGpu* g_gpu = nullptr;  // one at a time: the driver's calls carry no handle
+
+class FakeGpu {
+ public:
+  // What devices and drivers differ in.
+  bool exports_dma_buf = true;
+  bool is_managed = false;
+  int writes_ordering = 100;  // 0: what NICs write has to be flushed
+  int flush_options = 1;      // 0: by nobody but streams
+  int export_error = 0;
+  int flush_error = 0;
+  std::atomic<int> copy_error{0};          // of the wait for a stream
+  std::atomic<uint32_t> copies_good{~0u};  // so many go well before copy_error
+
+  // What was done.
+  uint32_t flushes = 0;
+  uint32_t exports = 0;
+  std::atomic<uint64_t> copies{0};
+  std::atomic<uint64_t> waits{0};
+  static inline thread_local int contexts_current = 0;
+
+  FakeGpu() { g_gpu = this; }
+  ~FakeGpu() {
+    g_gpu = nullptr;
+    for (const auto& [address, allocation] : allocations_) unmap(address, allocation);
+  }
+  FakeGpu(const FakeGpu&) = delete;
+  FakeGpu& operator=(const FakeGpu&) = delete;
+
+  // Of that GPU. bytes: whole pages.
+  std::byte* allocate(uint64_t bytes, int ordinal = 0) {
+    const int file = ::memfd_create("gpu", MFD_CLOEXEC);
+    if (file < 0 || ::ftruncate(file, static_cast<off_t>(bytes)) != 0) std::abort();
+    void* const address = ::mmap(nullptr, bytes, PROT_NONE, MAP_SHARED, file, 0);
+    void* const bar = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (address == MAP_FAILED || bar == MAP_FAILED) std::abort();
+    const std::lock_guard lock(mutex_);
+    allocations_[reinterpret_cast<uint64_t>(address)] = {bytes, static_cast<std::byte*>(bar), file, ordinal};
+    return static_cast<std::byte*>(address);
+  }
+  // That allocation, whole. Who touches it afterwards ends the test.
+  void free(const std::byte* address) {
+    const std::lock_guard lock(mutex_);
+    const auto it = allocations_.find(reinterpret_cast<uint64_t>(address));
+    if (it == allocations_.end()) std::abort();
+    unmap(it->first, it->second);
+    allocations_.erase(it);
+  }
+  // The bytes at an address of the GPU, as its kernels see them.
+  std::byte* bytes_at(const std::byte* address) {
+    const std::lock_guard lock(mutex_);
+    const auto it = find(reinterpret_cast<uint64_t>(address));
+    if (it == allocations_.end()) std::abort();
+    return it->second.bar + (reinterpret_cast<uint64_t>(address) - it->first);
+  }
+  // What a NIC reaches by a dma-buf.
+  std::byte* reach(int fd, uint64_t offset, uint64_t) { return shared_.at(fd) + offset; }
+
+  // What it still keeps for who uses it: nothing, once engines are closed.
+  uint64_t pinned() {
+    const std::lock_guard lock(mutex_);
+    return pinned_.size();
+  }
+  int streams() const { return streams_; }
+
+ private:
+  friend struct FakeCalls;
+  struct Allocation {
+    uint64_t bytes;
+    std::byte* bar;
+    int file;
+    int ordinal;
+  };
+  using Allocations = std::map<uint64_t, Allocation>;
+
+  static void unmap(uint64_t address, const Allocation& allocation) {
+    ::munmap(reinterpret_cast<void*>(address), allocation.bytes);  // NOLINT(performance-no-int-to-ptr)
+    ::munmap(allocation.bar, allocation.bytes);
+    ::close(allocation.file);
+  }
+
+  Allocations::iterator find(uint64_t address) {
+    auto it = allocations_.upper_bound(address);
+    if (it == allocations_.begin()) return allocations_.end();
+    --it;
+    return address < it->first + it->second.bytes ? it : allocations_.end();
+  }
+  struct Stream {
+    struct Copy {
+      uint64_t to, from;
+      size_t bytes;
+    };
+    std::vector<Copy> begun;
+  };
+  // Where the bytes of either kind of memory are.
+  std::byte* anywhere(uint64_t address, size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    const auto it = find(address);
+    if (it == allocations_.end()) return reinterpret_cast<std::byte*>(address);  // NOLINT(performance-no-int-to-ptr)
+    if (address + bytes > it->first + it->second.bytes) std::abort();
+    return it->second.bar + (address - it->first);
+  }
+  int copy_async(uint64_t to, uint64_t from, size_t bytes, Stream* stream) {
+    if (contexts_current != 1) return 1;
+    ++copies;
+    stream->begun.push_back({to, from, bytes});
+    return 0;
+  }
+  int synchronize(Stream* stream) {
+    if (contexts_current != 1) return 1;
+    ++waits;
+    const bool fails = copy_error != 0 && copies_good == 0;
+    if (copy_error != 0 && copies_good > 0) --copies_good;
+    for (const auto& [to, from, bytes] : std::exchange(stream->begun, {})) {
+      if (!fails) std::memcpy(anywhere(to, bytes), anywhere(from, bytes), bytes);
+    }
+    return fails ? copy_error.load() : 0;
+  }
+  int pin(uint64_t base, bool on) {
+    const std::lock_guard lock(mutex_);
+    if (contexts_current != 1 || pinned_.contains(base) == on) return 1;
+    if (on) {
+      pinned_.insert(base);
+    } else {
+      pinned_.erase(base);
+    }
+    return 0;
+  }
+  int pointer_attribute(void* value, int attribute, uint64_t address) {
+    const std::lock_guard lock(mutex_);
+    const auto it = find(address);
+    if (it == allocations_.end()) return 1;
+    switch (attribute) {
+      case 2:
+        *static_cast<unsigned*>(value) = 2;
+        return 0;
+      case 8:
+        *static_cast<int*>(value) = is_managed;
+        return 0;
+      case 9:
+        *static_cast<int*>(value) = it->second.ordinal;
+        return 0;
+      default:
+        return 1;
+    }
+  }
+  int device_attribute(int* value, int attribute) const {
+    *value = attribute == 124   ? exports_dma_buf
+             : attribute == 118 ? writes_ordering
+             : attribute == 117 ? flush_options
+                                : 0;
+    return 0;
+  }
+  int export_range(int* fd, uint64_t address, size_t bytes) {
+    const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    const std::lock_guard lock(mutex_);
+    const auto it = find(address);
+    if (address % page != 0 || bytes % page != 0 || contexts_current != 1) return 1;
+    if (it == allocations_.end() || address + bytes > it->first + it->second.bytes) return 1;
+    if (export_error != 0) return export_error;
+    *fd = ::dup(it->second.file);
+    shared_[*fd] = it->second.bar + (address - it->first);
+    ++exports;
+    return 0;
+  }
+
+  std::mutex mutex_;
+  Allocations allocations_;
+  std::set<uint64_t> pinned_;
+  std::atomic<int> streams_{0};
+  std::map<int, std::byte*> shared_;  // by descriptor, also of those closed since: whoever registered it goes on
+};
+
+// The driver's calls that native/device/cuda.cc looks up, with their types.
+struct FakeCalls {
+  using Stream = FakeGpu::Stream;
+
+  static int init(unsigned) { return 0; }
+  static int error_string(int, const char** text) {
+    *text = "a fake error";
+    return 0;
+  }
+  static int device_count(int* count) {
+    *count = 2;
+    return 0;
+  }
+  static int device_name(char* name, int, int ordinal) {
+    const char text[] = {'f', 'a', 'k', 'e', static_cast<char>('0' + ordinal), '\0'};
+    std::copy(std::begin(text), std::end(text), name);
+    return 0;
+  }
+  static int device_attribute(int* value, int attribute, int) { return g_gpu->device_attribute(value, attribute); }
+  static int retain_context(void** context, int) {
+    *context = g_gpu;
+    return 0;
+  }
+  static int push_context(void*) {
+    ++FakeGpu::contexts_current;
+    return 0;
+  }
+  static int pop_context(void**) {
+    --FakeGpu::contexts_current;
+    return 0;
+  }
+  static int pointer_attribute(void* value, int attribute, uint64_t address) {
+    return g_gpu->pointer_attribute(value, attribute, address);
+  }
+  static int set_pointer_attribute(const void*, int, uint64_t) { return 0; }
+  static int create_stream(void** stream, unsigned flags) {
+    if (FakeGpu::contexts_current != 1 || flags != 1) return 1;
+    *stream = new Stream;
+    ++g_gpu->streams_;
+    return 0;
+  }
+  static int destroy_stream(void* stream) {
+    delete static_cast<Stream*>(stream);
+    --g_gpu->streams_;
+    return 0;
+  }
+  static int synchronize_stream(void* stream) { return g_gpu->synchronize(static_cast<Stream*>(stream)); }
+  static int copy_async(uint64_t to, uint64_t from, size_t bytes, void* stream) {
+    return g_gpu->copy_async(to, from, bytes, static_cast<Stream*>(stream));
+  }
+  static int pin_host(void* base, size_t, unsigned) { return g_gpu->pin(reinterpret_cast<uint64_t>(base), true); }
+  static int unpin_host(void* base) { return g_gpu->pin(reinterpret_cast<uint64_t>(base), false); }
+  static int export_range(void* handle, uint64_t address, size_t bytes, int, unsigned long long) {
+    return g_gpu->export_range(static_cast<int*>(handle), address, bytes);
+  }
+  static int flush_writes(int, int) {
+    if (FakeGpu::contexts_current != 1) return 1;
+    ++g_gpu->flushes;
+    return g_gpu->flush_error;
+  }
+};
+
+}  // namespace crossrail::test

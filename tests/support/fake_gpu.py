@@ -1,0 +1,113 @@
+"""Memory of a GPU without one: by the double of NVIDIA's driver that ./dev builds (tests/native/fake_gpu.h).
+
+Such memory is an address that every touch of the CPU ends the process at. Only copies of the driver reach it, and they
+happen when their stream is waited for; a test plays the kernels by `bytes`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import crossrail
+from crossrail import _core
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE_BYTES = 4096
+
+
+def driver_file() -> Path:
+    """Of the build that is imported. Its folder, on LD_LIBRARY_PATH, makes it the driver of a whole process."""
+    package = Path(crossrail.__file__).parent
+    # build/asan/python/crossrail is that build's; src/crossrail is build/release's.
+    build = package.parents[1] if package.parent.name == "python" else ROOT / "build" / "release"
+    file = build / "tests" / "native" / "driver" / "libcuda.so.1"
+    if not file.exists():
+        raise FileNotFoundError(f"no double of NVIDIA's driver at {file}: ./dev setup builds it")
+    return file
+
+
+class GpuMemory:
+    """One allocation, or a part of one, which keeps it: engines register it, by `__cuda_array_interface__`.
+
+    address: what the driver and engines know it by; nbytes.
+    """
+
+    def __init__(self, gpu: FakeGpu, address: int, nbytes: int) -> None:
+        self.gpu, self.address, self.nbytes = gpu, address, nbytes
+
+    @property
+    def bytes(self) -> npt.NDArray[np.uint8]:
+        """What lies there, as kernels see and write it. Not to be used after the test."""
+        seen = self.gpu.driver.fake_bytes_at(self.address)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(seen))
+
+    def part(self, offset: int, nbytes: int) -> GpuMemory:
+        assert 0 <= offset <= offset + nbytes <= self.nbytes
+        return GpuMemory(self.gpu, self.address + offset, nbytes)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+
+class FakeGpu:
+    """Two GPUs of this process, cuda:0 and cuda:1, and their driver. One at a time; close() after all engines."""
+
+    def __init__(self) -> None:
+        file = str(driver_file())
+        self.driver = ctypes.CDLL(file)  # the one that the core opens: the same file
+        self.driver.fake_allocate.argtypes = [ctypes.c_uint64, ctypes.c_int]
+        self.driver.fake_free.argtypes = [ctypes.c_uint64]
+        self.driver.fake_bytes_at.argtypes = [ctypes.c_uint64]
+        self.driver.fake_fail_copies.argtypes = [ctypes.c_int, ctypes.c_uint32]
+        for name in ("fake_allocate", "fake_bytes_at", "fake_copies", "fake_waits", "fake_pinned"):
+            getattr(self.driver, name).restype = ctypes.c_uint64
+        self._allocated: list[int] = []
+        _core._replace_gpu_driver(file)
+
+    def allocate(self, nbytes: int, ordinal: int = 0) -> GpuMemory:
+        """Zeros, from a page's begin on; what follows them within their last page faults too."""
+        assert nbytes > 0 and ordinal in (0, 1)
+        address = int(self.driver.fake_allocate(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, ordinal))
+        self._allocated.append(address)
+        return GpuMemory(self, address, nbytes)
+
+    def array(self, array: npt.NDArray[Any], ordinal: int = 0) -> GpuMemory:
+        """A copy of it."""
+        memory = self.allocate(array.nbytes, ordinal)
+        memory.bytes[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return memory
+
+    @property
+    def copies(self) -> int:
+        """That the driver was asked for so far, between GPU and host."""
+        return int(self.driver.fake_copies())
+
+    def fail_copies(self, code: int, good: int = 0) -> None:
+        """After so many waits for a stream that go well, each fails with that CUDA error; code 0: none any more."""
+        self.driver.fake_fail_copies(code, good)
+
+    def close(self, *, is_checked: bool = True) -> None:
+        """The memory is gone, and the true driver is the driver again. is_checked: engines must have left nothing."""
+        self.fail_copies(0)
+        _core._replace_gpu_driver("")
+        while self._allocated:
+            self.driver.fake_free(self._allocated.pop())
+        assert not is_checked or not (kept := self._kept()), f"engines keep {kept}: is one not closed?"
+
+    def _kept(self, timeout_s: float = 3.0) -> str:
+        """What engines have of the driver, after garbage collection and some patience; empty: nothing."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            kept = (int(self.driver.fake_streams()), int(self.driver.fake_pinned()))
+            if kept == (0, 0) or time.monotonic() > deadline:
+                return f"{kept[0]} streams, {kept[1]} pinned ranges" if kept != (0, 0) else ""
+            gc.collect()
+            time.sleep(0.01)
