@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 import crossrail as xr
-from crossrail.weights.gpu import gpus_of, torch_for
+from crossrail.weights import gpu
 from crossrail.weights.task import Bytes, ReadyTask, Tools
 
 
@@ -66,10 +66,10 @@ def preparer_for(regions: Sequence[xr.Region]) -> Preparer:
 
     UsageError where one is and nobody has imported torch.
     """
-    gpus = gpus_of(regions)
+    gpus = gpu.gpus_of(regions)
     if not gpus:
         return NumpyPreparer()
-    torch_for(f"preparing weights on {gpus[0]}")
+    gpu.torch_for(f"preparing weights on {gpus[0]}")
     from crossrail.weights.torch_preparer import TorchPreparer
 
     return TorchPreparer(gpus[0])

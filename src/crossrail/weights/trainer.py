@@ -14,12 +14,12 @@ from crossrail.control.deadlines import in_time, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.weights import gpu
 from crossrail.weights import messages as m
 from crossrail.weights.arena import Arena, aligned
 from crossrail.weights.assigned import Assigned
 from crossrail.weights.barrier import Barrier, EngineBarrier
 from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
-from crossrail.weights.gpu import gpus_of, launched
 from crossrail.weights.memory import WeightMemory
 from crossrail.weights.preparer import Preparer, preparer_for
 from crossrail.weights.step import Places, Step, StepReport
@@ -107,7 +107,7 @@ class WeightTrainer:
         been given until now, by torch; nothing is sent before. For kernels elsewhere, wait before the call. The call
         itself may come from any thread, the coroutine is the event loop's.
         """
-        return self._publish(version, timeout_s, launched(gpus_of(self.memory.regions)))
+        return self._publish(version, timeout_s, gpu.launched(gpu.gpus_of(self.memory.regions)))
 
     async def _publish(self, version: int, timeout_s: float, kernels: Sequence[Any]) -> StepReport:
         if self._offer is not None:
