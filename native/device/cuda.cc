@@ -191,8 +191,8 @@ Allocation allocation_of(const void* address) {
                      " is no memory of a GPU that CUDA knows");
   }
   Allocation found;
-  for (const auto& [attribute, value] : {std::pair{kPointerRangeStart, &found.base},
-                                         std::pair{kPointerRangeBytes, &found.length_bytes}}) {
+  for (const auto& [attribute, value] :
+       {std::pair{kPointerRangeStart, &found.base}, std::pair{kPointerRangeBytes, &found.length_bytes}}) {
     const int code = driver->pointer_attribute(value, attribute, reinterpret_cast<uint64_t>(address));
     if (code != 0) fail(*driver, "cuPointerGetAttribute", code, "cannot ask which allocation an address is in");
   }

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 
 import crossrail as xr
+from crossrail.weights import torch_preparer
 from crossrail.weights.errors import NotFinite
 from crossrail.weights.memory import WeightMemory
 from crossrail.weights.planner import PlanOptions, make_plan
@@ -134,6 +136,24 @@ async def test_nan_is_named_and_the_next_version_comes_through(make_fleet: MakeF
     fleet.sources[2].load = load_and_break
     assert "5] is nan" in await fleet.failing_update(1)
     fleet.sources[2].load = load
+    await fleet.update(2)
+    await fleet.assert_holds(2)
+
+
+async def test_torch_without_memory_fails_the_update_and_the_next_comes_through(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(trainer_count=2, make_preparer=lambda: TorchPreparer("cpu"))
+    await fleet.start()
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee its documentation.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_preparer, "quantise", no_memory)
+        why = await fleet.failing_update(1)
+    assert "preparing on cpu: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB." in why
+    assert "documentation" not in why
     await fleet.update(2)
     await fleet.assert_holds(2)
 

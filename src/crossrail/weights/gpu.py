@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import crossrail as xr
-from crossrail.errors import UsageError
+from crossrail.errors import CrossrailError, UsageError
 
 Tensor: TypeAlias = Any  # torch.Tensor
 
@@ -32,7 +33,9 @@ def alloc(engine: xr.Engine, device: str, nbytes: int) -> xr.Region:
     """
     if device == "cpu":
         return engine.alloc(nbytes)
-    tensor = torch_for(f"memory of {device}").empty(nbytes, dtype=torch_for("").uint8, device=device)
+    torch = torch_for(f"memory of {device}")
+    with told(f"{nbytes} bytes of {device}"):
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
     wait_for_kernels([device])
     return engine.register(tensor)
 
@@ -87,7 +90,23 @@ def wait_for_kernels(devices: Iterable[str]) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         for device in devices:
-            torch.cuda.synchronize(device)
+            with told(f"waiting for the kernels of {device}"):
+                torch.cuda.synchronize(device)
+
+
+def have_ended(events: Iterable[Any]) -> bool:
+    """Whether all that launched() noted is over."""
+    with told("kernels launched before publish()"):
+        return all(event.query() for event in events)
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """What torch's calls raise, no memory or a kernel that failed before, as CrossrailError: updates fail by it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CrossrailError(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
 
 def torch_for(what: str) -> Any:

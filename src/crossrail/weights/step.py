@@ -161,6 +161,8 @@ class Step:
         if self._preparing is not None:
             # It cannot be interrupted, and uses the arena.
             await asyncio.wait([self._preparing[1]])
+            if not self._preparing[1].cancelled():
+                self._preparing[1].exception()  # something else has ended the step: else the loop complains of this too
 
     async def _move_until(self, is_reached: Callable[[], bool], event: asyncio.Future[None] | None = None) -> None:
         """Every task as far as it goes; whenever none does, waits until something has happened, or the event."""

@@ -47,7 +47,7 @@ class TorchPreparer:
 
     def prepare(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
         checks = Checks()
-        with torch.no_grad(), self._on_stream():
+        with gpu.told(f"preparing on {self.device}"), torch.no_grad(), self._on_stream():
             for task, base in tasks:
                 for part in task.parts:
                     self._prepare(part, base, checks)

@@ -213,7 +213,7 @@ class WeightTrainer:
         assert offer is not None
         if offer.version != go.version:
             raise UsageError(f"trainer {self.rank} offers version {offer.version}, asked for is {go.version}")
-        while not all(event.query() for event in offer.kernels):
+        while not gpu.have_ended(offer.kernels):
             if clock() > deadline:
                 raise UpdateFailed(go.version, f"trainer {self.rank}: its GPU has not made it in {go.deadline_s:g} s")
             await asyncio.sleep(_KERNELS_S)
