@@ -48,11 +48,13 @@ class TorchPreparer:
     def prepare(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
         checks = Checks()
         with gpu.told(f"preparing on {self.device}"), torch.no_grad(), self._on_stream():
-            for task, base in tasks:
-                for part in task.parts:
-                    self._prepare(part, base, checks)
-            checks.finish()
-            self._finish()
+            try:
+                for task, base in tasks:
+                    for part in task.parts:
+                        self._prepare(part, base, checks)
+                checks.finish()
+            finally:  # also of what was launched before something failed: the arena is used again
+                self._finish()
 
     def close(self) -> None:
         self._regions, self._typed = {}, {}
