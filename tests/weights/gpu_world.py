@@ -46,8 +46,13 @@ class GpuWorld:
         self.allocations: list[GpuMemory] = []
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        self.allocations.append(self.gpu.allocate(max(nbytes, 1), self.ordinal))
-        return self.allocations[-1].bytes[:nbytes]
+        return self._allocate(nbytes).bytes[:nbytes]
+
+    def _allocate(self, nbytes: int) -> GpuMemory:
+        """Any thread: trainers make their arenas in threads of their own."""
+        memory = self.gpu.allocate(max(nbytes, 1), self.ordinal)
+        self.allocations.append(memory)
+        return memory
 
     def on_gpu(self, seen: Array) -> OnGpu:
         """The array that kernels see as this one."""
@@ -72,8 +77,7 @@ class GpuWorld:
         if device == "cpu":
             return engine.alloc(nbytes)
         assert device == f"cuda:{self.ordinal}"
-        self.allocate(nbytes)
-        return engine.register(self.allocations[-1])
+        return engine.register(self._allocate(nbytes))
 
 
 class GpuWeights(WeightMemory):
