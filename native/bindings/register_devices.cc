@@ -104,6 +104,15 @@ void register_devices(nb::module_& module) {
   module.def(
       "_replace_gpu_driver", &device::replace_driver_by, nb::arg("file"),
       "Tests: the driver in that file instead of NVIDIA's, empty: the real one again. While no region is a GPU's.");
+  module.def(
+      "_gpu_allocation",
+      [](uint64_t address) {
+        const device::Allocation found =
+            device::allocation_of(reinterpret_cast<const void*>(address));  // NOLINT(performance-no-int-to-ptr)
+        return nb::make_tuple(found.base, found.length_bytes);
+      },
+      nb::arg("address"), nb::sig("def _gpu_allocation(address: int) -> tuple[int, int]"),
+      "First byte and length of the allocation of CUDA's that an address of a GPU is in.");
   module.def("_rdma_missing", &missing, nb::arg("transport"), nb::arg("provider") = "",
              "Why 'verbs' or 'ofi' has no rail here: no library, no device; empty: it has.");
   module.def("_rdma_ports", &ports, nb::arg("transport"), nb::arg("provider") = "",

@@ -6,6 +6,7 @@
 #include <array>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "util/errors.h"
 
@@ -26,6 +27,8 @@ constexpr int kPointerMemoryType = 2;
 constexpr int kPointerSyncMemops = 6;
 constexpr int kPointerIsManaged = 8;
 constexpr int kPointerDeviceOrdinal = 9;
+constexpr int kPointerRangeStart = 11;
+constexpr int kPointerRangeBytes = 12;
 constexpr unsigned kMemoryTypeDevice = 2;
 constexpr int kDeviceGpudirect = 116;
 constexpr int kDeviceFlushOptions = 117;
@@ -177,6 +180,23 @@ bool is_gpu_address(const void* address) {
   const Driver* driver = find_driver();
   unsigned type = 0;
   return driver != nullptr && ask(*driver, kPointerMemoryType, address, &type) && type == kMemoryTypeDevice;
+}
+
+Allocation allocation_of(const void* address) {
+  std::string why;
+  const Driver* driver = find_driver(&why);
+  if (driver == nullptr) throw TransportError("register", 0, "memory of a GPU needs its driver: " + why);
+  if (!is_gpu_address(address)) {
+    throw UsageError("the address " + std::to_string(reinterpret_cast<uint64_t>(address)) +
+                     " is no memory of a GPU that CUDA knows");
+  }
+  Allocation found;
+  for (const auto& [attribute, value] :
+       {std::pair{kPointerRangeStart, &found.base}, std::pair{kPointerRangeBytes, &found.length_bytes}}) {
+    const int code = driver->pointer_attribute(value, attribute, reinterpret_cast<uint64_t>(address));
+    if (code != 0) fail(*driver, "cuPointerGetAttribute", code, "cannot ask which allocation an address is in");
+  }
+  return found;
 }
 
 // Retained once and kept, as the GPU's other users do.

@@ -101,6 +101,14 @@ class GpuMemory {
 // can have such an address then.
 bool is_gpu_address(const void* address);
 
+struct Allocation {
+  uint64_t base = 0;
+  uint64_t length_bytes = 0;
+};
+// Which of the driver's allocations an address of a GPU is in: no range over two of them can be exported, or copied at
+// once. Throws UsageError for other memory, TransportError where the driver is missing or does not say.
+Allocation allocation_of(const void* address);
+
 // Returns when everything that NICs have written to that GPU before is visible to what it does next. Any thread.
 // Throws TransportError.
 void flush_writes(int ordinal);

@@ -82,6 +82,14 @@ def as_numpy(array: Any) -> npt.NDArray[Any] | None:
         raise UsageError(f"{type(array).__name__} gives no numpy view of itself through DLPack: {error}") from None
 
 
+def gpu_allocation(address: int) -> tuple[int, int]:
+    """First byte and length of the driver's allocation that an address of a GPU is in.
+
+    UsageError for other memory, TransportError where the driver cannot say.
+    """
+    return _core._gpu_allocation(address)
+
+
 def _is_torch(buffer: object) -> bool:
     torch = sys.modules.get("torch")  # who has a tensor has imported it
     return torch is not None and isinstance(buffer, torch.Tensor)

@@ -166,6 +166,12 @@ class FakeGpu {
       case 9:
         *static_cast<int*>(value) = it->second.ordinal;
         return 0;
+      case 11:
+        *static_cast<uint64_t*>(value) = it->first;
+        return 0;
+      case 12:
+        *static_cast<uint64_t*>(value) = it->second.bytes;
+        return 0;
       default:
         return 1;
     }

@@ -16,6 +16,7 @@ from crossrail.weights.controller import ControllerOptions, UpdateReport, Weight
 from crossrail.weights.memory import WeightMemory
 from crossrail.weights.messages import mailbox
 from crossrail.weights.planner import PlanOptions
+from crossrail.weights.preparer import Preparer
 from crossrail.weights.receiver import WeightReceiver
 from crossrail.weights.trainer import WeightTrainer
 from tests.weights import small_model as small
@@ -26,6 +27,7 @@ PATIENCE_S = 40.0  # for what should happen, on however busy a machine
 OPTIONS = ControllerOptions(abort_s=8.0, progress_s=0.02)
 
 OpenEngine = Callable[[str], xr.Engine]
+MakeMemory = Callable[[xr.Engine, Any, int], tuple[WeightMemory, Callable[[int], small.Array]]]
 
 
 @dataclass
@@ -41,6 +43,10 @@ class Fleet:
     plan_options: PlanOptions = field(default_factory=lambda: PlanOptions(write_bytes_min=2000))
     secret_of: Callable[[str], bytes] = lambda _: SECRET
     trainer_options: dict[str, Any] = field(default_factory=dict)
+    # Of trainers and of inference ranks, instead of `mapped`: from engine, role and rank.
+    source_memory: MakeMemory | None = None
+    target_memory: MakeMemory | None = None
+    make_preparer: Callable[[], Preparer | None] = lambda: None
     engines: dict[str, xr.Engine] = field(default_factory=dict)
     mailboxes: dict[str, Mailbox] = field(default_factory=dict)
     wires: list[EngineWire] = field(default_factory=list)
@@ -59,6 +65,9 @@ class Fleet:
 
     def memory(self, name: str, role: Any, rank: int) -> tuple[WeightMemory, Callable[[int], small.Array]]:
         engine = self.engines[name]
+        make = self.source_memory if role == "trainer" else self.target_memory
+        if make is not None:
+            return make(engine, role, rank)
         if not self.mapped:
             return WeightMemory(engine, role, rank), small.plain
         region = engine.alloc(2 << 20)
@@ -77,7 +86,7 @@ class Fleet:
         box = self.mailbox(name)
         memory, allocate = self.memory(name, "trainer", rank)
         self.sources[rank] = small.Trainer(memory, self.trainer_count, allocate, self.dtype)
-        options = {"tmp_bytes_max": TMP_BYTES, **self.trainer_options}
+        options = {"tmp_bytes_max": TMP_BYTES, "preparer": self.make_preparer(), **self.trainer_options}
         trainer = self.trainers[rank] = WeightTrainer(box, memory, **options)
         await trainer.join(self.controller.address, PATIENCE_S)
         return trainer

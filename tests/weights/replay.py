@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from crossrail.weights.task import ReadyTask, Tools
+from crossrail.weights.preparer import NumpyPreparer, Preparer
+from crossrail.weights.task import ReadyTask
 
 Bytes = npt.NDArray[np.uint8]
 
 
+@dataclass
+class Plain:
+    """What preparers want of a region."""
+
+    memory: Bytes
+    device: str = "cpu"
+
+    @property
+    def base(self) -> int:
+        return self.memory.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def array(self) -> Bytes:
+        return self.memory
+
+    def view(self) -> memoryview:
+        return memoryview(self.memory)
+
+
 def run_task(
-    task: ReadyTask, own: list[Bytes], trainers: dict[int, list[Bytes]], targets: dict[int, list[Bytes]]
+    task: ReadyTask,
+    own: list[Bytes],
+    trainers: dict[int, list[Bytes]],
+    targets: dict[int, list[Bytes]],
+    preparer: Preparer | None = None,
 ) -> None:
     """What a Step does, one thing after another, in plain memory. The arena is full of other things before."""
     base = 512
@@ -19,7 +49,11 @@ def run_task(
     for read in task.reads:
         piece = trainers[read.trainer][read.region][read.source : read.source + read.nbytes]
         arena[base + read.piece : base + read.piece + read.nbytes] = piece
-    task.prepare(own.__getitem__, arena, base, Tools())
+    preparer = preparer or NumpyPreparer()
+    regions: list[Any] = [Plain(memory) for memory in own]
+    preparer.open(regions, Plain(arena))  # type: ignore[arg-type]
+    preparer.prepare([(task, base)])
+    preparer.close()
     assert (arena[:base] == 0xA5).all() and (arena[base + task.piece_bytes :] == 0xA5).all()
     source, begin = (arena, base) if task.own_region is None else (own[task.own_region], task.own_offset)
     for batch in task.batches:

@@ -8,6 +8,7 @@ import pytest
 
 import crossrail as xr
 from crossrail.weights.planner import PlanOptions
+from crossrail.weights.preparer import NumpyPreparer
 from crossrail.weights.step import Step
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
@@ -58,9 +59,11 @@ async def test_nothing_is_allocated_after_the_first_step(make_fleet: MakeFleet) 
     await fleet.start()
     await fleet.update(1)
     trainer = fleet.trainers[0]
-    before = trainer._arena, trainer._tools.quantiser._wide, trainer._tools.caster._wide, trainer._assigned
+    assert isinstance(trainer._preparer, NumpyPreparer)
+    tools = trainer._preparer.tools
+    before = trainer._arena, tools.quantiser._wide, tools.caster._wide, trainer._assigned
     await fleet.update(2)
-    after = trainer._arena, trainer._tools.quantiser._wide, trainer._tools.caster._wide, trainer._assigned
+    after = trainer._arena, tools.quantiser._wide, tools.caster._wide, trainer._assigned
     assert all(now is then for now, then in zip(after, before, strict=True))
 
 
@@ -172,3 +175,29 @@ async def test_small_tasks_are_prepared_many_at_a_time(make_fleet: MakeFleet, mo
     prepared = [index for index, row in enumerate(controller.plan.tasks) if not row["direct"]]
     assert sorted(index for some in handed for index in some) == prepared
     assert len(handed) < len(prepared)
+
+
+async def test_nobody_reads_from_a_trainer_that_has_not_offered_yet(make_fleet: MakeFleet) -> None:
+    """It may still be computing them: what was read before would be of the version before."""
+    fleet = make_fleet(plan_options=PlanOptions(gather="full"))
+    await fleet.start()
+    await fleet.update(1)
+    early = asyncio.ensure_future(fleet.publish(2, [0, 1, 2]))
+    update = asyncio.ensure_future(fleet.controller.update(2, PATIENCE_S))
+    steps = [fleet.trainers[rank] for rank in (0, 1, 2)]
+    first = [trainer._step for trainer in steps]
+    while any(trainer._step is before or trainer._step is None for trainer, before in zip(steps, first, strict=True)):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)  # in which the others would gather all they can
+    await fleet.publish(2, [3])
+    report = await update
+    await early
+    assert sum(step.gathered_bytes for step in report.steps.values()) > 0
+    await fleet.assert_holds(2)
+
+
+async def test_trainers_that_read_nothing_of_each_other_do_not_meet_first(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start()
+    await fleet.update(1)
+    assert fleet.trainers[0]._assigned is not None and not fleet.trainers[0]._assigned.meets_first

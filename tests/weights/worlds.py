@@ -50,7 +50,8 @@ class _Memory:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> World:
+def worlds(draw: st.DrawFn, matrix_blocks: bool = False) -> World:
+    """matrix_blocks: what is quantised is matrices, or rows, and blocks are of these."""
     trainers = [_Memory("trainer", rank * 3) for rank in range(draw(st.integers(1, 5)))]
     targets = [_Memory("target", rank + 7) for rank in range(draw(st.integers(1, 3)))]
     whole, dtypes = {}, {}
@@ -62,10 +63,13 @@ def worlds(draw: st.DrawFn) -> World:
         whole[name] = np.random.default_rng(values).integers(0, 200, shape).astype(STORAGE[dtypes[name]])
         _shard(draw, trainers, name, dtypes[name], shape)
         block = tuple(draw(st.integers(1, 5)) for _ in shape)
+        if matrix_blocks:
+            block = (*(1 for _ in shape[:-2]), *block[-2:])
         for index, target in enumerate(targets):
             # The first target wants all parameters, so that none is held for nobody.
             if index == 0 or draw(st.booleans()):
-                _want(draw, target, name, dtypes[name], shape, block)
+                kinds = [dtypes[name], "float32", *(["float8_e4m3fn"] if shape or not matrix_blocks else [])]
+                _want(draw, target, name, draw(st.sampled_from(kinds)), shape, block)
     options = PlanOptions(
         gather=draw(st.sampled_from(["needed", "full"])), write_bytes_min=draw(st.sampled_from([1, 64, 4096]))
     )
@@ -107,10 +111,9 @@ def _chunks(start: int, stop: int, count: int) -> list[tuple[int, int]]:
 
 
 def _want(
-    draw: st.DrawFn, target: _Memory, name: str, dtype: str, shape: tuple[int, ...], block: tuple[int, ...]
+    draw: st.DrawFn, target: _Memory, name: str, wanted: str, shape: tuple[int, ...], block: tuple[int, ...]
 ) -> None:
     box = tuple(tuple(sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True)))) for n in shape)
-    wanted = draw(st.sampled_from([dtype, "float32", "float8_e4m3fn"]))
     target.add(draw, name, wanted, shape, box)
     if wanted == "float8_e4m3fn":
         grid = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))

@@ -14,12 +14,14 @@ class Assigned:
     """An Assign. Made empty; filled by make(), which any one thread may run. The others may look meanwhile.
 
     plan: which. groups: of the whole plan. tasks: those that are ready so far, all once is_ready. trainers: addresses
-    by rank. peers, targets: descriptors by rank and region, of targets by rank, buffer and region.
+    by rank. peers, targets: descriptors by rank and region, of targets by rank, buffer and region. meets_first: of
+    messages.Assign.
     """
 
     def __init__(self, assign: m.Assign, rank: int) -> None:
         self.plan = assign.plan
         self.groups = assign.groups
+        self.meets_first = assign.meets_first
         self.tasks: list[ReadyTask] = []
         self.is_ready = False
         self.trainers: dict[int, xr.Address] = {}

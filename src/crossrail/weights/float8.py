@@ -23,7 +23,7 @@ _SMALLEST_NORMAL = 0x3C800000  # bits of 2**-6: below it e4m3 has steps of 2**-9
 _STEPS = np.float32(2**14)  # float32 has steps of 2**-9 there: adding it rounds to them, ties to even
 _STEPS_BITS = 0x46800000
 _BIAS = (127 - 7) << 3  # of float32's exponent over e4m3's, where its three bits of fraction end
-_AMAX_MIN = np.float32(LARGEST * 2.0**-126)
+AMAX_MIN = np.float32(LARGEST * 2.0**-126)  # of a block: its scale is then float32 with all its bits
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -81,7 +81,7 @@ class BlockQuantiser:
             if largest.max() >= _INFINITY:
                 at = np.argwhere(magnitudes >= _INFINITY)[0]
                 raise NotFinite(name, (row + int(at[0]), int(at[1])), float(wide[tuple(at)]))
-            amax = np.maximum(largest.view(np.float32), _AMAX_MIN)
+            amax = np.maximum(largest.view(np.float32), AMAX_MIN)
             np.divide(amax, np.float32(LARGEST), out=scales[band])
             np.divide(wide, np.repeat(scales[band], widths), out=wide)
             self._round(wide, out[row : row + high])

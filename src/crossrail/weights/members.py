@@ -37,6 +37,8 @@ def assigns_of(
         for member in trainers
         for index, descriptor in enumerate(member.buffers[0])
     }
+    senders = plan.tasks["trainer"][plan.parts["task"][plan.gathers["part"]]]
+    meets_first = bool((plan.gathers["trainer"] != senders).any())
     regions = {
         (member.rank, index): [
             m.TargetRegion(member.rank, buffer, index, descriptors[index])
@@ -58,6 +60,7 @@ def assigns_of(
             [peers[key] for key in gathered if key[0] != rank],
             [each for key in written for each in regions[key]],
             list(gone),
+            meets_first,
         )
 
     return {member.rank: assign(member.rank) for member in trainers}

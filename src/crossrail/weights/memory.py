@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import crossrail as xr
+from crossrail._buffers import gpu_allocation
 from crossrail.errors import UsageError
+from crossrail.weights import gpu
 from crossrail.weights.convert import storage
 from crossrail.weights.inventory import Box, Holding, Inventory, RegionInfo, Role
+
+_PADDING_BYTES = 512  # allocators hand out a GPU's memory in multiples of that: smaller gaps in one are nobody's
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where an array lies. address, strides: bytes; block: the allocation that it is part of, [begin, end)."""
+    """Where an array lies. address, strides: bytes; block: what was allocated with it, [begin, end)."""
 
     address: int
     strides: tuple[int, ...]
@@ -26,14 +30,16 @@ class _Piece:
     dtype: str
     block: tuple[int, int]
     owner: object
+    is_cuda: bool = False
 
 
 class WeightMemory:
     """What one process holds of a model. Made empty; filled by add(); then registered, all at once, by inventory().
 
     Allocations are registered whole, and those that touch as one region: a model has few of them and thousands of
-    tensors. regions: memory that is registered already (Engine.alloc: peers of this host then write it directly);
-    arrays in them need no registration of their own, and they stay the caller's to close.
+    tensors; on a GPU what torch's allocator cut of one piece of the driver's counts as touching.
+    regions: memory that is registered already (Engine.alloc: peers of this host then write it directly); arrays in them
+    need no registration of their own, and they stay the caller's to close.
     Owner of the arrays: the caller; they are kept alive until close(). Threads: one at a time.
     """
 
@@ -60,7 +66,8 @@ class WeightMemory:
     ) -> None:
         """A box of a parameter lies in this array, which stays where it is.
 
-        array: numpy, or torch on CPU; the innermost dimension without gaps, the others in C order, as of a slice.
+        array: numpy, torch on the CPU or on NVIDIA's GPUs, or whatever has `__cuda_array_interface__`; the innermost
+        dimension without gaps, the others in C order, as of a slice.
         name, shape, box, mesh, scale_of, block: of Holding; shape None: the array's; box None: all of the parameter.
         dtype: of elements that numpy has no type for, "bfloat16" as uint16, "float8_e4m3fn" as uint8.
         """
@@ -88,16 +95,22 @@ class WeightMemory:
             self._inventory = Inventory(old.role, old.rank, infos, old.names, old.meshes, old.rows)
         return self._inventory
 
-    def like(self, array: Any, regions: Sequence[xr.Region]) -> npt.NDArray[Any]:
+    def like(self, array: Any, regions: Sequence[xr.Region]) -> Any:
         """What lies in these regions where the array lies in ours: a numpy array that shares their memory.
 
         array: as given to add(). regions: as many and as long as ours.
+        On a GPU it is the array itself if the regions are ours, else a torch tensor, of torch's type of that name,
+        which may be used as long as the regions are open.
         """
         piece = _piece_of("like()", array, None)
         index = self._region_of(piece)
         if index is None:
             raise UsageError("the array lies in none of the regions of this memory")
         offset = piece.address - self.regions[index].base
+        if regions[index].device != "cpu":
+            if regions[index] is self.regions[index]:
+                return array
+            return gpu.tensor_at(regions[index], offset, piece.extent, piece.strides, piece.dtype)
         memory = regions[index].array()
         return np.ndarray(piece.extent, storage(piece.dtype), memory.data, offset, piece.strides)
 
@@ -109,15 +122,9 @@ class WeightMemory:
         self._added.clear()
 
     def _register(self) -> None:
-        blocks = sorted({piece.block for _, piece in self._added if self._region_of(piece) is None})
-        merged: list[list[int]] = []
-        for begin, end in blocks:
-            if merged and begin <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            else:
-                merged.append([begin, end])
+        blocks = {(piece.block, piece.is_cuda) for _, piece in self._added if self._region_of(piece) is None}
         access = "read" if self.role == "trainer" else "write"
-        for begin, end in merged:
+        for begin, end in _merged(sorted(blocks)):
             self.regions.append(self.engine.register((begin, end - begin), access=access))
 
     def _region_of(self, piece: _Piece) -> int | None:
@@ -150,33 +157,75 @@ class WeightMemory:
         self.close()
 
 
+def _merged(blocks: Sequence[tuple[tuple[int, int], bool]]) -> list[tuple[int, int]]:
+    """Those that overlap or touch made one; ascending. On a GPU only within an allocation: the driver maps no two."""
+    merged: list[tuple[int, int]] = []
+    before: tuple[int, int] | None = None
+    for (begin, end), is_cuda in blocks:
+        allocation = gpu_allocation(begin) if is_cuda else None
+        gap_end = merged[-1][1] + (_PADDING_BYTES if is_cuda else 1) if merged else 0
+        if begin < gap_end and allocation == before:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((begin, end))
+        before = allocation
+    return merged
+
+
 def _piece_of(name: str, array: Any, dtype: str | None) -> _Piece:
     if isinstance(array, np.ndarray):
         return _numpy_piece(name, array, dtype)
     if type(array).__module__.partition(".")[0] == "torch":
         return _torch_piece(name, array)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _cuda_piece(name, array, dtype)
     raise UsageError(f"{name}: a {type(array).__name__} is neither a numpy array nor a torch tensor")
 
 
 def _numpy_piece(name: str, array: np.ndarray[Any, Any], dtype: str | None) -> _Piece:
-    kind = array.dtype.name if dtype is None else dtype
-    if storage(kind) != array.dtype:
-        raise UsageError(f"{name}: {kind} lies in an array of {storage(kind)}, not of {array.dtype}")
+    kind = _kind_of(name, array.dtype, dtype)
     base = array
     while isinstance(base.base, np.ndarray):
         base = base.base
     if min(array.strides, default=0) < 0 or min(base.strides, default=0) < 0:
         raise UsageError(f"{name}: the array is reversed, strides {array.strides}")
-    span = sum((n - 1) * step for n, step in zip(base.shape, base.strides, strict=True)) + base.itemsize
     begin = base.ctypes.data
-    return _Piece(array.ctypes.data, array.strides, array.shape, kind, (begin, begin + span), array)
+    block = begin, begin + _span(base.shape, base.strides, base.itemsize)
+    return _Piece(array.ctypes.data, array.strides, array.shape, kind, block, array)
+
+
+def _cuda_piece(name: str, array: Any, dtype: str | None) -> _Piece:
+    """Of what speaks Numba's protocol: CuPy, JAX."""
+    interface = array.__cuda_array_interface__
+    stored, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
+    kind = _kind_of(name, stored, dtype)
+    dense = [stored.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    strides = tuple(interface.get("strides") or dense)
+    if min(strides, default=0) < 0:
+        raise UsageError(f"{name}: the array is reversed, strides {strides}")
+    begin = int(interface["data"][0])
+    return _Piece(begin, strides, shape, kind, (begin, begin + _span(shape, strides, stored.itemsize)), array, True)
+
+
+def _kind_of(name: str, stored: np.dtype[Any], dtype: str | None) -> str:
+    kind = stored.name if dtype is None else dtype
+    if storage(kind) != stored:
+        raise UsageError(f"{name}: {kind} lies in an array of {storage(kind)}, not of {stored}")
+    return kind
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from the first element to the end of the last."""
+    return sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + itemsize
 
 
 def _torch_piece(name: str, tensor: Any) -> _Piece:
-    if tensor.device.type != "cpu":
-        raise UsageError(f"{name}: the tensor is on {tensor.device}, only those on the CPU can be taken")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"{name}: the tensor is on {tensor.device}, only those on the CPU or a GPU of NVIDIA's are taken"
+        )
     stored = tensor.untyped_storage()
     begin = stored.data_ptr()
     strides = tuple(step * tensor.element_size() for step in tensor.stride())
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, (begin, begin + stored.nbytes()), tensor)
+    kind, block = str(tensor.dtype).removeprefix("torch."), (begin, begin + stored.nbytes())
+    return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, block, tensor, tensor.device.type == "cuda")

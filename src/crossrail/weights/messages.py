@@ -99,7 +99,8 @@ class Member(Struct, frozen=True, array_like=True):
 class Assign(Struct, frozen=True, tag=True):
     """A trainer's part of a plan. plan: which; part: packed(Plan.of_trainer().to_bytes()); groups: of the whole plan.
 
-    gone: those whom this trainer need not wait for any more.
+    gone: those whom this trainer need not wait for any more. meets_first: trainers read from each other, which none may
+    begin before all offer their weights.
     """
 
     plan: Digest
@@ -109,6 +110,7 @@ class Assign(Struct, frozen=True, tag=True):
     peers: Annotated[list[PeerRegion], Meta(max_length=1 << 24)]
     targets: Annotated[list[TargetRegion], Meta(max_length=1 << 24)]
     gone: Annotated[list[AddressBytes], Meta(max_length=1 << 20)] = []
+    meets_first: bool = False
 
 
 class Expect(Struct, frozen=True, tag=True):

@@ -9,13 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy.typing as npt
-
 import crossrail as xr
 from crossrail.control.deadlines import in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.weights import gpu
 from crossrail.weights import messages as m
 from crossrail.weights.errors import Refused, UpdateFailed
 from crossrail.weights.memory import WeightMemory
@@ -54,7 +53,9 @@ class WeightReceiver:
     not read and the old version stays usable until the new one is complete; else they go in place, between `pause` and
     `resume`, and one that fails leaves weights that are torn, which reading() refuses.
     pause(version), resume(version): of the inference engine, called before weights in place are written, and after a
-    commit; both optional. A failed update does not resume.
+    commit; both optional. A failed update does not resume. Weights on a GPU are not written before all kernels have
+    ended that torch had launched when pause() returned and the last reading() of them was over; for kernels elsewhere,
+    pause() waits.
     failures: attempts that this rank has heard to have failed.
     Lifecycle: 1. made. 2. join(). 3. reading() whenever weights are used. 4. leave(). 5. close(). Owner of mailbox,
     engine and memory: whoever made them; they stay open until after close().
@@ -117,9 +118,10 @@ class WeightReceiver:
         await self._fail("it joins anew")
         inventory = self.memory.inventory()
         if not self._buffers:
-            self._buffers.append(self.memory.regions)
+            buffers = [self.memory.regions]
             if self._has_spare:
-                self._buffers.append([self._engine.alloc(region.nbytes) for region in self.memory.regions])
+                buffers.append(await asyncio.to_thread(self._alloc_spare))
+            self._buffers = self._buffers or buffers
         self._check_memory()
         spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
         question = m.Join(m.packed(inventory.to_bytes()), spare)
@@ -185,6 +187,9 @@ class WeightReceiver:
         if sender != self._controller:
             raise UsageError(f"inference rank {self.rank} belongs to another controller")
 
+    def _alloc_spare(self) -> list[xr.Region]:
+        return [gpu.alloc(self._engine, region.device, region.nbytes) for region in self.memory.regions]
+
     def _check_memory(self) -> None:
         if any(region.closed for regions in self._buffers for region in regions):
             raise UsageError(f"inference rank {self.rank}: memory of its weights was closed, it takes no more updates")
@@ -216,8 +221,7 @@ class WeightReceiver:
         try:
             if not self._has_spare:
                 await in_time(self._pause(opened.version), opened.deadline_s)
-            while not self._versions.may_open:
-                await self._wait_changed(deadline, f"inference rank {self.rank}: somebody still reads the weights")
+            await self._wait_unread(deadline)
             if self._attempt is not attempt:
                 raise UsageError(f"attempt {opened.attempt} is over")
         except BaseException:
@@ -228,6 +232,23 @@ class WeightReceiver:
         attempt.timer = loop.call_at(deadline + _GRACE_S, self._overdue, attempt)
         self._notify()
         return m.Opened(buffer)
+
+    async def _wait_unread(self, deadline: float) -> None:
+        """Until neither a reader nor a kernel is at the memory that is to be written."""
+        loop = asyncio.get_running_loop()
+        devices = gpu.gpus_of(self._buffers[self._versions.back])
+        while True:
+            while not self._versions.may_open:
+                await self._wait_changed(deadline, f"inference rank {self.rank}: somebody still reads the weights")
+            if not devices:
+                return
+            begun = self._versions.back_readings
+            try:
+                await in_time(asyncio.to_thread(gpu.wait_for_kernels, devices), deadline - loop.time())
+            except asyncio.TimeoutError:
+                raise WaitTimeout(f"inference rank {self.rank}: kernels on {devices[0]} still run") from None
+            if self._versions.back_readings == begun:  # else somebody came meanwhile, and may have launched more
+                return
 
     async def _on_await(self, sender: bytes, question: m.Await) -> m.Whole:
         attempt = self._current(sender, question.attempt)
@@ -331,6 +352,9 @@ class Reading:
     regions: Sequence[xr.Region]
     _memory: WeightMemory
 
-    def like(self, array: Any) -> npt.NDArray[Any]:
-        """The weights that are read where this array of the memory is: itself, or its place in the spare memory."""
+    def like(self, array: Any) -> Any:
+        """The weights that are read where this array of the memory is: itself, or its place in the spare memory.
+
+        A numpy array; on a GPU what was added, or a torch tensor. See WeightMemory.like.
+        """
         return self._memory.like(array, self.regions)

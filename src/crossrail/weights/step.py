@@ -2,7 +2,7 @@
 
 One task of the event loop moves them all as far as they go, and sleeps only when none of them moves. The engine moves
 bytes in its own thread and conversions run in one of ours, so the three stages overlap. Small tasks go to that thread
-many at a time, since each hand-over costs as much as converting some hundred kilobytes.
+many at a time, since each hand-over costs as much as converting some (preparer.py).
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 import crossrail as xr
 from crossrail.weights.arena import Arena
 from crossrail.weights.barrier import Barrier
+from crossrail.weights.preparer import Preparer
 from crossrail.weights.schedule import Schedule
-from crossrail.weights.task import Batch, Bytes, ReadyTask, Tools
+from crossrail.weights.task import Batch, ReadyTask
 
 _WRITES_MAX = 512  # submits under way: enough to keep every rail busy, few enough to look through
 _AHEAD_MAX = 512  # tasks begun and not yet prepared: what they read is on its way meanwhile
-_PREPARED_MAX = 64  # tasks that are prepared in one go,
-_PREPARED_BYTES = 1 << 20  # if they are no larger together
+_PREPARED_MAX = 64  # tasks that are prepared in one go, if they are no larger together than the preparer says
 _HOLD_S = 0.002  # for so long the event loop is kept from others while tasks move
 _HEADS_MAX = 4  # transfers that an idle pipeline watches in each stage: a straggler does not hold up the others
 
@@ -69,16 +67,11 @@ class Places:
     peers: Mapping[tuple[int, int], xr.RegionDescriptor]
     targets: Mapping[tuple[int, int], xr.RegionDescriptor]
     imm: int
-    arena_bytes: Bytes = field(init=False)
-    source_bytes: list[Bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.arena_bytes = np.zeros(0, np.uint8) if self.arena is None else self.arena.array()
-        self.source_bytes = [region.array() for region in self.sources]
 
 
 class Step:
-    """Runs once. tasks: of this trainer, in order. groups: of the whole plan, ascending.
+    """Runs once. tasks: of this trainer, in order. groups: of the whole plan, ascending. meets_first: at a barrier,
+    before any trainer reads from another. preparer: None where all tasks are direct.
 
     Threads: the event loop's. run() may be cancelled: it then takes back what it can, and `pending` has the transfers
     that still touch memory.
@@ -93,7 +86,8 @@ class Step:
         places: Places,
         barrier: Barrier,
         executor: Executor | None = None,
-        tools: Tools | None = None,
+        preparer: Preparer | None = None,
+        meets_first: bool = False,
     ) -> None:
         self.report = StepReport()
         self._engine = engine
@@ -103,7 +97,10 @@ class Step:
         self._places = places
         self._barrier = barrier
         self._executor = executor
-        self._tools = tools or Tools()
+        self._preparer = preparer
+        if preparer is not None:
+            preparer.open(places.sources, places.arena)
+        self._meets_first = meets_first
         sizes = [task.piece_bytes for task in tasks]
         self._schedule = Schedule(arena, sizes, [task.group for task in tasks], [task.name for task in tasks])
         self._bases: dict[int, int] = {}
@@ -131,6 +128,8 @@ class Step:
         deadline = begun + timeout_s
         self._arena.reset_peak()
         try:
+            if self._meets_first:  # who has not come may still be changing what we would read
+                await self._meet_others(deadline)
             for group in self._groups:
                 self._schedule.enter(group)
                 await self._move_until(lambda: self._schedule.is_prepared)
@@ -162,6 +161,8 @@ class Step:
         if self._preparing is not None:
             # It cannot be interrupted, and uses the arena.
             await asyncio.wait([self._preparing[1]])
+            if not self._preparing[1].cancelled():
+                self._preparing[1].exception()  # something else has ended the step: else the loop complains of this too
 
     async def _move_until(self, is_reached: Callable[[], bool], event: asyncio.Future[None] | None = None) -> None:
         """Every task as far as it goes; whenever none does, waits until something has happened, or the event."""
@@ -217,9 +218,10 @@ class Step:
     def _prepare_next(self) -> int:
         if self._preparing is not None or not self._ready:
             return 0
+        assert self._preparer is not None
         some: list[int] = []
         nbytes = 0
-        while self._ready and len(some) < _PREPARED_MAX and nbytes < _PREPARED_BYTES:
+        while self._ready and len(some) < _PREPARED_MAX and nbytes < self._preparer.bytes_at_once:
             some.append(self._ready.popleft())
             nbytes += self._tasks[some[-1]].piece_bytes
         loop = asyncio.get_running_loop()
@@ -228,10 +230,9 @@ class Step:
 
     def _prepare(self, some: list[int]) -> float:
         """On the executor's thread. Seconds of real time."""
+        assert self._preparer is not None
         begun = time.perf_counter()
-        memories, arena = self._places.source_bytes.__getitem__, self._places.arena_bytes
-        for index in some:
-            self._tasks[index].prepare(memories, arena, self._bases[index], self._tools)
+        self._preparer.prepare([(self._tasks[index], self._bases[index]) for index in some])
         return time.perf_counter() - begun
 
     def _collect_prepared(self) -> int:

@@ -70,7 +70,8 @@ def torch_holdings(
 def add_tensor(memory: WeightMemory, names: Names, name: str, tensor: torch.Tensor, *, ranks: Ranks = ALONE) -> None:
     """Adds a framework's tensor to this memory, as all those parameters of the checkpoint that lie in it.
 
-    tensor: plain or a DTensor, on the CPU; its elements stay where they are. name, ranks: as torch_holdings has them.
+    tensor: plain or a DTensor, on the CPU or a GPU; its elements stay where they are. name, ranks: as torch_holdings
+    has them.
     """
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     if not local.numel():  # an uneven shard

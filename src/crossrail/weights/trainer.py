@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from typing import Any
 
 import crossrail as xr
 from crossrail.control.deadlines import in_time, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.weights import gpu
 from crossrail.weights import messages as m
 from crossrail.weights.arena import Arena, aligned
 from crossrail.weights.assigned import Assigned
 from crossrail.weights.barrier import Barrier, EngineBarrier
 from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
 from crossrail.weights.memory import WeightMemory
+from crossrail.weights.preparer import Preparer, preparer_for
 from crossrail.weights.step import Places, Step, StepReport
-from crossrail.weights.task import Tools
 
 log = logging.getLogger("crossrail.weights")
 
 ABORT_S = 1.0  # in which a controller that lives has told why an update failed
 QUIET_S = 5.0  # for transfers that were cancelled: what peers have begun ends first
+_KERNELS_S = 0.0005  # between looks at what the caller's stream still has to do
 
 # Of this engine, the addresses of the other trainers, and a number that only this attempt uses.
 MakeBarrier = Callable[[xr.Engine, Sequence[xr.Address], int], Barrier]
@@ -36,7 +39,8 @@ class WeightTrainer:
 
     mailbox: of messages.mailbox(), started by whoever made it; one for each trainer or inference rank.
     memory: of role "trainer"; join() registers it. tmp_bytes_max: the watermark, what tasks under way may use together;
-    all of it is allocated when a plan first needs any, and nothing after that.
+    all of it is allocated when a plan first needs any, and nothing after that but what torch takes to convert.
+    preparer: who makes what is written; None: torch on the GPU that most of the memory is in, numpy if none is a GPU's.
     Lifecycle: 1. made. 2. join(). 3. publish() for each update. 4. leave(), when others are to go on without it.
     5. close(). Owner of mailbox, engine and memory: whoever made them; they stay open until after close().
     """
@@ -47,6 +51,7 @@ class WeightTrainer:
         memory: WeightMemory,
         tmp_bytes_max: int = 1 << 30,
         make_barrier: MakeBarrier = EngineBarrier,
+        preparer: Preparer | None = None,
     ) -> None:
         if memory.role != "trainer":
             raise UsageError(f"memory of a {memory.role} given to a trainer")
@@ -59,7 +64,7 @@ class WeightTrainer:
         self._tmp_bytes_max = tmp_bytes_max // aligned(1) * aligned(1)
         self._arena: xr.Region | None = None
         self._executor = ThreadPoolExecutor(1, f"crossrail-weights-{self.rank}")
-        self._tools = Tools()
+        self._preparer = preparer
         self._controller = b""
         self._assigned: Assigned | None = None
         self._offer: _Offer | None = None
@@ -92,16 +97,22 @@ class WeightTrainer:
         if isinstance(answer, m.JoinRefused):
             raise Refused(f"trainer {self.rank} was refused: {answer.reason}")
 
-    async def publish(self, version: int, timeout_s: float = 60.0) -> StepReport:
+    def publish(self, version: int, timeout_s: float = 60.0) -> Coroutine[Any, Any, StepReport]:
         """Offers the weights as they are now, and returns when this version is complete at all inference ranks.
 
         They must not change until it returns or raises. The update runs once all trainers offer the version that the
         controller was asked for. Raises UpdateFailed: it is complete nowhere, unless this trainer alone was cut off;
         offer it again, or a later one.
+        Weights on GPUs are those that are there when all has ended that the calling thread's current stream of each has
+        been given until now, by torch; nothing is sent before. For kernels elsewhere, wait before the call. The call
+        itself may come from any thread, the coroutine is the event loop's.
         """
+        return self._publish(version, timeout_s, gpu.launched(gpu.gpus_of(self.memory.regions)))
+
+    async def _publish(self, version: int, timeout_s: float, kernels: Sequence[Any]) -> StepReport:
         if self._offer is not None:
             raise UsageError(f"trainer {self.rank} offers version {self._offer.version} already: one update at a time")
-        self._offer = _Offer(version, asyncio.get_running_loop().create_future())
+        self._offer = _Offer(version, asyncio.get_running_loop().create_future(), kernels)
         self._offered.set()
         try:
             return await in_time(self._offer.done, timeout_s)
@@ -125,6 +136,8 @@ class WeightTrainer:
         await self._stop_step()
         await self._quiet(QUIET_S)
         self._executor.shutdown()
+        if self._preparer is not None:
+            self._preparer.close()
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.close()
@@ -150,9 +163,16 @@ class WeightTrainer:
         if (largest := assigned.largest) is not None:
             if largest.piece_bytes > self._tmp_bytes_max:
                 raise WatermarkTooSmall(largest.name, largest.piece_bytes, self._tmp_bytes_max)
-            if self._arena is None:
-                self._arena = self._engine.alloc(self._tmp_bytes_max)
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._make_arena)
+            if self._assigned is not assigned:
+                raise UsageError(f"plan {assigned.plan} is not wanted any more")
         return m.Taken()
+
+    def _make_arena(self) -> None:
+        """On the executor's thread: a GPU's memory is waited for, and takes long to register."""
+        if self._arena is None:
+            self._preparer = self._preparer or preparer_for(self.memory.regions)
+            self._arena = self._preparer.alloc(self._engine, self._tmp_bytes_max)
 
     def _drop_assigned(self) -> None:
         assigned, self._assigned = self._assigned, None
@@ -189,9 +209,14 @@ class WeightTrainer:
         deadline = clock() + go.deadline_s
         if not await set_in_time(self._offered, go.deadline_s):
             raise UpdateFailed(go.version, f"trainer {self.rank} did not offer it in {go.deadline_s:g} s")
-        assert self._offer is not None
-        if self._offer.version != go.version:
-            raise UsageError(f"trainer {self.rank} offers version {self._offer.version}, asked for is {go.version}")
+        offer = self._offer
+        assert offer is not None
+        if offer.version != go.version:
+            raise UsageError(f"trainer {self.rank} offers version {offer.version}, asked for is {go.version}")
+        while not gpu.have_ended(offer.kernels):
+            if clock() > deadline:
+                raise UpdateFailed(go.version, f"trainer {self.rank}: its GPU has not made it in {go.deadline_s:g} s")
+            await asyncio.sleep(_KERNELS_S)
         await self._quiet(deadline - clock())
         buffers = dict(go.buffers)
         targets = {
@@ -204,8 +229,9 @@ class WeightTrainer:
         others = [address for rank, address in assigned.trainers.items() if rank != self.rank]
         barrier = self._make_barrier(self._engine, others, go.barrier_imm)
         step = self._step = Step(
-            self._engine, assigned.tasks, assigned.groups, arena, places, barrier, self._executor, self._tools
-        )
+            self._engine, assigned.tasks, assigned.groups, arena, places, barrier, self._executor, self._preparer,
+            meets_first=assigned.meets_first,
+        )  # fmt: skip
         try:
             return await in_time(step.run(deadline - clock()), deadline - clock())
         except asyncio.TimeoutError:
@@ -276,9 +302,10 @@ class WeightTrainer:
 class _Offer:
     """What publish() waits for."""
 
-    def __init__(self, version: int, done: asyncio.Future[StepReport]) -> None:
+    def __init__(self, version: int, done: asyncio.Future[StepReport], kernels: Sequence[Any]) -> None:
         self.version = version
         self.done = done
+        self.kernels = kernels
 
     def succeed(self, report: StepReport) -> None:
         if not self.done.done():

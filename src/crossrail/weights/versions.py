@@ -29,6 +29,7 @@ class Versions:
         self._versions: list[int] = [-1] * buffers
         self._states = [State.WHOLE] * buffers  # what is there at first is whole, and no version of ours
         self._readers = [0] * buffers
+        self._readings = [0] * buffers  # begun so far
 
     @property
     def back(self) -> int:
@@ -53,6 +54,11 @@ class Versions:
     def may_open(self) -> bool:
         """Nobody reads the back."""
         return not self._readers[self.back]
+
+    @property
+    def back_readings(self) -> int:
+        """How many readings of the back have begun so far."""
+        return self._readings[self.back]
 
     def open(self) -> int:
         """The buffer that an update is written into from here on."""
@@ -85,6 +91,7 @@ class Versions:
         if self.state is State.RECEIVING:
             return None
         self._readers[self.front] += 1
+        self._readings[self.front] += 1
         return self.front
 
     def end_reading(self, buffer: int) -> None:

@@ -99,7 +99,8 @@ class CrossrailWeightTransferEngine(WeightTransferEngine[CrossrailInitInfo, Cros
         self._opened().start()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Returns when the version is complete in this worker. Nothing is to be synchronised: the memory is the host's.
+        """Returns when the version is complete in this worker, whose next kernels see it. Nothing is to be
+        synchronised: on a GPU writers are let in when the kernels that were launched before have ended.
 
         Raises UpdateFailed: the weights may be torn then, it says so, and must be updated before they are used.
         """

@@ -1,0 +1,117 @@
+"""What weights in the memory of GPUs take of torch: more of such memory, tensors over it, and waiting for kernels.
+
+torch is not imported here: whoever has tensors of a GPU has imported it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import crossrail as xr
+from crossrail.errors import CrossrailError, UsageError
+
+Tensor: TypeAlias = Any  # torch.Tensor
+
+
+def gpus_of(regions: Iterable[xr.Region]) -> list[str]:
+    """Devices, as "cuda:0", of those that are a GPU's; the one with most bytes first."""
+    nbytes: dict[str, int] = {}
+    for region in regions:
+        if region.device != "cpu":
+            nbytes[region.device] = nbytes.get(region.device, 0) + region.nbytes
+    return sorted(nbytes, key=lambda device: (-nbytes[device], device))
+
+
+def alloc(engine: xr.Engine, device: str, nbytes: int) -> xr.Region:
+    """Memory that nothing uses: the engine's own on "cpu", torch's on a GPU, of which it is then all zeros or not.
+
+    Blocks until kernels that were launched have ended: torch gives memory out again that they may still be using.
+    """
+    if device == "cpu":
+        return engine.alloc(nbytes)
+    torch = torch_for(f"memory of {device}")
+    with told(f"{nbytes} bytes of {device}"):
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    wait_for_kernels([device])
+    return engine.register(tensor)
+
+
+def bytes_of(region: xr.Region, offset: int = 0) -> Tensor:
+    """All of a region from this byte on, as a uint8 tensor that shares its memory.
+
+    It keeps host memory alive; a GPU's it does not, that is the region's until it is closed.
+    """
+    torch = torch_for("preparing weights in torch")
+    if region.device == "cpu":
+        kept = (ctypes.c_ubyte * region.nbytes).from_address(region.base)  # writable, as torch wants it
+        kept.view = region.view()  # type: ignore[attr-defined]
+        return torch.frombuffer(kept, dtype=torch.uint8, offset=offset)
+    return torch.as_tensor(_Bytes(region.base + offset, region.nbytes - offset), device=region.device)
+
+
+def tensor_at(region: xr.Region, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Tensor:
+    """A tensor of torch's type of that name in the region, from this byte on; strides: bytes."""
+    kind = getattr(torch_for(f"a tensor in memory of {region.device}"), dtype)
+    nbytes = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + kind.itemsize
+    whole = bytes_of(region, offset)[:nbytes].view(kind)
+    return whole.as_strided(tuple(shape), [step // kind.itemsize for step in strides])
+
+
+class _Bytes:
+    """Memory of a GPU, as Numba's protocol has it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3
+        }  # fmt: skip
+
+
+def launched(devices: Iterable[str]) -> list[Any]:
+    """An event of torch's for each of these GPUs, behind what this thread's current stream of it has been given.
+
+    None where torch has not used a GPU in this process: it has no kernels then.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    events = []
+    for device in devices:
+        events.append(torch.cuda.Event())
+        events[-1].record(torch.cuda.current_stream(device))
+    return events
+
+
+def wait_for_kernels(devices: Iterable[str]) -> None:
+    """Blocks until all that torch's streams of these GPUs have been given has ended."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        for device in devices:
+            with told(f"waiting for the kernels of {device}"):
+                torch.cuda.synchronize(device)
+
+
+def have_ended(events: Iterable[Any]) -> bool:
+    """Whether all that launched() noted is over."""
+    with told("kernels launched before publish()"):
+        return all(event.query() for event in events)
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """What torch's calls raise, no memory or a kernel that failed before, as CrossrailError: updates fail by it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CrossrailError(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+
+
+def torch_for(what: str) -> Any:
+    """The module. UsageError when nobody has imported it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        raise UsageError(f"{what} takes torch, which nobody has imported in this process: import torch")
+    return torch
