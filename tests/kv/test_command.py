@@ -6,12 +6,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from crossrail.cli.main import main
 from tests.support.kv_processes import Asking, Services, all_pages_free, monolithic
 from tests.support.limits import WAIT_S, eventually
 
@@ -103,6 +107,50 @@ def test_node_that_does_not_fit_says_why_and_ends(services: Services, tmp_path: 
     assert odd.wait(WAIT_S) == 1
     words = (tmp_path / "stderr").read_text()
     assert re.search(r"dtype: ours float32, theirs float16", words), words
+
+
+def test_node_without_a_router_says_why_once_and_when_it_has_one(services: Services) -> None:
+    """It looks twice a second, maybe for days; in silence its operator would look for days, too."""
+    node = services.start("decoder", "d0", "--router", f"http://{services.place}", secret="another")
+    eventually(lambda: "d0 has no router" in services.complaints(), "it says so", pause_s=0.05)
+    assert "takes the cluster's secret, and it is another one" in services.complaints()
+    node.kill()
+
+    services.kill("router")
+    services.add("decoder", "d1")
+    eventually(lambda: "d1 has no router" in services.complaints(), "it says so", pause_s=0.05)
+    assert services.place in services.complaints()
+    services.add_router()
+    services.joined("d1")
+    eventually(lambda: "d1 has joined its router" in services.complaints(), "it says so", pause_s=0.05)
+    assert services.complaints().count("d0 has no router") == 1
+
+
+def test_top_in_a_pipe_shows_the_nodes_and_ends(services: Services) -> None:
+    services.add("decoder", "d0")
+    services.joined("d0")
+    command = [sys.executable, "-m", "crossrail", "kv", "top", services.place]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=os.environ)
+    assert run.returncode == 0 and "d0" in run.stdout and "256 of 256" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{}", b"SSH-2.0", b"[" * 100_000], ids=["list", "object", "text", "deep"])
+def test_top_of_something_else_is_refused_in_words(body: bytes) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        result = CliRunner().invoke(main, ["kv", "top", f"127.0.0.1:{server.server_port}"])
+        thread.join(WAIT_S)
+    assert result.exit_code == 1 and result.stderr.startswith("error: no router answers at"), result.output
 
 
 def test_demo_shows_equal_tokens(tmp_path: Path) -> None:

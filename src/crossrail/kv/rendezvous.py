@@ -39,6 +39,6 @@ def find_by_http(url: str, secret: bytes) -> FindRouter:
                     raise RouterNotFound(f"{url} answered {response.status}: {said}")
                 return await response.content.read(_ADDRESS_BYTES_MAX)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise RouterNotFound(f"{url}: {type(error).__name__} {error}") from None
+            raise RouterNotFound(f"{url}: {str(error) or type(error).__name__}") from None
 
     return find

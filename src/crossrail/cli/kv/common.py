@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -20,7 +21,7 @@ from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.model import Model, Tokenizer
-from crossrail.kv.node import NodeOptions
+from crossrail.kv.node import NodeOptions, log
 from crossrail.kv.router import RouterOptions
 from crossrail.kv.toy import ToyModel, ToyTokenizer
 from crossrail.kv.wire import EngineWire
@@ -76,9 +77,13 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
     rails = list(options["rails"]) or 1
     with xr.Engine(name, transport=options["transport"], rails=rails, port=options["port"], secret=secret) as engine:
         wire = EngineWire(engine)
+        level = log.level
+        # Why it has no router, and whom it refuses, is for whoever runs a service: commands let only errors through.
+        log.setLevel(logging.WARNING)
         try:
             yield Service(engine, Mailbox(wire, secret), secret, ended)
         finally:
+            log.setLevel(level)
             wire.close()
 
 
