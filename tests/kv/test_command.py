@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from crossrail.cli.main import main
-from tests.support.kv_processes import Asking, Services, all_pages_free, monolithic
+from tests.support.kv_processes import SECRET, Asking, Services, all_pages_free, monolithic
 from tests.support.limits import WAIT_S, eventually
 
 
@@ -170,6 +170,33 @@ def test_service_without_a_secret_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "crossrail", "kv", "router"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path, env=environment)
     assert run.returncode == 2 and "a secret that all nodes share is needed" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["decoder", "--router=nonsense"],
+        ["decoder", "--router=ftp://h:1"],
+        ["decoder", "--router=http://h:99999"],
+        ["prefiller", "--router=http://h:1", "--chunk-tokens=0"],
+        ["prefiller", "--router=http://h:1", "--silent-s=0"],
+        ["prefiller", "--router=http://h:1", "--drain-s=-1"],
+        ["prefiller", "--router=http://h:1", "--port=-1"],
+        ["router", "--listen=127.0.0.1:99999"],
+        ["router", "--listen=127.0.0.1:\N{SUPERSCRIPT TWO}"],
+        ["router", "--heartbeat-s=-1"],
+    ],
+    ids=" ".join,
+)
+def test_what_no_service_could_work_with_is_refused(words: list[str]) -> None:
+    """Before it starts: it would look for ever, or do nothing but look."""
+    result = CliRunner(env={"CROSSRAIL_SECRET": SECRET}).invoke(main, ["kv", *words])
+    assert result.exit_code == 2 and "mistake in crossrail" not in result.output, result.output
+
+
+def test_place_that_is_none_of_this_host_is_named() -> None:
+    result = CliRunner(env={"CROSSRAIL_SECRET": SECRET}).invoke(main, ["kv", "router", "--listen=192.0.2.77:1"])
+    assert result.exit_code == 1 and result.stderr.startswith("error: --listen 192.0.2.77:1: "), result.output
 
 
 def test_package_alone_imports_none_of_it() -> None:

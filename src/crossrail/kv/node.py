@@ -85,8 +85,8 @@ class RouterLink:
             await asyncio.sleep(self._node.options.retry_s)
 
     def _tell_trouble(self, trouble: str) -> None:
-        """Once for each reason: it is tried again twice a second, maybe for days."""
-        if not self._left and trouble != self._trouble:
+        """Once for each reason: it is tried again twice a second, maybe for days. Who leaves needs none."""
+        if not self._node.draining and trouble != self._trouble:
             log.warning("node %s has no router, and goes on looking: %s", self._node.name, trouble)
             self._trouble = trouble
 

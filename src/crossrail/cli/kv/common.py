@@ -38,19 +38,41 @@ MEMBERSHIP_HELP = "etcd://HOST:PORT,HOST:PORT/CLUSTER, where a cluster's nodes a
 
 service_options = together(
     engine_options,
-    click.option("--port", default=0, show_default=True, help="Where the engine's tcp rails listen; 0: anywhere."),
+    click.option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=0,
+        show_default=True,
+        help="Where the engine's tcp rails listen; 0: anywhere.",
+    ),
     click.option("--until-stdin-closes", is_flag=True, hidden=True),
 )
 
 
 def options_of(defaults: Any, **helps: str) -> Decorator:
-    """Fields of a dataclass as options, each with its default there and the help given here."""
+    """Fields of a dataclass as options, each with its default there and the help given here; all are more than 0."""
     return together(
         *(
-            click.option(f"--{field.replace('_', '-')}", default=getattr(defaults, field), show_default=True, help=text)
+            click.option(
+                f"--{field.replace('_', '-')}",
+                type=at_least_one() if isinstance(default := getattr(defaults, field), int) else seconds(),
+                default=default,
+                show_default=True,
+                help=text,
+            )
             for field, text in helps.items()
         )
     )
+
+
+def at_least_one() -> click.IntRange:
+    """The type of a count."""
+    return click.IntRange(1, 1 << 30)
+
+
+def seconds() -> click.FloatRange:
+    """The type of a time: not 0, with which services would do nothing else, and at most a month."""
+    return click.FloatRange(0.001, 30 * 86400)
 
 
 def chosen(defaults: Options, options: Mapping[str, Any]) -> Options:
