@@ -254,6 +254,20 @@ def test_senseless_connect_timeout_rejected(bench: Bench, timeout_s: object) -> 
         bench.engine.connect(bench.dst.descriptor.owner, timeout_s)
 
 
+@pytest.mark.parametrize("timeout_s", ["soon", float("nan"), -0.5, []])
+def test_senseless_timeout_is_one_also_when_nothing_is_to_wait_for(
+    engine: xr.Engine, other: xr.Engine, timeout_s: object
+) -> None:
+    """Else the mistake shows on the day when something is slow."""
+    target = other.alloc(10)
+    transfer = engine.submit_write(engine.alloc(10), target.descriptor)
+    transfer.wait(WAIT_S)
+    with pytest.raises(xr.UsageError, match="timeout_s"):
+        transfer.wait(timeout_s)
+    with pytest.raises(xr.UsageError, match="timeout_s"):
+        engine.imm_counter(1).wait(0, timeout_s)
+
+
 @pytest.mark.parametrize("callback", [5, "text"])
 def test_callback_that_cannot_be_called_rejected(bench: Bench, callback: object) -> None:
     for call in (
