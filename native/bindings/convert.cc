@@ -56,9 +56,8 @@ int64_t to_ns(double value, const char* argument, double unit_ns, double min, do
   return static_cast<int64_t>(value * unit_ns);
 }
 
-Deadline to_deadline(nb::handle timeout_s, const Clock& clock) {
-  constexpr double kForEverSeconds = 1e9;  // 30 years; more would overflow nanoseconds in 64 bits
-  if (timeout_s.is_none()) return kNoDeadline;
+double to_seconds(nb::handle timeout_s) {
+  if (timeout_s.is_none()) return std::numeric_limits<double>::infinity();
   const double seconds = PyFloat_AsDouble(timeout_s.ptr());
   if (seconds == -1.0 && PyErr_Occurred() != nullptr) {
     PyErr_Clear();
@@ -67,6 +66,12 @@ Deadline to_deadline(nb::handle timeout_s, const Clock& clock) {
   if (std::isnan(seconds) || seconds < 0.0) {
     throw UsageError("timeout_s is " + number_text(seconds) + ", must be 0 or more, or None to wait for ever");
   }
+  return seconds;
+}
+
+Deadline to_deadline(nb::handle timeout_s, const Clock& clock) {
+  constexpr double kForEverSeconds = 1e9;  // 30 years; more would overflow nanoseconds in 64 bits
+  const double seconds = to_seconds(timeout_s);
   return seconds >= kForEverSeconds ? kNoDeadline : clock.deadline_in(seconds);
 }
 

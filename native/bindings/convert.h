@@ -33,6 +33,8 @@ uint32_t to_rail(nb::handle value);
 
 // A time option: at least `min` and at most `max` of its own unit, which is `unit_ns` nanoseconds.
 int64_t to_ns(double value, const char* argument, double unit_ns, double min, double max);
+// Of a wait; infinity for None.
+double to_seconds(nb::handle timeout_s);
 // None waits for ever; zero looks once. On the clock that the wait goes by: its engine's.
 Deadline to_deadline(nb::handle timeout_s, const Clock& clock);
 

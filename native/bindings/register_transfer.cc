@@ -34,7 +34,9 @@ nb::object exception_of(const TransferHandle& self) {
 
 void wait(const TransferHandle& self, nb::handle timeout_s) {
   const TransferRef transfer = self.transfer.ref();
-  if (!transfer->done()) {
+  if (transfer->done()) {
+    to_seconds(timeout_s);  // a mistake in it is one now, too, and not on the day when the transfer is slower
+  } else {
     const Deadline deadline = to_deadline(timeout_s, transfer->clock());
     if (wait_without_gil([&] { return transfer->wait(deadline, interrupted); }) == WaitResult::kTimeout) {
       const TransferInfo info = transfer->info();

@@ -10,6 +10,7 @@
 #include "engine/dump_triggers.h"
 #include "engine/watchdog.h"
 #include "util/errors.h"
+#include "util/thread.h"
 
 namespace crossrail {
 
@@ -68,7 +69,7 @@ EngineCore::EngineCore(Engine* engine, const EngineOptions& options)
     return;
   }
   // Last: nothing that may fail comes after it.
-  if (options_.polling != Polling::kManual) worker_ = std::thread([this] { worker_main(); });
+  if (options_.polling != Polling::kManual) worker_ = start_thread([this] { worker_main(); });
 }
 
 EngineCore::~EngineCore() = default;

@@ -13,6 +13,7 @@
 #include "engine/core.h"
 #include "engine/flight_dump.h"
 #include "util/errors.h"
+#include "util/thread.h"
 
 namespace crossrail {
 
@@ -121,7 +122,7 @@ SignalDump::SignalDump(int signal_number, std::string directory)
   sem_t* const semaphore = wanted_dumps();
   while (sem_trywait(semaphore) == 0) {  // of a signal that came too late for the last one
   }
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread([this] { run(); });
   handler_semaphore.store(semaphore, std::memory_order_release);
   struct sigaction action{};
   action.sa_handler = &on_signal;

@@ -11,6 +11,7 @@
 #include "engine/core.h"
 #include "engine/dump_triggers.h"
 #include "util/clock.h"
+#include "util/thread.h"
 
 namespace crossrail {
 
@@ -57,7 +58,7 @@ Watchdog::Watchdog(EngineCore* core, int64_t patience_ns)
     : core_(core), pause_ns_(std::clamp(patience_ns / 4, kPauseNsMin, kPauseNsMax)), finder_(patience_ns) {}
 
 void Watchdog::start() {
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread([this] { run(); });
 }
 
 void Watchdog::stop() {

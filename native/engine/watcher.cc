@@ -11,6 +11,7 @@
 #include <ctime>
 
 #include "util/spinlock.h"
+#include "util/thread.h"
 
 namespace crossrail {
 
@@ -77,9 +78,9 @@ Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Noti
 void WatcherThread::expose(Watcher* watcher) {
   std::lock_guard lock(mutex_);
   if (watcher->is_exposed_ || !watcher->is_registered_ || stopping_) return;
+  if (has_thread_ && !thread_.joinable()) thread_ = start_thread([this] { run(); });  // first: it may fail
   watcher->is_exposed_ = true;
   ++exposed_count_;
-  if (has_thread_ && !thread_.joinable()) thread_ = std::thread([this] { run(); });
   changed_.notify_all();
 }
 

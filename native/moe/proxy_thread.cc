@@ -13,6 +13,7 @@
 #include "util/errors.h"
 #include "util/futex.h"
 #include "util/spinlock.h"
+#include "util/thread.h"
 
 namespace crossrail::moe {
 
@@ -52,7 +53,7 @@ ProxyThread::ProxyThread(Proxy& proxy, int32_t cpu, int64_t spin_ns)
       has_core_(cpu != -1),
       spin_ns_(spin_ns),
       orders_(std::bit_ceil(kParities * (4 + proxy.far_ranks().size()) + 1)) {
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "crossrail-moe");
   if (cpu == -1) return;
   try {

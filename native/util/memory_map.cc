@@ -49,7 +49,9 @@ MemoryMap::MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode)
   if (bytes >= kHugePage) {
     // An address that is a multiple of the huge page lets the kernel back us with huge pages.
     void* room = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (room == MAP_FAILED) throw_errno("mmap", "no address space for " + std::to_string(bytes) + " bytes");
+    if (room == MAP_FAILED)
+      throw_errno("mmap", "no address space for " + std::to_string(bytes) + " bytes",
+                  "ask for less, or raise the limit on address space (ulimit -v)");
     const auto address = reinterpret_cast<uintptr_t>(room);
     const uintptr_t aligned = (address + kHugePage - 1) / kHugePage * kHugePage;
     if (aligned > address) munmap(room, aligned - address);
@@ -81,7 +83,9 @@ std::shared_ptr<MemoryMap> MemoryMap::create(const char* name, size_t bytes) {
   const size_t rounded = (bytes + 4095) / 4096 * 4096;
   if (ftruncate(fd.get(), static_cast<off_t>(rounded)) != 0) {
     throw_errno("ftruncate", "cannot size shared memory to " + std::to_string(rounded) + " bytes",
-                "free memory, or raise the container's memory limit");
+                errno == EFBIG
+                    ? "raise the limit on the size of files (ulimit -f), which holds for memory that is shared"
+                    : "free memory, or raise the container's memory limit");
   }
   if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) throw_errno("fcntl", "cannot seal shared memory");
   return map(std::move(fd), rounded);

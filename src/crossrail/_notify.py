@@ -144,7 +144,11 @@ class CallbackThread:
                 self._thread = threading.Thread(
                     target=_run, args=(weakref.ref(self), self.notifier), name=name, daemon=True
                 )
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    self._thread = None
+                    raise _raise.no_thread(error) from None
             return self._thread
 
     def close(self, timeout_s: float) -> None:

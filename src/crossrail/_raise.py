@@ -234,6 +234,15 @@ def another_clock(engine: _core.Engine, loop: object) -> errors.UsageError:
     )
 
 
+def no_thread(cause: RuntimeError) -> errors.TransportError:
+    return errors.TransportError(
+        "pthread_create",
+        0,
+        f"cannot start the thread of the engine's callbacks: {cause}",
+        "raise the limit on processes (ulimit -u, the container's pids limit) or on address space (ulimit -v)",
+    )
+
+
 def check_callable(fn: object, argument: str) -> None:
     if not callable(fn):
         raise errors.UsageError(f"{argument} must be callable, not {type(fn).__name__}")

@@ -6,13 +6,14 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from crossrail import _core, _raise, _stage
+from crossrail import _core, _options, _raise, _stage
 from crossrail._buffers import memory_of
 from crossrail._core import Address, Message
 from crossrail._notify import Callbacks, CallbackThread, log
@@ -123,6 +124,20 @@ class Engine(_core.Engine):
         if name is None:
             program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
             name = f"{program.encode()[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
+        _options.check_texts(name=name, transport=transport, polling=polling, private_path=private_path)
+        _options.check_numbers(
+            peer_timeout_s=peer_timeout_s, spin_us=spin_us, watcher_poll_us=watcher_poll_us,
+            connect_timeout_s=connect_timeout_s, heartbeat_s=0.0 if heartbeat_s is None else heartbeat_s,
+            watchdog_s=0.0 if watchdog_s is None else watchdog_s,
+        )  # fmt: skip
+        _options.check_given(
+            rails=rails, port=port, submit_queue_depth=submit_queue_depth, imm_counters_max=imm_counters_max,
+            message_bytes_max=message_bytes_max, recorder_entries=recorder_entries,
+        )  # fmt: skip
+        rdma = RdmaOptions() if rdma is None else rdma
+        _options.check_kind(rdma, "rdma", RdmaOptions, "RdmaOptions or None")
+        _options.check_kind(counts_traffic, "counts_traffic", bool, "True or False")
+        dump_dir = default_directory() if dump_dir is None else _options.path(dump_dir, "dump_dir")
         place = _stage.place(transport, name, rails)
         rails = _default_rails(transport, rails)
         if worker_cpu == "auto":
@@ -135,9 +150,8 @@ class Engine(_core.Engine):
         super().__init__(
             name, transport, rails, port, _secret_bytes(secret), tls_of(tls, transport), peer_timeout_s, polling,
             spin_us, worker_cpu, submit_queue_depth, imm_counters_max, message_bytes_max, watcher_poll_us,
-            connect_timeout_s, private_path, heartbeat_s or 0.0, (rdma or RdmaOptions()).as_tuple(),
-            (recorder_entries, watchdog_s, default_directory() if dump_dir is None else os.fspath(dump_dir),
-             counts_traffic),
+            connect_timeout_s, private_path, heartbeat_s or 0.0, rdma.as_tuple(),
+            (recorder_entries, watchdog_s, dump_dir, counts_traffic),
             place and place.world, place and place.host,
         )  # fmt: skip
         self._on_event: Callable[[EngineEvent], object] | None = None
@@ -350,7 +364,7 @@ def _secret_bytes(secret: str | bytes | None) -> bytes:
     if secret is None:
         return os.environb.get(SECRET_VARIABLE.encode(), b"")
     if isinstance(secret, str):
-        return secret.encode()
+        return _options.encoded(secret, "secret")
     if not isinstance(secret, bytes):
         raise UsageError(f"secret must be text, bytes or None, not {type(secret).__name__}")
     return secret
@@ -370,3 +384,5 @@ def _close_all() -> None:
     for engine in list(_open_engines):
         engine.close()
     _core._begin_exit(_EXIT_PATIENCE_S)
+    if any(thread.daemon for thread in threading.enumerate()):
+        _core._tell_no_leaks()

@@ -205,6 +205,21 @@ def test_pusher_killed_in_the_middle_leaves_a_whole_file_or_none(tmp_path: Path,
         assert files["large.bin"].read_bytes() == large.read_bytes()
 
 
+def test_refused_push_is_one_line(tmp_path: Path) -> None:
+    """No bar that stands at 0, whatever the file's name does to a terminal or to UTF-8."""
+    for name in ("taken", os.fsdecode(b"raw\xff\x1b[31m.bin")):
+        (tmp_path / name).write_bytes(b"mine")
+    with serving(cwd=tmp_path) as (target, _):
+        taken = crossrail("push", tmp_path / "taken", target)
+        unspeakable = crossrail("push", tmp_path / os.fsdecode(b"raw\xff\x1b[31m.bin"), target)
+        renamed = crossrail("push", tmp_path / os.fsdecode(b"raw\xff\x1b[31m.bin"), f"{target}plain")
+
+    assert not taken.stdout.strip() and "--force" in failed(taken)
+    assert "UTF-8" in failed(unspeakable)
+    assert "\x1b" not in succeeded(renamed)
+    assert (tmp_path / "plain").read_bytes() == b"mine"
+
+
 def test_serve_ends_with_ctrl_c(tmp_path: Path) -> None:
     with serving(cwd=tmp_path) as (_, server):
         server.send_signal(signal.SIGINT)

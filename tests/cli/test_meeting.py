@@ -144,13 +144,26 @@ def test_nobody_there_is_said_with_the_way_out() -> None:
         ask("127.0.0.1", port, SECRET)
 
 
-def test_who_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_the_connection_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the host nor a firewall is to blame: somebody is there."""
     monkeypatch.setattr(meeting, "_DEADLINE_S", 0.3)
     over = threading.Event()
     with answering(lambda c: over.wait(WAIT_S)) as port:
-        with pytest.raises(UsageError, match="no answer"):
+        with pytest.raises(xr.CrossrailError, match=r"takes connections and is silent: .*wrong port"):
             ask("127.0.0.1", port, SECRET)
         over.set()
+
+
+def test_who_takes_no_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_DEADLINE_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, contextlib.ExitStack() as stack:
+        port = server.getsockname()[1]
+        for _ in range(4):  # fill the queue: what comes now is dropped, as by a firewall
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        with pytest.raises(UsageError, match="no answer"):
+            ask("127.0.0.1", port, SECRET)
 
 
 @pytest.mark.parametrize(

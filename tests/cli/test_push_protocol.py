@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
+from crossrail.cli import push as push_module
 from crossrail.cli import rendezvous, wire
 from crossrail.cli.demo_plan import shuffled_pages, split_file, tail_places
 from crossrail.cli.inbox import Inbox, Refused
+from crossrail.cli.push import Pusher, destination
+from crossrail.cli.source import SourceFile
 from crossrail.errors import UsageError
 from tests.conftest import EngineFactory
 
@@ -168,8 +172,65 @@ def test_name_taken_in_the_meantime_is_kept(root: Path) -> None:
 
 
 def test_file_larger_than_the_disk_refused(root: Path) -> None:
-    with Inbox(root) as inbox, pytest.raises(Refused, match="do not fit"):
+    with (
+        Inbox(root) as inbox,
+        pytest.raises(Refused, match=rf"do not fit: \d+ are free at the target, and {16 << 20} "),
+    ):
         inbox.create("big", 1 << 49, force=False)
+
+
+# --- what a pusher is told ---
+
+
+def test_destination_keeps_the_name_as_cp_does() -> None:
+    assert destination("", Path("a/b")) == "b"
+    assert destination("sub/", Path("a/b")) == "sub/b"
+    assert destination("c", Path("a/b")) == "c"
+
+
+@pytest.mark.parametrize("name", [os.fsdecode(b"raw\xff.bin"), "\N{GRINNING FACE}" * 257], ids=["no UTF-8", "long"])
+def test_name_that_no_serve_can_be_told_refused(name: str) -> None:
+    """The serve cannot even answer to such an offer: it does not know to whom."""
+    with pytest.raises(UsageError, match="DST"):
+        destination("", Path(name))
+
+
+# A push, its engine, and that of a serve.
+Pushing = tuple[Pusher, xr.Engine, xr.Engine]
+
+
+@pytest.fixture
+def pusher(open_engine: EngineFactory, tmp_path: Path) -> Iterator[Pushing]:
+    """A push in the middle, its engine, and that of a serve that says nothing."""
+    (tmp_path / "file").write_bytes(bytes(100))
+    ours, theirs = open_engine(), open_engine()
+    with SourceFile(tmp_path / "file") as source, ours.submit_recvs(4, wire.MESSAGE_BYTES_MAX) as pool:
+        ours.connect(theirs.address)
+        yield Pusher(ours, pool, theirs.address, source), ours, theirs
+
+
+def test_serve_that_is_gone_is_told_with_the_reason(pusher: Pushing) -> None:
+    """Not every serve that is lost has ended: over a network it may be cut off."""
+    push, _, theirs = pusher
+    theirs.close()
+    with pytest.raises(xr.CrossrailError, match=r"not stored: the engine was closed"):
+        push._next_message()
+
+
+def test_serve_that_gave_up_is_told_as_such(pusher: Pushing) -> None:
+    push, ours, theirs = pusher
+    region = theirs.alloc(100)
+    target = region.descriptor
+    region.close()
+    push._transfers = [ours.submit_write(ours.alloc(100), target)]
+    with pytest.raises(xr.CrossrailError, match="has given this push up"):
+        push._next_message()
+
+
+def test_serve_that_is_silent_is_told_as_such(pusher: Pushing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push_module, "_ANSWER_TIMEOUT_S", 0.1)
+    with pytest.raises(xr.CrossrailError, match=r"did not answer for 0\.1 s.*is stopped"):
+        pusher[0]._next_message()
 
 
 # --- names ---

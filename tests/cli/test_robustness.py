@@ -106,6 +106,39 @@ def test_output_on_a_narrow_terminal_without_colour(words: list[str]) -> None:
     assert output and ESCAPE not in output + errors
 
 
+@pytest.mark.parametrize("words", [*QUICK, ["demo", "FILE", "--rounds=1"]], ids=" ".join)
+def test_output_that_takes_ascii_alone(words: list[str], tmp_path: Path) -> None:
+    """As in a container without a locale; names of files need not be text at all."""
+    file = tmp_path / os.fsdecode(b"raw\xff")
+    file.write_bytes(bytes(100_000))
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", "crossrail", *(str(file) if word == "FILE" else word for word in words)],
+        stdin=subprocess.DEVNULL, capture_output=True, env=environment, timeout=LONG_S,
+    )  # fmt: skip
+    assert done.returncode in (0, 1) and b"error" not in done.stderr and b"Traceback" not in done.stderr, done.stderr
+    assert done.stdout.decode("ascii")
+
+
+def test_output_that_is_closed() -> None:
+    command = f"exec {sys.executable} -m crossrail topo >&-"
+    done = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=LONG_S)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+COUNTS = [
+    "kv demo --prefillers", "kv demo --prompt-tokens", "weights demo --versions", "weights demo --trainers",
+    "weights demo --mib", "weights bench --rounds", "weights bench --targets",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", COUNTS)
+@pytest.mark.parametrize("count", [-1, 0, 10**20])
+def test_count_that_makes_no_sense(option: str, count: int) -> None:
+    """'ok: -1 versions, all bits equal' is no answer."""
+    assert "is not in the range" in refused(run(*option.split()[:-1], f"{option.split()[-1]}={count}"))
+
+
 @pytest.fixture
 def taken() -> Iterator[int]:
     """A port that somebody listens at, on all addresses."""

@@ -254,6 +254,20 @@ def test_senseless_connect_timeout_rejected(bench: Bench, timeout_s: object) -> 
         bench.engine.connect(bench.dst.descriptor.owner, timeout_s)
 
 
+@pytest.mark.parametrize("timeout_s", ["soon", float("nan"), -0.5, []])
+def test_senseless_timeout_is_one_also_when_nothing_is_to_wait_for(
+    engine: xr.Engine, other: xr.Engine, timeout_s: object
+) -> None:
+    """Else the mistake shows on the day when something is slow."""
+    target = other.alloc(10)
+    transfer = engine.submit_write(engine.alloc(10), target.descriptor)
+    transfer.wait(WAIT_S)
+    with pytest.raises(xr.UsageError, match="timeout_s"):
+        transfer.wait(timeout_s)
+    with pytest.raises(xr.UsageError, match="timeout_s"):
+        engine.imm_counter(1).wait(0, timeout_s)
+
+
 @pytest.mark.parametrize("callback", [5, "text"])
 def test_callback_that_cannot_be_called_rejected(bench: Bench, callback: object) -> None:
     for call in (
@@ -264,3 +278,29 @@ def test_callback_that_cannot_be_called_rejected(bench: Bench, callback: object)
     ):
         with pytest.raises((xr.UsageError, TypeError)):
             call()
+
+
+# Of each kind of option, what is of another.
+NO_TEXTS = [5, b"x", [], object(), "\ud800"]
+NO_NUMBERS = ["x", b"x", [], object(), True]
+WRONG_OPTIONS = [
+    *((name, value) for name in ("name", "transport", "polling", "private_path") for value in NO_TEXTS),
+    *((name, None) for name in ("transport", "polling", "private_path")),
+    *((name, value) for name in ("peer_timeout_s", "spin_us", "watcher_poll_us") for value in [*NO_NUMBERS, None]),
+    *((name, value) for name in ("connect_timeout_s", "heartbeat_s", "watchdog_s") for value in NO_NUMBERS),
+    *((name, None) for name in ("rails", "port", "submit_queue_depth", "imm_counters_max", "recorder_entries")),
+    *((name, "x") for name in ("rails", "port", "submit_queue_depth", "message_bytes_max", "recorder_entries")),
+    *(("rdma", value) for value in (0, "", [], "x")),
+    *(("counts_traffic", value) for value in (None, 1, "x")),
+    *(("dump_dir", value) for value in (5, [])),
+    ("secret", "\ud800"),
+    ("tls", "x"),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), WRONG_OPTIONS, ids=lambda value: type(value).__name__[:20])
+def test_option_of_the_wrong_kind_is_named(option: str, value: object) -> None:
+    """In one line, and not by the signature of a function that nobody has called."""
+    with pytest.raises(xr.UsageError, match=rf"^{option}\b") as raised:
+        xr.Engine(**{option: value})
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 200

@@ -10,6 +10,7 @@ ENDINGS = {
     "pending-transfer": "keep = [engine.submit_send(other.address, b'x') for _ in range(100)]",
     "large-writes": "keep = [engine.submit_write(big, target, imm=1) for _ in range(50)]",
     "waiting-thread": "threading.Thread(target=wait_in_vain, daemon=True).start(); time.sleep(0.05)",
+    "daemon-thread-with-an-engine": "threading.Thread(target=hold, daemon=True).start(); time.sleep(0.3)",
     "callback-running": (
         "engine.submit_write(small, target).add_done_callback(lambda _: time.sleep(0.2)); time.sleep(0.1)"
     ),
@@ -47,6 +48,10 @@ SCRIPT = """
             engine.imm_counter(1).wait(1)
         except xr.EngineClosed:
             pass
+
+    def hold():
+        mine = xr.Engine("held", **OPTIONS)
+        time.sleep(3600)
 
     async def give_up():
         try:

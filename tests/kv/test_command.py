@@ -6,13 +6,17 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from tests.support.kv_processes import Asking, Services, all_pages_free, monolithic
+from crossrail.cli.main import main
+from tests.support.kv_processes import SECRET, Asking, Services, all_pages_free, monolithic
 from tests.support.limits import WAIT_S, eventually
 
 
@@ -105,6 +109,50 @@ def test_node_that_does_not_fit_says_why_and_ends(services: Services, tmp_path: 
     assert re.search(r"dtype: ours float32, theirs float16", words), words
 
 
+def test_node_without_a_router_says_why_once_and_when_it_has_one(services: Services) -> None:
+    """It looks twice a second, maybe for days; in silence its operator would look for days, too."""
+    node = services.start("decoder", "d0", "--router", f"http://{services.place}", secret="another")
+    eventually(lambda: "d0 has no router" in services.complaints(), "it says so", pause_s=0.05)
+    assert "takes the cluster's secret, and it is another one" in services.complaints()
+    node.kill()
+
+    services.kill("router")
+    services.add("decoder", "d1")
+    eventually(lambda: "d1 has no router" in services.complaints(), "it says so", pause_s=0.05)
+    assert services.place in services.complaints()
+    services.add_router()
+    services.joined("d1")
+    eventually(lambda: "d1 has joined its router" in services.complaints(), "it says so", pause_s=0.05)
+    assert services.complaints().count("d0 has no router") == 1
+
+
+def test_top_in_a_pipe_shows_the_nodes_and_ends(services: Services) -> None:
+    services.add("decoder", "d0")
+    services.joined("d0")
+    command = [sys.executable, "-m", "crossrail", "kv", "top", services.place]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=os.environ)
+    assert run.returncode == 0 and "d0" in run.stdout and "256 of 256" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{}", b"SSH-2.0", b"[" * 100_000], ids=["list", "object", "text", "deep"])
+def test_top_of_something_else_is_refused_in_words(body: bytes) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        result = CliRunner().invoke(main, ["kv", "top", f"127.0.0.1:{server.server_port}"])
+        thread.join(WAIT_S)
+    assert result.exit_code == 1 and result.stderr.startswith("error: no router answers at"), result.output
+
+
 def test_demo_shows_equal_tokens(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "crossrail", "kv", "demo", "--kill", "--prompt-tokens", "700", "--out", "made"]
     run = subprocess.run(
@@ -122,6 +170,33 @@ def test_service_without_a_secret_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "crossrail", "kv", "router"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path, env=environment)
     assert run.returncode == 2 and "a secret that all nodes share is needed" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["decoder", "--router=nonsense"],
+        ["decoder", "--router=ftp://h:1"],
+        ["decoder", "--router=http://h:99999"],
+        ["prefiller", "--router=http://h:1", "--chunk-tokens=0"],
+        ["prefiller", "--router=http://h:1", "--silent-s=0"],
+        ["prefiller", "--router=http://h:1", "--drain-s=-1"],
+        ["prefiller", "--router=http://h:1", "--port=-1"],
+        ["router", "--listen=127.0.0.1:99999"],
+        ["router", "--listen=127.0.0.1:\N{SUPERSCRIPT TWO}"],
+        ["router", "--heartbeat-s=-1"],
+    ],
+    ids=" ".join,
+)
+def test_what_no_service_could_work_with_is_refused(words: list[str]) -> None:
+    """Before it starts: it would look for ever, or do nothing but look."""
+    result = CliRunner(env={"CROSSRAIL_SECRET": SECRET}).invoke(main, ["kv", *words])
+    assert result.exit_code == 2 and "mistake in crossrail" not in result.output, result.output
+
+
+def test_place_that_is_none_of_this_host_is_named() -> None:
+    result = CliRunner(env={"CROSSRAIL_SECRET": SECRET}).invoke(main, ["kv", "router", "--listen=192.0.2.77:1"])
+    assert result.exit_code == 1 and result.stderr.startswith("error: --listen 192.0.2.77:1: "), result.output
 
 
 def test_package_alone_imports_none_of_it() -> None:

@@ -1,6 +1,7 @@
 """The router's front, as clients, nodes and Prometheus see it."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -209,5 +210,63 @@ async def test_nodes_find_the_router_with_the_secret_alone(cluster: Cluster, url
     assert await find_by_http(url, SECRET)() == cluster.router.mailbox.address
     with pytest.raises(RouterNotFound, match="403"):
         await find_by_http(url, b"guessed")()
-    with pytest.raises(RouterNotFound, match="ClientConnectorError"):
+    with pytest.raises(RouterNotFound, match=r"127\.0\.0\.1:1: Cannot connect to host"):
         await find_by_http("http://127.0.0.1:1", SECRET)()
+
+
+@pytest.mark.parametrize(
+    ("headers", "sent"),
+    [
+        ({}, b'{"prompt": "\xff"}'),
+        ({}, b"\xff\xfe"),
+        ({"X-Request-Id": "\udcff"}, b'{"prompt": "x"}'),
+        ({"X-Request-Id": "a\x1b[31m"}, b'{"prompt": "x"}'),
+    ],
+    ids=["prompt", "body", "name", "escape"],
+)
+async def test_what_is_no_text_is_the_clients_mistake(
+    url: str, client: aiohttp.ClientSession, headers: dict[str, str], sent: bytes
+) -> None:
+    request = b"".join(
+        [
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n",
+            *(f"{name}: {value}\r\n".encode(errors="surrogateescape") for name, value in headers.items()),
+            b"Content-Length: %d\r\n\r\n" % len(sent),
+            sent,
+        ]
+    )
+    assert (await answer_of(url, request)).split(b" ")[1] == b"400"
+
+
+async def test_bytes_that_are_no_http_are_refused_and_not_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """aiohttp logs a traceback for each: a port scanner fills a log with them."""
+    for garbage in (b"\x16\x03\x01\r\n\r\n", b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", b"GARBAGE\r\n\r\n"):
+        assert b" 400 " in await answer_of(url, garbage)
+    assert not caplog.records
+
+
+async def test_secret_that_is_no_text_is_another_one(url: str) -> None:
+    asked = b"GET /kv/router HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer \xff\r\n\r\n"
+    assert (await answer_of(url, asked)).startswith(b"HTTP/1.1 403 ")
+
+
+async def test_trace_that_is_no_text_is_none(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    sent = json.dumps(body()).encode()
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\ntraceparent: \xff\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(sent)
+    )
+    assert (await answer_of(url, request + sent)).startswith(b"HTTP/1.1 200 ")
+
+
+async def answer_of(url: str, sent: bytes) -> bytes:
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    try:
+        return await asyncio.wait_for(reader.read(300), WAIT_S)
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()

@@ -16,6 +16,7 @@
 #include "util/clock.h"
 #include "util/codec.h"
 #include "util/errors.h"
+#include "util/thread.h"
 
 namespace crossrail::shm {
 
@@ -61,7 +62,7 @@ Control::Control(const Address& address, std::shared_ptr<MemoryMap> home, const 
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event);
   event.data.u64 = kCommandToken;
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, command_event_.get(), &event);
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread([this] { run(); });
 }
 
 Control::~Control() { stop(); }

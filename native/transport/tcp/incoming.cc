@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"
@@ -15,6 +16,8 @@ namespace {
 
 constexpr size_t kStrangersMax = 256;
 constexpr int64_t kStrangerPatienceNs = 5'000'000'000;
+constexpr int64_t kStrangersToldMax = 32;
+constexpr int64_t kStrangerToldNs = 1'000'000'000;
 constexpr int64_t kAcceptPauseNs = 200'000'000;
 constexpr uint32_t kChannelsMax = 2 * kRailsMax * kRailsMax;
 
@@ -63,7 +66,23 @@ void TcpTransport::make_room_for_stranger() {
 }
 
 void TcpTransport::on_stranger(const std::string& who, const std::string& what) {
-  sink_->on_protocol_error(who, "connection from " + who + " refused: " + what);
+  if (!may_tell_stranger()) {
+    ++strangers_untold_;
+    return;
+  }
+  const uint64_t untold = std::exchange(strangers_untold_, 0);
+  const std::string rest =
+      untold == 0 ? "" : "; " + std::to_string(untold) + " before it were too many to be told one by one";
+  sink_->on_protocol_error(who, "connection from " + who + " refused: " + what + rest);
+}
+
+// A port scanner is no reason to fill logs, and to push out of the recorder what matters: so many at a time, then one a
+// second.
+bool TcpTransport::may_tell_stranger() {
+  strangers_told_at_ns_ = std::max(strangers_told_at_ns_, now_ - kStrangersToldMax * kStrangerToldNs);
+  if (strangers_told_at_ns_ + kStrangerToldNs > now_) return false;
+  strangers_told_at_ns_ += kStrangerToldNs;
+  return true;
 }
 
 std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {

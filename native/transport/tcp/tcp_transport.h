@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -115,6 +116,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   static void tell_too_long(InLink& link, uint64_t message_id, uint64_t bytes);
   void accept_all(Listener& listener);
   void make_room_for_stranger();
+  bool may_tell_stranger();
   void keep_to_rail(int fd);
   InChannel& begin_epoch(const Hello& hello);
   // share.cc: one connection for both directions
@@ -155,6 +157,9 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   std::vector<std::unique_ptr<Listener>> listeners_;
   int64_t listeners_paused_until_ns_ = 0;  // out of descriptors
   bool strangers_reported_ = false;
+  // Invariant: now_ less this is what may be told of strangers, a second for each. In the past at first: all may.
+  int64_t strangers_told_at_ns_ = std::numeric_limits<int64_t>::min();
+  uint64_t strangers_untold_ = 0;
   std::vector<std::unique_ptr<Acceptor>> acceptors_;
   std::vector<std::unique_ptr<OutLink>> out_;
   std::map<std::pair<Incarnation, uint64_t>, std::unique_ptr<InLink>> in_;

@@ -67,8 +67,11 @@ class Inbox:
         """A file that will become `dst`. Refused when it must not or cannot."""
         components = split_path(dst)
         status = os.fstatvfs(self._fd)
-        if nbytes + _SPARE_BYTES > status.f_bavail * status.f_frsize:
-            raise Refused(f"{nbytes} bytes do not fit: {status.f_bavail * status.f_frsize} are free at the target")
+        free_bytes = status.f_bavail * status.f_frsize
+        if nbytes + _SPARE_BYTES > free_bytes:
+            raise Refused(
+                f"{nbytes} bytes do not fit: {free_bytes} are free at the target, and {_SPARE_BYTES} of them stay free"
+            )
         directory_fd = self._enter(components[:-1], dst)
         try:
             _check_final(directory_fd, components[-1], dst, force)
@@ -83,7 +86,10 @@ class Inbox:
             try:
                 inner = os.open(directory, _DIRECTORY_FLAGS, dir_fd=fd)
             except OSError as error:
-                raise Refused(f"{_shown(dst)}: cannot enter {directory!r} at the target: {error.strerror}") from None
+                raise Refused(
+                    f"{_shown(dst)}: cannot enter {directory!r} at the target: {error.strerror}; directories are not "
+                    "made, nor links followed"
+                ) from None
             finally:
                 os.close(fd)
             fd = inner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import sys
@@ -68,7 +69,8 @@ class CommandGroup(click.Group):
         """Run the command; what it raises becomes one line on stderr and an exit code."""
         try:
             result = super().invoke(ctx)
-            sys.stdout.flush()  # what is still in it must fail here, if it does
+            if sys.stdout is not None:  # whoever started us may have closed it
+                sys.stdout.flush()  # what is still in it must fail here, if it does
         except (click.exceptions.Exit, click.Abort, click.ClickException):
             raise  # click's own ways to end
         except KeyboardInterrupt:
@@ -108,10 +110,26 @@ def quiet_log() -> Iterator[None]:
         log.setLevel(level)  # a command may run inside of a program that has its own log
 
 
+@contextmanager
+def lenient_streams() -> Iterator[None]:
+    """What a stream cannot say - an arrow in ASCII, a file's name that is no UTF-8 - is "?" there and ends nothing."""
+    changed = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    before = [stream.errors for stream in changed]
+    for stream in changed:
+        stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        for stream, errors in zip(changed, before, strict=True):
+            if not stream.closed:
+                stream.reconfigure(errors=errors)
+
+
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--debug", is_flag=True, help="Show where an error comes from, not only what it is.")
 @click.version_option(package_name="crossrail", prog_name="crossrail")
 @click.pass_context
 def main(ctx: click.Context, debug: bool) -> None:
     """Move tensors and files between processes, point to point, over whatever connects them."""
+    ctx.with_resource(lenient_streams())
     ctx.with_resource(quiet_log())

@@ -166,7 +166,12 @@ def ask(host: str, port: int, secret: bytes, kind: Kind = SERVE) -> xr.Address:
     where = f"{host} port {port}"
     try:
         with socket.create_connection((host, port), _DEADLINE_S) as connection:
-            return _ask(_Bounded(connection), where, secret, kind)
+            try:
+                return _ask(_Bounded(connection), where, secret, kind)
+            except TimeoutError:
+                raise CrossrailError(
+                    f"{where} takes connections and is silent: not a {kind.name} (wrong port?), or one that is stopped"
+                ) from None
     except TimeoutError:
         raise UsageError(f"no answer from {where}: the host is down, or a firewall drops the packets") from None
     except ConnectionRefusedError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from crossrail.cli.meeting import shared_secret
 from crossrail.cli.rendezvous import resolve
 from crossrail.cli.service import tls_options
 from crossrail.cli.source import SourceFile
-from crossrail.cli.text import format_bytes, gb_per_s
+from crossrail.cli.text import format_bytes, gb_per_s, shown
 from crossrail.cli.text import rails as rails_type
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
@@ -48,11 +49,14 @@ class Pusher:
         self._digest = hashlib.sha256()
         self._transfers: list[xr.Transfer] = []
 
-    def run(self, dst: str, *, force: bool, on_stored: Callable[[int], None]) -> wire.Done:
+    def run(
+        self, dst: str, *, force: bool, on_accepted: Callable[[], object], on_stored: Callable[[int], object]
+    ) -> wire.Done:
         """The whole push. on_stored is called with the bytes of each segment stored."""
         try:
             self._send(wire.Offer(self._push, dst, self._source.nbytes, self._source.mode, force))
             slots = self._accepted(self._receive(wire.Accept))
+            on_accepted()
             self._write_all(slots, on_stored)
             self._send(wire.End(self._push, self._digest.hexdigest()))
             return self._checked(self._receive(wire.Done))
@@ -70,7 +74,7 @@ class Pusher:
                 raise wire.ProtocolError("the serve accepted with less memory than it says")
         return _Slots(self._engine, layout, accept.imms, region)
 
-    def _write_all(self, slots: _Slots, on_stored: Callable[[int], None]) -> None:
+    def _write_all(self, slots: _Slots, on_stored: Callable[[int], object]) -> None:
         layout = slots.layout
         reported: set[int] = set()
 
@@ -121,14 +125,23 @@ class Pusher:
                 message = wire.decode(received.data)
                 if message.push == self._push:
                     return message
-        state = self._engine.peer_state(self._server)
-        raise CrossrailError(f"the serve did not answer for {_ANSWER_TIMEOUT_S:g} s (its state: {state})")
+        raise CrossrailError(
+            f"the serve (pid {self._server.pid} of its host) did not answer for {_ANSWER_TIMEOUT_S:g} s, so the file "
+            "was not stored: it is stopped, or its disk hangs; look at it, then push again"
+        )
 
     def _raise_if_gone(self) -> None:
         if self._engine.peer_state(self._server) == "lost":
-            raise CrossrailError(f"the serve (pid {self._server.pid}) ended; the file was not stored")
+            raise CrossrailError(
+                f"the serve is gone, so the file was not stored: {self._engine.explain(self._server).note}"
+            )
         for transfer in self._transfers:
             error = transfer.exception() if transfer.done else None
+            if isinstance(error, xr.RemoteRegionClosed):
+                raise CrossrailError(
+                    "the serve has given this push up and the file was not stored; it says why. Did we stand still for "
+                    "long? Push again"
+                )
             if error is not None:
                 raise error
 
@@ -195,8 +208,19 @@ class _Slots:
 
 
 def destination(dst: str, source: Path) -> str:
-    """As with cp: nothing, or a directory with its slash, keeps the file's own name."""
-    return dst + source.name if dst == "" or dst.endswith("/") else dst
+    """As with cp: nothing, or a directory with its slash, keeps the file's own name. UsageError for what no serve
+    can be told.
+    """
+    path = dst + source.name if dst == "" or dst.endswith("/") else dst
+    try:
+        nbytes = len(path.encode())
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"DST is {os.fsencode(path)!r}, must be UTF-8: give it a name, as in TARGET = inbox:NAME"
+        ) from None
+    if nbytes > wire.PATH_BYTES_MAX:
+        raise UsageError(f"DST has {nbytes} bytes and may have {wire.PATH_BYTES_MAX}")
+    return path
 
 
 def _push(
@@ -218,9 +242,14 @@ def _push(
     ):
         begun = time.monotonic()
         engine.connect(server)
-        task = progress.add_task(escape(source.path.name), total=source.nbytes)
-        pusher = Pusher(engine, pool, server, source)
-        done = pusher.run(dst, force=force, on_stored=lambda nbytes: progress.advance(task, nbytes))
+        # Not shown before the serve has agreed: what it refuses is one line, and no bar that stands at 0.
+        task = progress.add_task(escape(shown(source.path.name)), total=source.nbytes, visible=False)
+        done = Pusher(engine, pool, server, source).run(
+            dst,
+            force=force,
+            on_accepted=lambda: progress.update(task, visible=True),
+            on_stored=lambda nbytes: progress.advance(task, nbytes),
+        )
         seconds = time.monotonic() - begun
     console.print(
         f"[green]stored[/green] as {escape(done.path)}: {format_bytes(source.nbytes)}, "
@@ -248,7 +277,4 @@ def command(
     """
     with SourceFile(file) as source:
         server, dst = resolve(target, shared_secret())
-        dst = destination(dst, file)
-        if len(dst.encode(errors="surrogateescape")) > wire.PATH_BYTES_MAX:
-            raise UsageError(f"DST is longer than {wire.PATH_BYTES_MAX} bytes")
-        _push(source, server, dst, rails, tls, force=force, quiet=quiet)
+        _push(source, server, destination(dst, file), rails, tls, force=force, quiet=quiet)

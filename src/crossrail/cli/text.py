@@ -31,6 +31,13 @@ def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+def shown(text: str) -> str:
+    """A name of somebody else's - a file, a peer - for a terminal: "?" for control characters, which it would obey, and
+    for bytes that are no UTF-8, which streams refuse.
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def gb_per_s(nbytes: float, seconds: float) -> float:
     """Gigabytes (10**9) per second; 0 when no time passed."""
     return nbytes / seconds / 1e9 if seconds > 0 else 0.0

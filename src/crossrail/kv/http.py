@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -24,6 +25,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
@@ -47,6 +49,14 @@ _STATUS: dict[type[Exception], int] = {
 }
 _END_STATUS: dict[str, int] = {"error": 502, "deadline": 504, "cancelled": 499}
 
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """What is no HTTP is answered with 400, and no event: aiohttp would log a traceback for each."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_log = logging.getLogger("crossrail.kv.http")
+_log.addFilter(_is_ours)
 
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
@@ -103,7 +113,7 @@ class Front:
             ]
         )
         # A handler whose client is gone is cancelled, and with it the request.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=_log)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -121,16 +131,19 @@ class Front:
         begun_s = _now_s()
         try:
             body = _decoder.decode(await http.read())
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(str(error)) from None
         prompt = self._prompt(body)
         sampling = m.Sampling(body.max_tokens, body.temperature, body.top_p, body.seed, body.ignore_eos)
         name = http.headers.get("X-Request-Id") or None
         if name is not None and len(name) > 128:
             raise UsageError(f"X-Request-Id has {len(name)} characters, at most 128 are taken")
+        if name is not None and not name.isprintable():
+            raise UsageError("X-Request-Id must be printable text in UTF-8")
         name = name or self._router.new_name()
         about: dict[str, str | int] = {"crossrail.request": name, "crossrail.prompt_tokens": len(prompt)}
-        span = RequestSpan("crossrail.kv.request", http.headers.get("traceparent", ""), about)
+        traceparent = http.headers.get("traceparent", "")
+        span = RequestSpan("crossrail.kv.request", traceparent if traceparent.isascii() else "", about)
         failure = "cut off"  # unless it comes to an end
         try:
             chunks = self._router.complete(
@@ -223,7 +236,7 @@ class Front:
 
     async def _address(self, http: web.Request) -> web.Response:
         given = http.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
             raise web.HTTPForbidden(text="this takes the cluster's secret, and it is another one\n")
         return web.Response(body=self._router.mailbox.address)
 

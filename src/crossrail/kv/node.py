@@ -63,6 +63,7 @@ class RouterLink:
         self.joined = asyncio.Event()
         self._report_now = asyncio.Event()
         self._left = False
+        self._trouble = ""  # why there is no router, as it was told last
 
     def report_soon(self) -> None:
         """Something changed that the router should know before the next heartbeat."""
@@ -78,10 +79,20 @@ class RouterLink:
                 self._node.refuse(refusal)
                 return
             except (CrossrailError, OSError, asyncio.TimeoutError) as error:
-                log.info("node %s has no router: %s", self._node.name, error)
+                self._tell_trouble(str(error))
             self.address = None
             self.joined.clear()
             await asyncio.sleep(self._node.options.retry_s)
+
+    def _tell_trouble(self, trouble: str) -> None:
+        """Once for each reason: it is tried again twice a second, maybe for days. Who leaves needs none."""
+        if not self._node.draining and trouble != self._trouble:
+            log.warning("node %s has no router, and goes on looking: %s", self._node.name, trouble)
+            self._trouble = trouble
+
+    def _tell_joined(self) -> None:
+        log.log(logging.WARNING if self._trouble else logging.INFO, "node %s has joined its router", self._node.name)
+        self._trouble = ""
 
     async def leave(self) -> None:
         """Says goodbye, if the router can be reached, and does not come back."""
@@ -103,6 +114,7 @@ class RouterLink:
             raise Refused(f"node {self._node.name!r} was refused: {answer.reason}")
         self.address = address
         self.joined.set()
+        self._tell_joined()
         self._node.on_joined(self)
         return answer
 

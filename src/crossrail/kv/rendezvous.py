@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hmac
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from crossrail.errors import CrossrailError
+from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.node import FindRouter
 
 PATH = "/kv/router"
@@ -21,6 +22,17 @@ class RouterNotFound(CrossrailError):
 def token(secret: bytes) -> str:
     """What proves at the HTTP front that one knows the secret. It opens nothing but the address."""
     return hmac.digest(secret, b"crossrail kv rendezvous", "sha256").hex()
+
+
+def check_url(url: str) -> None:
+    """UsageError for what can be no router's: it would be asked for ever."""
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        raise UsageError(f"router is {url!r}, must be a URL as http://HOST:8000")
 
 
 def find_by_http(url: str, secret: bytes) -> FindRouter:
@@ -39,6 +51,6 @@ def find_by_http(url: str, secret: bytes) -> FindRouter:
                     raise RouterNotFound(f"{url} answered {response.status}: {said}")
                 return await response.content.read(_ADDRESS_BYTES_MAX)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise RouterNotFound(f"{url}: {type(error).__name__} {error}") from None
+            raise RouterNotFound(f"{url}: {str(error) or type(error).__name__}") from None
 
     return find

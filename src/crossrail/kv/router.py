@@ -236,7 +236,7 @@ class Router:
                 self._cancel(running, "it was given to another decoder")
                 running.decoder = None
                 running.attempt += 1
-                return str(error)
+                return f"node {decoder.name!r}: {error}"
             answer = m.Started(running.request)  # which is only late
         if isinstance(answer, m.StartRefused):
             running.decoder = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -20,7 +21,7 @@ from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.model import Model, Tokenizer
-from crossrail.kv.node import NodeOptions
+from crossrail.kv.node import NodeOptions, log
 from crossrail.kv.router import RouterOptions
 from crossrail.kv.toy import ToyModel, ToyTokenizer
 from crossrail.kv.wire import EngineWire
@@ -37,19 +38,41 @@ MEMBERSHIP_HELP = "etcd://HOST:PORT,HOST:PORT/CLUSTER, where a cluster's nodes a
 
 service_options = together(
     engine_options,
-    click.option("--port", default=0, show_default=True, help="Where the engine's tcp rails listen; 0: anywhere."),
+    click.option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=0,
+        show_default=True,
+        help="Where the engine's tcp rails listen; 0: anywhere.",
+    ),
     click.option("--until-stdin-closes", is_flag=True, hidden=True),
 )
 
 
 def options_of(defaults: Any, **helps: str) -> Decorator:
-    """Fields of a dataclass as options, each with its default there and the help given here."""
+    """Fields of a dataclass as options, each with its default there and the help given here; all are more than 0."""
     return together(
         *(
-            click.option(f"--{field.replace('_', '-')}", default=getattr(defaults, field), show_default=True, help=text)
+            click.option(
+                f"--{field.replace('_', '-')}",
+                type=at_least_one() if isinstance(default := getattr(defaults, field), int) else seconds(),
+                default=default,
+                show_default=True,
+                help=text,
+            )
             for field, text in helps.items()
         )
     )
+
+
+def at_least_one() -> click.IntRange:
+    """The type of a count."""
+    return click.IntRange(1, 1 << 30)
+
+
+def seconds() -> click.FloatRange:
+    """The type of a time: not 0, with which services would do nothing else, and at most a month."""
+    return click.FloatRange(0.001, 30 * 86400)
 
 
 def chosen(defaults: Options, options: Mapping[str, Any]) -> Options:
@@ -76,9 +99,13 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
     rails = list(options["rails"]) or 1
     with xr.Engine(name, transport=options["transport"], rails=rails, port=options["port"], secret=secret) as engine:
         wire = EngineWire(engine)
+        level = log.level
+        # Why it has no router, and whom it refuses, is for whoever runs a service: commands let only errors through.
+        log.setLevel(logging.WARNING)
         try:
             yield Service(engine, Mailbox(wire, secret), secret, ended)
         finally:
+            log.setLevel(level)
             wire.close()
 
 

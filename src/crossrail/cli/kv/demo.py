@@ -26,6 +26,8 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.messages import Sampling
 from crossrail.kv.model import Model, Tokens, generate
 
+_TOKENS_MAX = 1 << 20  # what a router serves at most
+_SEED_MAX = (1 << 63) - 1
 _CHUNK_TOKENS = 256
 _DECODER_PAGE_TOKENS = "32"
 _SMALLEST_VOCABULARY = 64  # of models without a tokenizer
@@ -145,21 +147,35 @@ def _show_timeline(client: Client, request: str, out: Path, console: Console) ->
     out.mkdir(parents=True, exist_ok=True)
     (out / "timeline.json").write_bytes(client.get(f"/v1/requests/{request}/trace"))
     (out / "timeline.svg").write_bytes(client.get(f"/v1/requests/{request}/timeline.svg"))
-    console.print(f"timeline: {out / 'timeline.svg'} (picture), {out / 'timeline.json'} (chrome://tracing)")
+    console.print(
+        f"timeline: {out / 'timeline.svg'} (picture), {out / 'timeline.json'} (chrome://tracing)", soft_wrap=True
+    )
 
 
 @click.command()
 @click.option("--model", default="toy", show_default=True, help="As `crossrail kv prefiller` takes it.")
 @click.option("--model-option", "model_options", multiple=True, metavar="KEY=VALUE", help="For the model.")
 @click.option("--prompt", help="By default a sentence repeated to --prompt-tokens.")
-@click.option("--prompt-tokens", default=2000, show_default=True, help="With a checkpoint's tokenizer: characters.")
-@click.option("--max-tokens", default=48, show_default=True)
-@click.option("--temperature", default=0.8, show_default=True, help="0: greedy.")
-@click.option("--seed", default=7, show_default=True)
-@click.option("--prefillers", default=2, show_default=True)
-@click.option("--decoders", default=1, show_default=True)
-@click.option("--token-us", default=40.0, show_default=True, help="How long the toy takes for a token in a layer.")
-@click.option("--tp", default=1, show_default=True, help="Ranks of each node.")
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(1, _TOKENS_MAX),
+    default=2000,
+    show_default=True,
+    help="With a checkpoint's tokenizer: characters.",
+)
+@click.option("--max-tokens", type=click.IntRange(1, _TOKENS_MAX), default=48, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, show_default=True, help="0: greedy.")
+@click.option("--seed", type=click.IntRange(0, _SEED_MAX), default=7, show_default=True)
+@click.option("--prefillers", type=click.IntRange(1, 64), default=2, show_default=True)
+@click.option("--decoders", type=click.IntRange(1, 64), default=1, show_default=True)
+@click.option(
+    "--token-us",
+    type=click.FloatRange(0, 1e6),
+    default=40.0,
+    show_default=True,
+    help="How long the toy takes for a token in a layer.",
+)
+@click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Ranks of each node.")
 @click.option("--transport", default="auto", show_default=True)
 @click.option("--kill", "kills", is_flag=True, help="Kill the prefiller at work in the middle.")
 @click.option("--out", default="kv-demo", show_default=True, type=OutputFolder())

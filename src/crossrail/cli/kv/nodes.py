@@ -17,6 +17,7 @@ from crossrail.cli.kv.common import (
     opened,
     options_of,
     parse_options,
+    seconds,
     service_options,
 )
 from crossrail.cli.service import together
@@ -27,7 +28,7 @@ from crossrail.kv.etcd_records import Place
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.node import Node, NodeOptions
 from crossrail.kv.prefiller import Prefiller
-from crossrail.kv.rendezvous import find_by_http
+from crossrail.kv.rendezvous import check_url, find_by_http
 from crossrail.observe import serve_metrics
 
 _DEFAULTS = NodeOptions()
@@ -47,7 +48,9 @@ _node_options = together(
         "--metrics-port", type=click.IntRange(0, 65535), help="Serve the engine's metrics there; 0: any port."
     ),
     click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address of this host, for that."),
-    click.option("--drain-s", default=30.0, show_default=True, help="For what is under way, when told to end."),
+    click.option(
+        "--drain-s", type=seconds(), default=30.0, show_default=True, help="For what is under way, when told to end."
+    ),
     options_of(
         _DEFAULTS,
         probe_s="How often peers are asked.",
@@ -80,6 +83,8 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
     url = options["membership"]
     if bool(url) == bool(options["routers"]):
         raise UsageError("a node finds its routers by --router, or by --membership etcd://...: give one of the two")
+    for router in options["routers"]:
+        check_url(router)
     place = Place.from_url(url) if url else None
     async with opened(name, options) as service, contextlib.AsyncExitStack() as stack:
         ranks = {rank: RankMemory.alloc(service.engine, model.layout) for rank in range(model.layout.tp)}

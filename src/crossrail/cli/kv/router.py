@@ -15,7 +15,7 @@ from crossrail.cli.kv.common import (
     options_of,
     service_options,
 )
-from crossrail.errors import UsageError
+from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.etcd_membership import EtcdRoster
 from crossrail.kv.etcd_records import Place
 from crossrail.kv.http import Front
@@ -23,6 +23,7 @@ from crossrail.kv.model import Tokenizer
 from crossrail.kv.router import Router, RouterOptions
 
 _DEFAULTS = RouterOptions()
+_PORT_MAX = 65535
 
 
 @click.command()
@@ -51,8 +52,8 @@ _DEFAULTS = RouterOptions()
 def router(listen: str, tokenizer: str, **options: Any) -> None:
     """Serve OpenAI's /v1/completions. Nodes find this router by its URL and the secret."""
     host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdigit():
-        raise UsageError(f"--listen {listen!r} must be HOST:PORT")
+    if not colon or not port.isdecimal() or int(port) > _PORT_MAX:
+        raise UsageError(f"--listen {listen!r} must be HOST:PORT, the port at most {_PORT_MAX}")
     asyncio.run(_serve(host.strip("[]"), int(port), open_tokenizer(tokenizer), options))
 
 
@@ -65,9 +66,16 @@ async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dic
         front = Front(serving, tokenizer, service.secret)
         serving.start()
         try:
-            port = await front.start(host, port)
+            port = await _listening(front, host, port)
             click.echo(f"router {name} serves http://{host}:{port}")
             await service.ended.wait()
         finally:
             await front.close()
             await serving.close()
+
+
+async def _listening(front: Front, host: str, port: int) -> int:
+    try:
+        return await front.start(host, port)
+    except OSError as error:
+        raise CrossrailError(f"--listen {host}:{port}: {error.strerror or error}; choose another") from None

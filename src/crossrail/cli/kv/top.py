@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
-import urllib.error
 import urllib.request
 from typing import Any
 
@@ -12,20 +12,37 @@ import click
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
+from crossrail.cli.text import shown
 from crossrail.errors import CrossrailError
 
 _TIMEOUT_S = 3.0
+_ANSWER_BYTES_MAX = 64 << 20
+_NO_TERMINAL_COLUMNS = 80  # what rich takes where there is none and COLUMNS is not set
+_PIPE_COLUMNS = 140
 
 
 @click.command()
 @click.argument("url", default="http://127.0.0.1:8000")
-@click.option("--once", is_flag=True, help="Show it once, and end.")
-@click.option("--every-s", default=1.0, show_default=True)
+@click.option("--once", is_flag=True, help="Show it once, and end; so it is where output is no terminal.")
+@click.option(
+    "--every-s",
+    type=click.FloatRange(min=0.05, max=3600),
+    default=1.0,
+    show_default=True,
+    help="How often it is shown anew.",
+)
 def top(url: str, once: bool, every_s: float) -> None:
-    """Show the nodes of the router at URL: what they do, and how many pages they have."""
+    """Show the nodes of the router at URL: what they do, and how many pages they have.
+
+    HOST:PORT will do for a URL. Ctrl-C ends it.
+    """
+    url = url if "://" in url else f"http://{url}"
     console = Console()
-    if once:
+    if not console.is_terminal and console.width == _NO_TERMINAL_COLUMNS:
+        console.width = _PIPE_COLUMNS
+    if once or not console.is_terminal:
         console.print(_table(_ask(url)))
         return
     with Live(_table(_ask(url)), console=console, screen=True) as live:
@@ -37,14 +54,17 @@ def top(url: str, once: bool, every_s: float) -> None:
 def _ask(url: str) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(url.rstrip("/") + "/v1/nodes", timeout=_TIMEOUT_S) as response:
-            answer: dict[str, Any] = json.loads(response.read())
-            return answer
-    except (urllib.error.URLError, TimeoutError, ValueError) as error:
-        raise CrossrailError(f"no router answers at {url}: {error}") from None
+            answer: Any = json.loads(response.read(_ANSWER_BYTES_MAX))
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+        why = getattr(error, "reason", None) or str(error) or type(error).__name__
+        raise CrossrailError(f"no router answers at {url}: {why}") from None
+    if not isinstance(answer, dict) or not {"router", "requests", "nodes"} <= answer.keys():
+        raise CrossrailError(f"no router answers at {url}, but something else: {str(answer)[:80]}")
+    return answer
 
 
 def _table(state: dict[str, Any]) -> Table:
-    table = Table(title=f"router {state['router']}: {state['requests']} requests under way")
+    table = Table(title=Text(f"router {shown(state['router'])}: {state['requests']} requests under way"))
     for column, justify in (
         ("node", "left"), ("role", "left"), ("requests", "right"), ("tokens to do", "right"), ("pages free", "right"),
         ("quarantined", "right"), ("heard of", "right"), ("", "left"),
@@ -52,7 +72,7 @@ def _table(state: dict[str, Any]) -> Table:
         table.add_column(column, justify=justify)  # type: ignore[arg-type]  # rich's own literals
     for node in state["nodes"]:
         table.add_row(
-            node["node"],
+            Text(shown(node["node"])),
             node["role"],
             str(node["requests"]),
             str(node["queued_tokens"]),

@@ -55,9 +55,15 @@ class _Row:
 @click.option(
     "--size", "nbytes", default="512MiB", show_default=True, type=size(1 << 20, 1 << 40), help="Of the model."
 )
-@click.option("--trainers", default=4, show_default=True)
-@click.option("--targets", default=2, show_default=True, help="Inference ranks, each with the whole model.")
-@click.option("--rounds", default=5, show_default=True)
+@click.option("--trainers", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option(
+    "--targets",
+    type=click.IntRange(1, 64),
+    default=2,
+    show_default=True,
+    help="Inference ranks, each with the whole model.",
+)
+@click.option("--rounds", type=click.IntRange(1, 100_000), default=5, show_default=True)
 @click.option("--fp8", is_flag=True, help="Inference ranks want fp8: everything is prepared before it is written.")
 @click.option("--watermark", default="64MiB", show_default=True, type=size(1 << 16, 1 << 40), help="Of each trainer.")
 @click.option("--transport", default="shm", show_default=True)

@@ -33,9 +33,15 @@ _TARGETS: tuple[tuple[TargetKind, bool], ...] = (("fused", False), ("fp8", True)
 
 
 @click.command()
-@click.option("--versions", default=4, show_default=True, help="How many updates.")
-@click.option("--trainers", default=4, show_default=True)
-@click.option("--mib", default=16, show_default=True, help="About how large the model is, in bfloat16.")
+@click.option("--versions", type=click.IntRange(1, 1_000_000), default=4, show_default=True, help="How many updates.")
+@click.option("--trainers", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option(
+    "--mib",
+    type=click.IntRange(1, 1 << 20),
+    default=16,
+    show_default=True,
+    help="About how large the model is, in bfloat16.",
+)
 @click.option("--transport", default="auto", show_default=True)
 @click.option("--kill", "kills", is_flag=True, help="Kill a trainer in the middle of the last update.")
 def demo(versions: int, trainers: int, mib: int, transport: str, kills: bool) -> None:

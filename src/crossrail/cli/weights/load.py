@@ -74,12 +74,36 @@ def _reader(text: str) -> tuple[int, int]:
     help="Where reader 0 writes the address that ranks join, in hexadecimal; without it that is printed.",
 )
 @click.option("--ignore", multiple=True, help="Tensors that no rank wants, as a pattern: 'mtp.*'. Several times.")
-@click.option("--version", default=0, show_default=True, help="The number that these weights have at the ranks.")
-@click.option("--wait", "wait_s", default=600.0, show_default=True, help="Seconds until everybody has joined.")
-@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds for bringing the weights.")
+@click.option(
+    "--version",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="The number that these weights have at the ranks.",
+)
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(0.001, 30 * 86400),
+    default=600.0,
+    show_default=True,
+    help="Seconds until everybody has joined.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(0.001, 30 * 86400),
+    default=600.0,
+    show_default=True,
+    help="Seconds for bringing the weights.",
+)
 @click.option("--watermark", default="1GiB", show_default=True, type=size(1 << 16, 1 << 40), help="Of each reader.")
 @click.option(
-    "--port", default=0, show_default=True, help="First of the 16 (of reader 0: 32) where tcp may listen; 0: any."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="First of the 16 (of reader 0: 32) where tcp may listen; 0: any.",
 )
 @engine_options
 def load(checkpoint: Path, secret_file: Path | None, **options: Any) -> None:

@@ -1,0 +1,59 @@
+"""The options of an engine, by kind: what is of another one is refused here, by the argument's name.
+
+Whole numbers and bounds are checked where they are used, in C++; what is no text or no number at all would come from
+there as the signature of a function that nobody has called.
+"""
+
+from __future__ import annotations
+
+import os
+from numbers import Real
+
+from crossrail.errors import UsageError
+
+
+def check_texts(**options: object) -> None:
+    """UsageError unless each is text that has an encoding."""
+    for argument, value in options.items():
+        if not isinstance(value, str):
+            raise UsageError(f"{argument} must be text, not {_kind(value)}")
+        encoded(value, argument)
+
+
+def check_numbers(**options: object) -> None:
+    """UsageError unless each is a number; a bool is none."""
+    for argument, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise UsageError(f"{argument} must be a number, not {_kind(value)}")
+
+
+def check_given(**options: object) -> None:
+    """UsageError for None: these have defaults, and no meaning of None."""
+    for argument, value in options.items():
+        if value is None:
+            raise UsageError(f"{argument} must not be None: leave it out for its default")
+
+
+def check_kind(value: object, argument: str, kind: type, article: str) -> None:
+    """UsageError unless it is of that class. article: the class as messages call it, "a TlsConfig"."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{argument} must be {article}, not {_kind(value)}")
+
+
+def path(value: object, argument: str) -> str:
+    """A path as text, of text or os.PathLike."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise UsageError(f"{argument} must be a path, as text or os.PathLike, not {_kind(value)}")
+    return os.fsdecode(value)
+
+
+def encoded(text: str, argument: str) -> bytes:
+    """In UTF-8. UsageError for a lone surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{argument} = {text!r} cannot be encoded as UTF-8: {error.reason}") from None
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__

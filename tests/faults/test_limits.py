@@ -1,0 +1,75 @@
+"""What the system does not give any more is an error that names it, and what to do; what there was before goes on."""
+
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.support.limits import WAIT_S
+from tests.support.process import REPOSITORY
+
+MOVES = """
+    import pathlib, resource
+    import crossrail as xr
+
+    def room_bytes():
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        return pages * 4096 + (256 << 20)
+
+    with xr.Engine("a", transport="shm") as a, xr.Engine("b", transport="shm") as b:
+        source, target = a.alloc(1000), b.alloc(1000)
+        a.submit_write(source, target.descriptor, imm=1).wait(10)
+        LIMIT
+        try:
+            REFUSED
+        except xr.TransportError as error:
+            print(error)
+        a.submit_write(source, target.descriptor, imm=1).wait(10)
+        b.imm_counter(1).wait(2, timeout_s=10)
+        print("and the others go on")
+"""
+
+CASES = {
+    # The kernel wants room for a whole stack, of which the shell says how long it is.
+    "threads": (
+        "resource.setrlimit(resource.RLIMIT_AS, (room_bytes(), -1))",
+        "xr.Engine('c', transport='shm')",
+        "cannot start a thread of the engine: .*ulimit",
+    ),
+    "thread-of-callbacks": (
+        "resource.setrlimit(resource.RLIMIT_AS, (room_bytes(), -1))",
+        "a.on_event(print)",
+        "cannot start the thread of the engine's callbacks: .*ulimit",
+    ),
+    "address-space": (
+        "resource.setrlimit(resource.RLIMIT_AS, (room_bytes(), -1))",
+        "a.alloc(1 << 30)",
+        "no address space for 1073741824 bytes: .*ulimit -v",
+    ),
+    "file-size": (
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, -1))",
+        "a.alloc(1 << 20)",
+        "cannot size shared memory to 1048576 bytes: .*ulimit -f",
+    ),
+}
+
+
+@pytest.mark.no_sanitizer  # they take terabytes of address space
+@pytest.mark.parametrize("case", CASES)
+def test_limit_of_the_system_is_named(case: str) -> None:
+    limit, refused, words = CASES[case]
+    script = textwrap.dedent(MOVES).replace("LIMIT", limit).replace("REFUSED", refused)
+    large_stacks = ["bash", "-c", 'ulimit -s 1048576 && exec "$@"', "-"]  # KiB: of each thread, 1 GiB
+    run = subprocess.run(
+        [*(large_stacks if "thread" in case else []), sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=WAIT_S,
+    )
+    assert run.returncode == 0 and not run.stderr, run.stdout + run.stderr
+    told, rest = run.stdout.splitlines()
+    assert rest == "and the others go on"
+    assert re.search(words, told), told
