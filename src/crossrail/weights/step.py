@@ -2,7 +2,7 @@
 
 One task of the event loop moves them all as far as they go, and sleeps only when none of them moves. The engine moves
 bytes in its own thread and conversions run in one of ours, so the three stages overlap. Small tasks go to that thread
-many at a time, since each hand-over costs as much as converting some (preparer.py).
+many at a time, since each hand-over costs as much as converting some hundred kilobytes (preparer.py).
 """
 
 from __future__ import annotations
