@@ -6,6 +6,7 @@ time, in scratch memory that is made once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,7 +52,7 @@ class Caster:
             np.copyto(out, values)
             return
         with np.errstate(over="ignore", invalid="ignore"):
-            for piece, out_piece in _pieces(values, out):
+            for piece, out_piece in pieces(values, out, _PIECE_ELEMENTS):
                 if "bfloat16" not in (source, target):
                     np.copyto(out_piece, piece, casting="same_kind")
                 elif target == "bfloat16":
@@ -80,18 +81,19 @@ class Caster:
         np.right_shift(bits, 16, out=out, casting="unsafe")
 
 
-def _pieces(values: Array, out: Array) -> Iterator[tuple[Array, Array]]:
-    """Both in the same pieces, of _PIECE_ELEMENTS at most."""
+def pieces(values: Any, out: Any, elements_max: int) -> Iterator[tuple[Any, Any]]:
+    """Both in the same pieces, of so many elements at most: arrays of numpy or tensors of torch."""
     if values.ndim == 0:
         values, out = values.reshape(1), out.reshape(1)
-    if values.size <= _PIECE_ELEMENTS:
+    elements = math.prod(values.shape)
+    if elements <= elements_max:
         yield values, out
         return
-    row_elements = values.size // len(values)
-    if row_elements > _PIECE_ELEMENTS:
+    row_elements = elements // len(values)
+    if row_elements > elements_max:
         for row, out_row in zip(values, out, strict=True):
-            yield from _pieces(row, out_row)
+            yield from pieces(row, out_row, elements_max)
     else:
-        step = _PIECE_ELEMENTS // row_elements
+        step = elements_max // row_elements
         for at in range(0, len(values), step):
             yield values[at : at + step], out[at : at + step]

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from crossrail.errors import UsageError
+from crossrail.weights.convert import pieces
 from crossrail.weights.errors import NotFinite
 from crossrail.weights.float8 import AMAX_MIN, LARGEST, blocks
 
@@ -32,7 +33,7 @@ def cast(values: Tensor, out: Tensor) -> None:
         bits = BITS[out.element_size()]
         out.view(bits).copy_(values.view(bits))
         return
-    for piece, out_piece in _pieces(values, out):
+    for piece, out_piece in pieces(values, out, _PIECE_ELEMENTS):
         if values.dtype == torch.bfloat16:
             out_piece.copy_(_widened(piece))
         elif out.dtype == torch.bfloat16:
@@ -134,21 +135,6 @@ def _to_odd(values: Tensor) -> Tensor:
     toward_zero = bits - (back.abs() > values.abs()).to(torch.int32)
     is_between = (back != values) & ~torch.isnan(values)
     return torch.where(is_between, toward_zero | 1, bits).view(torch.float32)
-
-
-def _pieces(values: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both in the same pieces, of _PIECE_ELEMENTS at most."""
-    if values.numel() <= _PIECE_ELEMENTS:
-        yield values, out
-        return
-    row_elements = values.numel() // len(values)
-    if row_elements > _PIECE_ELEMENTS:
-        for row, out_row in zip(values, out, strict=True):
-            yield from _pieces(row, out_row)
-    else:
-        step = _PIECE_ELEMENTS // row_elements
-        for at in range(0, len(values), step):
-            yield values[at : at + step], out[at : at + step]
 
 
 def _indices(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
