@@ -82,6 +82,16 @@ def as_numpy(array: Any) -> npt.NDArray[Any] | None:
         raise UsageError(f"{type(array).__name__} gives no numpy view of itself through DLPack: {error}") from None
 
 
+class GpuBytes:
+    """A range of a GPU's memory as Numba's protocol has it, for whoever takes such arrays. Keeps the owner."""
+
+    def __init__(self, address: int, nbytes: int, owner: object = None) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3
+        }  # fmt: skip
+
+
 def gpu_allocation(address: int) -> tuple[int, int]:
     """First byte and length of the driver's allocation that an address of a GPU is in.
 

@@ -8,19 +8,9 @@ from typing import Any
 import numpy.typing as npt
 
 from crossrail import Engine, Region, RegionDescriptor
+from crossrail._buffers import GpuBytes
 from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
-
-
-class _GpuBytes:
-    """What a region has on a GPU, to be registered once more. Keeps the region, and so what it was made of."""
-
-    def __init__(self, region: Region) -> None:
-        self._region = region
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self._region.nbytes,), "typestr": "|u1", "data": (self._region.base, False), "version": 3}
 
 
 class RankMemory:
@@ -58,7 +48,11 @@ class RankMemory:
 
     def registered_again(self) -> RankMemory:
         """The same memory by other regions, whose owner is the caller: who was given these does not have those."""
-        buffers = [region.view() if region.device == "cpu" else _GpuBytes(region) for region in self.regions]
+        # Either keeps the region, and so what that was made of.
+        buffers = [
+            region.view() if region.device == "cpu" else GpuBytes(region.base, region.nbytes, region)
+            for region in self.regions
+        ]
         return RankMemory(self.engine, self.layout, [self.engine.register(buffer) for buffer in buffers])
 
     def place(self, layer: int) -> tuple[Region, int]:

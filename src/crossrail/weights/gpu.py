@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import crossrail as xr
+from crossrail._buffers import GpuBytes
 from crossrail.errors import CrossrailError, UsageError
 
 Tensor: TypeAlias = Any  # torch.Tensor
@@ -48,9 +49,9 @@ def bytes_of(region: xr.Region, offset: int = 0) -> Tensor:
     torch = torch_for("preparing weights in torch")
     if region.device == "cpu":
         kept = (ctypes.c_ubyte * region.nbytes).from_address(region.base)  # writable, as torch wants it
-        kept.view = region.view()  # type: ignore[attr-defined]
+        kept.view = region.view()  # type: ignore[attr-defined]  # torch keeps the array, it the view, that the region
         return torch.frombuffer(kept, dtype=torch.uint8, offset=offset)
-    return torch.as_tensor(_Bytes(region.base + offset, region.nbytes - offset), device=region.device)
+    return torch.as_tensor(GpuBytes(region.base + offset, region.nbytes - offset), device=region.device)
 
 
 def tensor_at(region: xr.Region, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: str) -> Tensor:
@@ -59,15 +60,6 @@ def tensor_at(region: xr.Region, offset: int, shape: Sequence[int], strides: Seq
     nbytes = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + kind.itemsize
     whole = bytes_of(region, offset)[:nbytes].view(kind)
     return whole.as_strided(tuple(shape), [step // kind.itemsize for step in strides])
-
-
-class _Bytes:
-    """Memory of a GPU, as Numba's protocol has it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3
-        }  # fmt: skip
 
 
 def launched(devices: Iterable[str]) -> list[Any]:
