@@ -38,9 +38,9 @@ def shown(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def gb_per_s(nbytes: float, seconds: float) -> float:
+def gb_per_s(nbytes: float, took_s: float) -> float:
     """Gigabytes (10**9) per second; 0 when no time passed."""
-    return nbytes / seconds / 1e9 if seconds > 0 else 0.0
+    return nbytes / took_s / 1e9 if took_s > 0 else 0.0
 
 
 def size(at_least: int, at_most: int) -> Callable[[str], int]:
@@ -57,6 +57,11 @@ def size(at_least: int, at_most: int) -> Callable[[str], int]:
         return nbytes
 
     return size  # click shows the function's name
+
+
+def seconds() -> click.FloatRange:
+    """The type of an option that is a time: not 0, with which services would do nothing else, at most a month."""
+    return click.FloatRange(0.001, 30 * 86400)
 
 
 class OutputFile(click.Path):

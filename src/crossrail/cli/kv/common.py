@@ -17,6 +17,7 @@ import click
 
 import crossrail as xr
 from crossrail.cli.service import Decorator, engine_options, read_secret, together
+from crossrail.cli.text import seconds
 from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
@@ -68,11 +69,6 @@ def options_of(defaults: Any, **helps: str) -> Decorator:
 def at_least_one() -> click.IntRange:
     """The type of a count."""
     return click.IntRange(1, 1 << 30)
-
-
-def seconds() -> click.FloatRange:
-    """The type of a time: not 0, with which services would do nothing else, and at most a month."""
-    return click.FloatRange(0.001, 30 * 86400)
 
 
 def chosen(defaults: Options, options: Mapping[str, Any]) -> Options:

@@ -17,10 +17,10 @@ from crossrail.cli.kv.common import (
     opened,
     options_of,
     parse_options,
-    seconds,
     service_options,
 )
 from crossrail.cli.service import together
+from crossrail.cli.text import seconds
 from crossrail.errors import UsageError
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.etcd_membership import EtcdPresence

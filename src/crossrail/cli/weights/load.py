@@ -20,7 +20,7 @@ from rich.console import Console
 
 import crossrail as xr
 from crossrail.cli.service import engine_options, read_secret
-from crossrail.cli.text import RAILS_MAX, OutputFile, format_bytes, format_count, gb_per_s, size
+from crossrail.cli.text import RAILS_MAX, OutputFile, format_bytes, format_count, gb_per_s, seconds, size
 from crossrail.cli.weights.progress import showing_update
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
@@ -84,7 +84,7 @@ def _reader(text: str) -> tuple[int, int]:
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(0.001, 30 * 86400),
+    type=seconds(),
     default=600.0,
     show_default=True,
     help="Seconds until everybody has joined.",
@@ -92,7 +92,7 @@ def _reader(text: str) -> tuple[int, int]:
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(0.001, 30 * 86400),
+    type=seconds(),
     default=600.0,
     show_default=True,
     help="Seconds for bringing the weights.",
