@@ -14,7 +14,7 @@ from crossrail.weights.convert import Caster, storage
 from crossrail.weights.float8 import BlockQuantiser, blocks
 from crossrail.weights.torch_convert import Checks, cast, quantise
 from tests.support.seeds import Seed
-from tests.weights.conftest import MakeFleet, make_fleet  # noqa: F401 (a fixture)
+from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
 from tests.weights.test_torch_convert import EXACT_NAN, FLOATS, any_bits, as_torch
 
@@ -60,7 +60,7 @@ def test_quantises_as_numpy_does(block: tuple[int, int], dtype: str, seed: Seed)
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("spare", [True, False])
-async def test_updates_from_gpu_to_gpu(make_fleet: MakeFleet, transport: str, spare: bool) -> None:  # noqa: F811
+async def test_updates_from_gpu_to_gpu(make_fleet: MakeFleet, transport: str, spare: bool) -> None:
     """What kernels are still writing at publish() is what arrives, and what arrived is what the next kernel reads."""
     fleet = make_fleet(transport, trainer_count=0)
     await fleet.start(targets=[])
