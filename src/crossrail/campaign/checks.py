@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +24,9 @@ class CheckFailed(AssertionError):
 
 
 class Checks:
-    """Operations, their memory and their counts, and the promises about them. One thread.
+    """Operations, their memory and their counts, and the promises about them. One thread submits and checks.
+
+    Engines of real transports have a callback thread each: their callbacks and the checks take turns, by a lock.
 
     Faults that nothing can survive (a killed engine, say) are told by note_dead(). Checks raise CheckFailed; those that
     run in callbacks are kept and raised by the next check().
@@ -36,17 +39,19 @@ class Checks:
         self._tallies: list[Tally] = []
         self._dead: list[AnyEngine] = []
         self._messages: dict[bytes, int] = {}
+        self._turn = threading.RLock()  # what callbacks note, and the memory that they poison and compare
 
     # ---- what happened
 
     def note_message(self, payload: bytes) -> None:
         """Tells of a message that arrived: from the callback of a receive pool."""
-        if payload not in self._messages:
-            self._fail(f"a message of {len(payload)} bytes arrived that nobody sent")
-        else:
-            self._messages[payload] += 1
-            if self._messages[payload] > 1:
-                self._fail(f"message {int.from_bytes(payload[:8], 'little')} was delivered twice")
+        with self._turn:
+            if payload not in self._messages:
+                self._fail(f"a message of {len(payload)} bytes arrived that nobody sent")
+            else:
+                self._messages[payload] += 1
+                if self._messages[payload] > 1:
+                    self._fail(f"message {int.from_bytes(payload[:8], 'little')} was delivered twice")
 
     def delivered(self, op: Op) -> int:
         """How often a message arrived."""
@@ -84,24 +89,26 @@ class Checks:
 
     def check(self) -> None:
         """What has to hold at any time."""
-        for op in self.ops:
-            for piece in op.pieces:
-                self._check_poison(op, piece)
-        for arena in self.arenas:
-            if arena.is_closed and not self.is_dead(arena.engine) and (arena.memory != TARGET_POISON).any():
-                self._fail(f"memory of engine {arena.engine.name!r} was touched after its region was closed")
+        with self._turn:
+            for op in self.ops:
+                for piece in op.pieces:
+                    self._check_poison(op, piece)
+            for arena in self.arenas:
+                if arena.is_closed and not self.is_dead(arena.engine) and (arena.memory != TARGET_POISON).any():
+                    self._fail(f"memory of engine {arena.engine.name!r} was touched after its region was closed")
         if self.failures:
             raise CheckFailed("; ".join(self.failures[:5]))
 
     def check_end(self) -> None:
         """What has to hold once faults have stopped and everything had time to end."""
-        for op in self.ops:
-            if op.completions != 1:
-                self._fail(f"{op} completed {op.completions} times")
-            elif op.transfer.status != op.status:
-                self._fail(f"{op} completed, and is {op.transfer.status} now")
-        self.failures += self.unsettled()
-        self.check()
+        with self._turn:
+            for op in self.ops:
+                if op.completions != 1:
+                    self._fail(f"{op} completed {op.completions} times")
+                elif op.transfer.status != op.status:
+                    self._fail(f"{op} completed, and is {op.transfer.status} now")
+            self.failures += self.unsettled()
+            self.check()
 
     def unsettled(self) -> list[str]:
         """What has to hold in the end, and does not yet: counts and messages may come later than the completion."""
@@ -130,18 +137,20 @@ class Checks:
             return
 
         def counted() -> None:
-            if len(tally.ops) > 1:  # not alone any more
-                tally.counter._give_back(count)
-                return
-            for piece in op.pieces:
-                is_ours = piece.is_poisoned or piece.is_unsure or piece.arena.is_closed  # by now
-                if not is_ours and not np.array_equal(piece.memory, piece.data):
-                    self._fail(f"{op} was counted before its bytes were in place")
+            with self._turn:  # pairs with _completed(), which poisons the memory and says so
+                for piece in op.pieces if len(tally.ops) == 1 else ():  # alone still
+                    is_ours = piece.is_poisoned or piece.is_unsure or piece.arena.is_closed  # by now
+                    if not is_ours and not np.array_equal(piece.memory, piece.data):
+                        self._fail(f"{op} was counted before its bytes were in place")
             tally.counter._give_back(count)
 
         tally.counter.on_count(count, counted)
 
     def _completed(self, op: Op, transfer: AnyTransfer) -> None:
+        with self._turn:
+            self._note_completion(op, transfer)
+
+    def _note_completion(self, op: Op, transfer: AnyTransfer) -> None:
         op.completions += 1
         op.status = transfer.status
         if op.completions > 1:
