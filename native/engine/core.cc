@@ -145,16 +145,13 @@ void EngineCore::close(Deadline drain_deadline) {
     // 1. What is under way may finish until the deadline.
     if (users_inflight() > 0 && drain_deadline > clock().now_ns()) {
       const auto drained = [this] { return users_inflight() == 0; };
-      const auto nap = [](Deadline until) {
-        std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, 200'000)));
-      };
       wait_until(drained, nap, drain_deadline, {});
     }
     // 2. No new submit, no worker.
     closed_.store(true, std::memory_order_seq_cst);
     stopping_.store(true, std::memory_order_release);
     if (worker_.joinable()) {
-      transports_.wake_always();
+      transports_.sleeping_place().call_behind();
       worker_.join();
     }
     watchers_->stop();

@@ -79,18 +79,25 @@ class EngineCore final : public Sink, public Actor {
   uint64_t inflight() const;
   // The same without what engines tell each other.
   uint64_t users_inflight() const;
-  void wake() {
-    if (is_staged()) {
-      options_.stage->wake(seat_.number);
-    } else {
-      transports_.wake_always();
-    }
-  }
+  // There is work that nobody is told of otherwise: has somebody drive, soon.
+  void wake();
 
-  // Blocks until ready(), driving the engine when no worker does. sleep(until) blocks at most until then, and returns
-  // early once ready() may have become true. ready() must not have effects while false. In engine/wait_until.h.
+  // A thread in wait_until().
+  struct Guest {
+    bool is_in_front = false;  // of the worker, where the transports' news wake it
+    bool has_news = false;     // was woken by some that nobody has looked at yet
+  };
+
+  // Blocks until ready(), driving the engine when no worker does. sleep(guest, until) blocks at most until then, and
+  // returns early once ready() may have become true. ready() must not have effects while false. In engine/wait_until.h.
   template <typename Ready, typename Sleep>
   WaitResult wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted);
+
+  // For sleep() above: blocks while *word == expected, until wake_sleepers(word) or the deadline; may return early. In
+  // front of the worker if nobody else is there.
+  void sleep_on(Guest& guest, std::atomic<uint32_t>* word, uint32_t expected, Deadline until);
+  // After a change of the word. [any]
+  void wake_sleepers(std::atomic<uint32_t>* word);
 
   // Actor, from inside Stage::advance.
   bool turn() override;
@@ -262,7 +269,8 @@ class EngineCore final : public Sink, public Actor {
   static constexpr size_t kRemoteRegionsKept = 1024;  // before those that nobody uses are looked for
   static constexpr uint8_t kSubmitting = 2;           // its mark while somebody is in submit_here
   SpinLock progress_lock_;
-  std::atomic<uint32_t> guests_{0};  // threads that want the lock: the worker makes way
+  std::atomic<uint32_t> guests_{0};                        // threads that want the lock: the worker makes way
+  std::atomic<std::atomic<uint32_t>*> in_front_{nullptr};  // the word of the guest who sleeps in front
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};   // no new submits
   std::atomic<bool> drained_{false};  // and all old ones are complete

@@ -3,8 +3,10 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <chrono>
 
 #include "engine/core.h"
+#include "util/futex.h"
 
 namespace crossrail {
 
@@ -44,7 +46,7 @@ void EngineCore::leave() {
   // A worker that goes to sleep just now may miss both: then it looks again soon (worker_main).
   const bool unwatched = sleeps_for_good_.load(std::memory_order_seq_cst) && inflight() > 0;
   const bool oversleeps = timer < wakes_at_.load(std::memory_order_relaxed);
-  if (work || unwatched || oversleeps || !transports_.is_armed()) transports_.wake_always();
+  if (work || unwatched || oversleeps || !transports_.is_armed()) transports_.sleeping_place().call_behind();
 }
 
 uint32_t EngineCore::round() {
@@ -78,8 +80,9 @@ void EngineCore::worker_main() {
                  "worker_cpu = " + std::to_string(options_.worker_cpu) + " cannot be used: the worker is not pinned"});
     }
   }
-  constexpr int64_t kLookAgainNs = 50'000'000;
-  constexpr uint32_t kQuietSleepsMax = 20;
+  constexpr int64_t kLookAgainNs =
+      20'000'000;  // no later than the transports' ticks: else each leave() calls (oversleeps)
+  constexpr uint32_t kQuietSleepsMax = 50;
   uint64_t moves_seen = 0;
   uint32_t quiet_sleeps = 0;  // in a row during which nothing moved
   while (!stopping_.load(std::memory_order_acquire)) {
@@ -114,7 +117,7 @@ void EngineCore::worker_main() {
     const bool for_good = is_quiet && inflight() == 0;
     const Deadline until = std::min(timer, for_good ? kNoDeadline : now_ns() + kLookAgainNs);
     wakes_at_.store(until, std::memory_order_relaxed);
-    transports_.sleep(until);
+    transports_.sleeping_place().sleep_behind(until);
     wakes_at_.store(0, std::memory_order_relaxed);
     sleeps_for_good_.store(false, std::memory_order_relaxed);
   }
@@ -137,6 +140,39 @@ void EngineCore::drive_until_idle() {
     // Whom we have just woken may need this very core.
     if (now - idle_since >= kYieldAfterNs) std::this_thread::yield();
   }
+}
+
+void EngineCore::wake() {
+  if (is_staged()) {
+    options_.stage->wake(seat_.number);
+  } else if (options_.polling == Polling::kManual) {
+    transports_.sleeping_place().call_front();
+  } else {
+    transports_.sleeping_place().call_behind();
+  }
+}
+
+void EngineCore::sleep_on(Guest& guest, std::atomic<uint32_t>* word, uint32_t expected, Deadline until) {
+  SleepingPlace& place = transports_.sleeping_place();
+  // A worker that spins would get the transports' news before they wake anybody.
+  const bool may_be_woken =
+      options_.polling == Polling::kManual || (options_.polling != Polling::kSpin && place.has_front());
+  if (!guest.is_in_front) guest.is_in_front = may_be_woken && place.take_front();
+  if (!guest.is_in_front) {
+    futex_wait(word, expected, until, FutexScope::kProcess);
+    return;
+  }
+  in_front_.store(word, std::memory_order_relaxed);
+  // seq_cst: pairs with the one in wake_sleepers(): either we see the word changed, or it sees us there.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (word->load(std::memory_order_acquire) == expected) guest.has_news |= place.sleep_in_front(until);
+  in_front_.store(nullptr, std::memory_order_relaxed);
+}
+
+void EngineCore::wake_sleepers(std::atomic<uint32_t>* word) {
+  futex_wake_all(word, FutexScope::kProcess);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // see sleep_on()
+  if (in_front_.load(std::memory_order_relaxed) == word) transports_.sleeping_place().call_front();
 }
 
 void EngineCore::run_as_holder(const std::function<void()>& work) {

@@ -165,9 +165,6 @@ WaitResult Engine::connect(Peer& peer, Deadline deadline, const InterruptCheck& 
   core_->check_usable();
   core_->run_as_holder([&] { core_->start_connect(peer); });
   const auto settled = [&] { return peer.state() != PeerState::kConnecting && peer.state() != PeerState::kUnknown; };
-  const auto nap = [](Deadline until) {
-    std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, 200'000)));
-  };
   const WaitResult result = core_->wait_until(settled, nap, deadline, interrupted);
   if (result != WaitResult::kReady) return result;
   return peer.state() == PeerState::kLost ? WaitResult::kClosed : WaitResult::kReady;
@@ -186,9 +183,6 @@ WaitResult Engine::map(RemoteRegion& region, Deadline deadline, const InterruptC
     if (*status != Status::kPending) return closed() ? WaitResult::kClosed : WaitResult::kReady;
     // The peer is asked once per region and incarnation: a look now and then is cheap enough.
     const Deadline next_look = std::min(deadline, clock().now_ns() + kLookEveryNs);
-    const auto nap = [](Deadline until) {
-      std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, kLookEveryNs)));
-    };
     const WaitResult waited = core_->wait_until([] { return false; }, nap, next_look, interrupted);
     if (waited != WaitResult::kTimeout || clock().now_ns() >= deadline) return waited;
   }

@@ -55,7 +55,7 @@ void ImmCounter::serve() {
       // touched after the wake-up call, which itself is harmless on a word that is gone.
       std::atomic<uint32_t>* word = waiter.futex;
       word->store(kServed, std::memory_order_release);
-      futex_wake_all(word, FutexScope::kProcess);
+      engine_->core().wake_sleepers(word);
     } else {
       waiter.notifier->post(waiter.cookie);
     }
@@ -79,7 +79,7 @@ void ImmCounter::close() {
   for (Waiter& waiter : waiters_) {
     if (waiter.futex != nullptr) {
       waiter.futex->store(kClosed, std::memory_order_release);
-      futex_wake_all(waiter.futex, FutexScope::kProcess);
+      engine_->core().wake_sleepers(waiter.futex);
     } else {
       waiter.notifier->post(waiter.cookie);
     }
@@ -139,7 +139,7 @@ WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCh
   const auto ready = [&] {
     return ticket == 0 ? try_consume(count) || closed() : word.load(std::memory_order_acquire) != 0;
   };
-  const auto sleep = [&](Deadline until) {
+  const auto sleep = [&](EngineCore::Guest& guest, Deadline until) {
     if (ticket == 0) {
       {
         std::lock_guard lock(lock_);
@@ -154,7 +154,7 @@ WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCh
       }
       serve();
     }
-    if (word.load(std::memory_order_acquire) == 0) futex_wait(&word, 0, until, FutexScope::kProcess);
+    if (word.load(std::memory_order_acquire) == 0) engine_->core().sleep_on(guest, &word, 0, until);
   };
   const WaitResult result = engine_->core().wait_until(ready, sleep, deadline, interrupted);
   if (ticket == 0) return result == WaitResult::kReady && closed() ? WaitResult::kClosed : result;

@@ -32,7 +32,7 @@ void ReceivePool::wake_locked() {
     notifier_ = nullptr;
   }
   futex_.fetch_add(1, std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake_all(&futex_, FutexScope::kProcess);
+  if (sleepers_.load(std::memory_order_seq_cst) > 0) engine_->core().wake_sleepers(&futex_);
 }
 
 void ReceivePool::poll(size_t limit, std::vector<Message>* out) {
@@ -53,10 +53,10 @@ WaitResult ReceivePool::wait(Deadline deadline, const InterruptCheck& interrupte
     std::lock_guard lock(lock_);
     return !ready_.empty() || closed_;
   };
-  const auto sleep = [&](Deadline until) {
+  const auto sleep = [&](EngineCore::Guest& guest, Deadline until) {
     const uint32_t seen = futex_.load(std::memory_order_seq_cst);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    if (!ready()) futex_wait(&futex_, seen, until, FutexScope::kProcess);
+    if (!ready()) engine_->core().sleep_on(guest, &futex_, seen, until);
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
   };
   const WaitResult result = engine_->core().wait_until(ready, sleep, deadline, interrupted);

@@ -14,10 +14,6 @@ namespace {
 
 constexpr int64_t kAskEveryNs = 200'000;
 
-void nap(Deadline until) {
-  std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, kAskEveryNs)));
-}
-
 }  // namespace
 
 Region::Region(Ref<Engine> engine, LocalRegions local, Access access)
@@ -115,7 +111,7 @@ WaitResult Region::wait_until(const std::function<bool()>& ready, Deadline deadl
     if (ready()) return WaitResult::kReady;
     if (now_ns() >= deadline) return WaitResult::kTimeout;
     if (interrupted && interrupted()) return WaitResult::kInterrupted;
-    nap(deadline);
+    take_nap(deadline);
   }
   return result;
 }

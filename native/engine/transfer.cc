@@ -58,7 +58,7 @@ void Transfer::complete(Status status) {
   }
   // seq_cst, as in notify(): of a listener pushed at this moment, one side knows.
   word = word_.fetch_add(static_cast<uint32_t>(status), std::memory_order_seq_cst);
-  if ((word & kHasSleeper) != 0) futex_wake_all(&word_, FutexScope::kProcess);
+  if ((word & kHasSleeper) != 0) core_->wake_sleepers(&word_);
   if (listeners_.load(std::memory_order_seq_cst) != nullptr)
     tell_listeners(listeners_.exchange(nullptr, std::memory_order_acq_rel));
   release();
@@ -93,7 +93,7 @@ bool Transfer::cancel() {
 
 WaitResult Transfer::wait(Deadline deadline, const InterruptCheck& interrupted) {
   if (done()) return WaitResult::kReady;
-  const auto sleep = [this](Deadline until) {
+  const auto sleep = [this](EngineCore::Guest& guest, Deadline until) {
     uint32_t seen = word_.load(std::memory_order_acquire);
     if ((seen & kStatusMask) != 0) return;
     if ((seen & kHasSleeper) == 0) {
@@ -101,7 +101,7 @@ WaitResult Transfer::wait(Deadline deadline, const InterruptCheck& interrupted) 
       if (!word_.compare_exchange_strong(seen, seen | kHasSleeper, std::memory_order_acq_rel)) return;
       seen |= kHasSleeper;
     }
-    futex_wait(&word_, seen, until, FutexScope::kProcess);
+    core_->sleep_on(guest, &word_, seen, until);
   };
   const WaitResult result = core_->wait_until([this] { return done(); }, sleep, deadline, interrupted);
   if (result != WaitResult::kClosed || core_->forked()) return result;

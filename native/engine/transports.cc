@@ -118,7 +118,7 @@ TransportSet::TransportSet(const EngineOptions& options, Place place, Sink* sink
     opened[number] = open_transport(kind, options_for(kind, rest, place, identity), sink);
     identity = opened[number]->address();
   }
-  keep(std::move(opened));
+  keep(std::move(opened), place.stage != nullptr);
   for (uint32_t i = 0; i < size_; ++i) transports_[i]->complete_address(identity);
 }
 
@@ -158,7 +158,7 @@ std::vector<std::string> TransportSet::add_rdma(const EngineOptions& options, Ad
   return rails_left;
 }
 
-void TransportSet::keep(Opened opened) {
+void TransportSet::keep(Opened opened, bool is_staged) {
   for (uint32_t number = 1; number <= kTransportKinds; ++number) {
     if (opened[number] == nullptr) continue;
     kinds_[size_] = static_cast<TransportKind>(number);
@@ -169,6 +169,7 @@ void TransportSet::keep(Opened opened) {
     ++size_;
   }
   first_ = sleepers_[0];
+  if (!is_staged) sleeping_place_ = std::make_unique<SleepingPlace>(std::span(sleepers_.data(), size_));
 }
 
 Route TransportSet::choose(const Address& peer) const {

@@ -127,10 +127,9 @@ class TransportSet {
     for (uint32_t i = 1; i < size_; ++i) next = std::min(next, transports_[i]->next_timer());
     return next;
   }
-  void sleep(Deadline deadline) { sleep_on({sleepers_.data(), size_}, deadline); }
+  SleepingPlace& sleeping_place() { return *sleeping_place_; }  // not on a stage
   // Who sleeps, sleeps on all: ringing one is enough.
   void wake() { first_->wake(); }
-  void wake_always() { first_->wake_always(); }
   void close();
   void abandon_after_fork();
 
@@ -138,7 +137,7 @@ class TransportSet {
   LocalRegions register_gpu_memory(std::byte* base, uint64_t length_bytes, Access access);
   using Opened = std::array<std::unique_ptr<Transport>, kTransportKinds + 1>;  // by kind
   std::vector<std::string> add_rdma(const EngineOptions& options, Address* identity, Opened* opened, Sink* sink);
-  void keep(Opened opened);
+  void keep(Opened opened, bool is_staged);
 
   RegionIds region_ids_;
   std::vector<Absent> absent_;
@@ -149,6 +148,7 @@ class TransportSet {
   std::array<Traits, kTransportsMax> traits_;
   std::array<Transport*, kTransportsMax> sleepers_{};
   std::array<std::unique_ptr<Transport>, kTransportsMax> transports_;
+  std::unique_ptr<SleepingPlace> sleeping_place_;
 };
 
 }  // namespace crossrail

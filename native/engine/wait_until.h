@@ -2,11 +2,21 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
+#include <utility>
 
 #include "engine/core.h"
 
 namespace crossrail {
+
+inline void take_nap(Deadline until) {
+  constexpr int64_t kLookEveryNs = 200'000;
+  std::this_thread::sleep_for(std::chrono::nanoseconds(std::clamp<int64_t>(until - now_ns(), 0, kLookEveryNs)));
+}
+
+// For wait_until() where nobody says that ready() may have become true: looks again soon.
+inline void nap(EngineCore::Guest& /*guest*/, Deadline until) { take_nap(until); }
 
 template <typename Ready, typename Sleep>
 WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted) {
@@ -18,6 +28,8 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
   const bool manual = options_.polling == Polling::kManual;
   const bool assists = options_.polling != Polling::kSpin;
   bool holding = false;
+  Guest guest;
+  SleepingPlace& place = transports_.sleeping_place();
   WaitResult result = WaitResult::kReady;
   int64_t spin_until = 0;
   int64_t next_interrupt = now_ns() + kInterruptEveryNs;
@@ -34,10 +46,15 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       std::this_thread::yield();
       continue;
     }
-    if (!holding && assists) holding = try_enter();
+    if (!holding && assists) {
+      holding = try_enter();
+      if (holding && closed()) continue;  // close() may have had the lock in between, and be past it
+    }
     if (holding) {
+      guest.has_news = false;
       if (round() > 0) {
         spin_until = 0;
+        rounds = -1;  // the first idle round looks at the clock
         continue;
       }
     }
@@ -58,6 +75,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
         leave();
         holding = false;
       }
+      if (std::exchange(guest.is_in_front, false)) place.leave_front();  // it may take its time
       if (interrupted && interrupted()) {
         result = WaitResult::kInterrupted;
         break;
@@ -72,16 +90,18 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       holding = false;
     }
     if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
-    if (manual) {
-      // Nobody else drives: sleep where the worker would, and look again soon in case another waiter took our ring.
-      if (!ready() && !closed()) transports_.sleep(std::min(until, now + 1'000'000));
-    } else {
-      sleep(until);
-    }
+    // Where nobody else drives, look again soon: the waiter in front may have gone for good.
+    sleep(guest, manual ? std::min(until, now + 1'000'000) : until);
     if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
     spin_until = 1;  // after a sleep: look, help once, sleep again
     rounds = -1;
   }
+  // Who holds the lock just now sees in leave() that the news are taken, and that nobody is on the way to them.
+  if (guest.has_news && !holding && !closed() && try_enter()) {
+    holding = true;
+    if (!closed()) round();
+  }
+  if (guest.is_in_front) place.leave_front();
   if (holding) leave();
   if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
   return result;

@@ -222,7 +222,7 @@ class Transport {
   // --- sleeping (transport/sleep.h), on several transports at once ---
   // The progress holder arms each, looks once more (has_arrivals), gives up being the holder, and somebody sleeps until
   // one of the wake_fd()s is readable. While armed, news make it readable, and it stays so until hush(): none is lost
-  // between arming and sleeping. While not armed it should keep quiet, except for wake_always().
+  // between arming and sleeping. While not armed it should keep quiet.
   virtual void arm() = 0;
   virtual void disarm() = 0;
   virtual bool is_armed() const = 0;  // [any] armed, and nobody has rung since
@@ -230,11 +230,11 @@ class Transport {
   // poll() wants to be called by then, whatever happens: heartbeats, timeouts. Asked after arm().
   virtual Deadline next_timer() const { return kNoDeadline; }
   virtual int wake_fd() const = 0;  // [any] the same for the transport's life
-  // [any] The sleeper found wake_fd() readable: makes it quiet until there are news again. False: there were none (an old
-  // ring, from when nobody slept), sleep on.
-  virtual bool hush() = 0;
-  virtual void wake() = 0;         // [any] only costs a system call if somebody sleeps
-  virtual void wake_always() = 0;  // [any]
+  // [any] The sleeper found wake_fd() readable: makes it quiet until there are news again, and the transport unarmed, so
+  // that a holder who is about to leave sees that these are taken. False: there were none (an old ring, from when nobody
+  // slept), sleep on. looks_at_once: the sleeper polls as soon as he can; what that alone silences may be left to it.
+  virtual bool hush(bool looks_at_once) = 0;
+  virtual void wake() = 0;  // [any] only costs a system call if somebody sleeps
 
   // Tells peers and stops own threads. Everything posted is retired (kEngineClosed) before it returns.
   virtual void close() = 0;

@@ -15,7 +15,7 @@ namespace {
 using Work = Node::Work;
 
 // As an engine's worker does: polls while something moves, then arms, looks once more, sleeps.
-void turn_or_sleep(Node& node, int* idle) {
+void turn_or_sleep(Node& node, SleepingPlace& place, int* idle) {
   node.transport->disarm();
   if (node.transport->poll() > 0) {
     *idle = 0;
@@ -24,8 +24,7 @@ void turn_or_sleep(Node& node, int* idle) {
   if (++*idle < 20) return;
   node.transport->arm();
   if (node.transport->has_arrivals()) return;
-  Transport* const sleepers[] = {node.transport.get()};
-  sleep_on(sleepers, std::min(node.transport->next_timer(), deadline_in(0.5)));
+  place.sleep_behind(std::min(node.transport->next_timer(), deadline_in(0.5)));
 }
 
 }  // namespace
@@ -50,7 +49,9 @@ TEST_CASE("rdma: engines on threads of their own, under faults, while others reg
     std::string text(3000, 'x');
     std::vector<Work> sends(50);
     int idle = 0;
-    const auto turn = [&] { turn_or_sleep(node, &idle); };
+    Transport* const transports[] = {node.transport.get()};
+    SleepingPlace place(transports);
+    const auto turn = [&] { turn_or_sleep(node, place, &idle); };
     for (uint32_t i = 0; i < kWorks; ++i) {
       node.post({node.request(works[i], WorkOp::kWrite, src, 500 * i, dst, 500 * i, 500, imm)}, turn);
       if (i % 12 == 0) node.send(sends[i / 12], text, turn);
@@ -101,6 +102,8 @@ TEST_CASE("rdma: a sleeper is woken by what arrives, not by its deadline") {
   auto src = a.memory(100), dst = b.memory(100);
   std::atomic<int> seen{0};
   std::atomic<bool> stop{false};
+  Transport* const transports[] = {b.transport.get()};
+  SleepingPlace place(transports);
   std::thread sleeper([&] {
     while (!stop.load()) {
       b.transport->disarm();
@@ -109,8 +112,7 @@ TEST_CASE("rdma: a sleeper is woken by what arrives, not by its deadline") {
       seen.store(static_cast<int>(b.count(1)));
       b.transport->arm();
       if (b.transport->has_arrivals()) continue;
-      Transport* const sleepers[] = {b.transport.get()};
-      sleep_on(sleepers, deadline_in(5));
+      place.sleep_behind(deadline_in(5));
     }
   });
   const int64_t began = now_ns();
@@ -124,7 +126,7 @@ TEST_CASE("rdma: a sleeper is woken by what arrives, not by its deadline") {
   }
   CHECK(now_ns() - began < 4'000'000'000);
   stop.store(true);
-  b.transport->wake_always();
+  place.call_behind();
   sleeper.join();
 }
 

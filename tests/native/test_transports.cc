@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
+#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
@@ -163,7 +165,7 @@ TEST_CASE("a sleeper wakes by the ring of any transport, and of nobody else") {
       transports.at(i).wake();
     });
     const int64_t begin = now_ns();
-    transports.sleep(deadline_in(20));
+    transports.sleeping_place().sleep_behind(deadline_in(20));
     CHECK(now_ns() - begin < 10'000'000'000);
     CHECK(!transports.is_armed());
     ringer.join();
@@ -172,15 +174,119 @@ TEST_CASE("a sleeper wakes by the ring of any transport, and of nobody else") {
   // Between arming and sleeping: not lost.
   transports.arm();
   transports.at(1).wake();
-  transports.sleep(kNoDeadline);
+  transports.sleeping_place().sleep_behind(kNoDeadline);
   // From before arming: an old ring, which wakes nobody.
-  transports.disarm();
-  transports.wake_always();
+  transports.arm();
+  transports.wake();
   transports.arm();
   const int64_t begin = now_ns();
-  transports.sleep(deadline_in(0.05));
+  transports.sleeping_place().sleep_behind(deadline_in(0.05));
   CHECK(now_ns() - begin >= 50'000'000);
   CHECK(transports.is_armed());
+}
+
+TEST_CASE("news wake who sleeps in front, and who sleeps behind only while nobody does") {
+  Set both({TransportKind::kShm, TransportKind::kNull});
+  TransportSet& transports = both.transports;
+  SleepingPlace& place = transports.sleeping_place();
+  REQUIRE(place.has_front());
+  std::atomic<int> woken_behind{0};
+  std::atomic<bool> over{false};
+  std::thread worker([&] {
+    while (!over.load()) {
+      place.sleep_behind(deadline_in(20));
+      ++woken_behind;
+    }
+  });
+  // In front: each time that somebody sleeps there, he is woken and the worker is not.
+  for (int i = 0; i < 200; ++i) {
+    transports.arm();
+    std::thread ringer([&] {
+      if (i % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
+      transports.at(static_cast<uint32_t>(i) % transports.size()).wake();
+    });
+    // What was rung before he came may wake the worker, and is then no longer his.
+    if (i % 2 != 0) ringer.join();
+    const int64_t begin = now_ns();
+    REQUIRE(place.take_front());
+    CHECK(!place.take_front());
+    while (transports.is_armed()) place.sleep_in_front(deadline_in(20));
+    place.leave_front();
+    CHECK(now_ns() - begin < 10'000'000'000);
+    if (i % 2 == 0) ringer.join();
+  }
+  CHECK(woken_behind.load() <= 150);  // those rung before anybody came, and few others
+  // Called: in front, and behind while somebody sleeps in front.
+  place.call_front();
+  CHECK(place.take_front());
+  place.sleep_in_front(kNoDeadline);
+  const int before = woken_behind.load();
+  transports.arm();
+  std::thread front([&] { place.sleep_in_front(kNoDeadline); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  place.call_behind();
+  const int64_t begin = now_ns();
+  while (woken_behind.load() == before && now_ns() - begin < 10'000'000'000) std::this_thread::yield();
+  CHECK(woken_behind.load() > before);
+  CHECK(transports.is_armed());
+  place.call_front();
+  front.join();
+  place.leave_front();
+  // Nobody in front: the worker.
+  const int alone = woken_behind.load();
+  transports.wake();
+  while (woken_behind.load() == alone && now_ns() - begin < 10'000'000'000) std::this_thread::yield();
+  CHECK(woken_behind.load() > alone);
+  over.store(true);
+  place.call_behind();
+  worker.join();
+}
+
+TEST_CASE("no news are lost between who comes and goes in front, and who sleeps behind") {
+  Set one({TransportKind::kShm});
+  TransportSet& transports = one.transports;
+  SleepingPlace& place = transports.sleeping_place();
+  std::atomic<bool> over{false};
+  std::atomic<int> rung{0}, taken{0};
+  std::mutex progress;
+  const auto drive = [&] {
+    std::lock_guard lock(progress);
+    do {
+      transports.disarm();
+      taken.store(rung.load());
+      transports.arm();
+    } while (rung.load() != taken.load());
+  };
+  // Drives only when news woke it: what it takes without a word, nobody makes good.
+  std::thread guest([&] {
+    for (int round = 0; !over.load(); ++round) {
+      CHECK(place.take_front());
+      if (place.sleep_in_front(now_ns() + 1'000 * (round % 50))) drive();
+      place.leave_front();
+      if (round % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(round % 70));
+      // Stays away for the next few.
+      for (const int seen = taken.load(); round % 20 == 0 && taken.load() < seen + 3 && !over.load();)
+        std::this_thread::yield();
+    }
+  });
+  std::thread worker([&] {
+    while (!over.load()) {
+      drive();
+      place.sleep_behind(deadline_in(20));
+    }
+  });
+  bool lost = false;
+  for (int i = 1; i <= 5000 && !lost; ++i) {
+    rung.store(i);
+    transports.wake();
+    const int64_t begin = now_ns();
+    while (taken.load() != i && !lost) lost = now_ns() - begin > 10'000'000'000;
+  }
+  CHECK(!lost);
+  over.store(true);
+  place.call_behind();
+  guest.join();
+  worker.join();
 }
 
 TEST_CASE("only a non-blocking eventfd is taken for a peer's bell") {

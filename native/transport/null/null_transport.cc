@@ -88,7 +88,7 @@ uint32_t NullTransport::poll() {
   return static_cast<uint32_t>(links.size());
 }
 
-bool NullTransport::hush() {
+bool NullTransport::hush(bool /*looks_at_once*/) {
   bell_.silence();
   return !is_armed();  // who rings disarms first
 }
@@ -97,11 +97,6 @@ void NullTransport::wake() {
   // seq_cst fence: the caller's news is visible before we look whether anyone is awake to see it; pairs with arm().
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (armed_.load(std::memory_order_relaxed) != 0 && armed_.exchange(0, std::memory_order_acq_rel) != 0) bell_.ring();
-}
-
-void NullTransport::wake_always() {
-  armed_.store(0, std::memory_order_release);
-  bell_.ring();
 }
 
 void NullTransport::close() {

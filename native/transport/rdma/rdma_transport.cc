@@ -436,6 +436,7 @@ void RdmaTransport::retire(RdmaLink& link, const WorkRequest& request, Status st
 void RdmaTransport::arm() {
   // seq_cst: pairs with the fence in wake(): either it sees us armed and rings, or who leaves sees its news.
   armed_.store(true, std::memory_order_seq_cst);
+  polls_ = clock_mask_;  // who slept looks at the clock first
   if (closed_) return;
   now_ = options_.clock->now_ns();
   bell_->watch();
@@ -445,7 +446,6 @@ void RdmaTransport::arm() {
 void RdmaTransport::disarm() {
   if (!armed_.load(std::memory_order_relaxed)) return;
   armed_.store(false, std::memory_order_relaxed);
-  polls_ = clock_mask_;  // who slept looks at the clock first
   bell_->unwatch();
 }
 
@@ -457,10 +457,12 @@ bool RdmaTransport::has_arrivals() {
   return std::ranges::any_of(rails_, [](const auto& rail) { return rail->nic->has_arrivals(); });
 }
 
-bool RdmaTransport::hush() {
+bool RdmaTransport::hush(bool /*looks_at_once*/) {
   bell_->silence();
   bell_->unwatch();
   for (auto& rail : rails_) rail->nic->hush();
+  // release: pairs with is_armed() of who is about to leave: he sees that somebody else has these news.
+  armed_.store(false, std::memory_order_release);
   return true;
 }
 

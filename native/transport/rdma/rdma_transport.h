@@ -69,9 +69,8 @@ class RdmaTransport final : public Transport {
   bool has_arrivals() override;
   Deadline next_timer() const override;
   int wake_fd() const override { return bell_->fd(); }
-  bool hush() override;
+  bool hush(bool looks_at_once) override;
   void wake() override;
-  void wake_always() override { bell_->ring(); }
 
   void close() override;
   void abandon_after_fork() override;

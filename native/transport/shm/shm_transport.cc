@@ -330,7 +330,7 @@ void ShmTransport::arm() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-bool ShmTransport::hush() {
+bool ShmTransport::hush(bool /*looks_at_once*/) {
   bell_.silence();
   // Who rings disarms first: still armed, the ring was an old one.
   return !is_armed();
@@ -339,11 +339,6 @@ bool ShmTransport::hush() {
 void ShmTransport::wake() {
   std::atomic_thread_fence(std::memory_order_seq_cst);  // see arm()
   ring(*home_, bell_);
-}
-
-void ShmTransport::wake_always() {
-  home_->bell.armed.store(0, std::memory_order_release);
-  bell_.ring();
 }
 
 // Wakes the progress holder of `home`'s engine if it sleeps. What the news are was stored before a full fence.

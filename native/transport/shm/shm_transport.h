@@ -56,9 +56,8 @@ class ShmTransport final : public Transport {
   bool is_armed() const override { return home_->bell.armed.load(std::memory_order_seq_cst) != 0; }
   bool has_arrivals() override;
   int wake_fd() const override { return bell_.fd(); }
-  bool hush() override;
+  bool hush(bool looks_at_once) override;
   void wake() override;
-  void wake_always() override;
 
   void close() override;
   void abandon_after_fork() override;

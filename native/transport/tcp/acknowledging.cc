@@ -9,7 +9,6 @@ namespace crossrail::tcp {
 
 namespace {
 
-constexpr int32_t kRidesMax = 8;
 constexpr uint64_t kTakenPerFrame = 256;
 
 }  // namespace

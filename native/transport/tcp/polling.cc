@@ -15,6 +15,7 @@ constexpr int64_t kTickNs = 20'000'000;
 constexpr uint32_t kIdlePollsToUnwatch = 2;
 constexpr uint32_t kPollsPerLook = 16;
 constexpr int64_t kLookEveryNs = 500;
+constexpr int64_t kLookAllNs = 1'000'000;  // no longer than this are others kept waiting by hot ones
 constexpr uint32_t kMissesToCool = 128;
 constexpr uint32_t kHitsToUnwatch = 32;
 constexpr uint32_t kPollsPerClock = 4;
@@ -27,8 +28,9 @@ uint32_t TcpTransport::poll_sockets() {
   auto& hot = connections_.hot;
   // Not at every poll either when none is: another transport of the engine may be spinning.
   const bool looks = polls_ % kPollsPerLook == 0 || (hot[0].connection == nullptr && now_ - looked_ns_ >= kLookEveryNs);
-  if (looks) looked_ns_ = now_;
-  for (size_t i = 0; i < hot.size() && hot[i].connection != nullptr && !looks; ++i) {
+  const bool asks_hot = !looks || (has_slept_ && now_ - looked_ns_ < kLookAllNs);
+  has_slept_ = false;
+  for (size_t i = 0; i < hot.size() && hot[i].connection != nullptr && asks_hot; ++i) {
     Connection* const connection = hot[i].connection;
     if (connection->receive()) {
       if (hot[0].connection == connection && hot[0].hits >= kHitsToUnwatch) connection->watch(false);
@@ -39,10 +41,13 @@ uint32_t TcpTransport::poll_sockets() {
       break;
     }
   }
-  return looks ? static_cast<uint32_t>(poller_.poll()) : 0;
+  if (!looks) return 0;
+  looked_ns_ = now_;
+  return static_cast<uint32_t>(poller_.poll());
 }
 
 uint32_t TcpTransport::poll() {
+  has_looked_.store(true, std::memory_order_relaxed);
   if (++polls_ % kPollsPerClock == 0 || connections_.hot[0].connection == nullptr) {
     const int64_t before = std::exchange(now_, now_ns());
     connections_.now = now_;
@@ -114,7 +119,8 @@ void TcpTransport::arm() {
   // seq_cst: pairs with the fence in wake(): either it sees us armed and rings, or has_work() sees its news.
   armed_.store(true, std::memory_order_seq_cst);
   idle_polls_ = 0;
-  polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets
+  polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets,
+  has_slept_ = true;           // but may ask the hot ones first
   connections_.now = now_ = now_ns();
   for (const ConnectionContext::Hot& place : connections_.hot) {
     if (place.connection != nullptr) place.connection->watch(true);
@@ -124,7 +130,9 @@ void TcpTransport::arm() {
   // Acknowledgements that wait for company go out in time even if everybody sleeps.
   if (!acks_.empty()) {
     send_acks(false);
-    if (!acks_.empty()) poller_.ring_by(now_ + kAckSleepNs);
+    int32_t rides = kRidesMax;  // of who waits the shortest
+    for (const InLink* link : acks_) rides = std::min(rides, std::max(link->rides, 1));
+    if (!acks_.empty()) poller_.ring_by(now_ + rides * kAckSleepNs);
   }
   poller_.watch();
 }
@@ -133,9 +141,13 @@ void TcpTransport::disarm() {
   if (armed_.load(std::memory_order_relaxed)) armed_.store(false, std::memory_order_relaxed);
 }
 
-bool TcpTransport::hush() {
+bool TcpTransport::hush(bool looks_at_once) {
   poller_.clear_bell();
-  poller_.unwatch();
+  // Two system calls less for who mostly does, and leaves again. Else what is not yet looked at would wake him again.
+  const bool has_looked = has_looked_.exchange(false, std::memory_order_relaxed);
+  if (!looks_at_once || !has_looked) poller_.unwatch();
+  // release: pairs with is_armed() of who is about to leave: he sees that somebody else has these news.
+  armed_.store(false, std::memory_order_release);
   return true;
 }
 

@@ -22,10 +22,12 @@
 
 namespace crossrail::tcp {
 
-// How long an acknowledgement waits for an operation to ride with; and while everybody sleeps, where a timer ends it. One
-// that is set at each visit of a thread made a round trip three times as long.
+// How long an acknowledgement waits for an operation to ride with; and while everybody sleeps, where a timer ends it, for
+// each of the link's rides. A timer that is set at each visit of a thread made a round trip three times as long, and each
+// that rings for nothing wakes somebody.
 inline constexpr int64_t kAckWaitNs = 30'000;
-inline constexpr int64_t kAckSleepNs = 200'000;
+inline constexpr int64_t kAckSleepNs = 100'000;
+inline constexpr int32_t kRidesMax = 8;
 
 class TcpTransport final : public Transport, public Acceptor::Owner {
  public:
@@ -62,9 +64,8 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   bool has_arrivals() override;
   Deadline next_timer() const override;
   int wake_fd() const override { return poller_.sleep_fd(); }
-  bool hush() override;
+  bool hush(bool looks_at_once) override;
   void wake() override;
-  void wake_always() override { poller_.ring(); }
 
   void close() override;
   void abandon_after_fork() override;
@@ -177,6 +178,8 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   int64_t looked_ns_ = 0;
   uint32_t idle_polls_ = 0;
   uint32_t polls_ = 0;
+  bool has_slept_ = false;               // somebody has, since the last look at the sockets
+  std::atomic<bool> has_looked_{false};  // polled since the last hush()
   std::atomic<bool> armed_{false};
   bool closed_ = false;
 };
