@@ -1,11 +1,16 @@
 #include "transport/identity.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <fstream>
+#include <algorithm>
+#include <cerrno>
+#include <string_view>
 
 #include "util/entropy.h"
+#include "util/errors.h"
+#include "util/memory_map.h"
 
 namespace crossrail {
 
@@ -30,12 +35,27 @@ Address make_identity_on(Stage& stage, uint32_t host, const std::string& name, u
   return address;
 }
 
+namespace {
+
+// Empty where /proc does not tell. That descriptors have run out says nothing of the host, and passes.
+std::string read_boot_id() {
+  const Fd file(open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
+  if (!file && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) {
+    throw_errno("open", "cannot tell which host this is", "raise the limit on open files (ulimit -n)");
+  }
+  char text[64];
+  const ssize_t length = file ? read(file.get(), text, sizeof text) : 0;
+  const std::string_view found(text, static_cast<size_t>(std::max<ssize_t>(length, 0)));
+  return std::string(found.substr(0, found.find('\n')));
+}
+
+}  // namespace
+
 const std::string& host_identity() {
+  // One that throws is asked again at the next engine: what is kept here, peers compare for as long as the process lives.
   static const std::string identity = [] {
-    std::ifstream file("/proc/sys/kernel/random/boot_id");
-    std::string text;
-    std::getline(file, text);
-    return text.empty() ? std::string("unknown-host") : text.substr(0, 64);
+    std::string text = read_boot_id();
+    return text.empty() ? std::string("unknown-host") : text;
   }();
   return identity;
 }

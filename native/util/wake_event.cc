@@ -4,6 +4,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -21,6 +22,11 @@ WakeEvent WakeEvent::create() {
 WakeEvent WakeEvent::adopt(Fd fd) {
   char target[64] = {};
   const ssize_t length = readlink(("/proc/self/fd/" + std::to_string(fd.get())).c_str(), target, sizeof target - 1);
+  if (length < 0 && errno == ENOENT) {
+    throw UsageError(
+        "this process sees no /proc, without which it cannot tell that the descriptor to ring is an "
+        "eventfd: mount it (container runtimes do), or use transport='tcp'");
+  }
   if (length < 0 || std::string_view(target, static_cast<size_t>(length)) != "anon_inode:[eventfd]") {
     throw UsageError("the descriptor to ring is no eventfd but '" + std::string(target) + "'");
   }

@@ -148,7 +148,8 @@ void Control::run() {
           if (!connection.lost) on_readable(connection);
           if (!connection.lost) lose(connection, "process " + std::to_string(connection.pid) + " exited");
         } else {
-          if ((ready[i].events & EPOLLOUT) != 0) flush(connection);
+          // Of a peer that is gone, too: what waits for it would keep its last words from being read.
+          if ((ready[i].events & (EPOLLOUT | EPOLLHUP | EPOLLERR)) != 0) flush(connection);
           if (!connection.lost && (ready[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) on_readable(connection);
         }
       }
@@ -215,7 +216,8 @@ void Control::handle_command(Command& command) {
     case Command::Kind::kRegionClosed:
       body.put(static_cast<uint8_t>(command.status));
       for (auto& [token, connection] : connections_) {
-        if (connection->accepted && connection->up) send(*connection, kRegionGone, body.bytes());
+        const bool is_known = connection->imported.erase(command.region_id) > 0;
+        if (is_known && connection->up) send(*connection, kRegionGone, body.bytes());
       }
       return;
     case Command::Kind::kStop:

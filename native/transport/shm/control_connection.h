@@ -4,6 +4,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "transport/shm/control.h"
@@ -41,6 +42,11 @@ struct Control::Connection {
     std::vector<Fd> fds;
   };
   std::deque<Packet> outbox;
+  // Regions of ours that the peer has asked for: of their end it is told, once.
+  std::unordered_set<uint64_t> imported;
+
+  // A peer that does not read our answers is not read either, until it does. Only of our initiative are there others.
+  bool may_read() const { return !accepted || outbox.empty(); }
 };
 
 }  // namespace crossrail::shm

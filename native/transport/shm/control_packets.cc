@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <utility>
 
@@ -19,7 +20,11 @@ namespace {
 
 constexpr size_t kPacketBytesMax = 2048;
 constexpr size_t kFdsMax = 4;
-constexpr size_t kOutboxMax = 4096;  // packets queued for a peer that does not read; then it is cut off
+constexpr size_t kOutboxMax = 4096;  // answers that wait for a peer that asks and does not read; then it is cut off
+
+TransportError out_of_fds(const char* call) {
+  return {call, EMFILE, "out of file descriptors", "raise the limit on open files (ulimit -n)"};
+}
 
 // What a peer sent of its home. Throws UsageError or TransportError.
 std::unique_ptr<PeerHome> open_home(Fd map, Fd bell) {
@@ -40,7 +45,7 @@ uint64_t process_token() {
 }
 
 void Control::on_readable(Connection& connection) {
-  for (int round = 0; round < 64 && !connection.lost; ++round) {
+  for (int round = 0; round < 64 && !connection.lost && connection.may_read(); ++round) {
     uint8_t bytes[kPacketBytesMax];
     alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * kFdsMax)];
     iovec vector{.iov_base = bytes, .iov_len = sizeof bytes};
@@ -69,20 +74,23 @@ void Control::on_readable(Connection& connection) {
       lose(connection, "process " + std::to_string(connection.pid) + " exited or closed the connection");
       return;
     }
-    if ((header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) {
+    // Cut with room left for more of them: our process can take no more descriptors.
+    const bool lacks_fds = (header.msg_flags & MSG_CTRUNC) != 0 && fds.size() < kFdsMax;
+    if ((header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 && !lacks_fds) {
       emit({.kind = ControlEvent::Kind::kProtocolError, .text = "oversized packet from " + connection.peer_name});
       lose(connection, "it sent an oversized packet");
       return;
     }
-    on_message(connection, {bytes, static_cast<size_t>(got)}, std::move(fds));
+    on_message(connection, {bytes, static_cast<size_t>(got)}, std::move(fds), lacks_fds);
   }
 }
 
-void Control::on_message(Connection& connection, std::span<const uint8_t> bytes, std::vector<Fd> fds) {
+void Control::on_message(Connection& connection, std::span<const uint8_t> bytes, std::vector<Fd> fds, bool lacks_fds) {
   const uint8_t type = bytes[0];
   const auto body = bytes.subspan(1);
   Reader reader(body);
   try {
+    if (lacks_fds && type != kImported) throw out_of_fds("recvmsg");
     if (connection.accepted && !connection.up) {
       if (type != kHello) throw UsageError("first packet is not a hello");
       on_hello(connection, body, std::move(fds));
@@ -99,7 +107,7 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
         on_import(connection, body);
         return;
       case kImported:
-        on_imported(connection, body, std::move(fds));
+        on_imported(connection, body, std::move(fds), lacks_fds);
         return;
       case kRegionGone:
         on_region_gone(connection, body);
@@ -117,13 +125,19 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
       default:  // a byte from outside, not an enum
         throw UsageError("packet of unknown type " + std::to_string(type));
     }
+  } catch (const TransportError& error) {  // of this process, or of memory that the peer sent
+    refuse(connection, error.what(), error.what());
   } catch (const std::exception& error) {
-    emit({.kind = ControlEvent::Kind::kProtocolError, .text = connection.peer_name + ": " + error.what()});
-    Writer refusal;
-    refusal.put_text(std::string_view(error.what()).substr(0, 255));
-    send(connection, kRefuse, refusal.bytes());
-    lose(connection, std::string("protocol error: ") + error.what());
+    refuse(connection, error.what(), std::string("protocol error: ") + error.what());
   }
+}
+
+void Control::refuse(Connection& connection, std::string_view text, const std::string& reason) {
+  emit({.kind = ControlEvent::Kind::kProtocolError, .text = connection.peer_name + ": " + std::string(text)});
+  Writer refusal;
+  refusal.put_text(text.substr(0, 255));
+  send(connection, kRefuse, refusal.bytes());
+  lose(connection, reason);
 }
 
 void Control::on_hello(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds) {
@@ -197,6 +211,8 @@ void Control::on_import(Connection& connection, std::span<const uint8_t> body) {
   const auto region_id = reader.get<uint64_t>();
   if (!reader.finished()) throw UsageError("malformed import");
   const RegionFacts facts = regions_->facts(region_id);
+  // Closed from here on, a command that says so is still to come.
+  if (facts.status == Status::kDone) connection.imported.insert(region_id);
   Writer reply;
   reply.put(region_id);
   reply.put(static_cast<uint8_t>(facts.status));
@@ -213,7 +229,7 @@ void Control::on_import(Connection& connection, std::span<const uint8_t> body) {
   }
 }
 
-void Control::on_imported(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds) {
+void Control::on_imported(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds, bool lacks_fds) {
   Reader reader(body);
   ControlEvent event{.kind = ControlEvent::Kind::kImported, .link_id = connection.link_id};
   event.region_id = reader.get<uint64_t>();
@@ -225,7 +241,10 @@ void Control::on_imported(Connection& connection, std::span<const uint8_t> body,
   event.facts.is_gpu = reader.get<uint8_t>() != 0;
   if (!reader.finished() || connection.accepted) throw UsageError("malformed import reply");
   event.facts.status = status == static_cast<uint8_t>(Status::kDone) ? Status::kDone : gone_from_peer(status);
-  if (event.facts.status == Status::kDone && !fds.empty()) {
+  if (event.facts.status == Status::kDone && lacks_fds) {
+    event.facts.status = Status::kTransportFailed;  // this region only: the peer is fine
+    event.text = out_of_fds("recvmsg").what();
+  } else if (event.facts.status == Status::kDone && !fds.empty()) {
     const uint64_t end = event.facts.map_offset + event.facts.length_bytes;
     if (end < event.facts.length_bytes) throw UsageError("import reply with a range that wraps");
     try {
@@ -240,51 +259,70 @@ void Control::on_imported(Connection& connection, std::span<const uint8_t> body,
 
 void Control::send(Connection& connection, uint8_t type, std::span<const uint8_t> body, std::span<const int> fds) {
   if (connection.lost) return;
-  if (connection.outbox.size() >= kOutboxMax) {
+  // The rest is bounded: an initiator is read only while its answers go out, of a region's end it is told once for each time
+  // that it asked, and what we ask is of our own doing. A peer that is slow, or stopped, may leave tens of thousands waiting.
+  if (type == kPong && connection.outbox.size() >= kOutboxMax) {
     lose(connection, "it does not read its control socket");
     return;
   }
   Connection::Packet packet;
   packet.bytes.push_back(type);
   packet.bytes.insert(packet.bytes.end(), body.begin(), body.end());
-  for (const int fd : fds) packet.fds.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (connection.outbox.empty() && send_now(connection, packet.bytes, fds)) return;
+  if (connection.lost) return;
+  // It waits for room, and needs descriptors of its own meanwhile.
+  for (const int fd : fds) {
+    packet.fds.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!packet.fds.back()) {
+      lose(connection, out_of_fds("fcntl").what());
+      return;
+    }
+  }
   connection.outbox.push_back(std::move(packet));
-  flush(connection);
+  watch_room(connection);
+}
+
+// False: there is no room in the socket now, or the connection is lost.
+bool Control::send_now(Connection& connection, std::span<const uint8_t> bytes, std::span<const int> fds) {
+  iovec vector{.iov_base = const_cast<uint8_t*>(bytes.data()), .iov_len = bytes.size()};
+  alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * kFdsMax)] = {};
+  msghdr header{};
+  header.msg_iov = &vector;
+  header.msg_iovlen = 1;
+  if (!fds.empty()) {
+    header.msg_control = ancillary;
+    header.msg_controllen = CMSG_SPACE(sizeof(int) * fds.size());
+    cmsghdr* item = CMSG_FIRSTHDR(&header);
+    item->cmsg_level = SOL_SOCKET;
+    item->cmsg_type = SCM_RIGHTS;
+    item->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
+    std::memcpy(CMSG_DATA(item), fds.data(), sizeof(int) * fds.size());
+  }
+  if (sendmsg(connection.socket.get(), &header, MSG_NOSIGNAL) >= 0) return true;
+  if (errno == EAGAIN || errno == EINTR) return false;
+  // A peer that closed first may have left us a reason: let the read side find it.
+  if (errno == EPIPE || errno == ECONNRESET) {
+    connection.outbox.clear();
+    return true;
+  }
+  lose(connection, std::string("cannot send: ") + std::strerror(errno));
+  return false;
 }
 
 void Control::flush(Connection& connection) {
   while (!connection.outbox.empty() && !connection.lost) {
-    Connection::Packet& packet = connection.outbox.front();
-    iovec vector{.iov_base = packet.bytes.data(), .iov_len = packet.bytes.size()};
-    alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * kFdsMax)] = {};
-    msghdr header{};
-    header.msg_iov = &vector;
-    header.msg_iovlen = 1;
-    if (!packet.fds.empty()) {
-      header.msg_control = ancillary;
-      header.msg_controllen = CMSG_SPACE(sizeof(int) * packet.fds.size());
-      cmsghdr* item = CMSG_FIRSTHDR(&header);
-      item->cmsg_level = SOL_SOCKET;
-      item->cmsg_type = SCM_RIGHTS;
-      item->cmsg_len = CMSG_LEN(sizeof(int) * packet.fds.size());
-      for (size_t i = 0; i < packet.fds.size(); ++i) {
-        const int fd = packet.fds[i].get();
-        std::memcpy(CMSG_DATA(item) + i * sizeof(int), &fd, sizeof fd);
-      }
-    }
-    if (sendmsg(connection.socket.get(), &header, MSG_NOSIGNAL) < 0) {
-      if (errno == EAGAIN || errno == EINTR) break;
-      // A peer that closed first may have left us a reason: let the read side find it.
-      if (errno == EPIPE || errno == ECONNRESET) {
-        connection.outbox.clear();
-        return;
-      }
-      lose(connection, std::string("cannot send: ") + std::strerror(errno));
-      return;
-    }
-    connection.outbox.pop_front();
+    const Connection::Packet& packet = connection.outbox.front();
+    std::vector<int> fds;
+    for (const Fd& fd : packet.fds) fds.push_back(fd.get());
+    if (!send_now(connection, packet.bytes, fds)) break;
+    if (!connection.outbox.empty()) connection.outbox.pop_front();
   }
-  epoll_event event{.events = EPOLLIN, .data = {.u64 = connection.token}};
+  watch_room(connection);
+}
+
+void Control::watch_room(const Connection& connection) {
+  epoll_event event{.events = 0, .data = {.u64 = connection.token}};
+  if (connection.may_read()) event.events |= EPOLLIN;
   if (!connection.outbox.empty()) event.events |= EPOLLOUT;
   epoll_ctl(epoll_.get(), EPOLL_CTL_MOD, connection.socket.get(), &event);
 }

@@ -1,0 +1,100 @@
+"""A process that runs out of file descriptors: what fails says so, and all is well once there are some again."""
+
+import re
+
+from tests.conftest import PeerFactory
+from tests.support.process import assert_clean, run_script
+
+# Held: all that the limit allows, but `left`.
+STARVING = """
+    import os, resource, sys
+    import crossrail as xr
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    held = []
+
+    def starve(left):
+        try:
+            while True:
+                held.append(os.dup(0))
+        except OSError:
+            pass
+        for _ in range(left):
+            os.close(held.pop())
+
+    def feed():
+        while held:
+            os.close(held.pop())
+"""
+
+CONNECTS = (
+    STARVING
+    + """
+    with xr.Engine("b", transport="shm") as b:
+        source_of = lambda engine: engine.register(bytearray(b"x" * 1000), access="local")
+        allocated, private = b.alloc(1000), b.register(bytearray(1000))
+        events, counted = [], 0
+        b.on_event(events.append)
+        for left in range(16):
+            events.clear()
+            with xr.Engine("a", transport="shm", connect_timeout_s=0.3) as a:
+                source = source_of(a)
+                starve(left)
+                for target in (allocated, private):
+                    try:
+                        a.submit_write(source, target.descriptor, imm=1).wait(20)
+                        counted += 1
+                    except xr.TransferError as error:
+                        said = " ".join([str(error), *(event.detail for event in events)])
+                        assert "file descriptors" in said or "open files" in said, (left, said)
+                feed()
+                a.forget_peer(b.address)
+                for target in (allocated, private):
+                    a.submit_write(source, target.descriptor, imm=1).wait(20)
+                    counted += 1
+        b.imm_counter(1).wait(counted, 20)
+        assert b.imm_counter(1).poll() == 0
+        print(counted)
+"""
+)
+
+
+def test_shared_memory_peers_that_run_out_say_so_and_come_back() -> None:
+    script = run_script(CONNECTS)
+
+    assert_clean(script)
+    assert int(script.stdout) > 32, "nothing but the second tries succeeded"
+
+
+# Each engine tells peers which host it is on: by the first answer that the process ever got.
+LATE = (
+    STARVING
+    + """
+    target = xr.RegionDescriptor.from_bytes(bytes.fromhex("DESCRIPTOR"))
+    refused = set()
+    for left in range(30):
+        starve(left)
+        try:
+            xr.Engine("early", transport="shm").close()
+        except xr.TransportError as error:
+            refused.add(str(error))
+        feed()
+    with xr.Engine("late", transport="shm") as late:
+        late.submit_write(late.alloc(100), target, imm=7).wait(20)
+    print("\\n".join(sorted(refused)))
+"""
+)
+
+
+def test_engine_opened_when_there_are_none_left_forgets_that(spawn_peer: PeerFactory) -> None:
+    there = spawn_peer().open(transport="shm")
+    target = there.memory(100)
+
+    script = run_script(LATE.replace("DESCRIPTOR", target.descriptor.to_bytes().hex()))
+
+    assert_clean(script)
+    there.expect_count(7, 1)
+    refused = script.stdout.splitlines()
+    assert any("which host" in line for line in refused), refused
+    for line in refused:
+        assert re.search("open files|file descriptors", line), line
