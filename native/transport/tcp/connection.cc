@@ -442,7 +442,13 @@ bool Connection::flush() {
       watch_out(true);
       return false;
     }
-    break_sending(std::string("the connection broke: ") + std::strerror(errno));
+    const std::string why = std::string("the connection broke: ") + std::strerror(errno);
+    if (errno == EFAULT) {
+      for (Stream* stream : streams_) {
+        if (stream != nullptr) stream->on_fault();
+      }
+    }
+    break_sending(why);
     return false;
   }
   return true;

@@ -89,6 +89,8 @@ class Stream {
   // The connection has sent its share and there may be more: sees to it that pump() is called again soon.
   virtual void on_turn_over() = 0;
   virtual void on_broken() = 0;
+  // The kernel cannot read memory that fill() gave. The connection breaks next.
+  virtual void on_fault() {}
   // Set-up of an orderly end: the last words of the peer.
   bool reject(const std::string& why);
 

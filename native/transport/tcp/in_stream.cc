@@ -6,6 +6,7 @@
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"
 #include "transport/wire_imm.h"
+#include "util/readable.h"
 
 namespace crossrail::tcp {
 
@@ -256,9 +257,12 @@ bool InStream::on_read(const FrameHeader& header, std::span<const std::byte> met
   return true;
 }
 
-// The range where the kernel can read it: of a GPU's memory a copy that the batch keeps, or null when there is none to be had.
+// The range where the kernel can read it: of a GPU's memory a copy that the batch keeps. Null when there is none to be had.
 const std::byte* InStream::readable(const TcpRegion& region, uint64_t offset, uint64_t length, TxBatch& batch) {
-  if (region.gpu < 0) return region.base + offset;
+  if (region.gpu < 0) {
+    const std::byte* const data = region.base + offset;
+    return region.has_faulted && !is_readable(data, length) ? nullptr : data;
+  }
   std::byte* const copy = batch.stage(region.gpu, length);
   return transport_->connections().copier.copy(region.gpu, copy, region.base + offset, length) ? copy : nullptr;
 }
@@ -285,9 +289,10 @@ void InStream::fill_reads(TxBatch& batch) {
                           : failed ? Status::kTransportFailed
                                    : Status::kDone;
     const std::string text =
-        closed   ? why_refused(status, job.region, job.region_id, job.offset, job.length)
-        : failed ? "the target cannot copy it from its GPU: " + transport_->connections().copier.trouble()
-                 : std::string();
+        closed                ? why_refused(status, job.region, job.region_id, job.offset, job.length)
+        : !failed             ? std::string()
+        : job.region->gpu < 0 ? std::string("the target's ") + kUnreadableText
+                              : "the target cannot copy it from its GPU: " + transport_->connections().copier.trouble();
     batch.put(header_of(FrameType::kReadEnd, 0, 0, sizeof(ReadEndMeta) + text.size(), 0));
     batch.put(ReadEndMeta{job.read_id, static_cast<uint64_t>(status)});
     if (!text.empty()) batch.copy(text.data(), text.size());
@@ -362,6 +367,10 @@ bool InStream::on_resolve(const ResolveMeta& resolve) {
 }
 
 void InStream::on_turn_over() { transport_->ack_later(*channel_->link, true); }
+
+void InStream::on_fault() {
+  for (RegionUse& region : views_) region->has_faulted = true;
+}
 
 void InStream::on_broken() {
   region_.reset();

@@ -48,6 +48,7 @@ class OutStream final : public Stream {
   void fill(TxBatch& batch) override;
   void on_turn_over() override;
   void on_broken() override;
+  void on_fault() override;
 
  private:
   bool on_share(const ShareMeta& share);
@@ -120,6 +121,7 @@ struct OutChannel final : Connector::Owner {
   std::unique_ptr<Sharer> sharer;
   std::unique_ptr<OutStream> stream;
   bool in_doubt = false;
+  bool has_faulted = false;             // the connection broke by memory of ours: of what is in doubt
   OutChannel* asked_through = nullptr;  // who carries our question; null: not asked yet
   bool wanted = false;                  // is to be connected, and connected again
   int64_t retry_at_ns = 0;
@@ -258,6 +260,7 @@ class InStream final : public Stream {
   bool has_backlog() const override { return !reads_.empty(); }
   void on_turn_over() override;
   void on_broken() override;
+  void on_fault() override;
 
  private:
   struct ReadJob {

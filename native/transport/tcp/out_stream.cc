@@ -3,6 +3,7 @@
 
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"
+#include "util/readable.h"
 
 namespace crossrail::tcp {
 
@@ -13,6 +14,8 @@ void OutStream::fill(TxBatch& batch) {
   channel_->fill(batch);
   if (!batch.empty() && channel_->lane() == Lane::kSmall) transport_->put_rider_acks(*channel_->link, batch);
 }
+
+void OutStream::on_fault() { channel_->has_faulted = true; }
 
 void OutStream::on_turn_over() { transport_->mark_dirty(*channel_->link); }
 
@@ -113,9 +116,19 @@ void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed) 
   forget_ended_messages(link);
   channel.sent.clear();
   channel.refusals.clear();
-  for (const WorkRequest& request : again) link.requeue(request);
-  if (!again.empty())
-    transport.sink().on_sent_again(link, link.pairs[channel.pair()].rail, static_cast<uint32_t>(again.size()));
+  // It would break the next connection too.
+  const bool has_faulted = std::exchange(channel.has_faulted, false);
+  uint32_t requeued = 0;
+  for (const WorkRequest& request : again) {
+    const bool is_write = request.op == WorkOp::kWrite && gpu_of(request) < 0;
+    if (has_faulted && is_write && !is_readable(request.local, request.length_bytes)) {
+      transport.retire(link, request, Status::kTransportFailed, std::string("the source's ") + kUnreadableText);
+      continue;
+    }
+    link.requeue(request);
+    ++requeued;
+  }
+  if (requeued > 0) transport.sink().on_sent_again(link, link.pairs[channel.pair()].rail, requeued);
   channel.in_doubt = false;
   channel.asked_through = nullptr;
   transport.mark_dirty(link);

@@ -26,6 +26,7 @@ class TcpRegion final : public LocalRegion {
   // release on the way down: pairs with the acquire in is_quiet(), so that whoever frees the memory sees it untouched.
   std::atomic<uint32_t> users{0};
   std::atomic<bool> revoked{false};
+  bool has_faulted = false;  // the kernel could not read some of it. Progress holder only
 
  private:
   RegionTable* const table_;

@@ -1,0 +1,175 @@
+"""A peer that we connected to, and that says what is not so, stops at any step, or uses our connection."""
+
+import socket
+import struct
+import threading
+from contextlib import closing
+
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory
+from tests.support import tcp_wire as wire
+from tests.support.limits import WAIT_S, eventually
+from tests.support.tcp_engines import TCP, descriptor_of, events_of, region_id, still_serves
+from tests.support.tcp_wire import Frame, Kind, RawAcceptor
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def target(open_engine: EngineFactory) -> xr.Engine:
+    return open_engine("target", **TCP)
+
+
+# --- a target that lies ---
+
+LIES = {
+    "acknowledges what was never sent": wire.frame(Frame.ACK, struct.pack("<QQII", 0, 1 << 40, 0, 0)),
+    "data of no read": wire.frame(Frame.READ_DATA, struct.pack("<QQ", 99, 0), b"boo"),
+    "end of no read": wire.frame(Frame.READ_END, struct.pack("<QQ", 99, 1)),
+    "refuses what was never sent": wire.frame(Frame.REFUSED, struct.pack("<QII", 1 << 40, 0, 4)),
+    "refuses with no status": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 999)),
+    "says that we are closed": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 9)),
+    "an answer nobody asked for": wire.frame(Frame.RESOLVED, struct.pack("<QII", 5, 700, 1)),
+    "takes too many messages": wire.frame(Frame.TAKEN, struct.pack("<QQ", 1, 1 << 60)),
+    "a frame of initiators": wire.frame(Frame.WRITE, bytes(24), count=1),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_target_that_lies_harms_only_itself(open_engine: EngineFactory, target: xr.Engine, lie: str) -> None:
+    engine = open_engine("here", peer_timeout_s=1.0, **TCP)
+    mine, good = engine.alloc(1000), target.alloc(1000)
+    liar = RawAcceptor(engine.address)
+    region = xr.RegionDescriptor.from_bytes(descriptor_of(good, liar.address))
+    with closing(liar):
+        transfer = engine.submit_write(mine, region, 100)
+        with liar.accept() as connection:
+            link_id = liar.handshake(connection)
+            told = bytearray(LIES[lie])
+            if lie.startswith("acknowledges"):
+                struct.pack_into("<Q", told, wire.FRAME_HEAD.size, link_id)
+            connection.sendall(told)
+            while wire.receive_frame(connection)[0] != 0:  # until it hangs up
+                pass
+    with pytest.raises(xr.PeerLost):
+        transfer.wait(WAIT_S)
+    engine.submit_write(mine, good.descriptor, imm=1).wait(WAIT_S)
+    target.imm_counter(1).wait(1, WAIT_S)
+
+
+def test_what_a_target_says_can_be_shown_whatever_it_is(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    events = events_of(engine)
+    mine = engine.alloc(1000)
+    with closing(RawAcceptor(engine.address)) as there:
+        region = xr.RegionDescriptor.from_bytes(descriptor_of(mine, there.address))
+        transfer = engine.submit_write(mine, region, 100)
+        with there.accept() as connection:
+            link_id = there.handshake(connection)
+            wire.receive_frame(connection)
+            said = b"\xff\xfe\0 no \x80"
+            connection.sendall(wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 4) + said))
+            connection.sendall(wire.frame(Frame.ACK, struct.pack("<QQII", link_id, 1, 0, 0)))
+            with pytest.raises(xr.TransferError, match=" no "):
+                transfer.wait(WAIT_S)
+            connection.sendall(wire.frame(Frame.BYE, said))
+            eventually(lambda: [e for e in events if " no " in e.detail], "the goodbye")
+
+
+STEPS = ("connected", "hello", "challenge", "proof", "accept", "frames")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+def test_target_that_stops_at_each_step(open_engine: EngineFactory, step: str, how: str) -> None:
+    """Frozen: says nothing more. Killed: its kernel resets the connection, and nobody listens any more."""
+    engine = open_engine("here", connect_timeout_s=1.0, peer_timeout_s=1.0, **TCP)
+    mine = engine.alloc(1000)
+    with closing(RawAcceptor(engine.address)) as there:
+        region = xr.RegionDescriptor.from_bytes(descriptor_of(mine, there.address))
+        transfers = [engine.submit_write(mine, region, 100), engine.submit_read(mine, region, 10)]
+        transfers.append(engine.submit_send(there.address, b"x"))
+        with there.accept() as connection:
+            advance(there, connection, STEPS.index(step))
+            if how == "killed":
+                there.close()
+                wire.reset(connection)
+            for transfer in transfers:
+                with pytest.raises(xr.PeerLost):
+                    transfer.wait(WAIT_S)
+
+
+def advance(there: RawAcceptor, connection: socket.socket, steps: int) -> None:
+    if steps == 0:
+        return
+    if steps == 1:
+        wire.receive_message(connection)
+        return
+    there.challenge(connection)
+    if steps == 2:
+        return
+    wire.receive_message(connection)
+    if steps == 3:
+        return
+    connection.sendall(wire.message(Kind.ACCEPT, b""))
+    if steps == 4:
+        return
+    wire.receive_frame(connection)
+
+
+def test_disconnect_at_each_step(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    for steps in range(len(STEPS)):
+        with closing(RawAcceptor(engine.address)) as there:
+            transfer = engine.submit_send(there.address, b"x")
+            with there.accept() as connection:
+                advance(there, connection, steps)
+                engine.forget_peer(there.address)
+                with pytest.raises(xr.PeerLost):
+                    transfer.wait(WAIT_S)
+    # Attempts that are refused just when they are forgotten.
+    for _ in range(20):
+        there = RawAcceptor(engine.address)
+        there.close()
+        engine.submit_send(there.address, b"x")
+        engine.forget_peer(there.address)
+    engine.submit_send(engine.address, b"self")
+    eventually(lambda: engine.peer_state(engine.address) == "connected", "connected to itself")
+
+
+# --- a target that uses our connection for operations of its own ---
+
+
+def shared_answer(connection: socket.socket) -> tuple[int, ...]:
+    """Channel, epoch and code of the next answer."""
+    while True:
+        kind, meta, _ = wire.receive_frame(connection)
+        assert kind != 0, "the connection ended"
+        if kind == Frame.SHARED:
+            return struct.unpack("<IIQ", meta[:16])
+
+
+def test_connection_is_shared_by_one_link_after_another(open_engine: EngineFactory) -> None:
+    """Each without a word about the one before. Its operations are carried out; what is not for it to ask ends it."""
+    engine = open_engine("here", **TCP)
+    region = engine.alloc(1000)
+    key = region_id(region)
+    with closing(RawAcceptor(engine.address)) as there:
+        connecting = threading.Thread(target=lambda: engine.connect(there.address, WAIT_S))
+        connecting.start()
+        with there.accept() as connection:
+            there.handshake(connection)
+            connecting.join(WAIT_S)
+            for link_id in range(10, 20):
+                connection.sendall(wire.frame(Frame.SHARE, struct.pack("<QIIQ", link_id, 0, 1, 0)))
+                connection.sendall(wire.write_frame(key, [(link_id, b"x", 7)]))
+                assert shared_answer(connection) == (0, 1, 0)
+            engine.imm_counter(7).wait(10, WAIT_S)
+            assert bytes(region.array()[10:20]) == b"x" * 10
+
+            resumed = struct.pack("<QIIQ", 99, 0, 2, 1)
+            connection.sendall(wire.frame(Frame.SHARE, resumed))
+            assert shared_answer(connection)[2] != 0, "a link that was never there was resumed"
+    still_serves(engine)
