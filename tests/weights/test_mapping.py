@@ -153,6 +153,16 @@ def test_scales_of_a_fused_tensor_count_blocks(rank: int) -> None:
     ]
 
 
+def test_scale_of_a_number_is_one() -> None:
+    names = Names([], {"gate": (), "row": (9,)}, block=(4, 8))
+
+    (gate,) = names.holdings("gate_scale_inv", "float32", (), 0, 0)
+    (row,) = names.holdings("row_scale_inv", "float32", (2,), 0, 0)
+
+    assert (gate.scale_of, gate.block, gate.shape, gate.box) == ("gate", (), (), ())
+    assert (row.scale_of, row.block, row.shape) == ("row", (8,), (2,))
+
+
 def test_tied_embeddings_are_one_parameter() -> None:
     assert "lm_head.weight" in names_of(LLAMA).shapes
     assert "lm_head.weight" not in names_of(LLAMA | {"tie_word_embeddings": True}).shapes

@@ -16,6 +16,7 @@ from crossrail.weights.errors import TornWeights, UpdateFailed
 from crossrail.weights.planner import PlanOptions
 from crossrail.weights.receiver import WeightReceiver
 from crossrail.weights.versions import State
+from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET
 
@@ -104,6 +105,40 @@ async def test_target_memory_that_is_closed(make_fleet: MakeFleet) -> None:
     await fleet.assert_holds(3, [0, 2])
 
 
+@pytest.mark.parametrize("spare", [True, False])
+async def test_rank_that_could_not_be_fenced_joins_again_once_it_can(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch, spare: bool
+) -> None:
+    fleet = make_fleet(spare=spare, trainer_count=2)
+    await fleet.start(targets=[0, 1])
+    await fleet.update(1)
+    receiver, revoke = fleet.receivers[0], xr.Region.revoke
+    monkeypatch.setattr("crossrail.weights.receiver._FENCE_AGAIN_S", 0.05)
+    standing_still = {"copies": 4}
+
+    def revoke_behind_a_frozen_writer(region: xr.Region, timeout_s: float) -> None:
+        mine = receiver._attempt is not None and region in receiver._buffers[receiver._versions.back]
+        if mine and standing_still["copies"]:
+            standing_still["copies"] -= 1
+            raise xr.WaitTimeout("trainer 1 is in the middle of a copy")
+        revoke(region, timeout_s)
+
+    monkeypatch.setattr(xr.Region, "revoke", revoke_behind_a_frozen_writer)
+    offer = asyncio.ensure_future(fleet.publish(2, [0]))
+    with pytest.raises(UpdateFailed):
+        await fleet.controller.update(2, 1.0)
+    with pytest.raises(UpdateFailed):
+        await offer
+    await fleet.controller.ready(range(2), [0, 1], PATIENCE_S)
+    assert standing_still["copies"] == 0
+    if spare:
+        await fleet.assert_holds(1)
+    else:
+        assert receiver.state is State.TORN
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
 async def test_update_in_place_that_fails_leaves_torn_weights_until_the_next(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(spare=False)
     await fleet.start()
@@ -144,6 +179,38 @@ async def test_trainer_that_offers_nothing_fails_the_update_in_time(make_fleet: 
         await offer
     await fleet.update(2)
     await fleet.assert_holds(2)
+
+
+async def test_late_commit_is_not_taken_for_what_is_offered_since(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    trainer, come, hold = fleet.trainers[0], asyncio.Event(), asyncio.Event()
+    commit = trainer._on_commit
+
+    async def late(sender: bytes, message: m.Commit) -> object:
+        come.set()
+        await hold.wait()
+        return await commit(sender, message)
+
+    fleet.mailboxes["trainer-0"].handle(m.Commit, late)
+    offer = asyncio.ensure_future(fleet.publish(1))
+    update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
+    await asyncio.wait_for(come.wait(), PATIENCE_S)
+    offer.cancel()
+    await asyncio.gather(offer, return_exceptions=True)
+    fleet.sources[0].load(small.weights_of(7))
+    again = asyncio.ensure_future(trainer.publish(1, PATIENCE_S))
+    while trainer._offer is None:
+        await asyncio.sleep(0)
+    hold.set()
+    await update
+    await fleet.assert_holds(1)
+    assert not again.done(), "nobody has sent these"
+    await fleet.controller.update(1, PATIENCE_S)
+    await again
+    async with fleet.receivers[0].reading(PATIENCE_S) as reading:
+        for key, wanted in fleet.sinks[0].expected(small.weights_of(7)).items():
+            assert np.array_equal(reading.like(fleet.sinks[0].arrays[key]), wanted)
 
 
 async def test_second_update_at_the_same_time_is_refused(make_fleet: MakeFleet) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail.weights.float8 import decoded
 from crossrail.weights.memory import WeightMemory
 from crossrail.weights.planner import PlanOptions, make_plan
 from crossrail.weights.ready import ready_tasks
@@ -63,6 +64,39 @@ def test_rows_of_one_length_are_one_submit(open_engine: EngineFactory) -> None:
         (batch,) = task.batches
         assert (batch.nbytes, len(batch.source_index)) == (64, 64)
         assert batch.offset_step == 80
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (300,), (1, 1), (2, 3, 4)], ids=str)
+def test_numbers_and_rows_are_quantised_as_matrices_are(shape: tuple[int, ...], open_engine: EngineFactory) -> None:
+    engine = open_engine(transport="null")
+    block = (1, 128, 128)[3 - len(shape) :]
+    grid = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
+    values = np.arange(-7, np.prod(shape, dtype=int) - 7, dtype=np.float32).reshape(shape)
+    codes, scales = np.zeros(shape, np.uint8), np.zeros(grid, np.float32)
+    with WeightMemory(engine, "trainer", 0) as source, WeightMemory(engine, "target", 0) as target:
+        source.add("w", values)
+        target.add("w", codes, dtype="float8_e4m3fn")
+        target.add("w_scale", scales, scale_of="w", block=block)
+        plan = make_plan([source.inventory()], [target.inventory()])
+        (task,) = ready_tasks(plan, 0)
+        memories, received = ([region.array() for region in each.regions] for each in (source, target))
+        run_task(task, memories, {0: memories}, {0: received})
+    for index in np.ndindex(*grid):
+        at = tuple(slice(i * size, (i + 1) * size) for i, size in zip(index, block, strict=True))
+        assert scales[index] == np.abs(values[at]).max() / np.float32(448)
+        np.testing.assert_allclose(decoded(codes[at]) * scales[index], values[at], rtol=1 / 16)
+        assert (np.abs(decoded(codes[at])).max()) == 448
+
+
+def test_scales_of_several_matrices_together_are_refused_by_name(open_engine: EngineFactory) -> None:
+    engine = open_engine(transport="null")
+    with WeightMemory(engine, "trainer", 0) as source, WeightMemory(engine, "target", 0) as target:
+        source.add("layer.w", np.zeros((4, 4, 4), np.float32))
+        target.add("layer.w", np.zeros((4, 4, 4), np.uint8), dtype="float8_e4m3fn")
+        target.add("layer.w_scale", np.zeros((2, 1, 1), np.float32), scale_of="layer.w", block=(2, 128, 128))
+        plan = make_plan([source.inventory()], [target.inventory()])
+        with pytest.raises(xr.UsageError, match=r"layer\.w: blocks of \(2, 128, 128\) share a scale"):
+            list(ready_tasks(plan, 0))
 
 
 def test_quantising_other_than_float32_and_bfloat16_is_refused_by_name(open_engine: EngineFactory) -> None:

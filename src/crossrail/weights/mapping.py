@@ -160,7 +160,7 @@ class Names:
             box = self._held(part, rule, full, shape, expert, ranks)
             block: Shape = ()
             if scales:
-                block = (*[1] * (len(shape) - 2), *self._block)[-len(shape) :]
+                block = (*[1] * (len(shape) - 2), *self._block[max(2 - len(shape), 0) :])
                 box = tuple((start // size, -(-stop // size)) for (start, stop), size in zip(box, block, strict=True))
                 shape = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
             inner = box[1:] if expert is not None else box

@@ -167,7 +167,7 @@ class _Some:
         """Adds what it reads of others to reads, and what memory it needs to the piece."""
         param = self._params[self._param[at]]
         dims, target = param.dims, DTYPES[self._target[at]]
-        self._check(param, target, self._is_quantised[at])
+        self._check(param, target, self._is_quantised[at], self._block[at])
         shape = tuple(self._extent[at][:dims])
         gathers = range(self._first_gather[at], self._first_gather[at + 1])
         outputs = range(self._first_output[at], self._first_output[at + 1])
@@ -188,7 +188,12 @@ class _Some:
         made = tuple([self._output(output, dims, target, values, quantised) for output in outputs])
         return Part(param.name, param.dtype, target, values, own, tuple(copies), made, quantised)
 
-    def _check(self, param: _Param, target: str, is_quantised: bool) -> None:
+    def _check(self, param: _Param, target: str, is_quantised: bool, block: list[int]) -> None:
+        if is_quantised and any(size != 1 for size in block[: max(param.dims - 2, 0)]):
+            raise UsageError(
+                f"{param.name}: blocks of {tuple(block[: param.dims])} share a scale, must be 1 in all dimensions but "
+                "the last two"
+            )
         if (param.dtype, target, is_quantised) in self._checked:
             return
         if not is_quantised:

@@ -24,6 +24,7 @@ log = logging.getLogger("crossrail.weights")
 
 _GRACE_S = 5.0  # beyond an update's deadline, for the controller's own word that it failed
 _FENCE_S = 30.0
+_FENCE_AGAIN_S = 1.0
 
 Hook = Callable[[int], Awaitable[None]]
 
@@ -286,8 +287,13 @@ class WeightReceiver:
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
         log.warning("inference rank %d was left out: %s; it joins again", self.rank, evicted.reason)
-        self._mailbox.spawn(self.join(sender), "joining again")
+        self._mailbox.spawn(self._join_again(sender), "joining again")
         return m.Taken()
+
+    async def _join_again(self, controller: bytes) -> None:
+        await self._fail_at_last("it joins anew")
+        if controller == self._controller:  # else it has joined another one meanwhile
+            await self.join(controller)
 
     def _current(self, sender: bytes, number: int) -> _Attempt:
         self._check_controller(sender)
@@ -299,10 +305,24 @@ class WeightReceiver:
 
     def _overdue(self, attempt: _Attempt) -> None:
         if self._attempt is attempt:
-            self._mailbox.spawn(self._fail("its time was up, and the controller is silent"), "an overdue update")
+            why = "its time was up, and the controller is silent"
+            self._mailbox.spawn(self._fail_at_last(why), "an overdue update")
+
+    async def _fail_at_last(self, why: str) -> None:
+        """As _fail(), but tries again for as long as a writer stands still: it may thaw, or be killed."""
+        attempt = self._attempt
+        while attempt is not None and self._attempt is attempt:
+            try:
+                await self._fail(why)
+            except WaitTimeout as error:
+                log.warning("inference rank %d is not fenced off, and takes no updates: %s", self.rank, error)
+                await asyncio.sleep(_FENCE_AGAIN_S)
 
     async def _fail(self, why: str) -> None:
-        """Fences off all writers: returns when nothing of this attempt can land any more."""
+        """Fences off all writers: returns when nothing of this attempt can land any more.
+
+        Raises WaitTimeout while one stands still in the middle of a copy; it goes on being the current attempt.
+        """
         attempt = self._attempt
         if attempt is None:
             return

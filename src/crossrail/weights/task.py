@@ -162,8 +162,8 @@ class ReadyTask(Struct, frozen=True, gc=False):
 
 
 def _quantise(values: Array, source: str, out: Array, scales: Array, block: Shape, name: str, tools: Tools) -> None:
-    """The last two dimensions are matrices; all before them have blocks of 1."""
-    if values.ndim == 1:
+    """The last two dimensions are matrices, a row or a number is one too; all before them have blocks of 1."""
+    while values.ndim < 2:
         values, out, scales, block = values[np.newaxis], out[np.newaxis], scales[np.newaxis], (1, *block)
     for at in np.ndindex(*values.shape[:-2]):
         matrix = values[at]

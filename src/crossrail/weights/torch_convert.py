@@ -70,12 +70,12 @@ class Checks:
 
 
 def quantise(values: Tensor, out: Tensor, scales: Tensor, name: str, block: tuple[int, ...], checks: Checks) -> None:
-    """As BlockQuantiser does, of one matrix, or of more that the dimensions before the last two count.
+    """As BlockQuantiser does, of a matrix, row or number, or of matrices that the dimensions before the last two count.
 
     values: float32 or bfloat16. out: uint8, of the same shape. scales: float32, of the blocks. Any strides, one device.
     What is not finite is noted in checks; out and scales are then whatever they are.
     """
-    if values.ndim == 1:
+    while values.ndim < 2:
         values, out, scales, block = values[None], out[None], scales[None], (1, *block)
     high, broad = block[-2:]
     rows, columns = values.shape[-2:]

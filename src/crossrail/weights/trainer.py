@@ -91,6 +91,8 @@ class WeightTrainer:
         await self._stop_step()
         if controller != self._controller:
             self._controller, self._attempt_max = controller, 0
+            if self._offer is not None:
+                self._offer.attempt = 0
         question = m.Join(m.packed(self.memory.inventory().to_bytes()))
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
@@ -213,6 +215,7 @@ class WeightTrainer:
         assert offer is not None
         if offer.version != go.version:
             raise UsageError(f"trainer {self.rank} offers version {offer.version}, asked for is {go.version}")
+        offer.attempt = go.attempt
         while not gpu.have_ended(offer.kernels):
             if clock() > deadline:
                 raise UpdateFailed(go.version, f"trainer {self.rank}: its GPU has not made it in {go.deadline_s:g} s")
@@ -243,7 +246,8 @@ class WeightTrainer:
     async def _on_commit(self, sender: bytes, commit: m.Commit) -> m.Taken:
         self._check_controller(sender)
         offer, report = self._offer, self.last_report
-        if offer is not None and offer.version == commit.version and report is not None:
+        # One that was offered since has not been sent, though it may bear the same version.
+        if offer is not None and offer.attempt == commit.attempt and report is not None:
             offer.succeed(report)
         return m.Taken()
 
@@ -300,10 +304,11 @@ class WeightTrainer:
 
 
 class _Offer:
-    """What publish() waits for."""
+    """What publish() waits for. attempt: that has begun to send it, 0: none has."""
 
     def __init__(self, version: int, done: asyncio.Future[StepReport], kernels: Sequence[Any]) -> None:
         self.version = version
+        self.attempt = 0
         self.done = done
         self.kernels = kernels
 
