@@ -5,7 +5,7 @@ that was launched earlier, is found in the bytes.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,12 +14,11 @@ import crossrail as xr
 from crossrail.integrations.vllm import worker as worker_side
 from crossrail.integrations.vllm.kernels import Kernels
 from crossrail.integrations.vllm.orders import Chunk, Orders
-from tests.integrations.vllm_workers import LAYERS, Side, offer
+from tests.integrations.vllm_workers import LAYERS, Open, Side, offer
 from tests.support.fake_gpu import FakeGpu
 from tests.support.gpu_stream import Event, Stream
 from tests.support.limits import WAIT_S
 
-Open = Callable[..., Side]
 TOKENS = 30
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
 WHOLE = Chunk("a", TOKENS, 0, tuple(MINE))
@@ -39,16 +38,6 @@ def open_side(gpu: FakeGpu) -> Iterator[Open]:
         assert side.stream is not None
         side.stream.run()
         side.close()
-
-
-@pytest.fixture
-def p(open_side: Open) -> Side:
-    return open_side("p")
-
-
-@pytest.fixture
-def d(open_side: Open) -> Side:
-    return open_side("d")
 
 
 def run(side: Side, kernels: int | None = None) -> None:

@@ -1,13 +1,12 @@
 """The workers' half: KV that one instance computes arrives in the blocks of another, or it is said that it does not."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from crossrail.integrations.vllm.orders import Chunk, Load, Orders
-from tests.integrations.vllm_workers import IMPATIENT, SHORT_LEASE, Side, offer
+from tests.integrations.vllm_workers import IMPATIENT, SHORT_LEASE, Open, Side, offer
 
-Open = Callable[..., Side]
 TOKENS = 30
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
 
@@ -23,16 +22,6 @@ def open_side(nothing_leaks: None) -> Iterator[Open]:
     yield open_one
     for side in reversed(opened):
         side.close()
-
-
-@pytest.fixture
-def p(open_side: Open) -> Side:
-    return open_side("p")
-
-
-@pytest.fixture
-def d(open_side: Open) -> Side:
-    return open_side("d")
 
 
 # --- all goes well ---

@@ -30,6 +30,9 @@ PATIENT = VllmOptions(transport="shm", load_s=WAIT_S, silent_s=WAIT_S, probe_s=0
 SHORT_LEASE = msgspec.structs.replace(PATIENT, lease_s=4.0, heartbeat_s=0.2)
 IMPATIENT = msgspec.structs.replace(PATIENT, silent_s=0.5)
 
+# Opens a Side, closed when the test ends.
+Open = Callable[..., "Side"]
+
 
 def content(request: str, layer: int, head: int, page: int) -> npt.NDArray[np.uint8]:
     """What the model computes for a page of a request: a head's K and V, packed in some way."""

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from crossrail.kv import messages as m
 from crossrail.kv.http import Front
@@ -270,3 +272,62 @@ async def answer_of(url: str, sent: bytes) -> bytes:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
+
+
+PATIENCE_S = 0.5  # of fronts with clients that are slow on purpose
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\n"
+
+
+@pytest.fixture
+async def impatient(cluster: Cluster) -> AsyncIterator[int]:
+    """The port of a front that waits for no client long."""
+    front = Front(cluster.router, ToyTokenizer(), SECRET, patience_s=PATIENCE_S)
+    yield await front.start("127.0.0.1", 0)
+    await front.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [(b"", b""), (_HEAD, b""), (_HEAD + b'Content-Length: 100\r\n\r\n{"prompt"', b"HTTP/1.1 408")],
+    ids=["nothing", "half a head", "half a body"],
+)
+async def test_client_that_does_not_go_on_is_cut_off(impatient: int, said: bytes, answer: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", impatient)
+    writer.write(said)
+    heard = await asyncio.wait_for(reader.read(), WAIT_S)  # until the connection ends
+    assert heard[: len(answer)] == answer and bool(heard) == bool(answer)
+    writer.close()
+
+
+async def test_client_that_takes_nothing_is_cut_off_and_its_request_given_up(
+    cluster: Cluster, impatient: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await start(cluster)
+    prepare = web.StreamResponse.prepare
+
+    async def prepare_without_buffers(response: web.StreamResponse, request: web.Request) -> object:
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        request.transport.set_write_buffer_limits(0)
+        return await prepare(response, request)
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", prepare_without_buffers)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", impatient))
+        data = json.dumps(body(max_tokens=450, stream=True)).encode()
+        client.sendall(_HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        await until(lambda: cluster.router.requests == 1, "the request is under way")
+        await until(lambda: cluster.router.requests == 0, "the request is given up", ROUTER.request_s / 2)
+    await quiet(cluster)
+    assert cluster.router.counts.total() == 1
+
+
+async def test_client_that_is_no_slower_than_its_tokens_is_waited_for(
+    cluster: Cluster, impatient: int, client: aiohttp.ClientSession
+) -> None:
+    await start(cluster, token_s=PATIENCE_S / 40)
+    address = f"http://127.0.0.1:{impatient}/v1/completions"
+    for stream in (False, True):  # on one connection
+        async with client.post(address, json=body(max_tokens=16, stream=stream)) as response:
+            assert response.status == 200 and await response.read()
+    assert cluster.router.counts["length"] == 2

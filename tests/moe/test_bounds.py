@@ -109,6 +109,11 @@ def test_documented_figures_of_the_decode_shape() -> None:
     assert output_rows(half) == 2 * 256 * 4 + 4 * 15
 
 
+@pytest.mark.parametrize("layout", ["grouped", "masked"])
+def test_there_is_room_for_a_row_however_small_the_capacity(layout: str) -> None:
+    assert output_rows(Shape(2, 2, 2, 1, layout=layout, capacity_factor=0.3)) == 1
+
+
 def test_without_far_groups_nothing_is_kept_for_rails() -> None:
     bounds = Bounds.of(Shape(4, 8, 2, 16), 0)
     assert (bounds.far_rows, bounds.sent_rows, bounds.returned_rows, bounds.result_rows, bounds.far_bytes) == (0,) * 5

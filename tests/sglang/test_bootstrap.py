@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,8 @@ from crossrail.integrations.instance import Worker
 from crossrail.integrations.sglang import bootstrap
 from crossrail.integrations.sglang.messages import Aux, Destination, Envelope, decode
 from crossrail.kv import KvLayout
+from tests.support.limits import WAIT_S
+from tests.support.ports import free_port
 
 SECRET = b"of the tests"
 LAYOUT = KvLayout(
@@ -124,3 +127,13 @@ def test_fields_out_of_bounds_are_refused(body: Any) -> None:
 
     with pytest.raises(xr.UsageError):
         decode(msgspec.msgpack.encode(Envelope(body)))
+
+
+def test_client_that_asks_nothing_is_cut_off() -> None:
+    port = free_port()
+    server = bootstrap.BootstrapServer("127.0.0.1", port, SECRET, patience_s=0.3)
+    try:
+        with socket.create_connection(("127.0.0.1", port), WAIT_S) as client:
+            assert client.recv(1) == b""
+    finally:
+        server.close()

@@ -7,8 +7,9 @@
     GET  /health, /metrics      200 or 503; Prometheus
     GET  /kv/router             the address of the router's engine, for nodes (rendezvous.py)
 
-Statuses: 400 what was asked makes no sense or is not supported; 409 that name was used; 429 no room now; 502 a node
-failed; 503 no node; 504 its time was up. A client that hangs up cancels its request.
+Statuses: 400 what was asked makes no sense or is not supported; 408 its body did not come in time; 409 that name was
+used; 429 no room now; 502 a node failed; 503 no node; 504 its time was up. A client that hangs up, or does not take
+what it is sent, cancels its request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import contextlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv import rendezvous
 from crossrail.kv.errors import DuplicateRequest
+from crossrail.kv.listener import PATIENCE_S, HttpHandler, Listener
 from crossrail.kv.metrics import Metrics
 from crossrail.kv.model import Tokenizer, Tokens
 from crossrail.kv.router import Router
@@ -58,6 +60,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 _log = logging.getLogger("crossrail.kv.http")
 _log.addFilter(_is_ours)
 
+_Taking = Callable[[], contextlib.AbstractContextManager[None]]
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
@@ -86,51 +89,46 @@ class Front:
     """Serves one router over HTTP. Threads: the event loop's.
 
     tokenizer: None: prompts are token ids, and answers have no text. secret: of the cluster; nodes prove with it that
-    they may know the router's address.
+    they may know the router's address. patience_s: of Listener, with clients that are slow.
     """
 
-    def __init__(self, router: Router, tokenizer: Tokenizer | None, secret: bytes) -> None:
+    def __init__(
+        self, router: Router, tokenizer: Tokenizer | None, secret: bytes, patience_s: float = PATIENCE_S
+    ) -> None:
         self._router = router
         self._tokenizer = tokenizer
         self._token = rendezvous.token(secret)
         self.metrics = Metrics(router)
-        self._runner: web.AppRunner | None = None
+        self._listener = Listener(patience_s)
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port, which the system chooses for 0. OSError when it cannot."""
         app = web.Application(client_max_size=_BODY_BYTES_MAX)
-        app.add_routes(
-            [
-                web.post("/v1/completions", _in_words(self._complete)),
-                web.get("/v1/models", self._models),
-                web.get("/v1/nodes", self._nodes),
-                web.get("/v1/requests/{request}", self._request),
-                web.get("/v1/requests/{request}/trace", self._trace),
-                web.get("/v1/requests/{request}/timeline.svg", self._picture),
-                web.get("/health", self._health),
-                web.get("/metrics", self._metrics),
-                web.get(rendezvous.PATH, self._address),
-            ]
-        )
+        handlers: dict[str, HttpHandler] = {
+            "/v1/models": self._models,
+            "/v1/nodes": self._nodes,
+            "/v1/requests/{request}": self._request,
+            "/v1/requests/{request}/trace": self._trace,
+            "/v1/requests/{request}/timeline.svg": self._picture,
+            "/health": self._health,
+            "/metrics": self._metrics,
+            rendezvous.PATH: self._address,
+        }
+        app.add_routes([web.get(path, self._listener.known(handler)) for path, handler in handlers.items()])
+        app.add_routes([web.post("/v1/completions", self._listener.known(_in_words(self._complete)))])
         # A handler whose client is gone is cancelled, and with it the request.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=_log)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
-        await site.start()
-        return int(self._runner.addresses[0][1])
+        return await self._listener.start(app, host, port, handler_cancellation=True, logger=_log)
 
     async def close(self) -> None:
         """Stops listening; requests under way are cut off. Idempotent."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._listener.close()
 
     # --- completions ---
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         begun_s = _now_s()
         try:
-            body = _decoder.decode(await http.read())
+            body = _decoder.decode(await self._listener.body(http))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(str(error)) from None
         prompt = self._prompt(body)
@@ -152,7 +150,8 @@ class Front:
             async with contextlib.aclosing(self._timed(chunks, begun_s)) as timed:
                 enough = partial(self._router.has_enough, name, "a stop text came")
                 answer = _Answer(name, body.model or self._served_model(), len(prompt), self._text(body), enough)
-                response = await (answer.stream(http, timed) if body.stream else answer.whole(timed))
+                taking = partial(self._listener.taking, http)
+                response = await (answer.stream(http, timed, taking) if body.stream else answer.whole(timed))
             end = self._router.ended(name)
             failure = "" if end is None or end.reason in ("stop", "length") else end.detail or end.reason
             return response
@@ -265,7 +264,7 @@ class _Answer:
                 return web.json_response(self._object(tokens, text, reason) | self._usage(len(tokens)))
         raise RequestFailed("its tokens ended without an end")
 
-    async def stream(self, http: web.Request, chunks: AsyncIterator[Chunk]) -> web.StreamResponse:
+    async def stream(self, http: web.Request, chunks: AsyncIterator[Chunk], taking: _Taking) -> web.StreamResponse:
         """Statuses are for what happens before the first token; what happens later comes as an event."""
         first = await anext(chunks)
         if first.end is not None and (status := _END_STATUS.get(first.end.reason)):
@@ -280,12 +279,14 @@ class _Answer:
             event = self._object(tokens, text, reason) | ({} if reason is None else self._usage(count))
             if chunk.end is not None and reason in _END_STATUS:
                 event = {"error": {"message": f"{reason}: {chunk.end.detail}", "type": reason}}
-            await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+            with taking():
+                await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
             if reason is not None:
                 break
             chunk = await anext(chunks)
-        await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
+        with taking():
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
         return response
 
     def _take(self, chunk: Chunk) -> tuple[list[int], str, str | None]:
@@ -314,10 +315,7 @@ def _refusal(status: int, words: str) -> web.Response:
     return web.json_response({"error": {"message": words, "code": status}}, status=status, headers=headers)
 
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def _in_words(handler: _Handler) -> _Handler:
+def _in_words(handler: HttpHandler) -> HttpHandler:
     """Our errors as statuses. No middleware: aiohttp keeps those of dead applications, and all that they refer to."""
 
     async def answer(request: web.Request) -> web.StreamResponse:

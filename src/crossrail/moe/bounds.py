@@ -115,7 +115,8 @@ def output_rows(sizes: Sizes) -> int:
     Layout "masked": L * rows_per_expert. Layout "grouped": N * m routes, in blocks of p rows. The first block of an
     expert costs one route, each further one p more routes, and an expert has at most ceil(N / p) of them:
         p * (min(L, N * m) + min((N * m - min(L, N * m)) // p, L * (ceil(N / p) - 1)))
-    With a capacity factor: that times the share of L experts of all N * K routes, and p - 1 rows more for each one.
+    With a capacity factor: that times the share of L experts of all N * K routes, 1 at least, and p - 1 rows more for
+    each one.
     """
     local, pad = sizes.experts_per_rank, sizes.padding
     if sizes.layout == "masked":
@@ -128,4 +129,4 @@ def output_rows(sizes: Sizes) -> int:
     if sizes.capacity_factor is None:
         return worst
     share = -(-tokens * sizes.top_k // sizes.experts) * local
-    return min(worst, int(sizes.capacity_factor * share) + local * (pad - 1))
+    return min(worst, max(1, int(sizes.capacity_factor * share)) + local * (pad - 1))

@@ -25,6 +25,7 @@ from msgspec import Meta, Struct
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.integrations.instance import Instance, Worker, opened_line, sealed_line
 from crossrail.kv import messages as m
+from crossrail.kv.listener import PATIENCE_S, Listener
 
 log = logging.getLogger("crossrail.sglang")
 
@@ -95,36 +96,31 @@ class RankTable:
 
 
 class BootstrapServer:
-    """Runs in a thread of its own. Raises what binding raises. close() is idempotent."""
+    """Runs in a thread of its own. Raises what binding raises. close() is idempotent. patience_s: of Listener."""
 
-    def __init__(self, host: str, port: int, secret: bytes) -> None:
+    def __init__(self, host: str, port: int, secret: bytes, patience_s: float = PATIENCE_S) -> None:
         self._table = RankTable(secret)
         self._authorization = f"Bearer {token(secret)}"
+        self._listener = Listener(patience_s)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-bootstrap", daemon=True)
         self._thread.start()
         try:
-            self._runner = asyncio.run_coroutine_threadsafe(self._open(host, port), self._loop).result(_JOIN_S)
+            asyncio.run_coroutine_threadsafe(self._open(host, port), self._loop).result(_JOIN_S)
         except BaseException:
             self._stop()
             raise
 
-    async def _open(self, host: str, port: int) -> web.AppRunner:
+    async def _open(self, host: str, port: int) -> None:
         app = web.Application(client_max_size=LINE_BYTES_MAX)
-        app.add_routes([web.put(PATH, self._put), web.get(PATH, self._get), web.get("/health", self._health)])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except BaseException:
-            await runner.cleanup()
-            raise
-        return runner
+        put, get, health = map(self._listener.known, (self._put, self._get, self._health))
+        app.add_routes([web.put(PATH, put), web.get(PATH, get), web.get("/health", health)])
+        await self._listener.start(app, host, port)
 
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(_JOIN_S)
+        asyncio.run_coroutine_threadsafe(self._listener.close(), self._loop).result(_JOIN_S)
         self._stop()
 
     def _stop(self) -> None:
@@ -134,7 +130,8 @@ class BootstrapServer:
 
     async def _put(self, request: web.Request) -> web.Response:
         try:
-            line = (await request.read()).decode("latin-1")  # any bytes are text then, and refused if they are no line
+            body = await self._listener.body(request)
+            line = body.decode("latin-1")  # any bytes are text then, and refused if they are no line
             self._table.put(line.strip(), time.monotonic())
         except UsageError as error:
             return web.Response(status=403, text=f"{error}\n")

@@ -1,0 +1,110 @@
+"""Where HTTP clients connect: one that is slow or silent costs a descriptor, and does not keep it for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from aiohttp import web
+
+from crossrail.control.deadlines import in_time
+
+PATIENCE_S = 60.0
+_LINGER_S = 10.0  # for the rest of a body that was refused, so that its sender reads why
+
+HttpHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Listener:
+    """Listens for an application, of aiohttp. Threads: that of the event loop.
+
+    patience_s: in which a client must have sent its first request, the body of each, and have taken what is written to
+    it; slower ones are cut off, and idle ones between requests. aiohttp waits for ever for the first three.
+    Lifecycle: 1. made. 2. routes of an application, with handlers by known(). 3. start(). 4. close().
+    """
+
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._silent: dict[object, asyncio.TimerHandle] = {}  # connections that have asked nothing so far
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+
+    def known(self, handler: HttpHandler) -> HttpHandler:
+        """The same, of whose clients it is known that they have asked something; answers are written here."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if (timer := self._silent.pop(request.protocol, None)) is not None:
+                timer.cancel()
+            response = await handler(request)
+            with self.taking(request):
+                await response.prepare(request)
+                await response.write_eof()
+            return response
+
+        return answer
+
+    async def body(self, request: web.Request) -> bytes:
+        """All of it. HTTPRequestTimeout when it does not come; the connection ends then."""
+        try:
+            return await in_time(request.read(), self._patience_s)
+        except asyncio.TimeoutError:
+            refusal = web.HTTPRequestTimeout(text=f"the request did not come in {self._patience_s:g} s\n")
+            refusal.force_close()
+            raise refusal from None
+
+    @contextmanager
+    def taking(self, request: web.Request) -> Iterator[None]:
+        """While the answer to it is written: a client that does not take that is cut off, which cancels the handler, or
+        raises ConnectionResetError.
+        """
+        timer = asyncio.get_running_loop().call_later(self._patience_s, _abort, request.transport)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    async def start(self, app: web.Application, host: str, port: int, **options: Any) -> int:
+        """Listens; returns the port, which the system chooses for 0. OSError when it cannot. options: of AppRunner."""
+        linger_s = min(_LINGER_S, self._patience_s)
+        self._runner = web.AppRunner(
+            app, access_log=None, keepalive_timeout=self._patience_s, lingering_time=linger_s, **options
+        )
+        await self._runner.setup()
+        try:
+            self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=128)
+        except BaseException:
+            await self.close()
+            raise
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stops listening; requests under way are cut off. Idempotent."""
+        server, self._server = self._server, None
+        runner, self._runner = self._runner, None
+        if server is not None:
+            server.close()
+        for timer in self._silent.values():
+            timer.cancel()
+        self._silent.clear()
+        if runner is not None:
+            await runner.cleanup()
+
+    def _accept(self) -> asyncio.Protocol:
+        assert self._runner is not None
+        assert self._runner.server is not None  # since its setup()
+        connection = self._runner.server()
+        loop = asyncio.get_running_loop()
+        self._silent[connection] = loop.call_later(self._patience_s, self._cut_off, connection)
+        return connection
+
+    def _cut_off(self, connection: web.RequestHandler) -> None:
+        del self._silent[connection]
+        connection.force_close()
+
+
+def _abort(transport: asyncio.Transport | None) -> None:
+    """None: its client is gone already."""
+    if transport is not None:
+        transport.abort()
