@@ -34,12 +34,27 @@ TransferHandle submit(Self self, Submit submit_now) {
   return TransferHandle{Held<Transfer>(std::move(transfer)), nb::borrow(self.h)};
 }
 
-const RegionRef& own_region(Self self, const RegionHandle& region, const char* argument) {
+const RegionHandle& own_region(Self self, nb::handle given, const char* argument) {
+  if (!nb::isinstance<RegionHandle>(given)) {
+    throw UsageError(std::string(argument) + " must be a Region (engine.register(memory) makes one), not " +
+                     type_name_of(given));
+  }
+  const RegionHandle& region = *nb::inst_ptr<RegionHandle>(given);
   if (region.engine() != self.p) {
     throw UsageError(std::string(argument) + " is a region of another engine ('" + region.engine()->address()->name +
                      "')");
   }
-  return region.core();
+  return region;
+}
+
+[[noreturn]] void refuse_descriptor(nb::handle given, const std::string& argument) {
+  throw UsageError(argument + " must be a RegionDescriptor (region.descriptor at the peer), not " +
+                   type_name_of(given));
+}
+
+RemoteRegionRef remote_region(Self self, nb::handle given, const char* argument) {
+  if (!nb::isinstance<DescriptorHandle>(given)) refuse_descriptor(given, argument);
+  return self.p->remote(*nb::inst_ptr<DescriptorHandle>(given));
 }
 
 // None: all that is left of the local region behind the offset.
@@ -48,12 +63,11 @@ uint64_t to_length(nb::handle length, const Region& local, uint64_t local_offset
   return local.length_bytes() > local_offset ? local.length_bytes() - local_offset : 0;
 }
 
-TransferHandle submit_write(Self self, const RegionHandle& src, DescriptorHandle& dst, nb::handle length,
-                            nb::handle src_offset, nb::handle dst_offset, nb::handle imm, nb::handle rail,
-                            bool verify) {
+TransferHandle submit_write(Self self, nb::handle src, nb::handle dst, nb::handle length, nb::handle src_offset,
+                            nb::handle dst_offset, nb::handle imm, nb::handle rail, bool verify) {
   const EngineRef engine = self.p->core();
-  const RegionRef source = own_region(self, src, "src");
-  const RemoteRegionRef target = self.p->remote(dst);
+  const RegionRef source = own_region(self, src, "src").core();
+  const RemoteRegionRef target = remote_region(self, dst, "dst");
   WriteRequest request;
   request.src = source.get();
   request.src_offset = to_u64(src_offset, "src_offset");
@@ -66,12 +80,13 @@ TransferHandle submit_write(Self self, const RegionHandle& src, DescriptorHandle
   return submit(self, [&] { return engine->submit_write(request); });
 }
 
-TransferHandle submit_read(Self self, const RegionHandle& dst, DescriptorHandle& src, nb::handle length,
-                           nb::handle dst_offset, nb::handle src_offset, nb::handle rail, bool verify) {
+TransferHandle submit_read(Self self, nb::handle dst, nb::handle src, nb::handle length, nb::handle dst_offset,
+                           nb::handle src_offset, nb::handle rail, bool verify) {
   const EngineRef engine = self.p->core();
-  const RegionRef target = own_region(self, dst, "dst");
-  if (!dst.writable()) throw UsageError("dst is a region of read-only memory: it cannot be the target of a read");
-  const RemoteRegionRef source = self.p->remote(src);
+  const RegionHandle& given = own_region(self, dst, "dst");
+  const RegionRef target = given.core();
+  if (!given.writable()) throw UsageError("dst is a region of read-only memory: it cannot be the target of a read");
+  const RemoteRegionRef source = remote_region(self, src, "src");
   ReadRequest request;
   request.dst = target.get();
   request.dst_offset = to_u64(dst_offset, "dst_offset");
@@ -83,13 +98,13 @@ TransferHandle submit_read(Self self, const RegionHandle& dst, DescriptorHandle&
   return submit(self, [&] { return engine->submit_read(request); });
 }
 
-TransferHandle submit_paged_writes(Self self, const RegionHandle& src, nb::handle src_pages, DescriptorHandle& dst,
+TransferHandle submit_paged_writes(Self self, nb::handle src, nb::handle src_pages, nb::handle dst,
                                    nb::handle dst_pages, nb::handle page_bytes, nb::handle src_stride,
                                    nb::handle dst_stride, nb::handle src_offset, nb::handle dst_offset, nb::handle imm,
                                    nb::handle rail, bool verify) {
   const EngineRef engine = self.p->core();
-  const RegionRef source = own_region(self, src, "src");
-  const RemoteRegionRef target = self.p->remote(dst);
+  const RegionRef source = own_region(self, src, "src").core();
+  const RemoteRegionRef target = remote_region(self, dst, "dst");
   const IndexArray src_indices(src_pages, "src_pages");
   const IndexArray dst_indices(dst_pages, "dst_pages");
   PagedWriteRequest request;
@@ -113,8 +128,7 @@ std::vector<RemoteRegionRef> resolve_targets(Self self, nb::sequence dsts) {
   targets.reserve(nb::len(dsts));
   for (nb::handle item : dsts) {
     if (!nb::isinstance<DescriptorHandle>(item)) {
-      throw UsageError("dsts[" + std::to_string(targets.size()) + "] must be a RegionDescriptor, not " +
-                       type_name_of(item));
+      refuse_descriptor(item, "dsts[" + std::to_string(targets.size()) + "]");
     }
     targets.push_back(self.p->remote(*nb::inst_ptr<DescriptorHandle>(item)));
   }
@@ -144,11 +158,10 @@ void set_imms(nb::handle given, ScatterRequest& request, std::vector<uint32_t>& 
   request.imms = imms;
 }
 
-TransferHandle submit_scatter(Self self, const RegionHandle& src, nb::sequence dsts, nb::handle lengths,
-                              nb::handle src_offsets, nb::handle dst_offsets, const PeerGroupHandle* group,
-                              nb::handle imm, bool verify) {
+TransferHandle submit_scatter(Self self, nb::handle src, nb::sequence dsts, nb::handle lengths, nb::handle src_offsets,
+                              nb::handle dst_offsets, const PeerGroupHandle* group, nb::handle imm, bool verify) {
   const EngineRef engine = self.p->core();
-  const RegionRef source = own_region(self, src, "src");
+  const RegionRef source = own_region(self, src, "src").core();
   const std::vector<RemoteRegionRef> targets = resolve_targets(self, dsts);
   std::vector<RemoteRegion*> pointers;
   pointers.reserve(targets.size());
@@ -197,8 +210,8 @@ TransferHandle submit_send(Self self, nb::handle peer, nb::handle message) {
 
 void register_operations(nb::class_<EngineHandle>& engine) {
   engine
-      .def("submit_write", &submit_write, nb::arg("src"), nb::arg("dst"), nb::arg("length") = nb::none(), nb::kw_only(),
-           nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0, nb::arg("imm") = nb::none(),
+      .def("submit_write", &submit_write, nb::arg("src").none(), nb::arg("dst").none(), nb::arg("length") = nb::none(),
+           nb::kw_only(), nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0, nb::arg("imm") = nb::none(),
            nb::arg("rail") = nb::none(), nb::arg("verify") = false,
            nb::sig("def submit_write(self, src: Region, dst: RegionDescriptor, length: int | None = None, *, "
                    "src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, rail: int | None = None, "
@@ -211,8 +224,8 @@ all rails unless rail says which. Not ordered with anything else. UsageError for
 verify: a checksum of src is taken now, on this thread, and the target's engine compares it with its memory before it
 counts; the transfer is done when it has. If they differ nothing is counted and the transfer fails with ChecksumMismatch.
 The range must be written by nobody else meanwhile. It costs a pass over the bytes on either side.)")
-      .def("submit_read", &submit_read, nb::arg("dst"), nb::arg("src"), nb::arg("length") = nb::none(), nb::kw_only(),
-           nb::arg("dst_offset") = 0, nb::arg("src_offset") = 0, nb::arg("rail") = nb::none(),
+      .def("submit_read", &submit_read, nb::arg("dst").none(), nb::arg("src").none(), nb::arg("length") = nb::none(),
+           nb::kw_only(), nb::arg("dst_offset") = 0, nb::arg("src_offset") = 0, nb::arg("rail") = nb::none(),
            nb::arg("verify") = false,
            nb::sig("def submit_read(self, dst: Region, src: RegionDescriptor, length: int | None = None, *, "
                    "dst_offset: int = 0, src_offset: int = 0, rail: int | None = None, verify: bool = False) "
@@ -224,10 +237,11 @@ there. The peer is not told. Not ordered with anything else.
 verify: when the bytes have come the peer's engine compares their checksum with its memory, which nobody may write to
 meanwhile; the transfer is done when it has, and fails with ChecksumMismatch if they differ.)")
       .def(
-          "submit_paged_writes", &submit_paged_writes, nb::arg("src"), nb::arg("src_pages").none(), nb::arg("dst"),
-          nb::arg("dst_pages").none(), nb::arg("page_bytes"), nb::kw_only(), nb::arg("src_stride") = nb::none(),
-          nb::arg("dst_stride") = nb::none(), nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0,
-          nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(), nb::arg("verify") = false,
+          "submit_paged_writes", &submit_paged_writes, nb::arg("src").none(), nb::arg("src_pages").none(),
+          nb::arg("dst").none(), nb::arg("dst_pages").none(), nb::arg("page_bytes"), nb::kw_only(),
+          nb::arg("src_stride") = nb::none(), nb::arg("dst_stride") = nb::none(), nb::arg("src_offset") = 0,
+          nb::arg("dst_offset") = 0, nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(),
+          nb::arg("verify") = false,
           nb::sig("def submit_paged_writes(self, src: Region, src_pages: typing.Any, dst: RegionDescriptor, "
                   "dst_pages: typing.Any, page_bytes: int, *, src_stride: int | None = None, "
                   "dst_stride: int | None = None, src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, "
@@ -241,9 +255,9 @@ Any thread; blocks only while the submit queue is full. Pages are not ordered.
 verify: as of submit_write, in groups of 960 pages, each of which is counted whole or not at all; pages must then not
 overlap at the target.)")
       .def(
-          "submit_scatter", &submit_scatter, nb::arg("src"), nb::arg("dsts"), nb::kw_only(), nb::arg("lengths").none(),
-          nb::arg("src_offsets").none(), nb::arg("dst_offsets").none(), nb::arg("group").none() = nb::none(),
-          nb::arg("imm") = nb::none(), nb::arg("verify") = false,
+          "submit_scatter", &submit_scatter, nb::arg("src").none(), nb::arg("dsts"), nb::kw_only(),
+          nb::arg("lengths").none(), nb::arg("src_offsets").none(), nb::arg("dst_offsets").none(),
+          nb::arg("group").none() = nb::none(), nb::arg("imm") = nb::none(), nb::arg("verify") = false,
           nb::sig("def submit_scatter(self, src: Region, dsts: collections.abc.Sequence[RegionDescriptor], *, "
                   "lengths: typing.Any, src_offsets: typing.Any, dst_offsets: typing.Any, "
                   "group: PeerGroup | None = None, imm: typing.Any = None, verify: bool = False) -> Transfer"),

@@ -56,6 +56,17 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
     ),
 }
 
+# A peer that is there and refuses us, by words of the native half's note: what to do. Empty: the note says it.
+_REFUSALS: dict[str, str] = {
+    "give both tls, or neither": "",
+    "set the same `secret`": "",
+    "sees no /proc": "",
+    "TLS handshake": (
+        "see that each side's certificate is signed by the CA that the other trusts (tls.ca), and that its dates hold"
+    ),
+    "tls.verify": "give it a certificate for the name of its engine, or accept all of the CA: tls.verify = 'chain'",
+}
+
 
 class _LogsEvents(Protocol):
     def _log_events(self) -> None: ...
@@ -83,6 +94,12 @@ def _within(timeout_s: float | None) -> str:
     return "" if timeout_s is None else f" within {timeout_s:g} s"
 
 
+def _next(remedy: str, note: str) -> str:
+    """The end of a message: what to do, which a refusal may know better."""
+    remedy = next((better for words, better in _REFUSALS.items() if words in note), remedy)
+    return f". Next: {remedy}" if remedy else ""
+
+
 def transfer_failed(
     engine: _core.Engine,
     op: str,
@@ -106,9 +123,8 @@ def transfer_failed(
         status, (errors.TransferError, status, "", "see engine.explain(peer)")
     )
     because = f": {detail or otherwise}" if detail or otherwise else ""
-    then = f". Next: {remedy}" if remedy else ""
     error = kind(
-        f"{what} failed: {cause}{because}; {nbytes_retired} bytes had moved{then}",
+        f"{what} failed: {cause}{because}; {nbytes_retired} bytes had moved{_next(remedy, detail)}",
         op=op,
         peer=peer,
         nbytes=nbytes,
@@ -194,7 +210,7 @@ def connect_failed(engine: _core.Engine, peer: str, pid: int, note: str) -> erro
     _, cause, _, remedy = _ENDINGS["peer-lost"]
     because = f": {note}" if note else ""
     return errors.PeerLost(
-        f"connect to '{peer}' (pid {pid}) failed: {cause}{because}. Next: {remedy}",
+        f"connect to '{peer}' (pid {pid}) failed: {cause}{because}{_next(remedy, note)}",
         op="connect",
         peer=peer,
         status="peer-lost",
@@ -217,7 +233,7 @@ def map_failed(
     kind, cause, _, remedy = _ENDINGS.get(status, (errors.TransferError, status, "", "see engine.explain(peer)"))
     because = f": {note}" if note else ""
     return kind(
-        f"{what} failed: {cause}{because}. Next: {remedy}",
+        f"{what} failed: {cause}{because}{_next(remedy, note)}",
         op="map",
         peer=peer,
         nbytes=nbytes,

@@ -270,11 +270,15 @@ def test_quick_bench_of_moe_writes_its_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.no_sanitizer
 def test_quick_bench_of_moe_kernels_compares_and_measures_them(tmp_path: Path) -> None:
-    file = tmp_path / "bench.json"
-    options = ["--kernels", "--quick", "--runs", 1, "--shape", "decode", "--ranks", 2, "--json", file]
+    file, page, picture = (tmp_path / name for name in ("bench.json", "bench.html", "bench.svg"))
+    options = ["--kernels", "--quick", "--runs", 2, "--shape", "decode", "--ranks", 2]
 
-    succeeded(crossrail("bench", "moe", *options, timeout_s=LONG_S))
+    succeeded(crossrail("bench", "moe", *options, "--json", file, timeout_s=LONG_S))
+    again = ["--compare", file, "--html", page, "--plot", picture]
+    text = succeeded(crossrail("bench", "moe", *options, *again, timeout_s=LONG_S))
 
+    assert "this run beside" in text
+    assert "decode-2-kernel-pack" in page.read_text() and "<svg" in picture.read_text()
     results = {result["name"]: result for result in json.loads(file.read_text())["results"]}
     for kernel in ("pack", "pull", "reduce", "reduce-portable", "quantize"):
         assert results[f"decode-2-kernel-{kernel}"]["ratio"] > 0

@@ -4,6 +4,8 @@ import array
 import gc
 import mmap
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -339,3 +341,20 @@ def test_dropped_regions_are_closed(engine: xr.Engine) -> None:
     gc.collect()
 
     eventually(lambda: engine.stats()["regions_open"] == before, "dropped regions closed", WAIT_S + NEVER_S)
+
+
+def test_memory_that_was_not_registered_is_refused_in_words(engine: Any, other: xr.Engine) -> None:
+    memory = np.zeros(100, np.uint8)
+    source, target = engine.alloc(100), other.alloc(100)
+    refused: list[tuple[str, Callable[[], object]]] = [
+        (r"src .*engine\.register.* not ndarray", lambda: engine.submit_write(memory, target.descriptor)),
+        (r"src .*engine\.register.* not NoneType", lambda: engine.submit_write(None, target.descriptor)),
+        (r"dst .*RegionDescriptor.* not .*Region$", lambda: engine.submit_write(source, target)),
+        (r"dst .*engine\.register.* not ndarray", lambda: engine.submit_read(memory, target.descriptor)),
+        (r"src .*RegionDescriptor.* not ndarray", lambda: engine.submit_read(source, memory)),
+        (r"src .*engine\.register", lambda: engine.submit_paged_writes(memory, [0], target.descriptor, [0], 1)),
+        (r"src .*engine\.register", lambda: engine.submit_scatter(memory, [], lengths=1, src_offsets=0, dst_offsets=0)),
+    ]
+    for words, call in refused:
+        with pytest.raises(xr.UsageError, match=words):
+            call()

@@ -194,7 +194,10 @@ def _patience_s(nbytes: int) -> float:
 
 def _check_memory(needed_bytes: int) -> None:
     """UsageError when the machine has not got that much; better than being killed for it."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # a container without /proc: nobody can say
+        return
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
     if free is not None and needed_bytes > free:
         raise UsageError(

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from crossrail.cli.bench.interval import Interval
 from crossrail.cli.bench.machine import busy_share, describe_machine
-from crossrail.cli.bench.saved import write_json
 from crossrail.cli.bench.spec import Result
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "one_line",
     "ratio_end",
     "warn_if_busy",
-    "write_json",
 ]
 
 _TITLES_WIDTH = 124  # of a terminal that has room for titles

@@ -65,11 +65,6 @@ def _result_json(result: Result) -> dict[str, Any]:
     return content
 
 
-def write_json(path: Path, results: list[Result], settings: Mapping[str, Any], busy: float) -> None:
-    """The file; replaced when there. settings: what they were taken with; busy: what busy_share said before."""
-    save(path, to_json(results, settings, busy))
-
-
 def save(path: Path, content: Mapping[str, Any]) -> None:
     """What to_json gave; replaced when there."""
     path.write_text(json.dumps(content, indent=1) + "\n")

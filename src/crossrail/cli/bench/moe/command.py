@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 import numpy as np
@@ -17,9 +17,9 @@ from crossrail.cli.bench.moe import mpi
 from crossrail.cli.bench.moe.kernels import measure_kernels
 from crossrail.cli.bench.moe.ranks import Durations, Ranks, durations_us
 from crossrail.cli.bench.moe.work import SHAPES, MoeShape
+from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Bar, Line, Result, Sample
-from crossrail.cli.text import OutputFile
 from crossrail.errors import CrossrailError
 
 _STEPS = ("dispatch", "combine")
@@ -53,7 +53,7 @@ class _Options:
 @click.option("--no-gloo", is_flag=True, help="Leave torch.distributed out; it also is where torch is not installed.")
 @click.option("--no-mpi", is_flag=True, help="Leave MPI out; it also is where mpi4py or mpiexec are not installed.")
 @click.option("--kernels", is_flag=True, help="The kernels of one rank alone, in this process, and nothing else.")
-@click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file.")
+@output_options
 @click.option("--strict", is_flag=True, help="Exit code 1 when a bar is missed.")
 def moe(
     shapes: tuple[str, ...],
@@ -64,14 +64,15 @@ def moe(
     no_gloo: bool,
     no_mpi: bool,
     kernels: bool,
-    json_path: Path | None,
     strict: bool,
+    **outputs: Any,
 ) -> None:
     """Measure dispatch and combine of MoE layers beside the limits of this machine.
 
     Each rank is a process; a step begins when all have come, and ends when the last is done. Just before it, all copy
     as many bytes as come to them by memcpy: that is the limit. Every byte is compared in a round that is not timed.
     """
+    written = Outputs.chosen(outputs)
     console = Console()
     without_gloo = "--no-gloo" if no_gloo else "" if importlib.util.find_spec("torch") else "torch is not installed"
     without_mpi = "--no-mpi" if no_mpi else mpi.missing()
@@ -88,9 +89,8 @@ def moe(
             measure = _measure_kernels if kernels else _measure
             results += measure(shape, count, options, console)
     console.print(report.make_table(results, console.width))
-    if json_path is not None:
-        settings = {"transport": transport, "runs": runs, "quick": quick, "kernels": kernels}
-        report.write_json(json_path, results, settings, busy)
+    settings = {"transport": transport, "runs": runs, "quick": quick, "kernels": kernels}
+    written.write(results, settings, busy, console)
     verdicts = {result.verdict for result in results}
     if "error" in verdicts or (strict and "miss" in verdicts):
         raise click.exceptions.Exit(1)
