@@ -167,12 +167,14 @@ def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.fixture
-def gpu(request: pytest.FixtureRequest, nothing_leaks: None) -> Iterator[FakeGpu]:
+def gpu(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, nothing_leaks: None) -> Iterator[FakeGpu]:
     """A GPU without one. To be asked for before what opens engines, which are to be closed first."""
     made = FakeGpu()
     yield made
     failed = request.node.stash.get(FAILED, False)  # its traceback keeps engines alive
     request.node.funcargs.clear()
+    for phase in ("setup", "call"):  # as do exceptions that were logged
+        caplog.get_records(phase).clear()
     made.close(is_checked=not failed)
 
 

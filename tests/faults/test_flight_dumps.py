@@ -124,11 +124,13 @@ def test_watchdog_that_cannot_write_still_tells(open_engine: EngineFactory, othe
 # --- signals ---
 
 HANGING = """
-    import ctypes, sys, numpy as np, crossrail as xr
+    import ctypes, sys, time, numpy as np, crossrail as xr
     xr.dump_on_signal(directory=sys.argv[1])
     engine, other = xr.Engine("hanging", dump_dir="/nonexistent"), xr.Engine("other", dump_dir="/nonexistent")
     src, dst = other.alloc(8), engine.alloc(8)
     other.submit_write(src, dst.descriptor, imm=5).wait(10)
+    while engine.imm_counter(5).poll() < 1:  # done: it will be counted, if it is not yet
+        time.sleep(0.001)
     print("ready", flush=True)
     if sys.argv[2] == "wait":
         engine.imm_counter(5).wait(3, None)

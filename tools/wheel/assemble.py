@@ -15,7 +15,7 @@ import compiler
 import licences
 import sbom
 from build import ProjectBuilder
-from process import ROOT, Failure, make_venv, run
+from process import ROOT, Failure, make_venv, run, say
 
 BUILD_S = 1800
 
@@ -54,8 +54,10 @@ def make_source(work: Path, own_compiler: str | None) -> Source:
         shutil.rmtree(work)
     work.mkdir(parents=True)
     env = compiler.environment(work, own_compiler, source_date())
+    say("an environment that builds the sdist")
     inside = make_venv(work / "venv", Path(sys.executable), *requirements())
-    run([inside, "-m", "build", "--sdist", "--no-isolation", "-o", work / "sdist", ROOT], BUILD_S, env=env)
+    sdist_command = [inside, "-m", "build", "--sdist", "--no-isolation", "-o", work / "sdist", ROOT]
+    run(sdist_command, BUILD_S, env=env, what="the sdist")
     sdist = only(work / "sdist", "*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(work / "source", filter="data")
@@ -69,10 +71,11 @@ def requirements() -> list[str]:
 def build_wheel(source: Source, python: Path) -> Path:
     version = run([python, "-c", "import sys; print('%d%d' % sys.version_info[:2])"], 60).strip()
     here = source.work / f"cp{version}"
+    say(f"an environment that builds the wheel for cp{version}")
     inside = make_venv(here / "venv", python, *requirements())
     env = source.env | {"PATH": f"{inside.parent}{os.pathsep}{source.env['PATH']}"}
     command = [inside, "-m", "build", "--wheel", "--no-isolation", "-o", here / "raw", f"-Cbuild-dir={here / 'build'}"]
-    run([*command, source.folder], BUILD_S, env=env)
+    run([*command, source.folder], BUILD_S, env=env, what=f"the wheel for cp{version}: everything is compiled")
     return finish(only(here / "raw", "*.whl"), here, source, inside)
 
 

@@ -25,6 +25,7 @@ def try_out(wheel: Path, python: Path) -> None:
     place = WORK / "trial"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
+    say(f"{wheel.name}: tried in an environment of its own")
     inside = make_venv(place / "venv", python, wheel)
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env["PATH"] = f"{inside.parent}{os.pathsep}{env['PATH']}"
@@ -73,7 +74,8 @@ def run_documentation(wheel: Path, inside: Path, place: Path, env: dict[str, str
         shutil.copy2(ROOT / name, place / name)
     for name in ("docs", "tests"):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    say("  types of a user's program")
     run([inside, "-m", "mypy", "--strict", "tests/user_types/program.py"], PROGRAMS_S, cwd=place, env=env)
     command = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/documentation/test_code_blocks.py"]
-    said = run(command, PROGRAMS_S, cwd=place, env=env)
+    said = run(command, PROGRAMS_S, cwd=place, env=env, what="  the examples")
     say(f"  examples of README.md and docs/ from it: {said.strip().splitlines()[-1].strip('= ')}")
