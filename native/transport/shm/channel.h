@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "transport/shm/layout.h"
+#include "util/prefetch.h"
 
 namespace crossrail::shm {
 
@@ -95,6 +96,10 @@ class ChannelWriter {
     refresh();
     return position_ - consumed_ < kRingEntries;
   }
+
+  // An entry is about to be filled: its line, which the consumer looks at again and again, is fetched meanwhile. Called
+  // shortly before: what arrives earlier than it is written goes back with the consumer's next look.
+  void expect_entry() { prefetch_for_write(&channel_->entries[position_ % kRingEntries]); }
 
   // The entry to fill, after has_room().
   Entry& next() {

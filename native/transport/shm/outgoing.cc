@@ -169,6 +169,7 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
     accepted = post_messages(link, link.services, EntryKind::kService, requests.first(std::min(room, requests.size())));
   } else {
     RailQueue& rail = link.rails[rail_index];
+    rail.writer.expect_entry();
     const size_t pending_before = rail.pending.size();
     while (accepted < requests.size()) {
       const WorkRequest* next = accepted + 1 < requests.size() ? &requests[accepted + 1] : nullptr;
@@ -247,6 +248,7 @@ uint32_t ShmTransport::post_messages(Outgoing& link, RailQueue& queue, EntryKind
                                      std::span<const WorkRequest> requests) {
   uint32_t accepted = 0;
   ChannelWriter& writer = queue.writer;
+  writer.expect_entry();
   for (const WorkRequest& request : requests) {
     uint64_t stage_at = 0;
     if (!has_room(link, queue)) break;
