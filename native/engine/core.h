@@ -49,6 +49,10 @@ class EngineCore final : public Sink, public Actor {
   // Under tables_mutex_. Those that only the table still knows, once there are many: peers that show a new descriptor for
   // each request would fill it else. To be let go without the mutex.
   std::vector<RemoteRegionRef> take_unused_remote_regions();
+  // Under tables_mutex_. Peers that were lost and that only the tables still know, but for the newest, once there are many:
+  // programs whose peers come and go for weeks, and never forget_peer(), would fill the table else. To be let go without
+  // the mutex.
+  std::vector<PeerRef> take_lost_peers();
   // [any] but the progress holder. What peers had done before they were refused may lie in queues that nobody has looked
   // into since: counted when this returns, so that no count of theirs comes later.
   void count_arrivals();
@@ -267,6 +271,7 @@ class EngineCore final : public Sink, public Actor {
 
   // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
   static constexpr size_t kRemoteRegionsKept = 1024;  // before those that nobody uses are looked for
+  static constexpr size_t kLostPeersKept = 64;        // that nothing names any more: their counts, states and reasons
   static constexpr uint8_t kSubmitting = 2;           // its mark while somebody is in submit_here
   SpinLock progress_lock_;
   std::atomic<uint32_t> guests_{0};                        // threads that want the lock: the worker makes way
@@ -287,6 +292,7 @@ class EngineCore final : public Sink, public Actor {
   std::map<Incarnation, PeerRef> peers_;
   std::map<std::pair<Incarnation, uint64_t>, RemoteRegionRef> remote_regions_;
   size_t remote_regions_sweep_at_ = kRemoteRegionsKept;  // entries
+  size_t peers_sweep_at_ = 2 * kLostPeersKept;           // likewise
   Ref<ReceivePool> pool_;
   std::atomic<uint64_t> pool_version_{0};
   std::vector<EngineEvent> events_;

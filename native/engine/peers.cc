@@ -43,18 +43,20 @@ PeerRef EngineCore::add_peer(const Address& address) {
     if (known != peers_.end()) return known->second;
   }
   Route route = transports_.choose(address);
+  std::vector<PeerRef> lost;  // let go after the mutex
   std::lock_guard lock(tables_mutex_);
   if (is_mutated(Mutation::kAcceptStaleIncarnation)) {
     for (auto& [incarnation, known] : peers_) {
       if (known->address().name == address.name) return known;
     }
   }
-  PeerRef& peer = peers_[address.incarnation];
-  if (!peer) {
-    auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown,
-                                    options_.counts_traffic ? route.traits->rail_count : 0);
-    peer = PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route), std::move(track)));
-  }
+  const auto known = peers_.find(address.incarnation);  // by another thread meanwhile
+  if (known != peers_.end()) return known->second;
+  lost = take_lost_peers();
+  auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown,
+                                  options_.counts_traffic ? route.traits->rail_count : 0);
+  auto peer = PeerRef::adopt(new Peer(std::make_shared<const Address>(address), std::move(route), std::move(track)));
+  peers_.emplace(address.incarnation, peer);
   return peer;
 }
 
@@ -118,6 +120,30 @@ std::vector<RemoteRegionRef> EngineCore::take_unused_remote_regions() {
   }
   remote_regions_sweep_at_ = std::max(kRemoteRegionsKept, 2 * remote_regions_.size());
   return unused;
+}
+
+std::vector<PeerRef> EngineCore::take_lost_peers() {
+  std::vector<PeerRef> lost;
+  if (peers_.size() < peers_sweep_at_) return lost;
+  // Their regions name them. One with a key is just being lost: on_link_down() gets to it.
+  const auto is_unused = [](const auto& item) {
+    const RemoteRegion& region = *item.second;
+    return region.peer()->state() == PeerState::kLost && region.is_only_ref() && !region.key_;
+  };
+  std::erase_if(remote_regions_, is_unused);
+  // Whoever wants one that it has not asks under the mutex: nobody comes by another way.
+  for (const auto& [incarnation, peer] : peers_) {
+    if (peer->state() == PeerState::kLost && peer->is_only_ref()) lost.push_back(peer);
+  }
+  const size_t surplus = lost.size() - std::min(lost.size(), kLostPeersKept);
+  std::ranges::sort(lost, {}, [](const PeerRef& peer) { return peer->track_->id; });  // the newest last
+  lost.resize(surplus);
+  for (const PeerRef& peer : lost) {
+    keep_counts(*peer);
+    peers_.erase(peer->address().incarnation);
+  }
+  peers_sweep_at_ = peers_.size() + kLostPeersKept;
+  return lost;
 }
 
 Status EngineCore::map(Peer& peer, RemoteRegion& region, Mapping* mapping) {

@@ -77,6 +77,37 @@ TEST_CASE("peers' regions that nobody uses any more are forgotten, those in use 
   require_done(pair.a->submit_write({.src = src.get(), .dst = in_use.get(), .length_bytes = 8}));
 }
 
+TEST_CASE("peers are forgotten once they were lost, while other threads look at peers and make new ones") {
+  EngineRef engine = open_engine("stays");
+  RegionRef src = engine->alloc(64, false);
+  std::atomic<bool> stop{false};
+  std::thread looker([&] {
+    while (!stop.load()) {
+      for (const PeerRef& peer : engine->peers()) engine->explain(*peer);
+      engine->traffic();
+    }
+  });
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 150; ++i) {
+        EngineRef passing = open_engine("passes by");
+        RegionRef dst = passing->alloc(64, false);
+        RemoteRegionRef there = engine->remote_region(dst->descriptor());
+        TransferRef transfer = engine->submit_write({.src = src.get(), .dst = there.get(), .length_bytes = 64});
+        transfer->wait(deadline_in(20), {});
+        CHECK(transfer->status() == Status::kDone);
+        passing->close(0);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  stop.store(true);
+  looker.join();
+  CHECK(engine->peers().size() < 300);
+  engine->close(0);
+}
+
 TEST_CASE("a write lands, is counted once, and its region can close") {
   Pair pair;
   RegionRef src = pair.a->alloc(1 << 20, false);
