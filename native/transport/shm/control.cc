@@ -36,6 +36,16 @@ sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
   return address;
 }
 
+constexpr uid_t kRoot = 0;
+
+// Who is at the other end of a unix socket; nobody's number where the kernel does not say.
+uid_t user_of(int socket) {
+  ucred credentials{};
+  socklen_t length = sizeof credentials;
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return static_cast<uid_t>(-1);
+  return credentials.uid;
+}
+
 }  // namespace
 
 Control::Control(const Address& address, std::shared_ptr<MemoryMap> home, const WakeEvent* bell, RegionTable* regions,
@@ -253,6 +263,13 @@ void Control::start_connect(Connection& connection) {
                          : std::string("connect: ") + std::strerror(errno));
     return;
   }
+  // It would hang up on us, see accept_all(): here it can be said why.
+  if (const uid_t user = user_of(connection.socket.get()); user != geteuid() && geteuid() != kRoot) {
+    lose(connection, "it belongs to user " + std::to_string(user) + ", and this process to user " +
+                         std::to_string(geteuid()) +
+                         ": shm is for processes of one user, and for root's; run both as one, or use transport='tcp'");
+    return;
+  }
   connection.connected = true;
   epoll_event event{.events = EPOLLIN, .data = {.u64 = connection.token}};
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, connection.socket.get(), &event);
@@ -294,12 +311,11 @@ void Control::accept_all() {
       }
       return;
     }
-    ucred credentials{};
-    socklen_t length = sizeof credentials;
-    getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length);
-    if (credentials.uid != geteuid() && credentials.uid != 0 && geteuid() != 0) {
+    // Whoever is let in is given our regions' memory on demand.
+    if (const uid_t user = user_of(fd.get()); user != geteuid() && user != kRoot) {
       emit({.kind = ControlEvent::Kind::kProtocolError,
-            .text = "refused a connection of user " + std::to_string(credentials.uid)});
+            .text = "refused a connection of user " + std::to_string(user) +
+                    ": shm is for processes of one user, and for root's"});
       continue;
     }
     make_room_for_stranger();

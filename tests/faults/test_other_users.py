@@ -1,0 +1,92 @@
+"""Shared memory is given to processes of the same user, and to root's."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from tests.support.limits import WAIT_S, eventually
+from tests.support.process import run_script
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
+
+WRITE = """
+    import os, sys
+    import crossrail as xr
+
+    os.setgid(65534)
+    os.setuid(65534)
+    with xr.Engine("intruder", transport=sys.argv[2], rails=["127.0.0.1"] if sys.argv[2] == "tcp" else 1) as engine:
+        source = engine.alloc(64)
+        try:
+            engine.submit_write(source, xr.RegionDescriptor.from_bytes(bytes.fromhex(sys.argv[1])), 64).wait(20)
+            print("written")
+        except xr.PeerLost as error:
+            print(error)
+"""
+
+
+def test_root_gives_its_memory_to_no_other_user() -> None:
+    memory = np.full(64, 7, np.uint8)
+    with xr.Engine("root's", transport="shm") as engine:
+        region = engine.register(memory)
+
+        answer = run_script(WRITE, region.descriptor.to_bytes().hex(), "shm", timeout_s=WAIT_S)
+
+    assert "it belongs to user 0, and this process to user 65534" in answer.stdout, answer
+    assert "transport='tcp'" in answer.stdout
+    assert (memory == 7).all()
+
+
+KNOCK = """
+    import os, socket, sys
+
+    os.setgid(65534)
+    os.setuid(65534)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as knocking:
+        knocking.settimeout(20)
+        knocking.connect("\\0" + sys.argv[1])
+        try:
+            print("answered" if knocking.recv(1) else "hung up")
+        except ConnectionError:
+            print("hung up")
+"""
+
+
+def own_listener() -> str:
+    """Name of the only socket of this process that engines listen at: everybody on the host can read it, as here."""
+    own = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            own.add(os.fstat(int(fd)).st_ino)
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[-1].startswith("@crossrail.") and int(fields[-2]) in own:
+            return fields[-1].removeprefix("@")
+    raise AssertionError("no engine listens in this process")
+
+
+def test_who_does_not_ask_first_is_hung_up_on() -> None:
+    said: list[str] = []
+    with xr.Engine("root's", transport="shm") as engine:
+        engine.on_event(lambda event: said.append(event.detail))
+        answer = run_script(KNOCK, own_listener(), timeout_s=WAIT_S)
+
+        eventually(lambda: said, "the engine tells of it")
+
+    assert answer.stdout == "hung up\n", answer
+    assert said == ["refused a connection of user 65534: shm is for processes of one user, and for root's"]
+
+
+def test_another_users_process_reaches_root_by_tcp() -> None:
+    memory = np.full(64, 7, np.uint8)
+    with xr.Engine("root's", transport="tcp", rails=["127.0.0.1"]) as engine:
+        region = engine.register(memory)
+
+        answer = run_script(WRITE, region.descriptor.to_bytes().hex(), "tcp", timeout_s=WAIT_S)
+
+    assert answer.stdout == "written\n", answer
+    assert (memory == 0).all()
