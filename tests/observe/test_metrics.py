@@ -350,3 +350,14 @@ def test_rdma_rails_count_what_goes_out_anew(open_engine: EngineFactory) -> None
         # In virtual time: no write takes as long as the deadline of its wait.
         assert 0 < total(samples, "crossrail_rail_latency_seconds_sum") < 60
         there.imm_counter(1).wait(4, 60)
+
+
+def test_a_scraper_that_says_nothing_is_cut_off(engine: xr.Engine, capfd: pytest.CaptureFixture[str]) -> None:
+    with serve_metrics(engine, port=0, patience_s=0.2) as server:
+        with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as silent:
+            assert silent.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as slow:
+            slow.sendall(b"GET /metrics HTTP/1.1\r\nHost")
+            assert slow.recv(1) == b""
+
+    assert capfd.readouterr().err == ""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from types import TracebackType
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
@@ -15,6 +16,7 @@ from crossrail.errors import TransportError, UsageError
 from crossrail.observe.metrics import PEERS_MAX, EngineCollector
 
 DEFAULT_PORT = 9478
+PATIENCE_S = 10.0
 
 
 class MetricsServer:
@@ -51,14 +53,16 @@ class MetricsServer:
 
 
 def serve_metrics(
-    *observed: Engine | Collector, port: int = DEFAULT_PORT, host: str = "127.0.0.1", peers_max: int = PEERS_MAX
-) -> MetricsServer:
+    *observed: Engine | Collector, port: int = DEFAULT_PORT, host: str = "127.0.0.1", peers_max: int = PEERS_MAX,
+    patience_s: float = PATIENCE_S,
+) -> MetricsServer:  # fmt: skip
     """Serves the metrics of these over HTTP, from a thread of its own, until it is closed.
 
     observed: engines, and collectors of prometheus_client: crossrail.weights.metrics.UpdateCollector,
     crossrail.moe.metrics.RoundCollector, your own. port: 0: any that is free. host: address to listen at, of this host;
     "0.0.0.0" is all of them, and then anybody who reaches it reads names of peers and how much they move.
-    peers_max: of each engine, see EngineCollector.
+    peers_max: of each engine, see EngineCollector. patience_s: a client that sends, or takes, nothing for so long is cut
+    off: each has a thread.
 
     Engines stay the caller's, and may close before it. Raises TransportError when it cannot listen there, UsageError
     for two engines of one name, or a port out of 0..65535.
@@ -77,4 +81,19 @@ def serve_metrics(
         raise TransportError(
             "bind", error.errno or 0, f"cannot serve metrics at {host}:{port}: {reason}", "choose another port, or 0"
         ) from None
+    assert isinstance(server.RequestHandlerClass, type) and issubclass(server.RequestHandlerClass, WSGIRequestHandler)
+    server.RequestHandlerClass = _with_patience(server.RequestHandlerClass, patience_s)
     return MetricsServer(registry, server, thread)
+
+
+def _with_patience(handler: type[WSGIRequestHandler], patience_s: float) -> type[WSGIRequestHandler]:
+    """That of prometheus_client waits for ever for a request."""
+
+    class Patient(handler):  # type: ignore[misc, valid-type]
+        timeout = patience_s
+
+        def handle(self) -> None:
+            with contextlib.suppress(TimeoutError):
+                super().handle()
+
+    return Patient
