@@ -66,6 +66,40 @@ def test_shared_memory_peers_that_run_out_say_so_and_come_back() -> None:
     assert int(script.stdout) > 32, "nothing but the second tries succeeded"
 
 
+COMES_BACK = (
+    STARVING
+    + """
+    import time
+
+    with xr.Engine("b", transport="shm") as b, xr.Engine("a", transport="shm") as a:
+        a.connect(b.address, 20)
+        source, target = a.alloc(1000), b.alloc(1000)
+        starve(0)
+        try:
+            a.submit_write(source, target.descriptor).wait(20)
+        except xr.TransferError as error:
+            print(error.error_code, "file descriptors" in str(error))
+        feed()
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                a.submit_write(source, target.descriptor, imm=1).wait(20)
+                break
+            except xr.TransferError as error:
+                assert time.monotonic() < deadline, error
+                time.sleep(0.01)
+        b.imm_counter(1).wait(1, 20)
+"""
+)
+
+
+def test_a_region_that_could_not_be_mapped_is_mapped_later() -> None:
+    script = run_script(COMES_BACK)
+
+    assert_clean(script)
+    assert script.stdout == "transfer-error True\n"
+
+
 # Each engine tells peers which host it is on: by the first answer that the process ever got.
 LATE = (
     STARVING

@@ -28,6 +28,7 @@ struct Import {
   uint64_t region_id = 0;
   Status status = Status::kPending;  // of kRefused
   std::string text;                  // of kRefused
+  int64_t ask_again_ns = 0;          // of kRefused for want of something that may be there later; 0: for good
   Access access = Access::kLocal;
   std::byte* base = nullptr;  // kDirect: where we reach it
   uint64_t remote_base = 0;   // its address in the target, for cross-memory attach

@@ -203,7 +203,12 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     return is_revoked ? refuse(Status::kRegionRevoked, "revoked by its owner")
                       : refuse(Status::kRegionClosed, "closed by its owner");
   };
-  if (import.state == Import::State::kRefused) return refuse(import.status, import.text);
+  if (import.state == Import::State::kRefused) {
+    if (import.ask_again_ns == 0 || now_ns() < import.ask_again_ns) return refuse(import.status, import.text);
+    import.ask_again_ns = 0;
+    ask(link, import);
+    return false;
+  }
   const auto needed = request.op == WorkOp::kWrite ? Access::kRemoteWrite : Access::kRemoteRead;
   if ((static_cast<uint8_t>(import.access) & static_cast<uint8_t>(needed)) != static_cast<uint8_t>(needed)) {
     return refuse(Status::kAccessDenied, request.op == WorkOp::kWrite ? "the region is not open for remote writes"

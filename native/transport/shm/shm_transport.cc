@@ -134,11 +134,17 @@ std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescrip
   if (!import) {
     import = std::make_shared<Import>();
     import->region_id = descriptor.region_id;
-    ++outgoing.imports_pending;
-    ++outgoing.outstanding;
-    if (outgoing.up) control_->import_region(outgoing.id, descriptor.region_id);
+    ask(outgoing, *import);
   }
   return std::make_unique<ShmKey>(import);
+}
+
+// What region that is: the answer is kImported.
+void ShmTransport::ask(Outgoing& link, Import& import) {
+  import.state = Import::State::kPending;
+  ++link.imports_pending;
+  if (link.outstanding++ == 0) link.moved_ns = now_ns();
+  if (link.up) control_->import_region(link.id, import.region_id);  // else once it is
 }
 
 // Those that no key names any more, and their mappings: of regions that are closed, or that nothing is written to now.
@@ -232,7 +238,10 @@ uint32_t ShmTransport::handle_control() {
           import.length_bytes = event.facts.length_bytes;
           import.is_gpu = event.facts.is_gpu;
           if (event.facts.status != Status::kDone) {
+            constexpr int64_t kAskAgainAfterNs = 100'000'000;  // not for each of a crowd of works
             import.state = Import::State::kRefused;
+            // It was ourselves who had no descriptor or no room for it.
+            if (import.status == Status::kTransportFailed) import.ask_again_ns = now_ns() + kAskAgainAfterNs;
           } else if (import.is_gpu) {
             import.state = Import::State::kPrivate;
           } else if (link->same_process && (event.facts.map || private_path_ == 0)) {

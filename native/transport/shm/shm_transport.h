@@ -68,6 +68,7 @@ class ShmTransport final : public Transport {
   bool touch(Outgoing& link, uint64_t region_id);
   void clear_hazards();
   void forget_imports(Outgoing& link);
+  void ask(Outgoing& link, Import& import);
   bool copy_direct(Outgoing& link, const WorkRequest& request, const WorkRequest* next);
   bool copy_attached(Outgoing& link, const WorkRequest& request);
   uint32_t post_messages(Outgoing& link, RailQueue& queue, EntryKind kind, std::span<const WorkRequest> requests);
