@@ -46,8 +46,8 @@ std::string reason_for(TransportKind kind, const Address& own, const Address& pe
   if ((own.transports & (own.transports - 1)) == 0) return "asked for by transport='" + asked_for(own, kind) + "'";
   if (kind == TransportKind::kNull) return "asked for by transport='null'";
   const bool is_near = same_host(own, peer);
-  return (is_near ? "the peer has no shm: it asked for " + asked_for(peer, kind)
-                  : std::string("it is ") + place_of(own, peer)) +
+  return (is_near && !peer.has(TransportKind::kShm) ? "the peer has no shm: it asked for " + asked_for(peer, kind)
+                                                    : std::string("it is ") + place_of(own, peer)) +
          better;
 }
 
@@ -66,10 +66,13 @@ std::string reason_for(TransportKind kind, const Address& own, const Address& pe
 ChosenTransport choose_transport(const Address& own, const Address& peer, std::span<const Absent> absent,
                                  const WhyOutOfReach& why_out_of_reach) {
   const uint32_t shared = own.transports & peer.transports;
-  if ((shared & transport_bit(TransportKind::kShm)) != 0 && same_host(own, peer)) {
-    return {TransportKind::kShm, "same host: shared memory"};
-  }
   std::string obstacles;
+  if ((shared & transport_bit(TransportKind::kShm)) != 0 && same_host(own, peer)) {
+    const std::string found = why_out_of_reach(TransportKind::kShm);
+    if (found.empty()) return {TransportKind::kShm, "same host: shared memory"};
+    if (shared == transport_bit(TransportKind::kShm)) return {TransportKind::kShm, "same host, but " + found};
+    obstacles = "; no shm: " + found;
+  }
   for (const TransportKind kind : kBetweenHosts) {
     if (!own.has(kind) && !peer.has(kind)) continue;
     const std::string found = obstacle(kind, own, peer, absent, why_out_of_reach);

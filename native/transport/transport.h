@@ -197,7 +197,8 @@ class Transport {
   // process cannot touch that memory. kRegionClosed, kRegionRevoked and others: the peer refuses.
   virtual Status map(const RemoteKey&, Mapping* /*out*/) { return Status::kAccessDenied; }
   virtual std::vector<PathReport> explain(Link& link) = 0;
-  // [any] Why none of that peer's rails is in reach of ours (other kinds of links); empty: some is, or nobody can tell.
+  // [any] Why none of that peer's rails is in reach of ours (other kinds of links, another user's memory); empty: some is,
+  // or nobody can tell.
   virtual std::string why_out_of_reach(const Address&) const { return {}; }
   // Empty: paired as by peer_rail() of engine/sharding.h.
   virtual std::vector<RailReport> explain_rails(Link&) { return {}; }

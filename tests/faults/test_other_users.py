@@ -19,11 +19,12 @@ WRITE = """
 
     os.setgid(65534)
     os.setuid(65534)
-    with xr.Engine("intruder", transport=sys.argv[2], rails=["127.0.0.1"] if sys.argv[2] == "tcp" else 1) as engine:
+    target = xr.RegionDescriptor.from_bytes(bytes.fromhex(sys.argv[1]))
+    with xr.Engine("intruder", transport=sys.argv[2], rails=1 if sys.argv[2] == "shm" else ["127.0.0.1"]) as engine:
         source = engine.alloc(64)
         try:
-            engine.submit_write(source, xr.RegionDescriptor.from_bytes(bytes.fromhex(sys.argv[1])), 64).wait(20)
-            print("written")
+            engine.submit_write(source, target, 64).wait(20)
+            print(engine.explain(target.owner).reason)
         except xr.PeerLost as error:
             print(error)
 """
@@ -81,12 +82,19 @@ def test_who_does_not_ask_first_is_hung_up_on() -> None:
     assert said == ["refused a connection of user 65534: shm is for processes of one user, and for root's"]
 
 
-def test_another_users_process_reaches_root_by_tcp() -> None:
+@pytest.mark.parametrize(
+    ("transport", "reason"),
+    [
+        ("tcp", "asked for by transport='tcp'"),
+        ("auto", "it is on this host; no shm: it belongs to user 0, and this process to user 65534"),
+    ],
+)
+def test_another_users_process_reaches_root_by_tcp(transport: str, reason: str) -> None:
     memory = np.full(64, 7, np.uint8)
-    with xr.Engine("root's", transport="tcp", rails=["127.0.0.1"]) as engine:
+    with xr.Engine("root's", transport=transport, rails=["127.0.0.1"]) as engine:
         region = engine.register(memory)
 
-        answer = run_script(WRITE, region.descriptor.to_bytes().hex(), "tcp", timeout_s=WAIT_S)
+        answer = run_script(WRITE, region.descriptor.to_bytes().hex(), transport, timeout_s=WAIT_S)
 
-    assert answer.stdout == "written\n", answer
+    assert answer.stdout.startswith(reason), answer
     assert (memory == 0).all()

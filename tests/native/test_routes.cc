@@ -67,6 +67,13 @@ TEST_CASE("the fastest transport that both have is taken") {
   CHECK(route(engine(kOfi, "here", "tcp"), engine(kOfi, "here", "tcp")) == "ofi: asked for by transport='ofi:tcp'");
 }
 
+TEST_CASE("a peer of this host whose memory we are not let into is reached as if it were on another") {
+  const WhyOutOfReach foreign = [](TransportKind kind) { return kind == TransportKind::kShm ? "it is not ours" : ""; };
+  CHECK(route(engine(kAuto), engine(kAuto), {}, foreign) == "tcp: it is on this host; no shm: it is not ours");
+  CHECK(route(engine(kAuto), engine(kShm), {}, foreign) == "shm: same host, but it is not ours");  // it says so again
+  CHECK(route(engine(kAuto), engine(kAuto, "there"), {}, foreign) == "tcp: it is on another host");
+}
+
 TEST_CASE("what stood in the way of a faster transport is said") {
   const Address peer = engine(kAuto | kVerbs, "there");
   CHECK(route(engine(kAuto), peer) == "tcp: it is on another host; it has verbs, this engine has not");

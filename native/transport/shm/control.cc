@@ -4,6 +4,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -46,7 +47,26 @@ uid_t user_of(int socket) {
   return credentials.uid;
 }
 
+// Empty: the engine behind the socket, of ours and connected, lets us in. See accept_all().
+std::string why_refused(int socket) {
+  const uid_t user = user_of(socket);
+  if (user == geteuid() || geteuid() == kRoot) return {};
+  return "it belongs to user " + std::to_string(user) + ", and this process to user " + std::to_string(geteuid()) +
+         ": shm is for processes of one user, and for root's";
+}
+
 }  // namespace
+
+std::string why_refused(const Address& peer) {
+  struct stat process{};
+  const std::string path = "/proc/" + std::to_string(peer.pid);
+  if (geteuid() == kRoot || (stat(path.c_str(), &process) == 0 && process.st_uid == geteuid())) return {};  // most are
+  const Fd probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  socklen_t length = 0;
+  const sockaddr_un name = socket_address(peer.incarnation, &length);
+  if (!probe || ::connect(probe.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) return {};
+  return why_refused(probe.get());
+}
 
 Control::Control(const Address& address, std::shared_ptr<MemoryMap> home, const WakeEvent* bell, RegionTable* regions,
                  int64_t connect_timeout_ns, Transport* waker)
@@ -263,11 +283,8 @@ void Control::start_connect(Connection& connection) {
                          : std::string("connect: ") + std::strerror(errno));
     return;
   }
-  // It would hang up on us, see accept_all(): here it can be said why.
-  if (const uid_t user = user_of(connection.socket.get()); user != geteuid() && geteuid() != kRoot) {
-    lose(connection, "it belongs to user " + std::to_string(user) + ", and this process to user " +
-                         std::to_string(geteuid()) +
-                         ": shm is for processes of one user, and for root's; run both as one, or use transport='tcp'");
+  if (const std::string why = why_refused(connection.socket.get()); !why.empty()) {
+    lose(connection, why + "; run both as one, or use transport='tcp'");
     return;
   }
   connection.connected = true;

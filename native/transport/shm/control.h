@@ -40,6 +40,10 @@ struct ControlEvent {
   std::string text = {};                     // reason of kOutDown, kInDown, kProtocolError
 };
 
+// [any] Why the engine of that address, on this host, would not let us in; empty: it would, or nobody can tell, which
+// connecting to it does.
+std::string why_refused(const Address& peer);
+
 class Control {
  public:
   // home, bell: passed to peers; bell outlives us. waker: wake() is called from the control thread when there are events.

@@ -42,6 +42,7 @@ class ShmTransport final : public Transport {
   Status map(const RemoteKey& key, Mapping* out) override;
   std::unique_ptr<RemoteKey> resolve(Link& link, const RegionDescriptor& descriptor) override;
   std::vector<PathReport> explain(Link& link) override;
+  std::string why_out_of_reach(const Address& peer) const override { return why_refused(peer); }
   uint64_t rail_depth(Link& link, uint32_t rail) override;
 
   uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
