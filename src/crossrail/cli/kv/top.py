@@ -56,7 +56,8 @@ def _ask(url: str) -> dict[str, Any]:
         with urllib.request.urlopen(url.rstrip("/") + "/v1/nodes", timeout=_TIMEOUT_S) as response:
             answer: Any = json.loads(response.read(_ANSWER_BYTES_MAX))
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-        why = getattr(error, "reason", None) or str(error) or type(error).__name__
+        reason = getattr(error, "reason", None) or error
+        why = getattr(reason, "strerror", None) or str(reason) or type(error).__name__
         raise CrossrailError(f"no router answers at {url}: {why}") from None
     if not isinstance(answer, dict) or not {"router", "requests", "nodes"} <= answer.keys():
         raise CrossrailError(f"no router answers at {url}, but something else: {str(answer)[:80]}")
