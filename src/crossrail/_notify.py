@@ -126,7 +126,10 @@ class CallbackThread:
         self.notifier = _core.Notifier()  # last: it may fail, and __del__ looks at the rest
 
     def register(self, call: Callable[[], object], *, once: bool = True) -> int:
-        """A cookie that makes the thread run `call` when posted. Then arm whatever posts it, then start()."""
+        """A cookie that makes the thread run `call` when posted. Then arm whatever posts it, then start().
+
+        Where the thread may not run yet, start() comes first as well: if it cannot, nothing has been armed.
+        """
         cookie = next(self._cookies)
         self._handlers[cookie] = _Handler(call, once)
         return cookie
@@ -135,7 +138,10 @@ class CallbackThread:
         self._handlers.pop(cookie, None)
 
     def start(self) -> threading.Thread | None:
-        """Sees to it that the thread runs; after close() until nothing is due. There is none in a forked child."""
+        """Sees to it that the thread runs; after close() until nothing is due. There is none in a forked child.
+
+        Raises TransportError where the system gives no thread.
+        """
         if self._thread is not None and not self._closing:
             return self._thread
         with self._lock:

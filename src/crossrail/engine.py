@@ -283,6 +283,7 @@ class Engine(_core.Engine):
         when a wait fails and at close.
         """
         _raise.check_callable(fn, "fn")
+        self._callbacks.start()
         self._on_event = fn
         self._callbacks.notifier.post(self._event_cookie)  # for those that came before
         self._callbacks.start()

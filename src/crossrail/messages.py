@@ -30,14 +30,16 @@ class ReceivePool(_core.ReceivePool):
     def __init__(
         self, engine: _core.Engine, count: int, nbytes: int, on_message: Callable[[Message], object] | None
     ) -> None:
+        callbacks = callbacks_of(engine)
         if on_message is not None:
             _raise.check_callable(on_message, "on_message")
+            callbacks.start()
         super().__init__(engine, count, nbytes, on_message is not None)
         self._waiters: set[asyncio.Future[bool]] = set()
         self._loop: LoopNotifier | None = None  # whose tasks are the waiters
         self._armed: int | None = None  # cookie that _loop will get
         self._on_message = on_message
-        self._callbacks = callbacks_of(engine)
+        self._callbacks = callbacks
         if on_message is not None:
             self._cookie = self._callbacks.register(self._deliver, once=False)
             self._notify(self._callbacks.notifier, self._cookie)
