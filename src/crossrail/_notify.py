@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("crossrail")
 
 
-_of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier] = weakref.WeakKeyDictionary()
+# Weak, both: a notifier holds what is awaited, which holds its loop.
+_of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[LoopNotifier]] = weakref.WeakKeyDictionary()
 
 
 class LoopNotifier:
     """The notifier of one event loop. Threads: that of the loop.
 
-    The loop holds it through its reader, so both end together, also when the loop is closed without a word to us.
+    The loop holds it through its reader, so both end together, also when the loop is closed without a word to us: what
+    still awaits there can then be collected, and takes nothing.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -48,10 +50,18 @@ class LoopNotifier:
         loop: asyncio.AbstractEventLoop = sys.modules["asyncio"].get_running_loop()
         if getattr(loop, "world", None) is not cast(_HasWorld, engine)._world:
             raise _raise.another_clock(engine, loop)
-        found = _of_loop.get(loop)
+        known = _of_loop.get(loop)
+        found = None if known is None else known()
         if found is None:
-            found = _of_loop[loop] = cls(loop)
+            found = cls(loop)
+            _of_loop[loop] = weakref.ref(found)
         return found
+
+    @property
+    def closed(self) -> bool:
+        """Whether the loop is, or is gone: nobody wakes its tasks any more."""
+        loop = self._loop()
+        return loop is None or loop.is_closed()
 
     def register(self, call: Callable[[], object]) -> int:
         """A cookie at whose arrival `call` runs once. It must not raise."""
@@ -61,13 +71,10 @@ class LoopNotifier:
 
     def expect(self) -> tuple[int, asyncio.Future[bool]]:
         """A cookie, and a future that becomes True when it arrives. Whoever takes one gives it to forget()."""
-        future = self.future()
-        return self.register(partial(resolve, future, True)), future
-
-    def future(self) -> asyncio.Future[bool]:
         loop = self._loop()
         assert loop is not None  # it is running
-        return loop.create_future()
+        future = loop.create_future()
+        return self.register(partial(resolve, future, True)), future
 
     def forget(self, cookie: int) -> None:
         self._handlers.pop(cookie, None)

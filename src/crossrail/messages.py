@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -35,8 +36,9 @@ class ReceivePool(_core.ReceivePool):
             _raise.check_callable(on_message, "on_message")
             callbacks.start()
         super().__init__(engine, count, nbytes, on_message is not None)
-        self._waiters: set[asyncio.Future[bool]] = set()
-        self._loop: LoopNotifier | None = None  # whose tasks are the waiters
+        # Weak, both: what waits in a loop that is dropped ends with it. The loop itself holds its waiters.
+        self._waiters: weakref.WeakSet[asyncio.Future[bool]] = weakref.WeakSet()
+        self._loop: weakref.ref[LoopNotifier] | None = None  # whose tasks are the waiters
         self._armed: int | None = None  # cookie that _loop will get
         self._on_message = on_message
         self._callbacks = callbacks
@@ -64,11 +66,13 @@ class ReceivePool(_core.ReceivePool):
     async def _ready(self, timeout_s: float | None) -> bool:
         """True when it is worth looking again."""
         loop = LoopNotifier.running(self._engine)
-        if loop is not self._loop:
-            if self._waiters:
+        last = None if self._loop is None else self._loop()
+        if loop is not last:
+            if self._waiters and last is not None and not last.closed:
                 raise UsageError("tasks of another event loop wait for messages of this pool: use one loop per pool")
-            self._loop, self._armed = loop, None
-        future = loop.future()
+            self._waiters.clear()  # of a loop that was closed: they wait for good
+            self._loop, self._armed = weakref.ref(loop), None
+        cookie, future = loop.expect()
         self._waiters.add(future)
         if self._armed is None:
             self._armed = loop.register(self._wake)
@@ -77,6 +81,7 @@ class ReceivePool(_core.ReceivePool):
             return await arrival(future, timeout_s)
         finally:
             self._waiters.discard(future)
+            loop.forget(cookie)
 
     def _wake(self) -> None:
         # All of them: who finds the pool empty again arms anew.
