@@ -66,12 +66,8 @@ class ReceivePool(_core.ReceivePool):
     async def _ready(self, timeout_s: float | None) -> bool:
         """True when it is worth looking again."""
         loop = LoopNotifier.running(self._engine)
-        last = None if self._loop is None else self._loop()
-        if loop is not last:
-            if self._waiters and last is not None and not last.closed:
-                raise UsageError("tasks of another event loop wait for messages of this pool: use one loop per pool")
-            self._waiters.clear()  # of a loop that was closed: they wait for good
-            self._loop, self._armed = weakref.ref(loop), None
+        if self._loop is None or self._loop() is not loop:
+            self._move_to(loop)
         cookie, future = loop.expect()
         self._waiters.add(future)
         if self._armed is None:
@@ -82,6 +78,13 @@ class ReceivePool(_core.ReceivePool):
         finally:
             self._waiters.discard(future)
             loop.forget(cookie)
+
+    def _move_to(self, loop: LoopNotifier) -> None:
+        last = None if self._loop is None else self._loop()
+        if self._waiters and last is not None and not last.closed:
+            raise UsageError("tasks of another event loop wait for messages of this pool: use one loop per pool")
+        self._waiters.clear()  # of a loop that was closed: they wait for good
+        self._loop, self._armed = weakref.ref(loop), None
 
     def _wake(self) -> None:
         # All of them: who finds the pool empty again arms anew.
