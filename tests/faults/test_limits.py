@@ -48,6 +48,16 @@ CASES = {
         "a.alloc(1 << 30)",
         "no address space for 1073741824 bytes: .*ulimit -v",
     ),
+    "address-space-of-private-memory": (
+        "resource.setrlimit(resource.RLIMIT_AS, (room_bytes(), -1))",
+        "with xr.Engine('c', transport='tcp') as c: c.alloc(1 << 30)",
+        "cannot allocate 1073741824 bytes: .*ulimit -v",
+    ),
+    "descriptors": (
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
+        "a.alloc(1 << 20)",
+        "cannot make shared memory: .*ulimit -n",
+    ),
     "file-size": (
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, -1))",
         "a.alloc(1 << 20)",
