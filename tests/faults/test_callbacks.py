@@ -175,12 +175,21 @@ def test_what_was_awaited_in_a_closed_loop_is_there_for_another(engine: xr.Engin
         for task in tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # that is what this test is for
 
+    async def await_and_cancel() -> asyncio.Task[xr.Message]:
+        task = asyncio.create_task(pool.recv_async())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task
+
     async def take_both() -> bytes:
         await counter.wait_async(1, WAIT_S)
         return (await pool.recv_async(WAIT_S)).data
 
     for _ in range(2):
         leave_awaits_behind()
+        kept = asyncio.run(await_and_cancel())
+        assert kept.cancelled()
         gc.collect()
         other.submit_send(engine.address, b"for the next").wait(WAIT_S)
         other.submit_write(source, target.descriptor, imm=1).wait(WAIT_S)
