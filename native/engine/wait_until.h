@@ -33,7 +33,20 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
   WaitResult result = WaitResult::kReady;
   int64_t spin_until = 0;
   int64_t next_interrupt = now_ns() + kInterruptEveryNs;
-  if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
+  const auto step_in = [&] {
+    if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
+  };
+  const auto step_out = [&] {
+    // Who holds the lock just now sees in leave() that the news are taken, and that nobody is on the way to them.
+    if (std::exchange(guest.has_news, false) && !holding && !closed() && try_enter()) {
+      holding = true;
+      if (!closed()) round();
+    }
+    if (std::exchange(guest.is_in_front, false)) place.leave_front();
+    if (std::exchange(holding, false)) leave();
+    if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
+  };
+  step_in();
   for (int rounds = 0;; ++rounds) {
     if (ready()) break;
     if (closed()) {  // close() completes everything: wait for it to have done so, out of its way
@@ -71,12 +84,10 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     }
     if (now >= next_interrupt) {
       next_interrupt = now + kInterruptEveryNs;
-      if (holding) {
-        leave();
-        holding = false;
-      }
-      if (std::exchange(guest.is_in_front, false)) place.leave_front();  // it may take its time
-      if (interrupted && interrupted()) {
+      step_out();  // asking takes as long as others keep the GIL, and as signals' handlers take: the worker drives
+      const bool ends = interrupted && interrupted();
+      step_in();
+      if (ends) {
         result = WaitResult::kInterrupted;
         break;
       }
@@ -96,14 +107,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
     spin_until = 1;  // after a sleep: look, help once, sleep again
     rounds = -1;
   }
-  // Who holds the lock just now sees in leave() that the news are taken, and that nobody is on the way to them.
-  if (guest.has_news && !holding && !closed() && try_enter()) {
-    holding = true;
-    if (!closed()) round();
-  }
-  if (guest.is_in_front) place.leave_front();
-  if (holding) leave();
-  if (assists) guests_.fetch_sub(1, std::memory_order_relaxed);
+  step_out();
   return result;
 }
 

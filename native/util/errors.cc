@@ -25,9 +25,24 @@ TransportError::TransportError(std::string call, int code, std::string text, std
       text_(std::move(text)),
       remedy_(std::move(remedy)) {}
 
+namespace {
+
+const char* usual_remedy(int code) {
+  switch (code) {
+    case EMFILE:
+      return "raise the limit on open files (ulimit -n)";
+    case ENOMEM:
+      return "free memory, or raise the limit on address space (ulimit -v)";
+    default:
+      return "";
+  }
+}
+
+}  // namespace
+
 void throw_errno(const char* call, const std::string& what, const std::string& remedy) {
   const int code = errno;
-  throw TransportError(call, code, what + ": " + std::strerror(code), remedy);
+  throw TransportError(call, code, what + ": " + std::strerror(code), remedy.empty() ? usual_remedy(code) : remedy);
 }
 
 namespace {

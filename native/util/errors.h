@@ -42,7 +42,7 @@ class SimulationIdleError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Throws TransportError for errno of a failed system call.
+// Throws TransportError for errno of a failed system call. remedy: empty: what usually helps against that errno.
 [[noreturn]] void throw_errno(const char* call, const std::string& what, const std::string& remedy = {});
 
 // Called once by the first assertion that fails, after it was printed; the process aborts when it returns. Any thread.

@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("crossrail")
 
 
-_of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier] = weakref.WeakKeyDictionary()
+# Weak, both: a notifier holds what is awaited, which holds its loop.
+_of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[LoopNotifier]] = weakref.WeakKeyDictionary()
 
 
 class LoopNotifier:
     """The notifier of one event loop. Threads: that of the loop.
 
-    The loop holds it through its reader, so both end together, also when the loop is closed without a word to us.
+    The loop holds it through its reader, so both end together, also when the loop is closed without a word to us: what
+    still awaits there can then be collected, and takes nothing.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -48,10 +50,18 @@ class LoopNotifier:
         loop: asyncio.AbstractEventLoop = sys.modules["asyncio"].get_running_loop()
         if getattr(loop, "world", None) is not cast(_HasWorld, engine)._world:
             raise _raise.another_clock(engine, loop)
-        found = _of_loop.get(loop)
+        known = _of_loop.get(loop)
+        found = None if known is None else known()
         if found is None:
-            found = _of_loop[loop] = cls(loop)
+            found = cls(loop)
+            _of_loop[loop] = weakref.ref(found)
         return found
+
+    @property
+    def closed(self) -> bool:
+        """Whether the loop is, or is gone: nobody wakes its tasks any more."""
+        loop = self._loop()
+        return loop is None or loop.is_closed()
 
     def register(self, call: Callable[[], object]) -> int:
         """A cookie at whose arrival `call` runs once. It must not raise."""
@@ -61,13 +71,10 @@ class LoopNotifier:
 
     def expect(self) -> tuple[int, asyncio.Future[bool]]:
         """A cookie, and a future that becomes True when it arrives. Whoever takes one gives it to forget()."""
-        future = self.future()
-        return self.register(partial(resolve, future, True)), future
-
-    def future(self) -> asyncio.Future[bool]:
         loop = self._loop()
         assert loop is not None  # it is running
-        return loop.create_future()
+        future = loop.create_future()
+        return self.register(partial(resolve, future, True)), future
 
     def forget(self, cookie: int) -> None:
         self._handlers.pop(cookie, None)
@@ -126,7 +133,10 @@ class CallbackThread:
         self.notifier = _core.Notifier()  # last: it may fail, and __del__ looks at the rest
 
     def register(self, call: Callable[[], object], *, once: bool = True) -> int:
-        """A cookie that makes the thread run `call` when posted. Then arm whatever posts it, then start()."""
+        """A cookie that makes the thread run `call` when posted. Then arm whatever posts it, then start().
+
+        Where the thread may not run yet, start() comes first as well: if it cannot, nothing has been armed.
+        """
         cookie = next(self._cookies)
         self._handlers[cookie] = _Handler(call, once)
         return cookie
@@ -135,7 +145,10 @@ class CallbackThread:
         self._handlers.pop(cookie, None)
 
     def start(self) -> threading.Thread | None:
-        """Sees to it that the thread runs; after close() until nothing is due. There is none in a forked child."""
+        """Sees to it that the thread runs; after close() until nothing is due. There is none in a forked child.
+
+        Raises TransportError where the system gives no thread.
+        """
         if self._thread is not None and not self._closing:
             return self._thread
         with self._lock:

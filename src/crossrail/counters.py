@@ -68,6 +68,7 @@ class ImmCounter(_core.ImmCounter):
         """
         _raise.check_callable(fn, "fn")
         callbacks = callbacks_of(self._engine)
+        callbacks.start()
 
         def served() -> None:
             if self.closed:

@@ -283,6 +283,7 @@ class Engine(_core.Engine):
         when a wait fails and at close.
         """
         _raise.check_callable(fn, "fn")
+        self._callbacks.start()
         self._on_event = fn
         self._callbacks.notifier.post(self._event_cookie)  # for those that came before
         self._callbacks.start()
@@ -386,3 +387,20 @@ def _close_all() -> None:
     _core._begin_exit(_EXIT_PATIENCE_S)
     if any(thread.daemon for thread in threading.enumerate()):
         _core._tell_no_leaks()
+
+
+_had_threads = False  # when it forked
+
+
+def _before_fork() -> None:
+    global _had_threads
+    _had_threads = threading.active_count() > 1
+
+
+def _after_fork() -> None:
+    # The frames of the parent's other threads are nobody's in the child: what they hold stays for good.
+    if _had_threads:
+        _core._tell_no_leaks()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -30,14 +31,17 @@ class ReceivePool(_core.ReceivePool):
     def __init__(
         self, engine: _core.Engine, count: int, nbytes: int, on_message: Callable[[Message], object] | None
     ) -> None:
+        callbacks = callbacks_of(engine)
         if on_message is not None:
             _raise.check_callable(on_message, "on_message")
+            callbacks.start()
         super().__init__(engine, count, nbytes, on_message is not None)
-        self._waiters: set[asyncio.Future[bool]] = set()
-        self._loop: LoopNotifier | None = None  # whose tasks are the waiters
+        # Weak, both: what waits in a loop that is dropped ends with it. The loop itself holds its waiters.
+        self._waiters: weakref.WeakSet[asyncio.Future[bool]] = weakref.WeakSet()
+        self._loop: weakref.ref[LoopNotifier] | None = None  # whose tasks are the waiters
         self._armed: int | None = None  # cookie that _loop will get
         self._on_message = on_message
-        self._callbacks = callbacks_of(engine)
+        self._callbacks = callbacks
         if on_message is not None:
             self._cookie = self._callbacks.register(self._deliver, once=False)
             self._notify(self._callbacks.notifier, self._cookie)
@@ -62,11 +66,9 @@ class ReceivePool(_core.ReceivePool):
     async def _ready(self, timeout_s: float | None) -> bool:
         """True when it is worth looking again."""
         loop = LoopNotifier.running(self._engine)
-        if loop is not self._loop:
-            if self._waiters:
-                raise UsageError("tasks of another event loop wait for messages of this pool: use one loop per pool")
-            self._loop, self._armed = loop, None
-        future = loop.future()
+        if self._loop is None or self._loop() is not loop:
+            self._move_to(loop)
+        cookie, future = loop.expect()
         self._waiters.add(future)
         if self._armed is None:
             self._armed = loop.register(self._wake)
@@ -75,6 +77,14 @@ class ReceivePool(_core.ReceivePool):
             return await arrival(future, timeout_s)
         finally:
             self._waiters.discard(future)
+            loop.forget(cookie)
+
+    def _move_to(self, loop: LoopNotifier) -> None:
+        last = None if self._loop is None else self._loop()
+        if self._waiters and last is not None and not last.closed:
+            raise UsageError("tasks of another event loop wait for messages of this pool: use one loop per pool")
+        self._waiters.clear()  # of a loop that was closed: they wait for good
+        self._loop, self._armed = weakref.ref(loop), None
 
     def _wake(self) -> None:
         # All of them: who finds the pool empty again arms anew.

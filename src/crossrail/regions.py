@@ -40,7 +40,7 @@ class Region(_core.Region):
         """The memory as a numpy array that shares it; shape None: one dimension, all of it."""
         of_type = np.dtype(dtype)
         if shape is None:
-            if self.nbytes % of_type.itemsize:
+            if of_type.itemsize == 0 or self.nbytes % of_type.itemsize:
                 raise UsageError(
                     f"region of {self.nbytes} bytes is no whole number of {of_type} ({of_type.itemsize} bytes)"
                 )

@@ -30,6 +30,7 @@ def add_done_callback(transfer: Transfer, fn: Callable[[Transfer], object]) -> N
     """`transfer.add_done_callback(fn)`."""
     _raise.check_callable(fn, "fn")
     callbacks = callbacks_of(transfer._engine)
+    callbacks.start()
     cookie = callbacks.register(partial(fn, transfer))
     if not transfer._notify(callbacks.notifier, cookie):
         callbacks.notifier.post(cookie)

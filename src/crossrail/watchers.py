@@ -25,6 +25,7 @@ class Watcher(_core.Watcher):
     def __init__(self, engine: _core.Engine, on_change: Callable[[int, int], object]) -> None:
         _raise.check_callable(on_change, "on_change")
         callbacks = callbacks_of(engine)
+        callbacks.start()
         self._cookie = callbacks.register(self._changed, once=False)
         self._on_change = on_change
         try:

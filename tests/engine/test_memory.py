@@ -297,6 +297,8 @@ def test_array_that_does_not_fit_is_refused(engine: xr.Engine) -> None:
         region.array("float32")
     with pytest.raises(xr.UsageError, match="shape"):
         region.array("uint8", (4002,))
+    with pytest.raises(xr.UsageError, match="0 bytes"):
+        region.array("S")
 
 
 def test_array_outlives_its_region(engine: xr.Engine) -> None:

@@ -161,3 +161,36 @@ async def test_asyncio_callbacks_of_a_closed_loop_do_no_harm(engine: xr.Engine, 
     await asyncio.to_thread(await_in_a_loop_that_ends)
     with other.submit_recvs(1, 16):
         await asyncio.wait_for(pending, WAIT_S)
+
+
+def test_what_was_awaited_in_a_closed_loop_is_there_for_another(engine: xr.Engine, other: xr.Engine) -> None:
+    pool, counter = engine.submit_recvs(2, 16), engine.imm_counter(1)
+    source, target = other.alloc(8), engine.alloc(8)
+
+    def leave_awaits_behind() -> None:
+        loop = asyncio.new_event_loop()
+        tasks = [loop.create_task(pool.recv_async()), loop.create_task(counter.wait_async())]
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()
+        for task in tasks:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # that is what this test is for
+
+    async def await_and_cancel() -> asyncio.Task[xr.Message]:
+        task = asyncio.create_task(pool.recv_async())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task
+
+    async def take_both() -> bytes:
+        await counter.wait_async(1, WAIT_S)
+        return (await pool.recv_async(WAIT_S)).data
+
+    for _ in range(2):
+        leave_awaits_behind()
+        kept = asyncio.run(await_and_cancel())
+        assert kept.cancelled()
+        gc.collect()
+        other.submit_send(engine.address, b"for the next").wait(WAIT_S)
+        other.submit_write(source, target.descriptor, imm=1).wait(WAIT_S)
+        assert asyncio.run(take_both()) == b"for the next"

@@ -139,6 +139,27 @@ def test_child_that_exits_normally_leaves_the_parents_peers_alone() -> None:
     assert_clean(script)
 
 
+def test_child_that_exits_normally_blames_nobody_for_what_the_parents_threads_hold() -> None:
+    script = run_script(
+        FORK
+        + """
+    import threading, time
+    waiting = threading.Thread(target=lambda: engine.imm_counter(5).wait(1, 10))
+    waiting.start()
+    time.sleep(0.05)  # until it waits: sooner would only test less
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        sys.exit(0)  # with atexit and all finalizers
+    assert os.waitpid(pid, 0)[1] == 0
+    engine.submit_write(region, region.descriptor, 10, dst_offset=20, imm=5).wait(10)
+    waiting.join(10)
+    """
+    )
+
+    assert_clean(script)
+
+
 def test_child_may_open_an_engine_of_its_own_and_reach_the_parent() -> None:
     script = run_script(
         FORK

@@ -92,6 +92,55 @@ def test_other_signals_run_their_handlers_and_the_wait_goes_on() -> None:
     assert out == "served by the handler's write\n", err
 
 
+def test_engine_is_driven_while_a_handler_runs_in_a_wait() -> None:
+    # Over tcp the target's engine places the bytes: of the thread that waits there, nothing may be needed.
+    source = """
+        import signal
+        import crossrail as xr
+        engine, sender = xr.Engine("waiting", transport="tcp"), xr.Engine("sender", transport="tcp")
+        src, target = sender.alloc(10), engine.alloc(10)
+        sender.connect(engine.address)
+        signal.signal(signal.SIGINT, lambda *_: sender.submit_write(src, target.descriptor, imm=1).wait(10))
+        print("waiting", flush=True)
+        engine.imm_counter(1).wait(1, 15)
+        engine.close()
+        sender.close()
+        print("served by the handler's write")
+    """
+    with start_script(source) as script:
+        out, err = interrupted(script)
+
+    assert out == "served by the handler's write\n", err
+
+
+def test_engine_is_driven_while_another_thread_keeps_the_gil() -> None:
+    source = """
+        import ctypes, threading
+        import crossrail as xr
+        from tests.support.process import PeerProcess
+
+        child = PeerProcess()
+        with xr.Engine("waiting", transport="tcp", peer_timeout_s=30) as engine:
+            there = child.open(transport="tcp", peer_timeout_s=1.0)
+            target = engine.alloc(10)
+            source = there.memory(10)
+            waiter = threading.Thread(target=lambda: engine.imm_counter(1).wait(2, 30))
+            there.operate("write", source, [target.descriptor], imm=1)
+            waiter.start()
+            stream = there.stream("write", source, [target.descriptor], imm=2)
+            ctypes.PyDLL(None).sleep(3)  # unlike CDLL's, its calls keep the GIL
+            stopped = child.call("stop_stream", stream=stream)
+            print(stopped["failures"])
+            there.operate("write", source, [target.descriptor], imm=1)
+            waiter.join(30)
+        child.close()
+    """
+    with start_script(source) as script:
+        out, err = script.communicate(timeout=WAIT_S)
+
+    assert out == "[]\n", err
+
+
 def test_ctrl_c_ends_a_program_with_transfers_pending() -> None:
     source = """
         import crossrail as xr

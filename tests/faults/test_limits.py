@@ -48,6 +48,16 @@ CASES = {
         "a.alloc(1 << 30)",
         "no address space for 1073741824 bytes: .*ulimit -v",
     ),
+    "address-space-of-private-memory": (
+        "resource.setrlimit(resource.RLIMIT_AS, (room_bytes(), -1))",
+        "with xr.Engine('c', transport='tcp') as c: c.alloc(1 << 30)",
+        "cannot allocate 1073741824 bytes: .*ulimit -v",
+    ),
+    "descriptors": (
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
+        "a.alloc(1 << 20)",
+        "cannot make shared memory: .*ulimit -n",
+    ),
     "file-size": (
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, -1))",
         "a.alloc(1 << 20)",
@@ -73,3 +83,55 @@ def test_limit_of_the_system_is_named(case: str) -> None:
     told, rest = run.stdout.splitlines()
     assert rest == "and the others go on"
     assert re.search(words, told), told
+
+
+NO_THREAD = """
+    import pathlib, resource
+    import crossrail as xr
+
+    with xr.Engine("a", transport="shm") as a, xr.Engine("b", transport="shm") as b:
+        source, target = a.alloc(1000), b.alloc(1000)
+        done = a.submit_write(source, target.descriptor, imm=1)
+        done.wait(10)
+        b.imm_counter(1).wait(1, 10)
+        a.submit_write(source, target.descriptor, imm=1).wait(10)
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (256 << 20), -1))
+        ran = []
+        for ask in (
+            lambda: done.add_done_callback(lambda _: ran.append("done")),
+            lambda: b.imm_counter(1).on_count(1, lambda: ran.append("count")),
+            lambda: b.submit_recvs(1, 100, lambda _: ran.append("message")),
+            lambda: b.alloc_watcher(lambda old, new: ran.append("word")),
+            lambda: b.on_event(lambda _: ran.append("event")),
+        ):
+            try:
+                ask()
+                print("taken")
+            except xr.TransportError:
+                pass
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+        b.imm_counter(1).wait(1, 10)
+        with b.submit_recvs(1, 100) as pool:
+            a.submit_send(b.address, b"x").wait(10)
+            pool.recv(10)
+        for engine in (a, b):
+            engine.submit_write(source if engine is a else target, target.descriptor).add_done_callback(
+                lambda _: ran.append("later")
+            )
+    print(ran)
+"""
+
+
+@pytest.mark.no_sanitizer  # as above
+def test_callback_that_no_thread_is_had_for_was_not_asked_for() -> None:
+    large_stacks = ["bash", "-c", 'ulimit -s 1048576 && exec "$@"', "-"]
+    run = subprocess.run(
+        [*large_stacks, sys.executable, "-W", "error", "-c", textwrap.dedent(NO_THREAD)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=WAIT_S,
+    )
+    assert run.returncode == 0 and not run.stderr, run.stdout + run.stderr
+    assert run.stdout == "['later', 'later']\n"

@@ -12,7 +12,7 @@ from tests.conftest import EngineFactory
 from tests.support import tcp_wire as wire
 from tests.support.limits import WAIT_S, eventually
 from tests.support.tcp_engines import TCP, descriptor_of, events_of, region_id, still_serves
-from tests.support.tcp_wire import Frame, Kind, RawAcceptor
+from tests.support.tcp_wire import Frame, Kind, RawAcceptor, RawPeer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -173,3 +173,39 @@ def test_connection_is_shared_by_one_link_after_another(open_engine: EngineFacto
             connection.sendall(wire.frame(Frame.SHARE, resumed))
             assert shared_answer(connection)[2] != 0, "a link that was never there was resumed"
     still_serves(engine)
+
+
+def share_asked(connection: socket.socket) -> tuple[int, ...]:
+    """Link, channel, epoch and flags of the next question."""
+    while True:
+        kind, meta, _ = wire.receive_frame(connection)
+        assert kind != 0, "the connection ended"
+        if kind == Frame.SHARE:
+            return struct.unpack("<QIIQ", meta)
+
+
+def test_answers_to_a_link_that_was_forgotten_are_not_taken_for_anothers(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    events = events_of(engine)
+    with closing(RawAcceptor(engine.address)) as there:
+        peer = RawPeer(engine.address)
+        peer.sender = there.address.to_bytes()
+        with peer.connected() as connection:
+            forgotten = engine.submit_send(there.address, b"one")
+            _, channel, old_epoch, _ = share_asked(connection)
+            engine.forget_peer(there.address)
+            with pytest.raises(xr.PeerLost):
+                forgotten.wait(WAIT_S)
+            sent = engine.submit_send(there.address, b"two")
+            link_id, channel, epoch, _ = share_asked(connection)
+
+            connection.sendall(wire.frame(Frame.PONG, struct.pack("<Q", 1)))
+            connection.sendall(wire.frame(Frame.SHARED, struct.pack("<IIQ", channel, old_epoch, 0)))
+            connection.sendall(wire.frame(Frame.SHARED, struct.pack("<IIQ", channel, epoch, 0)))
+            kind, meta, payload = wire.receive_frame(connection)
+            assert (kind, payload) == (Frame.MESSAGE, b"two")
+            (message_id,) = struct.unpack("<Q", meta)
+            connection.sendall(wire.frame(Frame.ACK, struct.pack("<QQII", link_id, 1, channel, 0)))
+            connection.sendall(wire.frame(Frame.TAKEN, struct.pack("<QQQ", link_id, message_id, 1)))
+            sent.wait(WAIT_S)
+    assert not [event for event in events if event.kind == "protocol-error"]

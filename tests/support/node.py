@@ -202,9 +202,13 @@ class Node:
 
     def failed_stream(self, stream: int) -> dict[str, Any]:
         """Of a stream that is about to fail: how many were done, and the class names of how the others failed."""
-        finished = self._streams.pop(stream)
-        eventually(lambda: finished.ended, f"the stream of {finished.kind} ended by a failure")
-        outcomes = finished.finish()
+        failing = self._streams[stream]
+        eventually(lambda: failing.ended, f"the stream of {failing.kind} ended by a failure")
+        return self.stop_stream(stream)
+
+    def stop_stream(self, stream: int) -> dict[str, Any]:
+        """Of a stream that may have failed by now: the same."""
+        outcomes = self._streams.pop(stream).finish()
         failures = [type(outcome).__name__ for outcome in outcomes if outcome is not None]
         return {"done": len(outcomes) - len(failures), "failures": failures}
 

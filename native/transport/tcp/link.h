@@ -116,7 +116,7 @@ struct OutChannel final : Connector::Owner {
   TcpTransport* const transport;
   OutLink* const link;
   const uint32_t index;  // 2 * pair + lane
-  uint32_t epoch = 0;
+  uint32_t epoch = 0;    // of the latest attempt; increases from one to the next
   std::unique_ptr<Connector> connector;
   std::unique_ptr<Sharer> sharer;
   std::unique_ptr<OutStream> stream;

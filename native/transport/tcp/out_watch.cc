@@ -67,7 +67,7 @@ void TcpTransport::start_attempt(OutChannel& channel) {
   hello.nonce = draw_nonce();
   hello.link_id = link.id;
   hello.channel = channel.index;
-  hello.epoch = ++channel.epoch;
+  hello.epoch = channel.epoch = ++newest_epoch_;
   hello.resumes = link.up;
   hello.is_bulk = channel.lane() == Lane::kBulk;
   hello.sender = address_;

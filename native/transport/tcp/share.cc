@@ -26,7 +26,7 @@ void Sharer::fill(TxBatch& batch) {
   batch.put(share_);
 }
 
-bool Sharer::on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement&) {
+bool Sharer::on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) {
   const auto type = static_cast<FrameType>(header.type);
   ConnectResult result;
   if (type == FrameType::kClosing && header.payload_bytes == 0) {
@@ -36,8 +36,13 @@ bool Sharer::on_head(const FrameHeader& header, std::span<const std::byte> meta,
     end(std::move(result));
     return true;
   }
-  if (type != FrameType::kShared || meta.size() < sizeof(SharedMeta) || header.payload_bytes != 0)
-    return reject("an answer to what was never asked");
+  if (type == FrameType::kShare) return reject("a question about a connection that it made itself");
+  if (type != FrameType::kShared) {  // to operations of a link that used the connection before, and ended
+    place.add_discard(header.payload_bytes);
+    return true;
+  }
+  if (meta.size() < sizeof(SharedMeta) || header.payload_bytes != 0)
+    return reject("a malformed frame of type " + std::to_string(header.type));
   const auto shared = read_meta<SharedMeta>(meta);
   if (shared.channel != share_.channel || shared.epoch != share_.epoch) return true;  // to an earlier question
   if (shared.code == 0) {
@@ -103,7 +108,7 @@ bool TcpTransport::start_sharing(OutChannel& channel) {
   std::shared_ptr<Connection> connection = may_share(channel) ? find_shareable(channel) : nullptr;
   if (connection == nullptr) return false;
   OutLink& link = *channel.link;
-  const ShareMeta share{link.id, channel.index, ++channel.epoch, link.up};
+  const ShareMeta share{link.id, channel.index, channel.epoch = ++newest_epoch_, link.up};
   const Deadline deadline = now_ + kShareNs;
   channel.sharer = std::make_unique<Sharer>(&channel, std::move(connection), share, deadline);
   channel.sharer->pump();
