@@ -17,6 +17,9 @@ add_library(crossrail_mutated OBJECT EXCLUDE_FROM_ALL ${CROSSRAIL_MUTATED_SOURCE
 target_compile_definitions(crossrail_mutated PRIVATE CROSSRAIL_MUTATIONS=1)
 target_link_libraries(crossrail_mutated PRIVATE crossrail_core)
 crossrail_warnings(crossrail_mutated)
+if(CROSSRAIL_PCH)
+  target_precompile_headers(crossrail_mutated REUSE_FROM crossrail_core)
+endif()
 
 add_library(crossrail_mutations MODULE EXCLUDE_FROM_ALL $<TARGET_OBJECTS:_core> $<TARGET_OBJECTS:crossrail_mutated>)
 target_link_libraries(crossrail_mutations PRIVATE $<TARGET_PROPERTY:_core,LINK_LIBRARIES>)
