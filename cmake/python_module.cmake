@@ -18,9 +18,6 @@ if(NOT nanobind_DIR AND NOT nanobind_ROOT)
 endif()
 find_package(nanobind CONFIG REQUIRED)
 
-# nanobind's headers write to stderr; libstdc++ happens to include what that needs, libc++ does not.
-add_compile_options(-include stdio.h)
-
 file(GLOB CROSSRAIL_BINDINGS_SOURCES CONFIGURE_DEPENDS native/bindings/*.cc)
 set(CROSSRAIL_MODULE_OPTIONS STABLE_ABI NB_STATIC NB_SUPPRESS_WARNINGS NOMINSIZE)
 if(CROSSRAIL_DEV OR CROSSRAIL_SANITIZE)
@@ -29,6 +26,17 @@ endif()
 nanobind_add_module(_core ${CROSSRAIL_MODULE_OPTIONS} ${CROSSRAIL_BINDINGS_SOURCES})
 target_link_libraries(_core PRIVATE crossrail_core)
 crossrail_warnings(_core)
+
+# nanobind's headers write to stderr; libstdc++ happens to include what that needs, libc++ does not.
+get_target_property(CROSSRAIL_MODULE_LIBRARIES _core LINK_LIBRARIES)
+list(FILTER CROSSRAIL_MODULE_LIBRARIES INCLUDE REGEX "^nanobind")
+target_compile_options(${CROSSRAIL_MODULE_LIBRARIES} PRIVATE -include stdio.h)
+# Not precompiled in ./dev asan, which finds the include that a binding lacks, as ./dev tsan does for the rest.
+if(CROSSRAIL_PCH AND NOT CROSSRAIL_SANITIZE)
+  crossrail_precompile(_core <stdio.h> <nanobind/nanobind.h>)  # gcc takes a precompiled header only if nothing is before it
+else()
+  target_compile_options(_core PRIVATE -include stdio.h)
+endif()
 
 # One module for any machine, next to any other module: it carries its own C++ runtime and exports PyInit__core alone.
 if(NOT CROSSRAIL_SANITIZE)

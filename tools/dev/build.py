@@ -16,6 +16,7 @@ from tools.dev.stamps import read_stamp, restamped
 from tools.dev.venv import ensure_venv
 
 NATIVE_TESTS = "crossrail_native_tests"
+MUTATIONS = "crossrail_mutations"
 BUILD_TIMEOUT_S = 1800
 
 
@@ -39,16 +40,18 @@ def build(name: str, python_version: str, options: dict[str, str], targets: Sequ
     return folder
 
 
-def install(folder: Path, prefix: Path) -> None:
-    """Copies crossrail/_core*.so and its stub below prefix."""
-    must([tool("cmake"), "--install", str(folder), "--prefix", str(prefix)], timeout_s=120, quiet=True)
+def install(folder: Path, prefix: Path, component: str = "") -> None:
+    """Copies crossrail/_core*.so and its stub below prefix; or, of that component, the module alone."""
+    command = [tool("cmake"), "--install", str(folder), "--prefix", str(prefix)]
+    must(command + (["--component", component] if component else []), timeout_s=120, quiet=True)
 
 
-def build_release(python_version: str, *, native_tests: bool = False) -> Path:
+def build_release(python_version: str, *targets: str) -> Path:
+    """The module, and those targets."""
     # Depends on the machine, not on the command, so that demo and test do not take turns in reconfiguring.
     options = {"CMAKE_BUILD_TYPE": "Release", "CROSSRAIL_NATIVE_TESTS": "ON" if doctest_present() else "OFF"}
     options |= verbs_option()
-    folder = build("release", python_version, options, ["all", NATIVE_TESTS] if native_tests else ["all"])
+    folder = build("release", python_version, options, ["all", *targets])
     install(folder, ROOT / "src")
     return folder
 
@@ -58,14 +61,14 @@ def verbs_option() -> dict[str, str]:
     return {"CROSSRAIL_VERBS": "ON" if verbs_headers_present() else "OFF"}
 
 
-def python_overlay(folder: Path) -> Path:
+def python_overlay(folder: Path, component: str = "") -> Path:
     """The package with the native module of that build, to be put before ours on PYTHONPATH."""
-    overlay = folder / "python"
+    overlay = folder / (f"python-{component}" if component else "python")
     if overlay.exists():
         shutil.rmtree(overlay)
     not_ours = shutil.ignore_patterns("_core*.so", "__pycache__")
     shutil.copytree(ROOT / "src" / "crossrail", overlay / "crossrail", ignore=not_ours)
-    install(folder, overlay)
+    install(folder, overlay, component)
     return overlay
 
 
@@ -90,4 +93,5 @@ def set_up(*, native_tests: bool = False) -> str:
 def prepare(*, native_tests: bool = False) -> Path:
     """Everything up to a built and importable crossrail; returns the build folder."""
     with locked():
-        return build_release(set_up(native_tests=native_tests), native_tests=native_tests)
+        version = set_up(native_tests=native_tests)
+        return build_release(version, *([NATIVE_TESTS] if native_tests else []))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from tools.dev.arguments import no_arguments, take_flag
-from tools.dev.build import build, locked, prepare, python_overlay, set_up, verbs_option
+from tools.dev.build import MUTATIONS, build_release, locked, prepare, python_overlay, set_up
 from tools.dev.packages import install_packages
 from tools.dev.processes import BUILD, PYTHON, ROOT, VENV, Failure, replace_process, tool
 from tools.dev.venv import ensure_extra, install_torch
@@ -65,10 +65,8 @@ def sim(arguments: list[str]) -> int:
         prepare()
         return replace_process([PYTHON, "-m", "crossrail.sim.campaign", *arguments])
     with locked():
-        version = set_up()
-        options = {"CMAKE_BUILD_TYPE": "Release", "CROSSRAIL_MUTATIONS": "ON", **verbs_option()}
-        folder = build("mutations", version, options, ["all"])
-        overlay = python_overlay(folder)
+        folder = build_release(set_up(), MUTATIONS)
+        overlay = python_overlay(folder, "mutations")
     command = [PYTHON, str(ROOT / "tests" / "sim" / "mutations.py"), *arguments]
     return replace_process(command, PYTHONPATH=f"{overlay}{os.pathsep}{ROOT}")
 
