@@ -247,6 +247,30 @@ async def test_bytes_that_are_no_http_are_refused_and_not_logged(url: str, caplo
     assert not caplog.records
 
 
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
+async def test_body_that_is_not_encoded_as_it_says_is_the_clients_mistake(
+    url: str, caplog: pytest.LogCaptureFixture, encoding: bytes
+) -> None:
+    head = _HEAD + b"Content-Encoding: " + encoding + b"\r\nContent-Length: 17\r\n\r\n"
+    answer = await answer_of(url, head + b'{"prompt": "x"}  ')
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"cannot be read: Can not decode content-encoding" in answer
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("expected", [b"\xff", b"100-continue\xff", b"patience"])
+async def test_expectations_that_nobody_knows_are_refused(
+    url: str, caplog: pytest.LogCaptureFixture, expected: bytes
+) -> None:
+    answer = await answer_of(url, _HEAD + b"Expect: " + expected + b"\r\nContent-Length: 2\r\n\r\n{}")
+    assert answer.startswith(b"HTTP/1.1 417 ") and b"only 100-continue" in answer
+    assert not caplog.records
+
+
+async def test_client_that_waits_to_be_told_to_send_is_told(cluster: Cluster, url: str) -> None:
+    asked = _HEAD + b"Connection: close\r\nExpect: 100-Continue\r\nContent-Length: 2\r\n\r\n"
+    assert (await answer_of(url, asked)).startswith(b"HTTP/1.1 100 ")
+
+
 async def test_secret_that_is_no_text_is_another_one(url: str) -> None:
     asked = b"GET /kv/router HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer \xff\r\n\r\n"
     assert (await answer_of(url, asked)).startswith(b"HTTP/1.1 403 ")
