@@ -213,6 +213,24 @@ async def test_late_commit_is_not_taken_for_what_is_offered_since(make_fleet: Ma
             assert np.array_equal(reading.like(fleet.sinks[0].arrays[key]), wanted)
 
 
+async def test_progress_that_raises_ends_the_update_everywhere(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    await fleet.start()
+    offered = asyncio.ensure_future(fleet.publish(1))
+
+    def broken(stage: str, *_: int) -> None:
+        if stage == "write":
+            raise LookupError("no such bar")
+
+    with pytest.raises(LookupError, match="no such bar"):
+        await fleet.controller.update(1, PATIENCE_S, broken)
+    with pytest.raises(UpdateFailed, match="LookupError: no such bar"):
+        await offered
+    assert fleet.controller.totals.failed == 1
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+
+
 async def test_second_update_at_the_same_time_is_refused(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
     await fleet.start()
