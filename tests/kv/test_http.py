@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from crossrail.kv import messages as m
 from crossrail.kv.http import Front
+from crossrail.kv.listener import Listener
 from crossrail.kv.rendezvous import RouterNotFound, find_by_http
 from crossrail.kv.toy import ToyTokenizer
 from tests.kv.conftest import quiet, start, until
@@ -263,6 +265,30 @@ async def test_expectations_that_nobody_knows_are_refused(
 ) -> None:
     answer = await answer_of(url, _HEAD + b"Expect: " + expected + b"\r\nContent-Length: 2\r\n\r\n{}")
     assert answer.startswith(b"HTTP/1.1 417 ") and b"only 100-continue" in answer
+    assert not caplog.records
+
+
+async def test_client_that_leaves_while_its_answer_is_written_is_not_logged(
+    nothing_leaks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = Listener()
+    left = asyncio.Event()
+
+    async def answer(http: web.Request) -> web.StreamResponse:
+        assert http.transport is not None
+        http.transport.close()  # as when it has hung up and that was not noticed yet
+        left.set()
+        return web.Response(text="too late")
+
+    app = web.Application()
+    app.add_routes([listener.route("GET", "/", answer)])
+    port = await listener.start(app, "127.0.0.1", 0, logging.getLogger("of this test"))
+    try:
+        assert await answer_of(f"http://127.0.0.1:{port}", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+        await asyncio.wait_for(left.wait(), WAIT_S)
+        await asyncio.sleep(0)
+    finally:
+        await listener.close()
     assert not caplog.records
 
 

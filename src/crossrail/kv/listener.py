@@ -132,6 +132,6 @@ async def _expected(request: web.Request) -> None:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """What is no HTTP is answered with 400, and no event: aiohttp would log a traceback for each."""
+    """What is no HTTP, and a client that is gone, are no events: aiohttp would log a traceback for each."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionResetError)
