@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import struct
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -350,3 +351,21 @@ def test_rdma_rails_count_what_goes_out_anew(open_engine: EngineFactory) -> None
         # In virtual time: no write takes as long as the deadline of its wait.
         assert 0 < total(samples, "crossrail_rail_latency_seconds_sum") < 60
         there.imm_counter(1).wait(4, 60)
+
+
+def test_client_that_is_silent_or_gone_keeps_no_thread_and_is_not_reported(
+    open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("crossrail.observe.server._PATIENCE_S", 0.2)
+    with serve_metrics(open_engine(), port=0) as server:
+        for sent in (b"", b"GET /metr"):
+            with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as client:
+                client.sendall(sent)
+                assert client.recv(100) == b""
+        gone = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        gone.sendall(b"GET /metr")
+        gone.close()  # by a reset
+        with urllib.request.urlopen(server.url, timeout=WAIT_S) as answer:
+            assert answer.status == 200
+    assert capsys.readouterr().err == ""

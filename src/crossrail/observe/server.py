@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from types import TracebackType
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -15,6 +17,7 @@ from crossrail.errors import TransportError, UsageError
 from crossrail.observe.metrics import PEERS_MAX, EngineCollector
 
 DEFAULT_PORT = 9478
+_PATIENCE_S = 60.0  # with a client that sends nothing, or takes nothing; each has a thread meanwhile
 
 
 class MetricsServer:
@@ -77,4 +80,18 @@ def serve_metrics(
         raise TransportError(
             "bind", error.errno or 0, f"cannot serve metrics at {host}:{port}: {reason}", "choose another port, or 0"
         ) from None
+    server.RequestHandlerClass = _impatient(server.RequestHandlerClass)
     return MetricsServer(registry, server, thread)
+
+
+def _impatient(handler: Any) -> Any:
+    """The same, of a handler of wsgiref: it waits for ever for a request, and complains of clients that are gone."""
+
+    class Handler(handler):  # type: ignore[misc]
+        timeout = _PATIENCE_S
+
+        def handle(self) -> None:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                super().handle()
+
+    return Handler
