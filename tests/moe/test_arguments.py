@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.moe import AllToAll, EngineGroup
+from crossrail.moe import AllToAll, CapacityExceeded, EngineGroup
 from crossrail.moe.config import Config
 from tests.conftest import EngineFactory
 from tests.moe.batches import draw
@@ -166,3 +166,15 @@ def test_a_closed_part_is_refused_and_closing_again_does_nothing(alone: AllToAll
     assert np.array_equal(got.x, before)
     with pytest.raises(xr.UsageError, match="this AllToAll is closed"):
         alone.dispatch_send(BATCH.x, BATCH.scales, BATCH.indices)
+
+
+def test_experts_named_twice_are_told_from_too_little_capacity(engine: xr.Engine) -> None:
+    twice = np.zeros((TOKENS, TOP_K), np.int64)
+    x = draw(np.random.default_rng(1), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    for options, remedy in (({"experts": 1}, "names one twice"), ({"capacity_factor": 0.1}, "larger capacity_factor")):
+        with (
+            EngineGroup(engine, [engine.address]) as group,
+            AllToAll(engine, group, **(CONFIG | options)) as all_to_all,
+            pytest.raises(CapacityExceeded, match=remedy),
+        ):
+            all_to_all.dispatch(x.x, x.scales, twice)
