@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from crossrail.kv import messages as m
 from crossrail.kv.http import Front
+from crossrail.kv.listener import Listener
 from crossrail.kv.rendezvous import RouterNotFound, find_by_http
 from crossrail.kv.toy import ToyTokenizer
 from tests.kv.conftest import quiet, start, until
@@ -245,6 +247,54 @@ async def test_bytes_that_are_no_http_are_refused_and_not_logged(url: str, caplo
     for garbage in (b"\x16\x03\x01\r\n\r\n", b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", b"GARBAGE\r\n\r\n"):
         assert b" 400 " in await answer_of(url, garbage)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
+async def test_body_that_is_not_encoded_as_it_says_is_the_clients_mistake(
+    url: str, caplog: pytest.LogCaptureFixture, encoding: bytes
+) -> None:
+    head = _HEAD + b"Content-Encoding: " + encoding + b"\r\nContent-Length: 17\r\n\r\n"
+    answer = await answer_of(url, head + b'{"prompt": "x"}  ')
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"cannot be read: Can not decode content-encoding" in answer
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("expected", [b"\xff", b"100-continue\xff", b"patience"])
+async def test_expectations_that_nobody_knows_are_refused(
+    url: str, caplog: pytest.LogCaptureFixture, expected: bytes
+) -> None:
+    answer = await answer_of(url, _HEAD + b"Expect: " + expected + b"\r\nContent-Length: 2\r\n\r\n{}")
+    assert answer.startswith(b"HTTP/1.1 417 ") and b"only 100-continue" in answer
+    assert not caplog.records
+
+
+async def test_client_that_leaves_while_its_answer_is_written_is_not_logged(
+    nothing_leaks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = Listener()
+    left = asyncio.Event()
+
+    async def answer(http: web.Request) -> web.StreamResponse:
+        assert http.transport is not None
+        http.transport.close()  # as when it has hung up and that was not noticed yet
+        left.set()
+        return web.Response(text="too late")
+
+    app = web.Application()
+    app.add_routes([listener.route("GET", "/", answer)])
+    port = await listener.start(app, "127.0.0.1", 0, logging.getLogger("of this test"))
+    try:
+        assert await answer_of(f"http://127.0.0.1:{port}", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+        await asyncio.wait_for(left.wait(), WAIT_S)
+        await asyncio.sleep(0)
+    finally:
+        await listener.close()
+    assert not caplog.records
+
+
+async def test_client_that_waits_to_be_told_to_send_is_told(cluster: Cluster, url: str) -> None:
+    asked = _HEAD + b"Connection: close\r\nExpect: 100-Continue\r\nContent-Length: 2\r\n\r\n"
+    assert (await answer_of(url, asked)).startswith(b"HTTP/1.1 100 ")
 
 
 async def test_secret_that_is_no_text_is_another_one(url: str) -> None:

@@ -16,6 +16,7 @@ from crossrail.kv.membership import Member, Roster
 from crossrail.kv.router import Router, RouterOptions
 from crossrail.kv.router_requests import Overloaded
 from crossrail.kv.selection import Candidate, PrefixMemory, rank
+from tests.kv.conftest import until
 from tests.support.kv_cluster import LAYOUT, prompt_of
 from tests.support.kv_net import MemoryWire, Net
 from tests.support.limits import WAIT_S
@@ -144,15 +145,22 @@ class Town:
     router: Router
     scripts: dict[str, Script] = field(default_factory=dict)
 
-    async def add(self, name: str, answer: str = "serve", load: m.Load | None = None) -> Script:
+    async def add(
+        self, name: str, answer: str = "serve", load: m.Load | None = None, layout: KvLayout = LAYOUT
+    ) -> Script:
         mailbox = Mailbox(self.net.wire(name), b"s3cret", resend_s=0.05)
         script = self.scripts[name] = Script(mailbox, answer)
         mailbox.handle(m.Start, script.on_start)
         mailbox.handle(m.Cancel, script.on_cancel)
         mailbox.start()
-        join = m.Join(record(name, address=mailbox.address), load or m.Load())
+        join = m.Join(record(name, address=mailbox.address, layout=layout), load or m.Load())
         await mailbox.ask(self.router.mailbox.address, join, m.Joined, WAIT_S)
         return script
+
+    def patient(self) -> None:
+        """Scripts send no heartbeats; nobody is missed."""
+        assert isinstance(self.router.roster, Roster)
+        self.router.roster.lease_s = WAIT_S
 
     async def complete(self, seed: int = 1, count: int = 1) -> list[int]:
         chunks = self.router.complete(prompt_of(count, seed), SHORT)
@@ -193,6 +201,65 @@ async def test_what_no_decoder_could_do_is_asked_of_one_only(town: Town) -> None
     with pytest.raises(xr.UsageError, match="told to say never"):
         await town.complete()
     assert sum(len(script.started) for script in scripts) == 1
+
+
+async def test_large_request_does_not_wait_behind_small_ones_for_ever(town: Town) -> None:
+    """Small ones are always under way, and the large one fits beside none of them."""
+    town.router.options = replace(OPTIONS, queue_s=4.0, ask_s=WAIT_S)
+    town.patient()
+    script = await town.add("a")
+    running: set[str] = set()
+
+    async def on_start(router: bytes, start: m.Start) -> m.Message:
+        is_large = start.sampling.max_tokens > SHORT.max_tokens
+        if running and (is_large or len(running) == 4):
+            return m.StartRefused(start.request, f"{len(running)} are under way", busy=True)
+        running.add(start.request)
+        script.mailbox.spawn(serve(router, start), "a script")
+        return m.Started(start.request)
+
+    async def serve(router: bytes, start: m.Start) -> None:
+        await asyncio.sleep(0.02)
+        running.discard(start.request)
+        await script.serve(router, start.request, start.placement)
+
+    async def small_ones() -> None:
+        while not large.done():
+            assert await town.complete() == [1, 2, 3]
+
+    async def large_one() -> list[int]:
+        chunks = town.router.complete(prompt_of(1), m.Sampling(max_tokens=500))
+        return [token async for chunk in chunks for token in chunk.tokens]
+
+    script.mailbox.handle(m.Start, on_start)
+    large: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+    others = [asyncio.ensure_future(small_ones()) for _ in range(8)]
+    await until(lambda: len(running) == 4, "it is full")
+    large = asyncio.ensure_future(large_one())
+    assert await large == [1, 2, 3]
+    await asyncio.gather(*others)
+
+
+async def test_one_of_several_decoders_is_kept_and_another_serves_on(town: Town) -> None:
+    town.router.options = replace(OPTIONS, queue_s=8.0)
+    town.patient()
+    await town.add("a", "busy")
+    large = asyncio.ensure_future(town.complete())
+    await until(lambda: bool(town.router._placement._kept), "a decoder is kept")
+    town.router.options = replace(OPTIONS, queue_s=0.0)
+    with pytest.raises(Overloaded, match="node 'a' is kept for a request that has waited longer"):
+        await town.complete()
+    await town.add("b")
+    assert await town.complete() == await large == [1, 2, 3]
+    assert not town.router._placement._kept
+
+
+async def test_what_only_one_decoder_has_pages_for_goes_there(town: Town) -> None:
+    refusing = await town.add("a", "never", layout=replace(LAYOUT, pages=4))
+    taking = await town.add("b", load=m.Load(queued_tokens=1000))
+    chunks = town.router.complete(prompt_of(1), m.Sampling(max_tokens=400))
+    assert [token async for chunk in chunks for token in chunk.tokens] == [1, 2, 3]
+    assert len(taking.started) == 1 and not refusing.started
 
 
 async def test_silent_decoder_is_passed_over_and_what_it_begins_later_is_not_wanted(town: Town) -> None:

@@ -123,3 +123,9 @@ def test_sampling_depends_on_seed_and_position_alone() -> None:
     assert first == [sample(logits, Sampling(temperature=1.0, seed=5), position) for position in range(50)]
     assert first != [sample(logits, Sampling(temperature=1.0, seed=6), position) for position in range(50)]
     assert sample(logits, Sampling(), 0) == int(logits.argmax())
+
+
+def test_temperature_of_almost_nothing_is_greedy() -> None:
+    logits = np.array([0.0, -3.0, 2.0, 2.0 + 1e-6], np.float32)
+    for temperature in (5e-324, 1e-300):
+        assert sample(logits, Sampling(temperature=temperature, seed=5), 0) == int(logits.argmax())

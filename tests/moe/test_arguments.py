@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.moe import AllToAll, EngineGroup
+from crossrail.moe import AllToAll, CapacityExceeded, EngineGroup
+from crossrail.moe.config import Config
 from tests.conftest import EngineFactory
 from tests.moe.batches import draw
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K
@@ -33,6 +35,14 @@ ARGUMENTS = [
     ("node_size", 2, "node_size is 2, must be a divisor of the number of ranks, 1"),
     ("dp_size", 2, "dp_size is 2, must be a divisor"),
     ("on_lost", "ignore", "on_lost is 'ignore', must be one of raise, mask"),
+    ("capacity_factor", math.inf, "capacity_factor is inf"),
+    ("capacity_factor", "2", "capacity_factor is '2'"),
+    ("scale_block", 1.5, r"scale_block is 1\.5, must be a number, 1 or more, or None"),
+    ("scale_block", "128", "scale_block is '128'"),
+    ("node_size", 1.0, r"node_size is 1\.0, must be a divisor"),
+    ("private_tokens", 1.5, r"private_tokens is 1\.5"),
+    ("max_tokens", True, "max_tokens is True"),
+    ("dtype", [], r"dtype is \[\], must be one of"),
 ]
 
 
@@ -40,6 +50,14 @@ ARGUMENTS = [
 def test_an_argument_out_of_its_bounds_is_named(engine: xr.Engine, name: str, value: object, complaint: str) -> None:
     with EngineGroup(engine, [engine.address]) as group, pytest.raises(xr.UsageError, match=complaint):
         AllToAll(engine, group, **(CONFIG | {name: value}))
+
+
+def test_a_capacity_beyond_any_routing_is_room_for_any() -> None:
+    for layout in ("grouped", "masked"):
+        sizes = {"world": 4, "experts": 7, "hidden": 8, "top_k": 3, "max_tokens": 5, "dtype": "float32",
+                 "scale_block": None, "out_dtype": "float32", "private_tokens": None, "padding": 4, "layout": layout,
+                 "node_size": None, "dp_size": 1, "on_lost": "raise"}  # fmt: skip
+        assert Config(**sizes, capacity_factor=1e308).rows_max == Config(**sizes, capacity_factor=None).rows_max
 
 
 @pytest.mark.parametrize(
@@ -148,3 +166,15 @@ def test_a_closed_part_is_refused_and_closing_again_does_nothing(alone: AllToAll
     assert np.array_equal(got.x, before)
     with pytest.raises(xr.UsageError, match="this AllToAll is closed"):
         alone.dispatch_send(BATCH.x, BATCH.scales, BATCH.indices)
+
+
+def test_experts_named_twice_are_told_from_too_little_capacity(engine: xr.Engine) -> None:
+    twice = np.zeros((TOKENS, TOP_K), np.int64)
+    x = draw(np.random.default_rng(1), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    for options, remedy in (({"experts": 1}, "names one twice"), ({"capacity_factor": 0.1}, "larger capacity_factor")):
+        with (
+            EngineGroup(engine, [engine.address]) as group,
+            AllToAll(engine, group, **(CONFIG | options)) as all_to_all,
+            pytest.raises(CapacityExceeded, match=remedy),
+        ):
+            all_to_all.dispatch(x.x, x.scales, twice)

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+import struct
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -352,12 +353,15 @@ def test_rdma_rails_count_what_goes_out_anew(open_engine: EngineFactory) -> None
         there.imm_counter(1).wait(4, 60)
 
 
-def test_a_scraper_that_says_nothing_is_cut_off(engine: xr.Engine, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_scraper_that_says_nothing_or_is_gone_is_let_go(engine: xr.Engine, capfd: pytest.CaptureFixture[str]) -> None:
     with serve_metrics(engine, port=0, patience_s=0.2) as server:
         with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as silent:
             assert silent.recv(1) == b""
         with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as slow:
             slow.sendall(b"GET /metrics HTTP/1.1\r\nHost")
             assert slow.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as gone:
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets it
+            gone.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
 
     assert capfd.readouterr().err == ""

@@ -76,6 +76,27 @@ async def test_over_http(server: Any, address: str) -> None:
         await bootstrap.find_instance(address, b"another", 5.0)
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /route HTTP/1.1\r\nHost: x\r\nAuthorization: \xff\r\n\r\n", b"401"),
+        (b"PUT /route HTTP/1.1\r\nHost: x\r\nExpect: \xff\r\nContent-Length: 1\r\n\r\nx", b"417"),
+        (b"PUT /route HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 8\r\n\r\nno gzip.", b"400"),
+        (b"\x16\x03\x01\r\n\r\n", b"400"),
+    ],
+)
+async def test_what_is_no_text_or_no_http_is_refused_and_not_logged(
+    server: Any, address: str, caplog: pytest.LogCaptureFixture, sent: bytes, status: bytes
+) -> None:
+    host, _, port = address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    answer = await asyncio.wait_for(reader.read(300), WAIT_S)
+    writer.close()
+    assert answer.split(b" ")[1] == status
+    assert not caplog.records
+
+
 async def test_a_server_of_another_backend(address: str) -> None:
     """It answers something, for SGLang's own have the same path."""
     app = aiohttp.web.Application()

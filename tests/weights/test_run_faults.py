@@ -139,6 +139,38 @@ async def test_rank_that_could_not_be_fenced_joins_again_once_it_can(
     await fleet.assert_holds(3)
 
 
+async def test_close_behind_a_frozen_writer_says_so_and_may_be_repeated(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start(targets=[0])
+    receiver, revoke = fleet.receivers[0], xr.Region.revoke
+    offered = asyncio.ensure_future(fleet.publish(1, [0]))
+    update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
+
+    async def until_it_receives() -> None:
+        while not receiver._versions.is_receiving:
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(until_it_receives(), PATIENCE_S)
+    given: list[float] = []
+
+    def revoke_behind_a_frozen_writer(_: xr.Region, timeout_s: float) -> None:
+        given.append(timeout_s)
+        raise xr.WaitTimeout("trainer-1 (pid 4) is in the middle of a copy")
+
+    monkeypatch.setattr(xr.Region, "revoke", revoke_behind_a_frozen_writer)
+    with pytest.raises(xr.WaitTimeout, match=r"rank 0 cannot be closed yet.*trainer-1 \(pid 4\).*close\(\) again"):
+        await receiver.close(2.5)
+    assert given == [2.5]
+    monkeypatch.setattr(xr.Region, "revoke", revoke)
+    await receiver.close()
+    assert not receiver._versions.is_receiving
+    update.cancel()
+    outcomes = await asyncio.gather(offered, update, return_exceptions=True)
+    assert isinstance(outcomes[0], UpdateFailed)
+
+
 async def test_update_in_place_that_fails_leaves_torn_weights_until_the_next(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(spare=False)
     await fleet.start()
@@ -211,6 +243,24 @@ async def test_late_commit_is_not_taken_for_what_is_offered_since(make_fleet: Ma
     async with fleet.receivers[0].reading(PATIENCE_S) as reading:
         for key, wanted in fleet.sinks[0].expected(small.weights_of(7)).items():
             assert np.array_equal(reading.like(fleet.sinks[0].arrays[key]), wanted)
+
+
+async def test_progress_that_raises_ends_the_update_everywhere(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    await fleet.start()
+    offered = asyncio.ensure_future(fleet.publish(1))
+
+    def broken(stage: str, *_: int) -> None:
+        if stage == "write":
+            raise LookupError("no such bar")
+
+    with pytest.raises(LookupError, match="no such bar"):
+        await fleet.controller.update(1, PATIENCE_S, broken)
+    with pytest.raises(UpdateFailed, match="LookupError: no such bar"):
+        await offered
+    assert fleet.controller.totals.failed == 1
+    await fleet.update(1)
+    await fleet.assert_holds(1)
 
 
 async def test_second_update_at_the_same_time_is_refused(make_fleet: MakeFleet) -> None:

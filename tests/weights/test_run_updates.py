@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
 
 import crossrail as xr
+from crossrail.weights import controller
+from crossrail.weights.plan import Plan
 from crossrail.weights.planner import PlanOptions
 from crossrail.weights.preparer import NumpyPreparer
 from crossrail.weights.step import Step
@@ -156,6 +160,48 @@ async def test_ranks_come_and_go_between_updates(make_fleet: MakeFleet) -> None:
     report = await fleet.update(4)
     assert report.plan_s > 0
     await fleet.assert_holds(4, [1, 2])
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+@pytest.mark.parametrize("stage", ["plan", "open", "write"])
+async def test_who_joins_during_an_update_is_in_the_next(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stage: str, role: str
+) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start([0, 1])
+    reached, joined = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    plan, write = controller.make_plan, fleet.trainers[1]._go
+
+    def planning(*arguments: Any, **more: Any) -> Plan:
+        loop.call_soon_threadsafe(reached.set)
+        assert joined.wait(PATIENCE_S)
+        return plan(*arguments, **more)
+
+    async def waiting(_: int = 0) -> None:
+        reached.set()
+        await asyncio.to_thread(joined.wait, PATIENCE_S)
+
+    async def writing(*arguments: Any) -> Any:
+        await waiting()
+        return await write(*arguments)
+
+    if stage == "plan":
+        monkeypatch.setattr(controller, "make_plan", planning)
+    elif stage == "write":
+        monkeypatch.setattr(fleet.trainers[1], "_go", writing)
+    else:
+        monkeypatch.setattr(fleet.receivers[0], "_has_spare", False)  # so that it pauses
+        monkeypatch.setattr(fleet.receivers[0], "_pause", waiting)
+    published = asyncio.ensure_future(fleet.publish(1, [0, 1]))
+    update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
+    await asyncio.wait_for(reached.wait(), PATIENCE_S)
+    await (fleet.add_trainer(2) if role == "trainer" else fleet.add_target(2))
+    joined.set()
+    await asyncio.gather(update, published)
+    await fleet.assert_holds(1, [0, 1])
+    assert not [record.message for record in caplog.records if "left out" in record.message]
+    assert fleet.controller.ranks(role) == [0, 1, 2]
 
 
 async def test_small_tasks_are_prepared_many_at_a_time(make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:

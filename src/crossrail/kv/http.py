@@ -26,7 +26,6 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
@@ -51,14 +50,7 @@ _STATUS: dict[type[Exception], int] = {
 }
 _END_STATUS: dict[str, int] = {"error": 502, "deadline": 504, "cancelled": 499}
 
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    """What is no HTTP is answered with 400, and no event: aiohttp would log a traceback for each."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
 _log = logging.getLogger("crossrail.kv.http")
-_log.addFilter(_is_ours)
 
 _Taking = Callable[[], contextlib.AbstractContextManager[None]]
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -114,10 +106,10 @@ class Front:
             "/metrics": self._metrics,
             rendezvous.PATH: self._address,
         }
-        app.add_routes([web.get(path, self._listener.known(handler)) for path, handler in handlers.items()])
-        app.add_routes([web.post("/v1/completions", self._listener.known(_in_words(self._complete)))])
+        app.add_routes([self._listener.route("GET", path, handler) for path, handler in handlers.items()])
+        app.add_routes([self._listener.route("POST", "/v1/completions", _in_words(self._complete))])
         # A handler whose client is gone is cancelled, and with it the request.
-        return await self._listener.start(app, host, port, handler_cancellation=True, logger=_log)
+        return await self._listener.start(app, host, port, _log, handler_cancellation=True)
 
     async def close(self) -> None:
         """Stops listening; requests under way are cut off. Idempotent."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError, HttpVersion11
 
 from crossrail.control.deadlines import in_time
 
@@ -22,7 +24,7 @@ class Listener:
 
     patience_s: in which a client must have sent its first request, the body of each, and have taken what is written to
     it; slower ones are cut off, and idle ones between requests. aiohttp waits for ever for the first three.
-    Lifecycle: 1. made. 2. routes of an application, with handlers by known(). 3. start(). 4. close().
+    Lifecycle: 1. made. 2. an application of its routes(). 3. start(). 4. close().
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
@@ -31,8 +33,8 @@ class Listener:
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 
-    def known(self, handler: HttpHandler) -> HttpHandler:
-        """The same, of whose clients it is known that they have asked something; answers are written here."""
+    def route(self, method: str, path: str, handler: HttpHandler) -> web.RouteDef:
+        """Of an application. Of its clients it is known that they have asked something; answers are written here."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if (timer := self._silent.pop(request.protocol, None)) is not None:
@@ -43,16 +45,23 @@ class Listener:
                 await response.write_eof()
             return response
 
-        return answer
+        return web.RouteDef(method, path, answer, {"expect_handler": _expected})
 
     async def body(self, request: web.Request) -> bytes:
-        """All of it. HTTPRequestTimeout when it does not come; the connection ends then."""
+        """All of it. HTTPRequestTimeout when it does not come, HTTPBadRequest when it is not encoded as its headers
+        say; the connection ends then.
+        """
+        refusal: web.HTTPException
         try:
             return await in_time(request.read(), self._patience_s)
         except asyncio.TimeoutError:
             refusal = web.HTTPRequestTimeout(text=f"the request did not come in {self._patience_s:g} s\n")
-            refusal.force_close()
-            raise refusal from None
+        except web.RequestPayloadError as error:
+            cause = error.__cause__
+            why = cause.message if isinstance(cause, HttpProcessingError) else "it was cut off"
+            refusal = web.HTTPBadRequest(text=f"the request's body cannot be read: {why}\n")
+        refusal.force_close()
+        raise refusal
 
     @contextmanager
     def taking(self, request: web.Request) -> Iterator[None]:
@@ -65,11 +74,15 @@ class Listener:
         finally:
             timer.cancel()
 
-    async def start(self, app: web.Application, host: str, port: int, **options: Any) -> int:
-        """Listens; returns the port, which the system chooses for 0. OSError when it cannot. options: of AppRunner."""
+    async def start(self, app: web.Application, host: str, port: int, log: logging.Logger, **options: Any) -> int:
+        """Listens; returns the port, which the system chooses for 0. OSError when it cannot.
+
+        log: where aiohttp reports; what clients send is not reported. options: of AppRunner.
+        """
         linger_s = min(_LINGER_S, self._patience_s)
+        log.addFilter(_is_ours)
         self._runner = web.AppRunner(
-            app, access_log=None, keepalive_timeout=self._patience_s, lingering_time=linger_s, **options
+            app, access_log=None, keepalive_timeout=self._patience_s, lingering_time=linger_s, logger=log, **options
         )
         await self._runner.setup()
         try:
@@ -108,3 +121,17 @@ def _abort(transport: asyncio.Transport | None) -> None:
     """None: its client is gone already."""
     if transport is not None:
         transport.abort()
+
+
+async def _expected(request: web.Request) -> None:
+    """As aiohttp's own, which cannot say of bytes that are no text that it does not know them."""
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect: only 100-continue is known\n")
+    if request.version == HttpVersion11 and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """What is no HTTP, and a client that is gone, are no events: aiohttp would log a traceback for each."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionResetError)

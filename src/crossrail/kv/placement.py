@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from crossrail.kv.membership import Member, Membership
 from crossrail.kv.messages import Role
@@ -24,27 +25,54 @@ class Placement:
 
     Invariant: what is counted as under way at a node is the prompts of requests whose `prefiller` it is, and the
     weights of those that are charged to it as their `decoder`.
+    Invariant: a decoder is kept for one request at most, and a request has one kept at most.
     """
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._prefixes = PrefixMemory()
         self._sent: Counter[bytes] = Counter()  # tokens under way, by address
+        self._kept: dict[str, bytes] = {}  # by request that waits for room, who had waited too long first: a decoder
 
     def ranked(self, role: Role, running: Running, model: str | None) -> list[Member]:
-        """Those with this model that may take the request, the best first. None: any model."""
+        """Those with this model that may take the request, the best first. None: any model.
+
+        Those whose pages it can never fit are among them only if that is so of all: one of them says it in words.
+        """
         members = [
             member
             for member in self._membership.members(role)
             if not member.load.draining and model in (None, member.record.model)
         ]
-        candidates = rank((self._candidate(member, running) for member in members), len(running.prompt))
+        tokens = _weight(running) if role == "decoder" else len(running.prompt) + len(running.tokens)
+        fitting = [member for member in members if member.layout.pages_of(tokens) <= member.layout.pages]
+        candidates = rank((self._candidate(member, running) for member in fitting or members), len(running.prompt))
         return [candidate.member for candidate in candidates]
 
     def best_prefiller(self, running: Running, model: str, avoid: bytes = b"") -> Member | None:
         """The best whose address is another than that to avoid; that one when there is no other."""
         ranked = self.ranked("prefiller", running, model)
         return next((member for member in ranked if member.address != avoid), ranked[0] if ranked else None)
+
+    def keep(self, running: Running, decoders: Sequence[Member]) -> None:
+        """From now on one of these takes no younger request, so that what runs there leaves room for this one.
+
+        Else one that is as large as a decoder's memory would wait for ever behind small ones, which always fit. None is
+        kept while all are for others: the next call may find one.
+        """
+        if self._kept.get(running.request) not in [member.address for member in decoders]:
+            self._kept.pop(running.request, None)
+            free = [member.address for member in decoders if member.address not in self._kept.values()]
+            if free:
+                self._kept[running.request] = free[0]
+
+    def release(self, running: Running) -> None:
+        """It waits no more."""
+        self._kept.pop(running.request, None)
+
+    def is_kept(self, decoder: Member, running: Running) -> bool:
+        """For another request."""
+        return any(address == decoder.address for request, address in self._kept.items() if request != running.request)
 
     def give(self, running: Running, decoder: Member, prefiller: Member | None) -> None:
         """The decoder has taken it, and asks this prefiller."""

@@ -3,6 +3,7 @@
 Life of a request here:
 1. admitted, unless `requests_max` are under way (Overloaded).
 2. given to a decoder, together with the prefiller that it is to ask. A decoder that is busy or silent is passed over.
+   One that has waited half of `queue_s` has a decoder kept for it, which takes nothing younger until it goes on.
 3. tokens come from the decoder, in order, repeated until taken.
 4. a decoder whose prefiller dies asks for another; the client sees nothing but time.
 5. a decoder that dies: another one goes on behind the tokens that are here, `restarts_max` times. What the dead one had
@@ -191,16 +192,27 @@ class Router:
 
     async def _place(self, running: Running) -> None:
         """Finds a decoder that takes it, or returns because it has ended meanwhile."""
+        try:
+            await self._try_to_place(running)
+        finally:
+            self._placement.release(running)
+
+    async def _try_to_place(self, running: Running) -> None:
         give_up_s = min(_now_s() + self.options.queue_s, running.deadline_s)
+        keep_s = _now_s() + self.options.queue_s / 2
         why = ""
         while True:
             self._room.clear()
             decoders = self._placement.ranked("decoder", running, running.model)
             for decoder in decoders:
-                if running.ended or not (why := await self._offer(running, decoder)):
+                if self._placement.is_kept(decoder, running):
+                    why = why or f"node {decoder.name!r} is kept for a request that has waited longer"
+                elif running.ended or not (why := await self._offer(running, decoder)):
                     return
             if _now_s() >= give_up_s:
                 break
+            if _now_s() >= keep_s:
+                self._placement.keep(running, decoders)
             await set_in_time(self._room, min(0.2, give_up_s - _now_s()))
         self.counts["overloaded" if decoders else "unavailable"] += 1
         if not decoders:

@@ -16,8 +16,9 @@ def sample(logits: npt.NDArray[np.float32], sampling: Sampling, position: int) -
     if sampling.temperature == 0.0:
         return int(np.argmax(logits))
     order = np.argsort(-logits, kind="stable")
-    scaled = logits[order].astype(np.float64) / sampling.temperature
-    weights = np.exp(scaled - scaled[0])
+    below = logits[order].astype(np.float64) - logits[order[0]]
+    with np.errstate(over="ignore"):  # a temperature of almost nothing: all but the largest become exp(-inf)
+        weights = np.exp(below / sampling.temperature)
     cumulative = np.cumsum(weights / weights.sum())
     # The fewest tokens that hold top_p of the probability; one of them at least.
     kept = min(int(np.searchsorted(cumulative, sampling.top_p)) + 1, len(order))

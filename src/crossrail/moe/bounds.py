@@ -106,7 +106,7 @@ def rows_per_expert(sizes: Sizes) -> int:
     if sizes.capacity_factor is None:
         return worst
     share = -(-worst * sizes.top_k // sizes.experts)
-    return min(worst, max(1, int(sizes.capacity_factor * share)))
+    return max(1, int(min(worst, sizes.capacity_factor * share)))
 
 
 def output_rows(sizes: Sizes) -> int:
@@ -129,4 +129,4 @@ def output_rows(sizes: Sizes) -> int:
     if sizes.capacity_factor is None:
         return worst
     share = -(-tokens * sizes.top_k // sizes.experts) * local
-    return min(worst, max(1, int(sizes.capacity_factor * share)) + local * (pad - 1))
+    return min(worst, max(1, int(min(worst, sizes.capacity_factor * share))) + local * (pad - 1))

@@ -16,17 +16,20 @@ def find_overflow(config: Config, number: int, placement: _core.moe.Placement) -
     for rank in range(config.world):
         needed = placement.fullest_expert(rank) if masked else placement.rows_needed(rank)
         if needed > there:
-            return _exceeded(number, rank, needed, there, "an expert of it" if masked else "it")
+            is_twice = config.capacity_factor is None  # there is room for any routing then
+            return _exceeded(number, rank, needed, there, "an expert of it" if masked else "it", is_twice)
         sent = placement.most_routes(rank)
         if sent > most:
-            return _exceeded(number, rank, sent, most, "it of one group")
+            return _exceeded(number, rank, sent, most, "it of one group", True)
     return None
 
 
-def _exceeded(number: int, rank: int, needed: int, there: int, whose: str) -> CapacityExceeded:
+def _exceeded(number: int, rank: int, needed: int, there: int, whose: str, is_twice: bool) -> CapacityExceeded:
+    remedy = "a larger capacity_factor, or fewer tokens"
+    if is_twice:
+        remedy = "different experts for each token: some token names one twice"
     return CapacityExceeded(
-        f"round {number}: rank {rank} has room for {there} rows, {needed} are for {whose}. Next: a larger "
-        "capacity_factor, or fewer tokens",
+        f"round {number}: rank {rank} has room for {there} rows, {needed} are for {whose}. Next: {remedy}",
         rank=rank,
         needed=needed,
         there=there,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from crossrail.errors import UsageError
 from crossrail.moe import bounds
@@ -43,20 +45,23 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("experts", "hidden", "top_k", "max_tokens", "padding", "dp_size"):
-            _require(isinstance(value := getattr(self, name), int) and value >= 1, name, value, "a number, 1 or more")
-        _require(self.dtype in ITEM_BYTES, "dtype", self.dtype, f"one of {', '.join(ITEM_BYTES)}")
+            _require(_is_count(value := getattr(self, name), 1), name, value, "a number, 1 or more")
+        _require(self.dtype in tuple(ITEM_BYTES), "dtype", self.dtype, f"one of {', '.join(ITEM_BYTES)}")
         _require(self.out_dtype in OUT_DTYPES, "out_dtype", self.out_dtype, f"one of {', '.join(OUT_DTYPES)}")
         _require(self.layout in LAYOUTS, "layout", self.layout, f"one of {', '.join(LAYOUTS)}")
         _require(self.on_lost in ON_LOST, "on_lost", self.on_lost, f"one of {', '.join(ON_LOST)}")
-        block, size, factor = self.scale_block, self.node_size, self.capacity_factor
-        _require(block is None or block >= 1, "scale_block", block, "1 or more, or None")
-        _require(factor is None or factor > 0, "capacity_factor", factor, "more than 0, or None")
-        _require(size is None or (size >= 1 and self.world % size == 0), "node_size", size, _divisor(self.world))
+        block, size = self.scale_block, self.node_size
+        _require(block is None or _is_count(block, 1), "scale_block", block, "a number, 1 or more, or None")
+        factor: object = self.capacity_factor
+        is_factor = isinstance(factor, int | float) and math.isfinite(factor) and factor > 0
+        _require(factor is None or is_factor, "capacity_factor", factor, "a number, more than 0, or None")
+        divides = _is_count(size, 1) and self.world % size == 0
+        _require(size is None or divides, "node_size", size, _divisor(self.world))
         _require(self.world % self.dp_size == 0, "dp_size", self.dp_size, _divisor(self.world))
         sums = self.node_sums
         _require(not sums or self.dp_size == 1, "node_sums", sums, f"False where dp_size is {self.dp_size}: not built")
         private = self.private_tokens
-        _require(private is None or private >= 0, "private_tokens", private, "0 or more, or None")
+        _require(private is None or _is_count(private, 0), "private_tokens", private, "a number, 0 or more, or None")
 
     @property
     def x_bytes(self) -> int:
@@ -133,6 +138,10 @@ def check_agreement(configs: Sequence[str], ranks: Sequence[int]) -> None:
 def _require(holds: bool, name: str, value: object, bound: str) -> None:
     if not holds:
         raise UsageError(f"{name} is {value!r}, must be {bound}")
+
+
+def _is_count(value: object, least: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _divisor(world: int) -> str:

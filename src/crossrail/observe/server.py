@@ -87,13 +87,13 @@ def serve_metrics(
 
 
 def _with_patience(handler: type[WSGIRequestHandler], patience_s: float) -> type[WSGIRequestHandler]:
-    """That of prometheus_client waits for ever for a request."""
+    """That of prometheus_client waits for ever for a request, and complains of clients that are gone."""
 
     class Patient(handler):  # type: ignore[misc, valid-type]
         timeout = patience_s
 
         def handle(self) -> None:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, ConnectionError):
                 super().handle()
 
     return Patient

@@ -162,8 +162,9 @@ class WeightController:
         ranks), "write" (bytes).
         Raises UpdateFailed once it is aborted everywhere: inference ranks with spare memory go on with the version they
         had, those without say that they are torn; another update() may succeed, with a new plan if somebody was lost.
-        UsageError when what members hold does not fit, or when an update is under way. Cancelled, it aborts everywhere
-        first, which may take options.abort_s; or it commits, if all is there already.
+        UsageError when what members hold does not fit, or when an update is under way; and what on_progress raises.
+        Cancelled, it aborts everywhere first, which may take options.abort_s; or it commits, if all is there already.
+        Who joins meanwhile is in the next one.
         """
         if self._under_way is not None:
             raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
@@ -182,11 +183,13 @@ class WeightController:
                 self.totals.cancelled += 1
                 await _to_its_end(self._abort("the update was cancelled"))
                 raise
-            except (CrossrailError, asyncio.TimeoutError) as error:
+            except Exception as error:
                 self.totals.failed += 1
-                why = str(error) or f"not complete within {timeout_s:g} s"
+                is_ours = isinstance(error, CrossrailError | asyncio.TimeoutError)
+                why = str(error) if is_ours else f"{type(error).__name__}: {error}"
+                why = why or f"not complete within {timeout_s:g} s"
                 await _to_its_end(self._abort(why))
-                if isinstance(error, UsageError):
+                if isinstance(error, UsageError) or not is_ours:
                     raise
                 raise UpdateFailed(version, why) from error
             await _to_its_end(self._commit(version, report))
@@ -243,6 +246,11 @@ class WeightController:
     def _of(self, role: Role) -> list[Member]:
         return [self._members[key] for key in sorted(self._members) if key[0] == role]
 
+    def _planned_by_role(self) -> tuple[list[Member], list[Member]]:
+        """Trainers and inference ranks of the plan; others may have joined since."""
+        trainers = [member for member in self._planned if member.role == "trainer"]
+        return trainers, [member for member in self._planned if member.role == "target"]
+
     # ---- an update
 
     async def _in_time(self, work: Awaitable[None], timeout_s: float) -> None:
@@ -275,7 +283,7 @@ class WeightController:
             await self._distribute(self.plan, deadline, on_progress)
             report.plan_s = clock() - begun
         report.speeds = speeds
-        plan, trainers, targets = self.plan, self._of("trainer"), self._of("target")
+        plan, trainers, targets = self.plan, *self._planned_by_role()
         digest, attempt = plan.digest, self._attempt
         imm = self._imm_of(attempt)
 
@@ -309,8 +317,7 @@ class WeightController:
 
     def _make_plan(self) -> Plan:
         """Blocks, some seconds for the largest models."""
-        trainers = [member.inventory for member in self._planned if member.role == "trainer"]
-        targets = [member.inventory for member in self._planned if member.role == "target"]
+        trainers, targets = ([member.inventory for member in side] for side in self._planned_by_role())
         return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds))
 
     async def _all(
@@ -337,7 +344,7 @@ class WeightController:
 
     async def _distribute(self, plan: Plan, deadline: float, on_progress: OnProgress) -> None:
         """Tells everybody their part of it, and waits until trainers have made theirs ready."""
-        trainers, targets = self._of("trainer"), self._of("target")
+        trainers, targets = self._planned_by_role()
         loop = asyncio.get_running_loop()
         assigns = await loop.run_in_executor(None, assigns_of, plan, trainers, targets, self._gone)
         expects = {rank: m.Expect(plan.digest, count) for rank, count in plan.expectations.items()}
@@ -358,7 +365,7 @@ class WeightController:
         """Ends an attempt everywhere, and leaves out whoever does not answer that."""
         self.plan = None  # descriptors of inference ranks change, and somebody may be missing
         abort = m.Abort(self._attempt, clipped(why))
-        for member, answer in (await self._tell_all(abort, m.Aborted)).items():
+        for member, answer in (await self._tell(list(self._members.values()), abort, m.Aborted)).items():
             if member.role == "target" and answer.regions:
                 member.buffers = answer.regions
         self._planned = []
@@ -367,11 +374,12 @@ class WeightController:
         """All is everywhere: who cannot be told any more does not undo it for the others."""
         clock = asyncio.get_running_loop().time
         begun = clock()
-        await self._tell_all(m.Commit(version, self._attempt), m.Taken)
+        theirs = [member for member in self._planned if self._members.get((member.role, member.rank)) is member]
+        await self._tell(theirs, m.Commit(version, self._attempt), m.Taken)
         self.version = version
         report.commit_s = clock() - begun
 
-    async def _tell_all(self, message: object, answer: type[_T]) -> dict[Member, _T]:
+    async def _tell(self, members: list[Member], message: object, answer: type[_T]) -> dict[Member, _T]:
         """The answers of those who gave one; the others are members no more."""
 
         async def one(member: Member) -> tuple[Member, _T] | None:
@@ -381,13 +389,13 @@ class WeightController:
                 self._remove(member, f"it did not answer {type(message).__name__}: {error}")
                 if not isinstance(error, Unreachable):
                     evicted = m.Evicted(clipped(error))
-                    self._mailbox.spawn(self._tell(member, evicted), f"telling {member} that it is left out")
+                    self._mailbox.spawn(self._tell_evicted(member, evicted), f"telling {member} that it is left out")
                 return None
 
-        told = await asyncio.gather(*(one(member) for member in list(self._members.values())))
+        told = await asyncio.gather(*(one(member) for member in members))
         return dict(each for each in told if each is not None)
 
-    async def _tell(self, member: Member, evicted: m.Evicted) -> None:
+    async def _tell_evicted(self, member: Member, evicted: m.Evicted) -> None:
         try:
             await self._mailbox.ask(member.address, evicted, m.Taken, self._options.evict_s)
         except (NoAnswer, Unreachable) as error:

@@ -173,10 +173,20 @@ class WeightReceiver:
         except (NoAnswer, Unreachable) as error:
             log.info("inference rank %d left without a word: %s", self.rank, error)
 
-    async def close(self) -> None:
-        """Ends an update under way; the spare memory is gone afterwards, what was given stays. Idempotent."""
+    async def close(self, timeout_s: float = _FENCE_S) -> None:
+        """Ends an update under way; the spare memory is gone afterwards, what was given stays. Idempotent.
+
+        Raises WaitTimeout when a trainer stands still in the middle of a copy into this memory for so long: nothing is
+        closed then, the memory must stay, and close() may be called again.
+        """
         if self._attempt is not None:
-            await self._fail("the inference rank is closing")
+            try:
+                await self._fail("the inference rank is closing", timeout_s)
+            except WaitTimeout as error:
+                raise WaitTimeout(
+                    f"inference rank {self.rank} cannot be closed yet, somebody may still write its weights: {error}. "
+                    "Next: end that process, or let it go on, and close() again"
+                ) from None
         for regions in self._buffers[1:]:
             for region in regions:
                 region.close()
@@ -318,10 +328,10 @@ class WeightReceiver:
                 log.warning("inference rank %d is not fenced off, and takes no updates: %s", self.rank, error)
                 await asyncio.sleep(_FENCE_AGAIN_S)
 
-    async def _fail(self, why: str) -> None:
+    async def _fail(self, why: str, timeout_s: float = _FENCE_S) -> None:
         """Fences off all writers: returns when nothing of this attempt can land any more.
 
-        Raises WaitTimeout while one stands still in the middle of a copy; it goes on being the current attempt.
+        Raises WaitTimeout when one stands still in the middle of a copy; it goes on being the current attempt.
         """
         attempt = self._attempt
         if attempt is None:
@@ -336,7 +346,7 @@ class WeightReceiver:
                 loop = asyncio.get_running_loop()
                 for region in self._buffers[back]:
                     if not region.closed:  # else nobody gets in either
-                        await loop.run_in_executor(None, region.revoke, _FENCE_S)
+                        await loop.run_in_executor(None, region.revoke, timeout_s)
                         region.renew()
                 self._versions.abort()
             self._end(attempt)

@@ -28,6 +28,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.listener import PATIENCE_S, Listener
 
 log = logging.getLogger("crossrail.sglang")
+_http_log = logging.getLogger("crossrail.sglang.http")
 
 _PURPOSE = b"crossrail sglang rank"
 _TOKEN_PURPOSE = b"crossrail sglang bootstrap"
@@ -113,9 +114,10 @@ class BootstrapServer:
 
     async def _open(self, host: str, port: int) -> None:
         app = web.Application(client_max_size=LINE_BYTES_MAX)
-        put, get, health = map(self._listener.known, (self._put, self._get, self._health))
-        app.add_routes([web.put(PATH, put), web.get(PATH, get), web.get("/health", health)])
-        await self._listener.start(app, host, port)
+        route = self._listener.route
+        app.add_routes([route("PUT", PATH, self._put), route("GET", PATH, self._get)])
+        app.add_routes([route("GET", "/health", self._health)])
+        await self._listener.start(app, host, port, _http_log)
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -139,7 +141,7 @@ class BootstrapServer:
 
     async def _get(self, request: web.Request) -> web.Response:
         said = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(said.encode(), self._authorization.encode()):
+        if not hmac.compare_digest(said.encode(errors="surrogateescape"), self._authorization.encode()):
             return web.Response(status=401, text=f"who asks has another secret than ours: {_SAME_SECRET}\n")
         lines = self._table.lines(time.monotonic())
         if lines is None:
