@@ -37,11 +37,14 @@ void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, 
 }  // namespace
 
 PeerRef EngineCore::add_peer(const Address& address) {
+  bool is_crowded = false;
   {
     std::lock_guard lock(tables_mutex_);
     const auto known = peers_.find(address.incarnation);
     if (known != peers_.end()) return known->second;
+    is_crowded = peers_.size() >= peers_sweep_at_;
   }
+  if (is_crowded) transfers_.take_lost_regions();  // for take_lost_peers(); let go at once, and without the mutex
   Route route = transports_.choose(address);
   std::vector<PeerRef> lost;  // let go after the mutex
   std::lock_guard lock(tables_mutex_);

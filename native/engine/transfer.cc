@@ -164,6 +164,19 @@ Transfer* TransferPool::take() {
   return transfer;
 }
 
+std::vector<RemoteRegionRef> TransferPool::take_lost_regions() {
+  std::vector<RemoteRegionRef> lost;
+  const auto take = [&](RemoteRegionRef& region) {
+    if (region && region->peer()->state() == PeerState::kLost) lost.push_back(std::move(region));
+  };
+  std::lock_guard lock(lock_);
+  for (Transfer* transfer = free_; transfer != nullptr; transfer = transfer->next_free_) {
+    take(transfer->work_->remote);
+    for (ScatterTarget& target : transfer->work_->targets) take(target.dst);
+  }
+  return lost;
+}
+
 void TransferPool::give_back(Transfer* transfer) {
   transfer->work_->recycle();
   if (transfer->cancel_requested_.load(std::memory_order_relaxed))

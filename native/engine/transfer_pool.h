@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "engine/transfer.h"
 #include "util/spinlock.h"
@@ -19,6 +20,8 @@ class TransferPool {
   // A pending transfer with one reference.
   Transfer* take();
   void give_back(Transfer* transfer);
+  // Recycled transfers keep peers' regions for the next ones: those of lost peers, to be let go.
+  std::vector<RemoteRegionRef> take_lost_regions();
 
  private:
   Engine* const engine_;
