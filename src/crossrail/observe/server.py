@@ -6,7 +6,8 @@ import contextlib
 import os
 import threading
 from types import TracebackType
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import Any
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
@@ -61,8 +62,8 @@ def serve_metrics(
     observed: engines, and collectors of prometheus_client: crossrail.weights.metrics.UpdateCollector,
     crossrail.moe.metrics.RoundCollector, your own. port: 0: any that is free. host: address to listen at, of this host;
     "0.0.0.0" is all of them, and then anybody who reaches it reads names of peers and how much they move.
-    peers_max: of each engine, see EngineCollector. patience_s: a client that sends, or takes, nothing for so long is cut
-    off: each has a thread.
+    peers_max: of each engine, see EngineCollector. patience_s: a client that sends, or takes, nothing for so long is
+    cut off: each has a thread.
 
     Engines stay the caller's, and may close before it. Raises TransportError when it cannot listen there, UsageError
     for two engines of one name, or a port out of 0..65535.
@@ -81,15 +82,14 @@ def serve_metrics(
         raise TransportError(
             "bind", error.errno or 0, f"cannot serve metrics at {host}:{port}: {reason}", "choose another port, or 0"
         ) from None
-    assert isinstance(server.RequestHandlerClass, type) and issubclass(server.RequestHandlerClass, WSGIRequestHandler)
     server.RequestHandlerClass = _with_patience(server.RequestHandlerClass, patience_s)
     return MetricsServer(registry, server, thread)
 
 
-def _with_patience(handler: type[WSGIRequestHandler], patience_s: float) -> type[WSGIRequestHandler]:
+def _with_patience(handler: Any, patience_s: float) -> Any:
     """That of prometheus_client waits for ever for a request, and complains of clients that are gone."""
 
-    class Patient(handler):  # type: ignore[misc, valid-type]
+    class Patient(handler):  # type: ignore[misc]
         timeout = patience_s
 
         def handle(self) -> None:
