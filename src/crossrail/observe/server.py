@@ -89,7 +89,7 @@ def serve_metrics(
 def _with_patience(handler: Any, patience_s: float) -> Any:
     """That of prometheus_client waits for ever for a request, and complains of clients that are gone."""
 
-    class Patient(handler):  # type: ignore[misc]
+    class Patient(handler):  # type: ignore[misc]  # a private class of prometheus_client, known at run time only
         timeout = patience_s
 
         def handle(self) -> None:
