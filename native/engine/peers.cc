@@ -44,7 +44,7 @@ PeerRef EngineCore::add_peer(const Address& address) {
     if (known != peers_.end()) return known->second;
     is_crowded = peers_.size() >= peers_sweep_at_;
   }
-  if (is_crowded) transfers_.take_lost_regions();  // for take_lost_peers(); let go at once, and without the mutex
+  if (is_crowded) transfers_.drop_lost_regions();  // which take_lost_peers() would find named
   Route route = transports_.choose(address);
   std::vector<PeerRef> lost;  // let go after the mutex
   std::lock_guard lock(tables_mutex_);

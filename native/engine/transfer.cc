@@ -164,8 +164,8 @@ Transfer* TransferPool::take() {
   return transfer;
 }
 
-std::vector<RemoteRegionRef> TransferPool::take_lost_regions() {
-  std::vector<RemoteRegionRef> lost;
+void TransferPool::drop_lost_regions() {
+  std::vector<RemoteRegionRef> lost;  // let go after the lock
   const auto take = [&](RemoteRegionRef& region) {
     if (region && region->peer()->state() == PeerState::kLost) lost.push_back(std::move(region));
   };
@@ -174,7 +174,6 @@ std::vector<RemoteRegionRef> TransferPool::take_lost_regions() {
     take(transfer->work_->remote);
     for (ScatterTarget& target : transfer->work_->targets) take(target.dst);
   }
-  return lost;
 }
 
 void TransferPool::give_back(Transfer* transfer) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "engine/transfer.h"
 #include "util/spinlock.h"
@@ -20,8 +19,9 @@ class TransferPool {
   // A pending transfer with one reference.
   Transfer* take();
   void give_back(Transfer* transfer);
-  // Recycled transfers keep peers' regions for the next ones: those of lost peers, to be let go.
-  std::vector<RemoteRegionRef> take_lost_regions();
+  // Recycled transfers keep peers' regions for the next ones: those of lost peers are let go. Not under a mutex of the
+  // caller's: a region's end may be its transport's business.
+  void drop_lost_regions();
 
  private:
   Engine* const engine_;
