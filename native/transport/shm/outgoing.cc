@@ -182,6 +182,17 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
   return accepted;
 }
 
+// Whether bytes of that transfer are on their way through the staging ring, or wait for it.
+bool ShmTransport::is_staging(const RailQueue& rail, const void* context) {
+  const auto is_its = [&](const RailQueue::Pending& pending) { return pending.request.context == context; };
+  if (std::any_of(rail.pending.begin(), rail.pending.end(), is_its)) return true;
+  for (uint64_t at = rail.retired; rail.staged_inflight > 0 && at < rail.writer.position(); ++at) {
+    const InFlight& slot = rail.inflight[at % kRingEntries];
+    if (slot.staged && slot.context == context) return true;
+  }
+  return false;
+}
+
 // False: no room now. True: done (counted in *completed), queued, or refused (retired).
 bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next,
                             uint32_t* completed) {
@@ -231,9 +242,9 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   } else if (request.length_bytes == 0) {
     done = true;
   } else if (!is_gpu && link.choice.uses_attach() && (request.length_bytes >= kAttachBytesMin || private_path_ == 2)) {
-    // An immediate does not pass bytes of its own transfer that wait to be staged, from before the path changed.
-    const auto is_same = [&](const RailQueue::Pending& pending) { return pending.request.context == request.context; };
-    if (request.has_imm && std::any_of(rail.pending.begin(), rail.pending.end(), is_same)) return false;
+    // From before the path changed. Such bytes may be taken back yet, also out of the ring (withdraw_queue, flush_link);
+    // then nothing must count them.
+    if (request.has_imm && is_staging(rail, request.context)) return false;
     if (!touch(link, import.region_id)) return refuse_gone();
     done = copy_attached(link, request);
     if (link.choice.phase == PrivateChoice::Phase::kTryAttach) weigh_private_paths(link);

@@ -73,6 +73,7 @@ class ShmTransport final : public Transport {
   bool copy_direct(Outgoing& link, const WorkRequest& request, const WorkRequest* next);
   bool copy_attached(Outgoing& link, const WorkRequest& request);
   uint32_t post_messages(Outgoing& link, RailQueue& queue, EntryKind kind, std::span<const WorkRequest> requests);
+  static bool is_staging(const RailQueue& rail, const void* context);
   bool post_one(Outgoing& link, RailQueue& rail, const WorkRequest& request, const WorkRequest* next,
                 uint32_t* completed);
   bool has_room(Outgoing& link, RailQueue& rail);
