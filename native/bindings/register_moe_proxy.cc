@@ -51,21 +51,23 @@ const char* result_name(FarResult result) {
 class ProxyHandle {
  public:
   ProxyHandle(nb::pointer_and_handle<EngineHandle> given, const Layout& layout, uint32_t rank,
-              const std::array<uint64_t, 10>& memory, const RegionHandle& region, bool masks)
+              const std::array<uint64_t, 11>& memory, const RegionHandle& routes, const RegionHandle& rows, bool masks)
       : engine(nb::borrow(given.h)), engine_(given.p) {
-    const auto& [routes_in, rows_in, results_in, routes_out, rows_out, results_out, parity, route, stride, y] = memory;
-    proxy_ = std::make_unique<moe::Proxy>(given.p->core(), layout, rank,
-                                          moe::FarMemory{.routes_in = routes_in,
-                                                         .rows_in = rows_in,
-                                                         .results_in = results_in,
-                                                         .routes_out = routes_out,
-                                                         .rows_out = rows_out,
-                                                         .results_out = results_out,
-                                                         .parity_bytes = parity,
-                                                         .route_bytes = route,
-                                                         .stride_bytes = stride,
-                                                         .y_bytes = y},
-                                          region.core(), masks);
+    const auto& [routes_in, routes_out, routes_parity, rows_in, results_in, rows_out, results_out, rows_parity, route,
+                 stride, y] = memory;
+    const moe::FarMemory parts{.routes_in = routes_in,
+                               .routes_out = routes_out,
+                               .routes_parity_bytes = routes_parity,
+                               .rows_in = rows_in,
+                               .results_in = results_in,
+                               .rows_out = rows_out,
+                               .results_out = results_out,
+                               .rows_parity_bytes = rows_parity,
+                               .route_bytes = route,
+                               .stride_bytes = stride,
+                               .y_bytes = y};
+    const moe::FarRegions<RegionRef> regions{routes.core(), rows.core()};
+    proxy_ = std::make_unique<moe::Proxy>(given.p->core(), layout, rank, parts, regions, masks);
   }
   ~ProxyHandle() {
     if (generation_ == fork_generation) return;  // what there is to end is the parent's
@@ -104,8 +106,8 @@ class ProxyHandle {
     if (places != nullptr) placements_[round % moe::kParities] = nb::borrow(placement);
     post([&](auto& to) { is_results ? to.send_results(round, places) : to.send_remainder(round, places); });
   }
-  void connect(uint32_t rank, DescriptorHandle& descriptor, const std::vector<uint32_t>& imms) {
-    get().connect(rank, engine_->remote(descriptor), imms);
+  void connect(uint32_t rank, DescriptorHandle& routes, DescriptorHandle& rows, const std::vector<uint32_t>& imms) {
+    get().connect(rank, {engine_->remote(routes), engine_->remote(rows)}, imms);
   }
   void watch(nb::handle address, uint32_t rank) { get().watch(engine_->peer(address), rank); }
 
@@ -156,18 +158,19 @@ nb::object routes_of(const ProxyHandle& self, uint32_t round, uint32_t rank) {
 void register_moe_proxy(nb::module_& module) {
   nb::module_ part = module.def_submodule("moe");
   nb::class_<ProxyHandle>(part, "Proxy", nb::is_final(), nb::type_slots(engine_slots<ProxyHandle>))
-      .def(nb::init<nb::pointer_and_handle<EngineHandle>, const Layout&, uint32_t, const std::array<uint64_t, 10>&,
-                    const RegionHandle&, bool>(),
+      .def(nb::init<nb::pointer_and_handle<EngineHandle>, const Layout&, uint32_t, const std::array<uint64_t, 11>&,
+                    const RegionHandle&, const RegionHandle&, bool>(),
            nb::keep_alive<1, 3>(), nb::arg("engine"), nb::arg("layout"), nb::arg("rank"), nb::arg("memory"),
-           nb::arg("region"), nb::arg("masks") = false,
+           nb::arg("routes"), nb::arg("rows"), nb::arg("masks") = false,
            nb::sig("def __init__(self, engine: crossrail._core.Engine, layout: Layout, rank: int, memory: "
-                   "collections.abc.Sequence[int], region: crossrail._core.Region, masks: bool = False) -> None"))
+                   "collections.abc.Sequence[int], routes: crossrail._core.Region, rows: crossrail._core.Region, "
+                   "masks: bool = False) -> None"))
       .def("far_ranks", [](const ProxyHandle& self) { return self.get().far_ranks(); })
       .def(
           "imms_for", [](const ProxyHandle& self, uint32_t rank) { return self.get().imms_for(rank); }, nb::arg("rank"))
-      .def("connect", &ProxyHandle::connect, nb::arg("rank"), nb::arg("descriptor"), nb::arg("imms"),
-           nb::sig("def connect(self, rank: int, descriptor: crossrail._core.RegionDescriptor, imms: "
-                   "collections.abc.Sequence[int]) -> None"))
+      .def("connect", &ProxyHandle::connect, nb::arg("rank"), nb::arg("routes"), nb::arg("rows"), nb::arg("imms"),
+           nb::sig("def connect(self, rank: int, routes: crossrail._core.RegionDescriptor, rows: "
+                   "crossrail._core.RegionDescriptor, imms: collections.abc.Sequence[int]) -> None"))
       .def("watch", &ProxyHandle::watch, nb::arg("near"), nb::arg("rank"),
            nb::sig("def watch(self, near: crossrail._core.Address, rank: int) -> None"))
       .def(

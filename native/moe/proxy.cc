@@ -40,16 +40,28 @@ FarResult result_of(Status status, bool masks) {
   return FarResult::kFailed;
 }
 
+// Which of the regions a step is about.
+template <typename RegionOf>
+const RegionOf& region_of(FarStep step, const FarRegions<RegionOf>& regions) {
+  return step == FarStep::kRows || step == FarStep::kResults ? regions.rows : regions.routes;
+}
+
+void check_same_length(uint32_t rank, const char* what, const RemoteRegion& theirs, const Region& ours) {
+  if (theirs.length_bytes() == ours.length_bytes()) return;
+  throw UsageError("rank " + std::to_string(rank) + " has " + std::to_string(theirs.length_bytes()) +
+                   " bytes for far " + what + ", we have " + std::to_string(ours.length_bytes()));
+}
+
 }  // namespace
 
-Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, RegionRef region,
-             bool masks)
+Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory,
+             FarRegions<RegionRef> regions, bool masks)
     : engine_(std::move(engine)),
       layout_(layout),
       rank_(rank),
       group_(layout.group_of(rank)),
       memory_(memory),
-      region_(std::move(region)),
+      regions_(std::move(regions)),
       masks_(masks) {
   const uint32_t dp_size = layout.shape().dp_size;
   for (uint32_t other = 0; other < layout.shape().world; ++other) {
@@ -93,16 +105,14 @@ std::vector<uint32_t> Proxy::imms_for(uint32_t rank) const {
   return imms;
 }
 
-void Proxy::connect(uint32_t rank, RemoteRegionRef memory, std::span<const uint32_t> imms) {
+void Proxy::connect(uint32_t rank, FarRegions<RemoteRegionRef> regions, std::span<const uint32_t> imms) {
   Member& to = member(rank);
   if (imms.size() != to.imms.size()) throw UsageError("imms has " + std::to_string(imms.size()) + " numbers");
-  if (memory->length_bytes() != region_->length_bytes()) {
-    throw UsageError("rank " + std::to_string(rank) + " has " + std::to_string(memory->length_bytes()) +
-                     " bytes for far rows, we have " + std::to_string(region_->length_bytes()));
-  }
-  to.memory = std::move(memory);
+  check_same_length(rank, "routes", *regions.routes, *regions_.routes);
+  check_same_length(rank, "rows", *regions.rows, *regions_.rows);
+  to.regions = std::move(regions);
   std::copy(imms.begin(), imms.end(), to.imms.begin());
-  watched_.push_back({PeerRef::share(to.memory->peer()), rank});
+  watched_.push_back({PeerRef::share(to.regions.rows->peer()), rank});
 }
 
 void Proxy::watch(PeerRef near, uint32_t rank) { watched_.push_back({std::move(near), rank}); }
@@ -117,10 +127,11 @@ void Proxy::leave_out(uint32_t rank) {
 void Proxy::add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
                 uint64_t length_bytes) {
   if (to.is_left_out) return;
-  slices_[to.turn] = {&to, to.memory.get(), from_offset, to_offset, length_bytes, to.imms[slot_of(step, round)]};
+  slices_[to.turn] = {&to,          region_of(step, to.regions).get(), from_offset, to_offset,
+                      length_bytes, to.imms[slot_of(step, round)]};
 }
 
-void Proxy::post(uint32_t round) {
+void Proxy::post(FarStep step, uint32_t round) {
   for (Slice& slice : slices_) {
     if (slice.dst == nullptr) continue;
     batch_.dsts.push_back(std::exchange(slice.dst, nullptr));
@@ -128,13 +139,13 @@ void Proxy::post(uint32_t round) {
     batch_.dst_offsets.push_back(slice.dst_offset);
     batch_.lengths.push_back(slice.length_bytes);
     batch_.imms.push_back(slice.imm);
-    if (masks_) post_batch(round, slice.to);
+    if (masks_) post_batch(step, round, slice.to);
   }
-  if (!batch_.dsts.empty()) post_batch(round, nullptr);
+  if (!batch_.dsts.empty()) post_batch(step, round, nullptr);
 }
 
-void Proxy::post_batch(uint32_t round, const Member* to) {
-  sent_[parity_of(round)].push_back({engine_->submit_scatter({.src = region_.get(),
+void Proxy::post_batch(FarStep step, uint32_t round, const Member* to) {
+  sent_[parity_of(round)].push_back({engine_->submit_scatter({.src = region_of(step, regions_).get(),
                                                               .dsts = batch_.dsts,
                                                               .src_offsets = batch_.src_offsets,
                                                               .dst_offsets = batch_.dst_offsets,
@@ -156,40 +167,41 @@ void Proxy::send_routes(uint32_t round, std::span<const int32_t> counts) {
   counts_[parity].assign(counts.begin(), counts.end());
   takes_sums_[parity] = false;
   for (uint32_t step = 0; step < kFarSteps; ++step) next_[slot_of(static_cast<FarStep>(step), round)] = 0;
-  const uint64_t from = at(memory_.routes_out, round);
+  const uint64_t from = at_routes(memory_.routes_out, round);
   // A phantom's bytes are nowhere: simulated engines post the same writes of it.
-  if (region_->base() != kPhantomBase) std::memcpy(region_->base() + from, counts.data(), counts.size_bytes());
-  const uint64_t to = at(memory_.routes_in, round) + rank_ * memory_.route_bytes;
+  std::byte* const base = regions_.routes->base();
+  if (base != kPhantomBase) std::memcpy(base + from, counts.data(), counts.size_bytes());
+  const uint64_t to = at_routes(memory_.routes_in, round) + rank_ * memory_.route_bytes;
   for (const Member& member : members_) add(member, FarStep::kRoutes, round, from, to, counts.size_bytes());
-  post(round);
+  post(FarStep::kRoutes, round);
 }
 
 void Proxy::send_rows(uint32_t round) {
   copy_fence();  // rows may have been packed past the caches
   const std::vector<int32_t>& counts = counts_[parity_of(round)];
   const auto slot = static_cast<int32_t>(layout_.shape().private_rows);
-  uint64_t from = at(memory_.rows_out, round);
+  uint64_t from = at_rows(memory_.rows_out, round);
   for (const Member& to : members_) {
     if (!to.sends_rows) continue;
     const auto* first = counts.data() + layout_.first_expert(to.rank);
     const int32_t rows = std::accumulate(first, first + layout_.expert_count(to.rank), 0);
     // Also of no rows: the other side cannot know that yet, and counts one write of each.
-    add(to, FarStep::kRows, round, from, at(memory_.rows_in, round) + to.slot_offset,
+    add(to, FarStep::kRows, round, from, at_rows(memory_.rows_in, round) + to.slot_offset,
         static_cast<uint64_t>(std::min(rows, slot)) * memory_.stride_bytes);
     from += static_cast<uint64_t>(rows) * memory_.stride_bytes;
   }
-  post(round);
+  post(FarStep::kRows, round);
 }
 
 std::span<const int32_t> Proxy::routes_of(uint32_t round, uint32_t rank) const {
-  const std::byte* row = region_->base() + at(memory_.routes_in, round) + rank * memory_.route_bytes;
+  const std::byte* row = regions_.routes->base() + at_routes(memory_.routes_in, round) + rank * memory_.route_bytes;
   return {reinterpret_cast<const int32_t*>(row), layout_.shape().experts};
 }
 
 void Proxy::send_remainder(uint32_t round, const Placement* placement) {
   const auto slot = static_cast<int32_t>(layout_.shape().private_rows);
   std::vector<uint32_t>& expected = rows_expected_[parity_of(round)];
-  uint64_t from = at(memory_.rows_out, round);
+  uint64_t from = at_rows(memory_.rows_out, round);
   for (size_t i = 0; i < members_.size(); ++i) {
     const Member& other = members_[i];
     expected[i] = other.sends_rows ? 1 : 0;
@@ -199,17 +211,17 @@ void Proxy::send_remainder(uint32_t round, const Placement* placement) {
     if (rows > slot) {
       const auto target = static_cast<uint64_t>(placement->remainder_start(group_, other.rank));
       add(other, FarStep::kRows, round, from + static_cast<uint64_t>(slot) * memory_.stride_bytes,
-          at(memory_.rows_in, round) + target * memory_.stride_bytes,
+          at_rows(memory_.rows_in, round) + target * memory_.stride_bytes,
           static_cast<uint64_t>(rows - slot) * memory_.stride_bytes);
     }
     from += static_cast<uint64_t>(rows) * memory_.stride_bytes;
   }
-  post(round);
+  post(FarStep::kRows, round);
 }
 
 void Proxy::send_results(uint32_t round, const Placement* placement) {
   copy_fence();
-  uint64_t from = at(memory_.results_out, round);
+  uint64_t from = at_rows(memory_.results_out, round);
   uint32_t group_before = ~0u;
   uint64_t group_bytes = 0;
   for (const Member& to : members_) {  // ascending: the members of a group are neighbours, and get the same rows
@@ -221,9 +233,9 @@ void Proxy::send_results(uint32_t round, const Placement* placement) {
       group_before = group;
     }
     if (placement != nullptr) target = static_cast<uint64_t>(placement->route_start(group, rank_)) * memory_.y_bytes;
-    add(to, FarStep::kResults, round, from, at(memory_.results_in, round) + target, group_bytes);
+    add(to, FarStep::kResults, round, from, at_rows(memory_.results_in, round) + target, group_bytes);
   }
-  post(round);
+  post(FarStep::kResults, round);
 }
 
 void Proxy::send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows) {
@@ -232,9 +244,9 @@ void Proxy::send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint
   to.is_partner = true;
   takes_sums_[parity_of(round)] = true;
   const uint64_t target = uint64_t{far_node(layout_, partner, rank_)} * layout_.shape().max_tokens;
-  add(to, FarStep::kResults, round, at(memory_.results_out, round) + first_row * memory_.y_bytes,
-      at(memory_.results_in, round) + target * memory_.y_bytes, rows * memory_.y_bytes);
-  post(round);
+  add(to, FarStep::kResults, round, at_rows(memory_.results_out, round) + first_row * memory_.y_bytes,
+      at_rows(memory_.results_in, round) + target * memory_.y_bytes, rows * memory_.y_bytes);
+  post(FarStep::kResults, round);
 }
 
 // --- what is waited for ---
@@ -262,7 +274,7 @@ FarOutcome Proxy::failed_write(uint32_t round) const {
 // Of a batch that failed: to whom.
 uint32_t Proxy::rank_of(const TransferInfo& failed) const {
   const auto found = std::find_if(members_.begin(), members_.end(), [&](const Member& member) {
-    return failed.failed_peer && member.memory->peer()->address().incarnation == failed.failed_peer->incarnation;
+    return failed.failed_peer && member.regions.rows->peer()->address().incarnation == failed.failed_peer->incarnation;
   });
   return found == members_.end() ? members_.front().rank : found->rank;
 }
@@ -270,7 +282,7 @@ uint32_t Proxy::rank_of(const TransferInfo& failed) const {
 // Of a batch that goes on, who most likely keeps it: a batch does not tell who has had his part.
 uint32_t Proxy::slowest() const {
   const auto found = std::find_if(members_.begin(), members_.end(), [](const Member& member) {
-    return member.memory->peer()->state() != PeerState::kConnected;
+    return member.regions.rows->peer()->state() != PeerState::kConnected;
   });
   return found == members_.end() ? members_.front().rank : found->rank;
 }
@@ -279,10 +291,10 @@ void Proxy::say_farewell(Deadline deadline) {
   std::vector<Sent>& sent = sent_[0];
   sent.clear();
   for (const Member& member : members_) {
-    if (member.memory && member.memory->peer()->state() != PeerState::kLost)
+    if (member.regions.rows && member.regions.rows->peer()->state() != PeerState::kLost)
       add(member, FarStep::kFarewell, 0, 0, 0, 0);
   }
-  post(0);
+  post(FarStep::kFarewell, 0);
   // Whatever becomes of it: who is gone needs no farewell.
   for (const Sent& one : sent) one.transfer->wait(deadline, {});
 }

@@ -21,18 +21,29 @@
 
 namespace crossrail::moe {
 
-// What a rank has for far rows, the same on all ranks: one region, these parts of it twice. In bytes, from its start.
+// What a rank has for far rows, the same on all ranks: two regions, these parts of each twice. In bytes, from its start.
 struct FarMemory {
-  uint64_t routes_in = 0;     // [world] rows of route_bytes, by source rank
-  uint64_t rows_in = 0;       // rows of stride_bytes: slots, then remainders, as Placement has them
-  uint64_t results_in = 0;    // rows of y_bytes, by position in our own order of routes
-  uint64_t routes_out = 0;    // one row of route_bytes
-  uint64_t rows_out = 0;      // rows of stride_bytes, as Placement::send_far has them
-  uint64_t results_out = 0;   // rows of y_bytes, as Placement::return_far has them
-  uint64_t parity_bytes = 0;  // from the parts of even rounds to those of odd ones
-  uint64_t route_bytes = 0;   // int32 [experts], rounded up
+  // Of routes, which the host reads and writes.
+  uint64_t routes_in = 0;            // [world] rows of route_bytes, by source rank
+  uint64_t routes_out = 0;           // one row of route_bytes
+  uint64_t routes_parity_bytes = 0;  // from the parts of even rounds to those of odd ones
+  // Of rows, which nobody touches here: they may be in a GPU's memory.
+  uint64_t rows_in = 0;      // rows of stride_bytes: slots, then remainders, as Placement has them
+  uint64_t results_in = 0;   // rows of y_bytes, by position in our own order of routes
+  uint64_t rows_out = 0;     // rows of stride_bytes, as Placement::send_far has them
+  uint64_t results_out = 0;  // rows of y_bytes, as Placement::return_far has them
+  uint64_t rows_parity_bytes = 0;
+
+  uint64_t route_bytes = 0;  // int32 [experts], rounded up
   uint64_t stride_bytes = 0;
   uint64_t y_bytes = 0;
+};
+
+// Laid out as FarMemory says.
+template <typename RegionOf>
+struct FarRegions {
+  RegionOf routes;
+  RegionOf rows;
 };
 
 enum class FarStep : uint8_t { kRoutes, kRows, kResults, kFarewell };
@@ -51,9 +62,9 @@ struct FarOutcome {
 // Invariant: of each step and parity, the counters of sources before next_ have given what was expected of them.
 class Proxy {
  public:
-  // region: of our own memory, laid out as `memory` says. The layout outlives the proxy. masks: ranks may be left out; then
-  // each has writes of its own, since a batch posts no more once one of its targets is lost.
-  Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, RegionRef region,
+  // The layout outlives the proxy. masks: ranks may be left out; then each has writes of its own, since a batch posts no
+  // more once one of its targets is lost.
+  Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, FarRegions<RegionRef> regions,
         bool masks = false);
   ~Proxy();
   Proxy(const Proxy&) = delete;
@@ -63,8 +74,8 @@ class Proxy {
   std::vector<uint32_t> far_ranks() const;
   // By step and parity: the numbers by which that rank is to count here.
   std::vector<uint32_t> imms_for(uint32_t rank) const;
-  // What that rank said of itself: its region, and the numbers by which we count there.
-  void connect(uint32_t rank, RemoteRegionRef memory, std::span<const uint32_t> imms);
+  // What that rank said of itself: its regions, and the numbers by which we count there.
+  void connect(uint32_t rank, FarRegions<RemoteRegionRef> regions, std::span<const uint32_t> imms);
   // Of ranks that share our memory: who waits for anyone gives up when one of them is lost.
   void watch(PeerRef near, uint32_t rank);
   // Goes on without that rank, far or watched: nothing is written to it or waited for from it any more, nor said of it.
@@ -101,7 +112,7 @@ class Proxy {
     bool is_partner = false;  // sums go to it, and come from it
     bool sends_rows;          // of our index in its group: rows go between it and us
     uint32_t turn = 0;        // Layout::far_ranks_in_turn
-    RemoteRegionRef memory;
+    FarRegions<RemoteRegionRef> regions;
     std::array<uint32_t, kFarSteps * kParities> imms{};  // there
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
     uint64_t slot_offset = 0;  // there, in rows_in: of the slot that only we write
@@ -139,12 +150,16 @@ class Proxy {
     return static_cast<size_t>(step) * kParities + parity_of(round);
   }
   Member& member(uint32_t rank);
-  uint64_t at(uint64_t part, uint32_t round) const { return part + parity_of(round) * memory_.parity_bytes; }
+  // Offsets in the region of routes, and in that of rows.
+  uint64_t at_routes(uint64_t part, uint32_t round) const {
+    return part + parity_of(round) * memory_.routes_parity_bytes;
+  }
+  uint64_t at_rows(uint64_t part, uint32_t round) const { return part + parity_of(round) * memory_.rows_parity_bytes; }
   // Adds a write, at most one for each member; and posts what was added, in their turns.
   void add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
            uint64_t length_bytes);
-  void post(uint32_t round);
-  void post_batch(uint32_t round, const Member* to);
+  void post(FarStep step, uint32_t round);
+  void post_batch(FarStep step, uint32_t round, const Member* to);
   uint32_t expected_of(FarStep step, uint32_t round, size_t member) const;
   FarOutcome failed_write(uint32_t round) const;
   uint32_t rank_of(const TransferInfo& failed) const;
@@ -156,7 +171,7 @@ class Proxy {
   const uint32_t rank_;
   const uint32_t group_;
   const FarMemory memory_;
-  const RegionRef region_;
+  const FarRegions<RegionRef> regions_;
   const bool masks_;
   std::vector<Member> members_;
   std::vector<Watched> watched_;

@@ -60,7 +60,10 @@ class Town:
             return AllToAll(self.engines[group.rank], group, **CONFIG)
 
         self.parts = meet(size, make)
-        self.doors = [{rank: door.descriptor for rank, door in part._peers.far._doors.items()} for part in self.parts]
+        self.doors = [
+            {rank: [door.descriptor for door in both] for rank, both in part._peers.far._doors.items()}
+            for part in self.parts
+        ]
 
     def batch(self, rank: int, number: int, tokens: int | None = None) -> Batch:
         random = np.random.default_rng([self.run.world.seed % (1 << 31), rank, number])
@@ -163,19 +166,21 @@ class Town:
 
     async def write_late(self, rank: int) -> None:
         """As a masked rank does that does not know it yet: over all that it was ever let write to."""
-        source = self.engines[rank].alloc(self.parts[rank]._far.region.nbytes)
+        far = self.parts[rank]._far
+        source = self.engines[rank].alloc(max(far.routes.nbytes, far.rows.nbytes))
         source.array()[:] = 0xEE
         for other in range(self.size):
             if self.lives[other].ended != "done" or rank not in self.parts[other].masked:
                 continue
             far = self.parts[other]._far
-            before = far.region.array().copy()
             self.engines[rank].forget_peer(self.engines[other].address)
-            try:
-                await self.engines[rank].submit_write(source, self.doors[other][rank], before.nbytes)
-            except xr.TransferError:
-                pass
-            self.run.check.same_bytes(f"memory of {other} closed to {rank}", far.region.array(), before)
+            for region, door in zip((far.routes, far.rows), self.doors[other][rank], strict=True):
+                before = region.array().copy()
+                try:
+                    await self.engines[rank].submit_write(source, door, before.nbytes)
+                except xr.TransferError:
+                    pass
+                self.run.check.same_bytes(f"memory of {other} closed to {rank}", region.array(), before)
 
 
 def check_rows(run: Run, what: str, part: AllToAll, got: Any, batches: list[Batch]) -> None:

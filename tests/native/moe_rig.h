@@ -25,19 +25,26 @@ inline EngineRef open_engine(const std::string& name, TransportKind kind = Trans
   return Engine::open(options);
 }
 
-// Parts of a memory that has room for `rows` rows of each kind.
+// Parts of memories that have room for `rows` rows of each kind.
 inline FarMemory parts(uint32_t world, uint64_t rows, uint64_t stride_bytes, uint64_t y_bytes) {
   FarMemory memory{.route_bytes = kExperts * 4, .stride_bytes = stride_bytes, .y_bytes = y_bytes};
-  uint64_t end = 0;
-  const auto place = [&](uint64_t bytes) { return std::exchange(end, end + bytes); };
-  memory.routes_in = place(world * memory.route_bytes);
-  memory.rows_in = place(rows * stride_bytes);
-  memory.results_in = place(rows * y_bytes);
-  memory.routes_out = place(memory.route_bytes);
-  memory.rows_out = place(rows * stride_bytes);
-  memory.results_out = place(rows * y_bytes);
-  memory.parity_bytes = end;
+  const auto place = [](uint64_t& end, uint64_t bytes) { return std::exchange(end, end + bytes); };
+  memory.routes_in = place(memory.routes_parity_bytes, world * memory.route_bytes);
+  memory.routes_out = place(memory.routes_parity_bytes, memory.route_bytes);
+  memory.rows_in = place(memory.rows_parity_bytes, rows * stride_bytes);
+  memory.results_in = place(memory.rows_parity_bytes, rows * y_bytes);
+  memory.rows_out = place(memory.rows_parity_bytes, rows * stride_bytes);
+  memory.results_out = place(memory.rows_parity_bytes, rows * y_bytes);
   return memory;
+}
+
+inline FarRegions<RegionRef> alloc(Engine& engine, const FarMemory& memory, bool is_populated) {
+  return {engine.alloc(kParities * memory.routes_parity_bytes, is_populated),
+          engine.alloc(kParities * memory.rows_parity_bytes, is_populated)};
+}
+
+inline FarRegions<RemoteRegionRef> remote(Engine& engine, const FarRegions<RegionRef>& regions) {
+  return {engine.remote_region(regions.routes->descriptor()), engine.remote_region(regions.rows->descriptor())};
 }
 
 inline std::vector<uint32_t> own_nodes(uint32_t world) {

@@ -58,11 +58,11 @@ struct Times {
 class Poster {
  public:
   Poster(TransportKind kind, uint32_t engines) : engine_(open_engine("rank-0", kind, Polling::kManual)) {
-    region_ = engine_->alloc(2 * memory_.parity_bytes, false);
-    proxy_ = std::make_unique<Proxy>(engine_, layout_, 0, memory_, region_);
+    regions_ = alloc(*engine_, memory_, false);
+    proxy_ = std::make_unique<Proxy>(engine_, layout_, 0, memory_, regions_);
     for (uint32_t i = 0; i < engines; ++i) {
       far_.push_back(open_engine("far-" + std::to_string(i), kind, Polling::kManual));
-      there_.push_back(far_.back()->alloc(2 * memory_.parity_bytes, false));
+      there_.push_back(alloc(*far_.back(), memory_, false));
     }
   }
   ~Poster() {
@@ -76,10 +76,15 @@ class Poster {
   // name: makes a descriptor that of another peer, where there are fewer engines than ranks.
   void connect(const std::function<void(RegionDescriptor&, uint32_t rank)>& name) {
     for (const uint32_t rank : proxy_->far_ranks()) {
-      RegionDescriptor descriptor = there_[remotes_.size() % there_.size()]->descriptor();
-      name(descriptor, rank);
-      remotes_.push_back(engine_->remote_region(descriptor));
-      proxy_->connect(rank, remotes_.back(), std::vector<uint32_t>(kFarSteps * kParities, 1 + rank));
+      const FarRegions<RegionRef>& there = there_[remotes_.size() % there_.size()];
+      const auto remote = [&](const RegionRef& region) {
+        RegionDescriptor descriptor = region->descriptor();
+        name(descriptor, rank);
+        return engine_->remote_region(descriptor);
+      };
+      remotes_.push_back(remote(there.routes));
+      const std::vector<uint32_t> imms(kFarSteps * kParities, 1 + rank);
+      proxy_->connect(rank, {remotes_.back(), remote(there.rows)}, imms);
       engine_->connect(*remotes_.back()->peer(), 0, {});  // begins
     }
     const Deadline deadline = deadline_in(60);
@@ -141,7 +146,7 @@ class Poster {
   void write_one_by_one() {
     for (const RemoteRegionRef& remote : remotes_) {
       transfers_.push_back(engine_->submit_write(
-          {.src = region_.get(), .dst = remote.get(), .length_bytes = memory_.route_bytes, .imm = 1}));
+          {.src = regions_.routes.get(), .dst = remote.get(), .length_bytes = memory_.route_bytes, .imm = 1}));
     }
   }
   template <typename Post>
@@ -174,10 +179,10 @@ class Poster {
                         .node_of_rank = nodes()}};
   const FarMemory memory_ = parts(kWorld, 1024, kStrideBytes, kYBytes);
   EngineRef engine_;
-  RegionRef region_;
+  FarRegions<RegionRef> regions_;
   std::unique_ptr<Proxy> proxy_;
   std::vector<EngineRef> far_;
-  std::vector<RegionRef> there_;
+  std::vector<FarRegions<RegionRef>> there_;
   std::vector<RemoteRegionRef> remotes_;
   std::vector<TransferRef> transfers_;
 };

@@ -128,16 +128,15 @@ TEST_CASE("moe proxy: rows and results of two ranks, with remainders, and what i
       {.world = 2, .experts = kExperts, .top_k = 1, .max_tokens = 8, .private_rows = 2, .node_of_rank = own_nodes(2)});
   const FarMemory memory = parts(2, 8, kStride, kResult);
   EngineRef engines[2] = {open_engine("a"), open_engine("b")};
-  RegionRef regions[2];
+  FarRegions<RegionRef> regions[2];
   std::unique_ptr<Proxy> proxies[2];
   for (uint32_t rank = 0; rank < 2; ++rank) {
-    regions[rank] = engines[rank]->alloc(2 * memory.parity_bytes, true);
+    regions[rank] = alloc(*engines[rank], memory, true);
     proxies[rank] = std::make_unique<Proxy>(engines[rank], layout, rank, memory, regions[rank]);
   }
   for (uint32_t rank = 0; rank < 2; ++rank) {
     const uint32_t other = 1 - rank;
-    proxies[rank]->connect(other, engines[rank]->remote_region(regions[other]->descriptor()),
-                           proxies[other]->imms_for(rank));
+    proxies[rank]->connect(other, remote(*engines[rank], regions[other]), proxies[other]->imms_for(rank));
   }
   // Rank 1 has a thread that posts for it; of a few microseconds, so that it also sleeps.
   auto thread = std::make_unique<ProxyThread>(*proxies[1], -1, 5'000);
@@ -150,8 +149,7 @@ TEST_CASE("moe proxy: rows and results of two ranks, with remainders, and what i
     Proxy& proxy = *proxies[rank];
     const uint32_t other = 1 - rank;
     for (uint32_t round = 1; round <= 50; ++round) {
-      const uint64_t half = round % 2 * memory.parity_bytes;
-      std::byte* base = regions[rank]->base() + half;
+      std::byte* base = regions[rank].rows->base() + round % 2 * memory.rows_parity_bytes;
       std::vector<int32_t> counts(kExperts);
       counts[layout.first_expert(other)] = kTokens;
       REQUIRE(proxy.wait_sent(round, deadline_in(60), {}).result == FarResult::kReady);
@@ -194,12 +192,11 @@ TEST_CASE("moe proxy: a thread carries out what was ordered before it ends, and 
       {.world = 2, .experts = kExperts, .top_k = 1, .max_tokens = 8, .private_rows = 2, .node_of_rank = own_nodes(2)});
   const FarMemory memory = parts(2, 8, 32, 16);
   const EngineRef engines[2] = {open_engine("a"), open_engine("b")};
-  const RegionRef regions[2] = {engines[0]->alloc(2 * memory.parity_bytes, true),
-                                engines[1]->alloc(2 * memory.parity_bytes, true)};
+  const FarRegions<RegionRef> regions[2] = {alloc(*engines[0], memory, true), alloc(*engines[1], memory, true)};
   Proxy here(engines[0], layout, 0, memory, regions[0]);
   Proxy there(engines[1], layout, 1, memory, regions[1]);
-  here.connect(1, engines[0]->remote_region(regions[1]->descriptor()), there.imms_for(0));
-  there.connect(0, engines[1]->remote_region(regions[0]->descriptor()), here.imms_for(1));
+  here.connect(1, remote(*engines[0], regions[1]), there.imms_for(0));
+  there.connect(0, remote(*engines[1], regions[0]), here.imms_for(1));
   const std::vector<int32_t> counts(kExperts);
   {
     ProxyThread thread(here, -1, 0);
@@ -227,7 +224,7 @@ TEST_CASE("moe proxy: a thread that cannot run where it is to is refused, with w
   const Layout layout({.world = 2, .experts = kExperts, .node_of_rank = own_nodes(2)});
   const FarMemory memory = parts(2, 8, 32, 16);
   const EngineRef engine = open_engine("a");
-  Proxy proxy(engine, layout, 0, memory, engine->alloc(2 * memory.parity_bytes, false));
+  Proxy proxy(engine, layout, 0, memory, alloc(*engine, memory, false));
   CHECK_THROWS_WITH_AS(ProxyThread(proxy, 100'000, 0), doctest::Contains("proxy_cpu is 100000"), UsageError);
   CHECK_THROWS_WITH_AS(ProxyThread(proxy, -2, 0), doctest::Contains("it may on "), UsageError);
   ProxyThread pinned(proxy, sched_getcpu(), 0);

@@ -10,16 +10,18 @@ import numpy as np
 
 import crossrail as xr
 from crossrail import _core
+from crossrail._torch import is_tensor
 from crossrail.errors import EngineClosed, UsageError, WaitTimeout
 from crossrail.moe import masking
-from crossrail.moe.arrays import Array, from_host, is_tensor, to_count, to_host
+from crossrail.moe.arrays import Array, to_count
 from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout, output_arrays, output_bytes
 from crossrail.moe.capacity import find_overflow
-from crossrail.moe.config import NUMPY_TYPES, OUT_DTYPES, Config
+from crossrail.moe.config import OUT_DTYPES, Config
 from crossrail.moe.group import Group
-from crossrail.moe.kernels import CpuKernels, Kernels
+from crossrail.moe.kernels import Kernels
 from crossrail.moe.peers import Peers
 from crossrail.moe.rounds import Dispatched, Round, Stage
+from crossrail.moe.row_memory import Block, is_gpu, row_memory
 from crossrail.observe.durations import Durations
 
 _DURATION_BOUNDS_S = (25e-6, 50e-6, 1e-4, 25e-5, 5e-4, 1e-3, 25e-4, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
@@ -52,12 +54,19 @@ class AllToAll:
     posts to ranks that share no memory with this one; "caller": the thread that calls; "thread": one of its own, for
     cores that have nothing else to do. proxy_cpu: the core for that one, UsageError where this process may not run
     there; None: any. Both may differ between ranks.
-    kernels: who touches rows; None: CpuKernels(). node_sums: ranks that share memory add up what they return to a token
-    of others, in float32, and send one row of it, rounded to out_dtype, instead of one for each expert: fewer bytes in
-    combine, other roundings. Then dispatch takes the weights, and a rank's sums leave in combine_recv, or in advance().
+    device: where rows are, one of NVIDIA's GPUs, as "cuda:0"; None: host memory. kernels: who touches rows; None:
+    CpuKernels(), with a device TritonKernels(checked=False). node_sums: ranks that share memory add up what they return
+    to a token of others, in float32, and send one row of it, rounded to out_dtype, instead of one for each expert:
+    fewer bytes in combine, other roundings. Then dispatch takes the weights, and a rank's sums leave in combine_recv,
+    or in advance().
 
-    Not built yet, and refused: memory of devices; where not all ranks share memory, on_lost="mask" with dp_size,
-    node_sums or private_tokens.
+    With a device: x, scales, weights, y and out are its tensors, and so is all that is given back; indices may be the
+    host's. Each half launches its kernels on the stream that is current, and dispatch_send, combine_send and, with
+    on_lost="mask", the others wait for them; routes come to the host first. So no half can be captured in a CUDA graph.
+    Ranks share no memory then (node_size=1), and ranks in host memory may be in the same group, with node_size=1.
+
+    Not built yet, and refused: GPU memory that ranks of a host share; where not all ranks share memory, on_lost="mask"
+    with dp_size, node_sums or private_tokens.
 
     Threads: one at a time. Owner: engine and group are the caller's. Lifecycle: 1. made, by all ranks at once. 2.
     rounds. 3. close(), before the engine; a rank that waits for one that is closed is told so.
@@ -88,9 +97,12 @@ class AllToAll:
         on_lost: str = "raise",
         proxy: Literal["caller", "thread"] = "caller",
         proxy_cpu: int | None = None,
+        device: Any | None = None,
         kernels: Kernels | None = None,
         node_sums: bool = False,
     ) -> None:
+        if is_gpu(device) and node_size is None:
+            node_size = 1
         self.config = Config(
             world=group.size, experts=experts, hidden=hidden, top_k=top_k, max_tokens=max_tokens, dtype=dtype,
             scale_block=scale_block, out_dtype=out_dtype, private_tokens=private_tokens, padding=padding, layout=layout,
@@ -104,23 +116,25 @@ class AllToAll:
         self.rank = group.rank
         self._engine = engine
         self.timeout_s = timeout_s
-        self._kernels = CpuKernels() if kernels is None else kernels
+        self._memory = row_memory(engine, device, kernels, self.config)
         self._masks = on_lost == "mask"
-        board_layout = BoardLayout(self.config)
+        board_layout = BoardLayout(self.config, holds_rows=not is_gpu(device))
         self._board = engine.alloc(board_layout.nbytes)
         board_layout.begin(self._board.view())
-        self._inbox = engine.alloc(output_bytes(self.config))
+        self._blocks: list[Block] = []
         try:
+            self._inbox = self._block(output_bytes(self.config))
+            own_rows = self._block(board_layout.rows_bytes) if board_layout.rows_bytes else None
             posting = proxy == "thread", proxy_cpu
             self._peers = Peers(
-                engine, group, self.config, self._board, board_layout, self._kernels, posting, timeout_s
+                engine, group, self.config, self._board, board_layout, self._memory, own_rows, posting, timeout_s
             )
         except BaseException:
             self._close_memory()
             raise
         self._layout, self._near, self._far = self._peers.layout, self._peers.near, self._peers.far
         self.node_size = len(self._near.ranks)
-        self._outputs = [output_arrays(self.config, self._inbox.view(), parity) for parity in range(PARITIES)]
+        self._outputs = [output_arrays(self.config, self._inbox, parity) for parity in range(PARITIES)]
         self._ordinal = 0  # of the last round that was opened
         self._open: dict[int, Round] = {}  # by parity
         self._unsettled: dict[int, Round] = {}  # by parity: a round that came to nothing, until all ranks know
@@ -144,8 +158,9 @@ class AllToAll:
 
         x: [T, hidden] of dtype. scales: float32 [T, blocks], or None without scale_block. indices: int32 or int64
         [T, top_k], experts of each token, all different; -1: none. weights: float32 [T, top_k], kept for combine, or
-        None. All C-contiguous, of numpy or of torch in host memory; num_tokens: use only so many of the T, a number or
-        an array that holds one. UsageError that names token and value of an index outside of [-1, experts).
+        None. All C-contiguous, of numpy or of torch, in host memory or on the device; num_tokens: use only so many of
+        the T, a number or an array that holds one. UsageError that names token and value of an index outside of
+        [-1, experts).
         """
         config = self.config
         self._check_usable()
@@ -157,22 +172,24 @@ class AllToAll:
             raise UsageError(
                 f"{PARITIES} rounds are open, {', '.join(map(str, self._open.values()))}: combine one first"
             )
-        values = to_host(x, "x", (config.dtype,), (None, config.hidden))
+        memory = self._memory
+        values = memory.given(x, "x", (config.dtype,), (None, config.hidden))
         tokens = len(values) if num_tokens is None else to_count(num_tokens, len(values))
         if tokens > config.max_tokens:
             raise UsageError(f"x has {tokens} tokens, max_tokens is {config.max_tokens}")
         factors = self._scales(scales, len(values))
-        routes = to_host(indices, "indices", ("int32", "int64"), (len(values), config.top_k))[:tokens]
+        routes = memory.routes(indices, (len(values), config.top_k))[:tokens]
         given = None if weights is None else self._weights(weights, tokens)
         if given is None and config.node_sums:
             raise UsageError("weights is None: with node_sums dispatch takes them")
         self._settle(parity)
         self._peers.check_alive()
+        memory.settle()  # of this parity's last round: far ranks write there once they have our routes
         half = self._near.own[parity]
         routes = masking.drop_routes(config, routes, self._peers.masked)
         slots = np.empty((tokens, config.top_k), np.int32)
         counts = np.empty(config.experts, np.int32)
-        self._kernels.count(routes, config.experts, counts, slots)
+        _core.moe.count(routes, config.experts, counts, slots)
         order = np.asarray(_core.moe.sort_routes(routes, slots, counts))
         half.order[: len(order)] = order
         half.counts[:] = counts
@@ -181,9 +198,9 @@ class AllToAll:
             self._far.send(number, counts, self.timeout_s)
             self._far.send_rows(number, values, factors, given, self._routes_for_far(counts, order))
         if tokens > 0:
-            self._kernels.pack(half.rows, values, factors, None)
+            memory.pack(half.rows, values, factors, None)
         self._ordinal = ordinal
-        kept = None if given is None else given.copy()
+        kept = None if given is None else memory.copy_of(given)
         self._open[parity] = opened = Round(number, ordinal, begun_s, tokens, routes.copy(), slots, kept, is_tensor(x))
         self._near.publish(SENT, number)
         self._peers.opened(opened)
@@ -202,8 +219,8 @@ class AllToAll:
         rows = self._layout.expert_count(self.rank) * config.rows_per_expert
         x, scales = self._outputs[opened.number % PARITIES]
         return (
-            from_host(x[:rows], config.dtype, opened.is_tensor),
-            None if scales is None else from_host(scales[:rows], "float32", opened.is_tensor),
+            self._memory.shown(x[:rows], config.dtype, opened.is_tensor),
+            None if scales is None else self._memory.shown(scales[:rows], "float32", opened.is_tensor),
         )
 
     def dispatch_recv(self, opened: Round) -> Dispatched:
@@ -215,7 +232,7 @@ class AllToAll:
         """
         self._check_usable()
         opened.require(Stage.SENT, "dispatch_recv")
-        config, rank, parity = self.config, self.rank, opened.number % PARITIES
+        config, memory, rank, parity = self.config, self._memory, self.rank, opened.number % PARITIES
         if opened.placement is None:
             self._place(opened, self.timeout_s)
         placement = opened.placement
@@ -226,11 +243,12 @@ class AllToAll:
                 continue
             moves = np.asarray(placement.pull_near(group, rank, half.order[: int(half.counts.sum())]))
             if len(moves) > 0:
-                self._kernels.pull(x, scales, half.rows, moves)
+                memory.pull(x, scales, half.rows, moves)
         self._peers.wait_rows(opened.number, self.timeout_s)
         if self._far is not None:
             self._far.pull(opened.number, placement, x, scales, self._near.own[parity].tags)
         if self._masks:
+            memory.settle()
             self._peers.check_not_masked(opened.number, self.timeout_s)
         offsets, of_expert = np.asarray(placement.expert_offsets(rank)), np.asarray(placement.expert_rows(rank))
         rows, received = int(offsets[-1]), int(of_expert.sum())
@@ -243,10 +261,10 @@ class AllToAll:
         self._stats["rows_received"] += received
         self._stats["bytes_received"] += received * config.x_row_bytes
         return Dispatched(
-            x=from_host(x[:rows], config.dtype, opened.is_tensor),
-            scales=None if scales is None else from_host(scales[:rows], "float32", opened.is_tensor),
-            counts=from_host(of_expert, "int32", opened.is_tensor),
-            offsets=from_host(offsets, "int32", opened.is_tensor),
+            x=memory.shown(x[:rows], config.dtype, opened.is_tensor),
+            scales=None if scales is None else memory.shown(scales[:rows], "float32", opened.is_tensor),
+            counts=memory.shown_numbers(of_expert, opened.is_tensor),
+            offsets=memory.shown_numbers(offsets, opened.is_tensor),
             rows=rows,
             round=opened,
         )
@@ -268,7 +286,7 @@ class AllToAll:
         opened = dispatched.round
         opened.require(Stage.RECEIVED, "expert_output")
         y = self._near.own[opened.number % PARITIES].y
-        return from_host(y[: dispatched.rows], self.config.out_dtype, opened.is_tensor)
+        return self._memory.shown(y[: dispatched.rows], self.config.out_dtype, opened.is_tensor)
 
     def combine_send(self, y: Any, dispatched: Dispatched) -> None:
         """Shows what our experts made of the rows to the ranks that these came from. Waits for nobody.
@@ -279,10 +297,9 @@ class AllToAll:
         self._check_usable()
         opened = dispatched.round
         opened.require(Stage.RECEIVED, "combine_send")
-        values = to_host(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
+        values = self._memory.given(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
         kept = self._near.own[opened.number % PARITIES].y[: dispatched.rows]
-        if dispatched.rows > 0 and values.ctypes.data != kept.ctypes.data:
-            kept[:] = values
+        self._memory.copy(kept, values)
         if self._far is not None and self._peers.sums is None:
             self._far.send_results(opened.number, opened.placement, kept)
         opened.stage = Stage.RETURNED
@@ -302,7 +319,7 @@ class AllToAll:
         self._check_usable()
         opened = answered.round if isinstance(answered, Dispatched) else answered
         opened.require(Stage.RETURNED, "combine_recv")
-        config, parity = self.config, opened.number % PARITIES
+        config, memory, parity = self.config, self._memory, opened.number % PARITIES
         if accumulate and out is None:
             raise UsageError("accumulate is set and out is None: there is nothing to add to")
         if weights is not None and config.node_sums:
@@ -311,18 +328,19 @@ class AllToAll:
         if factors is None:
             raise UsageError("weights is None, and dispatch was given none")
         shape = (opened.tokens, config.hidden)
-        sums = np.empty(shape, NUMPY_TYPES[config.out_dtype]) if out is None else to_host(out, "out", OUT_DTYPES, shape)
+        sums = memory.empty(shape, config.out_dtype) if out is None else memory.given(out, "out", OUT_DTYPES, shape)
         absent = self._peers.wait_results(opened, self.timeout_s)
         where = masking.drop_results(config, opened.where, opened.indices, absent)
         if opened.tokens > 0:
-            self._kernels.reduce(sums, self._peers.results(opened.number), where, factors, accumulate)
+            memory.reduce(sums, self._peers.results(opened.number), where, factors, accumulate)
         if self._masks:
+            memory.settle()
             self._peers.check_not_masked(opened.number, self.timeout_s)
         opened.stage = Stage.ENDED
         del self._open[parity]
         self._durations.add(time.perf_counter() - opened.begun_s)
         self._stats["bytes_summed"] += int((opened.indices >= 0).sum()) * config.y_bytes
-        return from_host(sums, config.out_dtype, opened.is_tensor) if out is None else out
+        return memory.shown(sums, config.out_dtype, opened.is_tensor) if out is None else out
 
     def advance(self, opened: Round) -> bool:
         """Does what can be done for a round without waiting; True when its next recv half will not wait.
@@ -367,7 +385,8 @@ class AllToAll:
             f"rank {self.rank} of {config.world}: {self._layout.expert_count(self.rank)} of {config.experts} experts, "
             f"room for {config.rows_max} rows\n"
             f"  mapped memory: ranks {node}\n"
-            f"  kernels: {self._kernels.name}\n"
+            f"  rows: in {self._memory.name}\n"
+            f"  kernels: {self._memory.kernels}\n"
             f"  board {board:.1f} MB, output of dispatch {self._inbox.nbytes / 1e6:.1f} MB, resident as far as used"
         )
 
@@ -378,6 +397,7 @@ class AllToAll:
         """
         if not self._closed:
             self._closed = True
+            self._memory.settle()
             self._peers.farewell(self.timeout_s)
         self._peers.close(self.timeout_s)
         self._close_memory()
@@ -392,15 +412,15 @@ class AllToAll:
 
     # ---- parts
 
-    def _scales(self, scales: Any | None, tokens: int) -> Array | None:
+    def _scales(self, scales: Any | None, tokens: int) -> Any | None:
         if self.config.blocks == 0:
             if scales is not None:
                 raise UsageError("scales are given, and scale_block is None")
             return None
-        return to_host(scales, "scales", ("float32",), (tokens, self.config.blocks))
+        return self._memory.given(scales, "scales", ("float32",), (tokens, self.config.blocks))
 
-    def _weights(self, weights: Any, tokens: int) -> Array:
-        array = to_host(weights, "weights", ("float32",), (None, self.config.top_k))
+    def _weights(self, weights: Any, tokens: int) -> Any:
+        array = self._memory.given(weights, "weights", ("float32",), (None, self.config.top_k))
         if len(array) < tokens:
             raise UsageError(f"weights has {len(array)} rows, the round has {tokens} tokens")
         return array[:tokens]
@@ -455,6 +475,11 @@ class AllToAll:
             del self._unsettled[parity]
 
     def _close_memory(self) -> None:
-        for region in (self._board, self._inbox):
-            if not self._engine.closed:
-                region.close(self.timeout_s)
+        if not self._engine.closed:
+            self._board.close(self.timeout_s)
+        for block in self._blocks:
+            block.close(self.timeout_s)
+
+    def _block(self, nbytes: int) -> Block:
+        self._blocks.append(self._memory.block(nbytes, is_shared=False))
+        return self._blocks[-1]

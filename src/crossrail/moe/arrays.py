@@ -12,15 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from crossrail._torch import is_tensor
 from crossrail.errors import UsageError
 from crossrail.moe.config import NUMPY_TYPES
 
 Array = npt.NDArray[Any]
-
-
-def is_tensor(given: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(given, torch.Tensor)
 
 
 def to_host(given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Array:

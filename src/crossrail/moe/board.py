@@ -5,6 +5,8 @@ A board has two of everything but the farewell, for rounds of even and of odd nu
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy.typing as npt
 
 from crossrail import _core
 from crossrail.moe.config import NUMPY_TYPES, Config
+from crossrail.moe.row_memory import Block
 
 PARITIES = 2
 # Words, by index: the farewell, then two of each, then twice the number of the view (moe/views.py).
@@ -35,25 +38,32 @@ class Half:
 
     counts: Array
     order: Array
-    rows: Array
-    y: Array
+    rows: Any
+    y: Any
     tags: Array
 
 
 class BoardLayout:
-    """Where things are in a board, the same on all ranks. Offsets are multiples of a page."""
+    """Where things are in a board, the same on all ranks. Offsets are multiples of a page.
 
-    def __init__(self, config: Config) -> None:
-        self._parts: list[tuple[str, int, tuple[int, ...]]] = [
-            ("int32", 4, (config.experts,)),
-            ("int32", 4, (config.max_tokens * config.top_k,)),
-            ("uint8", 1, (config.max_tokens, config.stride_bytes)),
-            (NUMPY_TYPES[config.out_dtype], config.y_bytes // config.hidden, (config.rows_max, config.hidden)),
-            ("int32", 4, (config.tag_rows, 2)),
-        ]
+    holds_rows: where rows are in host memory. Else they are in a block of their own, of rows_bytes, and nobody but the
+    owner reads them there.
+    """
+
+    def __init__(self, config: Config, holds_rows: bool = True) -> None:
         self._words_bytes = _pages(WORDS * _core.moe.WORD_BYTES)
-        self._half_bytes = sum(_pages(item * int(np.prod(shape))) for _, item, shape in self._parts)
-        self.nbytes = self._words_bytes + PARITIES * self._half_bytes
+        on_board: dict[str, tuple[str, tuple[int, ...]]] = {
+            "counts": ("int32", (config.experts,)),
+            "order": ("int32", (config.max_tokens * config.top_k,)),
+        }
+        elsewhere: dict[str, tuple[str, tuple[int, ...]]] = {}
+        of_rows = on_board if holds_rows else elsewhere
+        of_rows["rows"] = ("uint8", (config.max_tokens, config.stride_bytes))
+        of_rows["y"] = (config.out_dtype, (config.rows_max, config.hidden))
+        on_board["tags"] = ("int32", (config.tag_rows, 2))
+        self._on_board, self._elsewhere = on_board, elsewhere
+        self.nbytes = self._words_bytes + PARITIES * _bytes_of(on_board)
+        self.rows_bytes = PARITIES * _bytes_of(elsewhere)
 
     def begin(self, board: memoryview) -> None:
         """Sets our words to "nothing yet" (native/moe/words.h), in new memory, before anybody waits for them."""
@@ -61,15 +71,20 @@ class BoardLayout:
         for word in (SENT, RETURNED):
             words[word + 1, 0] = _BEFORE_ODD
 
-    def half(self, board: memoryview, parity: int) -> Half:
-        """Views of the board; they keep it alive."""
-        offset = self._words_bytes + parity * self._half_bytes
-        arrays = []
-        for dtype, item, shape in self._parts:
-            count = int(np.prod(shape))
-            arrays.append(np.frombuffer(board, dtype, count, offset).reshape(shape))
-            offset += _pages(item * count)
-        return Half(*arrays)
+    def half(self, board: memoryview, parity: int, rows: Block | None = None) -> Half:
+        """Views of the board; they keep it alive. rows: of a board that holds none, where they are."""
+        arrays: dict[str, Any] = {}
+        offset = self._words_bytes + parity * _bytes_of(self._on_board)
+        for name, (dtype, shape) in self._on_board.items():
+            kind = np.dtype(NUMPY_TYPES.get(dtype, dtype))
+            arrays[name] = np.frombuffer(board, kind, math.prod(shape), offset).reshape(shape)
+            offset += _part_bytes(dtype, shape)
+        offset = parity * _bytes_of(self._elsewhere)
+        for name, (dtype, shape) in self._elsewhere.items():
+            assert rows is not None
+            arrays[name] = rows.array(dtype, shape, offset)
+            offset += _part_bytes(dtype, shape)
+        return Half(**arrays)
 
 
 def output_bytes(config: Config) -> int:
@@ -77,14 +92,21 @@ def output_bytes(config: Config) -> int:
     return PARITIES * (_pages(config.rows_max * config.x_bytes) + _pages(config.rows_max * 4 * config.blocks))
 
 
-def output_arrays(config: Config, memory: memoryview, parity: int) -> tuple[Array, Array | None]:
+def output_arrays(config: Config, memory: Block, parity: int) -> tuple[Any, Any | None]:
     """Where dispatch puts rows: x [rows_max, hidden], scales [rows_max, blocks] or None. memory: for both parities."""
     rows, begin = config.rows_max, parity * output_bytes(config) // PARITIES
-    x = np.frombuffer(memory, NUMPY_TYPES[config.dtype], rows * config.hidden, begin).reshape(rows, config.hidden)
+    x = memory.array(config.dtype, (rows, config.hidden), begin)
     if config.blocks == 0:
         return x, None
-    begin += _pages(rows * config.x_bytes)
-    return x, np.frombuffer(memory, np.float32, rows * config.blocks, begin).reshape(rows, config.blocks)
+    return x, memory.array("float32", (rows, config.blocks), begin + _pages(rows * config.x_bytes))
+
+
+def _bytes_of(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
+    return sum(_part_bytes(dtype, shape) for dtype, shape in parts.values())
+
+
+def _part_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return _pages(np.dtype(NUMPY_TYPES.get(dtype, dtype)).itemsize * math.prod(shape))
 
 
 def _pages(nbytes: int) -> int:

@@ -8,33 +8,32 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 import crossrail as xr
 from crossrail import _core
 from crossrail.errors import WaitTimeout
+from crossrail.moe.arrays import Array
 from crossrail.moe.board import PARITIES
-from crossrail.moe.config import NUMPY_TYPES, TAG_BYTES, Config
-from crossrail.moe.far_memory import FarMemory
-from crossrail.moe.kernels import Kernels
+from crossrail.moe.config import TAG_BYTES, Config
+from crossrail.moe.far_memory import FarMemory, FarPart
 from crossrail.moe.node_sums import tags_of
+from crossrail.moe.row_memory import RowMemory
 from crossrail.moe.troubles import trouble
 
 _SETTLE_S = 5.0  # for the thread that posts, which has little to do
 _FENCE_S = 1e-3
 _WHAT_IS_DUE = {"routes": "dispatch", "rows": "rows of dispatch", "results": "combine"}
 
-Array = npt.NDArray[Any]
-
 
 @dataclass(frozen=True)
 class _Half:
-    """Parts of the memory for one parity, as arrays; see moe/proxy.h."""
+    """Parts of the rows' memory for one parity, as arrays; see moe/proxy.h. The last two are the same one."""
 
-    rows_in: Array
-    results_in: Array
-    rows_out: Array
-    results_out: Array
+    rows_in: Any
+    results_in: Any
+    rows_out: Any
+    results_out: Any
+    results_out_bytes: Any
 
 
 class Far:
@@ -44,39 +43,42 @@ class Far:
     rounds. 4. stop_thread().
     """
 
-    def __init__(
-        self, engine: xr.Engine, config: Config, layout: _core.moe.Layout, rank: int, kernels: Kernels
-    ) -> None:
+    def __init__(self, engine: xr.Engine, config: Config, layout: _core.moe.Layout, rank: int, rows: RowMemory) -> None:
         self._engine = engine
         self._config = config
-        self._kernels = kernels
+        self._memory = rows
         self._rank = rank
         memory = FarMemory.of(config, layout)
-        self.region = engine.alloc(memory.nbytes)
+        self.routes = engine.alloc(memory.routes.nbytes)
+        self._rows = rows.block(memory.rows.nbytes, is_shared=True)
+        self.rows = self._rows.region
         self._masks = config.on_lost == "mask"
-        self._proxy = _core.moe.Proxy(engine, layout, rank, memory.as_native(), self.region, self._masks)
+        self._proxy = _core.moe.Proxy(
+            engine, layout, rank, memory.as_native(), self.routes, self.rows, masks=self._masks
+        )
         self.ranks = self._proxy.far_ranks()
-        # Where ranks may be masked each has a registration of its own, which can be taken from it.
-        self._doors = {other: engine.register(self.region.view()) for other in self.ranks if self._masks}
+        # Where ranks may be masked each has registrations of its own, which can be taken from it.
+        self._doors: dict[int, list[xr.Region]] = {}
+        for other in self.ranks if self._masks else ():
+            self._doors[other] = [engine.register(self.routes.view()), self._rows.register()]
         self.private_rows = memory.bounds.private_rows
         self._addresses: dict[int, xr.Address] = {}
-        view = self.region.view()
-        item = NUMPY_TYPES[config.out_dtype]
+        self._halves = [self._half(memory.rows, parity) for parity in range(PARITIES)]
 
-        def rows(name: str, parity: int, dtype: str, width: int) -> Array:
-            count = memory.parts[name] // np.dtype(dtype).itemsize
-            begin = parity * memory.parity_bytes + memory.offsets[name]
-            return np.frombuffer(view, dtype, count, begin).reshape(-1, width)
+    def _half(self, part: FarPart, parity: int) -> _Half:
+        config = self._config
 
-        self._halves = [
-            _Half(
-                rows("rows_in", parity, "uint8", config.stride_bytes),
-                rows("results_in", parity, item, config.hidden),
-                rows("rows_out", parity, "uint8", config.stride_bytes),
-                rows("results_out", parity, item, config.hidden),
-            )
-            for parity in range(PARITIES)
-        ]
+        def rows(name: str, dtype: str, row_bytes: int, width: int) -> Any:
+            offset = parity * part.parity_bytes + part.offsets[name]
+            return self._rows.array(dtype, (part.sizes[name] // row_bytes, width), offset)
+
+        return _Half(
+            rows("rows_in", "uint8", config.stride_bytes, config.stride_bytes),
+            rows("results_in", config.out_dtype, config.y_bytes, config.hidden),
+            rows("rows_out", "uint8", config.stride_bytes, config.stride_bytes),
+            rows("results_out", config.out_dtype, config.y_bytes, config.hidden),
+            rows("results_out", "uint8", config.y_bytes, config.y_bytes),
+        )
 
     def start_thread(self, cpu: int | None) -> None:
         """From now on a thread posts, not the caller: on that core, or wherever this process may run."""
@@ -89,8 +91,9 @@ class Far:
     def card(self) -> dict[str, Any]:
         """What the far ranks need to know of us."""
         imms = {str(rank): self._proxy.imms_for(rank) for rank in self.ranks}
-        doors = {str(rank): self._doors.get(rank, self.region) for rank in self.ranks}
-        return {"memory": {rank: door.descriptor.to_bytes().hex() for rank, door in doors.items()}, "imms": imms}
+        doors = {str(rank): self._doors.get(rank, [self.routes, self.rows]) for rank in self.ranks}
+        memory = {rank: [one.descriptor.to_bytes().hex() for one in both] for rank, both in doors.items()}
+        return {"memory": memory, "imms": imms}
 
     def connect(self, cards: Sequence[dict[str, Any]], addresses: Sequence[xr.Address], timeout_s: float) -> None:
         """cards, addresses: of all ranks."""
@@ -98,8 +101,10 @@ class Far:
         for rank in range(self._config.world):
             if rank in self.ranks:
                 self._engine.connect(addresses[rank], timeout_s)
-                descriptor = xr.RegionDescriptor.from_bytes(bytes.fromhex(cards[rank]["memory"][str(self._rank)]))
-                self._proxy.connect(rank, descriptor, cards[rank]["imms"][str(self._rank)])
+                routes, rows = (
+                    xr.RegionDescriptor.from_bytes(bytes.fromhex(one)) for one in cards[rank]["memory"][str(self._rank)]
+                )
+                self._proxy.connect(rank, routes, rows, cards[rank]["imms"][str(self._rank)])
             elif rank != self._rank:
                 self._proxy.watch(addresses[rank], rank)
 
@@ -112,13 +117,14 @@ class Far:
             self._check(told, f"dispatch of round {number}", timeout_s)
         self._proxy.send_routes(number, counts)
 
-    def send_rows(self, number: int, x: Array, scales: Array | None, weights: Array | None, routes: Array) -> None:
+    def send_rows(self, number: int, x: Any, scales: Any | None, weights: Any | None, routes: Array) -> None:
         """The rows of these routes, which are in the order of Placement.send_far. weights: with node_sums."""
         if len(routes) > 0:
             rows = self._halves[number % PARITIES].rows_out
-            self._kernels.pack(rows, x, scales, routes // np.int32(self._config.top_k))
+            self._memory.pack(rows, x, scales, routes // np.int32(self._config.top_k))
             if self._config.node_sums and weights is not None:
                 rows[: len(routes), -TAG_BYTES:] = tags_of(routes, weights)
+        self._memory.settle()
         self._proxy.send_rows(number)
         if self._masks:
             self._proxy.send_remainder(number, None)  # there is none: slots have room for all
@@ -129,33 +135,34 @@ class Far:
     def send_remainder(self, number: int, placement: _core.moe.Placement | None) -> None:
         self._proxy.send_remainder(number, placement)
 
-    def pull(self, number: int, placement: _core.moe.Placement, x: Array, scales: Array | None, tags: Array) -> None:
+    def pull(self, number: int, placement: _core.moe.Placement, x: Any, scales: Any | None, tags: Array) -> None:
         """Rows that have come, to where they belong; with node_sums their tags, in return_far's order."""
         moves = np.asarray(placement.pull_far(self._rank))
         if len(moves) > 0:
             rows = self._halves[number % PARITIES].rows_in
-            self._kernels.pull(x, scales, rows, moves)
+            self._memory.pull(x, scales, rows, moves)
             if self._config.node_sums:
                 tags[: len(moves)].view(np.uint8)[:] = rows[moves[:, 0], -TAG_BYTES:]
 
     # ---- combine
 
-    def send_results(self, number: int, placement: _core.moe.Placement | None, y: Array | None) -> None:
+    def send_results(self, number: int, placement: _core.moe.Placement | None, y: Any | None) -> None:
         """Rows of y, outputs of our experts, to where they came from; none of either: only that there are none."""
         if placement is not None and y is not None:
             table = np.asarray(cast(tuple[Any, Any], placement.return_far(self._rank))[0])
             if len(table) > 0:
-                self._kernels.pack(self._halves[number % PARITIES].results_out.view(np.uint8), y, None, table)
+                self._memory.pack(self._halves[number % PARITIES].results_out_bytes, y, None, table)
+        self._memory.settle()
         self._proxy.send_results(number, placement)
 
-    def sums_out(self, number: int, first_row: int, rows: int) -> Array:
+    def sums_out(self, number: int, first_row: int, rows: int) -> Any:
         """Where sums for a partner are made."""
         return self._halves[number % PARITIES].results_out[first_row : first_row + rows]
 
     def send_sums(self, number: int, partner: int, first_row: int, rows: int) -> None:
         self._proxy.send_sums(number, partner, first_row, rows)
 
-    def results(self, number: int) -> Array:
+    def results(self, number: int) -> Any:
         return self._halves[number % PARITIES].results_in
 
     # ---- waiting
@@ -179,19 +186,18 @@ class Far:
 
     def shut_out(self, rank: int) -> bool:
         """Nothing of that rank lands here any more. False: it may be in the middle of a write; ask again."""
-        door = self._doors.get(rank)
-        if door is None:
-            return True
         try:
-            door.revoke(_FENCE_S)
+            for door in self._doors.get(rank, ()):
+                door.revoke(_FENCE_S)
         except WaitTimeout:
             return False
         return True
 
     def close(self, timeout_s: float) -> None:
         """Gives back what the others write to. Idempotent. WaitTimeout while one is in the middle of that."""
-        for region in (*self._doors.values(), self.region):
+        for region in (*(door for both in self._doors.values() for door in both), self.routes):
             region.close(timeout_s)
+        self._rows.close(timeout_s)
 
     def check_alive(self) -> None:
         """PeerLost when one of them is lost."""

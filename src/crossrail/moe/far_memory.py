@@ -1,7 +1,8 @@
-"""Memory for rows that come and go by the rails: its parts, how long they are and where. The same on all ranks."""
+"""Memory for what comes and goes by the rails: its parts, how long they are and where. The same on all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from crossrail import _core
@@ -13,13 +14,40 @@ _LINE = 64
 
 
 @dataclass(frozen=True)
-class FarMemory:
-    """parts: bytes of each; offsets: where it begins; both for one parity. See moe/proxy.h. parity_bytes: of all."""
+class FarPart:
+    """One of the two regions, for one parity. sizes: bytes of what is in it; offsets: where each begins.
 
-    bounds: Bounds
-    parts: dict[str, int]
+    parity_bytes: of all of that.
+    """
+
+    sizes: dict[str, int]
     offsets: dict[str, int]
     parity_bytes: int
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> FarPart:
+        """In this order."""
+        offsets, end = {}, 0
+        for name, nbytes in sizes.items():
+            offsets[name] = end
+            end += -(-nbytes // _LINE) * _LINE
+        return cls(dict(sizes), offsets, max(end, _LINE))  # no region is empty
+
+    @property
+    def nbytes(self) -> int:
+        """Of the region: for both parities."""
+        return PARITIES * self.parity_bytes
+
+
+@dataclass(frozen=True)
+class FarMemory:
+    """routes: host memory, routes_in and routes_out. rows: rows_in, results_in, rows_out and results_out. See
+    moe/proxy.h.
+    """
+
+    bounds: Bounds
+    routes: FarPart
+    rows: FarPart
     route_bytes: int
     stride_bytes: int
     y_bytes: int
@@ -32,25 +60,21 @@ class FarMemory:
         returned_groups = config.groups if config.dp_size > 1 else None
         bounds = Bounds.of(config, far_groups, returned_groups, layout.nodes - 1 if config.node_sums else None)
         route_bytes = -(-4 * config.experts // _LINE) * _LINE
-        parts = {
-            "routes_in": config.world * route_bytes,
-            "rows_in": bounds.far_rows * config.stride_bytes,
-            "results_in": bounds.result_rows * config.y_bytes,
-            "routes_out": route_bytes,
-            "rows_out": bounds.sent_rows * config.stride_bytes,
-            "results_out": bounds.returned_rows * config.y_bytes,
-        }
-        offsets, end = {}, 0
-        for name, nbytes in parts.items():
-            offsets[name] = end
-            end += -(-nbytes // _LINE) * _LINE
-        return cls(bounds, parts, offsets, end, route_bytes, config.stride_bytes, config.y_bytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the region: for both parities."""
-        return PARITIES * self.parity_bytes
+        routes = FarPart.of({"routes_in": config.world * route_bytes, "routes_out": route_bytes})
+        rows = FarPart.of(
+            {
+                "rows_in": bounds.far_rows * config.stride_bytes,
+                "results_in": bounds.result_rows * config.y_bytes,
+                "rows_out": bounds.sent_rows * config.stride_bytes,
+                "results_out": bounds.returned_rows * config.y_bytes,
+            }
+        )
+        return cls(bounds, routes, rows, route_bytes, config.stride_bytes, config.y_bytes)
 
     def as_native(self) -> tuple[int, ...]:
         """In the order of the native FarMemory."""
-        return (*self.offsets.values(), self.parity_bytes, self.route_bytes, self.stride_bytes, self.y_bytes)
+        routes, rows = self.routes, self.rows
+        return (
+            *routes.offsets.values(), routes.parity_bytes, *rows.offsets.values(), rows.parity_bytes,
+            self.route_bytes, self.stride_bytes, self.y_bytes,
+        )  # fmt: skip

@@ -37,7 +37,9 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
     boards: dict[int, memoryview] = {}
     trouble = ""
     try:
-        boards = _map_boards(engine, group.rank, descriptors, board, timeout_s)
+        boards = {group.rank: board.view()}
+        if config.node_size != 1:
+            boards.update(_map_boards(engine, group.rank, descriptors, timeout_s))
     except CrossrailError as error:
         trouble = str(error)
     report: dict[str, Any] = {"mapped": sorted(boards), "trouble": trouble}
@@ -81,13 +83,13 @@ def make_layout(config: Config, node_size: int) -> _core.moe.Layout:
 
 
 def _map_boards(
-    engine: xr.Engine, rank: int, descriptors: list[xr.RegionDescriptor], board: xr.Region, timeout_s: float
+    engine: xr.Engine, rank: int, descriptors: list[xr.RegionDescriptor], timeout_s: float
 ) -> dict[int, memoryview]:
-    boards = {rank: board.view()}
-    for other, descriptor in enumerate(descriptors):
-        if other != rank and engine.explain(descriptor.owner).transport == "shm":
-            boards[other] = engine.map(descriptor, timeout_s)
-    return boards
+    return {
+        other: engine.map(descriptor, timeout_s)
+        for other, descriptor in enumerate(descriptors)
+        if other != rank and engine.explain(descriptor.owner).transport == "shm"
+    }
 
 
 def _node_size(config: Config, mapped: list[set[int]]) -> int:

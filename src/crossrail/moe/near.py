@@ -8,6 +8,7 @@ import crossrail as xr
 from crossrail import _core
 from crossrail.moe.board import FAREWELL, PARITIES, RETURNED, SENT, VIEW, WORDS, BoardLayout
 from crossrail.moe.errors import masked_out
+from crossrail.moe.row_memory import Block
 from crossrail.moe.troubles import trouble
 
 _WHAT_IS_DUE = {SENT: "dispatch", RETURNED: "combine"}
@@ -16,8 +17,9 @@ _WHAT_IS_DUE = {SENT: "dispatch", RETURNED: "combine"}
 class Near:
     """The boards of ranks that share memory with us, our own among them. Threads: one at a time.
 
-    ranks: theirs, ascending. boards, addresses: likewise; ours is the region's own memory. masks: who is lost is left
-    out, on all ranks from the same half of the same round on, since one word tells all of them.
+    ranks: theirs, ascending. boards, addresses: likewise; ours is the region's own memory. rows: ours, of
+    boards that hold none; then there is no other rank here. masks: who is lost is left out, on all ranks from the same
+    half of the same round on, since one word tells all of them.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class Near:
         boards: Sequence[memoryview],
         addresses: Sequence[xr.Address],
         layout: BoardLayout,
+        rows: Block | None,
         masks: bool,
     ) -> None:
         self.ranks = list(ranks)
@@ -39,7 +42,7 @@ class Near:
         self._masks = masks
         self.masked: set[int] = set()
         self._words = _core.moe.Words(engine, boards, owners, own, WORDS, masks)
-        self.boards = [[layout.half(board, parity) for parity in range(PARITIES)] for board in boards]
+        self.boards = [[layout.half(board, parity, rows) for parity in range(PARITIES)] for board in boards]
         self.own = self.boards[own]
         self.halves = {(other, parity): self.boards[i][parity] for i, other in enumerate(ranks) for parity in range(2)}
 

@@ -13,7 +13,7 @@ import numpy as np
 from crossrail import _core
 from crossrail.moe.arrays import Array
 from crossrail.moe.board import PARITIES, Half
-from crossrail.moe.kernels import Kernels
+from crossrail.moe.row_memory import RowMemory
 
 
 class SumsOut(Protocol):
@@ -44,13 +44,13 @@ class NodeSums:
         rank: int,
         boards: Sequence[Sequence[Half]],
         far: SumsOut,
-        kernels: Kernels,
+        memory: RowMemory,
         max_tokens: int,
     ) -> None:
         self._rank = rank
         self._boards = boards
         self._far = far
-        self._kernels = kernels
+        self._memory = memory
         self._max_tokens = max_tokens
         self._partners = _core.moe.partners(layout, rank)
 
@@ -62,5 +62,5 @@ class NodeSums:
             where, weights = _core.moe.terms_to_send(placement, self._rank, partner, tags)
             first, rows = i * self._max_tokens, len(where)
             if rows > 0:
-                self._kernels.reduce(self._far.sums_out(number, first, rows), outputs, where, weights)
+                self._memory.reduce(self._far.sums_out(number, first, rows), outputs, where, weights)
             self._far.send_sums(number, partner, first, rows)

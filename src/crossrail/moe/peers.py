@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +18,11 @@ from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout
 from crossrail.moe.config import Config
 from crossrail.moe.far import Far
 from crossrail.moe.group import Group
-from crossrail.moe.kernels import Kernels
 from crossrail.moe.meeting import make_layout, meet, meet_far
 from crossrail.moe.near import Near
 from crossrail.moe.node_sums import NodeSums
 from crossrail.moe.rounds import Round
+from crossrail.moe.row_memory import Block, RowMemory
 from crossrail.moe.views import COMBINE, DISPATCH
 
 
@@ -41,11 +42,13 @@ class Peers:
         config: Config,
         board: xr.Region,
         board_layout: BoardLayout,
-        kernels: Kernels,
+        memory: RowMemory,
+        own_rows: Block | None,
         proxy: tuple[bool, int | None],
         timeout_s: float,
     ) -> None:
-        """Meets them, as all of them do. proxy: whether a thread posts to far ranks, and on which core.
+        """Meets them, as all of them do. own_rows: ours, where the board holds none. proxy: whether a thread posts to
+        far ranks, and on which core.
 
         Raises UsageError for arguments that differ, or cannot be here; WaitTimeout, PeerLost, EngineClosed.
         """
@@ -65,10 +68,10 @@ class Peers:
         masks = config.on_lost == "mask" and not masks_far  # by words, which all map
         boards = [member.board for member in near if member.board is not None]
         ranks, addresses = [member.rank for member in near], [member.address for member in near]
-        self.near = Near(engine, group.rank, ranks, boards, addresses, board_layout, masks)
+        self.near = Near(engine, group.rank, ranks, boards, addresses, board_layout, own_rows, masks)
         if len(near) == group.size:
             return
-        self.far = far = Far(engine, config, self.layout, group.rank, kernels)
+        self.far = far = Far(engine, config, self.layout, group.rank, memory)
         try:
             has_thread, cpu = proxy
             if has_thread:
@@ -82,7 +85,7 @@ class Peers:
         for rank in far.ranks:
             self.near.watch(rank, members[rank].address)
         if config.node_sums:
-            self.sums = NodeSums(self.layout, group.rank, self.near.boards, far, kernels, config.max_tokens)
+            self.sums = NodeSums(self.layout, group.rank, self.near.boards, far, memory, config.max_tokens)
 
     # ---- what is known of a round
 
@@ -104,7 +107,7 @@ class Peers:
                 counts[group] = self.far.routes_of(number, source)
         return counts
 
-    def results(self, number: int) -> list[Array]:
+    def results(self, number: int) -> list[Any]:
         """Where Kernels.reduce finds what was returned: of each near rank, and then what far ones wrote here."""
         near = [self.near.halves[rank, number % PARITIES].y for rank in self.near.ranks]
         return near if self.far is None else [*near, self.far.results(number)]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import crossrail as xr
 from crossrail._buffers import GpuBytes
-from crossrail.errors import CrossrailError, UsageError
+from crossrail._torch import told as told
+from crossrail._torch import torch_for as torch_for
+from crossrail._torch import wait_for_kernels as wait_for_kernels
 
 Tensor: TypeAlias = Any  # torch.Tensor
 
@@ -77,33 +78,7 @@ def launched(devices: Iterable[str]) -> list[Any]:
     return events
 
 
-def wait_for_kernels(devices: Iterable[str]) -> None:
-    """Blocks until all that torch's streams of these GPUs have been given has ended."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        for device in devices:
-            with told(f"waiting for the kernels of {device}"):
-                torch.cuda.synchronize(device)
-
-
 def have_ended(events: Iterable[Any]) -> bool:
     """Whether all that launched() noted is over."""
     with told("kernels launched before publish()"):
         return all(event.query() for event in events)
-
-
-@contextmanager
-def told(what: str) -> Iterator[None]:
-    """What torch's calls raise, no memory or a kernel that failed before, as CrossrailError: updates fail by it."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CrossrailError(f"{what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
-
-
-def torch_for(what: str) -> Any:
-    """The module. UsageError when nobody has imported it."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        raise UsageError(f"{what} takes torch, which nobody has imported in this process: import torch")
-    return torch

@@ -203,8 +203,9 @@ class _Rank:
         self.rank = rank
         self._node = rank // NODE_SIZE
         memory = FarMemory.of(config, layout)
-        self.region = engine.register_phantom(memory.nbytes)
-        self.proxy = _core.moe.Proxy(engine, layout, rank, memory.as_native(), self.region)
+        self.routes = engine.register_phantom(memory.routes.nbytes)
+        self.rows = engine.register_phantom(memory.rows.nbytes)
+        self.proxy = _core.moe.Proxy(engine, layout, rank, memory.as_native(), self.routes, self.rows)
         self._partners = _core.moe.partners(layout, rank) if config.node_sums else []
         self._max_tokens = config.max_tokens
         self._costs = costs
@@ -316,10 +317,11 @@ async def _connect(ranks: list[_Rank]) -> None:
     for one in ranks:
         far = [ranks[other] for other in one.proxy.far_ranks()]
         for there in far:
-            one.proxy.connect(there.rank, there.region.descriptor, there.proxy.imms_for(one.rank))
+            imms = there.proxy.imms_for(one.rank)
+            one.proxy.connect(there.rank, there.routes.descriptor, there.rows.descriptor, imms)
         if far:
-            dsts = [there.region.descriptor for there in far]
-            hellos.append(one.engine.submit_scatter(one.region, dsts, lengths=0, src_offsets=0, dst_offsets=0))
+            for dsts in ([there.routes.descriptor for there in far], [there.rows.descriptor for there in far]):
+                hellos.append(one.engine.submit_scatter(one.routes, dsts, lengths=0, src_offsets=0, dst_offsets=0))
     await asyncio.gather(*hellos)
 
 

@@ -1,0 +1,168 @@
+"""Rows in the memory of a GPU: tensors of torch, and kernels that are launched on its streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import crossrail as xr
+from crossrail._torch import is_tensor, told, wait_for_kernels
+from crossrail.errors import UsageError
+from crossrail.moe.arrays import Array, to_host
+from crossrail.moe.kernels import Kernels
+from crossrail.moe.row_memory import INDEX_TYPES
+
+
+class DeviceRows:
+    """A RowMemory of one GPU. Kernels run on the stream that is current when they are asked for."""
+
+    def __init__(self, engine: xr.Engine, device: Any, kernels: Kernels | None) -> None:
+        """kernels: of tensors; None: Triton's. UsageError where there is no such GPU, or no Triton."""
+        self._engine = engine
+        self.device = self._found(torch.device(device))
+        self._kernels = kernels_of_a_gpu() if kernels is None else kernels
+        self.name = f"memory of {self.device}"
+        self.kernels = self._kernels.name
+        self._busy: set[Any] = set()  # streams that we launched on since settle()
+
+    def block(self, nbytes: int, is_shared: bool) -> DeviceBlock:
+        """Blocks, where peers are to write to it, until all kernels have ended: torch gives memory out again that some
+        may still be using.
+        """
+        with told(f"{nbytes} bytes of {self.device}"):
+            tensor = self._empty_bytes(max(nbytes, 1))
+        if is_shared:
+            wait_for_kernels([str(self.device)])
+        return DeviceBlock(self, tensor, is_shared)
+
+    def registered(self, tensor: Any) -> xr.Region:
+        """For a block."""
+        return self._engine.register(tensor)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine is: regions are to be closed then."""
+        return not self._engine.closed
+
+    def given(self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
+        if not is_tensor(array):
+            raise UsageError(f"{name} is {type(array).__name__}, must be a tensor of torch on {self.device}")
+        if array.device != self.device:
+            raise UsageError(f"{name} is on {array.device}, must be on {self.device}")
+        dtype = str(array.dtype).removeprefix("torch.")
+        if dtype not in dtypes:
+            raise UsageError(f"{name} is of type {dtype}, must be of {' or '.join(dtypes)}")
+        if array.dim() != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
+            texts = ["any" if length is None else str(length) for length in shape]
+            raise UsageError(f"{name} has shape {list(array.shape)}, must have [{', '.join(texts)}]")
+        if not array.is_contiguous():
+            raise UsageError(f"{name} has strides {array.stride()}, must be C-contiguous")
+        return array.detach()
+
+    def routes(self, indices: Any, shape: tuple[int, int]) -> Array:
+        if is_tensor(indices) and indices.device == self.device:
+            with told(f"waiting for indices from {self.device}"):
+                indices = self.given(indices, "indices", INDEX_TYPES, shape).cpu()
+        return to_host(indices, "indices", INDEX_TYPES, shape)
+
+    def shown(self, array: Any, dtype: str, as_tensor: bool) -> Any:
+        return array
+
+    def shown_numbers(self, numbers: Array, as_tensor: bool) -> Any:
+        return self._table(numbers)
+
+    def empty(self, shape: tuple[int, int], dtype: str) -> Any:
+        with told(f"a result on {self.device}"):
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+
+    def copy_of(self, array: Any) -> Any:
+        copy = torch.empty_like(array)
+        self._launch(copy.copy_, array)
+        return copy
+
+    def copy(self, target: Any, source: Any) -> None:
+        if len(target) > 0 and target.data_ptr() != source.data_ptr():
+            self._launch(target.copy_, source)
+
+    def pack(self, target: Any, x: Any, scales: Any | None, table: Array | None) -> None:
+        self._launch(self._kernels.pack, target, x, scales, None if table is None else self._table(table))
+
+    def pull(self, x: Any, scales: Any | None, source: Any, table: Array) -> None:
+        self._launch(self._kernels.pull, x, scales, source, self._table(table))
+
+    def reduce(
+        self, out: Any, sources: Sequence[Any], where: Array, weights: Any | None, accumulate: bool = False
+    ) -> None:
+        self._launch(self._kernels.reduce, out, sources, self._table(where), weights, accumulate)
+
+    def settle(self) -> None:
+        while self._busy:
+            with told(f"kernels on {self.device}"):
+                self._busy.pop().synchronize()
+
+    # ---- what tests play
+
+    def _found(self, device: torch.device) -> torch.device:
+        """With its number."""
+        if not torch.cuda.is_available():
+            raise UsageError(f"device is '{device}', and torch has no GPU here (torch.cuda.is_available() is False)")
+        number = torch.cuda.current_device() if device.index is None else device.index
+        if number >= torch.cuda.device_count():
+            raise UsageError(f"device is '{device}', and there are {torch.cuda.device_count()} GPUs here")
+        return torch.device("cuda", number)
+
+    def _empty_bytes(self, nbytes: int) -> Any:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _launch(self, kernel: Callable[..., Any], *arguments: Any) -> None:
+        with told(f"a kernel on {self.device}"), torch.cuda.device(self.device):
+            self._busy.add(torch.cuda.current_stream())
+            kernel(*arguments)
+
+    def _table(self, table: Array) -> Any:
+        """On the GPU, for what is launched next."""
+        with told(f"a table for {self.device}"):
+            return torch.from_numpy(np.ascontiguousarray(table)).to(self.device)
+
+
+class DeviceBlock:
+    """See Block. It keeps its memory from torch's allocator until it is closed."""
+
+    def __init__(self, rows: DeviceRows, tensor: Any, is_shared: bool) -> None:
+        self._rows = rows
+        self._tensor = tensor
+        self._region = rows.registered(tensor) if is_shared else None
+        self.nbytes = len(tensor)
+
+    @property
+    def region(self) -> xr.Region:
+        assert self._region is not None
+        return self._region
+
+    def register(self) -> xr.Region:
+        return self._rows.registered(self._tensor)
+
+    def array(self, dtype: str, shape: tuple[int, ...], offset: int) -> Any:
+        kind = getattr(torch, dtype)
+        nbytes = math.prod(shape) * kind.itemsize
+        return self._tensor[offset : offset + nbytes].view(kind).view(shape)
+
+    def close(self, timeout_s: float) -> None:
+        if self._region is not None and self._rows.is_open:
+            self._region.close(timeout_s)
+
+
+def kernels_of_a_gpu() -> Kernels:
+    """Triton's, which launch and do not wait. UsageError where it is not installed."""
+    try:
+        from crossrail.moe.kernels.triton import TritonKernels
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"with a device the kernels are Triton's, and it is not installed ({error}): pip install triton, or give "
+            "kernels=crossrail.moe.kernels.reference.ReferenceKernels(), which is slow"
+        ) from None
+    return TritonKernels(checked=False)
