@@ -7,8 +7,9 @@
     combined_x, event, hook = buffer.low_latency_combine(y, topk_idx, topk_weights, handle)
 
 Signatures and meanings are those of deep_ep/buffers/legacy.py (github.com/deepseek-ai/DeepEP, 2026). Tensors are in
-host memory. What is not there is refused by name, never passed over: the high-throughput calls, MPI communicators,
-scales rounded to powers of two, LogFMT, statistics of waiting, ranks masked by hand. Unlike there, results are the same
+host memory, or on one GPU, where no call can be captured in a CUDA graph. What is not there is refused by name, never
+passed over: the high-throughput calls, MPI communicators, scales rounded to powers of two, LogFMT, statistics of
+waiting, ranks masked by hand. Unlike there, results are the same
 bits each time, and any hidden size, top-k and number of experts will do.
 """
 
@@ -25,13 +26,15 @@ from crossrail.errors import UsageError
 from crossrail.moe import AllToAll, Dispatched, TorchGroup
 from crossrail.moe.board import PARITIES, BoardLayout
 from crossrail.moe.config import Config
-from crossrail.moe.kernels import CpuKernels
+from crossrail.moe.device_rows import kernels_of_a_gpu
+from crossrail.moe.kernels import CpuKernels, Kernels
 
 _SCALE_BLOCK = 128
+_HOST = torch.device("cpu")
 
 
 class Event:
-    """What DeepEP calls an EventOverlap. Host memory has no streams: what the call did is done when it returns."""
+    """What DeepEP calls an EventOverlap. A call does all on the stream that is current: there is none to wait for."""
 
     def __init__(self, *, valid: bool) -> None:
         self.event = self if valid else None
@@ -73,6 +76,7 @@ class _Sizes(NamedTuple):
     experts: int
     top_k: int
     fp8: bool
+    device: torch.device
 
 
 class Buffer:
@@ -116,7 +120,7 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self._timeout_s = timeout_s
-        self._kernels = CpuKernels()
+        self._kernels: dict[torch.device, Kernels] = {}
         self._engine = xr.Engine(f"deepep-{self.rank}", transport=transport)
         self._exchanges: dict[_Sizes, AllToAll] = {}
 
@@ -143,10 +147,10 @@ class Buffer:
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Bytes that one rank takes for these sizes, at a top-k of 8 and with rows in bfloat16."""
-        sizes = _Sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts, min(8, num_experts), fp8=False)
+        sizes = _Sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts, min(8, num_experts), False, _HOST)
         config = Config(
             world=num_ranks, private_tokens=None, padding=1, node_size=None, dp_size=1, capacity_factor=None,
-            on_lost="raise", **_options(sizes),
+            on_lost="raise", **_sizes_of(sizes),
         )  # fmt: skip
         return BoardLayout(config).nbytes + PARITIES * config.rows_max * config.x_row_bytes
 
@@ -182,17 +186,17 @@ class Buffer:
         _check_finish(async_finish, return_recv_hook)
         _check("x", x, torch.bfloat16, 2)
         _check("topk_idx", topk_idx, torch.int64, 2)
-        sizes = _Sizes(num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1], use_fp8)
+        sizes = _Sizes(num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1], use_fp8, x.device)
         exchange = self._exchange(sizes)
         rows, scales = x, None
         if use_fp8:
-            codes, scales = self._kernels.quantize(x, _SCALE_BLOCK)
+            codes, scales = self._kernels_on(x.device).quantize(x, _SCALE_BLOCK)
             rows = codes.view(torch.float8_e4m3fn)
         opened = exchange.dispatch_send(rows, scales, topk_idx)
         arriving, arriving_scales = exchange.arriving(opened)
         recv_x = arriving.view(-1, self.group_size * sizes.max_tokens, sizes.hidden)
         recv_scales = _column_major(recv_x.shape, arriving_scales)
-        recv_count = torch.zeros(len(recv_x), dtype=torch.int32)
+        recv_count = torch.zeros(len(recv_x), dtype=torch.int32, device=x.device)
         handle = Handle(exchange, topk_idx, recv_x.shape)
 
         def receive() -> None:
@@ -239,7 +243,8 @@ class Buffer:
         buffer = self.get_next_low_latency_combine_buffer(handle)
         if zero_copy and x.data_ptr() != buffer.data_ptr():
             raise UsageError("zero_copy: x must be what get_next_low_latency_combine_buffer gave for this handle")
-        combined = torch.empty((len(topk_idx), x.shape[2]), dtype=torch.bfloat16) if out is None else out
+        shape = (len(topk_idx), x.shape[2])
+        combined = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if out is None else out
         exchange, dispatched = handle.exchange, handle.received()
         exchange.combine_send(x.view(-1, x.shape[2]), dispatched)
 
@@ -256,12 +261,17 @@ class Buffer:
         found = self._exchanges.get(sizes)
         if found is None:
             group = TorchGroup(self.group)
-            found = AllToAll(self._engine, group, **_options(sizes), timeout_s=self._timeout_s)
+            found = AllToAll(self._engine, group, **_sizes_of(sizes), device=sizes.device, timeout_s=self._timeout_s)
             self._exchanges[sizes] = found
         return found
 
+    def _kernels_on(self, device: torch.device) -> Kernels:
+        if device not in self._kernels:
+            self._kernels[device] = CpuKernels() if device == _HOST else kernels_of_a_gpu()
+        return self._kernels[device]
 
-def _options(sizes: _Sizes) -> dict[str, Any]:
+
+def _sizes_of(sizes: _Sizes) -> dict[str, Any]:
     """Of AllToAll."""
     return {
         "experts": sizes.experts,
@@ -279,7 +289,7 @@ def _column_major(shape: torch.Size, scales: torch.Tensor | None) -> torch.Tenso
     """Empty, for the scales of rows of that shape; None where there are none."""
     if scales is None:
         return None
-    return torch.empty((shape[0], scales.shape[1], shape[1])).transpose(1, 2)
+    return torch.empty((shape[0], scales.shape[1], shape[1]), device=scales.device).transpose(1, 2)
 
 
 def _turn(scales: torch.Tensor, counts: torch.Tensor, target: torch.Tensor) -> None:
@@ -313,5 +323,5 @@ def _check(argument: str, tensor: torch.Tensor, dtype: torch.dtype, dimensions: 
             f"{argument} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}, must be "
             f"{dtype}, contiguous, of {dimensions} dimensions"
         )
-    if tensor.device.type != "cpu":
-        raise UsageError(f"{argument} is on {tensor.device}, must be in host memory")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(f"{argument} is on {tensor.device}, must be in host memory or on one of NVIDIA's GPUs")

@@ -23,8 +23,8 @@ from crossrail.moe import AllToAll, Dispatched
 class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     """Of one rank. Threads: one at a time, as vLLM's micro-batches are.
 
-    all_to_all: of layout "masked", without scales; its dtypes are those of activations. Its owner closes it. Rows are
-    dispatched as they are: experts that want them quantised are refused.
+    all_to_all: of layout "masked", without scales, on the device of activations, of their dtype. Its owner closes it.
+    Rows are dispatched as they are: experts that want them quantised are refused.
     """
 
     def __init__(self, all_to_all: AllToAll) -> None:
@@ -94,7 +94,7 @@ class CrossrailPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         def receiver() -> mk.PrepareResultType:
             dispatched = self._dispatched[batch]
             counts = mk.ExpertTokensMetadata(
-                expert_num_tokens=dispatched.counts, expert_num_tokens_cpu=dispatched.counts
+                expert_num_tokens=dispatched.counts, expert_num_tokens_cpu=dispatched.counts.cpu()
             )
             rows = dispatched.x.view(-1, all_to_all.config.rows_per_expert, all_to_all.config.hidden)
             return rows, None, counts, None, None
