@@ -342,7 +342,7 @@ class Round:
             assert receiver is not None
             senders = [life for life in lives if life.member.seat != receiver.member.seat]
             numbers, force = [], []
-            for sender in senders:
+            for sender in lives:  # our own number, too: all were asked for
                 rows = sender.book.rows[sender.book.rows["to"] == receiver.member.life]
                 is_forced = sender.has_ended or not np.isin(rows["status"], (DONE, CANCELLED)).all()
                 for handed in (None, *range(HANDED_SLOTS.count)):
