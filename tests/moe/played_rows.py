@@ -6,6 +6,7 @@ GPU would see. What is launched happens when its stream is waited for, as late a
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,11 @@ from crossrail.moe.device_rows import DeviceRows
 from crossrail.moe.kernels.reference import ReferenceKernels
 from tests.support.fake_gpu import FakeGpu, GpuMemory
 
+_ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter is for one thread
+
 
 class Stream:
-    """One thread's."""
+    """One rank's."""
 
     def __init__(self) -> None:
         self._launched: deque[Callable[[], None]] = deque()
@@ -33,7 +36,8 @@ class Stream:
         if self.error:
             raise RuntimeError(self.error)
         while self._launched:
-            self._launched.popleft()()
+            with _ONE_AT_A_TIME:
+                self._launched.popleft()()
 
 
 class PlayedRows(DeviceRows):
