@@ -44,7 +44,9 @@ PeerRef EngineCore::add_peer(const Address& address) {
     if (known != peers_.end()) return known->second;
     is_crowded = peers_.size() >= peers_sweep_at_;
   }
-  if (is_crowded) transfers_.drop_lost_regions();  // which take_lost_peers() would find named
+  if (is_crowded) {  // take_lost_peers() would find them named
+    transfers_.drop_regions([](const Peer& peer) { return peer.state() == PeerState::kLost; });
+  }
   Route route = transports_.choose(address);
   std::vector<PeerRef> lost;  // let go after the mutex
   std::lock_guard lock(tables_mutex_);
@@ -107,6 +109,7 @@ void EngineCore::forget_peer(Peer& peer) {
     keep_counts(peer);
     peers_.erase(peer.address().incarnation);
   });
+  transfers_.drop_regions([&](const Peer& other) { return &other == &peer; });
 }
 
 std::vector<RemoteRegionRef> EngineCore::take_unused_remote_regions() {

@@ -164,10 +164,10 @@ Transfer* TransferPool::take() {
   return transfer;
 }
 
-void TransferPool::drop_lost_regions() {
-  std::vector<RemoteRegionRef> lost;  // let go after the lock
+void TransferPool::drop_regions(const std::function<bool(const Peer&)>& is_gone) {
+  std::vector<RemoteRegionRef> gone;  // let go after the lock
   const auto take = [&](RemoteRegionRef& region) {
-    if (region && region->peer()->state() == PeerState::kLost) lost.push_back(std::move(region));
+    if (region && is_gone(*region->peer())) gone.push_back(std::move(region));
   };
   std::lock_guard lock(lock_);
   for (Transfer* transfer = free_; transfer != nullptr; transfer = transfer->next_free_) {

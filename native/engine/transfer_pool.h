@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "engine/transfer.h"
 #include "util/spinlock.h"
@@ -19,9 +20,9 @@ class TransferPool {
   // A pending transfer with one reference.
   Transfer* take();
   void give_back(Transfer* transfer);
-  // Recycled transfers keep peers' regions for the next ones: those of lost peers are let go. Not under a mutex of the
+  // Recycled transfers keep peers' regions for the next ones: those of such peers are let go. Not under a mutex of the
   // caller's: a region's end may be its transport's business.
-  void drop_lost_regions();
+  void drop_regions(const std::function<bool(const Peer&)>& is_gone);
 
  private:
   Engine* const engine_;

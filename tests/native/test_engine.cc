@@ -54,6 +54,29 @@ struct Pair {
 
 }  // namespace
 
+TEST_CASE("recycled transfers hold on to no peer that was forgotten") {
+  Pair pair;
+  RegionRef src = pair.a->alloc(4096, false);
+  RegionRef dst = pair.b->alloc(4096, false);
+  PeerRef peer = pair.a->peer(pair.b->address());
+  {
+    const RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
+    const std::array<RemoteRegion*, 2> targets{remote.get(), remote.get()};
+    const std::array<uint64_t, 2> offsets{0, 8}, lengths{8, 8};
+    std::vector<TransferRef> transfers;
+    for (int i = 0; i < 100; ++i) {
+      transfers.push_back(pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8}));
+      transfers.push_back(pair.a->submit_scatter(
+          {.src = src.get(), .dsts = targets, .src_offsets = offsets, .dst_offsets = offsets, .lengths = lengths}));
+    }
+    for (const TransferRef& transfer : transfers) require_done(transfer);
+  }
+  pair.a->forget_peer(*peer);
+  const Deadline deadline = deadline_in(20);
+  while (!peer->is_only_ref() && now_ns() < deadline) std::this_thread::yield();
+  CHECK(peer->is_only_ref());
+}
+
 TEST_CASE("peers' regions that nobody uses any more are forgotten, those in use are not") {
   Pair pair;
   RegionRef src = pair.a->alloc(4096, false);
