@@ -34,6 +34,13 @@ def check_given(**options: object) -> None:
             raise UsageError(f"{argument} must not be None: leave it out for its default")
 
 
+def check_whole(**options: object) -> None:
+    """UsageError unless each is a whole number; a bool is none."""
+    for argument, value in options.items():
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise UsageError(f"{argument} must be a whole number, not {_kind(value)}")
+
+
 def check_kind(value: object, argument: str, kind: type, article: str) -> None:
     """UsageError unless it is of that class. article: the class as messages call it, "a TlsConfig"."""
     if not isinstance(value, kind):
