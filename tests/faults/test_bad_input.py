@@ -1,5 +1,6 @@
 """The caller's mistakes: a UsageError at the call that names the argument, its value and the bound; nothing moves."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import pytest
 import crossrail as xr
 from tests.support.limits import WAIT_S
 from tests.support.patterns import CANARY, assert_same_bytes, pattern
+from tests.support.process import assert_clean, run_script
 
 NBYTES = 1000
 
@@ -266,6 +268,39 @@ def test_senseless_timeout_is_one_also_when_nothing_is_to_wait_for(
         transfer.wait(timeout_s)
     with pytest.raises(xr.UsageError, match="timeout_s"):
         engine.imm_counter(1).wait(0, timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", ["soon", float("nan"), -0.5, [], True])
+def test_senseless_timeout_is_one_on_an_event_loop_too(engine: xr.Engine, timeout_s: object) -> None:
+    region, pool = engine.alloc(1), engine.submit_recvs(2, 16)
+    engine.submit_write(region, region.descriptor, imm=1).wait(WAIT_S)
+    engine.submit_send(engine.address, b"x").wait(WAIT_S)
+
+    for call in (engine.imm_counter(1).wait_async, lambda _, timeout_s: pool.recv_async(timeout_s)):
+        with pytest.raises(xr.UsageError, match=r"^timeout_s"):
+            asyncio.run(call(1, timeout_s))
+
+
+@pytest.mark.parametrize("imported", ["import asyncio, crossrail", "import crossrail"])
+def test_await_without_an_event_loop_of_asyncio_is_told_what_it_needs(imported: str) -> None:
+    """As trio awaits: whoever drives the coroutine is not asyncio."""
+    script = run_script(f"""
+        {imported}
+
+        async def awaited(transfer):
+            await transfer
+
+        with crossrail.Engine(transport="tcp", rails=["127.0.0.1"]) as engine:
+            transfer = engine.submit_send(engine.address, b"held back")
+            for what in (awaited(transfer), engine.imm_counter(1).wait_async(1, 5)):
+                try:
+                    what.send(None)
+                except crossrail.UsageError as error:
+                    print("asyncio" in str(error) and "wait()" in str(error))
+    """)
+
+    assert_clean(script)
+    assert script.stdout.split() == ["True", "True"]
 
 
 @pytest.mark.parametrize("callback", [5, "text"])
