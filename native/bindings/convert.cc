@@ -12,9 +12,10 @@ namespace crossrail::bindings {
 
 namespace {
 
-[[noreturn]] void throw_out_of_range(nb::handle value, const char* argument, uint64_t max) {
+[[noreturn]] void throw_out_of_range(nb::handle value, const char* argument, uint64_t min, uint64_t max) {
   PyErr_Clear();
-  throw UsageError(std::string(argument) + " is " + nb::str(value).c_str() + ", must be 0.." + std::to_string(max));
+  throw UsageError(std::string(argument) + " is " + nb::str(value).c_str() + ", must be " + std::to_string(min) + ".." +
+                   std::to_string(max));
 }
 
 // Short, as Python would print it.
@@ -26,10 +27,11 @@ std::string number_text(double value) {
 
 }  // namespace
 
-std::string type_name_of(nb::handle object) { return nb::type_name(object.type()).c_str(); }
+std::string type_name_of(nb::handle object) { return object.is_none() ? "None" : nb::type_name(object.type()).c_str(); }
 
-uint64_t to_u64(nb::handle value, const char* argument, uint64_t max) {
+uint64_t to_u64(nb::handle value, const char* argument, uint64_t max, uint64_t min) {
   nb::object index;  // keeps what __index__ made
+  if (PyBool_Check(value.ptr())) throw UsageError(std::string(argument) + " must be a whole number, not bool");
   if (!PyLong_Check(value.ptr())) {
     index = nb::steal(PyNumber_Index(value.ptr()));
     if (!index.is_valid()) {
@@ -40,10 +42,24 @@ uint64_t to_u64(nb::handle value, const char* argument, uint64_t max) {
   }
   const unsigned long long number = PyLong_AsUnsignedLongLong(value.ptr());
   if (number == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) {
-    throw_out_of_range(value, argument, max);
+    throw_out_of_range(value, argument, min, max);
   }
-  if (number > max) throw_out_of_range(value, argument, max);
+  if (number < min || number > max) throw_out_of_range(value, argument, min, max);
   return number;
+}
+
+bool to_bool(nb::handle value, const char* argument) {
+  if (!PyBool_Check(value.ptr())) {
+    throw UsageError(std::string(argument) + " must be True or False, not " + type_name_of(value));
+  }
+  return value.is(Py_True);
+}
+
+nb::sequence to_sequence(nb::handle value, const char* argument, const char* items) {
+  if (PySequence_Check(value.ptr()) == 0 || PyUnicode_Check(value.ptr()) || PyBytes_Check(value.ptr())) {
+    throw UsageError(std::string(argument) + " must be a list of " + items + ", not " + type_name_of(value));
+  }
+  return nb::borrow<nb::sequence>(value);
 }
 
 uint32_t to_rail(nb::handle value) { return value.is_none() ? kAnyRail : to_u32(value, "rail", kRailsMax - 1); }
@@ -58,8 +74,8 @@ int64_t to_ns(double value, const char* argument, double unit_ns, double min, do
 
 double to_seconds(nb::handle timeout_s) {
   if (timeout_s.is_none()) return std::numeric_limits<double>::infinity();
-  const double seconds = PyFloat_AsDouble(timeout_s.ptr());
-  if (seconds == -1.0 && PyErr_Occurred() != nullptr) {
+  const double seconds = PyBool_Check(timeout_s.ptr()) ? -1.0 : PyFloat_AsDouble(timeout_s.ptr());
+  if (PyBool_Check(timeout_s.ptr()) || (seconds == -1.0 && PyErr_Occurred() != nullptr)) {
     PyErr_Clear();
     throw UsageError("timeout_s must be a number of seconds or None, not " + type_name_of(timeout_s));
   }

@@ -21,11 +21,17 @@ namespace crossrail::bindings {
 
 std::string type_name_of(nb::handle object);
 
-// A whole number (anything with __index__) in [0, max].
-uint64_t to_u64(nb::handle value, const char* argument, uint64_t max = std::numeric_limits<uint64_t>::max());
-inline uint32_t to_u32(nb::handle value, const char* argument, uint32_t max = std::numeric_limits<uint32_t>::max()) {
-  return static_cast<uint32_t>(to_u64(value, argument, max));
+// A whole number (anything with __index__, but no bool) in [min, max].
+uint64_t to_u64(nb::handle value, const char* argument, uint64_t max = std::numeric_limits<uint64_t>::max(),
+                uint64_t min = 0);
+inline uint32_t to_u32(nb::handle value, const char* argument, uint32_t max = std::numeric_limits<uint32_t>::max(),
+                       uint32_t min = 0) {
+  return static_cast<uint32_t>(to_u64(value, argument, max, min));
 }
+// True or False, nothing that counts as one of them.
+bool to_bool(nb::handle value, const char* argument);
+// What is no sequence, or is text or bytes, is a UsageError. items: what it holds, "Addresses".
+nb::sequence to_sequence(nb::handle value, const char* argument, const char* items);
 // None is kNoImm.
 inline uint32_t to_imm(nb::handle value) { return value.is_none() ? kNoImm : to_u32(value, "imm", kImmMax); }
 // None is kAnyRail. The engine knows how many rails there are.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/cache_slot.h"
+#include "bindings/convert.h"
 #include "bindings/fork.h"
 #include "engine/engine.h"
 
@@ -30,6 +31,16 @@ struct DescriptorHandle {
   std::shared_ptr<const RegionDescriptor> value;
   CacheSlot<RemoteRegion> remote;
 };
+
+[[noreturn]] inline void refuse_descriptor(nb::handle given, const std::string& argument) {
+  throw UsageError(argument + " must be a RegionDescriptor (region.descriptor at the peer), not " +
+                   type_name_of(given));
+}
+// What is none is a UsageError.
+inline DescriptorHandle& to_descriptor(nb::handle given, const char* argument) {
+  if (!nb::isinstance<DescriptorHandle>(given)) refuse_descriptor(given, argument);
+  return *nb::inst_ptr<DescriptorHandle>(given);
+}
 
 // A registered region and the Python object whose memory it is.
 // Invariant: `owner` is kept until neither our engine nor a peer touches the memory and no buffer view of us exists.
@@ -115,6 +126,14 @@ struct PeerGroupHandle {
   nb::object engine;
   bool removed = false;
 };
+
+// What is none is a UsageError.
+inline PeerGroupHandle& to_group(nb::handle given) {
+  if (!nb::isinstance<PeerGroupHandle>(given)) {
+    throw UsageError("group must be a PeerGroup (engine.add_peer_group(peers) makes one), not " + type_name_of(given));
+  }
+  return *nb::inst_ptr<PeerGroupHandle>(given);
+}
 
 struct NotifierHandle {
   Held<Notifier> notifier;

@@ -33,17 +33,25 @@ Py_hash_t hash_of(const Address& address) {
   return hash == -1 ? 0 : hash;
 }
 
-AddressHandle decode_address(const nb::bytes& bytes) {
-  return AddressHandle(std::make_shared<const Address>(Address::decode(bytes_of(bytes))));
+// Of bytes, or of another contiguous buffer: what came from a socket is a bytearray, or a part of one.
+template <typename T>
+std::shared_ptr<const T> decode(nb::handle data) {
+  BufferView view;
+  if (!view.acquire(data, PyBUF_SIMPLE)) {
+    throw UsageError("data must be bytes or another contiguous buffer, not " + type_name_of(data));
+  }
+  return std::make_shared<const T>(T::decode(view.bytes()));
 }
 
-DescriptorHandle decode_descriptor(const nb::bytes& bytes) {
-  return DescriptorHandle(std::make_shared<const RegionDescriptor>(RegionDescriptor::decode(bytes_of(bytes))));
-}
+AddressHandle decode_address(nb::handle data) { return AddressHandle(decode<Address>(data)); }
+
+DescriptorHandle decode_descriptor(nb::handle data) { return DescriptorHandle(decode<RegionDescriptor>(data)); }
 
 std::string text_of(const Address& address) { return to_hex(address.encode()); }
 
-AddressHandle parse_address(const std::string& text) {
+AddressHandle parse_address(nb::handle given) {
+  std::string text;
+  if (!nb::try_cast(given, text)) throw UsageError("text must be what str(address) gave, not " + type_name_of(given));
   const nb::object bytes =
       nb::steal(PyObject_CallMethod(reinterpret_cast<PyObject*>(&PyBytes_Type), "fromhex", "s", text.c_str()));
   if (!bytes.is_valid()) {
@@ -91,9 +99,10 @@ void register_address(nb::module_& module) {
 
 Give it to peers by any channel: bytes(address) and Address.from_bytes, or str(address) and
 Address.from_text on a command line. Keep and reuse the object: it remembers what an engine resolved it to.)")
-      .def_static("from_bytes", &decode_address, nb::arg("data"),
+      .def_static("from_bytes", &decode_address, nb::arg("data").none(),
+                  nb::sig("def from_bytes(data: bytes | bytearray | memoryview) -> Address"),
                   "The inverse of to_bytes. Raises UsageError for anything malformed.")
-      .def_static("from_text", &parse_address, nb::arg("text"),
+      .def_static("from_text", &parse_address, nb::arg("text").none(), nb::sig("def from_text(text: str) -> Address"),
                   "The inverse of str(). Raises UsageError for anything malformed.")
       .def(
           "to_bytes", [](const AddressHandle& self) { return to_bytes(self.value->encode()); },
@@ -167,7 +176,8 @@ void register_descriptor(nb::module_& module) {
 
 Immutable; equal when all fields are. Send bytes(descriptor) by any channel and rebuild it with from_bytes.
 Keep and reuse the object: it remembers what an engine resolved it to. Pickles as those bytes.)")
-      .def_static("from_bytes", &decode_descriptor, nb::arg("data"),
+      .def_static("from_bytes", &decode_descriptor, nb::arg("data").none(),
+                  nb::sig("def from_bytes(data: bytes | bytearray | memoryview) -> RegionDescriptor"),
                   "The inverse of to_bytes. Raises UsageError for anything malformed.")
       .def(
           "to_bytes", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); },

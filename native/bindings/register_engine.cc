@@ -43,7 +43,7 @@ constexpr Choice<PrivatePath> kPrivatePaths[] = {
 // A number, or what each rail is bound to.
 void set_rails(EngineOptions* options, nb::handle rails) {
   if (PyIndex_Check(rails.ptr())) {
-    options->rail_count = to_u32(rails, "rails", kRailsMax);
+    options->rail_count = to_u32(rails, "rails", kRailsMax, 1);
     return;
   }
   constexpr const char* kWanted = "must be a number in 1..16, or a list of IP addresses and interface names";
@@ -136,10 +136,10 @@ nb::list peers(Self self) {
   return list;
 }
 
-PeerGroupHandle add_peer_group(Self self, nb::sequence peers) {
+PeerGroupHandle add_peer_group(Self self, nb::handle peers) {
   const EngineRef engine = self.p->core();
   std::vector<Address> addresses;
-  for (nb::handle peer : peers) addresses.push_back(self.p->peer(peer)->address());
+  for (nb::handle peer : to_sequence(peers, "peers", "Addresses")) addresses.push_back(self.p->peer(peer)->address());
   return PeerGroupHandle{Held<PeerGroup>(engine->add_peer_group(addresses)), nb::borrow(self.h)};
 }
 
@@ -186,14 +186,14 @@ PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {0, 
 
 void register_peers(nb::class_<EngineHandle>& engine) {
   engine
-      .def("connect", &connect, nb::arg("peer"), nb::arg("timeout_s").none() = 5.0,
+      .def("connect", &connect, nb::arg("peer").none(), nb::arg("timeout_s").none() = 5.0,
            nb::sig("def connect(self, peer: Address | bytes, timeout_s: float | None = 5.0) -> None"),
            R"(Connects now instead of at the first operation. Optional. Blocks, GIL released; any thread.
 
 Raises PeerLost when the peer is gone or of an older incarnation, WaitTimeout, EngineClosed.)")
       .def(
           "peer_state", [](Self self, nb::handle peer) { return peer_state_name(self.p->peer(peer)->state()); },
-          nb::arg("peer"), nb::sig("def peer_state(self, peer: Address | bytes) -> str"),
+          nb::arg("peer").none(), nb::sig("def peer_state(self, peer: Address | bytes) -> str"),
           "'unknown', 'connecting', 'connected', 'slow' (with heartbeats: no answer within an interval), 'frozen' "
           "(does not\n"
           "move while something waits for it, may come back) or 'lost'. Any thread, never blocks.")
@@ -202,16 +202,17 @@ Raises PeerLost when the peer is gone or of an older incarnation, WaitTimeout, E
           "What deadlines are measured by, in seconds from any beginning: virtual on a simulated host.")
       .def("peers", &peers, nb::sig("def peers(self) -> list[Address]"), "The peers known to this engine, in no order.")
       .def(
-          "forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(*self.p->peer(peer)); }, nb::arg("peer"),
-          nb::sig("def forget_peer(self, peer: Address | bytes) -> None"),
+          "forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(*self.p->peer(peer)); },
+          nb::arg("peer").none(), nb::sig("def forget_peer(self, peer: Address | bytes) -> None"),
           "Fails every transfer to it with PeerLost and drops what is held of it. The address may connect anew later.")
-      .def("add_peer_group", &add_peer_group, nb::arg("peers"),
+      .def("add_peer_group", &add_peer_group, nb::arg("peers").none(),
            nb::sig("def add_peer_group(self, peers: collections.abc.Sequence[Address | bytes]) -> PeerGroup"),
            "Resolves peers beforehand for submit_scatter and submit_barrier. Order is kept.")
       .def(
-          "remove_peer_group", [](Self, PeerGroupHandle& group) { group.removed = true; }, nb::arg("group"),
+          "remove_peer_group", [](Self, nb::handle group) { to_group(group).removed = true; }, nb::arg("group").none(),
+          nb::sig("def remove_peer_group(self, group: PeerGroup) -> None"),
           "Later use of the group raises UsageError; what is in flight goes on.")
-      .def("_explain", &explain, nb::arg("peer"),
+      .def("_explain", &explain, nb::arg("peer").none(),
            nb::sig("def _explain(self, peer: Address | bytes) -> tuple[str, str, str, str, str, list[tuple[int, int]], "
                    "list[tuple[str, str]], float, list[tuple[str, str, str, float, int]], "
                    "tuple[int, float, float, float, float] | None]"));
@@ -273,14 +274,14 @@ void register_engine(nb::module_& module) {
       .def_prop_ro(
           "_inherited", [](Self self) { return self.p->inherited(); }, "In a forked child.")
       .def(
-          "_close", [](Self self, nb::handle timeout_s) { self.p->close(timeout_s); }, nb::arg("timeout_s"),
+          "_close", [](Self self, nb::handle timeout_s) { self.p->close(timeout_s); }, nb::arg("timeout_s").none(),
           nb::sig("def _close(self, timeout_s: float | None) -> None"))
       .def(
           "release_imm",
-          [](Self self, nb::handle imm, bool force) {
-            self.p->core()->release_imm(to_u32(imm, "imm", kImmMax), force);
+          [](Self self, nb::handle imm, nb::handle force) {
+            self.p->core()->release_imm(to_u32(imm, "imm", kImmMax), to_bool(force, "force"));
           },
-          nb::arg("imm"), nb::kw_only(), nb::arg("force") = false,
+          nb::arg("imm").none(), nb::kw_only(), nb::arg("force").none() = false,
           nb::sig("def release_imm(self, imm: int, *, force: bool = False) -> None"),
           R"(Says that no peer sends this number any more: drops its counter, and alloc_imm may hand it out again.
 

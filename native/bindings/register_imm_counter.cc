@@ -52,9 +52,9 @@ void register_imm_counter(nb::module_& module) {
           [](const ImmCounterHandle& self, nb::handle count) {
             return self.counter->try_consume(to_u64(count, "count", kCountMax));
           },
-          nb::arg("count") = 1, nb::sig("def try_consume(self, count: int = 1) -> bool"),
+          nb::arg("count").none() = 1, nb::sig("def try_consume(self, count: int = 1) -> bool"),
           "Takes count if they are there and nobody queues before us. Any thread, never blocks.")
-      .def("wait", &wait, nb::arg("count") = 1, nb::arg("timeout_s") = nb::none(),
+      .def("wait", &wait, nb::arg("count").none() = 1, nb::arg("timeout_s") = nb::none(),
            nb::sig("def wait(self, count: int = 1, timeout_s: float | None = None) -> None"),
            R"(Blocks until count were taken, GIL released; those who wait are served in their order. Any thread.
 
@@ -69,7 +69,7 @@ Raises WaitTimeout ("7 of 10 arrived") having taken none, EngineClosed, Keyboard
           [](const ImmCounterHandle& self, nb::handle count, const NotifierHandle& notifier, uint64_t cookie) {
             return self.counter->notify(to_u64(count, "count", kCountMax), notifier.notifier.ref().get(), cookie);
           },
-          nb::arg("count"), nb::arg("notifier"), nb::arg("cookie"),
+          nb::arg("count").none(), nb::arg("notifier"), nb::arg("cookie"),
           nb::sig("def _notify(self, count: int, notifier: Notifier, cookie: int) -> int"))
       .def(
           "_cancel_notify",

@@ -29,9 +29,9 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
 
 PyType_Slot slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-nb::object map(Self self, DescriptorHandle& descriptor, nb::handle timeout_s) {
+nb::object map(Self self, nb::handle descriptor, nb::handle timeout_s) {
   const EngineRef engine = self.p->core();
-  const RemoteRegionRef region = self.p->remote(descriptor);
+  const RemoteRegionRef region = self.p->remote(to_descriptor(descriptor, "descriptor"));
   const Deadline deadline = to_deadline(timeout_s, engine->clock());
   MappingHandle handle{.mapping = {}, .length_bytes = region->length_bytes()};
   Status status = Status::kPending;
@@ -55,7 +55,7 @@ nb::object map(Self self, DescriptorHandle& descriptor, nb::handle timeout_s) {
 
 void register_mapping(nb::module_& module, nb::class_<EngineHandle>& engine) {
   nb::class_<MappingHandle>(module, "_Mapping", nb::is_final(), nb::type_slots(slots));
-  engine.def("map", &map, nb::arg("descriptor"), nb::arg("timeout_s").none() = 5.0,
+  engine.def("map", &map, nb::arg("descriptor").none(), nb::arg("timeout_s").none() = 5.0,
              nb::sig("def map(self, descriptor: RegionDescriptor, timeout_s: float | None = 5.0) -> memoryview"),
              R"(A peer's memory as a memoryview of format "B", read and write: what its engine.alloc made, on this host.
 

@@ -47,14 +47,8 @@ const RegionHandle& own_region(Self self, nb::handle given, const char* argument
   return region;
 }
 
-[[noreturn]] void refuse_descriptor(nb::handle given, const std::string& argument) {
-  throw UsageError(argument + " must be a RegionDescriptor (region.descriptor at the peer), not " +
-                   type_name_of(given));
-}
-
 RemoteRegionRef remote_region(Self self, nb::handle given, const char* argument) {
-  if (!nb::isinstance<DescriptorHandle>(given)) refuse_descriptor(given, argument);
-  return self.p->remote(*nb::inst_ptr<DescriptorHandle>(given));
+  return self.p->remote(to_descriptor(given, argument));
 }
 
 // None: all that is left of the local region behind the offset.
@@ -64,7 +58,7 @@ uint64_t to_length(nb::handle length, const Region& local, uint64_t local_offset
 }
 
 TransferHandle submit_write(Self self, nb::handle src, nb::handle dst, nb::handle length, nb::handle src_offset,
-                            nb::handle dst_offset, nb::handle imm, nb::handle rail, bool verify) {
+                            nb::handle dst_offset, nb::handle imm, nb::handle rail, nb::handle verify) {
   const EngineRef engine = self.p->core();
   const RegionRef source = own_region(self, src, "src").core();
   const RemoteRegionRef target = remote_region(self, dst, "dst");
@@ -76,12 +70,12 @@ TransferHandle submit_write(Self self, nb::handle src, nb::handle dst, nb::handl
   request.length_bytes = to_length(length, *source, request.src_offset);
   request.imm = to_imm(imm);
   request.rail = to_rail(rail);
-  request.verify = verify;
+  request.verify = to_bool(verify, "verify");
   return submit(self, [&] { return engine->submit_write(request); });
 }
 
 TransferHandle submit_read(Self self, nb::handle dst, nb::handle src, nb::handle length, nb::handle dst_offset,
-                           nb::handle src_offset, nb::handle rail, bool verify) {
+                           nb::handle src_offset, nb::handle rail, nb::handle verify) {
   const EngineRef engine = self.p->core();
   const RegionHandle& given = own_region(self, dst, "dst");
   const RegionRef target = given.core();
@@ -94,14 +88,14 @@ TransferHandle submit_read(Self self, nb::handle dst, nb::handle src, nb::handle
   request.src_offset = to_u64(src_offset, "src_offset");
   request.length_bytes = to_length(length, *target, request.dst_offset);
   request.rail = to_rail(rail);
-  request.verify = verify;
+  request.verify = to_bool(verify, "verify");
   return submit(self, [&] { return engine->submit_read(request); });
 }
 
 TransferHandle submit_paged_writes(Self self, nb::handle src, nb::handle src_pages, nb::handle dst,
                                    nb::handle dst_pages, nb::handle page_bytes, nb::handle src_stride,
                                    nb::handle dst_stride, nb::handle src_offset, nb::handle dst_offset, nb::handle imm,
-                                   nb::handle rail, bool verify) {
+                                   nb::handle rail, nb::handle verify) {
   const EngineRef engine = self.p->core();
   const RegionRef source = own_region(self, src, "src").core();
   const RemoteRegionRef target = remote_region(self, dst, "dst");
@@ -119,14 +113,15 @@ TransferHandle submit_paged_writes(Self self, nb::handle src, nb::handle src_pag
   request.dst_pages = dst_indices.get();
   request.imm = to_imm(imm);
   request.rail = to_rail(rail);
-  request.verify = verify;
+  request.verify = to_bool(verify, "verify");
   return submit(self, [&] { return engine->submit_paged_writes(request); });
 }
 
-std::vector<RemoteRegionRef> resolve_targets(Self self, nb::sequence dsts) {
+std::vector<RemoteRegionRef> resolve_targets(Self self, nb::handle dsts) {
   std::vector<RemoteRegionRef> targets;
-  targets.reserve(nb::len(dsts));
-  for (nb::handle item : dsts) {
+  const nb::sequence items = to_sequence(dsts, "dsts", "RegionDescriptors");
+  targets.reserve(nb::len(items));
+  for (nb::handle item : items) {
     if (!nb::isinstance<DescriptorHandle>(item)) {
       refuse_descriptor(item, "dsts[" + std::to_string(targets.size()) + "]");
     }
@@ -135,7 +130,8 @@ std::vector<RemoteRegionRef> resolve_targets(Self self, nb::sequence dsts) {
   return targets;
 }
 
-const Ref<PeerGroup>& usable(Self self, const PeerGroupHandle& group) {
+const Ref<PeerGroup>& usable(Self self, nb::handle given) {
+  const PeerGroupHandle& group = to_group(given);
   if (!group.engine.is(self.h)) throw UsageError("group was made by another engine: its peers are resolved there");
   if (group.removed) throw UsageError("group was removed");
   return group.group.ref();
@@ -158,8 +154,8 @@ void set_imms(nb::handle given, ScatterRequest& request, std::vector<uint32_t>& 
   request.imms = imms;
 }
 
-TransferHandle submit_scatter(Self self, nb::handle src, nb::sequence dsts, nb::handle lengths, nb::handle src_offsets,
-                              nb::handle dst_offsets, const PeerGroupHandle* group, nb::handle imm, bool verify) {
+TransferHandle submit_scatter(Self self, nb::handle src, nb::handle dsts, nb::handle lengths, nb::handle src_offsets,
+                              nb::handle dst_offsets, nb::handle group, nb::handle imm, nb::handle verify) {
   const EngineRef engine = self.p->core();
   const RegionRef source = own_region(self, src, "src").core();
   const std::vector<RemoteRegionRef> targets = resolve_targets(self, dsts);
@@ -169,7 +165,7 @@ TransferHandle submit_scatter(Self self, nb::handle src, nb::sequence dsts, nb::
   const SizeArray length_array(lengths, "lengths", targets.size());
   const SizeArray src_array(src_offsets, "src_offsets", targets.size());
   const SizeArray dst_array(dst_offsets, "dst_offsets", targets.size());
-  const Ref<PeerGroup> peers = group == nullptr ? nullptr : usable(self, *group);
+  const Ref<PeerGroup> peers = group.is_none() ? nullptr : usable(self, group);
   ScatterRequest request;
   request.src = source.get();
   request.dsts = pointers;
@@ -179,11 +175,11 @@ TransferHandle submit_scatter(Self self, nb::handle src, nb::sequence dsts, nb::
   request.group = peers.get();
   std::vector<uint32_t> imms;
   set_imms(imm, request, imms);
-  request.verify = verify;
+  request.verify = to_bool(verify, "verify");
   return submit(self, [&] { return engine->submit_scatter(request); });
 }
 
-TransferHandle submit_barrier(Self self, const PeerGroupHandle& group, nb::handle imm) {
+TransferHandle submit_barrier(Self self, nb::handle group, nb::handle imm) {
   const EngineRef engine = self.p->core();
   const Ref<PeerGroup> peers = usable(self, group);
   const uint32_t number = to_u32(imm, "imm", kImmMax);
@@ -211,8 +207,8 @@ TransferHandle submit_send(Self self, nb::handle peer, nb::handle message) {
 void register_operations(nb::class_<EngineHandle>& engine) {
   engine
       .def("submit_write", &submit_write, nb::arg("src").none(), nb::arg("dst").none(), nb::arg("length") = nb::none(),
-           nb::kw_only(), nb::arg("src_offset") = 0, nb::arg("dst_offset") = 0, nb::arg("imm") = nb::none(),
-           nb::arg("rail") = nb::none(), nb::arg("verify") = false,
+           nb::kw_only(), nb::arg("src_offset").none() = 0, nb::arg("dst_offset").none() = 0,
+           nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(), nb::arg("verify").none() = false,
            nb::sig("def submit_write(self, src: Region, dst: RegionDescriptor, length: int | None = None, *, "
                    "src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, rail: int | None = None, "
                    "verify: bool = False) -> Transfer"),
@@ -225,8 +221,8 @@ verify: a checksum of src is taken now, on this thread, and the target's engine 
 counts; the transfer is done when it has. If they differ nothing is counted and the transfer fails with ChecksumMismatch.
 The range must be written by nobody else meanwhile. It costs a pass over the bytes on either side.)")
       .def("submit_read", &submit_read, nb::arg("dst").none(), nb::arg("src").none(), nb::arg("length") = nb::none(),
-           nb::kw_only(), nb::arg("dst_offset") = 0, nb::arg("src_offset") = 0, nb::arg("rail") = nb::none(),
-           nb::arg("verify") = false,
+           nb::kw_only(), nb::arg("dst_offset").none() = 0, nb::arg("src_offset").none() = 0,
+           nb::arg("rail") = nb::none(), nb::arg("verify").none() = false,
            nb::sig("def submit_read(self, dst: Region, src: RegionDescriptor, length: int | None = None, *, "
                    "dst_offset: int = 0, src_offset: int = 0, rail: int | None = None, verify: bool = False) "
                    "-> Transfer"),
@@ -238,10 +234,10 @@ verify: when the bytes have come the peer's engine compares their checksum with 
 meanwhile; the transfer is done when it has, and fails with ChecksumMismatch if they differ.)")
       .def(
           "submit_paged_writes", &submit_paged_writes, nb::arg("src").none(), nb::arg("src_pages").none(),
-          nb::arg("dst").none(), nb::arg("dst_pages").none(), nb::arg("page_bytes"), nb::kw_only(),
-          nb::arg("src_stride") = nb::none(), nb::arg("dst_stride") = nb::none(), nb::arg("src_offset") = 0,
-          nb::arg("dst_offset") = 0, nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(),
-          nb::arg("verify") = false,
+          nb::arg("dst").none(), nb::arg("dst_pages").none(), nb::arg("page_bytes").none(), nb::kw_only(),
+          nb::arg("src_stride") = nb::none(), nb::arg("dst_stride") = nb::none(), nb::arg("src_offset").none() = 0,
+          nb::arg("dst_offset").none() = 0, nb::arg("imm") = nb::none(), nb::arg("rail") = nb::none(),
+          nb::arg("verify").none() = false,
           nb::sig("def submit_paged_writes(self, src: Region, src_pages: typing.Any, dst: RegionDescriptor, "
                   "dst_pages: typing.Any, page_bytes: int, *, src_stride: int | None = None, "
                   "dst_stride: int | None = None, src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, "
@@ -255,9 +251,9 @@ Any thread; blocks only while the submit queue is full. Pages are not ordered.
 verify: as of submit_write, in groups of 960 pages, each of which is counted whole or not at all; pages must then not
 overlap at the target.)")
       .def(
-          "submit_scatter", &submit_scatter, nb::arg("src").none(), nb::arg("dsts"), nb::kw_only(),
+          "submit_scatter", &submit_scatter, nb::arg("src").none(), nb::arg("dsts").none(), nb::kw_only(),
           nb::arg("lengths").none(), nb::arg("src_offsets").none(), nb::arg("dst_offsets").none(),
-          nb::arg("group").none() = nb::none(), nb::arg("imm") = nb::none(), nb::arg("verify") = false,
+          nb::arg("group").none() = nb::none(), nb::arg("imm") = nb::none(), nb::arg("verify").none() = false,
           nb::sig("def submit_scatter(self, src: Region, dsts: collections.abc.Sequence[RegionDescriptor], *, "
                   "lengths: typing.Any, src_offsets: typing.Any, dst_offsets: typing.Any, "
                   "group: PeerGroup | None = None, imm: typing.Any = None, verify: bool = False) -> Transfer"),
@@ -268,7 +264,7 @@ all targets; bytes. So is imm, or None: a number of its own for each target coun
 full. Targets are not ordered among each other; the transfer is done when all are, and fails with the first that does.
 verify: as of submit_write, at each target by itself: it counts where its bytes were found right, whatever became of others.)")
       .def(
-          "submit_barrier", &submit_barrier, nb::arg("group"), nb::arg("imm"),
+          "submit_barrier", &submit_barrier, nb::arg("group").none(), nb::arg("imm").none(),
           nb::sig("def submit_barrier(self, group: PeerGroup, imm: int) -> Transfer"),
           "Sends imm alone to each member of the group: counts 1 at each. Not ordered with other operations: wait for\n"
           "those that it should follow. Any thread; blocks only while the submit queue is full.")

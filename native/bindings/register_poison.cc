@@ -20,7 +20,7 @@ constexpr uint64_t kLayoutMax = uint64_t{1} << 56;
 void init(Poison* self, const RegionHandle& region, nb::handle pages, nb::handle page_bytes_object,
           nb::handle stride_object, nb::handle offset_object) {
   if (!region.writable()) throw UsageError("the region is read-only: it cannot be poisoned");
-  const uint64_t page_bytes = to_u64(page_bytes_object, "page_bytes", kLayoutMax);
+  const uint64_t page_bytes = to_u64(page_bytes_object, pages.is_none() ? "nbytes" : "page_bytes", kLayoutMax);
   const uint64_t stride = to_u64(stride_object, "stride", kLayoutMax);
   const uint64_t offset = to_u64(offset_object, "offset", kLayoutMax);
   const RegionRef& core = region.core();

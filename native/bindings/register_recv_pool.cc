@@ -84,7 +84,8 @@ void register_recv_pool(nb::module_& module) {
       .def_prop_ro("data", [](const MessageHandle& self) { return self.data; }, nb::sig("def data(self) -> bytes"));
 
   nb::class_<ReceivePoolHandle>(module, "ReceivePool", nb::type_slots(engine_slots<ReceivePoolHandle>))
-      .def("__init__", &init, nb::arg("engine"), nb::arg("count"), nb::arg("nbytes"), nb::arg("has_callback"),
+      .def("__init__", &init, nb::arg("engine"), nb::arg("count").none(), nb::arg("nbytes").none(),
+           nb::arg("has_callback"),
            nb::sig("def __init__(self, engine: Engine, count: int, nbytes: int, has_callback: bool) -> None"))
       .def_prop_ro(
           "count", [](const ReceivePoolHandle& self) { return self.pool->buffer_count(); },
@@ -93,7 +94,7 @@ void register_recv_pool(nb::module_& module) {
           "nbytes", [](const ReceivePoolHandle& self) { return self.pool->buffer_bytes(); },
           "Longest message that fits.")
       .def_prop_ro("closed", [](const ReceivePoolHandle& self) { return self.pool->closed(); })
-      .def("poll", &poll, nb::arg("limit") = 64, nb::sig("def poll(self, limit: int = 64) -> list[Message]"),
+      .def("poll", &poll, nb::arg("limit").none() = 64, nb::sig("def poll(self, limit: int = 64) -> list[Message]"),
            "Takes up to limit messages, oldest first, none if there are none. Any thread, never blocks.")
       .def("recv", &recv, nb::arg("timeout_s") = nb::none(),
            nb::sig("def recv(self, timeout_s: float | None = None) -> Message"),

@@ -31,8 +31,9 @@ void init_registered(RegionHandle* self, EngineArgument engine, uint64_t address
   new (self) RegionHandle(engine, std::move(region), std::move(owner), writable);
 }
 
-void init_allocated(RegionHandle* self, EngineArgument engine, nb::handle nbytes_object, bool populate) {
+void init_allocated(RegionHandle* self, EngineArgument engine, nb::handle nbytes_object, nb::handle populate_object) {
   const uint64_t nbytes = to_u64(nbytes_object, "nbytes");
+  const bool populate = to_bool(populate_object, "populate");
   const EngineRef core = engine.p->core();
   RegionRef region;
   {
@@ -60,9 +61,10 @@ void init_phantom(RegionHandle* self, EngineArgument engine, nb::handle nbytes_o
                           users, timeout_s));
 }
 
-void close(RegionHandle& self, nb::handle timeout_s, bool drain) {
+void close(RegionHandle& self, nb::handle timeout_s, nb::handle drain_object) {
   const RegionRef region = self.core();
   const Deadline deadline = to_deadline(timeout_s, region->clock());
+  const bool drain = to_bool(drain_object, "drain");
   const WaitResult result = wait_without_gil([&] { return region->close(deadline, interrupted, drain); });
   if (result == WaitResult::kTimeout) raise_in_use(self, "close", timeout_s);
   self.take_quiet_buffer();
@@ -133,9 +135,9 @@ void register_region(nb::module_& module) {
            nb::arg("writable"), nb::arg("owner").none(), nb::arg("is_cuda"),
            nb::sig("def __init__(self, engine: Engine, address: int, nbytes: int, access: str, writable: bool, "
                    "owner: object, is_cuda: bool) -> None"))
-      .def("__init__", &init_allocated, nb::arg("engine"), nb::arg("nbytes"), nb::arg("populate"),
+      .def("__init__", &init_allocated, nb::arg("engine"), nb::arg("nbytes").none(), nb::arg("populate").none(),
            nb::sig("def __init__(self, engine: Engine, nbytes: int, populate: bool) -> None"))
-      .def("__init__", &init_phantom, nb::arg("engine"), nb::arg("nbytes"),
+      .def("__init__", &init_phantom, nb::arg("engine"), nb::arg("nbytes").none(),
            nb::sig("def __init__(self, engine: Engine, nbytes: int) -> None"))
       .def_prop_ro("nbytes", [](const RegionHandle& self) { return self.core()->length_bytes(); })
       .def_prop_ro(
@@ -181,9 +183,10 @@ void register_region(nb::module_& module) {
           "quarantined", [](const RegionHandle& self) { return self.core()->quarantined(); },
           "True while peers are refused and yet one may still touch the memory: one that stands still in the middle of "
           "something. Until then the memory must be neither freed nor reused; the engine does not do it either.")
-      .def("_close", &close, nb::arg("timeout_s"), nb::arg("drain"),
+      .def("_close", &close, nb::arg("timeout_s").none(), nb::arg("drain").none(),
            nb::sig("def _close(self, timeout_s: float | None, drain: bool) -> None"))
-      .def("_revoke", &revoke, nb::arg("timeout_s"), nb::sig("def _revoke(self, timeout_s: float | None) -> None"))
+      .def("_revoke", &revoke, nb::arg("timeout_s").none(),
+           nb::sig("def _revoke(self, timeout_s: float | None) -> None"))
       .def("renew", &renew, nb::sig("def renew(self) -> RegionDescriptor"),
            R"(Lets peers in again after revoke() returned, and gives the descriptor that they need from now on.
 

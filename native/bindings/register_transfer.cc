@@ -133,7 +133,7 @@ also when that end waits for a frozen peer.)")
       .def(
           "add_done_callback",
           [](Self self, nb::handle fn) { package_attribute("crossrail.transfers", "add_done_callback")(self.h, fn); },
-          nb::arg("fn"),
+          nb::arg("fn").none(),
           nb::sig("def add_done_callback(self, fn: collections.abc.Callable[[Transfer], object]) -> None"),
           R"(Calls fn(transfer) once on the engine's callback thread, also when it is complete already.
 

@@ -57,17 +57,18 @@ void register_watcher(nb::module_& module) {
           "value", [](const WatcherHandle& self) { return self.watcher->value(); }, "The word now.")
       .def(
           "add",
-          [](const WatcherHandle& self, nb::handle delta, bool announce) {
-            self.watcher->add(to_u64(delta, "delta"), announce);
+          [](const WatcherHandle& self, nb::handle delta, nb::handle announce) {
+            self.watcher->add(to_u64(delta, "delta"), to_bool(announce, "announce"));
           },
-          nb::arg("delta") = 1, nb::kw_only(), nb::arg("announce") = true,
+          nb::arg("delta").none() = 1, nb::kw_only(), nb::arg("announce").none() = true,
           nb::sig("def add(self, delta: int = 1, *, announce: bool = True) -> None"),
           R"(Adds to the word, atomically, modulo 2**64. Any thread.
 
 announce=False: on_change is not called for it alone; the caller acts on it instead.)")
       .def(
           "store", [](const WatcherHandle& self, nb::handle value) { self.watcher->store(to_u64(value, "value")); },
-          nb::arg("value"), nb::sig("def store(self, value: int) -> None"), "Sets the word, atomically. Any thread.")
+          nb::arg("value").none(), nb::sig("def store(self, value: int) -> None"),
+          "Sets the word, atomically. Any thread.")
       .def_prop_ro(
           "address", [](const WatcherHandle& self) { return reinterpret_cast<uint64_t>(self.watcher->word()); },
           "Where the word is, 8-byte aligned, valid while this object lives: for kernels and other writers.")

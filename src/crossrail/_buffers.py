@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -132,9 +133,10 @@ def _of_torch(tensor: Any) -> Memory:
 
 
 def _of_pair(pair: tuple[Any, ...]) -> Memory:
-    if len(pair) != 2 or not all(isinstance(number, int) for number in pair):
-        raise UsageError(f"buffer as a tuple must be (address, nbytes), two ints, not {pair!r:.80}")
-    address, nbytes = pair
+    try:
+        address, nbytes = map(operator.index, pair)
+    except (TypeError, ValueError):
+        raise UsageError(f"buffer as a tuple must be (address, nbytes), two ints, not {pair!r:.80}") from None
     if address <= 0 or nbytes < 0 or address + nbytes > 2**64:
         raise UsageError(f"buffer ({address:#x}, {nbytes}) is no range of memory")
     return Memory(address, nbytes, True, None, is_cuda=_core._is_gpu_address(address))

@@ -46,8 +46,8 @@ class LoopNotifier:
 
     @classmethod
     def running(cls, engine: _core.Engine) -> LoopNotifier:
-        """That of the running loop. UsageError when its clock is not the engine's: nobody would wake it."""
-        loop: asyncio.AbstractEventLoop = sys.modules["asyncio"].get_running_loop()
+        """That of the running loop. UsageError when there is none, or its clock is not the engine's."""
+        loop = _running_loop(engine)
         if getattr(loop, "world", None) is not cast(_HasWorld, engine)._world:
             raise _raise.another_clock(engine, loop)
         known = _of_loop.get(loop)
@@ -86,10 +86,17 @@ class LoopNotifier:
                 call()
 
 
-def loop_time() -> float:
+def loop_time(engine: _core.Engine) -> float:
     """Seconds, on the clock of the running loop."""
-    time: float = sys.modules["asyncio"].get_running_loop().time()
-    return time
+    return _running_loop(engine).time()
+
+
+def _running_loop(engine: _core.Engine) -> asyncio.AbstractEventLoop:
+    try:
+        loop: asyncio.AbstractEventLoop = sys.modules["asyncio"].get_running_loop()
+    except (KeyError, RuntimeError):  # in a program that never imported it, there is none either
+        raise _raise.no_loop(engine) from None
+    return loop
 
 
 async def arrival(future: asyncio.Future[bool], timeout_s: float | None) -> bool:

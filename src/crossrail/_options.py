@@ -34,6 +34,24 @@ def check_given(**options: object) -> None:
             raise UsageError(f"{argument} must not be None: leave it out for its default")
 
 
+def check_whole(**options: object) -> None:
+    """UsageError unless each is a whole number; a bool is none."""
+    for argument, value in options.items():
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise UsageError(f"{argument} must be a whole number, not {_kind(value)}")
+
+
+def check_timeout(timeout_s: object) -> None:
+    """UsageError unless it is a number of seconds, or None: as of waits that block."""
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real):
+        raise UsageError(f"timeout_s must be a number of seconds or None, not {_kind(timeout_s)}")
+    seconds = float(timeout_s)
+    if not seconds >= 0:
+        raise UsageError(f"timeout_s is {seconds:g}, must be 0 or more, or None to wait for ever")
+
+
 def check_kind(value: object, argument: str, kind: type, article: str) -> None:
     """UsageError unless it is of that class. article: the class as messages call it, "a TlsConfig"."""
     if not isinstance(value, kind):

@@ -243,6 +243,13 @@ def map_failed(
     )
 
 
+def no_loop(engine: _core.Engine) -> errors.UsageError:
+    return errors.UsageError(
+        f"engine '{engine.name}' is awaited where no event loop of asyncio runs. Next: await it on one (asyncio.run, "
+        "uvloop, anyio with backend='asyncio'; not trio), or block in wait() or recv() in a thread"
+    )
+
+
 def another_clock(engine: _core.Engine, loop: object) -> errors.UsageError:
     return errors.UsageError(
         f"engine '{engine.name}' cannot be awaited on {loop!r}: they go by different clocks. Next: await engines of a "

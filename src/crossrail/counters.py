@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from crossrail import _core, _raise
+from crossrail import _core, _options, _raise
 from crossrail._notify import LoopNotifier, arrival, callbacks_of, log
 
 
@@ -42,6 +42,7 @@ class ImmCounter(_core.ImmCounter):
         A task that is cancelled takes nothing: what was served to it at that moment is given back.
         Raises WaitTimeout having taken none, EngineClosed.
         """
+        _options.check_timeout(timeout_s)
         if self.try_consume(count):
             return
         loop = LoopNotifier.running(self._engine)

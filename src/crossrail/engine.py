@@ -140,7 +140,7 @@ class Engine(_core.Engine):
         dump_dir = default_directory() if dump_dir is None else _options.path(dump_dir, "dump_dir")
         place = _stage.place(transport, name, rails)
         rails = _default_rails(transport, rails)
-        if worker_cpu == "auto":
+        if isinstance(worker_cpu, str) and worker_cpu == "auto":
             from crossrail.default_rails import auto_worker_cpu
 
             worker_cpu = auto_worker_cpu(transport, rails)
@@ -229,6 +229,7 @@ class Engine(_core.Engine):
         memory = memory_of(buffer)
         if access is None:
             access = "write" if memory.writable else "read"
+        _options.check_texts(access=access)
         if access == "write" and not memory.writable:
             raise UsageError("access is 'write' and the buffer is read-only: register it with 'read' or 'local'")
         if memory.nbytes == 0:
@@ -264,6 +265,8 @@ class Engine(_core.Engine):
 
     def imm_counter(self, imm: int) -> ImmCounter:
         """The counter of immediate imm, 0..2**28-1. All objects of one number share its counts. Any thread."""
+        if imm is None:
+            raise UsageError("imm must be a whole number, not None: alloc_imm() picks one that nobody uses")
         return ImmCounter(self, imm)
 
     def alloc_imm(self) -> ImmCounter:
@@ -318,8 +321,9 @@ class Engine(_core.Engine):
         None: returns the text. reason: why, in words; the file says so. Works on a closed engine too.
         Any thread, also while another one hangs in this engine. Raises TransportError when the file cannot be written.
         """
+        _options.check_texts(reason=reason)
         if path is not None:
-            self._dump_to(os.fspath(path), reason)
+            self._dump_to(_options.path(path, "path"), reason)
             return None
         return parse_dump(self._dump(reason), f"engine {self.name!r}").text()
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from crossrail import _core, _raise
+from crossrail import _core, _options, _raise
 from crossrail._core import Message
 from crossrail._notify import LoopNotifier, arrival, callbacks_of, log, loop_time, resolve
 from crossrail.errors import UsageError
@@ -52,14 +52,15 @@ class ReceivePool(_core.ReceivePool):
 
         A task that is cancelled takes none. Raises WaitTimeout, EngineClosed, UsageError once closed and empty.
         """
-        deadline = None if timeout_s is None else loop_time() + timeout_s
+        _options.check_timeout(timeout_s)
+        deadline = None if timeout_s is None else loop_time(self._engine) + timeout_s
         while True:
             messages = self.poll(1)
             if messages:
                 return messages[0]
             if self.closed:
                 raise _raise.pool_closed(self._engine)
-            left_s = None if deadline is None else deadline - loop_time()
+            left_s = None if deadline is None else deadline - loop_time(self._engine)
             if not await self._ready(left_s) and timeout_s is not None:
                 raise _raise.recv_timeout(self._engine, timeout_s)
 

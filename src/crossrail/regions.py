@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crossrail import _core
+from crossrail import _core, _options
 from crossrail._core import RegionDescriptor
 from crossrail.errors import UsageError
 from crossrail.poison import Poisoned
@@ -38,18 +38,21 @@ class Region(_core.Region):
 
     def array(self, dtype: npt.DTypeLike = "uint8", shape: int | tuple[int, ...] | None = None) -> npt.NDArray[Any]:
         """The memory as a numpy array that shares it; shape None: one dimension, all of it."""
-        of_type = np.dtype(dtype)
+        try:
+            of_type = np.dtype(dtype)
+        except TypeError as error:
+            raise UsageError(f"dtype is {dtype!r:.80}, which numpy does not know as one: {error}") from None
         if shape is None:
             if of_type.itemsize == 0 or self.nbytes % of_type.itemsize:
                 raise UsageError(
                     f"region of {self.nbytes} bytes is no whole number of {of_type} ({of_type.itemsize} bytes)"
                 )
             shape = self.nbytes // of_type.itemsize
-        count = max(int(np.prod(shape)), -1)  # -1: all of it
         try:
+            count = max(int(np.prod(shape)), -1)  # -1: all of it
             # frombuffer keeps the view, and with it the memory, alive; numpy.ndarray(buffer=...) would not.
             return np.frombuffer(self._memoryview(), of_type, count).reshape(shape)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"region of {self.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
 
     def poison(self, offset: int = 0, nbytes: int | None = None) -> Poisoned:
@@ -60,7 +63,9 @@ class Region(_core.Region):
         finds out. Blocks for as long as the writing takes (some GB/s), GIL released. UsageError for a range that is
         not in the region, a region that is read-only or closed.
         """
+        _options.check_whole(offset=offset)
         nbytes = self.nbytes - offset if nbytes is None else nbytes
+        _options.check_whole(nbytes=nbytes)
         return Poisoned(self, None, nbytes, 0, offset)
 
     def poison_pages(self, pages: Any, page_bytes: int, *, stride: int | None = None, offset: int = 0) -> Poisoned:

@@ -1,5 +1,6 @@
 """The caller's mistakes: a UsageError at the call that names the argument, its value and the bound; nothing moves."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import pytest
 import crossrail as xr
 from tests.support.limits import WAIT_S
 from tests.support.patterns import CANARY, assert_same_bytes, pattern
+from tests.support.process import assert_clean, run_script
 
 NBYTES = 1000
 
@@ -268,6 +270,39 @@ def test_senseless_timeout_is_one_also_when_nothing_is_to_wait_for(
         engine.imm_counter(1).wait(0, timeout_s)
 
 
+@pytest.mark.parametrize("timeout_s", ["soon", float("nan"), -0.5, [], True])
+def test_senseless_timeout_is_one_on_an_event_loop_too(engine: xr.Engine, timeout_s: object) -> None:
+    region, pool = engine.alloc(1), engine.submit_recvs(2, 16)
+    engine.submit_write(region, region.descriptor, imm=1).wait(WAIT_S)
+    engine.submit_send(engine.address, b"x").wait(WAIT_S)
+
+    for call in (engine.imm_counter(1).wait_async, lambda _, timeout_s: pool.recv_async(timeout_s)):
+        with pytest.raises(xr.UsageError, match=r"^timeout_s"):
+            asyncio.run(call(1, timeout_s))
+
+
+@pytest.mark.parametrize("imported", ["import asyncio, crossrail", "import crossrail"])
+def test_await_without_an_event_loop_of_asyncio_is_told_what_it_needs(imported: str) -> None:
+    """As trio awaits: whoever drives the coroutine is not asyncio."""
+    script = run_script(f"""
+        {imported}
+
+        async def awaited(transfer):
+            await transfer
+
+        with crossrail.Engine(transport="tcp", rails=["127.0.0.1"]) as engine:
+            transfer = engine.submit_send(engine.address, b"held back")
+            for what in (awaited(transfer), engine.imm_counter(1).wait_async(1, 5)):
+                try:
+                    what.send(None)
+                except crossrail.UsageError as error:
+                    print("asyncio" in str(error) and "wait()" in str(error))
+    """)
+
+    assert_clean(script)
+    assert script.stdout.split() == ["True", "True"]
+
+
 @pytest.mark.parametrize("callback", [5, "text"])
 def test_callback_that_cannot_be_called_rejected(bench: Bench, callback: object) -> None:
     for call in (
@@ -304,3 +339,109 @@ def test_option_of_the_wrong_kind_is_named(option: str, value: object) -> None:
     with pytest.raises(xr.UsageError, match=rf"^{option}\b") as raised:
         xr.Engine(**{option: value})
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 200
+
+
+Call = Callable[[Bench, object], object]
+
+
+def group(bench: Bench) -> xr.PeerGroup:
+    return bench.engine.add_peer_group([bench.dst.descriptor.owner])
+
+
+def scattered(bench: Bench, **how: object) -> xr.Transfer:
+    usual = {"lengths": 1, "src_offsets": 0, "dst_offsets": 0}
+    return bench.engine.submit_scatter(bench.src, [bench.dst.descriptor], **(usual | how))
+
+
+NO_FLAG: dict[str, Call] = {
+    "verify": lambda bench, given: bench.write(verify=given),
+    "verify ": lambda bench, given: bench.paged(verify=given),
+    "force": lambda bench, given: bench.engine.release_imm(1, force=given),
+    "populate": lambda bench, given: bench.engine.alloc(1, populate=given),
+    "drain": lambda bench, given: bench.src.close(drain=given),
+}
+NO_NUMBER: dict[str, Call] = {
+    "imm": lambda bench, given: bench.engine.imm_counter(given),
+    "imm ": lambda bench, given: bench.engine.submit_barrier(group(bench), given),
+    "imm  ": lambda bench, given: bench.engine.release_imm(given),
+    "count": lambda bench, given: bench.engine.imm_counter(1).wait(given, 0),
+    "count ": lambda bench, given: bench.engine.imm_counter(1).try_consume(given),
+    "count  ": lambda bench, given: bench.engine.imm_counter(1).on_count(given, print),
+    "count   ": lambda bench, given: bench.engine.submit_recvs(given, 16),
+    "nbytes": lambda bench, given: bench.engine.submit_recvs(1, given),
+    "nbytes ": lambda bench, given: bench.engine.alloc(given),
+    "src_offset": lambda bench, given: bench.write(src_offset=given),
+    "dst_offset": lambda bench, given: bench.read(dst_offset=given),
+    "page_bytes": lambda bench, given: bench.paged(page_bytes=given),
+    "lengths": lambda bench, given: scattered(bench, lengths=given),
+    "offset": lambda bench, given: bench.src.poison(given),
+    "rails": lambda bench, given: xr.Engine(rails=given),
+}
+NO_OBJECT: dict[str, Call] = {
+    "peer": lambda bench, given: bench.engine.connect(given),
+    "peer ": lambda bench, given: bench.engine.peer_state(given),
+    "peer  ": lambda bench, given: bench.engine.explain(given),
+    "peer   ": lambda bench, given: bench.engine.forget_peer(given),
+    "peers": lambda bench, given: bench.engine.add_peer_group(given),
+    "peer    ": lambda bench, given: bench.engine.add_peer_group([given]),
+    "group": lambda bench, given: bench.engine.remove_peer_group(given),
+    "group ": lambda bench, given: bench.engine.submit_barrier(given, 1),
+    "dsts": lambda bench, given: bench.engine.submit_scatter(bench.src, given, lengths=1, src_offsets=0, dst_offsets=0),
+    "descriptor": lambda bench, given: bench.engine.map(given),
+    "fn": lambda bench, given: bench.engine.submit_write(bench.src, bench.dst.descriptor).add_done_callback(given),
+    "data": lambda bench, given: xr.Address.from_bytes(given),
+    "data ": lambda bench, given: xr.RegionDescriptor.from_bytes(given),
+    "text": lambda bench, given: xr.Address.from_text(given),
+    "access": lambda bench, given: bench.engine.register(bytearray(1), access=given or 0),
+    "reason": lambda bench, given: bench.engine.dump(reason=given),
+    "path": lambda bench, given: bench.engine.dump(given or 0),
+    "dtype": lambda bench, given: bench.src.array(given or 0),
+}
+WRONG_ARGUMENTS = [
+    *((name, call, given) for name, call in NO_FLAG.items() for given in (None, 1, "x", [])),
+    *((name, call, given) for name, call in NO_NUMBER.items() for given in (None, True, 1.5, object())),
+    *((name, call, given) for name, call in NO_OBJECT.items() for given in (None, 5, True, object())),
+    ("group", lambda bench, given: scattered(bench, group=given), 5),
+    ("peers", lambda bench, given: bench.engine.add_peer_group(given), "text"),
+    ("timeout_s", lambda bench, given: bench.engine.connect(bench.dst.descriptor.owner, given), True),
+]
+
+
+@pytest.mark.parametrize(
+    ("argument", "call", "given"), WRONG_ARGUMENTS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_argument_of_the_wrong_kind_is_named(
+    engine: xr.Engine, other: xr.Engine, argument: str, call: Call, given: object
+) -> None:
+    """In one line, and not by the signature of a function that nobody has called."""
+    bench = Bench(engine, engine.alloc(NBYTES), other.alloc(NBYTES))
+
+    with pytest.raises(xr.UsageError, match=rf"^{argument.strip()}\b") as raised:
+        call(bench, given)
+
+    assert "\n" not in str(raised.value)
+    assert not bench.src.closed
+
+
+def test_numbers_of_options_are_told_with_their_bounds() -> None:
+    for rails in (-1, 0, 17, 2**70):
+        refused(lambda rails=rails: xr.Engine(rails=rails), "rails", rails, "1..16")
+
+
+def test_no_timeout_is_one_that_never_ends(engine: xr.Engine) -> None:
+    region = engine.alloc(NBYTES)
+
+    region.revoke(None)
+    region.close(None)
+    engine.close(None)
+
+    assert region.closed and engine.closed
+
+
+def test_address_and_length_may_be_numpys_numbers(engine: xr.Engine) -> None:
+    memory = np.arange(10)
+
+    region = engine.register((np.int64(memory.ctypes.data), np.prod((10, 8))))
+
+    assert region.nbytes == 80
+    refused(lambda: engine.register((memory.ctypes.data, 80.0)), "two ints")

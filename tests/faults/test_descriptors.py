@@ -135,8 +135,15 @@ def test_one_kind_is_not_taken_for_the_other(engine: xr.Engine) -> None:
 @pytest.mark.parametrize("kind", ["address", "descriptor"])
 @pytest.mark.parametrize("thing", [None, 5, "text", [1, 2], 1.5])
 def test_what_is_no_bytes_is_rejected(kind: str, thing: object) -> None:
-    with pytest.raises((xr.UsageError, TypeError)):
+    with pytest.raises(xr.UsageError, match=r"^data must be bytes"):
         DECODERS[kind](thing)
+
+
+@pytest.mark.parametrize("buffer", [bytearray, memoryview])
+def test_what_came_into_a_buffer_is_read_from_there(encoded: tuple[str, bytes], buffer: type) -> None:
+    kind, data = encoded
+
+    assert DECODERS[kind](buffer(data)).to_bytes() == data
 
 
 def test_name_that_is_no_utf8_does_not_crash(engine: xr.Engine) -> None:

@@ -52,6 +52,19 @@ def transfer_failed(transfer: xr.Transfer) -> bool:
     return False
 
 
+def test_peer_is_not_lost_because_we_stood_still_while_we_connected(open_engine: EngineFactory) -> None:
+    ours = open_engine(polling="manual", connect_timeout_s=1.0, peer_timeout_s=2.0, **ONE)
+    other = open_engine("other", **ONE)
+    target = other.alloc(8)
+    transfer = ours.submit_write(ours.alloc(8), target.descriptor, imm=1)
+    ours.progress()
+
+    time.sleep(2.5)
+    transfer.wait(WAIT_S)
+
+    other.imm_counter(1).wait(1, WAIT_S)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_target_ends_every_transfer_as_lost(open_engine: EngineFactory, child: PeerProcess, kind: str) -> None:
     engine = open_engine(peer_timeout_s=3.0, **TWO)

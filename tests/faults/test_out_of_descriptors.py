@@ -66,6 +66,37 @@ def test_shared_memory_peers_that_run_out_say_so_and_come_back() -> None:
     assert int(script.stdout) > 32, "nothing but the second tries succeeded"
 
 
+TOLD_ONCE = (
+    STARVING
+    + """
+    import socket, time
+
+    callers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    with xr.Engine("b", transport="shm") as b:
+        told = []
+        b.on_event(told.append)
+        for _ in range(2):
+            starve(0)
+            caller = callers.pop()
+            caller.connect(f"\\0crossrail.{b.address.incarnation}")
+            time.sleep(0.5)
+            print([event.kind for event in told])
+            told.clear()
+            feed()
+            with xr.Engine("a", transport="shm") as a:
+                a.connect(b.address, 20)
+            caller.close()
+"""
+)
+
+
+def test_peers_that_cannot_be_let_in_are_told_once_each_time() -> None:
+    script = run_script(TOLD_ONCE)
+
+    assert_clean(script)
+    assert script.stdout.splitlines() == ["['protocol-error']"] * 2
+
+
 COMES_BACK = (
     STARVING
     + """

@@ -40,6 +40,26 @@ def test_frozen_peer_is_shown_as_frozen_and_thaws(engine: xr.Engine, child: Peer
     assert {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_peer_that_answered_while_we_were_stopped_is_not_lost(
+    child: PeerProcess, spawn_peer: PeerFactory, transport: str
+) -> None:
+    options = {"transport": transport, "rails": ["127.0.0.1"] if transport == "tcp" else 1}
+    ours, theirs = child.open(connect_timeout_s=1.0, **options), spawn_peer()
+    there = theirs.open(**options)
+    theirs.stop()
+    child.start("connect", engine="main", peer=there.address.to_bytes().hex())
+    time.sleep(0.3)  # for the first words to be on their way
+
+    child.stop()
+    theirs.resume()
+    time.sleep(1.5)  # longer than ours would wait for an answer
+    child.resume()
+    child.answer()
+
+    assert ours.peer_state(there.address) == "connected"
+
+
 def test_idle_frozen_peer_loses_nothing(engine: xr.Engine, child: PeerProcess) -> None:
     there = child.open()
     src, remote = engine.alloc(1000), there.memory(1000)

@@ -256,6 +256,35 @@ def test_peer_that_stays_away_is_lost_after_its_timeout(open_engine: EngineFacto
             here.submit_write(src, dst.descriptor, 8).wait(WAIT_S)
 
 
+# Where in the four messages: of the Hello mark, version, length, tag, nonce, channel, flags, sender's address; of the
+# Proof, which comes behind it; of the Challenge head, nonce, proof; of the Accept, behind that.
+@pytest.mark.parametrize(
+    ("forward", "at"),
+    [(True, at) for at in (0, 4, 7, 9, 20, 57, 65, 80, -20)] + [(False, at) for at in (1, 5, 20, 50, 74)],
+)
+@pytest.mark.parametrize("resumes", [False, True], ids=["first", "again"])
+def test_corrupt_handshake_is_tried_again(open_engine: EngineFactory, forward: bool, at: int, resumes: bool) -> None:
+    common = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 15.0}
+    here, there = open_engine("here", **common), open_engine("there", **common)
+    with proxied(there.address) as way:
+        if at < 0:  # from the end of the Proof, and the Hello is as long as the address makes it
+            here.connect(way.address, WAIT_S)
+            at += way.proxies[0].passed_bytes()[0][0]
+            here.forget_peer(way.address)
+        if resumes:
+            here.connect(way.address, WAIT_S)
+        made = way.proxies[0].connections_made
+        way.proxies[0].corrupt(forward=forward, after_bytes=at)
+        way.proxies[0].cut()
+        src, dst = here.alloc(64), there.alloc(64)
+
+        here.connect(way.address, WAIT_S)
+        here.submit_write(src, dst.descriptor, 0, imm=1).wait(WAIT_S)
+
+        expect_count(there, 1, 1)
+        assert way.proxies[0].connections_made == made + 2
+
+
 @pytest.mark.parametrize("forward", [True, False])
 def test_corrupt_heads_break_the_connection_and_nothing_else(open_engine: EngineFactory, forward: bool) -> None:
     common = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 15.0}

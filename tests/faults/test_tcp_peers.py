@@ -12,6 +12,7 @@ from tests.support.node import RemoteEngine
 from tests.support.operations import KINDS, Operations
 from tests.support.patterns import assert_same_bytes, pattern
 from tests.support.process import PeerProcess
+from tests.support.proxy import proxied
 from tests.support.tcp_wire import endpoints_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -91,6 +92,53 @@ def test_frozen_peer_that_thaws_in_time_goes_on(open_engine: EngineFactory, chil
     if operations.counts(kind):
         there.expect_count(5, 3 * operations.counts(kind))
     eventually(lambda: {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}, "both events")
+
+
+def drive(engine: xr.Engine, for_s: float = 0.1) -> None:
+    """That of nobody but us, for so long."""
+    deadline = time.monotonic() + for_s
+    while time.monotonic() < deadline:
+        engine.progress()
+
+
+@pytest.fixture
+def ours(open_engine: EngineFactory) -> xr.Engine:
+    """Stands still whenever we do, as one whose process is stopped."""
+    return open_engine(polling="manual", peer_timeout_s=1.0, connect_timeout_s=1.0, **ONE)
+
+
+def test_peer_is_not_lost_because_we_stood_still_while_it_kept_us_waiting(
+    open_engine: EngineFactory, ours: xr.Engine
+) -> None:
+    other = open_engine("other", **ONE)
+    ours.connect(other.address, WAIT_S)
+    message = ours.submit_send(other.address, b"held back")
+    drive(ours)
+
+    time.sleep(3)
+    with pytest.raises(xr.WaitTimeout):
+        message.wait(0.3)
+    pool = other.submit_recvs(1, 100)
+
+    message.wait(WAIT_S)
+    assert pool.recv(WAIT_S).data == b"held back"
+
+
+def test_peer_is_not_lost_because_we_stood_still_while_it_was_away(open_engine: EngineFactory, ours: xr.Engine) -> None:
+    other = open_engine("other", **ONE)
+    target = other.alloc(8)
+    with proxied(other.address) as way:
+        ours.connect(way.address, WAIT_S)
+        way.proxies[0].go_away()
+        transfer = ours.submit_write(ours.alloc(8), target.descriptor, imm=1)
+        drive(ours)
+
+        time.sleep(3)
+        drive(ours)
+        way.proxies[0].go_away(False)
+        transfer.wait(WAIT_S)
+
+    other.imm_counter(1).wait(1, WAIT_S)
 
 
 def test_link_that_idled_longer_than_the_timeout_is_as_good_as_new(open_engine: EngineFactory) -> None:

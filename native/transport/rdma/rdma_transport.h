@@ -186,6 +186,7 @@ class RdmaTransport final : public Transport {
   void pop_ended(Path& path);
   void requeue(RdmaLink& link, const std::vector<WorkRequest>& works);
   void fail_pinned(RdmaLink& link);
+  void excuse(Session& session, int64_t away_ns);
   NicWork nic_work(const WorkRequest& request, const Path& path, uint64_t cookie) const;
   uint64_t window_bytes(const Path& path) const;
 

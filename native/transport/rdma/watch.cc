@@ -31,11 +31,12 @@ std::string seconds_text(int64_t ns) {
 void RdmaTransport::tick() {
   now_ = options_.clock->now_ns();
   // We were not there to listen (stopped, or nobody polled): what that time was silent says nothing about peers.
-  const bool was_away = now_ - std::exchange(ticked_ns_, now_) > std::max(kAwayNs, options_.peer_timeout_ns / 4);
+  const int64_t away_ns = now_ - std::exchange(ticked_ns_, now_);
+  const bool was_away = away_ns > std::max(kAwayNs, options_.peer_timeout_ns / 4);
   bool fast = false;
   is_watching_ = false;
   for (auto& [key, session] : sessions_) {
-    if (was_away && session->link) session->link->waits_since_ns = now_;
+    if (was_away) excuse(*session, away_ns);
     tend(*session);
     is_watching_ = is_watching_ || is_watched(*session);
     for (const auto& path : session->paths) {
@@ -86,6 +87,22 @@ void RdmaTransport::tend(Session& session) {
   tend_liveness(session);
   const bool gone = session.quiet_since_ns != 0 && now_ - session.quiet_since_ns > 2 * options_.peer_timeout_ns;
   if (!session.link && gone) doom(session, "no path to it is left", false);
+}
+
+// Of the time in which the peer was silent, or could not be reached, this much was ours.
+void RdmaTransport::excuse(Session& session, int64_t away_ns) {
+  const auto later = [&](int64_t& since_ns) {
+    if (since_ns != 0) since_ns = std::min(since_ns + away_ns, now_);
+  };
+  for (auto& path : session.paths) {
+    later(path->down_since_ns);
+    later(path->doubt_since_ns);
+  }
+  if (!session.link) return;
+  RdmaLink& link = *session.link;
+  link.waits_since_ns = now_;
+  later(link.down_since_ns);
+  if (!link.is_up) link.connect_by_ns = std::min(link.connect_by_ns + away_ns, now_ + options_.connect_timeout_ns);
 }
 
 // Our operations wait for paths no longer than they were promised to.

@@ -165,6 +165,7 @@ void Control::run() {
   epoll_event ready[64];
   while (!stopping_) {
     const int count = epoll_wait(epoll_.get(), ready, 64, next_timeout_ms());
+    if (count < 0) continue;  // we were stopped, and go on: answers may be here by now, and are looked at first
     for (int i = 0; i < count; ++i) {
       const uint64_t token = ready[i].data.u64;
       if (token == kListenerToken) {
@@ -322,12 +323,15 @@ void Control::accept_all() {
     if (!fd) {
       if (errno == EMFILE || errno == ENFILE) {
         // Out of descriptors: leave the backlog alone for a moment instead of spinning on it.
-        emit({.kind = ControlEvent::Kind::kProtocolError,
-              .text = "out of file descriptors: cannot accept peers; raise ulimit -n"});
+        if (!std::exchange(lack_told_, true)) {
+          emit({.kind = ControlEvent::Kind::kProtocolError,
+                .text = "out of file descriptors: cannot accept peers; raise ulimit -n"});
+        }
         poll(nullptr, 0, 50);
       }
       return;
     }
+    lack_told_ = false;
     // Whoever is let in is given our regions' memory on demand.
     if (const uid_t user = user_of(fd.get()); user != geteuid() && user != kRoot) {
       emit({.kind = ControlEvent::Kind::kProtocolError,

@@ -130,6 +130,7 @@ class Control {
   uint64_t next_token_ = 16;
   bool stopped_ = false;  // guarded by mutex_: the thread is gone, commands go nowhere
   bool stopping_ = false;
+  bool lack_told_ = false;  // of descriptors, since one was to be had
   std::thread thread_;
 };
 

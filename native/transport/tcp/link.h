@@ -206,6 +206,7 @@ struct OutLink final : Link {
   int64_t connect_by_ns = 0;
   int64_t waits_since_ns = 0;  // something is outstanding since; before that, silence was nothing to worry about
   int64_t down_since_ns = 0;   // no channel open since; 0: one is
+  std::string refusal;         // since a channel was last open: what the peer, or whoever is there, said
   std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: goes down at the end of this poll
   InLink* twin = nullptr;  // the same peer's operations towards us. Invariant: twin->twin == this
 

@@ -111,6 +111,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
     broken_at_ns = 0;
     trouble.clear();
     link->down_since_ns = 0;
+    link->refusal.clear();
     if (!link->up) {
       link->up = true;
       transport->sink().on_link_up(*link);
@@ -128,7 +129,10 @@ void OutChannel::on_connect_result(ConnectResult result) {
   if (link->doom) return;
   if (result.kind == ConnectResult::Kind::kRefused && result.code != RefusalCode::kStale &&
       result.code != RefusalCode::kFull) {
-    link->doom.emplace(trouble, result.code == RefusalCode::kClosing);
+    // What is refused once may be what a box on the way has made of our words. Said twice it holds.
+    const bool leaves = result.code == RefusalCode::kClosing;
+    if (leaves || !link->refusal.empty()) link->doom.emplace(trouble, leaves);
+    link->refusal = trouble;
   } else if (result.kind == ConnectResult::Kind::kNobodyThere && !others) {
     link->doom.emplace(trouble, false);
   }
@@ -231,6 +235,7 @@ bool TcpTransport::tend_channels(OutLink& link) {
       link.for_each_channel([&](OutChannel& channel) {
         if (!channel.trouble.empty()) trouble = channel.trouble;
       });
+      if (!link.refusal.empty()) trouble = link.refusal;
       link.doom.emplace(
           was_up ? "no rail of it could be reached for " + seconds_text(now_ - since) + ": " + trouble : trouble,
           false);
@@ -238,6 +243,22 @@ bool TcpTransport::tend_channels(OutLink& link) {
     return true;
   }
   return false;
+}
+
+// Of the time in which the peer was silent, or could not be reached, this much was ours.
+void TcpTransport::excuse(OutLink& link, int64_t away_ns) {
+  const auto later = [&](int64_t& since_ns) {
+    if (since_ns != 0) since_ns = std::min(since_ns + away_ns, now_);
+  };
+  if (!link.up) link.connect_by_ns += away_ns;
+  later(link.down_since_ns);
+  link.for_each_channel([&](OutChannel& channel) {
+    later(channel.broken_at_ns);
+    if (!channel.is_open()) return;
+    const int64_t heard_ns = channel.stream->connection()->last_received_ns();
+    link.waits_since_ns = std::max({link.waits_since_ns, channel.moved_ns, heard_ns});
+  });
+  later(link.waits_since_ns);
 }
 
 // What was to go by one rail and no other, and that rail has been away for too long.

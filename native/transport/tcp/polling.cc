@@ -20,6 +20,7 @@ constexpr uint32_t kMissesToCool = 128;
 constexpr uint32_t kHitsToUnwatch = 32;
 constexpr uint32_t kPollsPerClock = 4;
 constexpr int64_t kStoppedNs = 200'000'000;
+constexpr int64_t kPauseMaxNs = 500'000'000;  // between two looks: the rest we were away
 
 }  // namespace
 
@@ -81,6 +82,11 @@ uint32_t TcpTransport::poll() {
 
 void TcpTransport::tick() {
   next_tick_ns_ = now_ + kTickNs;
+  // We were not there to ask, or to listen (stopped, or nobody polled): that time says nothing about peers.
+  const int64_t away_ns = now_ - std::exchange(ticked_ns_, now_) - kPauseMaxNs;
+  if (away_ns > 0) {
+    for (OutLink* link : watched_) excuse(*link, away_ns);
+  }
   for (size_t i = 0; i < watched_.size();) {
     OutLink* const link = watched_[i];
     tend(*link);  // may take it down

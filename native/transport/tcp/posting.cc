@@ -91,6 +91,7 @@ void TcpTransport::mark_dirty(OutLink& link) {
 
 void TcpTransport::watch(OutLink& link) {
   if (std::exchange(link.is_watched, true)) return;
+  if (watched_.empty()) ticked_ns_ = now_ns();  // until now there was nothing to see to
   watched_.push_back(&link);
   next_tick_ns_ = 0;
 }

@@ -130,6 +130,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void tend(OutLink& link);
   bool tend_channels(OutLink& link);
   void tend_liveness(OutLink& link);
+  void excuse(OutLink& link, int64_t away_ns);
   void fail_pinned(OutLink& link);
   void start_attempt(OutChannel& channel);
   void take_down(OutLink& link, const std::string& reason, bool orderly);
@@ -176,6 +177,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   uint32_t newest_epoch_ = 0;  // of all channels: so an answer to a link that ended is not another link's
   int64_t now_ = 0;
   int64_t next_tick_ns_ = 0;
+  int64_t ticked_ns_ = 0;  // or began to watch a first link
   int64_t looked_ns_ = 0;
   uint32_t idle_polls_ = 0;
   uint32_t polls_ = 0;
