@@ -139,7 +139,7 @@ class Etcd:
         for _ in range(len(self._endpoints)):
             try:
                 async with self._session.post(self._url(what), json=question, timeout=timeout) as response:
-                    answer: dict[str, Any] = json.loads(await response.read())
+                    answer: Any = json.loads(await response.read())
                     if not isinstance(answer, dict) or not answer.keys() & {wanted, "error"}:
                         raise ValueError(f"its answer to {what} is not etcd's")
             except _TROUBLES as error:
@@ -147,7 +147,7 @@ class Etcd:
             else:
                 code = int(answer.get("code", 0))
                 if "error" not in answer:
-                    return answer
+                    return dict(answer)
                 if code != _UNAVAILABLE:
                     raise EtcdError(f"etcd at {self._endpoints[0]}, {what}: {answer['error']}", code)
                 troubles.append(f"{self._endpoints[0]}: {answer['error']}")
