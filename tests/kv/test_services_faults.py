@@ -112,9 +112,10 @@ async def test_cancel_twice_and_of_what_is_unknown(cluster: Cluster) -> None:
     await assert_still_serves(cluster)
 
 
-async def test_deadline_ends_it_at_all_nodes(cluster: Cluster) -> None:
+@pytest.mark.parametrize("deadline_s", [0.3, 0.0])
+async def test_deadline_ends_it_at_all_nodes(cluster: Cluster, deadline_s: float) -> None:
     await start(cluster, token_s=10 * SLOW_S)
-    _, end = await cluster.complete(PROMPT, GREEDY, deadline_s=0.3)
+    _, end = await cluster.complete(PROMPT, GREEDY, deadline_s=deadline_s)
     assert end.reason == "deadline"
     await quiet(cluster)
 
