@@ -27,6 +27,14 @@ def check_numbers(**options: object) -> None:
             raise UsageError(f"{argument} must be a number, not {_kind(value)}")
 
 
+def check_seconds(**options: object) -> None:
+    """UsageError unless each is a time, in seconds: 0 or more. None is not for ever here."""
+    check_numbers(**options)
+    for argument, value in options.items():
+        if not value >= 0:  # type: ignore[operator]  # a number, maybe none of those that compare
+            raise UsageError(f"{argument} is {value}, must be seconds, 0 or more")
+
+
 def check_given(**options: object) -> None:
     """UsageError for None: these have defaults, and no meaning of None."""
     for argument, value in options.items():

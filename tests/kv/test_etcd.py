@@ -100,6 +100,68 @@ async def test_member_that_does_not_answer_is_passed_over(place: Place) -> None:
             await etcd.grant(30)
 
 
+@asynccontextmanager
+async def impostor(answer: bytes) -> AsyncIterator[str]:
+    """Whatever listens where etcd should. b"": it takes connections, and says nothing."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if answer:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(answer) + answer)
+        else:
+            await reader.read()  # until the client hangs up
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+async def test_watch_that_is_not_begun_ends_in_time() -> None:
+    async with impostor(b"") as endpoint, Etcd([endpoint], timeout_s=0.3) as etcd:
+        with pytest.raises(EtcdError, match="TimeoutError"):
+            await asyncio.wait_for(anext(etcd.watch("/a/", 1, for_s=1e6)), WAIT_S)
+
+
+@pytest.mark.parametrize("answer", [b"{}", b"[]", b'"yes"', b"no JSON"])
+async def test_whoever_is_no_etcd_is_passed_over(place: Place, answer: bytes) -> None:
+    async with impostor(answer) as endpoint:
+        async with Etcd([endpoint]) as etcd:
+            for question in (etcd.grant(5), etcd.keep_alive(1), etcd.list("/a/"), etcd.put("/a/b", b"", 1)):
+                with pytest.raises(EtcdError, match=r"no member of etcd answers: .* (ValueError|JSONDecodeError)"):
+                    await question
+        async with Etcd([endpoint, *place.endpoints]) as etcd:
+            assert await etcd.grant(5) > 0
+
+
+async def test_absence_is_told_once_for_each_reason_and_when_it_is_over(
+    place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossrail.kv.etcd_records._RETRY_S", 0.01)
+    async with client(place) as etcd:
+        registration = Registration(etcd, place.nodes + "a", b"a", 0.3)
+        grant, tries = etcd.grant, 0
+
+        async def away(ttl_s: float) -> int:
+            nonlocal tries
+            tries += 1
+            if tries <= 8:
+                raise EtcdError("it is down" if tries <= 4 else "it is slow")
+            return await grant(ttl_s)
+
+        monkeypatch.setattr(etcd, "grant", away)
+        keeping = asyncio.ensure_future(registration.run())
+        await asyncio.wait_for(registration.there.wait(), WAIT_S)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+    told = [record.getMessage().removeprefix(f"{place.nodes}a is not kept alive") for record in caplog.records]
+    assert told == [
+        ", and is tried again: it is down",
+        ", and is tried again: it is slow",
+        " no more: etcd answers again",
+    ]
+
+
 async def test_question_that_etcd_refuses_is_an_error_in_its_words(place: Place) -> None:
     async with client(place) as etcd:
         with pytest.raises(EtcdError, match="lease not found"):

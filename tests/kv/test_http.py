@@ -61,6 +61,21 @@ async def test_completion_of_token_ids(cluster: Cluster, url: str, client: aioht
     assert answer["choices"][0]["token_ids"] == await monolithic(prompt, m.Sampling(8, ignore_end=True))
 
 
+async def test_what_is_null_is_not_given_and_what_is_done_anyway_may_be_asked_for(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    await start(cluster)
+    neutral = {"n": 1, "best_of": 1, "echo": False, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}
+    absent = dict.fromkeys(("top_p", "stop", "stream", "user", "model", "logprobs", "suffix", *neutral))
+    for more in (neutral, absent):
+        async with client.post(url + "/v1/completions", json=body(**more)) as response:
+            assert (await response.json())["choices"][0]["token_ids"] == await expected()
+    nothing = dict.fromkeys(("max_tokens", "temperature", "seed", "ignore_eos"))
+    async with client.post(url + "/v1/completions", json=body(**nothing)) as response:
+        tokens = (await response.json())["choices"][0]["token_ids"]
+    assert tokens == await monolithic(ToyTokenizer().encode(TEXT), m.Sampling(16, temperature=1.0))
+
+
 async def test_completion_streamed(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
     await start(cluster)
     async with client.post(url + "/v1/completions", json=body(stream=True)) as response:
@@ -128,8 +143,13 @@ async def test_client_that_hangs_up_cancels(cluster: Cluster, url: str, client: 
         ({"max_tokens": 0}, "`int` >= 1 - at `$.max_tokens`"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": [-1]}, ">= 0"),
-        ({"temperature": "hot"}, "Expected `float`"),
-        ({"n": 2}, "unknown field `n`"),
+        ({"temperature": "hot"}, "Expected `float | null`"),
+        ({"n": 2}, "`n` = 2 is not supported, only 1"),
+        ({"echo": True}, "`echo` = true is not supported, only false"),
+        ({"logprobs": 0}, "`logprobs` = 0 is not supported"),
+        ({"logit_bias": {"3": 1}}, '`logit_bias` = {"3": 1.0} is not supported, only {}'),
+        ({"presence_penalty": 0.5}, "`presence_penalty` = 0.5 is not supported, only 0"),
+        ({"tools": []}, "unknown field `tools`"),
         ({"stop": ""}, "length >= 1 - at `$.stop`"),
         ({"prompt": [1, 2, 300]}, "tokens must be in 0..256, not 1..300"),
         ({"prompt": "x" * 700}, "take 89 pages"),
@@ -208,6 +228,21 @@ async def test_metrics_and_nodes(cluster: Cluster, url: str, client: aiohttp.Cli
     async with client.get(url + "/v1/nodes") as response:
         nodes = (await response.json())["nodes"]
     assert [(node["node"], node["role"]) for node in nodes] == [("p0", "prefiller"), ("d0", "decoder")]
+
+
+async def test_page_of_whoever_is_no_router_is_told_by_its_first_line() -> None:
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(status=404, text="<!DOCTYPE HTML>\n<html>\n  <h1>Error response</h1>\n</html>\n")
+
+    app = web.Application()
+    app.router.add_get("/{any:.*}", page)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    with pytest.raises(RouterNotFound, match=r"answered 404: <!DOCTYPE HTML>$"):
+        await find_by_http(f"http://127.0.0.1:{runner.addresses[0][1]}", SECRET)()
+    await runner.cleanup()
 
 
 async def test_nodes_find_the_router_with_the_secret_alone(cluster: Cluster, url: str) -> None:

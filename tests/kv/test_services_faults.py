@@ -12,6 +12,7 @@ import crossrail as xr
 from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
+from crossrail.kv.membership import Roster
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.router_requests import Overloaded, Unavailable
 from crossrail.kv.serving import Serving
@@ -111,9 +112,10 @@ async def test_cancel_twice_and_of_what_is_unknown(cluster: Cluster) -> None:
     await assert_still_serves(cluster)
 
 
-async def test_deadline_ends_it_at_all_nodes(cluster: Cluster) -> None:
+@pytest.mark.parametrize("deadline_s", [0.3, 0.0])
+async def test_deadline_ends_it_at_all_nodes(cluster: Cluster, deadline_s: float) -> None:
     await start(cluster, token_s=10 * SLOW_S)
-    _, end = await cluster.complete(PROMPT, GREEDY, deadline_s=0.3)
+    _, end = await cluster.complete(PROMPT, GREEDY, deadline_s=deadline_s)
     assert end.reason == "deadline"
     await quiet(cluster)
 
@@ -204,6 +206,33 @@ async def test_another_decoder_goes_on_where_one_died(cluster: Cluster, step: st
     tokens, end = await asyncio.wait_for(client, WAIT_S)
     assert (tokens, end.reason) == (await monolithic(PROMPT, sampling), "length"), end
     assert cluster.router.counts["restarted"] == 1
+    await assert_still_serves(cluster)
+
+
+@pytest.mark.parametrize("step", ["dispatched", "running", "decoding"])
+async def test_decoder_that_was_given_up_and_comes_back_goes_on_with_what_it_had(cluster: Cluster, step: str) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, SAMPLINGS[1]))
+    await reach(cluster, step)
+    roster = cluster.router.roster
+    assert isinstance(roster, Roster)
+    roster.remove(roster.members("decoder")[0], "node 'd0' was not heard of")  # it stood still, and goes on
+    tokens, end = await asyncio.wait_for(client, WAIT_S)
+    assert (tokens, end.reason) == (await monolithic(PROMPT, SAMPLINGS[1]), "length"), end
+    assert cluster.router.counts["restarted"] == 1
+    await assert_still_serves(cluster)
+
+
+async def test_start_of_an_earlier_placement_that_comes_late_disturbs_nobody(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    layout = cluster.nodes["p0"].record.ref
+    ask, address = cluster.router.mailbox.ask, cluster.nodes["d0"].mailbox.address
+    later, earlier = (m.Start("r1", m.pack_tokens(PROMPT), GREEDY, 10.0, layout, placement=n) for n in (3, 2))
+    await ask(address, later, m.Started, WAIT_S)
+    answer = await ask(address, earlier, m.StartRefused, WAIT_S)
+    assert "'r1' is or was under way" in answer.reason and not answer.busy
+    assert cluster.nodes["d0"]._servings["r1"]._stop is None
+    await ask(address, m.Cancel("r1", "test", 3), m.Taken, WAIT_S)
     await assert_still_serves(cluster)
 
 

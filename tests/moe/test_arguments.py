@@ -43,6 +43,10 @@ ARGUMENTS = [
     ("private_tokens", 1.5, r"private_tokens is 1\.5"),
     ("max_tokens", True, "max_tokens is True"),
     ("dtype", [], r"dtype is \[\], must be one of"),
+    ("timeout_s", None, "timeout_s must be a number, not None"),
+    ("timeout_s", "3", "timeout_s must be a number, not str"),
+    ("timeout_s", -1.0, r"timeout_s is -1\.0, must be seconds, 0 or more"),
+    ("timeout_s", math.nan, "timeout_s is nan, must be seconds, 0 or more"),
 ]
 
 
@@ -107,6 +111,9 @@ ARRAYS: list[tuple[str, object, str]] = [
     ("weights", BATCH.weights.astype(np.float64), "weights is of type float64, must be of float32"),
     ("num_tokens", 9, r"num_tokens is 9, must be in 0\.\.8"),
     ("num_tokens", np.arange(2), "num_tokens is .* must be one whole number"),
+    ("num_tokens", 2.5, r"num_tokens is 2\.5, must be one whole number"),
+    ("num_tokens", math.inf, "num_tokens is inf, must be one whole number"),
+    ("num_tokens", "2", "num_tokens is '2', must be one whole number"),
 ]
 
 
@@ -135,6 +142,19 @@ def test_more_tokens_than_announced_are_refused(alone: AllToAll) -> None:
         alone.dispatch_send(more.x, more.scales, more.indices)
     got = alone.dispatch(more.x, more.scales, more.indices, num_tokens=TOKENS)
     assert got.rows == TOKENS * TOP_K
+
+
+@pytest.mark.parametrize("given", [5, np.int32(5), np.array(5), np.array([5]), np.array([[5]], np.int32)])
+def test_a_number_of_tokens_comes_in_any_array_that_holds_one(alone: AllToAll, given: Any) -> None:
+    batch = draw(np.random.default_rng(1), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)
+    assert alone.dispatch_send(batch.x, batch.scales, batch.indices, num_tokens=given).tokens == 5
+
+
+def test_a_timeout_that_is_set_later_is_checked_as_at_first(alone: AllToAll) -> None:
+    with pytest.raises(xr.UsageError, match="timeout_s must be a number, not None"):
+        alone.timeout_s = None  # type: ignore[assignment]
+    alone.timeout_s = 0.5
+    assert alone.timeout_s == 0.5
 
 
 def test_calls_out_of_order_are_refused(alone: AllToAll) -> None:

@@ -3,8 +3,9 @@
 import pytest
 
 import crossrail as xr
-from crossrail.moe import EngineGroup
+from crossrail.moe import AllToAll, EngineGroup
 from tests.conftest import EngineFactory
+from tests.moe.rank import CONFIG
 from tests.moe.ranks import run_ranks
 from tests.support.limits import NEVER_S, WAIT_S
 
@@ -54,5 +55,49 @@ def test_ranks_given_other_addresses_are_found_out(open_engine: EngineFactory) -
             groups[rank].all_gather(b"", WAIT_S)
 
     run_ranks(2, exchange)
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["idle", "waiting"])
+def test_what_comes_before_its_group_is_made_is_kept_for_it(open_engine: EngineFactory, looks: bool) -> None:
+    """As when ranks go on without one that died: one begins while the other still has the group of before."""
+    engines = [open_engine(f"rank-{rank}") for rank in range(3)]
+    addresses = [engine.address for engine in engines]
+    before = [EngineGroup(engine, addresses) for engine in engines[:2]]
+    before[1].close()
+    with EngineGroup(engines[1], addresses[:2]) as ahead:
+        with pytest.raises(xr.WaitTimeout):
+            ahead.all_gather(b"early", NEVER_S)  # what it sent is in the other's pool by now
+        if looks:
+            with pytest.raises(xr.UsageError, match="'rank-1' is in another group now"):
+                before[0].all_gather(b"", WAIT_S)
+        before[0].close()
+        with EngineGroup(engines[0], addresses[:2]) as behind:
+            assert behind.all_gather(b"late", WAIT_S) == [b"late", b"early"]
+
+
+def test_what_is_of_no_group_is_refused_and_does_not_keep_a_group_from_closing(open_engine: EngineFactory) -> None:
+    here, other = open_engine("rank-0"), open_engine("rank-1")
+    with EngineGroup(here, [here.address, other.address]) as group:
+        other.submit_send(here.address, b"hello").wait(WAIT_S)
+        with pytest.raises(xr.UsageError, match="'rank-1' is not of a group"):
+            group.all_gather(b"", WAIT_S)
+        other.submit_send(here.address, b"hello").wait(WAIT_S)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_rank_that_gave_up_waiting_and_began_anew_is_told_to_all(open_engine: EngineFactory, transport: str) -> None:
+    engines = [open_engine(f"rank-{rank}", transport=transport) for rank in range(2)]
+    groups = [EngineGroup(engine, [engine.address for engine in engines]) for engine in engines]
+    with pytest.raises(xr.WaitTimeout, match=r"nothing came of ranks \[1\]"):
+        AllToAll(engines[0], groups[0], **(CONFIG | {"timeout_s": NEVER_S}))
+
+    def begin(rank: int) -> None:
+        with pytest.raises(xr.CrossrailError, match="is due: a rank had given up, and has begun anew"):
+            AllToAll(engines[rank], groups[rank], **CONFIG, timeout_s=WAIT_S)
+        AllToAll(engines[rank], groups[rank], **CONFIG, timeout_s=WAIT_S).close()
+
+    run_ranks(2, begin)
     for group in groups:
         group.close()

@@ -53,12 +53,13 @@ def test_parameter_that_no_target_wants_unless_ignored_or_tied() -> None:
 def test_shapes_that_differ() -> None:
     other = Holding.whole("w", "bfloat16", (4, 8), 0, 0)
 
-    assert "'w' has different shapes: (8, 4" in refused([(W,)], [(other,)])
-    assert "at rank 1" in refused([(W,), (other,)], [(W,)])
+    pair = "'w' has different shapes: (8, 4) at trainer 0 and (4, 8) at"
+    assert refused([(W,)], [(other,)]) == f"{pair} target 0"
+    assert refused([(W,), (other,)], [(W,)]) == f"{pair} trainer 1"
 
 
 def test_dtypes_that_differ_at_trainers_and_that_cannot_be_cast() -> None:
-    assert "'w' has different dtypes at the trainers: bfloat16 at rank 0 and float32 at rank 1" in refused(
+    assert "'w' has different dtypes at the trainers: bfloat16 at trainer 0 and float32 at trainer 1" in refused(
         [(W,), (Holding.whole("w", "float32", (8, 4), 0, 0),)], [(W,)]
     )
     whole_numbers = Holding.whole("w", "int32", (8, 4), 0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
 from crossrail.weights import messages as m
-from crossrail.weights.controller import WeightController
+from crossrail.weights.controller import ControllerOptions, WeightController
 from crossrail.weights.errors import TornWeights, UpdateFailed
 from crossrail.weights.planner import PlanOptions
 from crossrail.weights.receiver import WeightReceiver
@@ -260,6 +261,66 @@ async def test_progress_that_raises_ends_the_update_everywhere(make_fleet: MakeF
         await offered
     assert fleet.controller.totals.failed == 1
     await fleet.update(1)
+    await fleet.assert_holds(1)
+
+
+async def test_progress_that_raises_between_stages_ends_the_update_everywhere(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    await fleet.start()
+    offered = asyncio.ensure_future(fleet.publish(1, [0]))  # the others offer nothing: trainers are asked how far
+
+    def broken(stage: str, *_: int) -> None:
+        calls.append(stage)
+        if calls.count("write") == 2:
+            raise LookupError("no such bar")
+
+    calls: list[str] = []
+    with pytest.raises(LookupError, match="no such bar"):
+        await fleet.controller.update(1, PATIENCE_S, broken)
+    with pytest.raises(UpdateFailed, match="LookupError: no such bar"):
+        await offered
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+
+
+async def test_trainer_that_does_not_say_how_far_it_is_does_not_end_the_telling(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(options=ControllerOptions(abort_s=8.0, progress_s=0.01))
+    controller = await fleet.start()
+    calls: list[str] = []
+    ask, refusals = controller._all, iter(range(2))
+
+    async def ask_all(members: list[Any], question: Any, answer: type, timeout_s: float) -> list[Any]:
+        if answer is m.Progress and next(refusals, None) is not None:
+            raise NoAnswer("it is busy")
+        return await ask(members, question, answer, timeout_s)
+
+    monkeypatch.setattr(controller, "_all", ask_all)
+    update = asyncio.ensure_future(controller.update(1, PATIENCE_S, lambda stage, *_: calls.append(stage)))
+    while calls.count("write") < 3 and not update.done():
+        await asyncio.sleep(0.005)
+    await fleet.publish(1)
+    await update
+    assert calls.count("write") >= 3 and next(refusals, None) is None
+
+
+@pytest.mark.parametrize("version", ["1", 1.0, -1, 1 << 63, None])
+async def test_version_that_is_none_is_refused_at_the_call(make_fleet: MakeFleet, version: Any) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start()
+    with pytest.raises(xr.UsageError, match=f"version is {version!r}, must be"):
+        await fleet.controller.update(version)
+    with pytest.raises(xr.UsageError, match=f"version is {version!r}, must be"):
+        await fleet.trainers[0].publish(version)
+    for timeout_s in (None, "1", -1.0, float("nan")):
+        with pytest.raises(xr.UsageError, match=r"timeout_s (is|must be)"):
+            await fleet.controller.update(1, timeout_s)  # type: ignore[arg-type]
+        with pytest.raises(xr.UsageError, match=r"timeout_s (is|must be)"):
+            await fleet.trainers[0].publish(1, timeout_s)  # type: ignore[arg-type]
+    published = asyncio.ensure_future(fleet.publish(np.int64(1), timeout_s=float("inf")))
+    await fleet.controller.update(np.int64(1), float("inf"))
+    await published
     await fleet.assert_holds(1)
 
 

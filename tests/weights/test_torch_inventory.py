@@ -88,3 +88,22 @@ def test_partial_sums_refused(rank: int) -> None:
 
     with pytest.raises(UsageError, match="'w' is placed as"):
         dtensor_box("w", tensor)
+
+
+def test_dtensor_given_as_plain_memory_is_refused_by_name(rank: int) -> None:
+    tensor = distribute_tensor(torch.ones(8, 4), init_device_mesh("cpu", (RANKS,)), [Shard(0)], src_data_rank=None)
+
+    with xr.Engine("trainer") as engine, WeightMemory(engine, "trainer", rank) as memory:
+        with pytest.raises(UsageError, match=r"w: the tensor is a DTensor: .*add_tensor\(\) takes it"):
+            memory.add("w", tensor)
+
+
+def test_tensors_of_others_classes_are_tensors_and_sparse_ones_are_refused() -> None:
+    class ModelWeight(torch.nn.Parameter):
+        """As vLLM has them: of a module that is not torch's."""
+
+    with xr.Engine("trainer") as engine, WeightMemory(engine, "trainer", 0) as memory:
+        memory.add("w", ModelWeight(torch.ones(8, 4)))
+        with pytest.raises(UsageError, match=r"s: the tensor's layout is torch.sparse_coo, must be torch.strided"):
+            memory.add("s", torch.ones(8, 4).to_sparse())
+        assert memory.inventory().names == ("w",)

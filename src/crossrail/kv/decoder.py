@@ -115,7 +115,8 @@ class Decoder(Node):
 
     async def _on_start(self, sender: bytes, start: m.Start) -> m.Message:
         serving = self._servings.get(start.request)
-        if serving is not None and serving.link.address == sender:
+        # Not by its link: a router that had given us up may place it here again before we know that we are back.
+        if serving is not None and serving.router == sender and serving.placement <= start.placement:
             if serving.placement == start.placement:
                 return m.Started(start.request)
             serving.stop("cancelled", "its router has placed it anew")
@@ -137,7 +138,7 @@ class Decoder(Node):
             reception.release()
             return m.StartRefused(start.request, busy, busy=True)
         timeline = Timeline(asyncio.get_running_loop().time)
-        serving = Serving(start.request, link, start.placement, context, start.sampling, timeline, reception)
+        serving = Serving(start.request, link, sender, start.placement, context, start.sampling, timeline, reception)
         serving.tokens += context[len(context) - start.generated :].tolist()
         serving.taken = start.generated
         self._servings[start.request] = serving

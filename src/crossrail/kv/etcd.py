@@ -71,12 +71,12 @@ class Etcd:
 
     async def grant(self, ttl_s: float) -> int:
         """A new lease that ends ttl_s after it was last kept alive; etcd's shortest is about two seconds."""
-        answer = await self._ask("lease/grant", {"TTL": max(1, round(ttl_s))})
+        answer = await self._ask("lease/grant", {"TTL": max(1, round(ttl_s))}, "ID")
         return int(answer["ID"])
 
     async def keep_alive(self, lease: int) -> bool:
         """False when the lease has ended."""
-        answer = await self._ask("lease/keepalive", {"ID": str(lease)})
+        answer = await self._ask("lease/keepalive", {"ID": str(lease)}, "result")
         return int(answer["result"].get("TTL", 0)) > 0
 
     async def revoke(self, lease: int) -> None:
@@ -114,10 +114,12 @@ class Etcd:
         Raises EtcdError, also when that is so long ago that etcd has forgotten it: list() again.
         """
         create = {"create_request": {**_range(prefix), "start_revision": str(revision + 1)}}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._timeout_s)
+        timeout = aiohttp.ClientTimeout(total=None)
         deadline_s = asyncio.get_running_loop().time() + for_s
         try:
-            async with self._session.post(self._url("watch"), json=create, timeout=timeout) as response:
+            # Its first words come at once; only what follows may take long.
+            begun = self._session.post(self._url("watch"), json=create, timeout=timeout)
+            async with await in_time(begun, self._timeout_s) as response:
                 async for result in _lines(response, deadline_s):
                     if result.get("canceled"):
                         raise EtcdError(
@@ -130,20 +132,22 @@ class Etcd:
         except (*_TROUBLES, KeyError, TypeError) as error:
             raise EtcdError(f"etcd at {self._endpoints[0]}: {type(error).__name__} {error}") from None
 
-    async def _ask(self, what: str, question: dict[str, Any]) -> dict[str, Any]:
-        """Of one member after another, until one answers."""
+    async def _ask(self, what: str, question: dict[str, Any], wanted: str = "header") -> dict[str, Any]:
+        """Of one member after another, until one answers. wanted: what etcd's answers to this have."""
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         troubles = []
         for _ in range(len(self._endpoints)):
             try:
                 async with self._session.post(self._url(what), json=question, timeout=timeout) as response:
-                    answer: dict[str, Any] = json.loads(await response.read())
+                    answer: Any = json.loads(await response.read())
+                    if not isinstance(answer, dict) or not answer.keys() & {wanted, "error"}:
+                        raise ValueError(f"its answer to {what} is not etcd's")
             except _TROUBLES as error:
                 troubles.append(f"{self._endpoints[0]}: {type(error).__name__} {error}")
             else:
                 code = int(answer.get("code", 0))
                 if "error" not in answer:
-                    return answer
+                    return dict(answer)
                 if code != _UNAVAILABLE:
                     raise EtcdError(f"etcd at {self._endpoints[0]}, {what}: {answer['error']}", code)
                 troubles.append(f"{self._endpoints[0]}: {answer['error']}")

@@ -79,6 +79,24 @@ class Superseded(CrossrailError):
     """Another process has put its record under our name."""
 
 
+class _Absence:
+    """Tells that etcd is away, once for each reason: it may be for days. And that it is back."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._told = ""
+
+    def tell(self, error: EtcdError) -> None:
+        if str(error) != self._told:
+            self._told = str(error)
+            log.warning("%s, and is tried again: %s", self._what, error)
+
+    def is_over(self) -> None:
+        if self._told:
+            self._told = ""
+            log.warning("%s no more: etcd answers again", self._what)
+
+
 class Registration:
     """Keeps a record in etcd for as long as run() runs. Threads: the event loop's.
 
@@ -99,17 +117,20 @@ class Registration:
 
     async def run(self) -> None:
         """Until it is cancelled. Raises Superseded."""
+        absence = _Absence(f"{self._key} is not kept alive")
         while True:
             try:
                 if self.lease is None:
                     await self._write()
+                    absence.is_over()
                 await asyncio.sleep(self._lease_s / _ALIVE_PER_LEASE)
                 assert self.lease is not None
                 if not await self._etcd.keep_alive(self.lease):
                     log.warning("the lease of %s has ended; it is registered again", self._key)
                     self._forget_lease()
+                absence.is_over()
             except EtcdError as error:
-                log.warning("%s is not kept alive now: %s", self._key, error)
+                absence.tell(error)
                 await asyncio.sleep(_RETRY_S)
 
     async def end(self) -> None:
@@ -150,12 +171,14 @@ async def follow(
 
     on_all comes at the beginning, after each time that etcd was away, and every half minute: it has all there is.
     """
+    absence = _Absence(f"what is below {prefix} is not known")
     while True:
         try:
             found, revision = await etcd.list(prefix)
+            absence.is_over()
             on_all({key.removeprefix(prefix): value for key, value in found.items()})
             async for change in etcd.watch(prefix, revision, _LIST_EVERY_S):
                 on_change(change.key.removeprefix(prefix), change.value)
         except EtcdError as error:
-            log.warning("%s; trying again", error)
+            absence.tell(error)
             await asyncio.sleep(_RETRY_S)

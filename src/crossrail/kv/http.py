@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -57,21 +58,48 @@ StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What a client may ask for. Fields of OpenAI's that are not here are refused, not passed over."""
+    """What a client may ask for. Fields of OpenAI's that are not here are refused, not passed over; null is not given.
+
+    Those from n on are taken when they ask for what is done anyway: clients send them with their defaults.
+    """
 
     prompt: (
         Annotated[str, msgspec.Meta(max_length=4 << 20)]
         | Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=m.TOKENS_MAX)]
     )
     model: str | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=m.TOKENS_MAX)] = 16
-    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
-    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=m.TOKENS_MAX)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
     stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=4)] | None = None
-    stream: bool = False
-    ignore_eos: bool = False
+    stream: bool | None = None
+    ignore_eos: bool | None = None
     user: str | None = None
+    n: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def sampling(self) -> m.Sampling:
+        """With OpenAI's defaults. UsageError for what is asked for and not done."""
+        for name, done in _DONE_ANYWAY.items():
+            if (value := getattr(self, name)) is not None and value != done:
+                only = "is not supported" if done is None else f"is not supported, only {json.dumps(done)}"
+                raise UsageError(f"`{name}` = {m.clipped(json.dumps(value))} {only}")
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        return m.Sampling(**{"max_tokens": 16, "temperature": 1.0, **given}, ignore_end=bool(self.ignore_eos))
+
+
+_SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
+_DONE_ANYWAY: dict[str, object] = {
+    "n": 1, "best_of": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0, "logprobs": None,
+    "suffix": None, "logit_bias": {},
+}  # fmt: skip
 
 
 _decoder = msgspec.json.Decoder(CompletionBody)
@@ -124,7 +152,7 @@ class Front:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(str(error)) from None
         prompt = self._prompt(body)
-        sampling = m.Sampling(body.max_tokens, body.temperature, body.top_p, body.seed, body.ignore_eos)
+        sampling = body.sampling()
         name = http.headers.get("X-Request-Id") or None
         if name is not None and len(name) > 128:
             raise UsageError(f"X-Request-Id has {len(name)} characters, at most 128 are taken")

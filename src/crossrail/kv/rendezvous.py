@@ -13,6 +13,7 @@ from crossrail.kv.node import FindRouter
 PATH = "/kv/router"
 _TIMEOUT_S = 3.0
 _ADDRESS_BYTES_MAX = 4096
+_LINE_END = "\n"
 
 
 class RouterNotFound(CrossrailError):
@@ -47,8 +48,9 @@ def find_by_http(url: str, secret: bytes) -> FindRouter:
                 session.get(url.rstrip("/") + PATH, headers=headers) as response,
             ):
                 if response.status != 200:
-                    said = (await response.content.read(500)).decode(errors="replace")
-                    raise RouterNotFound(f"{url} answered {response.status}: {said}")
+                    said = (await response.content.read(500)).decode(errors="replace").strip()
+                    # A router says why in a line; anything else that listens there may answer with a page.
+                    raise RouterNotFound(f"{url} answered {response.status}: {said.partition(_LINE_END)[0]}")
                 return await response.content.read(_ADDRESS_BYTES_MAX)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RouterNotFound(f"{url}: {str(error) or type(error).__name__}") from None

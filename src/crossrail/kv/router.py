@@ -181,7 +181,7 @@ class Router:
         if len(self._running) >= self.options.requests_max:
             self.counts["overloaded"] += 1
             raise Overloaded(f"{len(self._running)} requests are under way, at most {self.options.requests_max} may be")
-        patience_s = min(deadline_s or self.options.request_s, self.options.request_s)
+        patience_s = self.options.request_s if deadline_s is None else min(deadline_s, self.options.request_s)
         deadline_s = _now_s() + patience_s
         running = Running(request, prompt, sampling, prefix_names(prompt), deadline_s, model)
         self._running[request] = running

@@ -31,11 +31,13 @@ class Serving:
 
     Invariant: `tokens` only grows, until `end` is set, once; its router has taken the first `taken` of them.
     context: the client's prompt and what earlier decoders have generated; they are the first of `tokens` too.
+    router: who has placed it here; link: where its tokens go, to the next one at that URL if it is gone.
     placement: as in Start. reception: of the current attempt; while one is withdrawn without an answer, its successor.
     """
 
     request: str
     link: RouterLink
+    router: bytes
     placement: int
     context: Tokens
     sampling: m.Sampling

@@ -10,6 +10,7 @@ import numpy as np
 
 import crossrail as xr
 from crossrail import _core
+from crossrail._options import check_seconds
 from crossrail._torch import is_tensor
 from crossrail.errors import EngineClosed, UsageError, WaitTimeout
 from crossrail.moe import masking
@@ -361,6 +362,16 @@ class AllToAll:
         return opened.stage in (Stage.SENT, Stage.RETURNED)
 
     # ---- life
+
+    @property
+    def timeout_s(self) -> float:
+        """Of each call from now on. UsageError for what is no time of 0 or more: None is not for ever."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        check_seconds(timeout_s=timeout_s)
+        self._timeout_s = timeout_s
 
     @property
     def masked(self) -> tuple[int, ...]:

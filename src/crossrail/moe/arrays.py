@@ -6,6 +6,7 @@ numpy lacks bfloat16 and float8_e4m3fn: there they are uint16 and uint8, as in t
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from typing import Any
 
@@ -52,9 +53,9 @@ def from_host(array: Array, dtype: str, as_tensor: bool) -> Any:
 
 def to_count(given: Any, bound: int) -> int:
     """num_tokens: a number, or an array or tensor that holds one."""
-    try:
-        count = int(given)
-    except (TypeError, ValueError):
+    try:  # item(): numpy takes arrays for numbers only if they have no dimensions
+        count = operator.index(given.item() if hasattr(given, "item") else given)
+    except (TypeError, ValueError, RuntimeError):  # torch raises the last
         raise UsageError(f"num_tokens is {given!r}, must be one whole number") from None
     if not 0 <= count <= bound:
         raise UsageError(f"num_tokens is {count}, must be in 0..{bound}, the rows of x")

@@ -4,8 +4,11 @@ bytes.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import time
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,12 +19,17 @@ from crossrail.errors import UsageError, WaitTimeout
 if TYPE_CHECKING:
     import torch.distributed
 
-_MAGIC = b"xrmg"
-# magic, number of the exchange, rank of the sender, part, parts
-_HEADER = struct.Struct("<4sIIII")
+_MAGIC = b"xrm2"
+# magic, which group, number of the exchange, rank of the sender, part, parts
+_HEADER = struct.Struct("<4s8sIIII")
 _PART_BYTES = 16 << 10
 _BUFFERS = 64
 _LOOK_EVERY_S = 0.05
+_EARLY_MAX = 256  # of an engine; the oldest are given up
+
+# Packets of groups that an engine has not made yet: ranks that go on without one that died, or with another in its
+# place, do so one after another, and who is not there yet still has the pool of the group before.
+_early: weakref.WeakKeyDictionary[xr.Engine, deque[tuple[xr.Address, bytes]]] = weakref.WeakKeyDictionary()
 
 
 class Group(Protocol):
@@ -55,11 +63,17 @@ class EngineGroup:
         self.rank = own[0]
         self.size = len(self._addresses)
         self._engine = engine
+        self._name = hashlib.blake2b(b"".join(map(bytes, self._addresses)), digest_size=8).digest()
         self._pool = engine.submit_recvs(_BUFFERS, _HEADER.size + _PART_BYTES)
         self._exchange = 0
         # Ranks run ahead of each other: by exchange, rank and part.
         self._arrived: dict[tuple[int, int], dict[int, bytes]] = {}
         self._parts: dict[tuple[int, int], int] = {}
+        try:
+            self._take_early()
+        except BaseException:
+            self._pool.close()
+            raise
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """As of Group: a message to each of the others."""
@@ -84,7 +98,13 @@ class EngineGroup:
 
     def close(self) -> None:
         """Stops receiving. Idempotent; before the engine."""
+        if self._pool.closed:
+            return
         self._pool.close()
+        for message in [] if self._engine.closed else self._pool.poll(_BUFFERS):
+            data = bytes(message.data)
+            if _is_packet(data) and not self._is_ours(data):
+                self._keep_early(message.peer, data)
 
     def __enter__(self) -> EngineGroup:
         return self
@@ -97,7 +117,8 @@ class EngineGroup:
     def _packets(self, exchange: int, data: bytes) -> list[bytes]:
         parts = max(1, -(-len(data) // _PART_BYTES))
         return [
-            _HEADER.pack(_MAGIC, exchange, self.rank, part, parts) + data[part * _PART_BYTES : (part + 1) * _PART_BYTES]
+            _HEADER.pack(_MAGIC, self._name, exchange, self.rank, part, parts)
+            + data[part * _PART_BYTES : (part + 1) * _PART_BYTES]
             for part in range(parts)
         ]
 
@@ -113,12 +134,36 @@ class EngineGroup:
             if patience_s <= 0:
                 raise WaitTimeout(f"nothing came of ranks {list(missing)} within {timeout_s:g} s") from None
             return
-        data = message.data
-        if len(data) < _HEADER.size or data[:4] != _MAGIC:
+        data = bytes(message.data)
+        if not _is_packet(data):
             raise UsageError(f"a message of {message.peer.name!r} is not of a group: it sends to the wrong engine")
-        _, exchange, rank, part, parts = _HEADER.unpack_from(data)
-        if rank >= self.size or message.peer != self._addresses[rank] or not part < parts:
-            raise UsageError(f"{message.peer.name!r} says it is rank {rank}: it was given other addresses than we were")
+        if self._is_ours(data):
+            self._accept(message.peer, data)
+            return
+        self._keep_early(message.peer, data)
+        if message.peer in [self._addresses[rank] for rank in missing]:
+            raise UsageError(
+                f"{message.peer.name!r} is in another group now: it was given other addresses than we were"
+            )
+
+    def _is_ours(self, packet: bytes) -> bool:
+        return bool(_HEADER.unpack_from(packet)[1] == self._name)
+
+    def _keep_early(self, peer: xr.Address, data: bytes) -> None:
+        _early.setdefault(self._engine, deque(maxlen=_EARLY_MAX)).append((peer, data))
+
+    def _take_early(self) -> None:
+        kept = _early.pop(self._engine, ())
+        for peer, data in kept:
+            if self._is_ours(data):
+                self._accept(peer, data)
+            else:
+                self._keep_early(peer, data)
+
+    def _accept(self, peer: xr.Address, data: bytes) -> None:
+        _, _, exchange, rank, part, parts = _HEADER.unpack_from(data)
+        if rank >= self.size or peer != self._addresses[rank] or not part < parts:
+            raise UsageError(f"{peer.name!r} says it is rank {rank}: it was given other addresses than we were")
         self._arrived.setdefault((exchange, rank), {})[part] = data[_HEADER.size :]
         self._parts[exchange, rank] = parts
 
@@ -128,6 +173,10 @@ class EngineGroup:
     def _whole(self, exchange: int, rank: int) -> bytes:
         parts = self._arrived.pop((exchange, rank))
         return b"".join(parts[part] for part in range(self._parts.pop((exchange, rank))))
+
+
+def _is_packet(data: bytes) -> bool:
+    return len(data) >= _HEADER.size and data[:4] == _MAGIC
 
 
 class TorchGroup:

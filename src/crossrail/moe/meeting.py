@@ -31,7 +31,7 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
     Two exchanges: arguments and descriptors first; then whose boards each could map, or why it failed.
     """
     card = {"config": config.encode(), "board": board.descriptor.to_bytes().hex()}
-    cards = [json.loads(data) for data in group.all_gather(json.dumps(card).encode(), timeout_s)]
+    cards = _tell(group, "arguments", card, timeout_s)
     check_agreement([one["config"] for one in cards], range(group.size))
     descriptors = [xr.RegionDescriptor.from_bytes(bytes.fromhex(one["board"])) for one in cards]
     boards: dict[int, memoryview] = {}
@@ -43,7 +43,7 @@ def meet(engine: xr.Engine, group: Group, config: Config, board: xr.Region, time
     except CrossrailError as error:
         trouble = str(error)
     report: dict[str, Any] = {"mapped": sorted(boards), "trouble": trouble}
-    reports = [json.loads(data) for data in group.all_gather(json.dumps(report).encode(), timeout_s)]
+    reports = _tell(group, "memory", report, timeout_s)
     for rank, told in enumerate(reports):
         if told["trouble"]:
             raise CrossrailError(f"rank {rank} could not be set up: {told['trouble']}")
@@ -60,11 +60,11 @@ def meet_far(
 ) -> None:
     """A third exchange, where not all ranks share memory: what those that do not need to know of each other."""
     card = {"far": far.card(), "agreement": None if agreement is None else agreement.card()}
-    cards = [json.loads(data) for data in group.all_gather(json.dumps(card).encode(), timeout_s)]
+    cards = _tell(group, "far memory", card, timeout_s)
     far.connect([one["far"] for one in cards], addresses, timeout_s)
     if agreement is not None:
         agreement.connect([one["agreement"] for one in cards], addresses, timeout_s)
-    group.all_gather(b"", timeout_s)  # nobody writes before all have connected
+    _tell(group, "connected", {}, timeout_s)  # nobody writes before all have connected
 
 
 def make_layout(config: Config, node_size: int) -> _core.moe.Layout:
@@ -80,6 +80,18 @@ def make_layout(config: Config, node_size: int) -> _core.moe.Layout:
         rows_per_expert=config.rows_per_expert if config.layout == "masked" else 0,
         node_of_rank=[rank // node_size for rank in range(config.world)],
     )
+
+
+def _tell(group: Group, step: str, card: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+    """What each rank says at this step. CrossrailError on all where one has given up and begun anew meanwhile."""
+    told = [json.loads(data) for data in group.all_gather(json.dumps({"step": step, **card}).encode(), timeout_s)]
+    for rank, one in enumerate(told):
+        if one["step"] != step:
+            raise CrossrailError(
+                f"rank {rank} tells its {one['step']} where its {step} is due: a rank had given up, and has begun "
+                "anew. Next: make this AllToAll again, on all ranks"
+            )
+    return told
 
 
 def _map_boards(

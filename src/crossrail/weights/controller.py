@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from crossrail._options import check_seconds
 from crossrail.control.deadlines import set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
@@ -28,6 +29,7 @@ from crossrail.weights.plan import Plan
 from crossrail.weights.planner import PlanOptions, make_plan
 from crossrail.weights.speeds import Pace
 from crossrail.weights.step import StepReport
+from crossrail.weights.versions import checked_version
 
 log = logging.getLogger("crossrail.weights")
 
@@ -166,6 +168,9 @@ class WeightController:
         Cancelled, it aborts everywhere first, which may take options.abort_s; or it commits, if all is there already.
         Who joins meanwhile is in the next one.
         """
+        version = checked_version(version)
+        check_seconds(timeout_s=timeout_s)
+        timeout_s = min(timeout_s, m.SECONDS_MAX)
         if self._under_way is not None:
             raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
         self._under_way = version
@@ -403,12 +408,22 @@ class WeightController:
 
     @asynccontextmanager
     async def _watching(self, trainers: list[Member], show: Callable[[list[m.Progress]], None]) -> AsyncIterator[None]:
-        """Asks trainers now and then how far they are."""
+        """Asks trainers now and then how far they are. What `show` raises ends the update, as if somebody had gone."""
 
         async def ask() -> None:
             while True:
                 await asyncio.sleep(self._options.progress_s)
-                show(await self._all(trainers, lambda _: m.AskProgress(), m.Progress, self._options.abort_s))
+                try:
+                    far = await self._all(trainers, lambda _: m.AskProgress(), m.Progress, self._options.abort_s)
+                except CrossrailError as error:
+                    log.info("how far trainers are is not known now: %s", error)
+                    continue
+                try:
+                    show(far)
+                except Exception as error:
+                    if self._lost is not None and not self._lost.done():
+                        self._lost.set_exception(error)
+                    raise
 
         show([])
         asking = asyncio.ensure_future(ask())
@@ -416,7 +431,10 @@ class WeightController:
             yield
         finally:
             asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            await asyncio.wait([asking])
+            raised = None if asking.cancelled() else asking.exception()
+        if raised is not None:  # at the very moment in which all was done
+            raise raised
 
 
 def _unseen(_stage: Stage, _done: int, _whole: int) -> None:

@@ -243,7 +243,10 @@ class Inventory:
             return
         row = int(np.argmax(bad))
         name = repr(self.names[self.rows["name"][row]]) if named else f"row {row}"
-        value = "" if values is None else f" {np.asarray(values[row]).tolist()}"
+        value = ""
+        if values is not None:
+            told = np.asarray(values[row])
+            value = f" {told[: max(int(self.rows['dims'][row]), 1)].tolist() if told.ndim else told}"
         raise UsageError(f"{self}: {name}: {what}{value}")
 
     def __repr__(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -31,6 +33,7 @@ class _Piece:
     block: tuple[int, int]
     owner: object
     is_cuda: bool = False
+    is_read_only: bool = False
 
 
 class WeightMemory:
@@ -68,14 +71,18 @@ class WeightMemory:
 
         array: numpy, torch on the CPU or on NVIDIA's GPUs, or whatever has `__cuda_array_interface__`; the innermost
         dimension without gaps, the others in C order, as of a slice.
+        At an inference rank it must be writable. A DTensor goes by torch_inventory.add_tensor().
         name, shape, box, mesh, scale_of, block: of Holding; shape None: the array's; box None: all of the parameter.
         dtype: of elements that numpy has no type for, "bfloat16" as uint16, "float8_e4m3fn" as uint8.
         """
         if self._inventory is not None:
             raise UsageError(f"{name}: this memory is registered already, nothing more can be added")
+        if not isinstance(name, str):
+            raise UsageError(f"name is {name!r}, must be a parameter's, of the checkpoint")
         piece = _piece_of(name, array, dtype)
-        whole = tuple(int(n) for n in (piece.extent if shape is None else shape))
-        place = tuple((0, n) for n in whole) if box is None else box
+        if piece.is_read_only and self.role == "target":
+            raise UsageError(f"{name}: the array is read-only, and weights are written into it")
+        whole, place = _place_of(name, piece.extent if shape is None else shape, box)
         if tuple(stop - start for start, stop in place) != piece.extent:
             raise UsageError(f"{name}: the array has the shape {piece.extent}, its box {place} of {whole} has not")
         if 0 in piece.extent:  # an uneven shard may have nothing here
@@ -172,10 +179,24 @@ def _merged(blocks: Sequence[tuple[tuple[int, int], bool]]) -> list[tuple[int, i
     return merged
 
 
+def _place_of(name: str, shape: Sequence[int], box: Box | None) -> tuple[tuple[int, ...], Box]:
+    """The whole parameter's shape, and what of it is here."""
+    try:
+        whole = tuple(operator.index(n) for n in shape)
+        if box is None:
+            return whole, tuple((0, n) for n in whole)
+        return whole, tuple((operator.index(start), operator.index(stop)) for start, stop in box)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"{name}: shape {shape!r} must be a number, and box {box!r} a (start, stop), for each dimension"
+        ) from None
+
+
 def _piece_of(name: str, array: Any, dtype: str | None) -> _Piece:
     if isinstance(array, np.ndarray):
         return _numpy_piece(name, array, dtype)
-    if type(array).__module__.partition(".")[0] == "torch":
+    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    if torch is not None and isinstance(array, torch.Tensor):
         return _torch_piece(name, array)
     if hasattr(array, "__cuda_array_interface__"):
         return _cuda_piece(name, array, dtype)
@@ -191,7 +212,8 @@ def _numpy_piece(name: str, array: np.ndarray[Any, Any], dtype: str | None) -> _
         raise UsageError(f"{name}: the array is reversed, strides {array.strides}")
     begin = base.ctypes.data
     block = begin, begin + _span(base.shape, base.strides, base.itemsize)
-    return _Piece(array.ctypes.data, array.strides, array.shape, kind, block, array)
+    is_read_only = not array.flags.writeable
+    return _Piece(array.ctypes.data, array.strides, array.shape, kind, block, array, False, is_read_only)
 
 
 def _cuda_piece(name: str, array: Any, dtype: str | None) -> _Piece:
@@ -203,8 +225,9 @@ def _cuda_piece(name: str, array: Any, dtype: str | None) -> _Piece:
     strides = tuple(interface.get("strides") or dense)
     if min(strides, default=0) < 0:
         raise UsageError(f"{name}: the array is reversed, strides {strides}")
-    begin = int(interface["data"][0])
-    return _Piece(begin, strides, shape, kind, (begin, begin + _span(shape, strides, stored.itemsize)), array, True)
+    begin, is_read_only = int(interface["data"][0]), bool(interface["data"][1])
+    block = begin, begin + _span(shape, strides, stored.itemsize)
+    return _Piece(begin, strides, shape, kind, block, array, True, is_read_only)
 
 
 def _kind_of(name: str, stored: np.dtype[Any], dtype: str | None) -> str:
@@ -223,6 +246,12 @@ def _torch_piece(name: str, tensor: Any) -> _Piece:
     if tensor.device.type not in ("cpu", "cuda"):
         raise UsageError(
             f"{name}: the tensor is on {tensor.device}, only those on the CPU or a GPU of NVIDIA's are taken"
+        )
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise UsageError(f"{name}: the tensor's layout is {tensor.layout}, must be torch.strided")
+    if hasattr(tensor, "to_local"):
+        raise UsageError(
+            f"{name}: the tensor is a {type(tensor).__name__}: crossrail.weights.torch_inventory.add_tensor() takes it"
         )
     stored = tensor.untyped_storage()
     begin = stored.data_ptr()

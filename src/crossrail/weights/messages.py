@@ -15,14 +15,16 @@ from crossrail.control.mailbox import Mailbox
 from crossrail.control.messages import Failed, Text
 from crossrail.control.wire import Wire
 from crossrail.errors import UsageError
+from crossrail.weights.versions import VERSION_MAX
 
 UNPACKED_MAX = 1 << 30
+SECONDS_MAX = 1e6
 
 Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Version = Annotated[int, Meta(ge=0, le=(1 << 62))]
+Version = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
 Attempt = Annotated[int, Meta(ge=1, le=(1 << 62))]
 Count = Annotated[int, Meta(ge=0, le=(1 << 48))]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+Seconds = Annotated[float, Meta(ge=0.0, le=SECONDS_MAX)]
 Digest = Annotated[str, Meta(min_length=1, max_length=64)]
 AddressBytes = Annotated[bytes, Meta(min_length=1, max_length=4096)]
 Descriptor = Annotated[bytes, Meta(min_length=1, max_length=4096)]

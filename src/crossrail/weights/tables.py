@@ -11,7 +11,7 @@ import numpy.typing as npt
 from crossrail.errors import UsageError
 from crossrail.weights.boxes import Boxes, Ints, columns_of, distinct, find_fault, overlaps
 from crossrail.weights.dtypes import DTYPES, FLOATS, FP8
-from crossrail.weights.inventory import DIMS, HOLDING, Inventory
+from crossrail.weights.inventory import DIMS, HOLDING, Inventory, Role
 
 _SHOWN = 5
 
@@ -63,8 +63,9 @@ def join(trainers: Sequence[Inventory], targets: Sequence[Inventory]) -> Tables:
     source = _side(trainers, names, meshes)
     target = _side(targets, names, meshes)
     tables = Tables(source, target, list(names), list(meshes))
-    _check_same(tables, [source, target], "shape", "has different shapes")
-    _check_same(tables, [source], "dtype", "has different dtypes at the trainers")
+    both: list[tuple[Role, Side]] = [("trainer", source), ("target", target)]
+    _check_same(tables, both, "shape", "has different shapes")
+    _check_same(tables, both[:1], "dtype", "has different dtypes at the trainers")
     return tables
 
 
@@ -83,22 +84,22 @@ def _side(inventories: Sequence[Inventory], names: dict[str, int], meshes: dict[
     return Side(np.concatenate([*parts, np.zeros(0, HOLDING)]), ranks.astype(np.int64))
 
 
-def _check_same(tables: Tables, sides: Sequence[Side], field: str, what: str) -> None:
-    name = np.concatenate([side.rows["name"] for side in sides])
-    values = np.concatenate([side.rows[field] for side in sides])
+def _check_same(tables: Tables, sides: Sequence[tuple[Role, Side]], field: str, what: str) -> None:
+    rows = np.concatenate([side.rows for _, side in sides])
+    name, values = rows["name"], rows[field]
     first = np.zeros(len(tables.names), np.int64)
     first[name[::-1]] = np.arange(len(name))[::-1]
     differ = values != values[first[name]]
     bad = differ.any(axis=1) if differ.ndim > 1 else differ
     if bad.any():
         row = int(np.argmax(bad))
-        ranks = np.concatenate([side.rank for side in sides])
-        pair = [_text(field, values[i]) + f" at rank {ranks[i]}" for i in (first[name[row]], row)]
+        owners = [f"{role} {rank}" for role, side in sides for rank in side.rank]
+        pair = [f"{_text(field, rows[i])} at {owners[i]}" for i in (first[name[row]], row)]
         raise UsageError(f"{tables.names[name[row]]!r} {what}: {' and '.join(pair)}")
 
 
-def _text(field: str, value: Any) -> str:
-    return DTYPES[value] if field == "dtype" else str(tuple(value.tolist()))
+def _text(field: str, row: Any) -> str:
+    return DTYPES[row["dtype"]] if field == "dtype" else str(tuple(row[field][: row["dims"]].tolist()))
 
 
 def match(tables: Tables, ignore: Sequence[str]) -> tuple[Forms, Wants]:
@@ -139,9 +140,10 @@ def _check_grids(tables: Tables, scales: npt.NDArray[np.bool_], shape: Ints) -> 
     rows = tables.target.rows[scales]
     grid = -(-shape[rows["scale_of"]] // rows["block"])
     for row in np.flatnonzero((grid != rows["shape"]).any(axis=1))[:1]:
+        dims = rows["dims"][row]
         raise UsageError(
-            f"{tables.names[rows['name'][row]]!r}: shape {rows['shape'][row].tolist()}, but "
-            f"{tables.names[rows['scale_of'][row]]!r} has {grid[row].tolist()} blocks"
+            f"{tables.names[rows['name'][row]]!r}: shape {rows['shape'][row][:dims].tolist()}, but "
+            f"{tables.names[rows['scale_of'][row]]!r} has {grid[row][:dims].tolist()} blocks"
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 import crossrail as xr
+from crossrail._options import check_seconds
 from crossrail.control.deadlines import in_time, set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable
@@ -23,6 +24,7 @@ from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
 from crossrail.weights.memory import WeightMemory
 from crossrail.weights.preparer import Preparer, preparer_for
 from crossrail.weights.step import Places, Step, StepReport
+from crossrail.weights.versions import checked_version
 
 log = logging.getLogger("crossrail.weights")
 
@@ -109,7 +111,8 @@ class WeightTrainer:
         been given until now, by torch; nothing is sent before. For kernels elsewhere, wait before the call. The call
         itself may come from any thread, the coroutine is the event loop's.
         """
-        return self._publish(version, timeout_s, gpu.launched(gpu.gpus_of(self.memory.regions)))
+        check_seconds(timeout_s=timeout_s)
+        return self._publish(checked_version(version), timeout_s, gpu.launched(gpu.gpus_of(self.memory.regions)))
 
     async def _publish(self, version: int, timeout_s: float, kernels: Sequence[Any]) -> StepReport:
         if self._offer is not None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from enum import Enum
 
+from crossrail.errors import UsageError
 from crossrail.weights.errors import TornWeights
+
+VERSION_MAX = 1 << 62
 
 
 class State(Enum):
@@ -13,6 +17,17 @@ class State(Enum):
     WHOLE = "whole"
     RECEIVING = "receiving"
     TORN = "torn"
+
+
+def checked_version(version: object) -> int:
+    """A version's number, of whatever kind of whole number. UsageError for anything else."""
+    try:
+        number = operator.index(version)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        raise UsageError(f"version is {version!r}, must be a whole number") from None
+    if not 0 <= number <= VERSION_MAX:
+        raise UsageError(f"version is {number}, must be in 0..{VERSION_MAX}")
+    return number
 
 
 class Versions:

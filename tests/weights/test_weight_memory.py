@@ -1,0 +1,56 @@
+"""What is added to a WeightMemory and cannot be taken is refused at the call, by the parameter's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.weights import WeightMemory
+
+ROWS = np.ones((8, 6), np.float32)
+
+
+@pytest.fixture
+def engine() -> Iterator[xr.Engine]:
+    with xr.Engine("memory") as made:
+        yield made
+
+
+def test_array_that_is_read_only_is_a_source_and_no_target(engine: xr.Engine) -> None:
+    constant = np.frombuffer(bytes(192), np.float32).reshape(8, 6)
+    with WeightMemory(engine, "trainer", 0) as source, WeightMemory(engine, "target", 0) as target:
+        source.add("w", constant)
+        assert len(source.inventory().rows) == 1
+        with pytest.raises(xr.UsageError, match="w: the array is read-only, and weights are written into it"):
+            target.add("w", constant)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shape": 8}, "w: shape 8 must be a number, and box None a"),
+        ({"shape": (8, 6.5)}, r"w: shape \(8, 6.5\) must be"),
+        ({"shape": (16, 6), "box": (0, 8)}, r"box \(0, 8\) a \(start, stop\), for each dimension"),
+        ({"shape": (16, 6), "box": ((0, 8, 1), (0, 6, 1))}, r"for each dimension"),
+        ({"box": ((0, 4), (0, 6))}, r"w: the array has the shape \(8, 6\), its box"),
+    ],
+)
+def test_malformed_places_are_refused(engine: xr.Engine, options: dict[str, Any], text: str) -> None:
+    with WeightMemory(engine, "trainer", 0) as memory, pytest.raises(xr.UsageError, match=text):
+        memory.add("w", ROWS, **options)
+
+
+def test_name_that_is_no_text_is_refused(engine: xr.Engine) -> None:
+    with WeightMemory(engine, "trainer", 0) as memory, pytest.raises(xr.UsageError, match="name is 3, must be"):
+        memory.add(3, ROWS)  # type: ignore[arg-type]
+
+
+def test_strides_are_told_of_the_dimensions_that_there_are(engine: xr.Engine) -> None:
+    with WeightMemory(engine, "trainer", 0) as memory:
+        memory.add("w", ROWS.T)
+        with pytest.raises(xr.UsageError, match=r"'w': innermost dimension has gaps \(transposed\?\) \[4, 24\]$"):
+            memory.inventory()
