@@ -54,7 +54,7 @@ def windows(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-@click.command("run")
+@click.command("run", short_help="Measure what is between this machine and a `crossrail bench serve`.")
 @click.argument("target", metavar="HOST:PORT", type=target_place)
 @click.option("--only", multiple=True, type=click.Choice(KINDS), help="Measure only this; may be repeated.")
 @click.option("--sizes", type=sizes(_SIZE_MAX), default=_SIZES, show_default=True, help="Of writes, reads and pages.")
