@@ -144,7 +144,7 @@ def _measure_all(
     points = list(plan.points())
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(points) * plan.runs)
         for point in points:
             progress.update(task, description=f"{point.kind} {point.nbytes}")
