@@ -7,7 +7,9 @@ there as the signature of a function that nobody has called.
 from __future__ import annotations
 
 import os
+import shlex
 from numbers import Real
+from pathlib import Path
 
 from crossrail.errors import UsageError
 
@@ -71,6 +73,16 @@ def path(value: object, argument: str) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise UsageError(f"{argument} must be a path, as text or os.PathLike, not {_kind(value)}")
     return os.fsdecode(value)
+
+
+def directory(value: object, argument: str) -> str:
+    """A path as path() gives it. UsageError unless a directory is there in which this user can make files."""
+    text = path(value, argument)
+    if not Path(text).is_dir():
+        raise UsageError(f"{argument} = {text!r} is no directory: make it first (mkdir -p {shlex.quote(text)})")
+    if not os.access(text, os.W_OK | os.X_OK):
+        raise UsageError(f"{argument} = {text!r} is a directory in which this user may not make files")
+    return text
 
 
 def encoded(text: str, argument: str) -> bytes:

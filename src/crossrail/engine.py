@@ -83,8 +83,8 @@ class Engine(_core.Engine):
     private_path: "auto" (measured), "staged" or "cma" for memory that the peer cannot map.
     recorder_entries: of each ring of the flight recorder (one for each rail, one for the rest), a power of two
     64..2**20; 0: off. watchdog_s: what waits and has not moved for so long is an event, "stalled", and the recorder is
-    written to a file, once per stall; None: no watchdog. dump_dir: where the watchdog, dump_on_signal and a failed
-    assertion write it; None: CROSSRAIL_DUMP_DIR's value, TMPDIR's, or /tmp.
+    written to a file, once per stall; None: no watchdog. dump_dir: a directory that is there, where the watchdog,
+    dump_on_signal and a failed assertion write it; None: CROSSRAIL_DUMP_DIR's value, TMPDIR's, or /tmp.
     counts_traffic: per peer and rail, for crossrail.observe: costs posting next to nothing (docs/metrics.md).
     heartbeat_s: connected peers, idle ones too, are asked for a sign of life so often; one that does not answer within
     heartbeat_s is "slow", within three times that "frozen" (peer_state, events, explain); None: never.
@@ -137,7 +137,7 @@ class Engine(_core.Engine):
         rdma = RdmaOptions() if rdma is None else rdma
         _options.check_kind(rdma, "rdma", RdmaOptions, "RdmaOptions or None")
         _options.check_kind(counts_traffic, "counts_traffic", bool, "True or False")
-        dump_dir = default_directory() if dump_dir is None else _options.path(dump_dir, "dump_dir")
+        dump_dir = default_directory() if dump_dir is None else _options.directory(dump_dir, "dump_dir")
         place = _stage.place(transport, name, rails)
         rails = _default_rails(transport, rails)
         if isinstance(worker_cpu, str) and worker_cpu == "auto":

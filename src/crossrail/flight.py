@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from crossrail import _core
+from crossrail import _core, _options
 from crossrail.errors import UsageError
 
 DIRECTORY_VARIABLE = "CROSSRAIL_DUMP_DIR"
@@ -339,11 +339,12 @@ def dump_on_signal(signum: int = signal.SIGUSR2, directory: str | os.PathLike[st
     our own, which needs neither. It interrupts nothing and calls no Python. Not written is what is asked for while an
     engine is being opened, closed or forked, until that ends. In a forked child it is without effect.
 
-    Raises UsageError when the signal has a handler already, Python's or another's, or there is a SignalDump that was
-    not closed. Any thread.
+    Raises UsageError when the signal has a handler already, Python's or another's, when the directory is not there, or
+    there is a SignalDump that was not closed. Any thread.
     """
     global _signal_dumps
-    made = SignalDump(_core._SignalDump(int(signum), "" if directory is None else os.fspath(directory)))
+    place = "" if directory is None else _options.directory(directory, "directory")
+    made = SignalDump(_core._SignalDump(int(signum), place))
     _signal_dumps = (made,)
     return made
 

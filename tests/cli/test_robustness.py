@@ -69,6 +69,14 @@ def test_help_on_a_narrow_terminal_without_colour(words: list[str], command: cli
     assert "Usage:" in result.output and ESCAPE not in result.output
 
 
+@pytest.mark.parametrize(("words", "command"), EVERY, ids=NAMES)
+def test_help_cuts_no_sentence_and_names_no_function_of_ours(words: list[str], command: click.Command) -> None:
+    text = run(*words, "--help", COLUMNS="80").output
+    _, _, listed = text.partition("Commands:")
+    assert "..." not in listed
+    assert not re.search(r" _[A-Z_]+", text)
+
+
 # Those that do something at once, and nothing that stays.
 QUICK = [
     ["topo"],

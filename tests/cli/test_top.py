@@ -52,7 +52,7 @@ def test_in_a_pipe_it_prints_once(served: MetricsServer) -> None:
     assert "connected" in peer and "local" in peer
 
 
-@pytest.mark.parametrize("columns", [30, 45, 60, 100])
+@pytest.mark.parametrize("columns", [30, 45, 60, 80, 100])
 def test_narrow_screens_have_fewer_columns(served: MetricsServer, columns: int) -> None:
     shown = run(served.url, "--every-s", "0.1", COLUMNS=str(columns))
 

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,6 +133,20 @@ def test_selftest_of_what_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tm
     result = probes.run_selftest(["shm"])
 
     assert "undefined symbol: _ZN9crossrail" in result.error
+
+
+def test_clock_of_a_busy_machine_is_not_called_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has the core for 20 ms in the middle: of what the clock costs, that says nothing."""
+    now = 0
+
+    def read() -> int:
+        nonlocal now
+        now += 20_000_000 if now in range(40_000, 40_100) else 50
+        return now
+
+    monkeypatch.setattr("crossrail.doctor.host.time", SimpleNamespace(perf_counter_ns=read, monotonic_ns=read))
+
+    assert Host().clock_read_ns() < 100
 
 
 def test_real_host_answers_everything() -> None:

@@ -327,7 +327,7 @@ WRONG_OPTIONS = [
     *((name, "x") for name in ("rails", "port", "submit_queue_depth", "message_bytes_max", "recorder_entries")),
     *(("rdma", value) for value in (0, "", [], "x")),
     *(("counts_traffic", value) for value in (None, 1, "x")),
-    *(("dump_dir", value) for value in (5, [])),
+    *(("dump_dir", value) for value in (5, [], "/nonexistent", "/proc/self/stat")),
     ("secret", "\ud800"),
     ("tls", "x"),
 ]

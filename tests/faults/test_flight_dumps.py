@@ -112,7 +112,9 @@ def test_watchdog_tells_that_nobody_drives_a_manual_engine(
 
 def test_watchdog_that_cannot_write_still_tells(open_engine: EngineFactory, other: xr.Engine, tmp_path: Path) -> None:
     events: list[xr.EngineEvent] = []
-    here = open_engine(polling="manual", watchdog_s=0.1, dump_dir=tmp_path / "missing")
+    (gone := tmp_path / "gone").mkdir()
+    here = open_engine(polling="manual", watchdog_s=0.1, dump_dir=gone)
+    gone.rmdir()
     here.on_event(events.append)
     src, dst = here.alloc(1 << 20), other.alloc(1 << 20)
     transfer = here.submit_write(src, dst.descriptor)
@@ -121,12 +123,19 @@ def test_watchdog_that_cannot_write_still_tells(open_engine: EngineFactory, othe
     transfer.wait(WAIT_S)
 
 
+def test_directory_that_takes_no_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere, so the kernel's answer is made up."""
+    monkeypatch.setattr("os.access", lambda path, mode: path != str(tmp_path))
+    with pytest.raises(xr.UsageError, match=r"^dump_dir = .* this user may not make files"):
+        xr.Engine("here", dump_dir=tmp_path)
+
+
 # --- signals ---
 
 HANGING = """
     import ctypes, sys, time, numpy as np, crossrail as xr
     xr.dump_on_signal(directory=sys.argv[1])
-    engine, other = xr.Engine("hanging", dump_dir="/nonexistent"), xr.Engine("other", dump_dir="/nonexistent")
+    engine, other = xr.Engine("hanging", dump_dir="/"), xr.Engine("other", dump_dir="/")
     src, dst = other.alloc(8), engine.alloc(8)
     other.submit_write(src, dst.descriptor, imm=5).wait(10)
     while engine.imm_counter(5).poll() < 1:  # done: it will be counted, if it is not yet
@@ -171,13 +180,18 @@ def test_signal_dumps_every_engine_of_a_process_that_hangs(tmp_path: Path, where
     assert errors.count("flight recorder of engine 'hanging' is in ") == rounds
 
 
-def test_signal_that_has_a_handler_is_refused() -> None:
+def test_signal_that_has_a_handler_or_nowhere_to_write_is_refused() -> None:
     script = """
         import signal, crossrail as xr
         signal.signal(signal.SIGUSR1, lambda *_: None)
         for wrong in (signal.SIGUSR1, signal.SIGKILL, 0, 4711):
             try:
                 xr.dump_on_signal(wrong)
+            except xr.UsageError as error:
+                print(error)
+        for wrong in ("/nonexistent", "/proc/self/stat", 5):
+            try:
+                xr.dump_on_signal(directory=wrong)
             except xr.UsageError as error:
                 print(error)
         with xr.dump_on_signal():
@@ -192,10 +206,12 @@ def test_signal_that_has_a_handler_is_refused() -> None:
     done = run_script(script)
     assert_clean(done)
     lines = done.stdout.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 8
     assert "signal 10 has a handler already" in lines[0]
     assert "signum = 9 " in lines[1] and "signum = 4711" in lines[3]
-    assert "signal 12 dumps already" in lines[4]
+    assert "directory = '/nonexistent' is no directory: make it first (mkdir -p /nonexistent)" in lines[4]
+    assert "directory = '/proc/self/stat' is no directory" in lines[5] and "directory must be a path" in lines[6]
+    assert "signal 12 dumps already" in lines[7]
 
 
 def test_closed_signal_dump_gives_the_default_action_back(tmp_path: Path) -> None:

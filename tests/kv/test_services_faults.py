@@ -442,6 +442,8 @@ async def test_no_nodes_is_unavailable(cluster: Cluster) -> None:
     await asyncio.wait_for(cluster.joined(), WAIT_S)
     with pytest.raises(xr.CrossrailError, match="no prefiller for model"):
         await cluster.complete(PROMPT, GREEDY)
+    with pytest.raises(Unavailable, match=r"no decoder for model 'toy' has joined .*; there are some for 'toy-"):
+        await anext(cluster.router.complete(PROMPT, GREEDY, model="toy"))
 
 
 async def test_empty_prompt_is_refused(cluster: Cluster) -> None:

@@ -258,7 +258,7 @@ def _run(plan: Plan, console: Console) -> bool:
     with (
         receiver.engine,
         Child("crossrail.cli.demo_writer", "the writing process") as writer,
-        Progress(*columns, console=console) as progress,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
         writer.call(
             "open",

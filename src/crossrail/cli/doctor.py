@@ -139,7 +139,9 @@ def _listen(port: int, minutes: float) -> None:
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON to standard output; docs/doctor.md has its fields.")
-@click.option("--only", multiple=True, metavar="TOPIC", help="Only this topic, or topic.check; may be repeated.")
+@click.option(
+    "--only", multiple=True, metavar="TOPIC", help="Only this topic, or topic.check; several by commas, or repeated."
+)
 @click.option("--strict", is_flag=True, help="Exit code 1 for warnings too.")
 @click.option("--peer", metavar="HOST[:PORT]", help="Measure the way to a host where `doctor --listen` runs.")
 @click.option(

@@ -238,7 +238,7 @@ def _push(
     with (
         xr.Engine(rails=rails, tls=tls) as engine,
         engine.submit_recvs(_MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
-        Progress(*columns, console=console, disable=quiet) as progress,
+        Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress,
     ):
         begun = time.monotonic()
         engine.connect(server)

@@ -365,12 +365,13 @@ async def _serve(options: Options, limits: Limits) -> bool:
     secret = shared_secret()
     if options.listen is not None and not secret:
         secret = secrets.token_hex(16).encode()
+    console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with (
         Inbox(options.directory) as inbox,
         _open_engine(options, secret) as engine,
         publish(options.name, engine.address) as published,
-        Progress(*columns, console=Console()) as progress,
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
         async with _reachable(engine, options, secret) as remote:
             server = Server(engine, inbox, progress, limits)

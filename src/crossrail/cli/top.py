@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ def command(url: str, once: bool, every_s: float) -> None:
     """
     url = _whole(url)
     console = Console(highlight=False)
-    if not console.is_terminal and console.width == 80:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_COLUMNS
     before = scrape(url, _TIMEOUT_S)
     time.sleep(every_s)

@@ -217,7 +217,9 @@ class Router:
         self.counts["overloaded" if decoders else "unavailable"] += 1
         if not decoders:
             of = f" for model {running.model!r}" if running.model else ""
-            raise Unavailable(why or f"no decoder{of} has joined router {self.name!r}")
+            others = sorted({repr(member.record.model) for member in self.roster.members("decoder")})
+            there = f"; there are some for {', '.join(others)}" if of and others else ""
+            raise Unavailable(why or f"no decoder{of} has joined router {self.name!r}{there}")
         raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
 
     async def _offer(self, running: Running, decoder: Member) -> str:

@@ -54,7 +54,10 @@ def run(measures: Sequence[Measure], settings: Settings, runs: int, console: Con
     """Measure after measure. One that fails is reported and does not stop the others, unless the peer is gone."""
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Pair(settings) as pair, Progress(*columns, console=console, transient=True) as progress:
+    with (
+        Pair(settings) as pair,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
         task = progress.add_task("", total=len(measures) * runs)
         for measure in measures:
             progress.update(task, description=measure.title)

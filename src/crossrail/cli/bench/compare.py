@@ -201,10 +201,12 @@ def fail_if_slower(comparison: Comparison, allowed: float | None) -> None:
         raise click.exceptions.Exit(1)
 
 
-@click.command("compare")
+@click.command("compare", short_help="Compare two files of --json: what is faster, slower, the same.")
 @click.argument("old", type=click.Path(dir_okay=False, exists=True, readable=True, path_type=Path))
 @click.argument("new", type=click.Path(dir_okay=False, exists=True, readable=True, path_type=Path))
-@click.option("--fail-slower", type=share, metavar="SHARE", help="Exit code 1 when a measure is slower by more: 10%.")
+@click.option(
+    "--fail-slower", type=share, metavar="SHARE", help="Exit code 1 when a measure is slower by more, as 10%."
+)
 def compare_command(old: Path, new: Path, fail_slower: float | None) -> None:
     """Compare two files of `crossrail bench --json`: what is faster, slower, or the same as far as can be seen.
 

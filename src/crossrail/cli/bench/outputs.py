@@ -21,7 +21,9 @@ from crossrail.errors import UsageError
 
 output_options = together(
     click.option("--json", "json_path", type=OutputFile(), help="Write all samples to this file."),
-    click.option("--plot", "plot_path", type=OutputFile(), help="Draw it, by the suffix: PNG, SVG (needs matplotlib)."),
+    click.option(
+        "--plot", "plot_path", type=OutputFile(), help="Draw it, by the suffix: PNG, SVG, PDF (needs matplotlib)."
+    ),
     click.option("--html", "html_path", type=OutputFile(), help="Write a report, one file for browsers."),
     click.option(
         "--compare",
@@ -29,7 +31,12 @@ output_options = together(
         type=click.Path(dir_okay=False, exists=True, readable=True, path_type=Path),
         help="Show what is faster and slower than in this older file of --json.",
     ),
-    click.option("--fail-slower", type=share, metavar="SHARE", help="With --compare: exit code 1 when slower by 10%."),
+    click.option(
+        "--fail-slower",
+        type=share,
+        metavar="SHARE",
+        help="With --compare: exit code 1 when a measure is slower by more, as 10%.",
+    ),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import time
 import urllib.request
 from typing import Any
@@ -19,7 +20,6 @@ from crossrail.errors import CrossrailError
 
 _TIMEOUT_S = 3.0
 _ANSWER_BYTES_MAX = 64 << 20
-_NO_TERMINAL_COLUMNS = 80  # what rich takes where there is none and COLUMNS is not set
 _PIPE_COLUMNS = 140
 
 
@@ -40,7 +40,7 @@ def top(url: str, once: bool, every_s: float) -> None:
     """
     url = url if "://" in url else f"http://{url}"
     console = Console()
-    if not console.is_terminal and console.width == _NO_TERMINAL_COLUMNS:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_COLUMNS
     if once or not console.is_terminal:
         console.print(_table(_ask(url)))

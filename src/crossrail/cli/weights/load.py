@@ -66,7 +66,9 @@ def _reader(text: str) -> tuple[int, int]:
     show_default=True,
     help="Inference ranks to wait for: 0 to one less than this.",
 )
-@click.option("--reader", type=_reader, default="0/1", show_default=True, help="Which reader this is, of how many.")
+@click.option(
+    "--reader", type=_reader, metavar="I/N", default="0/1", show_default=True, help="Which reader this is, of how many."
+)
 @click.option("--controller", metavar="ADDRESS", help="Of the other readers: what reader 0 printed, or its file.")
 @click.option(
     "--address-file",

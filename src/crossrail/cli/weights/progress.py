@@ -28,7 +28,7 @@ def showing_update(console: Console, title: str) -> Iterator[OnProgress]:
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task(title, total=None, amount="")
 
         def show(stage: Stage, done: int, whole: int) -> None:

@@ -54,7 +54,7 @@ def windows(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-@click.command("run")
+@click.command("run", short_help="Measure what is between this machine and a `crossrail bench serve`.")
 @click.argument("target", metavar="HOST:PORT", type=target_place)
 @click.option("--only", multiple=True, type=click.Choice(KINDS), help="Measure only this; may be repeated.")
 @click.option("--sizes", type=sizes(_SIZE_MAX), default=_SIZES, show_default=True, help="Of writes, reads and pages.")
@@ -144,7 +144,7 @@ def _measure_all(
     points = list(plan.points())
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(points) * plan.runs)
         for point in points:
             progress.update(task, description=f"{point.kind} {point.nbytes}")

@@ -243,7 +243,7 @@ def _orderly_end() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@click.command("serve")
+@click.command("serve", short_help="Be the other side of `crossrail bench run`.")
 @click.option(
     "--bind",
     type=bind_place,

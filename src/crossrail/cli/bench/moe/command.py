@@ -44,7 +44,7 @@ class _Options:
     mpi: bool
 
 
-@click.command("moe")
+@click.command("moe", short_help="Measure dispatch and combine of MoE layers beside the machine's limits.")
 @click.option("--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), help="[default: both]")
 @click.option("--ranks", "counts", multiple=True, type=click.IntRange(1, 64), help="[default: 2 and 4]")
 @click.option("--transport", default="shm", show_default=True, help="Of the ranks' engines.")

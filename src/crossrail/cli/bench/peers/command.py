@@ -21,7 +21,7 @@ _BUSY_MAX = 0.1
 _POOL_BYTES_MIN = 64 << 20
 
 
-@click.command("peers")
+@click.command("peers", short_help="Measure other libraries beside crossrail: the same shapes, the same clock.")
 @click.option("--only", metavar="NAME,...", default="", help="These, or all whose names begin so. [default: all there]")
 @click.option("--list", "list_only", is_flag=True, help="Say which are here and how to install the others, and end.")
 @click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Turns of each.")
