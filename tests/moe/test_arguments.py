@@ -47,6 +47,7 @@ ARGUMENTS = [
     ("timeout_s", "3", "timeout_s must be a number, not str"),
     ("timeout_s", -1.0, r"timeout_s is -1\.0, must be seconds, 0 or more"),
     ("timeout_s", math.nan, "timeout_s is nan, must be seconds, 0 or more"),
+    ("kernels", 3, "kernels is int, must be Kernels or None: it has no pack, pull, reduce"),
 ]
 
 

@@ -157,6 +157,10 @@ def is_gpu(device: Any | None) -> bool:
 
 def row_memory(engine: xr.Engine, device: Any | None, kernels: Kernels | None, config: Config) -> RowMemory:
     """For AllToAll's arguments of these names."""
+    if missing := [name for name in ("pack", "pull", "reduce") if kernels is not None and not hasattr(kernels, name)]:
+        raise UsageError(
+            f"kernels is {type(kernels).__name__}, must be Kernels or None: it has no {', '.join(missing)}"
+        )
     if not is_gpu(device):
         return HostRows(engine, kernels)
     if config.node_size != 1:
