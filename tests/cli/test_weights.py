@@ -104,7 +104,7 @@ def test_wrong_usage_is_one_line() -> None:
     assert "model 'gpt' is not known; there are kimi-k2" in run("weights", "plan", "gpt", status=2)
     assert "either a MODEL or --inventory" in run("weights", "plan", status=2)
     assert "must be 3 or a multiple of it" in run("weights", "plan", *SMALL, "--pipeline", "3", status=2)
-    for name in ("trainers", "targets", "pipeline", "expert_parallel", "dense_shard", "target_experts"):
+    for name in ("pipeline", "expert_parallel", "dense_shard", "target_experts"):
         option = f"--{name.replace('_', '-')}"
         assert f"{name} is 0, must be at least 1" in run("weights", "plan", *SMALL, option, "0", status=2)
     assert "--sweep ranks: must be one of trainers" in run("weights", "sim", *THIN, "--sweep", "ranks", status=2)

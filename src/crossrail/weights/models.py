@@ -7,7 +7,7 @@ gate, up and down.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -141,16 +141,16 @@ class Cluster:
     target_experts: int = 32
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if (size := getattr(self, field.name)) < 1:
-                raise UsageError(f"{field.name} is {size}, must be at least 1")
+        for name in ("pipeline", "expert_parallel", "dense_shard", "target_experts"):
+            if (size := getattr(self, name)) < 1:
+                raise UsageError(f"{name} is {size}, must be at least 1")
         stage = self.trainers // self.pipeline
         for name, value, of in (
             ("trainers", self.trainers, self.pipeline * self.expert_parallel),
             ("trainers of a stage", stage, self.dense_shard),
             ("targets", self.targets, self.target_experts),
         ):
-            if value % of:
+            if value < 1 or value % of:
                 raise UsageError(f"{name}: {value}; must be {of} or a multiple of it")
 
     @property
