@@ -216,6 +216,20 @@ def test_a_kernel_that_failed_is_told(seed: Seed) -> None:
         ranks.parts[0]._memory.stream.error = ""
 
 
+def test_a_kernel_that_failed_keeps_no_rank_from_closing(seed: Seed) -> None:
+    batches = batches_of(seed.rng(), 2)
+    with Ranks(2, TCP, device="cuda:0", **CONFIG) as ranks:
+        failed, other = ranks.parts
+        opened = other.dispatch_send(*on_gpu(other, batches[1]))
+        failed._memory._launch(lambda: None)
+        failed._memory.stream.error = "CUDA error: an illegal memory access was encountered"
+        with pytest.raises(CrossrailError, match="illegal memory access"):
+            failed.close()
+        with pytest.raises(xr.UsageError, match="closed"):
+            other.dispatch_recv(opened)
+        failed.close()
+
+
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, engine: xr.Engine) -> None:
     monkeypatch.undo()
     with EngineGroup(engine, [engine.address]) as group:

@@ -9,8 +9,8 @@
 Signatures and meanings are those of deep_ep/buffers/legacy.py (github.com/deepseek-ai/DeepEP, 2026). Tensors are in
 host memory, or on one GPU, where no call can be captured in a CUDA graph. What is not there is refused by name, never
 passed over: the high-throughput calls, MPI communicators, scales rounded to powers of two, LogFMT, statistics of
-waiting, ranks masked by hand. Unlike there, results are the same
-bits each time, and any hidden size, top-k and number of experts will do.
+waiting, ranks masked by hand. Unlike there, results are the same bits each time, and any hidden size, top-k and number
+of experts will do.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Buffer:
         sizes = _Sizes(num_max_dispatch_tokens_per_rank, hidden, num_experts, min(8, num_experts), False, _HOST)
         config = Config(
             world=num_ranks, private_tokens=None, padding=1, node_size=None, dp_size=1, capacity_factor=None,
-            on_lost="raise", **_sizes_of(sizes),
+            on_lost="raise", **_options(sizes),
         )  # fmt: skip
         return BoardLayout(config).nbytes + PARITIES * config.rows_max * config.x_row_bytes
 
@@ -261,7 +261,7 @@ class Buffer:
         found = self._exchanges.get(sizes)
         if found is None:
             group = TorchGroup(self.group)
-            found = AllToAll(self._engine, group, **_sizes_of(sizes), device=sizes.device, timeout_s=self._timeout_s)
+            found = AllToAll(self._engine, group, **_options(sizes), device=sizes.device, timeout_s=self._timeout_s)
             self._exchanges[sizes] = found
         return found
 
@@ -271,7 +271,7 @@ class Buffer:
         return self._kernels[device]
 
 
-def _sizes_of(sizes: _Sizes) -> dict[str, Any]:
+def _options(sizes: _Sizes) -> dict[str, Any]:
     """Of AllToAll."""
     return {
         "experts": sizes.experts,

@@ -404,14 +404,17 @@ class AllToAll:
     def close(self) -> None:
         """Gives the memory back; ranks that still wait for us are told. Idempotent. Arrays handed out stay readable.
 
-        Raises WaitTimeout when a rank is still in the middle of a write to us after timeout_s: call it again.
+        Raises WaitTimeout when a rank is still in the middle of a write to us after timeout_s: call it again. That a
+        kernel of a GPU has failed is raised when all the rest is done.
         """
-        if not self._closed:
-            self._closed = True
-            self._memory.settle()
-            self._peers.farewell(self.timeout_s)
-        self._peers.close(self.timeout_s)
-        self._close_memory()
+        try:
+            self._memory.settle()  # torch gives out again what is given back here
+        finally:
+            if not self._closed:
+                self._closed = True
+                self._peers.farewell(self.timeout_s)
+            self._peers.close(self.timeout_s)
+            self._close_memory()
 
     def __enter__(self) -> AllToAll:
         return self

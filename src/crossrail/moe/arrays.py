@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,7 @@ def to_host(given: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | N
         array = _of_tensor(given, name, dtypes)
     else:
         raise UsageError(f"{name} is {type(given).__name__}, must be an array of numpy or a tensor of torch")
-    if len(array.shape) != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
-        texts = ["any" if length is None else str(length) for length in shape]
-        raise UsageError(f"{name} has shape {list(array.shape)}, must have [{', '.join(texts)}]")
+    check_shape(array.shape, name, shape)
     if not array.flags.c_contiguous:
         raise UsageError(f"{name} has strides {array.strides}, must be C-contiguous")
     return array
@@ -49,6 +48,23 @@ def from_host(array: Array, dtype: str, as_tensor: bool) -> Any:
     torch: Any = sys.modules["torch"]
     signed = {"uint16": np.int16}.get(str(array.dtype))  # torch knows few unsigned types
     return torch.from_numpy(array if signed is None else array.view(signed)).view(getattr(torch, dtype))
+
+
+def check_shape(given: Sequence[int], name: str, shape: tuple[int | None, ...]) -> None:
+    """UsageError that names the argument. shape: None where any length will do."""
+    if len(given) != len(shape) or any(b not in (None, a) for a, b in zip(given, shape, strict=True)):
+        texts = ["any" if length is None else str(length) for length in shape]
+        raise UsageError(f"{name} has shape {list(given)}, must have [{', '.join(texts)}]")
+
+
+def check_tensor(given: Any, name: str, dtypes: tuple[str, ...]) -> str:
+    """Which of these types a tensor of torch is of. UsageError for another one, and for strides."""
+    if not given.is_contiguous():
+        raise UsageError(f"{name} has strides {given.stride()}, must be C-contiguous")
+    dtype = str(given.dtype).removeprefix("torch.")
+    if dtype not in dtypes:
+        raise UsageError(f"{name} is of type {dtype}, must be of {' or '.join(dtypes)}")
+    return dtype
 
 
 def to_count(given: Any, bound: int) -> int:
@@ -70,11 +86,7 @@ def _numpy_types(dtypes: tuple[str, ...]) -> tuple[np.dtype[Any], ...]:
 def _of_tensor(given: Any, name: str, dtypes: tuple[str, ...]) -> Array:
     if given.device.type != "cpu":
         raise UsageError(f"{name} is on {given.device}, must be in host memory")
-    if not given.is_contiguous():
-        raise UsageError(f"{name} has strides {given.stride()}, must be C-contiguous")
-    dtype = str(given.dtype).removeprefix("torch.")
-    if dtype not in dtypes:
-        raise UsageError(f"{name} is of type {dtype}, must be of {' or '.join(dtypes)}")
+    dtype = check_tensor(given, name, dtypes)
     torch: Any = sys.modules["torch"]
     carried = {"bfloat16": (torch.int16, np.uint16), "float8_e4m3fn": (torch.uint8, np.uint8)}.get(dtype)
     plain = given.detach()

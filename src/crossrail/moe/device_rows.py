@@ -12,7 +12,7 @@ import torch
 import crossrail as xr
 from crossrail._torch import is_tensor, told, wait_for_kernels
 from crossrail.errors import UsageError
-from crossrail.moe.arrays import Array, to_host
+from crossrail.moe.arrays import Array, check_shape, check_tensor, to_host
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.row_memory import INDEX_TYPES
 
@@ -53,14 +53,8 @@ class DeviceRows:
             raise UsageError(f"{name} is {type(array).__name__}, must be a tensor of torch on {self.device}")
         if array.device != self.device:
             raise UsageError(f"{name} is on {array.device}, must be on {self.device}")
-        dtype = str(array.dtype).removeprefix("torch.")
-        if dtype not in dtypes:
-            raise UsageError(f"{name} is of type {dtype}, must be of {' or '.join(dtypes)}")
-        if array.dim() != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
-            texts = ["any" if length is None else str(length) for length in shape]
-            raise UsageError(f"{name} has shape {list(array.shape)}, must have [{', '.join(texts)}]")
-        if not array.is_contiguous():
-            raise UsageError(f"{name} has strides {array.stride()}, must be C-contiguous")
+        check_tensor(array, name, dtypes)
+        check_shape(array.shape, name, shape)
         return array.detach()
 
     def routes(self, indices: Any, shape: tuple[int, int]) -> Array:
