@@ -1,5 +1,6 @@
 """What every test gets: a seed, a leak check, engines and peers that are closed at the end, and counted skips."""
 
+import gc
 import importlib.util
 import os
 import random
@@ -96,6 +97,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept.update(members if named else draw.sample(members, min(count, len(members))))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish() -> None:
+    """What tests import, torch above all, stays: garbage collection after each of them need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def transport_of(item: pytest.Item) -> str:
