@@ -82,10 +82,10 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
   options.peer_timeout_ns = to_ns(peer_timeout_s, "peer_timeout_s", 1e9, 1e-3, 1e6);
   options.polling = choose("polling", polling, kPollings);
   options.spin_ns = to_ns(spin_us, "spin_us", 1e3, 0, 1e7);
-  if (!worker_cpu.is_none()) options.worker_cpu = static_cast<int32_t>(to_u32(worker_cpu, "worker_cpu", 1 << 20));
-  options.submit_queue_depth = to_u32(submit_queue_depth, "submit_queue_depth");
-  options.imm_counters_max = to_u32(imm_counters_max, "imm_counters_max");
-  options.message_bytes_max = to_u32(message_bytes_max, "message_bytes_max");
+  if (!worker_cpu.is_none()) options.worker_cpu = static_cast<int32_t>(to_u32(worker_cpu, "worker_cpu", 1023));
+  options.submit_queue_depth = to_u32(submit_queue_depth, "submit_queue_depth", 65536, 16);
+  options.imm_counters_max = to_u32(imm_counters_max, "imm_counters_max", 1 << 24, 1);
+  options.message_bytes_max = to_u32(message_bytes_max, "message_bytes_max", 256 << 10, 1);
   options.watcher_poll_ns = to_ns(watcher_poll_us, "watcher_poll_us", 1e3, 0, 1e6);
   options.connect_timeout_ns = to_ns(connect_timeout_s, "connect_timeout_s", 1e9, 1e-3, 1e6);
   if (heartbeat_s != 0) options.heartbeat_ns = to_ns(heartbeat_s, "heartbeat_s", 1e9, 1e-3, 1e6);
@@ -94,7 +94,7 @@ void init(Self self, const std::string& name, const std::string& transport, nb::
            options.rdma.path_mtu_bytes) = rdma;
   options.rdma.provider = std::move(word.provider);
   const auto& [recorder_entries, watchdog_s, dump_directory, counts_traffic] = observed;
-  options.recorder_entries = to_u32(recorder_entries, "recorder_entries");
+  options.recorder_entries = to_u32(recorder_entries, "recorder_entries", 1 << 20);
   if (!watchdog_s.is_none()) options.watchdog_ns = to_ns(nb::cast<double>(watchdog_s), "watchdog_s", 1e9, 1e-3, 1e6);
   options.dump_directory = dump_directory;
   options.counts_traffic = counts_traffic;

@@ -162,7 +162,12 @@ WaitResult ImmCounter::wait(uint64_t count, Deadline deadline, const InterruptCh
   if (word.load(std::memory_order_acquire) == 0 && cancel_notify(ticket)) return result;
   // acquire: pairs with the release in serve().
   while (word.load(std::memory_order_acquire) == 0) cpu_relax();
-  return word.load(std::memory_order_acquire) == kServed ? WaitResult::kReady : WaitResult::kClosed;
+  const bool is_served = word.load(std::memory_order_acquire) == kServed;
+  if (result == WaitResult::kInterrupted) {  // nobody would learn that the counts were taken while the check ran
+    if (is_served) arrive(count * kUnitsPerCount);
+    return result;
+  }
+  return is_served ? WaitResult::kReady : WaitResult::kClosed;
 }
 
 }  // namespace crossrail

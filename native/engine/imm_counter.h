@@ -35,7 +35,7 @@ class ImmCounter : public RefCounted<ImmCounter> {
   // Takes n whole counts if they are there and nobody queues before us.
   bool try_consume(uint64_t count);
 
-  // Blocks until n counts were taken. Drives the engine meanwhile when no worker does.
+  // Blocks until n counts were taken. Drives the engine meanwhile when no worker does. kInterrupted takes none.
   WaitResult wait(uint64_t count, Deadline deadline, const InterruptCheck& interrupted);
 
   // Once n counts are there, takes them and posts `cookie`; served first come, first served. The ticket is for
@@ -53,7 +53,7 @@ class ImmCounter : public RefCounted<ImmCounter> {
   // changed and that does not end.
   bool try_waiting(uint64_t* needed_units, uint64_t* units) const;
 
-  // Progress holder: adds arrivals and serves waiters.
+  // Adds arrivals, or counts that are given back, and serves waiters. Any thread; arrivals: the progress holder.
   void arrive(uint64_t units);
   // Engine::close: serves every waiter with "closed".
   void close();

@@ -61,6 +61,7 @@ _REFUSALS: dict[str, str] = {
     "give both tls, or neither": "",
     "set the same `secret`": "",
     "sees no /proc": "",
+    "use the same crossrail release": "",
     "TLS handshake": (
         "see that each side's certificate is signed by the CA that the other trusts (tls.ca), and that its dates hold"
     ),

@@ -89,6 +89,21 @@ def test_wrong_option_is_refused_by_name(option: str, value: object) -> None:
         xr.Engine(**({"name": "here"} | {option: value}))
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "bound"),
+    [
+        ("submit_queue_depth", -1, r"16\.\.65536"),
+        ("submit_queue_depth", 2**40, r"16\.\.65536"),
+        ("imm_counters_max", -1, r"1\.\.16777216"),
+        ("message_bytes_max", 2**33, r"1\.\.262144"),
+        ("recorder_entries", -1, r"0\.\.1048576"),
+    ],
+)
+def test_number_out_of_range_is_told_the_options_own_bound(option: str, value: object, bound: str) -> None:
+    with pytest.raises(xr.UsageError, match=f"{option} is {value}, must be {bound}"):
+        xr.Engine(**({"name": "here"} | {option: value}))
+
+
 def test_unknown_option_is_refused() -> None:
     with pytest.raises(TypeError):
         xr.Engine("here", rials=4)

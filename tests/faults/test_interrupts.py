@@ -92,6 +92,41 @@ def test_other_signals_run_their_handlers_and_the_wait_goes_on() -> None:
     assert out == "served by the handler's write\n", err
 
 
+def test_handler_that_raises_while_the_count_arrives_ends_the_wait_and_takes_nothing() -> None:
+    source = """
+        import signal
+        import crossrail as xr
+
+        class Stop(Exception):
+            pass
+
+        def handle(*_):
+            engine.submit_write(src, src.descriptor, imm=1)
+            engine.submit_write(src, src.descriptor, imm=2)
+            other.wait(1, 15)
+            while engine.stats()["imm_units_received"] < 96:
+                pass
+            raise Stop
+
+        engine = xr.Engine("waiting")
+        src, counter, other = engine.alloc(10), engine.imm_counter(1), engine.imm_counter(2)
+        signal.signal(signal.SIGINT, handle)
+        print("waiting", flush=True)
+        try:
+            counter.wait(1, 15)
+            print("returned")
+        except Stop:
+            print("stopped")
+        counter.wait(1, 15)
+        engine.close()
+        print("and nothing was taken")
+    """
+    with start_script(source) as script:
+        out, err = interrupted(script)
+
+    assert out == "stopped\nand nothing was taken\n", err
+
+
 def test_engine_is_driven_while_a_handler_runs_in_a_wait() -> None:
     # Over tcp the target's engine places the bytes: of the thread that waits there, nothing may be needed.
     source = """

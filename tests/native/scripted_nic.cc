@@ -307,6 +307,8 @@ void ScriptedNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::spa
     if (net->chance(net->options.datagram_loss)) continue;
     net->datagrams.push_back({u64_of(peer_endpoint), std::vector<uint8_t>(bytes.begin(), bytes.end()),
                               now_ns() + net->delay(net->options.datagram_delay_ns_max)});
+    constexpr size_t kVersionAt = 4;
+    if (net->options.has_other_version) ++net->datagrams.back().bytes[kVersionAt];
   }
   net->step(now_ns());
 }

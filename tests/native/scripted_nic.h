@@ -31,6 +31,7 @@ struct NetOptions {
   int64_t delay_ns_max = 0;  // of each step of a work or fragment
   double datagram_loss = 0;
   double datagram_doubling = 0;
+  bool has_other_version = false;  // each side finds the other's datagrams of the next version
   int64_t datagram_delay_ns_max = 0;
   double breaks_before = 0;                 // of works: the path breaks, and the work was not carried out
   double breaks_after = 0;                  // it was, but nobody is told

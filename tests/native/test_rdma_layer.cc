@@ -82,6 +82,15 @@ TEST_CASE("rdma: an engine talks to itself") {
   CHECK(a.messages[0].second == text);
 }
 
+TEST_CASE("rdma: refused with words: another version, both of which are named") {
+  Net net({.has_other_version = true});
+  Node a(net, "a"), b(net, "b");
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.downs == 1; }));
+  CHECK(a.down_reason.find("it speaks protocol version " + std::to_string(kProtocolVersion + 1)) != std::string::npos);
+  CHECK(a.down_reason.find("this build version " + std::to_string(kProtocolVersion)) != std::string::npos);
+}
+
 TEST_CASE("rdma: refused with words: another secret, another engine at the address, nobody") {
   Net net({});
   Node a(net, "a", {.secret = "one"}), b(net, "b", {.secret = "two"});

@@ -25,6 +25,22 @@ DatagramHead head_of(DatagramKind kind) {
 
 }  // namespace
 
+TEST_CASE("rdma: of a datagram of another version who sent it is read, to be told, unless its head is another") {
+  DatagramHead head = head_of(DatagramKind::kKnock);
+  head.version = kProtocolVersion + 1;
+  Bytes bytes = begin_datagram(head);
+  seal(bytes, sha256({}));
+  const auto datagram = decode_datagram(bytes);
+  REQUIRE(datagram);
+  CHECK(datagram->head.version == kProtocolVersion + 1);
+  CHECK(datagram->head.endpoint == Bytes{1, 2, 3});
+  CHECK(datagram->body.empty());
+  bytes.erase(bytes.end() - 3, bytes.end());
+  const auto shorter = decode_datagram(bytes);
+  REQUIRE(shorter);
+  CHECK(shorter->head.endpoint.empty());
+}
+
 TEST_CASE("rdma: datagrams are read as they were written") {
   const Digest key = sha256({});
   Bytes bytes = begin_datagram(head_of(DatagramKind::kHello));

@@ -206,6 +206,8 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
   const DatagramHead& head = datagram.head;
   const Incarnation& own = options_.identity.incarnation;
   if (head.version != kProtocolVersion) {
+    refuse(rail, head, RefuseCode::kVersion,
+           "the versions differ");  // each of which is told by its own datagrams' heads
     report_garbage(rail.nic->name(), "a datagram of protocol version " + std::to_string(head.version) +
                                          " arrived, this build speaks version " + std::to_string(kProtocolVersion));
     return nullptr;

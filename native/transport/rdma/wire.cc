@@ -64,7 +64,7 @@ Bytes begin_datagram(const DatagramHead& head) {
   writer.put(head.version);
   writer.put(static_cast<uint8_t>(head.kind));
   writer.put(static_cast<uint8_t>((head.to_leader ? kFlagToLeader : 0) | (head.has_link ? kFlagHasLink : 0)));
-  writer.put(head.nonce);  // up to here the same in every version
+  writer.put(head.nonce);  // up to here the same in every version; the rest of the head from version 3 on
   writer.put_bytes(head.target_tag);
   writer.put_bytes(head.sender);
   writer.put(head.sender_session);
@@ -149,7 +149,6 @@ std::optional<Datagram> decode_datagram(std::span<const uint8_t> bytes) {
     return std::nullopt;
   }
   head.kind = static_cast<DatagramKind>(kind);
-  if (head.version != kProtocolVersion) return datagram;
   head.to_leader = (flags & kFlagToLeader) != 0;
   head.has_link = (flags & kFlagHasLink) != 0;
   reader.get_bytes(head.target_tag);
@@ -157,7 +156,12 @@ std::optional<Datagram> decode_datagram(std::span<const uint8_t> bytes) {
   head.sender_session = reader.get<uint64_t>();
   head.target_session = reader.get<uint64_t>();
   head.endpoint = get_short(reader, kEndpointBytesMax);
-  if (!reader.ok() || head.endpoint.size() > kEndpointBytesMax || head.endpoint.empty()) return std::nullopt;
+  const bool has_endpoint = reader.ok() && head.endpoint.size() <= kEndpointBytesMax && !head.endpoint.empty();
+  if (head.version != kProtocolVersion) {
+    if (!has_endpoint) head.endpoint.clear();
+    return datagram;
+  }
+  if (!has_endpoint) return std::nullopt;
   datagram.body = reader.rest();
   return datagram;
 }

@@ -103,7 +103,7 @@ void put_text(Bytes& bytes, const std::string& text);
 void seal(Bytes& bytes, const Digest& key);
 bool is_sealed(std::span<const uint8_t> bytes, const Digest& key);
 
-// Nothing when it is none of ours; of another version, only version, kind and nonce are set.
+// Nothing when it is none of ours; of another version there is no body, and no endpoint if its head is not like ours.
 struct Datagram {
   DatagramHead head;
   std::span<const uint8_t> body;  // of the bytes given; without the seal

@@ -105,8 +105,8 @@ void Acceptor::on_message() {
   const Bytes message = reader_.message();
   reader_.clear();
   if (reader_.version() != kProtocolVersion) {
-    return refuse(RefusalCode::kVersion, "it speaks version " + std::to_string(reader_.version()) +
-                                             " of the tcp transport, this engine version " +
+    return refuse(RefusalCode::kVersion, "who connects speaks version " + std::to_string(reader_.version()) +
+                                             " of the tcp transport, the other engine version " +
                                              std::to_string(kProtocolVersion) +
                                              ": use the same crossrail release on both sides");
   }
