@@ -46,6 +46,7 @@ class EngineCore final : public Sink, public Actor {
   ~EngineCore();
 
   // Throws EngineClosedError when closed, or in a forked child.
+  void check_usable() const;
   // Under tables_mutex_. Those that only the table still knows, once there are many: peers that show a new descriptor for
   // each request would fill it else. To be let go without the mutex.
   std::vector<RemoteRegionRef> take_unused_remote_regions();
@@ -56,12 +57,13 @@ class EngineCore final : public Sink, public Actor {
   // [any] but the progress holder. What peers had done before they were refused may lie in queues that nobody has looked
   // into since: counted when this returns, so that no count of theirs comes later.
   void count_arrivals();
+  // [any] From now on what NICs wrote to that GPU is flushed before an immediate is counted or a read is done.
+  void flush_gpu_before_counts(int ordinal);
   // [any] For tests.
   size_t remote_regions_known() const {
     std::lock_guard lock(tables_mutex_);
     return remote_regions_.size();
   }
-  void check_usable() const;
   bool forked() const;
   // On a stage: no thread of ours drives.
   bool is_staged() const { return options_.stage != nullptr; }
@@ -144,8 +146,6 @@ class EngineCore final : public Sink, public Actor {
                   const std::string& detail) override;
   void on_withdrawn(Link& link, void* context, uint32_t tag, uint64_t bytes) override;
   void on_imm(uint32_t imm, uint64_t units) override;
-  // [any] From now on what NICs wrote to that GPU is flushed before an immediate is counted or a read is done.
-  void flush_gpu_before_counts(int ordinal);
   Offer on_message(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) override;
   void on_link_up(Link& link) override;
@@ -256,6 +256,9 @@ class EngineCore final : public Sink, public Actor {
   void scan_cancels();
   void mark_busy(Peer& peer);
 
+  // --- reports.cc, progress holder ---
+  bool flush_gpus(uint64_t gpus, const std::string& what);
+
   // --- services.cc, progress holder ---
   uint32_t serve();
   void on_service_ended(const TransferWork& work, Status status);
@@ -269,10 +272,11 @@ class EngineCore final : public Sink, public Actor {
   ImmTable imms_;
   std::shared_ptr<WatcherThread> watchers_;
 
-  // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
   static constexpr size_t kRemoteRegionsKept = 1024;  // before those that nobody uses are looked for
   static constexpr size_t kLostPeersKept = 64;        // that nothing names any more: their counts, states and reasons
-  static constexpr uint8_t kSubmitting = 2;           // its mark while somebody is in submit_here
+
+  // Who drives. acquire/release on progress_lock_ orders everything of the progress holder.
+  static constexpr uint8_t kSubmitting = 2;  // its mark while somebody is in submit_here
   SpinLock progress_lock_;
   std::atomic<uint32_t> guests_{0};                        // threads that want the lock: the worker makes way
   std::atomic<std::atomic<uint32_t>*> in_front_{nullptr};  // the word of the guest who sleeps in front
@@ -310,7 +314,6 @@ class EngineCore final : public Sink, public Actor {
   uint64_t pool_version_seen_ = 0;
   bool overflow_reported_ = false;
   uint32_t last_serial_ = 0;
-  bool flush_gpus(uint64_t gpus, const std::string& what);
   std::atomic<uint64_t> gpus_to_flush_{0};  // a bit for each ordinal
   uint32_t arrived_imm_ = kNoImm;           // arrivals that are not recorded yet
   uint32_t arrived_count_ = 0;

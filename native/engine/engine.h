@@ -33,7 +33,7 @@
 namespace crossrail {
 
 class EngineCore;  // worker side, in engine/core.h
-struct PeerWork;   // what waits for a peer, in engine/core.h
+struct PeerWork;   // what waits for a peer, in engine/peer_work.h
 struct PeerTrack;  // what the flight recorder knows of it, in engine/flight_recorder.h
 class TextSink;
 

@@ -39,7 +39,7 @@ class ImmCounter : public RefCounted<ImmCounter> {
   WaitResult wait(uint64_t count, Deadline deadline, const InterruptCheck& interrupted);
 
   // Once n counts are there, takes them and posts `cookie`; served first come, first served. The ticket is for
-  // cancel_notify. If the engine closes first, the cookie is posted and outcome(ticket) says kClosed.
+  // cancel_notify. If the engine closes first, the cookie is posted all the same, and closed() is true.
   uint64_t notify(uint64_t count, Notifier* notifier, uint64_t cookie);
   // True: withdrawn, nothing was taken and no cookie comes. False: served already, the cookie comes or came.
   bool cancel_notify(uint64_t ticket);

@@ -77,7 +77,7 @@ class alignas(64) Transfer {
     Ref<Notifier> notifier;
     uint64_t cookie;
   };
-  // word_: status, then a flag, then references. One word, so that completing and dropping the engine's reference are
+  // word_: status, then two flags, then references. One word, so that completing and dropping the engine's reference are
   // one atomic; also the futex of blocked waiters.
   static constexpr uint32_t kStatusMask = 0xff;
   static constexpr uint32_t kHasSleeper = 0x100;   // some thread sleeps on the word

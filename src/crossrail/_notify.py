@@ -116,6 +116,14 @@ def resolve(future: asyncio.Future[bool], result: bool) -> None:
         future.set_result(result)
 
 
+def log_raised(engine_name: str, what: str) -> None:
+    """Logs the exception that is being handled, which a function of the user's raised; the engine goes on.
+
+    As text: a log handler that keeps the exception would keep its frames, and with them the engine.
+    """
+    log.error("engine %r: %s raised; the engine goes on\n%s", engine_name, what, traceback.format_exc())
+
+
 class _Handler(NamedTuple):
     call: Callable[[], object]
     once: bool
@@ -214,8 +222,7 @@ class CallbackThread:
         try:
             handler.call()
         except BaseException:
-            # As text: a log handler that keeps the exception would keep its frames, and with them the engine.
-            log.error("engine %r: a callback raised; the engine goes on\n%s", self._name, traceback.format_exc())
+            log_raised(self._name, "a callback")
 
     def __del__(self) -> None:
         if self._thread is not None and self._pid == os.getpid():

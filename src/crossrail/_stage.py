@@ -6,18 +6,15 @@ The engine knows worlds by this only; crossrail.sim is above it.
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from crossrail import _core
+from crossrail._notify import log_raised
 from crossrail.errors import UsageError
-
-log = logging.getLogger("crossrail")
 
 
 class Place(NamedTuple):
@@ -113,8 +110,7 @@ class CallbackHub:
         try:
             call()
         except BaseException:
-            # As text: a log handler that keeps the exception would keep its frames, and with them the engine.
-            log.error("engine %r: a callback raised; the engine goes on\n%s", engine_name, traceback.format_exc())
+            log_raised(engine_name, "a callback")
 
 
 class StageCallbacks:

@@ -78,9 +78,13 @@ class ImmCounter(_core.ImmCounter):
                 fn()
 
         cookie = callbacks.register(served)
-        ticket = CountTicket(self, self._notify(count, callbacks.notifier, cookie), cookie)
+        try:
+            ticket = self._notify(count, callbacks.notifier, cookie)
+        except BaseException:
+            callbacks.forget(cookie)
+            raise
         callbacks.start()
-        return ticket
+        return CountTicket(self, ticket, cookie)
 
     def release(self, *, force: bool = False) -> None:
         """Gives the number back. Call it when no peer will send it any more: it may then be handed out again.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from crossrail import _core, _options, _raise, _stage
 from crossrail._buffers import memory_of
 from crossrail._core import Address, Message
-from crossrail._notify import Callbacks, CallbackThread, log
+from crossrail._notify import Callbacks, CallbackThread, log, log_raised
 from crossrail.counters import ImmCounter
 from crossrail.errors import UsageError
 from crossrail.flight import default_directory, parse_dump
@@ -282,12 +282,17 @@ class Engine(_core.Engine):
     def on_event(self, fn: Callable[[EngineEvent], object]) -> None:
         """Calls fn with each EngineEvent on the engine's callback thread, instead of logging it.
 
+        If fn raises, that is logged, and the next event comes all the same.
         Without it events go to logging.getLogger("crossrail"): at once while the engine has callbacks of any kind, else
         when a wait fails and at close.
         """
         _raise.check_callable(fn, "fn")
-        self._callbacks.start()
-        self._on_event = fn
+        before, self._on_event = self._on_event, fn  # first: the thread that starts takes the events that are waiting
+        try:
+            self._callbacks.start()
+        except BaseException:
+            self._on_event = before
+            raise
         self._callbacks.notifier.post(self._event_cookie)  # for those that came before
         self._callbacks.start()
 
@@ -344,7 +349,10 @@ class Engine(_core.Engine):
     def _handle_events(self) -> None:
         for kind, peer, detail in self._take_events():
             if self._on_event is not None:
-                self._on_event(EngineEvent(kind, peer, detail))
+                try:
+                    self._on_event(EngineEvent(kind, peer, detail))
+                except BaseException:  # the others of this batch are told nowhere else
+                    log_raised(self.name, "on_event")
             else:
                 about = f" of peer {peer!r}" if peer else ""
                 why = f": {detail}" if detail else ""

@@ -228,7 +228,10 @@ class _Line:
         return str(self._item(index, str))
 
     def number(self, index: int) -> int:
-        return int(self._item(index, int))
+        number = int(self._item(index, int))
+        if not -(2**63) <= number < 2**64:
+            raise self.fail(f"element {index} of a {self.items[0]!r} line is no number of 64 bits")
+        return number
 
     def fail(self, why: str) -> UsageError:
         return UsageError(f"{self._where}: {why}")

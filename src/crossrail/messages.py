@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from crossrail import _core, _options, _raise
 from crossrail._core import Message
-from crossrail._notify import LoopNotifier, arrival, callbacks_of, log, loop_time, resolve
+from crossrail._notify import LoopNotifier, arrival, callbacks_of, log_raised, loop_time, resolve
 from crossrail.errors import UsageError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class ReceivePool(_core.ReceivePool):
             try:
                 self._on_message(message)
             except BaseException:
-                log.exception("engine %r: on_message raised; the engine goes on", self._engine.name)
+                log_raised(self._engine.name, "on_message")
         if not self.closed:
             self._notify(self._callbacks.notifier, self._cookie)
         elif messages:

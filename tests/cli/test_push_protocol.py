@@ -1,5 +1,6 @@
 """What `serve` and `push` take from each other and from the file system: nothing outside its bounds."""
 
+import errno
 import json
 import os
 import subprocess
@@ -177,6 +178,22 @@ def test_file_larger_than_the_disk_refused(root: Path) -> None:
         pytest.raises(Refused, match=rf"do not fit: \d+ are free at the target, and {16 << 20} "),
     ):
         inbox.create("big", 1 << 49, force=False)
+
+
+@pytest.mark.parametrize("call", ["fstatvfs", "dup", "stat"])
+def test_file_system_that_fails_refuses_and_leaves_no_descriptor(
+    root: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_options: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Inbox(root) as inbox:
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as broken:
+            broken.setattr(os, call, fail)
+            with pytest.raises(Refused, match="'sub/new': cannot be stored at the target: Input/output error"):
+                inbox.create("sub/new", 1, force=False)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 # --- what a pusher is told ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -275,6 +276,7 @@ def test_recording_of_another_version_is_refused(recording: bytes) -> None:
         (b'["op",1,0,"done","write",1]', "element 6 of a 'op' line is missing"),
         (b'["op","soon",0,"done","write",1,1,8,-1,1]', "element 1 of a 'op' line"),
         (b'["peer",1,2,3]', "element 6 of a 'peer' line is missing"),
+        (b'["op",%d,0,"done","write",1,1,8,-1,1]' % 10**30, "element 1 of a 'op' line is no number of 64 bits"),
         (b"[true]", "no flight recording has such a line"),
         (b"", "no flight recording has such a line"),
     ],
@@ -285,6 +287,16 @@ def test_damaged_line_is_named(recording: bytes, line: bytes, complaint: str) ->
     with pytest.raises(xr.UsageError, match=f"some.file, line {number}: ") as error:
         parse_dump(damaged, "some.file")
     assert complaint in str(error.value)
+
+
+def test_time_of_a_recording_that_no_clock_shows_is_refused(recording: bytes) -> None:
+    header, rest = recording.split(b"\n", 1)
+    cells = json.loads(header)
+    cells[7] = 10**30  # nanoseconds since 1970
+    with pytest.raises(
+        xr.UsageError, match=r"^some\.file, line 1: element 7 of a 'flight' line is no number of 64 bits"
+    ):
+        parse_dump(json.dumps(cells).encode() + b"\n" + rest, "some.file")
 
 
 def test_random_damage_is_refused_or_read_and_nothing_else(recording: bytes, seed: Seed) -> None:

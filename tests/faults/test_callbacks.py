@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import weakref
 
 import pytest
 
@@ -65,6 +66,48 @@ def test_raising_on_count_callback_is_logged(engine: xr.Engine, caplog: pytest.L
 
     eventually(lambda: ran, "the callback behind it")
     assert "count callback gone wrong" in caplog.text
+
+
+def test_events_that_came_before_on_event_are_told(open_engine: EngineFactory) -> None:
+    for _ in range(20):  # the callback thread, which takes them, starts while on_event() is under way
+        engine, peer = open_engine(), open_engine("there")
+        engine.connect(peer.address, WAIT_S)
+        told: list[xr.EngineEvent] = []
+        engine.on_event(told.append)
+        eventually(lambda: told, "the event that was waiting")  # noqa: B023
+        assert told[0].kind == "peer-connected"
+        engine.close()
+        peer.close()
+
+
+def test_event_behind_one_whose_callback_raised_is_told(
+    open_engine: EngineFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, names = open_engine(), ["a", "b", "c"]
+    for name in names:
+        engine.connect(open_engine(name).address, WAIT_S)
+    told: list[str] = []
+
+    def bad(event: xr.EngineEvent) -> None:
+        told.append(event.peer)
+        raise RuntimeError("event callback gone wrong")
+
+    engine.on_event(bad)  # all three are waiting, and are told together
+
+    eventually(lambda: told == names, "the events behind the first")
+    eventually(lambda: caplog.text.count("event callback gone wrong") >= 3, "a line in the log for each")
+
+
+def test_on_count_that_is_refused_keeps_nothing(engine: xr.Engine) -> None:
+    def fn() -> None:
+        raise AssertionError("it was never to be called")
+
+    alive = weakref.ref(fn)
+    with pytest.raises(xr.UsageError, match="count"):
+        engine.imm_counter(1).on_count(-1, fn)
+    del fn
+    gc.collect()
+    assert alive() is None
 
 
 def test_callback_may_submit_again_and_again(engine: xr.Engine) -> None:

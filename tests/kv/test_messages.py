@@ -152,6 +152,11 @@ def test_what_is_no_token_is_refused(tokens: object) -> None:
 # --- asking ---
 
 
+def _longer_than_a_message() -> m.Join:
+    record = m.NodeRecord("d0", b"d0", {}, role="decoder", model="model")
+    return m.Join(record, m.Load(), [f"{n:0128}" for n in range(100_000)])
+
+
 class Desk:
     """Two mailboxes; `there` answers Probe with Progress, and counts how often each was asked."""
 
@@ -221,6 +226,31 @@ async def test_handler_that_raises_answers_so_and_the_node_goes_on(desk: Desk) -
     with pytest.raises(NoAnswer, match="RuntimeError: broken model"):
         await desk.probe("bad")
     assert (await desk.probe("r1")).request == "r1"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (m.Progress("r1", 1, "failed", detail="x" * 2001), r"Progress cannot be sent.*length <= 2000"),
+        (m.Tokens("r1", 0, b"", m.End("error", "\udcff")), "UnicodeEncodeError"),
+        (_longer_than_a_message(), r"message has \d+ bytes, at most 8388608 are sent"),
+    ],
+    ids=["field-too-long", "no-text", "message-too-long"],
+)
+async def test_answer_that_cannot_be_sent_is_said_to_whoever_asked(desk: Desk, answer: m.Message, why: str) -> None:
+    async def handler(_sender: bytes, _probe: m.Probe) -> m.Message:
+        return answer
+
+    desk.there.handle(m.Probe, handler)
+    with pytest.raises(NoAnswer, match=why):
+        await desk.probe("r1")
+
+
+def test_words_of_an_error_can_be_sent_whatever_they_are() -> None:
+    words = m.clipped(xr.UsageError("there is no model at model-\udcff"))
+    assert m.decode(m.encode(m.Envelope(m.Failed(words)))).body == m.Failed(words)
+    assert "model-\\udcff" in words
+    assert len(m.clipped("\udcff" * 2000)) == 2000
 
 
 async def test_wrong_secret_is_dropped_and_counted(seed: Seed) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import crossrail as xr
 from crossrail.kv import messages as m
+from crossrail.kv import router as router_module
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.membership import Member, Roster
@@ -302,6 +303,60 @@ async def test_same_prefix_goes_where_it_was(town: Town) -> None:
         name = next(n for n, s in town.scripts.items() if len(s.started) > before[s.mailbox.address])
         where.setdefault(seed, set()).add(name)
     assert all(len(names) == 1 for names in where.values())
+
+
+async def test_prefiller_found_for_a_request_whose_client_left_has_nothing_to_do(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its decoder asks for another one, there is none, and the client leaves while the router waits for one."""
+    monkeypatch.setattr(router_module, "_SAME_AGAIN_S", WAIT_S)
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S)
+    town.patient()
+    script = await town.add("a", "pause")
+    only = record("p", "prefiller", town.net.wire("p").address)
+    town.router.roster.join(only, m.Load(), asyncio.get_running_loop().time())
+    client = asyncio.ensure_future(town.complete(count=1000))
+    await script.paused.wait()
+    await until(lambda: town.router._placement._sent[only.address] == 1000, "it counts as the prefiller's work")
+
+    lost = m.PrefillerLost(script.started[0], 1, "p", only.address, "it died")
+    asked = asyncio.ensure_future(script.mailbox.ask(town.router.mailbox.address, lost, m.Reassigned, WAIT_S))
+    await until(lambda: town.router.mailbox._being_answered, "the router looks for another one")
+    client.cancel()
+
+    assert (await asked).prefiller is None
+    assert town.router._placement._sent[only.address] == 0
+    script.go_on.set()
+
+
+async def test_prefiller_that_was_missed_and_is_back_has_only_what_it_was_given_since(town: Town) -> None:
+    town.patient()
+    script = await town.add("a", "pause")
+    sent, back = town.router._placement._sent, record("p", "prefiller", town.net.wire("p").address)
+    clients = []
+    for count in (1000, 500):
+        town.router.roster.join(back, m.Load(), asyncio.get_running_loop().time())
+        clients.append(asyncio.ensure_future(town.complete(count=count)))
+        await until(lambda count=count: sent[back.address] == count, "it counts as the prefiller's work")
+        if count == 1000:
+            (member,) = town.router.roster.members("prefiller")
+            town.router.roster.remove(member, "it was not heard of for a lease")
+    script.go_on.set()
+    assert await asyncio.gather(*clients) == [[1, 2, 3]] * 2
+    assert sent[back.address] == 0
+
+
+async def test_decoder_hears_the_end_of_a_request_whose_prefillers_all_gave_long_reasons(town: Town) -> None:
+    town.router.options = replace(OPTIONS, attempts_max=1)
+    town.patient()
+    script = await town.add("a", "pause")
+    client = asyncio.ensure_future(town.complete())
+    await script.paused.wait()
+    lost = m.PrefillerLost(script.started[0], 1, "p", b"elsewhere", "x" * 2000)
+    answer = await script.mailbox.ask(town.router.mailbox.address, lost, m.Reassigned, WAIT_S)
+    assert answer.prefiller is None and answer.reason.startswith("1 prefillers were tried: xxx")
+    script.go_on.set()
+    assert await client == [1, 2, 3]
 
 
 async def test_join_for_somebody_else_is_refused(town: Town) -> None:

@@ -11,7 +11,7 @@
 
 namespace crossrail::ofi {
 
-// What libfabric there is.
+// What libfabric there is; for tests, which are left out where there is none.
 struct Presence {
   bool found = false;
   std::string path;

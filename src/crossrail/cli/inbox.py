@@ -66,6 +66,12 @@ class Inbox:
     def create(self, dst: str, nbytes: int, *, force: bool) -> PartFile:
         """A file that will become `dst`. Refused when it must not or cannot."""
         components = split_path(dst)
+        try:
+            return self._create(components, dst, nbytes, force)
+        except OSError as error:  # a directory that may not be searched, no descriptors, a file system that fails
+            raise Refused(f"{_shown(dst)}: cannot be stored at the target: {error.strerror}") from None
+
+    def _create(self, components: list[str], dst: str, nbytes: int, force: bool) -> PartFile:
         status = os.fstatvfs(self._fd)
         free_bytes = status.f_bavail * status.f_frsize
         if nbytes + _SPARE_BYTES > free_bytes:

@@ -223,15 +223,20 @@ class Mailbox:
 
     async def _answer(self, sender: bytes, key: tuple[bytes, int], handler: Handler, question: object) -> None:
         try:
-            body = await handler(sender, question)
+            answer = self._as_answer(await handler(sender, question), key[1])
         except CrossrailError as error:
-            body = Failed(clipped(error))
+            answer = self._as_answer(Failed(clipped(error)), key[1])
         except Exception as error:
             log.exception("%s could not be answered", type(question).__name__)
-            body = Failed(clipped(f"{type(error).__name__}: {error}"))
-        answer = self._language.encode(body, 0, key[1])
+            answer = self._as_answer(Failed(clipped(f"{type(error).__name__}: {error}")), key[1])
         self._keep_answer(key, answer)
         await self._reply(sender, answer)
+
+    def _as_answer(self, body: object, ask: int) -> bytes:
+        """As it travels. UsageError when it cannot: a field is out of its bounds, or it is too long."""
+        data = self._language.encode(body, 0, ask)
+        self._sealer.packets_of(data)
+        return data
 
     async def _reply(self, to: bytes, answer: bytes) -> None:
         try:

@@ -17,6 +17,6 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 def clipped(text: object) -> str:
-    """Words short enough for a Text field."""
-    words = str(text)
+    """Words that a Text field holds: short enough, and without what UTF-8 has no bytes for (parts of a file's name)."""
+    words = str(text).encode(errors="backslashreplace").decode()
     return words if len(words) <= TEXT_MAX else words[: TEXT_MAX - 3] + "..."

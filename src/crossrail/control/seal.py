@@ -87,13 +87,18 @@ class Sealer:
         self._next = 0
         self._senders: dict[bytes, _Sender] = {}
 
-    def seal(self, message: bytes, to: bytes) -> list[bytes]:
-        """The packets of a message to the engine of identity `to`. UsageError when it is too long."""
+    def packets_of(self, message: bytes) -> int:
+        """How many packets it takes. UsageError when it is too long to be sent."""
         if len(message) > MESSAGE_BYTES_MAX:
             raise UsageError(f"message has {len(message)} bytes, at most {MESSAGE_BYTES_MAX} are sent")
         parts = max(1, -(-len(message) // self._room))
         if parts > 0xFFFF:
             raise UsageError(f"message of {len(message)} bytes takes {parts} packets, at most {0xFFFF} are sent")
+        return parts
+
+    def seal(self, message: bytes, to: bytes) -> list[bytes]:
+        """The packets of a message to the engine of identity `to`. UsageError when it is too long."""
+        parts = self.packets_of(message)
         first, self._next = self._next, self._next + parts
         packets = []
         for part in range(parts):

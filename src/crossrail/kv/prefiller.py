@@ -28,7 +28,7 @@ from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.model import Model, Tokens
 from crossrail.kv.node import FindRouter, Node, NodeOptions
-from crossrail.kv.pages import PageLease
+from crossrail.kv.pages import PageLease, PageState
 from crossrail.kv.plan import plan_transfer
 from crossrail.kv.prefix import page_hashes
 from crossrail.kv.sender import KvSender
@@ -93,13 +93,12 @@ class Prefiller(Node):
         self.mailbox.spawn(self._work(), f"prefilling of {self.name}")
 
     def load(self) -> m.Load:
-        report = self.pool.report()
         return m.Load(
             requests=len(self._works),
             queued_tokens=sum(len(work.tokens) for work in self._works.values()),
             pages_free=self.pool.available,
             pages_total=self.pool.pages,
-            pages_quarantined=sum(own for _, state, own, _ in report.leases if str(state) == "quarantined"),
+            pages_quarantined=self.pool.report().pages[PageState.QUARANTINED],
             draining=self.draining,
         )
 

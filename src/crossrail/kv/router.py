@@ -358,12 +358,16 @@ class Router:
 
     async def _on_prefiller_lost(self, sender: bytes, lost: m.PrefillerLost) -> m.Message:
         running = self._running.get(lost.request) or self._adopted_as_running(lost, sender)
-        if running is None or running.ended or running.decoder is None or not running.is_placed(sender, lost.placement):
-            return m.Reassigned(lost.request, lost.attempt, None, "nobody waits for this request any more")
+        unwanted = m.Reassigned(lost.request, lost.attempt, None, "nobody waits for this request any more")
+        if running is None or running.decoder is None or not running.waits_at(sender, lost.placement):
+            return unwanted
         if (tried := lost.attempt - lost.placement + 1) >= self.options.attempts_max:
-            return m.Reassigned(lost.request, lost.attempt, None, f"{tried} prefillers were tried: {lost.reason}")
+            why = f"{tried} prefillers were tried: {lost.reason}"
+            return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why))
         log.info("request %s, attempt %d: prefiller %s: %s", lost.request, lost.attempt, lost.node, lost.reason)
         found = await self._other_prefiller(running, running.decoder.record.model, lost)
+        if not running.waits_at(sender, lost.placement):  # its client left, or it is elsewhere by now
+            return unwanted
         if found is None:
             why = f"no other prefiller within {self.options.queue_s:g} s after {lost.node!r}: {lost.reason}"
             return m.Reassigned(lost.request, lost.attempt, None, m.clipped(why))
@@ -399,6 +403,8 @@ class Router:
         log.info("gone: %s", why)
         self._placement.forget(member)
         for running in self._running.values():
+            if running.prefiller is member:  # forgotten with it: should it come back, this is not its work any more
+                self._placement.assign(running, None)
             # One that it was only offered to goes to another, once it has not answered.
             if running.decoder is member and running.is_charged:
                 self._on_decoder_gone(running, why)

@@ -71,6 +71,10 @@ class Running:
         """Whether this is the decoder that has it now, and speaks of that and no earlier time."""
         return self.decoder is not None and (self.decoder.address, self.placement) == (decoder, placement)
 
+    def waits_at(self, decoder: bytes, placement: int) -> bool:
+        """The same, while somebody waits for its tokens."""
+        return not self.ended and self.is_placed(decoder, placement)
+
     def take(self, first: int, tokens: list[int], end: m.End | None) -> None:
         """What a decoder sent. What is here already is passed over; a gap cannot be, since decoders send in order."""
         if self.ended:

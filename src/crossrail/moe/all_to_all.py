@@ -63,8 +63,9 @@ class AllToAll:
 
     With a device: x, scales, weights, y and out are its tensors, and so is all that is given back; indices may be the
     host's. Each half launches its kernels on the stream that is current, and dispatch_send, combine_send and, with
-    on_lost="mask", the others wait for them; routes come to the host first. So no half can be captured in a CUDA graph.
-    Ranks share no memory then (node_size=1), and ranks in host memory may be in the same group, with node_size=1.
+    on_lost="mask", the others wait for them; routes come to the host first. Therefore none of the four halves can be
+    captured in a CUDA graph. Ranks share no memory then (node_size=1); ranks in host memory may be in the same group if
+    they set node_size=1 too.
 
     Not built yet, and refused: GPU memory that ranks of a host share; where not all ranks share memory, on_lost="mask"
     with dp_size, node_sums or private_tokens.

@@ -108,11 +108,6 @@ def messages_agree(rows: Rows, arrivals: Rows, life: int, to: int) -> list[str]:
     return found
 
 
-def handed_left(slots: Rows) -> int:
-    """How many handed slots the receiver has yet to look at."""
-    return int((slots["state"] == HANDED).sum())
-
-
 def area_agrees(slab: Bytes, area: int, slots: Rows, is_alive: bool) -> list[str]:
     """The bytes of an area of a receiver that lives, by the sender's slots. is_alive: the sender, and it is at rest."""
     found = []

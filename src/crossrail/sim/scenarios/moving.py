@@ -241,7 +241,7 @@ class _Rank:
         slots = _EXPERT_RANKS * _TOKENS * _TOKEN_BYTES
         self.run, self.engine, self.index = run, engine, index
         self.out, self.received, self.returned = engine.alloc(slots), engine.alloc(slots), engine.alloc(slots)
-        self.lengths_out, self.lengths_in = engine.alloc(8), engine.alloc(8 * _EXPERT_RANKS)
+        self.lengths_in = engine.alloc(8 * _EXPERT_RANKS)
         self.routes, self.dispatch, self.combine, self.barrier = (run.counter(engine, imm) for imm in range(4))
 
     def meet(self, ranks: list[_Rank]) -> None:
