@@ -88,6 +88,41 @@ async def test_completion_streamed(cluster: Cluster, url: str, client: aiohttp.C
     assert events[-1]["choices"][0]["finish_reason"] == "length" and "usage" in events[-1]
 
 
+async def test_usage_is_streamed_as_it_was_asked_for(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    options = {"include_usage": True}
+    async with client.post(url + "/v1/completions", json=body(stream=True, stream_options=options)) as response:
+        lines = [line.decode().strip() async for line in response.content if line.strip()]
+    assert lines.pop() == "data: [DONE]"
+    *events, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [token for event in events for token in event["choices"][0]["token_ids"]] == await expected()
+    assert all(event["usage"] is None for event in events)
+    assert (last["choices"], last["id"], last["model"]) == ([], events[0]["id"], events[0]["model"])
+    assert last["usage"] == {"prompt_tokens": len(TEXT), "completion_tokens": 8, "total_tokens": len(TEXT) + 8}
+    for given in ({}, {"include_usage": False}, {"include_usage": None}):
+        async with client.post(url + "/v1/completions", json=body(stream=True, stream_options=given)) as response:
+            lines = [line.decode().strip() async for line in response.content if line.strip()]
+        ending = json.loads(lines[-2].removeprefix("data: "))
+        assert ending["choices"][0]["finish_reason"] == "length" and ending["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"stream_options": {"include_usage": True}}, "`stream` is not true"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
+    ],
+    ids=["whole", "unknown"],
+)
+async def test_options_of_a_stream_that_make_no_sense_are_refused(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession, changes: dict[str, object], why: str
+) -> None:
+    await start(cluster)
+    async with client.post(url + "/v1/completions", json=body(**changes)) as response:
+        assert response.status == 400
+        assert why in (await response.json())["error"]["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_stop_text_ends_it_and_is_no_part_of_it(
     cluster: Cluster, url: str, client: aiohttp.ClientSession, stream: bool

@@ -381,6 +381,24 @@ async def test_two_routers_share_nodes(cluster: Cluster) -> None:
     await second.close()
 
 
+async def test_name_that_was_used_at_another_router_is_told_as_such(cluster: Cluster) -> None:
+    second = Cluster()
+    second.add_router("router-2")
+    cluster.also = [second.where]
+    await start(cluster, token_s=SLOW_S)
+    for node in cluster.nodes.values():
+        await asyncio.wait_for(node.links[1].joined.wait(), WAIT_S)
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await until(lambda: cluster.nodes["d0"].load().requests, "the decoder has it")
+    with pytest.raises(DuplicateRequest, match="'r1' is or was under way at node 'd0'"):
+        await second.complete(PROMPT, GREEDY, request="r1")
+    assert (await first)[0] == await monolithic(PROMPT, GREEDY)
+    with pytest.raises(DuplicateRequest, match="'r1' is or was under way at node 'd0'"):
+        await second.complete(PROMPT, GREEDY, request="r1")
+    await quiet(cluster)
+    await second.close()
+
+
 # --- nodes that come and go ---
 
 

@@ -197,9 +197,24 @@ async def test_trainer_that_offers_another_version(make_fleet: MakeFleet) -> Non
     offers = [asyncio.ensure_future(fleet.publish(7 + rank, [rank])) for rank in range(2)]
     with pytest.raises(UpdateFailed, match="trainer 1 offers version 8, asked for is 7"):
         await fleet.controller.update(7, PATIENCE_S)
-    assert all(isinstance(each, UpdateFailed) for each in await asyncio.gather(*offers, return_exceptions=True))
+    refused = await asyncio.gather(*offers, return_exceptions=True)
+    assert all(isinstance(each, UpdateFailed) for each in refused)
+    assert [(each.version, each.asked_for) for each in refused] == [(7, None), (8, 7)]
     await fleet.update(9)
     await fleet.assert_holds(9)
+
+
+async def test_trainer_that_lags_behind_learns_what_to_offer(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start(targets=[0])
+    update = asyncio.ensure_future(fleet.controller.update(2, PATIENCE_S))
+    # Trainer 1 has missed that version 1 is done.
+    told = await asyncio.gather(fleet.publish(2, [0]), fleet.publish(1, [1]), return_exceptions=True)
+    with pytest.raises(UpdateFailed, match="trainer 1 offers version 1, asked for is 2"):
+        await update
+    assert [isinstance(each, UpdateFailed) and (each.version, each.asked_for) for each in told] == [(2, None), (1, 2)]
+    await fleet.update(2)
+    await fleet.assert_holds(2)
 
 
 async def test_trainer_that_offers_nothing_fails_the_update_in_time(make_fleet: MakeFleet) -> None:

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
-from crossrail.kv.errors import NoPages
+from crossrail.kv.errors import DuplicateRequest, NoPages
 from crossrail.kv.fetch import Fetcher
 from crossrail.kv.layout import KvLayout, compatible
 from crossrail.kv.mailbox import Mailbox, NoAnswer
@@ -128,6 +128,8 @@ class Decoder(Node):
             reception = self._reserve(start.request, context, left)
         except NoPages as error:
             return m.StartRefused(start.request, m.clipped(error), busy=True)
+        except DuplicateRequest as error:
+            return m.StartRefused(start.request, m.clipped(error), busy=False, is_duplicate=True)
         except UsageError as error:
             return m.StartRefused(start.request, m.clipped(error), busy=False)
         link = next((link for link in self.links if link.address == sender), None)
@@ -147,9 +149,9 @@ class Decoder(Node):
         return m.Started(start.request)
 
     def _check(self, start: m.Start, context: Tokens) -> None:
-        """UsageError for what no decoder could do."""
+        """UsageError for what no decoder could do, DuplicateRequest for a name that was used."""
         if start.request in self._servings or start.placement <= self._ended.get(start.request, 0):
-            raise UsageError(f"request {start.request!r} is or was under way at node {self.name!r}")
+            raise DuplicateRequest(f"request {start.request!r} is or was under way at node {self.name!r}")
         if not len(context) or (len(context) > 1) != (start.prefiller is not None):
             raise UsageError("a prompt has at least one token, and a prefiller from two tokens on")
         if start.generated > min(start.sampling.max_tokens, len(context) - 1):

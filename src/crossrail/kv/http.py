@@ -1,7 +1,7 @@
 """The router's front: OpenAI's completions, streamed or whole, and what operators look at.
 
     POST /v1/completions        prompt (text or token ids), max_tokens, temperature, top_p, seed, stop, stream,
-                                ignore_eos
+                                stream_options, ignore_eos
     GET  /v1/models, /v1/nodes  what is served, and by whom
     GET  /v1/requests/ID        how it ended, its timeline; also /trace (Chrome trace) and /timeline.svg below it
     GET  /health, /metrics      200 or 503; Prometheus
@@ -57,6 +57,14 @@ _Taking = Callable[[], contextlib.AbstractContextManager[None]]
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """include_usage: what it took comes in an event of its own behind the others, which have null there, as OpenAI has
+    it. Without, the last event with a choice says it.
+    """
+
+    include_usage: bool | None = None
+
+
 class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
     """What a client may ask for. Fields of OpenAI's that are not here are refused, not passed over; null is not given.
 
@@ -74,6 +82,7 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
     stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=4)] | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     user: str | None = None
     n: int | None = None
@@ -91,6 +100,8 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
             if (value := getattr(self, name)) is not None and value != done:
                 only = "is not supported" if done is None else f"is not supported, only {json.dumps(done)}"
                 raise UsageError(f"`{name}` = {m.clipped(json.dumps(value))} {only}")
+        if self.stream_options is not None and not self.stream:
+            raise UsageError("`stream_options` is given, and `stream` is not true")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return m.Sampling(**{"max_tokens": 16, "temperature": 1.0, **given}, ignore_end=bool(self.ignore_eos))
 
@@ -167,11 +178,16 @@ class Front:
             chunks = self._router.complete(
                 prompt, sampling, model=body.model, request=name, traceparent=span.traceparent
             )
+            response: web.StreamResponse
             async with contextlib.aclosing(self._timed(chunks, begun_s)) as timed:
                 enough = partial(self._router.has_enough, name, "a stop text came")
                 answer = _Answer(name, body.model or self._served_model(), len(prompt), self._text(body), enough)
                 taking = partial(self._listener.taking, http)
-                response = await (answer.stream(http, timed, taking) if body.stream else answer.whole(timed))
+                if body.stream:
+                    tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+                    response = await answer.stream(http, timed, taking, tells_usage)
+                else:
+                    response = await answer.whole(timed)
             end = self._router.ended(name)
             failure = "" if end is None or end.reason in ("stop", "length") else end.detail or end.reason
             return response
@@ -284,8 +300,13 @@ class _Answer:
                 return web.json_response(self._object(tokens, text, reason) | self._usage(len(tokens)))
         raise RequestFailed("its tokens ended without an end")
 
-    async def stream(self, http: web.Request, chunks: AsyncIterator[Chunk], taking: _Taking) -> web.StreamResponse:
-        """Statuses are for what happens before the first token; what happens later comes as an event."""
+    async def stream(
+        self, http: web.Request, chunks: AsyncIterator[Chunk], taking: _Taking, tells_usage: bool
+    ) -> web.StreamResponse:
+        """Statuses are for what happens before the first token; what happens later comes as an event.
+
+        tells_usage: as include_usage of StreamOptions.
+        """
         first = await anext(chunks)
         if first.end is not None and (status := _END_STATUS.get(first.end.reason)):
             return _refusal(status, f"{first.end.reason}: {first.end.detail}")
@@ -296,15 +317,22 @@ class _Answer:
         while True:
             tokens, text, reason = self._take(chunk)
             count += len(tokens)
-            event = self._object(tokens, text, reason) | ({} if reason is None else self._usage(count))
-            if chunk.end is not None and reason in _END_STATUS:
+            event = self._object(tokens, text, reason)
+            if tells_usage:
+                event["usage"] = None
+            elif reason is not None:
+                event |= self._usage(count)
+            if has_failed := chunk.end is not None and reason in _END_STATUS:
+                assert chunk.end is not None
                 event = {"error": {"message": f"{reason}: {chunk.end.detail}", "type": reason}}
             with taking():
-                await response.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
+                await response.write(_event(event))
             if reason is not None:
                 break
             chunk = await anext(chunks)
         with taking():
+            if tells_usage and not has_failed:
+                await response.write(_event(self._frame | {"choices": []} | self._usage(count)))
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
         return response
@@ -328,6 +356,10 @@ class _Answer:
     def _usage(self, count: int) -> dict[str, Any]:
         total = self._prompt_tokens + count
         return {"usage": {"prompt_tokens": self._prompt_tokens, "completion_tokens": count, "total_tokens": total}}
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def _refusal(status: int, words: str) -> web.Response:

@@ -199,10 +199,14 @@ class Started(_OfRequest, frozen=True, tag=True):
 
 
 class StartRefused(_OfRequest, frozen=True, tag=True):
-    """busy: another decoder, or the same one later, may take it; else nobody should be asked."""
+    """busy: another decoder, or the same one later, may take it; else nobody should be asked.
+
+    is_duplicate: because its name was used here, by a request of whichever router.
+    """
 
     reason: Text
     busy: bool
+    is_duplicate: bool = False
 
 
 class Cancel(_OfRequest, frozen=True, tag=True):

@@ -254,6 +254,8 @@ class Router:
             answer = m.Started(running.request)  # which is only late
         if isinstance(answer, m.StartRefused):
             running.decoder = None
+            if answer.is_duplicate:
+                raise DuplicateRequest(answer.reason)
             if not answer.busy:
                 raise UsageError(answer.reason)
             return answer.reason

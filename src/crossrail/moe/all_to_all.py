@@ -172,7 +172,7 @@ class AllToAll:
         parity = number % PARITIES
         if parity in self._open:
             raise UsageError(
-                f"{PARITIES} rounds are open, {', '.join(map(str, self._open.values()))}: combine one first"
+                f"round {number} takes the place of {self._open[parity]}, which is open: combine that one first"
             )
         memory = self._memory
         values = memory.given(x, "x", (config.dtype,), (None, config.hidden))

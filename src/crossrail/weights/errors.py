@@ -32,11 +32,16 @@ class Refused(CrossrailError):
 
 
 class UpdateFailed(CrossrailError):
-    """An update did not reach all inference ranks. version: its number; why each side gave it up is in the words."""
+    """An update did not reach all inference ranks. version: its number; why each side gave it up is in the words.
 
-    def __init__(self, version: int, why: str) -> None:
+    asked_for: at a trainer that offered another version than the controller asked for, the controller's: offering the
+    same again comes to nothing unless that is asked for again. Else None.
+    """
+
+    def __init__(self, version: int, why: str, asked_for: int | None = None) -> None:
         super().__init__(f"weight update {version} failed: {why}")
         self.version = version
+        self.asked_for = asked_for
 
 
 class TornWeights(CrossrailError):

@@ -106,7 +106,7 @@ class WeightTrainer:
 
         They must not change until it returns or raises. The update runs once all trainers offer the version that the
         controller was asked for. Raises UpdateFailed: it is complete nowhere, unless this trainer alone was cut off;
-        offer it again, or a later one.
+        offer it again, or a later one; if its `asked_for` is a number, that one, or this trainer fails again.
         Weights on GPUs are those that are there when all has ended that the calling thread's current stream of each has
         been given until now, by torch; nothing is sent before. For kernels elsewhere, wait before the call. The call
         itself may come from any thread, the coroutine is the event loop's.
@@ -202,7 +202,7 @@ class WeightTrainer:
                 raise
             raise UpdateFailed(go.version, f"trainer {self.rank} stopped") from None
         except CrossrailError as error:
-            self._fail_soon(UpdateFailed(go.version, f"trainer {self.rank}: {error}"))
+            self._fail_soon(f"trainer {self.rank}: {error}")
             raise
         finally:
             if going.done():
@@ -217,6 +217,7 @@ class WeightTrainer:
         offer = self._offer
         assert offer is not None
         if offer.version != go.version:
+            offer.asked_for = go.version
             raise UsageError(f"trainer {self.rank} offers version {offer.version}, asked for is {go.version}")
         offer.attempt = go.attempt
         while not gpu.have_ended(offer.kernels):
@@ -261,7 +262,7 @@ class WeightTrainer:
             self._drop_assigned()
         await self._stop_step()
         if self._offer is not None:
-            self._fail(UpdateFailed(self._offer.version, abort.reason))
+            self._fail(abort.reason)
         return m.Aborted()
 
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
@@ -276,14 +277,14 @@ class WeightTrainer:
 
     # ---- ending
 
-    def _fail(self, error: UpdateFailed) -> None:
+    def _fail(self, why: str) -> None:
         if self._offer is not None:
-            self._offer.fail(error)
+            self._offer.fail(why)
 
-    def _fail_soon(self, error: UpdateFailed) -> None:
+    def _fail_soon(self, why: str) -> None:
         """The controller's abort comes before, and names what ended the update; this says only what it did here."""
         if self._offer is not None:
-            asyncio.get_running_loop().call_later(ABORT_S, self._offer.fail, error)
+            asyncio.get_running_loop().call_later(ABORT_S, self._offer.fail, why)
 
     async def _stop_step(self) -> None:
         going = self._going
@@ -307,11 +308,14 @@ class WeightTrainer:
 
 
 class _Offer:
-    """What publish() waits for. attempt: that has begun to send it, 0: none has."""
+    """What publish() waits for. attempt: that has begun to send it, 0: none has. asked_for: the version that the
+    controller asked for, if it was another one.
+    """
 
     def __init__(self, version: int, done: asyncio.Future[StepReport], kernels: Sequence[Any]) -> None:
         self.version = version
         self.attempt = 0
+        self.asked_for: int | None = None
         self.done = done
         self.kernels = kernels
 
@@ -319,9 +323,9 @@ class _Offer:
         if not self.done.done():
             self.done.set_result(report)
 
-    def fail(self, error: UpdateFailed) -> None:
+    def fail(self, why: str) -> None:
         if not self.done.done():
-            self.done.set_exception(error)
+            self.done.set_exception(UpdateFailed(self.version, why, self.asked_for))
 
 
 async def _until_done(transfer: xr.Transfer) -> None:
