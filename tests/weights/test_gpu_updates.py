@@ -237,7 +237,7 @@ async def test_kernels_that_still_read_end_before_anything_is_written(
     assert waited == [["cuda:0"]] * len(fleet.receivers)
 
 
-async def test_reader_that_comes_while_kernels_are_waited_for_is_waited_for_too(
+async def test_reader_that_comes_while_kernels_are_waited_for_waits_for_the_update(
     gpu_world: GpuWorld, make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end, waited = threading.Event(), []
@@ -253,12 +253,14 @@ async def test_reader_that_comes_while_kernels_are_waited_for_is_waited_for_too(
     update = asyncio.ensure_future(fleet.update(1))
     while not waited:
         await asyncio.sleep(0.01)
-    async with receiver.reading(PATIENCE_S):
-        may_end.set()
-        await asyncio.sleep(0.05)
-        assert not receiver._versions.is_receiving
+    with pytest.raises(xr.WaitTimeout):
+        async with receiver.reading(0.05):
+            pass
+    may_end.set()
+    async with receiver.reading(PATIENCE_S) as reading:
+        assert reading.version == 1
     await update
-    assert len(waited) == 2
+    assert len(waited) == 1
     await fleet.assert_holds(1, [0])
 
 

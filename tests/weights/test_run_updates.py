@@ -13,6 +13,7 @@ from crossrail.weights import controller
 from crossrail.weights.plan import Plan
 from crossrail.weights.planner import PlanOptions
 from crossrail.weights.preparer import NumpyPreparer
+from crossrail.weights.receiver import WeightReceiver
 from crossrail.weights.step import Step
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
@@ -138,6 +139,60 @@ async def test_update_in_place_waits_for_readers_and_pauses(make_fleet: MakeFlee
     await update
     assert calls == ["pause 1", "resume 1"]
     await fleet.assert_holds(1)
+
+
+async def test_readers_that_always_come_again_do_not_keep_an_update_in_place_waiting(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(spare=False)
+    await fleet.start()
+    receiver, is_over = fleet.receivers[1], False
+
+    async def read() -> None:
+        while not is_over:
+            async with receiver.reading(PATIENCE_S):
+                await asyncio.sleep(0.01)
+
+    # They relieve each other: at any time one of them reads.
+    readers = [asyncio.ensure_future(read()) for _ in range(3)]
+    for version in (1, 2, 3):
+        await asyncio.sleep(0.05)
+        await fleet.update(version)
+    is_over = True
+    await asyncio.gather(*readers)
+    await fleet.assert_holds(3)
+
+
+async def test_a_reading_within_another_does_not_wait_for_the_update_that_waits_for_it(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(spare=False)
+    await fleet.start()
+    receiver = fleet.receivers[1]
+    async with receiver.reading(PATIENCE_S) as outer:
+        update = asyncio.ensure_future(fleet.update(1))
+        while not receiver._versions._openings:
+            await asyncio.sleep(0.01)
+        async with receiver.reading(PATIENCE_S) as inner:
+            assert inner.version == outer.version
+        with pytest.raises(xr.WaitTimeout, match="an update is under way"):
+            await asyncio.create_task(read_once(receiver, 0.05))
+    await update
+    await fleet.assert_holds(1)
+
+
+async def read_once(receiver: WeightReceiver, timeout_s: float) -> None:
+    async with receiver.reading(timeout_s):
+        pass
+
+
+async def test_readers_come_again_when_an_update_that_waited_for_one_gives_up(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(spare=False)
+    await fleet.start()
+    receiver = fleet.receivers[1]
+    async with receiver.reading(PATIENCE_S):
+        update = asyncio.ensure_future(fleet.failing_update(1, timeout_s=1.0))
+        while not receiver._versions._openings:
+            await asyncio.sleep(0.01)
+        late = asyncio.create_task(read_once(receiver, PATIENCE_S))
+        await update
+        await late
 
 
 async def test_ranks_come_and_go_between_updates(make_fleet: MakeFleet) -> None:

@@ -81,6 +81,7 @@ class WeightReceiver:
         self._pause, self._resume = pause, resume
         self._buffers: list[list[xr.Region]] = []
         self._versions = Versions(2 if spare else 1)
+        self._reading_tasks: list[asyncio.Task[Any] | None] = []  # once for each reading() that is open
         self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._controller = b""
         self._expected: tuple[str, int] | None = None
@@ -135,16 +136,20 @@ class WeightReceiver:
     async def reading(self, timeout_s: float = 60.0) -> AsyncIterator[Reading]:
         """The weights, of one version, which nobody writes while this is open.
 
-        Waits while an update in place is under way. Raises TornWeights when one has failed, WaitTimeout. Close it
-        between uses: with spare memory the next update but one waits for it, in place the next.
+        Waits while an update in place is under way, or waits for readers to go; but not within another reading() of the
+        same task. Raises TornWeights when an update in place has failed, WaitTimeout. Close it between uses: with spare
+        memory the next update but one waits for it, in place the next.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while (buffer := self._versions.begin_reading()) is None:
+        task = asyncio.current_task()
+        while (buffer := self._versions.begin_reading(is_nested=task in self._reading_tasks)) is None:
             await self._wait_changed(deadline, f"no whole weights within {timeout_s:g} s: an update is under way")
+        self._reading_tasks.append(task)
         try:
             yield Reading(self._versions.version, self._buffers[buffer], self.memory)
         finally:
+            self._reading_tasks.remove(task)
             self._versions.end_reading(buffer)
             self._notify()
 
@@ -232,12 +237,14 @@ class WeightReceiver:
         try:
             if not self._has_spare:
                 await in_time(self._pause(opened.version), opened.deadline_s)
-            await self._wait_unread(deadline)
+            with self._versions.opening():
+                await self._wait_unread(deadline)
             if self._attempt is not attempt:
                 raise UsageError(f"attempt {opened.attempt} is over")
         except BaseException:
             if self._attempt is attempt:
                 self._end(attempt)
+            self._notify()  # readers may come again
             raise
         buffer = self._versions.open()
         attempt.timer = loop.call_at(deadline + _GRACE_S, self._overdue, attempt)
@@ -245,21 +252,17 @@ class WeightReceiver:
         return m.Opened(buffer)
 
     async def _wait_unread(self, deadline: float) -> None:
-        """Until neither a reader nor a kernel is at the memory that is to be written."""
+        """Until neither a reader nor a kernel is at the memory that is to be written. No reader comes meanwhile."""
         loop = asyncio.get_running_loop()
         devices = gpu.gpus_of(self._buffers[self._versions.back])
-        while True:
-            while not self._versions.may_open:
-                await self._wait_changed(deadline, f"inference rank {self.rank}: somebody still reads the weights")
-            if not devices:
-                return
-            begun = self._versions.back_readings
-            try:
-                await in_time(asyncio.to_thread(gpu.wait_for_kernels, devices), deadline - loop.time())
-            except asyncio.TimeoutError:
-                raise WaitTimeout(f"inference rank {self.rank}: kernels on {devices[0]} still run") from None
-            if self._versions.back_readings == begun:  # else somebody came meanwhile, and may have launched more
-                return
+        while not self._versions.may_open:
+            await self._wait_changed(deadline, f"inference rank {self.rank}: somebody still reads the weights")
+        if not devices:
+            return
+        try:
+            await in_time(asyncio.to_thread(gpu.wait_for_kernels, devices), deadline - loop.time())
+        except asyncio.TimeoutError:
+            raise WaitTimeout(f"inference rank {self.rank}: kernels on {devices[0]} still run") from None
 
     async def _on_await(self, sender: bytes, question: m.Await) -> m.Whole:
         attempt = self._current(sender, question.attempt)

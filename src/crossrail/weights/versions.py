@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 from crossrail.errors import UsageError
@@ -33,7 +35,8 @@ def checked_version(version: object) -> int:
 class Versions:
     """One buffer, updated in place while nobody reads; or two, of which one is read while the other is written.
 
-    Lifecycle of an update: 1. may_open: nobody reads the buffer that it goes into. 2. open(). 3. commit() or abort().
+    Lifecycle of an update: 1. opening(): no new reader of the buffer that it goes into, until the last one has gone and
+    it may_open. 2. open(). 3. commit() or abort().
     front: the buffer that is read; back: the one that the next update goes into, or the current one does.
     Invariant: a buffer that is RECEIVING has no readers; with two, the front is never RECEIVING.
     Threads: one.
@@ -44,7 +47,7 @@ class Versions:
         self._versions: list[int] = [-1] * buffers
         self._states = [State.WHOLE] * buffers  # what is there at first is whole, and no version of ours
         self._readers = [0] * buffers
-        self._readings = [0] * buffers  # begun so far
+        self._openings = 0  # updates that wait for readers to go
 
     @property
     def back(self) -> int:
@@ -70,10 +73,14 @@ class Versions:
         """Nobody reads the back."""
         return not self._readers[self.back]
 
-    @property
-    def back_readings(self) -> int:
-        """How many readings of the back have begun so far."""
-        return self._readings[self.back]
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """While an update waits for readers of the back to go: in place no others come, or it might wait for ever."""
+        self._openings += 1
+        try:
+            yield
+        finally:
+            self._openings -= 1
 
     def open(self) -> int:
         """The buffer that an update is written into from here on."""
@@ -94,19 +101,19 @@ class Versions:
         assert self._states[self.back] is State.RECEIVING
         self._states[self.back] = State.TORN
 
-    def begin_reading(self) -> int | None:
+    def begin_reading(self, *, is_nested: bool = False) -> int | None:
         """The buffer to read, which nobody writes until end_reading(); None: not now, an update in place is under way.
 
-        Raises TornWeights when one has failed.
+        is_nested: whoever asks reads already, and would keep an update waiting that it waits for itself. Raises
+        TornWeights when an update in place has failed.
         """
         if self.state is State.TORN:
             raise TornWeights(
                 f"an update in place failed after version {self.version}: these weights are part old, part new"
             )
-        if self.state is State.RECEIVING:
+        if self.state is State.RECEIVING or (self._openings and self.back == self.front and not is_nested):
             return None
         self._readers[self.front] += 1
-        self._readings[self.front] += 1
         return self.front
 
     def end_reading(self, buffer: int) -> None:
