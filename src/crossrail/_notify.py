@@ -137,12 +137,14 @@ class CallbackThread:
     Threads: everything from any thread.
     """
 
+    # Here, since a signal's handler may raise before __init__ has begun, and __del__ comes all the same.
+    _thread: threading.Thread | None = None
+
     def __init__(self, engine_name: str) -> None:
         self._name = engine_name
         self._handlers: dict[int, _Handler] = {}
         self._cookies = itertools.count(1)  # 0 only wakes the thread
         self._lock = threading.Lock()  # guards _thread and _closing
-        self._thread: threading.Thread | None = None
         self._closing = False
         self._pid = os.getpid()
         self.notifier = _core.Notifier()  # last: it may fail, and __del__ looks at the rest

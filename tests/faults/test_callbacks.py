@@ -2,12 +2,14 @@
 
 import asyncio
 import gc
+import sys
 import threading
 import weakref
 
 import pytest
 
 import crossrail as xr
+from crossrail._notify import CallbackThread
 from tests.conftest import EngineFactory
 from tests.support.leaks import crossrail_threads
 from tests.support.limits import WAIT_S, eventually
@@ -237,3 +239,11 @@ def test_what_was_awaited_in_a_closed_loop_is_there_for_another(engine: xr.Engin
         other.submit_send(engine.address, b"for the next").wait(WAIT_S)
         other.submit_write(source, target.descriptor, imm=1).wait(WAIT_S)
         assert asyncio.run(take_both()) == b"for the next"
+
+
+def test_callbacks_that_a_signal_kept_from_being_made_go_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    CallbackThread.__new__(CallbackThread)  # gone at once: its __init__ never began
+    gc.collect()
+    assert not raised
