@@ -11,12 +11,6 @@
 
 namespace crossrail {
 
-namespace {
-
-std::string text(uint64_t value) { return std::to_string(value); }
-
-}  // namespace
-
 const char* event_kind_name(EngineEvent::Kind kind) {
   switch (kind) {
     case EngineEvent::Kind::kImmOverflow:

@@ -10,8 +10,6 @@ namespace crossrail {
 
 namespace {
 
-std::string text(uint64_t value) { return std::to_string(value); }
-
 void check_option(bool ok, const char* name, const std::string& value, const char* bound) {
   if (!ok) throw UsageError(std::string(name) + " = " + value + " is not in " + bound);
 }

@@ -11,8 +11,6 @@ namespace crossrail {
 
 namespace {
 
-std::string text(uint64_t value) { return std::to_string(value); }
-
 template <typename Index>
 uint64_t convert_indices(const void* data, uint64_t count, const char* name, uint32_t* out) {
   const auto* indices = static_cast<const Index*>(data);

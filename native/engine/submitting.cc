@@ -20,8 +20,6 @@ constexpr size_t kShortTargets = 128;
 // From here on a copy would only push everything else out of the caches.
 constexpr uint64_t kBulkBytes = uint64_t{1} << 20;
 
-std::string text(uint64_t value) { return std::to_string(value); }
-
 // The checks of every submit: what they throw is apart and cold, so that they are a few instructions each.
 [[gnu::cold, noreturn]] void throw_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
   throw UsageError(std::string(what) + ": offset " + text(offset) + " + length " + text(length) +

@@ -1,10 +1,14 @@
 // The two kinds of error that are thrown. Data-path failures are never thrown: they are statuses of completions.
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
 namespace crossrail {
+
+// A number, within the text of an error.
+inline std::string text(uint64_t value) { return std::to_string(value); }
 
 // The caller's mistake: the text names the argument, its value and the bound.
 class UsageError : public std::invalid_argument {
