@@ -45,7 +45,8 @@ void EngineCore::leave() {
   if (!worker_.joinable()) return;
   // A worker that goes to sleep just now may miss both: then it looks again soon (worker_main).
   const bool unwatched = sleeps_for_good_.load(std::memory_order_seq_cst) && inflight() > 0;
-  const bool oversleeps = timer < wakes_at_.load(std::memory_order_relaxed);
+  // seq_cst, behind that of arm(): either we see until when the worker sleeps, or it sees what we moved.
+  const bool oversleeps = timer < wakes_at_.load(std::memory_order_seq_cst);
   if (work || unwatched || oversleeps || !transports_.is_armed()) transports_.sleeping_place().call_behind();
 }
 
@@ -94,6 +95,7 @@ void EngineCore::worker_main() {
     // When somebody else holds the lock, its leave() rings us if it leaves work behind: sleep.
     bool knows_timer = false;
     Deadline timer = kNoDeadline;
+    uint64_t moves_at_timer = 0;
     if (!wanted && try_enter()) {
       drive_until_idle();
       transports_.arm();
@@ -101,6 +103,7 @@ void EngineCore::worker_main() {
       if (work) transports_.disarm();
       timer = next_due();
       knows_timer = true;
+      moves_at_timer = moves_.load(std::memory_order_relaxed);
       progress_lock_.unlock();
       if (work || !transports_.is_armed() || guests_.load(std::memory_order_relaxed) != 0) continue;
     }
@@ -116,8 +119,11 @@ void EngineCore::worker_main() {
     sleeps_for_good_.store(is_quiet, std::memory_order_seq_cst);
     const bool for_good = is_quiet && inflight() == 0;
     const Deadline until = std::min(timer, for_good ? kNoDeadline : now_ns() + kLookAgainNs);
-    wakes_at_.store(until, std::memory_order_relaxed);
-    transports_.sleeping_place().sleep_behind(until);
+    wakes_at_.store(until, std::memory_order_seq_cst);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // see leave()
+    // A guest who came and went since we had the timer may have set an earlier one, and not have seen wakes_at_.
+    const bool is_stale = knows_timer && moves_.load(std::memory_order_relaxed) != moves_at_timer;
+    if (!is_stale) transports_.sleeping_place().sleep_behind(until);
     wakes_at_.store(0, std::memory_order_relaxed);
     sleeps_for_good_.store(false, std::memory_order_relaxed);
   }
