@@ -312,3 +312,17 @@ async def test_over_engines(open_engine: EngineFactory) -> None:
     await desk.close()
     for wire in wires:
         wire.close()
+
+
+async def test_peers_that_came_and_went_are_dropped(
+    open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossrail.control.wire._ADDRESSES_MAX", 2)
+    wire = EngineWire(open_engine("here", transport="shm"))
+    for _ in range(4):
+        with xr.Engine("there", transport="shm") as there:
+            address = there.address.to_bytes()
+            assert not wire.is_lost(address)
+            assert wire.identity(address).hex() == there.address.incarnation
+    assert wire._resolved.cache_info().currsize == 2
+    wire.close()

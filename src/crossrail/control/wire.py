@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import lru_cache
 from typing import Protocol
 
 import crossrail as xr
 from crossrail.errors import TransferError
 
 _BUFFERS = 256
+_ADDRESSES_MAX = 4096
 
 
 class Unreachable(xr.CrossrailError):
@@ -42,7 +44,9 @@ class EngineWire:
         self.packet_bytes_max = packet_bytes_max
         self._engine = engine
         self._pool = engine.submit_recvs(_BUFFERS, packet_bytes_max)
-        self._addresses: dict[bytes, xr.Address] = {}
+        # An Address object remembers what the engine resolved it to, so each is made once. Of peers that come and
+        # go for weeks those are dropped that nobody has named for long, and with them what the engine keeps of them.
+        self._resolved = lru_cache(_ADDRESSES_MAX)(xr.Address.from_bytes)
 
     def identity(self, address: bytes) -> bytes:
         return bytes.fromhex(self._resolved(address).incarnation)
@@ -66,10 +70,3 @@ class EngineWire:
     def close(self) -> None:
         """Stops receiving. Idempotent."""
         self._pool.close()
-
-    def _resolved(self, address: bytes) -> xr.Address:
-        # An Address object remembers what the engine resolved it to, so each is made once.
-        found = self._addresses.get(address)
-        if found is None:
-            found = self._addresses[address] = xr.Address.from_bytes(address)
-        return found
