@@ -27,7 +27,7 @@ from tests.topology.trees import Machine, scratch
 # Whole programs, by file and number of the block, and what they print.
 PROGRAMS = {
     ("README.md", 0): "pages 0..3 begin with [0 1 2 3]",
-    ("docs/first-tensor.md", 0): "the sum is 1e+06",
+    ("docs/first-tensor.md", 0): "the sum is 1000000",
     ("docs/kv-engine.md", 0): "",
     ("docs/kv-library.md", 0): "",
     ("docs/metrics.md", 0): "http://127.0.0.1:",
