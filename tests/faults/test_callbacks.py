@@ -70,16 +70,14 @@ def test_raising_on_count_callback_is_logged(engine: xr.Engine, caplog: pytest.L
     assert "count callback gone wrong" in caplog.text
 
 
-def test_events_that_came_before_on_event_are_told(open_engine: EngineFactory) -> None:
-    for _ in range(20):  # the callback thread, which takes them, starts while on_event() is under way
-        engine, peer = open_engine(), open_engine("there")
-        engine.connect(peer.address, WAIT_S)
-        told: list[xr.EngineEvent] = []
-        engine.on_event(told.append)
-        eventually(lambda: told, "the event that was waiting")  # noqa: B023
-        assert told[0].kind == "peer-connected"
-        engine.close()
-        peer.close()
+# Several times: the callback thread, which takes the events, starts while on_event() is under way.
+@pytest.mark.parametrize("_turn", range(20))
+def test_events_that_came_before_on_event_are_told(engine: xr.Engine, other: xr.Engine, _turn: int) -> None:
+    engine.connect(other.address, WAIT_S)
+    told: list[xr.EngineEvent] = []
+    engine.on_event(told.append)
+    eventually(lambda: told, "the event that was waiting")
+    assert told[0].kind == "peer-connected"
 
 
 def test_event_behind_one_whose_callback_raised_is_told(

@@ -322,16 +322,16 @@ class _Answer:
                 event["usage"] = None
             elif reason is not None:
                 event |= self._usage(count)
-            if has_failed := chunk.end is not None and reason in _END_STATUS:
-                assert chunk.end is not None
-                event = {"error": {"message": f"{reason}: {chunk.end.detail}", "type": reason}}
+            failure = chunk.end if reason in _END_STATUS else None
+            if failure is not None:
+                event = {"error": {"message": f"{reason}: {failure.detail}", "type": reason}}
             with taking():
                 await response.write(_event(event))
             if reason is not None:
                 break
             chunk = await anext(chunks)
         with taking():
-            if tells_usage and not has_failed:
+            if tells_usage and failure is None:
                 await response.write(_event(self._frame | {"choices": []} | self._usage(count)))
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
