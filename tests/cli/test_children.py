@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from crossrail.cli.child import Child, ChildFailed, Children
 from tests.moe.workloads import Workload
+from tests.support.limits import WAIT_S
+from tests.support.process import start_script
 
 
 def test_answers_are_in_order_and_the_first_failure_is_told() -> None:
@@ -19,3 +23,21 @@ def test_answers_are_in_order_and_the_first_failure_is_told() -> None:
         common = {"work": work, "options": {}}
         with pytest.raises(ChildFailed, match=r"rank 1 .*KeyError: 'unheard of'"):
             both.each("round", [common | {"style": "whole"}, common | {"style": "unheard of"}])
+
+
+def test_child_whose_parent_left_in_the_middle_of_an_answer_ends_without_a_word() -> None:
+    script = """
+        from crossrail.cli.child import answer_calls
+        answer_calls({"add": lambda a, b: a + b})
+    """
+    with start_script(script) as child:
+        assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+        for number, (a, b) in enumerate([(1, 2), (3, 4)]):
+            call = {"number": number, "command": "add", "arguments": {"a": a, "b": b}}
+            child.stdin.write(json.dumps(call) + "\n")
+            child.stdin.flush()  # stays open: only the answer can tell the child
+            if number == 0:
+                assert json.loads(child.stdout.readline()) == {"number": 0, "result": 3}
+                child.stdout.close()
+        assert child.wait(WAIT_S) == 3
+        assert child.stderr.read() == ""

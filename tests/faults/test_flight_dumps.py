@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import select
 import signal
 import subprocess
@@ -27,14 +29,6 @@ def only_dump(folder: Path) -> FlightDump:
 
 def dumps(folder: Path) -> int:
     return len(list(folder.glob("*.flight")))
-
-
-def whole_dumps(folder: Path) -> int:
-    return sum(path.read_bytes().endswith(b'["end"]\n') for path in folder.glob("*.flight"))
-
-
-def wait_for_dumps(folder: Path, count: int) -> None:
-    eventually(lambda: whole_dumps(folder) == count, f"{count} dumps are written")
 
 
 # --- the watchdog ---
@@ -154,6 +148,18 @@ def read_line(script: subprocess.Popen[str]) -> str:
     return script.stdout.readline().strip()
 
 
+def errors_said(script: subprocess.Popen[str], lines: int) -> list[str]:
+    """The next lines of its standard error, whole."""
+    assert script.stderr is not None
+    said = b""
+    while said.count(b"\n") < lines:
+        assert select.select([script.stderr], [], [], WAIT_S)[0], f"only this was said: {said.decode()}"
+        got = os.read(script.stderr.fileno(), 4096)
+        assert got, f"it ended, and said: {said.decode()}"
+        said += got
+    return said.decode().splitlines()
+
+
 def waits_in(folder: Path) -> set[tuple[int, float, float]]:
     found = [read_dump(path) for path in folder.glob("*.flight")]
     return {(wait.imm, wait.arrived, wait.needed) for dump in found for wait in dump.waits}
@@ -168,7 +174,10 @@ def test_signal_dumps_every_engine_of_a_process_that_hangs(tmp_path: Path, where
             while rounds < 2 or (where == "wait" and not waits_in(tmp_path)):  # the first may come before the wait
                 script.send_signal(signal.SIGUSR2)
                 rounds += 1
-                wait_for_dumps(tmp_path, 2 * rounds)
+                for line in errors_said(script, 2):
+                    told = re.fullmatch(r"crossrail: signal 12: flight recorder of engine '(.*)' is in (.*)", line)
+                    assert told is not None, line
+                    assert Path(told[2]).read_bytes().endswith(b'["end"]\n'), "it is whole once it is told of"
             assert script.poll() is None
         finally:
             script.kill()
@@ -177,7 +186,7 @@ def test_signal_dumps_every_engine_of_a_process_that_hangs(tmp_path: Path, where
     assert {dump.engine for dump in found} == {"hanging", "other"}
     assert {dump.reason for dump in found} == {f"signal {int(signal.SIGUSR2)}"}
     assert waits_in(tmp_path) == ({(5, 1.0, 3.0)} if where == "wait" else set())
-    assert errors.count("flight recorder of engine 'hanging' is in ") == rounds
+    assert len(found) == 2 * rounds and errors == ""
 
 
 def test_signal_that_has_a_handler_or_nowhere_to_write_is_refused() -> None:
@@ -225,6 +234,8 @@ def test_closed_signal_dump_gives_the_default_action_back(tmp_path: Path) -> Non
     assert dumps(tmp_path) == 0
 
 
+# gcc's AddressSanitizer forks without the locks of its own threads: a child that starts threads may wait for ever.
+@pytest.mark.no_sanitizer
 def test_forked_child_ignores_the_signal_and_may_ask_anew(tmp_path: Path) -> None:
     script = """
         import os, signal, sys, time, crossrail as xr

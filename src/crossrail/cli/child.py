@@ -225,8 +225,12 @@ def answer_calls(handlers: Mapping[str, Callable[..., Any]]) -> None:
     threading.Thread(target=_read_calls, args=(calls,), daemon=True, name="crossrail-calls").start()
     while True:
         call = json.loads(calls.get())
-        answers.write(json.dumps(_answer(handlers, call)) + "\n")
-        answers.flush()
+        answer = json.dumps(_answer(handlers, call))
+        try:
+            answers.write(answer + "\n")
+            answers.flush()
+        except BrokenPipeError:  # the end of the input, which it closes too, may be seen later than this
+            os._exit(_PARENT_GONE)
 
 
 def _read_calls(calls: queue.Queue[str]) -> None:
