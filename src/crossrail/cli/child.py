@@ -229,7 +229,7 @@ def answer_calls(handlers: Mapping[str, Callable[..., Any]]) -> None:
         try:
             answers.write(answer + "\n")
             answers.flush()
-        except BrokenPipeError:  # the end of the input, which it closes too, may be seen later than this
+        except BrokenPipeError:  # the parent closes our input too, but _read_calls may see that later
             os._exit(_PARENT_GONE)
 
 
