@@ -27,6 +27,9 @@ constexpr uint64_t kListenerToken = 1;
 constexpr uint64_t kCommandToken = 2;
 constexpr size_t kStrangersMax = 128;  // accepted connections that have not said hello yet
 constexpr int64_t kHelloTimeoutNs = 5'000'000'000;
+constexpr int kLookMs = 20;  // while somebody is awaited
+// Between two looks no more than that counts as a peer's silence: for longer, it is we who were stopped or not let run.
+constexpr int64_t kSilenceMaxNs = 500'000'000;
 
 sockaddr_un socket_address(const Incarnation& incarnation, socklen_t* length) {
   sockaddr_un address{};
@@ -164,8 +167,11 @@ void Control::run() {
   pthread_setname_np(pthread_self(), "crossrail-ctl");
   epoll_event ready[64];
   while (!stopping_) {
-    const int count = epoll_wait(epoll_.get(), ready, 64, next_timeout_ms());
-    if (count < 0) continue;  // we were stopped, and go on: answers may be here by now, and are looked at first
+    const int timeout_ms = next_timeout_ms();
+    excuse_silence();
+    const int count = epoll_wait(epoll_.get(), ready, 64, timeout_ms);
+    if (timeout_ms < 0) looked_ns_ = now_ns();  // nobody was awaited
+    if (count < 0) continue;                    // stopped, and going on: what came meanwhile is read first
     for (int i = 0; i < count; ++i) {
       const uint64_t token = ready[i].data.u64;
       if (token == kListenerToken) {
@@ -196,9 +202,16 @@ void Control::run() {
 
 int Control::next_timeout_ms() const {
   for (const auto& [token, connection] : connections_) {
-    if (!connection->up) return 20;
+    if (!connection->up) return kLookMs;
   }
   return -1;
+}
+
+void Control::excuse_silence() {
+  const int64_t now = now_ns();
+  const int64_t excused_ns = now - std::exchange(looked_ns_, now) - kSilenceMaxNs;
+  if (excused_ns <= 0) return;
+  for (auto& [token, connection] : connections_) connection->deadline_ns += excused_ns;
 }
 
 void Control::handle_commands() {
@@ -375,11 +388,11 @@ void Control::lose(Connection& connection, const std::string& reason) {
   }
 }
 
+// As of the last look: what came until then has been read. We may have been stopped since, and answers come.
 void Control::check_timeouts() {
-  const int64_t now = now_ns();
   for (auto& [token, connection] : connections_) {
     if (connection->up || connection->lost) continue;
-    if (now < connection->deadline_ns) {
+    if (looked_ns_ < connection->deadline_ns) {
       if (!connection->connected) start_connect(*connection);
       continue;
     }

@@ -86,6 +86,7 @@ class Control {
   void emit(ControlEvent event);
   void run();
   int next_timeout_ms() const;
+  void excuse_silence();
   void handle_commands();
   void handle_command(Command& command);
   void start_connect(Connection& connection);
@@ -128,6 +129,7 @@ class Control {
   std::map<uint64_t, std::unique_ptr<Connection>> connections_;  // by token
   std::map<uint64_t, uint64_t> token_of_link_;                   // of links that we initiated
   uint64_t next_token_ = 16;
+  int64_t looked_ns_ = 0;  // when sockets were looked at last, or a wait without end was over
   bool stopped_ = false;  // guarded by mutex_: the thread is gone, commands go nowhere
   bool stopping_ = false;
   bool lack_told_ = false;  // of descriptors, since one was to be had
