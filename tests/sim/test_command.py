@@ -1,6 +1,7 @@
 """`crossrail sim`, as a user runs it."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -130,6 +131,24 @@ def test_nonsense_is_refused_in_words(arguments: list[str], complaint: str) -> N
 
     assert run.returncode == 2
     assert complaint in failed(run)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("def flood(:", "SyntaxError"), ("import nothing.at.all", "No module named"), ("1 / 0", "ZeroDivisionError")],
+)
+def test_a_module_that_cannot_be_imported_is_its_owners_affair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, complaint: str
+) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    run = crossrail("sim", "--scenario", "broken:flood")
+
+    assert run.returncode == 2
+    told = failed(run)
+    assert complaint in told
+    assert "a mistake in crossrail" not in told
 
 
 def test_every_scenario_is_told_in_the_documentation() -> None:

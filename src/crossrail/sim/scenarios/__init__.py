@@ -53,6 +53,9 @@ def _own(name: str) -> Scenario:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--scenario {name}: {error}") from None
+    except Exception as error:  # whatever the user's own module does wrong
+        kind = type(error).__name__
+        raise UsageError(f"--scenario {name}: {module_name} cannot be imported: {kind}: {error}") from error
     if not inspect.iscoroutinefunction(function):
         raise UsageError(f"--scenario {name} is no coroutine function (async def ...(run))")
     return Scenario(name, (inspect.getdoc(function) or "").partition("\n")[0], function)
