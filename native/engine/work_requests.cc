@@ -1,6 +1,6 @@
 // How each operation is cut into work requests: which rail, how long, worth how much of a count.
 #include <algorithm>
-#include <array>
+#include <memory>
 
 #include "engine/core.h"
 #include "engine/sharding.h"
@@ -10,11 +10,17 @@ namespace crossrail {
 
 namespace {
 
-constexpr uint32_t kBatch = 64;                        // work requests handed to the transport at once
+constexpr uint32_t kBatch = 128;                       // work requests handed to the transport at once
 constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // of one transfer before others get a turn
-constexpr uint32_t kBatchesPerTurn = 8;                // of one paged transfer
+constexpr uint32_t kBatchesPerTurn = 4;                // of one paged transfer
 // Of a long range over rails that the transport balances: rails that end at different times idle for half of one each.
 constexpr uint64_t kSlicesPerRail = 32;
+
+// Work requests that are made one by one: to make all of them for a few would take longer than to post those.
+union Batch {
+  Batch() {}
+  WorkRequest requests[kBatch];
+};
 
 // Largest power of two <= value, value in 1..256: its log2.
 constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t>(__builtin_clzll(value)); }
@@ -215,7 +221,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
   const uint32_t* remote_pages = work.remote_pages.get();
   std::byte* const local = work.local->base() + work.local_offset;
   uint64_t turn_bytes = 0;
-  std::array<WorkRequest, kBatch> batch;
+  Batch batch;
   for (uint32_t turn = 0; work.page < work.page_count; ++turn) {
     if (turn == kBatchesPerTurn || turn_bytes >= kBytesPerTurn) return Progress::kMore;
     const uint64_t turn_bytes_before = turn_bytes;
@@ -233,7 +239,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
         run = uint64_t{1} << log2;
         code = share_code_of_pages(log2);
       }
-      WorkRequest& request = batch[filled];
+      WorkRequest& request = *std::construct_at(&batch.requests[filled]);
       request.op = WorkOp::kWrite;
       request.has_imm = work.imm != kNoImm;
       request.bulk = work.bulk;
@@ -251,12 +257,12 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
     }
     const uint32_t retired_before = work.retired;
     const uint32_t rail = rail_for(peer, work, 0);
-    const uint32_t accepted = post(peer, rail, {batch.data(), filled}, turn_bytes - turn_bytes_before, transfer);
+    const uint32_t accepted = post(peer, rail, {batch.requests, filled}, turn_bytes - turn_bytes_before, transfer);
     const bool at_once = work.retired == retired_before + accepted && work.failure == Status::kDone;
     for (uint32_t i = 0; i < accepted; ++i) {
-      work.page += batch[i].reserved;
-      round_bytes_ += batch[i].length_bytes;
-      if (at_once) work.bytes_retired += batch[i].length_bytes;
+      work.page += batch.requests[i].reserved;
+      round_bytes_ += batch.requests[i].length_bytes;
+      if (at_once) work.bytes_retired += batch.requests[i].length_bytes;
     }
     if (work.failure != Status::kDone) return Progress::kAllPosted;
     if (work.rail == kAnyRail && ++work.first_rail >= peer.route_.traits->rail_count) work.first_rail = 0;
