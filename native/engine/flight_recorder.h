@@ -24,6 +24,7 @@
 
 #include "engine/traffic.h"
 #include "transport/types.h"
+#include "util/prefetch.h"
 #include "util/spinlock.h"
 #include "util/tick_clock.h"
 
@@ -112,6 +113,7 @@ class FlightRing {
                   std::memory_order_relaxed);
     // release: who sees the head sees the entry.
     head_.store(at + 1, std::memory_order_release);
+    prefetch_for_write(&slots_[(at + kAhead) & mask_]);  // a ring is as large as the nearest cache
   }
 
   // Where the last entry has its count, for count_again().
@@ -126,6 +128,7 @@ class FlightRing {
   bool read(uint64_t at, FlightEntry* entry) const;
 
  private:
+  static constexpr uint64_t kAhead = 4;               // two lines
   using Slot = std::array<std::atomic<uint64_t>, 4>;  // two of them to a cache line
 
   // The last word: 32 bits of the immediate, 20 of the count, 5 of the operation, 1 whether it repeats, 6 of the state.
@@ -198,7 +201,7 @@ class FlightRecorder {
   // Into the ring of a transport's rail; kAnyRail: the engine's.
   void record(uint32_t transport, uint32_t rail, FlightEntry entry) {
     if (!is_on()) return;
-    repeated_.count = nullptr;
+    repeated_.peer = nullptr;
     entry.ticks = next_ticks();
     ring_of(transport, rail).write(entry);
   }
@@ -207,14 +210,13 @@ class FlightRecorder {
     if (!is_on()) return;
     entry.repeats = true;
     record(transport, rail, entry);
-    repeated_ = {ring_of(transport, rail).last_count(), peer, entry.bytes, entry.imm, entry.op, rail};
+    repeated_ = {ring_of(transport, rail).last_count(), peer, entry.bytes, kind_of(entry.imm, entry.op, rail)};
   }
   // True: the last entry is by record_repeatable() and tells of this transfer too, the next after it, by one count more. It
   // must be of the same transport.
   bool repeat(const void* peer, uint32_t rail, uint32_t imm, uint32_t op, uint64_t bytes) {
     const Repeated& last = repeated_;
-    if (last.count == nullptr || last.peer != peer || last.bytes != bytes || last.imm != imm || last.op != op ||
-        last.rail != rail || ticks_ == ticks_end_)
+    if (last.peer != peer || last.bytes != bytes || last.kind != kind_of(imm, op, rail) || ticks_ == ticks_end_)
       return false;
     ++ticks_;
     FlightRing::count_again(last.count);
@@ -237,11 +239,15 @@ class FlightRecorder {
  private:
   // The last entry, if it may be repeated.
   struct Repeated {
-    std::atomic<uint64_t>* count = nullptr;  // null: it may not
-    const void* peer = nullptr;
+    std::atomic<uint64_t>* count = nullptr;
+    const void* peer = nullptr;  // null: it may not
     uint64_t bytes = 0;
-    uint32_t imm = 0, op = 0, rail = 0;
+    uint64_t kind = 0;
   };
+  // What else has to be equal, in one word. rail: also kAnyRail, of which the lowest bits are unlike any other's.
+  static constexpr uint64_t kind_of(uint32_t imm, uint32_t op, uint32_t rail) {
+    return imm | uint64_t{op & 0xffff} << 32 | uint64_t{rail} << 48;
+  }
 
   // The one place that time comes from.
   int64_t next_ticks() {
