@@ -10,7 +10,20 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from crossrail.cli.bench import api, copies, footprint, kv, posting, rdma, report, small, tcp_copies, tcp_small, tcp_tls
+from crossrail.cli.bench import (
+    api,
+    copies,
+    footprint,
+    kv,
+    posting,
+    rdma,
+    report,
+    simulator,
+    small,
+    tcp_copies,
+    tcp_small,
+    tcp_tls,
+)
 from crossrail.cli.bench.compare import compare_command
 from crossrail.cli.bench.hosts.run import run_command
 from crossrail.cli.bench.hosts.serve import serve_command
@@ -38,6 +51,7 @@ def all_measures(transport: str) -> list[Measure]:
         *api.measures(),
         *kv.measures(),
         *footprint.measures(),
+        *simulator.measures(),
     ]
 
 

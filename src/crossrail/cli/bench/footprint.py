@@ -6,15 +6,12 @@ Each sample is a fresh interpreter, as neither can be measured twice in one.
 from __future__ import annotations
 
 import json
-import subprocess
-from typing import Any
 
-from crossrail.cli.bench.pair import Pair, python_command
+from crossrail.cli.bench.fresh import RESIDENT_BYTES, run_script
+from crossrail.cli.bench.pair import Pair
 from crossrail.cli.bench.spec import Bar, Measure, Sample, SampleStream
-from crossrail.errors import CrossrailError
 
 _PEERS = 16
-_SCRIPT_TIMEOUT_S = 60.0
 
 _IMPORT_SCRIPT = """
 import numpy, time
@@ -24,13 +21,10 @@ print(1e3 * (time.perf_counter() - begun))
 """
 
 # Addresses of peers come on standard input. Prints [engine MiB, KiB per peer].
-_MEMORY_SCRIPT = """
-import json, os, sys, time
-import numpy
-
-def resident_bytes():
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+_MEMORY_SCRIPT = (
+    RESIDENT_BYTES
+    + """
+import json, sys, time
 
 addresses = json.load(sys.stdin)
 before = resident_bytes()
@@ -44,6 +38,7 @@ time.sleep(0.2)
 connected = resident_bytes()
 print(json.dumps([(idle - before) / 2**20, (connected - idle) / len(addresses) / 2**10]))
 """
+)
 
 
 def measures() -> list[Measure]:
@@ -82,30 +77,12 @@ def _memory_samples(pair: Pair, column: int) -> SampleStream:
     try:
         with pair.on_all_cores():
             while True:
-                yield Sample(_run_script(_MEMORY_SCRIPT, json.dumps(addresses))[column], None)
+                yield Sample(run_script(_MEMORY_SCRIPT, json.dumps(addresses))[column], None)
     finally:
         pair.child.call("close_engines")
 
 
 def _import_samples(pair: Pair) -> SampleStream:
-    _run_script(_IMPORT_SCRIPT)  # the first one reads from disk
+    run_script(_IMPORT_SCRIPT)  # the first one reads from disk
     while True:
-        yield Sample(_run_script(_IMPORT_SCRIPT), None)
-
-
-def _run_script(script: str, text: str = "") -> Any:
-    """What the script printed, as JSON."""
-    try:
-        done = subprocess.run(
-            [python_command(), "-c", script],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=_SCRIPT_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise CrossrailError(f"a fresh interpreter did not end within {_SCRIPT_TIMEOUT_S:g} s") from None
-    if done.returncode != 0:
-        raise CrossrailError(f"a fresh interpreter failed: {done.stderr.strip()}")
-    return json.loads(done.stdout)
+        yield Sample(run_script(_IMPORT_SCRIPT), None)
