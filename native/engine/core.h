@@ -230,7 +230,7 @@ class EngineCore final : public Sink, public Actor {
   void start(Transfer* transfer);
   void start_item(Peer& peer, Transfer* transfer, uint32_t target);
   uint32_t post_backlogs();
-  uint32_t post_backlog(Peer& peer, std::deque<PostItem>& backlog);
+  uint32_t post_backlog(Peer& peer, RingQueue<PostItem>& backlog);
   Progress advance(Peer& peer, const PostItem& item);
   Progress post_range(Peer& peer, Transfer* transfer);
   static Progress refused(uint32_t rail);

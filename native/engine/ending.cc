@@ -175,11 +175,10 @@ void EngineCore::finish(Transfer* transfer, Status status) {
 void EngineCore::fail_backlogs(Peer& peer, Status status, const std::string& detail) {
   peer.track_->queued.store(0, std::memory_order_relaxed);
   for (auto* backlog : {&peer.work_->backlog, &peer.work_->messages, &peer.work_->services}) {
-    std::deque<PostItem> items;
-    items.swap(*backlog);
-    for (const PostItem& item : items) {
-      fail_item(item, status, peer, detail);
-      finish_if_done(item.transfer);
+    const RingQueue<PostItem> items = std::exchange(*backlog, {});
+    for (size_t i = 0; i < items.size(); ++i) {
+      fail_item(items[i], status, peer, detail);
+      finish_if_done(items[i].transfer);
     }
   }
 }
@@ -195,12 +194,12 @@ void EngineCore::scan_cancels() {
   };
   for (const PeerRef& peer : busy_) {
     for (auto* backlog : {&peer->work_->backlog, &peer->work_->messages}) {
-      std::deque<PostItem> kept;
-      std::deque<PostItem> cut;
-      for (const PostItem& item : *backlog) {
-        (is_cut(item.transfer) ? cut : kept).push_back(item);
-      }
-      backlog->swap(kept);
+      std::vector<PostItem> cut;
+      backlog->filter([&](const PostItem& item) {
+        const bool kept = !is_cut(item.transfer);
+        if (!kept) cut.push_back(item);
+        return kept;
+      });
       for (const PostItem& item : cut) {
         item.transfer->work_->cut_short = true;
         close_item(item.transfer);

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <string>
 
 #include "engine/heartbeats.h"
+#include "util/ring_queue.h"
 
 namespace crossrail {
 
@@ -28,13 +28,22 @@ struct TimedWork {
 // What waits for a peer. Progress holder.
 // Invariant: is_busy exactly when the peer is in EngineCore::busy_.
 struct PeerWork {
-  std::deque<PostItem> backlog;   // one-sided
-  std::deque<PostItem> messages;  // kept apart: a receiver without buffers holds back messages only
-  std::deque<PostItem> services;  // of the engines themselves: before all others
+  RingQueue<PostItem> backlog;   // one-sided
+  RingQueue<PostItem> messages;  // kept apart: a receiver without buffers holds back messages only
+  RingQueue<PostItem> services;  // of the engines themselves: before all others
   Heartbeat heartbeat;
   TimedWork timed;
   bool is_busy = false;
   std::string note;  // why lost or frozen
+
+  // Nothing waits: memory of a long queue is given back.
+  void end_busy() {
+    constexpr size_t kKeptMax = 4096;
+    is_busy = false;
+    for (auto* queue : {&backlog, &messages, &services}) {
+      if (queue->capacity() > kKeptMax) queue->release();
+    }
+  }
 };
 
 }  // namespace crossrail

@@ -92,16 +92,17 @@ uint32_t EngineCore::post_backlogs() {
   }
   std::erase_if(busy_, [](const PeerRef& peer) {
     note_queued(*peer);
-    const PeerWork& work = *peer->work_;
-    peer->work_->is_busy = !work.backlog.empty() || !work.messages.empty() || !work.services.empty();
-    return !peer->work_->is_busy;
+    PeerWork& work = *peer->work_;
+    if (!work.backlog.empty() || !work.messages.empty() || !work.services.empty()) return false;
+    work.end_busy();
+    return true;
   });
   runnable_ = runnable_ || moved > 0;
   return moved;
 }
 
 // One round over a peer's queue, each item a turn; ends when everything that was tried is blocked.
-uint32_t EngineCore::post_backlog(Peer& peer, std::deque<PostItem>& backlog) {
+uint32_t EngineCore::post_backlog(Peer& peer, RingQueue<PostItem>& backlog) {
   uint32_t moved = 0;
   uint32_t blocked = 0;
   const uint64_t bytes_max = peer.route_.traits->balances_rails ? kQueuedPerRound : kBytesPerRound;

@@ -1,9 +1,11 @@
 // A queue in one growing ring: no allocation once it has seen its peak, none at all while empty and released.
 #pragma once
 
-#include <bit>
+#include <algorithm>
 #include <cstddef>
 #include <memory>
+#include <span>
+#include <type_traits>
 #include <utility>
 
 namespace crossrail {
@@ -18,6 +20,11 @@ class RingQueue {
   const T& operator[](size_t index) const { return items_[(first_ + index) & (capacity_ - 1)]; }
   T& front() { return (*this)[0]; }
   T& back() { return (*this)[size_ - 1]; }
+  // The first ones, at most so many, as far as they lie side by side: all of them, or those up to where the ring wraps. Valid
+  // until something is put in or taken out.
+  std::span<const T> first_run(size_t count_max) const {
+    return {items_.get() + first_, std::min({count_max, size_, capacity_ - first_})};
+  }
 
   T& push_back(T item) {
     if (size_ == capacity_) grow();
@@ -37,6 +44,12 @@ class RingQueue {
     --size_;
     return item;
   }
+  // Takes the first ones out, which need no destructor to run.
+  void drop_front(size_t count) {
+    static_assert(std::is_trivially_destructible_v<T>);
+    first_ = (first_ + count) & (capacity_ - 1);
+    size_ -= count;
+  }
   // Keeps those for which keep(item) says yes, in order.
   template <typename Keep>
   void filter(Keep&& keep) {
@@ -47,6 +60,13 @@ class RingQueue {
       ++kept;
     }
     size_ = kept;
+  }
+  template <typename Is>
+  bool any_of(Is&& is) const {
+    for (size_t i = 0; i < size_; ++i) {
+      if (is((*this)[i])) return true;
+    }
+    return false;
   }
   void clear() { first_ = size_ = 0; }
   // Gives the memory back. Only while empty.

@@ -283,11 +283,22 @@ TEST_CASE("a ring queue behaves as a deque") {
           model.pop_front();
         }
         break;
+      case 9: {
+        const auto run = ring.first_run(1 + random() % 8);
+        CHECK(run.empty() == model.empty());
+        REQUIRE(run.size() <= model.size());
+        CHECK(std::equal(run.begin(), run.end(), model.begin()));
+        ring.drop_front(run.size());
+        model.erase(model.begin(), model.begin() + static_cast<std::ptrdiff_t>(run.size()));
+        break;
+      }
       default:
         CHECK(ring.push_back(step) == step);
         model.push_back(step);
     }
     REQUIRE(ring.size() == model.size());
+    const auto is_like = [&](uint32_t item) { return item % 64 == step % 64; };
+    CHECK(ring.any_of(is_like) == std::ranges::any_of(model, is_like));
     if (model.empty()) continue;
     CHECK(ring.front() == model.front());
     CHECK(ring.back() == model.back());

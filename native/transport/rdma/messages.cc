@@ -93,8 +93,7 @@ void RdmaTransport::on_state(Session& session, uint8_t flags) {
   session.peer_has_link = (flags & kStateHasLink) != 0;
   session.peer_left = (flags & kStateLeaves) != 0;
   if (session.peer_has_link) session.has_left = false;
-  is_watching_ = true;
-  next_tick_ns_ = 0;
+  tend_soon(session);
 }
 
 bool RdmaTransport::on_introduce(Session& session, std::span<const uint8_t> body) {
@@ -147,7 +146,7 @@ bool RdmaTransport::on_message_chunk(Session& session, std::span<const uint8_t> 
     mark_dirty(session);
     return true;
   }
-  if (std::ranges::any_of(session.held, [&](const auto& held) { return held.id == head->id; })) return true;
+  if (session.held.any_of([&](const Session::Held& held) { return held.id == head->id; })) return true;
   auto [item, is_new] = session.assemblies.try_emplace(head->id);
   Assembly& assembly = item->second;
   if (is_new) {
@@ -221,7 +220,7 @@ bool RdmaTransport::on_service(Session& session, std::span<const uint8_t> body) 
   if (head->id < session.first_open_service) return true;  // delayed
   mark_dirty(session);
   if (!session.services_heard.insert(head->id).second) {  // it was told, and that was lost
-    if (std::ranges::none_of(session.services, [&](const auto& held) { return held.id == head->id; }))
+    if (!session.services.any_of([&](const Session::Held& held) { return held.id == head->id; }))
       session.services_untold.push_back(head->id);
     return session.services_untold.size() <= 4 * kServicesUnderWayMax;
   }

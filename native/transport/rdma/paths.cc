@@ -103,8 +103,7 @@ void RdmaTransport::start_break(Path& path) {
   path.retry_at_ns = path.retry_pause_ns == 0 ? now_ : now_ + std::max(path.retry_pause_ns, kRetryFirstNs);
   if (path.down_since_ns == 0) path.down_since_ns = now_;
   path.state_since_ns = now_;
-  is_watching_ = true;
-  next_tick_ns_ = 0;
+  tend_soon(session);
   if (!path.is_connected) {
     drop_nic_path(path);
     path.state = PathState::kIdle;
@@ -151,7 +150,7 @@ void RdmaTransport::finish_break(Path& path) {
   session.services_untold.clear();
   for (const uint64_t id : session.services_heard) {
     const auto is_same = [&](const Session::Held& held) { return held.id == id; };
-    if (std::ranges::none_of(session.services, is_same)) session.services_untold.push_back(id);
+    if (!session.services.any_of(is_same)) session.services_untold.push_back(id);
   }
   if (session.is_over) {
     any_over_ = true;
@@ -160,7 +159,7 @@ void RdmaTransport::finish_break(Path& path) {
   if (path.answer) answer(path, *std::exchange(path.answer, std::nullopt));
   if (path.is_resolving) ask(path);
   mark_dirty(session);
-  next_tick_ns_ = 0;
+  tend_soon(session);
 }
 
 void RdmaTransport::collect_doubt(Path& path) {
@@ -389,7 +388,7 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
   requeue(link, again);
   if (!again.empty()) sink_->on_sent_again(link, path.rail, static_cast<uint32_t>(again.size()));
   path.retry_at_ns = std::min(path.retry_at_ns, now_ + path.retry_pause_ns);
-  next_tick_ns_ = 0;
+  tend_soon(*path.session);
 }
 
 void RdmaTransport::settle_suspects(Path& path, const ResolvedBody& body) {

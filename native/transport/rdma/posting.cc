@@ -173,7 +173,6 @@ bool RdmaTransport::pump_works(Session& session) {
 bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
   RdmaLink& link = *session.link;
   auto& queue = link.queue(rail);
-  std::array<WorkRequest, kBatch> batch;
   while (!queue.empty()) {
     if (queue.front().length_bytes > work_bytes_max_) {
       --link.queued;
@@ -182,10 +181,8 @@ bool RdmaTransport::pump_queue(Session& session, uint32_t rail) {
     }
     Path* const path = best_path(session, rail, queue.front().length_bytes);
     if (path == nullptr) return true;  // what makes room again marks us dirty
-    const size_t count = std::min(kBatch, queue.size());
-    for (size_t i = 0; i < count; ++i) batch[i] = queue[i];
-    const uint32_t accepted = post_some(*path, {batch.data(), count}, kRequeued);
-    for (uint32_t i = 0; i < accepted; ++i) queue.pop_front();
+    const uint32_t accepted = post_some(*path, queue.first_run(kBatch), kRequeued);
+    queue.drop_front(accepted);
     link.queued -= accepted;
     if (accepted == 0) return false;
   }
@@ -304,7 +301,7 @@ void RdmaTransport::end_works(Path& path, uint64_t through_cookie) {
     } else {
       CROSSRAIL_ASSERT(fault_of(work) == WorkFault::kEnded);
     }
-    path.works.pop_front();
+    path.works.drop_front(1);
     ++path.first_cookie;
   }
   tell();
@@ -327,7 +324,7 @@ void RdmaTransport::end_work(Path& path, uint64_t cookie) {
 
 void RdmaTransport::pop_ended(Path& path) {
   while (!path.works.empty() && fault_of(path.works.front()) == WorkFault::kEnded) {
-    path.works.pop_front();
+    path.works.drop_front(1);
     ++path.first_cookie;
   }
 }

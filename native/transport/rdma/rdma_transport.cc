@@ -99,6 +99,7 @@ void RdmaTransport::close() {
   dirty_.clear();
   blocked_.clear();
   holding_.clear();
+  urgent_.clear();
   broken_.clear();
   flushed_.clear();
   sessions_.clear();
@@ -144,8 +145,7 @@ Link* RdmaTransport::connect(const std::shared_ptr<const Address>& address) {
     tend_path(*path);
   }
   mark_dirty(*session);
-  is_watching_ = true;
-  next_tick_ns_ = 0;
+  tend_soon(*session);
   return &link;
 }
 
@@ -168,8 +168,7 @@ void RdmaTransport::disconnect(Link& link) {
     if (path->state == PathState::kOpen) path->state_due = true;
   }
   mark_dirty(session);
-  is_watching_ = true;
-  next_tick_ns_ = 0;
+  tend_soon(session);
 }
 
 std::unique_ptr<RemoteKey> RdmaTransport::resolve(Link&, const RegionDescriptor& descriptor) {
@@ -255,8 +254,7 @@ void RdmaTransport::Rail::on_work_failed(NicPath& nic_path, uint64_t cookie, Nic
     path->ask_at_ns = 0;
     set_fault(work, WorkFault::kEnded);
     transport->pop_ended(*path);
-    transport->is_watching_ = true;
-    transport->next_tick_ns_ = 0;
+    transport->tend_soon(*path->session);
     return;
   }
   transport->mark_broken(*path, said);
@@ -345,7 +343,12 @@ uint32_t RdmaTransport::poll() {
   }
   for (size_t i = 0; i < holding_.size(); ++i) mark_dirty(*holding_[i]);
   act();
-  if (now_ >= next_tick_ns_) tick();
+  if (!urgent_.empty()) now_ = options_.clock->now_ns();  // where much time has passed, that is told first
+  if (now_ >= next_tick_ns_) {
+    tick();
+  } else if (!urgent_.empty()) {
+    tend_urgent();
+  }
   return moved;
 }
 

@@ -213,6 +213,9 @@ class RdmaTransport final : public Transport {
 
   // --- watch.cc ---
   void tick();
+  void tend_soon(Session& session);
+  void tend_urgent();
+  void look_after(Session& session);
   void tend(Session& session);
   void tend_liveness(Session& session);
   void tend_link(Session& session);
@@ -248,6 +251,7 @@ class RdmaTransport final : public Transport {
   std::vector<Session*> dirty_;
   std::vector<Session*> blocked_;
   std::vector<Session*> holding_;  // with messages that the engine has no place for
+  std::vector<Session*> urgent_;   // to be tended in this poll, or the next, not only by the next tick
   std::vector<Path*> broken_;
   std::vector<Path*> flushed_;
   struct Arrived {

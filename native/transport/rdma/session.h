@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -225,6 +224,7 @@ struct Session {
   bool peer_left = false;  // it did
   bool is_over = false;    // to be deleted once its paths are gone
   bool is_dirty = false;
+  bool is_urgent = false;
   bool is_blocked = false;     // has something to send or post for which a NIC has no room
   int64_t quiet_since_ns = 0;  // no path is open since; 0: one is
   std::string refusal;         // why the peer said no for now
@@ -236,11 +236,11 @@ struct Session {
     uint64_t id;
     std::vector<uint8_t> payload;
   };
-  std::deque<Held> held;
+  RingQueue<Held> held;
   std::map<uint64_t, Outcome> outcomes;  // of ids from first_open_id on
   std::vector<uint64_t> untold;          // outcomes to be told
   uint64_t first_open_id = 1;
-  std::deque<Held> services;          // to be told to the engine
+  RingQueue<Held> services;           // to be told to the engine
   std::set<uint64_t> services_heard;  // of ids from first_open_service on
   uint64_t first_open_service = 1;
   std::vector<uint64_t> services_untold;  // that we have them

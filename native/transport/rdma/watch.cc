@@ -33,25 +33,45 @@ void RdmaTransport::tick() {
   // We were not there to listen (stopped, or nobody polled): what that time was silent says nothing about peers.
   const int64_t away_ns = now_ - std::exchange(ticked_ns_, now_);
   const bool was_away = away_ns > std::max(kAwayNs, options_.peer_timeout_ns / 4);
-  bool fast = false;
   is_watching_ = false;
+  next_tick_ns_ = now_ + kTickNs;
   for (auto& [key, session] : sessions_) {
     if (was_away) excuse(*session, away_ns);
-    tend(*session);
-    is_watching_ = is_watching_ || is_watched(*session);
-    for (const auto& path : session->paths) {
-      fast = fast || path->state == PathState::kOffered || path->state == PathState::kBreaking || path->is_resolving ||
-             (path->state == PathState::kIdle && path->retry_pause_ns < kTickNs && wants_paths(*session));
-    }
+    look_after(*session);
   }
-  next_tick_ns_ = now_ + (fast ? kFastTickNs : kTickNs);
+  for (Session* session : std::exchange(urgent_, {})) session->is_urgent = false;
   if (any_over_ || !broken_.empty() || !dirty_.empty()) act();
+}
+
+// This session is to be looked at in this poll or the next. To have a tick look at all of them, for each change of each, took
+// the square of their number while many connect.
+void RdmaTransport::tend_soon(Session& session) {
+  is_watching_ = true;
+  if (!std::exchange(session.is_urgent, true)) urgent_.push_back(&session);
+}
+
+// Not after a time of absence: then a tick is due.
+void RdmaTransport::tend_urgent() {
+  for (size_t i = 0; i < urgent_.size(); ++i) look_after(*urgent_[i]);  // those that it makes urgent, too
+  for (Session* session : std::exchange(urgent_, {})) session->is_urgent = false;
+  if (any_over_ || !broken_.empty() || !dirty_.empty()) act();
+}
+
+void RdmaTransport::look_after(Session& session) {
+  tend(session);
+  is_watching_ = is_watching_ || is_watched(session);
+  for (const auto& path : session.paths) {
+    const bool fast = path->state == PathState::kOffered || path->state == PathState::kBreaking || path->is_resolving ||
+                      (path->state == PathState::kIdle && path->retry_pause_ns < kTickNs && wants_paths(session));
+    if (fast) next_tick_ns_ = std::min(next_tick_ns_, now_ + kFastTickNs);
+  }
 }
 
 Deadline RdmaTransport::next_timer() const {
   Deadline next = kNoDeadline;
   for (const auto& rail : rails_) next = std::min(next, rail->nic->next_timer());
   if (closed_ || sessions_.empty()) return next;
+  if (!urgent_.empty()) return now_;
   return std::min(next, is_watching_ ? next_tick_ns_ : now_ + kIdleLookNs);
 }
 
@@ -280,7 +300,7 @@ void RdmaTransport::end_session(Session& session, const std::string& reason) {
 
 // From all lists.
 void RdmaTransport::forget(Session& session) {
-  for (auto* list : {&dirty_, &blocked_, &holding_}) std::erase(*list, &session);
+  for (auto* list : {&dirty_, &blocked_, &holding_, &urgent_}) std::erase(*list, &session);
   for (auto* list : {&broken_, &flushed_}) std::erase_if(*list, [&](Path* path) { return path->session == &session; });
 }
 

@@ -130,7 +130,7 @@ class Control {
   std::map<uint64_t, uint64_t> token_of_link_;                   // of links that we initiated
   uint64_t next_token_ = 16;
   int64_t looked_ns_ = 0;  // when sockets were looked at last, or a wait without end was over
-  bool stopped_ = false;  // guarded by mutex_: the thread is gone, commands go nowhere
+  bool stopped_ = false;   // guarded by mutex_: the thread is gone, commands go nowhere
   bool stopping_ = false;
   bool lack_told_ = false;  // of descriptors, since one was to be had
   std::thread thread_;

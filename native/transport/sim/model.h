@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 namespace crossrail::sim {
@@ -36,10 +37,15 @@ class Wire {
   using Time = __int128;  // picoseconds: 64 bits would end after 106 days
   static constexpr Time kPerNs = 1000;
 
-  static int64_t ns(Time time) { return static_cast<int64_t>((time + kPerNs - 1) / kPerNs); }
+  // Rounded up. 64 bits where they do: to divide 128 takes a library's call.
+  static int64_t ns(Time time) {
+    const Time rounded = time + kPerNs - 1;
+    if (rounded < Time{std::numeric_limits<int64_t>::max()}) return static_cast<int64_t>(rounded) / int64_t{kPerNs};
+    return static_cast<int64_t>(rounded / kPerNs);
+  }
   // Bytes at that rate.
   static Time duration(uint64_t bytes, uint64_t bytes_per_s) {
-    if (bytes < (uint64_t{1} << 20)) return static_cast<Time>(bytes * 1'000'000'000'000 / bytes_per_s);  // no overflow
+    if (bytes < (uint64_t{1} << 24)) return static_cast<Time>(bytes * 1'000'000'000'000 / bytes_per_s);  // no overflow
     return static_cast<Time>(bytes) * 1'000'000'000'000 / bytes_per_s;
   }
   // Takes it up for so long, from then on or from when it is free. Returns when that begins.
