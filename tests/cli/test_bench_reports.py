@@ -52,6 +52,24 @@ def written(path: Path, *results: Figure, machine: object = None, **changes: obj
     return path
 
 
+# --- the table ---
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 123, 124, 200])
+def test_names_and_figures_are_whole_in_the_table_however_narrow_it_is(width: int) -> None:
+    figures = [figure("post-recorded-writes", (141.9, 142.7)), figure("py-await", (338_766, 338_768), unit="k/s")]
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+
+    console.print(report.make_table(figures, width))
+
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    titles = [f"title of {one.measure.name}" if width >= 124 else one.measure.name for one in figures]
+    for words in (*titles, *(report.figure(one.value) for one in figures), "k/s"):
+        assert words in text
+    assert ("95 %" in text) == (width > 80)
+
+
 # --- files ---
 
 

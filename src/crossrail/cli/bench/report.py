@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from crossrail.cli.bench.interval import Interval
 from crossrail.cli.bench.machine import busy_share, describe_machine
@@ -26,45 +27,46 @@ __all__ = [
 ]
 
 _TITLES_WIDTH = 124  # of a terminal that has room for titles
-_INTERVALS_WIDTH = 72  # likewise, beside names
-_LIMITS_WIDTH = 60
+_EXPENDABLE = ("95 %", "limit", "bar")  # columns that go, in this order, where there is no room for all
 _BUSY_MAX = 0.1
 _VERDICT_STYLE = {"ok": "[green]ok[/green]", "miss": "[red]miss[/red]", "error": "[red]error[/red]", "": ""}
 
 
 def make_table(results: list[Result], width: int) -> Table:
     """One line a measure: figure, unit, the machine's limit, ratio, its 95 % interval (the figure's where there is no
-    limit), bar, verdict. Short names where width is small, and less columns where it is very small. A path that is not
-    that of most measures is told with the measure.
+    limit), bar, verdict. Short names where width is small, and less columns where it is too small for all: names and
+    figures are never broken. A path that is not that of most measures is told with the measure.
     """
     wide = width >= _TITLES_WIDTH
     table = Table(title="crossrail bench: medians", title_justify="left", box=box.HEAVY_HEAD if wide else box.SIMPLE)
-    table.add_column("measure", overflow="fold")
-    shown = {
-        "value": True,
-        "unit": True,
-        "limit": width >= _LIMITS_WIDTH,
-        "ratio": True,
-        "95 %": width >= _INTERVALS_WIDTH,
-        "bar": width >= _LIMITS_WIDTH,
-        "": True,
-    }
-    for title, is_shown in shown.items():
-        if is_shown:
-            table.add_column(title, justify="left" if title in ("unit", "") else "right", no_wrap=True)
     paths = Counter(result.path for result in results if result.path)
     usual = paths.most_common(1)[0][0] if paths else ""
     if usual:
         table.caption, table.caption_justify = escape(f"bytes went by {usual}"), "left"
+    rows = []
     for result in results:
-        cells = _cells(result)
         label = result.measure.title if wide else result.measure.name
         told = ", ".join(word for word in (result.path if result.path != usual else "", result.note) if word)
-        table.add_row(
-            escape(label + (f" ({told})" if told else "")),
-            *(cells[title] for title, is_shown in shown.items() if is_shown),
-        )
+        rows.append({"measure": escape(label + (f" ({told})" if told else "")), **_cells(result)})
+    titles = _fitting(rows, width)
+    for title in titles:
+        table.add_column(title, justify="left" if title in ("measure", "unit", "") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[title] for title in titles))
     return table
+
+
+def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
+    """The columns for which there is room."""
+    titles = ["measure", "value", "unit", "limit", "ratio", "95 %", "bar", ""]
+    widths = {
+        title: max(len(title), *(Text.from_markup(row[title]).cell_len for row in rows)) for title in titles
+    }
+    for title in _EXPENDABLE:
+        if 1 + sum(widths[left] + 3 for left in titles) <= width:  # a space on either side, and lines between
+            break
+        titles.remove(title)
+    return titles
 
 
 def _cells(result: Result) -> dict[str, str]:
