@@ -15,7 +15,7 @@ from tests.support.process import PeerProcess
 
 RAILS = 4
 SLICE_BYTES = 1 << 18
-MEASURED_BYTES = RAILS * 4 * SLICE_BYTES  # of each write by which the staged way is measured: more than rings hold
+MEASURED_BYTES = RAILS * 8 * SLICE_BYTES  # of each write by which the staged way is measured: more than rings hold
 CAUGHT_BYTES = RAILS * 3 * SLICE_BYTES  # of one that it changes under: last slices are posted a turn after the others
 CAUGHT, MARK = 7, 8
 CHANGES = 3  # in the middle of a write

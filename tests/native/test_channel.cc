@@ -72,6 +72,39 @@ TEST_CASE("entries and staged bytes cross a channel in order, whole, many times 
   consumer.join();
 }
 
+TEST_CASE("an empty ring begins at its start again, and has room for a block of its whole length") {
+  ZeroedChannel channel;
+  ChannelWriter writer(channel.get());
+  uint64_t stage_at = 1;
+  for (int turn = 0; turn < 3; ++turn) {
+    REQUIRE(writer.reserve(1000, &stage_at) != nullptr);
+    CHECK(stage_at == 0);
+    const uint64_t first = writer.stage_head();
+    REQUIRE(writer.reserve(500, &stage_at) != nullptr);
+    CHECK(stage_at == 1000);
+    writer.release_stage(first);
+    writer.release_stage(writer.stage_head());
+  }
+  CHECK(writer.reserve(kStageBytes, &stage_at) != nullptr);
+  CHECK(writer.reserve(1, &stage_at) == nullptr);
+}
+
+TEST_CASE("an entry without bytes that is released late takes no room from others") {
+  ZeroedChannel channel;
+  ChannelWriter writer(channel.get());
+  uint64_t stage_at = 0;
+  writer.reserve(100, &stage_at);
+  const uint64_t whole = writer.stage_head();
+  writer.reserve(0, &stage_at);
+  const uint64_t nothing = writer.stage_head();
+  writer.release_stage(whole);
+  REQUIRE(writer.reserve(kStageBytes / 2, &stage_at) != nullptr);
+
+  writer.release_stage(nothing);
+
+  CHECK(writer.reserve(kStageBytes / 2, &stage_at) != nullptr);
+}
+
 TEST_CASE("a staged block past the ring is refused") {
   ZeroedChannel channel;
   const ChannelReader reader(channel.get());

@@ -1,6 +1,7 @@
 // The two ends of a Channel.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -117,6 +118,7 @@ class ChannelWriter {
   // A contiguous block of the staging ring, or null when there is no room now. *stage_at is its offset; commit with
   // stage_head() remembered by the caller, free with release_stage().
   std::byte* reserve(uint64_t bytes, uint64_t* stage_at) {
+    if (stage_head_ == stage_tail_) to_start();
     uint64_t head = stage_head_;
     const uint64_t in_ring = head % kStageBytes;
     if (in_ring + bytes > kStageBytes) head += kStageBytes - in_ring;  // does not fit before the end: skip to the start
@@ -126,10 +128,13 @@ class ChannelWriter {
     return channel_->stage + *stage_at;
   }
   uint64_t stage_head() const { return stage_head_; }
-  // Everything reserved up to `head` is free again.
-  void release_stage(uint64_t head) { stage_tail_ = head; }
+  // Everything reserved up to `head` is free again. Of an entry without bytes it may be from before to_start().
+  void release_stage(uint64_t head) { stage_tail_ = std::max(stage_tail_, head); }
 
  private:
+  // Of an empty ring: what is sent now and then always takes the same lines, which are near, and the same few pages.
+  void to_start() { stage_head_ = stage_tail_ = (stage_head_ + kStageBytes - 1) / kStageBytes * kStageBytes; }
+
   Channel* channel_ = nullptr;
   uint64_t position_ = 0;
   uint64_t consumed_ = 0;

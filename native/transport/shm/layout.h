@@ -13,7 +13,7 @@
 namespace crossrail::shm {
 
 inline constexpr uint32_t kLayoutMagic = 0x53525258;  // "XRRS"
-inline constexpr uint32_t kLayoutVersion = 3;
+inline constexpr uint32_t kLayoutVersion = 4;
 inline constexpr size_t kLine = 64;
 inline constexpr uint64_t kRevokedId = uint64_t{1} << 63;  // no id reaches it
 
@@ -42,11 +42,11 @@ struct PeerHome {
 
 // --- one per link: from one initiator to one target, made by the initiator ---
 
-inline constexpr uint32_t kRingEntries = 1024;              // per channel; a power of two
-inline constexpr uint64_t kStageBytes = uint64_t{1} << 20;  // staging ring per channel; twice the chunk at least
-inline constexpr uint64_t kStageChunkBytes = uint64_t{128}
-                                             << 10;  // fits the second-level cache beside its source and target
-inline constexpr uint32_t kStagedPiecesMax = 256;    // pieces in one staged chunk
+inline constexpr uint32_t kRingEntries = 1024;  // per channel; a power of two
+// Staging ring per channel; twice the chunk at least. Longer than the nearest caches: it is what either side may be ahead.
+inline constexpr uint64_t kStageBytes = uint64_t{2} << 20;
+inline constexpr uint64_t kStageChunkBytes = uint64_t{64} << 10;  // beside source and target in the second-level cache
+inline constexpr uint32_t kStagedPiecesMax = 256;                 // pieces in one staged chunk
 static_assert(kStageBytes >= 2 * (kStageChunkBytes + kStagedPiecesMax * 16));
 
 enum class EntryKind : uint8_t {
