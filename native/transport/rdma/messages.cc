@@ -147,15 +147,16 @@ bool RdmaTransport::on_message_chunk(Session& session, std::span<const uint8_t> 
     return true;
   }
   if (session.held.any_of([&](const Session::Held& held) { return held.id == head->id; })) return true;
-  auto [item, is_new] = session.assemblies.try_emplace(head->id);
-  Assembly& assembly = item->second;
-  if (is_new) {
+  auto item = session.assemblies.find(head->id);
+  if (item == session.assemblies.end()) {
+    if (session.held_bytes + head->length_bytes > kMessageWindowBytes + kMessageBytesMax) return false;
     session.held_bytes += head->length_bytes;
-    if (session.held_bytes > kMessageWindowBytes + kMessageBytesMax) return false;
-    assembly.payload.resize(head->length_bytes);
-    assembly.arrived.resize(chunks);
-    assembly.missing = chunks;
+    item = session.assemblies.try_emplace(head->id).first;
+    item->second.payload.resize(head->length_bytes);
+    item->second.arrived.resize(chunks);
+    item->second.missing = chunks;
   }
+  Assembly& assembly = item->second;
   if (assembly.payload.size() != head->length_bytes) return false;
   if (assembly.arrived[head->chunk]) return true;
   assembly.arrived[head->chunk] = true;
@@ -167,7 +168,8 @@ bool RdmaTransport::on_message_chunk(Session& session, std::span<const uint8_t> 
   return true;
 }
 
-// What the sender knows, need not be remembered. Invariant: outcomes and assemblies are of first_open_id and later.
+// What the sender knows, need not be remembered; and what we hold of that it has given up, with a link that it forgot, and
+// would take up room that its window does not know of. Invariant: outcomes, assemblies and held are of first_open_id and later.
 void RdmaTransport::forget_known_outcomes(Session& session, uint64_t first_open_id) {
   if (first_open_id <= session.first_open_id) return;
   session.first_open_id = first_open_id;
@@ -175,6 +177,11 @@ void RdmaTransport::forget_known_outcomes(Session& session, uint64_t first_open_
   const auto end = session.assemblies.lower_bound(first_open_id);
   for (auto item = session.assemblies.begin(); item != end; ++item) session.held_bytes -= item->second.payload.size();
   session.assemblies.erase(session.assemblies.begin(), end);
+  session.held.filter([&](const Session::Held& held) {
+    const bool is_open = held.id >= first_open_id;
+    if (!is_open) session.held_bytes -= held.payload.size();
+    return is_open;
+  });
 }
 
 bool RdmaTransport::on_outcomes(Session& session, std::span<const uint8_t> body) {
@@ -224,6 +231,8 @@ bool RdmaTransport::on_service(Session& session, std::span<const uint8_t> body) 
       session.services_untold.push_back(head->id);
     return session.services_untold.size() <= 4 * kServicesUnderWayMax;
   }
+  // One that never introduces itself: what it says waits for that. Others say no more than this without being heard.
+  if (session.services.size() >= kServicesUnderWayMax) return false;
   const auto payload = body.subspan(kServiceHeadBytes);
   session.services.push_back({head->id, {payload.begin(), payload.end()}});
   return true;
