@@ -1,6 +1,7 @@
 // The verbs NIC on a device that does what no device here does: InfiniBand, faults of memory and queues, its own end.
 #include <doctest/doctest.h>
 
+#include <chrono>
 #include <thread>
 
 #include "transport/verbs/open.h"
@@ -124,6 +125,24 @@ TEST_CASE("verbs faults: a device that gives nothing back is not waited for long
   CHECK(rig.told.failed.size() == 10);
   CHECK(rig.told.broken == 0);
   CHECK(rig.nic->next_timer() == kNoDeadline);
+}
+
+TEST_CASE("verbs faults: what a path has received is told, however late anybody looks") {
+  Fake fake;
+  Rig rig;
+  constexpr size_t kImms = 1000;  // more than one poll takes
+  for (size_t i = 0; i < kImms; ++i) {
+    fake.receives.push_back(verbs_test::completion_of(verbs::tagged(verbs::Tag::kImmReceive, 0, 0),
+                                                      rig.works_of(*rig.paths[0]).qp, IBV_WC_SUCCESS));
+    fake.receives.back().opcode = IBV_WC_RECV_RDMA_WITH_IMM;
+  }
+  rig.paths[0]->break_off("test");
+
+  std::this_thread::sleep_for(std::chrono::milliseconds(2100));  // longer than a path is waited for
+  rig.poll_for_ms(30);
+
+  CHECK(rig.told.flushed == 1);
+  CHECK(rig.told.imms.size() == kImms);
 }
 
 TEST_CASE("verbs faults: the end of the device ends every path, without anybody's help") {

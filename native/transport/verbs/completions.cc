@@ -33,9 +33,10 @@ uint32_t VerbsNic::take_receives(rdma::NicEvents& events) {
     while (!receive_batch_.is_empty()) {
       on_receive(receive_batch_.entries[receive_batch_.next++], events);
       ++told;
+      ++receives_passed_;
     }
     if (is_last) {
-      ++receives_seen_empty_;
+      receives_passed_ += kReceiveEntries;
       break;
     }
   }

@@ -3,11 +3,15 @@
 #include <pthread.h>
 
 #include "transport/verbs/route.h"
+#include "util/thread.h"
 
 namespace crossrail::verbs {
 
 Resolver::Resolver(std::shared_ptr<const Adapter> adapter, std::function<void()> on_answer)
-    : adapter_(std::move(adapter)), on_answer_(std::move(on_answer)) {}
+    : adapter_(std::move(adapter)), on_answer_(std::move(on_answer)) {
+  thread_ = start_thread([this] { run(); });
+  ::pthread_setname_np(thread_.native_handle(), "crossrail-route");
+}
 
 Resolver::~Resolver() {
   {
@@ -15,7 +19,7 @@ Resolver::~Resolver() {
     is_closing_ = true;
   }
   news_.notify_one();
-  if (thread_.joinable()) thread_.join();
+  thread_.join();
 }
 
 bool Resolver::ask(const std::string& endpoint) {
@@ -23,10 +27,6 @@ bool Resolver::ask(const std::string& endpoint) {
     const std::lock_guard lock(mutex_);
     if (questions_.size() >= kQuestionsMax) return false;
     questions_.push_back(endpoint);
-  }
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { run(); });
-    ::pthread_setname_np(thread_.native_handle(), "crossrail-route");
   }
   news_.notify_one();
   return true;

@@ -17,7 +17,7 @@
 
 namespace crossrail::verbs {
 
-// A thread of its own from the first ask() to destruction, which waits for the question it is at.
+// A thread of its own, which the constructor starts, as asking may not fail; destruction waits for the question it is at.
 class Resolver {
  public:
   struct Answer {
@@ -25,7 +25,7 @@ class Resolver {
     AddressHandle handle;  // null: no route
   };
 
-  // on_answer: called on the resolver's thread after each answer, to wake the holder.
+  // on_answer: called on the resolver's thread after each answer, to wake the holder. Throws TransportError.
   Resolver(std::shared_ptr<const Adapter> adapter, std::function<void()> on_answer);
   ~Resolver();
 

@@ -107,7 +107,8 @@ class VerbsNic final : public rdma::Nic {
   bool is_fatal_told_ = false;
   uint32_t budget_ = 0;       // work requests that may still be posted: queues.h
   uint32_t budget_owed_ = 0;  // to be given back once the queue of send completions was seen empty
-  uint64_t receives_seen_empty_ = 1;
+  uint64_t receives_passed_ =
+      0;  // receive completions taken; a look that found none left counts as all that there can be
   int64_t looked_at_device_ns_ = 0;
   Batch send_batch_;
   Batch receive_batch_;

@@ -74,8 +74,8 @@ class VerbsPath final : public rdma::NicPath {
   uint32_t queue_pairs_idle_ = 0;  // those that the device said take no receive any more
   int64_t idle_by_ns_ = 0;         // when it is believed without having been said
   int64_t give_up_ns_ = 0;         // when it is not waited for any longer
-  uint64_t receives_seen_empty_at_ =
-      0;  // how often the queue of receives had been seen empty when all was idle; 0 not yet
+  uint64_t receives_due_ =
+      0;  // nic_.receives_passed_ by which all that had come when it was idle is taken; 0: it is not
 };
 
 }  // namespace crossrail::verbs
