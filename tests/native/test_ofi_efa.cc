@@ -275,6 +275,47 @@ TEST_CASE("ofi efa: a path to a frozen peer is broken off, and no other peer not
   }
 }
 
+TEST_CASE("ofi efa: a path is flushed in time though a peer of another one stands still") {
+  DoubleSettings settings;
+  settings.devices = 3;
+  EfaPair it(settings);
+  OfiSide c(open_nic(it.world, "efa", "rdmap2s6"));
+  auto& a = it.pair->a;
+  auto to_c = a.nic->make_path();
+  auto at_c = c.nic->make_path();
+  to_c->connect(c.nic->endpoint(), at_c->offer());
+  at_c->connect(a.nic->endpoint(), to_c->offer());
+  REQUIRE(it.pair->until([&] {
+    c.poll();
+    return to_c->is_sent() && it.pair->at_a->is_sent();
+  }));
+  it.world.freeze(1, true);
+  it.world.freeze(2, true);
+  REQUIRE(to_c->post(std::vector{a.write_to(c, 0, 0, 4096)}) == 1);
+  REQUIRE(it.pair->at_a->post(pages(it, 3)) == 3);
+
+  to_c->break_off("frozen");
+
+  CHECK(it.pair->until([&] { return a.events.flushed[to_c.get()] == 1; }, 9));  // of the ten that the layer waits
+  CHECK(a.events.failed[to_c.get()].size() == 1);
+  REQUIRE(a.events.broken.size() == 1);
+  it.pair->at_a->break_off("as it said");
+  CHECK(it.pair->until([&] { return a.events.flushed[it.pair->at_a.get()] == 1; }));
+  CHECK(it.failed().size() == 3);
+  it.world.freeze(1, false);
+  it.world.freeze(2, false);
+  to_c.reset();
+  at_c->break_off("end");
+  REQUIRE(it.pair->until([&] {
+    c.poll();
+    return c.events.flushed[at_c.get()] == 1;
+  }));
+  at_c.reset();
+  c.registration.reset();
+  c.nic.reset();
+  it.pair->at_a.reset();
+}
+
 TEST_CASE("ofi efa: breaking off a path with nothing under way replaces nothing") {
   EfaPair it;
   REQUIRE(it.pair->until([&] { return it.pair->at_a->is_sent() && it.pair->at_b->is_sent(); }));

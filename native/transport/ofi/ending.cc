@@ -11,6 +11,9 @@ namespace {
 
 // A provider may report an operation of a closed endpoint late: its memory is kept for so long.
 constexpr int64_t kGraveTime = 1'000'000'000;
+// How long a path that has ended waits for works that others have on the same endpoint. A flush has to end without any peer's
+// help, within kFlushMaxNs of the layer: where one of their peers stands still, they are broken off as well.
+constexpr int64_t kOthersTime = 5'000'000'000;
 
 }  // namespace
 
@@ -25,7 +28,7 @@ void OfiNic::begin_end(OfiPath& path) {
 
 void OfiNic::replace_transmit() {
   if (transmit_ == nullptr || transmit_->outstanding() == 0) return;
-  condemned_.push_back(std::move(transmit_));
+  condemned_.push_back({std::move(transmit_), now_ + kOthersTime});
   try {
     transmit_ = std::make_unique<Endpoint>(*domain_, 0);
   } catch (const TransportError& error) {
@@ -41,13 +44,17 @@ void OfiNic::tend_endings() {
     closed_.push_back(std::move(path->own_));
   }
   if (lines_) std::ranges::move(lines_->take_closed(), std::back_inserter(closed_));
-  for (auto& endpoint : condemned_) {
+  for (auto& [endpoint, until_ns] : condemned_) {
     bool is_needed = false;
-    for (const Op* op = endpoint->first(); op != nullptr; op = op->next)
-      is_needed = is_needed || (op->path != nullptr && !op->path->is_broken_);
+    for (const Op* op = endpoint->first(); op != nullptr; op = op->next) {
+      if (op->path == nullptr || op->path->is_broken_) continue;
+      is_needed = now_ < until_ns;
+      if (is_needed) break;
+      op->path->break_by_itself("what it had under way beside a path that broke did not end");
+    }
     if (!is_needed && endpoint->close()) closed_.push_back(std::move(endpoint));
   }
-  std::erase(condemned_, nullptr);
+  std::erase_if(condemned_, [](const Condemned& condemned) { return condemned.endpoint == nullptr; });
 }
 
 uint32_t OfiNic::finish_endings(rdma::NicEvents& events) {
@@ -77,7 +84,7 @@ void OfiNic::die(const std::string& reason, rdma::NicEvents& events) {
   events_due_ = false;
   is_port_up_ = false;
   datagrams_.clear();
-  if (transmit_ != nullptr) condemned_.push_back(std::move(transmit_));
+  if (transmit_ != nullptr) condemned_.push_back({std::move(transmit_), now_});
   for (const auto& [id, path] : paths_) {
     path->break_by_itself(reason);
     if (path->is_ending_) continue;
@@ -148,7 +155,7 @@ void OfiNic::remove_path(OfiPath& path) {
     }
   };
   disown(transmit_.get());
-  for (auto& endpoint : condemned_) disown(endpoint.get());
+  for (auto& condemned : condemned_) disown(condemned.endpoint.get());
 }
 
 }  // namespace crossrail::ofi

@@ -149,8 +149,13 @@ class OfiNic final : public rdma::Nic {
   std::unique_ptr<Lines> lines_;       // with Rules::connects,
   std::unique_ptr<Endpoint> control_;  // without
   std::unique_ptr<Endpoint> transmit_;
-  std::vector<std::unique_ptr<Endpoint>> condemned_;  // replaced, still with works of living paths
-  std::vector<std::unique_ptr<Endpoint>> closed_;     // their last completions may still lie in the queue
+  // Replaced, still with works of living paths, which are waited for until then.
+  struct Condemned {
+    std::unique_ptr<Endpoint> endpoint;
+    int64_t until_ns;
+  };
+  std::vector<Condemned> condemned_;
+  std::vector<std::unique_ptr<Endpoint>> closed_;  // their last completions may still lie in the queue
   std::vector<Grave> graves_;
 
   std::unordered_map<uint32_t, OfiPath*> paths_;
