@@ -215,13 +215,7 @@ class EngineCore final : public Sink, public Actor {
   void set_state(Peer& peer, PeerState state, FlightState shown);
 
   // --- counting (traffic.cc), progress holder ---
-  struct Posted {
-    uint32_t rail, accepted, completed, imms;
-    uint64_t bytes;
-    int64_t since_ns;  // 0: not timed
-  };
-  void count_posted(Peer& peer, const Posted& posted, const Transfer* transfer);
-  void start_timing(Peer& peer, const Posted& posted, const Transfer* transfer);
+  void start_timing(Peer& peer, uint32_t rail, uint32_t accepted, const Transfer* transfer);
   void end_timing(Peer& peer, uint32_t rail, const Transfer* transfer, bool is_good);
   void keep_counts(const Peer& peer);  // under tables_mutex_
 

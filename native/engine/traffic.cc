@@ -10,11 +10,12 @@ namespace crossrail {
 
 // --- progress holder ---
 
-void EngineCore::start_timing(Peer& peer, const Posted& posted, const Transfer* transfer) {
+void EngineCore::start_timing(Peer& peer, uint32_t rail, uint32_t accepted, const Transfer* transfer) {
   TimedWork& timed = peer.work_->timed;
   const TransferWork& work = *transfer->work_;
-  if (timed.transfer != nullptr || posted.accepted != 1 || work.posted - work.retired != 1) return;
-  timed = {transfer, clock().now_ns(), posted.rail == kAnyRail ? 0 : posted.rail};
+  if (peer.track_->rail_count == 0 || timed.transfer != nullptr || accepted != 1 || work.posted - work.retired != 1)
+    return;
+  timed = {transfer, clock().now_ns(), rail == kAnyRail ? 0 : rail};
 }
 
 // rail: where it was over, or kAnyRail: where it was posted.

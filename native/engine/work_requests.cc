@@ -63,19 +63,6 @@ uint32_t EngineCore::rail_for(const Peer& peer, const TransferWork& work, uint32
   return wrapped < traits.rail_count ? wrapped : wrapped % traits.rail_count;
 }
 
-// A transport that balances its rails says itself what it sent by which (on_sent).
-void EngineCore::count_posted(Peer& peer, const Posted& posted, const Transfer* transfer) {
-  if (peer.posted_ != nullptr) {
-    RailTraffic& rail = peer.posted_[posted.rail];
-    rail.count(posted.accepted, posted.bytes, posted.imms);
-    if (posted.accepted == posted.completed) {
-      if (posted.since_ns != 0) rail.note_latency(clock().now_ns() - posted.since_ns);
-      return;
-    }
-  }
-  if (posted.accepted > posted.completed && peer.track_->rail_count > 0) start_timing(peer, posted, transfer);
-}
-
 // bytes: of all requests.
 uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest> requests, uint64_t bytes,
                           Transfer* transfer) {
@@ -83,7 +70,9 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   uint32_t completed = 0;
   // Counted before: the transport may retire some through the sink while it posts.
   work.posted += static_cast<uint32_t>(requests.size());
-  const bool is_timed = peer.posted_ != nullptr && peer.posted_[rail].times_next(requests.size(), bytes);
+  // Of a transport that balances its rails there is none: it says itself what it sent by which (on_sent).
+  RailTraffic* const traffic = peer.posted_ != nullptr ? &peer.posted_[rail] : nullptr;
+  const bool is_timed = traffic != nullptr && traffic->times_next(requests.size(), bytes);
   const int64_t since_ns = is_timed ? clock().now_ns() : 0;
   const uint32_t accepted = peer.route_.transport->post(*peer.link_, rail, requests, &completed);
   work.posted -= static_cast<uint32_t>(requests.size()) - accepted;
@@ -98,8 +87,12 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   }
   if (accepted == 0) return 0;
   // Where there are several, all are pages, and alike.
-  const uint32_t imms = requests.front().has_imm ? accepted : 0;
-  count_posted(peer, {rail, accepted, completed, imms, bytes, since_ns}, transfer);
+  if (traffic != nullptr) traffic->count(accepted, bytes, requests.front().has_imm ? accepted : 0);
+  if (accepted > completed) {
+    start_timing(peer, rail, accepted, transfer);
+  } else if (is_timed) {
+    traffic->note_latency(clock().now_ns() - since_ns);
+  }
   // Of a scatter whose targets are all done at once finish() makes one entry: one for each would show.
   const bool has_targets = work.kind == OpKind::kScatter || work.kind == OpKind::kBarrier;
   if (accepted == completed && has_targets) return accepted;
