@@ -58,7 +58,7 @@ TEST_CASE("rdma: datagrams are read as they were written") {
   CHECK(body->offer == Bytes(kOfferBytesMax, 7));
 
   Bytes question;
-  put(question, ResolveBody{{1, 2}, 3, {{11, 12, 13, true, false}, {21, 22, 23, false, true}}});
+  put(question, ResolveBody{{1, 2}, 3, {{11, 12, 13, true, false}, {21, 22, 23, false, true}}, 77});
   const auto resolve = decode_resolve(question);
   REQUIRE(resolve);
   REQUIRE(resolve->spans.size() == 2);
@@ -67,7 +67,7 @@ TEST_CASE("rdma: datagrams are read as they were written") {
   CHECK(!resolve->spans[1].writes);
 
   Bytes answer;
-  put(answer, ResolvedBody{{1, 2}, 3, true, 1000, {Status::kDone, Status::kRegionClosed}});
+  put(answer, ResolvedBody{{1, 2}, 3, true, 1000, {Status::kDone, Status::kRegionClosed}, 77});
   const auto resolved = decode_resolved(answer);
   REQUIRE(resolved);
   CHECK(resolved->seen == 1000);

@@ -55,6 +55,18 @@ Session& RdmaTransport::make_session(const Incarnation& peer, bool leads) {
   return *slot;
 }
 
+// Whether all paths that the peer has begun are by rails that it has.
+bool RdmaTransport::has_rails_of(const Session& session, const Address& address) const {
+  const size_t count = address.rdma_on(kind_).endpoints.size();
+  return std::ranges::all_of(session.paths, [&](const auto& path) { return path->peer_rail < count; });
+}
+
+void RdmaTransport::get_to_know(Session& session, std::shared_ptr<const Address> address) {
+  session.peer_name = address->name;
+  session.peer_rail_count = static_cast<uint32_t>(address->rdma_on(kind_).endpoints.size());
+  session.peer_address = std::move(address);
+}
+
 Path& RdmaTransport::path_for(Session& session, PathKey key) {
   if (Path* known = session.find(key)) return *known;
   const uint32_t rail = session.key.leads ? key.leader_rail : key.other_rail;
@@ -173,6 +185,10 @@ void RdmaTransport::on_datagram(Rail& rail, std::span<const uint8_t> bytes) {
         return;
       }
       const uint32_t peer_rail = session->key.leads ? body->path.other_rail : body->path.leader_rail;
+      if (peer_rail >= session->peer_rail_count) {
+        malformed();
+        return;
+      }
       session->peer_endpoints[peer_rail] = datagram->head.endpoint;
       if (datagram->head.kind == DatagramKind::kKnock) on_knock(*session, *body);
       if (datagram->head.kind == DatagramKind::kHello) on_hello(*session, *body);

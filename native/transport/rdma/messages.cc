@@ -100,9 +100,9 @@ bool RdmaTransport::on_introduce(Session& session, std::span<const uint8_t> body
   if (session.peer_address) return true;
   try {
     auto address = std::make_shared<const Address>(Address::decode(body));
-    if (address->incarnation != session.key.peer || !address->has(kind_)) return false;
-    session.peer_name = address->name;
-    session.peer_address = std::move(address);
+    if (address->incarnation != session.key.peer || !address->has(kind_) || !has_rails_of(session, *address))
+      return false;
+    get_to_know(session, std::move(address));
   } catch (const UsageError&) {
     return false;
   }

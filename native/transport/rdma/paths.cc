@@ -9,6 +9,7 @@
 // Nothing is counted twice, because what may have been counted is never posted again: where the peer cannot tell
 // (NicLimits::names_imm_paths), writes with immediate in doubt fail.
 #include <algorithm>
+#include <span>
 
 #include "transport/rdma/rdma_transport.h"
 #include "util/errors.h"
@@ -38,7 +39,7 @@ struct Question {
   static constexpr size_t kNone = ~size_t{0};
 };
 
-Question question_of(const std::vector<WorkRequest>& works) {
+Question question_of(std::span<const WorkRequest> works) {
   Question question{{}, std::vector<size_t>(works.size(), Question::kNone)};
   std::vector<Span>& spans = question.spans;
   const auto span_of = [](const WorkRequest& work) {
@@ -70,7 +71,7 @@ Question question_of(const std::vector<WorkRequest>& works) {
 }
 
 // What the peer says of the region that works[index] touches. Nothing: it was not asked.
-std::optional<Status> verdict_of(const std::vector<WorkRequest>& works, size_t index, const Question& question,
+std::optional<Status> verdict_of(std::span<const WorkRequest> works, size_t index, const Question& question,
                                  const std::vector<Status>& verdicts) {
   const size_t at = question.of_work[index];
   if (at >= verdicts.size()) return std::nullopt;
@@ -244,8 +245,13 @@ void RdmaTransport::ask(Path& path) {
                  body_of(ResolveBody{path.key, path.epoch, question_of(path.doubt).spans}), DatagramKind::kResolve,
                  again);
   } else if (!path.suspects.empty()) {
-    // Epoch 0: the path lives, only the regions are asked about.
-    send_to_peer(path, FragmentKind::kResolve, body_of(ResolveBody{path.key, 0, question_of(path.suspects).spans}),
+    // One question at a time, asked until it is answered: of two, an answer would not say which works it is about.
+    if (path.asked == 0) {
+      ++path.question;
+      path.asked = path.suspects.size();
+    }
+    const Question question = question_of(std::span(path.suspects).first(path.asked));
+    send_to_peer(path, FragmentKind::kResolve, body_of(ResolveBody{path.key, 0, question.spans, path.question}),
                  DatagramKind::kResolve, again);
   }
 }
@@ -257,7 +263,7 @@ void RdmaTransport::on_resolve(Session& session, const ResolveBody& body) {
     return;
   }
   if (body.epoch == 0) {
-    ResolvedBody answer{path->key, 0, false, 0, {}};
+    ResolvedBody answer{path->key, 0, false, 0, {}, body.question};
     for (const Span& span : body.spans) answer.verdicts.push_back(verdict_on(span));
     send_to_peer(*path, FragmentKind::kResolved, body_of(answer), DatagramKind::kResolved, false);
     return;
@@ -293,7 +299,7 @@ void RdmaTransport::on_resolved(Session& session, const ResolvedBody& body) {
   Path* const path = session.find(body.path);
   if (path == nullptr) return;
   if (body.epoch == 0) {
-    if (!path->suspects.empty()) settle_suspects(*path, body);
+    if (path->asked > 0 && body.question == path->question) settle_suspects(*path, body);
     return;
   }
   if (path->is_resolving && body.epoch == path->closed_epoch) {
@@ -393,12 +399,14 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
 
 void RdmaTransport::settle_suspects(Path& path, const ResolvedBody& body) {
   const std::vector<WorkRequest> suspects = std::exchange(path.suspects, {});
-  const Question question = question_of(suspects);  // there may be more since we asked; those before stay the same
+  const auto asked = std::span(suspects).first(std::exchange(path.asked, 0));
+  const Question question = question_of(asked);
   for (size_t i = 0; i < suspects.size(); ++i) {
     WorkRequest work = suspects[i];
     const bool is_local = fault_of(work) == WorkFault::kLocal;
-    const auto verdict = verdict_of(suspects, i, question, body.verdicts);
-    if (!is_local && needs_region(work) && !verdict) {
+    const auto verdict = i < asked.size() ? verdict_of(asked, i, question, body.verdicts) : std::nullopt;
+    const bool is_settled = is_local || verdict || (i < asked.size() && !needs_region(work));
+    if (!is_settled) {
       path.suspects.push_back(work);
       continue;
     }
@@ -409,6 +417,11 @@ void RdmaTransport::settle_suspects(Path& path, const ResolvedBody& body) {
       retire_refused(*path.session->link, work, verdict.value_or(Status::kDone), path.fault_text);
     }
   }
+  if (path.suspects.size() == suspects.size())
+    return;  // it answers nothing: asked again in a while, and lost in the end
+  path.doubt_since_ns = path.ask_at_ns = now_;
+  path.ask_pause_ns = 0;
+  if (!path.suspects.empty()) tend_soon(*path.session);
 }
 
 }  // namespace crossrail::rdma

@@ -124,14 +124,13 @@ Link* RdmaTransport::connect(const std::shared_ptr<const Address>& address) {
   const Incarnation& own = options_.identity.incarnation;
   const bool leads = own <= address->incarnation;
   Session* session = find_session(address->incarnation, leads);
-  if (session != nullptr && session->is_over) {
+  if (session != nullptr && (session->is_over || !has_rails_of(*session, *address))) {
     end_session(*session, "a new session begins");
     session = nullptr;
   }
   if (session == nullptr) session = &make_session(address->incarnation, leads);
   session->has_left = false;
-  session->peer_address = address;
-  session->peer_name = address->name;
+  get_to_know(*session, address);
   session->link = std::make_unique<RdmaLink>(session, address, static_cast<uint32_t>(rails_.size()));
   RdmaLink& link = *session->link;
   link.connect_by_ns = now_ + options_.connect_timeout_ns;
@@ -248,13 +247,16 @@ void RdmaTransport::Rail::on_work_failed(NicPath& nic_path, uint64_t cookie, Nic
                   : fault == NicFault::kLocal      ? WorkFault::kLocal
                                                    : WorkFault::kInDoubt);
   if (is_refused && !nic->limits().ordered_paths) {
-    if (path->suspects.empty()) path->doubt_since_ns = transport->now_;
+    if (path->suspects.empty()) {
+      path->doubt_since_ns = transport->now_;
+      path->ask_at_ns = path->ask_pause_ns = 0;
+    }
     path->suspects.push_back(work);  // the path lives on
     path->outstanding_bytes -= work.length_bytes;
-    path->ask_at_ns = 0;
     set_fault(work, WorkFault::kEnded);
     transport->pop_ended(*path);
     transport->tend_soon(*path->session);
+    transport->mark_dirty(*path->session);  // its window has room
     return;
   }
   transport->mark_broken(*path, said);

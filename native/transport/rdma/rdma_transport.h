@@ -134,6 +134,8 @@ class RdmaTransport final : public Transport {
   // --- handshake.cc ---
   Session& make_session(const Incarnation& peer, bool leads);
   Session* find_session(const Incarnation& peer, bool leads);
+  bool has_rails_of(const Session& session, const Address& address) const;
+  void get_to_know(Session& session, std::shared_ptr<const Address> address);
   Path& path_for(Session& session, PathKey key);
   void pair_paths(Session& session, const Address& peer);
   void on_datagram(Rail& rail, std::span<const uint8_t> bytes);

@@ -114,6 +114,8 @@ struct Path {
   int64_t ask_pause_ns = 0;
   int64_t doubt_since_ns = 0;
   std::vector<WorkRequest> suspects;  // refused by the peer's NIC while the path lives: what is wrong with them?
+  uint64_t question = 0;              // the latest one about suspects,
+  size_t asked = 0;                   // and about how many of the first of them it is; 0: none is open
 
   // --- what we saw of the peer's ---
   uint64_t seen = 0;                        // immediates of this epoch
@@ -214,6 +216,7 @@ struct Session {
   std::map<uint32_t, Bytes> peer_endpoints;     // by the peer's rail
   std::set<Bytes> deserted;                     // of those: nobody is there, since the peer was last heard of
   std::shared_ptr<const Address> peer_address;  // known when introduced, or when we connected
+  uint32_t peer_rail_count = kRailsMax;         // what its address has; until that is known, what any may have
   std::string peer_name = "a peer";
   std::unique_ptr<RdmaLink> link;
   // A session that neither side has a link for ends when both have said so (kStateLeaves): whoever said it and wants to

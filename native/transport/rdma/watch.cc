@@ -317,6 +317,7 @@ void RdmaTransport::flush_link(RdmaLink& link, Status status, const std::string&
     left.insert(left.end(), path->suspects.begin(), path->suspects.end());
     path->doubt.clear();
     path->suspects.clear();
+    path->asked = 0;
     path->is_resolving = false;
   }
   for (size_t i = 0; i < link.messages.size(); ++i) {

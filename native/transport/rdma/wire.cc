@@ -14,7 +14,7 @@ constexpr uint8_t kFlagToLeader = 1;
 constexpr uint8_t kFlagHasLink = 2;
 constexpr size_t kHeadBytesMax = 4 + 2 + 1 + 1 + 8 + 8 + 16 + 8 + 8 + 1 + kEndpointBytesMax;
 // The longest body is a Resolve with all spans.
-static_assert(kHeadBytesMax + (2 + 4 + 1 + kSpansMax * 25) + kMacBytes <= kDatagramBytesMax);
+static_assert(kHeadBytesMax + (2 + 4 + 8 + 1 + kSpansMax * 25) + kMacBytes <= kDatagramBytesMax);
 static_assert(kHeadBytesMax + (1 + 2 + kTextBytesMax) + kMacBytes <= kDatagramBytesMax);
 static_assert(kHeadBytesMax + (2 + 4 + 8 + 1 + kOfferBytesMax) + kMacBytes <= kDatagramBytesMax);
 
@@ -93,6 +93,7 @@ void put(Bytes& bytes, const ResolveBody& body) {
   append(bytes, [&](Writer& writer) {
     put_key(writer, body.path);
     writer.put(body.epoch);
+    writer.put(body.question);
     writer.put(static_cast<uint8_t>(body.spans.size()));
     for (const Span& span : body.spans) {
       writer.put(span.region_id);
@@ -107,6 +108,7 @@ void put(Bytes& bytes, const ResolvedBody& body) {
   append(bytes, [&](Writer& writer) {
     put_key(writer, body.path);
     writer.put(body.epoch);
+    writer.put(body.question);
     writer.put(static_cast<uint8_t>(body.counts ? 1 : 0));
     writer.put(body.seen);
     writer.put(static_cast<uint8_t>(body.verdicts.size()));
@@ -197,6 +199,7 @@ std::optional<ResolveBody> decode_resolve(std::span<const uint8_t> bytes) {
   ResolveBody body;
   body.path = get_key(reader);
   body.epoch = reader.get<uint32_t>();
+  body.question = reader.get<uint64_t>();
   const size_t count = reader.get<uint8_t>();
   if (!reader.ok() || !is_rail(body.path) || count > kSpansMax) return std::nullopt;
   for (size_t i = 0; i < count; ++i) {
@@ -216,6 +219,7 @@ std::optional<ResolvedBody> decode_resolved(std::span<const uint8_t> bytes) {
   ResolvedBody body;
   body.path = get_key(reader);
   body.epoch = reader.get<uint32_t>();
+  body.question = reader.get<uint64_t>();
   body.counts = reader.get<uint8_t>() != 0;
   body.seen = reader.get<uint64_t>();
   const size_t count = reader.get<uint8_t>();

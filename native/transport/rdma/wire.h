@@ -22,7 +22,7 @@
 
 namespace crossrail::rdma {
 
-inline constexpr uint16_t kProtocolVersion = 3;
+inline constexpr uint16_t kProtocolVersion = 4;
 inline constexpr size_t kMacBytes = 16;
 inline constexpr size_t kTextBytesMax = 400;
 
@@ -80,10 +80,12 @@ struct Span {
 inline constexpr size_t kSpansMax = 16;
 
 // My end of this epoch is closed. Close yours: how many immediates have you seen, and may these regions be touched?
+// Epoch 0: the path lives, and only the regions are asked about, in a question of that number.
 struct ResolveBody {
   PathKey path;
   uint32_t epoch = 0;
   std::vector<Span> spans;
+  uint64_t question = 0;
 };
 struct ResolvedBody {
   PathKey path;
@@ -91,6 +93,7 @@ struct ResolvedBody {
   bool counts = false;  // `seen` means something
   uint64_t seen = 0;
   std::vector<Status> verdicts;  // kDone: yes. As many as spans
+  uint64_t question = 0;         // that is answered
 };
 
 // Leaves the seal out. Datagrams are at most kDatagramBytesMax with it.
