@@ -201,7 +201,8 @@ bool EngineCore::progress() {
   }
   if (!try_enter()) return false;
   const bool moved = round() > 0;
-  if (!moved && worker_.joinable()) {
+  // Also when something moved: the caller may never come back, and a worker that sleeps is told only by bells.
+  if (worker_.joinable()) {
     leave();
   } else {
     progress_lock_.unlock();
