@@ -4,8 +4,6 @@
 
 namespace crossrail::bindings {
 
-bool is_quiet(Region& region) { return region.close(0, {}) == WaitResult::kReady; }
-
 RegionHandle::RegionHandle(nb::pointer_and_handle<EngineHandle> engine, RegionRef region, nb::object owner,
                            bool writable)
     : engine_(engine.p),

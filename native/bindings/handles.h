@@ -81,9 +81,6 @@ class RegionHandle : public RingNode {
   bool writable_;
 };
 
-// Whether nothing touches the memory of a region that is closing or closed. Never waits.
-bool is_quiet(Region& region);
-
 struct TransferHandle {
   Held<Transfer> transfer;
   nb::object engine;

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from tests.conftest import EngineFactory
 from tests.support.limits import NEVER_S, WAIT_S, eventually
 from tests.support.patterns import assert_same_bytes, pattern
 
@@ -332,6 +333,22 @@ def test_many_allocations_come_and_go(engine: xr.Engine) -> None:
         engine.alloc(65_536).close()
 
     assert engine.stats()["regions_open"] == before
+
+
+def test_calls_do_not_drive_what_dropped_regions_wait_for(open_engine: EngineFactory) -> None:
+    manual, other = open_engine("manual", transport="shm", polling="manual"), open_engine("other", transport="shm")
+    src, dst = manual.register(np.zeros(16 << 20, np.uint8)), other.alloc(16 << 20)
+    manual.connect(other.address, WAIT_S)
+    transfers = [manual.submit_write(src, dst.descriptor) for _ in range(8)]
+    del src
+    gc.collect()
+
+    assert len(manual.peers()) == 1
+    assert not any(transfer.done for transfer in transfers)
+
+    for transfer in transfers:
+        transfer.wait(WAIT_S)
+    eventually(lambda: manual.stats()["regions_open"] == 0, "the dropped region closed")
 
 
 def test_dropped_regions_are_closed(engine: xr.Engine) -> None:

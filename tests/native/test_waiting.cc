@@ -150,6 +150,30 @@ TEST_CASE("waits: whoever waits in front hears of the engine's end, and of a sig
   }
 }
 
+TEST_CASE("waits: the clock and signals are looked at while there always is more to move") {
+  constexpr uint64_t kBytes = uint64_t{64} << 20;
+  const EngineRef engine = open("a", TransportKind::kShm, Polling::kManual);  // nobody moves what it does not
+  const EngineRef other = open("b", TransportKind::kShm, Polling::kAdaptive);
+  const RegionRef src = engine->alloc(kBytes, false), dst = other->alloc(kBytes, false);
+  const RemoteRegionRef target = engine->remote_region(dst->descriptor());
+  REQUIRE(engine->connect(*target->peer(), deadline_in(60), {}) == WaitResult::kReady);
+  std::vector<TransferRef> writes;
+  for (int i = 0; i < 100; ++i)
+    writes.push_back(engine->submit_write({.src = src.get(), .dst = target.get(), .length_bytes = kBytes}));
+  const Ref<ImmCounter> counter = engine->imm_counter(1);
+
+  CHECK(counter->wait(1, 0, {}) == WaitResult::kTimeout);
+  CHECK(writes.front()->status() == Status::kPending);
+  CHECK(counter->wait(1, deadline_in(0.01), {}) == WaitResult::kTimeout);
+  CHECK(writes.back()->status() == Status::kPending);
+  CHECK(counter->wait(1, deadline_in(60), [] { return true; }) == WaitResult::kInterrupted);
+  CHECK(writes.back()->status() == Status::kPending);
+  // Without time something is moved all the same.
+  const Deadline deadline = deadline_in(60);
+  while (writes.front()->wait(0, {}) != WaitResult::kReady) REQUIRE(now_ns() < deadline);
+  engine->close(0);
+}
+
 // The arrival that progress() takes must not have rung: that is a matter of luck, so each of many has a try.
 TEST_CASE("progress: a worker hears of what comes after the last call, also if that call moved something") {
   constexpr size_t kTries = 16;
@@ -162,8 +186,7 @@ TEST_CASE("progress: a worker hears of what comes after the last call, also if t
     REQUIRE(writer.engine->connect(*targets.back()->peer(), deadline_in(60), {}) == WaitResult::kReady);
   }
   const auto write = [&](size_t i) {
-    writer.engine->submit_write(
-        {.src = writer.memory.get(), .dst = targets[i].get(), .length_bytes = 8, .imm = 1});
+    writer.engine->submit_write({.src = writer.memory.get(), .dst = targets[i].get(), .length_bytes = 8, .imm = 1});
   };
   for (size_t i = 0; i < kTries; ++i) {
     const EngineRef& engine = sides[i].engine;
