@@ -1,10 +1,14 @@
 """Registering memory of any kind, and memory the engine owns."""
 
 import array
+import contextlib
 import gc
 import mmap
+import sys
+import threading
 import weakref
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -349,6 +353,33 @@ def test_calls_do_not_drive_what_dropped_regions_wait_for(open_engine: EngineFac
     for transfer in transfers:
         transfer.wait(WAIT_S)
     eventually(lambda: manual.stats()["regions_open"] == 0, "the dropped region closed")
+
+
+def test_descriptor_that_others_ask_for_during_revoke_is_never_an_old_one(engine: xr.Engine) -> None:
+    region = engine.alloc(100)
+    timeout_s = Decimal("20." + "0" * 100_000)  # converted for so long, GIL held, that the asker mostly gets it next
+    over = threading.Event()
+    switch_interval_s = sys.getswitchinterval()
+
+    def ask() -> None:
+        while not over.is_set():
+            with contextlib.suppress(xr.UsageError):  # revoked
+                _ = region.descriptor
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        seen = set()
+        for _ in range(300):
+            region.revoke(timeout_s)
+            seen.add(region.renew())
+    finally:
+        sys.setswitchinterval(switch_interval_s)
+        over.set()
+        asker.join()
+
+    assert len(seen) == 300
 
 
 def test_dropped_regions_are_closed(engine: xr.Engine) -> None:
