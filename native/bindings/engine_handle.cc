@@ -55,7 +55,7 @@ void EngineHandle::close(nb::handle timeout_s) {
   std::vector<nb::object> buffers;  // the end of one may run any Python code: when the ring is not looked at
   for (RingNode* node = regions_.next; node != &regions_; node = node->next) {
     auto* region = static_cast<RegionHandle*>(node);
-    if (is_quiet(*region->core())) buffers.push_back(region->take_quiet_buffer());
+    if (region->core()->poll_close()) buffers.push_back(region->take_quiet_buffer());
   }
 }
 
@@ -65,14 +65,14 @@ void EngineHandle::forget_peer(Peer& peer) {
 }
 
 void EngineHandle::retire(RegionRef region, nb::object buffer) {
-  if (is_quiet(*region)) return;
+  if (region->poll_close()) return;
   retired_.push_back({Held<Region>(std::move(region)), std::move(buffer)});
 }
 
 void EngineHandle::reap() {
   std::vector<Retired> done;  // ends when retired_ is whole again, see close()
   for (size_t i = 0; i < retired_.size();) {
-    if (!retired_[i].region.inherited() && !is_quiet(*retired_[i].region)) {
+    if (!retired_[i].region.inherited() && !retired_[i].region->poll_close()) {
       i++;
       continue;
     }

@@ -4,8 +4,6 @@
 
 namespace crossrail::bindings {
 
-bool is_quiet(Region& region) { return region.close(0, {}) == WaitResult::kReady; }
-
 RegionHandle::RegionHandle(nb::pointer_and_handle<EngineHandle> engine, RegionRef region, nb::object owner,
                            bool writable)
     : engine_(engine.p),
@@ -22,8 +20,11 @@ const RegionRef& RegionHandle::core() const {
 }
 
 nb::object RegionHandle::descriptor() {
-  if (!descriptor_.is_valid()) {
-    descriptor_ = nb::cast(DescriptorHandle(std::make_shared<const RegionDescriptor>(core()->descriptor())));
+  // Ids are never used again: one that still is the region's is of the present generation.
+  if (!descriptor_.is_valid() || !(region_.inherited() || core()->is_open_as(descriptor_id_))) {
+    auto fresh = std::make_shared<const RegionDescriptor>(core()->descriptor());
+    descriptor_id_ = fresh->region_id;
+    descriptor_ = nb::cast(DescriptorHandle(std::move(fresh)));
   }
   return descriptor_;
 }

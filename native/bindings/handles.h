@@ -55,7 +55,6 @@ class RegionHandle : public RingNode {
   const nb::object& owner_engine() const { return engine_object_; }
   bool writable() const { return writable_; }
   nb::object descriptor();
-  void forget_descriptor() { descriptor_.reset(); }
 
   // After the core's close() said that nothing touches the memory: gives up the buffer, now or with the last view. The
   // end of a buffer may run any Python code, so the caller decides when.
@@ -76,13 +75,11 @@ class RegionHandle : public RingNode {
   Held<Region> region_;
   nb::object buffer_;
   nb::object descriptor_;
+  uint64_t descriptor_id_ = 0;  // what peers name the region by in descriptor_
   uint32_t exports_ = 0;
   bool quiet_ = false;
   bool writable_;
 };
-
-// Whether nothing touches the memory of a region that is closing or closed. Never waits.
-bool is_quiet(Region& region);
 
 struct TransferHandle {
   Held<Transfer> transfer;

@@ -73,7 +73,6 @@ void close(RegionHandle& self, nb::handle timeout_s, nb::handle drain_object) {
 void revoke(RegionHandle& self, nb::handle timeout_s) {
   const RegionRef region = self.core();
   const Deadline deadline = to_deadline(timeout_s, region->clock());
-  self.forget_descriptor();
   const WaitResult result = wait_without_gil([&] { return region->revoke(deadline, interrupted); });
   if (result == WaitResult::kTimeout) raise_in_use(self, "revoke", timeout_s);
 }

@@ -196,6 +196,7 @@ class EngineCore final : public Sink, public Actor {
   Deadline tend_watchdog();
   WaitResult wait_on_stage(const std::function<bool()>& ready, Deadline deadline, const InterruptCheck& interrupted);
   void leave();
+  void leave_awake();
   void submit_here(Transfer* transfer);
   uint32_t round();
   bool has_work();

@@ -50,6 +50,17 @@ void EngineCore::leave() {
   if (work || unwatched || oversleeps || !transports_.is_armed()) transports_.sleeping_place().call_behind();
 }
 
+// For who does not sleep next. Without a worker there is nobody whom bells would wake: they stay off, and peers spare the
+// system call.
+void EngineCore::leave_awake() {
+  if (worker_.joinable()) {
+    leave();
+    return;
+  }
+  transports_.let_go();
+  progress_lock_.unlock();
+}
+
 uint32_t EngineCore::round() {
   constexpr uint32_t kIdleRounds = 32;  // take longer than entries of a burst are apart
   bump(counters_.rounds);
@@ -201,11 +212,7 @@ bool EngineCore::progress() {
   }
   if (!try_enter()) return false;
   const bool moved = round() > 0;
-  if (!moved && worker_.joinable()) {
-    leave();
-  } else {
-    progress_lock_.unlock();
-  }
+  leave_awake();  // also when something moved: the caller may never come back
   return moved;
 }
 
@@ -226,11 +233,7 @@ void EngineCore::submit_here(Transfer* transfer) {
     record_transfer(FlightState::kSubmitted, *transfer);
     if (work.local != nullptr) work.local->begin_op();
   }
-  if (worker_.joinable()) {
-    leave();
-  } else {
-    progress_lock_.unlock();
-  }
+  leave_awake();
 }
 
 void EngineCore::submit(Transfer* transfer) {

@@ -11,6 +11,8 @@ namespace crossrail {
 
 namespace {
 
+constexpr const char* kForgotten = "forgotten on request";
+
 // Rails as both sides would pair them; the transport knows better once it is connected.
 std::vector<RailReport> expected_rails(const Route& route, const Address& own, const Address& peer) {
   std::vector<RailReport> rails;
@@ -74,7 +76,7 @@ bool EngineCore::knows(const Peer& peer) const {
 void EngineCore::start_connect(Peer& peer) {
   if (peer.link_ != nullptr || peer.state() == PeerState::kLost || closed()) return;
   if (!knows(peer)) {  // an operation that began before it was forgotten: a second link to the same engine must not be
-    peer.work_->note = "forgotten on request";
+    peer.work_->note = kForgotten;
     set_state(peer, PeerState::kLost, FlightState::kForgotten);
     return;
   }
@@ -97,10 +99,11 @@ void EngineCore::forget_peer(Peer& peer) {
       peer.route_.transport->disconnect(*peer.link_);
       peer.link_ = nullptr;
     }
-    fail_backlogs(peer, Status::kPeerLost, "forgotten on request");
-    verifications_.fail(&peer, Status::kPeerLost, "forgotten on request");
-    peer.work_->note.clear();
-    set_state(peer, PeerState::kUnknown, FlightState::kForgotten);
+    fail_backlogs(peer, Status::kPeerLost, kForgotten);
+    verifications_.fail(&peer, Status::kPeerLost, kForgotten);
+    // Nobody connects this one again, and who waits for it to be connected is told.
+    peer.work_->note = kForgotten;
+    set_state(peer, PeerState::kLost, FlightState::kForgotten);
     std::lock_guard lock(tables_mutex_);
     for (auto& [id, region] : remote_regions_) {
       if (region->peer() == &peer) region->key_.reset();

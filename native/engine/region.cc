@@ -239,13 +239,17 @@ void Region::begin_close() {
 }
 
 WaitResult Region::close(Deadline deadline, const InterruptCheck& interrupted, bool drain) {
-  begin_close();
-  if (phase_.load(std::memory_order_acquire) == kClosed || engine_->core().forked()) return WaitResult::kReady;
+  if (poll_close()) return WaitResult::kReady;
   if (!drain && !cancels_ops_.exchange(true, std::memory_order_relaxed)) engine_->core().request_cancel_scan();
-  const WaitResult result =
-      wait_until([this] { return is_mutated(Mutation::kSkipCloseWait) || is_quiet(); }, deadline, interrupted);
-  if (result == WaitResult::kReady) phase_.store(kClosed, std::memory_order_release);
-  return result;
+  return wait_until([this] { return poll_close(); }, deadline, interrupted);
+}
+
+bool Region::poll_close() {
+  begin_close();
+  if (phase_.load(std::memory_order_acquire) == kClosed || engine_->core().forked()) return true;
+  if (!is_mutated(Mutation::kSkipCloseWait) && !is_quiet()) return false;
+  phase_.store(kClosed, std::memory_order_release);
+  return true;
 }
 
 RemoteRegion::RemoteRegion(Ref<Peer> peer, RegionDescriptor descriptor)

@@ -66,6 +66,8 @@ class Region {
   // use, and still refusing: call again. drain: our own transfers with it run to their ends; else they are cancelled
   // first, which takes back what peers have not begun.
   WaitResult close(Deadline deadline, const InterruptCheck& interrupted, bool drain = true);
+  // The same without waiting, and without driving: whether it is closed now.
+  bool poll_close();
   const Clock& clock() const;  // that deadlines are points on
   // The first half of close() without the wait.
   void begin_close();

@@ -36,6 +36,7 @@ void TransferWork::recycle() {
   if (cut_short || resumed) kept_bytes.clear();
   bulk = cut_short = resumed = false;
   if (std::exchange(has_plan, false)) verify.reset();
+  local = nullptr;  // of one that was filled and never handed over
   imm = kNoImm;
   rail = kAnyRail;
   open_items = posted = retired = 0;

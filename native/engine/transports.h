@@ -112,6 +112,10 @@ class TransportSet {
     first_->disarm();
     for (uint32_t i = 1; i < size_; ++i) transports_[i]->disarm();
   }
+  void let_go() {
+    first_->let_go();
+    for (uint32_t i = 1; i < size_; ++i) transports_[i]->let_go();
+  }
   bool is_armed() const {
     bool armed = first_->is_armed();
     for (uint32_t i = 1; i < size_; ++i) armed = armed && transports_[i]->is_armed();

@@ -22,6 +22,7 @@ template <typename Ready, typename Sleep>
 WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadline, const InterruptCheck& interrupted) {
   constexpr int64_t kInterruptEveryNs = 50'000'000;
   constexpr int kRoundsPerClock = 32;
+  constexpr uint32_t kMovingRoundsPerClock = 16;  // they are longer: each moves a MiB or so
   if (forked()) return WaitResult::kClosed;
   if (is_staged()) [[unlikely]]
     return wait_on_stage(ready, deadline, interrupted);
@@ -32,7 +33,10 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
   SleepingPlace& place = transports_.sleeping_place();
   WaitResult result = WaitResult::kReady;
   int64_t spin_until = 0;
-  int64_t next_interrupt = now_ns() + kInterruptEveryNs;
+  const int64_t begin = now_ns();
+  int64_t next_interrupt = begin + kInterruptEveryNs;
+  // Without time one round, however much is left to move: who asks again and again drives so, too.
+  uint32_t moving_rounds = begin >= deadline ? kMovingRoundsPerClock - 1 : 0;
   const auto step_in = [&] {
     if (assists) guests_.fetch_add(1, std::memory_order_relaxed);
   };
@@ -63,15 +67,18 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
       holding = try_enter();
       if (holding && closed()) continue;  // close() may have had the lock in between, and be past it
     }
+    bool moved = false;
     if (holding) {
       guest.has_news = false;
-      if (round() > 0) {
-        spin_until = 0;
-        rounds = -1;  // the first idle round looks at the clock
-        continue;
-      }
+      moved = round() > 0;
     }
-    if (holding) {
+    if (moved) {
+      spin_until = 0;
+      rounds = -1;  // the first idle round looks at the clock
+      // Now and then others do, too: there is no idle one while somebody goes on submitting.
+      if (++moving_rounds % kMovingRoundsPerClock != 0) continue;
+      if (ready()) break;  // before the time is up
+    } else if (holding) {
       cpu_relax();
       if (rounds % kRoundsPerClock != 0) continue;
     } else {
@@ -92,6 +99,7 @@ WaitResult EngineCore::wait_until(Ready&& ready, Sleep&& sleep, Deadline deadlin
         break;
       }
     }
+    if (moved) continue;
     if (spin_until == 0) spin_until = now + options_.spin_ns;
     if (now < spin_until) continue;
     // Idle for long enough: sleep.

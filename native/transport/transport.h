@@ -208,7 +208,7 @@ class Transport {
   // --- data ---
   // Takes a prefix of `requests`, as many as there is room for. *completed: how many of the accepted are done already
   // (kDone) and are not retired through the sink. May call sink.on_retired for others. A sleeping peer may be woken only
-  // at the next poll() or arm(). rail: less than Traits::rail_count; or, with Traits::balances_rails, kAnyRail.
+  // at the next poll(), arm() or let_go(). rail: less than Traits::rail_count; or, with Traits::balances_rails, kAnyRail.
   virtual uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) = 0;
   // Moves everything that can move now. Returns how many things happened; 0 means idle.
   virtual uint32_t poll() = 0;
@@ -226,6 +226,9 @@ class Transport {
   // between arming and sleeping. While not armed it should keep quiet.
   virtual void arm() = 0;
   virtual void disarm() = 0;
+  // Instead of arm(), by a progress holder who leaves and does not sleep, where nobody may come back for long: what peers
+  // wait for that needs nothing of them is not put off any more. They are rung, and their memory is let go.
+  virtual void let_go() {}
   virtual bool is_armed() const = 0;  // [any] armed, and nobody has rung since
   virtual bool has_arrivals() = 0;
   // poll() wants to be called by then, whatever happens: heartbeats, timeouts. Asked after arm().

@@ -23,7 +23,8 @@ class RefCounted {
   bool is_only_ref() const { return refs_.load(std::memory_order_acquire) == 1; }
 
   void release() const {
-    // release: our last uses happen before the delete; pairs with the acquire fence of the deleting thread.
+    // release: our last uses happen before the delete. acquire: who deletes has everybody else's behind it. Each pairs
+    // with the other, in the same line of another thread.
     if (refs_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       static_cast<T*>(const_cast<RefCounted*>(this))->destroy();
     }

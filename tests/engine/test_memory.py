@@ -1,16 +1,21 @@
 """Registering memory of any kind, and memory the engine owns."""
 
 import array
+import contextlib
 import gc
 import mmap
+import sys
+import threading
 import weakref
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 import pytest
 
 import crossrail as xr
+from tests.conftest import EngineFactory
 from tests.support.limits import NEVER_S, WAIT_S, eventually
 from tests.support.patterns import assert_same_bytes, pattern
 
@@ -332,6 +337,49 @@ def test_many_allocations_come_and_go(engine: xr.Engine) -> None:
         engine.alloc(65_536).close()
 
     assert engine.stats()["regions_open"] == before
+
+
+def test_calls_do_not_drive_what_dropped_regions_wait_for(open_engine: EngineFactory) -> None:
+    manual, other = open_engine("manual", transport="shm", polling="manual"), open_engine("other", transport="shm")
+    src, dst = manual.register(np.zeros(16 << 20, np.uint8)), other.alloc(16 << 20)
+    manual.connect(other.address, WAIT_S)
+    transfers = [manual.submit_write(src, dst.descriptor) for _ in range(8)]
+    del src
+    gc.collect()
+
+    assert len(manual.peers()) == 1
+    assert not any(transfer.done for transfer in transfers)
+
+    for transfer in transfers:
+        transfer.wait(WAIT_S)
+    eventually(lambda: manual.stats()["regions_open"] == 0, "the dropped region closed")
+
+
+def test_descriptor_that_others_ask_for_during_revoke_is_never_an_old_one(engine: xr.Engine) -> None:
+    region = engine.alloc(100)
+    timeout_s = Decimal("20." + "0" * 100_000)  # converted for so long, GIL held, that the asker mostly gets it next
+    over = threading.Event()
+    switch_interval_s = sys.getswitchinterval()
+
+    def ask() -> None:
+        while not over.is_set():
+            with contextlib.suppress(xr.UsageError):  # revoked
+                _ = region.descriptor
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        seen = set()
+        for _ in range(300):
+            region.revoke(timeout_s)
+            seen.add(region.renew())
+    finally:
+        sys.setswitchinterval(switch_interval_s)
+        over.set()
+        asker.join()
+
+    assert len(seen) == 300
 
 
 def test_dropped_regions_are_closed(engine: xr.Engine) -> None:

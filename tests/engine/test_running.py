@@ -90,6 +90,23 @@ def test_waiting_drives_a_manual_engine(open_engine: EngineFactory) -> None:
         assert pool.recv(WAIT_S).data == b"x"
 
 
+@pytest.mark.parametrize("end", ["close", "revoke"])
+@pytest.mark.parametrize("nbytes", [8, 1_000_000])  # posted by submit_write, by progress()
+def test_write_that_is_over_keeps_no_region_in_use_while_a_manual_engine_idles(
+    open_engine: EngineFactory, nbytes: int, end: str
+) -> None:
+    manual, other = open_engine("manual", transport="shm", polling="manual"), open_engine("other", transport="shm")
+    src, dst = manual.alloc(nbytes), other.alloc(nbytes)
+    manual.submit_write(src, dst.descriptor).wait(WAIT_S)
+    transfer = manual.submit_write(src, dst.descriptor, imm=1)
+    while not transfer.done:
+        manual.progress()
+
+    getattr(dst, end)(timeout_s=WAIT_S)
+
+    other.imm_counter(1).wait(1, WAIT_S)
+
+
 def test_progress_of_an_engine_with_a_worker_is_harmless(engine: xr.Engine) -> None:
     src, dst = engine.alloc(1000), engine.alloc(1000)
 

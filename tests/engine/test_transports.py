@@ -28,6 +28,16 @@ def test_engine_has_the_transport_it_was_asked_for(open_engine: EngineFactory, t
     assert engine.rails == engine.address.rails == 3
 
 
+def test_submit_that_is_refused_leaves_nothing_for_the_next_one(open_engine: EngineFactory) -> None:
+    one, two = open_engine(transport="null"), open_engine(transport="null")
+    src, dst = one.alloc(100), two.alloc(100)
+    with pytest.raises(xr.UsageError, match="verify needs a transport that moves bytes"):
+        one.submit_write(src, dst.descriptor, verify=True)
+    src.close()
+
+    one.submit_send(two.address, b"x").wait(WAIT_S)
+
+
 def test_null_moves_nothing_and_says_so(open_engine: EngineFactory) -> None:
     one, two = open_engine(transport="null"), open_engine(transport="null")
     src, dst = one.alloc(100), two.alloc(100)

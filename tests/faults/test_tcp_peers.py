@@ -1,5 +1,7 @@
 """Peers over tcp that freeze, die, come back, idle or do not receive; and 10,000 transfers at once."""
 
+import queue
+import threading
 import time
 
 import numpy as np
@@ -270,6 +272,31 @@ def test_peer_that_comes_back_under_its_name_is_another(open_engine: EngineFacto
 
     new.expect_count(1, 1)
     assert_same_bytes(new_memory.content(), pattern(1, 10_000))
+
+
+def test_who_waits_for_a_connection_is_told_that_the_peer_was_forgotten(open_engine: EngineFactory) -> None:
+    here = open_engine("here", connect_timeout_s=1000.0, **ONE)
+    there = open_engine("there", polling="manual", **ONE)  # answers nothing
+    told: queue.Queue[Exception] = queue.Queue()
+
+    def connect() -> None:
+        try:
+            here.connect(there.address, timeout_s=None)
+        except xr.CrossrailError as error:
+            told.put(error)
+
+    waiter = threading.Thread(target=connect)
+    waiter.start()
+    eventually(lambda: here.peer_state(there.address) == "connecting", "connecting")
+    here.forget_peer(there.address)
+    try:
+        error = told.get(timeout=WAIT_S)
+    finally:
+        here.close()
+        waiter.join()
+
+    assert isinstance(error, xr.PeerLost)
+    assert "forgotten on request" in str(error)
 
 
 def test_peers_that_forget_each_other_again_and_again(open_engine: EngineFactory) -> None:

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
@@ -80,6 +81,17 @@ void play_together(TransportKind transport, Polling polling) {
   b.engine->close(deadline_in(10));
 }
 
+// Its worker has seen nothing for so long that it sleeps until it is rung.
+void wait_until_asleep_for_good(const EngineRef& engine) {
+  const Deadline deadline = deadline_in(60);
+  uint64_t sleeps = 0;
+  for (int quiet = 0; quiet < 4; ++quiet) {
+    REQUIRE(now_ns() < deadline);
+    if (engine->stats().worker_sleeps != std::exchange(sleeps, engine->stats().worker_sleeps)) quiet = 0;
+    std::this_thread::sleep_for(std::chrono::milliseconds(25));  // longer than it sleeps before
+  }
+}
+
 }  // namespace
 
 TEST_CASE("waits: several threads of an engine wake each other and are woken, over shm") {
@@ -135,6 +147,65 @@ TEST_CASE("waits: whoever waits in front hears of the engine's end, and of a sig
     CHECK(asked.load() == 2);
     side.engine->close(0);
     for (std::thread& thread : threads) thread.join();
+  }
+}
+
+TEST_CASE("waits: the clock and signals are looked at while there always is more to move") {
+  constexpr uint64_t kBytes = uint64_t{64} << 20;
+  const EngineRef engine = open("a", TransportKind::kShm, Polling::kManual);  // nobody moves what it does not
+  const EngineRef other = open("b", TransportKind::kShm, Polling::kAdaptive);
+  const RegionRef src = engine->alloc(kBytes, false), dst = other->alloc(kBytes, false);
+  const RemoteRegionRef target = engine->remote_region(dst->descriptor());
+  REQUIRE(engine->connect(*target->peer(), deadline_in(60), {}) == WaitResult::kReady);
+  std::vector<TransferRef> writes;
+  for (int i = 0; i < 100; ++i)
+    writes.push_back(engine->submit_write({.src = src.get(), .dst = target.get(), .length_bytes = kBytes}));
+  const Ref<ImmCounter> counter = engine->imm_counter(1);
+
+  CHECK(counter->wait(1, 0, {}) == WaitResult::kTimeout);
+  CHECK(writes.front()->status() == Status::kPending);
+  CHECK(counter->wait(1, deadline_in(0.01), {}) == WaitResult::kTimeout);
+  CHECK(writes.back()->status() == Status::kPending);
+  CHECK(counter->wait(1, deadline_in(60), [] { return true; }) == WaitResult::kInterrupted);
+  CHECK(writes.back()->status() == Status::kPending);
+  // Without time something is moved all the same.
+  const Deadline deadline = deadline_in(60);
+  while (writes.front()->wait(0, {}) != WaitResult::kReady) REQUIRE(now_ns() < deadline);
+  engine->close(0);
+}
+
+// The arrival that progress() takes must not have rung: that is a matter of luck, so each of many has a try.
+TEST_CASE("progress: a worker hears of what comes after the last call, also if that call moved something") {
+  constexpr size_t kTries = 16;
+  Side writer{open("writer", TransportKind::kShm, Polling::kAdaptive)};
+  std::vector<Side> sides;
+  std::vector<RemoteRegionRef> targets;
+  for (size_t i = 0; i < kTries; ++i) {
+    const Side& side = sides.emplace_back(Side{open("b" + std::to_string(i), TransportKind::kShm, Polling::kAdaptive)});
+    targets.push_back(writer.engine->remote_region(side.memory->descriptor()));
+    REQUIRE(writer.engine->connect(*targets.back()->peer(), deadline_in(60), {}) == WaitResult::kReady);
+  }
+  const auto write = [&](size_t i) {
+    writer.engine->submit_write({.src = writer.memory.get(), .dst = targets[i].get(), .length_bytes = 8, .imm = 1});
+  };
+  for (size_t i = 0; i < kTries; ++i) {
+    const EngineRef& engine = sides[i].engine;
+    const Ref<ImmCounter> counter = engine->imm_counter(1);
+    wait_until_asleep_for_good(engine);
+    std::atomic<bool> driving{false};
+    std::thread user([&] {
+      while (counter->poll() == 0) {
+        engine->progress();
+        driving.store(true);
+      }
+    });
+    while (!driving.load()) std::this_thread::yield();
+    write(i);
+    user.join();
+    write(i);
+    const Deadline deadline = deadline_in(5);
+    while (counter->poll() < 2 && now_ns() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    REQUIRE(counter->poll() == 2);
   }
 }
 
