@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from aiohttp import web
 from crossrail.kv import messages as m
 from crossrail.kv.http import Front
 from crossrail.kv.listener import Listener
+from crossrail.kv.model import Tokens
 from crossrail.kv.rendezvous import RouterNotFound, find_by_http
 from crossrail.kv.toy import ToyTokenizer
 from tests.kv.conftest import quiet, start, until
@@ -157,6 +159,32 @@ async def test_router_without_a_tokenizer_takes_token_ids_alone(
     async with client.post(url, json=body(prompt=prompt)) as response:
         choice = (await response.json())["choices"][0]
     assert (choice["token_ids"], choice["text"]) == (await expected(), "")
+    await front.close()
+
+
+class SlowTokenizer(ToyTokenizer):
+    """Takes its time for prompts, and only the beginning of them."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def encode(self, text: str) -> Tokens:
+        self.begun.set()
+        assert self.go_on.wait(1.0), "nothing else went on meanwhile"
+        return super().encode(text[: len(TEXT)])
+
+
+async def test_long_text_is_encoded_while_others_are_served(cluster: Cluster, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    tokenizer = SlowTokenizer()
+    front = Front(cluster.router, tokenizer, SECRET)
+    url = f"http://127.0.0.1:{await front.start('127.0.0.1', 0)}"
+    asked = asyncio.ensure_future(client.post(url + "/v1/completions", json=body(prompt=TEXT * 500)))
+    await until(tokenizer.begun.is_set, "the text is being encoded")
+    async with client.get(url + "/health") as response:
+        assert response.status == 200
+    tokenizer.go_on.set()
+    assert (await (await asked).json())["choices"][0]["token_ids"] == await expected()
     await front.close()
 
 

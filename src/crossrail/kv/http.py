@@ -21,6 +21,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any
 
@@ -42,6 +43,7 @@ from crossrail.kv.timeline import chrome_trace, picture
 from crossrail.kv.tracing import RequestSpan
 
 _BODY_BYTES_MAX = 16 << 20
+_TEXT_SHORT = 1 << 14  # characters, encoded in some milliseconds at most: not worth a thread
 _STATUS: dict[type[Exception], int] = {
     DuplicateRequest: 409,
     UsageError: 400,
@@ -131,6 +133,7 @@ class Front:
         self._token = rendezvous.token(secret)
         self.metrics = Metrics(router)
         self._listener = Listener(patience_s)
+        self._encoding = ThreadPoolExecutor(1, "crossrail-encode")
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port, which the system chooses for 0. OSError when it cannot."""
@@ -153,6 +156,7 @@ class Front:
     async def close(self) -> None:
         """Stops listening; requests under way are cut off. Idempotent."""
         await self._listener.close()
+        self._encoding.shutdown(wait=False, cancel_futures=True)
 
     # --- completions ---
 
@@ -162,7 +166,7 @@ class Front:
             body = _decoder.decode(await self._listener.body(http))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(str(error)) from None
-        prompt = self._prompt(body)
+        prompt = await self._prompt(body)
         sampling = body.sampling()
         name = http.headers.get("X-Request-Id") or None
         if name is not None and len(name) > 128:
@@ -198,12 +202,17 @@ class Front:
             span.end(failure)
             self.metrics.request_s.observe(_now_s() - begun_s)
 
-    def _prompt(self, body: CompletionBody) -> Tokens:
+    async def _prompt(self, body: CompletionBody) -> Tokens:
         if not isinstance(body.prompt, str):
             return np.array(body.prompt, np.int32)
         if self._tokenizer is None:
             raise UsageError("this router has no tokenizer: the prompt must be token ids")
-        return self._tokenizer.encode(body.prompt)
+        if len(body.prompt) <= _TEXT_SHORT:
+            return self._tokenizer.encode(body.prompt)
+        # Takes seconds, in which other requests and the nodes are to be heard; long ones wait for each other. Nothing
+        # but tokens says whether a text fits: one of them may stand for any number of characters.
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._encoding, self._tokenizer.encode, body.prompt)
 
     def _text(self, body: CompletionBody) -> TextStream:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
