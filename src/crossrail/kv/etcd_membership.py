@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.kv.etcd import Etcd
 from crossrail.kv.etcd_records import Place, Registration, Seal, Superseded, follow
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.membership import Roster
@@ -51,7 +50,7 @@ class EtcdRoster(Roster):
         self.registration: Registration | None = None
 
     def start(self, router: str, mailbox: Mailbox) -> None:
-        etcd, key = Etcd(self._place.endpoints), self._place.routers + router
+        etcd, key = self._place.open(self.lease_s), self._place.routers + router
         self.registration = Registration(etcd, key, self._seal.close(key, mailbox.address), self.lease_s)
         mailbox.spawn(self.registration.run(), "registration in etcd")
         mailbox.spawn(follow(etcd, self._place.nodes, self._on_all, self._on_change), "following nodes in etcd")
@@ -127,7 +126,7 @@ class EtcdPresence:
         self._seal = Seal(secret)
         self._routers: dict[str, bytes] = {}
         self._linked: set[str] = set()
-        self._etcd = Etcd(place.endpoints)
+        self._etcd = place.open(node.options.lease_s)
         key = place.nodes + node.name
         value = self._seal.close(key, _record_encoder.encode(node.record))
         self.registration = Registration(self._etcd, key, value, node.options.lease_s)
