@@ -72,10 +72,21 @@ async def test_what_is_null_is_not_given_and_what_is_done_anyway_may_be_asked_fo
     for more in (neutral, absent):
         async with client.post(url + "/v1/completions", json=body(**more)) as response:
             assert (await response.json())["choices"][0]["token_ids"] == await expected()
-    nothing = dict.fromkeys(("max_tokens", "temperature", "seed", "ignore_eos"))
+    nothing = dict.fromkeys(("max_tokens", "temperature", "ignore_eos"))
     async with client.post(url + "/v1/completions", json=body(**nothing)) as response:
         tokens = (await response.json())["choices"][0]["token_ids"]
-    assert tokens == await monolithic(ToyTokenizer().encode(TEXT), m.Sampling(16, temperature=1.0))
+    assert tokens == await monolithic(ToyTokenizer().encode(TEXT), m.Sampling(16, temperature=1.0, seed=3))
+
+
+async def test_without_a_seed_each_request_draws_its_own(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    await start(cluster)
+    answers = []
+    for _ in range(2):
+        async with client.post(url + "/v1/completions", json=body(seed=None, temperature=10.0)) as response:
+            answers.append((await response.json())["choices"][0]["token_ids"])
+    assert answers[0] != answers[1]
 
 
 async def test_completion_streamed(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:

@@ -19,6 +19,7 @@ import contextlib
 import hmac
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -105,10 +106,13 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
         if self.stream_options is not None and not self.stream:
             raise UsageError("`stream_options` is given, and `stream` is not true")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return m.Sampling(**{"max_tokens": 16, "temperature": 1.0, **given}, ignore_end=bool(self.ignore_eos))
+        # Drawn here, not at a decoder: one that goes on where another died has to draw the same.
+        given.setdefault("seed", secrets.randbits(63))
+        return m.Sampling(**{**_DEFAULTS, **given}, ignore_end=bool(self.ignore_eos))
 
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
+_DEFAULTS = {"max_tokens": 16, "temperature": 1.0}
 _DONE_ANYWAY: dict[str, object] = {
     "n": 1, "best_of": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0, "logprobs": None,
     "suffix": None, "logit_bias": {},
