@@ -68,6 +68,7 @@ async def test_what_is_null_is_not_given_and_what_is_done_anyway_may_be_asked_fo
 ) -> None:
     await start(cluster)
     neutral = {"n": 1, "best_of": 1, "echo": False, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}
+    neutral |= {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
     absent = dict.fromkeys(("top_p", "stop", "stream", "user", "model", "logprobs", "suffix", *neutral))
     for more in (neutral, absent):
         async with client.post(url + "/v1/completions", json=body(**more)) as response:
@@ -76,6 +77,24 @@ async def test_what_is_null_is_not_given_and_what_is_done_anyway_may_be_asked_fo
     async with client.post(url + "/v1/completions", json=body(**nothing)) as response:
         tokens = (await response.json())["choices"][0]["token_ids"]
     assert tokens == await monolithic(ToyTokenizer().encode(TEXT), m.Sampling(16, temperature=1.0, seed=3))
+
+
+async def test_list_of_one_prompt_is_that_prompt(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    for prompt in ([TEXT], [list(TEXT.encode())]):
+        async with client.post(url + "/v1/completions", json=body(prompt=prompt)) as response:
+            assert (await response.json())["choices"][0]["token_ids"] == await expected()
+
+
+async def test_top_p_of_nothing_is_greedy_and_negative_seeds_are_seeds(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    await start(cluster)
+    wanted = [m.Sampling(8, ignore_end=True), m.Sampling(8, temperature=0.7, seed=(1 << 63) - 1, ignore_end=True)]
+    for changes, sampling in zip([{"top_p": 0}, {"seed": -1}], wanted, strict=True):
+        async with client.post(url + "/v1/completions", json=body(**changes)) as response:
+            tokens = (await response.json())["choices"][0]["token_ids"]
+        assert tokens == await monolithic(ToyTokenizer().encode(TEXT), sampling)
 
 
 async def test_without_a_seed_each_request_draws_its_own(
@@ -227,6 +246,13 @@ async def test_client_that_hangs_up_cancels(cluster: Cluster, url: str, client: 
         ({"stop": ""}, "length >= 1 - at `$.stop`"),
         ({"prompt": [1, 2, 300]}, "tokens must be in 0..256, not 1..300"),
         ({"prompt": "x" * 700}, "take 89 pages"),
+        ({"prompt": ["a", "b"]}, "`prompt` has 2 entries, not all of them token ids: a list of prompts may"),
+        ({"prompt": [1, "b"]}, "`prompt` has 2 entries, not all of them token ids"),
+        ({"prompt": [[]]}, "the prompt is empty"),
+        ({"top_k": 5}, "`top_k` = 5 is not supported, only 0 or -1"),
+        ({"min_p": 0.1}, "`min_p` = 0.1 is not supported, only 0"),
+        ({"repetition_penalty": 1.1}, "`repetition_penalty` = 1.1 is not supported, only 1"),
+        ({"top_p": -0.1}, ">= 0.0 - at `$.top_p`"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else next(iter(value)),
 )
