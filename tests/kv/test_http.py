@@ -345,6 +345,14 @@ async def test_page_of_whoever_is_no_router_is_told_by_its_first_line() -> None:
     await runner.cleanup()
 
 
+async def test_router_that_says_nothing_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crossrail.kv.rendezvous._TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RouterNotFound, match=f"{url}: .*Timeout"):
+            await find_by_http(url, SECRET)()
+
+
 async def test_nodes_find_the_router_with_the_secret_alone(cluster: Cluster, url: str) -> None:
     assert await find_by_http(url, SECRET)() == cluster.router.mailbox.address
     with pytest.raises(RouterNotFound, match="403"):

@@ -10,7 +10,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.node import Refused
 from crossrail.kv.prefiller import Prefiller
-from tests.kv.conftest import quiet, start
+from tests.kv.conftest import quiet, start, until
 from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
@@ -105,6 +105,17 @@ async def test_layout_that_does_not_match_is_refused_at_join(
     odd.record = structs.replace(odd.record, model=odd.model.name)
     with pytest.raises(Refused, match=f"{words}: ours .*, theirs "):
         await asyncio.wait_for(odd.refused, WAIT_S)
+
+
+async def test_router_that_cannot_be_found_for_a_reason_without_words_is_told(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def find() -> bytes:
+        raise asyncio.TimeoutError
+
+    cluster.also = [find]
+    cluster.add(Decoder, "d0")
+    await until(lambda: "node d0 has no router, and goes on looking: TimeoutError" in caplog.text, "it is told")
 
 
 async def test_wrong_secret_never_joins(cluster: Cluster) -> None:
