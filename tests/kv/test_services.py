@@ -38,6 +38,20 @@ async def test_timeline_has_every_layer_of_every_chunk(cluster: Cluster) -> None
     assert names.index("dispatch") < names.index("transfer") < names.index("first token")
 
 
+async def test_prefiller_keeps_timelines_of_the_latest_requests(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossrail.kv.prefiller._TIMELINES_KEPT", 2)
+    await start(cluster)
+    for seed in range(4):
+        _, end = await cluster.complete(prompt_of(20, seed), m.Sampling(2))
+        assert any(span.name.startswith("prefiller: ") for span in end.timeline)
+    prefiller = cluster.nodes["p0"]
+    assert isinstance(prefiller, Prefiller)
+    kept = [(progress.state, bool(progress.timeline)) for progress in prefiller._ended.values()]
+    assert kept == [("written", False)] * 2 + [("written", True)] * 2
+
+
 async def test_many_at_once_over_several_nodes(cluster: Cluster) -> None:
     await start(cluster, prefillers=2, decoders=3)
     prompts = [prompt_of(20 + 7 * n, seed=n) for n in range(16)]
