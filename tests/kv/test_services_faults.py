@@ -13,11 +13,12 @@ from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.membership import Roster
+from crossrail.kv.pages import PageState
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.router_requests import Overloaded, Unavailable
 from crossrail.kv.serving import Serving
 from tests.kv.conftest import quiet, start, until
-from tests.support.kv_cluster import ROUTER, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import LAYOUT, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.kv_net import BadWire
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
@@ -465,6 +466,22 @@ async def test_requests_over_the_limit_are_refused(cluster: Cluster) -> None:
         await cluster.complete(PROMPT, GREEDY)
     await asyncio.gather(*running)
     await assert_still_serves(cluster)
+
+
+async def test_what_a_busy_decoder_refuses_costs_no_known_pages(cluster: Cluster) -> None:
+    await start(cluster)
+    await cluster.complete(prompt_of(65), GREEDY)
+    await quiet(cluster)
+    decoder = cluster.nodes["d0"]
+    known = decoder.pool.report().pages[PageState.CACHED]
+    decoder.draining = True
+
+    all_pages = m.Sampling(LAYOUT.pages * LAYOUT.page_tokens - 100)
+    refused = m.Start("r2", m.pack_tokens(prompt_of(90, seed=5)), all_pages, WAIT_S, cluster.nodes["p0"].record.ref)
+    answer = await cluster.router.mailbox.ask(decoder.mailbox.address, refused, m.StartRefused, WAIT_S)
+
+    assert answer.busy and "is draining" in answer.reason
+    assert decoder.pool.report().pages[PageState.CACHED] == known > 0
 
 
 async def test_request_waits_for_pages_and_gets_them(cluster: Cluster) -> None:
