@@ -19,8 +19,8 @@ from crossrail.kv.messages import Load, NodeRecord, Role
 
 @dataclass
 class Member:
-    """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock; later by
-    what was excused since.
+    """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock; later by what was
+    excused since.
     """
 
     record: NodeRecord
