@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
@@ -11,7 +11,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.etcd import Change, Etcd, EtcdError
 from crossrail.kv.etcd_membership import EtcdRoster
-from crossrail.kv.etcd_records import Place, Registration, Seal, Superseded
+from crossrail.kv.etcd_records import Place, Registration, Seal, Superseded, follow
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.router import Router
 from tests.kv.conftest import quiet, start, until
@@ -115,6 +115,65 @@ async def impostor(answer: bytes) -> AsyncIterator[str]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     server.close()
+
+
+class Gate:
+    """A way to etcd that falls silent: connections stay, and nothing comes through any more."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._to = endpoint.split(":")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.is_silent = False
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answers, questions = await asyncio.open_connection(*self._to)
+        for way in ((reader, questions), (answers, writer)):
+            self._tasks.add(asyncio.ensure_future(self._pass(*way)))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                if not self.is_silent:
+                    writer.write(data)
+        finally:
+            writer.close()
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+async def test_member_that_falls_silent_costs_no_lease_and_no_news(place: Place, silent: int) -> None:
+    seen: list[str] = []
+    gates = [Gate(place.endpoints[0]) for _ in range(silent)]
+    async with AsyncExitStack() as stack:
+        endpoints = [await stack.enter_async_context(gate.open()) for gate in gates] + [*place.endpoints]
+        place = Place(tuple(endpoints), place.cluster)
+        etcd = place.open(LEASE_S)
+        registration = Registration(etcd, place.nodes + "a", b"a", LEASE_S)
+        following = follow(etcd, place.nodes, seen.extend, lambda name, _: seen.append(name))
+        tasks = [asyncio.ensure_future(work) for work in (registration.run(), following)]
+        await until(lambda: registration.there.is_set() and "a" in seen, "it is registered, and followed")
+        lease = registration.lease
+
+        for gate in gates:
+            gate.is_silent = True
+
+        async with Etcd(endpoints[silent:]) as other:
+            await other.put(place.nodes + "b", b"b", await other.grant(30))
+            await until(lambda: "b" in seen, "what comes then is seen", 3 * LEASE_S)
+            await asyncio.sleep(2 * LEASE_S)
+            assert await other.keep_alive(lease) and registration.lease == lease
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await registration.end()
 
 
 async def test_watch_that_is_not_begun_ends_in_time() -> None:

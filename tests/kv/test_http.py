@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from aiohttp import web
 from crossrail.kv import messages as m
 from crossrail.kv.http import Front
 from crossrail.kv.listener import Listener
+from crossrail.kv.model import Tokens
 from crossrail.kv.rendezvous import RouterNotFound, find_by_http
 from crossrail.kv.toy import ToyTokenizer
 from tests.kv.conftest import quiet, start, until
@@ -66,14 +68,44 @@ async def test_what_is_null_is_not_given_and_what_is_done_anyway_may_be_asked_fo
 ) -> None:
     await start(cluster)
     neutral = {"n": 1, "best_of": 1, "echo": False, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}
+    neutral |= {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
     absent = dict.fromkeys(("top_p", "stop", "stream", "user", "model", "logprobs", "suffix", *neutral))
     for more in (neutral, absent):
         async with client.post(url + "/v1/completions", json=body(**more)) as response:
             assert (await response.json())["choices"][0]["token_ids"] == await expected()
-    nothing = dict.fromkeys(("max_tokens", "temperature", "seed", "ignore_eos"))
+    nothing = dict.fromkeys(("max_tokens", "temperature", "ignore_eos"))
     async with client.post(url + "/v1/completions", json=body(**nothing)) as response:
         tokens = (await response.json())["choices"][0]["token_ids"]
-    assert tokens == await monolithic(ToyTokenizer().encode(TEXT), m.Sampling(16, temperature=1.0))
+    assert tokens == await monolithic(ToyTokenizer().encode(TEXT), m.Sampling(16, temperature=1.0, seed=3))
+
+
+async def test_list_of_one_prompt_is_that_prompt(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    for prompt in ([TEXT], [list(TEXT.encode())]):
+        async with client.post(url + "/v1/completions", json=body(prompt=prompt)) as response:
+            assert (await response.json())["choices"][0]["token_ids"] == await expected()
+
+
+async def test_top_p_of_nothing_is_greedy_and_negative_seeds_are_seeds(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    await start(cluster)
+    wanted = [m.Sampling(8, ignore_end=True), m.Sampling(8, temperature=0.7, seed=(1 << 63) - 1, ignore_end=True)]
+    for changes, sampling in zip([{"top_p": 0}, {"seed": -1}], wanted, strict=True):
+        async with client.post(url + "/v1/completions", json=body(**changes)) as response:
+            tokens = (await response.json())["choices"][0]["token_ids"]
+        assert tokens == await monolithic(ToyTokenizer().encode(TEXT), sampling)
+
+
+async def test_without_a_seed_each_request_draws_its_own(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    await start(cluster)
+    answers = []
+    for _ in range(2):
+        async with client.post(url + "/v1/completions", json=body(seed=None, temperature=10.0)) as response:
+            answers.append((await response.json())["choices"][0]["token_ids"])
+    assert answers[0] != answers[1]
 
 
 async def test_completion_streamed(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
@@ -160,6 +192,32 @@ async def test_router_without_a_tokenizer_takes_token_ids_alone(
     await front.close()
 
 
+class SlowTokenizer(ToyTokenizer):
+    """Takes its time for prompts, and only the beginning of them."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def encode(self, text: str) -> Tokens:
+        self.begun.set()
+        assert self.go_on.wait(1.0), "nothing else went on meanwhile"
+        return super().encode(text[: len(TEXT)])
+
+
+async def test_long_text_is_encoded_while_others_are_served(cluster: Cluster, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    tokenizer = SlowTokenizer()
+    front = Front(cluster.router, tokenizer, SECRET)
+    url = f"http://127.0.0.1:{await front.start('127.0.0.1', 0)}"
+    asked = asyncio.ensure_future(client.post(url + "/v1/completions", json=body(prompt=TEXT * 500)))
+    await until(tokenizer.begun.is_set, "the text is being encoded")
+    async with client.get(url + "/health") as response:
+        assert response.status == 200
+    tokenizer.go_on.set()
+    assert (await (await asked).json())["choices"][0]["token_ids"] == await expected()
+    await front.close()
+
+
 async def test_client_that_hangs_up_cancels(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
     await start(cluster, token_s=SLOW_S)
     for stream in (False, True):
@@ -188,6 +246,13 @@ async def test_client_that_hangs_up_cancels(cluster: Cluster, url: str, client: 
         ({"stop": ""}, "length >= 1 - at `$.stop`"),
         ({"prompt": [1, 2, 300]}, "tokens must be in 0..256, not 1..300"),
         ({"prompt": "x" * 700}, "take 89 pages"),
+        ({"prompt": ["a", "b"]}, "`prompt` has 2 entries, not all of them token ids: a list of prompts may"),
+        ({"prompt": [1, "b"]}, "`prompt` has 2 entries, not all of them token ids"),
+        ({"prompt": [[]]}, "the prompt is empty"),
+        ({"top_k": 5}, "`top_k` = 5 is not supported, only 0 or -1"),
+        ({"min_p": 0.1}, "`min_p` = 0.1 is not supported, only 0"),
+        ({"repetition_penalty": 1.1}, "`repetition_penalty` = 1.1 is not supported, only 1"),
+        ({"top_p": -0.1}, ">= 0.0 - at `$.top_p`"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else next(iter(value)),
 )
@@ -278,6 +343,14 @@ async def test_page_of_whoever_is_no_router_is_told_by_its_first_line() -> None:
     with pytest.raises(RouterNotFound, match=r"answered 404: <!DOCTYPE HTML>$"):
         await find_by_http(f"http://127.0.0.1:{runner.addresses[0][1]}", SECRET)()
     await runner.cleanup()
+
+
+async def test_router_that_says_nothing_is_told_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crossrail.kv.rendezvous._TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(RouterNotFound, match=f"{url}: .*Timeout"):
+            await find_by_http(url, SECRET)()
 
 
 async def test_nodes_find_the_router_with_the_secret_alone(cluster: Cluster, url: str) -> None:

@@ -7,7 +7,9 @@ import pytest
 
 import crossrail as xr
 from crossrail.kv import KvLayout, KvTarget, LayoutMismatch, NoPages, PagePool, PagesInUse, PageState, SurplusCount
+from crossrail.kv import receiver as receiver_module
 from tests.conftest import EngineFactory
+from tests.kv.conftest import until
 from tests.kv.instances import Decoder, Prefiller, assert_all_free, closing
 from tests.support.limits import WAIT_S, eventually
 
@@ -166,6 +168,31 @@ async def test_a_fence_shuts_out_one_writer_and_no_other(open_engine: EngineFact
         decoder.assert_holds(kept, good.kv_of("kept", 20))
         again = frozen.open(lost.dispatch(LAYOUT, "frozen"))  # it came back
         await asyncio.gather(frozen.prefill(again, [20]), lost.arrived(WAIT_S))
+
+
+async def test_registrations_of_writers_that_are_idle_for_long_are_closed(
+    prefiller: Prefiller, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefillers that are restarted under the decoder: each is another writer, and the old ones end quietly."""
+    monkeypatch.setattr(receiver_module, "_IDLE_KEPT", 2)
+    kept = decoder.reserve("kept", 8)
+    waiting = prefiller.open(kept.dispatch(LAYOUT, "busy"))
+    targets = []
+    async with closing(prefiller):
+        for index in range(5):
+            reception = decoder.reserve(f"request {index}", 8)
+            targets.append(reception.dispatch(LAYOUT, f"incarnation {index}"))
+            await asyncio.gather(prefiller.prefill(prefiller.open(targets[-1]), [8]), reception.arrived(WAIT_S))
+            reception.release()
+
+        assert list(decoder.receiver._accesses) == ["busy", "incarnation 3", "incarnation 4"]
+        await until(lambda: not decoder.receiver._retired, "what was retired is shut")
+        await late_write(prefiller, targets[0])
+        again = decoder.reserve("again", 8)  # it was only idle
+        job = prefiller.open(again.dispatch(LAYOUT, "incarnation 0"))
+        await asyncio.gather(prefiller.prefill(job, [8]), again.arrived(WAIT_S))
+        await asyncio.gather(prefiller.prefill(waiting, [8]), kept.arrived(WAIT_S))
+        decoder.assert_holds(kept, prefiller.kv_of("kept", 8))
 
 
 async def test_a_prefiller_known_to_be_dead_needs_no_confirmation(decoder: Decoder) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
@@ -381,6 +382,16 @@ async def test_decoder_that_is_frozen_for_a_lease_is_fenced_when_it_thaws(town: 
     heartbeat = m.Heartbeat("a", m.Load())
     answer = await script.mailbox.ask(town.router.mailbox.address, heartbeat, m.HeartbeatTaken, WAIT_S)
     assert not answer.member
+
+
+async def test_router_that_stood_still_for_a_lease_misses_nobody_for_that(town: Town) -> None:
+    await town.add("a")
+
+    time.sleep(2 * OPTIONS.lease_s)  # noqa: ASYNC251  # the loop, with all that is on it
+    await asyncio.sleep(3 * OPTIONS.sweep_s)
+
+    assert [member.name for member in town.router.roster.members("decoder")] == ["a"]
+    await until(lambda: not town.router.roster.members("decoder"), "one that says nothing later is missed")
 
 
 async def test_tokens_of_a_stranger_are_not_taken(town: Town) -> None:

@@ -10,7 +10,7 @@ from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.node import Refused
 from crossrail.kv.prefiller import Prefiller
-from tests.kv.conftest import quiet, start
+from tests.kv.conftest import quiet, start, until
 from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
@@ -36,6 +36,20 @@ async def test_timeline_has_every_layer_of_every_chunk(cluster: Cluster) -> None
     assert all(span.length_s >= 0 for span in end.timeline)
     names = [span.name for span in end.timeline]
     assert names.index("dispatch") < names.index("transfer") < names.index("first token")
+
+
+async def test_prefiller_keeps_timelines_of_the_latest_requests(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crossrail.kv.prefiller._TIMELINES_KEPT", 2)
+    await start(cluster)
+    for seed in range(4):
+        _, end = await cluster.complete(prompt_of(20, seed), m.Sampling(2))
+        assert any(span.name.startswith("prefiller: ") for span in end.timeline)
+    prefiller = cluster.nodes["p0"]
+    assert isinstance(prefiller, Prefiller)
+    kept = [(progress.state, bool(progress.timeline)) for progress in prefiller._ended.values()]
+    assert kept == [("written", False)] * 2 + [("written", True)] * 2
 
 
 async def test_many_at_once_over_several_nodes(cluster: Cluster) -> None:
@@ -105,6 +119,17 @@ async def test_layout_that_does_not_match_is_refused_at_join(
     odd.record = structs.replace(odd.record, model=odd.model.name)
     with pytest.raises(Refused, match=f"{words}: ours .*, theirs "):
         await asyncio.wait_for(odd.refused, WAIT_S)
+
+
+async def test_router_that_cannot_be_found_for_a_reason_without_words_is_told(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def find() -> bytes:
+        raise asyncio.TimeoutError
+
+    cluster.also = [find]
+    cluster.add(Decoder, "d0")
+    await until(lambda: "node d0 has no router, and goes on looking: TimeoutError" in caplog.text, "it is told")
 
 
 async def test_wrong_secret_never_joins(cluster: Cluster) -> None:

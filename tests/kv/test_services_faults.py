@@ -13,11 +13,12 @@ from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.membership import Roster
+from crossrail.kv.pages import PageState
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.router_requests import Overloaded, Unavailable
 from crossrail.kv.serving import Serving
 from tests.kv.conftest import quiet, start, until
-from tests.support.kv_cluster import ROUTER, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import LAYOUT, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.kv_net import BadWire
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
@@ -340,6 +341,21 @@ async def test_router_restarted_at_a_step_running_requests_finish(cluster: Clust
     await assert_still_serves(cluster)
 
 
+async def test_next_router_may_cancel_what_runs(cluster: Cluster) -> None:
+    await start(cluster, token_s=20 * SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    await cluster.close_router()
+    await client
+    router = cluster.add_router("router-again")
+    await until(lambda: router.adopted("r1"), "it knows the request")
+    cancel = m.Cancel("r1", "test")
+    assert (await router.mailbox.ask(cluster.nodes["d0"].mailbox.address, cancel, m.Taken, WAIT_S)).wanted
+    await until(lambda: router.adopted("r1").end, "the request ends")
+    assert router.adopted("r1").end.reason == "cancelled"
+    await quiet(cluster)
+
+
 async def test_next_router_learns_what_ended_just_before(cluster: Cluster) -> None:
     """The router has taken the end, and dies before its client has read it."""
     await start(cluster)
@@ -377,6 +393,21 @@ async def test_two_routers_share_nodes(cluster: Cluster) -> None:
     results = await asyncio.gather(*(side.complete(p, GREEDY) for side, p in zip(sides, prompts, strict=True)))
     for prompt, (tokens, end) in zip(prompts, results, strict=True):
         assert tokens == await monolithic(prompt, GREEDY), end
+    await quiet(cluster)
+    await second.close()
+
+
+async def test_cancel_of_another_router_ends_nothing(cluster: Cluster) -> None:
+    """As of one whose Start of this name was not answered in time."""
+    second = Cluster()
+    router = second.add_router("router-2")
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await until(lambda: cluster.nodes["d0"].load().requests, "the decoder has it")
+    cancel = m.Cancel("r1", "it was given to another decoder")
+    assert not (await router.mailbox.ask(cluster.nodes["d0"].mailbox.address, cancel, m.Taken, WAIT_S)).wanted
+    tokens, end = await client
+    assert tokens == await monolithic(PROMPT, GREEDY), end
     await quiet(cluster)
     await second.close()
 
@@ -435,6 +466,22 @@ async def test_requests_over_the_limit_are_refused(cluster: Cluster) -> None:
         await cluster.complete(PROMPT, GREEDY)
     await asyncio.gather(*running)
     await assert_still_serves(cluster)
+
+
+async def test_what_a_busy_decoder_refuses_costs_no_known_pages(cluster: Cluster) -> None:
+    await start(cluster)
+    await cluster.complete(prompt_of(65), GREEDY)
+    await quiet(cluster)
+    decoder = cluster.nodes["d0"]
+    known = decoder.pool.report().pages[PageState.CACHED]
+    decoder.draining = True
+
+    all_pages = m.Sampling(LAYOUT.pages * LAYOUT.page_tokens - 100)
+    refused = m.Start("r2", m.pack_tokens(prompt_of(90, seed=5)), all_pages, WAIT_S, cluster.nodes["p0"].record.ref)
+    answer = await cluster.router.mailbox.ask(decoder.mailbox.address, refused, m.StartRefused, WAIT_S)
+
+    assert answer.busy and "is draining" in answer.reason
+    assert decoder.pool.report().pages[PageState.CACHED] == known > 0
 
 
 async def test_request_waits_for_pages_and_gets_them(cluster: Cluster) -> None:

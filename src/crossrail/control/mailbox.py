@@ -103,7 +103,8 @@ class Mailbox:
 
     async def close(self) -> None:
         """Ends handlers and questions under way. Idempotent. The wire stays open."""
-        # Again and again: asyncio.wait_for loses a cancellation that meets its result, before Python 3.12.
+        # Again and again: a model's code may lose a cancellation, as asyncio.wait_for does before Python 3.12 when it
+        # meets its result. Our own waits do not (deadlines.py).
         while tasks := self._tasks - {asyncio.current_task()}:
             for task in tasks:
                 task.cancel()

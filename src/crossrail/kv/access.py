@@ -29,6 +29,7 @@ class Access:
     """One writer's registrations of all ranks that this process has, and of tails.
 
     Lifecycle: 1. open. 2. closing: its descriptors are refused. 3. shut: nothing of it can land any more.
+    attempts: of requests, that are under way by it.
     Threads: that of the event loop.
     """
 
@@ -38,6 +39,7 @@ class Access:
         self._regions = [region for memory in self.ranks.values() for region in memory.regions]
         if self.tail is not None:
             self._regions.append(self.tail)
+        self.attempts = 0
         self.is_closing = False
         self._shut = asyncio.Event()
 

@@ -125,6 +125,14 @@ class Decoder(Node):
             context = m.unpack_tokens(start.tokens)
             self._check(start, context)
             left = start.sampling.max_tokens - start.generated
+            self._check_size(context, left)
+            link = next((link for link in self.links if link.address == sender), None)
+            busy = self._too_busy()
+            if link is None:  # its answer to our Join is late, or we left it
+                busy = f"node {self.name!r} is no member of that router yet, or any more"
+            if busy or link is None:
+                return m.StartRefused(start.request, busy, busy=True)
+            # Last: room is made for it by giving up pages whose content is known.
             reception = self._reserve(start.request, context, left)
         except NoPages as error:
             return m.StartRefused(start.request, m.clipped(error), busy=True)
@@ -132,13 +140,6 @@ class Decoder(Node):
             return m.StartRefused(start.request, m.clipped(error), busy=False, is_duplicate=True)
         except UsageError as error:
             return m.StartRefused(start.request, m.clipped(error), busy=False)
-        link = next((link for link in self.links if link.address == sender), None)
-        busy = self._too_busy()
-        if link is None:  # its answer to our Join is late, or we left it
-            busy = f"node {self.name!r} is no member of that router yet, or any more"
-        if busy or link is None:
-            reception.release()
-            return m.StartRefused(start.request, busy, busy=True)
         timeline = Timeline(asyncio.get_running_loop().time)
         serving = Serving(start.request, link, sender, start.placement, context, start.sampling, timeline, reception)
         serving.tokens += context[len(context) - start.generated :].tolist()
@@ -172,6 +173,10 @@ class Decoder(Node):
 
     async def _on_cancel(self, sender: bytes, cancel: m.Cancel) -> m.Message:
         serving = self._servings.get(cancel.request)
+        # Names may come from clients, and another router may have one of this name that we have refused. Who has placed
+        # ours is heard, and who is in its stead.
+        if serving is not None and sender not in (serving.router, serving.link.address):
+            return m.Taken(wanted=False)
         self._remember_ended(cancel.request, cancel.placement)  # its Start may still be on the way
         if serving is None or serving.placement > cancel.placement:
             return m.Taken(wanted=False)
@@ -180,13 +185,16 @@ class Decoder(Node):
 
     # --- pages ---
 
-    def _reserve(self, request: str, context: Tokens, left: int) -> Reception:
-        """NoPages when there are too few now, UsageError when there never will be enough."""
+    def _check_size(self, context: Tokens, left: int) -> None:
+        """UsageError when there never will be enough pages."""
         wanted = self.model.layout.pages_of(len(context) + left)
         if wanted > self.pool.pages:
             raise UsageError(
                 f"{len(context)} + {left} tokens take {wanted} pages, node {self.name!r} has {self.pool.pages}"
             )
+
+    def _reserve(self, request: str, context: Tokens, left: int) -> Reception:
+        """NoPages when there are too few now."""
         return self.receiver.reserve(request, len(context) - 1, room_tokens=1 + left, names=self._names(context))
 
     def _names(self, context: Tokens) -> list[bytes]:

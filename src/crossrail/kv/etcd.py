@@ -11,6 +11,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -47,7 +48,9 @@ class Change:
 class Etcd:
     """Threads: the event loop's. close() it, or use it as a context.
 
-    endpoints: "host:port" of members; the one that answered last is asked first. timeout_s: for each question.
+    endpoints: "host:port" of members; the one that answered last is asked first. timeout_s: for each question, and
+    each member that it is asked of.
+    Invariant: watches are at the first of `_endpoints`; whichever question finds that it does not answer ends them.
     """
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float = 3.0) -> None:
@@ -55,6 +58,7 @@ class Etcd:
             raise UsageError(f"endpoints of etcd {list(endpoints)} must be one or more HOST:PORT")
         self._endpoints = list(endpoints)
         self._timeout_s = timeout_s
+        self._watches: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession()
 
     async def __aenter__(self) -> Etcd:
@@ -111,15 +115,17 @@ class Etcd:
     async def watch(self, prefix: str, revision: int, for_s: float) -> AsyncIterator[Change]:
         """What changed below a prefix after that revision, as it happens, until for_s have passed.
 
-        Raises EtcdError, also when that is so long ago that etcd has forgotten it: list() again.
+        Raises EtcdError, also when that is so long ago that etcd has forgotten it: list() again. A member that falls
+        silent says nothing here either: ask something else of it now and then.
         """
+        endpoint = self._endpoints[0]
         create = {"create_request": {**_range(prefix), "start_revision": str(revision + 1)}}
         timeout = aiohttp.ClientTimeout(total=None)
         deadline_s = asyncio.get_running_loop().time() + for_s
         try:
             # Its first words come at once; only what follows may take long.
-            begun = self._session.post(self._url("watch"), json=create, timeout=timeout)
-            async with await in_time(begun, self._timeout_s) as response:
+            begun = self._session.post(_url(endpoint, "watch"), json=create, timeout=timeout)
+            async with await in_time(begun, self._timeout_s) as response, self._watching(endpoint, response):
                 async for result in _lines(response, deadline_s):
                     if result.get("canceled"):
                         raise EtcdError(
@@ -130,32 +136,50 @@ class Etcd:
                         value = None if deleted else base64.b64decode(event["kv"].get("value", ""))
                         yield Change(_text(event["kv"]["key"]), value)
         except (*_TROUBLES, KeyError, TypeError) as error:
-            raise EtcdError(f"etcd at {self._endpoints[0]}: {type(error).__name__} {error}") from None
+            raise EtcdError(f"etcd at {endpoint}: {type(error).__name__} {error}") from None
+
+    @asynccontextmanager
+    async def _watching(self, endpoint: str, response: aiohttp.ClientResponse) -> AsyncIterator[None]:
+        if endpoint != self._endpoints[0]:
+            raise EtcdError(f"etcd at {endpoint} did not answer another question meanwhile")
+        self._watches.add(response)
+        try:
+            yield
+        finally:
+            self._watches.discard(response)
 
     async def _ask(self, what: str, question: dict[str, Any], wanted: str = "header") -> dict[str, Any]:
         """Of one member after another, until one answers. wanted: what etcd's answers to this have."""
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         troubles = []
-        for _ in range(len(self._endpoints)):
+        for endpoint in tuple(self._endpoints):
             try:
-                async with self._session.post(self._url(what), json=question, timeout=timeout) as response:
+                async with self._session.post(_url(endpoint, what), json=question, timeout=timeout) as response:
                     answer: Any = json.loads(await response.read())
                     if not isinstance(answer, dict) or not answer.keys() & {wanted, "error"}:
                         raise ValueError(f"its answer to {what} is not etcd's")
             except _TROUBLES as error:
-                troubles.append(f"{self._endpoints[0]}: {type(error).__name__} {error}")
+                troubles.append(f"{endpoint}: {type(error).__name__} {error}")
             else:
                 code = int(answer.get("code", 0))
                 if "error" not in answer:
                     return dict(answer)
                 if code != _UNAVAILABLE:
-                    raise EtcdError(f"etcd at {self._endpoints[0]}, {what}: {answer['error']}", code)
-                troubles.append(f"{self._endpoints[0]}: {answer['error']}")
-            self._endpoints.append(self._endpoints.pop(0))
+                    raise EtcdError(f"etcd at {endpoint}, {what}: {answer['error']}", code)
+                troubles.append(f"{endpoint}: {answer['error']}")
+            self._pass_over(endpoint)
         raise EtcdError(f"no member of etcd answers: {'; '.join(troubles)}")
 
-    def _url(self, what: str) -> str:
-        return f"http://{self._endpoints[0]}/v3/{what}"
+    def _pass_over(self, endpoint: str) -> None:
+        """It is asked last from now on, unless another question that it did not answer has seen to that."""
+        if endpoint == self._endpoints[0]:
+            self._endpoints.append(self._endpoints.pop(0))
+            for response in self._watches:
+                response.close()
+
+
+def _url(endpoint: str, what: str) -> str:
+    return f"http://{endpoint}/v3/{what}"
 
 
 async def _lines(response: aiohttp.ClientResponse, deadline_s: float) -> AsyncIterator[dict[str, Any]]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.kv.etcd import Etcd
 from crossrail.kv.etcd_records import Place, Registration, Seal, Superseded, follow
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.membership import Roster
@@ -51,7 +50,7 @@ class EtcdRoster(Roster):
         self.registration: Registration | None = None
 
     def start(self, router: str, mailbox: Mailbox) -> None:
-        etcd, key = Etcd(self._place.endpoints), self._place.routers + router
+        etcd, key = self._place.open(self.lease_s), self._place.routers + router
         self.registration = Registration(etcd, key, self._seal.close(key, mailbox.address), self.lease_s)
         mailbox.spawn(self.registration.run(), "registration in etcd")
         mailbox.spawn(follow(etcd, self._place.nodes, self._on_all, self._on_change), "following nodes in etcd")
@@ -65,6 +64,11 @@ class EtcdRoster(Roster):
         if known is None or known.address != record.address:
             raise NotRegistered(f"etcd has no record of this incarnation of node {record.node!r}")
         super().join(record, load, now_s)
+
+    def excuse(self, stood_s: float, now_s: float) -> None:
+        super().excuse(stood_s, now_s)
+        for name, since_s in self._missing_s.items():
+            self._missing_s[name] = min(since_s + stood_s, now_s)
 
     def sweep(self, now_s: float, is_lost: Callable[[bytes], bool]) -> None:
         for name, since_s in list(self._missing_s.items()):
@@ -122,7 +126,7 @@ class EtcdPresence:
         self._seal = Seal(secret)
         self._routers: dict[str, bytes] = {}
         self._linked: set[str] = set()
-        self._etcd = Etcd(place.endpoints)
+        self._etcd = place.open(node.options.lease_s)
         key = place.nodes + node.name
         value = self._seal.close(key, _record_encoder.encode(node.record))
         self.registration = Registration(self._etcd, key, value, node.options.lease_s)

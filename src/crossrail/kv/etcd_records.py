@@ -26,6 +26,8 @@ _MAC_BYTES = 32
 _RETRY_S = 0.5
 _LIST_EVERY_S = 30.0  # whatever a watch may have missed is seen by then
 _ALIVE_PER_LEASE = 3  # so that two may be lost
+_ASKED_PER_LEASE = 4  # members: two of them may be silent, and the third still keeps the lease alive
+_ASK_S_MAX = 3.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Place:
         if parts.scheme != "etcd" or not all(port.isdigit() for port in ports) or "/" in cluster or parts.query:
             raise UsageError(f"membership {url!r} must be etcd://HOST:PORT,HOST:PORT/CLUSTER")
         return cls(endpoints, cluster)
+
+    def open(self, lease_s: float) -> Etcd:
+        """A client of it for who has such a lease."""
+        return Etcd(self.endpoints, min(lease_s / _ASKED_PER_LEASE, _ASK_S_MAX))
 
     @property
     def nodes(self) -> str:
@@ -170,6 +176,7 @@ async def follow(
     """Tells what is below a prefix, and then each change of it, until cancelled. Keys come without the prefix.
 
     on_all comes at the beginning, after each time that etcd was away, and every half minute: it has all there is.
+    etcd: a client that a Registration uses too; by that it is noticed when the member that is watched falls silent.
     """
     absence = _Absence(f"what is below {prefix} is not known")
     while True:

@@ -19,10 +19,12 @@ import contextlib
 import hmac
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
@@ -42,6 +44,7 @@ from crossrail.kv.timeline import chrome_trace, picture
 from crossrail.kv.tracing import RequestSpan
 
 _BODY_BYTES_MAX = 16 << 20
+_TEXT_SHORT = 1 << 14  # characters, encoded in some milliseconds at most: not worth a thread
 _STATUS: dict[type[Exception], int] = {
     DuplicateRequest: 409,
     UsageError: 400,
@@ -55,6 +58,9 @@ _log = logging.getLogger("crossrail.kv.http")
 
 _Taking = Callable[[], contextlib.AbstractContextManager[None]]
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+PromptText = Annotated[str, msgspec.Meta(max_length=4 << 20)]
+Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+PromptTokens = Annotated[list[Token], msgspec.Meta(max_length=m.TOKENS_MAX)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,15 +77,13 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
     Those from n on are taken when they ask for what is done anyway: clients send them with their defaults.
     """
 
-    prompt: (
-        Annotated[str, msgspec.Meta(max_length=4 << 20)]
-        | Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=m.TOKENS_MAX)]
-    )
+    # One of the two, or a list with one of them.
+    prompt: PromptText | Annotated[list[Token | PromptText | PromptTokens], msgspec.Meta(max_length=m.TOKENS_MAX)]
     model: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=m.TOKENS_MAX)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopText | Annotated[list[StopText], msgspec.Meta(max_length=4)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -93,23 +97,43 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
     logprobs: int | None = None
     suffix: str | None = None
     logit_bias: dict[str, float] | None = None
+    repetition_penalty: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+    def one_prompt(self) -> str | list[int]:
+        """UsageError for several."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if set(map(type, self.prompt)) <= {int}:
+            return cast(list[int], self.prompt)
+        if len(self.prompt) > 1:
+            count = len(self.prompt)
+            raise UsageError(f"`prompt` has {count} entries, not all of them token ids: a list of prompts may have one")
+        return cast("str | list[int]", self.prompt[0])
 
     def sampling(self) -> m.Sampling:
         """With OpenAI's defaults. UsageError for what is asked for and not done."""
         for name, done in _DONE_ANYWAY.items():
-            if (value := getattr(self, name)) is not None and value != done:
-                only = "is not supported" if done is None else f"is not supported, only {json.dumps(done)}"
-                raise UsageError(f"`{name}` = {m.clipped(json.dumps(value))} {only}")
+            if (value := getattr(self, name)) is not None and value not in done:
+                only = f", only {' or '.join(map(json.dumps, done))}" if done else ""
+                raise UsageError(f"`{name}` = {m.clipped(json.dumps(value))} is not supported{only}")
         if self.stream_options is not None and not self.stream:
             raise UsageError("`stream_options` is given, and `stream` is not true")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        return m.Sampling(**{"max_tokens": 16, "temperature": 1.0, **given}, ignore_end=bool(self.ignore_eos))
+        # Drawn here, not at a decoder: one that goes on where another died has to draw the same.
+        given.setdefault("seed", secrets.randbits(63))
+        given["seed"] %= 1 << 63  # negative ones are seeds as good as others
+        if given.get("top_p") == 0.0:  # the likeliest token alone is kept
+            given |= {"top_p": 1.0, "temperature": 0.0}
+        return m.Sampling(**{**_DEFAULTS, **given}, ignore_end=bool(self.ignore_eos))
 
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "seed")
-_DONE_ANYWAY: dict[str, object] = {
-    "n": 1, "best_of": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0, "logprobs": None,
-    "suffix": None, "logit_bias": {},
+_DEFAULTS = {"max_tokens": 16, "temperature": 1.0}
+_DONE_ANYWAY: dict[str, tuple[object, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "presence_penalty": (0,), "frequency_penalty": (0,), "logprobs": (),
+    "suffix": (), "logit_bias": ({},), "repetition_penalty": (1,), "top_k": (0, -1), "min_p": (0,),
 }  # fmt: skip
 
 
@@ -131,6 +155,7 @@ class Front:
         self._token = rendezvous.token(secret)
         self.metrics = Metrics(router)
         self._listener = Listener(patience_s)
+        self._encoding = ThreadPoolExecutor(1, "crossrail-encode")
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port, which the system chooses for 0. OSError when it cannot."""
@@ -153,6 +178,7 @@ class Front:
     async def close(self) -> None:
         """Stops listening; requests under way are cut off. Idempotent."""
         await self._listener.close()
+        self._encoding.shutdown(wait=False, cancel_futures=True)
 
     # --- completions ---
 
@@ -162,7 +188,7 @@ class Front:
             body = _decoder.decode(await self._listener.body(http))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(str(error)) from None
-        prompt = self._prompt(body)
+        prompt = await self._prompt(body)
         sampling = body.sampling()
         name = http.headers.get("X-Request-Id") or None
         if name is not None and len(name) > 128:
@@ -198,12 +224,18 @@ class Front:
             span.end(failure)
             self.metrics.request_s.observe(_now_s() - begun_s)
 
-    def _prompt(self, body: CompletionBody) -> Tokens:
-        if not isinstance(body.prompt, str):
-            return np.array(body.prompt, np.int32)
+    async def _prompt(self, body: CompletionBody) -> Tokens:
+        prompt = body.one_prompt()
+        if not isinstance(prompt, str):
+            return np.array(prompt, np.int32)
         if self._tokenizer is None:
             raise UsageError("this router has no tokenizer: the prompt must be token ids")
-        return self._tokenizer.encode(body.prompt)
+        if len(prompt) <= _TEXT_SHORT:
+            return self._tokenizer.encode(prompt)
+        # Takes seconds, in which other requests and the nodes are to be heard; long ones wait for each other. Nothing
+        # but tokens says whether a text fits: one of them may stand for any number of characters.
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._encoding, self._tokenizer.encode, prompt)
 
     def _text(self, body: CompletionBody) -> TextStream:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []

@@ -24,7 +24,7 @@ class Listener:
 
     patience_s: in which a client must have sent its first request, the body of each, and have taken what is written to
     it; slower ones are cut off, and idle ones between requests. aiohttp waits for ever for the first three.
-    Lifecycle: 1. made. 2. an application of its routes(). 3. start(). 4. close().
+    Lifecycle: 1. made. 2. an application of its route()s. 3. start(). 4. close().
     """
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:

@@ -19,7 +19,9 @@ from crossrail.kv.messages import Load, NodeRecord, Role
 
 @dataclass
 class Member:
-    """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock."""
+    """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock; later by what was
+    excused since.
+    """
 
     record: NodeRecord
     layout: KvLayout
@@ -72,6 +74,9 @@ class Membership(ABC):
     @abstractmethod
     def leave(self, node: str, address: bytes) -> None:
         """It goes by itself. One that is no member is gone already."""
+
+    def excuse(self, stood_s: float, now_s: float) -> None:  # noqa: B027
+        """The router itself stood still for so long: what it has not heard meanwhile says nothing about nodes."""
 
     @abstractmethod
     def sweep(self, now_s: float, is_lost: Callable[[bytes], bool]) -> None:
@@ -141,6 +146,10 @@ class Roster(Membership):
             del self._members[member.name]
             for fn in self._gone:
                 fn(member, why)
+
+    def excuse(self, stood_s: float, now_s: float) -> None:
+        for member in self.all():
+            member.heard_s = min(member.heard_s + stood_s, now_s)
 
     def sweep(self, now_s: float, is_lost: Callable[[bytes], bool]) -> None:
         for member in self.all():

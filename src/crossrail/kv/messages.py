@@ -230,7 +230,7 @@ class Reassigned(_OfAttempt, frozen=True, tag=True):
 
 
 class Dispatch(_OfAttempt, frozen=True, tag=True):
-    """Prefill tokens and write their KV as the ticket says. ticket: of receiver.Incoming."""
+    """Prefill tokens and write their KV as the ticket says. ticket: KvTarget.to_wire()."""
 
     tokens: TokenBytes
     ticket: Plain

@@ -23,7 +23,9 @@ Cache: TypeAlias = Sequence[Sequence[npt.NDArray[Any]]]
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Between text and tokens, for the router's front."""
+    """Between text and tokens, for the router's front. Threads: encode() of long texts runs in one of its own, beside
+    the others, which run on the event loop.
+    """
 
     def encode(self, text: str) -> Tokens:
         """UsageError for text that it cannot take."""

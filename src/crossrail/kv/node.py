@@ -79,7 +79,7 @@ class RouterLink:
                 self._node.refuse(refusal)
                 return
             except (CrossrailError, OSError, asyncio.TimeoutError) as error:
-                self._tell_trouble(str(error))
+                self._tell_trouble(str(error) or type(error).__name__)
             self.address = None
             self.joined.clear()
             await asyncio.sleep(self._node.options.retry_s)

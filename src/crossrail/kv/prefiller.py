@@ -18,6 +18,8 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 import crossrail as xr
 from crossrail.control.deadlines import set_in_time
 from crossrail.errors import CrossrailError, UsageError
@@ -39,6 +41,7 @@ from crossrail.kv.tracing import RequestSpan
 log = logging.getLogger("crossrail.kv")
 
 _ENDED_KEPT = 2048
+_TIMELINES_KEPT = 64  # of them: a decoder asks as soon as all is there, and one has up to thousands of spans
 _TAIL_SLOTS = 256
 
 Key = tuple[str, int]
@@ -83,6 +86,7 @@ class Prefiller(Node):
         self._queued = asyncio.Event()
         self._works: dict[Key, _Work] = {}
         self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
+        self._with_timeline: deque[Key] = deque()
         self._released = asyncio.Event()  # pages or a tail slot came back
         mailbox.handle(m.Dispatch, self._on_dispatch)
         mailbox.handle(m.Probe, self._on_probe)
@@ -316,12 +320,17 @@ class Prefiller(Node):
             *work.key, "written" if state == "written" else "failed", m.clipped(detail), work.timeline.spans
         )
         self._ended[work.key] = progress
+        self._with_timeline.append(work.key)
         self._forget_old()
         self._count_active(len(self._works))
 
     def _forget_old(self) -> None:
         while len(self._ended) > _ENDED_KEPT:
             self._ended.popitem(last=False)
+        while len(self._with_timeline) > _TIMELINES_KEPT:
+            key = self._with_timeline.popleft()
+            if (progress := self._ended.get(key)) is not None:
+                self._ended[key] = structs.replace(progress, timeline=[])
 
 
 def _nothing_to_send() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from crossrail.errors import UsageError
+from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.access import Access, Tails
 from crossrail.kv.errors import NoPages
 from crossrail.kv.layout import KvLayout
@@ -12,6 +15,11 @@ from crossrail.kv.memory import RankMemory
 from crossrail.kv.pages import PageLease, PagePool
 from crossrail.kv.reception import Reception
 from crossrail.kv.target import check_request
+
+log = logging.getLogger("crossrail.kv")
+
+_IDLE_KEPT = 64  # writers that nothing is under way of: one that comes back finds its registrations
+_SHUT_S = 5.0
 
 
 class KvReceiver:
@@ -55,7 +63,8 @@ class KvReceiver:
         self.ranks = dict(ranks)
         self.pool = pool
         self.tail_bytes = tail_bytes
-        self._accesses: dict[str, Access] = {}
+        self._accesses: OrderedDict[str, Access] = OrderedDict()  # the one dispatched to last at the end
+        self._retired: dict[Access, asyncio.Task[None]] = {}  # what is being shut for good
         self._tails = Tails(self.ranks[0].engine, tail_bytes, tail_slots) if tail_bytes else None
 
     def reserve(self, request: str, tokens: int, *, room_tokens: int = 0, names: Sequence[bytes] = ()) -> Reception:
@@ -101,7 +110,7 @@ class KvReceiver:
 
     def close(self) -> None:
         """Closes all registrations of writers, and the memory of tails. After all requests have ended. Idempotent."""
-        for access in self._accesses.values():
+        for access in (*self._accesses.values(), *self._retired):
             access.close()
         self._accesses.clear()
         if self._tails is not None:
@@ -114,6 +123,24 @@ class KvReceiver:
         access = self._accesses.get(writer)
         if access is None or access.is_shut:
             access = self._accesses[writer] = Access(self.ranks, self._tails)
+            self._retire_idle()
         elif access.is_closing:
             raise UsageError(f"writer {writer!r} is being fenced off: nothing can be dispatched to it")
+        self._accesses.move_to_end(writer)
         return access
+
+    def _retire_idle(self) -> None:
+        """A prefiller that was restarted is another writer, and nobody says that the one before will not come back."""
+        idle = [writer for writer, access in self._accesses.items() if not access.attempts]
+        for writer in idle[:-_IDLE_KEPT]:
+            access = self._accesses.pop(writer)
+            task = asyncio.create_task(self._shut(access), name=f"kv-retire-{writer}")
+            self._retired[access] = task  # the loop itself does not keep tasks
+
+    async def _shut(self, access: Access) -> None:
+        try:
+            await access.shut(_SHUT_S)
+        except CrossrailError as error:
+            log.warning("registrations that nobody uses are not closed yet: %s", error)
+        else:
+            del self._retired[access]

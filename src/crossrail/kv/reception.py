@@ -84,8 +84,9 @@ class Reception:
 
         From here on it may write, whether or not the message arrives: what ends this is arrived() or withdraw().
         writer: which prefiller, by a name of its incarnation. Its requests share registrations of our memory, which are
-        made at the first and last until KvReceiver.fence(writer). None: registrations for this attempt alone; it costs
-        them, and the prefiller's first look at them, but can be ended without the prefiller's confirmation.
+        made at the first and last until KvReceiver.fence(writer), or until it has had none for long. None: this
+        attempt has its own; it costs them, and the prefiller's first look at them, but can be ended without the
+        prefiller's confirmation.
         Raises LayoutMismatch, PagesInUse while another attempt is not over; nothing has changed then.
         """
         layout = self._layout
@@ -111,6 +112,7 @@ class Reception:
             self._release_imms()
             raise
         self._access, self._owns_access = access, writer is None
+        access.attempts += 1
         self._has_surplus = False
         return KvTarget(
             request=self.request,
@@ -251,8 +253,10 @@ class Reception:
 
     async def _end_attempt(self) -> None:
         """Nothing can land: registrations of this attempt and its immediates go."""
-        if self._owns_access and self._access is not None:
-            await self._access.shut(_SHUT_S)
+        if self._access is not None:
+            if self._owns_access:
+                await self._access.shut(_SHUT_S)
+            self._access.attempts -= 1
         self._access = None
         self._release_imms()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from urllib.parse import urlsplit
 
@@ -52,7 +53,7 @@ def find_by_http(url: str, secret: bytes) -> FindRouter:
                     # A router says why in a line; anything else that listens there may answer with a page.
                     raise RouterNotFound(f"{url} answered {response.status}: {said.partition(_LINE_END)[0]}")
                 return await response.content.read(_ADDRESS_BYTES_MAX)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise RouterNotFound(f"{url}: {str(error) or type(error).__name__}") from None
 
     return find

@@ -81,6 +81,7 @@ class Router:
         self._running: dict[str, Running] = {}
         self._ended = Ends()
         self._adopted = Adoptions()
+        self._looked_s = 0.0  # after members, on the event loop's clock
         self._numbers = itertools.count(1)
         self._placement = Placement(self.roster)
         self._room = asyncio.Event()  # set whenever something changed that a waiting request may profit from
@@ -104,6 +105,7 @@ class Router:
         """Begins to take messages."""
         self._mailbox.start()
         self.roster.start(self.name, self._mailbox)
+        self._looked_s = _now_s()
         self._mailbox.spawn(self._sweep(), "looking after members")
 
     async def close(self) -> None:
@@ -391,7 +393,7 @@ class Router:
     async def _other_prefiller(self, running: Running, model: str, lost: m.PrefillerLost) -> Member | None:
         """One that is there, or comes within queue_s. The same again, after a pause, if there is no other."""
         same_after_s = _now_s() + _SAME_AGAIN_S * (lost.attempt - lost.placement + 1)
-        self.roster.sweep(_now_s(), self._mailbox.wire.is_lost)
+        self._look_after_members()
         give_up_s = _now_s() + self.options.queue_s
         while True:
             self._room.clear()
@@ -414,7 +416,14 @@ class Router:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self.options.sweep_s)
-            self.roster.sweep(_now_s(), self._mailbox.wire.is_lost)
+            self._look_after_members()
+
+    def _look_after_members(self) -> None:
+        now_s = _now_s()
+        if (stood_s := now_s - self._looked_s - self.options.sweep_s) > 0:
+            self.roster.excuse(stood_s, now_s)
+        self._looked_s = now_s
+        self.roster.sweep(now_s, self._mailbox.wire.is_lost)
 
 
 def _now_s() -> float:

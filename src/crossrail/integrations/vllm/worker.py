@@ -15,6 +15,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -261,7 +262,7 @@ class WorkerSide:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout_s)
-        except TimeoutError:
+        except FutureTimeout:
             future.cancel()
             raise CrossrailError(f"the event loop of {self._name!r} did not get it done in {timeout_s:g} s") from None
 
