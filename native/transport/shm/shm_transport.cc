@@ -298,7 +298,7 @@ uint32_t ShmTransport::poll() {
   int64_t now = 0;
   for (size_t i = 0; i < outgoing_.size(); ++i) {
     Outgoing& link = *outgoing_[i];
-    if (!link.up || link.outstanding == 0) continue;
+    if (!link.up || !link.awaits_target()) continue;
     if (now == 0) now = now_ns();
     moved += poll_outgoing(link, now);
   }
@@ -315,7 +315,7 @@ bool ShmTransport::has_arrivals() {
     }
   }
   for (const auto& link : outgoing_) {
-    if (!link->up || link->outstanding == 0) continue;
+    if (!link->up || !link->awaits_target()) continue;
     if (link->responses.has_entry()) return true;
     const auto confirmed = [](RailQueue& queue) {
       const uint64_t before = queue.writer.consumed();
