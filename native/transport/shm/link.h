@@ -165,8 +165,9 @@ struct Outgoing final : Link {
   int64_t backlog_ns = 0;  // when the last poll left staged work waiting, or 0: times the staged path
   bool frozen = false;
 
-  // What was taken back still has its place in the rings, which nothing else gets until the target has passed it.
-  bool awaits_target() const { return outstanding > 0 || withdrawn > 0; }
+  // What was taken back still has its place in the rings, which nothing else gets until the target has passed it; so have
+  // answers to cancelled reads until we have.
+  bool awaits_target() const { return outstanding > 0 || withdrawn > 0 || responses_due > 0; }
 };
 
 struct Incoming {
