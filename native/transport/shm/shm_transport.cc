@@ -317,10 +317,11 @@ bool ShmTransport::has_arrivals() {
   for (const auto& link : outgoing_) {
     if (!link->up || !link->awaits_target()) continue;
     if (link->responses.has_entry()) return true;
+    // And not retired: whoever looks, here or for room, may have seen it before.
     const auto confirmed = [](RailQueue& queue) {
-      const uint64_t before = queue.writer.consumed();
+      if (queue.staged_inflight == 0) return false;
       queue.writer.refresh();
-      return queue.staged_inflight > 0 && queue.writer.consumed() != before;
+      return queue.writer.consumed() > queue.retired;
     };
     if (confirmed(link->messages) || confirmed(link->services)) return true;
     for (RailQueue& rail : link->rails) {
