@@ -1,7 +1,10 @@
 // An engine's control plane, met by processes that are no engines.
 #include <doctest/doctest.h>
-#include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+
+#include <csignal>
 
 #include "shm_packets.h"
 #include "shm_rig.h"
@@ -34,12 +37,6 @@ void be_welcomed(Node& node, const Fd& socket, const Fd& segment) {
   REQUIRE(next_packet(node, socket.get()) == kWelcome);
 }
 
-bool connect_to(const Node& node, const Fd& socket) {
-  socklen_t length = 0;
-  const sockaddr_un name = control_socket_of(node.transport.address(), &length);
-  return connect(socket.get(), reinterpret_cast<const sockaddr*>(&name), length) == 0;
-}
-
 }  // namespace
 
 TEST_CASE("shm: who connects has no answers to give, which would be taken for another's") {
@@ -47,7 +44,9 @@ TEST_CASE("shm: who connects has no answers to give, which would be taken for an
   const Fd segment = sealed_memory("link", link_segment_bytes(1), true);
   for (const PacketType type : {kWelcome, kImported, kRegionGone, kPong}) {
     const Fd stranger(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-    REQUIRE(connect_to(node, stranger));
+    socklen_t length = 0;
+    const sockaddr_un name = control_socket_of(node.transport.address(), &length);
+    REQUIRE(connect(stranger.get(), reinterpret_cast<const sockaddr*>(&name), length) == 0);
     be_welcomed(node, stranger, segment);
     Writer answer;
     answer.put(static_cast<uint8_t>(type));
@@ -58,6 +57,58 @@ TEST_CASE("shm: who connects has no answers to give, which would be taken for an
 
     CHECK(next_packet(node, stranger.get()) == kRefuse);
   }
+}
+
+TEST_CASE("shm: who lost only its connection is waited for in a copy until it has given its link up, or died") {
+  Node node("target");
+  const auto region = node.transport.allocate(kRegionId, 8192, true);
+  const auto other = node.transport.allocate(kRegionId + 1, 8192, true);
+  const Fd segment = sealed_memory("link", link_segment_bytes(1), true);
+  const auto map = MemoryMap::map(Fd(dup(segment.get())), link_segment_bytes(1));
+  auto& link = *reinterpret_cast<LinkSegment*>(map->data());
+  const Fd stranger(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  socklen_t length = 0;
+  const sockaddr_un name = control_socket_of(node.transport.address(), &length);
+  // Who connects is who the engine watches. It does nothing else: we speak for it.
+  const pid_t peer = fork();
+  if (peer == 0) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (connect(stranger.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) _exit(1);
+    for (;;) pause();
+  }
+  REQUIRE(turn_until({&node}, [&] {
+    sockaddr_un there;
+    socklen_t bytes = sizeof there;
+    return getpeername(stranger.get(), reinterpret_cast<sockaddr*>(&there), &bytes) == 0;
+  }));
+  be_welcomed(node, stranger, segment);
+  link.hazard.store(kRegionId);
+  const uint8_t nonsense[] = {99};
+  REQUIRE(send_packet(stranger.get(), nonsense, {}));
+  REQUIRE(next_packet(node, stranger.get()) == kRefuse);
+  REQUIRE(next_packet(node, stranger.get()) == 0);
+
+  node.transport.poll();
+  node.transport.revoke_region(*region);
+  node.transport.revoke_region(*other);
+
+  CHECK(!node.transport.is_region_quiet(*region));
+  CHECK(node.transport.users_of(*region) == std::vector<std::string>{"stranger"});
+  CHECK(node.transport.is_region_quiet(*other));
+  SUBCASE("dies") { kill(peer, SIGKILL); }
+  SUBCASE("gives it up") {
+    link.hazard.store(0);
+    CHECK(node.transport.is_region_quiet(*region));
+    link.hazard.store(kRegionId);  // it has not heard yet
+    CHECK(!node.transport.is_region_quiet(*region));
+    link.revoked.store(1);
+    CHECK(!node.transport.is_region_quiet(*region));
+    link.hazard.store(0);
+  }
+  CHECK(turn_until({&node}, [&] { return map.use_count() == 1; }));  // nothing is kept of it
+  CHECK(node.transport.is_region_quiet(*region));
+  kill(peer, SIGKILL);
+  waitpid(peer, nullptr, 0);
 }
 
 TEST_CASE("shm: who was connected to is not shown our regions") {
