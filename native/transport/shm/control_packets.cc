@@ -189,8 +189,7 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
         .peer = peer,
         .home = std::move(home),
         .segment = segment,
-        .rail_count = rails,
-        .pid = connection.pid});
+        .rail_count = rails});
   Writer welcome;
   welcome.put(process_token());
   const int out[] = {home_->fd(), bell_->fd()};

@@ -55,7 +55,7 @@ class RegionTable {
   void revoke_all();
   RegionFacts facts(uint64_t region_id);
 
-  // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see is_quiet).
+  // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see ShmTransport::is_region_quiet).
   struct Target {
     std::byte* base;
     uint64_t length_bytes;
