@@ -47,20 +47,17 @@ MemoryMap::MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode)
     : fd_(std::move(fd)), bytes_(bytes), device_(device), inode_(inode) {
   void* hint = nullptr;
   if (bytes >= kHugePage) {
-    // An address that is a multiple of the huge page lets the kernel back us with huge pages.
+    // An address that is a multiple of the huge page lets the kernel back us with huge pages. The room is only looked for:
+    // of a mapping that fails in a room of ours, nobody knows how much of the room is left. Who takes it from under us
+    // costs us the multiple.
     void* room = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (room == MAP_FAILED)
       throw_errno("mmap", "no address space for " + std::to_string(bytes) + " bytes",
                   "ask for less, or raise the limit on address space (ulimit -v)");
-    const auto address = reinterpret_cast<uintptr_t>(room);
-    const uintptr_t aligned = (address + kHugePage - 1) / kHugePage * kHugePage;
-    if (aligned > address) munmap(room, aligned - address);
-    const uintptr_t used_end = aligned + (bytes + 4095) / 4096 * 4096;
-    const uintptr_t room_end = address + bytes + kHugePage;
-    if (room_end / 4096 * 4096 > used_end) munmap(reinterpret_cast<void*>(used_end), room_end - used_end);
-    hint = reinterpret_cast<void*>(aligned);
+    hint = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(room) + kHugePage - 1) / kHugePage * kHugePage);
+    munmap(room, bytes + kHugePage);
   }
-  void* data = mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (hint != nullptr ? MAP_FIXED : 0), fd_.get(), 0);
+  void* data = mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
   if (data == MAP_FAILED) throw_errno("mmap", "cannot map " + std::to_string(bytes) + " bytes of shared memory");
   data_ = static_cast<std::byte*>(data);
   // Advice only: where huge pages for shared memory are off, this fails and 4 KiB pages serve.
@@ -105,10 +102,13 @@ std::shared_ptr<MemoryMap> MemoryMap::map(Fd fd, size_t bytes_min) {
         "shared memory from a peer has " + std::to_string(bytes) + " bytes, expected " + std::to_string(bytes_min));
   }
   std::lock_guard lock(registry().mutex);
-  auto& known = registry().maps[{info.st_dev, info.st_ino}];
-  if (auto existing = known.lock()) return existing;
+  auto& maps = registry().maps;
+  const std::pair<uint64_t, uint64_t> identity{info.st_dev, info.st_ino};
+  if (const auto known = maps.find(identity); known != maps.end()) {
+    if (auto existing = known->second.lock()) return existing;
+  }
   std::shared_ptr<MemoryMap> fresh(new MemoryMap(std::move(fd), bytes, info.st_dev, info.st_ino));
-  known = fresh;
+  maps[identity] = fresh;
   return fresh;
 }
 

@@ -1,22 +1,12 @@
 // A process of this host at an engine's control socket: packets of its own making, with file descriptors or without. The
 // engine's control thread lives on, and answers whoever is honest.
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/mman.h>
-#include <sys/socket.h>
-#include <sys/un.h>
-#include <unistd.h>
-
-#include <cstddef>
-#include <cstring>
 
 #include "fuzz.h"
+#include "shm_packets.h"
 #include "transport/identity.h"
-#include "transport/shm/control_connection.h"
-#include "transport/shm/layout.h"
 #include "transport/shm/shm_transport.h"
-#include "util/codec.h"
 
 namespace crossrail::fuzz {
 namespace {
@@ -55,12 +45,9 @@ struct Memory {
     bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   }
   static int make(const char* name, size_t bytes, bool has_magic) {
-    const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    require(fd >= 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0, "there is memory");
-    const uint32_t head[] = {shm::kLayoutMagic, shm::kLayoutVersion, 1};
-    if (has_magic) require(pwrite(fd, head, sizeof head, 0) == sizeof head, "and it is written");
-    require(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) == 0, "and it keeps its size");
-    return fd;
+    Fd fd = shm::sealed_memory(name, bytes, has_magic);
+    require(static_cast<bool>(fd), "there is memory, written, and it keeps its size");
+    return fd.leak();
   }
   int home, link, other, bell;
 };
@@ -68,33 +55,14 @@ struct Memory {
 class Stranger {
  public:
   explicit Stranger(Victim* victim) : victim_(victim), fd_(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
-    sockaddr_un to{};
-    to.sun_family = AF_UNIX;
-    const std::string name = "crossrail." + to_hex(victim->address().incarnation);
-    std::memcpy(to.sun_path + 1, name.data(), name.size());
-    const auto bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+    socklen_t bytes = 0;
+    const sockaddr_un to = shm::control_socket_of(victim->address(), &bytes);
     require(fd_ >= 0 && connect(fd_, reinterpret_cast<const sockaddr*>(&to), bytes) == 0, "the victim listens");
   }
   ~Stranger() { close(fd_); }
 
   // False: cut off.
-  bool say(Input bytes, std::span<const int> fds) {
-    iovec vector{.iov_base = const_cast<uint8_t*>(bytes.data()), .iov_len = bytes.size()};
-    alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int) * 4)] = {};
-    msghdr header{};
-    header.msg_iov = &vector;
-    header.msg_iovlen = 1;
-    if (!fds.empty()) {
-      header.msg_control = ancillary;
-      header.msg_controllen = CMSG_SPACE(sizeof(int) * fds.size());
-      cmsghdr* const item = CMSG_FIRSTHDR(&header);
-      item->cmsg_level = SOL_SOCKET;
-      item->cmsg_type = SCM_RIGHTS;
-      item->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
-      std::memcpy(CMSG_DATA(item), fds.data(), sizeof(int) * fds.size());
-    }
-    return sendmsg(fd_, &header, MSG_NOSIGNAL) >= 0;
-  }
+  bool say(Input bytes, std::span<const int> fds) { return shm::send_packet(fd_, bytes, fds); }
 
   // Until the control thread has dealt with what was said: it answers everything, by a packet or by hanging up.
   // Returns the first byte of it, its type; 0 of the latter.
@@ -117,18 +85,11 @@ class Stranger {
   const int fd_;
 };
 
-Bytes honest_hello(const Address& victim) {
-  Writer writer;
-  writer.put(static_cast<uint8_t>(shm::kHello));
-  writer.put(shm::kControlVersion);
-  writer.put(shm::kLayoutVersion);
-  writer.put(uint64_t{1});
-  writer.put(uint8_t{1});
+Bytes hello_to(const Address& victim) {
   Address own = victim;
   own.incarnation.fill(0x11);
   own.name = "fuzzer";
-  writer.put_bytes(own.encode());
-  return std::move(writer.bytes());
+  return shm::honest_hello(own);
 }
 
 }  // namespace
@@ -144,7 +105,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const int known[] = {memory.home, memory.link, memory.other, memory.bell};
   if (choices.byte() % 2 == 0) {
     const int fds[] = {memory.home, memory.bell, memory.link};
-    stranger.say(honest_hello(victim->address()), fds);
+    stranger.say(hello_to(victim->address()), fds);
     require(stranger.await_answer() == shm::kWelcome, "an honest stranger is welcome");
   }
   for (int packets = 0; packets < 8 && !choices.is_empty(); ++packets) {

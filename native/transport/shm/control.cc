@@ -124,6 +124,7 @@ void Control::import_region(uint64_t link_id, uint64_t region_id) {
 }
 void Control::ping(uint64_t link_id) { submit({.kind = Command::Kind::kPing, .link_id = link_id}); }
 void Control::drop(uint64_t link_id) { submit({.kind = Command::Kind::kDrop, .link_id = link_id}); }
+void Control::drop_toucher(uint64_t link_id) { submit({.kind = Command::Kind::kDropToucher, .link_id = link_id}); }
 void Control::region_closed(uint64_t region_id, Status why) {
   submit({.kind = Command::Kind::kRegionClosed, .region_id = region_id, .status = why});
 }
@@ -201,6 +202,7 @@ void Control::run() {
 }
 
 int Control::next_timeout_ms() const {
+  if (regions_->forget_gone()) return kLookMs;
   for (const auto& [token, connection] : connections_) {
     if (!connection->up) return kLookMs;
   }
@@ -256,6 +258,9 @@ void Control::handle_command(Command& command) {
         if (connection->up) send(*connection, kGoodbye, {});
         connection->lost = true;  // silently: the asker knows
       }
+      return;
+    case Command::Kind::kDropToucher:
+      regions_->drop_toucher(command.link_id);
       return;
     case Command::Kind::kRegionClosed:
       body.put(static_cast<uint8_t>(command.status));

@@ -58,6 +58,8 @@ class Control {
   void import_region(uint64_t link_id, uint64_t region_id);
   void ping(uint64_t link_id);
   void drop(uint64_t link_id);
+  // Of a link to us that is over, after kInDown.
+  void drop_toucher(uint64_t link_id);
 
   bool has_events() const { return has_events_.load(std::memory_order_acquire); }
   std::vector<ControlEvent> take_events();
@@ -72,7 +74,7 @@ class Control {
  private:
   struct Connection;
   struct Command {
-    enum class Kind : uint8_t { kConnect, kImport, kPing, kDrop, kRegionClosed, kStop };
+    enum class Kind : uint8_t { kConnect, kImport, kPing, kDrop, kDropToucher, kRegionClosed, kStop };
     Kind kind;
     uint64_t link_id = 0;
     uint64_t region_id = 0;

@@ -36,6 +36,24 @@ std::unique_ptr<PeerHome> open_home(Fd map, Fd bell) {
   return home;
 }
 
+// Who connects asks, who is connected to answers. Links are numbered on each side for itself, so that an answer from who
+// connected would be taken for one on some link of ours; and who asks is held back (may_read) and listed as a toucher.
+bool is_from_right_side(uint8_t type, bool is_initiator) {
+  switch (type) {
+    case kHello:
+    case kImport:
+    case kPing:
+      return is_initiator;
+    case kWelcome:
+    case kImported:
+    case kRegionGone:
+    case kPong:
+      return !is_initiator;
+    default:  // a byte from outside, not an enum
+      return true;
+  }
+}
+
 }  // namespace
 
 uint64_t process_token() {
@@ -96,6 +114,8 @@ void Control::on_message(Connection& connection, std::span<const uint8_t> bytes,
       on_hello(connection, body, std::move(fds));
       return;
     }
+    if (!is_from_right_side(type, connection.accepted))
+      throw UsageError("packet of type " + std::to_string(type) + " from the wrong side");
     switch (type) {
       case kWelcome:
         on_welcome(connection, body, std::move(fds));
@@ -169,8 +189,7 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
         .peer = peer,
         .home = std::move(home),
         .segment = segment,
-        .rail_count = rails,
-        .pid = connection.pid});
+        .rail_count = rails});
   Writer welcome;
   welcome.put(process_token());
   const int out[] = {home_->fd(), bell_->fd()};
@@ -180,8 +199,7 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
 void Control::on_welcome(Connection& connection, std::span<const uint8_t> body, std::vector<Fd> fds) {
   Reader reader(body);
   const auto token = reader.get<uint64_t>();
-  if (connection.accepted || connection.up || !reader.finished() || fds.size() != 2)
-    throw UsageError("unexpected welcome");
+  if (connection.up || !reader.finished() || fds.size() != 2) throw UsageError("unexpected welcome");
   auto home = open_home(std::move(fds[0]), std::move(fds[1]));
   connection.up = true;
   connection.same_process = token == process_token() && connection.pid == static_cast<uint32_t>(getpid());
@@ -239,7 +257,7 @@ void Control::on_imported(Connection& connection, std::span<const uint8_t> body,
   event.facts.length_bytes = reader.get<uint64_t>();
   event.facts.map_offset = reader.get<uint64_t>();
   event.facts.is_gpu = reader.get<uint8_t>() != 0;
-  if (!reader.finished() || connection.accepted) throw UsageError("malformed import reply");
+  if (!reader.finished()) throw UsageError("malformed import reply");
   event.facts.status = status == static_cast<uint8_t>(Status::kDone) ? Status::kDone : gone_from_peer(status);
   if (event.facts.status == Status::kDone && lacks_fds) {
     event.facts.status = Status::kTransportFailed;  // this region only: the peer is fine

@@ -245,7 +245,7 @@ void ShmTransport::drop_incoming(uint64_t link_id) {
   }
   ring_all();  // its home is in the list
   incoming_.erase(found);
-  regions_.drop_toucher(link_id);
+  control_->drop_toucher(link_id);
 }
 
 }  // namespace crossrail::shm

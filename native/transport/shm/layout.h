@@ -122,9 +122,11 @@ struct LinkSegment {
   uint32_t magic;
   uint32_t version;
   uint32_t rail_count;
-  // Region of the target that the initiator touches directly now, or 0. See ops.cc for the protocol with close.
+  // Region of the target that the initiator touches directly now, or 0. For the protocol with close see
+  // ShmTransport::touch and RegionTable::withdraw.
   alignas(kLine) std::atomic<uint64_t> hazard;
-  // 1: the initiator gave up; staged work not yet executed must not be. Immediates and messages stay valid.
+  // 1: the initiator gave up; staged work not yet executed must not be. Immediates and messages stay valid. It sets no
+  // hazard any more.
   alignas(kLine) std::atomic<uint32_t> revoked;
   alignas(4096) Channel channels[1];  // channel_count(rail_count)
 };

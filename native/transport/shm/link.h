@@ -158,11 +158,16 @@ struct Outgoing final : Link {
   PrivateChoice choice;
   uint64_t staged_bytes = 0;  // of writes that the target confirmed
   uint32_t outstanding = 0;   // staged entries, messages, reads and imports that wait for the target
+  uint32_t withdrawn = 0;     // entries that were taken back, and whose staging is not free yet
   // Liveness: when something outstanding last moved, and the question whether it still lives.
   int64_t moved_ns = 0;
   int64_t pinged_ns = 0;   // 0: no ping under way
   int64_t backlog_ns = 0;  // when the last poll left staged work waiting, or 0: times the staged path
   bool frozen = false;
+
+  // What was taken back still has its place in the rings, which nothing else gets until the target has passed it; so have
+  // answers to cancelled reads until we have.
+  bool awaits_target() const { return outstanding > 0 || withdrawn > 0 || responses_due > 0; }
 };
 
 struct Incoming {

@@ -23,7 +23,7 @@ constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces a
 
 // Announces that we are about to touch the region, then checks that it is still open. From true until clear_hazards()
 // the owner's close() waits for us. The store and the load are seq_cst, and so are the owner's withdrawal of the id and
-// its look at the hazard (RegionTable::revoke, is_region_quiet): one of the two sides sees the other.
+// its look at the hazard (RegionTable::withdraw, is_region_quiet): one of the two sides sees the other.
 // Announced already, we look all the same, so that who was frozen meanwhile stops here and not some copies later; the
 // owner waits for us in any case, so that relaxed is enough.
 static const std::atomic<uint64_t>& open_id_of(const Outgoing& link, uint64_t region_id) {

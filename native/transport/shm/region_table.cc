@@ -102,7 +102,13 @@ void RegionTable::add_toucher(uint64_t link_id, std::string name, std::shared_pt
 
 void RegionTable::drop_toucher(uint64_t link_id) {
   std::lock_guard lock(mutex_);
-  touchers_.erase(link_id);
+  if (const auto found = touchers_.find(link_id); found != touchers_.end()) found->second.is_dropped = true;
+}
+
+bool RegionTable::forget_gone() {
+  std::lock_guard lock(mutex_);
+  std::erase_if(touchers_, [](const auto& item) { return item.second.is_dropped && item.second.is_gone(); });
+  return std::ranges::any_of(touchers_, [](const auto& item) { return item.second.is_dropped; });
 }
 
 void RegionTable::drop_idle_touchers() {
@@ -114,9 +120,20 @@ bool RegionTable::Toucher::is_at(uint64_t region_id) const {
   // seq_cst: see withdraw().
   const uint64_t hazard = reinterpret_cast<const LinkSegment*>(segment->data())->hazard.load(std::memory_order_seq_cst);
   if (hazard == 0 || (region_id != 0 && hazard != region_id)) return false;
-  // The dead touch nothing. Their word stays as it was, and after close() nobody tells us of their end.
+  return !is_dead();
+}
+
+// The dead touch nothing. Their word stays as it was, and after close() nobody tells us of their end.
+bool RegionTable::Toucher::is_dead() const {
   pollfd exited{.fd = process.get(), .events = POLLIN, .revents = 0};
-  return !process || poll(&exited, 1, 0) != 1;
+  return process && poll(&exited, 1, 0) == 1;
+}
+
+bool RegionTable::Toucher::is_gone() const {
+  if (!process || is_dead()) return true;
+  const auto& link = *reinterpret_cast<const LinkSegment*>(segment->data());
+  // acquire: pairs with the store in flush_link, after which the initiator sets no hazard; one from before is seen.
+  return link.revoked.load(std::memory_order_acquire) != 0 && link.hazard.load(std::memory_order_acquire) == 0;
 }
 
 bool RegionTable::is_touched(uint64_t region_id) {

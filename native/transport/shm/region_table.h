@@ -55,7 +55,7 @@ class RegionTable {
   void revoke_all();
   RegionFacts facts(uint64_t region_id);
 
-  // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see is_quiet).
+  // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see ShmTransport::is_region_quiet).
   struct Target {
     std::byte* base;
     uint64_t length_bytes;
@@ -68,7 +68,11 @@ class RegionTable {
   // so that nobody touches a region unseen ---
   // process: its pidfd, none where its processes are invisible to us.
   void add_toucher(uint64_t link_id, std::string name, std::shared_ptr<MemoryMap> segment, Fd process);
+  // The link is over on our side. Its initiator may not have heard, go on touching, and be stopped at it: it stays listed
+  // until it has given the link up or died; one whose end nobody would tell us does not.
   void drop_toucher(uint64_t link_id);
+  // Of those dropped, who touches nothing any more. True: some may yet, ask again.
+  bool forget_gone();
   // At the end: those that are at some region stay, until they have let go of it or died.
   void drop_idle_touchers();
   // Whether one of them is at this region now, or, for 0, at any.
@@ -91,8 +95,12 @@ class RegionTable {
     std::string name;
     std::shared_ptr<MemoryMap> segment;
     Fd process;
+    bool is_dropped = false;
     // Whether it is at this region, or, for 0, at any.
     bool is_at(uint64_t region_id) const;
+    bool is_dead() const;
+    // Touches nothing any more, as far as can be known.
+    bool is_gone() const;
   };
   std::map<uint64_t, Toucher> touchers_;                 // by the link's id
   std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;  // engine-owned memory by address

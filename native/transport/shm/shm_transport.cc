@@ -298,7 +298,7 @@ uint32_t ShmTransport::poll() {
   int64_t now = 0;
   for (size_t i = 0; i < outgoing_.size(); ++i) {
     Outgoing& link = *outgoing_[i];
-    if (!link.up || link.outstanding == 0) continue;
+    if (!link.up || !link.awaits_target()) continue;
     if (now == 0) now = now_ns();
     moved += poll_outgoing(link, now);
   }
@@ -315,12 +315,13 @@ bool ShmTransport::has_arrivals() {
     }
   }
   for (const auto& link : outgoing_) {
-    if (!link->up || link->outstanding == 0) continue;
+    if (!link->up || !link->awaits_target()) continue;
     if (link->responses.has_entry()) return true;
+    // And not retired: whoever looks, here or for room, may have seen it before.
     const auto confirmed = [](RailQueue& queue) {
-      const uint64_t before = queue.writer.consumed();
+      if (queue.staged_inflight == 0) return false;
       queue.writer.refresh();
-      return queue.staged_inflight > 0 && queue.writer.consumed() != before;
+      return queue.writer.consumed() > queue.retired;
     };
     if (confirmed(link->messages) || confirmed(link->services)) return true;
     for (RailQueue& rail : link->rails) {

@@ -187,7 +187,10 @@ uint32_t ShmTransport::retire_staged(Outgoing& link, RailQueue& rail) {
     --rail.staged_inflight;
     rail.writer.release_stage(slot.stage_head);
     ++retired;
-    if (slot.context == nullptr) continue;  // withdrawn
+    if (slot.context == nullptr) {  // withdrawn
+      --link.withdrawn;
+      continue;
+    }
     if (slot.failed) rail.sticky = Status::kTransportFailed;
     if (rail.sticky == Status::kDone) rail.sticky = status_from_peer(rail.writer.status_of(rail.retired));
     if (slot.retires == 0) continue;

@@ -57,7 +57,7 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   if (moved + pushed > 0) {
     ring_later(*link.home);
     link.moved_ns = now;
-  } else {
+  } else if (link.outstanding > 0) {
     check_liveness(link, now);
   }
   return moved + pushed;

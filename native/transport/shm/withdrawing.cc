@@ -40,6 +40,7 @@ void ShmTransport::withdraw_queue(Outgoing& link, RailQueue& rail, bool (*wanted
       if (!is_earlier_chunk) ending = slot;
       slot.context = nullptr;  // the slot stays: its staging is freed in turn
       slot.retires = 0;
+      ++link.withdrawn;
     } else if (is_earlier_chunk) {  // the target is at it: the request ends when this chunk does
       slot.bytes = ending.bytes;
       slot.retires = std::exchange(ending.retires, 0);
@@ -67,6 +68,7 @@ uint32_t ShmTransport::retry_messages(Outgoing& link) {
       continue;
     }
     --link.outstanding;
+    ++link.withdrawn;
     ++withdrawn;
     report_withdrawn(link, std::exchange(slot.context, nullptr), slot.tag, std::exchange(slot.retires, 0), slot.bytes);
   }
@@ -181,6 +183,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
   link.reads_open = 0;
   link.responses_due = 0;
   link.outstanding = 0;
+  link.withdrawn = 0;
   link.imports_pending = 0;
   link.up = false;
 }

@@ -1,0 +1,107 @@
+// What lies in the rings of a link after it was taken back, and what the sleeper's look says of them.
+#include <vector>
+
+#include "shm_rig.h"
+
+namespace crossrail::shm {
+
+namespace {
+
+constexpr uint64_t kRegionId = uint64_t{1} << kRegionSlotBits | 1;
+
+struct Pair {
+  Pair() {
+    link = here.transport.connect(std::make_shared<const Address>(there.transport.address()));
+    REQUIRE(turn_until({&here, &there}, [&] { return here.sink.ups == 1; }));
+  }
+  // Memory there that is reached through the rings.
+  std::unique_ptr<RemoteKey> target() {
+    region = there.transport.register_memory(kRegionId, memory.data(), memory.size(), Access::kRemoteWrite);
+    RegionDescriptor descriptor;
+    descriptor.region_id = kRegionId;
+    auto key = here.transport.resolve(*link, descriptor);
+    REQUIRE(turn_until({&here, &there}, [&] {
+      Mapping none;
+      return here.transport.map(*key, &none) != Status::kPending;
+    }));
+    return key;
+  }
+  uint32_t post(const WorkRequest& request) {
+    uint32_t completed = 0;
+    return here.transport.post(*link, 0, {&request, 1}, &completed);
+  }
+  WorkRequest message(uint64_t bytes) {
+    return {.op = WorkOp::kSend, .local = source.data(), .length_bytes = bytes, .context = this};
+  }
+  void take_all_back() {
+    here.transport.withdraw([](void*) { return true; });
+  }
+
+  std::vector<std::byte> source{1 << 20}, memory{1 << 20};
+  Node here{"here"}, there{"there"};
+  Link* link = nullptr;
+  std::unique_ptr<LocalRegion> region;
+};
+
+}  // namespace
+
+TEST_CASE("shm: messages that were taken back out of a full ring leave it room for others") {
+  Pair pair;
+  pair.there.sink.holds = true;
+  const uint32_t fitting = kStageBytes / (256 << 10);
+  for (uint32_t i = 0; i < fitting; ++i) REQUIRE(pair.post(pair.message(256 << 10)) == 1);
+  REQUIRE(pair.post(pair.message(256 << 10)) == 0);
+  pair.there.transport.poll();
+  pair.take_all_back();
+  REQUIRE(pair.here.sink.withdrawn == fitting);
+
+  pair.there.sink.holds = false;
+  pair.there.transport.poll();
+
+  CHECK(pair.here.transport.has_arrivals());
+  CHECK(pair.here.transport.poll() > 0);
+  CHECK(pair.post(pair.message(256 << 10)) == 1);
+  CHECK(turn_until({&pair.here, &pair.there}, [&] { return pair.here.sink.done == 1; }));
+  CHECK(pair.there.sink.messages == 1);
+}
+
+TEST_CASE("shm: answers to reads that were taken back hold up nothing that comes after them") {
+  Pair pair;
+  const auto key = pair.target();
+  const WorkRequest read{.op = WorkOp::kRead,
+                         .local = pair.source.data(),
+                         .length_bytes = kReadChunks * kReadChunkBytes,
+                         .remote = key.get(),
+                         .context = &pair};
+  constexpr uint32_t kMoreThanFit = kStageBytes / (kReadChunks * kReadChunkBytes) + 1;
+  for (uint32_t i = 0; i < kMoreThanFit; ++i) {
+    REQUIRE(pair.post(read) == 1);
+    pair.take_all_back();
+    pair.there.transport.poll();
+  }
+  REQUIRE(pair.here.sink.withdrawn == kMoreThanFit);
+  CHECK(pair.here.transport.has_arrivals());
+
+  REQUIRE(pair.post({.has_imm = true, .wire_imm = 7}) == 1);
+
+  CHECK(turn_until({&pair.here, &pair.there}, [&] { return pair.there.sink.imm_units > 0; }));
+}
+
+TEST_CASE("shm: a confirmation that was seen is news until the next poll") {
+  Pair pair;
+  const auto key = pair.target();
+  const WorkRequest write{
+      .op = WorkOp::kWrite, .local = pair.source.data(), .length_bytes = 100, .remote = key.get(), .context = &pair};
+  REQUIRE(pair.post(write) == 1);
+  CHECK(!pair.here.transport.has_arrivals());
+  pair.there.transport.poll();
+
+  CHECK(pair.here.transport.has_arrivals());
+  CHECK(pair.here.transport.has_arrivals());
+
+  pair.here.transport.poll();
+  CHECK(pair.here.sink.done == 1);
+  CHECK(!pair.here.transport.has_arrivals());
+}
+
+}  // namespace crossrail::shm
