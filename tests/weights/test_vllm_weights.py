@@ -20,6 +20,7 @@ from crossrail.integrations.vllm.plugin import register
 from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdates
 from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
 from crossrail.weights import UpdateFailed
+from tests.support.limits import eventually
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET, Fleet
@@ -77,6 +78,10 @@ class Instance:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append(f"finish {weight_version}")
 
+    def are_asked(self) -> bool:
+        """An update waits for each worker."""
+        return all(worker._receiver and worker._receiver._attempt for worker in self.workers.values())
+
     def assert_holds(self, version: int) -> None:
         for rank, sink in self.sinks.items():
             for key, wanted in sink.expected(weights_of(version)).items():
@@ -130,6 +135,39 @@ async def test_nothing_is_written_before_the_instance_lets_it(scene: Scene) -> N
     scene.instance.assert_holds(1)
     await scene.published(2, lambda: scene.updates.update(2, PATIENCE_S))
     scene.instance.assert_holds(2)
+
+
+@pytest.mark.parametrize("before", [1, 2], ids=["same", "later"])
+async def test_version_that_workers_are_at_or_beyond_is_brought(scene: Scene, before: int) -> None:
+    """As after an update that left somebody out, or a trainer that begins again at an earlier checkpoint."""
+    await scene.published(before, lambda: scene.updates.update(before, PATIENCE_S))
+    receiving = asyncio.to_thread(scene.instance.update_weights, {"version": 1, "timeout_s": PATIENCE_S})
+    waiting = asyncio.ensure_future(receiving)
+    assert await asyncio.to_thread(scene.instance.is_receiving.wait, PATIENCE_S)
+    await scene.published(1, lambda: scene.fleet.controller.update(1, PATIENCE_S))
+    await waiting
+    scene.instance.assert_holds(1)
+
+
+async def test_workers_wait_for_an_update_to_their_version_that_was_opened_before(scene: Scene) -> None:
+    await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    was_receiving = []
+    opened = asyncio.Event()
+
+    def watch(stage: str, done: int, whole: int) -> None:
+        if stage == "write":
+            opened.set()
+            if done == whole:  # not committed yet
+                was_receiving.append(scene.instance.is_receiving.is_set())
+
+    updating = asyncio.ensure_future(scene.fleet.controller.update(1, PATIENCE_S, watch))
+    await asyncio.to_thread(eventually, scene.instance.are_asked, "both workers are asked to let writers in")
+    receiving = asyncio.to_thread(scene.instance.update_weights, {"version": 1, "timeout_s": PATIENCE_S})
+    waiting = asyncio.ensure_future(receiving)
+    await asyncio.wait_for(opened.wait(), PATIENCE_S)
+    await scene.published(1, lambda: updating)
+    await waiting
+    assert was_receiving and all(was_receiving)
 
 
 async def test_failed_update_ends_the_wait_at_once_and_the_next_heals(scene: Scene) -> None:

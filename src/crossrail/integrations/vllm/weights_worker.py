@@ -78,7 +78,7 @@ class WeightsWorker:
         self._box: Mailbox | None = None
         self._wire: EngineWire | None = None
         self._receiver: WeightReceiver | None = None
-        self._failures: int | None = None
+        self._before: tuple[int, int] | None = None  # failures and commits
         self._is_joined = False
         self._is_closed = False
         self._thread.start()
@@ -90,12 +90,13 @@ class WeightsWorker:
             raise
 
     def start(self) -> None:
-        """Before an update is asked for: what fails from now on is that one."""
+        """Before an update is asked for: what fails, or is completed, from now on is that one."""
         assert self._receiver is not None
-        self._failures = self._receiver.failures
+        self._before = self._receiver.failures, self._receiver.commits
 
     def receive(self, version: int, timeout_s: float) -> None:
-        """Lets writers in, and returns when this version is complete, with all writers out.
+        """Lets writers in, and returns when an update to this version is complete, with all writers out; also where the
+        version is here already: it is written again.
 
         Raises UpdateFailed as soon as an attempt at it has failed, or the time is up; writers are out then too, and the
         error says if weights are torn.
@@ -134,18 +135,19 @@ class WeightsWorker:
     async def _receive(self, version: int, timeout_s: float) -> None:
         receiver = self._receiver
         assert receiver is not None
+        failures, commits = self._before or (receiver.failures, receiver.commits)
         self._may_write.set()
         try:
-            await receiver.receive(version, timeout_s, self._failures)
+            await receiver.receive(version, timeout_s, failures, commits)
         except CrossrailError as error:
             self._may_write.clear()
             await self._lock_out(receiver)
             torn = "; the weights are torn: update them before they are used" if receiver.state is State.TORN else ""
-            if torn or receiver.version < version:  # else it came in the end
+            if torn or not receiver.has_come(version, commits):  # else it came in the end
                 raise UpdateFailed(version, f"{error}{torn}") from error
         finally:
             self._may_write.clear()
-            self._failures = None
+            self._before = None
 
     async def _lock_out(self, receiver: WeightReceiver) -> None:
         """Joining anew ends an attempt that is still under way, and offers this rank for the next."""
