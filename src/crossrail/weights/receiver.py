@@ -23,7 +23,7 @@ from crossrail.weights.versions import State, Versions
 log = logging.getLogger("crossrail.weights")
 
 _GRACE_S = 5.0  # beyond an update's deadline, for the controller's own word that it failed
-_FENCE_S = 30.0
+FENCE_S = 30.0  # how long a writer may stand still in a copy until whoever fences it off hears of that
 _FENCE_AGAIN_S = 1.0
 
 Hook = Callable[[int], Awaitable[None]]
@@ -188,7 +188,7 @@ class WeightReceiver:
         except (NoAnswer, Unreachable) as error:
             log.info("inference rank %d left without a word: %s", self.rank, error)
 
-    async def close(self, timeout_s: float = _FENCE_S) -> None:
+    async def close(self, timeout_s: float = FENCE_S) -> None:
         """Ends an update under way; the spare memory is gone afterwards, what was given stays. Idempotent.
 
         Raises WaitTimeout when a trainer stands still in the middle of a copy into this memory for so long: nothing is
@@ -342,7 +342,7 @@ class WeightReceiver:
                 log.warning("inference rank %d is not fenced off, and takes no updates: %s", self.rank, error)
                 await asyncio.sleep(_FENCE_AGAIN_S)
 
-    async def _fail(self, why: str, timeout_s: float = _FENCE_S) -> None:
+    async def _fail(self, why: str, timeout_s: float = FENCE_S) -> None:
         """Fences off all writers: returns when nothing of this attempt can land any more.
 
         Raises WaitTimeout when one stands still in the middle of a copy; it goes on being the current attempt.
