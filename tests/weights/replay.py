@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import crossrail as xr
+from crossrail.weights.errors import NotFinite
+from crossrail.weights.memory import WeightMemory
+from crossrail.weights.planner import PlanOptions, make_plan
 from crossrail.weights.preparer import NumpyPreparer, Preparer
+from crossrail.weights.ready import ready_tasks
 from crossrail.weights.task import ReadyTask
 
 Bytes = npt.NDArray[np.uint8]
@@ -61,3 +66,46 @@ def run_task(
             at = begin + batch.source + batch.source_step * source_at
             to = batch.offset + batch.offset_step * offset_at
             targets[batch.target][batch.region][to : to + batch.nbytes] = source[at : at + batch.nbytes]
+
+
+# Shape, blocks that share a scale, an element of the second of two trainers; they have halves by the first dimension.
+IN_A_SHARD = [
+    ((512, 256), (128, 128), (266, 3)),
+    ((300, 200), (128, 128), (200, 9)),  # in blocks that both have a part of
+    ((8, 130, 40), (1, 128, 128), (6, 129, 7)),
+    ((2, 4, 130, 40), (1, 1, 128, 128), (1, 2, 5, 6)),
+    ((600,), (128,), (333,)),
+    ((), (), ()),
+]
+
+
+def refused(
+    engine: xr.Engine, shape: tuple[int, ...], block: tuple[int, ...], at: tuple[int, ...], preparer: Preparer
+) -> NotFinite:
+    """What the preparer says when that element is no number."""
+    whole = np.ones(shape, np.float32)
+    whole[at] = np.nan
+    halves = np.array_split(whole, 2) if shape else [whole]
+    grid = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
+    target = WeightMemory(engine, "target", 0)
+    target.add("w", np.zeros(shape, np.uint8), dtype="float8_e4m3fn")
+    target.add("w_scale", np.zeros(grid, np.float32), scale_of="w", block=block)
+    sources = [WeightMemory(engine, "trainer", rank) for rank in range(len(halves))]
+    for rank, (source, half) in enumerate(zip(sources, halves, strict=True)):
+        begin = rank * len(halves[0]) if shape else 0
+        box = ((begin, begin + len(half)), *((0, extent) for extent in shape[1:])) if shape else ()
+        source.add("w", half, shape=shape, box=box)
+    inventories = [source.inventory() for source in sources]
+    plan = make_plan(inventories, [target.inventory()], PlanOptions(write_bytes_min=1))  # each prepares its own
+    memories = {source.rank: [region.array() for region in source.regions] for source in sources}
+    received = {0: [region.array() for region in target.regions]}
+    try:
+        for rank in memories:
+            for task in ready_tasks(plan.of_trainer(rank), rank):
+                run_task(task, memories[rank], memories, received, preparer)
+    except NotFinite as error:
+        return error
+    finally:
+        for memory in (*sources, target):
+            memory.close()
+    raise AssertionError("it was quantised")

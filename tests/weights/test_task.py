@@ -11,9 +11,10 @@ import crossrail as xr
 from crossrail.weights.float8 import decoded
 from crossrail.weights.memory import WeightMemory
 from crossrail.weights.planner import PlanOptions, make_plan
+from crossrail.weights.preparer import NumpyPreparer
 from crossrail.weights.ready import ready_tasks
 from tests.conftest import EngineFactory
-from tests.weights.replay import run_task
+from tests.weights.replay import IN_A_SHARD, refused, run_task
 from tests.weights.small_model import TARGETS, Target, Trainer, plain, weights_of
 
 
@@ -86,6 +87,15 @@ def test_numbers_and_rows_are_quantised_as_matrices_are(shape: tuple[int, ...], 
         assert scales[index] == np.abs(values[at]).max() / np.float32(448)
         np.testing.assert_allclose(decoded(codes[at]) * scales[index], values[at], rtol=1 / 16)
         assert (np.abs(decoded(codes[at])).max()) == 448
+
+
+@pytest.mark.parametrize(("shape", "block", "at"), IN_A_SHARD, ids=str)
+def test_what_is_not_finite_is_told_where_it_is_in_the_whole_parameter(
+    shape: tuple[int, ...], block: tuple[int, ...], at: tuple[int, ...], open_engine: EngineFactory
+) -> None:
+    error = refused(open_engine(transport="null"), shape, block, at, NumpyPreparer())
+    assert (error.parameter, error.index) == ("w", at)
+    assert str(error).startswith(f"w[{', '.join(map(str, at))}] is nan" if at else "w is nan")
 
 
 def test_scales_of_several_matrices_together_are_refused_by_name(open_engine: EngineFactory) -> None:

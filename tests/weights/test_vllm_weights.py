@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,13 @@ import pytest
 
 import crossrail as xr
 from crossrail.engine import SECRET_VARIABLE
+from crossrail.integrations.vllm import weights_worker
 from crossrail.integrations.vllm.plugin import register
 from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdates
 from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
-from crossrail.weights import UpdateFailed
+from crossrail.weights import UpdateFailed, messages
+from crossrail.weights.receiver import WeightReceiver
+from tests.support.limits import eventually
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET, Fleet
@@ -77,6 +80,10 @@ class Instance:
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append(f"finish {weight_version}")
 
+    def are_asked(self) -> bool:
+        """An update waits for each worker."""
+        return all(worker._receiver and worker._receiver._attempt for worker in self.workers.values())
+
     def assert_holds(self, version: int) -> None:
         for rank, sink in self.sinks.items():
             for key, wanted in sink.expected(weights_of(version)).items():
@@ -132,6 +139,39 @@ async def test_nothing_is_written_before_the_instance_lets_it(scene: Scene) -> N
     scene.instance.assert_holds(2)
 
 
+@pytest.mark.parametrize("before", [1, 2], ids=["same", "later"])
+async def test_version_that_workers_are_at_or_beyond_is_brought(scene: Scene, before: int) -> None:
+    """As after an update that left somebody out, or a trainer that begins again at an earlier checkpoint."""
+    await scene.published(before, lambda: scene.updates.update(before, PATIENCE_S))
+    receiving = asyncio.to_thread(scene.instance.update_weights, {"version": 1, "timeout_s": PATIENCE_S})
+    waiting = asyncio.ensure_future(receiving)
+    assert await asyncio.to_thread(scene.instance.is_receiving.wait, PATIENCE_S)
+    await scene.published(1, lambda: scene.fleet.controller.update(1, PATIENCE_S))
+    await waiting
+    scene.instance.assert_holds(1)
+
+
+async def test_workers_wait_for_an_update_to_their_version_that_was_opened_before(scene: Scene) -> None:
+    await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    was_receiving = []
+    opened = asyncio.Event()
+
+    def watch(stage: str, done: int, whole: int) -> None:
+        if stage == "write":
+            opened.set()
+            if done == whole:  # not committed yet
+                was_receiving.append(scene.instance.is_receiving.is_set())
+
+    updating = asyncio.ensure_future(scene.fleet.controller.update(1, PATIENCE_S, watch))
+    await asyncio.to_thread(eventually, scene.instance.are_asked, "both workers are asked to let writers in")
+    receiving = asyncio.to_thread(scene.instance.update_weights, {"version": 1, "timeout_s": PATIENCE_S})
+    waiting = asyncio.ensure_future(receiving)
+    await asyncio.wait_for(opened.wait(), PATIENCE_S)
+    await scene.published(1, lambda: updating)
+    await waiting
+    assert was_receiving and all(was_receiving)
+
+
 async def test_failed_update_ends_the_wait_at_once_and_the_next_heals(scene: Scene) -> None:
     """A trainer has left: planning is refused, which the instance hears too."""
     await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
@@ -159,6 +199,66 @@ async def test_update_that_fails_while_it_is_open_tears(scene: Scene) -> None:
     await scene.fleet.trainers[1].join(scene.fleet.controller.address, PATIENCE_S)
     await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
     scene.instance.assert_holds(1)
+
+
+async def torn(scene: Scene, until_torn: Callable[[], None], timeout_s: float = 1.0) -> list[str]:
+    """What workers say of an update that is open and comes to nothing; until_torn() is called once it is open."""
+    opened = asyncio.Event()
+    update = scene.fleet.controller.update(1, PATIENCE_S, lambda stage, *_: opened.set() if stage == "write" else None)
+    updating = asyncio.ensure_future(update)  # nobody publishes
+    receiving = asyncio.ensure_future(
+        asyncio.to_thread(scene.instance.update_weights, {"version": 1, "timeout_s": timeout_s})
+    )
+    await asyncio.wait_for(opened.wait(), PATIENCE_S)
+    until_torn()
+    with pytest.raises(UpdateFailed):
+        await receiving
+    updating.cancel()
+    await asyncio.gather(updating, return_exceptions=True)
+    return scene.instance.errors
+
+
+async def heal(scene: Scene) -> None:
+    await scene.fleet.controller.ready(range(2), range(HALVES), PATIENCE_S)
+    await scene.published(1, lambda: scene.updates.update(1, PATIENCE_S))
+    scene.instance.assert_holds(1)
+
+
+@pytest.mark.parametrize("answer", [None, messages.JoinRefused("not now")], ids=["silent", "refuses"])
+async def test_controller_that_takes_no_worker_back_hides_no_torn_weights(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, answer: messages.JoinRefused | None
+) -> None:
+    monkeypatch.setattr(weights_worker, "_PATIENCE_S", 0.5)
+    for worker in scene.instance.workers.values():
+        worker._link = replace(worker._link, join_s=3.0)
+    box = scene.fleet.mailboxes["controller"]
+
+    async def no_joining(_sender: bytes, _join: messages.Join) -> messages.JoinRefused:
+        if answer is None:
+            await asyncio.Event().wait()
+        assert answer is not None
+        return answer
+
+    errors = await torn(scene, lambda: box.handle(messages.Join, no_joining))
+    assert len(errors) == HALVES
+    assert all("the weights are torn: update them" in error for error in errors)
+    box.handle(messages.Join, scene.fleet.controller._on_join)
+    address = scene.fleet.controller.address
+    for worker in scene.instance.workers.values():
+        await asyncio.to_thread(worker._call, worker._receiver.join(address, PATIENCE_S), PATIENCE_S)
+    await heal(scene)
+
+
+async def test_writer_that_cannot_be_locked_out_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stands_still(*_: object) -> None:
+        raise xr.WaitTimeout("a write stands still")
+
+    with monkeypatch.context() as patch:
+        errors = await torn(scene, lambda: patch.setattr(WeightReceiver, "_fail", stands_still))
+        assert len(errors) == HALVES
+        for error in errors:
+            assert "writers are not locked out yet: a write stands still; the weights are torn" in error
+    await heal(scene)  # left out for that, they join again once it goes on
 
 
 async def test_time_that_is_up_locks_writers_out(scene: Scene) -> None:

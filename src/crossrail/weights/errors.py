@@ -6,11 +6,11 @@ from crossrail.errors import CrossrailError, UsageError
 
 
 class NotFinite(CrossrailError):
-    """A weight is infinite or no number: it cannot be quantised. parameter, index, value."""
+    """A weight is infinite or no number: it cannot be quantised. parameter, value; index: in the whole parameter."""
 
     def __init__(self, parameter: str, index: tuple[int, ...], value: float) -> None:
-        place = ", ".join(str(at) for at in index)
-        super().__init__(f"{parameter}[{place}] is {value}: weights that are not finite cannot be quantised")
+        place = f"[{', '.join(str(at) for at in index)}]" if index else ""
+        super().__init__(f"{parameter}{place} is {value}: weights that are not finite cannot be quantised")
         self.parameter = parameter
         self.index = index
         self.value = value

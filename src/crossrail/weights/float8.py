@@ -35,6 +35,13 @@ def blocks(length: int, block: int = BLOCK) -> int:
     return -(-length // block)
 
 
+def index_in_whole(start: tuple[int, ...], at: tuple[int, ...]) -> tuple[int, ...]:
+    """Of an element, in the parameter of which a part begins at `start`. at: its index in the part; with ones in front
+    where that was a row or a number, and was made a matrix.
+    """
+    return tuple(begin + index for begin, index in zip(start, at[len(at) - len(start) :], strict=True))
+
+
 class BlockQuantiser:
     """Quantises matrices, with scratch memory that is made at first use of a width and kept.
 

@@ -129,6 +129,7 @@ class _Some:
         counts = -(-extent // np.maximum(parts["block"], 1))
         self._param: list[int] = parts["param"].tolist()
         self._target: list[int] = parts["dtype"].tolist()
+        self._start: list[list[int]] = parts["start"].tolist()
         self._extent: list[list[int]] = extent.tolist()
         self._dense: list[list[int]] = c_strides(extent, ITEM_BYTES[source]).tolist()
         self._block: list[list[int]] = parts["block"].tolist()
@@ -242,7 +243,7 @@ class _Some:
         dims = len(shape)
         values = piece.place(shape, tuple(self._quantised_dense[at][:dims]), storage(target))
         scales = piece.place(tuple(self._counts[at][:dims]), tuple(self._counts_dense[at][:dims]), _SCALES)
-        return Quantised(values, scales, tuple(self._block[at][:dims]))
+        return Quantised(values, scales, tuple(self._block[at][:dims]), tuple(self._start[at][:dims]))
 
     def _output(
         self, output: int, dims: int, target: str, values: View, quantised: Quantised | None

@@ -23,7 +23,7 @@ from crossrail.weights.versions import State, Versions
 log = logging.getLogger("crossrail.weights")
 
 _GRACE_S = 5.0  # beyond an update's deadline, for the controller's own word that it failed
-_FENCE_S = 30.0
+FENCE_S = 30.0  # how long a writer may stand still in a copy until whoever fences it off hears of that
 _FENCE_AGAIN_S = 1.0
 
 Hook = Callable[[int], Awaitable[None]]
@@ -57,7 +57,7 @@ class WeightReceiver:
     commit; both optional. A failed update does not resume. Weights on a GPU are not written before all kernels have
     ended that torch had launched when pause() returned and the last reading() of them was over; for kernels elsewhere,
     pause() waits.
-    failures: attempts that this rank has heard to have failed.
+    failures: attempts that this rank has heard to have failed; commits: those that were completed here.
     Lifecycle: 1. made. 2. join(). 3. reading() whenever weights are used. 4. leave(). 5. close(). Owner of mailbox,
     engine and memory: whoever made them; they stay open until after close().
     """
@@ -89,6 +89,7 @@ class WeightReceiver:
         self._attempt_max = 0  # attempts up to this one are over, also those whose Open is still on its way
         self._fencing = asyncio.Lock()
         self.failures = 0
+        self.commits = 0
         self._why = ""
         for kind, handler in (
             (m.Expect, self._on_expect),
@@ -159,14 +160,23 @@ class WeightReceiver:
         while self.version < version:
             await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
 
-    async def receive(self, version: int, timeout_s: float, failures: int | None = None) -> None:
-        """As wait_version(); but raises UpdateFailed as soon as an attempt has failed.
+    def has_come(self, version: int, commits: int) -> bool:
+        """An update has brought exactly this version since self.commits was this."""
+        return self.commits > commits and self.version == version
 
-        failures: what self.failures was before the update was asked for, which may fail before this is called.
+    async def receive(
+        self, version: int, timeout_s: float, failures: int | None = None, commits: int | None = None
+    ) -> None:
+        """Returns once an update has brought exactly this version, which may be the one that is here already, or an
+        older one. Raises UpdateFailed as soon as an attempt has failed; WaitTimeout.
+
+        failures, commits: what self.failures and self.commits were before the update was asked for, which may end
+        before this is called.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         known = self.failures if failures is None else failures
-        while self.version < version:
+        before = self.commits if commits is None else commits
+        while not self.has_come(version, before):
             if self.failures > known:
                 raise UpdateFailed(version, self._why)
             await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
@@ -178,7 +188,7 @@ class WeightReceiver:
         except (NoAnswer, Unreachable) as error:
             log.info("inference rank %d left without a word: %s", self.rank, error)
 
-    async def close(self, timeout_s: float = _FENCE_S) -> None:
+    async def close(self, timeout_s: float = FENCE_S) -> None:
         """Ends an update under way; the spare memory is gone afterwards, what was given stays. Idempotent.
 
         Raises WaitTimeout when a trainer stands still in the middle of a copy into this memory for so long: nothing is
@@ -282,6 +292,7 @@ class WeightReceiver:
             raise UsageError(f"inference rank {self.rank} has not counted all of version {attempt.version}")
         self._end(attempt)
         self._versions.commit(attempt.version)
+        self.commits += 1
         self._notify()
         await self._resume(attempt.version)
         return m.Taken()
@@ -331,7 +342,7 @@ class WeightReceiver:
                 log.warning("inference rank %d is not fenced off, and takes no updates: %s", self.rank, error)
                 await asyncio.sleep(_FENCE_AGAIN_S)
 
-    async def _fail(self, why: str, timeout_s: float = _FENCE_S) -> None:
+    async def _fail(self, why: str, timeout_s: float = FENCE_S) -> None:
         """Fences off all writers: returns when nothing of this attempt can land any more.
 
         Raises WaitTimeout when one stands still in the middle of a copy; it goes on being the current attempt.

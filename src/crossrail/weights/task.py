@@ -22,7 +22,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from crossrail.weights.convert import Caster
-from crossrail.weights.float8 import BlockQuantiser
+from crossrail.weights.errors import NotFinite
+from crossrail.weights.float8 import BlockQuantiser, index_in_whole
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -88,11 +89,15 @@ class Tools:
 
 
 class Quantised(Struct, frozen=True, gc=False):
-    """What quantisation makes of a part, in the arena; blocks of so many elements."""
+    """What quantisation makes of a part, in the arena; blocks of so many elements.
+
+    start: of the part, in its parameter: to say where something is.
+    """
 
     values: View
     scales: View
     block: Shape
+    start: Shape
 
 
 class Part(Struct, frozen=True, gc=False):
@@ -124,7 +129,7 @@ class Part(Struct, frozen=True, gc=False):
             return
         made = self.quantised
         values, scales = made.values.of(arena, base), made.scales.of(arena, base)
-        _quantise(self.values.of(memory, begin), self.source, values, scales, made.block, self.name, tools)
+        _quantise(self.values.of(memory, begin), values, scales, made.block, made.start, self.name, tools)
         for view, out in self.outputs:
             np.copyto(out.of(arena, base), view.of(arena, base))
 
@@ -155,16 +160,18 @@ class ReadyTask(Struct, frozen=True, gc=False):
     def prepare(self, memories: Memories, arena: Bytes, base: int, tools: Tools) -> None:
         """Makes the buffer, once the reads are done. base: where its piece of the arena begins. Any one thread.
 
-        Raises NotFinite, naming the parameter.
+        Raises NotFinite, naming the parameter and the element of it.
         """
         for part in self.parts:
             part.prepare(memories, arena, base, tools)
 
 
-def _quantise(values: Array, source: str, out: Array, scales: Array, block: Shape, name: str, tools: Tools) -> None:
+def _quantise(values: Array, out: Array, scales: Array, block: Shape, start: Shape, name: str, tools: Tools) -> None:
     """The last two dimensions are matrices, a row or a number is one too; all before them have blocks of 1."""
     while values.ndim < 2:
         values, out, scales, block = values[np.newaxis], out[np.newaxis], scales[np.newaxis], (1, *block)
     for at in np.ndindex(*values.shape[:-2]):
-        matrix = values[at]
-        tools.quantiser.quantise(matrix, out[at], scales[at], name, (block[-2], block[-1]))
+        try:
+            tools.quantiser.quantise(values[at], out[at], scales[at], name, (block[-2], block[-1]))
+        except NotFinite as error:
+            raise NotFinite(name, index_in_whole(start, (*at, *error.index)), error.value) from None

@@ -14,9 +14,10 @@ import torch
 from crossrail.errors import UsageError
 from crossrail.weights.convert import pieces
 from crossrail.weights.errors import NotFinite
-from crossrail.weights.float8 import AMAX_MIN, LARGEST, blocks
+from crossrail.weights.float8 import AMAX_MIN, LARGEST, blocks, index_in_whole
 
 Tensor: TypeAlias = Any  # torch.Tensor
+Index = tuple[int, ...]
 
 _PIECE_ELEMENTS = 1 << 23  # converted at once: what that takes besides is a few times 32 MiB
 
@@ -51,30 +52,43 @@ class Checks:
     """
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Tensor, Tensor, str]] = []
+        self._noted: list[tuple[Tensor, Tensor, str, Index, Index]] = []
 
-    def note(self, is_bad: Tensor, matrix: Tensor, name: str) -> None:
-        """is_bad: one bool, of this matrix, which stays what it is until finish()."""
-        self._noted.append((is_bad, matrix, name))
+    def note(self, is_bad: Tensor, matrix: Tensor, name: str, start: Index, at: Index) -> None:
+        """is_bad: one bool, of this matrix, which stays what it is until finish(). start: of the part in its parameter;
+        at: which of the part's matrices.
+        """
+        self._noted.append((is_bad, matrix, name, start, at))
 
     def finish(self) -> None:
         """Waits for it all. Raises NotFinite for the first element, in the order noted, that is not."""
         noted, self._noted = self._noted, []
         if not noted:
             return
-        for is_bad, (_, matrix, name) in zip(torch.stack([each[0] for each in noted]).tolist(), noted, strict=True):
+        are_bad = torch.stack([each[0] for each in noted]).tolist()
+        for is_bad, (_, matrix, name, start, at) in zip(are_bad, noted, strict=True):
             if is_bad:
                 wide = _float32(matrix)
                 row, column = torch.nonzero(~torch.isfinite(wide))[0].tolist()
-                raise NotFinite(name, (row, column), float(wide[row, column]))
+                raise NotFinite(name, index_in_whole(start, (*at, row, column)), float(wide[row, column]))
 
 
-def quantise(values: Tensor, out: Tensor, scales: Tensor, name: str, block: tuple[int, ...], checks: Checks) -> None:
+def quantise(
+    values: Tensor,
+    out: Tensor,
+    scales: Tensor,
+    name: str,
+    block: tuple[int, ...],
+    checks: Checks,
+    start: Index | None = None,
+) -> None:
     """As BlockQuantiser does, of a matrix, row or number, or of matrices that the dimensions before the last two count.
 
     values: float32 or bfloat16. out: uint8, of the same shape. scales: float32, of the blocks. Any strides, one device.
-    What is not finite is noted in checks; out and scales are then whatever they are.
+    What is not finite is noted in checks; out and scales are then whatever they are. start: where the values begin in
+    their parameter; None: they are all of it.
     """
+    start = (0,) * values.ndim if start is None else start
     while values.ndim < 2:
         values, out, scales, block = values[None], out[None], scales[None], (1, *block)
     high, broad = block[-2:]
@@ -88,7 +102,7 @@ def quantise(values: Tensor, out: Tensor, scales: Tensor, name: str, block: tupl
         for band in range(0, factors.shape[0], bands):
             some = slice(band * high, (band + bands) * high)
             is_bad.append(_quantise(_float32(matrix[some]), codes[some], factors[band : band + bands], high, broad))
-        checks.note(torch.stack(is_bad).any(), matrix, name)
+        checks.note(torch.stack(is_bad).any(), matrix, name, start, index)
 
 
 def _quantise(wide: Tensor, out: Tensor, scales: Tensor, high: int, broad: int) -> Tensor:

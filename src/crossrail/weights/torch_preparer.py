@@ -85,7 +85,7 @@ class TorchPreparer:
         values = self._values(part, part.values, base, getattr(torch, part.source))
         codes = self._view(_ARENA, made.values, base, torch.uint8)
         scales = self._view(_ARENA, made.scales, base, torch.float32)
-        quantise(values, codes, scales, part.name, made.block, checks)
+        quantise(values, codes, scales, part.name, made.block, checks, made.start)
         for view, out in part.outputs:
             self._bits(_ARENA, out, base).copy_(self._bits(_ARENA, view, base))
 

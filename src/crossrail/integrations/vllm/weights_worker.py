@@ -10,24 +10,25 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import crossrail as xr
-from crossrail.control.mailbox import Mailbox, NoAnswer
-from crossrail.control.wire import EngineWire, Unreachable
+from crossrail.control.mailbox import Mailbox
+from crossrail.control.wire import EngineWire
 from crossrail.engine import SECRET_VARIABLE
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.memory import WeightMemory
 from crossrail.weights.messages import mailbox
-from crossrail.weights.receiver import WeightReceiver
+from crossrail.weights.receiver import FENCE_S, WeightReceiver
 from crossrail.weights.versions import State
 
 log = logging.getLogger("crossrail.vllm")
 
-_PATIENCE_S = 40.0  # to lock writers out, beyond what a call may take
+_PATIENCE_S = 10.0 + FENCE_S  # beyond what a call may take: the receiver may be fencing already, by its own deadline
 _JOIN_S = 10.0
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ class WeightsWorker:
         self._box: Mailbox | None = None
         self._wire: EngineWire | None = None
         self._receiver: WeightReceiver | None = None
-        self._failures: int | None = None
+        self._before: tuple[int, int] | None = None  # failures and commits
         self._is_joined = False
         self._is_closed = False
         self._thread.start()
@@ -90,17 +91,19 @@ class WeightsWorker:
             raise
 
     def start(self) -> None:
-        """Before an update is asked for: what fails from now on is that one."""
+        """Before an update is asked for: what fails, or is completed, from now on is that one."""
         assert self._receiver is not None
-        self._failures = self._receiver.failures
+        self._before = self._receiver.failures, self._receiver.commits
 
     def receive(self, version: int, timeout_s: float) -> None:
-        """Lets writers in, and returns when this version is complete, with all writers out.
+        """Lets writers in, and returns when an update to this version is complete, with all writers out; also where the
+        version is here already: it is written again.
 
-        Raises UpdateFailed as soon as an attempt at it has failed, or the time is up; writers are out then too, and the
-        error says if weights are torn.
+        Raises UpdateFailed as soon as an attempt at it has failed, or the time is up; writers are out then too, or it
+        says that they are not yet, and it says if weights are torn. That may take until a writer that stands still is
+        given up (FENCE_S), and join_s more while the controller is silent.
         """
-        self._call(self._receive(version, timeout_s), timeout_s)
+        self._call(self._receive(version, timeout_s), timeout_s + FENCE_S + self._link.join_s)
 
     def close(self) -> None:
         """Leaves; nothing is written any more when it returns. Idempotent."""
@@ -134,25 +137,34 @@ class WeightsWorker:
     async def _receive(self, version: int, timeout_s: float) -> None:
         receiver = self._receiver
         assert receiver is not None
+        failures, commits = self._before or (receiver.failures, receiver.commits)
         self._may_write.set()
         try:
-            await receiver.receive(version, timeout_s, self._failures)
+            await receiver.receive(version, timeout_s, failures, commits)
         except CrossrailError as error:
             self._may_write.clear()
-            await self._lock_out(receiver)
-            torn = "; the weights are torn: update them before they are used" if receiver.state is State.TORN else ""
-            if torn or receiver.version < version:  # else it came in the end
-                raise UpdateFailed(version, f"{error}{torn}") from error
+            why = f"{error}{await self._lock_out(receiver)}"
+            if receiver.state is not State.WHOLE:
+                why += "; the weights are torn: update them before they are used"
+            elif receiver.has_come(version, commits):  # in the end
+                return
+            raise UpdateFailed(version, why) from error
         finally:
             self._may_write.clear()
-            self._failures = None
+            self._before = None
 
-    async def _lock_out(self, receiver: WeightReceiver) -> None:
-        """Joining anew ends an attempt that is still under way, and offers this rank for the next."""
+    async def _lock_out(self, receiver: WeightReceiver) -> str:
+        """Joining anew ends an attempt that is still under way, and offers this rank for the next.
+
+        What to tell if writers may still be at it, else nothing.
+        """
         try:
             await receiver.join(self._link.controller, self._link.join_s)
-        except (NoAnswer, Unreachable) as error:
+        except CrossrailError as error:
+            if receiver.state is State.RECEIVING:  # the receiver goes on trying, by the attempt's deadline
+                return f"; writers are not locked out yet: {error}"
             log.warning("rank %d is in no plan any more: %s", self._link.rank, error)
+        return ""
 
     async def _end(self) -> None:
         if self._receiver is not None:
@@ -166,4 +178,7 @@ class WeightsWorker:
 
     def _call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.result(timeout_s + _PATIENCE_S)
+        timeout_s += _PATIENCE_S
+        if not futures.wait([future], timeout_s).done:  # it goes on, so that writers are locked out in the end
+            raise WaitTimeout(f"weights of rank {self._link.rank}: no end within {timeout_s:g} s")
+        return future.result()
