@@ -3,7 +3,9 @@
 import socket
 import struct
 import threading
-from contextlib import closing
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -142,6 +144,21 @@ def test_disconnect_at_each_step(open_engine: EngineFactory) -> None:
 # --- a target that uses our connection for operations of its own ---
 
 
+@contextmanager
+def connection_to(there: RawAcceptor, engine: xr.Engine) -> Iterator[tuple[socket.socket, int]]:
+    """The one that the engine makes, and the id of its link."""
+    connecting = threading.Thread(target=lambda: engine.connect(there.address, WAIT_S))
+    connecting.start()
+    with there.accept() as connection:
+        link_id = there.handshake(connection)
+        connecting.join(WAIT_S)
+        yield connection, link_id
+
+
+def share_frame(link_id: int, *, epoch: int = 1, resumes: bool = False) -> bytes:
+    return wire.frame(Frame.SHARE, struct.pack("<QIIQ", link_id, 0, epoch, resumes))
+
+
 def shared_answer(connection: socket.socket) -> tuple[int, ...]:
     """Channel, epoch and code of the next answer."""
     while True:
@@ -156,23 +173,45 @@ def test_connection_is_shared_by_one_link_after_another(open_engine: EngineFacto
     engine = open_engine("here", **TCP)
     region = engine.alloc(1000)
     key = region_id(region)
-    with closing(RawAcceptor(engine.address)) as there:
-        connecting = threading.Thread(target=lambda: engine.connect(there.address, WAIT_S))
-        connecting.start()
-        with there.accept() as connection:
-            there.handshake(connection)
-            connecting.join(WAIT_S)
-            for link_id in range(10, 20):
-                connection.sendall(wire.frame(Frame.SHARE, struct.pack("<QIIQ", link_id, 0, 1, 0)))
-                connection.sendall(wire.write_frame(key, [(link_id, b"x", 7)]))
-                assert shared_answer(connection) == (0, 1, 0)
-            engine.imm_counter(7).wait(10, WAIT_S)
-            assert bytes(region.array()[10:20]) == b"x" * 10
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        for link_id in range(10, 20):
+            connection.sendall(share_frame(link_id))
+            connection.sendall(wire.write_frame(key, [(link_id, b"x", 7)]))
+            assert shared_answer(connection) == (0, 1, 0)
+        engine.imm_counter(7).wait(10, WAIT_S)
+        assert bytes(region.array()[10:20]) == b"x" * 10
 
-            resumed = struct.pack("<QIIQ", 99, 0, 2, 1)
-            connection.sendall(wire.frame(Frame.SHARE, resumed))
-            assert shared_answer(connection)[2] != 0, "a link that was never there was resumed"
+        connection.sendall(share_frame(99, epoch=2, resumes=True))
+        assert shared_answer(connection)[2] != 0, "a link that was never there was resumed"
     still_serves(engine)
+
+
+def test_answers_and_questions_on_one_connection_come_whole(open_engine: EngineFactory) -> None:
+    """More refusals than a batch holds, the data of reads, and between them an answer of the other stream."""
+    engine = open_engine("here", **TCP)
+    region = engine.alloc(1 << 20)
+    key = region_id(region)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        connection.sendall(share_frame(10))
+        assert shared_answer(connection) == (0, 1, 0)
+        for reads in range(1, 9):
+            said = [wire.read_frame(key, 0, 1 << 20, number) for number in range(reads)]
+            said.append(wire.write_frame(0xBAD, [(0, b"x", None)] * 1000))
+            said.append(share_frame(99, resumes=True))
+            connection.sendall(b"".join(said))
+
+            expected = {Frame.READ_DATA: reads << 20, Frame.READ_END: reads, Frame.REFUSED: 1000, Frame.SHARED: 1}
+            assert answers(connection, expected) == expected
+
+
+def answers(connection: socket.socket, expected: dict[Frame, int]) -> dict[Frame, int]:
+    """How many come of each kind, of data how many bytes, until there are as many as expected."""
+    seen = Counter[int]()
+    while any(seen[kind] < count for kind, count in expected.items()):
+        kind, _, payload = wire.receive_frame(connection)
+        assert kind != 0, f"the connection ended after {seen}"
+        seen[kind] += len(payload) if kind == Frame.READ_DATA else 1
+    return {kind: seen[kind] for kind in expected}
 
 
 def share_asked(connection: socket.socket) -> tuple[int, ...]:

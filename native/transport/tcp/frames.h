@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "transport/tcp/batch.h"
 #include "transport/tcp/wire.h"
 
 namespace crossrail::tcp {
@@ -58,6 +59,21 @@ inline void append_end(std::vector<std::byte>& out, FrameType type, std::string_
   const FrameHeader header = header_of(type, 0, 0, text.size(), 0);
   append_bytes(out, &header, sizeof header);
   append_bytes(out, text.data(), text.size());
+}
+
+// Moves frames without payload to the batch, as many as it has room for. Whole ones: where a connection carries both
+// directions, frames of the other stream may come next.
+inline void put_frames(TxBatch& batch, std::vector<std::byte>& frames) {
+  size_t taken = 0;
+  while (taken < frames.size()) {
+    const auto header = read_meta<FrameHeader>(std::span(frames).subspan(taken));
+    const size_t frame_bytes = sizeof header + header.meta_bytes;
+    if (!batch.has_room(taken + frame_bytes)) break;
+    taken += frame_bytes;
+  }
+  if (taken == 0) return;
+  batch.copy(frames.data(), taken);
+  frames.erase(frames.begin(), frames.begin() + static_cast<std::ptrdiff_t>(taken));
 }
 
 }  // namespace crossrail::tcp

@@ -384,15 +384,7 @@ void InStream::on_broken() {
 void InStream::fill(TxBatch& batch) {
   InLink& link = *channel_->link;
   auto& control = channel_->control;
-  // Whole or not at all, but for what exceeds a batch: frames have no place where they may be cut but the stream is one.
-  size_t taken = 0;
-  while (taken < control.size()) {
-    const size_t piece = std::min(control.size() - taken, TxBatch::kBytes / 2);
-    if (!batch.has_room(piece)) break;
-    batch.copy(control.data() + taken, piece);
-    taken += piece;
-  }
-  control.erase(control.begin(), control.begin() + static_cast<std::ptrdiff_t>(taken));
+  put_frames(batch, control);
   if (!control.empty()) return;
   if (!link.taken.empty()) {
     size_t told = 0;

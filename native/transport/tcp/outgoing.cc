@@ -261,10 +261,8 @@ void OutChannel::put_failed(TxBatch& batch) {
 
 void OutChannel::fill(TxBatch& batch) {
   const size_t sent_before = sent.size();
-  if (!control.empty()) {
-    batch.copy(control.data(), control.size());
-    control.clear();
-  }
+  put_frames(batch, control);
+  if (!control.empty()) return;
   const uint64_t others_bytes = batch.pending_bytes();
   while (!in_doubt && batch.pending_bytes() - others_bytes < kBatchBytes && sent.size() < kOperationsUnderWayMax) {
     if (current) {
