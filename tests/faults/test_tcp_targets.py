@@ -214,6 +214,14 @@ def answers(connection: socket.socket, expected: dict[Frame, int]) -> dict[Frame
     return {kind: seen[kind] for kind in expected}
 
 
+def test_target_that_asks_and_does_not_read_the_answers_is_cut_off(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            connection.sendall(share_frame(99, resumes=True) * 400_000)
+    still_serves(engine)
+
+
 def share_asked(connection: socket.socket) -> tuple[int, ...]:
     """Link, channel, epoch and flags of the next question."""
     while True:
