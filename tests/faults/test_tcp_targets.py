@@ -1,5 +1,6 @@
 """A peer that we connected to, and that says what is not so, stops at any step, or uses our connection."""
 
+import resource
 import socket
 import struct
 import threading
@@ -220,6 +221,31 @@ def test_target_that_asks_and_does_not_read_the_answers_is_cut_off(open_engine: 
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
             connection.sendall(share_frame(99, resumes=True) * 400_000)
     still_serves(engine)
+
+
+def test_link_is_over_once_its_peer_has_begun_another(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        for link_id in (10, 11):
+            connection.sendall(share_frame(link_id))
+            assert shared_answer(connection) == (0, 1, 0)
+
+        connection.sendall(share_frame(10, epoch=2, resumes=True))
+
+        assert shared_answer(connection)[2] != 0, "resumed"
+
+
+def test_link_after_link_costs_no_memory(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for first in range(0, 50_000, 500):
+            connection.sendall(b"".join(share_frame(first + number) for number in range(500)))
+            for _ in range(500):
+                assert shared_answer(connection) == (0, 1, 0)
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    assert after - before < 16 << 10, "KiB of memory more"
 
 
 def share_asked(connection: socket.socket) -> tuple[int, ...]:

@@ -347,7 +347,7 @@ struct InLink {
   uint64_t newest_id = 0;  // of a message that arrived
   OutLink* twin = nullptr;
   bool has_refused = false;
-  bool over = false;  // it said goodbye
+  bool over = false;  // it said goodbye, or began another
   bool is_connected() const {
     return std::any_of(channels.begin(), channels.end(), [](const auto& item) { return item.second.is_open(); });
   }

@@ -119,6 +119,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void make_room_for_stranger();
   bool may_tell_stranger();
   void keep_to_rail(int fd);
+  void end_unconnected(const Address& peer);
   InChannel& begin_epoch(const Hello& hello);
   // share.cc: one connection for both directions
   std::shared_ptr<Connection> find_shareable(const OutChannel& channel) const;
