@@ -53,6 +53,15 @@ void append_frame(std::vector<std::byte>& out, FrameType type, const Meta& meta,
   append_bytes(out, text.data(), text.size());
 }
 
+// The same, into a batch that has room for it.
+template <typename Meta>
+void put_frame(TxBatch& batch, FrameType type, const Meta& meta, std::string_view text = {}) {
+  text = text.substr(0, kTextBytesMax);
+  batch.put(header_of(type, 0, 0, sizeof meta + text.size(), 0));
+  batch.put(meta);
+  batch.copy(text.data(), text.size());
+}
+
 // An orderly end: of a link (kBye) or of the engine (kClosing).
 inline void append_end(std::vector<std::byte>& out, FrameType type, std::string_view text) {
   text = text.substr(0, kTextBytesMax);
