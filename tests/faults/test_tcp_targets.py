@@ -4,6 +4,7 @@ import resource
 import socket
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,6 +19,8 @@ from tests.support.tcp_engines import TCP, descriptor_of, events_of, region_id, 
 from tests.support.tcp_wire import Frame, Kind, RawAcceptor, RawPeer
 
 pytestmark = pytest.mark.timeout(120)
+
+REGION_CLOSED = 4  # Status, native/transport/types.h
 
 
 @pytest.fixture
@@ -282,3 +285,50 @@ def test_answers_to_a_link_that_was_forgotten_are_not_taken_for_anothers(open_en
             connection.sendall(wire.frame(Frame.TAKEN, struct.pack("<QQQ", link_id, message_id, 1)))
             sent.wait(WAIT_S)
     assert not [event for event in events if event.kind == "protocol-error"]
+
+
+# --- a target that refuses ---
+
+
+@pytest.mark.no_sanitizer  # it measures time
+def test_refusals_acknowledged_at_once_cost_no_more_than_in_turns(open_engine: EngineFactory) -> None:
+    """As of a region that is revoked under thousands of writes."""
+    engine = open_engine("here", **TCP)
+    mine = engine.alloc(8)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, link_id):
+        region = xr.RegionDescriptor.from_bytes(descriptor_of(mine, there.address))
+        placed = 0
+
+        def cpu_s(count: int) -> float:
+            """Of the whole process, from the acknowledgement to the last transfer's end."""
+            nonlocal placed
+            transfers = [engine.submit_write(mine, region, 8) for _ in range(count)]
+            took_in(connection, count)
+            refused = [
+                struct.pack("<QII", placed + 1 + number, 0, REGION_CLOSED) + b"is gone" for number in range(count)
+            ]
+            connection.sendall(b"".join(wire.frame(Frame.REFUSED, meta) for meta in refused))
+            placed += count
+            begin_s = time.process_time()
+            connection.sendall(wire.frame(Frame.ACK, struct.pack("<QQII", link_id, placed, 0, 0)))
+            with pytest.raises(xr.RemoteRegionClosed):
+                transfers[-1].wait(WAIT_S)
+            took_s = time.process_time() - begin_s
+            for transfer in transfers:
+                with pytest.raises(xr.RemoteRegionClosed):
+                    transfer.wait(WAIT_S)
+            return took_s
+
+        turns_s = min(sum(cpu_s(1000) for _ in range(8)) for _ in range(3))
+        at_once_s = min(cpu_s(8000) for _ in range(3))
+
+    assert at_once_s < 2 * turns_s, f"{at_once_s:.3f} s, in turns {turns_s:.3f} s"
+
+
+def took_in(connection: socket.socket, count: int) -> None:
+    """So many writes, and what else comes."""
+    while count > 0:
+        head = wire.receive_exactly(connection, wire.FRAME_HEAD.size)
+        kind, _, _, operations, meta_bytes, payload_bytes = wire.FRAME_HEAD.unpack(head)
+        wire.receive_exactly(connection, meta_bytes + payload_bytes)
+        count -= operations if kind == Frame.WRITE else 0

@@ -138,12 +138,11 @@ struct OutChannel final : Connector::Owner {
   uint64_t reads_bytes = 0;
   Pace pace;
   struct Refusal {
-    uint64_t operation;
     Status status;
     std::string text;
   };
-  std::vector<Refusal> refusals;
-  std::optional<WorkRequest> current;  // a long range, of which current_offset bytes are framed
+  std::map<uint64_t, Refusal> refusals;  // by operation, of those after `acked`
+  std::optional<WorkRequest> current;    // a long range, of which current_offset bytes are framed
   uint64_t current_offset = 0;
   std::vector<std::byte> control;  // frames to send first
   int64_t pinged_ns = 0;

@@ -255,8 +255,10 @@ void OutChannel::put_failed(TxBatch& batch) {
   batch.put(header_of(FrameType::kWrite, 1, 1, sizeof(WriteMeta) + sizeof(WriteEntry), 0));
   batch.put(WriteMeta{0});
   batch.put(WriteEntry{0, 0, 0});
-  refusals.push_back({acked + sent.size() + 1, Status::kTransportFailed,
-                      "our GPU's memory cannot be copied: " + transport->connections().copier.trouble()});
+  // Unless the target has refused an earlier part of it.
+  refusals.try_emplace(acked + sent.size() + 1,
+                       Refusal{Status::kTransportFailed,
+                               "our GPU's memory cannot be copied: " + transport->connections().copier.trouble()});
 }
 
 void OutChannel::fill(TxBatch& batch) {
