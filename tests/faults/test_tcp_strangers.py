@@ -351,6 +351,40 @@ def test_endless_reads_that_nobody_takes_end_the_connection(target: xr.Engine, r
     region.close(WAIT_S)
 
 
+def test_peer_that_asks_by_one_connection_and_does_not_read_another(target: xr.Engine) -> None:
+    """What became of its messages is told again at each question, by any connection: that costs no memory each time."""
+    peer = RawPeer(target.address)
+    with target.submit_recvs(8, 16), peer.connected(0) as unread, peer.connected(1, bulk=True) as asking:
+        asking.settimeout(WAIT_S)
+        for message_id in range(1, 1001):
+            asking.sendall(wire.message_frame(message_id, b"longer than a buffer"))
+        for _ in range(15):
+            asking.sendall(wire.resolve_frame(0, 0, 0) * 20)
+            for _ in range(20):
+                while outcome(asking)[0] != Frame.RESOLVED:
+                    pass
+
+        unread.settimeout(WAIT_S)
+        unread.sendall(wire.ping_frame())
+        told, kind = 0, Frame.PING
+        while kind != Frame.PONG:
+            kind, meta, _ = wire.receive_frame(unread)
+            assert kind != 0, f"cut off after {told} bytes"
+            told += wire.FRAME_HEAD.size + len(meta)
+
+    assert told < 16 << 20, "bytes: more than sockets hold"
+    still_serves(target)
+
+
+def test_peer_that_sends_messages_and_does_not_read_what_became_of_them(target: xr.Engine, raw: socket.socket) -> None:
+    events = events_of(target)
+    messages = [wire.message_frame(1 + number, b"longer than a buffer") for number in range(200_000)]
+    with target.submit_recvs(8, 16), pytest.raises((ConnectionResetError, BrokenPipeError)):
+        raw.sendall(b"".join(messages))
+    eventually(lambda: [e for e in events if "does not read" in e.detail], "the event")
+    still_serves(target)
+
+
 # --- limits of the system ---
 
 

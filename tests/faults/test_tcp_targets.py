@@ -1,9 +1,13 @@
 """A peer that we connected to, and that says what is not so, stops at any step, or uses our connection."""
 
+import resource
 import socket
 import struct
 import threading
-from contextlib import closing
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -15,6 +19,8 @@ from tests.support.tcp_engines import TCP, descriptor_of, events_of, region_id, 
 from tests.support.tcp_wire import Frame, Kind, RawAcceptor, RawPeer
 
 pytestmark = pytest.mark.timeout(120)
+
+REGION_CLOSED = 4  # Status, native/transport/types.h
 
 
 @pytest.fixture
@@ -142,6 +148,21 @@ def test_disconnect_at_each_step(open_engine: EngineFactory) -> None:
 # --- a target that uses our connection for operations of its own ---
 
 
+@contextmanager
+def connection_to(there: RawAcceptor, engine: xr.Engine) -> Iterator[tuple[socket.socket, int]]:
+    """The one that the engine makes, and the id of its link."""
+    connecting = threading.Thread(target=lambda: engine.connect(there.address, WAIT_S))
+    connecting.start()
+    with there.accept() as connection:
+        link_id = there.handshake(connection)
+        connecting.join(WAIT_S)
+        yield connection, link_id
+
+
+def share_frame(link_id: int, *, epoch: int = 1, resumes: bool = False) -> bytes:
+    return wire.frame(Frame.SHARE, struct.pack("<QIIQ", link_id, 0, epoch, resumes))
+
+
 def shared_answer(connection: socket.socket) -> tuple[int, ...]:
     """Channel, epoch and code of the next answer."""
     while True:
@@ -156,23 +177,78 @@ def test_connection_is_shared_by_one_link_after_another(open_engine: EngineFacto
     engine = open_engine("here", **TCP)
     region = engine.alloc(1000)
     key = region_id(region)
-    with closing(RawAcceptor(engine.address)) as there:
-        connecting = threading.Thread(target=lambda: engine.connect(there.address, WAIT_S))
-        connecting.start()
-        with there.accept() as connection:
-            there.handshake(connection)
-            connecting.join(WAIT_S)
-            for link_id in range(10, 20):
-                connection.sendall(wire.frame(Frame.SHARE, struct.pack("<QIIQ", link_id, 0, 1, 0)))
-                connection.sendall(wire.write_frame(key, [(link_id, b"x", 7)]))
-                assert shared_answer(connection) == (0, 1, 0)
-            engine.imm_counter(7).wait(10, WAIT_S)
-            assert bytes(region.array()[10:20]) == b"x" * 10
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        for link_id in range(10, 20):
+            connection.sendall(share_frame(link_id))
+            connection.sendall(wire.write_frame(key, [(link_id, b"x", 7)]))
+            assert shared_answer(connection) == (0, 1, 0)
+        engine.imm_counter(7).wait(10, WAIT_S)
+        assert bytes(region.array()[10:20]) == b"x" * 10
 
-            resumed = struct.pack("<QIIQ", 99, 0, 2, 1)
-            connection.sendall(wire.frame(Frame.SHARE, resumed))
-            assert shared_answer(connection)[2] != 0, "a link that was never there was resumed"
+        connection.sendall(share_frame(99, epoch=2, resumes=True))
+        assert shared_answer(connection)[2] != 0, "a link that was never there was resumed"
     still_serves(engine)
+
+
+def test_answers_and_questions_on_one_connection_come_whole(open_engine: EngineFactory) -> None:
+    """More refusals than a batch holds, the data of reads, and between them an answer of the other stream."""
+    engine = open_engine("here", **TCP)
+    region = engine.alloc(1 << 20)
+    key = region_id(region)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        connection.sendall(share_frame(10))
+        assert shared_answer(connection) == (0, 1, 0)
+        for reads in range(1, 9):
+            said = [wire.read_frame(key, 0, 1 << 20, number) for number in range(reads)]
+            said.append(wire.write_frame(0xBAD, [(0, b"x", None)] * 1000))
+            said.append(share_frame(99, resumes=True))
+            connection.sendall(b"".join(said))
+
+            expected = {Frame.READ_DATA: reads << 20, Frame.READ_END: reads, Frame.REFUSED: 1000, Frame.SHARED: 1}
+            assert answers(connection, expected) == expected
+
+
+def answers(connection: socket.socket, expected: dict[Frame, int]) -> dict[Frame, int]:
+    """How many come of each kind, of data how many bytes, until there are as many as expected."""
+    seen = Counter[int]()
+    while any(seen[kind] < count for kind, count in expected.items()):
+        kind, _, payload = wire.receive_frame(connection)
+        assert kind != 0, f"the connection ended after {seen}"
+        seen[kind] += len(payload) if kind == Frame.READ_DATA else 1
+    return {kind: seen[kind] for kind in expected}
+
+
+def test_target_that_asks_and_does_not_read_the_answers_is_cut_off(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            connection.sendall(share_frame(99, resumes=True) * 400_000)
+    still_serves(engine)
+
+
+def test_link_is_over_once_its_peer_has_begun_another(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        for link_id in (10, 11):
+            connection.sendall(share_frame(link_id))
+            assert shared_answer(connection) == (0, 1, 0)
+
+        connection.sendall(share_frame(10, epoch=2, resumes=True))
+
+        assert shared_answer(connection)[2] != 0, "resumed"
+
+
+def test_link_after_link_costs_no_memory(open_engine: EngineFactory) -> None:
+    engine = open_engine("here", **TCP)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for first in range(0, 50_000, 500):
+            connection.sendall(b"".join(share_frame(first + number) for number in range(500)))
+            for _ in range(500):
+                assert shared_answer(connection) == (0, 1, 0)
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    assert after - before < 16 << 10, "KiB of memory more"
 
 
 def share_asked(connection: socket.socket) -> tuple[int, ...]:
@@ -209,3 +285,50 @@ def test_answers_to_a_link_that_was_forgotten_are_not_taken_for_anothers(open_en
             connection.sendall(wire.frame(Frame.TAKEN, struct.pack("<QQQ", link_id, message_id, 1)))
             sent.wait(WAIT_S)
     assert not [event for event in events if event.kind == "protocol-error"]
+
+
+# --- a target that refuses ---
+
+
+@pytest.mark.no_sanitizer  # it measures time
+def test_refusals_acknowledged_at_once_cost_no_more_than_in_turns(open_engine: EngineFactory) -> None:
+    """As of a region that is revoked under thousands of writes."""
+    engine = open_engine("here", **TCP)
+    mine = engine.alloc(8)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, link_id):
+        region = xr.RegionDescriptor.from_bytes(descriptor_of(mine, there.address))
+        placed = 0
+
+        def cpu_s(count: int) -> float:
+            """Of the whole process, from the acknowledgement to the last transfer's end."""
+            nonlocal placed
+            transfers = [engine.submit_write(mine, region, 8) for _ in range(count)]
+            took_in(connection, count)
+            refused = [
+                struct.pack("<QII", placed + 1 + number, 0, REGION_CLOSED) + b"is gone" for number in range(count)
+            ]
+            connection.sendall(b"".join(wire.frame(Frame.REFUSED, meta) for meta in refused))
+            placed += count
+            begin_s = time.process_time()
+            connection.sendall(wire.frame(Frame.ACK, struct.pack("<QQII", link_id, placed, 0, 0)))
+            with pytest.raises(xr.RemoteRegionClosed):
+                transfers[-1].wait(WAIT_S)
+            took_s = time.process_time() - begin_s
+            for transfer in transfers:
+                with pytest.raises(xr.RemoteRegionClosed):
+                    transfer.wait(WAIT_S)
+            return took_s
+
+        turns_s = min(sum(cpu_s(1000) for _ in range(8)) for _ in range(3))
+        at_once_s = min(cpu_s(8000) for _ in range(3))
+
+    assert at_once_s < 2 * turns_s, f"{at_once_s:.3f} s, in turns {turns_s:.3f} s"
+
+
+def took_in(connection: socket.socket, count: int) -> None:
+    """So many writes, and what else comes."""
+    while count > 0:
+        head = wire.receive_exactly(connection, wire.FRAME_HEAD.size)
+        kind, _, _, operations, meta_bytes, payload_bytes = wire.FRAME_HEAD.unpack(head)
+        wire.receive_exactly(connection, meta_bytes + payload_bytes)
+        count -= operations if kind == Frame.WRITE else 0

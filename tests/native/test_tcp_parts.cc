@@ -12,6 +12,7 @@
 #include "transport/identity.h"
 #include "transport/tcp/batch.h"
 #include "transport/tcp/connect.h"
+#include "transport/tcp/frames.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/link.h"
 #include "transport/tcp/poller.h"
@@ -350,6 +351,30 @@ TEST_CASE("a batch gives its bytes in order, however little is sent at once, and
     CHECK(taken == expected);
     CHECK(batch.pending_bytes() == 0);
   }
+}
+
+TEST_CASE("tcp: frames go into a batch whole, or wait for the next one") {
+  std::mt19937 random(13);
+  std::vector<std::byte> frames;
+  for (uint64_t token = 0; frames.size() < 5 * TxBatch::kBytes; ++token) {
+    append_frame(frames, FrameType::kPong, PingMeta{token}, std::string(random() % kTextBytesMax, 'x'));
+  }
+  const std::vector<std::byte> expected = frames;
+  std::vector<std::byte> sent;
+  while (!frames.empty()) {
+    TxBatch batch;
+    const std::vector<std::byte> others(random() % TxBatch::kBytes);
+    batch.copy(others.data(), others.size());
+    put_frames(batch, frames);
+    const uint64_t taken = batch.pending_bytes() - others.size();
+    CHECK(taken + sent.size() + frames.size() == expected.size());
+    for (const iovec& view : batch.views()) {
+      const auto* const data = static_cast<const std::byte*>(view.iov_base);
+      sent.insert(sent.end(), data + (view.iov_len - taken), data + view.iov_len);
+    }
+    if (!frames.empty()) CHECK(read_meta<FrameHeader>(frames).mark == kFrameMark);
+  }
+  CHECK(sent == expected);
 }
 
 TEST_CASE("a sleeper is rung by the time that was asked for first, or earlier, and again once that was seen") {

@@ -71,15 +71,17 @@ bool TcpTransport::put_rider_acks(OutLink& link, TxBatch& batch) {
     channel.ack_sent = channel.placed;
   }
   if (twin->rides < kRidesMax) ++twin->rides;
-  size_t told = 0;
-  for (; told < twin->taken.size() && batch.has_room(sizeof(FrameHeader) + sizeof(TakenMeta)); ++told) {
-    const TakenMeta& taken = twin->taken[told];
-    batch.put(header_of(FrameType::kTaken, 0, 0, sizeof taken, 0));
-    batch.put(taken);
-  }
-  twin->taken.erase(twin->taken.begin(), twin->taken.begin() + static_cast<std::ptrdiff_t>(told));
+  put_taken(*twin, batch);
   if (twin->taken.empty()) twin->ack_due = false;
   return true;
+}
+
+void put_taken(InLink& link, TxBatch& batch) {
+  size_t told = 0;
+  for (; told < link.taken.size() && batch.has_room(sizeof(FrameHeader) + sizeof(TakenMeta)); ++told) {
+    put_frame(batch, FrameType::kTaken, link.taken[told]);
+  }
+  link.taken.erase(link.taken.begin(), link.taken.begin() + static_cast<std::ptrdiff_t>(told));
 }
 
 void TcpTransport::hold(InLink& link) {
@@ -95,21 +97,10 @@ void TcpTransport::tell_taken(InLink& link, uint64_t message_id) {
   }
 }
 
-void TcpTransport::tell_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
-  for (auto& [index, channel] : link.channels) {
-    if (!channel.is_open()) continue;
-    append_frame(channel.control, FrameType::kRefused,
-                 RefusedMeta{message_id, kMessageRefused, static_cast<uint32_t>(Status::kMessageTooLong)},
-                 "message of " + std::to_string(bytes) + " bytes: no receive buffer of the target is as long");
-    return;
-  }  // none open: the initiator will ask
-}
-
 void TcpTransport::note_outcome(InLink& link, MessageOutcome outcome) {
   // An honest initiator has sent the newest only after it knew of those. The second bound is for others.
   const auto is_known = [&](const MessageOutcome& old) { return old.id + kMessagesUnderWayMax <= link.newest_id; };
-  while (!link.outcomes.empty() &&
-         (is_known(link.outcomes.front()) || link.outcomes.size() >= 4 * kMessagesUnderWayMax)) {
+  while (!link.outcomes.empty() && (is_known(link.outcomes.front()) || link.outcomes.size() >= kOutcomesMax)) {
     link.outcomes.pop_front();
   }
   link.outcomes.push_back(outcome);
@@ -122,17 +113,18 @@ void TcpTransport::on_taken(InLink& link, uint64_t message_id) {
 
 void TcpTransport::on_too_long(InLink& link, uint64_t message_id, uint64_t bytes) {
   note_outcome(link, {message_id, bytes});
-  tell_too_long(link, message_id, bytes);
+  link.too_long.push_back({message_id, bytes});
   ack_later(link, true);
 }
 
 void TcpTransport::tell_outcomes_again(InLink& link) {
   link.taken.clear();
+  link.too_long.clear();
   for (const MessageOutcome& outcome : link.outcomes) {
     if (outcome.bytes == MessageOutcome::kTaken) {
       tell_taken(link, outcome.id);
     } else {
-      tell_too_long(link, outcome.id, outcome.bytes);
+      link.too_long.push_back(outcome);
     }
   }
   ack_later(link, true);

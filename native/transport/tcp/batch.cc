@@ -11,9 +11,8 @@ namespace crossrail::tcp {
 // --- batches ---
 
 void TxBatch::copy(const void* data, size_t size) {
-  const size_t at = bytes_.size();
-  bytes_.resize(at + size);
-  std::byte* const begin = bytes_.data() + at;
+  CROSSRAIL_ASSERT(size <= kBytes - copied_bytes_);
+  std::byte* const begin = bytes_.get() + std::exchange(copied_bytes_, copied_bytes_ + size);
   std::memcpy(begin, data, size);
   pending_bytes_ += size;
   if (!empty()) {
@@ -44,7 +43,7 @@ std::byte* TxBatch::stage(int gpu, size_t size) {
 
 void TxBatch::clear() {
   stage_ = staged_bytes_ = 0;
-  bytes_.clear();
+  copied_bytes_ = 0;
   views_.clear();
   detached_.clear();
   first_ = 0;

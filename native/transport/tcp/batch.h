@@ -15,22 +15,20 @@
 namespace crossrail::tcp {
 
 // Frames on their way out: heads and short payloads copied, long payloads as views of the regions they are in.
-// Invariant: bytes_ never moves (its capacity is fixed), so that iovecs may point into it.
+// Invariant: bytes_ is kBytes long and never moves, so that iovecs may point into it.
 class TxBatch {
  public:
   static constexpr size_t kBytes = 64 << 10;
   static constexpr size_t kViewsMax = 1020;  // a little less than IOV_MAX
   static constexpr size_t kStageBytes = 1 << 20;
 
-  TxBatch() {
-    bytes_.reserve(kBytes);
-    views_.reserve(kViewsMax + 4);
-  }
+  TxBatch() : bytes_(std::make_unique_for_overwrite<std::byte[]>(kBytes)) { views_.reserve(kViewsMax + 4); }
   bool empty() const { return first_ == views_.size(); }
   // Room for `bytes` copied and `views` more.
   bool has_room(size_t bytes, size_t views = 1) const {
-    return bytes_.size() + bytes <= kBytes && views_.size() + views <= kViewsMax;
+    return copied_bytes_ + bytes <= kBytes && views_.size() + views <= kViewsMax;
   }
+  // What there is room for.
   void copy(const void* data, size_t size);
   template <typename T>
   void put(const T& value) {
@@ -48,7 +46,8 @@ class TxBatch {
   void detach(const std::byte* base, uint64_t length_bytes);
 
  private:
-  std::vector<std::byte> bytes_;
+  const std::unique_ptr<std::byte[]> bytes_;
+  size_t copied_bytes_ = 0;
   std::vector<iovec> views_;
   size_t first_ = 0;
   uint64_t pending_bytes_ = 0;

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "transport/tcp/batch.h"
 #include "transport/tcp/wire.h"
 
 namespace crossrail::tcp {
@@ -52,12 +53,36 @@ void append_frame(std::vector<std::byte>& out, FrameType type, const Meta& meta,
   append_bytes(out, text.data(), text.size());
 }
 
+// The same, into a batch that has room for it.
+template <typename Meta>
+void put_frame(TxBatch& batch, FrameType type, const Meta& meta, std::string_view text = {}) {
+  text = text.substr(0, kTextBytesMax);
+  batch.put(header_of(type, 0, 0, sizeof meta + text.size(), 0));
+  batch.put(meta);
+  batch.copy(text.data(), text.size());
+}
+
 // An orderly end: of a link (kBye) or of the engine (kClosing).
 inline void append_end(std::vector<std::byte>& out, FrameType type, std::string_view text) {
   text = text.substr(0, kTextBytesMax);
   const FrameHeader header = header_of(type, 0, 0, text.size(), 0);
   append_bytes(out, &header, sizeof header);
   append_bytes(out, text.data(), text.size());
+}
+
+// Moves frames without payload to the batch, as many as it has room for. Whole ones: where a connection carries both
+// directions, frames of the other stream may come next.
+inline void put_frames(TxBatch& batch, std::vector<std::byte>& frames) {
+  size_t taken = 0;
+  while (taken < frames.size()) {
+    const auto header = read_meta<FrameHeader>(std::span(frames).subspan(taken));
+    const size_t frame_bytes = sizeof header + header.meta_bytes;
+    if (!batch.has_room(taken + frame_bytes)) break;
+    taken += frame_bytes;
+  }
+  if (taken == 0) return;
+  batch.copy(frames.data(), taken);
+  frames.erase(frames.begin(), frames.begin() + static_cast<std::ptrdiff_t>(taken));
 }
 
 }  // namespace crossrail::tcp

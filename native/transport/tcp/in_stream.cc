@@ -293,9 +293,7 @@ void InStream::fill_reads(TxBatch& batch) {
         : !failed             ? std::string()
         : job.region->gpu < 0 ? std::string("the target's ") + kUnreadableText
                               : "the target cannot copy it from its GPU: " + transport_->connections().copier.trouble();
-    batch.put(header_of(FrameType::kReadEnd, 0, 0, sizeof(ReadEndMeta) + text.size(), 0));
-    batch.put(ReadEndMeta{job.read_id, static_cast<uint64_t>(status)});
-    if (!text.empty()) batch.copy(text.data(), text.size());
+    put_frame(batch, FrameType::kReadEnd, ReadEndMeta{job.read_id, static_cast<uint64_t>(status)}, text);
     reads_.pop_front();
   }
 }
@@ -308,6 +306,7 @@ bool InStream::on_message(const FrameHeader& header, std::span<const std::byte> 
   InLink& link = *channel_->link;
   if (link.held.size() >= kHeldMax || link.held_bytes > 2 * transport_->message_window_bytes())
     return reject("more messages at once than an engine sends");
+  if (link.taken.size() + link.too_long.size() > kOutcomesMax) return reject("it does not read what we answer");
   message_id_ = read_meta<MessageMeta>(meta).message_id;
   link.newest_id = std::max(link.newest_id, message_id_);
   message_.resize(header.payload_bytes);
@@ -381,27 +380,27 @@ void InStream::on_broken() {
 
 // --- out ---
 
+void InStream::fill_outcomes(TxBatch& batch) {
+  InLink& link = *channel_->link;
+  put_taken(link, batch);
+  size_t told = 0;
+  for (; told < link.too_long.size() && batch.has_room(sizeof(FrameHeader) + sizeof(RefusedMeta) + kTextBytesMax);
+       ++told) {
+    const MessageOutcome& message = link.too_long[told];
+    const std::string text =
+        "message of " + std::to_string(message.bytes) + " bytes: no receive buffer of the target is as long";
+    put_frame(batch, FrameType::kRefused,
+              RefusedMeta{message.id, kMessageRefused, static_cast<uint32_t>(Status::kMessageTooLong)}, text);
+  }
+  link.too_long.erase(link.too_long.begin(), link.too_long.begin() + static_cast<std::ptrdiff_t>(told));
+}
+
 void InStream::fill(TxBatch& batch) {
   InLink& link = *channel_->link;
   auto& control = channel_->control;
-  // Whole or not at all, but for what exceeds a batch: frames have no place where they may be cut but the stream is one.
-  size_t taken = 0;
-  while (taken < control.size()) {
-    const size_t piece = std::min(control.size() - taken, TxBatch::kBytes / 2);
-    if (!batch.has_room(piece)) break;
-    batch.copy(control.data() + taken, piece);
-    taken += piece;
-  }
-  control.erase(control.begin(), control.begin() + static_cast<std::ptrdiff_t>(taken));
+  put_frames(batch, control);
   if (!control.empty()) return;
-  if (!link.taken.empty()) {
-    size_t told = 0;
-    for (; told < link.taken.size() && batch.has_room(sizeof(FrameHeader) + sizeof(TakenMeta)); ++told) {
-      batch.put(header_of(FrameType::kTaken, 0, 0, sizeof(TakenMeta), 0));
-      batch.put(link.taken[told]);
-    }
-    link.taken.erase(link.taken.begin(), link.taken.begin() + static_cast<std::ptrdiff_t>(told));
-  }
+  fill_outcomes(batch);
   if (channel_->placed > channel_->ack_sent && batch.has_room(sizeof(FrameHeader) + sizeof(AckMeta))) {
     batch.put(header_of(FrameType::kAck, 0, 0, sizeof(AckMeta), 0));
     batch.put(AckMeta{link.id, channel_->placed, channel_->index, 0});

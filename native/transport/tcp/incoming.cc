@@ -122,9 +122,23 @@ void TcpTransport::keep_to_rail(int fd) {
   }
 }
 
+// An engine has one link to us at a time: once it has begun another it does not come back to one that has no connection any
+// more. Else who begins link after link would make us keep each of them for as long as it might come back.
+void TcpTransport::end_unconnected(const Address& peer) {
+  for (auto item = in_.lower_bound({peer.incarnation, 0}); item != in_.end() && item->first.first == peer.incarnation;
+       ++item) {
+    InLink& link = *item->second;
+    // Under the name that it came in by: nobody ends the links of another.
+    link.over = link.over || (!link.is_connected() && link.peer->name == peer.name);
+  }
+  tick_soon();
+}
+
 // The channel that a connection is for, in its new epoch.
 InChannel& TcpTransport::begin_epoch(const Hello& hello) {
-  auto& owned = in_[{hello.sender.incarnation, hello.link_id}];
+  const std::pair key(hello.sender.incarnation, hello.link_id);
+  if (!in_.contains(key)) end_unconnected(hello.sender);
+  auto& owned = in_[key];
   if (!owned) {
     owned = std::make_unique<InLink>();
     owned->transport = this;
@@ -141,7 +155,6 @@ InChannel& TcpTransport::begin_epoch(const Hello& hello) {
   if (channel.is_open()) channel.stream->break_off("the peer made a new connection of it");
   if (channel.stream) bury(std::move(channel.stream));
   channel.epoch_min = hello.epoch;
-  channel.control.clear();
   return channel;
 }
 
@@ -175,6 +188,7 @@ void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Socket socket) {
 
 void TcpTransport::on_incoming_broken(InChannel& channel, const std::string& reason) {
   InLink& link = *channel.link;
+  channel.control = {};  // a link may have many channels, and each much that was not read
   if (reason.starts_with("protocol error")) sink_->on_protocol_error(link.peer->name, reason);
   if (!link.is_connected()) link.unconnected_since_ns = now_;
   // Told by this connection after the initiator had seen its end: it asks only about what it waited for at that time.

@@ -138,12 +138,11 @@ struct OutChannel final : Connector::Owner {
   uint64_t reads_bytes = 0;
   Pace pace;
   struct Refusal {
-    uint64_t operation;
     Status status;
     std::string text;
   };
-  std::vector<Refusal> refusals;
-  std::optional<WorkRequest> current;  // a long range, of which current_offset bytes are framed
+  std::map<uint64_t, Refusal> refusals;  // by operation, of those after `acked`
+  std::optional<WorkRequest> current;    // a long range, of which current_offset bytes are framed
   uint64_t current_offset = 0;
   std::vector<std::byte> control;  // frames to send first
   int64_t pinged_ns = 0;
@@ -236,6 +235,8 @@ inline Lane lane_of(const WorkRequest& request) { return static_cast<Lane>(reque
 bool take_ack(OutLink& link, const AckMeta& ack);
 // The peer's pool has these messages. False: nonsense.
 bool take_taken(OutLink& link, const TakenMeta& taken);
+// Puts what is to be told of messages that were taken.
+void put_taken(InLink& link, TxBatch& batch);
 // Makes the two each other's twins, and those that were theirs nobody's.
 void pair_twins(OutLink& out, InLink& in);
 
@@ -276,6 +277,7 @@ class InStream final : public Stream {
   bool on_read(const FrameHeader& header, std::span<const std::byte> meta);
   bool on_message(const FrameHeader& header, std::span<const std::byte> meta, Placement& place);
   bool on_resolve(const ResolveMeta& resolve);
+  void fill_outcomes(TxBatch& batch);
   bool finish_write();
   bool finish_message();
   void refuse(uint64_t operation, Status status, const std::string& text);
@@ -304,6 +306,10 @@ struct HeldMessage {
   std::vector<uint8_t> payload;
   uint64_t id;
 };
+
+// What became of messages is kept of so many. Of an honest peer's it is less: kMessagesUnderWayMax that it was not told, and as
+// many before the newest one (InLink::outcomes), which it is told again.
+inline constexpr size_t kOutcomesMax = 4 * kMessagesUnderWayMax;
 
 // What became of a message.
 struct MessageOutcome {
@@ -341,13 +347,15 @@ struct InLink {
   std::map<uint32_t, InChannel> channels;  // by the initiator's index
   std::deque<HeldMessage> held;
   uint64_t held_bytes = 0;
-  std::vector<TakenMeta> taken;  // to be told
+  // To be told, by whichever channel speaks next.
+  std::vector<TakenMeta> taken;
+  std::vector<MessageOutcome> too_long;
   // Told, and told again when a connection broke that may have had it. Of ids later than newest_id - kMessagesUnderWayMax.
   std::deque<MessageOutcome> outcomes;
   uint64_t newest_id = 0;  // of a message that arrived
   OutLink* twin = nullptr;
   bool has_refused = false;
-  bool over = false;  // it said goodbye
+  bool over = false;  // it said goodbye, or began another
   bool is_connected() const {
     return std::any_of(channels.begin(), channels.end(), [](const auto& item) { return item.second.is_open(); });
   }

@@ -34,18 +34,16 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
     }
     if (request.op != WorkOp::kWrite) continue;  // messages end when taken, reads when their data is here
     channel.pace.done(request.length_bytes, transport.now());
-    const auto refused = std::find_if(channel.refusals.begin(), channel.refusals.end(),
-                                      [&](const auto& refusal) { return refusal.operation == operation; });
+    const auto refused = channel.refusals.find(operation);
     if (refused != channel.refusals.end()) {
-      transport.retire(link, request, refused->status, refused->text);
-      // Ours, of a GPU's memory, and the target's may have met.
-      std::erase_if(channel.refusals, [&](const auto& refusal) { return refusal.operation == operation; });
+      transport.retire(link, request, refused->second.status, refused->second.text);
       continue;
     }
     uint32_t count = 1;
     uint64_t bytes = request.length_bytes;
-    while (channel.refusals.empty() && channel.acked < placed && channel.sent.front().op == WorkOp::kWrite &&
-           channel.sent.front().context == request.context && channel.sent.front().tag == request.tag) {
+    while (channel.acked < placed && !channel.refusals.contains(channel.acked + 1) &&
+           channel.sent.front().op == WorkOp::kWrite && channel.sent.front().context == request.context &&
+           channel.sent.front().tag == request.tag) {
       const uint64_t length = channel.sent.pop_front().length_bytes;
       channel.pace.done(length, transport.now());
       bytes += length;
@@ -57,6 +55,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
     transport.sink().on_over(link, link.pairs[channel.pair()].rail, request.context, count, bytes);
     transport.sink().on_retired(link, request.context, request.tag, count, bytes, Status::kDone, {});
   }
+  channel.refusals.erase(channel.refusals.begin(), channel.refusals.upper_bound(channel.acked));
   if (channel.sent.empty() && channel.sent.capacity() > 64) channel.sent.release();
 }
 
@@ -214,7 +213,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       OutChannel* channel = refused.channel < link.channels.size() ? link.channels[refused.channel].get() : nullptr;
       if (channel == nullptr || refused.operation > channel->acked + channel->sent.size() + 1) return malformed();
       if (refused.operation > channel->acked && channel->refusals.size() <= kOperationsUnderWayMax) {
-        channel->refusals.push_back({refused.operation, status, text});
+        channel->refusals.try_emplace(refused.operation, OutChannel::Refusal{status, text});
       }
       return true;
     }

@@ -255,16 +255,16 @@ void OutChannel::put_failed(TxBatch& batch) {
   batch.put(header_of(FrameType::kWrite, 1, 1, sizeof(WriteMeta) + sizeof(WriteEntry), 0));
   batch.put(WriteMeta{0});
   batch.put(WriteEntry{0, 0, 0});
-  refusals.push_back({acked + sent.size() + 1, Status::kTransportFailed,
-                      "our GPU's memory cannot be copied: " + transport->connections().copier.trouble()});
+  // Unless the target has refused an earlier part of it.
+  refusals.try_emplace(acked + sent.size() + 1,
+                       Refusal{Status::kTransportFailed,
+                               "our GPU's memory cannot be copied: " + transport->connections().copier.trouble()});
 }
 
 void OutChannel::fill(TxBatch& batch) {
   const size_t sent_before = sent.size();
-  if (!control.empty()) {
-    batch.copy(control.data(), control.size());
-    control.clear();
-  }
+  put_frames(batch, control);
+  if (!control.empty()) return;
   const uint64_t others_bytes = batch.pending_bytes();
   while (!in_doubt && batch.pending_bytes() - others_bytes < kBatchBytes && sent.size() < kOperationsUnderWayMax) {
     if (current) {

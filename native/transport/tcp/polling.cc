@@ -122,7 +122,7 @@ Deadline TcpTransport::next_timer() const {
 }
 
 void TcpTransport::arm() {
-  // seq_cst: pairs with the fence in wake(): either it sees us armed and rings, or has_work() sees its news.
+  // seq_cst: pairs with the fence in wake(): either it sees us armed and rings, or has_arrivals() sees its news.
   armed_.store(true, std::memory_order_seq_cst);
   idle_polls_ = 0;
   polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets,

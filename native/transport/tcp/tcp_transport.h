@@ -114,11 +114,11 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
 
   void note_outcome(InLink& link, MessageOutcome outcome);
   static void tell_taken(InLink& link, uint64_t message_id);
-  static void tell_too_long(InLink& link, uint64_t message_id, uint64_t bytes);
   void accept_all(Listener& listener);
   void make_room_for_stranger();
   bool may_tell_stranger();
   void keep_to_rail(int fd);
+  void end_unconnected(const Address& peer);
   InChannel& begin_epoch(const Hello& hello);
   // share.cc: one connection for both directions
   std::shared_ptr<Connection> find_shareable(const OutChannel& channel) const;
