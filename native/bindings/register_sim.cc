@@ -51,8 +51,10 @@ Deadline clock_time(nb::handle since_begin_ns) {
 
 // Goes on until the notifier has something ("news"), callbacks of the user are due ("callbacks"), the deadline is reached
 // ("deadline": the clock stands there), nothing is left to happen and there is no deadline ("idle"), or so many steps or
-// some real time have passed, or the clock is past the limit ("more").
-const char* run_until(Self self, nb::handle deadline_ns, nb::handle notifier, uint32_t steps_max, nb::handle limit_ns) {
+// some real time have passed, or the clock is past the limit ("more"). goes_on: after "more", with nothing done in between
+// that the world could know of. How much real time there was may decide nothing, so watchers are not woken then.
+const char* run_until(Self self, nb::handle deadline_ns, nb::handle notifier, uint32_t steps_max, nb::handle limit_ns,
+                      bool goes_on) {
   constexpr int64_t kRealNsMax = 20'000'000;
   constexpr uint32_t kStepsPerLook = 256;
   const Deadline until = clock_time(deadline_ns);
@@ -63,7 +65,7 @@ const char* run_until(Self self, nb::handle deadline_ns, nb::handle notifier, ui
   const Ref<Notifier> callbacks = self.callbacks;
   const WithoutGil no_gil;
   const sim::World::Wait wait(world.get());
-  world->wake_watchers();
+  if (!goes_on) world->wake_watchers();
   const int64_t end_ns = now_ns() + kRealNsMax;
   for (uint32_t steps = 1;; ++steps) {
     if (watched && watched->has_posts()) return "news";
@@ -197,9 +199,9 @@ void register_sim(nb::module_& module) {
           "is_calm", [](Self self) { return self.world->is_calm(); },
           "Nothing is under way and no fault is scheduled: only timers of idle engines are left.")
       .def("run_until", &run_until, nb::arg("deadline_ns").none(), nb::arg("notifier").none(), nb::arg("steps_max") = 0,
-           nb::arg("limit_ns") = nb::none(),
+           nb::arg("limit_ns") = nb::none(), nb::arg("goes_on") = false,
            nb::sig("def run_until(self, deadline_ns: int | None, notifier: Notifier | None, steps_max: int = 0, "
-                   "limit_ns: int | None = None) -> str"))
+                   "limit_ns: int | None = None, goes_on: bool = False) -> str"))
       .def(
           "set_callbacks",
           [](Self self, const NotifierHandle& notifier, nb::object run) {

@@ -1,5 +1,7 @@
 """The event log of a world: all of it, the last of it, or its digest alone."""
 
+import asyncio
+
 import pytest
 
 import crossrail as xr
@@ -35,6 +37,24 @@ def test_the_digest_is_of_everything_kept_or_not() -> None:
     assert len(digests) == 1
     assert log_and_digest(False) == ([], digests.pop())
     assert log_and_digest(True, seed=2)[1] != log_and_digest(True, seed=1)[1]
+
+
+async def sleeps_over_much_work(world: sim.World) -> tuple[int, str]:
+    """In each sleep the world goes on for longer than the loop stays in it at a time; and an engine watches a word."""
+    a, b, watching = (world.host(name).engine(name, submit_queue_depth=65536, recorder_entries=0) for name in "abc")
+    watcher = watching.alloc_watcher(lambda old, new: None)
+    source, target = a.register_phantom(1 << 30), b.register_phantom(1 << 30)
+    a.connect(b.address)
+    for _ in range(5):
+        transfers = [a.submit_write(source, target.descriptor, 1 << 18) for _ in range(20_000)]
+        await asyncio.sleep(0.3)
+        await transfers[-1]
+    watcher.close()
+    return world.now_ns, world.log_digest
+
+
+def test_how_fast_the_machine_is_decides_nothing() -> None:
+    assert len({sim.run(sleeps_over_much_work, seed=5) for _ in range(4)}) == 1
 
 
 def test_a_negative_number_of_lines_is_refused() -> None:

@@ -35,10 +35,13 @@ class Drivable(Protocol):
         """Virtual nanoseconds since the world began."""
         ...
 
-    def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> str:
+    def _advance(
+        self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None, *, goes_on: bool
+    ) -> str:
         """Lets the world go on until the notifier has something ("news"), a callback ran, a while of real time has
-        passed, the clock is past the limit, or the deadline is reached: then the clock stands there. "idle": there is
-        no deadline, and nothing is left to happen.
+        passed or the clock is past the limit ("more"), or the deadline is reached: then the clock stands there.
+        "idle": there is no deadline, and nothing is left to happen. goes_on: the last outcome was "more", and nothing
+        was done since.
         """
         ...
 
@@ -77,9 +80,13 @@ class SimEventLoop(asyncio.BaseEventLoop):
         """Waits for at most so many virtual seconds, None: for ever. The callbacks that are due."""
         now_ns = self.world.now_ns
         deadline_ns = None if timeout is None else now_ns + self._spun_ns(math.ceil(timeout * 1e9))
-        if self._limit_ns is not None and now_ns >= self._limit_ns:
+        if self._is_past_limit():
             raise WaitTimeout(f"the simulation is at its limit of {self._limit_ns / 1e9:g} s; {self._waiting()}")
-        outcome = self.world._advance(deadline_ns, self._limit_ns, self._notifier)
+        outcome = self.world._advance(deadline_ns, self._limit_ns, self._notifier, goes_on=False)
+        # Some real time has passed, and signals' handlers have run. For the world it is the same wait: with a deadline
+        # computed anew, how fast this machine is would decide where the clock stands in the end.
+        while outcome == "more" and not self._is_poked and not self._is_past_limit():
+            outcome = self.world._advance(deadline_ns, self._limit_ns, self._notifier, goes_on=True)
         is_poked, self._is_poked = self._is_poked, False  # by a signal handler, while the world went on
         if outcome == "idle" and not is_poked:
             raise SimulationIdle(
@@ -87,6 +94,9 @@ class SimEventLoop(asyncio.BaseEventLoop):
                 f"{self._waiting()}"
             )
         return [self._on_news] if outcome == "news" and self._on_news is not None else []
+
+    def _is_past_limit(self) -> bool:
+        return self._limit_ns is not None and self.world.now_ns >= self._limit_ns
 
     def _spun_ns(self, wait_ns: int) -> int:
         self._spins = 0 if wait_ns > 0 else self._spins + 1

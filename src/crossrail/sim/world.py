@@ -153,10 +153,13 @@ class World:
         for its peer, or a fault that is scheduled, is something left to happen.
         """
         deadline_ns = None if for_s is None else self.now_ns + _ns(for_s)
+        steps_max = 1 if until is not None else _STEPS_PER_LOOK
+        goes_on = False
         while True:
             if until is not None and until():
                 return True
-            outcome = self._native.run_until(deadline_ns, None, 1 if until is not None else _STEPS_PER_LOOK)
+            outcome = self._native.run_until(deadline_ns, None, steps_max, goes_on=goes_on)
+            goes_on = outcome == "more" and until is None
             if outcome == "callbacks":
                 self._hub.run()
             elif outcome in ("deadline", "idle") or (deadline_ns is None and until is None and self._native.is_calm):
@@ -169,9 +172,11 @@ class World:
         """
         return SimEventLoop(self, limit_s=limit_s)
 
-    def _advance(self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None) -> str:
+    def _advance(
+        self, deadline_ns: int | None, limit_ns: int | None, notifier: _core.Notifier | None, *, goes_on: bool
+    ) -> str:
         """For the event loop, which says what it wants. Past the limit the clock goes by one event at most."""
-        outcome = self._native.run_until(deadline_ns, notifier, limit_ns=limit_ns)
+        outcome = self._native.run_until(deadline_ns, notifier, limit_ns=limit_ns, goes_on=goes_on)
         if outcome == "callbacks":
             self._hub.run()
         return outcome
