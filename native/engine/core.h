@@ -199,6 +199,7 @@ class EngineCore final : public Sink, public Actor {
   void leave_awake();
   void submit_here(Transfer* transfer);
   uint32_t round();
+  uint32_t poll_transports();
   bool has_work();
   void drain_after_close();
   void finish_submits();

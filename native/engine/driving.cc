@@ -61,13 +61,20 @@ void EngineCore::leave_awake() {
   progress_lock_.unlock();
 }
 
+// What has ended may be what others wait for to be posted, and whoever drives may leave before it posts again.
+uint32_t EngineCore::poll_transports() {
+  const uint32_t moved = transports_.poll();
+  runnable_ = runnable_ || (moved > 0 && !busy_.empty());
+  return moved;
+}
+
 uint32_t EngineCore::round() {
   constexpr uint32_t kIdleRounds = 32;  // take longer than entries of a burst are apart
   bump(counters_.rounds);
   if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
   uint32_t moved = take_submits();
   moved += post_backlogs();
-  moved += transports_.poll();
+  moved += poll_transports();
   moved += serve();
   imms_.flush_arrivals();
   record_arrivals();

@@ -15,7 +15,7 @@ from tests.support.operations import KINDS, Operations
 from tests.support.patterns import assert_same_bytes, pattern
 from tests.support.process import PeerProcess
 from tests.support.proxy import proxied
-from tests.support.tcp_wire import endpoints_of
+from tests.support.tcp_wire import endpoints_of, with_ports
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -314,3 +314,19 @@ def test_peers_that_forget_each_other_again_and_again(open_engine: EngineFactory
                 pass
     here.submit_write(mine, yours.descriptor, imm=3).wait(WAIT_S)
     there.imm_counter(3).wait(1, WAIT_S)
+
+
+def test_rail_at_whose_address_somebody_else_is_costs_no_peer_that_another_rail_reaches(
+    open_engine: EngineFactory,
+) -> None:
+    engine, there, stranger = (open_engine(name, **TWO) for name in ("here", "there", "stranger"))
+    source, target = engine.register(pattern(1, NBYTES)), there.register(np.zeros(NBYTES, np.uint8))
+    ports = endpoints_of(there.address.to_bytes())[0][1], endpoints_of(stranger.address.to_bytes())[1][1]
+    engine.connect(xr.Address.from_bytes(with_ports(there.address.to_bytes(), ports)), WAIT_S)
+
+    until = time.monotonic() + 1.0  # dozens of refusals
+    while time.monotonic() < until:
+        engine.submit_write(source, target.descriptor).wait(WAIT_S)
+
+    assert engine.peer_state(there.address) == "connected"
+    assert_same_bytes(target.array(), pattern(1, NBYTES))

@@ -45,9 +45,9 @@ async def sleeps_over_much_work(world: sim.World) -> tuple[int, str]:
     watcher = watching.alloc_watcher(lambda old, new: None)
     source, target = a.register_phantom(1 << 30), b.register_phantom(1 << 30)
     a.connect(b.address)
-    for _ in range(5):
-        transfers = [a.submit_write(source, target.descriptor, 1 << 18) for _ in range(20_000)]
-        await asyncio.sleep(0.3)
+    for turn in range(7):
+        transfers = [a.submit_write(source, target.descriptor, 1 << 18) for _ in range(50_000)]
+        await asyncio.sleep(0.1 * turn)
         await transfers[-1]
     watcher.close()
     return world.now_ns, world.log_digest

@@ -123,14 +123,20 @@ void OutChannel::on_connect_result(ConnectResult result) {
   if (broken_at_ns == 0) broken_at_ns = now;
   retry_pause_ns = retry_pause_ns == 0 ? kRetryFirstNs : std::min(2 * retry_pause_ns, kRetryMaxNs);
   retry_at_ns = now + retry_pause_ns;
-  if (is_open()) return;  // was to move over to the peer's, and stays where it is
-  bool others = false;    // that still may come up, or are
-  link->for_each_channel([&](OutChannel& other) { others = others || other.is_open() || other.is_connecting(); });
+  if (is_open()) return;    // was to move over to the peer's, and stays where it is
+  bool is_reached = false;  // by another channel
+  bool others = false;      // that still may come up, or are
+  link->for_each_channel([&](OutChannel& other) {
+    is_reached = is_reached || other.is_open();
+    others = others || other.is_open() || other.is_connecting();
+  });
   if (link->doom) return;
   if (result.kind == ConnectResult::Kind::kRefused && result.code != RefusalCode::kStale &&
       result.code != RefusalCode::kFull) {
-    // What is refused once may be what a box on the way has made of our words. Said twice it holds.
     const bool leaves = result.code == RefusalCode::kClosing;
+    // While another channel has it, who refuses is somebody else, at an address of a rail that is not the peer's any more.
+    if (is_reached && !leaves && result.code != RefusalCode::kUnknownLink) return;
+    // What is refused once may be what a box on the way has made of our words. Said twice it holds.
     if (leaves || !link->refusal.empty()) link->doom.emplace(trouble, leaves);
     link->refusal = trouble;
   } else if (result.kind == ConnectResult::Kind::kNobodyThere && !others) {
