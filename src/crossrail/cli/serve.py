@@ -404,7 +404,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
     help="Directory to store into.",
 )
 @click.option("--name", help='Name to be found under [default: "inbox"].')
-@click.option("--once", is_flag=True, help="End after the first push; exit code 1 if it was not stored.")
+@click.option("--once", is_flag=True, help="End after the first push; exit code 1 if it was not stored, or never came.")
 @click.option(
     "--listen",
     type=click.IntRange(0, 65534),
@@ -446,6 +446,6 @@ def command(
     try:
         stored = asyncio.run(_serve(options, Limits(pushes, idle_timeout)))
     except asyncio.CancelledError:
-        return  # SIGTERM: an orderly end
+        stored = not once  # SIGTERM: an orderly end, unless somebody waits for a file
     if not stored:
         raise click.exceptions.Exit(1)
