@@ -17,6 +17,7 @@ from crossrail import _core, _options, _raise, _stage
 from crossrail._buffers import memory_of
 from crossrail._core import Address, Message
 from crossrail._notify import Callbacks, CallbackThread, log, log_raised
+from crossrail._ordered import OrderedWeakSet
 from crossrail.counters import ImmCounter
 from crossrail.errors import UsageError
 from crossrail.flight import default_directory, parse_dump
@@ -383,7 +384,7 @@ def _secret_bytes(secret: str | bytes | None) -> bytes:
     return secret
 
 
-_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_open_engines: OrderedWeakSet[Engine] = OrderedWeakSet()
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
@@ -394,7 +395,7 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    for engine in list(_open_engines):
+    for engine in _open_engines:
         engine.close()
     _core._begin_exit(_EXIT_PATIENCE_S)
     if any(thread.daemon for thread in threading.enumerate()):

@@ -111,17 +111,17 @@ class FlightDump:
         stamp = f"{when:%Y-%m-%d %H:%M:%S}.{when.microsecond // 1000:03d} UTC"
         count = self.counts.get
         lines = [
-            f"engine {_shown(self.engine)} (pid {self.pid}, crossrail {self.version}) at {stamp}: {plain(self.reason)}",
+            f"engine '{self.engine}' (pid {self.pid}, crossrail {self.version}) at {stamp}: {self.reason}",
             f"transfers: {count('transfers_inflight', 0)} in flight, of these {count('submits_waiting', 0)} not taken "
             f"over; {count('transfers_done', 0)} done, {count('transfers_failed', 0)} failed, "
             f"{count('transfers_cancelled', 0)} cancelled",
         ]
         lines += [f"waiting: {text}" for text in self._waiting()]
         lines += [
-            f"note: {-self.seconds_before(note.time_ns):.3f} s  {note.kind} {plain(note.peer)}: {plain(note.detail)}"
+            f"note: {-self.seconds_before(note.time_ns):.3f} s  {note.kind} {note.peer}: {note.detail}"
             for note in self.notes
         ]
-        return lines
+        return [plain(line) for line in lines]
 
     def text(self) -> str:
         """The summary and the last operations, for people."""
@@ -145,7 +145,7 @@ class FlightDump:
                 last = f"; last retired {-self.seconds_before(moved[-1]):.3f} s" if moved else ""
                 yield (
                     f"{peer.outstanding} works under way and {peer.queued} operations queued for peer "
-                    f"{_shown(peer.name)} (pid {peer.pid}, {peer.transport}, {peer.state}){last}"
+                    f"'{peer.name}' (pid {peer.pid}, {peer.transport}, {peer.state}){last}"
                 )
         for wait in self.waits:
             yield f"immediate {wait.imm}: {wait.arrived:g} of {wait.needed:g} arrived"
@@ -156,26 +156,23 @@ COLUMNS = ("s", "ring", "state", "op", "transfer", "peer", "bytes", "imm", "coun
 
 def row_of(dump: FlightDump, entry: FlightEntry) -> tuple[str, ...]:
     """An entry as texts, one for each of COLUMNS."""
-    return (
+    cells = (
         f"{-dump.seconds_before(entry.time_ns):.6f}",
         entry.ring,
         entry.state,
         entry.op,
         f"#{entry.transfer}" if entry.transfer else "",
-        plain(entry.peer),
+        entry.peer,
         f"{entry.nbytes:,} B" if entry.op or entry.nbytes else "",
         f"imm {entry.imm}" if entry.imm is not None else "",
         f"+{entry.counts:g}" if entry.state == "arrived" else f"x{entry.count}" if entry.count > 1 else "",
     )
+    return tuple(plain(cell) for cell in cells)
 
 
 def plain(text: str) -> str:
-    """Names and details come from peers: a terminal must not obey them."""
+    """Names and details come from peers, and a file from anybody: a terminal must not obey them."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
-
-
-def _shown(name: str) -> str:
-    return f"'{plain(name)}'"
 
 
 # --- reading ---

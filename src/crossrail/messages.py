@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
@@ -37,7 +38,8 @@ class ReceivePool(_core.ReceivePool):
             callbacks.start()
         super().__init__(engine, count, nbytes, on_message is not None)
         # Weak, both: what waits in a loop that is dropped ends with it. The loop itself holds its waiters.
-        self._waiters: weakref.WeakSet[asyncio.Future[bool]] = weakref.WeakSet()
+        self._waiters: weakref.WeakValueDictionary[int, asyncio.Future[bool]] = weakref.WeakValueDictionary()
+        self._places = itertools.count()  # in the queue of those who wait: the keys of _waiters
         self._loop: weakref.ref[LoopNotifier] | None = None  # whose tasks are the waiters
         self._armed: int | None = None  # cookie that _loop will get
         self._on_message = on_message
@@ -50,10 +52,12 @@ class ReceivePool(_core.ReceivePool):
     async def recv_async(self, timeout_s: float | None = None) -> Message:
         """Takes the next message, for a task of the running event loop; no polling.
 
-        A task that is cancelled takes none. Raises WaitTimeout, EngineClosed, UsageError once closed and empty.
+        Tasks that wait are served in the order in which they came; one that is cancelled takes none. Raises
+        WaitTimeout, EngineClosed, UsageError once closed and empty.
         """
         _options.check_timeout(timeout_s)
         deadline = None if timeout_s is None else loop_time(self._engine) + timeout_s
+        place = next(self._places)  # kept for as long as it takes: who looked in vain does not go to the end
         while True:
             messages = self.poll(1)
             if messages:
@@ -61,23 +65,23 @@ class ReceivePool(_core.ReceivePool):
             if self.closed:
                 raise _raise.pool_closed(self._engine)
             left_s = None if deadline is None else deadline - loop_time(self._engine)
-            if not await self._ready(left_s) and timeout_s is not None:
+            if not await self._ready(place, left_s) and timeout_s is not None:
                 raise _raise.recv_timeout(self._engine, timeout_s)
 
-    async def _ready(self, timeout_s: float | None) -> bool:
+    async def _ready(self, place: int, timeout_s: float | None) -> bool:
         """True when it is worth looking again."""
         loop = LoopNotifier.running(self._engine)
         if self._loop is None or self._loop() is not loop:
             self._move_to(loop)
         cookie, future = loop.expect()
-        self._waiters.add(future)
+        self._waiters[place] = future
         if self._armed is None:
             self._armed = loop.register(self._wake)
             self._notify(loop.notifier, self._armed)
         try:
             return await arrival(future, timeout_s)
         finally:
-            self._waiters.discard(future)
+            self._waiters.pop(place, None)
             loop.forget(cookie)
 
     def _move_to(self, loop: LoopNotifier) -> None:
@@ -90,7 +94,7 @@ class ReceivePool(_core.ReceivePool):
     def _wake(self) -> None:
         # All of them: who finds the pool empty again arms anew.
         self._armed = None
-        for future in self._waiters:
+        for _, future in sorted(self._waiters.items()):
             resolve(future, True)
 
     def __aiter__(self) -> AsyncIterator[Message]:

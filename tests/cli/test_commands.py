@@ -164,6 +164,18 @@ def test_pushed_file_arrives_whole(payload: Path, tmp_path: Path) -> None:
     assert [file.read_bytes() == payload.read_bytes() for file in files] == [True]
 
 
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--once"], 1)])
+def test_server_that_is_terminated_fails_only_when_a_push_was_wanted(
+    arguments: list[str], status: int, tmp_path: Path
+) -> None:
+    with serving(*arguments, cwd=tmp_path) as (_, server):
+        server.terminate()
+        out, err = server.communicate(timeout=WAIT_S)
+
+    assert server.returncode == status, f"{out}\n{err}"
+    assert "Traceback" not in err
+
+
 def test_server_takes_one_push_after_another(payload: Path, tmp_path: Path) -> None:
     inbox = tmp_path / "inbox"
     inbox.mkdir()

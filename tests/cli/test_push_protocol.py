@@ -1,26 +1,33 @@
 """What `serve` and `push` take from each other and from the file system: nothing outside its bounds."""
 
+import asyncio
 import errno
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.progress import Progress
 
 import crossrail as xr
 from crossrail.cli import push as push_module
 from crossrail.cli import rendezvous, wire
 from crossrail.cli.demo_plan import shuffled_pages, split_file, tail_places
-from crossrail.cli.inbox import Inbox, Refused
+from crossrail.cli.inbox import Inbox, PartFile, Refused
 from crossrail.cli.push import Pusher, destination
+from crossrail.cli.serve import Limits, Server
 from crossrail.cli.source import SourceFile
 from crossrail.errors import UsageError
 from tests.conftest import EngineFactory
+from tests.support.limits import WAIT_S
 
 MESSAGES = [
     wire.Offer(1, "a/b", 5, 0o644, False),
@@ -161,6 +168,22 @@ def test_forced_file_replaces_a_link_and_not_what_it_leads_to(root: Path) -> Non
     assert (root.parent / "elsewhere").read_text() == "kept"
 
 
+def test_forced_file_that_is_interrupted_leaves_nothing_hidden(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def link_and_fail(*args: Any, **options: Any) -> None:
+        link(*args, **options)
+        raise InterruptedError
+
+    with Inbox(root) as inbox:
+        part = inbox.create("sub/new", 3, force=True)
+        monkeypatch.setattr(os, "link", link_and_fail)
+        with pytest.raises(Refused):
+            part.commit(0o644)
+
+    assert os.listdir(root / "sub") == []
+
+
 def test_name_taken_in_the_meantime_is_kept(root: Path) -> None:
     with Inbox(root) as inbox:
         part = inbox.create("late", 3, force=False)
@@ -194,6 +217,41 @@ def test_file_system_that_fails_refuses_and_leaves_no_descriptor(
             with pytest.raises(Refused, match="'sub/new': cannot be stored at the target: Input/output error"):
                 inbox.create("sub/new", 1, force=False)
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- a serve that ends ---
+
+
+async def test_serve_that_ends_waits_for_the_disk(
+    root: Path, open_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a thread still writes to is not closed under it, however often the serve is told to end."""
+    begun, go_on = threading.Event(), threading.Event()
+    rename = PartFile._rename
+
+    def slow_rename(part: PartFile) -> None:
+        begun.set()
+        go_on.wait(WAIT_S)
+        rename(part)
+
+    monkeypatch.setattr(PartFile, "_rename", slow_rename)
+    ours, theirs = open_engine(), open_engine()
+    with Inbox(root) as inbox, ours.submit_recvs(4, wire.MESSAGE_BYTES_MAX):
+        server = Server(theirs, inbox, Progress(disable=True), Limits(1, WAIT_S))
+        serving = asyncio.create_task(server.run(once=False))
+        for message in (wire.Offer(1, "sub/new", 0, 0o644, True), wire.End(1, hashlib.sha256().hexdigest())):
+            await ours.submit_send(theirs.address, wire.encode(message))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+
+        for _ in range(2):
+            serving.cancel()
+            await asyncio.sleep(0.05)
+        assert not serving.done()
+        go_on.set()
+        await asyncio.wait([serving], timeout=WAIT_S)
+
+    assert serving.cancelled()
+    assert os.listdir(root / "sub") == ["new"]
 
 
 # --- what a pusher is told ---

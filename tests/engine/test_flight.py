@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import crossrail as xr
-from crossrail.flight import FlightDump, FlightEntry, parse_dump, read_dump
+from crossrail.flight import FlightDump, FlightEntry, parse_dump, read_dump, row_of
 from tests.conftest import EngineFactory
 from tests.contract.setups import why_not
 from tests.support.limits import WAIT_S, eventually
@@ -230,6 +230,24 @@ def test_names_of_peers_do_not_reach_the_terminal_raw(open_engine: EngineFactory
     text = here.dump()
     assert text is not None and "\x1b" not in text
     assert [peer.name for peer in dump_of(here, tmp_path).peers] == [name]
+
+
+def test_nothing_in_a_file_reaches_the_terminal_raw() -> None:
+    evil = "\x1b]0;title\x07\n"
+    lines = [
+        ["flight", 1, evil, evil, 1, evil, 10, 10],
+        ["peer", 1, evil, 2, evil, evil, 1, 1],
+        ["note", 5, evil, evil, evil],
+        ["ring", evil, 1],
+        ["op", 1, 0, evil, evil, 1, 1, 64, 3, 1],
+    ]
+    data = "".join(json.dumps(line) + "\n" for line in lines) + '["end"]\n'
+
+    dump = parse_dump(data.encode(), "some.file")
+
+    assert dump.peers[0].transport == evil
+    for text in [*dump.summary(), *row_of(dump, dump.entries[0]), *dump.text().split("\n")]:
+        assert text.isprintable(), text
 
 
 # --- what is refused ---

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -427,3 +429,16 @@ def test_dropped_engine_with_transfers_in_flight() -> None:
         gc.collect()
 
     other.close()
+
+
+def test_engines_left_open_are_closed_in_the_order_in_which_they_were_opened() -> None:
+    program = """
+import crossrail as xr
+class Told(xr.Engine):
+    def close(self, *args):
+        print(self.name)
+        super().close(*args)
+engines = [Told(str(number)) for number in range(8)]
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
+    assert ended.stdout.split() == [str(number) for number in range(8)], ended.stderr

@@ -112,6 +112,25 @@ async def test_two_tasks_share_a_pool(engine: xr.Engine) -> None:
         assert sorted(message.data for message in await asyncio.gather(*tasks)) == [b"a", b"b"]
 
 
+async def test_tasks_that_share_a_pool_take_turns(engine: xr.Engine) -> None:
+    turns: asyncio.Queue[int] = asyncio.Queue()
+    with engine.submit_recvs(4, 16) as pool:
+
+        async def work(worker: int) -> None:
+            async for _ in pool:
+                turns.put_nowait(worker)
+
+        tasks = [asyncio.create_task(work(worker)) for worker in range(8)]
+        await asyncio.sleep(0.01)
+        taken = []
+        for _ in range(16):
+            await send(engine, b"next")
+            taken.append(await asyncio.wait_for(turns.get(), WAIT_S))
+
+        assert taken == [*range(8), *range(8)]
+    await asyncio.gather(*tasks)
+
+
 def test_second_pool_is_refused_while_one_is_open(engine: xr.Engine) -> None:
     with engine.submit_recvs(1, 16):
         with pytest.raises(xr.UsageError, match="pool"):

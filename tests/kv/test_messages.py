@@ -295,6 +295,23 @@ async def test_answers_of_others_are_not_taken(desk: Desk) -> None:
     assert desk.here.dropped["unasked"] >= 1
 
 
+async def test_what_is_under_way_ends_in_the_order_in_which_it_began(desk: Desk) -> None:
+    ended = []
+
+    async def work(number: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(number)
+
+    for number in range(12):
+        desk.here.spawn(work(number), "work")
+    await asyncio.sleep(0)
+    await desk.here.close()
+
+    assert ended == list(range(12))
+
+
 async def test_over_engines(open_engine: EngineFactory) -> None:
     wires = [EngineWire(open_engine(name)) for name in ("here", "there")]
     desk = Desk(*wires)

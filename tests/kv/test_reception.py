@@ -8,6 +8,7 @@ import pytest
 import crossrail as xr
 from crossrail.kv import KvLayout, KvTarget, LayoutMismatch, NoPages, PagePool, PagesInUse, PageState, SurplusCount
 from crossrail.kv import receiver as receiver_module
+from crossrail.kv.reception import Reception
 from tests.conftest import EngineFactory
 from tests.kv.conftest import until
 from tests.kv.instances import Decoder, Prefiller, assert_all_free, closing
@@ -116,6 +117,26 @@ async def test_an_error_of_asking_quarantines_and_is_raised(decoder: Decoder) ->
         await reception.withdraw(ask, WAIT_S)
 
     assert reception.state is S.QUARANTINED
+
+
+async def test_of_two_errors_at_once_that_of_asking_is_raised(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        raise xr.UsageError("the router forgot who the prefiller is")
+
+    async def count(reception: Reception, timeout_s: float | None) -> None:
+        raise xr.EngineClosed("while it counted")
+
+    monkeypatch.setattr(Reception, "_count", count)
+    receptions = [decoder.reserve(f"request {n}", 1) for n in range(6)]
+    for reception in receptions:
+        reception.dispatch(LAYOUT, "prefiller")
+
+    withdrawals = [reception.withdraw(ask, WAIT_S) for reception in receptions]
+    errors = await asyncio.gather(*withdrawals, return_exceptions=True)
+
+    assert [type(error) for error in errors] == [xr.UsageError] * len(receptions)
 
 
 async def late_write(prefiller: Prefiller, target: KvTarget) -> None:

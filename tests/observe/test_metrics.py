@@ -197,6 +197,28 @@ def test_peers_of_one_name_are_one(open_engine: EngineFactory) -> None:
     assert total(samples, "crossrail_peer_state", peer="twin") == 2
 
 
+def test_counters_of_a_name_do_not_shrink_when_one_of_its_peers_goes(open_engine: EngineFactory) -> None:
+    here = open_engine("here", transport="shm")
+    stays, goes = (open_engine("twin", transport="shm") for _ in range(2))
+    collector = EngineCollector(here)
+    for twin in (stays, goes, goes):
+        write(here, twin)
+    before = collect(collector)
+
+    goes.close()
+    eventually(lambda: total(collect(collector), "crossrail_peer_state", peer="twin") == 1, "one of the name is left")
+    after = collect(collector)
+    counters = [key for key in before if re.match("crossrail_peer_.*_(total|bucket|count|sum)$", key[0])]
+    assert counters and not [key for key in counters if after[key] < before[key]]
+    write(here, stays)
+    assert total(collect(collector), "crossrail_peer_bytes_total", peer="twin") == 4 * 64
+
+    stays.close()
+    eventually(lambda: names_of(collect(collector), "peer") == set(), "nobody left")
+    write(here, open_engine("twin", transport="shm"))
+    assert total(collect(collector), "crossrail_peer_bytes_total", peer="twin") == 64
+
+
 def test_so_many_peers_are_shown_and_they_stay(open_engine: EngineFactory) -> None:
     here = open_engine("here", transport="shm")
     others = [open_engine(f"peer-{i}", transport="shm") for i in range(5)]

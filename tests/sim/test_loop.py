@@ -4,8 +4,11 @@ import asyncio
 import gc
 import re
 import signal
+import sys
 import threading
 import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import pytest
 
@@ -93,6 +96,64 @@ def test_tasks_of_an_idle_world_are_cancelled_and_clean_up() -> None:
     with pytest.raises(xr.SimulationIdle):
         sim.run(main)
     assert ended == ["consumer", "consumer"]
+
+
+def _plainly(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+    return asyncio.Task(work, loop=loop, **options)
+
+
+_FACTORIES = [None, _plainly, *([asyncio.eager_task_factory] if sys.version_info >= (3, 12) else [])]
+
+
+@pytest.mark.parametrize("make_task", _FACTORIES)
+def test_tasks_that_are_left_are_cancelled_in_the_order_in_which_they_were_made(make_task: Any) -> None:
+    ended, kept = [], []
+
+    async def service(number: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(number)
+
+    async def main(world: sim.World) -> None:
+        if make_task is not None:
+            asyncio.get_running_loop().set_task_factory(make_task)
+        kept.extend(asyncio.create_task(service(number)) for number in range(12))
+        await asyncio.sleep(1)
+
+    sim.run(main)
+    assert ended == list(range(12))
+
+
+def test_generators_that_are_left_are_closed_in_the_order_in_which_they_were_begun() -> None:
+    ended, kept = [], []
+
+    async def numbers(number: int) -> AsyncIterator[int]:
+        try:
+            yield number
+        finally:
+            ended.append(number)
+
+    async def main(world: sim.World) -> None:
+        kept.extend(numbers(number) for number in range(12))
+        for generator in kept:
+            await anext(generator)
+
+    sim.run(main)
+    assert ended == list(range(12))
+
+
+def test_a_set_of_tasks_has_the_same_order_in_each_run() -> None:
+    async def main(world: sim.World) -> list[str]:
+        tasks = {asyncio.create_task(asyncio.sleep(1), name=f"{number}") for number in range(12)}
+        done, _ = await asyncio.wait(tasks)
+        return [task.get_name() for task in [*tasks, *done]]
+
+    orders, kept = [], []
+    for run in range(3):
+        kept.append([bytearray(100 * size) for size in range(run)])  # so that addresses differ
+        orders.append(sim.run(main))
+    assert orders[0] == orders[1] == orders[2]
 
 
 def test_a_world_that_never_rests_ends_at_its_limit() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 import crossrail as xr
@@ -54,3 +56,23 @@ def test_empty_messages_behind_a_full_window_arrive_once(seed: int) -> None:
         assert sorted(map(len, waiting.take(60))) == [0] * 30 + [60 * KIB] * 30
         for transfer in sent:
             transfer.wait(5)
+
+
+def test_who_of_many_tasks_takes_a_message_is_the_same_in_each_run() -> None:
+    async def main(world: sim.World) -> list[int]:
+        a, b = (world.host(name).engine(name) for name in "ab")
+        served: list[int] = []
+        with b.submit_recvs(16, 64) as pool:
+
+            async def take(taker: int) -> None:
+                await pool.recv_async()
+                served.append(taker)
+
+            takers = [asyncio.create_task(take(taker)) for taker in range(8)]
+            await asyncio.sleep(0.01)
+            for _ in takers:
+                await a.submit_send(b.address, b"to whoever has waited longest")
+            await asyncio.gather(*takers)
+        return served
+
+    assert sim.run(main, seed=5) == list(range(8))

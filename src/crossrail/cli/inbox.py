@@ -166,8 +166,8 @@ class PartFile:
     def _rename(self) -> None:
         if self._force:
             if not self._is_named:
+                self._is_named = True  # first, so that whatever interrupts us leaves no name behind
                 self._link(self._part)
-                self._is_named = True
             self._replace()
             return
         try:

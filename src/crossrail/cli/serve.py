@@ -8,7 +8,7 @@ import hashlib
 import secrets
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +79,7 @@ class Slots:
         """What counts the pages of a segment."""
         return self.counters[index % len(self.counters)]
 
-    def close(self, *, quiesced: bool) -> None:
+    def close(self, quiesced: bool) -> None:
         """Give memory back. quiesced: no write can be under way, so the immediates may be used for another push."""
         if self._region is not None:
             with contextlib.suppress(WaitTimeout):
@@ -140,13 +140,13 @@ class Session:
             await self.send(self._accept(slots))
             for index in range(slots.layout.segments):
                 await self._await_segment(slots, index)
-                await asyncio.to_thread(self._store, part, slots, index)
+                await _in_thread(self._store, part, slots, index)
                 self._server.progress.advance(task, slots.layout.segment_bytes(index))
                 await self.send(wire.Stored(self._offer.push, index))
             await self._finish(part)
         finally:
             self._server.progress.remove_task(task)
-            await asyncio.to_thread(slots.close, quiesced=self._quiesced or self._lost())
+            await _in_thread(slots.close, self._quiesced or self._lost())
 
     def _accept(self, slots: Slots) -> wire.Accept:
         imms = [counter.imm for counter in slots.counters]
@@ -183,7 +183,7 @@ class Session:
         sha256 = self._digest.hexdigest()
         if self._end.result().sha256 != sha256:
             raise Refused("the SHA-256 of what arrived is not that of what was sent")
-        await asyncio.to_thread(part.commit, self._offer.mode)
+        await _in_thread(part.commit, self._offer.mode)
         self._report(sha256)
         with contextlib.suppress(PusherGone):  # it is stored, whether the pusher still listens or not
             await self.send(wire.Done(self._offer.push, self._offer.dst, sha256))
@@ -226,6 +226,21 @@ class Session:
         idle_s = self._server.limits.idle_timeout_s
         if time.monotonic() - since > idle_s:
             raise Refused(f"nothing arrived for {idle_s:g} s")
+
+
+async def _in_thread(work: Callable[..., None], *arguments: object) -> None:
+    """As asyncio.to_thread, but whoever is cancelled waits for the thread first: what it uses is closed next."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        running.exception()  # seen: nobody asks any more
+        raise cancelled
+    running.result()
 
 
 async def _completion(transfer: xr.Transfer) -> None:
@@ -389,7 +404,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
     help="Directory to store into.",
 )
 @click.option("--name", help='Name to be found under [default: "inbox"].')
-@click.option("--once", is_flag=True, help="End after the first push; exit code 1 if it was not stored.")
+@click.option("--once", is_flag=True, help="End after the first push; exit code 1 if it was not stored, or never came.")
 @click.option(
     "--listen",
     type=click.IntRange(0, 65534),
@@ -431,6 +446,6 @@ def command(
     try:
         stored = asyncio.run(_serve(options, Limits(pushes, idle_timeout)))
     except asyncio.CancelledError:
-        return  # SIGTERM: an orderly end
+        stored = not once  # SIGTERM: an orderly end, unless somebody waits for a file
     if not stored:
         raise click.exceptions.Exit(1)

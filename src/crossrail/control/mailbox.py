@@ -77,7 +77,7 @@ class Mailbox:
         self._answered: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # by who asked and ask
         self._answered_bytes = 0
         self._being_answered: set[tuple[bytes, int]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # a set in the order in which they were made
         self._unsorted: Counter[str] = Counter()
 
     @property
@@ -105,7 +105,7 @@ class Mailbox:
         """Ends handlers and questions under way. Idempotent. The wire stays open."""
         # Again and again: a model's code may lose a cancellation, as asyncio.wait_for does before Python 3.12 when it
         # meets its result. Our own waits do not (deadlines.py).
-        while tasks := self._tasks - {asyncio.current_task()}:
+        while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
@@ -154,11 +154,11 @@ class Mailbox:
                 log.exception("%s failed; the node goes on", what)
 
         def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
+            self._tasks.pop(task, None)
             work.close()  # a task that was cancelled before its first turn has never awaited it
 
         task = asyncio.ensure_future(guarded())
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(ended)
         return task
 

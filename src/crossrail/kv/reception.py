@@ -237,9 +237,10 @@ class Reception:
         # After a surplus the count says nothing: somebody has written more than it counts, and may go on.
         counted = asyncio.ensure_future(asyncio.Event().wait() if self._has_surplus else self._count(None))
         shut = asyncio.ensure_future(self._access.wait_shut())
-        ends: set[asyncio.Future[Any]] = {asked, counted, shut}
+        ends: list[asyncio.Future[Any]] = [asked, counted, shut]
         try:
-            done, _ = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done = [end for end in ends if end.done()]  # before the others are cancelled, and so done as well
         finally:
             for end in ends:
                 end.cancel()
@@ -249,7 +250,7 @@ class Reception:
                 f"request {self.request!r}: its prefiller has not confirmed within {timeout_s:g} s that it stopped"
             )
         if not any(end.exception() is None for end in done):
-            done.pop().result()
+            done[0].result()
 
     async def _end_attempt(self) -> None:
         """Nothing can land: registrations of this attempt and its immediates go."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -41,6 +42,31 @@ _ENGINE_GAUGES: dict[str, tuple[str, str]] = {
 }
 
 
+@dataclass
+class _Steady:
+    """Counters of the peers of one name as they are shown: they grow when the sum does, and never shrink.
+
+    When one of several peers goes, what it has counted leaves the sum. Shown so, that would be a counter that began
+    anew, all that the others ever counted would be new, and a rate() as high as that.
+    """
+
+    last: PeerTraffic  # the sum, when we last looked
+    counts: Counts = field(default_factory=Counts)
+    refused: int = 0
+    failed: int = 0
+
+    def follow(self, now: PeerTraffic) -> PeerTraffic:
+        """What is shown of it now."""
+        counts = Counts()
+        for part in (self.counts, now.counts.since(self.last.counts)):
+            counts.add(part)
+        self.counts = counts  # not in place: what was given out is being read
+        self.refused += max(now.refused - self.last.refused, 0)
+        self.failed += max(now.failed - self.last.failed, 0)
+        self.last = now
+        return replace(now, counts=counts, refused=self.refused, failed=self.failed)
+
+
 class EngineCollector(Collector):
     """The metrics of these engines, for a registry. Any thread. docs/metrics.md lists them.
 
@@ -55,8 +81,9 @@ class EngineCollector(Collector):
             raise UsageError(f"engines {names} are told apart by their names, and some are the same")
         self._engines = engines
         self._peers_max = peers_max
-        self._shown: dict[str, list[str]] = {}  # by engine, by when we first saw them: who is shown stays until it goes
-        self._lock = threading.Lock()  # guards _shown: scrapes may overlap
+        # By engine and name, by when we first saw them: who is shown stays until it goes.
+        self._shown: dict[str, dict[str, _Steady]] = {}
+        self._lock = threading.Lock()  # guards _shown: scrapes may overlap, and what was read first has to come first
 
     def collect(self) -> Iterator[Metric]:
         """What they have counted, as Prometheus wants it."""
@@ -69,15 +96,17 @@ class EngineCollector(Collector):
         for engine in self._engines:
             name = engine.name
             try:
-                traffic, stats[name] = read_traffic(engine), engine.stats()
+                with self._lock:
+                    traffic = read_traffic(engine)
+                    shown = self._follow(name, traffic.peers)
+                stats[name] = engine.stats()
             except EngineClosed:
                 open_ones[name,] = 0
                 continue
             open_ones[name,] = 1
             bounds_s = traffic.bounds_s
             rails |= {(name, rail.transport, str(rail.rail)): rail for rail in traffic.rails}
-            shown = self._choose(name, traffic.peers)
-            peers |= {(name, peer): traffic.peers[peer] for peer in shown}
+            peers |= {(name, peer.name): peer for peer in shown}
             hidden[name,] = len(traffic.peers) - len(shown)
         yield gauge("crossrail_engine_open", "1 while the engine is open.", open_ones, ["engine"])
         yield from _engine_metrics(stats)
@@ -85,14 +114,14 @@ class EngineCollector(Collector):
         yield gauge("crossrail_peers_hidden", "Names of peers beyond those that are shown.", hidden, ["engine"])
         yield from _peer_metrics(peers, bounds_s)
 
-    def _choose(self, engine: str, there: Mapping[str, PeerTraffic]) -> list[str]:
-        with self._lock:
-            shown = {name: None for name in self._shown.get(engine, ()) if name in there}
-            for name in there:
-                if len(shown) < self._peers_max:
-                    shown[name] = None
-            self._shown[engine] = list(shown)
-            return self._shown[engine]
+    def _follow(self, engine: str, there: Mapping[str, PeerTraffic]) -> list[PeerTraffic]:
+        """Those that are shown, with their counters as they are shown."""
+        shown = {name: steady for name, steady in self._shown.get(engine, {}).items() if name in there}
+        for name in there:
+            if len(shown) < self._peers_max and name not in shown:
+                shown[name] = _Steady(PeerTraffic(name))
+        self._shown[engine] = shown
+        return [steady.follow(there[name]) for name, steady in shown.items()]
 
 
 def _engine_metrics(stats: Mapping[str, Mapping[str, int]]) -> Iterator[Metric]:
@@ -148,14 +177,14 @@ def _count_metrics(
     prefix: str, counts: Mapping[Key, Counts], labels: Sequence[str], bounds_s: Sequence[float]
 ) -> Iterator[Metric]:
     """What rails and peers have alike."""
-    for field, name, text in (
+    for attribute, name, text in (
         ("bytes", "bytes", "Put on rails, what went out anew again."),
         ("works", "works", "Work requests put on rails."),
         ("imms", "immediates", "Work requests that carried an immediate."),
         ("broken", "broken_paths", "Connections or paths that ended badly."),
         ("again", "retried_works", "Work requests that went out anew for that."),
     ):
-        values = {key: getattr(count, field) for key, count in counts.items()}
+        values = {key: getattr(count, attribute) for key, count in counts.items()}
         yield counter(f"{prefix}_{name}", text, values, labels)
     durations = {key: _durations(count, bounds_s) for key, count in counts.items()}
     text = "Of a sample of works, from hand-over to the transport to end."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from crossrail import Engine
 
@@ -36,6 +37,19 @@ class Counts:
         self.latency_s += more.latency_s
         pairs = zip(self.latencies, more.latencies, strict=True) if self.latencies else ((0, n) for n in more.latencies)
         self.latencies = [ours + theirs for ours, theirs in pairs]
+
+    def since(self, was: Counts) -> Counts:
+        """What was counted in between; nothing where it is less now than it was."""
+        latencies = zip_longest(self.latencies, was.latencies, fillvalue=0)
+        return Counts(
+            works=max(self.works - was.works, 0),
+            bytes=max(self.bytes - was.bytes, 0),
+            imms=max(self.imms - was.imms, 0),
+            broken=max(self.broken - was.broken, 0),
+            again=max(self.again - was.again, 0),
+            latency_s=max(self.latency_s - was.latency_s, 0.0),
+            latencies=[max(ours - theirs, 0) for ours, theirs in latencies],
+        )
 
 
 @dataclass

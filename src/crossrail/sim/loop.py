@@ -7,6 +7,7 @@ the clock stands at that moment. A sleep of an hour costs what one of a microsec
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import crossrail
 from crossrail import _core
+from crossrail._ordered import OrderedWeakSet
 from crossrail.errors import SimulationIdle, UsageError, WaitTimeout
 
 # So many turns of the loop without a wait take no time. Further ones take _SPIN_NS each: who polls with
@@ -46,6 +48,17 @@ class Drivable(Protocol):
         ...
 
 
+class _Task(asyncio.Task[Any]):
+    """One whose place in a set is the same in each run, and not by its address: TaskGroup cancels a set of them."""
+
+    def __init__(self, loop: Any, coro: Any, **options: Any) -> None:
+        self._number: int = next(loop._numbers)  # first: what follows puts it into sets
+        super().__init__(coro, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
 class SimEventLoop(asyncio.BaseEventLoop):
     """The loop of one world, from World.event_loop(). Tasks, timers, queues, locks, to_thread: as ever.
 
@@ -65,6 +78,10 @@ class SimEventLoop(asyncio.BaseEventLoop):
         self._on_news: asyncio.Handle | None = None
         self._is_poked = False
         self._spins = 0
+        self._numbers = itertools.count()
+        self._tasks: OrderedWeakSet[asyncio.Task[Any]] = OrderedWeakSet()
+        self._asyncgens: OrderedWeakSet[Any] = OrderedWeakSet()  # BaseEventLoop's; in this order they are closed
+        self.set_task_factory(_Task)
 
     def time(self) -> float:
         """Virtual seconds since the world began."""
@@ -108,6 +125,17 @@ class SimEventLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         self._is_poked = True
+
+    def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
+        """As ever."""
+        task = super().create_task(coro, **options)
+        self._tasks.add(task)
+        return task
+
+    def _unfinished(self) -> list[asyncio.Task[Any]]:
+        """Tasks in the order in which they were made; last those that were made by other means than create_task()."""
+        ours = [task for task in self._tasks if not task.done()]
+        return [*ours, *asyncio.all_tasks(self).difference(ours)]
 
     # ---- what engines tell
 
@@ -157,7 +185,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
 
     def _waiting(self) -> str:
         """Who waits, and where."""
-        tasks = sorted((task for task in asyncio.all_tasks(self)), key=lambda task: task.get_name())
+        tasks = sorted(self._unfinished(), key=lambda task: task.get_name())
         told = [_where(task) for task in tasks[:_TASKS_TOLD_MAX]]
         more = [f"and {len(tasks) - len(told)} more"] if len(tasks) > len(told) else []
         return f"{len(tasks)} waiting {'task' if len(tasks) == 1 else 'tasks'}: {', '.join([*told, *more])}"
@@ -196,12 +224,12 @@ def run_on(world: Drivable, main: Coroutine[Any, Any, _T], *, limit_s: float | N
 
 
 def _cancel_tasks(loop: SimEventLoop) -> None:
-    tasks = asyncio.all_tasks(loop)
+    tasks = loop._unfinished()
     for task in tasks:
         task.cancel()
     if tasks:
-        ended = loop.run_until_complete(asyncio.wait(tasks))[0]
-        for task in ended:
+        loop.run_until_complete(asyncio.wait(tasks))
+        for task in tasks:
             if not task.cancelled() and (error := task.exception()) is not None:
                 context = {"message": "a task raised while it was cancelled", "exception": error, "task": task}
                 loop.call_exception_handler(context)
