@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail.moe import AllToAll
 from tests.moe.batches import draw
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K, Rank
 from tests.moe.ranks import Ranks
@@ -147,6 +148,45 @@ def test_an_engine_that_its_peer_closed_in_a_round_is_lost(meet: Meet) -> None:
     other.call("close_rank_engine")
     with pytest.raises(xr.PeerLost, match=r"rank 1 .*the engine was closed"):
         here.dispatch_recv(number)
+
+
+# How many share memory; who goes, who waits, and for whom.
+GOING = {
+    "far, from who waits for a far one": (1, 0, 1, 3),
+    "near, from who waits for a far one": (2, 0, 1, 3),
+    "far, from who waits for a near one": (2, 2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("case", GOING)
+def test_a_rank_that_has_all_of_its_last_round_may_go_before_others_have(
+    nothing_leaks: None, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    node_size, goes, waits, late = GOING[case]
+    batches = [draw(np.random.default_rng(rank), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for rank in range(4)]
+    with Ranks(4, **CONFIG, node_size=node_size) as ranks:
+
+        def play(part: AllToAll, rank: int) -> None:
+            batch = batches[rank]
+            got = part.dispatch(batch.x, batch.scales, batch.indices, batch.weights)
+            if rank == late and late // node_size == waits // node_size:
+                monkeypatch.setattr(part._near, "publish", lambda *_: None)
+            elif rank == late:
+                assert part._far is not None
+                part._far.leave_out(waits)
+            part.combine_send(np.zeros((got.rows, HIDDEN), np.float32), got)
+            if rank == goes:
+                part.combine_recv(got)
+                part.close()
+                ranks.engines[rank].close()
+            elif rank == waits:
+                part.timeout_s = NEVER_S
+                with pytest.raises(xr.WaitTimeout, match=f"rank {late} .* has not sent its combine of round 1"):
+                    while ranks.engines[rank].peer_state(ranks.engines[goes].address) != "lost":
+                        part.advance(got.round)
+                    part.combine_recv(got)
+
+        ranks.each(play)
 
 
 @pytest.mark.parametrize("polling", ["manual", "spin"])
