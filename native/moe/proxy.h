@@ -101,7 +101,8 @@ class Proxy {
   // Instead of send_results, once for each partner (moe/node_sums.h): so many rows of results_out, from that row on.
   void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows);
 
-  // We take part no more: who waits for us is told. Returns once all have been told, or are gone, or at the deadline.
+  // We take part no more: who waits for us is told, once all that we sent before is there. Returns when all have been told,
+  // or are gone, or at the deadline.
   void say_farewell(Deadline deadline);
 
   // Until all of this step has come. May be repeated after kLate.
@@ -120,6 +121,7 @@ class Proxy {
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
     uint64_t slot_offset = 0;  // there, in rows_in: of the slot that only we write
     bool is_left_out = false;
+    std::optional<int64_t> farewell_ns;  // when a wait first saw its farewell
   };
   struct Watched {
     PeerRef peer;
@@ -169,7 +171,8 @@ class Proxy {
   uint32_t rank_of(const TransferInfo& failed) const;
   uint32_t slowest() const;
   // step: that is waited for; none: until what was sent has gone.
-  FarOutcome trouble(std::optional<FarStep> step, uint32_t round, const Member& awaited);
+  FarOutcome trouble(std::optional<FarStep> step, uint32_t round, Member& awaited);
+  bool has_left(Member& member);
   bool has_ended(const Watched& lost, FarStep step, uint32_t round);
 
   const EngineRef engine_;

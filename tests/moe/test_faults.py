@@ -15,7 +15,7 @@ from tests.moe.batches import draw
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K, Rank
 from tests.moe.ranks import Ranks
 from tests.moe.test_rounds import whole_round
-from tests.support.limits import NEVER_S, WAIT_S
+from tests.support.limits import NEVER_S, WAIT_S, eventually
 from tests.support.node import CommandError
 from tests.support.process import PeerProcess
 
@@ -185,6 +185,29 @@ def test_a_rank_that_has_all_of_its_last_round_may_go_before_others_have(
                     while ranks.engines[rank].peer_state(ranks.engines[goes].address) != "lost":
                         part.advance(got.round)
                     part.combine_recv(got)
+
+        ranks.each(play)
+
+
+def test_a_farewell_does_not_overtake_results(nothing_leaks: None) -> None:
+    tokens, hidden = 8192, 4096  # 128 MiB of results: they take a while
+    with Ranks(2, {"transport": "tcp"}, experts=2, hidden=hidden, top_k=1, max_tokens=tokens, scale_block=None, out_dtype="float32",
+               node_size=1) as ranks:  # fmt: skip
+
+        def play(part: AllToAll, rank: int) -> None:
+            sent = [1, tokens][rank]
+            x, indices = np.zeros((sent, hidden), np.uint8), np.full((sent, 1), 1 - rank)
+            got = part.dispatch(x, None, indices, np.ones((sent, 1), np.float32))
+            part.combine_send(np.zeros((got.rows, hidden), np.float32), got)
+            if rank == 0:
+                part.combine_recv(got)
+                part.close()
+            else:
+                far = part._far
+                assert far is not None
+                eventually(lambda: far.has_come("farewell", 0, 0), "a farewell", pause_s=0)
+                assert far.has_come("results", 1, 0)
+                part.combine_recv(got)
 
         ranks.each(play)
 
