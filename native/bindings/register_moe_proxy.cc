@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -109,7 +110,12 @@ class ProxyHandle {
   void connect(uint32_t rank, DescriptorHandle& routes, DescriptorHandle& rows, const std::vector<uint32_t>& imms) {
     get().connect(rank, {engine_->remote(routes), engine_->remote(rows)}, imms);
   }
-  void watch(nb::handle address, uint32_t rank) { get().watch(engine_->peer(address), rank); }
+  void watch(nb::handle address, uint32_t rank, nb::handle board) {
+    BufferView& view = boards_.emplace_back();
+    if (!view.acquire(board, PyBUF_SIMPLE) || static_cast<size_t>(view.get().len) < sizeof(moe::Word))
+      throw UsageError("a board has no room for words");
+    get().watch(engine_->peer(address), rank, *static_cast<const moe::Word*>(view.get().buf));
+  }
 
   template <typename Wait>
   nb::tuple wait(nb::handle timeout_s, Wait wait) const {
@@ -128,6 +134,7 @@ class ProxyHandle {
 
  private:
   EngineHandle* const engine_;
+  std::deque<BufferView> boards_;  // of those that are watched
   std::unique_ptr<moe::Proxy> proxy_;
   std::unique_ptr<moe::ProxyThread> thread_;  // ends before the proxy
   std::array<nb::object, moe::kParities> placements_;
@@ -171,8 +178,8 @@ void register_moe_proxy(nb::module_& module) {
       .def("connect", &ProxyHandle::connect, nb::arg("rank"), nb::arg("routes"), nb::arg("rows"), nb::arg("imms"),
            nb::sig("def connect(self, rank: int, routes: crossrail._core.RegionDescriptor, rows: "
                    "crossrail._core.RegionDescriptor, imms: collections.abc.Sequence[int]) -> None"))
-      .def("watch", &ProxyHandle::watch, nb::arg("near"), nb::arg("rank"),
-           nb::sig("def watch(self, near: crossrail._core.Address, rank: int) -> None"))
+      .def("watch", &ProxyHandle::watch, nb::arg("near"), nb::arg("rank"), nb::arg("board"),
+           nb::sig("def watch(self, near: crossrail._core.Address, rank: int, board: memoryview) -> None"))
       .def(
           "leave_out",
           [](const ProxyHandle& self, uint32_t rank, nb::handle timeout_s) {

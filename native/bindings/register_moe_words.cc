@@ -63,8 +63,12 @@ class Words {
   Words& operator=(const Words&) = delete;
 
   // Word 0 is the farewell.
-  void watch(nb::handle peer) {
-    watched_.emplace_back(engine_->peer(peer));
+  void watch(nb::handle peer, const std::vector<uint32_t>& imms) {
+    if (imms.size() > count_) throw UsageError("imms has " + std::to_string(imms.size()) + " numbers");
+    FarRank& rank = watched_.emplace_back();
+    rank.peer = Held<Peer>(engine_->peer(peer));
+    for (const uint32_t imm : imms) rank.counters.emplace_back(engine_->core()->imm_counter(imm));
+    rank.counters.resize(count_);
     is_left_out_.push_back(false);
   }
   // index: of a board, or behind these of a watched rank.
@@ -77,6 +81,7 @@ class Words {
   bool is_sealed(size_t index, uint32_t round) { return moe::is_sealed(word(own_, index), round); }
 
   nb::tuple wait(size_t index, uint32_t round, nb::handle timeout_s) {
+    if (index >= count_) throw UsageError("no such word");
     const EngineRef core = engine_->core();
     const Deadline deadline = to_deadline(timeout_s, core->clock());
     std::vector<moe::Awaited> awaited;
@@ -89,11 +94,14 @@ class Words {
                          .owner = owners_[rank] ? owners_[rank].ref().get() : nullptr,
                          .is_masked = is_masked_[rank]});
     }
-    std::vector<Peer*> watched;
+    std::vector<moe::Watched> watched;
     for (size_t i = 0; i < watched_.size(); ++i) {
       if (is_left_out_[boards_.size() + i]) continue;
       index_of.push_back(boards_.size() + i);
-      watched.push_back(watched_[i].ref().get());
+      const auto counter = [&](size_t of) {
+        return watched_[i].counters[of] ? watched_[i].counters[of].ref().get() : nullptr;
+      };
+      watched.push_back({.peer = watched_[i].peer.ref().get(), .part = counter(index), .farewell = counter(0)});
     }
     moe::WordsOutcome outcome{};
     std::vector<size_t> absent;
@@ -119,6 +127,10 @@ class Words {
   nb::object engine;
 
  private:
+  struct FarRank {
+    Held<Peer> peer;
+    std::vector<Held<ImmCounter>> counters;  // by word
+  };
   moe::Word& word(size_t rank, size_t index) {
     if (rank >= boards_.size() || index >= count_) throw UsageError("no such word");
     return static_cast<moe::Word*>(boards_[rank].get().buf)[index];
@@ -127,7 +139,7 @@ class Words {
   EngineHandle* const engine_;
   std::deque<BufferView> boards_;
   std::vector<Held<Peer>> owners_;
-  std::vector<Held<Peer>> watched_;
+  std::vector<FarRank> watched_;
   const size_t own_;
   const size_t count_;
   const bool masks_;
@@ -157,8 +169,11 @@ void register_moe_words(nb::module_& module) {
            "Whether others gave up on our own word, whose rounds are even or odd as this one.")
       .def("has_come", &Words::has_come, nb::arg("rank"), nb::arg("index"), nb::arg("round"),
            "Whether that word of that board stands at the round, or later.")
-      .def("watch", &Words::watch, nb::arg("peer"), nb::sig("def watch(self, peer: crossrail._core.Address) -> None"),
-           "A rank without a board here, whose loss ends waits too.")
+      .def("watch", &Words::watch, nb::arg("peer"), nb::arg("imms"),
+           nb::sig("def watch(self, peer: crossrail._core.Address, imms: collections.abc.Sequence[int]) -> None"),
+           "A rank without a board here, whose loss ends waits too, unless it had ended in order. imms: by word, the "
+           "numbers\n"
+           "by which it counts here what words tell of others.")
       .def(
           "leave_out", &Words::leave_out, nb::arg("index"),
           "Waits go on without that board's words; or without looking at that watched rank, counted behind the boards.")

@@ -15,6 +15,8 @@ namespace {
 
 // How long a wait goes without a look at who is lost: a rank that dies counts nothing.
 constexpr int64_t kLookEveryNs = 5'000'000;
+// How long after a farewell writes that were done before it may still be counted: done there is not yet counted here.
+constexpr int64_t kAfterFarewellNs = 100'000'000;
 
 FarResult result_of(Status status, bool masks) {
   switch (status) {
@@ -112,10 +114,12 @@ void Proxy::connect(uint32_t rank, FarRegions<RemoteRegionRef> regions, std::spa
   check_same_length(rank, "rows", *regions.rows, *regions_.rows);
   to.regions = std::move(regions);
   std::copy(imms.begin(), imms.end(), to.imms.begin());
-  watched_.push_back({PeerRef::share(to.regions.rows->peer()), rank});
+  watched_.push_back({PeerRef::share(to.regions.rows->peer()), rank, nullptr});
 }
 
-void Proxy::watch(PeerRef near, uint32_t rank) { watched_.push_back({std::move(near), rank}); }
+void Proxy::watch(PeerRef near, uint32_t rank, const Word& farewell) {
+  watched_.push_back({std::move(near), rank, &farewell});
+}
 
 void Proxy::leave_out(uint32_t rank) {
   for (Member& member : members_) member.is_left_out |= member.rank == rank;
@@ -251,14 +255,29 @@ void Proxy::send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint
 
 // --- what is waited for ---
 
-FarOutcome Proxy::trouble(uint32_t round, const Member& awaited) {
+// In order: all that it owed to those who wait has come, so that none of them gives up because of it.
+bool Proxy::has_ended(const Watched& lost, FarStep step, uint32_t round) {
+  // acquire: as for any word.
+  if (lost.farewell != nullptr) return lost.farewell->value.load(std::memory_order_acquire) != 0;
+  return has_come(FarStep::kFarewell, 0, lost.rank) && has_come(step, round, lost.rank);
+}
+
+FarOutcome Proxy::trouble(std::optional<FarStep> step, uint32_t round, Member& awaited) {
   if (engine_->closed()) return {FarResult::kClosed, awaited.rank, {}};
   for (const Watched& watched : watched_) {
-    if (!watched.is_left_out && watched.peer->state() == PeerState::kLost)
-      return {FarResult::kPeerLost, watched.rank, {}};
+    if (watched.is_left_out || watched.peer->state() != PeerState::kLost) continue;
+    if (!step || !has_ended(watched, *step, round)) return {FarResult::kPeerLost, watched.rank, {}};
   }
-  if (awaited.counters[slot_of(FarStep::kFarewell, 0)]->poll() > 0) return {FarResult::kLeft, awaited.rank, {}};
+  if (has_left(awaited)) return {FarResult::kLeft, awaited.rank, {}};
   return failed_write(round);
+}
+
+// Whether nothing of it comes any more.
+bool Proxy::has_left(Member& member) {
+  if (member.counters[slot_of(FarStep::kFarewell, 0)]->poll() == 0) return false;
+  const int64_t now = engine_->clock().now_ns();
+  if (!member.farewell_ns) member.farewell_ns = now;
+  return now >= *member.farewell_ns + kAfterFarewellNs;
 }
 
 FarOutcome Proxy::failed_write(uint32_t round) const {
@@ -288,15 +307,18 @@ uint32_t Proxy::slowest() const {
 }
 
 void Proxy::say_farewell(Deadline deadline) {
-  std::vector<Sent>& sent = sent_[0];
-  sent.clear();
+  const auto wait_for_all = [&] {  // whatever becomes of it: who is gone needs neither
+    for (const std::vector<Sent>& sent : sent_) {
+      for (const Sent& one : sent) one.transfer->wait(deadline, {});
+    }
+  };
+  wait_for_all();  // nothing keeps a farewell behind writes that are still under way
   for (const Member& member : members_) {
     if (member.regions.rows && member.regions.rows->peer()->state() != PeerState::kLost)
       add(member, FarStep::kFarewell, 0, 0, 0, 0);
   }
   post(FarStep::kFarewell, 0);
-  // Whatever becomes of it: who is gone needs no farewell.
-  for (const Sent& one : sent) one.transfer->wait(deadline, {});
+  wait_for_all();
 }
 
 FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {
@@ -307,7 +329,7 @@ FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCh
       if (waited == WaitResult::kReady) break;
       const uint32_t rank = sent.to != nullptr ? sent.to->rank : slowest();
       if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, rank, {}};
-      const FarOutcome found = trouble(round, member(rank));
+      const FarOutcome found = trouble(std::nullopt, round, member(rank));
       // Where others are gone on with, one that is lost is no reason to give up: writes to it end soon, all the same.
       const bool is_one_lost = found.result == FarResult::kPeerLost || found.result == FarResult::kFailed;
       if (found.result != FarResult::kReady && !(masks_ && is_one_lost)) return found;
@@ -327,7 +349,7 @@ uint32_t Proxy::expected_of(FarStep step, uint32_t round, size_t member) const {
 FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {
   size_t& next = next_[slot_of(step, round)];
   while (next < members_.size()) {
-    const Member& source = members_[next];
+    Member& source = members_[next];
     const uint32_t expected = source.is_left_out ? 0 : expected_of(step, round, next);
     ImmCounter& counter = *source.counters[slot_of(step, round)];
     if (expected == 0 || counter.try_consume(expected)) {
@@ -341,7 +363,7 @@ FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const In
       continue;
     }
     if (waited == WaitResult::kInterrupted) return {FarResult::kInterrupted, source.rank, {}};
-    const FarOutcome found = trouble(round, source);
+    const FarOutcome found = trouble(step, round, source);
     // Its last writes may have come just before its end.
     if (found.result != FarResult::kReady && counter.poll() < expected) return found;
     if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, source.rank, {}};

@@ -12,12 +12,14 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "engine/engine.h"
 #include "moe/layout.h"
+#include "moe/words.h"
 
 namespace crossrail::moe {
 
@@ -76,8 +78,9 @@ class Proxy {
   std::vector<uint32_t> imms_for(uint32_t rank) const;
   // What that rank said of itself: its regions, and the numbers by which we count there.
   void connect(uint32_t rank, FarRegions<RemoteRegionRef> regions, std::span<const uint32_t> imms);
-  // Of ranks that share our memory: who waits for anyone gives up when one of them is lost.
-  void watch(PeerRef near, uint32_t rank);
+  // Of ranks that share our memory: who waits for anyone gives up when one of them is lost, unless it said farewell, by
+  // this word, which lives as long as we do. Whoever waits here has all words of this half.
+  void watch(PeerRef near, uint32_t rank, const Word& farewell);
   // Goes on without that rank, far or watched: nothing is written to it or waited for from it any more, nor said of it.
   void leave_out(uint32_t rank);
 
@@ -98,7 +101,8 @@ class Proxy {
   // Instead of send_results, once for each partner (moe/node_sums.h): so many rows of results_out, from that row on.
   void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows);
 
-  // We take part no more: who waits for us is told. Returns once all have been told, or are gone, or at the deadline.
+  // We take part no more: who waits for us is told, once all that we sent before is there. Returns when all have been told,
+  // or are gone, or at the deadline.
   void say_farewell(Deadline deadline);
 
   // Until all of this step has come. May be repeated after kLate.
@@ -117,10 +121,12 @@ class Proxy {
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
     uint64_t slot_offset = 0;  // there, in rows_in: of the slot that only we write
     bool is_left_out = false;
+    std::optional<int64_t> farewell_ns;  // when a wait first saw its farewell
   };
   struct Watched {
     PeerRef peer;
     uint32_t rank;
+    const Word* farewell;  // null: it is far
     bool is_left_out = false;
   };
   // A batch, or the write to one member.
@@ -164,7 +170,10 @@ class Proxy {
   FarOutcome failed_write(uint32_t round) const;
   uint32_t rank_of(const TransferInfo& failed) const;
   uint32_t slowest() const;
-  FarOutcome trouble(uint32_t round, const Member& awaited);
+  // step: that is waited for; none: until what was sent has gone.
+  FarOutcome trouble(std::optional<FarStep> step, uint32_t round, Member& awaited);
+  bool has_left(Member& member);
+  bool has_ended(const Watched& lost, FarStep step, uint32_t round);
 
   const EngineRef engine_;
   const Layout& layout_;

@@ -18,16 +18,22 @@ constexpr int64_t kYieldAfterNs = 2'000;  // of spinning: the rank that we wait 
 
 bool is_lost(const Awaited& awaited) { return awaited.owner != nullptr && awaited.owner->state() == PeerState::kLost; }
 
+// In order: all that it owed to those who wait has come, so that none of them gives up because of it.
+bool has_ended(const Watched& lost) {
+  return lost.farewell != nullptr && lost.part != nullptr && lost.farewell->poll() > 0 && lost.part->poll() > 0;
+}
+
 // Whether waiting for words[index] has become pointless. Unless it goes on without them, any owner that is lost makes it
 // so: the one that we wait for may have seen it before us, and go no further.
-WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched, size_t index,
-                          bool goes_on) {
+WordsOutcome trouble_with(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
+                          size_t index, bool goes_on) {
   if (engine.closed()) return {WordsResult::kClosed, index};
   for (size_t i = 0; i < words.size() && !goes_on; ++i) {
     if (words[i].owner != nullptr && words[i].owner->state() == PeerState::kLost) return {WordsResult::kPeerLost, i};
   }
   for (size_t i = 0; i < watched.size() && !goes_on; ++i) {
-    if (watched[i]->state() == PeerState::kLost) return {WordsResult::kPeerLost, words.size() + i};
+    if (watched[i].peer->state() == PeerState::kLost && !has_ended(watched[i]))
+      return {WordsResult::kPeerLost, words.size() + i};
   }
   if (words[index].farewell->value.load(std::memory_order_acquire) != 0) return {WordsResult::kLeft, index};
   return {WordsResult::kReady, index};
@@ -64,8 +70,9 @@ bool seal(Word& word, uint32_t round) {
   return static_cast<int32_t>(seen - round) < 0;
 }
 
-WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched, uint32_t round,
-                        Deadline deadline, const InterruptCheck& interrupted, std::vector<size_t>* absent) {
+WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
+                        uint32_t round, Deadline deadline, const InterruptCheck& interrupted,
+                        std::vector<size_t>* absent) {
   const bool manual = engine.options().polling == Polling::kManual;
   const bool staged = engine.options().stage != nullptr;
   int64_t spin_until = 0;  // 0: has not begun

@@ -58,6 +58,14 @@ struct Awaited {
   bool is_masked = false;    // with `absent`: not waited for
 };
 
+// One that has no word here, far away.
+struct Watched {
+  Peer* peer = nullptr;
+  // What it counts here in place of these words, and once it has given up for good; null where it counts nothing.
+  const ImmCounter* part = nullptr;
+  const ImmCounter* farewell = nullptr;
+};
+
 enum class WordsResult : uint8_t {
   kReady,
   kLate,         // the deadline passed
@@ -74,10 +82,12 @@ struct WordsOutcome {
 // Returns once all words stand at `round` or later; or once it is certain that one of them never will, or the deadline
 // has passed. Spins for the engine's spin_ns, then sleeps. Drives an engine of Polling::kManual meanwhile, else nothing
 // does but its worker. On a stage nobody else runs while we wait: what has not come then, is late at once.
-// watched: others without whom the wait is as pointless; their indices begin behind those of the words.
+// watched: others without whom the wait is as pointless, unless they had done their part and said farewell before they
+// were lost; their indices begin behind those of the words.
 // absent: null, or where the wait goes on without owners that are lost: their words are sealed, and the indices of those
 // that are sealed before `round` are put there. Never kPeerLost then.
-WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<Peer* const> watched, uint32_t round,
-                        Deadline deadline, const InterruptCheck& interrupted, std::vector<size_t>* absent = nullptr);
+WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::span<const Watched> watched,
+                        uint32_t round, Deadline deadline, const InterruptCheck& interrupted,
+                        std::vector<size_t>* absent = nullptr);
 
 }  // namespace crossrail::moe

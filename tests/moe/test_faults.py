@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail.moe import AllToAll
 from tests.moe.batches import draw
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K, Rank
 from tests.moe.ranks import Ranks
 from tests.moe.test_rounds import whole_round
-from tests.support.limits import NEVER_S, WAIT_S
+from tests.support.limits import NEVER_S, WAIT_S, eventually
 from tests.support.node import CommandError
 from tests.support.process import PeerProcess
 
@@ -147,6 +148,68 @@ def test_an_engine_that_its_peer_closed_in_a_round_is_lost(meet: Meet) -> None:
     other.call("close_rank_engine")
     with pytest.raises(xr.PeerLost, match=r"rank 1 .*the engine was closed"):
         here.dispatch_recv(number)
+
+
+# How many share memory; who goes, who waits, and for whom.
+GOING = {
+    "far, from who waits for a far one": (1, 0, 1, 3),
+    "near, from who waits for a far one": (2, 0, 1, 3),
+    "far, from who waits for a near one": (2, 2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("case", GOING)
+def test_a_rank_that_has_all_of_its_last_round_may_go_before_others_have(
+    nothing_leaks: None, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    node_size, goes, waits, late = GOING[case]
+    batches = [draw(np.random.default_rng(rank), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for rank in range(4)]
+    with Ranks(4, **CONFIG, node_size=node_size) as ranks:
+
+        def play(part: AllToAll, rank: int) -> None:
+            batch = batches[rank]
+            got = part.dispatch(batch.x, batch.scales, batch.indices, batch.weights)
+            if rank == late and late // node_size == waits // node_size:
+                monkeypatch.setattr(part._near, "publish", lambda *_: None)
+            elif rank == late:
+                assert part._far is not None
+                part._far.leave_out(waits)
+            part.combine_send(np.zeros((got.rows, HIDDEN), np.float32), got)
+            if rank == goes:
+                part.combine_recv(got)
+                part.close()
+                ranks.engines[rank].close()
+            elif rank == waits:
+                part.timeout_s = NEVER_S
+                with pytest.raises(xr.WaitTimeout, match=f"rank {late} .* has not sent its combine of round 1"):
+                    while ranks.engines[rank].peer_state(ranks.engines[goes].address) != "lost":
+                        part.advance(got.round)
+                    part.combine_recv(got)
+
+        ranks.each(play)
+
+
+def test_a_farewell_does_not_overtake_results(nothing_leaks: None) -> None:
+    tokens, hidden = 8192, 4096  # 128 MiB of results: they take a while
+    with Ranks(2, {"transport": "tcp"}, experts=2, hidden=hidden, top_k=1, max_tokens=tokens, scale_block=None, out_dtype="float32",
+               node_size=1) as ranks:  # fmt: skip
+
+        def play(part: AllToAll, rank: int) -> None:
+            sent = [1, tokens][rank]
+            x, indices = np.zeros((sent, hidden), np.uint8), np.full((sent, 1), 1 - rank)
+            got = part.dispatch(x, None, indices, np.ones((sent, 1), np.float32))
+            part.combine_send(np.zeros((got.rows, hidden), np.float32), got)
+            if rank == 0:
+                part.combine_recv(got)
+                part.close()
+            else:
+                far = part._far
+                assert far is not None
+                eventually(lambda: far.has_come("farewell", 0, 0), "a farewell", pause_s=0)
+                assert far.has_come("results", 1, 0)
+                part.combine_recv(got)
+
+        ranks.each(play)
 
 
 @pytest.mark.parametrize("polling", ["manual", "spin"])

@@ -101,3 +101,42 @@ def test_a_rank_that_gave_up_waiting_and_began_anew_is_told_to_all(open_engine: 
     run_ranks(2, begin)
     for group in groups:
         group.close()
+
+
+def test_what_comes_before_the_next_group_of_the_same_ranks_is_made_is_kept_for_it(open_engine: EngineFactory) -> None:
+    engines = [open_engine(f"rank-{rank}") for rank in range(2)]
+    addresses = [engine.address for engine in engines]
+    before = [EngineGroup(engine, addresses) for engine in engines]
+    assert run_ranks(2, lambda rank: before[rank].all_gather(b"first", WAIT_S)) == [[b"first"] * 2] * 2
+    before[0].close()
+    with EngineGroup(engines[0], addresses) as ahead:
+        with pytest.raises(xr.WaitTimeout):
+            ahead.all_gather(b"early", NEVER_S)  # what it sent is in the other's pool by now
+        before[1].close()
+        with EngineGroup(engines[1], addresses) as behind:
+            assert behind.all_gather(b"late", WAIT_S) == [b"early", b"late"]
+
+
+@pytest.mark.parametrize("remakes", [False, True], ids=["with-the-same-group", "with-another"])
+def test_a_rank_that_gave_up_and_made_another_group_meets_those_that_are_told(
+    open_engine: EngineFactory, remakes: bool
+) -> None:
+    engines = [open_engine(f"rank-{rank}") for rank in range(3)]
+    addresses = [engine.address for engine in engines]
+    with EngineGroup(engines[0], addresses) as first, pytest.raises(xr.WaitTimeout):
+        first.all_gather(b"in vain", NEVER_S)
+    groups = [EngineGroup(engine, addresses) for engine in engines]
+
+    def exchange(rank: int) -> list[bytes]:
+        if rank > 0:
+            groups[rank].all_gather(b"", WAIT_S)  # with what the other gave before it gave up
+            with pytest.raises(xr.CrossrailError, match=r"rank 0 \('rank-0'\) had given up, and has begun anew"):
+                groups[rank].all_gather(b"", WAIT_S)
+            if remakes and rank == 1:
+                groups[rank].close()
+                groups[rank] = EngineGroup(engines[rank], addresses)
+        return groups[rank].all_gather(bytes([rank]), WAIT_S)
+
+    assert run_ranks(3, exchange) == [[bytes([rank]) for rank in range(3)]] * 3
+    for group in groups:
+        group.close()

@@ -220,6 +220,25 @@ TEST_CASE("moe proxy: a thread carries out what was ordered before it ends, and 
   engines[1]->close(0);
 }
 
+TEST_CASE("moe proxy: what is counted a little after a farewell is taken, and what is not is missed") {
+  const Layout layout({.world = 2, .experts = kExperts, .node_of_rank = own_nodes(2)});
+  const FarMemory memory = parts(2, 8, 32, 16);
+  const EngineRef engines[2] = {open_engine("a"), open_engine("b")};
+  const FarRegions<RegionRef> regions[2] = {alloc(*engines[0], memory, true), alloc(*engines[1], memory, true)};
+  Proxy here(engines[0], layout, 0, memory, regions[0]);
+  Proxy there(engines[1], layout, 1, memory, regions[1]);
+  here.connect(1, remote(*engines[0], regions[1]), there.imms_for(0));
+  there.connect(0, remote(*engines[1], regions[0]), here.imms_for(1));
+  const auto wait = [&](FarStep step, double seconds) { return there.wait(step, 1, deadline_in(seconds), {}).result; };
+  here.say_farewell(deadline_in(60));
+  while (!there.has_come(FarStep::kFarewell, 0, 0)) std::this_thread::yield();
+  CHECK(wait(FarStep::kRoutes, 0.001) == FarResult::kLate);  // one look at the end
+  here.send_routes(1, std::vector<int32_t>(kExperts));
+  CHECK(wait(FarStep::kRoutes, 60) == FarResult::kReady);
+  CHECK(wait(FarStep::kResults, 60) == FarResult::kLeft);
+  for (const EngineRef& engine : engines) engine->close(0);
+}
+
 TEST_CASE("moe proxy: a thread that cannot run where it is to is refused, with where it may") {
   const Layout layout({.world = 2, .experts = kExperts, .node_of_rank = own_nodes(2)});
   const FarMemory memory = parts(2, 8, 32, 16);

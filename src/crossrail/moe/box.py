@@ -57,6 +57,7 @@ class Box:
         self._own: Record | None = None
         self._sent: dict[int, tuple[xr.Transfer, int]] = {}  # by rank: the last record's, and its serial
         self._reads: dict[int, xr.Transfer] = {}
+        self._was_read: list[Record] = []  # and fresh() has not told yet
         self._seen: dict[int, bytes] = {}  # by rank: the hash of what was read last
         self._serials: dict[int, int] = {}
 
@@ -151,7 +152,10 @@ class Box:
 
     def fresh(self) -> list[Record]:
         """Records of others that are newer than those seen before."""
-        found = [self._collect(rank) for rank in list(self._reads) if self._reads[rank].done]
+        for rank in list(self._reads):
+            if self._reads[rank].done:
+                self._collect(rank)
+        found, self._was_read = self._was_read, []
         for rank in self._boxes:
             begin = self._records_at + rank * self._slot_bytes
             digest = self._bytes[begin : begin + 8].tobytes()
@@ -160,13 +164,15 @@ class Box:
                 if record is not None:
                     self._seen[rank] = digest
                     found.append(record)
-        return [record for record in found if record is not None]
+        return found
 
-    def _collect(self, rank: int) -> Record | None:
+    def _collect(self, rank: int) -> None:
         read = self._reads.pop(rank, None)
         if read is None or read.status != "done":
-            return None
-        return self._take(rank, self._reading_at + rank * self._slot_bytes)
+            return
+        record = self._take(rank, self._reading_at + rank * self._slot_bytes)
+        if record is not None:
+            self._was_read.append(record)
 
     def _take(self, rank: int, begin: int) -> Record | None:
         told = Record.decode(self._bytes[begin : begin + self._slot_bytes].tobytes())

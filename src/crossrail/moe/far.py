@@ -105,8 +105,16 @@ class Far:
                     xr.RegionDescriptor.from_bytes(bytes.fromhex(one)) for one in cards[rank]["memory"][str(self._rank)]
                 )
                 self._proxy.connect(rank, routes, rows, cards[rank]["imms"][str(self._rank)])
-            elif rank != self._rank:
-                self._proxy.watch(addresses[rank], rank)
+
+    def watch(self, rank: int, board: memoryview) -> None:
+        """One that shares memory with us, this board: waits end when it is lost, unless it said farewell."""
+        self._proxy.watch(self._addresses[rank], rank, board)
+
+    def imms_of(self, rank: int) -> list[int]:
+        """By the words of moe/board.py, the numbers by which a far rank tells us what those tell of near ones."""
+        imms = self._proxy.imms_for(rank)
+        routes, _, results, farewell = (imms[step : step + PARITIES] for step in range(0, len(imms), PARITIES))
+        return [farewell[0], *routes, *results]
 
     # ---- dispatch
 

@@ -14,22 +14,24 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import crossrail as xr
-from crossrail.errors import UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
 if TYPE_CHECKING:
     import torch.distributed
 
-_MAGIC = b"xrm2"
-# magic, which group, number of the exchange, rank of the sender, part, parts
-_HEADER = struct.Struct("<4s8sIIII")
+_MAGIC = b"xrm3"
+# magic, whose group, which of theirs, number of the exchange, rank of the sender, part, parts
+_HEADER = struct.Struct("<4s8sIIIII")
 _PART_BYTES = 16 << 10
 _BUFFERS = 64
 _LOOK_EVERY_S = 0.05
 _EARLY_MAX = 256  # of an engine; the oldest are given up
 
-# Packets of groups that an engine has not made yet: ranks that go on without one that died, or with another in its
-# place, do so one after another, and who is not there yet still has the pool of the group before.
+# Packets of groups that an engine has not made yet: ranks that make another one, without one that died, say, or with the
+# same ranks, do so one after another, and who is not there yet still has the pool of the group before.
 _early: weakref.WeakKeyDictionary[xr.Engine, deque[tuple[xr.Address, bytes]]] = weakref.WeakKeyDictionary()
+# Groups of the same ranks that an engine has had: the number of the last one, by name.
+_numbers: weakref.WeakKeyDictionary[xr.Engine, dict[bytes, int]] = weakref.WeakKeyDictionary()
 
 
 class Group(Protocol):
@@ -51,6 +53,10 @@ class EngineGroup:
     """Ranks that know each other's engines: by the messages of these. It opens the engine's receive pool; close() it.
 
     addresses: of all ranks, by rank, the engine's own among them.
+
+    Groups of the same ranks are numbered, so that none takes what is for the next. Where a rank gave up, and made another
+    one, the numbers of ranks differ: who waits in his first exchange goes on with the highest, who is further is told by
+    CrossrailError, and meets the others when he begins anew, with this group or with another.
     """
 
     def __init__(self, engine: xr.Engine, addresses: Sequence[xr.Address | bytes]) -> None:
@@ -65,7 +71,10 @@ class EngineGroup:
         self._engine = engine
         self._name = hashlib.blake2b(b"".join(map(bytes, self._addresses)), digest_size=8).digest()
         self._pool = engine.submit_recvs(_BUFFERS, _HEADER.size + _PART_BYTES)
+        numbers = _numbers.setdefault(engine, {})
+        self._number = numbers[self._name] = numbers.get(self._name, 0) + 1
         self._exchange = 0
+        self._ahead: dict[int, int] = {}  # by rank: the number of a later group that it has made
         # Ranks run ahead of each other: by exchange, rank and part.
         self._arrived: dict[tuple[int, int], dict[int, bytes]] = {}
         self._parts: dict[tuple[int, int], int] = {}
@@ -80,11 +89,22 @@ class EngineGroup:
         deadline = time.monotonic() + timeout_s
         exchange, self._exchange = self._exchange, self._exchange + 1
         others = [rank for rank in range(self.size) if rank != self.rank]
-        sent = [(rank, self._engine.submit_send(self._addresses[rank], packet))
-                for rank in others for packet in self._packets(exchange, data)]  # fmt: skip
+        sent = self._send(others, exchange, data)
         # First what comes: everybody's buffers would fill if all waited for their own to be taken.
         while missing := [rank for rank in others if not self._is_whole(exchange, rank)]:
-            self._take(missing, max(deadline - time.monotonic(), 0.0), timeout_s)
+            if self._take(missing, max(deadline - time.monotonic(), 0.0), timeout_s):
+                continue
+            # Whoever has made a later group, and owes us something in this one, has given this one up.
+            gone = max(missing, key=lambda rank: self._ahead.get(rank, 0))
+            if gone in self._ahead:
+                self._begin_anew(self._ahead[gone])
+                if exchange > 0:
+                    raise CrossrailError(
+                        f"rank {gone} ({self._addresses[gone].name!r}) had given up, and has begun anew. Next: do so on "
+                        "all ranks"
+                    )
+                self._exchange = 1
+                sent += self._send(others, exchange, data)
         for rank, transfer in sent:
             try:
                 transfer.wait(max(deadline - time.monotonic(), 0.0))
@@ -103,8 +123,21 @@ class EngineGroup:
         self._pool.close()
         for message in [] if self._engine.closed else self._pool.poll(_BUFFERS):
             data = bytes(message.data)
-            if _is_packet(data) and not self._is_ours(data):
+            if _is_packet(data) and (not self._is_ours(data) or _HEADER.unpack_from(data)[2] > self._number):
                 self._keep_early(message.peer, data)
+
+    def _send(self, others: Sequence[int], exchange: int, data: bytes) -> list[tuple[int, xr.Transfer]]:
+        packets = self._packets(exchange, data)
+        return [(rank, self._engine.submit_send(self._addresses[rank], one)) for rank in others for one in packets]
+
+    def _begin_anew(self, number: int) -> None:
+        """Goes on as the group of that number, at its first exchange."""
+        self._number = _numbers[self._engine][self._name] = number
+        self._exchange = 0
+        self._ahead.clear()
+        self._arrived.clear()
+        self._parts.clear()
+        self._take_early()
 
     def __enter__(self) -> EngineGroup:
         return self
@@ -117,13 +150,13 @@ class EngineGroup:
     def _packets(self, exchange: int, data: bytes) -> list[bytes]:
         parts = max(1, -(-len(data) // _PART_BYTES))
         return [
-            _HEADER.pack(_MAGIC, self._name, exchange, self.rank, part, parts)
+            _HEADER.pack(_MAGIC, self._name, self._number, exchange, self.rank, part, parts)
             + data[part * _PART_BYTES : (part + 1) * _PART_BYTES]
             for part in range(parts)
         ]
 
-    def _take(self, missing: Sequence[int], patience_s: float, timeout_s: float) -> None:
-        """One message, or a look at whether those that are missing still live."""
+    def _take(self, missing: Sequence[int], patience_s: float, timeout_s: float) -> bool:
+        """One message; False: none came, and those that are missing still live."""
         try:
             message = self._pool.recv(min(patience_s, _LOOK_EVERY_S))
         except WaitTimeout:
@@ -133,18 +166,19 @@ class EngineGroup:
                     raise xr.PeerLost(f"rank {rank} ({name!r}) was lost", op="all_gather", peer=name) from None
             if patience_s <= 0:
                 raise WaitTimeout(f"nothing came of ranks {list(missing)} within {timeout_s:g} s") from None
-            return
+            return False
         data = bytes(message.data)
         if not _is_packet(data):
             raise UsageError(f"a message of {message.peer.name!r} is not of a group: it sends to the wrong engine")
         if self._is_ours(data):
             self._accept(message.peer, data)
-            return
+            return True
         self._keep_early(message.peer, data)
         if message.peer in [self._addresses[rank] for rank in missing]:
             raise UsageError(
                 f"{message.peer.name!r} is in another group now: it was given other addresses than we were"
             )
+        return True
 
     def _is_ours(self, packet: bytes) -> bool:
         return bool(_HEADER.unpack_from(packet)[1] == self._name)
@@ -161,11 +195,15 @@ class EngineGroup:
                 self._keep_early(peer, data)
 
     def _accept(self, peer: xr.Address, data: bytes) -> None:
-        _, _, exchange, rank, part, parts = _HEADER.unpack_from(data)
+        _, _, number, exchange, rank, part, parts = _HEADER.unpack_from(data)
         if rank >= self.size or peer != self._addresses[rank] or not part < parts:
             raise UsageError(f"{peer.name!r} says it is rank {rank}: it was given other addresses than we were")
-        self._arrived.setdefault((exchange, rank), {})[part] = data[_HEADER.size :]
-        self._parts[exchange, rank] = parts
+        if number > self._number:
+            self._ahead[rank] = max(number, self._ahead.get(rank, 0))
+            self._keep_early(peer, data)
+        elif number == self._number:  # else of one that was given up
+            self._arrived.setdefault((exchange, rank), {})[part] = data[_HEADER.size :]
+            self._parts[exchange, rank] = parts
 
     def _is_whole(self, exchange: int, rank: int) -> bool:
         return len(self._arrived.get((exchange, rank), ())) == self._parts.get((exchange, rank), -1)

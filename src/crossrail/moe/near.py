@@ -46,9 +46,11 @@ class Near:
         self.own = self.boards[own]
         self.halves = {(other, parity): self.boards[i][parity] for i, other in enumerate(ranks) for parity in range(2)}
 
-    def watch(self, rank: int, address: xr.Address) -> None:
-        """One that shares no memory with us: waits end when it is lost, since the others go no further then."""
-        self._words.watch(address)
+    def watch(self, rank: int, address: xr.Address, imms: Sequence[int]) -> None:
+        """One that shares no memory with us: waits end when it is lost, since the others go no further then; unless it
+        had ended in order. imms: by word, the numbers by which it tells us what words tell of others.
+        """
+        self._words.watch(address, imms)
         self._watched.append((rank, address))
 
     def leave_out(self, rank: int) -> None:

@@ -83,7 +83,10 @@ class Peers:
             self.close(timeout_s)
             raise
         for rank in far.ranks:
-            self.near.watch(rank, members[rank].address)
+            self.near.watch(rank, members[rank].address, far.imms_of(rank))
+        for rank, board in zip(ranks, boards, strict=True):
+            if rank != group.rank:
+                far.watch(rank, board)
         if config.node_sums:
             self.sums = NodeSums(self.layout, group.rank, self.near.boards, far, memory, config.max_tokens)
 
