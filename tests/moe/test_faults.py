@@ -181,9 +181,9 @@ def test_a_rank_that_has_all_of_its_last_round_may_go_before_others_have(
                 ranks.engines[rank].close()
             elif rank == waits:
                 part.timeout_s = NEVER_S
+                while ranks.engines[rank].peer_state(ranks.engines[goes].address) != "lost":
+                    part.advance(got.round)
                 with pytest.raises(xr.WaitTimeout, match=f"rank {late} .* has not sent its combine of round 1"):
-                    while ranks.engines[rank].peer_state(ranks.engines[goes].address) != "lost":
-                        part.advance(got.round)
                     part.combine_recv(got)
 
         ranks.each(play)
@@ -191,8 +191,8 @@ def test_a_rank_that_has_all_of_its_last_round_may_go_before_others_have(
 
 def test_a_farewell_does_not_overtake_results(nothing_leaks: None) -> None:
     tokens, hidden = 8192, 4096  # 128 MiB of results: they take a while
-    with Ranks(2, {"transport": "tcp"}, experts=2, hidden=hidden, top_k=1, max_tokens=tokens, scale_block=None, out_dtype="float32",
-               node_size=1) as ranks:  # fmt: skip
+    config = {"experts": 2, "hidden": hidden, "top_k": 1, "max_tokens": tokens, "scale_block": None}
+    with Ranks(2, {"transport": "tcp"}, **config, out_dtype="float32", node_size=1) as ranks:
 
         def play(part: AllToAll, rank: int) -> None:
             sent = [1, tokens][rank]

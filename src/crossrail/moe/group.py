@@ -27,8 +27,8 @@ _BUFFERS = 64
 _LOOK_EVERY_S = 0.05
 _EARLY_MAX = 256  # of an engine; the oldest are given up
 
-# Packets of groups that an engine has not made yet: ranks that make another one, without one that died, say, or with the
-# same ranks, do so one after another, and who is not there yet still has the pool of the group before.
+# Packets of groups that an engine has not made yet: ranks that make another one, without one that died, say, or with
+# the same ranks, do so one after another, and who is not there yet still has the pool of the group before.
 _early: weakref.WeakKeyDictionary[xr.Engine, deque[tuple[xr.Address, bytes]]] = weakref.WeakKeyDictionary()
 # Groups of the same ranks that an engine has had: the number of the last one, by name.
 _numbers: weakref.WeakKeyDictionary[xr.Engine, dict[bytes, int]] = weakref.WeakKeyDictionary()
@@ -54,9 +54,9 @@ class EngineGroup:
 
     addresses: of all ranks, by rank, the engine's own among them.
 
-    Groups of the same ranks are numbered, so that none takes what is for the next. Where a rank gave up, and made another
-    one, the numbers of ranks differ: who waits in his first exchange goes on with the highest, who is further is told by
-    CrossrailError, and meets the others when he begins anew, with this group or with another.
+    Groups of the same ranks are numbered, so that none takes what is for the next. Where a rank gave up, and made
+    another one, the numbers of ranks differ: who waits in his first exchange goes on with the highest, who is further
+    is told by CrossrailError, and meets the others when he begins anew, with this group or with another.
     """
 
     def __init__(self, engine: xr.Engine, addresses: Sequence[xr.Address | bytes]) -> None:
@@ -100,8 +100,8 @@ class EngineGroup:
                 self._begin_anew(self._ahead[gone])
                 if exchange > 0:
                     raise CrossrailError(
-                        f"rank {gone} ({self._addresses[gone].name!r}) had given up, and has begun anew. Next: do so on "
-                        "all ranks"
+                        f"rank {gone} ({self._addresses[gone].name!r}) had given up, and has begun anew. Next: do so "
+                        "on all ranks"
                     )
                 self._exchange = 1
                 sent += self._send(others, exchange, data)

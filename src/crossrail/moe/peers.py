@@ -84,9 +84,9 @@ class Peers:
             raise
         for rank in far.ranks:
             self.near.watch(rank, members[rank].address, far.imms_of(rank))
-        for rank, board in zip(ranks, boards, strict=True):
+        for rank, theirs in zip(ranks, boards, strict=True):
             if rank != group.rank:
-                far.watch(rank, board)
+                far.watch(rank, theirs)
         if config.node_sums:
             self.sums = NodeSums(self.layout, group.rank, self.near.boards, far, memory, config.max_tokens)
 

@@ -97,7 +97,7 @@ class SimEventLoop(asyncio.BaseEventLoop):
         """Waits for at most so many virtual seconds, None: for ever. The callbacks that are due."""
         now_ns = self.world.now_ns
         deadline_ns = None if timeout is None else now_ns + self._spun_ns(math.ceil(timeout * 1e9))
-        if self._is_past_limit():
+        if self._limit_ns is not None and now_ns >= self._limit_ns:
             raise WaitTimeout(f"the simulation is at its limit of {self._limit_ns / 1e9:g} s; {self._waiting()}")
         outcome = self.world._advance(deadline_ns, self._limit_ns, self._notifier, goes_on=False)
         # Some real time has passed, and signals' handlers have run. For the world it is the same wait: with a deadline
