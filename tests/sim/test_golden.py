@@ -12,7 +12,7 @@ import crossrail as xr
 from crossrail import sim
 
 _NBYTES = 1 << 16
-_GOLDEN = "8d95b21086f3c5b9264265a5909d27a3"
+_GOLDEN = "e6407cdcbbfadc6ac181bd4fd491e755"
 
 
 class _Draws:
