@@ -58,11 +58,11 @@ def written(path: Path, *results: Figure, machine: object = None, **changes: obj
 @pytest.mark.parametrize("width", [60, 80, 100, 123, 124, 200])
 def test_names_and_figures_are_whole_in_the_table_however_narrow_it_is(width: int) -> None:
     figures = [figure("post-recorded-writes", (141.9, 142.7)), figure("py-await", (338_766, 338_768), unit="k/s")]
-    console = Console(width=width, file=io.StringIO(), color_system=None)
+    shown = io.StringIO()
 
-    console.print(report.make_table(figures, width))
+    Console(width=width, file=shown, color_system=None).print(report.make_table(figures, width))
 
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = shown.getvalue()
     assert max(map(len, text.splitlines())) <= width
     titles = [f"title of {one.measure.name}" if width >= 124 else one.measure.name for one in figures]
     for words in (*titles, *(report.figure(one.value) for one in figures), "k/s"):
