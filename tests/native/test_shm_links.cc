@@ -87,21 +87,4 @@ TEST_CASE("shm: answers to reads that were taken back hold up nothing that comes
   CHECK(turn_until({&pair.here, &pair.there}, [&] { return pair.there.sink.imm_units > 0; }));
 }
 
-TEST_CASE("shm: a confirmation that was seen is news until the next poll") {
-  Pair pair;
-  const auto key = pair.target();
-  const WorkRequest write{
-      .op = WorkOp::kWrite, .local = pair.source.data(), .length_bytes = 100, .remote = key.get(), .context = &pair};
-  REQUIRE(pair.post(write) == 1);
-  CHECK(!pair.here.transport.has_arrivals());
-  pair.there.transport.poll();
-
-  CHECK(pair.here.transport.has_arrivals());
-  CHECK(pair.here.transport.has_arrivals());
-
-  pair.here.transport.poll();
-  CHECK(pair.here.sink.done == 1);
-  CHECK(!pair.here.transport.has_arrivals());
-}
-
 }  // namespace crossrail::shm

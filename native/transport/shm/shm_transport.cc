@@ -317,11 +317,10 @@ bool ShmTransport::has_arrivals() {
   for (const auto& link : outgoing_) {
     if (!link->up || !link->awaits_target()) continue;
     if (link->responses.has_entry()) return true;
-    // And not retired: whoever looks, here or for room, may have seen it before.
     const auto confirmed = [](RailQueue& queue) {
-      if (queue.staged_inflight == 0) return false;
+      const uint64_t before = queue.writer.consumed();
       queue.writer.refresh();
-      return queue.writer.consumed() > queue.retired;
+      return queue.staged_inflight > 0 && queue.writer.consumed() != before;
     };
     if (confirmed(link->messages) || confirmed(link->services)) return true;
     for (RailQueue& rail : link->rails) {
