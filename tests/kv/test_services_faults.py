@@ -342,15 +342,25 @@ async def test_router_restarted_at_a_step_running_requests_finish(cluster: Clust
 
 
 async def test_next_router_may_cancel_what_runs(cluster: Cluster) -> None:
+    """From when it has heard of the request on, which is before the decoder hears that it has joined."""
     await start(cluster, token_s=20 * SLOW_S)
     client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
     await reach(cluster, "running")
     await cluster.close_router()
     await client
     router = cluster.add_router("router-again")
-    await until(lambda: router.adopted("r1"), "it knows the request")
-    cancel = m.Cancel("r1", "test")
-    assert (await router.mailbox.ask(cluster.nodes["d0"].mailbox.address, cancel, m.Taken, WAIT_S)).wanted
+    decoder, heard = cluster.nodes["d0"], asyncio.get_running_loop().create_future()
+
+    async def cancel_before_answering(sender: bytes, join: m.Join) -> m.Message:
+        answer = await router._on_join(sender, join)
+        if router.adopted("r1") and not heard.done():
+            cancel = m.Cancel("r1", "test")
+            heard.set_result(await router.mailbox.ask(decoder.mailbox.address, cancel, m.Taken, WAIT_S))
+            assert not decoder.links[0].joined.is_set()
+        return answer
+
+    router.mailbox.handle(m.Join, cancel_before_answering)
+    assert (await asyncio.wait_for(heard, WAIT_S)).wanted
     await until(lambda: router.adopted("r1").end, "the request ends")
     assert router.adopted("r1").end.reason == "cancelled"
     await quiet(cluster)

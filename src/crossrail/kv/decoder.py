@@ -175,7 +175,7 @@ class Decoder(Node):
         serving = self._servings.get(cancel.request)
         # Names may come from clients, and another router may have one of this name that we have refused. Who has placed
         # ours is heard, and who is in its stead.
-        if serving is not None and sender not in (serving.router, serving.link.address):
+        if serving is not None and sender not in (serving.router, serving.link.found):
             return m.Taken(wanted=False)
         self._remember_ended(cancel.request, cancel.placement)  # its Start may still be on the way
         if serving is None or serving.placement > cancel.placement:

@@ -54,12 +54,14 @@ class RouterLink:
     """This node's membership with one router, for as long as the node lives, through restarts of the router.
 
     address: where the router is; None while it is not known, or does not know us.
+    found: where it was last, or will be: who joins is known to the router some time before it hears so.
     """
 
     def __init__(self, node: Node, find: FindRouter) -> None:
         self._node = node
         self._find = find
         self.address: bytes | None = None
+        self.found: bytes | None = None
         self.joined = asyncio.Event()
         self._report_now = asyncio.Event()
         self._left = False
@@ -73,7 +75,7 @@ class RouterLink:
         """Joins, reports, joins again when it must; ends when it is refused, or has left."""
         while not self._left:
             try:
-                address = await self._find()
+                address = self.found = await self._find()
                 await self._stay(address, await self._join(address))
             except Refused as refusal:
                 self._node.refuse(refusal)

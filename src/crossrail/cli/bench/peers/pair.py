@@ -74,8 +74,8 @@ class PeerPair:
         self._settings = settings
         self.timeout_s = settings.timeout_s  # may be changed between calls
         self._folder = Path(tempfile.mkdtemp(prefix="crossrail-peers-"))
-        self._stderr: BinaryIO = (self._folder / "stderr").open("a+b")
         self._launched: list[subprocess.Popen[bytes]] = []
+        self._printed: list[BinaryIO] = []  # what each of them prints: in one file two lines would run into one
         self._processes: list[_Process] = []
         try:
             with socket.socket(socket.AF_UNIX) as listener:
@@ -130,7 +130,8 @@ class PeerPair:
         for launched in self._launched:
             launched.kill()
             launched.wait()
-        self._stderr.close()
+        for printed in self._printed:
+            printed.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _is_ours(self, pid: int) -> bool:
@@ -161,12 +162,14 @@ class PeerPair:
 
     def _popen(self, command: list[str]) -> None:
         environment = os.environ | _ONE_THREAD | dict(self._offer.environment)
+        printed = (self._folder / f"printed-{len(self._launched)}").open("a+b")
+        self._printed.append(printed)
         self._launched.append(
             subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=self._stderr,
-                stderr=self._stderr,
+                stdout=printed,
+                stderr=printed,
                 env=environment,
                 start_new_session=True,
             )
@@ -179,9 +182,9 @@ class PeerPair:
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                codes = [code for process in self._launched if (code := process.poll()) is not None]
-                if codes:
-                    raise PeerFailed(f"{_ending(codes[0])} at the start{self._last_words()}") from None
+                for index, process in enumerate(self._launched):
+                    if (code := process.poll()) is not None:
+                        raise PeerFailed(f"{_ending(code)} at the start{self._last_words(index)}") from None
                 if time.monotonic() > deadline:
                     raise PeerFailed(f"did not start within {self.timeout_s:g} s") from None
                 continue
@@ -225,20 +228,25 @@ class PeerPair:
             return None
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise PeerFailed(f"the {ROLES[process.rank]} at {doing}: {answer['error']}{self._last_words()}")
+            words = self._last_words(self._launch_of(process))
+            raise PeerFailed(f"the {ROLES[process.rank]} at {doing}: {answer['error']}{words}")
         return answer
 
     def _gone(self, process: _Process, doing: str) -> PeerFailed:
-        launched = self._launched[process.rank if len(self._launched) > 1 else 0]
+        index = self._launch_of(process)
         try:
-            ending = _ending(launched.wait(min(self.timeout_s, 5.0)))
+            ending = _ending(self._launched[index].wait(min(self.timeout_s, 5.0)))
         except subprocess.TimeoutExpired:
             ending = "closed its connection"
-        return PeerFailed(f"the {ROLES[process.rank]}: {ending} at {doing}{self._last_words()}")
+        return PeerFailed(f"the {ROLES[process.rank]}: {ending} at {doing}{self._last_words(index)}")
 
-    def _last_words(self) -> str:
-        """The last line that the processes printed, if any."""
-        printed = self._stderr.fileno()  # they share its position with us: it is left alone
+    def _launch_of(self, process: _Process) -> int:
+        """mpiexec is launched once, for both."""
+        return process.rank if len(self._launched) > 1 else 0
+
+    def _last_words(self, launch: int) -> str:
+        """The last line that it printed, if any."""
+        printed = self._printed[launch].fileno()  # it shares its position with us: it is left alone
         size = os.fstat(printed).st_size
         lines = os.pread(printed, _STDERR_BYTES, max(size - _STDERR_BYTES, 0)).decode(errors="replace").splitlines()
         said = [line.strip() for line in lines if line.strip()]
