@@ -43,7 +43,11 @@ PeerRef EngineHandle::peer(nb::handle address) {
 }
 
 void EngineHandle::close(nb::handle timeout_s) {
-  if (!engine_ || engine_.inherited()) return;
+  if (!engine_) return;
+  if (engine_.inherited()) {
+    drop_caches();  // they name us, and outlive us
+    return;
+  }
   const EngineRef engine = engine_.ref();
   const Deadline deadline = to_deadline(timeout_s, engine->clock());
   {
@@ -51,7 +55,7 @@ void EngineHandle::close(nb::handle timeout_s) {
     engine->close(deadline);
   }
   drop_caches();
-  reap();
+  reap(retired_.size());
   std::vector<nb::object> buffers;  // the end of one may run any Python code: when the ring is not looked at
   for (RingNode* node = regions_.next; node != &regions_; node = node->next) {
     auto* region = static_cast<RegionHandle*>(node);
@@ -69,14 +73,16 @@ void EngineHandle::retire(RegionRef region, nb::object buffer) {
   retired_.push_back({Held<Region>(std::move(region)), std::move(buffer)});
 }
 
-void EngineHandle::reap() {
+void EngineHandle::reap(size_t looks_max) {
   std::vector<Retired> done;  // ends when retired_ is whole again, see close()
-  for (size_t i = 0; i < retired_.size();) {
-    if (!retired_[i].region.inherited() && !retired_[i].region->poll_close()) {
-      i++;
+  for (size_t looks = std::min(retired_.size(), looks_max); looks > 0; --looks) {
+    if (next_retired_ >= retired_.size()) next_retired_ = 0;
+    Retired& retired = retired_[next_retired_];
+    if (!retired.region.inherited() && !retired.region->poll_close()) {
+      ++next_retired_;
       continue;
     }
-    std::swap(retired_[i], retired_.back());
+    std::swap(retired, retired_.back());
     done.push_back(std::move(retired_.back()));
     retired_.pop_back();
   }

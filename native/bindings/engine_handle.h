@@ -23,7 +23,7 @@ class EngineHandle {
   // Throws in a forked child.
   const EngineRef& core() {
     if (!retired_.empty()) [[unlikely]]
-      reap();
+      reap(kLooksPerCall);
     return engine_.ref();
   }
   bool inherited() const { return engine_.inherited(); }
@@ -47,8 +47,8 @@ class EngineHandle {
   void adopt(RegionHandle* region) { region->insert_after(&regions_); }
   // Takes over a region whose Python object is gone, and its buffer, until nothing uses them.
   void retire(RegionRef region, nb::object buffer);
-  // Drops the retired regions that nothing uses any more.
-  void reap();
+  // Drops retired regions that nothing uses any more: looks at so many at most, at others than the last time.
+  void reap(size_t looks_max);
 
   int traverse(visitproc visit, void* arg) const;
 
@@ -57,6 +57,7 @@ class EngineHandle {
     Held<Region> region;
     nb::object buffer;
   };
+  static constexpr size_t kLooksPerCall = 16;
   void drop_caches();
 
   PyObject* const self_;  // borrowed: we live inside of it
@@ -67,6 +68,7 @@ class EngineHandle {
   RingNode peers_;
   RingNode regions_;
   std::vector<Retired> retired_;
+  size_t next_retired_ = 0;  // to be looked at
 };
 
 }  // namespace crossrail::bindings

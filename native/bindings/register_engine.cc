@@ -285,8 +285,9 @@ void register_engine(nb::module_& module) {
           nb::sig("def release_imm(self, imm: int, *, force: bool = False) -> None"),
           R"(Says that no peer sends this number any more: drops its counter, and alloc_imm may hand it out again.
 
-It rests until all others were handed out, and what arrives for it meanwhile puts it in use again. UsageError where it
-can be seen that counts are expected: somebody waits for it, or a part of one has arrived. force: drops those too.)")
+It rests until all others were handed out, or a million released; what arrives for it meanwhile puts it in use again.
+UsageError where it can be seen that counts are expected: somebody waits for it, or a part of one has arrived. force: drops
+those too.)")
       .def(
           "progress",
           [](Self self) {

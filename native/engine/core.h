@@ -163,6 +163,9 @@ class EngineCore final : public Sink, public Actor {
   static TransferWork& work_of(Transfer& transfer) { return *transfer.work_; }
   // `short_work`: posting it costs no more than waking the worker would.
   TransferRef hand_over(TransferRef transfer, bool short_work);
+  // Of a filled one with verify=True, before it is handed over. Reads all that is to be sent: on the submitting thread, so
+  // that nobody else waits meanwhile.
+  void plan_verification(TransferWork& work);
   // Regions that peers may name, by id. Any thread.
   void list_region(uint64_t id, Region* region);
   void unlist_region(uint64_t id, bool is_revoked);
@@ -193,6 +196,7 @@ class EngineCore final : public Sink, public Actor {
   void worker_main();
   void drive_until_idle();
   bool try_enter(uint8_t mark = 1);
+  [[noreturn]] void throw_closed_meanwhile() const;
   Deadline tend_watchdog();
   WaitResult wait_on_stage(const std::function<bool()>& ready, Deadline deadline, const InterruptCheck& interrupted);
   void leave();
@@ -234,6 +238,7 @@ class EngineCore final : public Sink, public Actor {
   static WorkRequest range_request(const Peer& peer, const TransferWork& work, RemoteKey* key, uint64_t offset,
                                    uint64_t length_bytes);
   Progress post_pages(Peer& peer, Transfer* transfer);
+  Progress post_long_pages(Peer& peer, Transfer* transfer, RemoteKey* key);
   Progress post_target(Peer& peer, Transfer* transfer, ScatterTarget& target);
   Progress post_message(Peer& peer, Transfer* transfer);
   static void plan_range(const Peer& peer, TransferWork& work);

@@ -218,6 +218,10 @@ bool EngineCore::progress() {
     return options_.stage->advance(clock().now_ns()) == Stage::Step::kMoved;
   }
   if (!try_enter()) return false;
+  if (closed()) {
+    progress_lock_.unlock();
+    return false;
+  }
   const bool moved = round() > 0;
   leave_awake();  // also when something moved: the caller may never come back
   return moved;

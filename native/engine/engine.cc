@@ -208,7 +208,7 @@ PeerGroupRef Engine::add_peer_group(std::span<const Address> addresses) {
 Ref<ImmCounter> Engine::imm_counter(uint32_t imm) {
   core_->check_usable();
   if (imm > kImmMax) throw UsageError("imm = " + text(imm) + " is not in 0..2**28-1");
-  Ref<ImmCounter> counter = core_->imms_.find_or_add(Ref<Engine>::share(this), imm);
+  Ref<ImmCounter> counter = core_->imms_.find_or_add(this, imm);
   if (!counter) {
     throw UsageError("imm_counters_max = " + text(options().imm_counters_max) +
                      " counters exist already: release some, or raise it");
@@ -218,7 +218,7 @@ Ref<ImmCounter> Engine::imm_counter(uint32_t imm) {
 
 Ref<ImmCounter> Engine::alloc_imm() {
   core_->check_usable();
-  return core_->imms_.allocate(Ref<Engine>::share(this));
+  return core_->imms_.allocate(this);
 }
 
 void Engine::release_imm(uint32_t imm, bool force) { core_->imms_.release(imm, force); }

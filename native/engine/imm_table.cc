@@ -8,12 +8,17 @@
 
 namespace crossrail {
 
-Ref<ImmCounter> ImmTable::find_or_add(const Ref<Engine>& engine, uint32_t imm) {
+Ref<ImmCounter> ImmTable::find_or_add(Engine* engine, uint32_t imm) {
   std::lock_guard lock(lock_);
   const auto found = counters_.find(imm);
   if (found != counters_.end()) return found->second;
   if (counters_.size() >= capacity_) return nullptr;
-  auto counter = Ref<ImmCounter>::adopt(new ImmCounter(engine, imm));
+  return add(engine, imm);
+}
+
+// Under the lock, of a number without one.
+Ref<ImmCounter> ImmTable::add(Engine* engine, uint32_t imm) {
+  auto counter = Ref<ImmCounter>::adopt(new ImmCounter(Ref<Engine>::share(engine), imm));
   if (closed_) {
     counter->close();
   } else {
@@ -25,30 +30,24 @@ Ref<ImmCounter> ImmTable::find_or_add(const Ref<Engine>& engine, uint32_t imm) {
 // A number without a counter: what has arrived for a released one since takes it out of circulation.
 uint32_t ImmTable::draw() {
   while (next_ <= kImmMax && counters_.contains(next_)) ++next_;
-  if (next_ <= kImmMax) return next_++;
+  if (next_ <= kImmMax && released_.size() < kRestingMax) return next_++;
   while (!released_.empty()) {
     const uint32_t imm = released_.front();
     released_.pop_front();
     if (!counters_.contains(imm)) return imm;
   }
+  if (next_ <= kImmMax) return next_++;
   throw UsageError("all " + std::to_string(kImmMax - first_ + 1) + " immediate numbers are in use: release some");
 }
 
 // Drawn and taken under one lock: nothing can arrive in between and pass for a count of the new owner's.
-Ref<ImmCounter> ImmTable::allocate(const Ref<Engine>& engine) {
+Ref<ImmCounter> ImmTable::allocate(Engine* engine) {
   std::lock_guard lock(lock_);
   if (counters_.size() >= capacity_) {
     throw UsageError("imm_counters_max = " + std::to_string(capacity_) +
                      " counters exist already: release some, or raise it");
   }
-  const uint32_t imm = draw();
-  auto counter = Ref<ImmCounter>::adopt(new ImmCounter(engine, imm));
-  if (closed_) {
-    counter->close();
-  } else {
-    counters_.emplace(imm, counter);
-  }
-  return counter;
+  return add(engine, draw());
 }
 
 void ImmTable::release(uint32_t imm, bool force) {
@@ -85,7 +84,7 @@ bool ImmTable::note_arrival(Engine* engine, uint32_t imm, uint64_t units) {
   const uint64_t releases = releases_.load(std::memory_order_acquire);
   if (!last_ || last_->imm() != imm || last_releases_ != releases) {
     flush_arrivals();
-    last_ = find_or_add(Ref<Engine>::share(engine), imm);
+    last_ = find_or_add(engine, imm);
     last_releases_ = releases;
     if (!last_) return false;
   }

@@ -21,9 +21,9 @@ class ImmTable {
       : capacity_(capacity), first_(first), next_(first) {}
 
   // Null when the table is full.
-  Ref<ImmCounter> find_or_add(const Ref<Engine>& engine, uint32_t imm);
+  Ref<ImmCounter> find_or_add(Engine* engine, uint32_t imm);
   // A number from the upper half that has no counter.
-  Ref<ImmCounter> allocate(const Ref<Engine>& engine);
+  Ref<ImmCounter> allocate(Engine* engine);
   // Throws UsageError where it can be seen that counts of it are still expected, unless forced: then they are dropped.
   void release(uint32_t imm, bool force);
   void close_all();
@@ -49,6 +49,10 @@ class ImmTable {
  private:
   static constexpr uint32_t kFirstAllocated = 1u << (kImmBits - 1);
 
+  // Released numbers that wait for their turn at most: beyond, the oldest is used again.
+  static constexpr size_t kRestingMax = size_t{1} << 20;
+
+  Ref<ImmCounter> add(Engine* engine, uint32_t imm);
   uint32_t draw();
 
   const uint32_t capacity_;
@@ -56,7 +60,8 @@ class ImmTable {
   mutable SpinLock lock_;  // guards counters_, next_, released_
   std::unordered_map<uint32_t, Ref<ImmCounter>> counters_;
   uint32_t next_;
-  // Reused only when all numbers were handed out once: the oldest first. May hold some that are in use again, or twice.
+  // Reused when all numbers were handed out once, or that many rest: the oldest first. May hold some that are in use
+  // again, or twice.
   std::deque<uint32_t> released_;
   std::atomic<uint64_t> releases_{0};
   bool closed_ = false;

@@ -75,7 +75,7 @@ void check_options(const EngineOptions& options) {
                "submit_queue_depth", text(options.submit_queue_depth), "the powers of two 16..65536");
   check_option(options.imm_counters_max >= 1 && options.imm_counters_max <= (1u << 24), "imm_counters_max",
                text(options.imm_counters_max), "1..2**24");
-  check_option(options.message_bytes_max >= 1 && options.message_bytes_max <= 256 * 1024, "message_bytes_max",
+  check_option(options.message_bytes_max >= 1 && options.message_bytes_max <= kMessageBytesMax, "message_bytes_max",
                text(options.message_bytes_max), "1..262144");
   check_option(options.spin_ns >= 0 && options.spin_ns <= 10'000'000'000, "spin_us",
                std::to_string(static_cast<double>(options.spin_ns) * 1e-3), "0..1e7");

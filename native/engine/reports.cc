@@ -61,7 +61,7 @@ void EngineCore::count_arrivals() {
   constexpr int kTurnsMax = 1000;       // others may go on for ever
   if (closed() || is_staged()) return;  // in a simulation what arrives takes its virtual time
   run_as_holder([this] {
-    for (int turn = 0; turn < kTurnsMax && poll_transports() > 0; ++turn) {
+    for (int turn = 0; turn < kTurnsMax && !closed() && poll_transports() > 0; ++turn) {
     }
     imms_.flush_arrivals();
     record_arrivals();

@@ -104,14 +104,12 @@ inline void check_memory(const Region& local, const RemoteRegion& remote, bool v
   check_gpu(local, remote, verify);
 }
 
-// Reads all that is to be sent: on the submitting thread, so that nobody else waits meanwhile.
-void verify(TransferWork& work) {
+void check_verifiable(const TransferWork& work) {
   const auto moves_nothing = [](const Peer& peer) { return peer.transport_kind() == TransportKind::kNull; };
   const bool is_scatter = work.kind == OpKind::kScatter;
   if (is_scatter ? std::ranges::any_of(work.targets, [&](const auto& target) { return moves_nothing(*target.peer); })
                  : moves_nothing(work.peer()))
     throw UsageError("verify needs a transport that moves bytes, and 'null' does not");
-  make_verify_plan(work);
 }
 
 }  // namespace
@@ -120,6 +118,27 @@ TransferRef EngineCore::make_transfer(OpKind kind) {
   Transfer* transfer = transfers_.take();
   transfer->work_->kind = kind;
   return TransferRef::adopt(transfer);
+}
+
+void EngineCore::throw_closed_meanwhile() const {
+  check_usable();  // its engine's end may have closed it
+  throw UsageError("the region was closed while it was submitted from or to");
+}
+
+void EngineCore::plan_verification(TransferWork& work) {
+  check_verifiable(work);
+  Region* const local = work.local;
+  struct Use {
+    explicit Use(Region* region) : region(region) { region->begin_op(); }
+    ~Use() { region->end_op(); }
+    Region* const region;
+  } const use(local);
+  // Between our caller's look and now. From begin_op on, close() waits for us; before it, we see it.
+  if (local->closed()) {
+    work.local = nullptr;
+    throw_closed_meanwhile();
+  }
+  make_verify_plan(work);
 }
 
 TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
@@ -137,8 +156,7 @@ TransferRef EngineCore::hand_over(TransferRef transfer, bool short_work) {
     }
     transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed);
     transfer->work_->local = nullptr;
-    check_usable();  // its engine's end may have closed it
-    throw UsageError("the region was closed while it was submitted from or to");
+    throw_closed_meanwhile();
   }
   if (here) {
     submit_here(transfer.get());
@@ -167,7 +185,7 @@ TransferRef Engine::submit_write(const WriteRequest& request) {
   work.imm = request.imm;
   work.rail = request.rail;
   work.bulk = request.length_bytes >= kBulkBytes;
-  if (request.verify) verify(work);
+  if (request.verify) core_->plan_verification(work);
   return core_->hand_over(std::move(transfer), request.length_bytes <= kShortBytes);
 }
 
@@ -188,7 +206,7 @@ TransferRef Engine::submit_read(const ReadRequest& request) {
   work.length_bytes = request.length_bytes;
   work.rail = request.rail;
   work.bulk = request.length_bytes >= kBulkBytes;
-  if (request.verify) verify(work);
+  if (request.verify) core_->plan_verification(work);
   return core_->hand_over(std::move(transfer), request.length_bytes <= kShortBytes);
 }
 
@@ -238,7 +256,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   work.imm = request.imm;
   work.rail = request.rail;
   work.bulk = work.length_bytes >= kBulkBytes;
-  if (request.verify) verify(work);
+  if (request.verify) core_->plan_verification(work);
   return core_->hand_over(std::move(transfer), work.length_bytes <= kShortBytes && count <= kShortPages);
 }
 
@@ -258,38 +276,38 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
   }
   check_imm(request.imm);
   check_imms(request.imms, request.imm, count);
-  for (size_t i = 0; i < count; ++i) {
-    if (request.dsts[i] == nullptr || request.dsts[i]->descriptor().access != Access::kRemoteWrite) {
-      check_remote(request.dsts[i], ("dsts[" + text(i) + "]").c_str(), Access::kRemoteWrite);
-    }
-    check_memory(*request.src, *request.dsts[i], request.verify);
-    check_range("src", request.src_offsets[i], request.lengths[i], request.src->length_bytes());
-    check_range("dsts", request.dst_offsets[i], request.lengths[i], request.dsts[i]->length_bytes());
-    if (request.group != nullptr && request.group->peers()[i].get() != request.dsts[i]->peer()) {
-      throw UsageError("dsts[" + text(i) + "] belongs to '" + request.dsts[i]->peer()->address().name +
-                       "', the group's peer there is '" + request.group->peers()[i]->address().name + "'");
-    }
-  }
   TransferRef transfer = core_->make_transfer(OpKind::kScatter);
   TransferWork& work = EngineCore::work_of(*transfer);
   work.targets.resize(count);
   uint64_t bytes_here = 0;  // that posting itself would move
   for (size_t i = 0; i < count; ++i) {
+    RemoteRegion* const dst = request.dsts[i];
+    if (dst == nullptr || dst->descriptor().access != Access::kRemoteWrite) {
+      check_remote(dst, ("dsts[" + text(i) + "]").c_str(), Access::kRemoteWrite);
+    }
+    check_memory(*request.src, *dst, request.verify);
+    if (request.group != nullptr && request.group->peers()[i].get() != dst->peer()) {
+      throw UsageError("dsts[" + text(i) + "] belongs to '" + dst->peer()->address().name +
+                       "', the group's peer there is '" + request.group->peers()[i]->address().name + "'");
+    }
     ScatterTarget& target = work.targets[i];
-    if (target.dst.get() != request.dsts[i]) target.dst = RemoteRegionRef::share(request.dsts[i]);
-    target.peer = request.dsts[i]->peer();
+    if (target.dst.get() != dst) target.dst = RemoteRegionRef::share(dst);
+    target.peer = dst->peer();
     target.imm = request.imms.empty() ? request.imm : request.imms[i];
     target.src_offset = request.src_offsets[i];
     target.dst_offset = request.dst_offsets[i];
     target.begin(request.lengths[i]);
-    work.length_bytes += request.lengths[i];
-    if (!target.peer->route_.traits->balances_rails) bytes_here += request.lengths[i];
+    // Checked on our copy: the caller's arrays may change meanwhile.
+    check_range("src", target.src_offset, target.length_bytes, request.src->length_bytes());
+    check_range("dsts", target.dst_offset, target.length_bytes, dst->length_bytes());
+    work.length_bytes += target.length_bytes;
+    if (!target.peer->route_.traits->balances_rails) bytes_here += target.length_bytes;
   }
   work.targets_total = count;
   work.local = request.src;
   work.imm = request.imm;
   work.bulk = work.length_bytes >= kBulkBytes;
-  if (request.verify) verify(work);
+  if (request.verify) core_->plan_verification(work);
   return core_->hand_over(std::move(transfer), bytes_here <= kShortBytes && count <= kShortTargets);
 }
 
@@ -332,7 +350,7 @@ Ref<ReceivePool> Engine::submit_recvs(uint32_t buffer_count, uint32_t buffer_byt
   core_->check_usable();
   if (buffer_count == 0 || buffer_count > (1u << 20))
     throw UsageError("count = " + text(buffer_count) + " is not in 1..2**20");
-  if (buffer_bytes == 0 || buffer_bytes > 256 * 1024)
+  if (buffer_bytes == 0 || buffer_bytes > kMessageBytesMax)
     throw UsageError("nbytes = " + text(buffer_bytes) + " is not in 1..262144");
   auto pool = Ref<ReceivePool>::adopt(new ReceivePool(Ref<Engine>::share(this), buffer_count, buffer_bytes));
   {

@@ -157,7 +157,10 @@ Transfer* TransferPool::take() {
     std::lock_guard lock(lock_);
     if (out_++ == 0) engine_->add_ref();
     transfer = free_;
-    if (transfer != nullptr) free_ = transfer->next_free_;
+    if (transfer != nullptr) {
+      free_ = transfer->next_free_;
+      pages_kept_ -= transfer->work_->page_capacity;
+    }
   }
   if (transfer == nullptr) transfer = new Transfer(core_);
   transfer->word_.store(Transfer::kOneRef, std::memory_order_relaxed);  // published with the transfer itself
@@ -181,9 +184,13 @@ void TransferPool::give_back(Transfer* transfer) {
   if (transfer->cancel_requested_.load(std::memory_order_relaxed))
     transfer->cancel_requested_.store(false, std::memory_order_relaxed);
   Engine* const engine = engine_;
+  TransferWork& work = *transfer->work_;
+  TransferWork::PageArrays surplus;  // freed after the lock
   bool last;
   {
     std::lock_guard lock(lock_);
+    if (pages_kept_ + work.page_capacity > kPagesKeptMax) surplus = work.take_pages();
+    pages_kept_ += work.page_capacity;
     transfer->next_free_ = free_;
     free_ = transfer;
     last = --out_ == 0;

@@ -30,6 +30,9 @@ class TransferPool {
   SpinLock lock_;
   Transfer* free_ = nullptr;
   uint64_t out_ = 0;
+  // Index arrays of those in free_, of pages: what a burst needed is not kept for good.
+  static constexpr uint64_t kPagesKeptMax = uint64_t{4} << 20;  // 32 MiB
+  uint64_t pages_kept_ = 0;
 };
 
 }  // namespace crossrail

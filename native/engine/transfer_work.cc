@@ -15,11 +15,7 @@ void TransferWork::recycle() {
       break;
     case OpKind::kPagedWrites:
       page = 0;
-      if (page_capacity > kPagesKept) {
-        local_pages.reset();
-        remote_pages.reset();
-        page_capacity = 0;
-      }
+      if (page_capacity > kPagesKept) take_pages();
       break;
     case OpKind::kScatter:
     case OpKind::kBarrier:
@@ -44,6 +40,11 @@ void TransferWork::recycle() {
   pieces = 0;
   piece = 0;
   slice_offset = 0;
+}
+
+TransferWork::PageArrays TransferWork::take_pages() {
+  page_capacity = 0;
+  return {std::move(local_pages), std::move(remote_pages)};
 }
 
 }  // namespace crossrail

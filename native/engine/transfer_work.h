@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
@@ -115,6 +116,8 @@ struct alignas(64) TransferWork {
   }
   // Ready for the next transfer; keeps storage.
   void recycle();
+  using PageArrays = std::pair<std::unique_ptr<uint32_t[]>, std::unique_ptr<uint32_t[]>>;
+  PageArrays take_pages();  // leaves none
 };
 
 }  // namespace crossrail

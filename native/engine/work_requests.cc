@@ -206,9 +206,10 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
 EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
   TransferWork& work = *transfer->work_;
   RemoteKey* key = key_of(peer, *work.remote);
+  const Traits& traits = *peer.route_.traits;
+  if (traits.fifo_rails && work.page_bytes > traits.slice_bytes_max) return post_long_pages(peer, transfer, key);
   const bool can_join = work.local_stride_bytes == work.page_bytes && work.remote_stride_bytes == work.page_bytes;
-  const uint64_t fits =
-      std::max<uint64_t>(1, peer.route_.traits->slice_bytes_max / std::max<uint64_t>(1, work.page_bytes));
+  const uint64_t fits = std::max<uint64_t>(1, traits.slice_bytes_max / std::max<uint64_t>(1, work.page_bytes));
   const uint64_t run_max = can_join ? std::min<uint64_t>(kPagesPerRequestMax, fits) : 1;
   const uint32_t* local_pages = work.local_pages.get();
   const uint32_t* remote_pages = work.remote_pages.get();
@@ -260,6 +261,43 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
     if (work.failure != Status::kDone) return Progress::kAllPosted;
     if (work.rail == kAnyRail && ++work.first_rail >= peer.route_.traits->rail_count) work.first_rail = 0;
     if (accepted < filled) return refused(rail);
+  }
+  return Progress::kAllPosted;
+}
+
+// Pages that nothing else should have to wait for: each in slices on one rail, whose order puts the immediate behind them.
+EngineCore::Progress EngineCore::post_long_pages(Peer& peer, Transfer* transfer, RemoteKey* key) {
+  TransferWork& work = *transfer->work_;
+  const Traits& traits = *peer.route_.traits;
+  for (uint64_t turn_bytes = 0; work.page < work.page_count;) {
+    if (turn_bytes >= kBytesPerTurn) return Progress::kMore;
+    const uint64_t length = std::min(work.page_bytes - work.slice_offset, traits.slice_bytes_max);
+    const bool is_last = work.slice_offset + length == work.page_bytes;
+    WorkRequest request;
+    request.op = WorkOp::kWrite;
+    request.has_imm = is_last && work.imm != kNoImm;
+    request.bulk = work.bulk;
+    request.wire_imm = request.has_imm ? wire_imm(work.imm, 0) : 0;
+    request.local = work.local->base() + work.local_offset + work.local_pages[work.page] * work.local_stride_bytes +
+                    work.slice_offset;
+    request.length_bytes = length;
+    request.remote = key;
+    request.remote_offset =
+        work.remote_offset + work.remote_pages[work.page] * work.remote_stride_bytes + work.slice_offset;
+    request.local_region = work.local->local_.on(peer.route_.index);
+    request.context = transfer;
+    const uint32_t retired_before = work.retired;
+    const uint32_t rail = rail_for(peer, work, 0);
+    if (post(peer, rail, {&request, 1}, length, transfer) == 0) return refused(rail);
+    if (work.failure != Status::kDone) return Progress::kAllPosted;
+    if (work.retired != retired_before) work.bytes_retired += length;
+    work.slice_offset += length;
+    turn_bytes += length;
+    round_bytes_ += length;
+    if (!is_last) continue;
+    work.slice_offset = 0;
+    ++work.page;
+    if (work.rail == kAnyRail && ++work.first_rail >= traits.rail_count) work.first_rail = 0;
   }
   return Progress::kAllPosted;
 }

@@ -58,8 +58,9 @@ class RemoteKey {
 // kService: what the peer's engine itself is told (Sink::on_service). At most kServiceBytesMax, kept in place until it is
 // retired; kDone then says that the peer's engine has it. Never held back by the peer's receive pool, nor by messages.
 enum class WorkOp : uint8_t { kWrite, kRead, kSend, kService };
-inline constexpr uint64_t kServiceBytesMax = 4000;  // a fragment of rdma
-inline constexpr uint32_t kServicesQueuedMax = 64;  // of one link, accepted and not retired: post() takes no more
+inline constexpr uint64_t kMessageBytesMax = 256 << 10;  // of kSend, whatever an engine is set to send
+inline constexpr uint64_t kServiceBytesMax = 4000;       // a fragment of rdma
+inline constexpr uint32_t kServicesQueuedMax = 64;       // of one link, accepted and not retired: post() takes no more
 
 // A peer's memory at an address of ours. It stays readable and writable for as long as `memory` is held, whatever becomes
 // of the peer and of its region: afterwards nobody else has it.

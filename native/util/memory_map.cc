@@ -1,6 +1,7 @@
 #include "util/memory_map.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -32,13 +33,20 @@ namespace {
 constexpr size_t kHugePage = size_t{2} << 20;
 
 // Mappings of this process by identity of the file. Never destroyed: engines may outlive static destructors.
+// The mutex is held over fork: a child that opens an engine of its own finds it free, and the map whole.
 struct Registry {
   std::mutex mutex;
   std::map<std::pair<uint64_t, uint64_t>, std::weak_ptr<MemoryMap>> maps;
+
+  Registry();
 };
 Registry& registry() {
   static auto* instance = new Registry;
   return *instance;
+}
+Registry::Registry() {
+  const auto release = [] { registry().mutex.unlock(); };
+  pthread_atfork([] { registry().mutex.lock(); }, release, release);
 }
 
 }  // namespace
@@ -85,10 +93,14 @@ std::shared_ptr<MemoryMap> MemoryMap::create(const char* name, size_t bytes) {
                     : "free memory, or raise the container's memory limit");
   }
   if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) throw_errno("fcntl", "cannot seal shared memory");
-  return map(std::move(fd), rounded);
+  return find_or_map(std::move(fd), rounded, true);
 }
 
 std::shared_ptr<MemoryMap> MemoryMap::map(Fd fd, size_t bytes_min) {
+  return find_or_map(std::move(fd), bytes_min, false);
+}
+
+std::shared_ptr<MemoryMap> MemoryMap::find_or_map(Fd fd, size_t bytes_min, bool keeps_fd) {
   struct stat info;
   if (fstat(fd.get(), &info) != 0) throw_errno("fstat", "cannot look at shared memory");
   const int seals = fcntl(fd.get(), F_GET_SEALS);
@@ -108,6 +120,7 @@ std::shared_ptr<MemoryMap> MemoryMap::map(Fd fd, size_t bytes_min) {
     if (auto existing = known->second.lock()) return existing;
   }
   std::shared_ptr<MemoryMap> fresh(new MemoryMap(std::move(fd), bytes, info.st_dev, info.st_ino));
+  if (!keeps_fd) fresh->release_fd();
   maps[identity] = fresh;
   return fresh;
 }

@@ -35,17 +35,19 @@ class MemoryMap {
 
   // A new zeroed memfd of `bytes` (rounded up to pages), sealed against shrinking so that no peer can make us fault.
   static std::shared_ptr<MemoryMap> create(const char* name, size_t bytes);
-  // Maps what a peer sent; `bytes_min`: refuses anything smaller, or not sealed. Throws TransportError.
+  // Maps what a peer sent; `bytes_min`: refuses anything smaller, or not sealed. Keeps no descriptor of what another
+  // process made: peers and their regions are many. Throws TransportError.
   static std::shared_ptr<MemoryMap> map(Fd fd, size_t bytes_min);
 
   std::byte* data() const { return data_; }
   size_t size() const { return bytes_; }
-  // For passing on; -1 after release_fd(), with which nobody new can map it.
+  // For passing on; -1 of what a peer sent, and after release_fd(), with which nobody new can map it.
   int fd() const { return fd_.get(); }
   void release_fd() { fd_.reset(); }
 
  private:
   MemoryMap(Fd fd, size_t bytes, uint64_t device, uint64_t inode);
+  static std::shared_ptr<MemoryMap> find_or_map(Fd fd, size_t bytes_min, bool keeps_fd);
   Fd fd_;
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;

@@ -86,6 +86,18 @@ class LoopNotifier:
                 call()
 
 
+def weakly(method: Callable[[], object]) -> Callable[[], None]:
+    """Calls a bound method for as long as its object lives, without keeping that alive."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = weak()
+        if bound is not None:
+            bound()
+
+    return call
+
+
 def loop_time(engine: _core.Engine) -> float:
     """Seconds, on the clock of the running loop."""
     return _running_loop(engine).time()

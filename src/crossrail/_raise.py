@@ -168,8 +168,12 @@ def counter_timeout(
 
 
 def counter_closed(engine: _core.Engine, imm: int, arrived: int, expected: int) -> errors.EngineClosed:
+    if engine.closed:
+        what, next_step = f"engine '{engine.name}' was closed", ""
+    else:
+        what, next_step = f"immediate {imm} was released", f". Next: a new counter, engine.imm_counter({imm})"
     return errors.EngineClosed(
-        f"engine '{engine.name}' was closed while immediate {imm} was waited for: {arrived} of {expected} had arrived"
+        f"{what} while immediate {imm} was waited for: {arrived} of {expected} had arrived{next_step}"
     )
 
 

@@ -65,15 +65,17 @@ class ImmCounter(_core.ImmCounter):
         """Takes count once they are there, then calls fn() once on the engine's callback thread.
 
         fn may submit, wait and close regions; if it raises, that is logged. When the engine closes first it is not
-        called.
+        called; EngineClosed when it is closed already, or the number was released.
         """
         _raise.check_callable(fn, "fn")
+        if self.closed:
+            raise _raise.counter_closed(self._engine, self.imm, self.poll(), count)
         callbacks = callbacks_of(self._engine)
         callbacks.start()
 
         def served() -> None:
             if self.closed:
-                log.debug("engine %r closed before %d of immediate %d came", self._engine.name, count, self.imm)
+                log.debug("%s", _raise.counter_closed(self._engine, self.imm, self.poll(), count))
             else:
                 fn()
 
@@ -89,9 +91,10 @@ class ImmCounter(_core.ImmCounter):
     def release(self, *, force: bool = False) -> None:
         """Gives the number back. Call it when no peer will send it any more: it may then be handed out again.
 
-        It rests until all others were handed out; what arrives for it meanwhile puts it in use again. Raises UsageError
-        where it can be seen that counts are expected: somebody waits for it, or a part of one has arrived (the rest is
-        under way, or the write was fenced off in the middle). force: drops both; who waits gets EngineClosed.
+        It rests until all others were handed out, or a million released; what arrives for it meanwhile puts it in use
+        again. Raises UsageError where it can be seen that counts are expected: somebody waits for it, or a part of one
+        has arrived (the rest is under way, or the write was fenced off in the middle). force: drops both; who waits gets
+        EngineClosed.
         """
         self._engine.release_imm(self.imm, force=force)
 

@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from crossrail import _core, _options, _raise, _stage
 from crossrail._buffers import memory_of
 from crossrail._core import Address, Message
-from crossrail._notify import Callbacks, CallbackThread, log, log_raised
+from crossrail._notify import Callbacks, CallbackThread, log, log_raised, weakly
 from crossrail._ordered import OrderedWeakSet
 from crossrail.counters import ImmCounter
 from crossrail.errors import UsageError
@@ -157,8 +156,7 @@ class Engine(_core.Engine):
         )  # fmt: skip
         self._on_event: Callable[[EngineEvent], object] | None = None
         self._callbacks: Callbacks = CallbackThread(name) if place is None else place.callbacks(name)
-        handle_events = weakref.WeakMethod(self._handle_events)
-        self._event_cookie = self._callbacks.register(lambda: _call(handle_events), once=False)
+        self._event_cookie = self._callbacks.register(weakly(self._handle_events), once=False)
         self._set_event_notifier(self._callbacks.notifier, self._event_cookie)
         self._is_open = True
         _open_engines.add(self)
@@ -385,12 +383,6 @@ def _secret_bytes(secret: str | bytes | None) -> bytes:
 
 
 _open_engines: OrderedWeakSet[Engine] = OrderedWeakSet()
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    bound = method()
-    if bound is not None:
-        bound()
 
 
 @atexit.register

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from crossrail import _core, _options, _raise
 from crossrail._core import Message
-from crossrail._notify import LoopNotifier, arrival, callbacks_of, log_raised, loop_time, resolve
+from crossrail._notify import LoopNotifier, arrival, callbacks_of, log_raised, loop_time, resolve, weakly
 from crossrail.errors import UsageError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ReceivePool(_core.ReceivePool):
         cookie, future = loop.expect()
         self._waiters[place] = future
         if self._armed is None:
-            self._armed = loop.register(self._wake)
+            self._armed = loop.register(weakly(self._wake))
             self._notify(loop.notifier, self._armed)
         try:
             return await arrival(future, timeout_s)

@@ -51,6 +51,22 @@ def test_scatter_gives_each_its_slice_and_one_count(pair: Pair, with_group: bool
 
 
 @setups(SOME_RAILS, SOME_MEMORY)
+def test_targets_of_one_region_count_on_their_own_numbers_also_behind_what_fills_the_path(pair: Pair) -> None:
+    src = pair.source(8 << 20)
+    target = pair.target(8 << 20)
+    ahead = pair.here.submit_write(src, target.descriptor, 8 << 20)
+    numbers = [20 + i for i in range(PEERS)]
+
+    pair.here.submit_scatter(
+        src, [target.descriptor] * PEERS, lengths=64, src_offsets=0, dst_offsets=np.arange(PEERS) * 64, imm=numbers
+    ).wait(WAIT_S)
+
+    ahead.wait(WAIT_S)
+    for imm in numbers:
+        pair.there.expect_count(imm, 1)
+
+
+@setups(SOME_RAILS, SOME_MEMORY)
 @pytest.mark.parametrize("verify", [False, True])
 def test_scatter_counts_each_target_on_its_own_number(pair: Pair, verify: bool) -> None:
     engines = members(pair)

@@ -52,6 +52,13 @@ def test_pages_of_any_size(pair: Pair, page_bytes: int) -> None:
     check(pair, rng.permutation(20), rng.permutation(20), page_bytes, 20)
 
 
+@setups(SOME_RAILS, SOME_MEMORY)
+@pytest.mark.parametrize("page_bytes", [262_145, 1 << 20, 2_500_003])
+def test_pages_that_are_cut_land_and_count_one_each(pair: Pair, page_bytes: int) -> None:
+    rng = pair.seed.rng()
+    check(pair, rng.permutation(5), rng.permutation(5), page_bytes, 5)
+
+
 @setups(ALL_RAILS)
 def test_a_run_of_adjacent_pages_counts_its_pages(pair: Pair) -> None:
     for run in (1, 2, 3, 4, 5, 7, 12, 13, 16, 31, 47, 48, 257, 1000):

@@ -203,6 +203,16 @@ def test_number_with_a_part_of_a_count_is_not_released_unless_forced(open_engine
     assert counter.closed
 
 
+def test_who_still_has_a_released_counter_is_told_so(engine: xr.Engine) -> None:
+    counter = engine.alloc_imm()
+    counter.release()
+
+    with pytest.raises(xr.EngineClosed, match=rf"immediate {counter.imm} was released .*imm_counter\({counter.imm}\)"):
+        counter.wait(1, NEVER_S)
+    with pytest.raises(xr.EngineClosed, match="was released"):
+        counter.on_count(1, print)
+
+
 def test_numbers_do_not_run_out_when_released(open_engine: EngineFactory) -> None:
     engine = open_engine(imm_counters_max=64)
 

@@ -408,3 +408,24 @@ def test_memory_that_was_not_registered_is_refused_in_words(engine: Any, other: 
     for words, call in refused:
         with pytest.raises(xr.UsageError, match=words):
             call()
+
+
+def test_staged_targets_of_one_region_count_on_their_own_numbers(open_engine: EngineFactory) -> None:
+    """Behind a write that fills the staging ring, where short pieces that wait travel together."""
+    engine = open_engine(transport="shm", private_path="staged")
+    other = open_engine("other", transport="shm", private_path="staged")
+    source = engine.register(np.zeros(8 << 20, np.uint8))
+    target = other.register(np.zeros(8 << 20, np.uint8))
+    engine.submit_write(source, target.descriptor, 64).wait(WAIT_S)
+
+    numbers, rounds = np.arange(1, 9), 10
+    for _ in range(rounds):
+        ahead = engine.submit_write(source, target.descriptor)
+        engine.submit_scatter(
+            source, [target.descriptor] * 8, lengths=64, src_offsets=0, dst_offsets=numbers * 64, imm=numbers
+        ).wait(WAIT_S)
+        ahead.wait(WAIT_S)
+
+    eventually(
+        lambda: [other.imm_counter(imm).poll() for imm in numbers.tolist()] == [rounds] * len(numbers), "all counted"
+    )

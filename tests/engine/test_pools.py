@@ -1,6 +1,7 @@
 """Receive pools: bounded, one at a time, read by polling, blocking, awaiting or callback."""
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -231,3 +232,24 @@ def test_dropped_pool_makes_room_for_another(engine: xr.Engine) -> None:
     with engine.submit_recvs(1, 16) as pool:
         send(engine, b"x").wait(WAIT_S)
         assert pool.recv(WAIT_S + NEVER_S).data == b"x"
+
+
+def test_pool_that_is_dropped_after_a_receive_in_vain_is_closed(engine: xr.Engine) -> None:
+    async def receive_in_vain() -> None:
+        pool = engine.submit_recvs(1, 16)
+        with pytest.raises(xr.WaitTimeout):
+            await pool.recv_async(0.01)
+        del pool
+        gc.collect()
+        engine.submit_recvs(1, 16).close()
+
+    asyncio.run(receive_in_vain())
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_how_long_messages_are_that_come_is_up_to_the_pool(open_engine: EngineFactory, transport: str) -> None:
+    receiver = open_engine("receiver", transport=transport, message_bytes_max=1024)
+    sender = open_engine("sender", transport=transport)
+    with receiver.submit_recvs(1, 65536) as pool:
+        sender.submit_send(receiver.address, bytes(60000)).wait(WAIT_S)
+        assert len(pool.recv(WAIT_S).data) == 60000

@@ -183,3 +183,24 @@ def run_all(calls: list[Call]) -> None:
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     if failures:
         raise failures[0]
+
+
+def test_long_page_is_posted_in_slices(open_engine: EngineFactory) -> None:
+    """What drives has its hands free in between: a cancel stops it, and what is there in part is not counted."""
+    nbytes = 64 << 20
+    engine, other = open_engine(transport="shm", polling="manual"), open_engine("other", transport="shm")
+    source, target = engine.alloc(nbytes), other.alloc(nbytes)
+    engine.connect(other.address, WAIT_S)
+    source.array()[:] = 1
+    page, landed = np.zeros(1, np.int64), target.array()
+
+    transfer = engine.submit_paged_writes(source, page, target.descriptor, page, nbytes, imm=1)
+    eventually(lambda: engine.progress() and landed[0] == 1, "its first slice is there")
+    transfer.cancel()
+    with pytest.raises(xr.TransferCancelled):
+        transfer.wait(WAIT_S)
+    assert landed[-1] == 0
+
+    engine.submit_paged_writes(source, page, target.descriptor, page, nbytes, imm=1).wait(WAIT_S)
+    other.imm_counter(1).wait(1, WAIT_S)
+    assert other.imm_counter(1).poll() == 0

@@ -273,3 +273,32 @@ def test_multiprocessing_workers_open_engines_of_their_own(method: str) -> None:
     )
 
     assert_clean(script)
+
+
+def test_child_of_a_fork_in_the_midst_of_mapping_opens_an_engine() -> None:
+    script = run_script(
+        FORK
+        + """
+    import threading
+
+    stop = threading.Event()
+
+    def map_and_unmap():
+        while not stop.is_set():
+            engine.alloc(4 << 20).close()
+
+    threads = [threading.Thread(target=map_and_unmap) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(100):
+            in_child(lambda: xr.Engine("child", transport="shm"))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    print("all opened")
+    """,
+        timeout_s=60,
+    )
+    assert "all opened" in script.stdout, script

@@ -1,5 +1,9 @@
 """shm: a peer that is stopped while tens of thousands of regions are asked for, or close, misses nothing."""
 
+import os
+
+from tests.conftest import EngineFactory, PeerFactory
+from tests.support.limits import WAIT_S
 from tests.support.process import assert_clean, run_script
 
 SCRIPT = """
@@ -89,3 +93,17 @@ SCRIPT = """
 
 def test_stopped_peer_of_many_regions_is_not_lost() -> None:
     assert_clean(run_script(SCRIPT))
+
+
+def test_regions_of_a_peer_that_are_mapped_hold_no_descriptors(
+    open_engine: EngineFactory, spawn_peer: PeerFactory
+) -> None:
+    engine, there = open_engine(transport="shm"), spawn_peer().open("there", transport="shm")
+    source, targets = engine.alloc(64), [there.memory(64) for _ in range(21)]
+    engine.submit_write(source, targets[0].descriptor).wait(WAIT_S)
+    before = len(os.listdir("/proc/self/fd"))
+
+    for target in targets[1:]:
+        engine.submit_write(source, target.descriptor).wait(WAIT_S)
+
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 
 import crossrail as xr
 from tests.support.limits import WAIT_S, eventually
-from tests.support.process import run_script
+from tests.support.process import REPOSITORY, run_script
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which takes root")
 
@@ -98,3 +101,48 @@ def test_another_users_process_reaches_root_by_tcp(transport: str, reason: str) 
 
     assert answer.stdout.startswith(reason), answer
     assert (memory == 0).all()
+
+
+# Both are process 1 of a pid namespace of their own, as in two containers of one pod.
+CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc"]
+SERVE = """
+    import os, sys
+    import crossrail as xr
+
+    os.setgid(int(sys.argv[1]))
+    os.setuid(int(sys.argv[1]))
+    with xr.Engine("served", rails=["127.0.0.1"]) as engine:
+        engine.on_event(lambda event: print("event:", event.detail, flush=True))
+        region = engine.alloc(64)
+        print(region.descriptor.to_bytes().hex(), flush=True)
+        sys.stdin.readline()
+"""
+
+
+@pytest.mark.skipif(subprocess.run([*CONTAINER, "true"], capture_output=True).returncode != 0, reason="needs unshare")
+def test_users_with_a_pid_namespace_each_reach_each_other_by_tcp() -> None:
+    served = subprocess.Popen(
+        [*CONTAINER, sys.executable, "-c", textwrap.dedent(SERVE), "65533"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    try:
+        assert served.stdout is not None
+        descriptor = served.stdout.readline().strip()
+        answer = subprocess.run(
+            [*CONTAINER, sys.executable, "-c", textwrap.dedent(WRITE), descriptor, "auto"],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            cwd=REPOSITORY,
+        )
+        said, _ = served.communicate("\n", WAIT_S)
+    finally:
+        served.kill()
+        served.wait()
+    assert answer.stdout.startswith(
+        "it is on this host; no shm: it belongs to user 65533, and this process to user 65534"
+    ), answer
+    assert "refused" not in said

@@ -149,7 +149,6 @@ struct MessageHead {
 };
 inline constexpr size_t kMessageHeadBytes = 24;
 inline constexpr size_t kChunkBytes = kFragmentBytesMax - kFragmentHeadBytes - kMessageHeadBytes;
-inline constexpr uint32_t kMessageBytesMax = 256 << 10;
 inline constexpr uint64_t kMessagesUnderWayMax = 256;               // consecutive ids, outcome unknown
 inline constexpr uint64_t kMessageWindowBytes = uint64_t{1} << 20;  // of those sent; one may always go
 inline constexpr size_t kOutcomesPerFragment = 200;

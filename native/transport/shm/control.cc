@@ -4,7 +4,6 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -60,11 +59,13 @@ std::string why_refused(int socket) {
 
 }  // namespace
 
+// Its pid tells nothing: the peer may have it in another pid namespace.
 std::string why_refused(const Address& peer) {
-  struct stat process{};
-  const std::string path = "/proc/" + std::to_string(peer.pid);
-  if (geteuid() == kRoot || (stat(path.c_str(), &process) == 0 && process.st_uid == geteuid())) return {};  // most are
+  if (geteuid() == kRoot) return {};
   const Fd probe(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  // Who only asks has a name, which the kernel makes up: accept_all() then has nothing to report.
+  const sockaddr_un nameless{.sun_family = AF_UNIX, .sun_path = {}};
+  if (probe) bind(probe.get(), reinterpret_cast<const sockaddr*>(&nameless), sizeof nameless.sun_family);
   socklen_t length = 0;
   const sockaddr_un name = socket_address(peer.incarnation, &length);
   if (!probe || ::connect(probe.get(), reinterpret_cast<const sockaddr*>(&name), length) != 0) return {};
@@ -337,7 +338,9 @@ void Control::watch_process(Connection& connection) {
 
 void Control::accept_all() {
   for (;;) {
-    Fd fd(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    sockaddr_un name{};
+    socklen_t length = sizeof name;
+    Fd fd(accept4(listener_.get(), reinterpret_cast<sockaddr*>(&name), &length, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!fd) {
       if (errno == EMFILE || errno == ENFILE) {
         // Out of descriptors: leave the backlog alone for a moment instead of spinning on it.
@@ -352,6 +355,7 @@ void Control::accept_all() {
     lack_told_ = false;
     // Whoever is let in is given our regions' memory on demand.
     if (const uid_t user = user_of(fd.get()); user != geteuid() && user != kRoot) {
+      if (length > sizeof name.sun_family) continue;  // of why_refused()
       emit({.kind = ControlEvent::Kind::kProtocolError,
             .text = "refused a connection of user " + std::to_string(user) +
                     ": shm is for processes of one user, and for root's"});

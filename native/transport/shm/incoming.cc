@@ -39,7 +39,7 @@ uint32_t ShmTransport::drain_messages(Incoming& link) {
     const uint64_t bytes = entry->work.stage_bytes;
     const std::byte* block = link.messages.block(entry->work.stage_at, bytes);
     Status status = Status::kDone;
-    if (entry->kind != EntryKind::kMessage || block == nullptr || bytes > traits_.message_bytes_max * 4) {
+    if (entry->kind != EntryKind::kMessage || block == nullptr || bytes > kMessageBytesMax) {
       sink_->on_protocol_error(link.peer->name, "malformed message");
       status = Status::kTransportFailed;
     } else {

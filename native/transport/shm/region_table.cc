@@ -65,7 +65,10 @@ std::unique_ptr<ShmRegion> RegionTable::allocate(uint64_t id, uint64_t length_by
   }
   {
     std::lock_guard lock(mutex_);
-    std::erase_if(maps_, [](const auto& item) { return item.second.expired(); });
+    if (maps_.size() >= maps_sweep_at_) {
+      std::erase_if(maps_, [](const auto& item) { return item.second.expired(); });
+      maps_sweep_at_ = 2 * (maps_.size() + 1);
+    }
     maps_[map->data()] = map;
   }
   auto region = add(id, map->data(), length_bytes, Access::kRemoteWrite);

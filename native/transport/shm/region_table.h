@@ -104,6 +104,7 @@ class RegionTable {
   };
   std::map<uint64_t, Toucher> touchers_;                 // by the link's id
   std::map<std::byte*, std::weak_ptr<MemoryMap>> maps_;  // engine-owned memory by address
+  size_t maps_sweep_at_ = 1;                             // entries, those of memory that is gone among them
   struct Deleter {
     void operator()(Target* targets) const;
   };

@@ -56,6 +56,7 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
       const WorkRequest& next = rail.pending[pieces].request;
       if (next.op != WorkOp::kWrite || next.context != first.context || next.tag != first.tag ||
           next.remote != first.remote || next.has_imm != first.has_imm ||
+          (next.has_imm && imm_of_wire(next.wire_imm) != imm_of_wire(first.wire_imm)) ||  // targets of a scatter
           data_bytes + next.length_bytes > kStageChunkBytes) {
         break;
       }

@@ -130,7 +130,6 @@ static_assert(kMetaBytesMax <= 0xffff);
 inline constexpr size_t kRangeHeadBytes = sizeof(FrameHeader) + sizeof(WriteMeta) + sizeof(WriteEntry);
 // A longer range travels as several frames, of which the last one ends the operation.
 inline constexpr uint64_t kFrameBytesMax = uint64_t{1} << 20;
-inline constexpr uint64_t kMessageBytesMax = 256 << 10;
 inline constexpr uint64_t kReadChunkBytes = 256 << 10;
 
 }  // namespace crossrail::tcp
