@@ -111,9 +111,18 @@ def test_changed_packet_is_never_taken(data: st.DataObject) -> None:
 
 def test_missing_parts_are_bounded() -> None:
     here, there = sealers(OVERHEAD_BYTES + 10)
-    for _ in range(1000):
-        there.open(here.seal(b"x" * 15, THERE)[0], HERE)
-    assert len(there._senders[HERE].partial) <= 64
+    for _ in range(3000):
+        there.open(here.seal(b"x" * 25, THERE)[0], HERE)
+        there.open(here.seal(b"x" * 25, THERE)[1], HERE)
+    assert sum(map(len, there._senders[HERE].partial.values())) <= 1024
+
+
+def test_parts_of_many_messages_in_turn_arrive_whole() -> None:
+    here, there = sealers(OVERHEAD_BYTES + 10)
+    messages = [b"%019d" % number for number in range(500)]
+    firsts, seconds = zip(*(here.seal(message, THERE) for message in messages), strict=True)
+    opened = [there.open(packet, HERE) for packet in (*firsts, *seconds)]
+    assert [got for got in opened if got is not None] == messages
 
 
 # --- encoding ---
@@ -207,6 +216,20 @@ async def test_bad_net_question_runs_once_and_is_answered(desk: Desk) -> None:
     answers = await asyncio.gather(*(desk.probe(f"r{n}") for n in range(50)))
     assert [answer.request for answer in answers] == [f"r{n}" for n in range(50)]
     assert sorted(desk.asked) == sorted(f"r{n}" for n in range(50))
+
+
+async def test_many_long_questions_at_once_are_all_heard(desk: Desk) -> None:
+    async def started(_: bytes, start: m.Start) -> m.Message:
+        return m.Started(start.request)
+
+    desk.there.handle(m.Start, started)
+    desk.here._resend_s = 2 * WAIT_S
+    # Of five packets each: packet by packet in turn they would be more than is kept of messages that are not whole.
+    questions = [m.Start(f"r{number}", bytes(16_000), m.Sampling(), 1.0) for number in range(400)]
+    answers = await asyncio.gather(
+        *(desk.here.ask(desk.there.address, question, m.Started, WAIT_S) for question in questions)
+    )
+    assert [answer.request for answer in answers] == [question.request for question in questions]
 
 
 async def test_no_answer_says_how_long_it_waited(desk: Desk) -> None:

@@ -168,9 +168,16 @@ class Mailbox:
             await asyncio.wait([answered], timeout=self._resend_s)
 
     async def _send(self, to: bytes, data: bytes) -> None:
-        identity = self.wire.identity(to)
-        for packet in self._sealer.seal(data, identity):
-            await self.wire.send(to, packet)
+        packets = self._sealer.seal(data, self.wire.identity(to))
+        if len(packets) == 1:
+            await self.wire.send(to, packets[0])
+            return
+        # All at once: so those of a message stay together, however many messages are sent side by side. A receiver
+        # keeps a bounded number of packets whose message is not whole.
+        sending = [self.wire.send(to, packet) for packet in packets]
+        for outcome in await asyncio.gather(*sending, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
 
     async def _receive(self) -> None:
         async for sender, packet in self._packets():
