@@ -440,6 +440,33 @@ async def test_name_that_was_used_at_another_router_is_told_as_such(cluster: Clu
     await second.close()
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["both stay", "one leaves"])
+async def test_one_name_at_two_routers_is_two_requests_at_a_prefiller(cluster: Cluster, leaves: bool) -> None:
+    """As of a proxy that repeats a request, with its X-Request-Id, at another router: each has a decoder of its own."""
+    second = Cluster(layout=LAYOUT)
+    router = second.add_router("router-2")
+    await start(cluster, token_s=SLOW_S)
+    cluster.also = [second.where]
+    prefiller(cluster).add_link(second.where)
+    second.add(Decoder, "d1", SLOW_S)
+    await asyncio.wait_for(second.joined(), WAIT_S)
+    await until(lambda: router.roster.members("prefiller"), "the prefiller has joined both")
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "first layer posted")
+    other = asyncio.ensure_future(second.complete(PROMPT[:90], GREEDY, request="r1"))
+    await until(lambda: len(jobs(cluster)) == 2, "the prefiller has both")
+    if leaves:
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+    else:
+        assert (await other)[0] == await monolithic(PROMPT[:90], GREEDY)
+    assert (await first)[0] == await monolithic(PROMPT, GREEDY)
+    assert [each.router.counts["redispatched"] for each in (cluster, second)] == [0, 0]
+    await quiet(cluster)
+    await quiet(second)
+    await second.close()
+
+
 # --- nodes that come and go ---
 
 
