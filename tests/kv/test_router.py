@@ -15,6 +15,7 @@ from crossrail.kv import router as router_module
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.membership import Member, Roster
+from crossrail.kv.placement import Refusals
 from crossrail.kv.router import Router, RouterOptions
 from crossrail.kv.router_requests import Overloaded
 from crossrail.kv.selection import Candidate, PrefixMemory, rank
@@ -96,6 +97,20 @@ def test_prefix_memory_forgets_the_oldest() -> None:
     assert memory.match(b"d0", names) == 0 and memory.match(b"d0", names[2:]) == 3
     memory.forget(b"d0")
     assert memory.match(b"d0", names[2:]) == 0
+
+
+def test_refusal_is_believed_for_what_needs_no_less_room_until_there_is_news() -> None:
+    refusals = Refusals()
+    refusals.note(b"d0", 100, "too large", 0.0)
+    assert [refusals.of(b"d0", tokens, 0.1) for tokens in (99, 100, 101)] == ["", "too large", "too large"]
+    refusals.note(b"d0", 50, "full", 0.1)
+    assert refusals.of(b"d0", 60, 0.2) == "full" and not refusals.of(b"d1", 60, 0.2)
+    refusals.news(b"d0")
+    assert not refusals.of(b"d0", 100, 0.2)
+    refusals.note(b"d0", 100, "too large", 0.2)
+    assert refusals.of(b"d0", 60, 0.3) == "" and refusals.of(b"d0", 100, 0.3) and not refusals.of(b"d0", 100, 10.0)
+    refusals.keep({b"d1"})
+    assert not refusals._decoders
 
 
 # --- a router and scripted decoders ---
@@ -196,6 +211,20 @@ async def test_all_busy_is_overloaded_and_says_what_the_last_said(town: Town) ->
     with pytest.raises(Overloaded, match=r"no node took the request within 0\.3 s.*told to say busy"):
         await town.complete()
     assert town.router.requests == 0
+
+
+async def test_requests_that_wait_for_room_do_not_all_ask_after_each_change(town: Town) -> None:
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S)
+    full = await town.add("d0", "busy")
+    clients = [asyncio.ensure_future(town.complete(seed)) for seed in range(200)]
+    await until(lambda: town.router.requests == 200 and full.started, "all wait")
+    asked = len(full.started)
+    for _ in range(20):
+        await asyncio.sleep(0.02)
+        await full.mailbox.ask(town.router.mailbox.address, m.Heartbeat("d0", m.Load()), m.HeartbeatTaken, WAIT_S)
+    assert len(full.started) - asked < 600, f"{len(full.started) - asked} offers for 20 changes"
+    full.answer = "serve"
+    assert await asyncio.wait_for(asyncio.gather(*clients), WAIT_S) == [[1, 2, 3]] * 200
 
 
 async def test_what_no_decoder_could_do_is_asked_of_one_only(town: Town) -> None:
