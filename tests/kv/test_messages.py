@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
+from crossrail.control import mailbox as mailbox_module
 from crossrail.control.seal import OVERHEAD_BYTES, VERSION, Rejected, Sealer
 from crossrail.kv import messages as m
 from crossrail.kv.mailbox import Mailbox, NoAnswer
@@ -291,6 +292,21 @@ async def test_rubbish_is_dropped_and_counted(desk: Desk, seed: Seed) -> None:
         desk.there.wire.inject(desk.here.address, draw.randbytes(draw.randrange(200)))
     assert (await desk.probe("r1")).request == "r1"
     assert desk.there.dropped["malformed"] == 200
+
+
+async def test_flood_of_rubbish_is_told_once_in_a_while(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(200):
+        desk.there.wire.inject(desk.here.address, b"rubbish")
+    await desk.probe("r1")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"dropped a message: 7 bytes, a packet has at least {OVERHEAD_BYTES}"
+    ]
+    monkeypatch.setattr(mailbox_module, "_TELL_AGAIN_S", 0.0)
+    desk.there.wire.inject(desk.here.address, b"rubbish")
+    await desk.probe("r2")
+    assert caplog.records[-1].getMessage().endswith("and 199 more of this kind since the last line")
 
 
 async def test_recorded_packets_do_nothing(desk: Desk) -> None:
