@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
+from crossrail.cli.text import seconds
 from crossrail.control import mailbox as mailbox_module
 from crossrail.control.seal import OVERHEAD_BYTES, VERSION, Rejected, Sealer
 from crossrail.kv import messages as m
@@ -157,6 +158,14 @@ def test_tokens_arrive_as_they_were(tokens: list[int]) -> None:
 def test_what_is_no_token_is_refused(tokens: object) -> None:
     with pytest.raises(xr.UsageError):
         m.pack_tokens(np.array(tokens))
+
+
+def test_whatever_time_a_command_takes_can_be_sent() -> None:
+    month_s = seconds().max
+    start = m.Start("r1", b"", m.Sampling(), month_s)
+    assert m.decode(m.encode(m.Envelope(start, ask=1))).body == start
+    joined = m.Joined("router", month_s, month_s)
+    assert m.decode(m.encode(m.Envelope(joined, answers=1))).body == joined
 
 
 # --- asking ---
