@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail.kv import decoder as decoder_module
 from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
@@ -338,6 +339,35 @@ async def test_router_restarted_at_a_step_running_requests_finish(cluster: Clust
     router = cluster.add_router("router-again")
     await until(lambda: (found := router.adopted("r1")) and found.end, "the request ends")
     assert router.adopted("r1").tokens == await monolithic(PROMPT, GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_end_of_what_was_silent_for_long_waits_for_the_next_router(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted from the end on, however long its router had heard nothing of it before."""
+    monkeypatch.setattr(decoder_module, "_ROUTER_GONE_S", 1.0)
+    await start(cluster)
+    run, goes_on = prefiller(cluster).model.prefill, asyncio.Event()
+
+    async def slow_run(*arguments: Any) -> bytes:
+        await goes_on.wait()
+        return await run(*arguments)
+
+    prefiller(cluster).model.prefill = slow_run
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    await cluster.close_router()
+    await client
+    await asyncio.sleep(1.2)
+    servings = cluster.nodes["d0"]._servings
+    serving = servings["r1"]
+    goes_on.set()
+    await until(lambda: serving.end, "it ends")
+    await asyncio.sleep(0.2)
+    assert "r1" in servings
+    await until(lambda: "r1" not in servings, "it is given up in the end")
+    cluster.add_router("router-again")
     await assert_still_serves(cluster)
 
 
