@@ -169,6 +169,24 @@ async def test_model_that_fails_at_the_decoder_ends_it_in_words(cluster: Cluster
     await assert_still_serves(cluster)
 
 
+async def test_question_that_cannot_be_asked_costs_no_pages(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is longer than messages may be: a million tokens, in pages of one."""
+    await start(cluster)
+    mailbox = cluster.nodes["d0"].mailbox
+    ask, words = mailbox.ask, "message has 9 bytes, at most 8 are sent"
+
+    async def ask_what_is_short(to: bytes, question: m.Message, *how: Any) -> Any:
+        if isinstance(question, m.Dispatch):
+            raise xr.UsageError(words)
+        return await ask(to, question, *how)
+
+    monkeypatch.setattr(mailbox, "ask", ask_what_is_short)
+    _, end = await cluster.complete(PROMPT, GREEDY)
+    assert (end.reason, end.detail) == ("error", words)
+    monkeypatch.setattr(mailbox, "ask", ask)
+    await assert_still_serves(cluster)
+
+
 async def test_prefiller_that_is_silent_is_fenced_off_and_harmless_when_it_speaks_again(cluster: Cluster) -> None:
     await start(cluster, token_s=SLOW_S)
     client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
