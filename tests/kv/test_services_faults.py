@@ -13,13 +13,14 @@ from crossrail.kv import decoder as decoder_module
 from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
+from crossrail.kv.job import SendJob
 from crossrail.kv.membership import Roster
 from crossrail.kv.pages import PageState
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.router_requests import Overloaded, Unavailable
 from crossrail.kv.serving import Serving
 from tests.kv.conftest import quiet, start, until
-from tests.support.kv_cluster import LAYOUT, ROUTER, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import LAYOUT, NODE, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.kv_net import BadWire
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
@@ -153,6 +154,31 @@ async def test_model_that_fails_at_one_prefiller_runs_at_another(cluster: Cluste
     _, end = await cluster.complete(PROMPT, GREEDY)
     assert end.reason == "error" and "out of luck" in end.detail and "8 prefillers were tried" in end.detail
     await quiet(cluster)
+
+
+async def test_writes_of_a_failed_request_that_do_not_end_keep_nobody_waiting(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those to a decoder that stands still: the prefiller goes on with the next request."""
+    await start(cluster, token_s=SLOW_S)
+    thaws, cancel = asyncio.Event(), SendJob.cancel
+
+    async def cancel_late(job: SendJob, *arguments: Any) -> None:
+        if job.request.startswith("r1#"):
+            await thaws.wait()
+        await cancel(job, *arguments)
+
+    monkeypatch.setattr(SendJob, "cancel", cancel_late)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "first layer posted")
+    client.cancel()
+    await asyncio.gather(client, return_exceptions=True)
+    prompt = prompt_of(30, seed=9)
+    assert (await cluster.complete(prompt, GREEDY, deadline_s=0.9 * NODE.silent_s))[0] == await monolithic(
+        prompt, GREEDY
+    )
+    thaws.set()
+    await assert_still_serves(cluster)
 
 
 async def test_model_that_fails_at_the_decoder_ends_it_in_words(cluster: Cluster) -> None:

@@ -12,7 +12,6 @@ remembered, and the Dispatch refused.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections import OrderedDict, deque
@@ -211,12 +210,15 @@ class Prefiller(Node):
                 except CrossrailError as error:
                     self._end(work, "failed", str(error))
                 except Exception as error:
-                    log.exception("request %s failed in the model", work.name)
+                    log.exception("request %s failed", work.name)
                     self._end(work, "failed", f"{type(error).__name__}: {error}")
             await self._queued.wait()
 
     async def _run(self, work: _Work) -> None:
-        """Prefills one request. When it returns all is posted; raises, with nothing under way, when it failed."""
+        """Prefills one request. When it returns the model is free; raises when nothing was begun.
+
+        Writes under way are not waited for here, also not those of a request that failed: its decoder may stand still.
+        """
         lease = await self._reserve(work)
         work.timeline.add("queue", 0.0)
         try:
@@ -227,12 +229,15 @@ class Prefiller(Node):
         timer = asyncio.get_running_loop().call_at(work.deadline_s, self._give_up, work, "its time is up")
         try:
             await self._prefill(work, job)
-        except BaseException as error:
-            await job.cancel(f"{type(error).__name__}: {error}")
-            with contextlib.suppress(CrossrailError):  # the same once more, in the job's words
-                await self._settle(work, job, timer)
+        except Exception as error:
+            if not isinstance(error, CrossrailError):
+                log.exception("request %s failed in the model", work.name)
+            self.mailbox.spawn(self._fail(work, job, timer, error), "ending a transfer")
+        except BaseException:  # we are closing: the sender ends the job
+            timer.cancel()
             raise
-        self.mailbox.spawn(self._finish(work, job, timer), "finishing a transfer")
+        else:
+            self.mailbox.spawn(self._finish(work, job, timer), "finishing a transfer")
 
     async def _reserve(self, work: _Work) -> PageLease:
         """Pages for all of its tokens, and a place for its tail, as soon as there are any."""
@@ -271,7 +276,7 @@ class Prefiller(Node):
         while start < len(tokens):
             self._raise_if_withdrawn(work)
             if job.stopped:
-                await job.finish()  # raises what stopped it
+                raise TransferStopped(f"request {work.name!r}: its transfer was stopped")
             end = min(start + self.options.chunk_tokens, len(tokens))
             begun = work.timeline.now()
             tail = await self._run_chunk(job, tokens[:end], start)
@@ -304,6 +309,15 @@ class Prefiller(Node):
             self._end(work, "failed", str(error))
         else:
             self._end(work, "written", "")
+
+    async def _fail(self, work: _Work, job: SendJob, timer: asyncio.TimerHandle, why: Exception) -> None:
+        detail = f"{type(why).__name__}: {why}"
+        await job.cancel(detail)
+        try:
+            await self._settle(work, job, timer)
+        except CrossrailError as error:  # what stopped it first
+            detail = str(error)
+        self._end(work, "failed", detail)
 
     async def _settle(self, work: _Work, job: SendJob, timer: asyncio.TimerHandle) -> None:
         """Waits for the end of our writes and gives the pages back. Raises what stopped the job."""
