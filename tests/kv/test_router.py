@@ -113,6 +113,16 @@ def test_refusal_is_believed_for_what_needs_no_less_room_until_there_is_news() -
     assert not refusals._decoders
 
 
+def test_prefixes_of_many_nodes_have_room_in_common() -> None:
+    memory = PrefixMemory(names_max=100, of_all_max=200)
+    names = [bytes([n]) for n in range(100)]
+    for _ in range(2):
+        for node in range(10):
+            memory.note(b"d%d" % node, names)
+    assert [memory.match(b"d%d" % node, names[-20:]) for node in range(10)] == [20] * 10
+    assert sum(map(len, memory._nodes.values())) == 200
+
+
 # --- a router and scripted decoders ---
 
 
