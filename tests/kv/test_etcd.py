@@ -101,6 +101,16 @@ async def test_member_that_does_not_answer_is_passed_over(place: Place) -> None:
             await etcd.grant(30)
 
 
+async def test_absence_has_the_same_words_whoever_is_asked_first() -> None:
+    words = []
+    for ports in ((1, 2, 3), (2, 3, 1)):
+        async with Etcd([f"127.0.0.1:{port}" for port in ports]) as etcd:
+            with pytest.raises(EtcdError) as error:
+                await etcd.grant(30)
+            words.append(str(error.value))
+    assert words[0] == words[1]
+
+
 @asynccontextmanager
 async def impostor(answer: bytes) -> AsyncIterator[str]:
     """Whatever listens where etcd should. b"": it takes connections, and says nothing."""
