@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 import crossrail as xr
+from crossrail.kv import etcd_records
 from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.etcd import Change, Etcd, EtcdError
@@ -98,6 +99,16 @@ async def test_member_that_does_not_answer_is_passed_over(place: Place) -> None:
     async with Etcd(["127.0.0.1:1"]) as etcd:
         with pytest.raises(EtcdError, match=r"no member of etcd answers: 127\.0\.0\.1:1: "):
             await etcd.grant(30)
+
+
+async def test_absence_has_the_same_words_whoever_is_asked_first() -> None:
+    words = []
+    for ports in ((1, 2, 3), (2, 3, 1)):
+        async with Etcd([f"127.0.0.1:{port}" for port in ports]) as etcd:
+            with pytest.raises(EtcdError) as error:
+                await etcd.grant(30)
+            words.append(str(error.value))
+    assert words[0] == words[1]
 
 
 @asynccontextmanager
@@ -393,3 +404,23 @@ async def test_records_of_another_secret_are_not_taken(cluster: Cluster, place: 
         assert not cluster.nodes["stranger"].links
         await etcd.revoke(lease)
     assert SECRET != b"guessed"
+
+
+@pytest.fixture
+def listed_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To be asked for before a cluster."""
+    monkeypatch.setattr(etcd_records, "_LIST_EVERY_S", 0.1)
+
+
+async def test_record_that_is_not_taken_is_told_once(
+    listed_often: None, cluster: Cluster, place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    await start(cluster)
+    async with client(place) as etcd:
+        lease = await etcd.grant(30)
+        for below in (place.nodes, place.routers):
+            await etcd.put(below + "junk", b"no record", lease)
+        await until(lambda: caplog.text.count("of router 'junk' is not taken") >= 2, "both nodes have seen it")
+        await asyncio.sleep(1.0)
+        assert [caplog.text.count(f"of {what} 'junk' is not taken") for what in ("node", "router")] == [1, 2]
+        await etcd.revoke(lease)

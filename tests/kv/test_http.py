@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import json
 import logging
+import select
 import socket
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -524,3 +526,24 @@ async def test_client_that_is_no_slower_than_its_tokens_is_waited_for(
         async with client.post(address, json=body(max_tokens=16, stream=stream)) as response:
             assert response.status == 200 and await response.read()
     assert cluster.router.counts["length"] == 2
+
+
+@pytest.mark.skipif(
+    int(Path("/proc/sys/net/core/somaxconn").read_text()) < 500, reason="the kernel keeps fewer connections waiting"
+)
+async def test_hundreds_of_clients_connect_while_the_router_is_busy(url: str) -> None:
+    """No await in here: the router's loop does not run. Whom the kernel has no place for tries again after a second."""
+    port = int(url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket()) for _ in range(500)]
+        poll = select.poll()
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+            poll.register(client, select.POLLOUT)
+        connected = set()
+        while ready := poll.poll(200):
+            for descriptor, _ in ready:
+                connected.add(descriptor)
+                poll.unregister(descriptor)
+        assert len(connected) == len(clients)

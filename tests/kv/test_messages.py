@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
+from crossrail.cli.text import seconds
+from crossrail.control import mailbox as mailbox_module
 from crossrail.control.seal import OVERHEAD_BYTES, VERSION, Rejected, Sealer
 from crossrail.kv import messages as m
 from crossrail.kv.mailbox import Mailbox, NoAnswer
@@ -111,9 +113,18 @@ def test_changed_packet_is_never_taken(data: st.DataObject) -> None:
 
 def test_missing_parts_are_bounded() -> None:
     here, there = sealers(OVERHEAD_BYTES + 10)
-    for _ in range(1000):
-        there.open(here.seal(b"x" * 15, THERE)[0], HERE)
-    assert len(there._senders[HERE].partial) <= 64
+    for _ in range(3000):
+        there.open(here.seal(b"x" * 25, THERE)[0], HERE)
+        there.open(here.seal(b"x" * 25, THERE)[1], HERE)
+    assert sum(map(len, there._senders[HERE].partial.values())) <= 1024
+
+
+def test_parts_of_many_messages_in_turn_arrive_whole() -> None:
+    here, there = sealers(OVERHEAD_BYTES + 10)
+    messages = [b"%019d" % number for number in range(500)]
+    firsts, seconds = zip(*(here.seal(message, THERE) for message in messages), strict=True)
+    opened = [there.open(packet, HERE) for packet in (*firsts, *seconds)]
+    assert [got for got in opened if got is not None] == messages
 
 
 # --- encoding ---
@@ -147,6 +158,14 @@ def test_tokens_arrive_as_they_were(tokens: list[int]) -> None:
 def test_what_is_no_token_is_refused(tokens: object) -> None:
     with pytest.raises(xr.UsageError):
         m.pack_tokens(np.array(tokens))
+
+
+def test_whatever_time_a_command_takes_can_be_sent() -> None:
+    month_s = seconds().max
+    start = m.Start("r1", b"", m.Sampling(), month_s)
+    assert m.decode(m.encode(m.Envelope(start, ask=1))).body == start
+    joined = m.Joined("router", month_s, month_s)
+    assert m.decode(m.encode(m.Envelope(joined, answers=1))).body == joined
 
 
 # --- asking ---
@@ -209,6 +228,20 @@ async def test_bad_net_question_runs_once_and_is_answered(desk: Desk) -> None:
     assert sorted(desk.asked) == sorted(f"r{n}" for n in range(50))
 
 
+async def test_many_long_questions_at_once_are_all_heard(desk: Desk) -> None:
+    async def started(_: bytes, start: m.Start) -> m.Message:
+        return m.Started(start.request)
+
+    desk.there.handle(m.Start, started)
+    desk.here._resend_s = 2 * WAIT_S
+    # Of five packets each: packet by packet in turn they would be more than is kept of messages that are not whole.
+    questions = [m.Start(f"r{number}", bytes(16_000), m.Sampling(), 1.0) for number in range(400)]
+    answers = await asyncio.gather(
+        *(desk.here.ask(desk.there.address, question, m.Started, WAIT_S) for question in questions)
+    )
+    assert [answer.request for answer in answers] == [question.request for question in questions]
+
+
 async def test_no_answer_says_how_long_it_waited(desk: Desk) -> None:
     net_of(desk).loss = 1.0
     with pytest.raises(NoAnswer, match=r"no answer to Probe within 0\.1 s"):
@@ -268,6 +301,21 @@ async def test_rubbish_is_dropped_and_counted(desk: Desk, seed: Seed) -> None:
         desk.there.wire.inject(desk.here.address, draw.randbytes(draw.randrange(200)))
     assert (await desk.probe("r1")).request == "r1"
     assert desk.there.dropped["malformed"] == 200
+
+
+async def test_flood_of_rubbish_is_told_once_in_a_while(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(200):
+        desk.there.wire.inject(desk.here.address, b"rubbish")
+    await desk.probe("r1")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"dropped a message: 7 bytes, a packet has at least {OVERHEAD_BYTES}"
+    ]
+    monkeypatch.setattr(mailbox_module, "_TELL_AGAIN_S", 0.0)
+    desk.there.wire.inject(desk.here.address, b"rubbish")
+    await desk.probe("r2")
+    assert caplog.records[-1].getMessage().endswith("and 199 more of this kind since the last line")
 
 
 async def test_recorded_packets_do_nothing(desk: Desk) -> None:

@@ -15,8 +15,9 @@ from crossrail.kv import router as router_module
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.membership import Member, Roster
+from crossrail.kv.placement import Refusals
 from crossrail.kv.router import Router, RouterOptions
-from crossrail.kv.router_requests import Overloaded
+from crossrail.kv.router_requests import Adopted, Overloaded
 from crossrail.kv.selection import Candidate, PrefixMemory, rank
 from tests.kv.conftest import until
 from tests.support.kv_cluster import LAYOUT, prompt_of
@@ -96,6 +97,30 @@ def test_prefix_memory_forgets_the_oldest() -> None:
     assert memory.match(b"d0", names) == 0 and memory.match(b"d0", names[2:]) == 3
     memory.forget(b"d0")
     assert memory.match(b"d0", names[2:]) == 0
+
+
+def test_refusal_is_believed_for_what_needs_no_less_room_until_there_is_news() -> None:
+    refusals = Refusals()
+    refusals.note(b"d0", 100, "too large", 0.0)
+    assert [refusals.of(b"d0", tokens, 0.1) for tokens in (99, 100, 101)] == ["", "too large", "too large"]
+    refusals.note(b"d0", 50, "full", 0.1)
+    assert refusals.of(b"d0", 60, 0.2) == "full" and not refusals.of(b"d1", 60, 0.2)
+    refusals.news(b"d0")
+    assert not refusals.of(b"d0", 100, 0.2)
+    refusals.note(b"d0", 100, "too large", 0.2)
+    assert refusals.of(b"d0", 60, 0.3) == "" and refusals.of(b"d0", 100, 0.3) and not refusals.of(b"d0", 100, 10.0)
+    refusals.keep({b"d1"})
+    assert not refusals._decoders
+
+
+def test_prefixes_of_many_nodes_have_room_in_common() -> None:
+    memory = PrefixMemory(names_max=100, of_all_max=200)
+    names = [bytes([n]) for n in range(100)]
+    for _ in range(2):
+        for node in range(10):
+            memory.note(b"d%d" % node, names)
+    assert [memory.match(b"d%d" % node, names[-20:]) for node in range(10)] == [20] * 10
+    assert sum(map(len, memory._nodes.values())) == 200
 
 
 # --- a router and scripted decoders ---
@@ -196,6 +221,20 @@ async def test_all_busy_is_overloaded_and_says_what_the_last_said(town: Town) ->
     with pytest.raises(Overloaded, match=r"no node took the request within 0\.3 s.*told to say busy"):
         await town.complete()
     assert town.router.requests == 0
+
+
+async def test_requests_that_wait_for_room_do_not_all_ask_after_each_change(town: Town) -> None:
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S)
+    full = await town.add("d0", "busy")
+    clients = [asyncio.ensure_future(town.complete(seed)) for seed in range(200)]
+    await until(lambda: town.router.requests == 200 and full.started, "all wait")
+    asked = len(full.started)
+    for _ in range(20):
+        await asyncio.sleep(0.02)
+        await full.mailbox.ask(town.router.mailbox.address, m.Heartbeat("d0", m.Load()), m.HeartbeatTaken, WAIT_S)
+    assert len(full.started) - asked < 600, f"{len(full.started) - asked} offers for 20 changes"
+    full.answer = "serve"
+    assert await asyncio.wait_for(asyncio.gather(*clients), WAIT_S) == [[1, 2, 3]] * 200
 
 
 async def test_what_no_decoder_could_do_is_asked_of_one_only(town: Town) -> None:
@@ -392,6 +431,13 @@ async def test_router_that_stood_still_for_a_lease_misses_nobody_for_that(town: 
 
     assert [member.name for member in town.router.roster.members("decoder")] == ["a"]
     await until(lambda: not town.router.roster.members("decoder"), "one that says nothing later is missed")
+
+
+def test_tokens_that_come_again_and_late_take_nothing_back() -> None:
+    adopted = Adopted(b"d0")
+    for first, tokens in ((0, [1, 2]), (0, [1, 2, 3]), (0, [1]), (1, [2, 3]), (3, [4]), (2, [3])):
+        adopted.take(first, tokens, None)
+    assert adopted.tokens == [1, 2, 3, 4]
 
 
 async def test_tokens_of_a_stranger_are_not_taken(town: Town) -> None:

@@ -132,6 +132,22 @@ async def test_router_that_cannot_be_found_for_a_reason_without_words_is_told(
     await until(lambda: "node d0 has no router, and goes on looking: TimeoutError" in caplog.text, "it is told")
 
 
+async def test_trouble_whose_numbers_alone_change_is_told_once(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = 0
+
+    async def find() -> bytes:
+        nonlocal asked
+        asked += 1
+        raise xr.CrossrailError(f"send of {190 + asked} bytes failed")
+
+    cluster.also = [find]
+    cluster.add(Decoder, "d0")
+    await until(lambda: asked >= 4, "it is tried again")
+    assert caplog.text.count("node d0 has no router") == 1 and "send of 191 bytes failed" in caplog.text
+
+
 async def test_wrong_secret_never_joins(cluster: Cluster) -> None:
     await start(cluster)
     stranger = cluster.add(Decoder, "stranger", secret=b"guessed")

@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail.kv import decoder as decoder_module
 from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
+from crossrail.kv.job import SendJob
 from crossrail.kv.membership import Roster
 from crossrail.kv.pages import PageState
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.router_requests import Overloaded, Unavailable
 from crossrail.kv.serving import Serving
 from tests.kv.conftest import quiet, start, until
-from tests.support.kv_cluster import LAYOUT, ROUTER, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import LAYOUT, NODE, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.kv_net import BadWire
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
@@ -154,6 +156,31 @@ async def test_model_that_fails_at_one_prefiller_runs_at_another(cluster: Cluste
     await quiet(cluster)
 
 
+async def test_writes_of_a_failed_request_that_do_not_end_keep_nobody_waiting(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those to a decoder that stands still: the prefiller goes on with the next request."""
+    await start(cluster, token_s=SLOW_S)
+    thaws, cancel = asyncio.Event(), SendJob.cancel
+
+    async def cancel_late(job: SendJob, *arguments: Any) -> None:
+        if job.request.startswith("r1#"):
+            await thaws.wait()
+        await cancel(job, *arguments)
+
+    monkeypatch.setattr(SendJob, "cancel", cancel_late)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "first layer posted")
+    client.cancel()
+    await asyncio.gather(client, return_exceptions=True)
+    prompt = prompt_of(30, seed=9)
+    assert (await cluster.complete(prompt, GREEDY, deadline_s=0.9 * NODE.silent_s))[0] == await monolithic(
+        prompt, GREEDY
+    )
+    thaws.set()
+    await assert_still_serves(cluster)
+
+
 async def test_model_that_fails_at_the_decoder_ends_it_in_words(cluster: Cluster) -> None:
     await start(cluster)
     right = cluster.nodes["d0"].model.step
@@ -165,6 +192,24 @@ async def test_model_that_fails_at_the_decoder_ends_it_in_words(cluster: Cluster
     _, end = await cluster.complete(PROMPT, GREEDY)
     assert (end.reason, end.detail) == ("error", "RuntimeError: no step")
     cluster.nodes["d0"].model.step = right
+    await assert_still_serves(cluster)
+
+
+async def test_question_that_cannot_be_asked_costs_no_pages(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is longer than messages may be: a million tokens, in pages of one."""
+    await start(cluster)
+    mailbox = cluster.nodes["d0"].mailbox
+    ask, words = mailbox.ask, "message has 9 bytes, at most 8 are sent"
+
+    async def ask_what_is_short(to: bytes, question: m.Message, *how: Any) -> Any:
+        if isinstance(question, m.Dispatch):
+            raise xr.UsageError(words)
+        return await ask(to, question, *how)
+
+    monkeypatch.setattr(mailbox, "ask", ask_what_is_short)
+    _, end = await cluster.complete(PROMPT, GREEDY)
+    assert (end.reason, end.detail) == ("error", words)
+    monkeypatch.setattr(mailbox, "ask", ask)
     await assert_still_serves(cluster)
 
 
@@ -341,6 +386,35 @@ async def test_router_restarted_at_a_step_running_requests_finish(cluster: Clust
     await assert_still_serves(cluster)
 
 
+async def test_end_of_what_was_silent_for_long_waits_for_the_next_router(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted from the end on, however long its router had heard nothing of it before."""
+    monkeypatch.setattr(decoder_module, "_ROUTER_GONE_S", 1.0)
+    await start(cluster)
+    run, goes_on = prefiller(cluster).model.prefill, asyncio.Event()
+
+    async def slow_run(*arguments: Any) -> bytes:
+        await goes_on.wait()
+        return await run(*arguments)
+
+    prefiller(cluster).model.prefill = slow_run
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    await cluster.close_router()
+    await client
+    await asyncio.sleep(1.2)
+    servings = cluster.nodes["d0"]._servings
+    serving = servings["r1"]
+    goes_on.set()
+    await until(lambda: serving.end, "it ends")
+    await asyncio.sleep(0.2)
+    assert "r1" in servings
+    await until(lambda: "r1" not in servings, "it is given up in the end")
+    cluster.add_router("router-again")
+    await assert_still_serves(cluster)
+
+
 async def test_next_router_may_cancel_what_runs(cluster: Cluster) -> None:
     """From when it has heard of the request on, which is before the decoder hears that it has joined."""
     await start(cluster, token_s=20 * SLOW_S)
@@ -437,6 +511,33 @@ async def test_name_that_was_used_at_another_router_is_told_as_such(cluster: Clu
     with pytest.raises(DuplicateRequest, match="'r1' is or was under way at node 'd0'"):
         await second.complete(PROMPT, GREEDY, request="r1")
     await quiet(cluster)
+    await second.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["both stay", "one leaves"])
+async def test_one_name_at_two_routers_is_two_requests_at_a_prefiller(cluster: Cluster, leaves: bool) -> None:
+    """As of a proxy that repeats a request, with its X-Request-Id, at another router: each has a decoder of its own."""
+    second = Cluster(layout=LAYOUT)
+    router = second.add_router("router-2")
+    await start(cluster, token_s=SLOW_S)
+    cluster.also = [second.where]
+    prefiller(cluster).add_link(second.where)
+    second.add(Decoder, "d1", SLOW_S)
+    await asyncio.wait_for(second.joined(), WAIT_S)
+    await until(lambda: router.roster.members("prefiller"), "the prefiller has joined both")
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "first layer posted")
+    other = asyncio.ensure_future(second.complete(PROMPT[:90], GREEDY, request="r1"))
+    await until(lambda: len(jobs(cluster)) == 2, "the prefiller has both")
+    if leaves:
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+    else:
+        assert (await other)[0] == await monolithic(PROMPT[:90], GREEDY)
+    assert (await first)[0] == await monolithic(PROMPT, GREEDY)
+    assert [each.router.counts["redispatched"] for each in (cluster, second)] == [0, 0]
+    await quiet(cluster)
+    await quiet(second)
     await second.close()
 
 

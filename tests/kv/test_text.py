@@ -30,6 +30,16 @@ class Words:
         return " ".join(f"w{token}" for token in tokens)
 
 
+class Specials(Bytes):
+    """One that has tokens without text, from 256 on, and says how many it has decoded."""
+
+    decoded = 0
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        self.decoded += len(tokens)
+        return super().decode([token for token in tokens if token < 256])
+
+
 def pieces(stream: TextStream, tokens: Sequence[int]) -> list[str]:
     found = []
     for token in tokens:
@@ -45,6 +55,23 @@ def test_characters_come_whole() -> None:
 
 def test_half_a_character_at_the_end_is_shown_as_such() -> None:
     assert pieces(TextStream(Bytes()), Bytes().encode("ä")[:1]) == ["", "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize("run", [[256], [0xFF], [0xC3], [0x80], [0xF0, 0x9F], [256, 0xE2, 256]], ids=repr)
+def test_run_without_a_whole_character_costs_no_more_than_text(run: list[int]) -> None:
+    tokenizer = Specials()
+    text = Bytes().encode("aä🙂").tolist()
+    tokens = [*text, *run * 1000, *text, *run, *text]
+    assert "".join(pieces(TextStream(tokenizer), tokens)) == tokenizer.decode(tokens)
+    assert tokenizer.decoded < 50 * len(tokens)
+
+
+def test_pieces_make_the_whole_whatever_the_bytes_are(seed: Seed) -> None:
+    draw = seed.rng()
+    parts = [Bytes().encode(c).tolist() for c in "a🙂€ä"] + [[256], [0xF0], [0x9F], [0x80], [0xE2, 0x82], [0xFF]]
+    for _ in range(300):
+        tokens = [token for index in draw.integers(0, len(parts), 40) for token in parts[index]]
+        assert "".join(pieces(TextStream(Specials()), tokens)) == Specials().decode(tokens), tokens
 
 
 @pytest.mark.parametrize("tokenizer", [Bytes(), Words()], ids=["bytes", "words"])

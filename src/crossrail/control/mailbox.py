@@ -24,6 +24,7 @@ RESEND_S = 0.5
 _ANSWERS_KEPT = 4096
 _ANSWERS_BYTES_MAX = 32 << 20
 _CANCEL_AGAIN_S = 0.2
+_TELL_AGAIN_S = 60.0  # between two lines about dropped messages of one kind: a stranger may send thousands a second
 _REPLY_TIMEOUT_S = 30.0  # whoever takes no answer for so long asks again, if it still lives
 
 Handler = Callable[[bytes, Any], Awaitable[object]]
@@ -79,6 +80,7 @@ class Mailbox:
         self._being_answered: set[tuple[bytes, int]] = set()
         self._tasks: dict[asyncio.Task[None], None] = {}  # a set in the order in which they were made
         self._unsorted: Counter[str] = Counter()
+        self._told: dict[str, tuple[float, int]] = {}  # by kind, of drops: when the log had one, and how many since
 
     @property
     def address(self) -> bytes:
@@ -168,9 +170,16 @@ class Mailbox:
             await asyncio.wait([answered], timeout=self._resend_s)
 
     async def _send(self, to: bytes, data: bytes) -> None:
-        identity = self.wire.identity(to)
-        for packet in self._sealer.seal(data, identity):
-            await self.wire.send(to, packet)
+        packets = self._sealer.seal(data, self.wire.identity(to))
+        if len(packets) == 1:
+            await self.wire.send(to, packets[0])
+            return
+        # All at once: so those of a message stay together, however many messages are sent side by side. A receiver
+        # keeps a bounded number of packets whose message is not whole.
+        sending = [self.wire.send(to, packet) for packet in packets]
+        for outcome in await asyncio.gather(*sending, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
 
     async def _receive(self) -> None:
         async for sender, packet in self._packets():
@@ -179,7 +188,7 @@ class Mailbox:
                 if data is not None:
                     self._sort(sender, self._language.decode(data))
             except Rejected as rejection:
-                log.warning("dropped a message: %s", rejection)
+                self._tell_dropped(rejection.kind, str(rejection))
             except UsageError as error:
                 self._drop("type", str(error))
 
@@ -192,7 +201,16 @@ class Mailbox:
 
     def _drop(self, kind: str, why: str) -> None:
         self._unsorted[kind] += 1
-        log.warning("dropped a message: %s", why)
+        self._tell_dropped(kind, why)
+
+    def _tell_dropped(self, kind: str, why: str) -> None:
+        now_s = asyncio.get_running_loop().time()
+        told_s, more = self._told.get(kind, (float("-inf"), 0))
+        if now_s - told_s < _TELL_AGAIN_S:
+            self._told[kind] = (told_s, more + 1)
+            return
+        log.warning("dropped a message: %s%s", why, f"; and {more} more of this kind since the last line" * bool(more))
+        self._told[kind] = (now_s, 0)
 
     def _sort(self, sender: bytes, envelope: Letter) -> None:
         identity = self.wire.identity(sender)

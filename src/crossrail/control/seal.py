@@ -29,7 +29,7 @@ _MAC_BYTES = 32
 OVERHEAD_BYTES = _HEADER.size + _MAC_BYTES
 _WINDOW = 4096  # packets of one sender that may overtake each other
 _SENDERS_MAX = 16384
-_PARTIAL_MAX = 64  # messages per sender of which some parts are still missing
+_PARTIAL_MAX = 1024  # packets of one sender that are kept because others of their messages are still missing
 
 
 class Rejected(CrossrailError):
@@ -45,11 +45,13 @@ class _Sender:
     """What is known of one sender.
 
     Invariant: bit i of `seen` says that packet `highest - i` was taken; what is older than the window counts as taken.
+    partial: by its first packet's number, a message's parts by index. partial_packets: how many they are in all.
     """
 
     highest: int = -1
     seen: int = 0
-    partial: dict[int, dict[int, bytes]] = field(default_factory=dict)  # first packet's number: parts by index
+    partial: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    partial_packets: int = 0
 
     def take(self, number: int) -> bool:
         """False when this packet was taken before, or is too old to tell."""
@@ -157,10 +159,11 @@ class Sealer:
 def _assemble(sender: _Sender, first: int, part: int, parts: int, payload: bytes) -> bytes | None:
     pieces = sender.partial.setdefault(first, {})
     pieces[part] = payload
+    sender.partial_packets += 1
     if len(pieces) == parts:
-        del sender.partial[first]
+        sender.partial_packets -= len(sender.partial.pop(first))
         return b"".join(pieces[index] for index in range(parts))
-    if len(sender.partial) > _PARTIAL_MAX:
+    while sender.partial_packets > _PARTIAL_MAX and len(sender.partial) > 1:
         # The oldest has waited longest for parts that were lost; whoever sent it asks again.
-        del sender.partial[next(iter(sender.partial))]
+        sender.partial_packets -= len(sender.partial.pop(next(iter(sender.partial))))
     return None

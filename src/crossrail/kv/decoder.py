@@ -322,18 +322,20 @@ class Decoder(Node):
     async def _deliver(self, serving: Serving) -> None:
         """Sends tokens as they come, until the end was taken, or the router stays away after it."""
         clock = asyncio.get_running_loop().time
-        heard_s = clock()
+        kept_s: float | None = None  # since when it has ended and nobody takes that
         while not serving.end_taken:
             await serving.changed.wait()
             serving.changed.clear()
             if serving.taken == len(serving.tokens) and serving.end is None:
                 continue
             if await self._offer(serving):
-                heard_s = clock()
+                kept_s = None
                 continue
-            if serving.end is not None and clock() - heard_s > _ROUTER_GONE_S:
-                log.warning("request %s ended (%s) and no router took it", serving.request, serving.end.reason)
-                return
+            if serving.end is not None:
+                kept_s = clock() if kept_s is None else kept_s
+                if clock() - kept_s > _ROUTER_GONE_S:
+                    log.warning("request %s ended (%s) and no router took it", serving.request, serving.end.reason)
+                    return
             await asyncio.sleep(self.options.retry_s)
             serving.changed.set()
 

@@ -168,7 +168,8 @@ class Etcd:
                     raise EtcdError(f"etcd at {endpoint}, {what}: {answer['error']}", code)
                 troubles.append(f"{endpoint}: {answer['error']}")
             self._pass_over(endpoint)
-        raise EtcdError(f"no member of etcd answers: {'; '.join(troubles)}")
+        # In an order of its own: who was asked first changes, and the same trouble is told once.
+        raise EtcdError(f"no member of etcd answers: {'; '.join(sorted(troubles))}")
 
     def _pass_over(self, endpoint: str) -> None:
         """It is asked last from now on, unless another question that it did not answer has seen to that."""

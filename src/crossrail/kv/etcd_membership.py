@@ -33,6 +33,23 @@ class NotRegistered(CrossrailError):
     """etcd does not know this node, or not yet."""
 
 
+class _Untaken:
+    """Tells of records that are not taken, once for each: etcd shows all that is there every half minute."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._values: dict[str, bytes] = {}
+
+    def tell(self, name: str, value: bytes, error: Exception) -> None:
+        if self._values.get(name) != value:
+            self._values[name] = value
+            log.warning("etcd's record of %s %r is not taken: %s", self._what, name, error)
+
+    def is_over(self, name: str) -> None:
+        """It is gone, or has another that is taken."""
+        self._values.pop(name, None)
+
+
 class EtcdRoster(Roster):
     """The members that etcd has records of. Threads: the event loop's.
 
@@ -47,6 +64,7 @@ class EtcdRoster(Roster):
         self._seal = Seal(secret)
         self._records: dict[str, NodeRecord] = {}
         self._missing_s: dict[str, float] = {}  # by name, since when on the loop's clock
+        self._untaken = _Untaken("node")
         self.registration: Registration | None = None
 
     def start(self, router: str, mailbox: Mailbox) -> None:
@@ -91,6 +109,7 @@ class EtcdRoster(Roster):
         if value is not None:
             self._put(name, value)
         else:
+            self._untaken.is_over(name)
             self._forget(name, f"node {name!r} left, or its lease in etcd has ended")
 
     def _forget(self, name: str, why: str) -> None:
@@ -104,13 +123,14 @@ class EtcdRoster(Roster):
         try:
             record = _record_decoder.decode(self._seal.open(self._place.nodes + name, value))
             self._missing_s.pop(name, None)
+            self._untaken.is_over(name)
             if self._records.get(name) == record:
                 return
             self._records[name] = record
             # Until it says so itself it has nothing to do, and no room for more either.
             super().join(record, Load(draining=True), asyncio.get_running_loop().time())
         except (UsageError, msgspec.MsgspecError) as error:
-            log.warning("etcd's record of node %r is not taken: %s", name, error)
+            self._untaken.tell(name, value, error)
 
 
 class EtcdPresence:
@@ -126,6 +146,7 @@ class EtcdPresence:
         self._seal = Seal(secret)
         self._routers: dict[str, bytes] = {}
         self._linked: set[str] = set()
+        self._untaken = _Untaken("router")
         self._etcd = place.open(node.options.lease_s)
         key = place.nodes + node.name
         value = self._seal.close(key, _record_encoder.encode(node.record))
@@ -155,12 +176,14 @@ class EtcdPresence:
     def _on_change(self, name: str, value: bytes | None) -> None:
         if value is None:
             self._routers.pop(name, None)
+            self._untaken.is_over(name)
             return
         try:
             self._routers[name] = self._seal.open(self._place.routers + name, value)
         except UsageError as error:
-            log.warning("%s", error)
+            self._untaken.tell(name, value, error)
             return
+        self._untaken.is_over(name)
         if name not in self._linked:
             # For good: one of this name may come back, and ask for what it had begun.
             self._linked.add(name)

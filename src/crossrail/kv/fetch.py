@@ -16,9 +16,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from crossrail.errors import PeerLost, UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
 from crossrail.kv import messages as m
-from crossrail.kv.errors import SurplusCount
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox, NoAnswer
 from crossrail.kv.node import NodeOptions
@@ -54,7 +53,9 @@ class Fetcher:
         self._on_released = on_released
 
     async def attempt(self, serving: Serving, prefiller: m.NodeRef, attempt: int, left_s: float) -> None:
-        """Returns when all is there. Raises PrefillerGone; Stopped, with the pages quiet or quarantined."""
+        """Returns when all is there. Raises PrefillerGone, Stopped, or what this node cannot ask of any prefiller, with
+        the pages quiet or quarantined.
+        """
         key = (serving.request, attempt)
         reception = serving.reception
         begun = serving.timeline.now()
@@ -67,9 +68,11 @@ class Fetcher:
         kinds = (m.Dispatched, m.DispatchRefused)
         try:
             answer = await self._mailbox.ask(prefiller.address, question, kinds, self._options.ask_s)
-        except (NoAnswer, Unreachable) as error:
+        except CrossrailError as error:
             await self._withdraw(serving, prefiller, attempt)
-            raise PrefillerGone(str(error)) from None
+            if isinstance(error, NoAnswer | Unreachable):
+                raise PrefillerGone(str(error)) from None
+            raise
         if isinstance(answer, m.DispatchRefused):
             await reception.withdraw(_confirmed, 1.0)
             raise PrefillerGone(answer.reason)
@@ -108,7 +111,7 @@ class Fetcher:
                 arrival.result()
                 return ""
             return watch.result() if watch.done() else "stopped"
-        except SurplusCount as error:
+        except CrossrailError as error:  # too many counts came, or nothing can be waited for, or asked, any more
             return str(error)
         finally:
             for task in tasks:

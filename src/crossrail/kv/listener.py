@@ -14,6 +14,7 @@ from aiohttp.http import HttpProcessingError, HttpVersion11
 from crossrail.control.deadlines import in_time
 
 PATIENCE_S = 60.0
+_BACKLOG = 1024  # clients that connect while the loop is busy; those behind them try again after a second
 _LINGER_S = 10.0  # for the rest of a body that was refused, so that its sender reads why
 
 HttpHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -86,7 +87,7 @@ class Listener:
         )
         await self._runner.setup()
         try:
-            self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=128)
+            self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=_BACKLOG)
         except BaseException:
             await self.close()
             raise

@@ -26,7 +26,7 @@ AddressBytes = Annotated[bytes, Meta(min_length=1, max_length=4096)]
 TokenBytes = Annotated[bytes, Meta(max_length=4 * TOKENS_MAX)]
 Index = Annotated[int, Meta(ge=0, le=1 << 40)]
 Attempt = Annotated[int, Meta(ge=1, le=1 << 20)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e7)]  # more than the month that commands take
 Plain = dict[str, Any]
 Role = Literal["prefiller", "decoder"]
 TraceParent = Annotated[str, Meta(max_length=55)]  # of W3C Trace Context, or empty

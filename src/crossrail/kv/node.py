@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from crossrail.kv.pages import PagePool
 from crossrail.kv.wire import Unreachable
 
 log = logging.getLogger("crossrail.kv")
+
+_NUMBER = re.compile(r"\d+")
 
 # Where a router is now: its address, or an exception when it cannot be found.
 FindRouter = Callable[[], Awaitable[bytes]]
@@ -87,10 +90,13 @@ class RouterLink:
             await asyncio.sleep(self._node.options.retry_s)
 
     def _tell_trouble(self, trouble: str) -> None:
-        """Once for each reason: it is tried again twice a second, maybe for days. Who leaves needs none."""
-        if not self._node.draining and trouble != self._trouble:
+        """Once for each reason, whatever its numbers: it is tried again twice a second, maybe for days. Who leaves
+        needs none.
+        """
+        reason = _NUMBER.sub("0", trouble)
+        if not self._node.draining and reason != self._trouble:
             log.warning("node %s has no router, and goes on looking: %s", self._node.name, trouble)
-            self._trouble = trouble
+            self._trouble = reason
 
     def _tell_joined(self) -> None:
         log.log(logging.WARNING if self._trouble else logging.INFO, "node %s has joined its router", self._node.name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 
 from crossrail.kv.membership import Member, Membership
 from crossrail.kv.messages import Role
@@ -12,6 +14,8 @@ from crossrail.kv.prefix import page_hashes
 from crossrail.kv.router_requests import Running
 from crossrail.kv.selection import Candidate, PrefixMemory, rank
 
+_REFUSED_S = 0.2  # how long a refusal is believed, if the decoder says nothing else
+_OFFERS = 8  # to one decoder at a time, of what was refused before
 _PREFIX_TOKENS = 64  # of a block in the router's own memory of prefixes; nodes have pages of their own sizes
 
 
@@ -66,6 +70,10 @@ class Placement:
             if free:
                 self._kept[running.request] = free[0]
 
+    def room_at(self, decoder: Member, running: Running) -> int:
+        """Tokens for which this decoder needs room, as far as is known here."""
+        return max(_weight(running) - self._candidate(decoder, running).cached_tokens, 0)
+
     def release(self, running: Running) -> None:
         """It waits no more."""
         self._kept.pop(running.request, None)
@@ -109,6 +117,50 @@ class Placement:
     def _discharge(self, member: Member, tokens: int) -> None:
         if member.address in self._sent:  # else it is gone, and forgotten
             self._sent[member.address] -= tokens
+
+
+@dataclass
+class _Refused:
+    """tokens: the least that it had no room for. until_s: on the event loop's clock."""
+
+    tokens: int = 0
+    why: str = ""
+    until_s: float = 0.0
+    turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_OFFERS))
+
+
+class Refusals:
+    """What decoders had no room for, until they have news: so that of a thousand requests that wait not each asks each
+    decoder after each change. Threads: the event loop's.
+    """
+
+    def __init__(self) -> None:
+        self._decoders: dict[bytes, _Refused] = {}
+
+    def turn(self, decoder: bytes) -> asyncio.Semaphore:
+        """To be held by an offer of what has been refused before."""
+        return self._decoders.setdefault(decoder, _Refused()).turn
+
+    def of(self, decoder: bytes, tokens: int, now_s: float) -> str:
+        """Why it would refuse a request that needs so much room; empty: it may take it."""
+        known = self._decoders.get(decoder)
+        return known.why if known is not None and now_s < known.until_s and tokens >= known.tokens else ""
+
+    def note(self, decoder: bytes, tokens: int, why: str, now_s: float) -> None:
+        """It has refused this."""
+        known = self._decoders.setdefault(decoder, _Refused())
+        known.tokens = min(tokens, known.tokens) if now_s < known.until_s else tokens
+        known.why, known.until_s = why, now_s + _REFUSED_S
+
+    def news(self, decoder: bytes) -> None:
+        """It may have more room than before."""
+        if (known := self._decoders.get(decoder)) is not None:
+            known.until_s = 0.0
+
+    def keep(self, decoders: Set[bytes]) -> None:
+        """Forgets all others: they are gone."""
+        for decoder in self._decoders.keys() - decoders:
+            del self._decoders[decoder]
 
 
 def _weight(running: Running) -> int:

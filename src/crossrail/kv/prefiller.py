@@ -12,11 +12,11 @@ remembered, and the Dispatch refused.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
@@ -44,14 +44,21 @@ _ENDED_KEPT = 2048
 _TIMELINES_KEPT = 64  # of them: a decoder asks as soon as all is there, and one has up to thousands of spans
 _TAIL_SLOTS = 256
 
-Key = tuple[str, int]
+_NAME_CHARS = 40
+
+# Whose, by the decoder's incarnation: names may come from clients, and two routers may have given one to two decoders.
+Key = tuple[bytes, str, int]
 
 
 @dataclass
 class _Work:
-    """One attempt of a request. job: from when it runs on. withdrawn: nothing more is to be begun for it."""
+    """One attempt of a request. job: from when it runs on. withdrawn: nothing more is to be begun for it.
+
+    name: no other work has it, whatever their requests are called.
+    """
 
     key: Key
+    name: str
     decoder: bytes
     tokens: Tokens
     target: KvTarget
@@ -85,6 +92,7 @@ class Prefiller(Node):
         self._queue: deque[_Work] = deque()
         self._queued = asyncio.Event()
         self._works: dict[Key, _Work] = {}
+        self._numbers = itertools.count(1)
         self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
         self._with_timeline: deque[Key] = deque()
         self._released = asyncio.Event()  # pages or a tail slot came back
@@ -115,11 +123,12 @@ class Prefiller(Node):
     # --- what decoders say ---
 
     async def _on_dispatch(self, sender: bytes, dispatch: m.Dispatch) -> m.Message:
-        key = (dispatch.request, dispatch.attempt)
+        key = self._key(sender, dispatch)
+        answer = (dispatch.request, dispatch.attempt)
         if key in self._works:
-            return m.Dispatched(*key)
+            return m.Dispatched(*answer)
         if refusal := self._refusal(key):
-            return m.DispatchRefused(*key, m.clipped(refusal))
+            return m.DispatchRefused(*answer, m.clipped(refusal))
         try:
             target = KvTarget.from_wire(dispatch.ticket)
             tokens = m.unpack_tokens(dispatch.tokens)
@@ -131,16 +140,21 @@ class Prefiller(Node):
             if (pages := self.model.layout.pages_of(len(tokens))) > self.pool.pages:
                 raise UsageError(f"{len(tokens)} tokens take {pages} pages, there are {self.pool.pages} here")
         except UsageError as refusal:
-            return m.DispatchRefused(*key, m.clipped(refusal))
+            return m.DispatchRefused(*answer, m.clipped(refusal))
         clock = asyncio.get_running_loop().time
         about: dict[str, str | int] = {"crossrail.request": dispatch.request, "crossrail.node": self.name}
         span = RequestSpan("crossrail.kv.prefill", dispatch.traceparent, about)
-        work = _Work(key, sender, tokens, target, clock() + dispatch.deadline_s, Timeline(clock), span)
+        name = f"{dispatch.request[:_NAME_CHARS]}#{next(self._numbers)}"
+        target = replace(target, request=name)
+        work = _Work(key, name, sender, tokens, target, clock() + dispatch.deadline_s, Timeline(clock), span)
         self._works[key] = work
         self._queue.append(work)
         self._queued.set()
         self._count_active(len(self._works))
-        return m.Dispatched(*key)
+        return m.Dispatched(*answer)
+
+    def _key(self, decoder: bytes, about: m.Dispatch | m.Probe | m.Withdraw) -> Key:
+        return self.mailbox.wire.identity(decoder), about.request, about.attempt
 
     def _refusal(self, key: Key) -> str:
         if key in self._ended:
@@ -152,22 +166,24 @@ class Prefiller(Node):
         return ""
 
     async def _on_probe(self, sender: bytes, probe: m.Probe) -> m.Message:
-        key = (probe.request, probe.attempt)
+        key = self._key(sender, probe)
+        answer = (probe.request, probe.attempt)
         work = self._works.get(key)
         if work is not None:
-            return m.Progress(*key, "queued" if work.job is None else "running")
-        return self._ended.get(key, m.Progress(*key, "unknown"))
+            return m.Progress(*answer, "queued" if work.job is None else "running")
+        return self._ended.get(key, m.Progress(*answer, "unknown"))
 
     async def _on_withdraw(self, sender: bytes, withdraw: m.Withdraw) -> m.Message:
-        key = (withdraw.request, withdraw.attempt)
+        key = self._key(sender, withdraw)
+        answer = (withdraw.request, withdraw.attempt)
         work = self._works.get(key)
         if work is None:
-            self._ended.setdefault(key, m.Progress(*key, "unknown"))
+            self._ended.setdefault(key, m.Progress(*answer, "unknown"))
             self._forget_old()
         else:
             self._give_up(work, "its decoder withdrew it")
             await work.quiet.wait()
-        return m.Quiesced(*key)
+        return m.Quiesced(*answer)
 
     # --- work ---
 
@@ -194,12 +210,15 @@ class Prefiller(Node):
                 except CrossrailError as error:
                     self._end(work, "failed", str(error))
                 except Exception as error:
-                    log.exception("request %s failed in the model", work.key[0])
+                    log.exception("request %s failed", work.name)
                     self._end(work, "failed", f"{type(error).__name__}: {error}")
             await self._queued.wait()
 
     async def _run(self, work: _Work) -> None:
-        """Prefills one request. When it returns all is posted; raises, with nothing under way, when it failed."""
+        """Prefills one request. When it returns the model is free; raises when nothing was begun.
+
+        Writes under way are not waited for here, also not those of a request that failed: its decoder may stand still.
+        """
         lease = await self._reserve(work)
         work.timeline.add("queue", 0.0)
         try:
@@ -210,12 +229,15 @@ class Prefiller(Node):
         timer = asyncio.get_running_loop().call_at(work.deadline_s, self._give_up, work, "its time is up")
         try:
             await self._prefill(work, job)
-        except BaseException as error:
-            await job.cancel(f"{type(error).__name__}: {error}")
-            with contextlib.suppress(CrossrailError):  # the same once more, in the job's words
-                await self._settle(work, job, timer)
+        except Exception as error:
+            if not isinstance(error, CrossrailError):
+                log.exception("request %s failed in the model", work.name)
+            self.mailbox.spawn(self._fail(work, job, timer, error), "ending a transfer")
+        except BaseException:  # we are closing: the sender ends the job
+            timer.cancel()
             raise
-        self.mailbox.spawn(self._finish(work, job, timer), "finishing a transfer")
+        else:
+            self.mailbox.spawn(self._finish(work, job, timer), "finishing a transfer")
 
     async def _reserve(self, work: _Work) -> PageLease:
         """Pages for all of its tokens, and a place for its tail, as soon as there are any."""
@@ -229,8 +251,7 @@ class Prefiller(Node):
             try:
                 if not self._free_tails:
                     raise NoPages(f"all {_TAIL_SLOTS} places for tails are in use", 1, 0)
-                name = f"{work.key[0]}/{work.key[1]}"
-                lease = self.pool.reserve(self.model.layout.pages_of(len(work.tokens)), name, names=names)
+                lease = self.pool.reserve(self.model.layout.pages_of(len(work.tokens)), work.name, names=names)
                 work.tail_slot = self._free_tails.pop()
                 return lease
             except NoPages:
@@ -246,7 +267,7 @@ class Prefiller(Node):
         if not work.withdrawn and work.timeline.since_begin(work.deadline_s) <= work.timeline.now():
             work.withdrawn = "its time is up"
         if work.withdrawn:
-            raise TransferStopped(f"request {work.key[0]!r}: {work.withdrawn}")
+            raise TransferStopped(f"request {work.name!r}: {work.withdrawn}")
 
     async def _prefill(self, work: _Work, job: SendJob) -> None:
         tokens = work.tokens
@@ -255,7 +276,7 @@ class Prefiller(Node):
         while start < len(tokens):
             self._raise_if_withdrawn(work)
             if job.stopped:
-                await job.finish()  # raises what stopped it
+                raise TransferStopped(f"request {work.name!r}: its transfer was stopped")
             end = min(start + self.options.chunk_tokens, len(tokens))
             begun = work.timeline.now()
             tail = await self._run_chunk(job, tokens[:end], start)
@@ -289,6 +310,15 @@ class Prefiller(Node):
         else:
             self._end(work, "written", "")
 
+    async def _fail(self, work: _Work, job: SendJob, timer: asyncio.TimerHandle, why: Exception) -> None:
+        detail = f"{type(why).__name__}: {why}"
+        await job.cancel(detail)
+        try:
+            await self._settle(work, job, timer)
+        except CrossrailError as error:  # what stopped it first
+            detail = str(error)
+        self._end(work, "failed", detail)
+
     async def _settle(self, work: _Work, job: SendJob, timer: asyncio.TimerHandle) -> None:
         """Waits for the end of our writes and gives the pages back. Raises what stopped the job."""
         try:
@@ -316,8 +346,9 @@ class Prefiller(Node):
             return
         assert state in ("written", "failed")
         work.span.end(detail)
+        _, request, attempt = work.key
         progress = m.Progress(
-            *work.key, "written" if state == "written" else "failed", m.clipped(detail), work.timeline.spans
+            request, attempt, "written" if state == "written" else "failed", m.clipped(detail), work.timeline.spans
         )
         self._ended[work.key] = progress
         self._with_timeline.append(work.key)

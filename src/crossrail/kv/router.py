@@ -29,7 +29,7 @@ from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.mailbox import Mailbox, NoAnswer
 from crossrail.kv.membership import Member, Membership, Roster
 from crossrail.kv.model import Tokens
-from crossrail.kv.placement import Placement, prefix_names
+from crossrail.kv.placement import Placement, Refusals, prefix_names
 from crossrail.kv.router_requests import Adopted, Adoptions, Chunk, Ends, Overloaded, Running, Unavailable
 from crossrail.kv.tracing import checked
 from crossrail.kv.wire import Unreachable
@@ -84,6 +84,7 @@ class Router:
         self._looked_s = 0.0  # after members, on the event loop's clock
         self._numbers = itertools.count(1)
         self._placement = Placement(self.roster)
+        self._refusals = Refusals()
         self._room = asyncio.Event()  # set whenever something changed that a waiting request may profit from
         self.roster.on_gone(self._on_gone)
         mailbox.handle(m.Join, self._on_join)
@@ -203,18 +204,22 @@ class Router:
         give_up_s = min(_now_s() + self.options.queue_s, running.deadline_s)
         keep_s = _now_s() + self.options.queue_s / 2
         why = ""
+        has_waited = False
         while True:
             self._room.clear()
             decoders = self._placement.ranked("decoder", running, running.model)
             for decoder in decoders:
                 if self._placement.is_kept(decoder, running):
                     why = why or f"node {decoder.name!r} is kept for a request that has waited longer"
-                elif running.ended or not (why := await self._offer(running, decoder)):
+                elif running.ended or not (said := await self._offer_in_turn(running, decoder, has_waited)):
                     return
+                else:
+                    why = said
             if _now_s() >= give_up_s:
                 break
             if _now_s() >= keep_s:
                 self._placement.keep(running, decoders)
+            has_waited = True
             await set_in_time(self._room, min(0.2, give_up_s - _now_s()))
         self.counts["overloaded" if decoders else "unavailable"] += 1
         if not decoders:
@@ -223,6 +228,16 @@ class Router:
             there = f"; there are some for {', '.join(others)}" if of and others else ""
             raise Unavailable(why or f"no decoder{of} has joined router {self.name!r}{there}")
         raise Overloaded(f"no node took the request within {self.options.queue_s:g} s; the last one said: {why}")
+
+    async def _offer_in_turn(self, running: Running, decoder: Member, has_waited: bool) -> str:
+        """As _offer, unless the decoder has just refused one that needs no more room."""
+        tokens = self._placement.room_at(decoder, running)
+        if why := self._refusals.of(decoder.address, tokens, _now_s()):
+            return why
+        if not has_waited:
+            return await self._offer(running, decoder)
+        async with self._refusals.turn(decoder.address):
+            return self._refusals.of(decoder.address, tokens, _now_s()) or await self._offer(running, decoder)
 
     async def _offer(self, running: Running, decoder: Member) -> str:
         """Empty when the decoder has taken it, else why not."""
@@ -252,7 +267,7 @@ class Router:
                 self._cancel(running, "it was given to another decoder")
                 running.decoder = None
                 running.attempt += 1
-                return f"node {decoder.name!r}: {error}"
+                return self._refused(running, decoder, f"node {decoder.name!r}: {error}")
             answer = m.Started(running.request)  # which is only late
         if isinstance(answer, m.StartRefused):
             running.decoder = None
@@ -260,12 +275,16 @@ class Router:
                 raise DuplicateRequest(answer.reason)
             if not answer.busy:
                 raise UsageError(answer.reason)
-            return answer.reason
+            return self._refused(running, decoder, answer.reason)
         if self._running.get(running.request) is running:  # else its client has left, and the decoder was told
             self._placement.give(running, decoder, prefiller)
             if not any(member is decoder for member in self.roster.members("decoder")):
                 self._on_decoder_gone(running, f"node {decoder.name!r} went as it took the request")
         return ""
+
+    def _refused(self, running: Running, decoder: Member, why: str) -> str:
+        self._refusals.note(decoder.address, self._placement.room_at(decoder, running), why, _now_s())
+        return why
 
     def _on_decoder_gone(self, running: Running, why: str) -> None:
         """Another one is to go on, if that has not been tried too often."""
@@ -307,6 +326,8 @@ class Router:
         end = running.end or m.End("cancelled", "the client is gone")
         self.counts[end.reason] += 1
         self._ended.keep(running.request, end)
+        if running.decoder is not None:
+            self._refusals.news(running.decoder.address)
         self._placement.take_back(running)
         self._room.set()
 
@@ -335,10 +356,12 @@ class Router:
         for request in join.running:
             if not self._knows(request):
                 self._adopted.add(request, sender)
+        self._refusals.news(sender)
         self._room.set()
         return m.Joined(self.name, self.options.heartbeat_s, self.options.lease_s)
 
     async def _on_heartbeat(self, sender: bytes, heartbeat: m.Heartbeat) -> m.Message:
+        self._refusals.news(sender)
         self._room.set()
         return m.HeartbeatTaken(self.roster.heartbeat(heartbeat.node, sender, heartbeat.load, _now_s()))
 
@@ -424,6 +447,7 @@ class Router:
             self.roster.excuse(stood_s, now_s)
         self._looked_s = now_s
         self.roster.sweep(now_s, self._mailbox.wire.is_lost)
+        self._refusals.keep({member.address for member in self.roster.members("decoder")})
 
 
 def _now_s() -> float:

@@ -104,8 +104,8 @@ class Adopted:
     end: m.End | None = None
 
     def take(self, first: int, tokens: list[int], end: m.End | None) -> None:
-        if first <= len(self.tokens):
-            self.tokens[first:] = tokens
+        if first <= len(self.tokens):  # what is here already may come again, and late: then it is no more than is here
+            self.tokens += tokens[len(self.tokens) - first :]
         self.end = end or self.end
 
 

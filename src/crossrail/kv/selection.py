@@ -8,18 +8,21 @@ from dataclasses import dataclass
 
 from crossrail.kv.membership import Member
 
-_NAMES_MAX = 200_000  # per node
+_NAMES_MAX = 200_000  # per node, of some 200 bytes
+_NAMES_OF_ALL_MAX = 4_000_000
 
 
 class PrefixMemory:
-    """What a router believes nodes to have cached: the pages of what it sent there, oldest forgotten first.
+    """What a router believes nodes to have cached: the pages of what it sent there, oldest forgotten first. Where there
+    are many nodes, each has its share of what is kept of all.
 
     A guess that costs nodes nothing: one that is wrong makes a worse choice, never a wrong token, since nodes look
     themselves.
     """
 
-    def __init__(self, names_max: int = _NAMES_MAX) -> None:
+    def __init__(self, names_max: int = _NAMES_MAX, of_all_max: int = _NAMES_OF_ALL_MAX) -> None:
         self._names_max = names_max
+        self._of_all_max = of_all_max
         self._nodes: dict[bytes, OrderedDict[bytes, None]] = {}
 
     def note(self, address: bytes, names: Iterable[bytes]) -> None:
@@ -28,7 +31,8 @@ class PrefixMemory:
         for name in names:
             held[name] = None
             held.move_to_end(name)
-        while len(held) > self._names_max:
+        most = min(self._names_max, max(self._of_all_max // len(self._nodes), 1))
+        while len(held) > most:
             held.popitem(last=False)
 
     def match(self, address: bytes, names: Sequence[bytes]) -> int:

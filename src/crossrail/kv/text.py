@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from crossrail.kv.model import Tokenizer
 
 _HALF = "�"  # what decoders make of bytes that are no whole character
+_CHARACTER_TOKENS = 4  # of one character at most: its bytes
+_WAITING_MAX = 8
 
 
 class TextStream:
@@ -31,11 +33,13 @@ class TextStream:
             return ""
         self._tokens += tokens
         # As much before the new ones as makes the new text independent of where decoding begins.
-        known = self._tokenizer.decode(self._tokens[self._context : self._told])
-        text = self._tokenizer.decode(self._tokens[self._context :])
+        known = self._decode(self._context, self._told)
+        text = self._decode(self._context)
         if len(text) > len(known) and not text.endswith(_HALF):
             self._context, self._told = self._told, len(self._tokens)
             self._held += text[len(known) :]
+        elif len(self._tokens) - self._told > _WAITING_MAX:
+            self._settle(known, text)
         begun = self._begun()
         return self._take(len(self._held) - begun)
 
@@ -43,10 +47,29 @@ class TextStream:
         """The rest: what was held back is no stop, and half a character stays one."""
         if self._tokenizer is None or self.stopped:
             return ""
-        known = self._tokenizer.decode(self._tokens[self._context : self._told])
-        self._held += self._tokenizer.decode(self._tokens[self._context :])[len(known) :]
+        known = self._decode(self._context, self._told)
+        self._held += self._decode(self._context)[len(known) :]
         self._begun()
         return self._take(len(self._held))
+
+    def _settle(self, known: str, text: str) -> None:
+        """Takes what no later token can change, so that a long run without a whole character is not decoded over and
+        over: of ends that an answer goes on behind, which have no text, or of bytes that are none.
+        """
+        newest = len(self._tokens) - _CHARACTER_TOKENS
+        for end in range(newest, newest - _CHARACTER_TOKENS, -1):  # one of them is not in the middle of a character
+            sure = self._decode(self._context, end)
+            if sure == known:
+                del self._tokens[self._told : end]
+                return
+            if len(sure) > len(known) and text.startswith(sure):
+                self._held += sure[len(known) :]
+                self._context, self._told = self._told, end
+                return
+
+    def _decode(self, begin: int, end: int | None = None) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(self._tokens[begin:end])
 
     def _begun(self) -> int:
         """Looks for stops in what is held; returns how many of its last characters may be the beginning of one."""
