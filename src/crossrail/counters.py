@@ -93,8 +93,8 @@ class ImmCounter(_core.ImmCounter):
 
         It rests until all others were handed out, or a million released; what arrives for it meanwhile puts it in use
         again. Raises UsageError where it can be seen that counts are expected: somebody waits for it, or a part of one
-        has arrived (the rest is under way, or the write was fenced off in the middle). force: drops both; who waits gets
-        EngineClosed.
+        has arrived (the rest is under way, or the write was fenced off in the middle). force: drops both; who waits
+        gets EngineClosed.
         """
         self._engine.release_imm(self.imm, force=force)
 
