@@ -191,6 +191,24 @@ def test_another_machine_is_told_loudly(tmp_path: Path) -> None:
     assert first.startswith("ANOTHER MACHINE: cpu one?[31m -> two; cores 2 -> 64")
 
 
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_no_word_of_a_file_reaches_the_terminal_raw(columns: str, tmp_path: Path) -> None:
+    odd = "a\x1b[31m\x1b]0;title\x07\u202eb\nc"
+    line = Line(name=odd, title=odd, unit=odd, limit="")
+    results = [
+        Figure(line, [Sample(value, None) for value in STEADY]),
+        figure(odd + "2", ()),
+        figure(odd + "3", STEADY),
+    ]
+    old = written(tmp_path / "old.json", *results, date=odd, settings={odd: odd})
+    new = written(tmp_path / "new.json", *results[:2])
+
+    told = run("bench", "compare", old, new, COLUMNS=columns).stdout
+
+    assert "a?[31m?]0;title??b?c" in "".join(told.split())
+    assert all(letter.isprintable() or letter == "\n" for letter in told), ascii(told)
+
+
 @pytest.mark.parametrize(("allowed", "status"), [("10%", 1), ("0.1", 1), ("40%", 0), ("0", 1)])
 def test_exit_status_says_slower(allowed: str, status: int, tmp_path: Path) -> None:
     old = written(tmp_path / "old.json", figure("same", STEADY), figure("slow", FASTER))
