@@ -20,7 +20,7 @@ from crossrail._notify import Callbacks, CallbackThread, log, log_raised
 from crossrail._ordered import OrderedWeakSet
 from crossrail.counters import ImmCounter
 from crossrail.errors import UsageError
-from crossrail.flight import default_directory, parse_dump
+from crossrail.flight import default_directory, parse_dump, plain
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
 from crossrail.rdma import RdmaOptions
@@ -356,7 +356,7 @@ class Engine(_core.Engine):
                     log_raised(self.name, "on_event")
             else:
                 about = f" of peer {peer!r}" if peer else ""
-                why = f": {detail}" if detail else ""
+                why = f": {plain(detail)}" if detail else ""  # there may be names in it that peers chose
                 log.log(_EVENT_LEVELS[kind], "engine %r: %s%s%s", self.name, kind, about, why)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.progress import Progress
@@ -22,6 +23,7 @@ from crossrail.cli import push as push_module
 from crossrail.cli import rendezvous, wire
 from crossrail.cli.demo_plan import shuffled_pages, split_file, tail_places
 from crossrail.cli.inbox import Inbox, PartFile, Refused
+from crossrail.cli.main import main
 from crossrail.cli.push import Pusher, destination
 from crossrail.cli.serve import Limits, Server
 from crossrail.cli.source import SourceFile
@@ -369,6 +371,16 @@ def test_runtime_directory_open_to_others_refused(names: Path) -> None:
 
     with pytest.raises(xr.CrossrailError, match="0700"):
         rendezvous.runtime_dir()
+
+
+def test_explain_shows_a_name_that_would_steer_the_terminal(names: Path, open_engine: EngineFactory) -> None:
+    odd = open_engine("odd\x1b]0;x\x07", transport="shm")
+
+    with rendezvous.publish("odd", odd.address):
+        said = CliRunner().invoke(main, ["explain", "odd"])
+
+    assert said.exit_code == 0, said.output
+    assert said.stdout.startswith("peer 'odd?]0;x?' over shm: connected\n")
 
 
 # --- the demo's pages ---

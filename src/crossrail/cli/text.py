@@ -38,6 +38,11 @@ def shown(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def shown_lines(text: str) -> str:
+    """The same of a text with lines of ours."""
+    return "\n".join(shown(line) for line in text.splitlines())
+
+
 def gb_per_s(nbytes: float, took_s: float) -> float:
     """Gigabytes (10**9) per second; 0 when no time passed."""
     return nbytes / took_s / 1e9 if took_s > 0 else 0.0
