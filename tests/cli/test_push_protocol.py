@@ -4,6 +4,7 @@ import asyncio
 import errno
 import hashlib
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from rich.progress import Progress
 
 import crossrail as xr
 from crossrail.cli import push as push_module
-from crossrail.cli import rendezvous, wire
+from crossrail.cli import rendezvous, source, wire
 from crossrail.cli.demo_plan import shuffled_pages, split_file, tail_places
 from crossrail.cli.inbox import Inbox, PartFile, Refused
 from crossrail.cli.main import main
@@ -384,6 +385,16 @@ def test_explain_shows_a_name_that_would_steer_the_terminal(names: Path, open_en
 
 
 # --- the demo's pages ---
+
+
+def test_demo_finds_its_file_where_files_of_any_name_are_mapped(tmp_path: Path) -> None:
+    library = tmp_path / os.fsdecode(b"libpython\xff.so")
+    library.write_bytes(bytes(4096))
+
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        found = source._mapped_library()
+
+    assert found is not None and found.name.startswith("libpython")
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, 5000), st.integers(1, 1 << 20), st.integers(0, 100))

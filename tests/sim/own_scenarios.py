@@ -30,6 +30,11 @@ async def crashes(run: Run) -> None:
         os.kill(os.getpid(), signal.SIGABRT)
 
 
+async def named_abroad(run: Run) -> None:
+    run.check.that(True, "")
+    run.host("h\N{LATIN SMALL LETTER O WITH CIRCUMFLEX}te").engine("engine")
+
+
 async def takes_long(run: Run) -> None:
     run.check.that(True, "")
     print("begun", flush=True)

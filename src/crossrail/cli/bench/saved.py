@@ -29,7 +29,7 @@ def to_json(results: list[Result], settings: Mapping[str, Any], busy: float) -> 
     """Everything that is needed to judge the figures, and to repeat them. settings: what they were taken with."""
     return {
         "format": FORMAT,
-        "command": " ".join(["crossrail", *sys.argv[1:]]),
+        "command": shown(" ".join(["crossrail", *sys.argv[1:]])),  # JSON has no names that are no UTF-8
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "version": version(),
         "machine": machine(),
