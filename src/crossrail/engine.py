@@ -210,7 +210,8 @@ class Engine(_core.Engine):
     def __repr__(self) -> str:
         if not hasattr(self, "_is_open"):
             return "<Engine that did not open>"
-        return f"<Engine {self.name!r}, {self.rails} rails{', closed' if self.closed else ''}>"
+        rails = f"{self.rails} rail{'' if self.rails == 1 else 's'}"
+        return f"<Engine {self.name!r}, {rails}{', closed' if self.closed else ''}>"
 
     # ---- memory
 

@@ -30,7 +30,8 @@ def test_engine_says_who_it_is(open_engine: EngineFactory) -> None:
     assert engine.closed is False
     assert engine.address.name == "worker 7"
     assert (engine.address.rails, engine.address.transports, engine.address.pid) == (3, ("shm", "tcp"), os.getpid())
-    assert "worker 7" in repr(engine)
+    assert repr(engine) == "<Engine 'worker 7', 3 rails>"
+    assert repr(open_engine("one")) == "<Engine 'one', 1 rail>"
 
 
 def test_unnamed_engine_is_named_for_its_process(open_engine: EngineFactory) -> None:
