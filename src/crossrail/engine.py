@@ -124,7 +124,7 @@ class Engine(_core.Engine):
         clauses = None if require is None else _parse_policy(require)
         if name is None:
             program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
-            name = f"{program.encode()[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
+            name = f"{program.encode(errors='replace')[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
         _options.check_texts(name=name, transport=transport, polling=polling, private_path=private_path)
         _options.check_numbers(
             peer_timeout_s=peer_timeout_s, spin_us=spin_us, watcher_poll_us=watcher_poll_us,

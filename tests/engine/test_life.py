@@ -22,6 +22,13 @@ from tests.support.limits import NEVER_S, WAIT_S, eventually
 # --- opening ---
 
 
+def test_engine_without_a_name_is_called_after_any_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [os.fsdecode(b"/bin/pr\xe9fill")])
+
+    with xr.Engine() as engine:
+        assert engine.name == f"pr?fill-{os.getpid()}"
+
+
 def test_engine_says_who_it_is(open_engine: EngineFactory) -> None:
     engine = open_engine("worker 7", rails=3)
 
