@@ -69,6 +69,11 @@ _REFUSALS: dict[str, str] = {
 }
 
 
+def inherited(thing: object) -> str:
+    """What it is shown as in a forked child, where it can be asked for nothing. A repr must not raise: logs show it."""
+    return f"<{type(thing).__name__} of the parent process>"
+
+
 class _LogsEvents(Protocol):
     def _log_events(self) -> None: ...
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from crossrail import _core, _options, _raise
 from crossrail._notify import LoopNotifier, arrival, callbacks_of, log
+from crossrail.errors import EngineClosed
 
 
 class CountTicket:
@@ -24,6 +25,9 @@ class CountTicket:
             return False
         callbacks_of(self._counter._engine).forget(self._cookie)
         return True
+
+    def __repr__(self) -> str:
+        return f"<CountTicket of {self._counter!r}>"
 
 
 class ImmCounter(_core.ImmCounter):
@@ -99,4 +103,7 @@ class ImmCounter(_core.ImmCounter):
         self._engine.release_imm(self.imm, force=force)
 
     def __repr__(self) -> str:
-        return f"<ImmCounter {self.imm}: {self.poll()} arrived>"
+        try:
+            return f"<ImmCounter {self.imm}: {self.poll()} arrived>"
+        except EngineClosed:
+            return _raise.inherited(self)

@@ -19,7 +19,7 @@ from crossrail._notify import Callbacks, CallbackThread, log, log_raised, weakly
 from crossrail._ordered import OrderedWeakSet
 from crossrail.counters import ImmCounter
 from crossrail.errors import UsageError
-from crossrail.flight import default_directory, parse_dump
+from crossrail.flight import default_directory, parse_dump, plain
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
 from crossrail.rdma import RdmaOptions
@@ -123,7 +123,7 @@ class Engine(_core.Engine):
         clauses = None if require is None else _parse_policy(require)
         if name is None:
             program = sys.argv[0].rpartition("/")[2] if sys.argv else ""
-            name = f"{program.encode()[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
+            name = f"{program.encode(errors='replace')[:48].decode(errors='ignore') or 'python'}-{os.getpid()}"
         _options.check_texts(name=name, transport=transport, polling=polling, private_path=private_path)
         _options.check_numbers(
             peer_timeout_s=peer_timeout_s, spin_us=spin_us, watcher_poll_us=watcher_poll_us,
@@ -208,7 +208,8 @@ class Engine(_core.Engine):
     def __repr__(self) -> str:
         if not hasattr(self, "_is_open"):
             return "<Engine that did not open>"
-        return f"<Engine {self.name!r}, {self.rails} rails{', closed' if self.closed else ''}>"
+        rails = f"{self.rails} rail{'' if self.rails == 1 else 's'}"
+        return f"<Engine {self.name!r}, {rails}{', closed' if self.closed else ''}>"
 
     # ---- memory
 
@@ -354,7 +355,7 @@ class Engine(_core.Engine):
                     log_raised(self.name, "on_event")
             else:
                 about = f" of peer {peer!r}" if peer else ""
-                why = f": {detail}" if detail else ""
+                why = f": {plain(detail)}" if detail else ""  # there may be names in it that peers chose
                 log.log(_EVENT_LEVELS[kind], "engine %r: %s%s%s", self.name, kind, about, why)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from crossrail import _core, _options, _raise
 from crossrail._core import Message
 from crossrail._notify import LoopNotifier, arrival, callbacks_of, log_raised, loop_time, resolve, weakly
-from crossrail.errors import UsageError
+from crossrail.errors import EngineClosed, UsageError
 
 if TYPE_CHECKING:
     import asyncio
@@ -144,4 +144,7 @@ class ReceivePool(_core.ReceivePool):
     def __repr__(self) -> str:
         if not hasattr(self, "_callbacks"):
             return "<ReceivePool that did not open>"
-        return f"<ReceivePool of {self.count} x {self.nbytes} bytes{', closed' if self.closed else ''}>"
+        try:
+            return f"<ReceivePool of {self.count} x {self.nbytes} bytes{', closed' if self.closed else ''}>"
+        except EngineClosed:
+            return _raise.inherited(self)

@@ -25,6 +25,9 @@ class Poisoned:
         self._what = repr(region)
         self._native = _core._Poison(region, pages, page_bytes, stride, offset)
 
+    def __repr__(self) -> str:
+        return f"<Poisoned memory of {self._what}>"
+
     def check(self) -> None:
         """Raises LateWrite when anything wrote there since: a peer, a NIC, a transfer of ours, or the program itself.
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from crossrail import _core, _options
+from crossrail import _core, _options, _raise
 from crossrail._core import RegionDescriptor
-from crossrail.errors import UsageError
+from crossrail.errors import EngineClosed, UsageError
 from crossrail.poison import Poisoned
 
 __all__ = ["Region", "RegionDescriptor"]
@@ -107,6 +107,12 @@ class Region(_core.Region):
         self.close()
 
     def __repr__(self) -> str:
+        try:
+            return self._shown()
+        except EngineClosed:
+            return _raise.inherited(self)
+
+    def _shown(self) -> str:
         where = "mapped" if self.mapped else "private" if self.device == "cpu" else f"on {self.device}"
         state = "closed" if self.closed else f"{self.access}, {where}"
         state += ", revoked" if self.revoked and not self.closed else ""

@@ -19,6 +19,7 @@ import os
 import secrets
 import shlex
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ from crossrail.sim.loop import run_on
 SEED_VARIABLE = "CROSSRAIL_SIM_SEED"
 _EVENTS_TOLD = 20
 LIMIT_S = 3600.0  # virtual, of a test that is a coroutine
+_WORKER_SEED = "crossrail_sim_seed"
 _SESSION_SEED = pytest.StashKey[int]()
 _Reporting = Generator[None, pytest.TestReport, pytest.TestReport]
 
@@ -42,12 +44,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Settles the session's seed."""
+    if (runs := config.getoption("--sim-runs")) < 1:
+        raise pytest.UsageError(f"--sim-runs is {runs}, must be 1 or more")
     given = [config.getoption("--sim-seed"), os.environ.get(SEED_VARIABLE) or None, config.getini("sim_seed") or None]
+    given.insert(0, getattr(config, "workerinput", {}).get(_WORKER_SEED))
     seed = next((value for value in given if value is not None), None)
     try:
         config.stash[_SESSION_SEED] = secrets.randbits(31) if seed is None else int(seed)
     except ValueError:
         raise pytest.UsageError(f"{SEED_VARIABLE} or sim_seed is {seed!r}, must be a whole number") from None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """pytest-xdist's: its workers are sessions of their own, and have the seed that the header shows."""
+    node.workerinput[_WORKER_SEED] = node.config.stash[_SESSION_SEED]
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -92,7 +103,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _replay(item: pytest.Item) -> str:
-    words = ["pytest", item.nodeid, "--sim-seed", str(item.config.stash[_SESSION_SEED])]
+    _, colons, inside = item.nodeid.partition("::")
+    file = os.path.relpath(item.path, item.config.invocation_params.dir)  # where pytest was called, not rootdir
+    words = ["pytest", f"{file}{colons}{inside}", "--sim-seed", str(item.config.stash[_SESSION_SEED])]
     runs = item.config.getoption("--sim-runs")
     return shlex.join([*words, "--sim-runs", str(runs)] if runs > 1 else words)
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from crossrail import _core, _raise
 from crossrail._notify import callbacks_of
+from crossrail.errors import EngineClosed
 
 
 class Watcher(_core.Watcher):
@@ -62,4 +63,7 @@ class Watcher(_core.Watcher):
     def __repr__(self) -> str:
         if not hasattr(self, "_callbacks"):
             return "<Watcher that did not open>"
-        return f"<Watcher at {self.address:#x}: {self.value}>"
+        try:
+            return f"<Watcher at {self.address:#x}: {self.value}>"
+        except EngineClosed:
+            return _raise.inherited(self)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -191,6 +194,24 @@ def test_another_machine_is_told_loudly(tmp_path: Path) -> None:
     assert first.startswith("ANOTHER MACHINE: cpu one?[31m -> two; cores 2 -> 64")
 
 
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_no_word_of_a_file_reaches_the_terminal_raw(columns: str, tmp_path: Path) -> None:
+    odd = "a\x1b[31m\x1b]0;title\x07\u202eb\nc"
+    line = Line(name=odd, title=odd, unit=odd, limit="")
+    results = [
+        Figure(line, [Sample(value, None) for value in STEADY]),
+        figure(odd + "2", ()),
+        figure(odd + "3", STEADY),
+    ]
+    old = written(tmp_path / "old.json", *results, date=odd, settings={odd: odd})
+    new = written(tmp_path / "new.json", *results[:2])
+
+    told = run("bench", "compare", old, new, COLUMNS=columns).stdout
+
+    assert "a?[31m?]0;title??b?c" in "".join(told.split())
+    assert all(letter.isprintable() or letter == "\n" for letter in told), ascii(told)
+
+
 @pytest.mark.parametrize(("allowed", "status"), [("10%", 1), ("0.1", 1), ("40%", 0), ("0", 1)])
 def test_exit_status_says_slower(allowed: str, status: int, tmp_path: Path) -> None:
     old = written(tmp_path / "old.json", figure("same", STEADY), figure("slow", FASTER))
@@ -337,6 +358,32 @@ def test_page_fetches_nothing(tmp_path: Path) -> None:
             if name in ("src", "href", "xlink:href", "action", "data"):
                 assert (value or "").startswith("#"), (tag, name, value)
     assert "@import" not in reader.text and not re.search(r"url\((?!#)", (tmp_path / "out.html").read_text())
+
+
+def test_names_that_are_no_utf8_spoil_neither_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["crossrail", "bench", "--html", os.fsdecode(b"raw\xff.html")])
+    results = [figure("a", STEADY)]
+    file = written(tmp_path / "out.json", *results)
+
+    page.write_page(tmp_path / "out.html", Saved(os.fsdecode(b"raw\xff"), results, {}, {}), None)
+
+    assert read_json(file).command == "crossrail bench --html raw?.html"
+    assert read_page(tmp_path / "out.html").text
+
+
+def test_page_is_what_it_says_in_any_locale(tmp_path: Path) -> None:
+    out = tmp_path / "out.html"
+    script = (
+        "import sys, pathlib\n"
+        "from crossrail.cli.bench import page\n"
+        "from crossrail.cli.bench.saved import Saved\n"
+        "page.write_page(pathlib.Path(sys.argv[1]), Saved('x', [], {'cpu': '5 \\u00b5s'}, {}), None)\n"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    subprocess.run([sys.executable, "-c", script, str(out)], env=os.environ | ascii_only, check=True)
+
+    assert '<meta charset="utf-8">' in out.read_text(encoding="utf-8") and "5 \N{MICRO SIGN}s" in out.read_text("utf-8")
 
 
 def test_page_has_machine_command_figures_and_pictures(tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ def held(address: xr.Address, secret: bytes = SECRET) -> Iterator[int]:
         loop.close()
 
 
+def test_address_of_one_interface_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fe80::1%eth0: without the interface, the last figure, the kernel refuses it as invalid."""
+    place = ("fe80::1", 7320, 0, 4)
+    asked: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", place)])
+    monkeypatch.setattr(socket, "create_server", lambda address, **_: asked.append(address))
+
+    meeting._listening_socket("fe80::1%eth0", 7320)
+
+    assert asked == [place]
+
+
 @contextlib.contextmanager
 def answering(answer: Callable[[socket.socket], object]) -> Iterator[int]:
     """Something at a port that is no serve."""

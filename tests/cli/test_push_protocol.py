@@ -4,6 +4,7 @@ import asyncio
 import errno
 import hashlib
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -13,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.progress import Progress
 
 import crossrail as xr
 from crossrail.cli import push as push_module
-from crossrail.cli import rendezvous, wire
+from crossrail.cli import rendezvous, source, wire
 from crossrail.cli.demo_plan import shuffled_pages, split_file, tail_places
 from crossrail.cli.inbox import Inbox, PartFile, Refused
+from crossrail.cli.main import main
 from crossrail.cli.push import Pusher, destination
 from crossrail.cli.serve import Limits, Server
 from crossrail.cli.source import SourceFile
@@ -371,7 +374,27 @@ def test_runtime_directory_open_to_others_refused(names: Path) -> None:
         rendezvous.runtime_dir()
 
 
+def test_explain_shows_a_name_that_would_steer_the_terminal(names: Path, open_engine: EngineFactory) -> None:
+    odd = open_engine("odd\x1b]0;x\x07", transport="shm")
+
+    with rendezvous.publish("odd", odd.address):
+        said = CliRunner().invoke(main, ["explain", "odd"])
+
+    assert said.exit_code == 0, said.output
+    assert said.stdout.startswith("peer 'odd?]0;x?' over shm: connected\n")
+
+
 # --- the demo's pages ---
+
+
+def test_demo_finds_its_file_where_files_of_any_name_are_mapped(tmp_path: Path) -> None:
+    library = tmp_path / os.fsdecode(b"libpython\xff.so")
+    library.write_bytes(bytes(4096))
+
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        found = source._mapped_library()
+
+    assert found is not None and found.name.startswith("libpython")
 
 
 @given(st.integers(1, 1 << 20), st.integers(1, 5000), st.integers(1, 1 << 20), st.integers(0, 100))

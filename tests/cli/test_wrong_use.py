@@ -36,6 +36,14 @@ def test_file_that_cannot_be_written(command: list[str], tmp_path: Path) -> None
     assert "is a directory" in refused(*command, tmp_path)
 
 
+@pytest.mark.parametrize("command", [["sim", "--log"], ["kv", "demo", "--out"]], ids=" ".join)
+def test_place_that_cannot_be_looked_at(command: list[str], tmp_path: Path) -> None:
+    too_long = tmp_path / ("x" * 300)
+
+    assert "File name too long" in refused(*command, too_long)
+    assert "File name too long" in refused(*command, too_long / "file")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

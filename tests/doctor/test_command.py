@@ -63,6 +63,7 @@ def test_strict_makes_warnings_fail() -> None:
     "arguments",
     [
         ["--only", "nonsense"],
+        ["--only", "cpu,limits.memlok", "--strict"],
         ["--no-such-option"],
         ["--peer", "host:notaport"],
         ["--peer", ""],

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import crossrail.doctor
-from crossrail.doctor.topics import TOPICS
+from crossrail.doctor.topics import NAMES, TOPICS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(crossrail.doctor.__file__).parent
@@ -37,3 +37,7 @@ def in_docs() -> dict[str, set[str]]:
 
 def test_every_check_is_documented() -> None:
     assert in_docs() == in_sources()
+
+
+def test_every_check_can_be_chosen_by_its_name() -> None:
+    assert in_sources() == NAMES

@@ -1,5 +1,6 @@
 """What the doctor tries in child processes: whatever happens there, it comes back with words."""
 
+import mmap
 import os
 import sys
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from crossrail.doctor import probes
 from crossrail.doctor.host import Host
+from crossrail.doctor.open_libraries import mapped_path
 
 BROKEN_OPENER = """
 import json, os, signal, sys, time
@@ -43,6 +45,18 @@ def test_library_that_opens_names_its_file() -> None:
     library = probes.open_libraries(["libc.so.6"])["libc.so.6"]
 
     assert library.opened and Path(library.path).name.startswith("libc")
+
+
+def test_library_is_found_beside_files_of_any_name(tmp_path: Path) -> None:
+    odd, library = tmp_path / os.fsdecode(b"raw\xff"), tmp_path / os.fsdecode(b"libodd.so.1\xff")
+    for file in (odd, library):
+        file.write_bytes(bytes(4096))
+
+    with odd.open("rb") as one, library.open("rb") as other:
+        with mmap.mmap(one.fileno(), 0, prot=mmap.PROT_READ), mmap.mmap(other.fileno(), 0, prot=mmap.PROT_READ):
+            found = mapped_path("libodd.so.1")
+
+    assert found == str(library)
 
 
 def test_file_that_is_no_library(tmp_path: Path) -> None:

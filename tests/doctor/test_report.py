@@ -9,7 +9,7 @@ from rich.console import Console
 
 from crossrail.doctor import topics
 from crossrail.doctor.finding import Finding, Fix, Severity, error, note, ok, warning
-from crossrail.doctor.report import Report, run_checks, to_json
+from crossrail.doctor.report import Report, run_checks, to_json, why_unknown
 from crossrail.doctor.show import printable, show_report
 from tests.doctor.tree import FakeHost, Tree
 
@@ -65,6 +65,38 @@ def test_a_check_that_raises_is_a_finding_and_stops_nothing(
     failed = next(finding for finding in findings if finding.check == "cpu.broken-one")
     assert failed.severity is Severity.WARNING and "of all things" in failed.seen
     assert len(findings) > 1
+
+
+def test_that_a_check_failed_is_told_also_where_another_one_of_its_topic_was_chosen(
+    host: FakeHost, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_one(host: object) -> list[Finding]:
+        raise ZeroDivisionError("of all things")
+
+    monkeypatch.setitem(topics.TOPICS, "cpu", (broken_one,))
+
+    report = run_checks(host, ["cpu.count"])
+
+    assert [finding.check for finding in report.findings] == ["cpu.broken-one"]
+    assert report.exit_status(strict=True) == 1
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu.count", "limits.huge-pages", "limits.huge-pages-shared"])
+def test_names_of_topics_and_checks_are_known(name: str) -> None:
+    assert why_unknown(name) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("cpus", "cpus is no topic; there are crossrail, libraries,"),
+        ("limits.memlok", "limits.memlok is no check; of limits there are dev-shm, huge-pages,"),
+        ("limits.", "limits. is no check"),
+        ("cpu.count.x", "cpu.count.x is no check"),
+    ],
+)
+def test_a_name_that_finds_nothing_anywhere_is_told(name: str, why: str) -> None:
+    assert why_unknown(name).startswith(why)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,13 @@ from tests.support.limits import NEVER_S, WAIT_S, eventually
 # --- opening ---
 
 
+def test_engine_without_a_name_is_called_after_any_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [os.fsdecode(b"/bin/pr\xe9fill")])
+
+    with xr.Engine() as engine:
+        assert engine.name == f"pr?fill-{os.getpid()}"
+
+
 def test_engine_says_who_it_is(open_engine: EngineFactory) -> None:
     engine = open_engine("worker 7", rails=3)
 
@@ -30,7 +37,8 @@ def test_engine_says_who_it_is(open_engine: EngineFactory) -> None:
     assert engine.closed is False
     assert engine.address.name == "worker 7"
     assert (engine.address.rails, engine.address.transports, engine.address.pid) == (3, ("shm", "tcp"), os.getpid())
-    assert "worker 7" in repr(engine)
+    assert repr(engine) == "<Engine 'worker 7', 3 rails>"
+    assert repr(open_engine("one")) == "<Engine 'one', 1 rail>"
 
 
 def test_unnamed_engine_is_named_for_its_process(open_engine: EngineFactory) -> None:

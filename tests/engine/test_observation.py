@@ -133,6 +133,19 @@ def test_events_are_logged_when_nobody_listens(
     assert all(record.name.split(".")[0] == "crossrail" for record in caplog.records if "other" in record.getMessage())
 
 
+def test_a_name_in_an_event_cannot_steer_who_reads_the_log(
+    engine: xr.Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detail = "1 work request waits for peer 'a\x1b[2J\nengine 'x': all is well'"
+    monkeypatch.setattr(engine, "_take_events", lambda: [("stalled", "a\x1b[2J", detail)])
+
+    engine.close()
+
+    (said,) = [record.getMessage() for record in caplog.records if "stalled" in record.getMessage()]
+    assert "waits for peer" in said
+    assert said.isprintable(), ascii(said)
+
+
 def test_more_immediates_than_kept_is_an_event_not_silence(open_engine: EngineFactory) -> None:
     engine = open_engine(imm_counters_max=16)
     events: list[xr.EngineEvent] = []

@@ -16,6 +16,7 @@ NBYTES = 100_003
 def test_write_of_a_peer_is_found_with_its_place_and_bytes(engine: xr.Engine, other: xr.Engine, kind: str) -> None:
     target = other.alloc(NBYTES) if kind == "alloc" else other.register(np.zeros(NBYTES, np.uint8))
     poisoned = target.poison(1000, 50_000)
+    assert repr(poisoned).startswith(f"<Poisoned memory of <Region of {NBYTES} bytes at ")
     poisoned.check()
     src = engine.register(np.frombuffer(b"LATE WRITE OF SOME BYTES", np.uint8))
     engine.submit_write(src, target.descriptor, dst_offset=20_001, imm=1).wait(WAIT_S)

@@ -76,6 +76,25 @@ def test_call_in_the_child_names_both_processes(call: str) -> None:
     assert_clean(script)
 
 
+def test_what_belongs_to_the_parent_can_be_shown_in_the_child() -> None:
+    script = run_script(
+        FORK
+        + """
+    things = [region, counter, counter.on_count(9, print), engine.submit_recvs(1, 16), engine.alloc_watcher(print)]
+    def body():
+        said = [repr(thing) for thing in things]
+        assert said == [
+            "<Region of the parent process>", "<ImmCounter of the parent process>",
+            "<CountTicket of <ImmCounter of the parent process>>", "<ReceivePool of the parent process>",
+            "<Watcher of the parent process>",
+        ], said
+    in_child(body)
+    parent_works()
+    """
+    )
+    assert_clean(script)
+
+
 def test_parent_works_while_and_after_children_live() -> None:
     script = run_script(
         FORK

@@ -324,6 +324,17 @@ def test_port_out_of_range_is_refused(engine: xr.Engine, port: int) -> None:
         serve_metrics(engine, port=port)
 
 
+def test_what_has_no_metrics_is_refused_at_once(engine: xr.Engine) -> None:
+    for other in ([engine], "here", None):
+        with pytest.raises(xr.UsageError, match=f"one after the other, not {type(other).__name__}"):
+            serve_metrics(engine, other, port=0)  # type: ignore[arg-type]
+    for port in ("9478", 9478.0, True, None):
+        with pytest.raises(xr.UsageError, match="port must be a whole number"):
+            serve_metrics(engine, port=port)  # type: ignore[arg-type]
+    with pytest.raises(xr.UsageError, match="host must be text"):
+        serve_metrics(engine, port=0, host=None)  # type: ignore[arg-type]
+
+
 def test_engines_of_one_name_are_refused(open_engine: EngineFactory) -> None:
     with pytest.raises(xr.UsageError, match="same"):
         serve_metrics(open_engine("twin"), open_engine("twin"), port=0)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 from crossrail.sim.scenarios import Run
 
@@ -27,6 +28,17 @@ async def crashes(run: Run) -> None:
     run.check.that(True, "")
     if run.world.seed == 3:
         os.kill(os.getpid(), signal.SIGABRT)
+
+
+async def named_abroad(run: Run) -> None:
+    run.check.that(True, "")
+    run.host("h\N{LATIN SMALL LETTER O WITH CIRCUMFLEX}te").engine("engine")
+
+
+async def takes_long(run: Run) -> None:
+    run.check.that(True, "")
+    print("begun", flush=True)
+    time.sleep(60)  # noqa: ASYNC251  # of real time, in which it hears of nothing
 
 
 def no_coroutine(run: Run) -> None:

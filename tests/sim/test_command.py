@@ -93,6 +93,16 @@ def test_the_log_of_one_seed_is_the_same_to_the_byte(tmp_path: Path) -> None:
     assert logs[0].read_bytes() == logs[1].read_bytes()
 
 
+def test_the_log_is_the_same_in_any_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    monkeypatch.setenv("PYTHONCOERCECLOCALE", "0")
+
+    succeeded(crossrail("sim", "--scenario", f"{OWN}:named_abroad", "--seed", 5, "--log", tmp_path / "log"))
+
+    assert "h\N{LATIN SMALL LETTER O WITH CIRCUMFLEX}te" in (tmp_path / "log").read_text("utf-8")
+
+
 def test_twice_compares_two_runs_of_a_seed() -> None:
     assert sim("--scenario", "pair", "--seed", 1, "--twice")[0] == 0
 

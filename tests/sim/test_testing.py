@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 
 import pytest
 
@@ -45,6 +46,7 @@ def user(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.P
     return pytester
 
 
+PYTEST = (sys.executable, "-m", "pytest")
 WITHOUT = ("-p", "no:cacheprovider", "-p", "no:asyncio")
 
 
@@ -84,6 +86,32 @@ def test_a_failure_of_many_runs_is_replayed_by_its_command(user: pytest.Pytester
     again.assert_outcomes(failed=1)
     shown = [re.findall(r"^world (\d+)$", result.stdout.str(), re.MULTILINE)[0] for result in (first, again)]
     assert shown[0] == shown[1]
+
+
+def test_a_failure_in_a_folder_is_replayed_from_there(user: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    user.makeini("[pytest]\n")
+    folder = user.mkdir("folder")
+    (folder / "test_inner.py").write_text("def test_fails(sim_world):\n    assert False\n")
+    monkeypatch.chdir(folder)
+    result = user.run(*PYTEST, *WITHOUT, "test_inner.py", timeout=50)
+
+    result.stdout.fnmatch_lines(["pytest test_inner.py::test_fails --sim-seed *"])
+
+
+def test_workers_of_xdist_have_the_seed_that_the_header_shows(user: pytest.Pytester) -> None:
+    pytest.importorskip("xdist")
+    result = user.runpytest_subprocess(*WITHOUT, "-n", "2", "-k", "fails or seed", timeout=50)
+
+    shown = re.findall(r"--sim-seed (\d+)", result.stdout.str())
+    assert len(shown) == 2 and shown[0] == shown[1], shown
+
+
+@pytest.mark.parametrize("runs", ["0", "-3"])
+def test_no_runs_are_refused(user: pytest.Pytester, runs: str) -> None:
+    result = user.runpytest_subprocess(*WITHOUT, "--sim-runs", runs, timeout=50)
+
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"--sim-runs is {runs}, must be 1 or more" in result.stderr.str()
 
 
 def test_the_same_session_seed_gives_the_same_worlds_and_another_others(user: pytest.Pytester) -> None:

@@ -22,9 +22,8 @@ from crossrail.doctor.reach.rails import Rail, local_rails
 from crossrail.doctor.reach.show import show_matrix
 from crossrail.doctor.reach.show import to_json as matrix_to_json
 from crossrail.doctor.reach.verdict import judge
-from crossrail.doctor.report import Report, run_checks, to_json
+from crossrail.doctor.report import Report, run_checks, to_json, why_unknown
 from crossrail.doctor.show import show_report
-from crossrail.doctor.topics import TOPICS
 from crossrail.errors import UsageError
 
 _PORT_MAX = 65535
@@ -41,8 +40,8 @@ def _version() -> str:
 def _topics(only: tuple[str, ...]) -> list[str]:
     names = [name.strip() for text in only for name in text.split(",") if name.strip()]
     for name in names:
-        if name.partition(".")[0] not in TOPICS:
-            raise UsageError(f"--only {name} is no topic; there are {', '.join(TOPICS)}")
+        if why := why_unknown(name):
+            raise UsageError(f"--only {why}")
     return names
 
 

@@ -9,6 +9,7 @@ from crossrail.cli.meeting import shared_secret
 from crossrail.cli.rendezvous import resolve
 from crossrail.cli.service import tls_options
 from crossrail.cli.text import rails as rails_type
+from crossrail.cli.text import shown_lines
 
 
 @click.command("explain")
@@ -20,4 +21,4 @@ def command(name: str, rails: int | list[str], tls: xr.TlsConfig | None) -> None
     address, _ = resolve(name, shared_secret())
     with xr.Engine(rails=rails, tls=tls) as engine:
         engine.connect(address)
-        click.echo(str(engine.explain(address)))
+        click.echo(shown_lines(str(engine.explain(address))))

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from crossrail.cli.text import shown_lines
 from crossrail.errors import CrossrailError, UsageError
 
 # Exit codes: 0 done, 1 it failed, 2 wrong usage (click's own), 130 interrupted (128 + SIGINT, as shells have it).
@@ -89,7 +90,11 @@ class CommandGroup(click.Group):
 
 
 def said_of(error: Exception) -> str:
-    """What a user is told."""
+    """What a user is told. Peers choose their names, and files theirs: none of it steers the terminal."""
+    return shown_lines(_words_of(error))
+
+
+def _words_of(error: Exception) -> str:
     if isinstance(error, CrossrailError):
         return f"error: {error} [{error.docs}]"
     if isinstance(error, OSError):

@@ -133,7 +133,8 @@ def _listening_socket(at: str | None, port: int) -> socket.socket:
     """None: on all addresses of this host, of both families where there are two."""
     if at is not None:
         family, _, _, _, place = socket.getaddrinfo(at, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
+        # All of it: an IPv6 address may be of one interface, as in fe80::1%eth0.
+        return socket.create_server(place, family=family, backlog=_BACKLOG)
     both = socket.has_dualstack_ipv6()
     family, host = (socket.AF_INET6, "::") if both else (socket.AF_INET, "0.0.0.0")
     return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)

@@ -140,7 +140,7 @@ def _write_pictures(outcomes: Sequence[Outcome], trace: Path | None, log: Path |
     again = play(find(chosen.scenario)[0], chosen.seed, keep_log=True if log is not None else _TRACE_LINES_MAX)
     about = f"{again.scenario}, seed {again.seed}"
     if log is not None:
-        log.write_text("".join(f"{line}\n" for line in again.log))
+        log.write_text("".join(f"{line}\n" for line in again.log), encoding="utf-8")
         click.echo(f"event log of {about}: {log}", err=True)
     if trace is not None:
         lines = again.log[-_TRACE_LINES_MAX:]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Generator, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
@@ -36,6 +39,7 @@ class _Player:
 
     def __init__(self) -> None:
         self.task: Task | None = None
+        self._took = False  # as far as we know
         self.connection, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
         # Ctrl-C goes to all of the terminal: it waits until _serve says that it is ours alone.
@@ -45,8 +49,13 @@ class _Player:
         theirs.close()  # ours of it: when the process ends, reading ends too
 
     def give(self, task: Task) -> None:
+        """A process that is dead by now takes it too: take() says so."""
         self.task = task
-        self.connection.send(task)
+        self._took = True
+        try:
+            self.connection.send(task)
+        except OSError:
+            self._took = False
 
     def take(self) -> Outcome:
         """What became of its task. A process that died is a run that failed, and ends with it."""
@@ -55,10 +64,16 @@ class _Player:
         try:
             outcome = self.connection.recv()
         except EOFError:
-            self._process.join(_END_PATIENCE_S)
-            return Outcome(task.scenario, task.seed, failures=[f"its process {_ending(self._process.exitcode)}"])
-        assert isinstance(outcome, Outcome)
-        return outcome
+            pass
+        except OSError:  # it died with the task unread
+            self._took = False
+        else:
+            assert isinstance(outcome, Outcome)
+            return outcome
+        self._process.join(_END_PATIENCE_S)
+        ending = f"its process {_ending(self._process.exitcode)}"
+        why = "" if self._took else " before it began: by what an earlier run in it, or its start, had left behind"
+        return Outcome(task.scenario, task.seed, failures=[ending + why])
 
     @property
     def is_alive(self) -> bool:
@@ -102,12 +117,23 @@ def _serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us ends us
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     logging.getLogger("crossrail").setLevel(logging.ERROR)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
             task = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return
-        connection.send(task.play())
+        outcome = task.play()
+        with contextlib.suppress(OSError):  # nobody is left to hear it
+            connection.send(outcome)
+
+
+def _end_with_parent() -> None:
+    """Who was killed ends nobody, and a run may take hours that nobody will hear of."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _ending(exitcode: int | None) -> str:

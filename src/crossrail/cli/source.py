@@ -29,7 +29,7 @@ def _configured_library() -> Path | None:
 
 def _mapped_library() -> Path | None:
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")
     except OSError:
         return None
     paths = (line.split(maxsplit=5)[5] for line in lines if "/libpython" in line)

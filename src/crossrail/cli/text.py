@@ -38,6 +38,11 @@ def shown(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def shown_lines(text: str) -> str:
+    """The same of a text with lines of ours."""
+    return "\n".join(shown(line) for line in text.splitlines())
+
+
 def gb_per_s(nbytes: float, took_s: float) -> float:
     """Gigabytes (10**9) per second; 0 when no time passed."""
     return nbytes / took_s / 1e9 if took_s > 0 else 0.0
@@ -73,10 +78,13 @@ class OutputFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         folder = path.absolute().parent
-        if not folder.is_dir():
-            self.fail(f"{str(path)!r}: there is no folder {str(folder)!r}", param, ctx)
-        if not path.exists() and not os.access(folder, os.W_OK):
-            self.fail(f"{str(path)!r}: no permission to write in {str(folder)!r}", param, ctx)
+        try:
+            if not folder.is_dir():
+                self.fail(f"{str(path)!r}: there is no folder {str(folder)!r}", param, ctx)
+            if not path.exists() and not os.access(folder, os.W_OK):
+                self.fail(f"{str(path)!r}: no permission to write in {str(folder)!r}", param, ctx)
+        except OSError as error:  # a folder that may not be entered, a name that is too long
+            self.fail(f"{str(path)!r}: {error.strerror}", param, ctx)
         return path
 
 
@@ -88,7 +96,10 @@ class OutputFolder(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        try:
+            there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        except OSError as error:
+            self.fail(f"{str(path)!r}: {error.strerror}", param, ctx)
         if not there.is_dir():
             self.fail(f"{str(path)!r}: {str(there)!r} is no folder", param, ctx)
         if not os.access(there, os.W_OK):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def describe(name: str) -> dict[str, Any]:
 def mapped_path(name: str) -> str:
     """The file behind it: what the loader chose, links followed."""
     wanted = name.rpartition("/")[2]
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n"):
         words = line.split(maxsplit=5)
         if len(words) == 6 and words[5].rpartition("/")[2].startswith(wanted):
             return words[5]

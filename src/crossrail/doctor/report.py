@@ -11,7 +11,7 @@ from typing import Any
 
 from crossrail.doctor.finding import Finding, Fix, Severity, warning
 from crossrail.doctor.host import Host
-from crossrail.doctor.topics import TOPICS, Check
+from crossrail.doctor.topics import NAMES, TOPICS, Check
 
 JSON_FORMAT = "crossrail.doctor"
 JSON_VERSION = 1
@@ -44,10 +44,22 @@ def run_checks(host: Host, only: Sequence[str] = (), on_topic: Callable[[str], N
         if only and not any(name.partition(".")[0] == topic for name in only):
             continue
         on_topic(topic)
-        found = [finding for check in checks for finding in _run_one(host, topic, check)]
-        found = [finding for finding in found if not only or any(_selects(name, finding.check) for name in only)]
+        found = [finding for check in checks for finding in _run_one(host, topic, check, only)]
         findings += sorted(found, key=lambda finding: finding.severity.rank)
     return Report(tuple(findings))
+
+
+def why_unknown(name: str) -> str:
+    """Why nothing can be found under this topic or "topic.check"; "" when something can.
+
+    A name that is no check's would find nothing on any machine, and pass for one with nothing wrong.
+    """
+    topic = name.partition(".")[0]
+    if topic not in TOPICS:
+        return f"{name} is no topic; there are {', '.join(TOPICS)}"
+    if not any(_selects(name, f"{topic}.{check}") for check in NAMES[topic]):
+        return f"{name} is no check; of {topic} there are {', '.join(sorted(NAMES[topic]))}"
+    return ""
 
 
 def _selects(name: str, check: str) -> bool:
@@ -55,11 +67,13 @@ def _selects(name: str, check: str) -> bool:
     return check == name or check.startswith(name + ".") or ("." in name and check.startswith(name + "-"))
 
 
-def _run_one(host: Host, topic: str, check: Check) -> list[Finding]:
+def _run_one(host: Host, topic: str, check: Check, only: Sequence[str]) -> list[Finding]:
+    """Those that `only` chooses. That a check failed is told in any case: it may have been about them."""
     findings: list[Finding] = []
     try:
         for finding in check(host):
-            findings.append(finding)
+            if not only or any(_selects(name, finding.check) for name in only):
+                findings.append(finding)
     except Exception:
         findings.append(
             warning(

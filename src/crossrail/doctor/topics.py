@@ -1,4 +1,6 @@
-"""All checks, by topic, in the order of the report. A new check is a line here and a row in docs/doctor.md."""
+"""All checks, by topic, in the order of the report. A new check is a line here, its names in NAMES, and words in
+docs/doctor.md.
+"""
 
 from __future__ import annotations
 
@@ -64,3 +66,24 @@ TOPICS: dict[str, tuple[Check, ...]] = {
         environment.python,
     ),
 }
+
+NAMES: dict[str, frozenset[str]] = {
+    topic: frozenset(names.split())
+    for topic, names in {
+        "crossrail": "absent native no-rail ofi python rails shm tcp verbs version",
+        "libraries": "bundled libcuda libefa libfabric libfabric-broken libfabric-twice libgdrapi libibverbs libmlx5 "
+        "libssl verbs-devices",
+        "rdma": "acs counters device-files devices efa-driver firmware gids iommu mlx5-driver namespace pcie-links "
+        "ports rates software uverbs-module",
+        "gpu": "bar devices direct gdrcopy rails",
+        "network": "arp conntrack down drops duplex interfaces mtu one-subnet rails roce-mtu speed tcp-mtu",
+        "tcp": "buffer-caps congestion-control memory ports slow-start-after-idle somaxconn tcp-rmem tcp-wmem "
+        "window-scaling windows",
+        "limits": "dev-shm huge-pages huge-pages-shared memlock memory-group open-files overcommit",
+        "container": "attach capabilities kernel kind network",
+        "cpu": "clock count governor load numa numa-balancing numa-far numa-unknown quota sleep-states steal",
+        "environment": "cuda-blocking cuda-visible expandable-segments fi-efa-iface fi-efa-rdma fi-log fi-provider "
+        "fi-tcp-iface fi-verbs-iface foreign fork-safe ld-library-path ld-preload python-debug secret tls tls-key",
+    }.items()
+}
+"""What findings of each topic are called after its dot. Some are there only when something is wrong."""

@@ -16,7 +16,7 @@ def shared_secret(secret_file: str | None, who: str, options: str) -> bytes:
     instance's port could read prompts without it.
     """
     if secret_file is None:
-        secret = os.environ.get(SECRET_VARIABLE, "").encode()
+        secret = os.environb.get(SECRET_VARIABLE.encode(), b"")
         where = f"the environment variable {SECRET_VARIABLE}"
     else:
         try:

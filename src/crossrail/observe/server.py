@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import threading
 from types import TracebackType
@@ -12,7 +13,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.registry import Collector
 
-from crossrail import Engine
+from crossrail import Engine, _options
 from crossrail.errors import TransportError, UsageError
 from crossrail.observe.metrics import PEERS_MAX, EngineCollector
 
@@ -66,8 +67,14 @@ def serve_metrics(
     cut off: each has a thread.
 
     Engines stay the caller's, and may close before it. Raises TransportError when it cannot listen there, UsageError
-    for two engines of one name, or a port out of 0..65535.
+    for two engines of one name, a port out of 0..65535, and what is neither engine nor collector.
     """
+    for each in observed:
+        if not isinstance(each, Engine) and not callable(getattr(each, "collect", None)):
+            raise UsageError(f"observed are engines and collectors, one after the other, not {type(each).__name__}")
+    _options.check_texts(host=host)
+    _options.check_whole(port=port)
+    port = operator.index(port)
     if not 0 <= port <= 65535:
         raise UsageError(f"port is {port}, must be in 0..65535")
     registry = CollectorRegistry()

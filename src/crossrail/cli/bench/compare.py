@@ -124,7 +124,9 @@ def _warnings(old: Saved, new: Saved) -> Iterator[str]:
     keys = dict.fromkeys([*old.settings, *new.settings])
     changed = [key for key in keys if old.settings.get(key) != new.settings.get(key)]
     if changed:
-        told = "; ".join(f"{key} {_short(old.settings.get(key))} -> {_short(new.settings.get(key))}" for key in changed)
+        told = "; ".join(
+            f"{_short(key)} {_short(old.settings.get(key))} -> {_short(new.settings.get(key))}" for key in changed
+        )
         yield f"other settings: {told}"
 
 

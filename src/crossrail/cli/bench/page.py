@@ -51,7 +51,7 @@ figure { margin: .8rem 0; } figure svg { max-width: 100%; height: auto; }
 
 def write_page(path: Path, run: Saved, comparison: Comparison | None) -> None:
     """The file; replaced when there."""
-    path.write_text("\n".join(_page(run, comparison)) + "\n")
+    path.write_text("\n".join(_page(run, comparison)) + "\n", encoding="utf-8", errors="replace")
 
 
 def _page(run: Saved, comparison: Comparison | None) -> Iterator[str]:

@@ -17,6 +17,7 @@ import msgspec
 
 from crossrail.cli.bench.machine import machine, version
 from crossrail.cli.bench.spec import Line, Point, Result, Sample
+from crossrail.cli.text import shown
 from crossrail.errors import UsageError
 
 FORMAT = 2
@@ -28,7 +29,7 @@ def to_json(results: list[Result], settings: Mapping[str, Any], busy: float) -> 
     """Everything that is needed to judge the figures, and to repeat them. settings: what they were taken with."""
     return {
         "format": FORMAT,
-        "command": " ".join(["crossrail", *sys.argv[1:]]),
+        "command": shown(" ".join(["crossrail", *sys.argv[1:]])),  # JSON has no names that are no UTF-8
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "version": version(),
         "machine": machine(),
@@ -98,10 +99,13 @@ class _Result(msgspec.Struct):
     ecdf: list[tuple[float, float]] = msgspec.field(default_factory=list)
 
     def opened(self) -> Result:
-        point = None if self.point is None else Point(self.point.kind, self.point.nbytes, self.point.window)
-        line = Line(name=self.name, title=self.title, unit=self.unit, limit=self.limit_is or "", point=point)
+        """Its words as a terminal may be shown them: the file may be anybody's."""
+        name, title, unit = shown(self.name), shown(self.title), shown(self.unit)
+        limit, error, note, path = (shown(word or "") for word in (self.limit_is, self.error, self.note, self.path))
+        point = None if self.point is None else Point(shown(self.point.kind), self.point.nbytes, self.point.window)
+        line = Line(name=name, title=title, unit=unit, limit=limit, point=point)
         samples = [Sample(sample.value, sample.limit) for sample in self.samples]
-        return Result(line, samples, self.error or "", self.note or "", self.path or "", self.ecdf)
+        return Result(line, samples, error, note, path, self.ecdf)
 
 
 class _File(msgspec.Struct):
@@ -145,4 +149,5 @@ def read_json(path: Path) -> Saved:
             raise
         raise UsageError(f"{path} was not written by crossrail bench --json: {error}") from None
     results = [result.opened() for result in file.results]
-    return Saved(str(path), results, file.machine, file.settings, file.command, file.date, file.version)
+    command, date, version_then = shown(file.command), shown(file.date), shown(file.version)
+    return Saved(shown(str(path)), results, file.machine, file.settings, command, date, version_then)

@@ -43,10 +43,10 @@ class SglangOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def from_environment(cls) -> SglangOptions:
         """Raises UsageError, which names the option, for one that is unknown or out of bounds."""
-        text = os.environ.get(OPTIONS_VARIABLE, "{}")
+        text = os.environ.get(OPTIONS_VARIABLE) or "{}"
         try:
-            return msgspec.json.decode(text.encode(), type=cls)
-        except msgspec.MsgspecError as error:
+            return msgspec.json.decode(os.fsencode(text), type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(f"{OPTIONS_VARIABLE}={text!r:.200}: {error}") from None
 
     def secret(self) -> bytes:

@@ -52,7 +52,10 @@ class Link:
     def secret(self) -> bytes:
         """UsageError when there is none."""
         if self.secret_file is not None:
-            secret = Path(self.secret_file).read_bytes().strip()
+            try:
+                secret = Path(self.secret_file).read_bytes().strip()
+            except OSError as error:
+                raise UsageError(f"secret_file: {error}") from None
         else:
             secret = os.environb.get(SECRET_VARIABLE.encode(), b"")
         if not secret:
