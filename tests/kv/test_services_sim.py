@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from crossrail import sim
+from crossrail.kv.access import Access
 from crossrail.sim.scenarios import Scenario
 from crossrail.sim.scenarios import play as play_scenario
 from tests.kv.town import (
@@ -14,6 +15,7 @@ from tests.kv.town import (
     Plan,
     Town,
     freeze,
+    freeze_busy_prefiller,
     kill_and_replace,
     kill_or_freeze,
     play,
@@ -46,6 +48,17 @@ def run(seed: int, trouble: Trouble, plan: Plan = SMALL) -> tuple[str, Counter[s
 def test_every_request_ends_right_or_in_words(trouble: Trouble, index: int, seed: Seed) -> None:
     _, ends, problems = run(seed.number(index), trouble)
     assert not problems and ends["right"] >= SMALL.requests * 3 / 4, (ends, problems)
+
+
+def test_late_writes_of_frozen_prefillers_hit_no_page_that_serves_another(seed: Seed) -> None:
+    _, _, problems = run(seed.number(), freeze_busy_prefiller, CROWDED)
+    assert not problems
+
+
+def test_without_fences_late_writes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Access, "close", lambda access, timeout_s=0.0: None)  # registrations stay open
+    problems = (problem for number in range(10) for problem in run(number, freeze_busy_prefiller, CROWDED)[2])
+    assert any("was written to" in problem for problem in problems)
 
 
 def test_hundred_requests_in_flight_while_nodes_die_and_join(seed: Seed) -> None:
