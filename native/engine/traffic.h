@@ -16,7 +16,7 @@ inline void bump(std::atomic<uint64_t>& counter, uint64_t by = 1) {
   counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_release);
 }
 
-// Durations by powers of two: bucket 0 has those below 2^kFirstBits ns, each further one twice as far, the last the rest.
+// Durations by powers of two: bucket 0 has those below 2^kLatencyFirstBits ns, each further one twice as far, the last the rest.
 inline constexpr uint32_t kLatencyFirstBits = 8;
 inline constexpr uint32_t kLatencyBuckets = 28;  // the last but one ends at 2^34 ns, 17 s
 

@@ -74,7 +74,7 @@ struct WorkRequest {
   WorkOp op = WorkOp::kWrite;
   bool has_imm = false;   // writes only
   bool bulk = false;      // part of a transfer much larger than the caches
-  uint32_t wire_imm = 0;  // share code and number (engine/sharding.h)
+  uint32_t wire_imm = 0;  // share code and number (transport/wire_imm.h)
   std::byte* local = nullptr;
   uint64_t length_bytes = 0;
   RemoteKey* remote = nullptr;  // null for kSend, kService, and for an immediate without bytes that concerns no region
@@ -201,7 +201,7 @@ class Transport {
   // [any] Why none of that peer's rails is in reach of ours (other kinds of links, another user's memory); empty: some is,
   // or nobody can tell.
   virtual std::string why_out_of_reach(const Address&) const { return {}; }
-  // Empty: paired as by peer_rail() of engine/sharding.h.
+  // Empty: rail i to the peer's rail i, modulo how many it has.
   virtual std::vector<RailReport> explain_rails(Link&) { return {}; }
   // Works that are on this rail of ours towards the peer and not over; 0 where none ever wait.
   virtual uint64_t rail_depth(Link&, uint32_t /*rail*/) { return 0; }

@@ -21,15 +21,15 @@ constexpr uint64_t kAttachBytesMin = 64 << 10;  // below, staging packs pieces a
 
 // --- touching a peer's region directly ---
 
+static const std::atomic<uint64_t>& open_id_of(const Outgoing& link, uint64_t region_id) {
+  return link.home->segment->region_ids[region_slot(region_id)];
+}
+
 // Announces that we are about to touch the region, then checks that it is still open. From true until clear_hazards()
 // the owner's close() waits for us. The store and the load are seq_cst, and so are the owner's withdrawal of the id and
 // its look at the hazard (RegionTable::withdraw, is_region_quiet): one of the two sides sees the other.
 // Announced already, we look all the same, so that who was frozen meanwhile stops here and not some copies later; the
 // owner waits for us in any case, so that relaxed is enough.
-static const std::atomic<uint64_t>& open_id_of(const Outgoing& link, uint64_t region_id) {
-  return link.home->segment->region_ids[region_slot(region_id)];
-}
-
 bool ShmTransport::touch(Outgoing& link, uint64_t region_id) {
   const std::atomic<uint64_t>& open_id = open_id_of(link, region_id);
   if (link.hazard == region_id && open_id.load(std::memory_order_relaxed) == region_id) return true;

@@ -205,7 +205,7 @@ class Round(Actions[RemoteEngine]):
     # ---- its end
 
     def _settle(self) -> None:
-        """Until counts and messages are there that come later than completions; what is left then is_ wrong."""
+        """Until counts and messages are there that come later than completions; what is left then is wrong."""
         deadline = time.monotonic() + _SETTLE_LIMIT_S
         while time.monotonic() < deadline:
             self.pass_time(_LINGER_S)
