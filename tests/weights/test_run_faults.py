@@ -367,6 +367,20 @@ async def test_another_controller_is_refused(make_fleet: MakeFleet) -> None:
     await fleet.assert_holds(2)
 
 
+async def test_controller_that_is_made_anew_on_its_mailbox_goes_on(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    for version in (1, 2):
+        await fleet.update(version)
+
+    fleet.controller = WeightController(fleet.mailboxes["controller"])
+    for member in (fleet.trainers[0], fleet.receivers[0]):
+        await member.join(fleet.controller.address, PATIENCE_S)
+
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
 async def test_surplus_count_is_no_whole_version(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=1)
     await fleet.start(targets=[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,9 @@ log = logging.getLogger("crossrail.weights")
 _DURATION_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _ATTEMPTS = 1 << 19  # until numbers of immediates are used again
 _T = TypeVar("_T")
+
+# Of all controllers that a mailbox has had: members know a controller by its address, and take no number twice.
+_attempts: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
 
 Stage = Literal["plan", "ready", "open", "write"]
 OnProgress = Callable[[Stage, int, int], None]
@@ -127,7 +131,7 @@ class WeightController:
         self._planned: list[Member] = []  # those whom the current plan is for
         self._joined = asyncio.Event()
         self._gone: list[bytes] = []
-        self._attempt = 0
+        self._attempt = _attempts.setdefault(mailbox, 0)
         self._under_way: int | None = None  # the version
         self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
         mailbox.handle(m.Join, self._on_join)
@@ -174,7 +178,7 @@ class WeightController:
         if self._under_way is not None:
             raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
         self._under_way = version
-        self._attempt += 1
+        self._attempt = _attempts[self._mailbox] = _attempts[self._mailbox] + 1
         self._lost = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         begun = loop.time()
