@@ -381,6 +381,44 @@ async def test_controller_that_is_made_anew_on_its_mailbox_goes_on(make_fleet: M
     await fleet.assert_holds(3)
 
 
+async def test_publish_of_a_trainer_that_is_closed_ends(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    trainer = fleet.trainers[0]
+    offered = asyncio.ensure_future(trainer.publish(1, 10 * PATIENCE_S))
+    await asyncio.sleep(0.05)
+
+    await trainer.close()
+
+    with pytest.raises(UpdateFailed, match="trainer 0 is closing"):
+        await asyncio.wait_for(offered, PATIENCE_S)
+    with pytest.raises(xr.UsageError, match="trainer 0 is closed"):
+        await trainer.publish(2, PATIENCE_S)
+
+
+async def test_inference_rank_that_is_not_there_has_no_weights(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1, spare=False)
+    await fleet.start(targets=[0])
+    box = fleet.mailbox("new")
+    new = WeightReceiver(box, fleet.memory("new", "target", 1)[0])
+    with pytest.raises(xr.UsageError, match="inference rank 1 has not joined yet"):
+        async with new.reading():
+            pass
+
+    receiver = fleet.receivers[0]
+    waits = [receiver.wait_version(1, 10 * PATIENCE_S), receiver.receive(1, 10 * PATIENCE_S)]
+    waiting = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.sleep(0.05)
+    await receiver.close()
+
+    for each in waiting:
+        with pytest.raises(xr.UsageError, match="inference rank 0 is closed"):
+            await asyncio.wait_for(each, PATIENCE_S)
+    with pytest.raises(xr.UsageError, match="inference rank 0 is closed"):
+        async with receiver.reading():
+            pass
+
+
 async def test_surplus_count_is_no_whole_version(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=1)
     await fleet.start(targets=[0])

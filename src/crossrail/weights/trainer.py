@@ -75,6 +75,7 @@ class WeightTrainer:
         self._going: asyncio.Task[StepReport] | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
         self._lingering: list[xr.Transfer] = []
+        self._is_closed = False
         for kind, handler in (
             (m.Assign, self._on_assign),
             (m.Go, self._on_go),
@@ -115,6 +116,8 @@ class WeightTrainer:
         return self._publish(checked_version(version), timeout_s, gpu.launched(gpu.gpus_of(self.memory.regions)))
 
     async def _publish(self, version: int, timeout_s: float, kernels: Sequence[Any]) -> StepReport:
+        if self._is_closed:
+            raise UsageError(f"trainer {self.rank} is closed")
         if self._offer is not None:
             raise UsageError(f"trainer {self.rank} offers version {self._offer.version} already: one update at a time")
         self._offer = _Offer(version, asyncio.get_running_loop().create_future(), kernels)
@@ -136,7 +139,9 @@ class WeightTrainer:
             log.info("trainer %d left without a word: %s", self.rank, error)
 
     async def close(self) -> None:
-        """Ends a step under way, and what it needed. Idempotent."""
+        """Ends a step under way, and what it needed; a publish() raises UpdateFailed. Idempotent."""
+        self._is_closed = True
+        self._fail(f"trainer {self.rank} is closing")
         self._drop_assigned()
         await self._stop_step()
         await self._quiet(QUIET_S)
