@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from crossrail._options import check_seconds
+from crossrail._options import check_seconds, check_whole
 from crossrail.control.deadlines import set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
@@ -35,6 +35,7 @@ from crossrail.weights.versions import checked_version
 log = logging.getLogger("crossrail.weights")
 
 _DURATION_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_IMM_END = 1 << 27  # from here on engines hand them out
 _ATTEMPTS = 1 << 19  # until numbers of immediates are used again
 _T = TypeVar("_T")
 
@@ -52,6 +53,7 @@ class ControllerOptions:
     evict_s: how long one that was left out is told so. progress_s: how often trainers are asked how far they are.
     straggler_ratio: a trainer that was busy so many times as long as the median, and whose bytes took that many times
     as long, has less to send from the next update on, which is planned anew (speeds.measured); None: all are alike.
+    UsageError for one that makes no sense.
     """
 
     imm_first: int = 1 << 24
@@ -59,6 +61,14 @@ class ControllerOptions:
     evict_s: float = 600.0
     progress_s: float = 0.25
     straggler_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(imm_first=self.imm_first)
+        if not 0 <= self.imm_first <= _IMM_END - 2 * _ATTEMPTS:
+            raise UsageError(f"imm_first is {self.imm_first}, must be in 0..{_IMM_END - 2 * _ATTEMPTS}")
+        check_seconds(abort_s=self.abort_s, evict_s=self.evict_s, progress_s=self.progress_s)
+        if self.progress_s == 0:
+            raise UsageError("progress_s is 0, must be more: trainers would be asked without a pause")
 
 
 @dataclass
