@@ -229,6 +229,27 @@ async def test_trainer_that_offers_nothing_fails_the_update_in_time(make_fleet: 
     await fleet.assert_holds(2)
 
 
+async def test_counts_of_a_barrier_that_a_trainer_never_came_to_are_let_go(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[0])
+    first = int.from_bytes(fleet.mailboxes["controller"].wire.identity(controller.address)[:8], "little")
+
+    def counted(attempt: int) -> int:
+        number = fleet.options.imm_first + 2 * ((first + attempt) % (1 << 19)) + 1
+        return fleet.engines["trainer-1"].imm_counter(number).poll()
+
+    offered = asyncio.ensure_future(fleet.publish(1, [0], 2 * PATIENCE_S))
+    updating = asyncio.ensure_future(controller.update(1, 2 * PATIENCE_S))
+    while not counted(1):  # trainer 0 waits there for trainer 1, which offers nothing
+        await asyncio.sleep(0.01)
+    updating.cancel()
+    await asyncio.gather(offered, updating, return_exceptions=True)
+
+    await fleet.update(2)
+
+    assert counted(1) == 0
+
+
 async def test_late_commit_is_not_taken_for_what_is_offered_since(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=1)
     await fleet.start(targets=[0])

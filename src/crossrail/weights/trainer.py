@@ -75,6 +75,7 @@ class WeightTrainer:
         self._going: asyncio.Task[StepReport] | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
         self._lingering: list[xr.Transfer] = []
+        self._barrier_imm: int | None = None  # of the last attempt
         self._is_closed = False
         for kind, handler in (
             (m.Assign, self._on_assign),
@@ -199,6 +200,9 @@ class WeightTrainer:
             raise UsageError(f"trainer {self.rank} does not know plan {go.plan}")
         self._attempt_max = go.attempt
         self._step = None
+        if self._barrier_imm is not None:  # others may have come to that barrier when we did not
+            self._engine.imm_counter(self._barrier_imm).release(force=True)
+        self._barrier_imm = go.barrier_imm
         going = self._going = asyncio.ensure_future(self._go(self._assigned, go))
         try:
             self.last_report = await asyncio.shield(going)
