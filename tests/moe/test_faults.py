@@ -217,3 +217,22 @@ def test_rounds_of_engines_that_are_driven_otherwise(nothing_leaks: None, pollin
     batches = [draw(np.random.default_rng(rank), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for rank in range(2)]
     with Ranks(2, {"polling": polling}, **CONFIG) as ranks:
         ranks.each(lambda part, rank: whole_round(part, rank, batches))
+
+
+def test_dispatch_and_combine_that_waited_in_vain_are_gone_on_with() -> None:
+    x, indices = np.ones((4, 32), np.float32), np.array([[0, 3]] * 4)
+    weights = np.ones((4, 2), np.float32)
+    plain = {"dtype": "float32", "scale_block": None, "out_dtype": "float32"}
+    with Ranks(2, experts=4, hidden=32, top_k=2, max_tokens=4, **plain) as ranks:
+        first, second = ranks.parts
+        first.timeout_s = 0.05
+        with pytest.raises(xr.WaitTimeout, match=r"round 1 \(after dispatch_send\) is open: go on with it by"):
+            first.dispatch(x, None, indices)
+        theirs = second.dispatch(x, None, indices)
+        (opened,) = first.open_rounds
+        ours = first.dispatch_recv(opened)
+        with pytest.raises(xr.WaitTimeout, match=r"go on by combine_recv\(\), not by combine\(\)"):
+            first.combine(ours.x, ours, weights)
+        np.testing.assert_array_equal(second.combine(theirs.x, theirs, weights), 2 * x)
+        np.testing.assert_array_equal(first.combine_recv(ours, weights), 2 * x)
+        assert first.open_rounds == ()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from crossrail.errors import UsageError
 from crossrail.weights import Holding, Inventory, Plan, PlanError, PlanOptions, check_plan, make_plan
+from crossrail.weights.plan import TABLES
 from tests.weights.memory import Process
 
 BOX = tuple[tuple[int, int], ...]
@@ -132,3 +135,46 @@ def test_target_whose_holdings_overlap_refused(inventories: INVENTORIES) -> None
 
     with pytest.raises(UsageError, match="'w' and 'n' lie in the same memory of target 0"):
         make_plan(inventories[0], [Process("target", 0, clash, 8192).inventory])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dtype": "float16"}, r"'w' has the shape \(64, 32\) in float16 in the plan, at the trainers .* in bfloat16"),
+        ({"shape": (32, 64)}, r"'w' has the shape \(32, 64\)"),
+        ({"name": "v"}, "'v' of the plan is held by no trainer"),
+    ],
+)
+def test_parameter_that_trainers_hold_otherwise_is_refused(
+    inventories: INVENTORIES, change: dict[str, Any], text: str
+) -> None:
+    plan = make_plan(*inventories)
+    params = [structs.replace(param, **change) if param.name == "w" else param for param in plan.params]
+
+    with pytest.raises(PlanError, match=text):
+        check_plan(replace(plan, params=tuple(params)), *inventories)
+
+
+def test_plan_whose_rows_point_nowhere_is_refused_when_it_is_read(inventories: INVENTORIES) -> None:
+    plan = make_plan(*inventories)
+    for table in TABLES:
+        for field in getattr(plan, table).dtype.names:
+            if field not in ("task", "part", "param", "mesh", "dtype", "trainer", "target"):
+                continue
+            for value in (-1, 100):
+                spoiled = changed(plan, table, field, lambda _, value=value: value)
+                with pytest.raises(UsageError, match=f"table {table} of a plan: row 0 has {field} {value}"):
+                    Plan.from_bytes(spoiled.to_bytes())
+    for table in ("parts", "writes"):  # rows follow the order of tasks
+        spoiled = changed(plan, table, "task", lambda _: 0, row=-1)
+        with pytest.raises(UsageError, match=f"table {table} of a plan: row .* has task 0"):
+            Plan.from_bytes(spoiled.to_bytes())
+
+
+@pytest.mark.parametrize("ranks", [(1, 0), (0, 0), (-1, 0), (0, 1 << 40)])
+def test_plan_for_what_are_no_ranks_is_refused_when_it_is_read(
+    inventories: INVENTORIES, ranks: tuple[int, ...]
+) -> None:
+    plan = make_plan(*inventories)
+    with pytest.raises(UsageError, match="trainers of a plan are no ranks, ascending"):
+        Plan.from_bytes(replace(plan, trainers=ranks).to_bytes())

@@ -60,6 +60,7 @@ async def test_cold_start(make_fleet: MakeFleet, tmp_path: Path, readers: int) -
         ((2).to_bytes(8, "little") + b"[]", "no safetensors header"),
         ((3).to_bytes(8, "little") + b"{{{", "no safetensors header"),
         ((9).to_bytes(8, "little") + b'{"w": {}}', "'w': "),
+        ((20006).to_bytes(8, "little") + b'{"w":' + b"[" * 10000 + b"]" * 10000 + b"}", "no safetensors header"),
     ],
 )
 def test_malformed_file_is_refused(tmp_path: Path, data: bytes, why: str) -> None:
@@ -71,7 +72,14 @@ def test_malformed_file_is_refused(tmp_path: Path, data: bytes, why: str) -> Non
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "F4"}, {"shape": [3, 3]}, {"data_offsets": [0, 900]}, {"data_offsets": [8, 0]}, {"shape": [-4]}],
+    [
+        {"dtype": "F4"},
+        {"shape": [3, 3]},
+        {"data_offsets": [0, 900]},
+        {"data_offsets": [8, 0]},
+        {"shape": [-4]},
+        {"shape": [1 << 62, 0, 1 << 62], "data_offsets": [0, 0]},
+    ],
 )
 def test_tensor_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     file = tmp_path / "bad.safetensors"
@@ -84,6 +92,25 @@ def test_same_name_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write(tmp_path / f"{name}.safetensors", {"w": np.zeros(4, np.uint16)})
     with pytest.raises(xr.UsageError, match="'w' is in another file too"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "why"),
+    [
+        ({"w": "a.safetensors", "v": "b.safetensors"}, r"b\.safetensors is not there"),
+        ({"w": "a.safetensors", "v": "a.safetensors"}, r"a\.safetensors: 'v' is not in it"),
+        ({"w": "a\0.safetensors"}, "no index"),
+        ({"w": "."}, "is not there"),
+        ({"w": 5}, "no index"),
+        (None, "no index"),
+    ],
+    ids=["a file lacks", "a tensor lacks", "no name", "a folder", "a number", "nothing"],
+)
+def test_index_that_does_not_say_what_is_there_is_refused(tmp_path: Path, weight_map: object, why: str) -> None:
+    write(tmp_path / "a.safetensors", {"w": np.zeros(4, np.uint16)})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(xr.UsageError, match=why):
         Checkpoint(tmp_path)
 
 

@@ -256,3 +256,30 @@ def test_checkpoint_names_at_the_trainer_and_fused_ones_at_the_targets_make_a_pl
 
     assert {param.name for param in plan.params} == set(names.shapes)
     assert plan.writes["nbytes"][plan.writes["target"] == 0].sum() == target_bytes
+
+
+def test_null_in_a_configuration_is_as_if_it_were_not_there() -> None:
+    nulls = {"num_key_value_heads": None, "head_dim": None, "quantization_config": None, "tie_word_embeddings": None}
+    shapes = names_of(LLAMA | nulls).shapes
+    assert shapes["model.layers.0.self_attn.k_proj.weight"] == (32, 32)
+    names_of(QWEN3_MOE | {"quantization_config": {"weight_block_size": None}})
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (DEEPSEEK | {"q_lora_rank": None}, "a deepseek_v3 model has no 'q_lora_rank'"),
+        (LLAMA | {"num_attention_heads": 0}, "a llama model: num_attention_heads is 0, must be a whole number, 1 or"),
+        (LLAMA | {"hidden_size": "32"}, "hidden_size is '32', must be"),
+        (DEEPSEEK | {"first_k_dense_replace": -1}, "first_k_dense_replace is -1, must be a whole number, 0 or more"),
+    ],
+)
+def test_configuration_that_is_none_is_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        names_of(config)
+
+
+def test_expert_that_is_no_number_is_refused() -> None:
+    name = f"{LAYER}.mlp.experts.shared.gate_proj.weight"
+    with pytest.raises(UsageError, match="'shared' stands where the number of an expert should"):
+        names_of(QWEN3_MOE).holdings(name, "float32", (16, 32), 0, 0)

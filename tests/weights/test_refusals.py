@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from crossrail.errors import UsageError
-from crossrail.weights import Holding, Inventory, PlanOptions, RegionInfo, make_plan
+from crossrail.weights import ControllerOptions, Holding, Inventory, PlanOptions, RegionInfo, make_plan
 
 W = Holding.whole("w", "bfloat16", (8, 4), 0, 0)
 N = Holding.whole("n", "float32", (4,), 0, 512)
@@ -121,3 +121,20 @@ def test_ranks_twice_roles_exchanged_and_nobody_at_all() -> None:
 def test_options_that_are_none(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
         PlanOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"imm_first": -5}, "imm_first is -5, must be in 0.."),
+        ({"imm_first": 1 << 27}, "imm_first is 134217728, must be in 0..133169152"),
+        ({"imm_first": 1.5}, "imm_first must be a whole number"),
+        ({"abort_s": -1.0}, "abort_s is -1.0, must be seconds, 0 or more"),
+        ({"abort_s": "8"}, "abort_s must be a number"),
+        ({"evict_s": float("nan")}, "evict_s is nan"),
+        ({"progress_s": 0.0}, "progress_s is 0, must be more"),
+    ],
+)
+def test_options_of_a_controller_that_are_none(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        ControllerOptions(**options)

@@ -229,6 +229,27 @@ async def test_trainer_that_offers_nothing_fails_the_update_in_time(make_fleet: 
     await fleet.assert_holds(2)
 
 
+async def test_counts_of_a_barrier_that_a_trainer_never_came_to_are_let_go(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[0])
+    first = int.from_bytes(fleet.mailboxes["controller"].wire.identity(controller.address)[:8], "little")
+
+    def counted(attempt: int) -> int:
+        number = fleet.options.imm_first + 2 * ((first + attempt) % (1 << 19)) + 1
+        return fleet.engines["trainer-1"].imm_counter(number).poll()
+
+    offered = asyncio.ensure_future(fleet.publish(1, [0], 2 * PATIENCE_S))
+    updating = asyncio.ensure_future(controller.update(1, 2 * PATIENCE_S))
+    while not counted(1):  # trainer 0 waits there for trainer 1, which offers nothing
+        await asyncio.sleep(0.01)
+    updating.cancel()
+    await asyncio.gather(offered, updating, return_exceptions=True)
+
+    await fleet.update(2)
+
+    assert counted(1) == 0
+
+
 async def test_late_commit_is_not_taken_for_what_is_offered_since(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=1)
     await fleet.start(targets=[0])
@@ -365,6 +386,58 @@ async def test_another_controller_is_refused(make_fleet: MakeFleet) -> None:
         await other.controller.update(1, PATIENCE_S)
     await fleet.update(2)
     await fleet.assert_holds(2)
+
+
+async def test_controller_that_is_made_anew_on_its_mailbox_goes_on(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    for version in (1, 2):
+        await fleet.update(version)
+
+    fleet.controller = WeightController(fleet.mailboxes["controller"])
+    for member in (fleet.trainers[0], fleet.receivers[0]):
+        await member.join(fleet.controller.address, PATIENCE_S)
+
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+async def test_publish_of_a_trainer_that_is_closed_ends(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    trainer = fleet.trainers[0]
+    offered = asyncio.ensure_future(trainer.publish(1, 10 * PATIENCE_S))
+    await asyncio.sleep(0.05)
+
+    await trainer.close()
+
+    with pytest.raises(UpdateFailed, match="trainer 0 is closing"):
+        await asyncio.wait_for(offered, PATIENCE_S)
+    with pytest.raises(xr.UsageError, match="trainer 0 is closed"):
+        await trainer.publish(2, PATIENCE_S)
+
+
+async def test_inference_rank_that_is_not_there_has_no_weights(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1, spare=False)
+    await fleet.start(targets=[0])
+    box = fleet.mailbox("new")
+    new = WeightReceiver(box, fleet.memory("new", "target", 1)[0])
+    with pytest.raises(xr.UsageError, match="inference rank 1 has not joined yet"):
+        async with new.reading():
+            pass
+
+    receiver = fleet.receivers[0]
+    waits = [receiver.wait_version(1, 10 * PATIENCE_S), receiver.receive(1, 10 * PATIENCE_S)]
+    waiting = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.sleep(0.05)
+    await receiver.close()
+
+    for each in waiting:
+        with pytest.raises(xr.UsageError, match="inference rank 0 is closed"):
+            await asyncio.wait_for(each, PATIENCE_S)
+    with pytest.raises(xr.UsageError, match="inference rank 0 is closed"):
+        async with receiver.reading():
+            pass
 
 
 async def test_surplus_count_is_no_whole_version(make_fleet: MakeFleet) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -128,9 +129,15 @@ def test_same_seed_same_time(plan: Plan, sides: Sides) -> None:
     assert outcome(plan, sides, costs=FAST) == outcome(plan, sides, costs=FAST)
 
 
-def test_watermark_below_the_largest_task_refused(plan: Plan, sides: Sides) -> None:
-    with pytest.raises(UsageError, match=r"a task needs .* the watermark is 1024"):
-        outcome(plan, sides, watermark_bytes=1024)
+@pytest.mark.parametrize("below", [1, 1 << 40])
+def test_watermark_below_the_largest_task_refused(
+    plan: Plan, sides: Sides, caplog: pytest.LogCaptureFixture, below: int
+) -> None:
+    watermark = max(int(plan.tasks["tmp_bytes"].max()) - below, 1024)
+    with pytest.raises(UsageError, match=rf"a task needs .* the watermark is {watermark}"):
+        outcome(plan, sides, watermark_bytes=watermark)
+    gc.collect()
+    assert not caplog.records  # nothing was begun that has to be given up
 
 
 @pytest.mark.parametrize(

@@ -54,3 +54,43 @@ def test_strides_are_told_of_the_dimensions_that_there_are(engine: xr.Engine) ->
         memory.add("w", ROWS.T)
         with pytest.raises(xr.UsageError, match=r"'w': innermost dimension has gaps \(transposed\?\) \[4, 24\]$"):
             memory.inventory()
+
+
+class CountedRegion:
+    """Of the host; how often anybody asked where any of them is."""
+
+    looks = 0
+    device = "cpu"
+    descriptor = b"descriptor"
+
+    def __init__(self, block: tuple[int, int]) -> None:
+        self._base, self.nbytes = block[0], block[1]
+
+    @property
+    def base(self) -> int:
+        CountedRegion.looks += 1
+        return self._base
+
+    def close(self) -> None:
+        pass
+
+
+class CountingEngine:
+    def register(self, block: tuple[int, int], *, access: str) -> CountedRegion:
+        return CountedRegion(block)
+
+
+def test_where_thousands_of_arrays_lie_is_not_looked_for_among_all_regions() -> None:
+    count = 2000
+    whole = np.zeros((2 * count, 64), np.uint8)
+    with WeightMemory(CountingEngine(), "trainer", 0) as memory:  # type: ignore[arg-type]
+        for number in range(count):  # each an allocation of its own, as far as one can tell
+            part = np.frombuffer(whole[2 * number].data, np.uint8)
+            memory.add(f"w{number}", part)
+        CountedRegion.looks = 0
+
+        inventory = memory.inventory()
+
+        assert len(memory.regions) == count
+        assert all(row["region"] == number and row["offset"] == 0 for number, row in enumerate(inventory.rows))
+        assert CountedRegion.looks <= 4 * count

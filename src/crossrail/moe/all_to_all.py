@@ -149,8 +149,18 @@ class AllToAll:
     def dispatch(
         self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
     ) -> Dispatched:
-        """dispatch_send and dispatch_recv."""
-        return self.dispatch_recv(self.dispatch_send(x, scales, indices, weights, num_tokens=num_tokens))
+        """dispatch_send and dispatch_recv.
+
+        After a WaitTimeout that says so the round is open: dispatch_recv(open_rounds[-1]) goes on with it, and another
+        dispatch() would be another round.
+        """
+        opened = self.dispatch_send(x, scales, indices, weights, num_tokens=num_tokens)
+        try:
+            return self.dispatch_recv(opened)
+        except WaitTimeout as error:
+            raise WaitTimeout(
+                f"{error}. {opened} is open: go on with it by dispatch_recv(open_rounds[-1]), not by dispatch()"
+            ) from None
 
     def dispatch_send(
         self, x: Any, scales: Any | None, indices: Any, weights: Any | None = None, *, num_tokens: Any | None = None
@@ -277,9 +287,12 @@ class AllToAll:
         self, y: Any, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
     ) -> Any:  # fmt: skip
-        """combine_send and combine_recv."""
+        """combine_send and combine_recv. After a WaitTimeout combine_recv(dispatched, ...) goes on."""
         self.combine_send(y, dispatched)
-        return self.combine_recv(dispatched, weights, out=out, accumulate=accumulate)
+        try:
+            return self.combine_recv(dispatched, weights, out=out, accumulate=accumulate)
+        except WaitTimeout as error:
+            raise WaitTimeout(f"{error}. Our part is sent: go on by combine_recv(), not by combine()") from None
 
     def expert_output(self, dispatched: Dispatched) -> Any:
         """Where the experts may write their outputs, so that combine_send copies nothing: [rows, hidden] of
@@ -373,6 +386,11 @@ class AllToAll:
     def timeout_s(self, timeout_s: float) -> None:
         check_seconds(timeout_s=timeout_s)
         self._timeout_s = timeout_s
+
+    @property
+    def open_rounds(self) -> tuple[Round, ...]:
+        """Rounds that were begun here and have not ended, the latest last."""
+        return tuple(sorted(self._open.values(), key=lambda opened: opened.ordinal))
 
     @property
     def masked(self) -> tuple[int, ...]:

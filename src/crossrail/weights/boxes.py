@@ -11,6 +11,7 @@ import numpy.typing as npt
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 _PAIRS_MAX = 1 << 21  # looked at in one go, which bounds the memory
+_FEW = 16  # pairs for each box: to find out which are worth a look costs about as much as to look at so many
 
 
 class Boxes(NamedTuple):
@@ -47,12 +48,16 @@ def overlaps(left: Boxes, right: Boxes) -> Overlaps:
     if not found:
         none = np.zeros((0, left.start.shape[1]), np.int64)
         return Overlaps(none[:, 0], none[:, 0], none, none)
-    return Overlaps(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+    pairs = Overlaps(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+    before, after = (pairs.left[:-1], pairs.right[:-1]), (pairs.left[1:], pairs.right[1:])
+    if ((before[0] < after[0]) | ((before[0] == after[0]) & (before[1] < after[1]))).all():
+        return pairs
+    order = np.lexsort((pairs.right, pairs.left))
+    return Overlaps(*(column[order] for column in pairs))
 
 
 def _overlaps(left: Boxes, right: Boxes) -> Iterator[Overlaps]:
-    first = np.searchsorted(right.key, left.key, "left")
-    counts = np.searchsorted(right.key, left.key, "right") - first
+    place, first, counts = _candidates(left, right)
     ends = np.cumsum(counts)
     begin = 0
     while begin < len(counts):
@@ -60,12 +65,58 @@ def _overlaps(left: Boxes, right: Boxes) -> Iterator[Overlaps]:
         stop = max(begin + 1, int(np.searchsorted(ends, done + _PAIRS_MAX, "right")))
         some = counts[begin:stop]
         a = np.repeat(np.arange(begin, stop), some)
-        b = np.repeat(first[begin:stop], some) + ranges(some)
+        b = place[np.repeat(first[begin:stop], some) + ranges(some)]
         low = np.maximum(left.start[a], right.start[b])
         high = np.minimum(left.stop[a], right.stop[b])
         shared = (low < high).all(axis=1)
         yield Overlaps(a[shared], b[shared], low[shared], high[shared])
         begin = stop
+
+
+def _candidates(left: Boxes, right: Boxes) -> tuple[Ints, Ints, Ints]:
+    """Boxes of right that a box of left may meet: place[first[i] : first[i] + counts[i]], at least those that it does.
+
+    All of its key, where these are few. Of many, those that it meets along one dimension, the one along which most of
+    them begin at different places: a parameter that a thousand processes share out has a thousand boxes, and each meets
+    one or two of another cut of it.
+    """
+    first = np.searchsorted(right.key, left.key, "left")
+    counts = np.searchsorted(right.key, left.key, "right") - first
+    if int(counts.sum()) <= _FEW * (len(left.key) + len(right.key)):
+        return np.arange(len(right.key)), first, counts
+    keys, of = np.unique(right.key, return_inverse=True)
+    starts = [np.bincount(unique_pairs(of, start)[0], minlength=len(keys)) for start in right.start.T]
+    dims = np.argmax(starts, axis=0)
+    there = np.minimum(np.searchsorted(keys, left.key), len(keys) - 1)
+    low, high = (np.take_along_axis(side, dims[there][:, np.newaxis], 1)[:, 0] for side in (left.start, left.stop))
+    begin, end = (np.take_along_axis(side, dims[of][:, np.newaxis], 1)[:, 0] for side in (right.start, right.stop))
+    place = np.lexsort((begin, of))
+    # What of them has ended: an earlier one may be longer, so up to each the furthest end.
+    furthest = _furthest(of[place], end[place])
+    known = keys[there] == left.key
+    ended = _before(of[place], furthest, there, low, ties=True)
+    begun = _before(of[place], begin[place], there, high, ties=False)
+    return place, ended, np.where(known, np.maximum(begun - ended, 0), 0)
+
+
+def _furthest(key: Ints, value: Ints) -> Ints:
+    """Of each row the largest value of its key so far. key: ascending."""
+    _, rank = distinct([key, value])  # ranks ascend by key, then value: so their maximum starts anew with each key
+    by_rank = np.empty_like(value)
+    by_rank[rank] = value
+    furthest: Ints = by_rank[np.maximum.accumulate(rank)]
+    return furthest
+
+
+def _before(key: Ints, value: Ints, wanted_key: Ints, wanted: Ints, *, ties: bool) -> Ints:
+    """How many rows come before each wanted one, by key and value; ties: with those that equal it. Rows ascend."""
+    is_wanted = np.concatenate([np.zeros(len(key), np.int64), np.ones(len(wanted), np.int64)])
+    turn = is_wanted if ties else -is_wanted
+    order = np.lexsort((turn, np.concatenate([value, wanted]), np.concatenate([key, wanted_key])))
+    rows = np.cumsum(1 - is_wanted[order])
+    count = np.empty(len(order), np.int64)
+    count[order] = rows
+    return count[len(key) :]
 
 
 def ranges(counts: Ints) -> Ints:

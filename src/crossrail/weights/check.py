@@ -13,7 +13,7 @@ import numpy as np
 
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights.boxes import Boxes, Ints, distinct, find_fault, ranges
-from crossrail.weights.dtypes import FLOAT32, ITEM_BYTES, dtype_code
+from crossrail.weights.dtypes import DTYPES, FLOAT32, ITEM_BYTES, dtype_code
 from crossrail.weights.inventory import DIMS, REGION_BYTES_MAX, Inventory, c_strides
 from crossrail.weights.plan import Plan
 from crossrail.weights.tables import Side, Tables, join
@@ -47,6 +47,7 @@ def check_plan(plan: Plan, trainers: Sequence[Inventory], targets: Sequence[Inve
     for role, inventories, ranks in (("trainers", trainers, plan.trainers), ("targets", targets, plan.targets)):
         if tuple(sorted(one.rank for one in inventories)) != ranks:
             raise PlanError(f"the plan is for the {role} {_short(ranks)}, these are others")
+    _check_params(joined, plan)
     _check_outputs(plan)
     _, memory = distinct(
         [
@@ -62,6 +63,23 @@ def check_plan(plan: Plan, trainers: Sequence[Inventory], targets: Sequence[Inve
     _check_once(joined, plan, runs, place, nbytes)
     _check_content(joined, plan, runs, place, order)
     _check_gathers(joined, plan)
+
+
+def _check_params(joined: Tables, plan: Plan) -> None:
+    """They are what trainers hold."""
+    rows = joined.source.rows
+    first = dict(zip(rows["name"][::-1].tolist(), range(len(rows))[::-1], strict=True))
+    number = {name: i for i, name in enumerate(joined.names)}
+    for param in plan.params:
+        row = first.get(number.get(param.name, -1))
+        if row is None:
+            raise PlanError(f"{param.name!r} of the plan is held by no trainer")
+        shape = tuple(rows["shape"][row][: rows["dims"][row]].tolist())
+        if (param.dtype, param.shape) != (DTYPES[rows["dtype"][row]], shape):
+            raise PlanError(
+                f"{param.name!r} has the shape {param.shape} in {param.dtype} in the plan, at the trainers {shape} in "
+                f"{DTYPES[rows['dtype'][row]]}"
+            )
 
 
 def _short(ranks: Sequence[int]) -> str:

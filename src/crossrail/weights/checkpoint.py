@@ -6,7 +6,6 @@ tensors. Files are mapped, not read: pages come in as they are written to infere
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from crossrail.weights.memory import WeightMemory
 
 _HEADER_BYTES_MAX = 100 << 20
 _LENGTH_BYTES = 8
+_INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
@@ -40,18 +40,27 @@ class _Entry(Struct):
     data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
 
 
+class _Index(Struct):
+    weight_map: dict[str, Annotated[str, Meta(pattern=r"^[^\x00]+$")]]
+
+
 class Checkpoint:
     """Tensors of one or more files, mapped read-only. Closed by close(), after memories that hold it.
 
     path: a .safetensors file, or a folder with some; with an index beside them (model.safetensors.index.json) those
-    that it names. UsageError for a malformed file, naming it and the tensor.
+    that it names. UsageError for a malformed file, naming it and the tensor, and for what the index names and is not
+    there, as after a download that was cut off.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._maps: list[mmap.mmap] = []
         self._tensors: dict[str, _Tensor] = {}
-        for file in _files(Path(path)):
+        files, indexed = _files(Path(path))
+        for file in files:
             self._add(file)
+        for name, file in indexed.items():
+            if name not in self._tensors:
+                raise UsageError(f"{file}: {name!r} is not in it, and {_INDEX} says that it is")
 
     @property
     def names(self) -> list[str]:
@@ -102,7 +111,7 @@ class Checkpoint:
             raise UsageError(f"{file}: a header of {header_bytes} bytes in a file of {length}")
         try:
             header = msgspec.json.decode(mapped[_LENGTH_BYTES:begin], type=dict[str, msgspec.Raw])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{file}: no safetensors header: {error}") from None
         for name, entry in header.items():
             if name == "__metadata__":
@@ -115,7 +124,7 @@ class Checkpoint:
 def _tensor_of(file: Path, name: str, raw: msgspec.Raw, mapped: mmap.mmap, begin: int) -> _Tensor:
     try:
         entry = msgspec.json.decode(raw, type=_Entry)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{file}: {name!r}: {error}") from None
     if entry.dtype not in _DTYPES:
         raise UsageError(f"{file}: {name!r} is of {entry.dtype}, which is none of {', '.join(_DTYPES)}")
@@ -125,19 +134,35 @@ def _tensor_of(file: Path, name: str, raw: msgspec.Raw, mapped: mmap.mmap, begin
     first, last = entry.data_offsets
     if last - first != count * kind.itemsize or begin + last > len(mapped):
         raise UsageError(f"{file}: {name!r} of shape {entry.shape} in {entry.dtype} does not lie at {first}..{last}")
-    return dtype, np.frombuffer(mapped, kind, count, begin + first).reshape(entry.shape)
+    try:
+        return dtype, np.frombuffer(mapped, kind, count, begin + first).reshape(entry.shape)
+    except ValueError as error:  # of no elements, in dimensions that numpy cannot count
+        raise UsageError(f"{file}: {name!r} of shape {entry.shape}: {error}") from None
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Those to read, and of each tensor that an index names, where it says that it is."""
     if path.is_file():
-        return [path]
-    index = path / "model.safetensors.index.json"
+        return [path], {}
+    index = path / _INDEX
     if index.is_file():
-        try:
-            return sorted({path / file for file in json.loads(index.read_bytes())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise UsageError(f"{index}: no index: {error}") from None
+        indexed = _indexed(index)
+        files = sorted(set(indexed.values()))
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise UsageError(
+                f"{index}: {missing[0]} is not there; of {len(files)} files {len(missing)} are missing. Next: fetch "
+                "the checkpoint anew, all of it"
+            )
+        return files, indexed
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise UsageError(f"{path}: no .safetensors file there")
-    return files
+    return files, {}
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    try:
+        found = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{index}: no index: {error}") from None
+    return {name: index.parent / file for name, file in found.items()}

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from crossrail._options import check_seconds
+from crossrail._options import check_seconds, check_whole
 from crossrail.control.deadlines import set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
@@ -34,8 +35,12 @@ from crossrail.weights.versions import checked_version
 log = logging.getLogger("crossrail.weights")
 
 _DURATION_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_IMM_END = 1 << 27  # from here on engines hand them out
 _ATTEMPTS = 1 << 19  # until numbers of immediates are used again
 _T = TypeVar("_T")
+
+# Of all controllers that a mailbox has had: members know a controller by its address, and take no number twice.
+_attempts: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
 
 Stage = Literal["plan", "ready", "open", "write"]
 OnProgress = Callable[[Stage, int, int], None]
@@ -48,6 +53,7 @@ class ControllerOptions:
     evict_s: how long one that was left out is told so. progress_s: how often trainers are asked how far they are.
     straggler_ratio: a trainer that was busy so many times as long as the median, and whose bytes took that many times
     as long, has less to send from the next update on, which is planned anew (speeds.measured); None: all are alike.
+    UsageError for one that makes no sense.
     """
 
     imm_first: int = 1 << 24
@@ -55,6 +61,14 @@ class ControllerOptions:
     evict_s: float = 600.0
     progress_s: float = 0.25
     straggler_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(imm_first=self.imm_first)
+        if not 0 <= self.imm_first <= _IMM_END - 2 * _ATTEMPTS:
+            raise UsageError(f"imm_first is {self.imm_first}, must be in 0..{_IMM_END - 2 * _ATTEMPTS}")
+        check_seconds(abort_s=self.abort_s, evict_s=self.evict_s, progress_s=self.progress_s)
+        if self.progress_s == 0:
+            raise UsageError("progress_s is 0, must be more: trainers would be asked without a pause")
 
 
 @dataclass
@@ -127,7 +141,7 @@ class WeightController:
         self._planned: list[Member] = []  # those whom the current plan is for
         self._joined = asyncio.Event()
         self._gone: list[bytes] = []
-        self._attempt = 0
+        self._attempt = _attempts.setdefault(mailbox, 0)
         self._under_way: int | None = None  # the version
         self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
         mailbox.handle(m.Join, self._on_join)
@@ -174,7 +188,7 @@ class WeightController:
         if self._under_way is not None:
             raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
         self._under_way = version
-        self._attempt += 1
+        self._attempt = _attempts[self._mailbox] = _attempts[self._mailbox] + 1
         self._lost = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         begun = loop.time()

@@ -81,7 +81,11 @@ _RULES: Mapping[str, tuple[Rule, ...]] = {
 
 
 def names_of(config: Mapping[str, Any]) -> Names:
-    """For a model's config.json as a mapping. Raises UsageError for a model_type without rules, or fields that lack."""
+    """For a model's config.json as a mapping, in which null is as if it were not there.
+
+    Raises UsageError for a model_type without rules, and for fields that lack or are no sizes.
+    """
+    config = {name: value for name, value in config.items() if value is not None}
     kind = str(config.get("model_type"))
     if kind not in _RULES:
         raise UsageError(
@@ -91,45 +95,72 @@ def names_of(config: Mapping[str, Any]) -> Names:
         shape = _shape(config, latent=kind in ("deepseek_v3", "kimi_k2"), normed=kind.startswith("qwen3"))
     except KeyError as error:
         raise UsageError(f"the configuration of a {kind} model has no {error.args[0]!r}") from None
+    except _NoSize as error:
+        raise UsageError(f"the configuration of a {kind} model: {error}") from None
     shapes = {tensor.name: tensor.shape for tensor in shape.tensors()}
     if config.get("tie_word_embeddings", False):
         del shapes["lm_head.weight"]
-    rows, columns = config.get("quantization_config", {}).get("weight_block_size", (128, 128))
+    rows, columns = config.get("quantization_config", {}).get("weight_block_size") or (128, 128)
     units = {"heads": shape.heads, "kv_heads": shape.kv_heads or shape.heads}
     return Names(_RULES[kind], shapes, units, (rows, columns))
 
 
+class _NoSize(ValueError):
+    """A field that should be one is not."""
+
+
+class _Sizes:
+    """Fields of a configuration, each a whole number, 1 or more. KeyError, _NoSize."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+
+    def __getitem__(self, name: str) -> int:
+        return self.of(name, 1)
+
+    def of(self, name: str, least: int) -> int:
+        size = self._config[name]
+        if not isinstance(size, int) or isinstance(size, bool) or size < least:
+            raise _NoSize(f"{name} is {size!r}, must be a whole number, {least} or more")
+        return size
+
+    def get(self, name: str, default: int) -> int:
+        """What it is if it is there and not 0."""
+        return (self.of(name, 0) if name in self._config else 0) or default
+
+
 def _shape(config: Mapping[str, Any], *, latent: bool, normed: bool) -> ModelShape:
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    sizes = _Sizes(config)
+    heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
     common: dict[str, Any] = {
-        "hidden": config["hidden_size"],
+        "hidden": sizes["hidden_size"],
         "layers": layers,
         "heads": heads,
-        "vocab": config["vocab_size"],
+        "vocab": sizes["vocab_size"],
         "dense_layers": layers,
-        "dense_rows": config["intermediate_size"],
+        "dense_rows": sizes["intermediate_size"],
     }
     if latent:
-        experts = config["n_routed_experts"]
+        experts = sizes["n_routed_experts"]
         return ModelShape(
-            **common | {"dense_layers": config["first_k_dense_replace"]},
+            **common | {"dense_layers": sizes.of("first_k_dense_replace", 0)},
             experts=experts,
-            expert_rows=config["moe_intermediate_size"],
-            shared_rows=config["moe_intermediate_size"] * config["n_shared_experts"],
-            q_lora=config["q_lora_rank"],
-            kv_lora=config["kv_lora_rank"],
-            rope=config["qk_rope_head_dim"],
-            nope=config["qk_nope_head_dim"],
-            value=config["v_head_dim"],
+            expert_rows=sizes["moe_intermediate_size"],
+            shared_rows=sizes["moe_intermediate_size"] * sizes["n_shared_experts"],
+            q_lora=sizes["q_lora_rank"],
+            kv_lora=sizes["kv_lora_rank"],
+            rope=sizes["qk_rope_head_dim"],
+            nope=sizes["qk_nope_head_dim"],
+            value=sizes["v_head_dim"],
         )
-    experts = config.get("num_experts", 0)
+    experts = sizes.get("num_experts", 0)
     if experts:
         common["dense_layers"] = 0
     return ModelShape(
         **common,
         experts=experts,
-        expert_rows=config["moe_intermediate_size"] if experts else 0,
-        kv_heads=config.get("num_key_value_heads", heads),
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        expert_rows=sizes["moe_intermediate_size"] if experts else 0,
+        kv_heads=sizes.get("num_key_value_heads", heads),
+        head_dim=sizes.get("head_dim", sizes["hidden_size"] // heads),
         normed=normed,
     )

@@ -149,7 +149,7 @@ class Names:
         scales = name.endswith(_SCALES)
         base = name.removesuffix(_SCALES)
         rule, fields = self._rule(base)
-        expert = int(fields.pop("expert")) if "expert" in fields else None
+        expert = _expert(name, fields.pop("expert")) if "expert" in fields else None
         spans: list[_Span] = []
         at = 0
         for part in rule.parts:
@@ -198,6 +198,12 @@ class Names:
             units = self._units[part.units] if part.units else shape[dim]
             box[dim] = _piece(name, shape[dim], units, ranks.tp_rank, ranks.tp)
         return tuple(box)
+
+
+def _expert(name: str, word: str) -> int:
+    if not re.fullmatch("[0-9]+", word):
+        raise UsageError(f"{name!r}: {word!r} stands where the number of an expert should")
+    return int(word)
 
 
 def _piece(name: str, extent: int, units: int, rank: int, count: int) -> tuple[int, int]:

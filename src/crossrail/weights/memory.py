@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -52,6 +53,7 @@ class WeightMemory:
         self.rank = rank
         self.regions: list[xr.Region] = list(regions)
         self._given = len(self.regions)
+        self._made: list[tuple[int, int]] = []  # of regions that were made here, disjoint: begin and index, ascending
         self._added: list[tuple[Holding, _Piece]] = []
         self._inventory: Inventory | None = None
 
@@ -126,6 +128,7 @@ class WeightMemory:
         for region in self.regions[self._given :]:
             region.close()
         del self.regions[self._given :]
+        self._made.clear()
         self._added.clear()
 
     def _register(self) -> None:
@@ -133,13 +136,18 @@ class WeightMemory:
         access = "read" if self.role == "trainer" else "write"
         for begin, end in _merged(sorted(blocks)):
             self.regions.append(self.engine.register((begin, end - begin), access=access))
+            insort(self._made, (begin, len(self.regions) - 1))
 
     def _region_of(self, piece: _Piece) -> int | None:
         """The index of the region that it lies in; None when it is in none yet."""
-        for index, region in enumerate(self.regions):
+        for index, region in enumerate(self.regions[: self._given]):
             if region.base <= piece.address < region.base + region.nbytes:
                 return index
-        return None
+        at = bisect_right(self._made, (piece.address, len(self.regions))) - 1
+        if at < 0:
+            return None
+        begin, index = self._made[at]
+        return index if piece.address < begin + self.regions[index].nbytes else None
 
     def _placed(self) -> list[Holding]:
         placed = []

@@ -12,7 +12,7 @@ All are rows of numpy arrays, tasks in the order in which a trainer takes them, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -24,12 +24,14 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from crossrail.errors import UsageError
-from crossrail.weights.inventory import DIMS
+from crossrail.weights.dtypes import DTYPES, dtype_code
+from crossrail.weights.inventory import DIMS, REGION_BYTES_MAX
 
 Rows: TypeAlias = npt.NDArray[Any]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 VERSION = 1
+_RANK_MAX = (1 << 31) - 1
 
 # trainer: rank. mesh: index into the plan's. group: groups run one after another at each trainer.
 # direct: nothing to prepare and no buffer: what it would hold lies at (region, offset) in the trainer's memory.
@@ -187,7 +189,9 @@ class Plan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Plan:
-        """Raises UsageError for anything but what to_bytes() gave. What the rows say is check_plan()'s to judge."""
+        """Raises UsageError for anything but what to_bytes() gave, so what rows point to is there. Whether it is the
+        right thing is check_plan()'s to judge.
+        """
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -200,6 +204,7 @@ class Plan:
             if len(wire.tables[name]) % dtype.itemsize:
                 raise UsageError(f"table {name} of a plan: {len(wire.tables[name])} bytes, {dtype.itemsize} a row")
         tables = {name: np.frombuffer(wire.tables[name], dtype) for name, dtype in TABLES.items()}
+        _check_rows(wire, tables)
         return cls(wire.trainers, wire.targets, wire.params, wire.meshes, **tables)
 
     def save(self, path: str | Path) -> None:
@@ -234,6 +239,35 @@ class Plan:
             f"<Plan {len(self.trainers)} -> {len(self.targets)}, {len(self.params)} parameters, "
             f"{len(self.tasks)} tasks, {len(self.writes)} writes, {int(self.writes['nbytes'].sum())} bytes>"
         )
+
+
+def _check_rows(wire: _Wire, tables: Mapping[str, Rows]) -> None:
+    """UsageError for a row that points to nothing, or does not follow the order of what it belongs to."""
+    for role, ranks in (("trainers", wire.trainers), ("targets", wire.targets)):
+        if list(ranks) != sorted(set(ranks)) or (ranks and not 0 <= ranks[0] <= ranks[-1] <= _RANK_MAX):
+            raise UsageError(f"{role} of a plan are no ranks, ascending")
+    for param in wire.params:
+        dtype_code(param.dtype)
+        if len(param.shape) > DIMS:
+            raise UsageError(f"{param.name!r} of a plan has the shape {param.shape}, of more than {DIMS} dimensions")
+    ends = {"task": len(tables["tasks"]), "part": len(tables["parts"]), "param": len(wire.params)}
+    ends |= {"mesh": len(wire.meshes), "dtype": len(DTYPES)}
+    ranks_of_field = {"trainer": wire.trainers, "target": wire.targets}
+    for name, rows in tables.items():
+        for field in rows.dtype.names or ():
+            values = rows[field]
+            if field in ends:
+                right = (values >= 0) & (values < ends[field])
+            elif field in ranks_of_field:
+                right = np.isin(values, ranks_of_field[field])
+            elif field == "nbytes":
+                right = (values >= 0) & (values <= REGION_BYTES_MAX)
+            else:
+                continue
+            if field in ("task", "part"):
+                right[1:] &= values[1:] >= values[:-1]
+            for row in np.flatnonzero(~right)[:1]:
+                raise UsageError(f"table {name} of a plan: row {row} has {field} {values[row]}, which cannot be")
 
 
 def _starts(owners: Ints, count: int) -> Ints:

@@ -88,6 +88,7 @@ class WeightReceiver:
         self._attempt: _Attempt | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Open is still on its way
         self._fencing = asyncio.Lock()
+        self._is_closed = False
         self.failures = 0
         self.commits = 0
         self._why = ""
@@ -125,6 +126,7 @@ class WeightReceiver:
             if self._has_spare:
                 buffers.append(await asyncio.to_thread(self._alloc_spare))
             self._buffers = self._buffers or buffers
+        self._is_closed = False
         self._check_memory()
         spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
         question = m.Join(m.packed(inventory.to_bytes()), spare)
@@ -138,14 +140,16 @@ class WeightReceiver:
         """The weights, of one version, which nobody writes while this is open.
 
         Waits while an update in place is under way, or waits for readers to go; but not within another reading() of the
-        same task. Raises TornWeights when an update in place has failed, WaitTimeout. Close it between uses: with spare
-        memory the next update but one waits for it, in place the next.
+        same task. Raises TornWeights when an update in place has failed, WaitTimeout; UsageError before join() and
+        after close(). Close it between uses: with spare memory the next update but one waits for it, in place the next.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         task = asyncio.current_task()
+        self._check_open()
         while (buffer := self._versions.begin_reading(is_nested=task in self._reading_tasks)) is None:
             await self._wait_changed(deadline, f"no whole weights within {timeout_s:g} s: an update is under way")
+            self._check_open()
         self._reading_tasks.append(task)
         try:
             yield Reading(self._versions.version, self._buffers[buffer], self.memory)
@@ -155,9 +159,12 @@ class WeightReceiver:
             self._notify()
 
     async def wait_version(self, version: int, timeout_s: float) -> None:
-        """Returns once this version, or a later one, is complete here. Raises WaitTimeout."""
+        """Returns once this version, or a later one, is complete here. Raises WaitTimeout; UsageError when close() is
+        called meanwhile.
+        """
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self.version < version:
+            self._check_not_closed()
             await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
 
     def has_come(self, version: int, commits: int) -> bool:
@@ -168,7 +175,8 @@ class WeightReceiver:
         self, version: int, timeout_s: float, failures: int | None = None, commits: int | None = None
     ) -> None:
         """Returns once an update has brought exactly this version, which may be the one that is here already, or an
-        older one. Raises UpdateFailed as soon as an attempt has failed; WaitTimeout.
+        older one. Raises UpdateFailed as soon as an attempt has failed; WaitTimeout; UsageError when close() is called
+        meanwhile.
 
         failures, commits: what self.failures and self.commits were before the update was asked for, which may end
         before this is called.
@@ -179,6 +187,7 @@ class WeightReceiver:
         while not self.has_come(version, before):
             if self.failures > known:
                 raise UpdateFailed(version, self._why)
+            self._check_not_closed()
             await self._wait_changed(deadline, f"version {version} not complete within {timeout_s:g} s")
 
     async def leave(self, timeout_s: float = 5.0) -> None:
@@ -206,6 +215,8 @@ class WeightReceiver:
             for region in regions:
                 region.close()
         self._buffers.clear()
+        self._is_closed = True
+        self._notify()
 
     # ---- what the controller says
 
@@ -215,6 +226,15 @@ class WeightReceiver:
 
     def _alloc_spare(self) -> list[xr.Region]:
         return [gpu.alloc(self._engine, region.device, region.nbytes) for region in self.memory.regions]
+
+    def _check_open(self) -> None:
+        self._check_not_closed()
+        if not self._buffers:
+            raise UsageError(f"inference rank {self.rank} has not joined yet: join() comes first")
+
+    def _check_not_closed(self) -> None:
+        if self._is_closed:
+            raise UsageError(f"inference rank {self.rank} is closed")
 
     def _check_memory(self) -> None:
         if any(region.closed for regions in self._buffers for region in regions):

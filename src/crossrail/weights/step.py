@@ -197,7 +197,9 @@ class Step:
                 self._schedule.prepared(index)
                 self._write(index)
             elif task.reads:
-                self._gathering[index] = [self._read(read, base) for read in task.reads]
+                reading = self._gathering[index] = []  # one by one: if a submit raises, those before it are known
+                for read in task.reads:
+                    reading.append(self._read(read, base))
                 self.report.gathered_bytes += sum(read.nbytes for read in task.reads)
             else:
                 self._ready.append(index)

@@ -75,6 +75,8 @@ class WeightTrainer:
         self._going: asyncio.Task[StepReport] | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
         self._lingering: list[xr.Transfer] = []
+        self._barrier_imm: int | None = None  # of the last attempt
+        self._is_closed = False
         for kind, handler in (
             (m.Assign, self._on_assign),
             (m.Go, self._on_go),
@@ -115,6 +117,8 @@ class WeightTrainer:
         return self._publish(checked_version(version), timeout_s, gpu.launched(gpu.gpus_of(self.memory.regions)))
 
     async def _publish(self, version: int, timeout_s: float, kernels: Sequence[Any]) -> StepReport:
+        if self._is_closed:
+            raise UsageError(f"trainer {self.rank} is closed")
         if self._offer is not None:
             raise UsageError(f"trainer {self.rank} offers version {self._offer.version} already: one update at a time")
         self._offer = _Offer(version, asyncio.get_running_loop().create_future(), kernels)
@@ -136,7 +140,9 @@ class WeightTrainer:
             log.info("trainer %d left without a word: %s", self.rank, error)
 
     async def close(self) -> None:
-        """Ends a step under way, and what it needed. Idempotent."""
+        """Ends a step under way, and what it needed; a publish() raises UpdateFailed. Idempotent."""
+        self._is_closed = True
+        self._fail(f"trainer {self.rank} is closing")
         self._drop_assigned()
         await self._stop_step()
         await self._quiet(QUIET_S)
@@ -194,6 +200,9 @@ class WeightTrainer:
             raise UsageError(f"trainer {self.rank} does not know plan {go.plan}")
         self._attempt_max = go.attempt
         self._step = None
+        if self._barrier_imm is not None:  # others may have come to that barrier when we did not
+            self._engine.imm_counter(self._barrier_imm).release(force=True)
+        self._barrier_imm = go.barrier_imm
         going = self._going = asyncio.ensure_future(self._go(self._assigned, go))
         try:
             self.last_report = await asyncio.shield(going)

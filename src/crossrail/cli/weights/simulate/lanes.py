@@ -13,7 +13,6 @@ import crossrail as xr
 from crossrail.cli.weights.simulate.outcome import Spans
 from crossrail.cli.weights.simulate.setting import Setting
 from crossrail.cli.weights.simulate.works import Work
-from crossrail.errors import UsageError
 from crossrail.weights import Plan
 
 HELLO, UPDATE = 1, 2  # immediates
@@ -42,9 +41,8 @@ class Memory:
         self._changed = asyncio.Event()
 
     async def take(self, nbytes: int) -> None:
-        """Waits until there is so much; UsageError when there never will be."""
-        if nbytes > self._all:
-            raise UsageError(f"a task needs {nbytes} bytes, the watermark is {self._all}")
+        """Waits until there is so much: never for more than all."""
+        assert nbytes <= self._all
         while nbytes > self._free:
             self._changed.clear()
             await self._changed.wait()

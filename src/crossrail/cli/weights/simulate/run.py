@@ -14,6 +14,7 @@ from crossrail.cli.weights.simulate.lanes import UPDATE, Meetings, Trainer
 from crossrail.cli.weights.simulate.outcome import Outcome, bounds_of
 from crossrail.cli.weights.simulate.setting import Setting
 from crossrail.cli.weights.simulate.works import collective_works, hulls_of, lanes_of, own_works, quantised_of
+from crossrail.errors import UsageError
 from crossrail.weights import Inventory, Plan, PlanOptions, make_plan
 from crossrail.weights.speeds import measured, moved_bytes
 
@@ -46,6 +47,9 @@ async def _run(
         counters.append((engine.imm_counter(UPDATE), plan.expected(target.rank)))
     written = {target.rank: region.descriptor for target, region in zip(targets, regions, strict=True)}
     ranks = _trainers(world, plan, trainers, setting)
+    needed = max((work.tmp_bytes for trainer in ranks.values() for work in trainer.works), default=0)
+    if needed > setting.watermark_bytes:
+        raise UsageError(f"a task needs {needed} bytes, the watermark is {setting.watermark_bytes}")
     read = {rank: trainer.source.descriptor for rank, trainer in ranks.items()}
     await asyncio.gather(*(trainer.meet(written, read) for trainer in ranks.values()))
 
