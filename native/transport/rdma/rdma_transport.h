@@ -202,7 +202,7 @@ class RdmaTransport final : public Transport {
   bool pump_served(Session& session, Path& path);
   bool pump_services(Session& session, Path& path);
   bool on_introduce(Session& session, std::span<const uint8_t> body);
-  void on_state(Session& session, uint8_t flags);
+  void on_state(Session& session, const StateBody& state);
   void on_bye(Session& session, const std::string& text);
   void on_said(const Said& said);
   bool pump_control(Session& session);

@@ -219,13 +219,15 @@ struct Session {
   uint32_t peer_rail_count = kRailsMax;         // what its address has; until that is known, what any may have
   std::string peer_name = "a peer";
   std::unique_ptr<RdmaLink> link;
-  // A session that neither side has a link for ends when both have said so (kStateLeaves): whoever said it and wants to
+  // A session that neither side has a link for ends when both have said so (StateBody::leaves): whoever said it and wants to
   // connect after all begins a new session.
   bool peer_has_link = false;
   bool has_left = false;   // we said so,
   int64_t left_at_ns = 0;  // then
   bool peer_left = false;  // it did
-  bool is_over = false;    // to be deleted once its paths are gone
+  uint32_t states_said = 0;  // StateBody::number of our latest,
+  uint32_t state_heard = 0;  // and of the peer's
+  bool is_over = false;      // to be deleted once its paths are gone
   bool is_dirty = false;
   bool is_urgent = false;
   bool is_blocked = false;     // has something to send or post for which a NIC has no room
