@@ -124,12 +124,12 @@ Link* RdmaTransport::connect(const std::shared_ptr<const Address>& address) {
   const Incarnation& own = options_.identity.incarnation;
   const bool leads = own <= address->incarnation;
   Session* session = find_session(address->incarnation, leads);
-  if (session != nullptr && (session->is_over || !has_rails_of(*session, *address))) {
+  // One that we said we leave, the peer may have dropped, and what is posted into it would be lost.
+  if (session != nullptr && (session->is_over || session->has_left || !has_rails_of(*session, *address))) {
     end_session(*session, "a new session begins");
     session = nullptr;
   }
   if (session == nullptr) session = &make_session(address->incarnation, leads);
-  session->has_left = false;
   get_to_know(*session, address);
   session->link = std::make_unique<RdmaLink>(session, address, static_cast<uint32_t>(rails_.size()));
   RdmaLink& link = *session->link;
