@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from crossrail import sim
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # The writer is frozen with a write under way, some parts of which have landed when the wire is cut; the target's region
@@ -44,3 +46,32 @@ def test_a_region_is_dropped_while_the_writer_of_a_work_on_its_way_there_is_froz
     )
 
     assert child.stdout.strip() == "opened"
+
+
+def test_time_in_which_an_engine_stood_still_is_not_its_nics() -> None:
+    """It has broken a path off, and sees 12 s later that its NIC did so at once: behind much other news."""
+    nic = sim.NicProfile("far", gbps=100, latency_us=20_000, completion_us=20_000, ordered=True)
+    errors: list[str] = []
+    for seed in range(4):
+        with sim.World(seed) as world:
+            target, *sources = (world.host(name, nic) for name in ("b", "a0", "a1", "a2"))
+            b = target.engine("b", peer_timeout_s=60)
+            b.on_event(lambda event: errors.append(event.detail) if event.kind == "protocol-error" else None)
+            dst = b.alloc(1 << 20)
+            writers = [host.engine(host.name, peer_timeout_s=60) for host in sources]
+            regions = [writer.alloc(1 << 20) for writer in writers]
+            for writer, src in zip(writers, regions, strict=True):
+                writer.submit_write(src, dst.descriptor, imm=1).wait(5)
+                b.submit_write(dst, src.descriptor).wait(5)
+            world.run(1)
+            world.fail_works(target, count=1)
+            transfers = [b.submit_write(dst, regions[0].descriptor, 64)]
+            for writer, src in zip(writers[1:], regions[1:], strict=True):
+                transfers += [writer.submit_write(src, dst.descriptor, 64, imm=2) for _ in range(600)]
+            world.run(0.0202)  # its failure is told, and its path is being broken off
+
+            world.freeze(b, for_s=12)
+            world.run(40)
+
+            assert {transfer.status for transfer in transfers} == {"done"}
+    assert errors == []

@@ -189,6 +189,7 @@ class RdmaTransport final : public Transport {
   void requeue(RdmaLink& link, const std::vector<WorkRequest>& works);
   void fail_pinned(RdmaLink& link);
   void excuse(Session& session, int64_t away_ns);
+  void excuse_nics(Session& session, int64_t away_ns);
   NicWork nic_work(const WorkRequest& request, const Path& path, uint64_t cookie) const;
   uint64_t window_bytes(const Path& path) const;
 

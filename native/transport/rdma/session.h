@@ -43,7 +43,8 @@ inline void set_fault(WorkRequest& work, WorkFault fault) {
   work.reserved = (work.reserved & ~(7u << 12)) | static_cast<uint32_t>(fault) << 12;
 }
 inline bool is_part(const WorkRequest& work) { return (work.reserved & 1u << 15) != 0; }
-inline constexpr int64_t kFlushMaxNs = 10'000'000'000;  // in which a NIC flushes
+inline constexpr int64_t kFlushMaxNs = 10'000'000'000;  // in which a NIC flushes, while we look
+inline constexpr int64_t kAwayNs = 1'000'000'000;       // between two looks: we were stopped, or nobody polled
 inline constexpr uint32_t kPartBit = 1u << 15;
 
 // A request longer than a NIC's longest work. Its parts go like other works, without immediate; once all are done, the

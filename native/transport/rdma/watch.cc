@@ -18,7 +18,6 @@ constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 constexpr int64_t kPathSilentNs = 2'000'000'000;
 // Peers that only ever talk to us are asked now and then whether they live: their paths cost memory.
 constexpr int64_t kIdlePingNs = 60'000'000'000;
-constexpr int64_t kAwayNs = 1'000'000'000;
 constexpr int64_t kLeaveNs = 100'000'000;
 
 std::string seconds_text(int64_t ns) {
@@ -36,6 +35,7 @@ void RdmaTransport::tick() {
   is_watching_ = false;
   next_tick_ns_ = now_ + kTickNs;
   for (auto& [key, session] : sessions_) {
+    if (away_ns > kAwayNs) excuse_nics(*session, away_ns);
     if (was_away) excuse(*session, away_ns);
     look_after(*session);
   }
@@ -109,6 +109,11 @@ void RdmaTransport::tend(Session& session) {
   if (!session.link && gone) doom(session, "no path to it is left", false);
 }
 
+// Whatever NICs, and first fragments, have had to say in that time, waits to be looked at.
+void RdmaTransport::excuse_nics(Session& session, int64_t away_ns) {
+  for (auto& path : session.paths) path->state_since_ns = std::min(path->state_since_ns + away_ns, now_);
+}
+
 // Of the time in which the peer was silent, or could not be reached, this much was ours.
 void RdmaTransport::excuse(Session& session, int64_t away_ns) {
   const auto later = [&](int64_t& since_ns) {
@@ -118,6 +123,7 @@ void RdmaTransport::excuse(Session& session, int64_t away_ns) {
     later(path->down_since_ns);
     later(path->doubt_since_ns);
   }
+  later(session.quiet_since_ns);
   if (!session.link) return;
   RdmaLink& link = *session.link;
   link.waits_since_ns = now_;
