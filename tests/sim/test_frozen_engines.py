@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import crossrail as xr
 from crossrail import sim
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -75,3 +78,14 @@ def test_time_in_which_an_engine_stood_still_is_not_its_nics() -> None:
 
             assert {transfer.status for transfer in transfers} == {"done"}
     assert errors == []
+
+
+def test_an_own_port_that_is_down_is_named_when_a_peer_is_not_reached() -> None:
+    with sim.World(1) as world:
+        hosts = world.host("a"), world.host("b")
+        a, b = hosts[0].engine("a", connect_timeout_s=2), hosts[1].engine("b")
+        src, dst = a.alloc(4096), b.alloc(4096)
+        world.rail_down(hosts[0], 0)
+
+        with pytest.raises(xr.PeerLost, match=r"our NIC a/0 is down: unplugged"):
+            a.submit_write(src, dst.descriptor).wait(30)

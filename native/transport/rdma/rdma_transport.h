@@ -233,6 +233,7 @@ class RdmaTransport final : public Transport {
   void say_bye(Session& session, const std::string& text);
   std::string pair_text(const Path& path) const;
   std::string open_text(const Session& session) const;
+  std::string own_trouble(const Session& session) const;
 
   Sink* const sink_;
   const TransportKind kind_;

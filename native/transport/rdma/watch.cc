@@ -131,6 +131,20 @@ void RdmaTransport::excuse(Session& session, int64_t away_ns) {
   if (!link.is_up) link.connect_by_ns = std::min(link.connect_by_ns + away_ns, now_ + options_.connect_timeout_ns);
 }
 
+// What is wrong on our side of it.
+std::string RdmaTransport::own_trouble(const Session& session) const {
+  for (const auto& path : session.paths) {
+    const Rail& rail = *rails_[path->rail];
+    if (!rail.is_up)
+      return "our NIC " + rail.nic->name() + " is down" + (rail.trouble.empty() ? "" : ": " + rail.trouble);
+    const auto endpoint = session.peer_endpoints.find(path->peer_rail);
+    if (endpoint == session.peer_endpoints.end()) continue;
+    const std::string unsent = rail.nic->datagram_trouble(endpoint->second);
+    if (!unsent.empty()) return "our NIC " + rail.nic->name() + " could not ask it: " + unsent;
+  }
+  return "";
+}
+
 // Our operations wait for paths no longer than they were promised to.
 void RdmaTransport::tend_link(Session& session) {
   RdmaLink& link = *session.link;
@@ -145,10 +159,12 @@ void RdmaTransport::tend_link(Session& session) {
     link.down_since_ns = 0;
   } else if (!link.is_up) {
     if (now_ < link.connect_by_ns) return;
-    doom(session,
-         trouble.empty() ? "no answer from its NIC: the engine is gone, or datagrams between the NICs do not pass"
-                         : trouble,
-         false);
+    if (const std::string own = own_trouble(session); trouble.empty() && !own.empty()) {
+      trouble = "no answer from its NIC; " + own;
+    } else if (trouble.empty()) {
+      trouble = "no answer from its NIC: the engine is gone, or datagrams between the NICs do not pass";
+    }
+    doom(session, trouble, false);
   } else if (link.down_since_ns != 0 && now_ - link.down_since_ns >= options_.peer_timeout_ns) {
     doom(session, "no path to it for " + seconds_text(now_ - link.down_since_ns) + ": " + trouble, false);
   }
