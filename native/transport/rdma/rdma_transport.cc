@@ -336,13 +336,7 @@ uint32_t RdmaTransport::poll() {
   if (closed_) return 0;
   if ((++polls_ & clock_mask_) == 0) now_ = options_.clock->now_ns();
   uint32_t moved = poll_nics();
-  if (moved > 0) {
-    for (Session* session : blocked_) {
-      session->is_blocked = false;
-      mark_dirty(*session);
-    }
-    blocked_.clear();
-  }
+  if (moved > 0) unblock();
   for (size_t i = 0; i < holding_.size(); ++i) mark_dirty(*holding_[i]);
   act();
   if (!urgent_.empty()) now_ = options_.clock->now_ns();  // where much time has passed, that is told first
@@ -352,6 +346,15 @@ uint32_t RdmaTransport::poll() {
     tend_urgent();
   }
   return moved;
+}
+
+// Those that a NIC had no room for try again.
+void RdmaTransport::unblock() {
+  for (Session* session : blocked_) {
+    session->is_blocked = false;
+    mark_dirty(*session);
+  }
+  blocked_.clear();
 }
 
 // What was noted is done.

@@ -125,6 +125,7 @@ class RdmaTransport final : public Transport {
   uint32_t poll_nics();
   void act();
   void mark_dirty(Session& session);
+  void unblock();
   void mark_broken(Path& path, const std::string& reason);
   void retire(RdmaLink& link, const WorkRequest& request, Status status, const std::string& detail);
   void end_outstanding(RdmaLink& link, uint64_t count);
@@ -218,6 +219,7 @@ class RdmaTransport final : public Transport {
   void tick();
   void tend_soon(Session& session);
   void tend_urgent();
+  void finish_tending();
   void look_after(Session& session);
   void tend(Session& session);
   void tend_liveness(Session& session);

@@ -39,6 +39,11 @@ void RdmaTransport::tick() {
     if (was_away) excuse(*session, away_ns);
     look_after(*session);
   }
+  unblock();  // in case that a NIC did not tell of room
+  finish_tending();
+}
+
+void RdmaTransport::finish_tending() {
   for (Session* session : std::exchange(urgent_, {})) session->is_urgent = false;
   if (any_over_ || !broken_.empty() || !dirty_.empty()) act();
 }
@@ -53,8 +58,7 @@ void RdmaTransport::tend_soon(Session& session) {
 // Not after a time of absence: then a tick is due.
 void RdmaTransport::tend_urgent() {
   for (size_t i = 0; i < urgent_.size(); ++i) look_after(*urgent_[i]);  // those that it makes urgent, too
-  for (Session* session : std::exchange(urgent_, {})) session->is_urgent = false;
-  if (any_over_ || !broken_.empty() || !dirty_.empty()) act();
+  finish_tending();
 }
 
 void RdmaTransport::look_after(Session& session) {
