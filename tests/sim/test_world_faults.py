@@ -356,3 +356,12 @@ def test_what_becomes_of_a_host_becomes_of_all_engines_that_it_has_by_then() -> 
         world.run(1)
 
         assert all(engine.closed for engine in engines)
+
+
+def test_a_count_below_zero_is_refused() -> None:
+    with sim.World(1) as world:
+        host = world.host("h")
+        with pytest.raises(xr.UsageError, match="count is -1"):
+            world.fail_works(host, count=-1)
+        with pytest.raises(xr.UsageError, match="count is -1"):
+            world.fail_registrations(host, -1)

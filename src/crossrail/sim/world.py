@@ -253,6 +253,7 @@ class World:
         """
         if not 0 <= chance <= 1:
             raise UsageError(f"chance is {chance}, must be 0 to 1")
+        _check_count(count)
         self._check_rail(host, rail)
         self._native.set_failing(host._index, rail, round(chance * _CHANCES), count, self._at_ns(at_s))
 
@@ -268,6 +269,7 @@ class World:
 
     def fail_registrations(self, host: Host, count: int, *, rail: int | None = None, at_s: float | None = None) -> None:
         """The next `count` registrations of memory raise TransportError. One is of one rail: any, or this one."""
+        _check_count(count)
         self._check_rail(host, rail)
         self._native.set_registrations_to_fail(host._index, rail, count, self._at_ns(at_s))
 
@@ -366,6 +368,11 @@ class World:
 
     def __repr__(self) -> str:
         return f"<World of seed {self.seed} at {self.now_s:.9f} s, {len(self._hosts)} hosts>"
+
+
+def _check_count(count: int) -> None:
+    if not 0 <= count < 1 << 64:
+        raise UsageError(f"count is {count}, must be 0..2**64-1")
 
 
 def _ns(seconds: float) -> int:
