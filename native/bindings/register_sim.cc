@@ -182,8 +182,7 @@ void register_faults(nb::class_<SimWorldHandle>& world) {
           [](Self self, uint32_t engine, nb::handle at_ns) {
             at(self, at_ns, [=](sim::World& native) { native.kill(engine); });
           },
-          nb::arg("engine"), nb::arg("at_ns").none(),
-          nb::sig("def kill(self, engine: int, at_ns: int | None) -> None"))
+          nb::arg("engine"), nb::arg("at_ns").none(), nb::sig("def kill(self, engine: int, at_ns: int | None) -> None"))
       .def(
           "freeze_host",
           [](Self self, uint32_t host, bool frozen, nb::handle at_ns) {

@@ -29,7 +29,7 @@ def test_after_both_forgot_each_other_neither_keeps_the_session() -> None:
 
 
 def lost_after_one_forgot(seed: int) -> str:
-    """Only one has written and forgets the other, which then needs the session as little; some ticks later it writes."""
+    """Only one has written and forgets the other, which then needs the session as little; later it writes."""
     with sim.World(seed) as world:
         a = world.host("a").engine("a")
         world.run(world.rng.uniform(0, 0.1))

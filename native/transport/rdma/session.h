@@ -223,9 +223,9 @@ struct Session {
   // A session that neither side has a link for ends when both have said so (StateBody::leaves): whoever said it and wants to
   // connect after all begins a new session.
   bool peer_has_link = false;
-  bool has_left = false;   // we said so,
-  int64_t left_at_ns = 0;  // then
-  bool peer_left = false;  // it did
+  bool has_left = false;     // we said so,
+  int64_t left_at_ns = 0;    // then
+  bool peer_left = false;    // it did
   uint32_t states_said = 0;  // StateBody::number of our latest,
   uint32_t state_heard = 0;  // and of the peer's
   bool is_over = false;      // to be deleted once its paths are gone
