@@ -170,8 +170,12 @@ void RdmaTransport::disconnect(Link& link) {
   tend_soon(session);
 }
 
-std::unique_ptr<RemoteKey> RdmaTransport::resolve(Link&, const RegionDescriptor& descriptor) {
-  return std::make_unique<RdmaKey>(descriptor.region_id, descriptor.length_bytes, descriptor.rdma_on(kind_));
+// The engine knows owners by their incarnation: a forged descriptor may name one with fewer rails than it has. Each rail gets
+// a key, if need be one that the peer's NIC refuses.
+std::unique_ptr<RemoteKey> RdmaTransport::resolve(Link& link, const RegionDescriptor& descriptor) {
+  RdmaKeys keys = descriptor.rdma_on(kind_);
+  keys.keys.resize(static_cast<RdmaLink&>(link).address->rdma_on(kind_).endpoints.size());
+  return std::make_unique<RdmaKey>(descriptor.region_id, descriptor.length_bytes, std::move(keys));
 }
 
 std::string RdmaTransport::pair_text(const Path& path) const {
