@@ -182,8 +182,25 @@ void register_faults(nb::class_<SimWorldHandle>& world) {
           [](Self self, uint32_t engine, nb::handle at_ns) {
             at(self, at_ns, [=](sim::World& native) { native.kill(engine); });
           },
-          nb::arg("engine"), nb::arg("at_ns").none(),
-          nb::sig("def kill(self, engine: int, at_ns: int | None) -> None"));
+          nb::arg("engine"), nb::arg("at_ns").none(), nb::sig("def kill(self, engine: int, at_ns: int | None) -> None"))
+      .def(
+          "freeze_host",
+          [](Self self, uint32_t host, bool frozen, nb::handle at_ns) {
+            at(self, at_ns, [=](sim::World& native) {
+              for (const uint32_t engine : native.engines_on(host)) native.freeze(engine, frozen);
+            });
+          },
+          nb::arg("host"), nb::arg("frozen"), nb::arg("at_ns").none(),
+          nb::sig("def freeze_host(self, host: int, frozen: bool, at_ns: int | None) -> None"))
+      .def(
+          "kill_host",
+          [](Self self, uint32_t host, nb::handle at_ns) {
+            at(self, at_ns, [=](sim::World& native) {
+              for (const uint32_t engine : native.engines_on(host)) native.kill(engine);
+            });
+          },
+          nb::arg("host"), nb::arg("at_ns").none(),
+          nb::sig("def kill_host(self, host: int, at_ns: int | None) -> None"));
 }
 
 }  // namespace

@@ -2,7 +2,10 @@
 
 import re
 
+import pytest
+
 from tests.conftest import PeerFactory
+from tests.contract.setups import why_not
 from tests.support.process import assert_clean, run_script
 
 # Held: all that the limit allows, but `left`.
@@ -175,3 +178,27 @@ def test_engine_opened_when_there_are_none_left_forgets_that(spawn_peer: PeerFac
     assert any("which host" in line for line in refused), refused
     for line in refused:
         assert re.search("open files|file descriptors", line), line
+
+
+@pytest.mark.skipif(bool(why_not("ofi:tcp")), reason=why_not("ofi:tcp") or "-")
+def test_ofi_that_runs_out_says_so_and_not_that_the_peer_is_gone() -> None:
+    script = run_script(
+        STARVING
+        + """
+    options = {"transport": "ofi:tcp", "rails": ["127.0.0.1"], "connect_timeout_s": 1.0}
+    with xr.Engine("a", **options) as a, xr.Engine("b", **options) as b:
+        src, dst = a.alloc(1000), b.alloc(1000)
+        starve(0)
+        try:
+            a.submit_write(src, dst.descriptor).wait(20)
+        except xr.PeerLost as error:
+            said = str(error)
+        feed()
+        a.forget_peer(b.address)
+        a.submit_write(src, dst.descriptor).wait(20)
+        print(said)
+"""
+    )
+
+    assert_clean(script)
+    assert re.search("Too many open files|limit on open files|file descriptors", script.stdout), script.stdout

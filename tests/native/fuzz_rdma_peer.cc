@@ -149,8 +149,9 @@ class Peer {
     datagram(DatagramKind::kHello, hello);
     turn();
     if (!port_->token) return;
-    const uint8_t state = kStateHasLink;
-    fragment(static_cast<uint8_t>(FragmentKind::kState), {&state, 1});
+    Bytes state;
+    put(state, StateBody{1, true, false});
+    fragment(static_cast<uint8_t>(FragmentKind::kState), state);
     turn();
     post();
   }

@@ -22,6 +22,7 @@ void check_body(Input bytes) {
   if (const auto text = decode_text(bytes)) {
     require(std::ranges::all_of(*text, [](char c) { return c >= ' ' && c <= '~'; }), "text can be shown");
   }
+  decode_state(bytes);
   decode_message_head(bytes);
   if (const auto head = decode_service_head(bytes)) {
     same(*head, bytes.first(kServiceHeadBytes), "a service message's head is its first bytes");

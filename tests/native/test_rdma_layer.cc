@@ -592,4 +592,20 @@ TEST_CASE("rdma: closing retires what is under way, and the peer forgets an engi
   REQUIRE(poll_until({&b}, [&] { return b.transport->session_count() == 0; }));
 }
 
+TEST_CASE("rdma: a descriptor of a known peer with fewer rails than the peer has is refused by the peer's NIC") {
+  Net net({});
+  Node a(net, "a", {.rails = 2}), b(net, "b", {.rails = 2});
+  a.connect(b);
+  REQUIRE(poll_until({&a, &b}, [&] { return a.open_paths() == 2; }));
+  auto src = a.memory(100), dst = b.memory(100);
+  dst->descriptor.rdma_on(TransportKind::kVerbs).keys.clear();
+  const auto key = a.transport->resolve(*a.link, dst->descriptor);
+  REQUIRE(static_cast<RdmaKey&>(*key).keys.keys.size() == 2);
+  Work work;
+  a.post({a.request(work, WorkOp::kWrite, *src, 0, *dst, 0, 100)}, [&] { a.transport->poll(), b.transport->poll(); });
+  REQUIRE(poll_until({&a, &b}, [&] { return work.done(); }));
+  CHECK(work.status == Status::kAccessDenied);
+  CHECK(a.downs == 0);
+}
+
 }  // namespace crossrail::rdma::test

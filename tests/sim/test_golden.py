@@ -12,7 +12,7 @@ import crossrail as xr
 from crossrail import sim
 
 _NBYTES = 1 << 16
-_GOLDEN = "e6407cdcbbfadc6ac181bd4fd491e755"
+_GOLDEN = "0bb973d9a14f93f4732123e39db4c783"
 
 
 class _Draws:

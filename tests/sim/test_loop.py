@@ -315,3 +315,9 @@ def test_two_runs_of_one_seed_are_the_same_to_the_byte() -> None:
     assert digest(3) == digest(3)
     assert digest(3) != digest(4)
     assert re.fullmatch(r"[0-9a-f]{16,64}", digest(3))
+
+
+@pytest.mark.parametrize("limit_s", [float("inf"), float("nan")])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(limit_s: float) -> None:
+    with sim.World() as world, pytest.raises(xr.UsageError, match="limit_s"):
+        world.event_loop(limit_s=limit_s)

@@ -167,3 +167,8 @@ def test_rails_that_nobody_knows_are_refused(nic: str | list[str]) -> None:
 def test_a_profile_out_of_bounds_is_refused_by_its_field(field: str, value: float) -> None:
     with pytest.raises(xr.UsageError, match=field):
         NicProfile("x", **({"gbps": 10.0} | {field: value}))
+
+
+def test_less_than_one_work_a_second_is_still_a_limit() -> None:
+    assert NicProfile("slow", gbps=1, ops_per_s=0.4).as_tuple()[2] == 1
+    assert NicProfile("fast", gbps=1).as_tuple()[2] == 0

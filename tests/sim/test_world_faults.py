@@ -342,3 +342,26 @@ def test_faults_name_their_mistakes() -> None:
             world.slow(host, 0, 0)
         with pytest.raises(xr.UsageError, match="a time"):
             world.freeze(host.engine("a"), at_s=-1)
+
+
+def test_what_becomes_of_a_host_becomes_of_all_engines_that_it_has_by_then() -> None:
+    with sim.World(1, keep_log=True) as world:
+        host = world.host("h")
+        world.freeze(host, at_s=1, for_s=1)
+        world.kill(host, at_s=3)
+        engines = [host.engine("a"), host.engine("b")]
+        world.run(2.5)
+        assert [sum(f" {word} " in line for line in world.log) for word in ("frozen", "thawed")] == [2, 2]
+
+        world.run(1)
+
+        assert all(engine.closed for engine in engines)
+
+
+def test_a_count_below_zero_is_refused() -> None:
+    with sim.World(1) as world:
+        host = world.host("h")
+        with pytest.raises(xr.UsageError, match="count is -1"):
+            world.fail_works(host, count=-1)
+        with pytest.raises(xr.UsageError, match="count is -1"):
+            world.fail_registrations(host, -1)

@@ -211,6 +211,10 @@ void OfiNic::send_datagram(std::span<const uint8_t> peer_endpoint, std::span<con
   tend_datagrams();
 }
 
+std::string OfiNic::datagram_trouble(std::span<const uint8_t> peer_endpoint) const {
+  return std::ranges::equal(peer_endpoint, troubled_endpoint_) ? datagram_trouble_ : std::string();
+}
+
 uint32_t OfiNic::tend_datagrams() {
   uint32_t moved = 0;
   const int64_t now = now_ns();
@@ -226,9 +230,12 @@ uint32_t OfiNic::tend_datagrams() {
       fi_addr_t address = FI_ADDR_UNSPEC;
       if (Endpoint* const way = way_to(datagram.to, now, &address))
         code = send_from(*way, address, nullptr, head, datagram.bytes, {});
-    } catch (const TransportError&) {
+    } catch (const TransportError& error) {
+      troubled_endpoint_ = datagram.endpoint;
+      datagram_trouble_ = error.what();
       continue;  // into the void
     }
+    if (!datagram_trouble_.empty() && datagram.endpoint == troubled_endpoint_) datagram_trouble_.clear();
     if (code == -FI_EAGAIN) datagrams_.push_back(std::move(datagram));  // no connection yet
     moved += code == 0 ? 1 : 0;
   }

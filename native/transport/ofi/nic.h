@@ -44,6 +44,7 @@ class OfiNic final : public rdma::Nic {
   std::unique_ptr<rdma::Registration> register_gpu_memory(const device::GpuMemory& memory, Access access) override;
   bool is_port_up() const override { return is_port_up_; }
   void send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) override;
+  std::string datagram_trouble(std::span<const uint8_t> peer_endpoint) const override;
   std::unique_ptr<rdma::NicPath> make_path() override;
   uint32_t poll(rdma::NicEvents& events) override;
   void arm() override;
@@ -164,6 +165,8 @@ class OfiNic final : public rdma::Nic {
   std::vector<OfiPath*> ending_;
   std::vector<OfiPath*> breaking_;  // broke by themselves, not told yet
   std::deque<Datagram> datagrams_;
+  std::vector<uint8_t> troubled_endpoint_;  // that the latest datagram was not sent to,
+  std::string datagram_trouble_;            // and why
   std::map<Name, Known> known_;
   uint32_t answers_due_ = 0;
   uint64_t fence_number_ = 0;  // of the one under way, 0 none

@@ -46,8 +46,11 @@ void RdmaTransport::on_fragment(Path& path, FragmentKind kind, std::span<const u
   bool makes_sense = true;
   switch (kind) {
     case FragmentKind::kState:
-      makes_sense = body.size() == 1;
-      if (makes_sense) on_state(session, body[0]);
+      if (const auto state = decode_state(body)) {
+        on_state(session, *state);
+      } else {
+        makes_sense = false;
+      }
       break;
     case FragmentKind::kIntroduce:
       makes_sense = on_introduce(session, body);
@@ -89,9 +92,11 @@ void RdmaTransport::on_fragment(Path& path, FragmentKind kind, std::span<const u
   }
 }
 
-void RdmaTransport::on_state(Session& session, uint8_t flags) {
-  session.peer_has_link = (flags & kStateHasLink) != 0;
-  session.peer_left = (flags & kStateLeaves) != 0;
+void RdmaTransport::on_state(Session& session, const StateBody& state) {
+  if (state.number <= session.state_heard) return;  // overtaken
+  session.state_heard = state.number;
+  session.peer_has_link = state.has_link;
+  session.peer_left = state.leaves;
   if (session.peer_has_link) session.has_left = false;
   tend_soon(session);
 }
@@ -341,9 +346,10 @@ bool RdmaTransport::pump_path_control(Path& path) {
   };
   Session& session = *path.session;
   if (path.state_due) {
-    const uint8_t flags =
-        static_cast<uint8_t>((session.link ? kStateHasLink : 0) | (session.has_left ? kStateLeaves : 0));
-    if (!send(FragmentKind::kState, {&flags, 1})) return false;
+    Bytes body;
+    put(body, StateBody{session.states_said + 1, session.link != nullptr, session.has_left});
+    if (!send(FragmentKind::kState, body)) return false;
+    ++session.states_said;
     path.state_due = false;
   }
   if (path.introduce_due) {

@@ -170,6 +170,8 @@ class Nic {
   // At most kDatagramBytesMax, copied. May be lost, doubled, delayed; sent into the void if that endpoint is nonsense,
   // the port is down or there is no room.
   virtual void send_datagram(std::span<const uint8_t> peer_endpoint, std::span<const uint8_t> bytes) = 0;
+  // Why the latest datagram to that endpoint was not even sent, when it was our own fault; else empty.
+  virtual std::string datagram_trouble(std::span<const uint8_t> /*peer_endpoint*/) const { return {}; }
   // Throws TransportError (limits of the device).
   virtual std::unique_ptr<NicPath> make_path() = 0;
 

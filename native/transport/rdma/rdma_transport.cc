@@ -124,12 +124,12 @@ Link* RdmaTransport::connect(const std::shared_ptr<const Address>& address) {
   const Incarnation& own = options_.identity.incarnation;
   const bool leads = own <= address->incarnation;
   Session* session = find_session(address->incarnation, leads);
-  if (session != nullptr && (session->is_over || !has_rails_of(*session, *address))) {
+  // One that we said we leave, the peer may have dropped, and what is posted into it would be lost.
+  if (session != nullptr && (session->is_over || session->has_left || !has_rails_of(*session, *address))) {
     end_session(*session, "a new session begins");
     session = nullptr;
   }
   if (session == nullptr) session = &make_session(address->incarnation, leads);
-  session->has_left = false;
   get_to_know(*session, address);
   session->link = std::make_unique<RdmaLink>(session, address, static_cast<uint32_t>(rails_.size()));
   RdmaLink& link = *session->link;
@@ -170,8 +170,12 @@ void RdmaTransport::disconnect(Link& link) {
   tend_soon(session);
 }
 
-std::unique_ptr<RemoteKey> RdmaTransport::resolve(Link&, const RegionDescriptor& descriptor) {
-  return std::make_unique<RdmaKey>(descriptor.region_id, descriptor.length_bytes, descriptor.rdma_on(kind_));
+// The engine knows owners by their incarnation: a forged descriptor may name one with fewer rails than it has. Each rail gets
+// a key, if need be one that the peer's NIC refuses.
+std::unique_ptr<RemoteKey> RdmaTransport::resolve(Link& link, const RegionDescriptor& descriptor) {
+  RdmaKeys keys = descriptor.rdma_on(kind_);
+  keys.keys.resize(static_cast<RdmaLink&>(link).address->rdma_on(kind_).endpoints.size());
+  return std::make_unique<RdmaKey>(descriptor.region_id, descriptor.length_bytes, std::move(keys));
 }
 
 std::string RdmaTransport::pair_text(const Path& path) const {
@@ -336,13 +340,7 @@ uint32_t RdmaTransport::poll() {
   if (closed_) return 0;
   if ((++polls_ & clock_mask_) == 0) now_ = options_.clock->now_ns();
   uint32_t moved = poll_nics();
-  if (moved > 0) {
-    for (Session* session : blocked_) {
-      session->is_blocked = false;
-      mark_dirty(*session);
-    }
-    blocked_.clear();
-  }
+  if (moved > 0) unblock();
   for (size_t i = 0; i < holding_.size(); ++i) mark_dirty(*holding_[i]);
   act();
   if (!urgent_.empty()) now_ = options_.clock->now_ns();  // where much time has passed, that is told first
@@ -352,6 +350,15 @@ uint32_t RdmaTransport::poll() {
     tend_urgent();
   }
   return moved;
+}
+
+// Those that a NIC had no room for try again.
+void RdmaTransport::unblock() {
+  for (Session* session : blocked_) {
+    session->is_blocked = false;
+    mark_dirty(*session);
+  }
+  blocked_.clear();
 }
 
 // What was noted is done.

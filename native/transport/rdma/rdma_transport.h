@@ -125,6 +125,7 @@ class RdmaTransport final : public Transport {
   uint32_t poll_nics();
   void act();
   void mark_dirty(Session& session);
+  void unblock();
   void mark_broken(Path& path, const std::string& reason);
   void retire(RdmaLink& link, const WorkRequest& request, Status status, const std::string& detail);
   void end_outstanding(RdmaLink& link, uint64_t count);
@@ -189,6 +190,7 @@ class RdmaTransport final : public Transport {
   void requeue(RdmaLink& link, const std::vector<WorkRequest>& works);
   void fail_pinned(RdmaLink& link);
   void excuse(Session& session, int64_t away_ns);
+  void excuse_nics(Session& session, int64_t away_ns);
   NicWork nic_work(const WorkRequest& request, const Path& path, uint64_t cookie) const;
   uint64_t window_bytes(const Path& path) const;
 
@@ -202,7 +204,7 @@ class RdmaTransport final : public Transport {
   bool pump_served(Session& session, Path& path);
   bool pump_services(Session& session, Path& path);
   bool on_introduce(Session& session, std::span<const uint8_t> body);
-  void on_state(Session& session, uint8_t flags);
+  void on_state(Session& session, const StateBody& state);
   void on_bye(Session& session, const std::string& text);
   void on_said(const Said& said);
   bool pump_control(Session& session);
@@ -217,6 +219,7 @@ class RdmaTransport final : public Transport {
   void tick();
   void tend_soon(Session& session);
   void tend_urgent();
+  void finish_tending();
   void look_after(Session& session);
   void tend(Session& session);
   void tend_liveness(Session& session);
@@ -232,6 +235,7 @@ class RdmaTransport final : public Transport {
   void say_bye(Session& session, const std::string& text);
   std::string pair_text(const Path& path) const;
   std::string open_text(const Session& session) const;
+  std::string own_trouble(const Session& session) const;
 
   Sink* const sink_;
   const TransportKind kind_;

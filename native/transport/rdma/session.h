@@ -43,7 +43,8 @@ inline void set_fault(WorkRequest& work, WorkFault fault) {
   work.reserved = (work.reserved & ~(7u << 12)) | static_cast<uint32_t>(fault) << 12;
 }
 inline bool is_part(const WorkRequest& work) { return (work.reserved & 1u << 15) != 0; }
-inline constexpr int64_t kFlushMaxNs = 10'000'000'000;  // in which a NIC flushes
+inline constexpr int64_t kFlushMaxNs = 10'000'000'000;  // in which a NIC flushes, while we look
+inline constexpr int64_t kAwayNs = 1'000'000'000;       // between two looks: we were stopped, or nobody polled
 inline constexpr uint32_t kPartBit = 1u << 15;
 
 // A request longer than a NIC's longest work. Its parts go like other works, without immediate; once all are done, the
@@ -219,13 +220,15 @@ struct Session {
   uint32_t peer_rail_count = kRailsMax;         // what its address has; until that is known, what any may have
   std::string peer_name = "a peer";
   std::unique_ptr<RdmaLink> link;
-  // A session that neither side has a link for ends when both have said so (kStateLeaves): whoever said it and wants to
+  // A session that neither side has a link for ends when both have said so (StateBody::leaves): whoever said it and wants to
   // connect after all begins a new session.
   bool peer_has_link = false;
-  bool has_left = false;   // we said so,
-  int64_t left_at_ns = 0;  // then
-  bool peer_left = false;  // it did
-  bool is_over = false;    // to be deleted once its paths are gone
+  bool has_left = false;     // we said so,
+  int64_t left_at_ns = 0;    // then
+  bool peer_left = false;    // it did
+  uint32_t states_said = 0;  // StateBody::number of our latest,
+  uint32_t state_heard = 0;  // and of the peer's
+  bool is_over = false;      // to be deleted once its paths are gone
   bool is_dirty = false;
   bool is_urgent = false;
   bool is_blocked = false;     // has something to send or post for which a NIC has no room

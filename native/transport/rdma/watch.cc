@@ -18,7 +18,6 @@ constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 constexpr int64_t kPathSilentNs = 2'000'000'000;
 // Peers that only ever talk to us are asked now and then whether they live: their paths cost memory.
 constexpr int64_t kIdlePingNs = 60'000'000'000;
-constexpr int64_t kAwayNs = 1'000'000'000;
 constexpr int64_t kLeaveNs = 100'000'000;
 
 std::string seconds_text(int64_t ns) {
@@ -36,9 +35,15 @@ void RdmaTransport::tick() {
   is_watching_ = false;
   next_tick_ns_ = now_ + kTickNs;
   for (auto& [key, session] : sessions_) {
+    if (away_ns > kAwayNs) excuse_nics(*session, away_ns);
     if (was_away) excuse(*session, away_ns);
     look_after(*session);
   }
+  unblock();  // in case that a NIC did not tell of room
+  finish_tending();
+}
+
+void RdmaTransport::finish_tending() {
   for (Session* session : std::exchange(urgent_, {})) session->is_urgent = false;
   if (any_over_ || !broken_.empty() || !dirty_.empty()) act();
 }
@@ -53,8 +58,7 @@ void RdmaTransport::tend_soon(Session& session) {
 // Not after a time of absence: then a tick is due.
 void RdmaTransport::tend_urgent() {
   for (size_t i = 0; i < urgent_.size(); ++i) look_after(*urgent_[i]);  // those that it makes urgent, too
-  for (Session* session : std::exchange(urgent_, {})) session->is_urgent = false;
-  if (any_over_ || !broken_.empty() || !dirty_.empty()) act();
+  finish_tending();
 }
 
 void RdmaTransport::look_after(Session& session) {
@@ -109,6 +113,11 @@ void RdmaTransport::tend(Session& session) {
   if (!session.link && gone) doom(session, "no path to it is left", false);
 }
 
+// Whatever NICs, and first fragments, have had to say in that time, waits to be looked at.
+void RdmaTransport::excuse_nics(Session& session, int64_t away_ns) {
+  for (auto& path : session.paths) path->state_since_ns = std::min(path->state_since_ns + away_ns, now_);
+}
+
 // Of the time in which the peer was silent, or could not be reached, this much was ours.
 void RdmaTransport::excuse(Session& session, int64_t away_ns) {
   const auto later = [&](int64_t& since_ns) {
@@ -118,11 +127,26 @@ void RdmaTransport::excuse(Session& session, int64_t away_ns) {
     later(path->down_since_ns);
     later(path->doubt_since_ns);
   }
+  later(session.quiet_since_ns);
   if (!session.link) return;
   RdmaLink& link = *session.link;
   link.waits_since_ns = now_;
   later(link.down_since_ns);
   if (!link.is_up) link.connect_by_ns = std::min(link.connect_by_ns + away_ns, now_ + options_.connect_timeout_ns);
+}
+
+// What is wrong on our side of it.
+std::string RdmaTransport::own_trouble(const Session& session) const {
+  for (const auto& path : session.paths) {
+    const Rail& rail = *rails_[path->rail];
+    if (!rail.is_up)
+      return "our NIC " + rail.nic->name() + " is down" + (rail.trouble.empty() ? "" : ": " + rail.trouble);
+    const auto endpoint = session.peer_endpoints.find(path->peer_rail);
+    if (endpoint == session.peer_endpoints.end()) continue;
+    const std::string unsent = rail.nic->datagram_trouble(endpoint->second);
+    if (!unsent.empty()) return "our NIC " + rail.nic->name() + " could not ask it: " + unsent;
+  }
+  return "";
 }
 
 // Our operations wait for paths no longer than they were promised to.
@@ -139,10 +163,12 @@ void RdmaTransport::tend_link(Session& session) {
     link.down_since_ns = 0;
   } else if (!link.is_up) {
     if (now_ < link.connect_by_ns) return;
-    doom(session,
-         trouble.empty() ? "no answer from its NIC: the engine is gone, or datagrams between the NICs do not pass"
-                         : trouble,
-         false);
+    if (const std::string own = own_trouble(session); trouble.empty() && !own.empty()) {
+      trouble = "no answer from its NIC; " + own;
+    } else if (trouble.empty()) {
+      trouble = "no answer from its NIC: the engine is gone, or datagrams between the NICs do not pass";
+    }
+    doom(session, trouble, false);
   } else if (link.down_since_ns != 0 && now_ - link.down_since_ns >= options_.peer_timeout_ns) {
     doom(session, "no path to it for " + seconds_text(now_ - link.down_since_ns) + ": " + trouble, false);
   }

@@ -12,6 +12,8 @@ namespace {
 constexpr uint32_t kMagic = 0x47445258;  // "XRDG"
 constexpr uint8_t kFlagToLeader = 1;
 constexpr uint8_t kFlagHasLink = 2;
+constexpr uint8_t kStateHasLink = 1;
+constexpr uint8_t kStateLeaves = 2;
 constexpr size_t kHeadBytesMax = 4 + 2 + 1 + 1 + 8 + 8 + 16 + 8 + 8 + 1 + kEndpointBytesMax;
 // The longest body is a Resolve with all spans.
 static_assert(kHeadBytesMax + (2 + 4 + 8 + 1 + kSpansMax * 25) + kMacBytes <= kDatagramBytesMax);
@@ -260,6 +262,23 @@ Bytes begin_fragment(uint64_t token, FragmentKind kind) {
   writer.put(token);
   writer.put(static_cast<uint8_t>(kind));
   return std::move(writer.bytes());
+}
+
+void put(Bytes& bytes, const StateBody& body) {
+  append(bytes, [&](Writer& writer) {
+    writer.put(body.number);
+    writer.put(static_cast<uint8_t>((body.has_link ? kStateHasLink : 0) | (body.leaves ? kStateLeaves : 0)));
+  });
+}
+
+std::optional<StateBody> decode_state(std::span<const uint8_t> bytes) {
+  Reader reader(bytes);
+  StateBody body;
+  body.number = reader.get<uint32_t>();
+  const auto flags = reader.get<uint8_t>();
+  body.has_link = (flags & kStateHasLink) != 0;
+  body.leaves = (flags & kStateLeaves) != 0;
+  return reader.finished() ? std::optional(body) : std::nullopt;
 }
 
 void put(Bytes& bytes, const ServiceHead& head) {

@@ -22,7 +22,7 @@
 
 namespace crossrail::rdma {
 
-inline constexpr uint16_t kProtocolVersion = 4;
+inline constexpr uint16_t kProtocolVersion = 5;
 inline constexpr size_t kMacBytes = 16;
 inline constexpr size_t kTextBytesMax = 400;
 
@@ -124,7 +124,7 @@ Digest session_key(std::string_view secret, const Incarnation& leader, const Inc
 // --- fragments: token u64, kind u8, then ---
 
 enum class FragmentKind : uint8_t {
-  kState = 1,  // flags u8
+  kState = 1,  // StateBody
   kIntroduce,  // the sender's Address, encoded: whose messages these are
   kMessage,    // MessageHead, then this chunk of it
   kOutcomes,   // count u8, then for each: id u64, outcome u8
@@ -138,8 +138,12 @@ enum class FragmentKind : uint8_t {
 };
 inline constexpr size_t kFragmentHeadBytes = 9;
 
-inline constexpr uint8_t kStateHasLink = 1;
-inline constexpr uint8_t kStateLeaves = 2;  // the session can go, if you do not need it
+// Fragments come in any order, so states are numbered: from 1, in this session and direction, and only later ones count.
+struct StateBody {
+  uint32_t number = 0;
+  bool has_link = false;
+  bool leaves = false;  // the session can go, if you do not need it
+};
 
 struct MessageHead {
   uint64_t id = 0;          // from 1, of this session and direction
@@ -165,6 +169,8 @@ inline constexpr uint64_t kServicesUnderWayMax = 64;  // consecutive ids
 static_assert(kFragmentHeadBytes + kServiceHeadBytes + kServiceBytesMax <= kFragmentBytesMax);
 
 Bytes begin_fragment(uint64_t token, FragmentKind kind);
+void put(Bytes& bytes, const StateBody& body);
+std::optional<StateBody> decode_state(std::span<const uint8_t> body);
 void put(Bytes& bytes, const ServiceHead& head);
 std::optional<ServiceHead> decode_service_head(std::span<const uint8_t> body);
 void put(Bytes& bytes, const MessageHead& head);

@@ -116,7 +116,7 @@ void Fabric::give_up_some(SimPath& path) {
   for (uint64_t i = 0; i < count; ++i) {
     const SimPath::Posted& posted = path.works[i];
     const bool kept = is_ordered ? i < cut : prng_->chance(500'000);
-    if (!kept && !posted.is_reported && posted.slot != SimPath::kGone) works_[posted.slot].given_up = true;
+    if (!kept && !posted.is_reported && posted.slot != SimPath::kGone) give_up(works_[posted.slot]);
   }
 }
 

@@ -94,6 +94,8 @@ class Fabric {
   void remove(SimPath* path);
   uint64_t add(SimRegistration* registration);  // its key
   void remove(SimRegistration* registration);
+  // What has begun to arrive there fails.
+  void refuse_arrivals(const SimRegistration& registration);
   void post(SimPath& path, const rdma::NicWork& work);
   void send_fragment(SimPath& path, std::span<const uint8_t> head, std::span<const uint8_t> body);
   void send_datagram(SimNic& from, uint32_t to_nic, std::span<const uint8_t> bytes);
@@ -191,6 +193,7 @@ class Fabric {
   void schedule(uint32_t slot, SimPath* path, Wire::Time begin, Wire::Time end);
   void arrive(uint32_t slot, uint32_t part);
   bool admit(uint32_t slot, SimPath& to);
+  void refuse(uint32_t slot, SimPath* to);
   void place(const Work& item, uint32_t part) const;
   void land(uint32_t slot, SimPath& to);
   void tell_notices(SimPath& to, bool all);
@@ -202,6 +205,7 @@ class Fabric {
   bool withholds(uint32_t host, uint32_t rail) const;
   Faults& faults_of(uint32_t host, uint32_t rail);
   void leave_key(Work& item);
+  void give_up(Work& item);
   void push_part(int64_t at_ns, uint32_t slot, uint32_t part);
   SimRegistration* registration_of(uint64_t key) const;
 

@@ -12,6 +12,8 @@ namespace crossrail::sim {
 namespace {
 
 constexpr size_t kNewsPerPoll = 256;
+// That memory waits for what has begun to arrive there: longer than a NIC's retries.
+constexpr int64_t kArrivalsMaxNs = 2'000'000'000;
 // An endpoint: the world's id, then the NIC's number.
 constexpr size_t kIdBytes = 16;
 constexpr size_t kEndpointBytes = kIdBytes + sizeof(uint32_t);
@@ -29,7 +31,9 @@ SimRegistration::SimRegistration(World* world, SimNic* nic, std::byte* base, uin
 SimRegistration::~SimRegistration() {
   std::lock_guard lock(world_->lock());
   is_revoked_ = true;
-  while (arriving_ > 0) world_->pass();
+  const int64_t patience_ns = world_->now_ns() + kArrivalsMaxNs;
+  while (arriving_ > 0 && world_->now_ns() < patience_ns) world_->pass();
+  if (arriving_ > 0) world_->fabric().refuse_arrivals(*this);  // the rest would need an engine's turn
   world_->fabric().remove(this);
 }
 

@@ -67,6 +67,12 @@ void Fabric::leave_key(Work& item) {
   if (registration->leave()) wake(*registration->nic);
 }
 
+// It places nothing any more: what it was arriving at need not wait until its path is flushed, which takes its owner's turn.
+void Fabric::give_up(Work& item) {
+  item.given_up = true;
+  leave_key(item);
+}
+
 void Fabric::post(SimPath& path, const rdma::NicWork& work) {
   const SimNic& nic = *path.nic;
   const SimNic* const peer = nics_[path.peer_nic];
@@ -169,7 +175,7 @@ void Fabric::arrive(uint32_t slot, uint32_t part) {
   }
   if (item.is_ordered && path != nullptr && item.work.cookie != path->landing_cookie) {
     if (path->is_broken) {  // one before it failed: it has no chance
-      item.given_up = true;
+      give_up(item);
     } else {
       push_part(std::max(path->retry_at_ns, now()) + 1, slot, part);
     }
@@ -215,14 +221,27 @@ bool Fabric::admit(uint32_t slot, SimPath& to) {
     item.moves_bytes = item.moves_bytes && !registration->is_phantom();
     return true;
   }
+  refuse(slot, &to);
+  return false;
+}
+
+// By the peer's NIC. to: null where its end of the path is gone.
+void Fabric::refuse(uint32_t slot, SimPath* to) {
+  SimPath* const path = find(works_[slot].path);
   if (path == nullptr) {
     free_work(slot);
-  } else {
-    const bool is_ordered = item.is_ordered;
-    fail_work(*path, slot, rdma::NicFault::kRemoteAccess, "remote access error");
-    if (is_ordered) break_path(to, "it refused a work of the peer");
+    return;
   }
-  return false;
+  const bool breaks = works_[slot].is_ordered && to != nullptr;
+  fail_work(*path, slot, rdma::NicFault::kRemoteAccess, "remote access error");
+  if (breaks) break_path(*to, "it refused a work of the peer");
+}
+
+void Fabric::refuse_arrivals(const SimRegistration& registration) {
+  const auto index = static_cast<uint32_t>(registration.key);
+  for (uint32_t slot = 0; slot < works_.size(); ++slot) {
+    if (works_[slot].key_index == index) refuse(slot, find(works_[slot].to_path));
+  }
 }
 
 void Fabric::place(const Work& item, uint32_t part) const {
@@ -348,7 +367,7 @@ void Fabric::retry(uint32_t slot, uint32_t part, SimPath* path) {
     return;
   }
   if (path->is_broken) {
-    item.given_up = true;
+    give_up(item);
     return;
   }
   if (item.retry_until_ns == 0) item.retry_until_ns = now() + kRetryMaxNs;

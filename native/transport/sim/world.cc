@@ -321,6 +321,15 @@ void World::kill(uint32_t actor) {
   dying->die();
 }
 
+std::vector<uint32_t> World::engines_on(uint32_t host) const {
+  std::lock_guard lock(mutex_);
+  std::vector<uint32_t> engines;
+  for (uint32_t number = 0; number < seats_.size(); ++number) {
+    if (seats_[number].actor != nullptr && seats_[number].host == host) engines.push_back(number);
+  }
+  return engines;
+}
+
 // --- looking at it ---
 
 std::vector<std::string> World::log_lines() const {

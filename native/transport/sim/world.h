@@ -55,6 +55,8 @@ class World final : public Stage {
   void at(int64_t at_ns, std::function<void()> deed);
   void freeze(uint32_t actor, bool frozen);
   void kill(uint32_t actor);
+  // Those that are there now, in the order in which they came.
+  std::vector<uint32_t> engines_on(uint32_t host) const;
 
   const std::string& id() const { return id_; }  // of this world and no other: what addresses carry
   std::vector<std::string> log_lines() const;

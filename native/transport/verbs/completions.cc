@@ -52,6 +52,7 @@ uint32_t VerbsNic::take_sends(rdma::NicEvents& events) {
       ++told;
     }
     if (is_last) {
+      if (budget_owed_ != 0) ++told;  // who was refused for want of it asks again
       budget_ += std::exchange(budget_owed_, 0);
       free_.insert(free_.end(), freed_.begin(), freed_.end());
       freed_.clear();

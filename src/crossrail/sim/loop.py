@@ -71,7 +71,6 @@ class SimEventLoop(asyncio.BaseEventLoop):
     def __init__(self, world: Drivable, *, limit_s: float | None = None) -> None:
         super().__init__()
         self.world = world
-        self._limit_ns = None if limit_s is None else math.ceil(limit_s * 1e9)
         self._clock_resolution = 1e-9
         self._selector: SimEventLoop | None = self  # BaseEventLoop asks it to select()
         self._notifier: _core.Notifier | None = None
@@ -82,6 +81,10 @@ class SimEventLoop(asyncio.BaseEventLoop):
         self._tasks: OrderedWeakSet[asyncio.Task[Any]] = OrderedWeakSet()
         self._asyncgens: OrderedWeakSet[Any] = OrderedWeakSet()  # BaseEventLoop's; in this order they are closed
         self.set_task_factory(_Task)
+        if limit_s is not None and not math.isfinite(limit_s):
+            self.close()
+            raise UsageError(f"limit_s is {limit_s}, must be a number of seconds, or None")
+        self._limit_ns = None if limit_s is None else math.ceil(limit_s * 1e9)
 
     def time(self) -> float:
         """Virtual seconds since the world began."""

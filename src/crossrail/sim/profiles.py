@@ -60,7 +60,7 @@ class NicProfile:
         return (
             self.name,
             max(1, round(self.gbps * 1e9 / 8)),
-            round(self.ops_per_s),
+            max(1, round(self.ops_per_s)) if self.ops_per_s > 0 else 0,
             round(self.latency_us * 1e3),
             round(self.completion_us * 1e3),
             round(self.jitter_us * 1e3),

@@ -224,18 +224,23 @@ class World:
 
         What has left its NICs still arrives. Peers learn of it by silence, or by their own NICs' errors.
         """
-        for seat in self._seats(what):
-            self._native.kill(seat, self._at_ns(at_s))
+        if isinstance(what, Host):
+            self._check_host(what)
+            self._native.kill_host(what._index, self._at_ns(at_s))
+        elif self._has(what):
+            self._native.kill(what._seat, self._at_ns(at_s))
 
     def freeze(self, what: Engine | Host, *, at_s: float | None = None, for_s: float | None = None) -> None:
         """The process stops, as by SIGSTOP: its NICs go on placing bytes, nobody looks at them."""
-        for seat in self._seats(what):
-            self._twice(at_s, for_s, partial(self._native.freeze, seat), True, False)
+        freeze = self._freezing(what)
+        if freeze is not None:
+            self._twice(at_s, for_s, freeze, True, False)
 
     def thaw(self, what: Engine | Host, *, at_s: float | None = None) -> None:
         """It goes on."""
-        for seat in self._seats(what):
-            self._native.freeze(seat, False, self._at_ns(at_s))
+        freeze = self._freezing(what)
+        if freeze is not None:
+            freeze(False, self._at_ns(at_s))
 
     # Of these, rail None means the host: a fault of its own, beside those of its rails, and ended by itself.
 
@@ -248,6 +253,7 @@ class World:
         """
         if not 0 <= chance <= 1:
             raise UsageError(f"chance is {chance}, must be 0 to 1")
+        _check_count(count)
         self._check_rail(host, rail)
         self._native.set_failing(host._index, rail, round(chance * _CHANCES), count, self._at_ns(at_s))
 
@@ -263,6 +269,7 @@ class World:
 
     def fail_registrations(self, host: Host, count: int, *, rail: int | None = None, at_s: float | None = None) -> None:
         """The next `count` registrations of memory raise TransportError. One is of one rail: any, or this one."""
+        _check_count(count)
         self._check_rail(host, rail)
         self._native.set_registrations_to_fail(host._index, rail, count, self._at_ns(at_s))
 
@@ -282,13 +289,17 @@ class World:
                 raise UsageError(f"host {a.name!r} is on both sides")
         return pairs
 
-    def _seats(self, what: Engine | Host) -> list[int]:
+    def _has(self, engine: Engine) -> bool:
+        if engine._world is not self:
+            raise UsageError(f"{engine!r} is not in this world")
+        return not engine.closed
+
+    def _freezing(self, what: Engine | Host) -> Callable[[bool, int | None], None] | None:
+        """What freezes it, or thaws it. A host: the engines that it has when that happens."""
         if isinstance(what, Host):
             self._check_host(what)
-            return [engine._seat for engine in what.engines]
-        if what._world is not self:
-            raise UsageError(f"{what!r} is not in this world")
-        return [] if what.closed else [what._seat]
+            return partial(self._native.freeze_host, what._index)
+        return partial(self._native.freeze, what._seat) if self._has(what) else None
 
     def _twice(
         self, at_s: float | None, for_s: float | None, change: Callable[[_T, int | None], None], begin: _T, end: _T
@@ -357,6 +368,11 @@ class World:
 
     def __repr__(self) -> str:
         return f"<World of seed {self.seed} at {self.now_s:.9f} s, {len(self._hosts)} hosts>"
+
+
+def _check_count(count: int) -> None:
+    if not 0 <= count < 1 << 64:
+        raise UsageError(f"count is {count}, must be 0..2**64-1")
 
 
 def _ns(seconds: float) -> int:
