@@ -387,7 +387,7 @@ bool Connection::fill(TxBatch& batch, const Stream* asker) {
     if (backlog_first_) in->fill(batch);
   }
   if (out != nullptr) out->fill(batch);
-  if (in != nullptr && (!batch.empty() || asker != out || in->has_backlog())) in->fill(batch);
+  if (in != nullptr && (!batch.empty() || asker == nullptr || asker != out || in->has_backlog())) in->fill(batch);
   return !batch.empty();
 }
 

@@ -1,0 +1,68 @@
+"""What waits for room in a socket is told in time."""
+
+import array
+import fcntl
+import socket
+import struct
+import termios
+
+import pytest
+
+from tests.conftest import EngineFactory
+from tests.support import tcp_wire as wire
+from tests.support.limits import WAIT_S, eventually
+from tests.support.tcp_engines import TCP, region_id
+from tests.support.tcp_wire import Frame, RawPeer
+
+pytestmark = pytest.mark.timeout(120)
+
+MIB = 1 << 20
+
+
+def waiting_bytes(connection: socket.socket) -> int:
+    """That have arrived and are not read."""
+    count = array.array("i", [0])
+    fcntl.ioctl(connection, termios.FIONREAD, count)
+    return count[0]
+
+
+def until_full(connection: socket.socket) -> None:
+    """Until no more arrives, since nobody reads."""
+    looks: list[int] = []
+
+    def is_still() -> bool:
+        looks.append(waiting_bytes(connection))
+        return looks[-1] > 0 and len(looks) >= 15 and len(set(looks[-15:])) == 1
+
+    eventually(is_still, "a socket that is full")
+
+
+# --- what is to be told ---
+
+
+def test_write_beside_a_read_is_acknowledged_without_being_asked_for(open_engine: EngineFactory) -> None:
+    """Also where the last of the read's data was waiting for room when the write came, which depends on its length."""
+    engine = open_engine("target", **TCP)
+    region = engine.alloc(8 * MIB)
+    key = region_id(region)
+    for number, length in enumerate(range(MIB // 2, 8 * MIB + 1, MIB // 2), 1):
+        with RawPeer(engine.address).connected(1, bulk=True) as connection:
+            connection.settimeout(WAIT_S)
+            connection.sendall(wire.read_frame(key, 0, length, 1))
+            until_full(connection)
+            connection.sendall(wire.write_frame(key, [(0, b"x" * 100, 5)]))
+            engine.imm_counter(5).wait(1, WAIT_S)
+
+            acknowledged(connection, 2, f"a read of {length} bytes and a write (number {number})")
+
+
+def acknowledged(connection: socket.socket, operations: int, what: str) -> None:
+    placed = 0
+    while placed < operations:
+        try:
+            kind, meta, _ = wire.receive_frame(connection)
+        except TimeoutError:
+            raise AssertionError(f"{what}: only {placed} acknowledged") from None
+        assert kind != 0, "the connection ended"
+        if kind == Frame.ACK:
+            (_, placed, _, _) = struct.unpack("<QQII", meta)
