@@ -1,18 +1,23 @@
-"""What waits for room in a socket is told in time."""
+"""What waits for room in a socket: it is told in time, and nobody's memory is sent that is no longer for sending."""
 
 import array
 import fcntl
 import socket
 import struct
 import termios
+from collections.abc import Iterator
+from contextlib import closing
 
+import numpy as np
 import pytest
 
+import crossrail as xr
 from tests.conftest import EngineFactory
+from tests.faults.test_tcp_targets import connection_to, share_frame, shared_answer
 from tests.support import tcp_wire as wire
 from tests.support.limits import WAIT_S, eventually
 from tests.support.tcp_engines import TCP, region_id
-from tests.support.tcp_wire import Frame, RawPeer
+from tests.support.tcp_wire import Frame, RawAcceptor, RawPeer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -66,3 +71,44 @@ def acknowledged(connection: socket.socket, operations: int, what: str) -> None:
         assert kind != 0, "the connection ended"
         if kind == Frame.ACK:
             (_, placed, _, _) = struct.unpack("<QQII", meta)
+
+
+# --- memory that is no longer for sending ---
+
+
+def payload_of(connection: socket.socket) -> Iterator[bytes]:
+    """Of the frames that come, until the connection ends or nothing comes for a while."""
+    connection.settimeout(1)
+    try:
+        while True:
+            kind, _, payload = wire.receive_frame(connection)
+            if kind == 0:
+                return
+            yield payload
+    except (TimeoutError, ConnectionError):
+        return
+
+
+LEAVING = {"says goodbye": wire.frame(Frame.BYE, b"bye"), "begins another link": b""}
+
+
+@pytest.mark.parametrize("how", LEAVING)
+def test_region_that_closed_is_not_sent_to_who_left_a_shared_connection(open_engine: EngineFactory, how: str) -> None:
+    engine = open_engine("here", **TCP)
+    source = np.full(MIB, ord("A"), np.uint8)
+    region = engine.register(source, access="read")
+    key = region_id(region)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, _):
+        connection.sendall(share_frame(10))
+        assert shared_answer(connection) == (0, 1, 0)
+        connection.sendall(b"".join(wire.read_frame(key, 0, MIB, number) for number in range(1, 13)))
+        until_full(connection)
+        connection.sendall(LEAVING[how] + share_frame(11) + wire.write_frame(0, [(0, b"", 7)]))
+        engine.imm_counter(7).wait(1, WAIT_S)
+
+        region.close(WAIT_S)
+        source[:] = ord("B")
+
+        received = list(payload_of(connection))
+        assert sum(payload.count(b"A") for payload in received) > 0
+        assert sum(payload.count(b"B") for payload in received) == 0, "bytes of a region that was closed"

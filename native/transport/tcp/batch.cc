@@ -66,10 +66,21 @@ void TxBatch::sent(size_t size) {
 void TxBatch::detach(const std::byte* base, uint64_t length_bytes) {
   for (iovec& view : views()) {
     const auto* data = static_cast<const std::byte*>(view.iov_base);
-    if (data < base || data >= base + length_bytes) continue;
-    detached_.push_back(std::make_unique<std::byte[]>(view.iov_len));
-    std::memcpy(detached_.back().get(), data, view.iov_len);
-    view.iov_base = detached_.back().get();
+    if (data >= base && data < base + length_bytes) detach(view);
+  }
+}
+
+void TxBatch::detach(iovec& view) {
+  detached_.push_back(std::make_unique<std::byte[]>(view.iov_len));
+  std::memcpy(detached_.back().get(), view.iov_base, view.iov_len);
+  view.iov_base = detached_.back().get();
+}
+
+void TxBatch::detach_all() {
+  const std::byte* const own = bytes_.get();
+  for (iovec& view : views()) {
+    const auto* data = static_cast<const std::byte*>(view.iov_base);
+    if (data < own || data >= own + kBytes) detach(view);
   }
 }
 

@@ -44,8 +44,11 @@ class TxBatch {
   void sent(size_t size);
   // Copies what is left of views into [base, base + length), so that this memory is not touched any more.
   void detach(const std::byte* base, uint64_t length_bytes);
+  // The same of all memory.
+  void detach_all();
 
  private:
+  void detach(iovec& view);
   const std::unique_ptr<std::byte[]> bytes_;
   size_t copied_bytes_ = 0;
   std::vector<iovec> views_;
