@@ -16,7 +16,7 @@ from tests.conftest import EngineFactory
 from tests.faults.test_tcp_targets import connection_to, share_frame, shared_answer
 from tests.support import tcp_wire as wire
 from tests.support.limits import WAIT_S, eventually
-from tests.support.tcp_engines import TCP, region_id
+from tests.support.tcp_engines import TCP, descriptor_of, region_id
 from tests.support.tcp_wire import Frame, RawAcceptor, RawPeer
 
 pytestmark = pytest.mark.timeout(120)
@@ -112,3 +112,35 @@ def test_region_that_closed_is_not_sent_to_who_left_a_shared_connection(open_eng
         received = list(payload_of(connection))
         assert sum(payload.count(b"A") for payload in received) > 0
         assert sum(payload.count(b"B") for payload in received) == 0, "bytes of a region that was closed"
+
+
+def hangs_up_on(connection: socket.socket, said: bytes) -> bool:
+    try:
+        connection.sendall(said)
+    except ConnectionError:
+        return True
+    return False
+
+
+def test_what_was_not_sent_cannot_be_acknowledged(open_engine: EngineFactory) -> None:
+    """By a peer that reads nothing. What is over is its owner's again: it would be sent as it is by then."""
+    engine = open_engine("here", **TCP)
+    count, length = 64, MIB // 4
+    source = np.full(count * length, ord("A"), np.uint8)
+    mine = engine.register(source, access="local")
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (small, link_id):
+        region = xr.RegionDescriptor.from_bytes(descriptor_of(engine.alloc(count * length), there.address))
+        transfers = [engine.submit_write(mine, region, length, src_offset=i * length) for i in range(count)]
+        with there.accept() as bulk:
+            assert there.handshake(bulk) == link_id
+            until_full(bulk)
+            acks = [wire.frame(Frame.ACK, struct.pack("<QQII", link_id, placed, 1, 0)) for placed in range(1, 1000)]
+            small.sendall(b"".join(acks))
+            eventually(lambda: hangs_up_on(small, acks[-1]), "it is hung up on")
+            over = [number for number, transfer in enumerate(transfers) if transfer.done]
+            for number in over:
+                source[number * length : (number + 1) * length] = ord("B")
+
+            received = list(payload_of(bulk))
+    assert 0 < len(over) < count
+    assert sum(payload.count(b"B") for payload in received) == 0, "bytes that were written after the end of a transfer"

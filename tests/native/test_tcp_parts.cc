@@ -357,6 +357,35 @@ TEST_CASE("a batch gives its bytes in order, however little is sent at once, and
   }
 }
 
+TEST_CASE("a batch tells which operation was not sent whole") {
+  const std::vector<std::byte> data(100);
+  TxBatch batch;
+  batch.copy(data.data(), 10);  // of nobody
+  CHECK(batch.first_unsent() == TxBatch::kAllSent);
+  batch.view(data.data(), 90);
+  batch.mark(5);  // to 7
+  batch.copy(data.data(), 20);
+  batch.mark(8);
+
+  CHECK(batch.first_unsent() == 5);
+  batch.sent(99);
+  CHECK(batch.first_unsent() == 5);
+  batch.sent(1);
+  CHECK(batch.first_unsent() == 8);
+  batch.sent(20);
+  CHECK(batch.first_unsent() == TxBatch::kAllSent);
+
+  batch.copy(data.data(), 1);
+  batch.mark(9);
+  CHECK(batch.first_unsent() == 9);
+  batch.clear();
+  CHECK(batch.first_unsent() == TxBatch::kAllSent);
+  batch.copy(data.data(), 1);
+  batch.mark(10);
+  batch.detach_all();
+  CHECK(batch.first_unsent() == TxBatch::kAllSent);
+}
+
 TEST_CASE("tcp: frames go into a batch whole, or wait for the next one") {
   std::mt19937 random(13);
   std::vector<std::byte> frames;
