@@ -207,9 +207,10 @@ struct OutLink final : Link {
   bool is_dirty = false;    // in the transport's list of links with something to send
   bool is_watched = false;  // in the transport's list of links with something to wait for
   int64_t connect_by_ns = 0;
-  int64_t waits_since_ns = 0;  // something is outstanding since; before that, silence was nothing to worry about
-  int64_t down_since_ns = 0;   // no channel open since; 0: one is
-  std::string refusal;         // since a channel was last open: what the peer, or whoever is there, said
+  int64_t waits_since_ns = 0;   // something is outstanding since; before that, silence was nothing to worry about
+  int64_t down_since_ns = 0;    // no channel open since; 0: one is
+  std::vector<bool> nobody_at;  // by pair: the latest attempt found nobody at that port of the peer
+  std::string refusal;          // since a channel was last open: what the peer, or whoever is there, said
   std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: goes down at the end of this poll
   InLink* twin = nullptr;  // the same peer's operations towards us. Invariant: twin->twin == this
 

@@ -34,6 +34,7 @@ OutLink::OutLink(TcpTransport* transport, uint64_t id, std::shared_ptr<const Add
                  std::vector<RailPair> pairs)
     : transport(transport), id(id), address(std::move(address)), pairs(std::move(pairs)) {
   channels.resize(2 * this->pairs.size());
+  nobody_at.resize(this->pairs.size());
   queues.resize(2 * (size_t{transport->traits().rail_count} + 1));
   wanted.resize(queues.size());
 }
