@@ -156,3 +156,9 @@ def test_auto_leaves_wrong_rails_to_the_engine(rails: object) -> None:
 def test_other_words_for_a_core_are_refused() -> None:
     with pytest.raises(xr.UsageError, match="worker_cpu is 'fast', must be the number of a core, 'auto' or None"):
         xr.Engine("here", worker_cpu="fast")
+
+
+def test_port_too_high_for_all_rails_of_an_address_is_refused() -> None:
+    """Each takes the next one. It is none if that is above 65535, not 0, which is any."""
+    with pytest.raises(xr.UsageError, match=r"port = 65535 .* 65536"):
+        xr.Engine("here", transport="tcp", rails=["127.0.0.1"] * 2, port=65535)

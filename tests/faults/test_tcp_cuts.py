@@ -1,5 +1,6 @@
 """Connections over tcp that break while everything is under way: nothing is lost, nothing is counted twice."""
 
+import socket
 from collections import Counter
 from collections.abc import Iterator
 
@@ -8,10 +9,11 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
-from tests.support.limits import WAIT_S, eventually
+from tests.support.limits import WAIT_S, eventually, never
 from tests.support.patterns import assert_same_bytes, pattern
 from tests.support.proxy import ProxiedAddress, proxied
 from tests.support.seeds import Seed
+from tests.support.tcp_wire import endpoints_of, with_ports
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -308,3 +310,61 @@ def test_corrupt_heads_break_the_connection_and_nothing_else(open_engine: Engine
     assert way.proxies[0].connections_made > 3
     if forward:
         assert any(event.kind == "protocol-error" for event in events)
+
+
+# --- rails that refuse ---
+
+TWO = {"transport": "tcp", "rails": ["127.0.0.1", "127.0.0.2"]}
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """Of this host, at which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def with_closed(address: xr.Address, rail: int, closed_port: int) -> xr.Address:
+    """As a firewall, or another host of this address, makes it look."""
+    ports = [port for _, port in endpoints_of(address.to_bytes())]
+    ports[rail] = closed_port
+    return xr.Address.from_bytes(with_ports(address.to_bytes(), ports))
+
+
+@pytest.mark.parametrize("rail", [0, 1])
+def test_peer_is_reached_by_the_rail_that_does_not_refuse(
+    open_engine: EngineFactory, closed_port: int, rail: int
+) -> None:
+    here, there = open_engine("here", **TWO), open_engine("there", **TWO)
+    address = with_closed(there.address, rail, closed_port)
+
+    here.connect(address, WAIT_S)
+    with there.submit_recvs(1, 100) as pool:
+        here.submit_send(address, b"through").wait(WAIT_S)
+        assert pool.recv(WAIT_S).data == b"through"
+
+
+def test_peer_whose_last_rail_is_away_is_not_lost_because_another_refuses(
+    open_engine: EngineFactory, closed_port: int
+) -> None:
+    here, there = open_engine("here", peer_timeout_s=30.0, **TWO), open_engine("there", **TWO)
+    with proxied(there.address) as way, there.submit_recvs(1, 100) as pool:
+        address = with_closed(way.address, 1, closed_port)
+        here.connect(address, WAIT_S)
+        way.proxies[0].go_away()
+        message = here.submit_send(address, b"through")
+
+        never(lambda: message.done, "lost", 2.0)
+        way.proxies[0].go_away(False)
+
+        message.wait(WAIT_S)
+        assert pool.recv(WAIT_S).data == b"through"
+
+
+def test_peer_that_refuses_at_all_rails_is_lost_at_once(open_engine: EngineFactory, closed_port: int) -> None:
+    here, there = open_engine("here", **TWO), open_engine("there", **TWO)
+    address = with_closed(with_closed(there.address, 0, closed_port), 1, closed_port)
+
+    with pytest.raises(xr.PeerLost, match="Connection refused"):
+        here.connect(address, WAIT_S)

@@ -333,7 +333,11 @@ TEST_CASE("a batch gives its bytes in order, however little is sent at once, and
       size_t turn = 1 + random() % 700;
       if (!detached && random() % 10 == 0) {
         detached = true;
-        batch.detach(region.data(), region.size());
+        if (round % 2 == 0) {
+          batch.detach(region.data(), region.size());
+        } else {
+          batch.detach_all();
+        }
         std::fill(region.begin(), region.end(), std::byte{0xee});
       }
       turn = std::min<size_t>(turn, batch.pending_bytes());
@@ -351,6 +355,35 @@ TEST_CASE("a batch gives its bytes in order, however little is sent at once, and
     CHECK(taken == expected);
     CHECK(batch.pending_bytes() == 0);
   }
+}
+
+TEST_CASE("a batch tells which operation was not sent whole") {
+  const std::vector<std::byte> data(100);
+  TxBatch batch;
+  batch.copy(data.data(), 10);  // of nobody
+  CHECK(batch.first_unsent() == TxBatch::kAllSent);
+  batch.view(data.data(), 90);
+  batch.mark(5);  // to 7
+  batch.copy(data.data(), 20);
+  batch.mark(8);
+
+  CHECK(batch.first_unsent() == 5);
+  batch.sent(99);
+  CHECK(batch.first_unsent() == 5);
+  batch.sent(1);
+  CHECK(batch.first_unsent() == 8);
+  batch.sent(20);
+  CHECK(batch.first_unsent() == TxBatch::kAllSent);
+
+  batch.copy(data.data(), 1);
+  batch.mark(9);
+  CHECK(batch.first_unsent() == 9);
+  batch.clear();
+  CHECK(batch.first_unsent() == TxBatch::kAllSent);
+  batch.copy(data.data(), 1);
+  batch.mark(10);
+  batch.detach_all();
+  CHECK(batch.first_unsent() == TxBatch::kAllSent);
 }
 
 TEST_CASE("tcp: frames go into a batch whole, or wait for the next one") {

@@ -48,11 +48,13 @@ void TxBatch::clear() {
   views_.clear();
   detached_.clear();
   first_ = 0;
-  pending_bytes_ = 0;
+  pending_bytes_ = sent_bytes_ = 0;
+  marks_.clear();
 }
 
 void TxBatch::sent(size_t size) {
   pending_bytes_ -= size;
+  sent_bytes_ += size;
   while (size > 0) {
     iovec& view = views_[first_];
     const size_t taken = std::min(size, view.iov_len);
@@ -66,11 +68,28 @@ void TxBatch::sent(size_t size) {
 void TxBatch::detach(const std::byte* base, uint64_t length_bytes) {
   for (iovec& view : views()) {
     const auto* data = static_cast<const std::byte*>(view.iov_base);
-    if (data < base || data >= base + length_bytes) continue;
-    detached_.push_back(std::make_unique<std::byte[]>(view.iov_len));
-    std::memcpy(detached_.back().get(), data, view.iov_len);
-    view.iov_base = detached_.back().get();
+    if (data >= base && data < base + length_bytes) detach(view);
   }
+}
+
+void TxBatch::detach(iovec& view) {
+  detached_.push_back(std::make_unique<std::byte[]>(view.iov_len));
+  std::memcpy(detached_.back().get(), view.iov_base, view.iov_len);
+  view.iov_base = detached_.back().get();
+}
+
+void TxBatch::detach_all() {
+  marks_.clear();
+  const std::byte* const own = bytes_.get();
+  for (iovec& view : views()) {
+    const auto* data = static_cast<const std::byte*>(view.iov_base);
+    if (data < own || data >= own + kBytes) detach(view);
+  }
+}
+
+uint64_t TxBatch::first_unsent() const {
+  const auto unsent = std::ranges::find_if(marks_, [this](const Mark& mark) { return mark.end_bytes > sent_bytes_; });
+  return unsent == marks_.end() ? kAllSent : unsent->first_operation;
 }
 
 // --- placement ---

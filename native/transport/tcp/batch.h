@@ -44,13 +44,28 @@ class TxBatch {
   void sent(size_t size);
   // Copies what is left of views into [base, base + length), so that this memory is not touched any more.
   void detach(const std::byte* base, uint64_t length_bytes);
+  // The same of all memory, and forgets the marks.
+  void detach_all();
+
+  // What was put last ends the frame of operations from this one on.
+  void mark(uint64_t first_operation) { marks_.push_back({first_operation, sent_bytes_ + pending_bytes_}); }
+  // The first marked operation whose frame was not sent whole; kAllSent.
+  static constexpr uint64_t kAllSent = ~uint64_t{0};
+  uint64_t first_unsent() const;
 
  private:
+  void detach(iovec& view);
+  struct Mark {
+    uint64_t first_operation;
+    uint64_t end_bytes;
+  };
   const std::unique_ptr<std::byte[]> bytes_;
   size_t copied_bytes_ = 0;
   std::vector<iovec> views_;
   size_t first_ = 0;
   uint64_t pending_bytes_ = 0;
+  uint64_t sent_bytes_ = 0;
+  std::vector<Mark> marks_;
   std::vector<std::unique_ptr<std::byte[]>> detached_;
   // Kept from batch to batch: as many as what is gathered at once needs.
   std::vector<std::unique_ptr<device::PinnedBuffer>> stages_;

@@ -127,7 +127,12 @@ void Connection::detach(Stream* stream) {
     current_ = nullptr;
     place_.discard_all();
   }
-  if (streams_[0] == nullptr && streams_[1] == nullptr) close(false);
+  if (streams_[0] == nullptr && streams_[1] == nullptr) {
+    close(false);
+  } else if (batch_) {
+    // The other one goes on, and the frames have to go out whole: but from memory that is nobody else's by then.
+    batch_->detach_all();
+  }
 }
 
 // The socket is gone; what was arriving and what was to be sent is forgotten.
@@ -177,6 +182,8 @@ void Connection::on_events(uint32_t events) {
 // acceptor is still worth reading: acknowledgements, and why it ends.
 void Connection::on_reset() {
   is_reset_ = true;
+  // Nothing more can be sent; and it may be of memory that cannot be read, so nobody is to copy it.
+  if (batch_) context_->give_batch(std::move(batch_));
   leave(Role::kAcceptor, "the peer reset the connection");
 }
 
@@ -387,7 +394,7 @@ bool Connection::fill(TxBatch& batch, const Stream* asker) {
     if (backlog_first_) in->fill(batch);
   }
   if (out != nullptr) out->fill(batch);
-  if (in != nullptr && (!batch.empty() || asker != out || in->has_backlog())) in->fill(batch);
+  if (in != nullptr && (!batch.empty() || asker == nullptr || asker != out || in->has_backlog())) in->fill(batch);
   return !batch.empty();
 }
 

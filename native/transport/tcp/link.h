@@ -91,6 +91,8 @@ struct OutChannel final : Connector::Owner {
   void on_connect_result(ConnectResult result) override;
   // Posts operations into a batch.
   void fill(TxBatch& batch);
+  // Whether the kernel has all of this operation. Else no peer can have placed it, and its source is still to be read.
+  bool is_sent(uint64_t operation) const;
 
   Lane lane() const { return static_cast<Lane>(index & 1); }
   uint32_t pair() const { return index >> 1; }
@@ -104,6 +106,8 @@ struct OutChannel final : Connector::Owner {
   bool has_doubts() const;
   // Whether to take the first of this many requests now. Not a long one that others would have done sooner.
   bool should_take(const WorkRequest& next, size_t queued) const;
+  // Frames what is next, if it may go now and there is room. False: nothing.
+  bool put_next(TxBatch& batch);
   // Frames as many of the queue's first writes as go into one. Returns how many.
   size_t put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, size_t room);
   // Frames the next part of `current`.
@@ -203,9 +207,10 @@ struct OutLink final : Link {
   bool is_dirty = false;    // in the transport's list of links with something to send
   bool is_watched = false;  // in the transport's list of links with something to wait for
   int64_t connect_by_ns = 0;
-  int64_t waits_since_ns = 0;  // something is outstanding since; before that, silence was nothing to worry about
-  int64_t down_since_ns = 0;   // no channel open since; 0: one is
-  std::string refusal;         // since a channel was last open: what the peer, or whoever is there, said
+  int64_t waits_since_ns = 0;   // something is outstanding since; before that, silence was nothing to worry about
+  int64_t down_since_ns = 0;    // no channel open since; 0: one is
+  std::vector<bool> nobody_at;  // by pair: the latest attempt found nobody at that port of the peer
+  std::string refusal;          // since a channel was last open: what the peer, or whoever is there, said
   std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: goes down at the end of this poll
   InLink* twin = nullptr;  // the same peer's operations towards us. Invariant: twin->twin == this
 

@@ -81,6 +81,12 @@ SentMessage* find_message(OutLink& link, uint64_t id) {
   return &link.messages[id - link.first_message_id];
 }
 
+// Of one that is over, or in doubt, no connection has anything more.
+bool is_sent(const OutLink& link, const SentMessage& message) {
+  const OutChannel& channel = *link.channels[message.channel];
+  return message.over || channel.in_doubt || message.operation <= channel.acked || channel.is_sent(message.operation);
+}
+
 // The peer says how much of a broken channel's it has placed. The rest goes out anew, over whatever is usable.
 void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
   OutLink& link = *channel.link;
@@ -154,6 +160,8 @@ bool take_ack(OutLink& link, const AckMeta& ack) {
   if (channel == nullptr || ack.placed > channel->acked + channel->sent.size()) return false;
   // Refusals may have been lost with the connection that broke: the answer to our question brings them, and says as much.
   if (channel->in_doubt) return true;
+  // Believed, its owner could change or free what the kernel is still to read.
+  if (!channel->is_sent(ack.placed)) return false;
   on_acked(*link.transport, *channel, ack.placed);
   if (link.queued > 0) link.transport->mark_dirty(link);
   return true;
@@ -162,7 +170,10 @@ bool take_ack(OutLink& link, const AckMeta& ack) {
 bool take_taken(OutLink& link, const TakenMeta& taken) {
   if (taken.count > kMessagesUnderWayMax) return false;
   for (uint64_t id = taken.first_id; id < taken.first_id + taken.count; ++id) {
-    if (SentMessage* message = find_message(link, id)) end_message(*link.transport, link, *message, Status::kDone, {});
+    SentMessage* const message = find_message(link, id);
+    if (message == nullptr) continue;
+    if (!is_sent(link, *message)) return false;
+    end_message(*link.transport, link, *message, Status::kDone, {});
   }
   forget_ended_messages(link);
   if (link.queued > 0) link.transport->mark_dirty(link);
@@ -204,6 +215,7 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       const std::string text = text_of(meta.subspan(sizeof refused));
       if (refused.channel == kMessageRefused) {
         if (SentMessage* message = find_message(link, refused.operation)) {
+          if (!is_sent(link, *message)) return malformed();
           end_message(*transport_, link, *message, status, text);
         }
         forget_ended_messages(link);

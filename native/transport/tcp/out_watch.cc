@@ -88,6 +88,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
   transport->bury(std::move(connector));
   transport->bury(std::move(sharer));
   transport->watch(*link);
+  link->nobody_at[pair()] = result.kind == ConnectResult::Kind::kNobodyThere;
   if (result.kind == ConnectResult::Kind::kUp) {
     if (is_open()) stream->leave("moved over to the connection that the peer made");
     if (stream) transport->bury(std::move(stream));
@@ -140,7 +141,13 @@ void OutChannel::on_connect_result(ConnectResult result) {
     if (leaves || !link->refusal.empty()) link->doom.emplace(trouble, leaves);
     link->refusal = trouble;
   } else if (result.kind == ConnectResult::Kind::kNobodyThere && !others) {
-    link->doom.emplace(trouble, false);
+    // An engine that is gone listens at none of its addresses. One alone may be a firewall's, or another host's.
+    if (std::ranges::all_of(link->nobody_at, [](bool nobody) { return nobody; })) {
+      link->doom.emplace(trouble, false);
+      return;
+    }
+    for (uint32_t other = 0; other < link->pairs.size(); ++other) link->channel(other, Lane::kSmall).wanted = true;
+    transport->tick_soon();
   }
 }
 

@@ -34,6 +34,7 @@ OutLink::OutLink(TcpTransport* transport, uint64_t id, std::shared_ptr<const Add
                  std::vector<RailPair> pairs)
     : transport(transport), id(id), address(std::move(address)), pairs(std::move(pairs)) {
   channels.resize(2 * this->pairs.size());
+  nobody_at.resize(this->pairs.size());
   queues.resize(2 * (size_t{transport->traits().rail_count} + 1));
   wanted.resize(queues.size());
 }
@@ -261,61 +262,73 @@ void OutChannel::put_failed(TxBatch& batch) {
                                "our GPU's memory cannot be copied: " + transport->connections().copier.trouble()});
 }
 
+bool OutChannel::put_next(TxBatch& batch) {
+  if (current) {
+    if (!batch.has_room(kRangeHeadBytes, 2)) return false;
+    put_part(batch);
+    return true;
+  }
+  if (put_message(*this, batch)) return true;
+  RingQueue<WorkRequest>* const queue = next_queue(*this);
+  if (queue == nullptr) return false;
+  const WorkRequest& request = queue->front();
+  if (!should_take(request, queue->size())) return false;
+  if (request.op == WorkOp::kService) {
+    if (!batch.has_room(sizeof(FrameHeader) + request.length_bytes)) return false;
+    batch.put(header_of(FrameType::kService, 0, 1, 0, request.length_bytes));
+    batch.copy(request.local, request.length_bytes);
+    sent.push_back(queue->pop_front());
+    --link->queued;
+    return true;
+  }
+  if (request.op == WorkOp::kWrite) {
+    if (request.length_bytes > kFrameBytesMax) {
+      pace.take(request.length_bytes, transport->now());
+      current = queue->pop_front();
+      current_offset = 0;
+      --link->queued;
+      return true;
+    }
+    const size_t count = put_writes(batch, *queue, kOperationsUnderWayMax - sent.size());
+    for (size_t i = 0; i < count; ++i) {
+      pace.take(queue->front().length_bytes, transport->now());
+      sent.push_back(queue->pop_front());
+    }
+    link->queued -= count;
+    return count > 0;
+  }
+  if (link->reads.size() >= kReadsMax || !batch.has_room(sizeof(FrameHeader) + sizeof(ReadMeta))) return false;
+  const bool far_ahead = reads_open >= kReadsAhead && reads_bytes + request.length_bytes > kReadBytesAhead;
+  if (far_ahead && link->pairs.size() > 1) return false;
+  const uint64_t id = link->next_read_id++;
+  batch.put(header_of(FrameType::kRead, 0, 1, sizeof(ReadMeta), 0));
+  batch.put(ReadMeta{region_of(request), request.remote_offset, request.length_bytes, id});
+  link->reads[id] = {.request = request, .channel = index};
+  ++reads_open;
+  reads_bytes += request.length_bytes;
+  pace.take(request.length_bytes, transport->now());
+  sent.push_back(queue->pop_front());
+  --link->queued;
+  return true;
+}
+
 void OutChannel::fill(TxBatch& batch) {
   const size_t sent_before = sent.size();
   put_frames(batch, control);
   if (!control.empty()) return;
   const uint64_t others_bytes = batch.pending_bytes();
   while (!in_doubt && batch.pending_bytes() - others_bytes < kBatchBytes && sent.size() < kOperationsUnderWayMax) {
-    if (current) {
-      if (!batch.has_room(kRangeHeadBytes, 2)) break;
-      put_part(batch);
-      continue;
-    }
-    if (put_message(*this, batch)) continue;
-    RingQueue<WorkRequest>* const queue = next_queue(*this);
-    if (queue == nullptr) break;
-    const WorkRequest& request = queue->front();
-    if (!should_take(request, queue->size())) break;
-    if (request.op == WorkOp::kService) {
-      if (!batch.has_room(sizeof(FrameHeader) + request.length_bytes)) break;
-      batch.put(header_of(FrameType::kService, 0, 1, 0, request.length_bytes));
-      batch.copy(request.local, request.length_bytes);
-      sent.push_back(queue->pop_front());
-      --link->queued;
-      continue;
-    }
-    if (request.op == WorkOp::kWrite) {
-      if (request.length_bytes > kFrameBytesMax) {
-        pace.take(request.length_bytes, transport->now());
-        current = queue->pop_front();
-        current_offset = 0;
-        --link->queued;
-        continue;
-      }
-      const size_t count = put_writes(batch, *queue, kOperationsUnderWayMax - sent.size());
-      if (count == 0) break;
-      for (size_t i = 0; i < count; ++i) {
-        pace.take(queue->front().length_bytes, transport->now());
-        sent.push_back(queue->pop_front());
-      }
-      link->queued -= count;
-    } else {
-      if (link->reads.size() >= kReadsMax || !batch.has_room(sizeof(FrameHeader) + sizeof(ReadMeta))) break;
-      const bool far_ahead = reads_open >= kReadsAhead && reads_bytes + request.length_bytes > kReadBytesAhead;
-      if (far_ahead && link->pairs.size() > 1) break;
-      const uint64_t id = link->next_read_id++;
-      batch.put(header_of(FrameType::kRead, 0, 1, sizeof(ReadMeta), 0));
-      batch.put(ReadMeta{region_of(request), request.remote_offset, request.length_bytes, id});
-      link->reads[id] = {.request = request, .channel = index};
-      ++reads_open;
-      reads_bytes += request.length_bytes;
-      pace.take(request.length_bytes, transport->now());
-      sent.push_back(queue->pop_front());
-      --link->queued;
-    }
+    const size_t before = sent.size();
+    if (!put_next(batch)) break;
+    if (sent.size() > before) batch.mark(acked + before + 1);
   }
   tell_sent(sent_before);
+}
+
+bool OutChannel::is_sent(uint64_t operation) const {
+  if (operation > acked + sent.size()) return false;
+  const TxBatch* const batch = is_open() ? stream->connection()->pending_batch() : nullptr;
+  return batch == nullptr || operation < batch->first_unsent();
 }
 
 }  // namespace crossrail::tcp

@@ -63,6 +63,11 @@ std::vector<Rail> open_rails(const std::vector<std::string>& names, uint32_t cou
     rail.netdev = address.netdev;
     rail.bound_to_netdev = !address.netdev.empty() && !address.is_loopback;
     const uint16_t offset = used[rail.endpoint.ip]++;
+    if (port != 0 && port + offset > UINT16_MAX) {
+      throw UsageError("port = " + std::to_string(port) +
+                       " is too high: of the rails on one address each takes the next port, and rail " +
+                       std::to_string(rails.size()) + " would have " + std::to_string(port + offset) + ", above 65535");
+    }
     rail.endpoint.port = port == 0 ? 0 : static_cast<uint16_t>(port + offset);
     rail.listener =
         Fd(socket(rail.endpoint.family == 6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
