@@ -21,12 +21,6 @@ constexpr uint32_t kEngineItself = 0;  // peers' ids begin at 1
 constexpr int64_t kPauseNsMin = 1'000'000;
 constexpr int64_t kPauseNsMax = 1'000'000'000;
 
-std::string seconds(int64_t ns) {
-  std::array<char, 32> text;
-  std::snprintf(text.data(), text.size(), "%.1f s", static_cast<double>(ns) * 1e-9);
-  return text.data();
-}
-
 std::string counted(uint64_t count, const char* noun) {
   return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
 }
@@ -93,7 +87,7 @@ void Watchdog::look(int64_t now) {
     tell("", counted(core_->submits_waiting(), "submitted operation") + " of " +
                  std::to_string(stats.transfers_inflight) +
                  " in flight are not taken over: nobody has driven the engine for " +
-                 seconds(finder_.still_ns(kEngineItself, now)));
+                 seconds_text(finder_.still_ns(kEngineItself, now)));
   }
   for (size_t i = 0; const auto track = recorder.track(i); ++i) {
     const uint64_t outstanding = track->outstanding.load(std::memory_order_relaxed);
@@ -104,7 +98,7 @@ void Watchdog::look(int64_t now) {
     tell(track->name, counted(outstanding, "work request") + " under way and " + counted(queued, "operation") +
                           " waiting for peer '" + track->name + "' (pid " + std::to_string(track->pid) + ", " +
                           track->transport + ", " + peer_state_name(state) + ") have not moved for " +
-                          seconds(finder_.still_ns(track->id, now)) +
+                          seconds_text(finder_.still_ns(track->id, now)) +
                           (stats.worker_rounds == rounds_before_ ? "; nobody drives the engine" : ""));
   }
   rounds_before_ = stats.worker_rounds;

@@ -32,4 +32,9 @@ Clock& real_clock() {
   return clock;
 }
 
+std::string seconds_text(int64_t ns) {
+  const int64_t tenths = ns / 100'000'000;
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
+}
+
 }  // namespace crossrail

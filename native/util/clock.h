@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <string>
 
 namespace crossrail {
 
@@ -29,5 +30,8 @@ class Clock {
   ~Clock() = default;
 };
 Clock& real_clock();
+
+// For people: "2.5 s".
+std::string seconds_text(int64_t ns);
 
 }  // namespace crossrail

@@ -50,6 +50,7 @@ HostAddress describe(const ifaddrs& entry) {
   address.is_loopback = (entry.ifa_flags & IFF_LOOPBACK) != 0;
   address.is_virtual =
       !address.is_loopback && !std::ifstream("/sys/class/net/" + address.netdev + "/device/uevent").good();
+  address.is_bridge = std::ifstream("/sys/class/net/" + address.netdev + "/bridge/bridge_id").good();
   address.speed_mbps = address.is_loopback ? 0 : speed_of(address.netdev);
   return address;
 }
@@ -122,6 +123,11 @@ std::vector<HostAddress> usual_addresses(std::vector<HostAddress> present) {
     if (a.is_virtual != b.is_virtual) return b.is_virtual;
     return a.speed_mbps > b.speed_mbps;
   });
+  // docker0 has the same address on every host, so that peers would take their own for ours: with hardware of one's own,
+  // bridges are taken by name only.
+  if (!present.empty() && !present.front().is_virtual) {
+    std::erase_if(present, [](const HostAddress& address) { return address.is_bridge; });
+  }
   const bool any_v4 =
       std::any_of(present.begin(), present.end(), [](const HostAddress& address) { return !address.is_v6; });
   std::set<std::string> netdevs;

@@ -17,6 +17,7 @@ struct HostAddress {
   bool is_v6 = false;
   bool is_loopback = false;
   bool is_virtual = false;  // of a bridge or container: no device behind it
+  bool is_bridge = false;
 };
 
 // Of interfaces that are up, without link-local ones: those are no use without the interface's number, which differs

@@ -128,3 +128,28 @@ def test_dead_receiver_ends_the_messages_held_back(engine: xr.Engine, spawn_peer
         except xr.PeerLost:
             lost += 1
     assert lost > 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_who_has_many_messages_does_not_keep_the_buffers_from_who_has_one(
+    open_engine: EngineFactory, transport: str
+) -> None:
+    receiver = open_engine("receiver", transport=transport)
+    names = ["chatty-1", "quiet", "chatty-2"]  # in the order in which they connect
+    senders = {name: open_engine(name, transport=transport) for name in names}
+    with receiver.submit_recvs(2, 16) as pool:
+        for sender in senders.values():
+            sender.connect(receiver.address, WAIT_S)
+        chatty = [sender for name, sender in senders.items() if name != "quiet"]
+        transfers = [sender.submit_send(receiver.address, b"chatty") for _ in range(200) for sender in chatty]
+        time.sleep(0.1)  # what there is room for waits at the receiver
+        transfers.append(senders["quiet"].submit_send(receiver.address, b"quiet"))
+        taken = 0
+        while pool.recv(WAIT_S).data != b"quiet":
+            taken += 1
+            time.sleep(0.002)  # the buffer is free, and offered, before the next one is
+        assert taken < 100
+        for _ in range(len(transfers) - 1 - taken):
+            pool.recv(WAIT_S)
+        for transfer in transfers:
+            transfer.wait(WAIT_S)

@@ -20,11 +20,6 @@ constexpr int64_t kPathSilentNs = 2'000'000'000;
 constexpr int64_t kIdlePingNs = 60'000'000'000;
 constexpr int64_t kLeaveNs = 100'000'000;
 
-std::string seconds_text(int64_t ns) {
-  const int64_t tenths = ns / 100'000'000;
-  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
-}
-
 }  // namespace
 
 void RdmaTransport::tick() {

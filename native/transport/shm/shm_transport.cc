@@ -294,7 +294,10 @@ uint32_t ShmTransport::poll() {
   // Not at once: the next write most likely goes to the same region, and a hazard costs a full fence to set.
   if (hazardous_ != nullptr && ++hazard_polls_ >= kHazardPolls) clear_hazards();
   uint32_t moved = handle_control();
-  for (size_t i = 0; i < incoming_.size(); ++i) moved += poll_incoming(*incoming_[i]);
+  // Another first each time: room for messages that came free goes to everybody in turn.
+  if (++first_incoming_ >= incoming_.size()) first_incoming_ = 0;
+  for (size_t i = first_incoming_; i < incoming_.size(); ++i) moved += poll_incoming(*incoming_[i]);
+  for (size_t i = 0; i < first_incoming_ && i < incoming_.size(); ++i) moved += poll_incoming(*incoming_[i]);
   int64_t now = 0;
   for (size_t i = 0; i < outgoing_.size(); ++i) {
     Outgoing& link = *outgoing_[i];

@@ -134,6 +134,7 @@ class ShmTransport final : public Transport {
   const WakeEvent bell_ = WakeEvent::create();
   RegionTable regions_;
   std::vector<std::unique_ptr<Incoming>> incoming_;
+  size_t first_incoming_ = 0;  // that poll() looks at first
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   Outgoing* hazardous_ = nullptr;  // the one link with a hazard set,
   uint32_t hazard_polls_ = 0;      // and for how many polls already

@@ -137,24 +137,24 @@ OutLink* TcpTransport::find_out(const Address& peer, uint64_t id) {
   return found == out_.end() ? nullptr : found->get();
 }
 
+// One of each in turn: who has many does not keep the buffers from who has few.
 void TcpTransport::offer_held() {
-  if (holding_.empty()) return;
-  std::erase_if(holding_, [&](InLink* link) {
-    while (!link->held.empty()) {
-      const HeldMessage& message = link->held.front();
-      const Sink::Offer offer = sink_->on_message(link->peer, message.payload);
-      if (offer == Sink::Offer::kHold) return false;
-      if (offer == Sink::Offer::kTaken) {
-        on_taken(*link, message.id);
-      } else {
-        on_too_long(*link, message.id, message.payload.size());
-      }
-      link->held_bytes -= message.payload.size();
-      link->held.pop_front();
-      ack_later(*link, true);
+  while (!holding_.empty()) {
+    InLink& link = *holding_.front();
+    const HeldMessage& message = link.held.front();
+    const Sink::Offer offer = sink_->on_message(link.peer, message.payload);
+    if (offer == Sink::Offer::kHold) return;
+    if (offer == Sink::Offer::kTaken) {
+      on_taken(link, message.id);
+    } else {
+      on_too_long(link, message.id, message.payload.size());
     }
-    return true;
-  });
+    link.held_bytes -= message.payload.size();
+    link.held.pop_front();
+    ack_later(link, true);
+    holding_.pop_front();
+    if (!link.held.empty()) holding_.push_back(&link);
+  }
 }
 
 }  // namespace crossrail::tcp

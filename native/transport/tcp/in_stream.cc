@@ -318,7 +318,7 @@ bool InStream::finish_message() {
   InLink& link = *channel_->link;
   ++channel_->placed;
   Sink::Offer offer = Sink::Offer::kHold;
-  if (link.held.empty()) offer = transport_->sink().on_message(link.peer, message_);
+  if (!transport_->holds_messages()) offer = transport_->sink().on_message(link.peer, message_);
   switch (offer) {
     case Sink::Offer::kTaken:
       transport_->on_taken(link, message_id_);

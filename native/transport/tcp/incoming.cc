@@ -19,7 +19,6 @@ constexpr int64_t kStrangerPatienceNs = 5'000'000'000;
 constexpr int64_t kStrangersToldMax = 32;
 constexpr int64_t kStrangerToldNs = 1'000'000'000;
 constexpr int64_t kAcceptPauseNs = 200'000'000;
-constexpr uint32_t kChannelsMax = 2 * kRailsMax * kRailsMax;
 
 }  // namespace
 
@@ -87,7 +86,9 @@ bool TcpTransport::may_tell_stranger() {
 
 std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {
   if (closed_) return Refusal{RefusalCode::kClosing, "the engine is closing"};
-  if (hello.channel >= kChannelsMax || hello.epoch == 0 || !hello.sender.has(TransportKind::kTcp)) {
+  // Two for each pair of rails, of which there are not more than rails.
+  const size_t channels_max = 2 * (hello.sender.endpoints.size() + rails_.size());
+  if (hello.channel >= channels_max || hello.epoch == 0 || !hello.sender.has(TransportKind::kTcp)) {
     return Refusal{RefusalCode::kMalformed, "its first message is malformed"};
   }
   // An incarnation has one name: nobody who was let in under his own takes the place of another.
@@ -98,7 +99,9 @@ std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {
   const auto found = in_.find({hello.sender.incarnation, hello.link_id});
   if (found == in_.end()) {
     if (!hello.resumes) return std::nullopt;
-    return Refusal{RefusalCode::kUnknownLink, "it was unreachable for so long that we gave it up; connect anew"};
+    return Refusal{RefusalCode::kUnknownLink,
+                   "it was unreachable for so long that we gave it up, twice our peer_timeout_s of " +
+                       seconds_text(options_.peer_timeout_ns) + "; connect anew"};
   }
   if (found->second->over) return Refusal{RefusalCode::kUnknownLink, "the link has ended"};
   const auto channel = found->second->channels.find(hello.channel);

@@ -33,11 +33,6 @@ constexpr int64_t kRailSilentNs = 2'000'000'000;
 constexpr int64_t kTryOthersNs = 1'000'000'000;
 constexpr int64_t kTickSlackNs = 100'000'000;  // attempts end by the same deadline, and say better why
 
-std::string seconds_text(int64_t ns) {
-  const int64_t tenths = ns / 100'000'000;
-  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
-}
-
 // Those that are connected: "rail 0 (10.1.0.1 to 10.1.0.2), rail 1 (...)".
 std::string rails_text(OutLink& link, const Address& own) {
   std::string text;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <deque>
 #include <limits>
 #include <map>
 #include <memory>
@@ -87,6 +88,8 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void bury(std::unique_ptr<Connector> connector);
   void retire(OutLink& link, const WorkRequest& request, Status status, const std::string& detail);
   void hold(InLink& link);
+  // Whoever comes next waits behind them.
+  bool holds_messages() const { return !holding_.empty(); }
   void on_taken(InLink& link, uint64_t message_id);
   void on_too_long(InLink& link, uint64_t message_id, uint64_t bytes);
   // Of messages: what was told may have been lost with a connection.
@@ -168,7 +171,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   std::vector<OutLink*> dirty_;
   std::vector<OutLink*> watched_;
   std::vector<InLink*> acks_;
-  std::vector<InLink*> holding_;  // links with messages that nobody takes
+  std::deque<InLink*> holding_;  // links with messages that nobody takes, whose turn it is first
   // Broken in the middle of their own calls: destroyed at the end of the poll.
   std::vector<std::unique_ptr<Stream>> dead_streams_;
   std::vector<std::unique_ptr<Connector>> dead_connectors_;
