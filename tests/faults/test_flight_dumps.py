@@ -77,14 +77,14 @@ def test_watchdog_tells_of_a_frozen_peer_once_a_stall(
 
 def test_watchdog_is_quiet_while_all_goes_well(open_engine: EngineFactory, other: xr.Engine, tmp_path: Path) -> None:
     events: list[xr.EngineEvent] = []
-    here = open_engine(watchdog_s=0.05, dump_dir=tmp_path)
+    here = open_engine(watchdog_s=0.4, dump_dir=tmp_path)  # a busy machine may well stop everybody for 50 ms
     here.on_event(events.append)
     src, dst = here.alloc(1 << 20), other.alloc(1 << 20)
-    deadline = time.monotonic() + 0.5
+    deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         here.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
         other.imm_counter(1).wait(1, WAIT_S)
-    time.sleep(0.2)  # and while nothing happens
+    time.sleep(0.5)  # and while nothing happens
     assert [event.kind for event in events] == ["peer-connected"]
     assert dumps(tmp_path) == 0
 
