@@ -294,6 +294,7 @@ def test_multiprocessing_workers_open_engines_of_their_own(method: str) -> None:
     assert_clean(script)
 
 
+@pytest.mark.no_sanitizer  # under one a fork takes most of a second
 def test_child_of_a_fork_in_the_midst_of_mapping_opens_an_engine() -> None:
     script = run_script(
         FORK

@@ -224,7 +224,8 @@ async def test_all_busy_is_overloaded_and_says_what_the_last_said(town: Town) ->
 
 
 async def test_requests_that_wait_for_room_do_not_all_ask_after_each_change(town: Town) -> None:
-    town.router.options = replace(OPTIONS, queue_s=WAIT_S)
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S, ask_s=WAIT_S)
+    town.patient()
     full = await town.add("d0", "busy")
     clients = [asyncio.ensure_future(town.complete(seed)) for seed in range(200)]
     await until(lambda: town.router.requests == 200 and full.started, "all wait")
