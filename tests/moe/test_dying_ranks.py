@@ -12,15 +12,17 @@ from tests.moe import dying_ranks
 from tests.support.seeds import Seed
 
 SCENARIO = Scenario("tests.moe.dying_ranks:ranks_die", "", dying_ranks.ranks_die)
+RUNS = 5
 SEEDS_MAX = 40
 
 
 @pytest.mark.parametrize("fault", dying_ranks.FAULTS)
 def test_the_others_go_on_and_agree(monkeypatch: pytest.MonkeyPatch, fault: str, seed: Seed) -> None:
     monkeypatch.setattr(dying_ranks, "FAULTS", (fault,))
-    outcome = play(SCENARIO, seed.number())
-    assert outcome.failures == []
-    assert outcome.checks > 20  # some 100; 47 were seen where two ranks of few end early
+    outcomes = [play(SCENARIO, seed.number()) for _ in range(RUNS)]
+    assert [outcome.failures for outcome in outcomes] == [[]] * RUNS
+    # Some 100 a run, and as few as 15 in one whose ranks die before the first round: that is no fault, and never all runs.
+    assert sum(outcome.checks for outcome in outcomes) > 20 * RUNS
 
 
 def complaints(fault: str, monkeypatch: pytest.MonkeyPatch) -> str:
