@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tools.dev.arguments import take_flag, take_option
@@ -41,7 +43,8 @@ def fuzz(arguments: list[str]) -> int:
         folder = build("fuzz", ensure_venv(), options, ["all"]) / "tests" / "native"
     names = sorted(source.stem for source in (ROOT / "tests" / "native").glob("fuzz_*.cc"))
     names.remove(FUZZ_CANARY)
-    checks = [finds_canary(folder), *(fuzz_one(folder, name, int(seconds)) for name in names)]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        checks = [finds_canary(folder), *pool.map(lambda name: fuzz_one(folder, name, int(seconds)), names)]
     return code or int(not all(checks))
 
 
