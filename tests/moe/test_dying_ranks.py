@@ -21,7 +21,7 @@ def test_the_others_go_on_and_agree(monkeypatch: pytest.MonkeyPatch, fault: str,
     monkeypatch.setattr(dying_ranks, "FAULTS", (fault,))
     outcomes = [play(SCENARIO, seed.number()) for _ in range(RUNS)]
     assert [outcome.failures for outcome in outcomes] == [[]] * RUNS
-    # Some 100 a run, and as few as 15 in one whose ranks die before the first round: that is no fault, and never all runs.
+    # Some 100 a run, and as few as 15 in one whose ranks die before the first round, which is no fault.
     assert sum(outcome.checks for outcome in outcomes) > 20 * RUNS
 
 
