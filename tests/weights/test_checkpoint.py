@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.weights.checkpoint import Checkpoint
-from crossrail.weights.trainer import WeightTrainer
+from crossrail.weights.inventory.checkpoint import Checkpoint
+from crossrail.weights.services.trainer import WeightTrainer
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
 from tests.weights.safetensors_file import write

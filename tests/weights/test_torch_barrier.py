@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from crossrail.cli.weights.players import Player, Players
-from crossrail.weights.controller import WeightController
+from crossrail.weights.services.controller import WeightController
 from crossrail.weights.toy import ToyModel
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET
