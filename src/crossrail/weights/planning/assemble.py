@@ -78,7 +78,7 @@ def assemble(
 
     outputs, source = _outputs(tasks, parts, slices, task)
     gathers = _gathers(joined, sources, tasks, parts)
-    _tmp(joined, tasks, parts, gathers, outputs, forms.source_dtype[cells.key[cell]])
+    _tmp(tasks, parts, gathers, outputs, forms.source_dtype[cells.key[cell]])
     rows = join_direct(Rows(tasks, parts, gathers, outputs, _writes(joined, slices, task, source)))
     params, rows.parts["param"] = np.unique(rows.parts["param"], return_inverse=True)
     return Plan(
@@ -187,7 +187,7 @@ def _gathers(joined: Tables, sources: Sources, tasks: Any, parts: Any) -> Any:
     return gathers[np.argsort(part, kind="stable")]
 
 
-def _tmp(joined: Tables, tasks: Any, parts: Any, gathers: Any, outputs: Any, source_dtype: Ints) -> None:
+def _tmp(tasks: Any, parts: Any, gathers: Any, outputs: Any, source_dtype: Ints) -> None:
     """What each task needs at once; and whether it needs nothing, as its bytes lie ready in the sender's memory."""
     task = parts["task"][gathers["part"]]
     own = gathers["trainer"] == tasks["trainer"][task]

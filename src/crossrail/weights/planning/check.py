@@ -60,7 +60,7 @@ def check_plan(plan: Plan, trainers: Sequence[Inventory], targets: Sequence[Inve
     _check_claims(joined, runs)
     order = np.argsort(written * _SPAN + plan.writes["offset"], kind="stable")
     place, nbytes = (written * _SPAN + plan.writes["offset"])[order], plan.writes["nbytes"][order]
-    _check_once(joined, plan, runs, place, nbytes)
+    _check_once(joined, runs, place, nbytes)
     _check_content(joined, plan, runs, place, order)
     _check_gathers(joined, plan)
 
@@ -119,7 +119,7 @@ def _check_claims(joined: Tables, runs: _Runs) -> None:
         raise UsageError(f"{one!r} and {two!r} lie in the same memory of target {rank[runs.row[run]]}")
 
 
-def _check_once(joined: Tables, plan: Plan, runs: _Runs, place: Ints, nbytes: Ints) -> None:
+def _check_once(joined: Tables, runs: _Runs, place: Ints, nbytes: Ints) -> None:
     if (nbytes < 1).any():
         raise PlanError("the plan has a write without bytes")
     twice = np.flatnonzero(place[1:] < place[:-1] + nbytes[:-1])

@@ -42,7 +42,7 @@ def join_direct(rows: Rows) -> Rows:
     one, other = one[side_by_side], other[side_by_side]
     goes_on = np.zeros(len(tasks), bool)
     goes_on[other[_meet(rows.writes, nbytes, one, other)]] = True
-    return _numbered(rows, _leaders(some, goes_on[some], nbytes), nbytes)
+    return _numbered(rows, _leaders(some, goes_on[some], nbytes))
 
 
 def _meet(writes: Any, nbytes: Ints, one: Ints, other: Ints) -> Ints:
@@ -78,7 +78,7 @@ def _leaders(some: Ints, goes_on: Any, nbytes: Ints) -> Ints:
     return leader
 
 
-def _numbered(rows: Rows, leader: Ints, nbytes: Ints) -> Rows:
+def _numbered(rows: Rows, leader: Ints) -> Rows:
     """Tasks that are left take the place of the first in order, and everything else follows them."""
     tasks = rows.tasks
     kept = leader == np.arange(len(tasks))
