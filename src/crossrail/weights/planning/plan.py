@@ -26,9 +26,9 @@ from msgspec import Struct
 from crossrail.errors import UsageError
 from crossrail.weights.dtypes import DTYPES, dtype_code
 from crossrail.weights.inventory.holdings import DIMS, REGION_BYTES_MAX
+from crossrail.weights.planning.boxes import Ints, ranges
 
 Rows: TypeAlias = npt.NDArray[Any]
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 VERSION = 1
 _RANK_MAX = (1 << 31) - 1
@@ -144,18 +144,23 @@ class Plan:
         """The same plan with the tasks of one trainer only, and what belongs to them, numbered anew."""
         if trainer not in self.trainers:
             raise UsageError(f"trainer {trainer} is not in this plan")
-        return self.only(self.tasks["trainer"] == trainer)
-
-    def only(self, tasks: npt.NDArray[np.bool_]) -> Plan:
-        """With some of the tasks; bool, one for each."""
-        parts, part_rows = _follow(self.parts, "task", tasks)
-        _, gathers = _follow(self.gathers, "part", parts)
-        _, outputs = _follow(self.outputs, "part", parts)
-        _, writes = _follow(self.writes, "task", tasks)
-        used, part_rows["param"] = np.unique(part_rows["param"], return_inverse=True)
+        order, ranks = self._tasks_by_trainer
+        tasks = order[np.searchsorted(ranks, trainer, "left") : np.searchsorted(ranks, trainer, "right")]
+        part, parts = _follow(self.parts, "task", self.task_parts, tasks)
+        _, gathers = _follow(self.gathers, "part", self.part_gathers, part)
+        _, outputs = _follow(self.outputs, "part", self.part_outputs, part)
+        _, writes = _follow(self.writes, "task", self.task_writes, tasks)
+        used, parts["param"] = np.unique(parts["param"], return_inverse=True)
         params = tuple(self.params[param] for param in used)
-        task_rows = self.tasks[tasks].copy()
-        return Plan(self.trainers, self.targets, params, self.meshes, task_rows, part_rows, gathers, outputs, writes)
+        return Plan(
+            self.trainers, self.targets, params, self.meshes, self.tasks[tasks], parts, gathers, outputs, writes
+        )
+
+    @cached_property
+    def _tasks_by_trainer(self) -> tuple[Ints, Ints]:
+        """Numbers of tasks by trainer, each one's in their order; and the trainer of each."""
+        order = np.argsort(self.tasks["trainer"], kind="stable")
+        return order, self.tasks["trainer"][order]
 
     # Where the rows of a task or part begin: those of number i are [i] to [i + 1].
 
@@ -274,13 +279,14 @@ def _starts(owners: Ints, count: int) -> Ints:
     return np.searchsorted(owners, np.arange(count + 1))
 
 
-def _follow(rows: Rows, field: str, kept: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], Rows]:
-    """The rows whose owner is kept, with the owner's new number; first, which these are."""
-    numbers = np.cumsum(kept) - 1
-    mask = kept[rows[field]]
-    chosen = rows[mask].copy()
-    chosen[field] = numbers[chosen[field]]
-    return mask, chosen
+def _follow(rows: Rows, field: str, starts: Ints, owners: Ints) -> tuple[Ints, Rows]:
+    """The rows of these owners, which are numbered anew; first, which rows these are."""
+    counts = starts[owners + 1] - starts[owners]
+    number = np.repeat(np.arange(len(owners)), counts)
+    which = starts[owners][number] + ranges(counts)
+    chosen = rows[which]
+    chosen[field] = number
+    return which, chosen
 
 
 def ranks_of(items: Sequence[Any]) -> tuple[int, ...]:
