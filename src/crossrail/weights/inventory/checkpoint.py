@@ -7,7 +7,8 @@ tensors. Files are mapped, not read: pages come in as they are written to infere
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -19,11 +20,13 @@ from msgspec import Meta, Struct
 import crossrail as xr
 from crossrail.errors import UsageError
 from crossrail.weights.conversion.casts import storage
+from crossrail.weights.inventory.holdings import DIMS
 from crossrail.weights.inventory.memory import WeightMemory
 
 _HEADER_BYTES_MAX = 100 << 20
 _LENGTH_BYTES = 8
 _INDEX = "model.safetensors.index.json"
+_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,8})\.(.+)")
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
@@ -49,23 +52,24 @@ class Checkpoint:
 
     path: a .safetensors file, or a folder with some; with an index beside them (model.safetensors.index.json) those
     that it names. UsageError for a malformed file, naming it and the tensor, and for what the index names and is not
-    there, as after a download that was cut off.
+    there, as after a download that was cut off. A tensor of a type that is not taken is refused when it is asked for.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._maps: list[mmap.mmap] = []
         self._tensors: dict[str, _Tensor] = {}
+        self._refused: dict[str, str] = {}  # why, by name
         files, indexed = _files(Path(path))
         for file in files:
             self._add(file)
         for name, file in indexed.items():
-            if name not in self._tensors:
+            if name not in self._tensors and name not in self._refused:
                 raise UsageError(f"{file}: {name!r} is not in it, and {_INDEX} says that it is")
 
     @property
     def names(self) -> list[str]:
         """Of all tensors, in order."""
-        return sorted(self._tensors)
+        return sorted([*self._tensors, *self._refused])
 
     def nbytes(self, names: Sequence[str]) -> int:
         """Of these tensors together."""
@@ -74,17 +78,24 @@ class Checkpoint:
     def memory(self, engine: xr.Engine, rank: int, count: int, names: Sequence[str] | None = None) -> WeightMemory:
         """What rank `rank` of `count` readers holds, as a trainer would: whole tensors, about as many bytes each.
 
-        names: those wanted; None: all.
+        names: those wanted; None: all. Experts that lie there one by one are also held as parts of a stack of all of
+        them, under the name without a number, as families.py has it: inference ranks may want either.
         """
         memory = WeightMemory(engine, "trainer", rank)
         held = [0] * count
         wanted = self.names if names is None else names
+        stacks = self._stacks(wanted)
         for name in sorted(wanted, key=lambda name: (-self._tensor(name)[1].nbytes, name)):
             reader = held.index(min(held))
             dtype, array = self._tensor(name)
             held[reader] += array.nbytes
             if reader == rank:
                 memory.add(name, array, dtype=dtype)
+                if name in stacks:
+                    stack, expert, experts = stacks[name]
+                    shape = (experts, *array.shape)
+                    box = ((expert, expert + 1), *((0, extent) for extent in array.shape))
+                    memory.add(stack, array[np.newaxis], shape=shape, box=box, dtype=dtype)
         return memory
 
     def close(self) -> None:
@@ -94,9 +105,34 @@ class Checkpoint:
             self._maps.pop().close()
 
     def _tensor(self, name: str) -> _Tensor:
+        if name in self._refused:
+            raise UsageError(self._refused[name])
         if name not in self._tensors:
             raise UsageError(f"the checkpoint has no tensor {name!r}")
         return self._tensors[name]
+
+    def _stacks(self, names: Sequence[str]) -> dict[str, tuple[str, int, int]]:
+        """Of each expert by its name: its stack's name, its number, and how many there are.
+
+        Only where all are there, from 0 on, alike, and nothing else has the stack's name.
+        """
+        found: dict[str, dict[int, str]] = {}
+        for name in names:
+            if match := _EXPERT.fullmatch(name):
+                found.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = name
+        return {
+            name: (stack, expert, len(experts))
+            for stack, experts in found.items()
+            if stack not in self._tensors and stack not in self._refused and self._are_alike(experts)
+            for expert, name in experts.items()
+        }
+
+    def _are_alike(self, experts: Mapping[int, str]) -> bool:
+        """They are number 0 to one less than as many as there are, of one type and shape, which has room for one more
+        dimension.
+        """
+        kinds = {(dtype, array.shape) for dtype, array in map(self._tensor, experts.values())}
+        return max(experts) == len(experts) - 1 and len(kinds) == 1 and len(kinds.pop()[1]) < DIMS
 
     def _add(self, file: Path) -> None:
         length = file.stat().st_size
@@ -116,18 +152,26 @@ class Checkpoint:
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            if name in self._tensors:
+            if name in self._tensors or name in self._refused:
                 raise UsageError(f"{file}: {name!r} is in another file too")
-            self._tensors[name] = _tensor_of(file, name, entry, mapped, begin)
+            tensor = _entry_of(file, name, entry)
+            if tensor.dtype in _DTYPES:
+                self._tensors[name] = _tensor_of(file, name, tensor, mapped, begin)
+            else:
+                self._refused[name] = (
+                    f"{file}: {name!r} is of {tensor.dtype}, which is none of {', '.join(_DTYPES)}. Next: leave it out "
+                    "(crossrail weights load --ignore), or convert it"
+                )
 
 
-def _tensor_of(file: Path, name: str, raw: msgspec.Raw, mapped: mmap.mmap, begin: int) -> _Tensor:
+def _entry_of(file: Path, name: str, raw: msgspec.Raw) -> _Entry:
     try:
-        entry = msgspec.json.decode(raw, type=_Entry)
+        return msgspec.json.decode(raw, type=_Entry)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{file}: {name!r}: {error}") from None
-    if entry.dtype not in _DTYPES:
-        raise UsageError(f"{file}: {name!r} is of {entry.dtype}, which is none of {', '.join(_DTYPES)}")
+
+
+def _tensor_of(file: Path, name: str, entry: _Entry, mapped: mmap.mmap, begin: int) -> _Tensor:
     dtype = _DTYPES[entry.dtype]
     kind = storage(dtype)
     count = int(np.prod(entry.shape, dtype=object))
