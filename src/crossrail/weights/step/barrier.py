@@ -12,7 +12,10 @@ class Barrier(Protocol):
     """Of the trainers of one plan. Threads: the event loop's."""
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns when all have called it as often as we have. Raises WaitTimeout, or what keeps it from working."""
+        """Returns when all have called it as often as we have. Raises WaitTimeout, or what keeps it from working.
+
+        timeout_s: 0 or more.
+        """
 
     def close(self) -> None:
         """Nobody comes to it any more. Idempotent."""

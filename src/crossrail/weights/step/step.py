@@ -146,7 +146,7 @@ class Step:
         """The barrier; what is being written goes on meanwhile."""
         clock = asyncio.get_running_loop().time
         entered = clock()
-        meeting = asyncio.ensure_future(self._barrier.wait(deadline - entered))
+        meeting = asyncio.ensure_future(self._barrier.wait(max(deadline - entered, 0.0)))
         try:
             await self._move_until(meeting.done, meeting)
         finally:

@@ -9,6 +9,8 @@ from typing import Any
 from crossrail.errors import WaitTimeout
 from crossrail.weights.step.barrier import MakeBarrier
 
+_TIMEOUT_MIN_S = 0.001  # torch counts in these, and takes -1 of them for its own half hour
+
 
 class TorchBarrier:
     """monitored_barrier() of a gloo group, in a thread. For WeightTrainer(make_barrier=TorchBarrier.of(group)).
@@ -32,6 +34,8 @@ class TorchBarrier:
     def _wait(self, timeout_s: float) -> None:
         import torch.distributed as dist
 
+        if timeout_s < _TIMEOUT_MIN_S:
+            raise WaitTimeout(f"barrier over gloo: {timeout_s:.3g} s are left, it was not entered")
         try:
             dist.monitored_barrier(self._group, timedelta(seconds=timeout_s))
         except RuntimeError as error:
