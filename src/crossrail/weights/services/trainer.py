@@ -168,6 +168,7 @@ class WeightTrainer:
         await asyncio.get_running_loop().run_in_executor(self._executor, assigned.make)
         if self._assigned is not assigned:
             raise UsageError(f"plan {assigned.plan} is not wanted any more")
+        self._try_anew(assigned)
         if (largest := assigned.largest) is not None:
             if largest.piece_bytes > self._tmp_bytes_max:
                 raise WatermarkTooSmall(largest.name, largest.piece_bytes, self._tmp_bytes_max)
@@ -175,6 +176,13 @@ class WeightTrainer:
             if self._assigned is not assigned:
                 raise UsageError(f"plan {assigned.plan} is not wanted any more")
         return m.Taken()
+
+    def _try_anew(self, assigned: Assigned) -> None:
+        """Whoever is in the plan is there: one that we gave up was frozen, or cut off, and would stay lost to us."""
+        descriptors = (*assigned.peers.values(), *assigned.targets.values())
+        for address in {*assigned.trainers.values(), *(descriptor.owner for descriptor in descriptors)}:
+            if self._engine.peer_state(address) == "lost":
+                self._engine.forget_peer(address)
 
     def _make_arena(self) -> None:
         """On the executor's thread: a GPU's memory is waited for, and takes long to register."""
