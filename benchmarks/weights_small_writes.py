@@ -24,7 +24,7 @@ from rich.table import Table
 import crossrail as xr
 from crossrail.control.wire import EngineWire
 from crossrail.weights import PlanOptions, WeightController, WeightMemory, WeightReceiver, WeightTrainer, messages
-from crossrail.weights.ready import ready_tasks
+from crossrail.weights.step.ready import ready_tasks
 
 SHAPE = (8, 64)
 PATIENCE_S = 600.0

@@ -112,6 +112,21 @@ PYTHON_MAY_USE: dict[str, set[str]] = {
     "cli": {"engine", "_core", "sim", "observe", "control", "kv", "weights", "moe", "integrations", "doctor"},
     "__main__": {"cli"},
 }
+# The same within a layer, of its packages and modules; its __init__, which only names things, may use all of them.
+PARTS_MAY_USE: dict[str, dict[str, set[str]]] = {
+    "weights": {
+        "dtypes": set(),
+        "errors": set(),
+        "gpu": set(),
+        "conversion": {"errors"},
+        "inventory": {"dtypes", "gpu", "conversion"},
+        "planning": {"dtypes", "inventory"},
+        "step": {"dtypes", "errors", "gpu", "conversion", "inventory", "planning"},
+        "services": {"errors", "gpu", "inventory", "planning", "step"},
+        "toy": {"conversion", "inventory"},
+        "rl": {"conversion", "inventory"},
+    },
+}
 
 
 def python_layer(module: str) -> str:
@@ -128,9 +143,20 @@ def python_violations(sources: Mapping[str, str]) -> list[str]:
         layer = python_layer(module)
         for target in sorted(set(imported_modules(module, path, sources[path], modules))):
             target_layer = python_layer(target)
-            if target_layer != layer and target_layer not in PYTHON_MAY_USE[layer]:
-                found.append(f"{path} imports {target}: {layer} must not use {target_layer}")
+            if target_layer != layer:
+                if target_layer not in PYTHON_MAY_USE[layer]:
+                    found.append(f"{path} imports {target}: {layer} must not use {target_layer}")
+            elif layer in PARTS_MAY_USE and (part := python_part(module)):
+                target_part = python_part(target)
+                if target_part != part and target_part not in PARTS_MAY_USE[layer].get(part, set()):
+                    found.append(f"{path} imports {target}: {part} must not use {target_part or 'all of ' + layer}")
     return found
+
+
+def python_part(module: str) -> str:
+    """What of its layer a module is in: a package or module right below it, "" for the layer's __init__."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 else ""
 
 
 def module_name(path: str) -> str:
@@ -224,7 +250,10 @@ SOUND_PYTHON = {
     "crossrail/engine.py": "from . import _core\nimport numpy",
     "crossrail/kv/__init__.py": "from .base import Layout",
     "crossrail/kv/base.py": "from crossrail import Engine\nfrom ..engine import Engine",
-    "crossrail/weights/__init__.py": "import crossrail.engine",
+    "crossrail/weights/__init__.py": "import crossrail.engine\nfrom crossrail.weights.planning.plan import Plan",
+    "crossrail/weights/errors.py": "",
+    "crossrail/weights/planning/plan.py": "from crossrail.weights.inventory import holdings",
+    "crossrail/weights/inventory/holdings.py": "",
     "crossrail/cli/__init__.py": "from crossrail import kv",
 }
 
@@ -241,6 +270,14 @@ SOUND_PYTHON = {
             "weights must not use kv",
         ),
         ("crossrail/weights/plan.py", "from ..kv import Layout", "weights must not use kv"),
+        (
+            "crossrail/weights/inventory/holdings.py",
+            "from crossrail.weights.planning import plan",
+            "inventory must not use planning",
+        ),
+        ("crossrail/weights/errors.py", "from .planning.plan import Plan", "errors must not use planning"),
+        ("crossrail/weights/planning/plan.py", "from crossrail.weights import Plan", "planning must not use all of"),
+        ("crossrail/weights/new.py", "from crossrail.weights import errors", "new must not use errors"),
         ("crossrail/kv/base.py", "from crossrail import _core", "kv must not use _core"),
         ("crossrail/kv/base.py", "import crossrail._core", "kv must not use _core"),
     ],

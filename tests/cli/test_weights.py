@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from crossrail.cli.main import main
 from crossrail.weights import Plan
-from crossrail.weights.models import MODELS, Cluster, target_inventory, trainer_inventory
-from crossrail.weights.show import new_figure
+from crossrail.weights.inventory.models import MODELS, Cluster, target_inventory, trainer_inventory
+from crossrail.weights.planning.show import new_figure
 
 SMALL = ["qwen3-235b", "--trainers", "4", "--targets", "2"]
 THIN = [*SMALL, "--layers", "1"]

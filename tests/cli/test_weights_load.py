@@ -101,3 +101,13 @@ async def test_needs_a_secret_and_an_address_that_fit(tmp_path: Path) -> None:
     for why, process in cases.items():
         code, _, err = await ended(process)
         assert (code, why in err) == (2, True), err
+
+
+@pytest.mark.timeout(150)
+async def test_tensor_of_an_unknown_type_is_named_and_may_be_ignored(tmp_path: Path) -> None:
+    save(tmp_path)
+    write(tmp_path / "c.safetensors", {"mtp.packed": np.zeros(4, np.uint16)}, dtype="F4", shape=[16])
+    code, _, err = await ended(await start_load(tmp_path))
+    assert (code, "'mtp.packed' is of F4" in " ".join(err.split())) == (2, True), err
+    code, _, err = await ended(await start_load(tmp_path, "--ignore", "mtp.*", "--wait", 0.5, "--transport", "shm"))
+    assert (code, "not there within 0.5 s: target 0" in err) == (1, True), err

@@ -16,7 +16,7 @@ import pytest
 
 import crossrail as xr
 from crossrail.topology import Topology
-from crossrail.weights import mapping
+from crossrail.weights.inventory import mapping
 from tests.contract.setups import why_not
 from tests.documentation.blocks import blocks
 from tests.support.limits import WAIT_S

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from crossrail.weights import WeightMemory, WeightReceiver, WeightTrainer
-from crossrail.weights.convert import Caster, storage
-from crossrail.weights.float8 import BlockQuantiser, blocks
-from crossrail.weights.torch_convert import Checks, cast, quantise
+from crossrail.weights.conversion.casts import Caster, storage
+from crossrail.weights.conversion.float8 import BlockQuantiser, blocks
+from crossrail.weights.conversion.torch_casts import Checks, cast, quantise
 from tests.support.seeds import Seed
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
-from tests.weights.test_torch_convert import EXACT_NAN, FLOATS, any_bits, as_torch
+from tests.weights.test_torch_casts import EXACT_NAN, FLOATS, any_bits, as_torch
 
 pytestmark = [pytest.mark.hw, pytest.mark.timeout(180)]
 

@@ -37,6 +37,11 @@ ARGUMENTS = [
     ("on_lost", "ignore", "on_lost is 'ignore', must be one of raise, mask"),
     ("capacity_factor", math.inf, "capacity_factor is inf"),
     ("capacity_factor", "2", "capacity_factor is '2'"),
+    ("capacity_factor", True, "capacity_factor is True"),
+    ("experts", np.arange(2), r"experts is array\(\[0, 1\]\), must be a number"),
+    ("hidden", 1 << 31, "hidden is 2147483648, must be 2147483647 or less"),
+    ("experts", 1 << 64, "experts is 18446744073709551616, must be 2147483647 or less"),
+    ("private_tokens", 1 << 40, "private_tokens is 1099511627776, must be 2147483647 or less"),
     ("scale_block", 1.5, r"scale_block is 1\.5, must be a number, 1 or more, or None"),
     ("scale_block", "128", "scale_block is '128'"),
     ("node_size", 1.0, r"node_size is 1\.0, must be a divisor"),
@@ -55,6 +60,15 @@ ARGUMENTS = [
 def test_an_argument_out_of_its_bounds_is_named(engine: xr.Engine, name: str, value: object, complaint: str) -> None:
     with EngineGroup(engine, [engine.address]) as group, pytest.raises(xr.UsageError, match=complaint):
         AllToAll(engine, group, **(CONFIG | {name: value}))
+
+
+def test_numbers_of_any_kind_are_numbers(engine: xr.Engine) -> None:
+    numbers = {"experts": np.int64(EXPERTS), "top_k": np.uint8(TOP_K), "capacity_factor": np.float32(1.5)}
+    with EngineGroup(engine, [engine.address]) as group:
+        with AllToAll(engine, group, **(CONFIG | {"capacity_factor": 1.5})) as part:
+            plain = part.config.encode()
+        with AllToAll(engine, group, **(CONFIG | numbers)) as part:
+            assert part.config.encode() == plain
 
 
 def test_a_capacity_beyond_any_routing_is_room_for_any() -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import crossrail as xr
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
-from crossrail.weights.controller import ControllerOptions, UpdateReport, WeightController
-from crossrail.weights.memory import WeightMemory
-from crossrail.weights.messages import mailbox
-from crossrail.weights.planner import PlanOptions
-from crossrail.weights.preparer import Preparer
-from crossrail.weights.receiver import WeightReceiver
-from crossrail.weights.trainer import WeightTrainer
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.planning.planner import PlanOptions
+from crossrail.weights.services.controller import ControllerOptions, UpdateReport, WeightController
+from crossrail.weights.services.messages import mailbox
+from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.trainer import WeightTrainer
+from crossrail.weights.step.preparer import Preparer
 from tests.weights import small_model as small
 
 SECRET = b"of these tests"

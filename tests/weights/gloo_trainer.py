@@ -19,10 +19,10 @@ import crossrail as xr
 from crossrail.cli.weights.play import say
 from crossrail.control.wire import EngineWire
 from crossrail.engine import SECRET_VARIABLE
-from crossrail.weights.messages import mailbox
-from crossrail.weights.torch_barrier import TorchBarrier
+from crossrail.weights.services.messages import mailbox
+from crossrail.weights.services.trainer import WeightTrainer
+from crossrail.weights.step.torch_barrier import TorchBarrier
 from crossrail.weights.toy import ToyModel, ToyTrainer
-from crossrail.weights.trainer import WeightTrainer
 
 PATIENCE_S = 100.0
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 import crossrail as xr
-from crossrail.weights.memory import WeightMemory
+from crossrail.weights.inventory.memory import WeightMemory
 from tests.support.fake_gpu import FakeGpu, GpuMemory
 
 Array = npt.NDArray[Any]

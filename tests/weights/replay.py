@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 import crossrail as xr
 from crossrail.weights.errors import NotFinite
-from crossrail.weights.memory import WeightMemory
-from crossrail.weights.planner import PlanOptions, make_plan
-from crossrail.weights.preparer import NumpyPreparer, Preparer
-from crossrail.weights.ready import ready_tasks
-from crossrail.weights.task import ReadyTask
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.planning.planner import PlanOptions, make_plan
+from crossrail.weights.step.preparer import NumpyPreparer, Preparer
+from crossrail.weights.step.ready import ready_tasks
+from crossrail.weights.step.task import ReadyTask
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 import crossrail as xr
-from crossrail.weights.convert import Caster
-from crossrail.weights.float8 import BlockQuantiser, blocks
-from crossrail.weights.memory import WeightMemory
+from crossrail.weights.conversion.casts import Caster
+from crossrail.weights.conversion.float8 import BlockQuantiser, blocks
+from crossrail.weights.inventory.memory import WeightMemory
 
 Array = npt.NDArray[Any]
 Weights = dict[str, Array]

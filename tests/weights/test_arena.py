@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
-from crossrail.weights.arena import ALIGN_BYTES, Arena, aligned
+from crossrail.weights.step.arena import ALIGN_BYTES, Arena, aligned
 
 UNITS = 16
 

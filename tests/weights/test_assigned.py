@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import crossrail as xr
-from crossrail.weights import UpdateFailed, assigned
-from crossrail.weights.plan import Plan
-from crossrail.weights.task import ReadyTask
+from crossrail.weights import UpdateFailed
+from crossrail.weights.planning.plan import Plan
+from crossrail.weights.services import assigned
+from crossrail.weights.step.task import ReadyTask
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossrail.weights.balance import choose, classes_of, fill
+from crossrail.weights.planning.balance import choose, classes_of, fill
 
 SENDERS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1, max_size=6)
 

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from crossrail.weights import boxes as boxes_module
-from crossrail.weights.boxes import Boxes, overlaps
+from crossrail.weights.planning import boxes as boxes_module
+from crossrail.weights.planning.boxes import Boxes, overlaps
 from tests.support.seeds import Seed
 
 Pair = tuple[int, int, tuple[int, ...], tuple[int, ...]]

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from crossrail.errors import UsageError
 from crossrail.weights import Holding, Inventory, Plan, PlanError, PlanOptions, check_plan, make_plan
-from crossrail.weights.plan import TABLES
+from crossrail.weights.planning.plan import TABLES
 from tests.weights.memory import Process
 
 BOX = tuple[tuple[int, int], ...]

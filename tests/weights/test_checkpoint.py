@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.weights.checkpoint import Checkpoint
-from crossrail.weights.trainer import WeightTrainer
+from crossrail.weights.inventory.checkpoint import Checkpoint
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.planning.planner import make_plan
+from crossrail.weights.services.trainer import WeightTrainer
+from crossrail.weights.step.ready import ready_tasks
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
+from tests.weights.replay import run_task
 from tests.weights.safetensors_file import write
 from tests.weights.small_model import weights_of
 
@@ -73,7 +77,7 @@ def test_malformed_file_is_refused(tmp_path: Path, data: bytes, why: str) -> Non
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "F4"},
+        {"dtype": 4},
         {"shape": [3, 3]},
         {"data_offsets": [0, 900]},
         {"data_offsets": [8, 0]},
@@ -126,3 +130,64 @@ def test_tensor_that_is_not_there(tmp_path: Path) -> None:
         with pytest.raises(xr.UsageError, match="no tensor 'v'"):
             checkpoint.memory(engine, 0, 1, ["v"])
         checkpoint.close()
+
+
+def test_tensor_of_an_unknown_type_is_refused_when_it_is_asked_for(engine: xr.Engine, tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", {"w": np.zeros(4, np.uint16)})
+    write(tmp_path / "b.safetensors", {"packed": np.zeros(4, np.uint16)}, dtype="F4", shape=[16])
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.names == ["packed", "w"]
+    assert checkpoint.nbytes(["w"]) == 8
+    with checkpoint.memory(engine, 0, 1, ["w"]) as memory:
+        assert memory.inventory().names == ("w",)
+    refusal = r"b\.safetensors: 'packed' is of F4, which is none of .*--ignore"
+    with pytest.raises(xr.UsageError, match=refusal):
+        checkpoint.nbytes(checkpoint.names)
+    with pytest.raises(xr.UsageError, match=refusal):
+        checkpoint.memory(engine, 0, 1)
+    checkpoint.close()
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_experts_one_by_one_are_also_a_stack(engine: xr.Engine, tmp_path: Path, readers: int) -> None:
+    rng = np.random.default_rng(readers)
+    whole = rng.integers(0, 1 << 16, (3, 4, 6), np.uint16)
+    write(tmp_path / "a.safetensors", {f"mlp.experts.{i}.up.weight": one for i, one in enumerate(whole)})
+    rows, single = np.zeros((3, 2, 6), np.uint16), np.zeros((4, 6), np.uint16)
+    targets = [WeightMemory(engine, "target", rank) for rank in range(2)]
+    box = ((0, 3), (2, 4), (0, 6))
+    targets[0].add("mlp.experts.up.weight", rows, shape=whole.shape, box=box, dtype="bfloat16")
+    targets[1].add("mlp.experts.1.up.weight", single, dtype="bfloat16")
+    checkpoint = Checkpoint(tmp_path)
+    sources = [checkpoint.memory(engine, rank, readers) for rank in range(readers)]
+    plan = make_plan([one.inventory() for one in sources], [one.inventory() for one in targets])
+    memories = {one.rank: [region.array() for region in one.regions] for one in sources}
+    received = {one.rank: [region.array() for region in one.regions] for one in targets}
+    for rank in range(readers):
+        for task in ready_tasks(plan.of_trainer(rank), rank):
+            run_task(task, memories[rank], memories, received)
+    assert np.array_equal(rows, whole[:, 2:4])
+    assert np.array_equal(single, whole[1])
+    memories.clear()
+    for memory in (*sources, *targets):
+        memory.close()
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"experts.1.w": None}, {"experts.2.w": (4, 3)}, {"experts.w": (3, 4, 4)}, {"experts.02.w": (4, 4)}],
+    ids=["one lacks", "one is of another shape", "the name is taken", "a number with a zero in front"],
+)
+def test_experts_that_make_no_stack_are_only_themselves(
+    engine: xr.Engine, tmp_path: Path, changes: dict[str, tuple[int, ...] | None]
+) -> None:
+    shapes = {f"experts.{i}.w": (4, 4) for i in range(3)} | changes
+    if "experts.02.w" in changes:
+        del shapes["experts.2.w"], shapes["experts.0.w"]
+    tensors = {f"mlp.{name}": np.zeros(shape, np.uint16) for name, shape in shapes.items() if shape is not None}
+    write(tmp_path / "a.safetensors", tensors)
+    checkpoint = Checkpoint(tmp_path)
+    with checkpoint.memory(engine, 0, 1) as memory:
+        assert sorted(memory.inventory().names) == sorted(tensors)
+    checkpoint.close()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import crossrail as xr
+from crossrail.weights.conversion.float8 import BLOCK, BlockQuantiser, blocks, decoded
 from crossrail.weights.errors import NotFinite
-from crossrail.weights.float8 import BLOCK, BlockQuantiser, blocks, decoded
 from tests.support.seeds import Seed
 
 Floats = npt.NDArray[np.float32]

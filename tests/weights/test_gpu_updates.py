@@ -16,8 +16,8 @@ import crossrail as xr
 from crossrail._buffers import gpu_allocation
 from crossrail.weights import TornWeights, UpdateFailed, WeightMemory, WeightReceiver, WeightTrainer
 from crossrail.weights import gpu as weights_gpu
-from crossrail.weights import memory as weights_memory
-from crossrail.weights.versions import State
+from crossrail.weights.inventory import memory as weights_memory
+from crossrail.weights.services.versions import State
 from tests.conftest import EngineFactory
 from tests.support.fake_gpu import FakeGpu
 from tests.weights.conftest import MakeFleet

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from crossrail.errors import UsageError
 from crossrail.weights import Holding, Inventory, RegionInfo
-from crossrail.weights.inventory import HOLDING
+from crossrail.weights.inventory.holdings import HOLDING
 from tests.weights.worlds import World, worlds
 
 REGIONS = [RegionInfo(b"descriptor", 4096)]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.weights import PlanError, check_plan, joining
-from crossrail.weights.memory import WeightMemory
-from crossrail.weights.plan import Plan
-from crossrail.weights.planner import PlanOptions, make_plan
-from crossrail.weights.ready import ready_tasks
+from crossrail.weights import PlanError, check_plan
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.planning import joining
+from crossrail.weights.planning.plan import Plan
+from crossrail.weights.planning.planner import PlanOptions, make_plan
+from crossrail.weights.step.ready import ready_tasks
 from tests.conftest import EngineFactory
 from tests.support.seeds import Seed
 from tests.weights.replay import run_task

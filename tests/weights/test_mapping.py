@@ -10,8 +10,8 @@ import pytest
 
 from crossrail.errors import UsageError
 from crossrail.weights import Holding, Inventory, RegionInfo, make_plan
-from crossrail.weights.families import names_of
-from crossrail.weights.mapping import Names, Part, Ranks, Rule
+from crossrail.weights.inventory.families import names_of
+from crossrail.weights.inventory.mapping import Names, Part, Ranks, Rule
 
 LLAMA = {
     "model_type": "llama",

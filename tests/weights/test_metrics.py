@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crossrail.weights.metrics import UpdateCollector
+from crossrail.weights.services.metrics import UpdateCollector
 from tests.support.metrics import assert_documented, collect, total
 from tests.support.promql import assert_answered
 from tests.weights.conftest import MakeFleet

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossrail.errors import UsageError
-from crossrail.weights.placement import Placement, Replicate, Shard, local_box
+from crossrail.weights.inventory.placement import Placement, Replicate, Shard, local_box
 
 
 def divided(array: np.ndarray, axis: int, index: int, count: int) -> np.ndarray:

@@ -11,12 +11,12 @@ import pytest
 
 import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
-from crossrail.weights import messages as m
-from crossrail.weights.controller import ControllerOptions, WeightController
 from crossrail.weights.errors import TornWeights, UpdateFailed
-from crossrail.weights.planner import PlanOptions
-from crossrail.weights.receiver import WeightReceiver
-from crossrail.weights.versions import State
+from crossrail.weights.planning.planner import PlanOptions
+from crossrail.weights.services import messages as m
+from crossrail.weights.services.controller import ControllerOptions, WeightController
+from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.versions import State
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET
@@ -114,7 +114,7 @@ async def test_rank_that_could_not_be_fenced_joins_again_once_it_can(
     await fleet.start(targets=[0, 1])
     await fleet.update(1)
     receiver, revoke = fleet.receivers[0], xr.Region.revoke
-    monkeypatch.setattr("crossrail.weights.receiver._FENCE_AGAIN_S", 0.05)
+    monkeypatch.setattr("crossrail.weights.services.receiver._FENCE_AGAIN_S", 0.05)
     standing_still = {"copies": 4}
 
     def revoke_behind_a_frozen_writer(region: xr.Region, timeout_s: float) -> None:

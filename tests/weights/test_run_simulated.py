@@ -10,7 +10,7 @@ import pytest
 
 import crossrail as xr
 from crossrail import sim
-from crossrail.weights.controller import ControllerOptions
+from crossrail.weights.services.controller import ControllerOptions
 from tests.support.seeds import Seed
 from tests.weights.fleet import PATIENCE_S, Fleet
 
@@ -108,6 +108,32 @@ def test_one_that_thaws_joins_again_by_itself(role: str, seed: Seed) -> None:
             await controller.update(2, DEADLINE_S)
         assert 1 not in controller.ranks(role)
         await offers
+        await controller.ready(range(4), range(3), 5 * PATIENCE_S)
+        await fleet.update(3)
+        await fleet.assert_holds(3)
+
+    sim.run(main, seed=seed.number(), limit_s=10 * PATIENCE_S)
+
+
+def test_one_that_trainers_gave_up_while_it_was_frozen_is_tried_anew(seed: Seed) -> None:
+    async def main(world: sim.World) -> None:
+        patience_s = {"trainer": 1.0, "target": 60.0, "controller": 60.0}
+        fleet = Fleet(
+            lambda name: world.host(name).engine(name, peer_timeout_s=patience_s[name.partition("-")[0]]),
+            mapped=False,
+            options=OPTIONS,
+        )
+        controller = await fleet.start()
+        await fleet.update(1)
+        frozen = fleet.engines["target-1"]
+        world.freeze(frozen, at_s=asyncio.get_running_loop().time(), for_s=DEADLINE_S + OPTIONS.abort_s + 5.0)
+        trainer = fleet.engines["trainer-0"]
+        region = fleet.receivers[1].memory.inventory().regions[0]
+        told = trainer.submit_send(frozen.address, b"are you there")
+        with pytest.raises(xr.PeerLost):
+            await told
+        assert trainer.peer_state(xr.RegionDescriptor.from_bytes(region.descriptor).owner) == "lost"
+        await fleet.failing_update(2, DEADLINE_S)
         await controller.ready(range(4), range(3), 5 * PATIENCE_S)
         await fleet.update(3)
         await fleet.assert_holds(3)

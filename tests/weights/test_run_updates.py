@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import crossrail as xr
-from crossrail.weights import controller
-from crossrail.weights.plan import Plan
-from crossrail.weights.planner import PlanOptions
-from crossrail.weights.preparer import NumpyPreparer
-from crossrail.weights.receiver import WeightReceiver
-from crossrail.weights.step import Step
+from crossrail.weights.planning.plan import Plan
+from crossrail.weights.planning.planner import PlanOptions
+from crossrail.weights.services import controller
+from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.step.preparer import NumpyPreparer
+from crossrail.weights.step.step import Step
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
 from tests.weights.small_model import TARGETS

@@ -10,7 +10,7 @@ import pytest
 
 from crossrail.errors import UsageError
 from crossrail.weights import Holding, Inventory, Plan, make_plan
-from crossrail.weights.show import differences, heat_map, matrix, summary
+from crossrail.weights.planning.show import differences, heat_map, matrix, summary
 from tests.weights.memory import Process
 
 

@@ -12,9 +12,8 @@ from crossrail.cli.weights.simulate import Costs, Outcome, Setting, adapted, col
 from crossrail.errors import UsageError
 from crossrail.sim.profiles import CX7
 from crossrail.weights import Inventory, Plan, PlanOptions, make_plan
-from crossrail.weights.boxes import volume
 from crossrail.weights.dtypes import ITEM_BYTES
-from crossrail.weights.models import (
+from crossrail.weights.inventory.models import (
     CLUSTERS,
     MODELS,
     Cluster,
@@ -23,8 +22,9 @@ from crossrail.weights.models import (
     target_inventory,
     trainer_inventory,
 )
-from crossrail.weights.plan import TABLES
-from crossrail.weights.show import summary
+from crossrail.weights.planning.boxes import volume
+from crossrail.weights.planning.plan import TABLES
+from crossrail.weights.planning.show import summary
 
 Sides = tuple[list[Inventory], list[Inventory]]
 SMALL = ModelShape(

@@ -9,7 +9,7 @@ import pytest
 
 from crossrail.errors import UsageError
 from crossrail.weights import Holding, Inventory, Plan, PlanOptions, make_plan
-from crossrail.weights.speeds import Pace, costs_of, measured, moved_bytes, written_bytes
+from crossrail.weights.planning.speeds import Pace, costs_of, measured, moved_bytes, written_bytes
 from tests.weights.memory import Process, carry_out, expected_memory, fill_trainers
 
 ROWS, COLUMNS = 512, 128

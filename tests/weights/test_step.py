@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 
 import crossrail as xr
-from crossrail.weights.arena import Arena
-from crossrail.weights.step import Places, Step
-from crossrail.weights.task import Read, ReadyTask
+from crossrail.weights.step.arena import Arena
+from crossrail.weights.step.step import Places, Step
+from crossrail.weights.step.task import Read, ReadyTask
 
 
 class Reading:

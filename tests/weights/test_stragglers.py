@@ -7,7 +7,7 @@ from dataclasses import replace
 import crossrail as xr
 from crossrail import sim
 from crossrail.sim.profiles import CX7
-from crossrail.weights.speeds import moved_bytes
+from crossrail.weights.planning.speeds import moved_bytes
 from tests.support.seeds import Seed
 from tests.weights.fleet import OPTIONS, PATIENCE_S, Fleet
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.weights.float8 import decoded
-from crossrail.weights.memory import WeightMemory
-from crossrail.weights.planner import PlanOptions, make_plan
-from crossrail.weights.preparer import NumpyPreparer
-from crossrail.weights.ready import ready_tasks
+from crossrail.weights.conversion.float8 import decoded
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.planning.planner import PlanOptions, make_plan
+from crossrail.weights.step.preparer import NumpyPreparer
+from crossrail.weights.step.ready import ready_tasks
 from tests.conftest import EngineFactory
 from tests.weights.replay import IN_A_SHARD, refused, run_task
 from tests.weights.small_model import TARGETS, Target, Trainer, plain, weights_of

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import crossrail as xr
 from crossrail.cli.weights.players import Player, Players
-from crossrail.weights.controller import WeightController
+from crossrail.weights.services.controller import WeightController
+from crossrail.weights.step.torch_barrier import TorchBarrier
 from crossrail.weights.toy import ToyModel
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S, SECRET
@@ -91,3 +93,10 @@ async def test_barrier_of_gloo(cast: Cast) -> None:
     await cast.tell(0, barrier=PATIENCE_S)
     await cast.players.kill("trainer-1")
     assert (await cast.said(0, "failed")).startswith("WaitTimeout: barrier over gloo: ")
+
+
+@pytest.mark.parametrize("left_s", [0.0, -0.001, 0.0004])
+async def test_barrier_without_time_is_not_entered(left_s: float) -> None:
+    """Of -1 ms torch makes its default, half an hour. There is no group here: entering fails otherwise."""
+    with pytest.raises(xr.WaitTimeout, match="it was not entered"):
+        await TorchBarrier(None).wait(left_s)

@@ -12,8 +12,8 @@ import torch
 import crossrail as xr
 from crossrail.weights import WeightMemory, WeightReceiver, WeightTrainer
 from crossrail.weights import gpu as weights_gpu
-from crossrail.weights.planner import PlanOptions
-from crossrail.weights.torch_preparer import TorchPreparer
+from crossrail.weights.planning.planner import PlanOptions
+from crossrail.weights.step.torch_preparer import TorchPreparer
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S
 from tests.weights.gpu_world import GpuWeights, GpuWorld

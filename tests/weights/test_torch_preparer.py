@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 
 import crossrail as xr
-from crossrail.weights import torch_preparer
 from crossrail.weights.errors import NotFinite
-from crossrail.weights.memory import WeightMemory
-from crossrail.weights.planner import PlanOptions, make_plan
-from crossrail.weights.preparer import NumpyPreparer, Preparer
-from crossrail.weights.ready import ready_tasks
-from crossrail.weights.torch_preparer import TorchPreparer
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.planning.planner import PlanOptions, make_plan
+from crossrail.weights.step import torch_preparer
+from crossrail.weights.step.preparer import NumpyPreparer, Preparer
+from crossrail.weights.step.ready import ready_tasks
+from crossrail.weights.step.torch_preparer import TorchPreparer
 from tests.conftest import EngineFactory
 from tests.weights.conftest import MakeFleet
 from tests.weights.memory import fill_trainers

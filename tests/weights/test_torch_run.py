@@ -10,8 +10,8 @@ import torch
 
 import crossrail as xr
 from crossrail.weights import WeightController, WeightMemory, WeightReceiver, WeightTrainer
-from crossrail.weights.convert import Caster
-from crossrail.weights.float8 import BlockQuantiser, blocks
+from crossrail.weights.conversion.casts import Caster
+from crossrail.weights.conversion.float8 import BlockQuantiser, blocks
 from tests.support.seeds import Seed
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S

@@ -21,7 +21,7 @@ from crossrail.integrations.vllm.plugin import register
 from crossrail.integrations.vllm.weights_trainer import VllmInstance, VllmUpdates
 from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
 from crossrail.weights import UpdateFailed, messages
-from crossrail.weights.receiver import WeightReceiver
+from crossrail.weights.services.receiver import WeightReceiver
 from tests.support.limits import eventually
 from tests.weights import small_model as small
 from tests.weights.conftest import MakeFleet

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from numbers import Real
+from typing import SupportsIndex, TypeGuard
 
 from crossrail.errors import UsageError
 from crossrail.moe import bounds
@@ -20,11 +22,16 @@ LAYOUTS = ("grouped", "masked")
 ON_LOST = ("raise", "mask")
 _ROW_UNIT = 16
 TAG_BYTES = 8
+_COUNT_MAX = (1 << 31) - 1
+_COUNTS = ("experts", "hidden", "top_k", "max_tokens", "padding", "dp_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The arguments of AllToAll that must be the same on all ranks. UsageError for one that makes no sense."""
+    """The arguments of AllToAll that must be the same on all ranks. UsageError for one that makes no sense.
+
+    Numbers may be of any kind, numpy's too; here they are int and float.
+    """
 
     world: int
     experts: int
@@ -44,8 +51,13 @@ class Config:
     node_sums: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("experts", "hidden", "top_k", "max_tokens", "padding", "dp_size"):
+        for name in (*_COUNTS, "scale_block", "private_tokens", "node_size", "capacity_factor"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
+        for name in _COUNTS:
             _require(_is_count(value := getattr(self, name), 1), name, value, "a number, 1 or more")
+        for name in (*_COUNTS, "scale_block", "private_tokens"):
+            value = getattr(self, name)
+            _require(not isinstance(value, int) or value <= _COUNT_MAX, name, value, f"{_COUNT_MAX} or less")
         _require(self.dtype in tuple(ITEM_BYTES), "dtype", self.dtype, f"one of {', '.join(ITEM_BYTES)}")
         _require(self.out_dtype in OUT_DTYPES, "out_dtype", self.out_dtype, f"one of {', '.join(OUT_DTYPES)}")
         _require(self.layout in LAYOUTS, "layout", self.layout, f"one of {', '.join(LAYOUTS)}")
@@ -53,7 +65,7 @@ class Config:
         block, size = self.scale_block, self.node_size
         _require(block is None or _is_count(block, 1), "scale_block", block, "a number, 1 or more, or None")
         factor: object = self.capacity_factor
-        is_factor = isinstance(factor, int | float) and math.isfinite(factor) and factor > 0
+        is_factor = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < math.inf
         _require(factor is None or is_factor, "capacity_factor", factor, "a number, more than 0, or None")
         divides = _is_count(size, 1) and self.world % size == 0
         _require(size is None or divides, "node_size", size, _divisor(self.world))
@@ -133,6 +145,18 @@ def check_agreement(configs: Sequence[str], ranks: Sequence[int]) -> None:
                 raise UsageError(
                     f"{name} is {ours!r} on rank {first_rank} and {theirs!r} on rank {rank}: all must give the same"
                 )
+
+
+def _plain(value: object) -> object:
+    """An int or float of a number; what is none stays as it is."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, SupportsIndex):
+        try:
+            return operator.index(value)
+        except TypeError:  # an array of several
+            return value
+    return float(value) if isinstance(value, Real) else value
 
 
 def _require(holds: bool, name: str, value: object, bound: str) -> None:

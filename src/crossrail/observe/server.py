@@ -60,7 +60,7 @@ def serve_metrics(
 ) -> MetricsServer:  # fmt: skip
     """Serves the metrics of these over HTTP, from a thread of its own, until it is closed.
 
-    observed: engines, and collectors of prometheus_client: crossrail.weights.metrics.UpdateCollector,
+    observed: engines, and collectors of prometheus_client: crossrail.weights.services.metrics.UpdateCollector,
     crossrail.moe.metrics.RoundCollector, your own. port: 0: any that is free. host: address to listen at, of this host;
     "0.0.0.0" is all of them, and then anybody who reaches it reads names of peers and how much they move.
     peers_max: of each engine, see EngineCollector. patience_s: a client that sends, or takes, nothing for so long is

@@ -4,16 +4,17 @@ Inventories say who holds what, make_plan() says once and for all who sends what
 WeightController, WeightTrainer and WeightReceiver are the services that do (docs/weights.md).
 """
 
-from crossrail.weights.check import PlanError, check_plan
-from crossrail.weights.controller import ControllerOptions, UpdateReport, WeightController
 from crossrail.weights.errors import NotFinite, Refused, TornWeights, UpdateFailed, WatermarkTooSmall
-from crossrail.weights.inventory import Holding, Inventory, RegionInfo
-from crossrail.weights.memory import WeightMemory
-from crossrail.weights.plan import Plan
-from crossrail.weights.planner import PlanOptions, make_plan
-from crossrail.weights.receiver import Reading, WeightReceiver
-from crossrail.weights.step import StepReport
-from crossrail.weights.trainer import WeightTrainer
+from crossrail.weights.inventory.holdings import Holding, Inventory, RegionInfo
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.planning.check import PlanError, check_plan
+from crossrail.weights.planning.plan import Plan
+from crossrail.weights.planning.planner import PlanOptions, make_plan
+from crossrail.weights.services import messages
+from crossrail.weights.services.controller import ControllerOptions, UpdateReport, WeightController
+from crossrail.weights.services.receiver import Reading, WeightReceiver
+from crossrail.weights.services.trainer import WeightTrainer
+from crossrail.weights.step.step import StepReport
 
 __all__ = [
     "ControllerOptions",
@@ -37,4 +38,5 @@ __all__ = [
     "WeightTrainer",
     "check_plan",
     "make_plan",
+    "messages",
 ]

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 import crossrail as xr
-from crossrail.weights.convert import Caster
-from crossrail.weights.float8 import BLOCK, BlockQuantiser, blocks
-from crossrail.weights.inventory import Box
-from crossrail.weights.memory import WeightMemory
+from crossrail.weights.conversion.casts import Caster
+from crossrail.weights.conversion.float8 import BLOCK, BlockQuantiser, blocks
+from crossrail.weights.inventory.holdings import Box
+from crossrail.weights.inventory.memory import WeightMemory
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]

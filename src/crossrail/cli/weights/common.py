@@ -10,7 +10,7 @@ import click
 from crossrail.cli.service import together
 from crossrail.errors import UsageError
 from crossrail.weights import Inventory
-from crossrail.weights.models import CLUSTERS, MODELS, Cluster, inventories
+from crossrail.weights.inventory.models import CLUSTERS, MODELS, Cluster, inventories
 
 cluster_options = together(
     click.option("--trainers", type=int, help="How many there are; default: as was published for the model."),

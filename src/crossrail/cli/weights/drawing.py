@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crossrail.cli.weights.simulate import Outcome
-from crossrail.weights.show import new_figure
+from crossrail.weights.planning.show import new_figure
 
 _STAGES = {
     "h2d": ("host to device", "#4c72b0"),

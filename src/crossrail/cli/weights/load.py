@@ -25,10 +25,10 @@ from crossrail.cli.weights.progress import showing_update
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.weights.checkpoint import Checkpoint
-from crossrail.weights.controller import UpdateReport, WeightController
-from crossrail.weights.messages import mailbox
-from crossrail.weights.trainer import WeightTrainer
+from crossrail.weights.inventory.checkpoint import Checkpoint
+from crossrail.weights.services.controller import UpdateReport, WeightController
+from crossrail.weights.services.messages import mailbox
+from crossrail.weights.services.trainer import WeightTrainer
 
 _LOOK_S = 0.2
 

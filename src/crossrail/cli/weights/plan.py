@@ -14,7 +14,7 @@ from crossrail.cli.weights.common import check_model, cluster_options, sides_of
 from crossrail.cli.weights.show import print_summary
 from crossrail.errors import UsageError
 from crossrail.weights import Inventory, PlanOptions, make_plan
-from crossrail.weights.planner import Gather
+from crossrail.weights.planning.planner import Gather
 
 
 @click.command()

@@ -17,11 +17,11 @@ import crossrail as xr
 from crossrail.control.wire import EngineWire
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.weights.errors import UpdateFailed
-from crossrail.weights.memory import WeightMemory
-from crossrail.weights.messages import mailbox
-from crossrail.weights.receiver import WeightReceiver
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.services.messages import mailbox
+from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.toy import ToyModel, ToyTarget, ToyTrainer
-from crossrail.weights.trainer import WeightTrainer
 
 _ROLE_TIMEOUT_S = 600.0  # whoever started us gives up before, and then our input ends
 

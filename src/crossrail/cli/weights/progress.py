@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from crossrail.cli.text import format_bytes
-from crossrail.weights.controller import OnProgress, Stage
+from crossrail.weights.services.controller import OnProgress, Stage
 
 _WORDS: dict[Stage, str] = {
     "plan": "planning",

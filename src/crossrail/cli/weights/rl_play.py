@@ -22,10 +22,10 @@ from crossrail.cli.weights.play import say
 from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.engine import SECRET_VARIABLE
-from crossrail.weights.messages import mailbox
-from crossrail.weights.receiver import Reading, WeightReceiver
 from crossrail.weights.rl.task import CONFIG, Rollout
-from crossrail.weights.trainer import WeightTrainer
+from crossrail.weights.services.messages import mailbox
+from crossrail.weights.services.receiver import Reading, WeightReceiver
+from crossrail.weights.services.trainer import WeightTrainer
 
 _TIMEOUT_S = 300.0  # whoever started us gives up before
 _LINE_BYTES_MAX = 1 << 24

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from crossrail.cli.text import OutputFile, format_bytes, format_count
 from crossrail.weights import Plan
-from crossrail.weights.show import Spread, differences, draw, heat_map, summary
+from crossrail.weights.planning.show import Spread, differences, draw, heat_map, summary
 
 _LINES_MAX = 40
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

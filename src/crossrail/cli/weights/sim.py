@@ -16,7 +16,7 @@ from crossrail.cli.weights.cases import SWEPT, WAYS, Case, as_json, sweep_of
 from crossrail.cli.weights.common import check_model, cluster_of, cluster_options
 from crossrail.cli.weights.simulate import Outcome, Setting
 from crossrail.errors import UsageError
-from crossrail.weights.show import check_drawing
+from crossrail.weights.planning.show import check_drawing
 
 _FORMAT = 2
 

@@ -23,10 +23,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from crossrail.errors import UsageError
 from crossrail.integrations.vllm.plugin import PLAIN_VARIABLE
 from crossrail.integrations.vllm.weights_worker import Link, WeightsWorker
-from crossrail.weights.families import names_of
-from crossrail.weights.mapping import Ranks
-from crossrail.weights.memory import WeightMemory
-from crossrail.weights.torch_inventory import add_tensor
+from crossrail.weights.inventory.families import names_of
+from crossrail.weights.inventory.mapping import Ranks
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.inventory.torch_tensors import add_tensor
 
 
 @dataclass

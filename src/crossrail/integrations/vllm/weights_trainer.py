@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from crossrail.weights.controller import OnProgress, UpdateReport, WeightController
+from crossrail.weights.services.controller import OnProgress, UpdateReport, WeightController
 
 
 class VllmClient(Protocol):

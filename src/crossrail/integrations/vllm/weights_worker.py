@@ -21,10 +21,10 @@ from crossrail.control.wire import EngineWire
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 from crossrail.weights.errors import UpdateFailed
-from crossrail.weights.memory import WeightMemory
-from crossrail.weights.messages import mailbox
-from crossrail.weights.receiver import FENCE_S, WeightReceiver
-from crossrail.weights.versions import State
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.services.messages import mailbox
+from crossrail.weights.services.receiver import FENCE_S, WeightReceiver
+from crossrail.weights.services.versions import State
 
 log = logging.getLogger("crossrail.vllm")
 

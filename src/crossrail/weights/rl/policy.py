@@ -16,10 +16,10 @@ from transformers.utils import logging
 
 import crossrail as xr
 from crossrail.errors import CrossrailError
-from crossrail.weights.families import names_of
-from crossrail.weights.memory import WeightMemory
+from crossrail.weights.inventory.families import names_of
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.inventory.torch_tensors import add_tensor
 from crossrail.weights.rl.task import CONFIG, PROMPT_TOKENS, Rollout
-from crossrail.weights.torch_inventory import add_tensor
 
 _LEARNING_RATE = 3e-3
 _RATIO_MAX = 2.0  # of a token's probability here to the one it was sampled with

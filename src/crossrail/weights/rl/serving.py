@@ -14,12 +14,12 @@ import torch
 from torch.nn import functional
 
 import crossrail as xr
-from crossrail.weights.families import names_of
-from crossrail.weights.float8 import BLOCK, blocks
-from crossrail.weights.mapping import Ranks
-from crossrail.weights.memory import WeightMemory
+from crossrail.weights.conversion.float8 import BLOCK, blocks
+from crossrail.weights.inventory.families import names_of
+from crossrail.weights.inventory.mapping import Ranks
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.inventory.torch_tensors import add_tensor
 from crossrail.weights.rl.task import NEW_TOKENS, PROMPT_TOKENS, Rollout, reward
-from crossrail.weights.torch_inventory import add_tensor
 
 _ALIGN_BYTES = 64
 _SCALES = "_scale_inv"

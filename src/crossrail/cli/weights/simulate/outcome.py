@@ -11,7 +11,7 @@ from crossrail.cli.weights.simulate.setting import Setting
 from crossrail.cli.weights.simulate.works import PREPARE
 from crossrail.sim.profiles import CX7
 from crossrail.weights import Plan
-from crossrail.weights.speeds import moved_bytes, written_bytes
+from crossrail.weights.planning.speeds import moved_bytes, written_bytes
 
 _GAP_S = 0.5e-3  # two spans that are closer are drawn as one
 

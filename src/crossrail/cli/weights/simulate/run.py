@@ -16,7 +16,7 @@ from crossrail.cli.weights.simulate.setting import Setting
 from crossrail.cli.weights.simulate.works import collective_works, hulls_of, lanes_of, own_works, quantised_of
 from crossrail.errors import UsageError
 from crossrail.weights import Inventory, Plan, PlanOptions, make_plan
-from crossrail.weights.speeds import measured, moved_bytes
+from crossrail.weights.planning.speeds import measured, moved_bytes
 
 STRAGGLER_RATIO = 1.2  # who is so many times slower than the median has less to send
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from crossrail.cli.weights.simulate.setting import Costs
 from crossrail.weights import Inventory, Plan
-from crossrail.weights.boxes import Ints, volume
 from crossrail.weights.dtypes import DTYPES, ITEM_BYTES
+from crossrail.weights.planning.boxes import Ints, volume
 
 PREPARE = ("gather", "fuse", "quantise")
 

@@ -1,0 +1,5 @@
+"""Who holds what: boxes of the checkpoint's parameters, and where in registered memory they lie.
+
+holdings.py is the data; memory.py, torch_tensors.py and checkpoint.py make it of arrays, tensors and files; mapping.py
+and families.py translate frameworks' names; models.py has large models without their memory.
+"""

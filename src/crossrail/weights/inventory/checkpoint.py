@@ -1,0 +1,212 @@
+"""A safetensors checkpoint as a source of weights: inference ranks start cold as they are updated, by the same plan.
+
+The format is https://github.com/huggingface/safetensors: eight bytes with the header's length, the header in JSON, the
+tensors. Files are mapped, not read: pages come in as they are written to inference ranks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Struct
+
+import crossrail as xr
+from crossrail.errors import UsageError
+from crossrail.weights.conversion.casts import storage
+from crossrail.weights.inventory.holdings import DIMS
+from crossrail.weights.inventory.memory import WeightMemory
+
+_HEADER_BYTES_MAX = 100 << 20
+_LENGTH_BYTES = 8
+_INDEX = "model.safetensors.index.json"
+_EXPERT = re.compile(r"(.+\.experts)\.(0|[1-9][0-9]{0,8})\.(.+)")
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
+    "BOOL": "bool",
+}  # fmt: skip
+
+
+_Tensor: TypeAlias = tuple[str, npt.NDArray[Any]]  # its dtype, by our name for it; in storage() of that
+
+
+class _Entry(Struct):
+    dtype: str
+    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+    data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
+
+
+class _Index(Struct):
+    weight_map: dict[str, Annotated[str, Meta(pattern=r"^[^\x00]+$")]]
+
+
+class Checkpoint:
+    """Tensors of one or more files, mapped read-only. Closed by close(), after memories that hold it.
+
+    path: a .safetensors file, or a folder with some; with an index beside them (model.safetensors.index.json) those
+    that it names. UsageError for a malformed file, naming it and the tensor, and for what the index names and is not
+    there, as after a download that was cut off. A tensor of a type that is not taken is refused when it is asked for.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._tensors: dict[str, _Tensor] = {}
+        self._refused: dict[str, str] = {}  # why, by name
+        files, indexed = _files(Path(path))
+        for file in files:
+            self._add(file)
+        for name, file in indexed.items():
+            if name not in self._tensors and name not in self._refused:
+                raise UsageError(f"{file}: {name!r} is not in it, and {_INDEX} says that it is")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, in order."""
+        return sorted([*self._tensors, *self._refused])
+
+    def nbytes(self, names: Sequence[str]) -> int:
+        """Of these tensors together."""
+        return sum(self._tensor(name)[1].nbytes for name in names)
+
+    def memory(self, engine: xr.Engine, rank: int, count: int, names: Sequence[str] | None = None) -> WeightMemory:
+        """What rank `rank` of `count` readers holds, as a trainer would: whole tensors, about as many bytes each.
+
+        names: those wanted; None: all. Experts that lie there one by one are also held as parts of a stack of all of
+        them, under the name without a number, as families.py has it: inference ranks may want either.
+        """
+        memory = WeightMemory(engine, "trainer", rank)
+        held = [0] * count
+        wanted = self.names if names is None else names
+        stacks = self._stacks(wanted)
+        for name in sorted(wanted, key=lambda name: (-self._tensor(name)[1].nbytes, name)):
+            reader = held.index(min(held))
+            dtype, array = self._tensor(name)
+            held[reader] += array.nbytes
+            if reader == rank:
+                memory.add(name, array, dtype=dtype)
+                if name in stacks:
+                    stack, expert, experts = stacks[name]
+                    shape = (experts, *array.shape)
+                    box = ((expert, expert + 1), *((0, extent) for extent in array.shape))
+                    memory.add(stack, array[np.newaxis], shape=shape, box=box, dtype=dtype)
+        return memory
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._tensors.clear()
+        while self._maps:
+            self._maps.pop().close()
+
+    def _tensor(self, name: str) -> _Tensor:
+        if name in self._refused:
+            raise UsageError(self._refused[name])
+        if name not in self._tensors:
+            raise UsageError(f"the checkpoint has no tensor {name!r}")
+        return self._tensors[name]
+
+    def _stacks(self, names: Sequence[str]) -> dict[str, tuple[str, int, int]]:
+        """Of each expert by its name: its stack's name, its number, and how many there are.
+
+        Only where all are there, from 0 on, alike, and nothing else has the stack's name.
+        """
+        found: dict[str, dict[int, str]] = {}
+        for name in names:
+            if match := _EXPERT.fullmatch(name):
+                found.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = name
+        return {
+            name: (stack, expert, len(experts))
+            for stack, experts in found.items()
+            if stack not in self._tensors and stack not in self._refused and self._are_alike(experts)
+            for expert, name in experts.items()
+        }
+
+    def _are_alike(self, experts: Mapping[int, str]) -> bool:
+        """They are number 0 to one less than as many as there are, of one type and shape, which has room for one more
+        dimension.
+        """
+        kinds = {(dtype, array.shape) for dtype, array in map(self._tensor, experts.values())}
+        return max(experts) == len(experts) - 1 and len(kinds) == 1 and len(kinds.pop()[1]) < DIMS
+
+    def _add(self, file: Path) -> None:
+        length = file.stat().st_size
+        if length < _LENGTH_BYTES:
+            raise UsageError(f"{file}: {length} bytes, a safetensors file has more")
+        with file.open("rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        self._maps.append(mapped)
+        header_bytes = int.from_bytes(mapped[:_LENGTH_BYTES], "little")
+        begin = _LENGTH_BYTES + header_bytes
+        if header_bytes > _HEADER_BYTES_MAX or begin > length:
+            raise UsageError(f"{file}: a header of {header_bytes} bytes in a file of {length}")
+        try:
+            header = msgspec.json.decode(mapped[_LENGTH_BYTES:begin], type=dict[str, msgspec.Raw])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(f"{file}: no safetensors header: {error}") from None
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if name in self._tensors or name in self._refused:
+                raise UsageError(f"{file}: {name!r} is in another file too")
+            tensor = _entry_of(file, name, entry)
+            if tensor.dtype in _DTYPES:
+                self._tensors[name] = _tensor_of(file, name, tensor, mapped, begin)
+            else:
+                self._refused[name] = (
+                    f"{file}: {name!r} is of {tensor.dtype}, which is none of {', '.join(_DTYPES)}. Next: leave it out "
+                    "(crossrail weights load --ignore), or convert it"
+                )
+
+
+def _entry_of(file: Path, name: str, raw: msgspec.Raw) -> _Entry:
+    try:
+        return msgspec.json.decode(raw, type=_Entry)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"{file}: {name!r}: {error}") from None
+
+
+def _tensor_of(file: Path, name: str, entry: _Entry, mapped: mmap.mmap, begin: int) -> _Tensor:
+    dtype = _DTYPES[entry.dtype]
+    kind = storage(dtype)
+    count = int(np.prod(entry.shape, dtype=object))
+    first, last = entry.data_offsets
+    if last - first != count * kind.itemsize or begin + last > len(mapped):
+        raise UsageError(f"{file}: {name!r} of shape {entry.shape} in {entry.dtype} does not lie at {first}..{last}")
+    try:
+        return dtype, np.frombuffer(mapped, kind, count, begin + first).reshape(entry.shape)
+    except ValueError as error:  # of no elements, in dimensions that numpy cannot count
+        raise UsageError(f"{file}: {name!r} of shape {entry.shape}: {error}") from None
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Those to read, and of each tensor that an index names, where it says that it is."""
+    if path.is_file():
+        return [path], {}
+    index = path / _INDEX
+    if index.is_file():
+        indexed = _indexed(index)
+        files = sorted(set(indexed.values()))
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise UsageError(
+                f"{index}: {missing[0]} is not there; of {len(files)} files {len(missing)} are missing. Next: fetch "
+                "the checkpoint anew, all of it"
+            )
+        return files, indexed
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"{path}: no .safetensors file there")
+    return files, {}
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    try:
+        found = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{index}: no index: {error}") from None
+    return {name: index.parent / file for name, file in found.items()}

@@ -1,0 +1,220 @@
+"""From the tensors of a framework to parameters of the checkpoint: rules that say what lies where inside of what.
+
+A rule names a framework's tensor and the parameters that lie in it one behind the other. What a rank of tensor or
+expert parallelism holds, and the scales of fp8 blocks, follow from it. To add a model or a framework: a tuple of rules,
+of which families.py has examples.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from crossrail.errors import UsageError
+from crossrail.weights.dtypes import ITEM_BYTES, dtype_code
+from crossrail.weights.inventory.holdings import Box, Holding, c_strides
+
+Shape = tuple[int, ...]
+_SCALES = "_scale_inv"
+
+
+class Part(NamedTuple):
+    """A parameter inside of a tensor.
+
+    name: in the checkpoint; {field} stands for what the rule's pattern found. split: the dimension that tensor
+    parallelism divides, not counting experts; None: every rank has all. units: the number (Names.units) of pieces that
+    are never divided, heads mostly; with more ranks than units, neighbouring ranks have the same.
+    """
+
+    name: str
+    split: int | None = None
+    units: str = ""
+
+
+class Rule(NamedTuple):
+    """A tensor of a framework.
+
+    pattern: its name; {field} stands for one word between dots. parts: what lies in it, in this order along the
+    dimension `along`, not counting experts. experts: the first dimension of parts and tensor are experts, of which a
+    rank of expert parallelism has its share, and then nothing else is divided. With {expert} in it, the tensor is one.
+    """
+
+    pattern: str
+    parts: tuple[Part, ...]
+    along: int = 0
+    experts: bool = False
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which rank of how many this process is, in tensor and in expert parallelism (1: experts are divided by tp)."""
+
+    tp_rank: int = 0
+    tp: int = 1
+    ep_rank: int = 0
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name, rank, count in (("tp", self.tp_rank, self.tp), ("ep", self.ep_rank, self.ep)):
+            if not 0 <= rank < count:
+                raise UsageError(f"{name}_rank={rank} must be in 0..{name}-1, {name}={count}")
+
+
+ALONE = Ranks()
+
+
+class _Span(NamedTuple):
+    """A box of a parameter, and where in the tensor it begins."""
+
+    name: str
+    shape: Shape
+    box: Box
+    begin: Shape
+    scale_of: str | None
+    block: Shape
+
+
+class Names:
+    """Translates the tensors of one model. Immutable; any thread.
+
+    rules: the first whose pattern fits counts; a tensor that none fits is the parameter of that name, undivided.
+    shapes: of the checkpoint's parameters, experts stacked: (experts, ...) under one name without a number.
+    units: what rules call units, "heads" and "kv_heads" mostly. block: elements of a matrix that share an fp8 scale.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        shapes: Mapping[str, Shape],
+        units: Mapping[str, int] | None = None,
+        block: tuple[int, int] = (128, 128),
+    ) -> None:
+        self.shapes = dict(shapes)
+        self._rules = [(_compiled(rule.pattern), rule) for rule in rules]
+        self._units = dict(units or {})
+        self._block = block
+
+    def holdings(
+        self,
+        name: str,
+        dtype: str,
+        shape: Sequence[int],
+        region: int,
+        offset: int,
+        *,
+        ranks: Ranks = ALONE,
+        box: Box | None = None,
+        strides: Sequence[int] | None = None,
+        mesh: str = "",
+    ) -> list[Holding]:
+        """What a framework's tensor is in terms of the checkpoint.
+
+        name, shape: of the tensor that this rank of tensor and expert parallelism has. box: the part of it that is
+        here, of an FSDP shard for instance; None: all. strides: bytes, of what is here; None: packed.
+        UsageError when the name is unknown, or the shape is not what the rules give.
+        """
+        spans, extent = self._spans(name, ranks)
+        if tuple(shape) != extent:
+            raise UsageError(f"{name!r} has the shape {tuple(shape)}, must be {extent} for {ranks}")
+        here = box if box is not None else tuple((0, n) for n in extent)
+        lengths = np.array([[stop - start for start, stop in here]], np.int64)
+        steps = strides if strides is not None else c_strides(lengths, ITEM_BYTES[dtype_code(dtype)])[0].tolist()
+        found = []
+        for span in spans:
+            indexed = len(span.shape) - len(extent)  # 1 where the tensor is one expert of a stack
+            low = [max(start, at) for (start, _), at in zip(here, span.begin, strict=True)]
+            ends = [at + b - a for at, (a, b) in zip(span.begin, span.box[indexed:], strict=True)]
+            high = [min(stop, end) for (_, stop), end in zip(here, ends, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            inside = [
+                (first + a - at, first + b - at)
+                for a, b, at, (first, _) in zip(low, high, span.begin, span.box[indexed:], strict=True)
+            ]
+            place = offset + sum((a - start) * step for a, (start, _), step in zip(low, here, steps, strict=True))
+            held = (*span.box[:indexed], *inside)
+            by = (*[0] * indexed, *steps)
+            found.append(
+                Holding(span.name, dtype, span.shape, held, region, place, by, mesh, span.scale_of, span.block)
+            )
+        return found
+
+    def _spans(self, name: str, ranks: Ranks) -> tuple[list[_Span], Shape]:
+        """What is in the tensor, and its shape."""
+        scales = name.endswith(_SCALES)
+        base = name.removesuffix(_SCALES)
+        rule, fields = self._rule(base)
+        expert = _expert(name, fields.pop("expert")) if "expert" in fields else None
+        spans: list[_Span] = []
+        at = 0
+        for part in rule.parts:
+            full = part.name.format(**fields)
+            if full not in self.shapes:
+                raise UsageError(f"{name!r}: the model has no parameter {full!r}")
+            shape = self.shapes[full]
+            box = self._held(part, rule, full, shape, expert, ranks)
+            block: Shape = ()
+            if scales:
+                block = (*[1] * (len(shape) - 2), *self._block[max(2 - len(shape), 0) :])
+                box = tuple((start // size, -(-stop // size)) for (start, stop), size in zip(box, block, strict=True))
+                shape = tuple(-(-extent // size) for extent, size in zip(shape, block, strict=True))
+            inner = box[1:] if expert is not None else box
+            along = rule.along + (1 if rule.experts else 0)
+            begin = [0] * len(inner)
+            if along < len(inner):
+                begin[along] = at
+                at += inner[along][1] - inner[along][0]
+            target = full + _SCALES if scales else full
+            spans.append(_Span(target, shape, box, tuple(begin), full if scales else None, block))
+        first = spans[0].box[1:] if expert is not None else spans[0].box
+        extent = [stop - start for start, stop in first]
+        if rule.along + (1 if rule.experts else 0) < len(extent):
+            extent[rule.along + (1 if rule.experts else 0)] = at
+        return spans, tuple(extent)
+
+    def _rule(self, name: str) -> tuple[Rule, dict[str, str]]:
+        for pattern, rule in self._rules:
+            if match := pattern.fullmatch(name):
+                return rule, match.groupdict()
+        return Rule(name, (Part(name),)), {}
+
+    def _held(self, part: Part, rule: Rule, name: str, shape: Shape, expert: int | None, ranks: Ranks) -> Box:
+        box = [(0, extent) for extent in shape]
+        stacked = rule.experts or expert is not None
+        if expert is not None:
+            if expert >= shape[0]:
+                raise UsageError(f"{name!r} has {shape[0]} experts, there is no number {expert}")
+            box[0] = (expert, expert + 1)
+        if rule.experts and ranks.ep > 1:
+            box[0] = _piece(name, shape[0], shape[0], ranks.ep_rank, ranks.ep)
+            return tuple(box)
+        dim = None if part.split is None else part.split + stacked
+        if dim is not None and dim < len(shape):
+            units = self._units[part.units] if part.units else shape[dim]
+            box[dim] = _piece(name, shape[dim], units, ranks.tp_rank, ranks.tp)
+        return tuple(box)
+
+
+def _expert(name: str, word: str) -> int:
+    if not re.fullmatch("[0-9]+", word):
+        raise UsageError(f"{name!r}: {word!r} stands where the number of an expert should")
+    return int(word)
+
+
+def _piece(name: str, extent: int, units: int, rank: int, count: int) -> tuple[int, int]:
+    if extent % units or (units % count and count % units):
+        raise UsageError(f"{name!r}: {extent} rows or columns in {units} units cannot be divided by {count} ranks")
+    pieces = min(units, count)
+    size = extent // pieces
+    index = rank // (count // pieces)
+    return index * size, (index + 1) * size
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(pattern)))

@@ -1,0 +1,269 @@
+"""Memory of a process in which weights lie, registered in whole blocks, and the inventory of what lies there."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+import crossrail as xr
+from crossrail._buffers import gpu_allocation
+from crossrail.errors import UsageError
+from crossrail.weights import gpu
+from crossrail.weights.conversion.casts import storage
+from crossrail.weights.inventory.holdings import Box, Holding, Inventory, RegionInfo, Role
+
+_PADDING_BYTES = 512  # allocators hand out a GPU's memory in multiples of that: smaller gaps in one are nobody's
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Where an array lies. address, strides: bytes; block: what was allocated with it, [begin, end)."""
+
+    address: int
+    strides: tuple[int, ...]
+    extent: tuple[int, ...]
+    dtype: str
+    block: tuple[int, int]
+    owner: object
+    is_cuda: bool = False
+    is_read_only: bool = False
+
+
+class WeightMemory:
+    """What one process holds of a model. Made empty; filled by add(); then registered, all at once, by inventory().
+
+    Allocations are registered whole, and those that touch as one region: a model has few of them and thousands of
+    tensors; on a GPU what torch's allocator cut of one piece of the driver's counts as touching.
+    regions: memory that is registered already (Engine.alloc: peers of this host then write it directly); arrays in them
+    need no registration of their own, and they stay the caller's to close.
+    Owner of the arrays: the caller; they are kept alive until close(). Threads: one at a time.
+    """
+
+    def __init__(self, engine: xr.Engine, role: Role, rank: int, regions: Sequence[xr.Region] = ()) -> None:
+        self.engine = engine
+        self.role: Role = role
+        self.rank = rank
+        self.regions: list[xr.Region] = list(regions)
+        self._given = len(self.regions)
+        self._made: list[tuple[int, int]] = []  # of regions that were made here, disjoint: begin and index, ascending
+        self._added: list[tuple[Holding, _Piece]] = []
+        self._inventory: Inventory | None = None
+
+    def add(
+        self,
+        name: str,
+        array: Any,
+        *,
+        shape: Sequence[int] | None = None,
+        box: Box | None = None,
+        dtype: str | None = None,
+        mesh: str = "",
+        scale_of: str | None = None,
+        block: Sequence[int] = (),
+    ) -> None:
+        """A box of a parameter lies in this array, which stays where it is.
+
+        array: numpy, torch on the CPU or on NVIDIA's GPUs, or whatever has `__cuda_array_interface__`; the innermost
+        dimension without gaps, the others in C order, as of a slice.
+        At an inference rank it must be writable. A DTensor goes by torch_tensors.add_tensor().
+        name, shape, box, mesh, scale_of, block: of Holding; shape None: the array's; box None: all of the parameter.
+        dtype: of elements that numpy has no type for, "bfloat16" as uint16, "float8_e4m3fn" as uint8.
+        """
+        if self._inventory is not None:
+            raise UsageError(f"{name}: this memory is registered already, nothing more can be added")
+        if not isinstance(name, str):
+            raise UsageError(f"name is {name!r}, must be a parameter's, of the checkpoint")
+        piece = _piece_of(name, array, dtype)
+        if piece.is_read_only and self.role == "target":
+            raise UsageError(f"{name}: the array is read-only, and weights are written into it")
+        whole, place = _place_of(name, piece.extent if shape is None else shape, box)
+        if tuple(stop - start for start, stop in place) != piece.extent:
+            raise UsageError(f"{name}: the array has the shape {piece.extent}, its box {place} of {whole} has not")
+        if 0 in piece.extent:  # an uneven shard may have nothing here
+            return
+        holding = Holding(name, piece.dtype, whole, place, 0, 0, piece.strides, mesh, scale_of, tuple(block))
+        self._added.append((holding, piece))
+
+    def inventory(self) -> Inventory:
+        """Registers what is not registered, at the first call, and says what lies where, with today's descriptors."""
+        if self._inventory is None:
+            self._register()
+        infos = [RegionInfo(bytes(region.descriptor), region.nbytes) for region in self.regions]
+        if self._inventory is None:
+            self._inventory = Inventory.of(self.role, self.rank, infos, self._placed())
+        elif self._inventory.regions != tuple(infos):  # some were revoked and renewed
+            old = self._inventory
+            self._inventory = Inventory(old.role, old.rank, infos, old.names, old.meshes, old.rows)
+        return self._inventory
+
+    def like(self, array: Any, regions: Sequence[xr.Region]) -> Any:
+        """What lies in these regions where the array lies in ours: a numpy array that shares their memory.
+
+        array: as given to add(). regions: as many and as long as ours.
+        On a GPU it is the array itself if the regions are ours, else a torch tensor, of torch's type of that name,
+        which may be used as long as the regions are open.
+        """
+        piece = _piece_of("like()", array, None)
+        index = self._region_of(piece)
+        if index is None:
+            raise UsageError("the array lies in none of the regions of this memory")
+        offset = piece.address - self.regions[index].base
+        if regions[index].device != "cpu":
+            if regions[index] is self.regions[index]:
+                return array
+            return gpu.tensor_at(regions[index], offset, piece.extent, piece.strides, piece.dtype)
+        memory = regions[index].array()
+        return np.ndarray(piece.extent, storage(piece.dtype), memory.data, offset, piece.strides)
+
+    def close(self) -> None:
+        """Closes the regions that were made here, and lets go of the arrays. Idempotent."""
+        for region in self.regions[self._given :]:
+            region.close()
+        del self.regions[self._given :]
+        self._made.clear()
+        self._added.clear()
+
+    def _register(self) -> None:
+        blocks = {(piece.block, piece.is_cuda) for _, piece in self._added if self._region_of(piece) is None}
+        access = "read" if self.role == "trainer" else "write"
+        for begin, end in _merged(sorted(blocks)):
+            self.regions.append(self.engine.register((begin, end - begin), access=access))
+            insort(self._made, (begin, len(self.regions) - 1))
+
+    def _region_of(self, piece: _Piece) -> int | None:
+        """The index of the region that it lies in; None when it is in none yet."""
+        for index, region in enumerate(self.regions[: self._given]):
+            if region.base <= piece.address < region.base + region.nbytes:
+                return index
+        at = bisect_right(self._made, (piece.address, len(self.regions))) - 1
+        if at < 0:
+            return None
+        begin, index = self._made[at]
+        return index if piece.address < begin + self.regions[index].nbytes else None
+
+    def _placed(self) -> list[Holding]:
+        placed = []
+        for holding, piece in self._added:
+            index = self._region_of(piece)
+            assert index is not None
+            offset = piece.address - self.regions[index].base
+            placed.append(
+                Holding(
+                    holding.name, holding.dtype, holding.shape, holding.box, index, offset, holding.strides,
+                    holding.mesh, holding.scale_of, holding.block,
+                )
+            )  # fmt: skip
+        return placed
+
+    def __enter__(self) -> WeightMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _merged(blocks: Sequence[tuple[tuple[int, int], bool]]) -> list[tuple[int, int]]:
+    """Those that overlap or touch made one; ascending. On a GPU only within an allocation: the driver maps no two."""
+    merged: list[tuple[int, int]] = []
+    before: tuple[int, int] | None = None
+    for (begin, end), is_cuda in blocks:
+        allocation = gpu_allocation(begin) if is_cuda else None
+        gap_end = merged[-1][1] + (_PADDING_BYTES if is_cuda else 1) if merged else 0
+        if begin < gap_end and allocation == before:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((begin, end))
+        before = allocation
+    return merged
+
+
+def _place_of(name: str, shape: Sequence[int], box: Box | None) -> tuple[tuple[int, ...], Box]:
+    """The whole parameter's shape, and what of it is here."""
+    try:
+        whole = tuple(operator.index(n) for n in shape)
+        if box is None:
+            return whole, tuple((0, n) for n in whole)
+        return whole, tuple((operator.index(start), operator.index(stop)) for start, stop in box)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"{name}: shape {shape!r} must be a number, and box {box!r} a (start, stop), for each dimension"
+        ) from None
+
+
+def _piece_of(name: str, array: Any, dtype: str | None) -> _Piece:
+    if isinstance(array, np.ndarray):
+        return _numpy_piece(name, array, dtype)
+    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _torch_piece(name, array)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _cuda_piece(name, array, dtype)
+    raise UsageError(f"{name}: a {type(array).__name__} is neither a numpy array nor a torch tensor")
+
+
+def _numpy_piece(name: str, array: np.ndarray[Any, Any], dtype: str | None) -> _Piece:
+    kind = _kind_of(name, array.dtype, dtype)
+    base = array
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    if min(array.strides, default=0) < 0 or min(base.strides, default=0) < 0:
+        raise UsageError(f"{name}: the array is reversed, strides {array.strides}")
+    begin = base.ctypes.data
+    block = begin, begin + _span(base.shape, base.strides, base.itemsize)
+    is_read_only = not array.flags.writeable
+    return _Piece(array.ctypes.data, array.strides, array.shape, kind, block, array, False, is_read_only)
+
+
+def _cuda_piece(name: str, array: Any, dtype: str | None) -> _Piece:
+    """Of what speaks Numba's protocol: CuPy, JAX."""
+    interface = array.__cuda_array_interface__
+    stored, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
+    kind = _kind_of(name, stored, dtype)
+    dense = [stored.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    strides = tuple(interface.get("strides") or dense)
+    if min(strides, default=0) < 0:
+        raise UsageError(f"{name}: the array is reversed, strides {strides}")
+    begin, is_read_only = int(interface["data"][0]), bool(interface["data"][1])
+    block = begin, begin + _span(shape, strides, stored.itemsize)
+    return _Piece(begin, strides, shape, kind, block, array, True, is_read_only)
+
+
+def _kind_of(name: str, stored: np.dtype[Any], dtype: str | None) -> str:
+    kind = stored.name if dtype is None else dtype
+    if storage(kind) != stored:
+        raise UsageError(f"{name}: {kind} lies in an array of {storage(kind)}, not of {stored}")
+    return kind
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Bytes from the first element to the end of the last."""
+    return sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + itemsize
+
+
+def _torch_piece(name: str, tensor: Any) -> _Piece:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"{name}: the tensor is on {tensor.device}, only those on the CPU or a GPU of NVIDIA's are taken"
+        )
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise UsageError(f"{name}: the tensor's layout is {tensor.layout}, must be torch.strided")
+    if hasattr(tensor, "to_local"):
+        raise UsageError(
+            f"{name}: the tensor is a {type(tensor).__name__}: "
+            "crossrail.weights.inventory.torch_tensors.add_tensor() takes it"
+        )
+    stored = tensor.untyped_storage()
+    begin = stored.data_ptr()
+    strides = tuple(step * tensor.element_size() for step in tensor.stride())
+    kind, block = str(tensor.dtype).removeprefix("torch."), (begin, begin + stored.nbytes())
+    return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, block, tensor, tensor.device.type == "cuda")

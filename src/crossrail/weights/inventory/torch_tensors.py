@@ -1,0 +1,87 @@
+"""Holdings from torch tensors: plain ones and DTensors. Needs torch."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as TorchShard
+
+from crossrail.errors import UsageError
+from crossrail.weights.inventory.holdings import Box, Holding
+from crossrail.weights.inventory.mapping import ALONE, Names, Ranks
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.inventory.placement import Placement, Replicate, Shard, local_box
+
+
+def dtensor_box(name: str, tensor: DTensor) -> Box:
+    """What of the whole tensor is in its to_local(); may be empty. UsageError for placements that hold no values."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise UsageError(f"{name!r}: this process is not in the mesh of the tensor")
+    placements = [_placement(name, placed) for placed in tensor.placements]
+    return local_box(tensor.shape, tensor.device_mesh.shape, coordinate, placements)
+
+
+def _placement(name: str, placed: Any) -> Placement:
+    if placed.is_replicate():
+        return Replicate()
+    # _StridedShard is a Shard in some versions of torch, and only looks like one in others.
+    if isinstance(placed, TorchShard) or hasattr(placed, "split_factor"):
+        return Shard(placed.dim, getattr(placed, "split_factor", 1))
+    raise UsageError(f"{name!r} is placed as {placed}, which is neither Shard nor Replicate")
+
+
+def mesh_name(tensor: DTensor) -> str:
+    """The same for all processes of the tensor's mesh, and of no other."""
+    ranks = tensor.device_mesh.mesh.flatten().tolist()
+    return f"{len(ranks)} ranks {zlib.crc32(','.join(map(str, ranks)).encode()):08x}"
+
+
+def torch_holdings(
+    names: Names, name: str, tensor: torch.Tensor, region: int, region_base: int, *, ranks: Ranks = ALONE
+) -> list[Holding]:
+    """What a tensor of a framework holds, in terms of the checkpoint.
+
+    region_base: address of the region's first byte; the tensor lies in it, and stays there. ranks: those by which the
+    tensor's shape is already divided; not the ones of a DTensor's own mesh.
+    """
+    local, box, mesh = tensor, None, ""
+    if isinstance(tensor, DTensor):
+        local, box, mesh = tensor.to_local(), dtensor_box(name, tensor), mesh_name(tensor)
+        extent = tuple(stop - start for start, stop in box)
+        if tuple(local.shape) != extent and 0 not in extent:
+            raise UsageError(f"{name!r}: the local tensor has the shape {tuple(local.shape)}, its placement {extent}")
+    return names.holdings(
+        name,
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        region,
+        local.data_ptr() - region_base if local.numel() else 0,
+        ranks=ranks,
+        box=box,
+        strides=[stride * local.element_size() for stride in local.stride()],
+        mesh=mesh,
+    )
+
+
+def add_tensor(memory: WeightMemory, names: Names, name: str, tensor: torch.Tensor, *, ranks: Ranks = ALONE) -> None:
+    """Adds a framework's tensor to this memory, as all those parameters of the checkpoint that lie in it.
+
+    tensor: plain or a DTensor, on the CPU or a GPU; its elements stay where they are. name, ranks: as torch_holdings
+    has them.
+    """
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    if not local.numel():  # an uneven shard
+        return
+    size = local.element_size()
+    for held in torch_holdings(names, name, tensor, 0, local.data_ptr(), ranks=ranks):
+        assert held.strides is not None
+        extent = [stop - start for start, stop in held.box]
+        steps = [stride // size for stride in held.strides]
+        piece = local.as_strided(extent, steps, local.storage_offset() + held.offset // size)
+        memory.add(
+            held.name, piece, shape=held.shape, box=held.box, mesh=held.mesh, scale_of=held.scale_of, block=held.block
+        )

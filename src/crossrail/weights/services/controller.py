@@ -1,0 +1,465 @@
+"""Plans updates and says when they begin. No weight passes through it.
+
+An update: 1. plan, if anybody came or went. 2. Open: inference ranks make a buffer ready. 3. Go: trainers write.
+4. Await: inference ranks have counted all. 5. Commit to all. If anything goes wrong before 5: Abort to all. Whoever
+does not answer Commit or Abort is left out of the next plan; it ends the attempt by its own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+from crossrail._options import check_seconds, check_whole
+from crossrail.control.deadlines import set_in_time
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.messages import clipped
+from crossrail.control.wire import Unreachable
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.observe.durations import Durations
+from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.inventory.holdings import Inventory, Role
+from crossrail.weights.planning.plan import Plan
+from crossrail.weights.planning.planner import PlanOptions, make_plan
+from crossrail.weights.planning.speeds import Pace
+from crossrail.weights.services import messages as m
+from crossrail.weights.services.members import Member, assigns_of
+from crossrail.weights.services.versions import checked_version
+from crossrail.weights.step.step import StepReport
+
+log = logging.getLogger("crossrail.weights")
+
+_DURATION_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_IMM_END = 1 << 27  # from here on engines hand them out
+_ATTEMPTS = 1 << 19  # until numbers of immediates are used again
+_T = TypeVar("_T")
+
+# Of all controllers that a mailbox has had: members know a controller by its address, and take no number twice.
+_attempts: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
+
+Stage = Literal["plan", "ready", "open", "write"]
+OnProgress = Callable[[Stage, int, int], None]
+
+
+@dataclass(frozen=True)
+class ControllerOptions:
+    """imm_first: the first of 2**20 immediates that updates count with, on the engines of all members; of the lower
+    half, which engines do not hand out. abort_s: how long members may take to end an attempt, and to commit one.
+    evict_s: how long one that was left out is told so. progress_s: how often trainers are asked how far they are.
+    straggler_ratio: a trainer that was busy so many times as long as the median, and whose bytes took that many times
+    as long, has less to send from the next update on, which is planned anew (speeds.measured); None: all are alike.
+    UsageError for one that makes no sense.
+    """
+
+    imm_first: int = 1 << 24
+    abort_s: float = 10.0
+    evict_s: float = 600.0
+    progress_s: float = 0.25
+    straggler_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(imm_first=self.imm_first)
+        if not 0 <= self.imm_first <= _IMM_END - 2 * _ATTEMPTS:
+            raise UsageError(f"imm_first is {self.imm_first}, must be in 0..{_IMM_END - 2 * _ATTEMPTS}")
+        check_seconds(abort_s=self.abort_s, evict_s=self.evict_s, progress_s=self.progress_s)
+        if self.progress_s == 0:
+            raise UsageError("progress_s is 0, must be more: trainers would be asked without a pause")
+
+
+@dataclass
+class UpdateReport:
+    """What an update took, in seconds. plan_s: planning and telling everybody, 0 when nobody came, went or slowed down.
+
+    steps: of each trainer, by rank. speeds: of trainers, as it was planned with; those not named are alike.
+    """
+
+    version: int
+    plan_s: float = 0.0
+    open_s: float = 0.0
+    transfer_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+    steps: dict[int, StepReport] = field(default_factory=dict)
+    speeds: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def written_bytes(self) -> int:
+        """By all trainers."""
+        return sum(step.written_bytes for step in self.steps.values())
+
+
+@dataclass
+class UpdateTotals:
+    """Of all updates of a controller. written_bytes, stage_s and durations: of those that are done."""
+
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    written_bytes: int = 0
+    stage_s: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("plan", "open", "transfer", "commit"), 0.0)
+    )
+    durations: Durations = field(default_factory=lambda: Durations(_DURATION_BOUNDS_S))
+
+    def add(self, report: UpdateReport) -> None:
+        """Counts one that is done."""
+        self.done += 1
+        self.written_bytes += report.written_bytes
+        for stage in self.stage_s:
+            self.stage_s[stage] += getattr(report, f"{stage}_s")
+        self.durations.add(report.total_s)
+
+
+class WeightController:
+    """One for a set of trainers and inference ranks. Threads: the event loop's; planning runs in another.
+
+    Lifecycle: 1. made. 2. members join; ready() waits for them. 3. update() for each version.
+    version: the last that was completed everywhere; -1: none. plan: the current one. totals: of all updates so far.
+    Owner of the mailbox: whoever made and started it; it stays open.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        plan_options: PlanOptions | None = None,
+        options: ControllerOptions | None = None,
+    ) -> None:
+        self.version = -1
+        self.totals = UpdateTotals()
+        self.plan: Plan | None = None
+        self._mailbox = mailbox
+        self._plan_options = plan_options or PlanOptions()
+        self._options = options or ControllerOptions()
+        self._pace = Pace(self._plan_options.speeds, self._options.straggler_ratio)
+        self._speeds: dict[int, float] = {}  # that the current plan was made with
+        self._members: dict[tuple[Role, int], Member] = {}
+        self._planned: list[Member] = []  # those whom the current plan is for
+        self._joined = asyncio.Event()
+        self._gone: list[bytes] = []
+        self._attempt = _attempts.setdefault(mailbox, 0)
+        self._under_way: int | None = None  # the version
+        self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
+        mailbox.handle(m.Join, self._on_join)
+        mailbox.handle(m.Leave, self._on_leave)
+
+    @property
+    def address(self) -> bytes:
+        """What members join."""
+        return self._mailbox.address
+
+    def ranks(self, role: Role) -> list[int]:
+        """Of those who are there, ascending."""
+        return sorted(member.rank for member in self._members.values() if member.role == role)
+
+    async def ready(self, trainers: Iterable[int], targets: Iterable[int], timeout_s: float) -> None:
+        """Returns when these ranks have joined. Raises WaitTimeout, which names those that have not."""
+        wanted: list[tuple[Role, int]] = [("trainer", rank) for rank in trainers]
+        wanted += [("target", rank) for rank in targets]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while missing := [key for key in wanted if key not in self._members]:
+            self._joined.clear()
+            if not await set_in_time(self._joined, deadline - loop.time()):
+                names = ", ".join(f"{role} {rank}" for role, rank in missing[:16])
+                raise WaitTimeout(f"not there within {timeout_s:g} s: {names}", len(wanted) - len(missing), len(wanted))
+
+    async def update(
+        self, version: int, timeout_s: float = 60.0, on_progress: OnProgress | None = None
+    ) -> UpdateReport:
+        """Brings this version from all trainers, which must offer it, to all inference ranks.
+
+        on_progress: called now and then with the stage, how much of it is done, and how much there is: "plan" (0 of 1),
+        "ready" (tasks that trainers have made ready; these two only when somebody came or went), "open" (inference
+        ranks), "write" (bytes).
+        Raises UpdateFailed once it is aborted everywhere: inference ranks with spare memory go on with the version they
+        had, those without say that they are torn; another update() may succeed, with a new plan if somebody was lost.
+        UsageError when what members hold does not fit, or when an update is under way; and what on_progress raises.
+        Cancelled, it aborts everywhere first, which may take options.abort_s; or it commits, if all is there already.
+        Who joins meanwhile is in the next one.
+        """
+        version = checked_version(version)
+        check_seconds(timeout_s=timeout_s)
+        timeout_s = min(timeout_s, m.SECONDS_MAX)
+        if self._under_way is not None:
+            raise UsageError(f"the update to version {self._under_way} is under way: one at a time")
+        self._under_way = version
+        self._attempt = _attempts[self._mailbox] = _attempts[self._mailbox] + 1
+        self._lost = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        report = UpdateReport(version)
+        try:
+            self._sweep()
+            try:
+                work = self._run(version, report, begun + timeout_s, on_progress or _unseen)
+                await self._in_time(work, timeout_s)
+            except asyncio.CancelledError:
+                self.totals.cancelled += 1
+                await _to_its_end(self._abort("the update was cancelled"))
+                raise
+            except Exception as error:
+                self.totals.failed += 1
+                is_ours = isinstance(error, CrossrailError | asyncio.TimeoutError)
+                why = str(error) if is_ours else f"{type(error).__name__}: {error}"
+                why = why or f"not complete within {timeout_s:g} s"
+                await _to_its_end(self._abort(why))
+                if isinstance(error, UsageError) or not is_ours:
+                    raise
+                raise UpdateFailed(version, why) from error
+            await _to_its_end(self._commit(version, report))
+            report.total_s = loop.time() - begun
+            self.totals.add(report)
+            return report
+        finally:
+            self._under_way = None
+            self._lost.cancel()
+            self._lost = None
+
+    # ---- members
+
+    async def _on_join(self, sender: bytes, join: m.Join) -> m.Joined | m.JoinRefused:
+        try:
+            inventory = Inventory.from_bytes(m.unpacked(join.inventory))
+            if join.spare and len(join.spare) != len(inventory.regions):
+                raise UsageError(
+                    f"{len(join.spare)} regions in the spare memory, {len(inventory.regions)} in the other"
+                )
+        except UsageError as error:
+            return m.JoinRefused(clipped(error))
+        buffers = [[region.descriptor for region in inventory.regions]] + ([join.spare] if join.spare else [])
+        member = Member(inventory.role, inventory.rank, sender, inventory, buffers)
+        before = self._members.get((member.role, member.rank))
+        if before is not None:
+            self._remove(before, "another incarnation of it has joined, or it joined again")
+        self._members[member.role, member.rank] = member
+        self._gone = [address for address in self._gone if address != sender]
+        self._joined.set()
+        log.info("%s joined", member)
+        return m.Joined(self.version)
+
+    async def _on_leave(self, sender: bytes, _: m.Leave) -> m.Taken:
+        for member in list(self._members.values()):
+            if member.address == sender:
+                self._remove(member, "it left")
+        return m.Taken()
+
+    def _remove(self, member: Member, why: str) -> None:
+        log.info("%s is out: %s", member, why)
+        self._members.pop((member.role, member.rank), None)
+        if member.role == "trainer":
+            self._pace.forget(member.rank)
+        self._gone.append(member.address)
+        if member in self._planned and self._lost is not None and not self._lost.done():
+            self._lost.set_exception(CrossrailError(f"{member}: {why}"))
+
+    def _sweep(self) -> None:
+        for member in list(self._members.values()):
+            if self._mailbox.wire.is_lost(member.address):
+                self._remove(member, "it died or closed")
+
+    def _of(self, role: Role) -> list[Member]:
+        return [self._members[key] for key in sorted(self._members) if key[0] == role]
+
+    def _planned_by_role(self) -> tuple[list[Member], list[Member]]:
+        """Trainers and inference ranks of the plan; others may have joined since."""
+        trainers = [member for member in self._planned if member.role == "trainer"]
+        return trainers, [member for member in self._planned if member.role == "target"]
+
+    # ---- an update
+
+    async def _in_time(self, work: Awaitable[None], timeout_s: float) -> None:
+        """Ends early when somebody of it goes."""
+        task = asyncio.ensure_future(work)
+        assert self._lost is not None
+        both: list[asyncio.Future[Any]] = [task, self._lost]
+        try:
+            await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        if not task.cancelled():
+            return task.result()
+        if self._lost.done():
+            self._lost.result()
+        raise asyncio.TimeoutError
+
+    async def _run(self, version: int, report: UpdateReport, deadline: float, on_progress: OnProgress) -> None:
+        loop = asyncio.get_running_loop()
+        clock = loop.time
+        begun = clock()
+        members = [*self._of("trainer"), *self._of("target")]
+        speeds = self._pace.of(member.rank for member in members if member.role == "trainer")
+        if self.plan is None or members != self._planned or speeds != self._speeds:
+            self._planned, self._speeds = members, speeds
+            on_progress("plan", 0, 1)
+            self.plan = await loop.run_in_executor(None, self._make_plan)
+            await self._distribute(self.plan, deadline, on_progress)
+            report.plan_s = clock() - begun
+        report.speeds = speeds
+        plan, trainers, targets = self.plan, *self._planned_by_role()
+        digest, attempt = plan.digest, self._attempt
+        imm = self._imm_of(attempt)
+
+        begun = clock()
+        left_s = deadline - begun
+        on_progress("open", 0, len(targets))
+        opening = m.Open(version, attempt, digest, imm, left_s)
+        opened = await self._all(targets, lambda _: opening, m.Opened, left_s)
+        report.open_s = clock() - begun
+
+        begun = clock()
+        left_s = deadline - begun
+        buffers = [(member.rank, answer.buffer) for member, answer in zip(targets, opened, strict=True)]
+        go = m.Go(version, attempt, digest, imm, imm + 1, buffers, left_s)
+        whole = int(plan.writes["nbytes"].sum())
+        async with self._watching(trainers, lambda far: on_progress("write", sum(p.written_bytes for p in far), whole)):
+            sent = await self._all(trainers, lambda _: go, m.Sent, left_s)
+        report.steps = {
+            member.rank: StepReport(**each.report)  # type: ignore[arg-type]  # ints stay ints
+            for member, each in zip(trainers, sent, strict=True)
+        }
+        await self._all(targets, lambda _: m.Await(version, attempt), m.Whole, deadline - clock())
+        report.transfer_s = clock() - begun
+        self._pace.note(plan, {rank: step.own_s for rank, step in report.steps.items()})
+        on_progress("write", whole, whole)
+
+    def _imm_of(self, attempt: int) -> int:
+        """What writes of an attempt count on; the next number is the barrier's. Other controllers begin elsewhere."""
+        first = int.from_bytes(self._mailbox.wire.identity(self.address)[:8], "little")
+        return self._options.imm_first + 2 * ((first + attempt) % _ATTEMPTS)
+
+    def _make_plan(self) -> Plan:
+        """Blocks, some seconds for the largest models."""
+        trainers, targets = ([member.inventory for member in side] for side in self._planned_by_role())
+        return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds))
+
+    async def _all(
+        self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float
+    ) -> list[_T]:
+        """Everybody's answer; the first that fails ends it, and is named."""
+
+        async def one(member: Member) -> _T:
+            try:
+                return await self._mailbox.ask(member.address, question(member), answer, max(timeout_s, 0.0))
+            except Unreachable as error:
+                self._remove(member, f"it is gone: {error}")
+                raise CrossrailError(f"{member} is gone: {error}") from None
+            except NoAnswer as error:
+                raise CrossrailError(f"{member}: {error}") from None
+
+        tasks = [asyncio.ensure_future(one(member)) for member in members]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _distribute(self, plan: Plan, deadline: float, on_progress: OnProgress) -> None:
+        """Tells everybody their part of it, and waits until trainers have made theirs ready."""
+        trainers, targets = self._planned_by_role()
+        loop = asyncio.get_running_loop()
+        assigns = await loop.run_in_executor(None, assigns_of, plan, trainers, targets, self._gone)
+        expects = {rank: m.Expect(plan.digest, count) for rank, count in plan.expectations.items()}
+        left_s = deadline - loop.time()
+        whole = len(plan.tasks)
+        async with self._watching(trainers, lambda far: on_progress("ready", sum(p.ready for p in far), whole)):
+            told = await asyncio.gather(
+                self._all(trainers, lambda member: assigns[member.rank], m.Taken, left_s),
+                self._all(targets, lambda member: expects[member.rank], m.Taken, left_s),
+                return_exceptions=True,
+            )
+        for outcome in told:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        self._gone = []
+
+    async def _abort(self, why: str) -> None:
+        """Ends an attempt everywhere, and leaves out whoever does not answer that."""
+        self.plan = None  # descriptors of inference ranks change, and somebody may be missing
+        abort = m.Abort(self._attempt, clipped(why))
+        for member, answer in (await self._tell(list(self._members.values()), abort, m.Aborted)).items():
+            if member.role == "target" and answer.regions:
+                member.buffers = answer.regions
+        self._planned = []
+
+    async def _commit(self, version: int, report: UpdateReport) -> None:
+        """All is everywhere: who cannot be told any more does not undo it for the others."""
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        theirs = [member for member in self._planned if self._members.get((member.role, member.rank)) is member]
+        await self._tell(theirs, m.Commit(version, self._attempt), m.Taken)
+        self.version = version
+        report.commit_s = clock() - begun
+
+    async def _tell(self, members: list[Member], message: object, answer: type[_T]) -> dict[Member, _T]:
+        """The answers of those who gave one; the others are members no more."""
+
+        async def one(member: Member) -> tuple[Member, _T] | None:
+            try:
+                return member, await self._mailbox.ask(member.address, message, answer, self._options.abort_s)
+            except (NoAnswer, Unreachable) as error:
+                self._remove(member, f"it did not answer {type(message).__name__}: {error}")
+                if not isinstance(error, Unreachable):
+                    evicted = m.Evicted(clipped(error))
+                    self._mailbox.spawn(self._tell_evicted(member, evicted), f"telling {member} that it is left out")
+                return None
+
+        told = await asyncio.gather(*(one(member) for member in members))
+        return dict(each for each in told if each is not None)
+
+    async def _tell_evicted(self, member: Member, evicted: m.Evicted) -> None:
+        try:
+            await self._mailbox.ask(member.address, evicted, m.Taken, self._options.evict_s)
+        except (NoAnswer, Unreachable) as error:
+            log.info("%s does not know that it is left out: %s", member, error)
+
+    @asynccontextmanager
+    async def _watching(self, trainers: list[Member], show: Callable[[list[m.Progress]], None]) -> AsyncIterator[None]:
+        """Asks trainers now and then how far they are. What `show` raises ends the update, as if somebody had gone."""
+
+        async def ask() -> None:
+            while True:
+                await asyncio.sleep(self._options.progress_s)
+                try:
+                    far = await self._all(trainers, lambda _: m.AskProgress(), m.Progress, self._options.abort_s)
+                except CrossrailError as error:
+                    log.info("how far trainers are is not known now: %s", error)
+                    continue
+                try:
+                    show(far)
+                except Exception as error:
+                    if self._lost is not None and not self._lost.done():
+                        self._lost.set_exception(error)
+                    raise
+
+        show([])
+        asking = asyncio.ensure_future(ask())
+        try:
+            yield
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+            raised = None if asking.cancelled() else asking.exception()
+        if raised is not None:  # at the very moment in which all was done
+            raise raised
+
+
+def _unseen(_stage: Stage, _done: int, _whole: int) -> None:
+    return
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits it also when we are cancelled meanwhile, and then is cancelled. A second time it goes on without us."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

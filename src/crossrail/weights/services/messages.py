@@ -1,0 +1,249 @@
+"""What a controller, trainers and inference ranks say to each other: typed MessagePack, every field bounded.
+
+Every question may be asked again; mailboxes answer it once. Durations are seconds: hosts need no common clock.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from crossrail.control.mailbox import Mailbox
+from crossrail.control.messages import Failed, Text
+from crossrail.control.wire import Wire
+from crossrail.errors import UsageError
+from crossrail.weights.services.versions import VERSION_MAX
+
+UNPACKED_MAX = 1 << 30
+SECONDS_MAX = 1e6
+
+Rank = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Version = Annotated[int, Meta(ge=0, le=VERSION_MAX)]
+Attempt = Annotated[int, Meta(ge=1, le=(1 << 62))]
+Count = Annotated[int, Meta(ge=0, le=(1 << 48))]
+Seconds = Annotated[float, Meta(ge=0.0, le=SECONDS_MAX)]
+Digest = Annotated[str, Meta(min_length=1, max_length=64)]
+AddressBytes = Annotated[bytes, Meta(min_length=1, max_length=4096)]
+Descriptor = Annotated[bytes, Meta(min_length=1, max_length=4096)]
+Descriptors = Annotated[list[Descriptor], Meta(max_length=1 << 16)]
+
+
+def packed(data: bytes) -> bytes:
+    """Compressed: rows of inventories and plans are alike, and messages end at 8 MiB."""
+    return zlib.compress(data, 1)
+
+
+def unpacked(data: bytes) -> bytes:
+    """The inverse of packed(). UsageError for anything else, and for more than UNPACKED_MAX bytes."""
+    opened = zlib.decompressobj()
+    try:
+        plain = opened.decompress(data, UNPACKED_MAX)
+    except zlib.error as error:
+        raise UsageError(f"nothing that was packed: {error}") from None
+    if not opened.eof:
+        raise UsageError(f"cut off, or more than {UNPACKED_MAX} bytes")
+    return plain
+
+
+class Join(Struct, frozen=True, tag=True):
+    """A trainer or inference rank offers itself. inventory: packed(Inventory.to_bytes()).
+
+    spare: of an inference rank that is double-buffered, its second memory: a descriptor for each region.
+    """
+
+    inventory: bytes
+    spare: Descriptors = []
+
+
+class Joined(Struct, frozen=True, tag=True):
+    """It is in the plan from the next update on. version: the last that was completed, -1: none."""
+
+    version: int
+
+
+class JoinRefused(Struct, frozen=True, tag=True):
+    """It does not fit, and never will."""
+
+    reason: Text
+
+
+class Leave(Struct, frozen=True, tag=True):
+    """Whoever sends this goes, and is in no plan any more."""
+
+
+class PeerRegion(Struct, frozen=True, array_like=True):
+    """A region of a trainer, from which others gather."""
+
+    rank: Rank
+    region: Count
+    descriptor: Descriptor
+
+
+class TargetRegion(Struct, frozen=True, array_like=True):
+    """A region of an inference rank. buffer: 0, or 1 in its spare memory."""
+
+    rank: Rank
+    buffer: Annotated[int, Meta(ge=0, le=1)]
+    region: Count
+    descriptor: Descriptor
+
+
+class Member(Struct, frozen=True, array_like=True):
+    """A trainer of the plan."""
+
+    rank: Rank
+    address: AddressBytes
+
+
+class Assign(Struct, frozen=True, tag=True):
+    """A trainer's part of a plan. plan: which; part: packed(Plan.of_trainer().to_bytes()); groups: of the whole plan.
+
+    gone: those whom this trainer need not wait for any more. meets_first: trainers read from each other, which none may
+    begin before all offer their weights.
+    """
+
+    plan: Digest
+    part: bytes
+    groups: Annotated[list[Count], Meta(max_length=1 << 20)]
+    trainers: Annotated[list[Member], Meta(max_length=1 << 20)]
+    peers: Annotated[list[PeerRegion], Meta(max_length=1 << 24)]
+    targets: Annotated[list[TargetRegion], Meta(max_length=1 << 24)]
+    gone: Annotated[list[AddressBytes], Meta(max_length=1 << 20)] = []
+    meets_first: bool = False
+
+
+class Expect(Struct, frozen=True, tag=True):
+    """How many writes come to an inference rank by this plan."""
+
+    plan: Digest
+    count: Count
+
+
+class Taken(Struct, frozen=True, tag=True):
+    """Done as asked."""
+
+
+class Open(Struct, frozen=True, tag=True):
+    """Make ready for a version: its writes count on `imm`. They come within deadline_s, or it has failed."""
+
+    version: Version
+    attempt: Attempt
+    plan: Digest
+    imm: Count
+    deadline_s: Seconds
+
+
+class Opened(Struct, frozen=True, tag=True):
+    """Nobody reads this buffer any more."""
+
+    buffer: Annotated[int, Meta(ge=0, le=1)]
+
+
+class Go(Struct, frozen=True, tag=True):
+    """Write a version. buffers: of each inference rank, which one. Answered by Sent when all own writes are done."""
+
+    version: Version
+    attempt: Attempt
+    plan: Digest
+    imm: Count
+    barrier_imm: Count
+    buffers: Annotated[list[tuple[Rank, int]], Meta(max_length=1 << 20)]
+    deadline_s: Seconds
+
+
+class Sent(Struct, frozen=True, tag=True):
+    """report: StepReport, by field."""
+
+    report: dict[str, int | float]
+
+
+class Await(Struct, frozen=True, tag=True):
+    """Answered by Whole when all writes of a version have been counted."""
+
+    version: Version
+    attempt: Attempt
+
+
+class Whole(Struct, frozen=True, tag=True):
+    """They have."""
+
+
+class Commit(Struct, frozen=True, tag=True):
+    """All inference ranks have all of it, or all trainers have written: this version is the current one now."""
+
+    version: Version
+    attempt: Attempt
+
+
+class Abort(Struct, frozen=True, tag=True):
+    """This attempt has failed. Answered once nothing of it can land any more, or is written."""
+
+    attempt: Attempt
+    reason: Text
+
+
+class Aborted(Struct, frozen=True, tag=True):
+    """regions: of an inference rank, the descriptors that are valid now, a list for each buffer; old ones are dead."""
+
+    regions: Annotated[list[Descriptors], Meta(max_length=2)] = []
+
+
+class Evicted(Struct, frozen=True, tag=True):
+    """Whoever gets this did not answer in time, and is in no plan any more: it may join again."""
+
+    reason: Text
+
+
+class AskProgress(Struct, frozen=True, tag=True):
+    """How far is it?"""
+
+
+class Progress(Struct, frozen=True, tag=True):
+    """ready: tasks of its part of a plan that are made ready. written_bytes: of the step under way, or of the last."""
+
+    ready: Count
+    written_bytes: Count
+
+
+Message = (
+    Join | Joined | JoinRefused | Leave | Assign | Expect | Taken | Open | Opened | Go | Sent | Await | Whole | Commit
+    | Abort | Aborted | Evicted | AskProgress | Progress | Failed
+)  # fmt: skip
+
+
+class Envelope(Struct, frozen=True):
+    """A message, and which question it is (ask) or answers (answers); 0: none."""
+
+    body: Message
+    ask: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    answers: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+class _Language:
+    purpose = b"crossrail weights control"
+
+    def encode(self, body: Any, ask: int, answers: int) -> bytes:
+        data = _encoder.encode(Envelope(body, ask, answers))
+        try:
+            _decoder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"{type(body).__name__} cannot be sent: {error}") from None
+        return data
+
+    def decode(self, data: bytes) -> Envelope:
+        try:
+            return _decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(f"no message: {error}") from None
+
+
+def mailbox(wire: Wire, secret: bytes, resend_s: float = 0.5) -> Mailbox:
+    """A mailbox in this language: one per engine."""
+    return Mailbox(wire, secret, _Language(), resend_s)

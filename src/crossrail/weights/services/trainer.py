@@ -1,0 +1,349 @@
+"""A trainer: it holds weights still while its part of an update is gathered, prepared and written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import crossrail as xr
+from crossrail._options import check_seconds
+from crossrail.control.deadlines import in_time, set_in_time
+from crossrail.control.mailbox import Mailbox, NoAnswer
+from crossrail.control.wire import Unreachable
+from crossrail.errors import CrossrailError, UsageError
+from crossrail.weights import gpu
+from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.services import messages as m
+from crossrail.weights.services.assigned import Assigned
+from crossrail.weights.services.versions import checked_version
+from crossrail.weights.step.arena import Arena, aligned
+from crossrail.weights.step.barrier import EngineBarrier, MakeBarrier
+from crossrail.weights.step.preparer import Preparer, preparer_for
+from crossrail.weights.step.step import Places, Step, StepReport
+
+log = logging.getLogger("crossrail.weights")
+
+ABORT_S = 1.0  # in which a controller that lives has told why an update failed
+QUIET_S = 5.0  # for transfers that were cancelled: what peers have begun ends first
+_KERNELS_S = 0.0005  # between looks at what the caller's stream still has to do
+
+
+class WeightTrainer:
+    """One trainer rank. Threads: the event loop's; conversions run in one thread of its own.
+
+    mailbox: of messages.mailbox(), started by whoever made it; one for each trainer or inference rank.
+    memory: of role "trainer"; join() registers it. tmp_bytes_max: the watermark, what tasks under way may use together;
+    all of it is allocated when a plan first needs any, and nothing after that but what torch takes to convert.
+    preparer: who makes what is written; None: torch on the GPU that most of the memory is in, numpy if none is a GPU's.
+    Lifecycle: 1. made. 2. join(). 3. publish() for each update. 4. leave(), when others are to go on without it.
+    5. close(). Owner of mailbox, engine and memory: whoever made them; they stay open until after close().
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        memory: WeightMemory,
+        tmp_bytes_max: int = 1 << 30,
+        make_barrier: MakeBarrier = EngineBarrier,
+        preparer: Preparer | None = None,
+    ) -> None:
+        if memory.role != "trainer":
+            raise UsageError(f"memory of a {memory.role} given to a trainer")
+        self.rank = memory.rank
+        self.memory = memory
+        self.last_report: StepReport | None = None
+        self._mailbox = mailbox
+        self._engine = memory.engine
+        self._make_barrier = make_barrier
+        self._tmp_bytes_max = tmp_bytes_max // aligned(1) * aligned(1)
+        self._arena: xr.Region | None = None
+        self._executor = ThreadPoolExecutor(1, f"crossrail-weights-{self.rank}")
+        self._preparer = preparer
+        self._controller = b""
+        self._assigned: Assigned | None = None
+        self._offer: _Offer | None = None
+        self._offered = asyncio.Event()
+        self._step: Step | None = None
+        self._going: asyncio.Task[StepReport] | None = None
+        self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
+        self._lingering: list[xr.Transfer] = []
+        self._barrier_imm: int | None = None  # of the last attempt
+        self._is_closed = False
+        for kind, handler in (
+            (m.Assign, self._on_assign),
+            (m.Go, self._on_go),
+            (m.Commit, self._on_commit),
+            (m.Abort, self._on_abort),
+            (m.Evicted, self._on_evicted),
+            (m.AskProgress, self._on_progress),
+        ):
+            mailbox.handle(kind, handler)
+
+    async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
+        """Offers itself to the controller of this address, or to another one. Registers the memory.
+
+        Raises Refused, NoAnswer, Unreachable.
+        """
+        await self._stop_step()
+        if controller != self._controller:
+            self._controller, self._attempt_max = controller, 0
+            if self._offer is not None:
+                self._offer.attempt = 0
+        question = m.Join(m.packed(self.memory.inventory().to_bytes()))
+        answer: m.Joined | m.JoinRefused
+        answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
+        if isinstance(answer, m.JoinRefused):
+            raise Refused(f"trainer {self.rank} was refused: {answer.reason}")
+
+    def publish(self, version: int, timeout_s: float = 60.0) -> Coroutine[Any, Any, StepReport]:
+        """Offers the weights as they are now, and returns when this version is complete at all inference ranks.
+
+        They must not change until it returns or raises. The update runs once all trainers offer the version that the
+        controller was asked for. Raises UpdateFailed: it is complete nowhere, unless this trainer alone was cut off;
+        offer it again, or a later one; if its `asked_for` is a number, that one, or this trainer fails again.
+        Weights on GPUs are those that are there when all has ended that the calling thread's current stream of each has
+        been given until now, by torch; nothing is sent before. For kernels elsewhere, wait before the call. The call
+        itself may come from any thread, the coroutine is the event loop's.
+        """
+        check_seconds(timeout_s=timeout_s)
+        return self._publish(checked_version(version), timeout_s, gpu.launched(gpu.gpus_of(self.memory.regions)))
+
+    async def _publish(self, version: int, timeout_s: float, kernels: Sequence[Any]) -> StepReport:
+        if self._is_closed:
+            raise UsageError(f"trainer {self.rank} is closed")
+        if self._offer is not None:
+            raise UsageError(f"trainer {self.rank} offers version {self._offer.version} already: one update at a time")
+        self._offer = _Offer(version, asyncio.get_running_loop().create_future(), kernels)
+        self._offered.set()
+        try:
+            return await in_time(self._offer.done, timeout_s)
+        except asyncio.TimeoutError:
+            raise UpdateFailed(version, f"trainer {self.rank}: not complete within {timeout_s:g} s") from None
+        finally:
+            self._offer = None
+            self._offered.clear()
+            await self._stop_step()
+
+    async def leave(self, timeout_s: float = 5.0) -> None:
+        """Says that it goes: the next update is without it. One that is gone already need not."""
+        try:
+            await self._mailbox.ask(self._controller, m.Leave(), m.Taken, timeout_s)
+        except (NoAnswer, Unreachable) as error:
+            log.info("trainer %d left without a word: %s", self.rank, error)
+
+    async def close(self) -> None:
+        """Ends a step under way, and what it needed; a publish() raises UpdateFailed. Idempotent."""
+        self._is_closed = True
+        self._fail(f"trainer {self.rank} is closing")
+        self._drop_assigned()
+        await self._stop_step()
+        await self._quiet(QUIET_S)
+        self._executor.shutdown()
+        if self._preparer is not None:
+            self._preparer.close()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+    # ---- what the controller says
+
+    def _check_controller(self, sender: bytes) -> None:
+        if sender != self._controller:
+            raise UsageError(f"trainer {self.rank} belongs to another controller")
+
+    async def _on_assign(self, sender: bytes, assign: m.Assign) -> m.Taken:
+        self._check_controller(sender)
+        if self._going is not None:
+            raise UsageError(f"trainer {self.rank} is in the middle of an update")
+        for address in assign.gone:  # transfers to them end now
+            self._engine.forget_peer(address)
+        self._drop_assigned()
+        assigned = self._assigned = Assigned(assign, self.rank)
+        # In the thread of conversions: there are none now, and one that was dropped ends there first.
+        await asyncio.get_running_loop().run_in_executor(self._executor, assigned.make)
+        if self._assigned is not assigned:
+            raise UsageError(f"plan {assigned.plan} is not wanted any more")
+        self._try_anew(assigned)
+        if (largest := assigned.largest) is not None:
+            if largest.piece_bytes > self._tmp_bytes_max:
+                raise WatermarkTooSmall(largest.name, largest.piece_bytes, self._tmp_bytes_max)
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._make_arena)
+            if self._assigned is not assigned:
+                raise UsageError(f"plan {assigned.plan} is not wanted any more")
+        return m.Taken()
+
+    def _try_anew(self, assigned: Assigned) -> None:
+        """Whoever is in the plan is there: one that we gave up was frozen, or cut off, and would stay lost to us."""
+        descriptors = (*assigned.peers.values(), *assigned.targets.values())
+        for address in {*assigned.trainers.values(), *(descriptor.owner for descriptor in descriptors)}:
+            if self._engine.peer_state(address) == "lost":
+                self._engine.forget_peer(address)
+
+    def _make_arena(self) -> None:
+        """On the executor's thread: a GPU's memory is waited for, and takes long to register."""
+        if self._arena is None:
+            self._preparer = self._preparer or preparer_for(self.memory.regions)
+            self._arena = self._preparer.alloc(self._engine, self._tmp_bytes_max)
+
+    def _drop_assigned(self) -> None:
+        assigned, self._assigned = self._assigned, None
+        if assigned is not None:
+            assigned.drop()
+
+    async def _on_go(self, sender: bytes, go: m.Go) -> m.Sent:
+        self._check_controller(sender)
+        if go.attempt <= self._attempt_max:
+            raise UsageError(f"attempt {go.attempt} is over")
+        if self._going is not None:
+            raise UsageError(f"trainer {self.rank} is in the middle of another update")
+        if self._assigned is None or not self._assigned.is_ready or self._assigned.plan != go.plan:
+            raise UsageError(f"trainer {self.rank} does not know plan {go.plan}")
+        self._attempt_max = go.attempt
+        self._step = None
+        if self._barrier_imm is not None:  # others may have come to that barrier when we did not
+            self._engine.imm_counter(self._barrier_imm).release(force=True)
+        self._barrier_imm = go.barrier_imm
+        going = self._going = asyncio.ensure_future(self._go(self._assigned, go))
+        try:
+            self.last_report = await asyncio.shield(going)
+        except asyncio.CancelledError:
+            if not going.cancelled():  # we are, not the step
+                raise
+            raise UpdateFailed(go.version, f"trainer {self.rank} stopped") from None
+        except CrossrailError as error:
+            self._fail_soon(f"trainer {self.rank}: {error}")
+            raise
+        finally:
+            if going.done():
+                self._going = None
+        return m.Sent(asdict(self.last_report))
+
+    async def _go(self, assigned: Assigned, go: m.Go) -> StepReport:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + go.deadline_s
+        if not await set_in_time(self._offered, go.deadline_s):
+            raise UpdateFailed(go.version, f"trainer {self.rank} did not offer it in {go.deadline_s:g} s")
+        offer = self._offer
+        assert offer is not None
+        if offer.version != go.version:
+            offer.asked_for = go.version
+            raise UsageError(f"trainer {self.rank} offers version {offer.version}, asked for is {go.version}")
+        offer.attempt = go.attempt
+        while not gpu.have_ended(offer.kernels):
+            if clock() > deadline:
+                raise UpdateFailed(go.version, f"trainer {self.rank}: its GPU has not made it in {go.deadline_s:g} s")
+            await asyncio.sleep(_KERNELS_S)
+        await self._quiet(deadline - clock())
+        buffers = dict(go.buffers)
+        targets = {
+            (rank, region): descriptor
+            for (rank, buffer, region), descriptor in assigned.targets.items()
+            if buffers.get(rank) == buffer
+        }
+        arena = Arena(self._tmp_bytes_max if self._arena is not None else 0)
+        places = Places(self._arena, self.memory.regions, assigned.peers, targets, go.imm)
+        others = [address for rank, address in assigned.trainers.items() if rank != self.rank]
+        barrier = self._make_barrier(self._engine, others, go.barrier_imm)
+        step = self._step = Step(
+            self._engine, assigned.tasks, assigned.groups, arena, places, barrier, self._executor, self._preparer,
+            meets_first=assigned.meets_first,
+        )  # fmt: skip
+        try:
+            return await in_time(step.run(deadline - clock()), deadline - clock())
+        except asyncio.TimeoutError:
+            raise UpdateFailed(go.version, f"trainer {self.rank} was not done in {go.deadline_s:g} s") from None
+        finally:
+            barrier.close()
+            self._lingering = step.pending
+
+    async def _on_commit(self, sender: bytes, commit: m.Commit) -> m.Taken:
+        self._check_controller(sender)
+        offer, report = self._offer, self.last_report
+        # One that was offered since has not been sent, though it may bear the same version.
+        if offer is not None and offer.attempt == commit.attempt and report is not None:
+            offer.succeed(report)
+        return m.Taken()
+
+    async def _on_abort(self, sender: bytes, abort: m.Abort) -> m.Aborted:
+        self._check_controller(sender)
+        self._attempt_max = max(self._attempt_max, abort.attempt)
+        if self._assigned is not None and not self._assigned.is_ready:
+            self._drop_assigned()
+        await self._stop_step()
+        if self._offer is not None:
+            self._fail(abort.reason)
+        return m.Aborted()
+
+    async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
+        self._check_controller(sender)
+        log.warning("trainer %d was left out: %s; it joins again", self.rank, evicted.reason)
+        self._mailbox.spawn(self.join(sender), "joining again")
+        return m.Taken()
+
+    async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
+        report = StepReport() if self._step is None else self._step.report
+        return m.Progress(0 if self._assigned is None else len(self._assigned.tasks), report.written_bytes)
+
+    # ---- ending
+
+    def _fail(self, why: str) -> None:
+        if self._offer is not None:
+            self._offer.fail(why)
+
+    def _fail_soon(self, why: str) -> None:
+        """The controller's abort comes before, and names what ended the update; this says only what it did here."""
+        if self._offer is not None:
+            asyncio.get_running_loop().call_later(ABORT_S, self._offer.fail, why)
+
+    async def _stop_step(self) -> None:
+        going = self._going
+        if going is not None and not going.done():
+            going.cancel()
+            await asyncio.wait([going])
+
+    async def _quiet(self, timeout_s: float) -> None:
+        """Waits for transfers of a failed attempt, which use the arena and sources. UpdateFailed when they go on."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self._lingering:
+            transfer = self._lingering[-1]
+            if not transfer.done:
+                waiting = asyncio.ensure_future(_until_done(transfer))
+                await asyncio.wait([waiting], timeout=max(deadline - loop.time(), 0.0))
+                waiting.cancel()
+            if not transfer.done:
+                raise CrossrailError(f"a {transfer.kind} to or from {transfer.peer} of a failed update goes on")
+            self._lingering.pop()
+
+
+class _Offer:
+    """What publish() waits for. attempt: that has begun to send it, 0: none has. asked_for: the version that the
+    controller asked for, if it was another one.
+    """
+
+    def __init__(self, version: int, done: asyncio.Future[StepReport], kernels: Sequence[Any]) -> None:
+        self.version = version
+        self.attempt = 0
+        self.asked_for: int | None = None
+        self.done = done
+        self.kernels = kernels
+
+    def succeed(self, report: StepReport) -> None:
+        if not self.done.done():
+            self.done.set_result(report)
+
+    def fail(self, why: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(UpdateFailed(self.version, why, self.asked_for))
+
+
+async def _until_done(transfer: xr.Transfer) -> None:
+    try:
+        await transfer
+    except CrossrailError:
+        return

@@ -1,0 +1,75 @@
+"""Who prepares tasks: makes of a trainer's own and gathered weights, in the arena, the bytes that are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+import crossrail as xr
+from crossrail.weights import gpu
+from crossrail.weights.step.task import Bytes, ReadyTask, Tools
+
+
+class Preparer(Protocol):
+    """Of one trainer. Threads: one at a time, that of its conversions.
+
+    bytes_at_once: small tasks are handed over together, until they need so many bytes of the arena.
+    """
+
+    bytes_at_once: int
+
+    def alloc(self, engine: xr.Engine, nbytes: int) -> xr.Region:
+        """The arena, in which prepare() works: its owner closes it."""
+
+    def open(self, regions: Sequence[xr.Region], arena: xr.Region | None) -> None:
+        """For the step that begins. regions: the trainer's, by index in its inventory; arena None: nothing to do."""
+
+    def prepare(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
+        """Makes the buffers of tasks whose reads are done, each in the arena from its base on; they are all there when
+        it returns. Raises NotFinite, naming the parameter.
+        """
+
+    def close(self) -> None:
+        """Lets go of regions and arena. Idempotent."""
+
+
+class NumpyPreparer:
+    """On the CPU, for memory of the host."""
+
+    bytes_at_once = 1 << 20  # a hand-over costs as much as converting some hundred kilobytes
+
+    def __init__(self) -> None:
+        self.tools = Tools()
+        self._regions: list[Bytes] = []
+        self._arena = np.zeros(0, np.uint8)
+
+    def alloc(self, engine: xr.Engine, nbytes: int) -> xr.Region:
+        return engine.alloc(nbytes)
+
+    def open(self, regions: Sequence[xr.Region], arena: xr.Region | None) -> None:
+        self.close()
+        if arena is not None:
+            self._regions, self._arena = [region.array() for region in regions], arena.array()
+
+    def prepare(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
+        for task, base in tasks:
+            task.prepare(self._regions.__getitem__, self._arena, base, self.tools)
+
+    def close(self) -> None:
+        self._regions, self._arena = [], np.zeros(0, np.uint8)
+
+
+def preparer_for(regions: Sequence[xr.Region]) -> Preparer:
+    """By torch on the GPU that most of them are in; by numpy where none is a GPU's.
+
+    UsageError where one is and nobody has imported torch.
+    """
+    gpus = gpu.gpus_of(regions)
+    if not gpus:
+        return NumpyPreparer()
+    gpu.torch_for(f"preparing weights on {gpus[0]}")
+    from crossrail.weights.step.torch_preparer import TorchPreparer
+
+    return TorchPreparer(gpus[0])

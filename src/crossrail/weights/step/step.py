@@ -1,0 +1,344 @@
+"""One update at one trainer: its tasks in a pipeline of gather, prepare and write, groups separated by barriers.
+
+One task of the event loop moves them all as far as they go, and sleeps only when none of them moves. The engine moves
+bytes in its own thread and conversions run in one of ours, so the three stages overlap. Small tasks go to that thread
+many at a time, since each hand-over costs as much as converting some hundred kilobytes (preparer.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import crossrail as xr
+from crossrail.weights.step.arena import Arena
+from crossrail.weights.step.barrier import Barrier
+from crossrail.weights.step.preparer import Preparer
+from crossrail.weights.step.schedule import Schedule
+from crossrail.weights.step.task import Batch, ReadyTask
+
+_WRITES_MAX = 512  # submits under way: enough to keep every rail busy, few enough to look through
+_AHEAD_MAX = 512  # tasks begun and not yet prepared: what they read is on its way meanwhile
+_PREPARED_MAX = 64  # tasks that are prepared in one go, if they are no larger together than the preparer says
+_HOLD_S = 0.002  # for so long the event loop is kept from others while tasks move
+_HEADS_MAX = 4  # transfers that an idle pipeline watches in each stage: a straggler does not hold up the others
+
+
+@dataclass
+class StepReport:
+    """What a step did at one trainer. Seconds are of its pipeline's own clock.
+
+    gather_s, write_s: while any task was in that stage; prepare_s: conversions alone; barrier_s: waiting for others.
+    They overlap. own_s: while it converted or wrote, so not while it only waited for others.
+    python_s: processor time of the event loop's thread, which runs all but the conversions; what a submit copies
+    itself, as it drives the engine, is in it.
+    peak_bytes: most of the arena that was in use.
+    """
+
+    tasks: int = 0
+    writes: int = 0
+    written_bytes: int = 0
+    gathered_bytes: int = 0
+    peak_bytes: int = 0
+    total_s: float = 0.0
+    gather_s: float = 0.0
+    prepare_s: float = 0.0
+    write_s: float = 0.0
+    barrier_s: float = 0.0
+    own_s: float = 0.0
+    python_s: float = 0.0
+
+
+@dataclass
+class Places:
+    """Where everything of a step is.
+
+    sources: regions of this trainer, by index in its inventory. peers: those of the others, by rank and index.
+    targets: those of inference ranks, likewise. imm: what writes count.
+    """
+
+    arena: xr.Region | None
+    sources: Sequence[xr.Region]
+    peers: Mapping[tuple[int, int], xr.RegionDescriptor]
+    targets: Mapping[tuple[int, int], xr.RegionDescriptor]
+    imm: int
+
+
+class Step:
+    """Runs once. tasks: of this trainer, in order. groups: of the whole plan, ascending. meets_first: at a barrier,
+    before any trainer reads from another. preparer: None where all tasks are direct.
+
+    Threads: the event loop's. run() may be cancelled: it then takes back what it can, and `pending` has the transfers
+    that still touch memory.
+    """
+
+    def __init__(
+        self,
+        engine: xr.Engine,
+        tasks: Sequence[ReadyTask],
+        groups: Sequence[int],
+        arena: Arena,
+        places: Places,
+        barrier: Barrier,
+        executor: Executor | None = None,
+        preparer: Preparer | None = None,
+        meets_first: bool = False,
+    ) -> None:
+        self.report = StepReport()
+        self._engine = engine
+        self._tasks = tasks
+        self._groups = groups
+        self._arena = arena
+        self._places = places
+        self._barrier = barrier
+        self._executor = executor
+        self._preparer = preparer
+        if preparer is not None:
+            preparer.open(places.sources, places.arena)
+        self._meets_first = meets_first
+        sizes = [task.piece_bytes for task in tasks]
+        self._schedule = Schedule(arena, sizes, [task.group for task in tasks], [task.name for task in tasks])
+        self._bases: dict[int, int] = {}
+        # Of each task in a stage, its transfers that were not yet seen to be done; the next to look at is the last.
+        self._gathering: dict[int, list[xr.Transfer]] = {}
+        self._ready: deque[int] = deque()
+        self._preparing: tuple[list[int], asyncio.Future[float]] | None = None
+        self._writing: dict[int, list[xr.Transfer]] = {}
+        self._writes_under_way = 0
+
+    @property
+    def pending(self) -> list[xr.Transfer]:
+        """Transfers that have not ended."""
+        every = [*self._gathering.values(), *self._writing.values()]
+        return [transfer for transfers in every for transfer in transfers if not transfer.done]
+
+    async def run(self, timeout_s: float) -> StepReport:
+        """Returns when all own writes are done, and all trainers have prepared all of theirs: weights may change.
+
+        Raises what a transfer, a conversion or the barrier raised. After an exception, and after a cancellation, no
+        conversion runs; see `pending`.
+        """
+        clock = asyncio.get_running_loop().time
+        begun, began_code = clock(), time.thread_time()
+        deadline = begun + timeout_s
+        self._arena.reset_peak()
+        try:
+            if self._meets_first:  # who has not come may still be changing what we would read
+                await self._meet_others(deadline)
+            for group in self._groups:
+                self._schedule.enter(group)
+                await self._move_until(lambda: self._schedule.is_prepared)
+                await self._meet_others(deadline)
+            await self._move_until(lambda: self._schedule.is_over)
+        finally:
+            await self._end()
+            self.report.python_s = time.thread_time() - began_code
+        self.report.total_s = clock() - begun
+        self.report.peak_bytes = self._arena.peak_bytes
+        return self.report
+
+    async def _meet_others(self, deadline: float) -> None:
+        """The barrier; what is being written goes on meanwhile."""
+        clock = asyncio.get_running_loop().time
+        entered = clock()
+        meeting = asyncio.ensure_future(self._barrier.wait(max(deadline - entered, 0.0)))
+        try:
+            await self._move_until(meeting.done, meeting)
+        finally:
+            meeting.cancel()
+            await asyncio.wait([meeting])
+        meeting.result()
+        self.report.barrier_s += clock() - entered
+
+    async def _end(self) -> None:
+        for transfer in self.pending:
+            transfer.cancel()
+        if self._preparing is not None:
+            # It cannot be interrupted, and uses the arena.
+            await asyncio.wait([self._preparing[1]])
+            if not self._preparing[1].cancelled():
+                self._preparing[1].exception()  # something else has ended the step: else the loop complains of this too
+
+    async def _move_until(self, is_reached: Callable[[], bool], event: asyncio.Future[None] | None = None) -> None:
+        """Every task as far as it goes; whenever none does, waits until something has happened, or the event."""
+        clock = asyncio.get_running_loop().time
+        began = slept = clock()
+        while not is_reached():
+            in_gather, in_write = bool(self._gathering), bool(self._writing)
+            is_own = in_write or self._preparing is not None
+            moved = self._collect_writes() + self._collect_prepared() + self._collect_gathers()
+            moved += self._prepare_next() + self._begin()
+            if not moved:
+                await self._something(event)
+                slept = clock()
+            now = clock()
+            if now - slept > _HOLD_S:
+                await asyncio.sleep(0)
+                slept = now = clock()
+            self.report.gather_s += now - began if in_gather else 0.0
+            self.report.write_s += now - began if in_write else 0.0
+            self.report.own_s += now - began if is_own else 0.0
+            began = now
+
+    # ---- stages; each says how many tasks it moved
+
+    def _begin(self) -> int:
+        count = 0
+        while self._may_begin and (next_task := self._schedule.begin()) is not None:
+            index, base = next_task
+            task = self._tasks[index]
+            self._bases[index] = base
+            if task.is_direct:
+                self._schedule.prepared(index)
+                self._write(index)
+            elif task.reads:
+                reading = self._gathering[index] = []  # one by one: if a submit raises, those before it are known
+                for read in task.reads:
+                    reading.append(self._read(read, base))
+                self.report.gathered_bytes += sum(read.nbytes for read in task.reads)
+            else:
+                self._ready.append(index)
+            count += 1
+        return count
+
+    @property
+    def _may_begin(self) -> bool:
+        return self._writes_under_way < _WRITES_MAX and len(self._gathering) + len(self._ready) < _AHEAD_MAX
+
+    def _collect_gathers(self) -> int:
+        gathered = [index for index, transfers in self._gathering.items() if _are_done(transfers)]
+        for index in gathered:
+            del self._gathering[index]
+            self._ready.append(index)
+        return len(gathered)
+
+    def _prepare_next(self) -> int:
+        if self._preparing is not None or not self._ready:
+            return 0
+        assert self._preparer is not None
+        some: list[int] = []
+        nbytes = 0
+        while self._ready and len(some) < _PREPARED_MAX and nbytes < self._preparer.bytes_at_once:
+            some.append(self._ready.popleft())
+            nbytes += self._tasks[some[-1]].piece_bytes
+        loop = asyncio.get_running_loop()
+        self._preparing = some, loop.run_in_executor(self._executor, self._prepare, some)
+        return len(some)
+
+    def _prepare(self, some: list[int]) -> float:
+        """On the executor's thread. Seconds of real time."""
+        assert self._preparer is not None
+        begun = time.perf_counter()
+        self._preparer.prepare([(self._tasks[index], self._bases[index]) for index in some])
+        return time.perf_counter() - begun
+
+    def _collect_prepared(self) -> int:
+        if self._preparing is None or not self._preparing[1].done():
+            return 0
+        (some, future), self._preparing = self._preparing, None
+        self.report.prepare_s += future.result()
+        for index in some:
+            self._schedule.prepared(index)
+            self._write(index)
+        return len(some)
+
+    def _collect_writes(self) -> int:
+        count = 0
+        for index in list(self._writing):
+            transfers = self._writing[index]
+            before = len(transfers)
+            is_written = _are_done(transfers)
+            self._writes_under_way -= before - len(transfers)
+            if is_written:
+                del self._writing[index]
+                self._schedule.finished(index)
+                del self._bases[index]
+                self.report.tasks += 1
+                self.report.writes += self._tasks[index].write_count
+                self.report.written_bytes += self._tasks[index].write_bytes
+                count += 1
+        return count
+
+    # ---- submitting
+
+    def _read(self, read: Any, base: int) -> xr.Transfer:
+        arena = self._places.arena
+        assert arena is not None
+        source = self._places.peers[read.trainer, read.region]
+        return self._engine.submit_read(
+            arena, source, read.nbytes, dst_offset=base + read.piece, src_offset=read.source
+        )
+
+    def _write(self, index: int) -> None:
+        task, places = self._tasks[index], self._places
+        if task.own_region is None:
+            region, base = places.arena, self._bases[index]
+        else:
+            region, base = places.sources[task.own_region], task.own_offset
+        assert region is not None
+        transfers = self._writing[index] = []
+        for batch in task.batches:
+            transfers.append(self._submit(batch, region, base))
+        self._writes_under_way += len(transfers)
+
+    def _submit(self, batch: Batch, region: xr.Region, base: int) -> xr.Transfer:
+        target, imm = self._places.targets[batch.target, batch.region], self._places.imm
+        source = base + batch.source
+        if len(batch.source_index) == 1:
+            return self._engine.submit_write(
+                region, target, batch.nbytes, src_offset=source, dst_offset=batch.offset, imm=imm
+            )
+        return self._engine.submit_paged_writes(
+            region,
+            batch.source_index,
+            target,
+            batch.offset_index,
+            batch.nbytes,
+            src_stride=batch.source_step,
+            dst_stride=batch.offset_step,
+            src_offset=source,
+            dst_offset=batch.offset,
+            imm=imm,
+        )
+
+    # ---- waiting
+
+    async def _something(self, event: asyncio.Future[None] | None) -> None:
+        """Waits for what may let a task move, or for the event."""
+        heads: list[Any] = [transfers[-1] for transfers in list(self._gathering.values())[:_HEADS_MAX]]
+        heads += [transfers[-1] for transfers in list(self._writing.values())[:_HEADS_MAX]]
+        if self._preparing is not None:
+            heads.append(self._preparing[1])
+        if event is not None:
+            heads.append(event)
+        assert heads, "tasks are under way, and none of them waits for anything"
+        waits = [asyncio.ensure_future(_ended(head)) for head in heads]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def _ended(head: Any) -> None:
+    """However it ended: whoever collects it sees."""
+    if isinstance(head, asyncio.Future):
+        await asyncio.wait([head])
+        return
+    try:
+        await head
+    except xr.CrossrailError:
+        return
+
+
+def _are_done(transfers: list[xr.Transfer]) -> bool:
+    """Takes those that are done from the end of the list, until one is not; raises what one failed with."""
+    while transfers and transfers[-1].done:
+        transfers.pop().wait(0)
+    return not transfers

@@ -1,0 +1,125 @@
+"""Prepares tasks by torch, on a GPU: what task.py does in numpy, of the same tasks and with the same bytes.
+
+Needs torch. On the device "cpu" it is the same code, without a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+
+import crossrail as xr
+from crossrail.errors import UsageError
+from crossrail.weights import gpu
+from crossrail.weights.conversion.torch_casts import BITS, Checks, cast, quantise
+from crossrail.weights.step.task import Part, ReadyTask, View
+
+Tensor: TypeAlias = Any  # torch.Tensor
+_ARENA = None  # among regions by index
+
+
+class TorchPreparer:
+    """On one device, where the arena is; regions may be on the host or on other GPUs: what lies there is copied to it.
+
+    device: "cuda:0", or "cpu". Kernels run on a stream of its own, and it waits for them: what they have made lies in
+    memory when prepare() returns, so NICs and copies may take it. Besides the arena it uses some times 32 MiB of
+    torch's own memory. Values and their scales have to lie where their type may: as those of tensors do.
+    """
+
+    bytes_at_once = 32 << 20  # a hand-over waits for the GPU, which does some hundred megabytes meanwhile
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._stream = None if device == "cpu" else torch.cuda.Stream(device)
+        self._regions: dict[int | None, xr.Region] = {}
+        self._typed: dict[tuple[int | None, torch.dtype], tuple[Tensor, int]] = {}
+
+    def alloc(self, engine: xr.Engine, nbytes: int) -> xr.Region:
+        return gpu.alloc(engine, self.device, nbytes)
+
+    def open(self, regions: Sequence[xr.Region], arena: xr.Region | None) -> None:
+        self.close()
+        if arena is not None:
+            self._regions = {**dict(enumerate(regions)), _ARENA: arena}
+
+    def prepare(self, tasks: Sequence[tuple[ReadyTask, int]]) -> None:
+        checks = Checks()
+        with gpu.told(f"preparing on {self.device}"), torch.no_grad(), self._on_stream():
+            try:
+                for task, base in tasks:
+                    for part in task.parts:
+                        self._prepare(part, base, checks)
+                checks.finish()
+            finally:  # also of what was launched before something failed: the arena is used again
+                self._finish()
+
+    def close(self) -> None:
+        self._regions, self._typed = {}, {}
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _finish(self) -> None:
+        if self._stream is not None:
+            done = torch.cuda.Event(blocking=True)  # sleeps: the engine's threads have work for this processor
+            done.record(self._stream)
+            done.synchronize()
+
+    def _prepare(self, part: Part, base: int, checks: Checks) -> None:
+        """Part.prepare()."""
+        for region, view, wanted in part.copies:
+            piece = self._bits(_ARENA, view, base) if region is None else self._bits(region, view, 0)
+            self._bits(_ARENA, wanted, base).copy_(piece)
+        if part.quantised is None:
+            for view, out in part.outputs:
+                if part.source == part.target:
+                    self._bits(_ARENA, out, base).copy_(self._values(part, view, base, None))
+                else:
+                    values = self._values(part, view, base, getattr(torch, part.source))
+                    cast(values, self._view(_ARENA, out, base, getattr(torch, part.target)))
+            return
+        made = part.quantised
+        values = self._values(part, part.values, base, getattr(torch, part.source))
+        codes = self._view(_ARENA, made.values, base, torch.uint8)
+        scales = self._view(_ARENA, made.scales, base, torch.float32)
+        quantise(values, codes, scales, part.name, made.block, checks, made.start)
+        for view, out in part.outputs:
+            self._bits(_ARENA, out, base).copy_(self._bits(_ARENA, view, base))
+
+    def _values(self, part: Part, view: View, base: int, dtype: torch.dtype | None) -> Tensor:
+        """Gathered or own ones, on our device; dtype None: their bits."""
+        kind = BITS[view.dtype.itemsize] if dtype is None else dtype
+        values = self._view(part.own, view, base if part.own is None else 0, kind)
+        return values.to(self.device)
+
+    def _bits(self, region: int | None, view: View, base: int) -> Tensor:
+        return self._view(region, view, base, BITS[view.dtype.itemsize])
+
+    def _view(self, region: int | None, view: View, base: int, dtype: torch.dtype) -> Tensor:
+        """Copies nothing."""
+        memory, begin = self._memory(region, dtype)
+        item = dtype.itemsize
+        at = base + view.offset - begin
+        # Of a dimension with one element no stride is ever used.
+        strides = [step if n > 1 else 0 for n, step in zip(view.shape, view.strides, strict=True)]
+        if at % item or any(step % item for step in strides):
+            raise UsageError(f"weights of {dtype} lie {at % item} bytes beside where {self.device} can read them")
+        return torch.as_strided(memory, view.shape, [step // item for step in strides], at // item)
+
+    def _memory(self, index: int | None, dtype: torch.dtype) -> tuple[Tensor, int]:
+        """A region as a tensor of this type, and at which of its bytes that begins: where the type may lie."""
+        found = self._typed.get((index, dtype))
+        if found is None:
+            region, item = self._regions[index], dtype.itemsize
+            begin = -region.base % item
+            count = (region.nbytes - begin) // item
+            memory = self.bytes_of(region, begin)[: count * item].view(dtype)
+            found = self._typed[index, dtype] = memory, begin
+        return found
+
+    def bytes_of(self, region: xr.Region, offset: int) -> Tensor:
+        """Where a region's bytes are, for torch."""
+        return gpu.bytes_of(region, offset)

@@ -1,0 +1,109 @@
+"""Boxes of DTensors as torch shards them: FSDP2's and two-dimensional meshes', on one process that is given a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import crossrail as xr
+from crossrail.errors import UsageError
+from crossrail.weights.inventory.families import QWEN3_MOE
+from crossrail.weights.inventory.mapping import Names
+from crossrail.weights.inventory.memory import WeightMemory
+from crossrail.weights.inventory.torch_tensors import add_tensor, dtensor_box, mesh_name, torch_holdings
+
+RANKS = 4
+
+
+@pytest.fixture(params=range(RANKS))
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """This process as one rank of many; the others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=RANKS)
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ((4,), [Shard(0)]),
+        ((4,), [Shard(1)]),
+        ((4,), [Replicate()]),
+        ((2, 2), [Replicate(), Shard(0)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((2, 2), [Shard(0), Shard(0)]),
+    ],
+)
+def test_local_tensor_is_the_box(rank: int, mesh: tuple[int, ...], placements: list) -> None:
+    whole = torch.arange(19 * 10).reshape(19, 10)
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", mesh), placements, src_data_rank=None)
+
+    box = dtensor_box("w", tensor)
+
+    assert torch.equal(tensor.to_local(), whole[tuple(slice(*piece) for piece in box)].reshape(tensor.to_local().shape))
+
+
+def test_holdings_of_a_shard_lie_where_the_local_tensor_does(rank: int) -> None:
+    whole = torch.arange(64.0).reshape(16, 4)
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", (RANKS,)), [Shard(0)], src_data_rank=None)
+    base = tensor.to_local().data_ptr() - 64
+
+    (held,) = torch_holdings(Names([], {"w": (16, 4)}), "w", tensor, 0, base)
+
+    assert (held.name, held.shape, held.offset, held.dtype) == ("w", (16, 4), 64, "float32")
+    assert held.box == ((4 * rank, 4 * rank + 4), (0, 4))
+    assert held.mesh == mesh_name(tensor)
+
+
+def test_fused_experts_in_uneven_shards_are_added_as_parameters(rank: int) -> None:
+    experts = "model.layers.0.mlp.experts"
+    gate, up = (f"{experts}.{name}_proj.weight" for name in ("gate", "up"))
+    whole = torch.arange(6 * 8 * 4, dtype=torch.float32).reshape(6, 8, 4)
+    names = Names(QWEN3_MOE, {gate: (6, 4, 4), up: (6, 4, 4)})
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", (RANKS,)), [Shard(0)], src_data_rank=None)
+    with xr.Engine("trainer", transport="null") as engine, WeightMemory(engine, "trainer", rank) as memory:
+        add_tensor(memory, names, f"{experts}.gate_up_proj", tensor)
+
+        inventory = memory.inventory()
+
+        held = {inventory.names[row["name"]]: row for row in inventory.rows}
+        assert list(held) == (
+            [gate, up] if rank < 3 else []
+        )  # six experts over four ranks: two each, none for the last
+        base = tensor.to_local().data_ptr()
+        for name, row in held.items():
+            assert (row["start"][:3].tolist(), row["stop"][:3].tolist()) == ([2 * rank, 0, 0], [2 * rank + 2, 4, 4])
+            assert memory.regions[row["region"]].base + row["offset"] == base + (4 * 4 * 4 if name == up else 0)
+            assert row["strides"][:3].tolist() == [8 * 4 * 4, 4 * 4, 4]
+
+
+def test_partial_sums_refused(rank: int) -> None:
+    tensor = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (RANKS,)), [Partial()], run_check=False)
+
+    with pytest.raises(UsageError, match="'w' is placed as"):
+        dtensor_box("w", tensor)
+
+
+def test_dtensor_given_as_plain_memory_is_refused_by_name(rank: int) -> None:
+    tensor = distribute_tensor(torch.ones(8, 4), init_device_mesh("cpu", (RANKS,)), [Shard(0)], src_data_rank=None)
+
+    with xr.Engine("trainer") as engine, WeightMemory(engine, "trainer", rank) as memory:
+        with pytest.raises(UsageError, match=r"w: the tensor is a DTensor: .*add_tensor\(\) takes it"):
+            memory.add("w", tensor)
+
+
+def test_tensors_of_others_classes_are_tensors_and_sparse_ones_are_refused() -> None:
+    class ModelWeight(torch.nn.Parameter):
+        """As vLLM has them: of a module that is not torch's."""
+
+    with xr.Engine("trainer") as engine, WeightMemory(engine, "trainer", 0) as memory:
+        memory.add("w", ModelWeight(torch.ones(8, 4)))
+        with pytest.raises(UsageError, match=r"s: the tensor's layout is torch.sparse_coo, must be torch.strided"):
+            memory.add("s", torch.ones(8, 4).to_sparse())
+        assert memory.inventory().names == ("w",)
