@@ -375,7 +375,7 @@ void InStream::on_broken() {
   region_.reset();
   reads_.clear();
   views_.clear();
-  transport_->on_incoming_broken(*channel_, reason());
+  transport_->on_incoming_broken(*channel_, *this);
 }
 
 // --- out ---

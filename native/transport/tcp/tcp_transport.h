@@ -96,7 +96,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void tell_outcomes_again(InLink& link);
   // Our operations towards the peer of `link`, by their id; null: over.
   OutLink* find_out(const Address& peer, uint64_t id);
-  void on_incoming_broken(InChannel& channel, const std::string& reason);
+  void on_incoming_broken(InChannel& channel, const InStream& stream);
   // The peer uses this connection for operations of its own, too.
   void attach_incoming(const Hello& hello, std::shared_ptr<Connection> connection);
   // Frames with what the twin of this link has placed, to ride along. False: nothing due.
