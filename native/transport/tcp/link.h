@@ -342,6 +342,7 @@ struct InChannel {
   std::deque<Refusal> refusals;
   std::unique_ptr<InStream> stream;
   bool is_open() const { return stream != nullptr && !stream->is_broken(); }
+  uint64_t newest_refused = 0;  // operation; 0: none
 };
 
 // Operations of one peer towards us.
@@ -359,7 +360,6 @@ struct InLink {
   std::deque<MessageOutcome> outcomes;
   uint64_t newest_id = 0;  // of a message that arrived
   OutLink* twin = nullptr;
-  bool has_refused = false;
   bool over = false;  // it said goodbye, or began another
   bool is_connected() const {
     return std::any_of(channels.begin(), channels.end(), [](const auto& item) { return item.second.is_open(); });

@@ -99,8 +99,8 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void on_incoming_broken(InChannel& channel, const InStream& stream);
   // The peer uses this connection for operations of its own, too.
   void attach_incoming(const Hello& hello, std::shared_ptr<Connection> connection);
-  // Frames with what the twin of this link has placed, to ride along. False: nothing due.
-  bool put_rider_acks(OutLink& link, TxBatch& batch);
+  // Frames with what the twin of this link has placed, to ride along by this connection.
+  void put_rider_acks(OutLink& link, const Connection& by, TxBatch& batch);
 
   // Acceptor::Owner
   std::optional<Refusal> check_hello(const Hello& hello) override;
