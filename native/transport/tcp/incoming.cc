@@ -147,11 +147,12 @@ InChannel& TcpTransport::begin_epoch(const Hello& hello) {
     owned->transport = this;
     owned->id = hello.link_id;
     owned->peer = std::make_shared<const Address>(hello.sender);
-    for (auto& out : out_) {
-      if (out->address->incarnation == hello.sender.incarnation) pair_twins(*out, *owned);
-    }
   }
   InLink& link = *owned;
+  // Also one that was there before: ours may be another by now, begun while this one had no connection.
+  for (auto& out : out_) {
+    if (link.twin == nullptr && out->address->incarnation == hello.sender.incarnation) pair_twins(*out, link);
+  }
   InChannel& channel = link.channels[hello.channel];
   channel.link = &link;
   channel.index = hello.channel;
