@@ -62,7 +62,7 @@ void TcpTransport::start_attempt(OutChannel& channel) {
   hello.nonce = draw_nonce();
   hello.link_id = link.id;
   hello.channel = channel.index;
-  hello.epoch = channel.epoch = ++newest_epoch_;
+  hello.epoch = channel.epoch = ++link.newest_epoch;
   hello.resumes = link.up;
   hello.is_bulk = channel.lane() == Lane::kBulk;
   hello.sender = address_;
@@ -395,6 +395,7 @@ void TcpTransport::flush(OutLink& link, Status status, const std::string& detail
     ack_later(*link.twin, true);
     link.twin->twin = nullptr;
   }
+  newest_epoch_ = std::max(newest_epoch_, link.newest_epoch);
   std::erase(dirty_, &link);
   std::erase(watched_, &link);
   std::erase_if(out_, [&](const auto& owned) { return owned.get() == &link; });

@@ -177,7 +177,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   std::vector<std::unique_ptr<Connector>> dead_connectors_;
   uint64_t revocations_seen_ = 0;
   uint64_t next_link_id_;
-  uint32_t newest_epoch_ = 0;  // of all channels: so an answer to a link that ended is not another link's
+  uint32_t newest_epoch_ = 0;  // of links that ended: so an answer to one of them is not another link's
   int64_t now_ = 0;
   int64_t next_tick_ns_ = 0;
   int64_t ticked_ns_ = 0;  // or began to watch a first link
