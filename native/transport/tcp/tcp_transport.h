@@ -60,6 +60,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
 
   void arm() override;
   void disarm() override;
+  // seq_cst: pairs with hush(), and comes before what EngineCore::leave() does about the answer.
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
   // Only what no socket tells of: more than a turn's worth to send. For the rest the kernel wakes whoever sleeps.
   bool has_arrivals() override;
