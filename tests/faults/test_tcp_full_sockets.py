@@ -2,19 +2,23 @@
 
 import array
 import fcntl
+import os
 import socket
 import struct
 import termios
+import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 
 import numpy as np
 import pytest
 
 import crossrail as xr
+from crossrail.observe import read_traffic
 from tests.conftest import EngineFactory
 from tests.faults.test_tcp_targets import connection_to, share_frame, shared_answer
 from tests.support import tcp_wire as wire
+from tests.support.leaks import open_fds
 from tests.support.limits import WAIT_S, eventually
 from tests.support.tcp_engines import TCP, descriptor_of, region_id
 from tests.support.tcp_wire import Frame, RawAcceptor, RawPeer
@@ -22,6 +26,8 @@ from tests.support.tcp_wire import Frame, RawAcceptor, RawPeer
 pytestmark = pytest.mark.timeout(120)
 
 MIB = 1 << 20
+MESSAGE = (1 << 32) - 1  # in place of a channel
+TOO_LONG = 8  # Status, native/transport/types.h
 
 
 def waiting_bytes(connection: socket.socket) -> int:
@@ -120,6 +126,68 @@ def hangs_up_on(connection: socket.socket, said: bytes) -> bool:
     except ConnectionError:
         return True
     return False
+
+
+WORDS = {
+    "taken": lambda link_id, message_id: wire.frame(Frame.TAKEN, struct.pack("<QQQ", link_id, message_id, 1)),
+    "too long": lambda _, message_id: wire.frame(Frame.REFUSED, struct.pack("<QII", message_id, MESSAGE, TOO_LONG)),
+}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_message_that_was_not_sent_cannot_be_taken(open_engine: EngineFactory, word: str) -> None:
+    """Its buffer would be another's while the kernel has still to read it."""
+    length = 250_000
+    engine = open_engine("here", polling="manual", message_bytes_max=256 << 10, **TCP)  # sends when it is told to
+    mine = engine.alloc(16_000)
+    with closing(RawAcceptor(engine.address)) as there, connection_to(there, engine) as (connection, link_id):
+        with engines_end(connection) as end:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 100_000)  # less than a message
+        region = xr.RegionDescriptor.from_bytes(descriptor_of(mine, there.address))
+        for _ in range(1000):
+            engine.submit_write(mine, region)
+        drive_until_full(engine, connection)
+        messages = [engine.submit_send(there.address, bytes(length)) for _ in range(2)]
+        framed = works_of(engine)
+        while works_of(engine) == framed:  # the messages come first in what is handed over next
+            wire.receive_exactly(connection, 20_000)
+            drive_until_full(engine, connection)
+
+        connection.sendall(WORDS[word](link_id, 2))
+
+        def is_hung_up_on() -> bool:
+            engine.progress()
+            return read_traffic(engine).rails[0].counts.broken == 1
+
+        eventually(is_hung_up_on, "it is hung up on")
+        assert not messages[1].done
+
+
+def engines_end(connection: socket.socket) -> socket.socket:
+    """The other end of this connection: it is in this process, too."""
+    for fd, what in open_fds().items():
+        if not what.startswith("socket:"):
+            continue
+        end = socket.socket(fileno=os.dup(fd))
+        with suppress(OSError):  # not connected
+            if end.getsockname() == connection.getpeername() and end.getpeername() == connection.getsockname():
+                return end
+        end.close()
+    raise AssertionError("the engine has no such socket")
+
+
+def drive_until_full(engine: xr.Engine, connection: socket.socket) -> None:
+    """Until it has handed over what the sockets have room for."""
+    looks: list[tuple[int, int]] = []
+    while len(looks) < 20 or len(set(looks[-20:])) > 1:
+        for _ in range(20):
+            engine.progress()
+        time.sleep(0.001)
+        looks.append((works_of(engine), waiting_bytes(connection)))
+
+
+def works_of(engine: xr.Engine) -> int:
+    return read_traffic(engine).rails[0].counts.works
 
 
 def test_what_was_not_sent_cannot_be_acknowledged(open_engine: EngineFactory) -> None:

@@ -385,6 +385,35 @@ def test_peer_that_sends_messages_and_does_not_read_what_became_of_them(target: 
     still_serves(target)
 
 
+def test_peer_that_is_refused_and_does_not_read_it_is_cut_off(target: xr.Engine, raw: socket.socket) -> None:
+    events = events_of(target)
+    refused = wire.write_frame(0xBAD, [(0, b"", None)] * 1000) * 1000  # a hundred MB of refusals
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    with pytest.raises((ConnectionResetError, BrokenPipeError)):
+        raw.sendall(refused)
+
+    eventually(lambda: [e for e in events if "does not read" in e.detail], "the event")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB of memory more"
+    still_serves(target)
+
+
+def test_peer_has_two_channels_for_each_rail_of_both_sides(target: xr.Engine) -> None:
+    """Each costs memory: what it was refused is kept."""
+    peer = RawPeer(target.address)  # as many rails as the target
+    channels = 2 * 2 * target.rails
+    for channel in range(channels):
+        with peer.connected(channel):
+            pass
+
+    with peer.dial() as connection:
+        connection.sendall(peer.hello(channels))
+        kind, body = wire.receive_message(connection)
+
+    assert kind == wire.Kind.REFUSAL
+    assert "malformed" in wire.refusal_text(body)
+
+
 # --- limits of the system ---
 
 

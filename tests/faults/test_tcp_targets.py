@@ -7,11 +7,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
 import crossrail as xr
+from crossrail.observe import read_traffic
 from tests.conftest import EngineFactory
 from tests.support import tcp_wire as wire
 from tests.support.limits import WAIT_S, eventually
@@ -285,6 +286,70 @@ def test_answers_to_a_link_that_was_forgotten_are_not_taken_for_anothers(open_en
             connection.sendall(wire.frame(Frame.TAKEN, struct.pack("<QQQ", link_id, message_id, 1)))
             sent.wait(WAIT_S)
     assert not [event for event in events if event.kind == "protocol-error"]
+
+
+SMALLEST = bytes(15) + b"\1"  # an incarnation: of two that connected to each other the larger one moves
+
+
+@pytest.mark.parametrize("first", ["answer", "end"])
+def test_moving_over_to_the_connection_that_the_peer_made_is_no_trouble(open_engine: EngineFactory, first: str) -> None:
+    """Both connected at the same time. The peer may end the other connection before its answer comes."""
+    engine = open_engine("here", **TCP)
+    mine = engine.alloc(8)
+    with (
+        closing(RawAcceptor(engine.address, incarnation=SMALLEST)) as there,
+        connection_to(there, engine) as (own, link_id),
+    ):
+        peer = RawPeer(engine.address)
+        peer.sender = there.address.to_bytes()
+        with peer.connected() as shared:
+            asked, channel, epoch, _ = share_asked(shared)
+            if first == "end":
+                own.shutdown(socket.SHUT_WR)
+                assert wire.receive_frame(own)[0] == 0
+            shared.sendall(wire.frame(Frame.SHARED, struct.pack("<IIQ", channel, epoch, 0)))
+            if first == "answer":
+                assert wire.receive_frame(own)[0] == 0
+            engine.submit_write(mine, xr.RegionDescriptor.from_bytes(descriptor_of(mine, there.address)), 8)
+            while wire.receive_frame(shared)[0] != Frame.WRITE:
+                pass
+
+            assert asked == link_id
+            assert read_traffic(engine).rails[0].counts.broken == 0
+
+
+def test_links_that_both_came_back_share_a_connection_again(open_engine: EngineFactory) -> None:
+    """Ours was begun anew while the peer's was away: they belong together all the same."""
+    engine = open_engine("here", **TCP)
+    with closing(RawAcceptor(engine.address, incarnation=SMALLEST)) as there:
+        peer = RawPeer(engine.address)
+        peer.sender = there.address.to_bytes()
+        with peer.connected() as first:
+            first.shutdown(socket.SHUT_WR)
+            assert wire.receive_frame(first)[0] == 0
+        with connection_to(there, engine) as (_, link_id), peer.connected(resumes=True) as shared:
+            shared.settimeout(WAIT_S)
+
+            assert share_asked(shared)[0] == link_id
+
+
+def test_attempts_to_reach_others_do_not_use_up_the_epochs_of_a_link(open_engine: EngineFactory) -> None:
+    """A rail that is away is tried once a second, with each of a thousand peers: 32 bits would last for 50 days."""
+    engine = open_engine("here", **TCP)
+
+    def first_epoch(there: RawAcceptor) -> int:
+        engine.submit_send(there.address, b"x")
+        with there.accept() as connection:
+            body, _ = there.challenge(connection)
+        return int(struct.unpack_from("<I", body, 52)[0])
+
+    with ExitStack() as stack:
+        peers = [stack.enter_context(closing(RawAcceptor(engine.address))) for _ in range(3)]
+        assert [first_epoch(there) for there in peers] == [1, 1, 1]
+
+        engine.forget_peer(peers[0].address)
+
+        assert first_epoch(peers[0]) > 1, "an answer to the link that ended may be taken for one to the other"
 
 
 # --- a target that refuses ---

@@ -271,11 +271,11 @@ class RawPeer:
 class RawAcceptor:
     """A target made of sockets: what it pretends to be has the address `address`."""
 
-    def __init__(self, like: xr.Address, *, secret: str = "") -> None:
+    def __init__(self, like: xr.Address, *, secret: str = "", incarnation: bytes | None = None) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=16)
         self.listener.settimeout(WAIT_S)
         self.secret = secret
-        self.incarnation = os.urandom(16)
+        self.incarnation = incarnation or os.urandom(16)
         ports = [self.listener.getsockname()[1]] * len(endpoints_of(like.to_bytes()))
         self.address = xr.Address.from_bytes(with_ports(with_incarnation(like.to_bytes(), self.incarnation), ports))
 

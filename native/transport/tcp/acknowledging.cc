@@ -11,6 +11,13 @@ namespace {
 
 constexpr uint64_t kTakenPerFrame = 256;
 
+// A refusal must not be overtaken by the acknowledgement of its operation. It comes first by the connection that both go by;
+// and the initiator has begun no operation so much later before it had heard of it.
+bool may_ride(const InChannel& channel, const Connection& by) {
+  if (channel.newest_refused == 0 || channel.newest_refused + kOperationsUnderWayMax <= channel.placed) return true;
+  return channel.control.empty() && channel.is_open() && channel.stream->connection().get() == &by;
+}
+
 }  // namespace
 
 void TcpTransport::ack_later(InLink& link, bool at_once) {
@@ -53,27 +60,31 @@ uint32_t TcpTransport::send_acks(bool all) {
   return sent;
 }
 
-bool TcpTransport::put_rider_acks(OutLink& link, TxBatch& batch) {
+void TcpTransport::put_rider_acks(OutLink& link, const Connection& by, TxBatch& batch) {
   InLink* const twin = link.twin;
-  if (twin == nullptr) return false;
+  if (twin == nullptr) return;
   if (!twin->ack_due) {
     // It would have had company, had it waited.
     if (now_ - twin->acked_alone_ns < kAckWaitNs && twin->rides < kRidesMax) ++twin->rides;
-    return false;
+    return;
   }
-  // A refusal must not be overtaken by the acknowledgement of its operation.
-  if (twin->has_refused || twin->ack_now) return false;
+  if (twin->ack_now) return;
+  bool all = true;
   for (auto& [index, channel] : twin->channels) {
     if (channel.placed == channel.ack_sent) continue;
-    if (!batch.has_room(sizeof(FrameHeader) + sizeof(AckMeta))) return false;
+    if (!may_ride(channel, by)) {
+      all = false;
+      continue;
+    }
+    if (!batch.has_room(sizeof(FrameHeader) + sizeof(AckMeta))) return;
     batch.put(header_of(FrameType::kAck, 0, 0, sizeof(AckMeta), 0));
     batch.put(AckMeta{twin->id, channel.placed, channel.index, 0});
     channel.ack_sent = channel.placed;
   }
-  if (twin->rides < kRidesMax) ++twin->rides;
   put_taken(*twin, batch);
+  if (!all) return;
+  if (twin->rides < kRidesMax) ++twin->rides;
   if (twin->taken.empty()) twin->ack_due = false;
-  return true;
 }
 
 void put_taken(InLink& link, TxBatch& batch) {

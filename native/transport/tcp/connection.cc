@@ -150,18 +150,21 @@ void Connection::close(bool abort) {
   if (batch_) context_->give_batch(std::move(batch_));
 }
 
-void Connection::break_off(const std::string& reason) {
+void Connection::break_off(const std::string& reason, Blame blame) {
   close(false);
   const auto streams = std::exchange(streams_, {});
   for (Stream* stream : streams) {
     if (stream == nullptr) continue;
     stream->over_ = true;
     stream->reason_ = reason;
+    stream->blame_ = blame;
   }
   for (Stream* stream : streams) {
     if (stream != nullptr) stream->on_broken();
   }
 }
+
+void Connection::reject_peer(const std::string& why) { break_off("protocol error: " + why, Blame::kPeer); }
 
 void Connection::leave(Role role, const std::string& reason) {
   if (Stream* const leaving = stream(role)) leaving->leave(reason);
@@ -318,7 +321,7 @@ bool Connection::receive() {
       if (place_.bytes_left == 0) {
         place_.clear();
         if (!on_frame()) {
-          break_off("protocol error: " + reject_reason_);
+          reject_peer(reject_reason_);
           return true;
         }
         if (broken_) return true;
@@ -350,8 +353,8 @@ bool Connection::parse(size_t size) {
     std::memcpy(&header, at, sizeof header);
     if (header.mark != kFrameMark || header.type == 0 || header.type > kFrameTypeMax ||
         header.meta_bytes > kMetaBytesMax) {
-      break_off("protocol error: a frame that is none (type " + std::to_string(header.type) + ", mark " +
-                std::to_string(header.mark) + ", " + std::to_string(header.meta_bytes) + " bytes of metadata)");
+      reject_peer("a frame that is none (type " + std::to_string(header.type) + ", mark " +
+                  std::to_string(header.mark) + ", " + std::to_string(header.meta_bytes) + " bytes of metadata)");
       return false;
     }
     const size_t head_bytes = sizeof header + header.meta_bytes;
@@ -360,7 +363,7 @@ bool Connection::parse(size_t size) {
       break;
     }
     if (!on_head(header, {at + sizeof header, header.meta_bytes})) {
-      break_off("protocol error: " + reject_reason_);
+      reject_peer(reject_reason_);
       return false;
     }
     if (broken_) return false;
@@ -375,7 +378,7 @@ bool Connection::parse(size_t size) {
     if (place_.bytes_left > 0) break;
     place_.clear();
     if (!on_frame()) {
-      break_off("protocol error: " + reject_reason_);
+      reject_peer(reject_reason_);
       return false;
     }
     if (broken_) return false;

@@ -52,6 +52,9 @@ struct ConnectionContext {
 // Which half of a link a stream is: our operations and the answers to them, or the peer's and ours.
 enum class Role : uint8_t { kInitiator = 0, kAcceptor = 1 };
 
+// Whose doing the end of a stream was, as far as it matters to anybody.
+enum class Blame : uint8_t { kNobody, kPeer };  // kPeer: it broke the protocol
+
 // Lifecycle: 1. on the connection, from construction. 2. over: by the connection's end (on_broken), or because its owner
 // gave it up. It keeps the connection's object, though no longer the socket, until it is destroyed.
 class Stream {
@@ -64,6 +67,7 @@ class Stream {
   Role role() const { return role_; }
   bool is_broken() const { return over_; }
   const std::string& reason() const { return reason_; }
+  Blame blame() const { return blame_; }
   const std::shared_ptr<Connection>& connection() const { return connection_; }
   // Sends what fill() gives, until there is no more or the socket is full. True when anything was sent.
   bool pump();
@@ -100,6 +104,7 @@ class Stream {
   const std::shared_ptr<Connection> connection_;
   bool over_ = false;
   std::string reason_;
+  Blame blame_ = Blame::kNobody;
 };
 
 class Connection final : public Pollable {
@@ -114,7 +119,7 @@ class Connection final : public Pollable {
   bool receive();
   // asker: whose frames are to be sent; what the other stream has rides along. Null: everybody's.
   bool pump(const Stream* asker);
-  void break_off(const std::string& reason);
+  void break_off(const std::string& reason, Blame blame = Blame::kNobody);
   // The end of that stream, if there is one; of the connection, if it was the last.
   void leave(Role role, const std::string& reason);
 
@@ -144,6 +149,7 @@ class Connection final : public Pollable {
   bool flush_sealed();
   void break_sending(const std::string& why);
   bool parse(size_t size);
+  void reject_peer(const std::string& why);
   void watch_out(bool on);
 
   ConnectionContext* const context_;

@@ -55,7 +55,7 @@ Status InStream::check_range(const RegionUse& region, uint64_t region_id, Access
 }
 
 void InStream::refuse(uint64_t operation, Status status, const std::string& text) {
-  channel_->link->has_refused = true;
+  channel_->newest_refused = std::max(channel_->newest_refused, operation);
   append_frame(channel_->control, FrameType::kRefused,
                RefusedMeta{operation, channel_->index, static_cast<uint32_t>(status)}, text);
   auto& refusals = channel_->refusals;
@@ -375,7 +375,7 @@ void InStream::on_broken() {
   region_.reset();
   reads_.clear();
   views_.clear();
-  transport_->on_incoming_broken(*channel_, reason());
+  transport_->on_incoming_broken(*channel_, *this);
 }
 
 // --- out ---

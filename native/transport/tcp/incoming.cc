@@ -147,11 +147,12 @@ InChannel& TcpTransport::begin_epoch(const Hello& hello) {
     owned->transport = this;
     owned->id = hello.link_id;
     owned->peer = std::make_shared<const Address>(hello.sender);
-    for (auto& out : out_) {
-      if (out->address->incarnation == hello.sender.incarnation) pair_twins(*out, *owned);
-    }
   }
   InLink& link = *owned;
+  // Also one that was there before: ours may be another by now, begun while this one had no connection.
+  for (auto& out : out_) {
+    if (link.twin == nullptr && out->address->incarnation == hello.sender.incarnation) pair_twins(*out, link);
+  }
   InChannel& channel = link.channels[hello.channel];
   channel.link = &link;
   channel.index = hello.channel;
@@ -189,10 +190,10 @@ void TcpTransport::on_accepted(Acceptor&, const Hello& hello, Socket socket) {
   }
 }
 
-void TcpTransport::on_incoming_broken(InChannel& channel, const std::string& reason) {
+void TcpTransport::on_incoming_broken(InChannel& channel, const InStream& stream) {
   InLink& link = *channel.link;
   channel.control = {};  // a link may have many channels, and each much that was not read
-  if (reason.starts_with("protocol error")) sink_->on_protocol_error(link.peer->name, reason);
+  if (stream.blame() == Blame::kPeer) sink_->on_protocol_error(link.peer->name, stream.reason());
   if (!link.is_connected()) link.unconnected_since_ns = now_;
   // Told by this connection after the initiator had seen its end: it asks only about what it waited for at that time.
   if (!link.over) tell_outcomes_again(link);

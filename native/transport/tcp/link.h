@@ -172,7 +172,8 @@ struct PendingRead {
 
 // Operations of ours towards one peer.
 struct OutLink final : Link {
-  OutLink(TcpTransport* transport, uint64_t id, std::shared_ptr<const Address> address, std::vector<RailPair> pairs);
+  OutLink(TcpTransport* transport, uint64_t id, std::shared_ptr<const Address> address, std::vector<RailPair> pairs,
+          uint32_t newest_epoch);
   uint32_t lanes() const override { return static_cast<uint32_t>(pairs.size()); }
   OutChannel& channel(uint32_t pair, Lane lane);  // made when first asked for
   OutChannel* find(uint32_t pair, Lane lane) { return channels[2 * pair + static_cast<uint32_t>(lane)].get(); }
@@ -206,6 +207,7 @@ struct OutLink final : Link {
   bool frozen = false;
   bool is_dirty = false;    // in the transport's list of links with something to send
   bool is_watched = false;  // in the transport's list of links with something to wait for
+  uint32_t newest_epoch;    // of its channels
   int64_t connect_by_ns = 0;
   int64_t waits_since_ns = 0;   // something is outstanding since; before that, silence was nothing to worry about
   int64_t down_since_ns = 0;    // no channel open since; 0: one is
@@ -340,6 +342,7 @@ struct InChannel {
   // Kept while the initiator may have to ask again. Invariant: of operations later than placed - kOperationsUnderWayMax,
   // one for each at most.
   std::deque<Refusal> refusals;
+  uint64_t newest_refused = 0;  // operation; 0: none
   std::unique_ptr<InStream> stream;
   bool is_open() const { return stream != nullptr && !stream->is_broken(); }
 };
@@ -359,7 +362,6 @@ struct InLink {
   std::deque<MessageOutcome> outcomes;
   uint64_t newest_id = 0;  // of a message that arrived
   OutLink* twin = nullptr;
-  bool has_refused = false;
   bool over = false;  // it said goodbye, or began another
   bool is_connected() const {
     return std::any_of(channels.begin(), channels.end(), [](const auto& item) { return item.second.is_open(); });

@@ -12,7 +12,8 @@ OutStream::OutStream(TcpTransport* transport, OutChannel* channel, std::shared_p
 
 void OutStream::fill(TxBatch& batch) {
   channel_->fill(batch);
-  if (!batch.empty() && channel_->lane() == Lane::kSmall) transport_->put_rider_acks(*channel_->link, batch);
+  if (!batch.empty() && channel_->lane() == Lane::kSmall)
+    transport_->put_rider_acks(*channel_->link, *connection(), batch);
 }
 
 void OutStream::on_fault() { channel_->has_faulted = true; }

@@ -62,7 +62,7 @@ void TcpTransport::start_attempt(OutChannel& channel) {
   hello.nonce = draw_nonce();
   hello.link_id = link.id;
   hello.channel = channel.index;
-  hello.epoch = channel.epoch = ++newest_epoch_;
+  hello.epoch = channel.epoch = ++link.newest_epoch;
   hello.resumes = link.up;
   hello.is_bulk = channel.lane() == Lane::kBulk;
   hello.sender = address_;
@@ -80,12 +80,14 @@ void TcpTransport::start_attempt(OutChannel& channel) {
 
 void OutChannel::on_connect_result(ConnectResult result) {
   const int64_t now = transport->now();
+  if (result.kind == ConnectResult::Kind::kUp && is_open()) {
+    stream->leave("moved over to the connection that the peer made");
+  }
   transport->bury(std::move(connector));
   transport->bury(std::move(sharer));
   transport->watch(*link);
   link->nobody_at[pair()] = result.kind == ConnectResult::Kind::kNobodyThere;
   if (result.kind == ConnectResult::Kind::kUp) {
-    if (is_open()) stream->leave("moved over to the connection that the peer made");
     if (stream) transport->bury(std::move(stream));
     try {
       if (result.connection == nullptr) {
@@ -112,6 +114,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
       link->up = true;
       transport->sink().on_link_up(*link);
     }
+    if (in_doubt) transport->tick_soon();
     transport->mark_dirty(*link);
     return;
   }
@@ -152,12 +155,16 @@ void OutStream::on_broken() {
   OutChannel& channel = *channel_;
   OutLink& link = *channel.link;
   const int64_t now = transport_->now();
-  channel.trouble = reason();
-  channel.broken_at_ns = now;
-  // One that breaks again and again, and was good for nothing, is not remade again and again without a pause.
-  channel.retry_pause_ns =
-      channel.was_good(now) ? 0 : std::clamp(2 * channel.retry_pause_ns, kRetryFirstNs, kRemakeMaxNs);
-  channel.retry_at_ns = channel.retry_pause_ns > kRetryFirstNs ? now + channel.retry_pause_ns : now;
+  // Who moves over to the peer's connection leaves this one, or the peer ends it first: no trouble either way.
+  if (channel.sharer == nullptr) {
+    channel.trouble = reason();
+    channel.broken_at_ns = now;
+    // One that breaks again and again, and was good for nothing, is not remade again and again without a pause.
+    channel.retry_pause_ns =
+        channel.was_good(now) ? 0 : std::clamp(2 * channel.retry_pause_ns, kRetryFirstNs, kRemakeMaxNs);
+    channel.retry_at_ns = channel.retry_pause_ns > kRetryFirstNs ? now + channel.retry_pause_ns : now;
+    transport_->sink().on_rail_broken(link, link.pairs[channel.pair()].rail);
+  }
   channel.control.clear();
   bool open = false;
   link.for_each_channel([&](OutChannel& other) {
@@ -166,7 +173,6 @@ void OutStream::on_broken() {
     if (other.asked_through == &channel) other.asked_through = nullptr;
   });
   channel.in_doubt = channel.in_doubt || channel.has_doubts();
-  transport_->sink().on_rail_broken(link, link.pairs[channel.pair()].rail);
   if (!open && link.down_since_ns == 0) link.down_since_ns = now;
   // Acknowledgements of the peer's operations may have been riding on it.
   if (link.twin != nullptr) {
@@ -389,6 +395,7 @@ void TcpTransport::flush(OutLink& link, Status status, const std::string& detail
     ack_later(*link.twin, true);
     link.twin->twin = nullptr;
   }
+  newest_epoch_ = std::max(newest_epoch_, link.newest_epoch);
   std::erase(dirty_, &link);
   std::erase(watched_, &link);
   std::erase_if(out_, [&](const auto& owned) { return owned.get() == &link; });

@@ -31,8 +31,8 @@ WriteEntry entry_of(const WorkRequest& request, uint64_t offset, uint64_t length
 }  // namespace
 
 OutLink::OutLink(TcpTransport* transport, uint64_t id, std::shared_ptr<const Address> address,
-                 std::vector<RailPair> pairs)
-    : transport(transport), id(id), address(std::move(address)), pairs(std::move(pairs)) {
+                 std::vector<RailPair> pairs, uint32_t newest_epoch)
+    : transport(transport), id(id), address(std::move(address)), pairs(std::move(pairs)), newest_epoch(newest_epoch) {
   channels.resize(2 * this->pairs.size());
   nobody_at.resize(this->pairs.size());
   queues.resize(2 * (size_t{transport->traits().rail_count} + 1));

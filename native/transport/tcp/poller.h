@@ -60,6 +60,8 @@ class Poller {
   int64_t rings_at_ns_ = 0;  // what the timer is set to, until poll() has seen it ring; 0: nothing
   std::unique_ptr<std::atomic<uint64_t>[]> ours_ = std::make_unique<std::atomic<uint64_t>[]>(kRemembered / 64);
   SpinLock watching_lock_;  // the flag and what the kernel was told change together
+  // relaxed: the lock orders its changes. Who looks without it may miss that another has just switched off: the one who
+  // sleeps no more, and looks himself (TcpTransport::hush).
   std::atomic<bool> watching_{false};
 };
 

@@ -48,7 +48,7 @@ uint32_t TcpTransport::poll_sockets() {
 }
 
 uint32_t TcpTransport::poll() {
-  has_looked_.store(true, std::memory_order_relaxed);
+  has_looked_.store(true, std::memory_order_relaxed);  // see hush()
   if (++polls_ % kPollsPerClock == 0 || connections_.hot[0].connection == nullptr) {
     const int64_t before = std::exchange(now_, now_ns());
     connections_.now = now_;
@@ -122,8 +122,9 @@ Deadline TcpTransport::next_timer() const {
 }
 
 void TcpTransport::arm() {
-  // seq_cst: pairs with the fence in wake(): either it sees us armed and rings, or has_arrivals() sees its news.
-  armed_.store(true, std::memory_order_seq_cst);
+  // seq_cst fence: pairs with the one in wake(): either it sees us armed and rings, or who looks once more sees its news.
+  armed_.store(true, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   idle_polls_ = 0;
   polls_ = kPollsPerLook - 1;  // who wakes up looks at all sockets,
   has_slept_ = true;           // but may ask the hot ones first
@@ -143,6 +144,7 @@ void TcpTransport::arm() {
   poller_.watch();
 }
 
+// relaxed: we are awake, and look before we sleep. Who still sees us armed rings for nothing.
 void TcpTransport::disarm() {
   if (armed_.load(std::memory_order_relaxed)) armed_.store(false, std::memory_order_relaxed);
 }
@@ -150,6 +152,7 @@ void TcpTransport::disarm() {
 bool TcpTransport::hush(bool looks_at_once) {
   poller_.clear_bell();
   // Two system calls less for who mostly does, and leaves again. Else what is not yet looked at would wake him again.
+  // relaxed: a guess; a wrong one costs those calls, or a waking.
   const bool has_looked = has_looked_.exchange(false, std::memory_order_relaxed);
   if (!looks_at_once || !has_looked) poller_.unwatch();
   // release: pairs with is_armed() of who is about to leave: he sees that somebody else has these news.
@@ -159,6 +162,7 @@ bool TcpTransport::hush(bool looks_at_once) {
 
 void TcpTransport::wake() {
   // seq_cst fence: the caller's news is visible before we look whether anyone is awake to see it; pairs with arm().
+  // acq_rel: one of several rings; what they tell is ordered by the fence.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (armed_.load(std::memory_order_relaxed) && armed_.exchange(false, std::memory_order_acq_rel)) poller_.ring();
 }

@@ -25,6 +25,7 @@ class TcpRegion final : public LocalRegion {
   // Frames being placed, and reads being answered. Changed by the progress holder only.
   // release on the way down: pairs with the acquire in is_quiet(), so that whoever frees the memory sees it untouched.
   std::atomic<uint32_t> users{0};
+  // relaxed: the holder sees it by revocations() at the latest; until then he uses memory that close() still keeps.
   std::atomic<bool> revoked{false};
   bool has_faulted = false;  // the kernel could not read some of it. Progress holder only
 

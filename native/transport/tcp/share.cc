@@ -111,7 +111,7 @@ bool TcpTransport::start_sharing(OutChannel& channel) {
   std::shared_ptr<Connection> connection = may_share(channel) ? find_shareable(channel) : nullptr;
   if (connection == nullptr) return false;
   OutLink& link = *channel.link;
-  const ShareMeta share{link.id, channel.index, channel.epoch = ++newest_epoch_, link.up};
+  const ShareMeta share{link.id, channel.index, channel.epoch = ++link.newest_epoch, link.up};
   const Deadline deadline = now_ + kShareNs;
   channel.sharer = std::make_unique<Sharer>(&channel, std::move(connection), share, deadline);
   channel.sharer->pump();

@@ -142,8 +142,8 @@ bool TcpTransport::is_region_quiet(const LocalRegion& region) {
 
 Link* TcpTransport::connect(const std::shared_ptr<const Address>& address) {
   connections_.now = now_ = now_ns();
-  auto owned =
-      std::make_unique<OutLink>(this, next_link_id_++, address, pair_rails(address_.endpoints, address->endpoints));
+  auto owned = std::make_unique<OutLink>(this, next_link_id_++, address,
+                                         pair_rails(address_.endpoints, address->endpoints), newest_epoch_);
   OutLink& link = *owned;
   out_.push_back(std::move(owned));
   link.connect_by_ns = now_ + options_.connect_timeout_ns;

@@ -60,6 +60,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
 
   void arm() override;
   void disarm() override;
+  // seq_cst: pairs with hush(), and comes before what EngineCore::leave() does about the answer.
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst); }
   // Only what no socket tells of: more than a turn's worth to send. For the rest the kernel wakes whoever sleeps.
   bool has_arrivals() override;
@@ -96,11 +97,11 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void tell_outcomes_again(InLink& link);
   // Our operations towards the peer of `link`, by their id; null: over.
   OutLink* find_out(const Address& peer, uint64_t id);
-  void on_incoming_broken(InChannel& channel, const std::string& reason);
+  void on_incoming_broken(InChannel& channel, const InStream& stream);
   // The peer uses this connection for operations of its own, too.
   void attach_incoming(const Hello& hello, std::shared_ptr<Connection> connection);
-  // Frames with what the twin of this link has placed, to ride along. False: nothing due.
-  bool put_rider_acks(OutLink& link, TxBatch& batch);
+  // Frames with what the twin of this link has placed, to ride along by this connection.
+  void put_rider_acks(OutLink& link, const Connection& by, TxBatch& batch);
 
   // Acceptor::Owner
   std::optional<Refusal> check_hello(const Hello& hello) override;
@@ -177,7 +178,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   std::vector<std::unique_ptr<Connector>> dead_connectors_;
   uint64_t revocations_seen_ = 0;
   uint64_t next_link_id_;
-  uint32_t newest_epoch_ = 0;  // of all channels: so an answer to a link that ended is not another link's
+  uint32_t newest_epoch_ = 0;  // of links that ended: so an answer to one of them is not another link's
   int64_t now_ = 0;
   int64_t next_tick_ns_ = 0;
   int64_t ticked_ns_ = 0;  // or began to watch a first link
