@@ -73,6 +73,7 @@ class Decoder(Node):
         self._ended: OrderedDict[str, int] = OrderedDict()  # by request, the latest placement
         self._told: deque[Serving] = deque(maxlen=_TOLD_KEPT)
         self._replacements = 0
+        self._closing = False
         mailbox.handle(m.Start, self._on_start)
         mailbox.handle(m.Cancel, self._on_cancel)
 
@@ -103,7 +104,11 @@ class Decoder(Node):
         return [serving for serving in self._told if serving.ended_s > recent_s]
 
     async def close(self) -> None:
-        """Stops requests, waits for prefillers to be quiet as long as the options say, and ends. Idempotent."""
+        """Stops requests, waits for prefillers to be quiet as long as the options say, and ends. Idempotent.
+
+        Tells routers how requests ended, once: one that does not take it then is not waited for.
+        """
+        self._closing = True
         for serving in self._servings.values():
             serving.stop("error", f"decoder {self.name!r} is closing")
         if self._servings:
@@ -320,7 +325,7 @@ class Decoder(Node):
     # --- telling the router ---
 
     async def _deliver(self, serving: Serving) -> None:
-        """Sends tokens as they come, until the end was taken, or the router stays away after it."""
+        """Sends tokens as they come, until the end was taken, or the router stays away after it, or we close."""
         clock = asyncio.get_running_loop().time
         kept_s: float | None = None  # since when it has ended and nobody takes that
         while not serving.end_taken:
@@ -332,6 +337,8 @@ class Decoder(Node):
                 kept_s = None
                 continue
             if serving.end is not None:
+                if self._closing:
+                    return
                 kept_s = clock() if kept_s is None else kept_s
                 if clock() - kept_s > _ROUTER_GONE_S:
                     log.warning("request %s ended (%s) and no router took it", serving.request, serving.end.reason)
