@@ -465,6 +465,26 @@ async def test_next_router_does_not_learn_what_was_cancelled(cluster: Cluster) -
     assert router.adopted("r1") is None
 
 
+async def test_next_router_does_not_learn_of_a_cancel_that_the_one_before_did_not_hear_the_end_of(
+    cluster: Cluster,
+) -> None:
+    async def never(_: bytes, __: m.Tokens) -> m.Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    cluster.router.mailbox.handle(m.Tokens, never)
+    client.cancel()
+    await quiet(cluster)
+    await cluster.close_router()
+    router = cluster.add_router("router-again")
+    await assert_still_serves(cluster)
+    assert router.adopted("r1") is None
+    await until(lambda: not cluster.nodes["d0"].load().requests, "it takes no place any more")
+
+
 async def test_two_routers_share_nodes(cluster: Cluster) -> None:
     second = Cluster()
     second.add_router("router-2")

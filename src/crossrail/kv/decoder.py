@@ -88,7 +88,8 @@ class Decoder(Node):
         )
 
     def running(self, link: RouterLink) -> list[str]:
-        return [serving.request for serving in [*self._servings.values(), *self._just_told()] if serving.link is link]
+        wanted = [serving for serving in self._servings.values() if not serving.is_unwanted]
+        return [serving.request for serving in [*wanted, *self._just_told()] if serving.link is link]
 
     def on_joined(self, link: RouterLink) -> None:
         for serving in self._servings.values():
@@ -325,7 +326,10 @@ class Decoder(Node):
     # --- telling the router ---
 
     async def _deliver(self, serving: Serving) -> None:
-        """Sends tokens as they come, until the end was taken, or the router stays away after it, or we close."""
+        """Sends tokens as they come, until the end was taken, or the router stays away after it.
+
+        Where nobody waits for the end, or we close, it is offered once.
+        """
         clock = asyncio.get_running_loop().time
         kept_s: float | None = None  # since when it has ended and nobody takes that
         while not serving.end_taken:
@@ -337,7 +341,7 @@ class Decoder(Node):
                 kept_s = None
                 continue
             if serving.end is not None:
-                if self._closing:
+                if self._closing or serving.is_unwanted:
                     return
                 kept_s = clock() if kept_s is None else kept_s
                 if clock() - kept_s > _ROUTER_GONE_S:

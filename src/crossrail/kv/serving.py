@@ -63,6 +63,11 @@ class Serving:
         """Its router has taken all of it, and wanted it. What it does not want ends without that."""
         return self.end_taken and self.taken == len(self.tokens) and self._stop is None
 
+    @property
+    def is_unwanted(self) -> bool:
+        """Its router has said so: it knows how this ends, and the next one need not."""
+        return self._stop is not None and self._stop.reason == "cancelled"
+
     def stop(self, reason: m.EndReason, detail: str) -> None:
         """Ends it as soon as it can be. The first reason is the one."""
         if self._stop is None:
