@@ -358,6 +358,19 @@ async def test_request_whose_decoders_keep_dying_ends_in_words(cluster: Cluster)
     )
 
 
+async def test_decoder_that_closes_hands_its_requests_on(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, "decoding")
+    cluster.add(Decoder, "d1")
+    await cluster.nodes["d1"].links[0].joined.wait()
+    await cluster.nodes["d0"].close()
+    tokens, end = await asyncio.wait_for(client, WAIT_S)
+    assert (tokens, end.reason) == (await monolithic(PROMPT, GREEDY), "length")
+    assert cluster.router.counts["restarted"] == 1
+    await quiet(cluster)
+
+
 async def test_decoder_that_dies_alone_ends_it_in_words(cluster: Cluster) -> None:
     cluster.router.options = replace(ROUTER, queue_s=0.3)
     await start(cluster, token_s=SLOW_S)

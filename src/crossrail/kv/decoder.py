@@ -107,9 +107,12 @@ class Decoder(Node):
     async def close(self) -> None:
         """Stops requests, waits for prefillers to be quiet as long as the options say, and ends. Idempotent.
 
-        Tells routers how requests ended, once: one that does not take it then is not waited for.
+        Leaves the routers first, so that they have others go on with the requests. What these end with here is offered
+        once.
         """
-        self._closing = True
+        self._closing = self.draining = True
+        if self._servings:
+            await self._leave()
         for serving in self._servings.values():
             serving.stop("error", f"decoder {self.name!r} is closing")
         if self._servings:
@@ -186,6 +189,7 @@ class Decoder(Node):
         self._remember_ended(cancel.request, cancel.placement)  # its Start may still be on the way
         if serving is None or serving.placement > cancel.placement:
             return m.Taken(wanted=False)
+        serving.is_unwanted = serving.is_unwanted or sender == serving.router
         serving.stop("cancelled", cancel.reason)
         return m.Taken()
 
