@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -100,6 +103,21 @@ async def test_terminated_node_finishes_what_it_has_and_leaves(services: Service
     assert services.nodes() == {}
 
 
+def test_nodes_end_with_whoever_started_them_whatever_is_under_way(tmp_path: Path) -> None:
+    services = Services(tmp_path / "stderr", silent_s=2 * WAIT_S)  # nothing that takes so long is to be waited for
+    try:
+        services.add_router()
+        for role, name in (("prefiller", "p0"), ("decoder", "d0")):
+            services.add(role, name)
+        services.joined("p0", "d0")
+        Asking(services)
+        busy_prefiller(services)
+        services.kill("router")  # it has the request's end from nobody
+        assert [process.wait(WAIT_S) for process in map(services.desert, ("d0", "p0"))] == [0, 0]
+    finally:
+        services.close()
+
+
 def test_node_that_does_not_fit_says_why_and_ends(services: Services, tmp_path: Path) -> None:
     services.add("prefiller", "p0")
     services.joined("p0")
@@ -133,6 +151,47 @@ def test_top_in_a_pipe_shows_the_nodes_and_ends(services: Services) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, env=environment)
     assert run.returncode == 0 and "d0" in run.stdout and "256 of 256" in run.stdout, run.stdout + run.stderr
+
+
+@contextmanager
+def top_in_a_terminal(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "crossrail", "kv", "top", "--every-s", "0.1", *arguments]
+    environment = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "160", "LINES": "30"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as top:
+        try:
+            yield top
+        finally:
+            top.kill()
+
+
+def shown_until(top: subprocess.Popen[bytes], wanted: bytes, unwanted: bytes = b"\0") -> None:
+    """Reads until a picture has the one and not the other."""
+    assert top.stdout is not None
+    deadline = time.monotonic() + WAIT_S
+    pictures = [b""]
+    while not any(wanted in picture and unwanted not in picture for picture in pictures[:-1]):
+        ready, _, _ = select.select([top.stdout], [], [], max(deadline - time.monotonic(), 0.0))
+        assert ready, pictures
+        more = os.read(top.stdout.fileno(), 1 << 16)
+        assert more, "top has ended"
+        pictures = (pictures[-1] + more).split(b"\x1b[H")
+
+
+def test_top_goes_on_through_a_restart_of_its_router(services: Services) -> None:
+    with top_in_a_terminal(services.place) as top:
+        shown_until(top, b"router router", b"as it was")
+        services.kill("router")
+        shown_until(top, b"s ago: no router answers at")
+        services.add_router()
+        shown_until(top, b"router router", b"as it was")
+
+
+def test_top_gives_a_router_up_that_stays_away(services: Services) -> None:
+    with top_in_a_terminal(services.place, "--patience-s", "0.3") as top:
+        shown_until(top, b"router router")
+        services.kill("router")
+        _, said = top.communicate(timeout=WAIT_S)
+        assert top.returncode == 1 and said.startswith(b"error: no router answers at"), said
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{}", b"SSH-2.0", b"[" * 100_000], ids=["list", "object", "text", "deep"])

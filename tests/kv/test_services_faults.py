@@ -17,7 +17,7 @@ from crossrail.kv.job import SendJob
 from crossrail.kv.membership import Roster
 from crossrail.kv.pages import PageState
 from crossrail.kv.prefiller import Prefiller
-from crossrail.kv.router_requests import Overloaded, Unavailable
+from crossrail.kv.router_requests import Overloaded, Unavailable, UnknownModel
 from crossrail.kv.serving import Serving
 from tests.kv.conftest import quiet, start, until
 from tests.support.kv_cluster import LAYOUT, NODE, ROUTER, Cluster, monolithic, prompt_of
@@ -358,6 +358,19 @@ async def test_request_whose_decoders_keep_dying_ends_in_words(cluster: Cluster)
     )
 
 
+async def test_decoder_that_closes_hands_its_requests_on(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, "decoding")
+    cluster.add(Decoder, "d1")
+    await cluster.nodes["d1"].links[0].joined.wait()
+    await cluster.nodes["d0"].close()
+    tokens, end = await asyncio.wait_for(client, WAIT_S)
+    assert (tokens, end.reason) == (await monolithic(PROMPT, GREEDY), "length")
+    assert cluster.router.counts["restarted"] == 1
+    await quiet(cluster)
+
+
 async def test_decoder_that_dies_alone_ends_it_in_words(cluster: Cluster) -> None:
     cluster.router.options = replace(ROUTER, queue_s=0.3)
     await start(cluster, token_s=SLOW_S)
@@ -463,6 +476,26 @@ async def test_next_router_does_not_learn_what_was_cancelled(cluster: Cluster) -
     router = cluster.add_router("router-again")
     await assert_still_serves(cluster)
     assert router.adopted("r1") is None
+
+
+async def test_next_router_does_not_learn_of_a_cancel_that_the_one_before_did_not_hear_the_end_of(
+    cluster: Cluster,
+) -> None:
+    async def never(_: bytes, __: m.Tokens) -> m.Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    cluster.router.mailbox.handle(m.Tokens, never)
+    client.cancel()
+    await quiet(cluster)
+    await cluster.close_router()
+    router = cluster.add_router("router-again")
+    await assert_still_serves(cluster)
+    assert router.adopted("r1") is None
+    await until(lambda: not cluster.nodes["d0"].load().requests, "it takes no place any more")
 
 
 async def test_two_routers_share_nodes(cluster: Cluster) -> None:
@@ -619,8 +652,34 @@ async def test_no_nodes_is_unavailable(cluster: Cluster) -> None:
     await asyncio.wait_for(cluster.joined(), WAIT_S)
     with pytest.raises(xr.CrossrailError, match="no prefiller for model"):
         await cluster.complete(PROMPT, GREEDY)
-    with pytest.raises(Unavailable, match=r"no decoder for model 'toy' has joined .*; there are some for 'toy-"):
+
+
+async def test_model_that_no_node_has_is_refused_at_once(cluster: Cluster) -> None:
+    await start(cluster)
+    cluster.router.options = replace(ROUTER, queue_s=0.01)
+    await asyncio.sleep(0.02)  # the router is no newborn
+    ours = cluster.models["d0"].name
+    with pytest.raises(UnknownModel, match=rf"no node of router 'router' has model 'toy'; there are {ours}"):
         await anext(cluster.router.complete(PROMPT, GREEDY, model="toy"))
+    cluster.router.options = ROUTER
+    assert (await cluster.complete(PROMPT, GREEDY, model=ours))[0] == await monolithic(PROMPT, GREEDY)
+
+
+async def test_model_of_a_node_that_just_went_is_waited_for(cluster: Cluster) -> None:
+    await start(cluster)
+    ours = cluster.models["d0"].name
+    await cluster.kill("d0")
+    await until(lambda: not cluster.router.roster.members("decoder"), "the decoder is missed")
+    waiting = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, model=ours))
+    await asyncio.sleep(0.1)
+    cluster.add(Decoder, "d1")
+    assert (await asyncio.wait_for(waiting, WAIT_S))[0] == await monolithic(PROMPT, GREEDY)
+
+
+async def test_newborn_router_waits_for_nodes_of_any_model(cluster: Cluster) -> None:
+    cluster.router.options = replace(ROUTER, queue_s=WAIT_S)  # so long is nothing unknown
+    with pytest.raises(Unavailable, match=r"no decoder for model 'toy' has joined router 'router'$"):
+        await anext(cluster.router.complete(PROMPT, GREEDY, model="toy", deadline_s=0.1))
 
 
 async def test_empty_prompt_is_refused(cluster: Cluster) -> None:

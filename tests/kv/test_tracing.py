@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -14,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from crossrail.kv import tracing
 from crossrail.kv.tracing import RequestSpan, checked
 from tests.kv.conftest import start, until
-from tests.support.kv_cluster import Cluster
+from tests.support.kv_cluster import ROUTER, Cluster
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -84,8 +86,10 @@ async def test_without_a_trace_one_begins(
 
 async def test_what_is_refused_is_marked(cluster: Cluster, url: str, exported: InMemorySpanExporter) -> None:
     await start(cluster)
+    cluster.router.options = replace(ROUTER, queue_s=0.01)
+    await asyncio.sleep(0.02)  # the router is no newborn
 
-    assert await complete(url, {"traceparent": PARENT}, model="another") == 503
+    assert await complete(url, {"traceparent": PARENT}, model="another") == 404
 
     (front,) = (await spans(exported, 1)).values()
     assert front.status.status_code is trace.StatusCode.ERROR

@@ -13,6 +13,7 @@ from crossrail.kv import KvLayout
 
 Bytes = npt.NDArray[np.uint8]
 POWERS = (1, 2, 4, 8)
+HEADS = (1, 2, 3, 4, 6, 8)
 
 
 @st.composite
@@ -23,7 +24,7 @@ def layout_pairs(draw: st.DrawFn, *, page_tokens_max: int = 12) -> tuple[KvLayou
     model: dict[str, Any] = {
         "kind": kind,
         "layers": draw(st.integers(1, 3)),
-        "kv_heads": 1 if kind == "MLA" else draw(st.sampled_from(POWERS)),
+        "kv_heads": 1 if kind == "MLA" else draw(st.sampled_from(HEADS)),
         "head_dim": draw(st.integers(1, 5)),
         "dtype": draw(st.sampled_from(["float8_e4m3fn", "bfloat16", "float32"])),
     }
@@ -34,7 +35,9 @@ def layout_pairs(draw: st.DrawFn, *, page_tokens_max: int = 12) -> tuple[KvLayou
             page_tokens=packed.get("page_tokens") or draw(st.integers(1, page_tokens_max)),
             order=packed.get("order") or draw(st.sampled_from(["HND", "NHD"])),
             separate_kv=draw(st.booleans()),
-            tp=draw(st.sampled_from(POWERS)),
+            tp=draw(
+                st.sampled_from([tp for tp in (*HEADS, 12) if tp % model["kv_heads"] * (model["kv_heads"] % tp) == 0])
+            ),
         )
         for _ in range(2)
     )

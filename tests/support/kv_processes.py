@@ -90,6 +90,13 @@ class Services:
     def signal(self, name: str, number: int) -> None:
         self._processes[name].send_signal(number)
 
+    def desert(self, name: str) -> subprocess.Popen[bytes]:
+        """As if whoever has started it was gone: its standard input ends."""
+        process = self._processes[name]
+        assert process.stdin is not None
+        process.stdin.close()
+        return process
+
     def restore(self, nodes: Mapping[str, str]) -> None:
         """Whatever became of them before: the router and these nodes, by name their roles, run and have joined."""
         for name, process in list(self._processes.items()):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple
 
 from crossrail.control.mailbox import Mailbox, NoAnswer
@@ -15,11 +15,10 @@ from crossrail.errors import PeerLost, WaitTimeout
 from crossrail.integrations.instance import Instance, Worker
 from crossrail.kv import KvReceiver, Reception
 from crossrail.kv import messages as m
+from crossrail.kv.watching import Watch, lost_before_arrival
 from crossrail.kv.wire import Unreachable
 
 log = logging.getLogger("crossrail.integrations")
-
-_LOOK_S = 0.1  # between looks at whether an engine of the prefiller's is gone
 
 
 class Part(NamedTuple):
@@ -53,33 +52,24 @@ class Asker:
                 raise one
         return got
 
-    async def watch(self, worker: Worker, part: Part) -> str:
-        """Returns why nothing more is to be expected from this rank of the prefiller, as soon as that is so."""
-        clock = asyncio.get_running_loop().time
-        heard_s = asked_s = clock()
-        written = False
-        while True:
-            await asyncio.sleep(min(_LOOK_S, self._probe_s))
-            if self._mailbox.wire.is_lost(worker.address):
-                return "the producer died or closed"
-            if clock() - asked_s < self._probe_s:
-                continue
-            asked_s = clock()
-            try:
-                progress = await self.ask(worker, m.Probe(part.name, part.attempt), m.Progress, self._probe_s)
-            except Unreachable as error:
-                return f"the producer died, or cannot be reached: {error}"
-            except NoAnswer:
-                if clock() - heard_s > self._silent_s:
-                    return f"the producer has not answered for {self._silent_s:g} s"
-                continue
-            heard_s = clock()
-            if progress.state in ("failed", "unknown"):
-                return f"the producer gave it up: {progress.detail or progress.state}"
-            # All counts of a rank that has written everything are on their way; other ranks may have more to write.
-            if progress.state == "written" and written and len(part.instance.workers) == 1:
-                return "the producer says that it has written all, and not all was counted"
-            written = progress.state == "written"
+    async def lost_before_arrival(self, arrival: Awaitable[None], part: Part, stop: asyncio.Event) -> str:
+        """Empty when all has arrived; else why it will not, or "stopped"."""
+        workers = part.instance.workers
+        is_only = len(workers) == 1  # else others may have more to write when one has written everything
+        watches = [
+            Watch(
+                self._mailbox,
+                worker.address,
+                "the producer",
+                part.name,
+                part.attempt,
+                self._probe_s,
+                self._silent_s,
+                is_only,
+            )
+            for worker in workers
+        ]
+        return await lost_before_arrival(arrival, watches, stop)
 
     async def take_back(self, receiver: KvReceiver, reception: Reception, part: Part) -> None:
         """Returns when nothing can land in the request's pages any more, however long that takes."""

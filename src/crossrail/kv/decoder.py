@@ -73,6 +73,7 @@ class Decoder(Node):
         self._ended: OrderedDict[str, int] = OrderedDict()  # by request, the latest placement
         self._told: deque[Serving] = deque(maxlen=_TOLD_KEPT)
         self._replacements = 0
+        self._closing = False
         mailbox.handle(m.Start, self._on_start)
         mailbox.handle(m.Cancel, self._on_cancel)
 
@@ -87,7 +88,8 @@ class Decoder(Node):
         )
 
     def running(self, link: RouterLink) -> list[str]:
-        return [serving.request for serving in [*self._servings.values(), *self._just_told()] if serving.link is link]
+        wanted = [serving for serving in self._servings.values() if not serving.is_unwanted]
+        return [serving.request for serving in [*wanted, *self._just_told()] if serving.link is link]
 
     def on_joined(self, link: RouterLink) -> None:
         for serving in self._servings.values():
@@ -103,7 +105,14 @@ class Decoder(Node):
         return [serving for serving in self._told if serving.ended_s > recent_s]
 
     async def close(self) -> None:
-        """Stops requests, waits for prefillers to be quiet as long as the options say, and ends. Idempotent."""
+        """Stops requests, waits for prefillers to be quiet as long as the options say, and ends. Idempotent.
+
+        Leaves the routers first, so that they have others go on with the requests. What these end with here is offered
+        once.
+        """
+        self._closing = self.draining = True
+        if self._servings:
+            await self._leave()
         for serving in self._servings.values():
             serving.stop("error", f"decoder {self.name!r} is closing")
         if self._servings:
@@ -180,6 +189,7 @@ class Decoder(Node):
         self._remember_ended(cancel.request, cancel.placement)  # its Start may still be on the way
         if serving is None or serving.placement > cancel.placement:
             return m.Taken(wanted=False)
+        serving.is_unwanted = serving.is_unwanted or sender == serving.router
         serving.stop("cancelled", cancel.reason)
         return m.Taken()
 
@@ -320,7 +330,10 @@ class Decoder(Node):
     # --- telling the router ---
 
     async def _deliver(self, serving: Serving) -> None:
-        """Sends tokens as they come, until the end was taken, or the router stays away after it."""
+        """Sends tokens as they come, until the end was taken, or the router stays away after it.
+
+        Where nobody waits for the end, or we close, it is offered once.
+        """
         clock = asyncio.get_running_loop().time
         kept_s: float | None = None  # since when it has ended and nobody takes that
         while not serving.end_taken:
@@ -332,6 +345,8 @@ class Decoder(Node):
                 kept_s = None
                 continue
             if serving.end is not None:
+                if self._closing or serving.is_unwanted:
+                    return
                 kept_s = clock() if kept_s is None else kept_s
                 if clock() - kept_s > _ROUTER_GONE_S:
                     log.warning("request %s ended (%s) and no router took it", serving.request, serving.end.reason)

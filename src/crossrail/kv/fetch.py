@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
 from crossrail.kv import messages as m
@@ -24,11 +23,10 @@ from crossrail.kv.node import NodeOptions
 from crossrail.kv.receiver import KvReceiver
 from crossrail.kv.reception import Reception
 from crossrail.kv.serving import PrefillerGone, Serving
+from crossrail.kv.watching import Watch, lost_before_arrival
 from crossrail.kv.wire import Unreachable
 
 log = logging.getLogger("crossrail.kv")
-
-_LOOK_S = 0.1  # between looks at whether the prefiller's engine is gone
 
 
 class Fetcher:
@@ -101,50 +99,9 @@ class Fetcher:
 
     async def _lost_before_arrival(self, serving: Serving, prefiller: m.NodeRef, key: tuple[str, int]) -> str:
         """Empty when all has arrived; else why it will not, or that it was stopped."""
-        arrival = asyncio.ensure_future(serving.reception.arrived())
-        watch = asyncio.ensure_future(self._watch(prefiller, key))
-        stop = asyncio.ensure_future(serving.stop_wanted.wait())
-        tasks: list[asyncio.Future[Any]] = [arrival, watch, stop]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if arrival.done():
-                arrival.result()
-                return ""
-            return watch.result() if watch.done() else "stopped"
-        except CrossrailError as error:  # too many counts came, or nothing can be waited for, or asked, any more
-            return str(error)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _watch(self, prefiller: m.NodeRef, key: tuple[str, int]) -> str:
-        """Returns why nothing more is to be expected from this attempt, as soon as that is so."""
-        clock = asyncio.get_running_loop().time
-        heard_s = asked_s = clock()
-        written = False
-        while True:
-            await asyncio.sleep(min(_LOOK_S, self._options.probe_s))
-            if self._mailbox.wire.is_lost(prefiller.address):
-                return f"prefiller {prefiller.node!r} died or closed"
-            if clock() - asked_s < self._options.probe_s:
-                continue
-            asked_s = clock()
-            try:
-                progress = await self._mailbox.ask(prefiller.address, m.Probe(*key), m.Progress, self._options.probe_s)
-            except Unreachable as error:
-                return str(error)
-            except NoAnswer:
-                if clock() - heard_s > self._options.silent_s:
-                    return f"prefiller {prefiller.node!r} has not answered for {self._options.silent_s:g} s"
-                continue
-            heard_s = clock()
-            if progress.state in ("failed", "unknown"):
-                return f"prefiller {prefiller.node!r}: {progress.detail or progress.state}"
-            if progress.state == "written":
-                if written:
-                    return f"prefiller {prefiller.node!r} says that it has written all, and not all was counted"
-                written = True  # counts come after bytes, and may be behind this answer
+        options, who = self._options, f"prefiller {prefiller.node!r}"
+        watch = Watch(self._mailbox, prefiller.address, who, *key, options.probe_s, options.silent_s)
+        return await lost_before_arrival(serving.reception.arrived(), [watch], serving.stop_wanted)
 
     async def _withdraw(self, serving: Serving, prefiller: m.NodeRef, attempt: int) -> None:
         """Afterwards serving.reception is quiet: the same one, or another if this one had to be quarantined."""

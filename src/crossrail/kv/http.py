@@ -7,9 +7,9 @@
     GET  /health, /metrics      200 or 503; Prometheus
     GET  /kv/router             the address of the router's engine, for nodes (rendezvous.py)
 
-Statuses: 400 what was asked makes no sense or is not supported; 408 its body did not come in time; 409 that name was
-used; 429 no room now; 502 a node failed; 503 no node; 504 its time was up. A client that hangs up, or does not take
-what it is sent, cancels its request.
+Statuses: 400 what was asked makes no sense or is not supported; 404 no node has that model; 408 its body did not come
+in time; 409 that name was used; 429 no room now; 502 a node failed; 503 no node; 504 its time was up. A client that
+hangs up, or does not take what it is sent, cancels its request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from crossrail.kv.listener import PATIENCE_S, HttpHandler, Listener
 from crossrail.kv.metrics import Metrics
 from crossrail.kv.model import Tokenizer, Tokens
 from crossrail.kv.router import Router
-from crossrail.kv.router_requests import Chunk, Overloaded, RequestFailed, Unavailable
+from crossrail.kv.router_requests import Chunk, Overloaded, RequestFailed, Unavailable, UnknownModel
 from crossrail.kv.text import TextStream
 from crossrail.kv.timeline import chrome_trace, picture
 from crossrail.kv.tracing import RequestSpan
@@ -48,6 +48,7 @@ _TEXT_SHORT = 1 << 14  # characters, encoded in some milliseconds at most: not w
 _STATUS: dict[type[Exception], int] = {
     DuplicateRequest: 409,
     UsageError: 400,
+    UnknownModel: 404,
     Overloaded: 429,
     Unavailable: 503,
     RequestFailed: 502,
@@ -58,6 +59,7 @@ _log = logging.getLogger("crossrail.kv.http")
 
 _Taking = Callable[[], contextlib.AbstractContextManager[None]]
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
 PromptText = Annotated[str, msgspec.Meta(max_length=4 << 20)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 PromptTokens = Annotated[list[Token], msgspec.Meta(max_length=m.TOKENS_MAX)]
@@ -79,7 +81,7 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
 
     # One of the two, or a list with one of them.
     prompt: PromptText | Annotated[list[Token | PromptText | PromptTokens], msgspec.Meta(max_length=m.TOKENS_MAX)]
-    model: str | None = None
+    model: ModelName | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=m.TOKENS_MAX)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None

@@ -103,7 +103,9 @@ class RouterLink:
         self._trouble = ""
 
     async def leave(self) -> None:
-        """Says goodbye, if the router can be reached, and does not come back."""
+        """Says goodbye, if the router can be reached, and does not come back. Idempotent."""
+        if self._left:
+            return
         self._left = True
         self.report_soon()
         if self.address is not None:
@@ -217,12 +219,15 @@ class Node(ABC):
         for link in self.links:
             link.report_soon()
         ended = await set_in_time(self._idle, timeout_s)
-        await asyncio.gather(*(link.leave() for link in self.links))
+        await self._leave()
         return ended
 
     async def close(self) -> None:
         """Ends what is under way. Idempotent."""
         await self.mailbox.close()
+
+    async def _leave(self) -> None:
+        await asyncio.gather(*(link.leave() for link in self.links))
 
     def _run_link(self, link: RouterLink) -> None:
         self.mailbox.spawn(link.run(), f"membership of {self.name}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from typing import get_args
 
 from crossrail.kv.membership import Member, Membership
 from crossrail.kv.messages import Role
@@ -22,6 +24,35 @@ _PREFIX_TOKENS = 64  # of a block in the router's own memory of prefixes; nodes 
 def prefix_names(prompt: Tokens) -> list[bytes]:
     """Of a prompt's blocks, as Placement knows them."""
     return page_hashes(prompt, _PREFIX_TOKENS)
+
+
+class ModelsSeen:
+    """Models that nodes have, or had in the last keep_s: they may come back, and requests wait for them.
+
+    Nothing is unknown until keep_s after start(): nodes are still to join then. Times: the event loop's clock.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._started_s = math.inf
+        self._seen_s: dict[str, float] = {}
+
+    def start(self, now_s: float) -> None:
+        """From now on nodes may join."""
+        self._started_s = now_s
+
+    def look(self, now_s: float, keep_s: float) -> None:
+        """To be called regularly."""
+        for role in get_args(Role):
+            self._seen_s |= {member.record.model: now_s for member in self._membership.members(role)}
+        self._seen_s = {model: seen_s for model, seen_s in self._seen_s.items() if now_s - seen_s <= keep_s}
+
+    def is_unknown(self, model: str, now_s: float, keep_s: float) -> bool:
+        self.look(now_s, keep_s)
+        return model not in self._seen_s and now_s - self._started_s > keep_s
+
+    def names(self) -> list[str]:
+        return sorted(self._seen_s)
 
 
 class Placement:

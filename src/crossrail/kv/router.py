@@ -29,8 +29,17 @@ from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.mailbox import Mailbox, NoAnswer
 from crossrail.kv.membership import Member, Membership, Roster
 from crossrail.kv.model import Tokens
-from crossrail.kv.placement import Placement, Refusals, prefix_names
-from crossrail.kv.router_requests import Adopted, Adoptions, Chunk, Ends, Overloaded, Running, Unavailable
+from crossrail.kv.placement import ModelsSeen, Placement, Refusals, prefix_names
+from crossrail.kv.router_requests import (
+    Adopted,
+    Adoptions,
+    Chunk,
+    Ends,
+    Overloaded,
+    Running,
+    Unavailable,
+    UnknownModel,
+)
 from crossrail.kv.tracing import checked
 from crossrail.kv.wire import Unreachable
 
@@ -85,6 +94,7 @@ class Router:
         self._numbers = itertools.count(1)
         self._placement = Placement(self.roster)
         self._refusals = Refusals()
+        self._models = ModelsSeen(self.roster)
         self._room = asyncio.Event()  # set whenever something changed that a waiting request may profit from
         self.roster.on_gone(self._on_gone)
         mailbox.handle(m.Join, self._on_join)
@@ -107,6 +117,7 @@ class Router:
         self._mailbox.start()
         self.roster.start(self.name, self._mailbox)
         self._looked_s = _now_s()
+        self._models.start(self._looked_s)
         self._mailbox.spawn(self._sweep(), "looking after members")
 
     async def close(self) -> None:
@@ -142,9 +153,10 @@ class Router:
     ) -> AsyncGenerator[Chunk, None]:
         """Chunks of tokens that follow the prompt; the last has an end. Leaving the iteration cancels the request.
 
-        model: which, None: that of any node. request: its name, None: a new one. deadline_s: from now on.
+        model: which, None: that of any node; one that no node has had for queue_s is unknown. request: its name, None:
+        a new one. deadline_s: from now on.
         traceparent: of the trace that spans of it belong to (crossrail.kv.tracing).
-        Raises UsageError, DuplicateRequest, Overloaded, Unavailable; all before the first chunk.
+        Raises UsageError, DuplicateRequest, UnknownModel, Overloaded, Unavailable; all before the first chunk.
         """
         running = self._admit(prompt, sampling, model, request, deadline_s)
         running.traceparent = checked(traceparent)
@@ -181,6 +193,10 @@ class Router:
         request = request or self.new_name()
         if self._knows(request):
             raise DuplicateRequest(f"request {request!r} is or was under way: names are used once")
+        if model is not None and self._models.is_unknown(model, _now_s(), self.options.queue_s):
+            self.counts["unknown-model"] += 1
+            names = ", ".join(self._models.names()) or "none"
+            raise UnknownModel(f"no node of router {self.name!r} has model {model!r}; there are {names}")
         if len(self._running) >= self.options.requests_max:
             self.counts["overloaded"] += 1
             raise Overloaded(f"{len(self._running)} requests are under way, at most {self.options.requests_max} may be")
@@ -447,6 +463,7 @@ class Router:
             self.roster.excuse(stood_s, now_s)
         self._looked_s = now_s
         self.roster.sweep(now_s, self._mailbox.wire.is_lost)
+        self._models.look(now_s, self.options.queue_s)
         self._refusals.keep({member.address for member in self.roster.members("decoder")})
 
 

@@ -22,6 +22,10 @@ class Unavailable(CrossrailError):
     """There is no node that could do it. HTTP 503."""
 
 
+class UnknownModel(CrossrailError):
+    """No node has this model, nor had it lately. HTTP 404."""
+
+
 class RequestFailed(CrossrailError):
     """It ended without being finished; the words say why. HTTP 502."""
 

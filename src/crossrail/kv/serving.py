@@ -32,6 +32,7 @@ class Serving:
     Invariant: `tokens` only grows, until `end` is set, once; its router has taken the first `taken` of them.
     context: the client's prompt and what earlier decoders have generated; they are the first of `tokens` too.
     router: who has placed it here; link: where its tokens go, to the next one at that URL if it is gone.
+    is_unwanted: `router` has cancelled it: that one knows how it ends, and the next one need not.
     placement: as in Start. reception: of the current attempt; while one is withdrawn without an answer, its successor.
     """
 
@@ -51,6 +52,7 @@ class Serving:
     ended_s: float = 0.0  # when its router had taken the end, on the event loop's clock
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     stop_wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    is_unwanted: bool = False
     _stop: Stopped | None = None
 
     @property

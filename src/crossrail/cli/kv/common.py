@@ -77,20 +77,30 @@ def chosen(defaults: Options, options: Mapping[str, Any]) -> Options:
     return replace(defaults, **{name: options[name] for name in names})
 
 
+class EndWanted(asyncio.Event):
+    """Set by SIGTERM, SIGINT, or the end of standard input: is_deserted then, whoever started us is gone, or done."""
+
+    is_deserted = False
+
+    def desert(self) -> None:
+        self.is_deserted = True
+        self.set()
+
+
 @dataclass(frozen=True)
 class Service:
-    """What a router and a node are made of. ended: set when the process is told to end."""
+    """What a router and a node are made of. end: set when the process is told to end."""
 
     engine: xr.Engine
     mailbox: Mailbox
     secret: bytes
-    ended: asyncio.Event
+    end: EndWanted
 
 
 @contextlib.asynccontextmanager
 async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service]:
     """By service_options. Whoever uses the mailbox closes it first."""
-    ended = end_wanted(options["until_stdin_closes"])
+    end = end_wanted(options["until_stdin_closes"])
     secret = read_secret(options["secret_file"])
     rails = list(options["rails"]) or 1
     with xr.Engine(name, transport=options["transport"], rails=rails, port=options["port"], secret=secret) as engine:
@@ -99,7 +109,7 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
         # Why it has no router, and whom it refuses, is for whoever runs a service: commands let only errors through.
         log.setLevel(logging.WARNING)
         try:
-            yield Service(engine, Mailbox(wire, secret), secret, ended)
+            yield Service(engine, Mailbox(wire, secret), secret, end)
         finally:
             log.setLevel(level)
             wire.close()
@@ -189,18 +199,18 @@ def parse_options(pairs: tuple[str, ...]) -> dict[str, str]:
     return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
 
-def end_wanted(until_stdin_closes: bool) -> asyncio.Event:
-    """An event of the running loop that is set by SIGTERM, SIGINT, or the end of standard input."""
+def end_wanted(until_stdin_closes: bool) -> EndWanted:
+    """Of the running loop."""
     loop = asyncio.get_running_loop()
-    event = asyncio.Event()
+    end = EndWanted()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, event.set)
+        loop.add_signal_handler(number, end.set)
     if until_stdin_closes:
 
         def read() -> None:
             if not os.read(0, 4096):
                 loop.remove_reader(0)
-                event.set()
+                end.desert()
 
         loop.add_reader(0, read)
-    return event
+    return end

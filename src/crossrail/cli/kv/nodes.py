@@ -12,6 +12,7 @@ import click
 
 from crossrail.cli.kv.common import (
     MEMBERSHIP_HELP,
+    EndWanted,
     chosen,
     open_model,
     opened,
@@ -99,21 +100,24 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
             if (port := options["metrics_port"]) is not None:
                 metrics = serve_metrics(service.engine, port=port, host=options["metrics_host"])
                 click.echo(f"{kind.role} {name}: metrics at {stack.enter_context(metrics).url}")
-            await _until_ended_or_refused(node, service.ended)
-            click.echo(f"{kind.role} {name}: ending, after what is under way")
-            if not await node.drain(options["drain_s"]):
-                click.echo(f"{kind.role} {name}: not all was finished within {options['drain_s']:g} s", err=True)
+            await _until_ended_or_refused(node, service.end)
+            if service.end.is_deserted:
+                await node.drain(0.0)  # nobody waits for what is under way, nor reads what we say
+            else:
+                click.echo(f"{kind.role} {name}: ending, after what is under way")
+                if not await node.drain(options["drain_s"]):
+                    click.echo(f"{kind.role} {name}: not all was finished within {options['drain_s']:g} s", err=True)
         finally:
             await node.close()
             if presence is not None:
                 await presence.close()
 
 
-async def _until_ended_or_refused(node: Node, ended: asyncio.Event) -> None:
+async def _until_ended_or_refused(node: Node, end: EndWanted) -> None:
     """Raises what somebody has against the node, as soon as that is known."""
-    end = asyncio.ensure_future(ended.wait())
-    both: list[asyncio.Future[Any]] = [end, node.refused]
+    ended = asyncio.ensure_future(end.wait())
+    both: list[asyncio.Future[Any]] = [ended, node.refused]
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    end.cancel()
+    ended.cancel()
     if node.refused.done():
         node.refused.result()

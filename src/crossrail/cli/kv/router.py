@@ -68,7 +68,7 @@ async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dic
         try:
             port = await _listening(front, host, port)
             click.echo(f"router {name} serves http://{host}:{port}")
-            await service.ended.wait()
+            await service.end.wait()
         finally:
             await front.close()
             await serving.close()

@@ -7,15 +7,16 @@ import json
 import os
 import time
 import urllib.request
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import click
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from crossrail.cli.text import shown
+from crossrail.cli.text import seconds, shown
 from crossrail.errors import CrossrailError
 
 _TIMEOUT_S = 3.0
@@ -33,7 +34,14 @@ _PIPE_COLUMNS = 140
     show_default=True,
     help="How often it is shown anew.",
 )
-def top(url: str, once: bool, every_s: float) -> None:
+@click.option(
+    "--patience-s",
+    type=seconds(),
+    default=60.0,
+    show_default=True,
+    help="A router that has answered once is asked on for so long while it does not, as one that is restarted.",
+)
+def top(url: str, once: bool, every_s: float, patience_s: float) -> None:
     """Show the nodes of the router at URL: what they do, and how many pages they have.
 
     HOST:PORT will do for a URL. Ctrl-C ends it.
@@ -45,10 +53,28 @@ def top(url: str, once: bool, every_s: float) -> None:
     if once or not console.is_terminal:
         console.print(_table(_ask(url)))
         return
-    with Live(_table(_ask(url)), console=console, screen=True) as live:
-        while True:
-            time.sleep(every_s)
-            live.update(_table(_ask(url)))
+    table = _table(_ask(url))
+    with Live(table, console=console, screen=True, auto_refresh=False) as live:
+        _follow(url, table, every_s, patience_s, lambda shown: live.update(shown, refresh=True))
+
+
+def _follow(
+    url: str, table: Table, every_s: float, patience_s: float, show: Callable[[RenderableType], object]
+) -> NoReturn:
+    """Shows what the router says; while it says nothing, why, and the latest that it said. Raises after patience_s."""
+    heard_s = time.monotonic()
+    while True:
+        time.sleep(every_s)
+        try:
+            table = _table(_ask(url))
+        except CrossrailError as error:
+            silent_s = time.monotonic() - heard_s
+            if silent_s > patience_s:
+                raise
+            show(Group(Text(f"as it was {silent_s:.0f} s ago: {error}", "red"), table))
+        else:
+            heard_s = time.monotonic()
+            show(table)
 
 
 def _ask(url: str) -> dict[str, Any]:

@@ -177,22 +177,9 @@ class Decoder:
 
     async def _arrive(self, reception: Reception, pull: Pull, part: Part) -> None:
         """Until all is counted, and aux is here. Raises when it will not be."""
-        load_s = self._node.options.load_s
-        all_there = asyncio.ensure_future(self._all_there(reception, pull, load_s))
-        watches = [asyncio.ensure_future(self._asker.watch(worker, part)) for worker in part.instance.workers]
-        stop = asyncio.ensure_future(pull.stop.wait())
-        tasks: list[asyncio.Future[Any]] = [all_there, stop, *watches]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if all_there.done():
-                all_there.result()
-                return
-            lost = next((watch.result() for watch in watches if watch.done()), "")
-            raise PullFailed(lost or pull.progress.error)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        all_there = self._all_there(reception, pull, self._node.options.load_s)
+        if lost := await self._asker.lost_before_arrival(all_there, part, pull.stop):
+            raise PullFailed(pull.progress.error or lost)
 
     async def _all_there(self, reception: Reception, pull: Pull, load_s: float) -> None:
         """Aux first: while it is missing the pages are still the prefiller's, and can be taken back."""

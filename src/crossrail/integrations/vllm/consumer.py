@@ -15,7 +15,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -186,22 +185,9 @@ class Consumer:
 
     async def _arrive(self, reception: Reception, pending: _Pending) -> None:
         """Until all is counted. Raises when it will not be."""
-        part = self._part(pending)
-        arrival = asyncio.ensure_future(reception.arrived(self._options.load_s))
-        watches = [asyncio.ensure_future(self._asker.watch(worker, part)) for worker in part.instance.workers]
-        stop = asyncio.ensure_future(pending.stop.wait())
-        tasks: list[asyncio.Future[Any]] = [arrival, stop, *watches]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if arrival.done():
-                arrival.result()
-                return
-            lost = next((watch.result() for watch in watches if watch.done()), "")
-            raise LoadFailed(lost or "vLLM cancelled it")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        arrival = reception.arrived(self._options.load_s)
+        if lost := await self._asker.lost_before_arrival(arrival, self._part(pending), pending.stop):
+            raise LoadFailed("vLLM cancelled it" if pending.stop.is_set() else lost)
 
     # ---- taking back
 
