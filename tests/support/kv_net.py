@@ -71,6 +71,9 @@ class MemoryWire:
         target = self._net.wires.get(address)
         return target is None or target.lost
 
+    def try_anew(self, address: bytes) -> None:
+        """Nothing here remembers who was lost."""
+
     def kill(self) -> None:
         self.lost = True
 

@@ -94,9 +94,10 @@ def test_somebody_is_lost_at_any_moment(kind: str, role: str, seed: Seed) -> Non
 
 
 @pytest.mark.parametrize("role", ["trainer", "target"])
-def test_one_that_thaws_joins_again_by_itself(role: str, seed: Seed) -> None:
+@pytest.mark.parametrize("peer_timeout_s", [60.0, 1.0], ids=["kept by engines", "given up by engines"])
+def test_one_that_thaws_joins_again_by_itself(role: str, peer_timeout_s: float, seed: Seed) -> None:
     async def main(world: sim.World) -> None:
-        fleet = fleet_in(world, peer_timeout_s=60.0)  # no engine gives it up
+        fleet = fleet_in(world, peer_timeout_s=peer_timeout_s)
         controller = await fleet.start()
         await fleet.update(1)
         loop = asyncio.get_running_loop()

@@ -35,6 +35,9 @@ class Wire(Protocol):
     def is_lost(self, address: bytes) -> bool:
         """True when that incarnation has ended for good: then nothing that it began can still arrive."""
 
+    def try_anew(self, address: bytes) -> None:
+        """Of one that is lost: the next send() looks for it again. It may have been frozen or cut off."""
+
 
 class EngineWire:
     """The messages of an engine, all of them: it opens the engine's receive pool. close() before the engine."""
@@ -66,6 +69,10 @@ class EngineWire:
 
     def is_lost(self, address: bytes) -> bool:
         return self._engine.peer_state(self._resolved(address)) == "lost"
+
+    def try_anew(self, address: bytes) -> None:
+        if self.is_lost(address):
+            self._engine.forget_peer(self._resolved(address))
 
     def close(self) -> None:
         """Stops receiving. Idempotent."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -36,6 +36,7 @@ log = logging.getLogger("crossrail.weights")
 
 _DURATION_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _IMM_END = 1 << 27  # from here on engines hand them out
+_EVICT_AGAIN_S, _EVICT_AGAIN_MAX_S = 1.0, 30.0
 _ATTEMPTS = 1 << 19  # until numbers of immediates are used again
 _T = TypeVar("_T")
 
@@ -257,10 +258,16 @@ class WeightController:
         if member in self._planned and self._lost is not None and not self._lost.done():
             self._lost.set_exception(CrossrailError(f"{member}: {why}"))
 
+    def _drop(self, member: Member, why: str) -> None:
+        """Out, and told so, that it may join again: it may live."""
+        self._remove(member, why)
+        evicted = m.Evicted(clipped(why))
+        self._mailbox.spawn(self._tell_evicted(member, evicted), f"telling {member} that it is left out")
+
     def _sweep(self) -> None:
         for member in list(self._members.values()):
             if self._mailbox.wire.is_lost(member.address):
-                self._remove(member, "it died or closed")
+                self._drop(member, "it died, closed, or was silent for too long")
 
     def _of(self, role: Role) -> list[Member]:
         return [self._members[key] for key in sorted(self._members) if key[0] == role]
@@ -348,7 +355,7 @@ class WeightController:
             try:
                 return await self._mailbox.ask(member.address, question(member), answer, max(timeout_s, 0.0))
             except Unreachable as error:
-                self._remove(member, f"it is gone: {error}")
+                self._drop(member, f"it is gone: {error}")
                 raise CrossrailError(f"{member} is gone: {error}") from None
             except NoAnswer as error:
                 raise CrossrailError(f"{member}: {error}") from None
@@ -405,20 +412,32 @@ class WeightController:
             try:
                 return member, await self._mailbox.ask(member.address, message, answer, self._options.abort_s)
             except (NoAnswer, Unreachable) as error:
-                self._remove(member, f"it did not answer {type(message).__name__}: {error}")
-                if not isinstance(error, Unreachable):
-                    evicted = m.Evicted(clipped(error))
-                    self._mailbox.spawn(self._tell_evicted(member, evicted), f"telling {member} that it is left out")
+                self._drop(member, f"it did not answer {type(message).__name__}: {error}")
                 return None
 
         told = await asyncio.gather(*(one(member) for member in members))
         return dict(each for each in told if each is not None)
 
     async def _tell_evicted(self, member: Member, evicted: m.Evicted) -> None:
-        try:
-            await self._mailbox.ask(member.address, evicted, m.Taken, self._options.evict_s)
-        except (NoAnswer, Unreachable) as error:
-            log.info("%s does not know that it is left out: %s", member, error)
+        """Until it knows, or another has its place: one that was frozen or cut off comes back, also after our engine has
+        given it up."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._options.evict_s
+        for pause_s in _pauses(_EVICT_AGAIN_S, _EVICT_AGAIN_MAX_S):
+            try:
+                await self._mailbox.ask(member.address, evicted, m.Taken, deadline - clock())
+                return
+            except NoAnswer as error:
+                log.info("%s does not know that it is left out: %s", member, error)
+                return
+            except Unreachable as error:
+                if clock() + pause_s >= deadline:
+                    log.info("%s does not know that it is left out: %s", member, error)
+                    return
+            await asyncio.sleep(pause_s)
+            if (member.role, member.rank) in self._members:
+                return
+            self._mailbox.wire.try_anew(member.address)
 
     @asynccontextmanager
     async def _watching(self, trainers: list[Member], show: Callable[[list[m.Progress]], None]) -> AsyncIterator[None]:
@@ -449,6 +468,13 @@ class WeightController:
             raised = None if asking.cancelled() else asking.exception()
         if raised is not None:  # at the very moment in which all was done
             raise raised
+
+
+def _pauses(first_s: float, max_s: float) -> Iterator[float]:
+    """Each twice as long as the one before."""
+    while True:
+        yield first_s
+        first_s = min(2 * first_s, max_s)
 
 
 def _unseen(_stage: Stage, _done: int, _whole: int) -> None:
