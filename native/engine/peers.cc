@@ -1,4 +1,4 @@
-// Peers: made, connected, forgotten, explained.
+// Peers: made, connected, in what state, forgotten, explained.
 #include <algorithm>
 
 #include "engine/core.h"
@@ -36,6 +36,21 @@ void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, 
   explanation.gb_per_s_expected = expected_gb_per_s(rails, kind, own, peer);
 }
 
+bool is_linked(PeerState state) {
+  return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
+}
+
+// Of one engine there is one address: another one with its incarnation was changed, or made up, and would have us talk to
+// whoever came first.
+void check_same(const Peer& known, const Address& address) {
+  if (known.address() == address) return;
+  throw UsageError("peer '" + address.name + "' (pid " + std::to_string(address.pid) +
+                   ") is known by another address, '" + known.address().name + "' (pid " +
+                   std::to_string(known.address().pid) +
+                   "), of the same incarnation: one of the two was changed on its way. Next: forget_peer() it, "
+                   "and get address and descriptors anew from the peer");
+}
+
 }  // namespace
 
 PeerRef EngineCore::add_peer(const Address& address) {
@@ -43,7 +58,10 @@ PeerRef EngineCore::add_peer(const Address& address) {
   {
     std::lock_guard lock(tables_mutex_);
     const auto known = peers_.find(address.incarnation);
-    if (known != peers_.end()) return known->second;
+    if (known != peers_.end()) {
+      check_same(*known->second, address);
+      return known->second;
+    }
     is_crowded = peers_.size() >= peers_sweep_at_;
   }
   if (is_crowded) {  // take_lost_peers() would find them named
@@ -58,7 +76,10 @@ PeerRef EngineCore::add_peer(const Address& address) {
     }
   }
   const auto known = peers_.find(address.incarnation);  // by another thread meanwhile
-  if (known != peers_.end()) return known->second;
+  if (known != peers_.end()) {
+    check_same(*known->second, address);
+    return known->second;
+  }
   lost = take_lost_peers();
   auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown,
                                   options_.counts_traffic ? route.traits->rail_count : 0);
@@ -153,6 +174,36 @@ std::vector<PeerRef> EngineCore::take_lost_peers() {
   }
   peers_sweep_at_ = peers_.size() + kLostPeersKept;
   return lost;
+}
+
+std::vector<PeerRef> EngineCore::peers() {
+  std::lock_guard lock(tables_mutex_);
+  std::vector<PeerRef> peers;
+  peers.reserve(peers_.size());
+  for (const auto& [incarnation, peer] : peers_) peers.push_back(peer);
+  return peers;
+}
+
+void EngineCore::set_state(Peer& peer, PeerState state, FlightState shown) {
+  peer.state_.store(state, std::memory_order_release);
+  peer.track_->state.store(state, std::memory_order_relaxed);
+  recorder_.record({.peer = peer.track_->id, .count = 1, .state = shown});
+}
+
+void EngineCore::set_liveness(Peer& peer, PeerState state, const std::string& detail) {
+  const PeerState before = peer.state();
+  if (before == state || !is_linked(before)) return;
+  const bool moves = state == PeerState::kConnected;
+  if (moves && is_mutated(Mutation::kNeverThaw)) return;
+  set_state(peer, state,
+            moves                       ? FlightState::kThawed
+            : state == PeerState::kSlow ? FlightState::kSlow
+                                        : FlightState::kFrozen);
+  peer.work_->note = moves ? "" : detail;
+  add_event({moves                       ? EngineEvent::Kind::kPeerThawed
+             : state == PeerState::kSlow ? EngineEvent::Kind::kPeerSlow
+                                         : EngineEvent::Kind::kPeerFrozen,
+             peer.address().name, detail});
 }
 
 Status EngineCore::map(Peer& peer, RemoteRegion& region, Mapping* mapping) {
