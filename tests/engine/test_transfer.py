@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from tests.conftest import EngineFactory
 from tests.support.limits import NEVER_S, WAIT_S, eventually, never
 
 
