@@ -1,5 +1,6 @@
 // Peers: made, connected, in what state, forgotten, explained.
 #include <algorithm>
+#include <tuple>
 
 #include "engine/core.h"
 #include "engine/path_speed.h"
@@ -40,15 +41,17 @@ bool is_linked(PeerState state) {
   return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
 }
 
-// Of one engine there is one address: another one with its incarnation was changed, or made up, and would have us talk to
-// whoever came first.
-void check_same(const Peer& known, const Address& address) {
-  if (known.address() == address) return;
-  throw UsageError("peer '" + address.name + "' (pid " + std::to_string(address.pid) +
-                   ") is known by another address, '" + known.address().name + "' (pid " +
-                   std::to_string(known.address().pid) +
-                   "), of the same incarnation: one of the two was changed on its way. Next: forget_peer() it, "
-                   "and get address and descriptors anew from the peer");
+// One incarnation is one engine. Only where it is reached may be told differently, through forwarded ports, say: the way
+// that was told first is taken. All else that differs was changed, or made up.
+void check_same(const Peer& peer, const Address& address) {
+  const Address& known = peer.address();
+  const auto identity = [](const Address& of) { return std::tie(of.name, of.host, of.net, of.pid, of.transports); };
+  if (identity(known) == identity(address)) return;
+  throw UsageError(
+      "peer '" + address.name + "' (pid " + std::to_string(address.pid) + ") has the incarnation of '" + known.name +
+      "' (pid " + std::to_string(known.pid) +
+      "), which is known here, and is not the same: an address or descriptor was changed on its way. Next: "
+      "forget_peer() it, and get address and descriptors anew from the peer");
 }
 
 }  // namespace

@@ -132,7 +132,7 @@ def renamed(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("true_first", [True, False], ids=["true-first", "changed-first"])
-def test_one_incarnation_has_one_address(open_engine: EngineFactory, true_first: bool) -> None:
+def test_one_incarnation_is_one_engine(open_engine: EngineFactory, true_first: bool) -> None:
     engine, other = open_engine("a"), open_engine("other")
     src, dst = engine.alloc(8), other.alloc(8)
     true = dst.descriptor
@@ -141,7 +141,7 @@ def test_one_incarnation_has_one_address(open_engine: EngineFactory, true_first:
     engine.explain(known.owner)
 
     for attempt in (lambda: engine.submit_write(src, wrong), lambda: engine.connect(wrong.owner, WAIT_S)):
-        with pytest.raises(xr.UsageError, match=f"'{wrong.owner.name}'.* another address, '{known.owner.name}'"):
+        with pytest.raises(xr.UsageError, match=f"'{wrong.owner.name}'.* incarnation of '{known.owner.name}'"):
             attempt()
 
     engine.forget_peer(wrong.owner)
