@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <string_view>
 
+#include "bindings/raise.h"
 #include "engine/engine.h"
 #include "transport/descriptor.h"
 
@@ -135,6 +136,10 @@ nb::str to_text(const std::string& text) {
   PyObject* object = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
   if (object == nullptr) throw nb::python_error();
   return nb::steal<nb::str>(object);
+}
+
+nb::str to_shown(const std::string& text) {
+  return nb::str(package_attribute("crossrail._text", "plain")(to_text(text)));
 }
 
 std::span<const uint8_t> bytes_of(nb::handle bytes) {

@@ -57,6 +57,8 @@ Access to_access(const std::string& name);
 
 // Names and details come from peers: what is not UTF-8 in them is shown as such and does not raise.
 nb::str to_text(const std::string& text);
+// For reprs: what a terminal would obey is shown as such, too.
+nb::str to_shown(const std::string& text);
 
 // Of a bytes object.
 std::span<const uint8_t> bytes_of(nb::handle bytes);

@@ -13,6 +13,12 @@ void drop_all(RingNode* ring) {
   while (!ring->alone()) static_cast<CacheSlot<T>*>(ring->next)->drop();
 }
 
+std::shared_ptr<const Address> address_of(nb::handle given) {
+  if (nb::isinstance<AddressHandle>(given)) return nb::inst_ptr<AddressHandle>(given)->value;
+  if (PyBytes_Check(given.ptr())) return std::make_shared<const Address>(Address::decode(bytes_of(given)));
+  throw UsageError(std::string("peer must be an Address or the bytes of one, not ") + type_name_of(given));
+}
+
 }  // namespace
 
 EngineHandle::EngineHandle(PyObject* self, const EngineOptions& options) : self_(self) {
@@ -38,8 +44,7 @@ PeerRef EngineHandle::peer(nb::handle address) {
     const PeerRef* known = handle.peer.find(this);
     return known != nullptr ? *known : handle.peer.fill(this, &peers_, engine->peer(*handle.value));
   }
-  if (PyBytes_Check(address.ptr())) return engine->peer(Address::decode(bytes_of(address)));
-  throw UsageError(std::string("peer must be an Address or the bytes of one, not ") + type_name_of(address));
+  return engine->peer(*address_of(address));
 }
 
 void EngineHandle::close(nb::handle timeout_s) {
@@ -63,9 +68,15 @@ void EngineHandle::close(nb::handle timeout_s) {
   }
 }
 
-void EngineHandle::forget_peer(Peer& peer) {
+void EngineHandle::forget_peer(nb::handle address) {
+  const EngineRef engine = core();
+  const std::shared_ptr<const Address> wanted = address_of(address);
+  const std::vector<PeerRef> peers = engine->peers();
+  const auto known =
+      std::ranges::find(peers, wanted->incarnation, [](const PeerRef& peer) { return peer->address().incarnation; });
+  const PeerRef peer = known != peers.end() ? *known : engine->peer(*wanted);
   drop_caches();
-  core()->forget_peer(peer);
+  engine->forget_peer(*peer);
 }
 
 void EngineHandle::retire(RegionRef region, nb::object buffer) {

@@ -42,7 +42,8 @@ class EngineHandle {
 
   // No-op in a forked child: what there is to close is the parent's. timeout_s: seconds or None, on the engine's clock.
   void close(nb::handle timeout_s);
-  void forget_peer(Peer& peer);
+  // Whichever peer has that incarnation: what else the address says may be what is wrong with the one that is known.
+  void forget_peer(nb::handle address);
 
   void adopt(RegionHandle* region) { region->insert_after(&regions_); }
   // Takes over a region whose Python object is gone, and its buffer, until nothing uses them.

@@ -2,7 +2,8 @@
 #include "bindings/fork.h"
 #include "bindings/gil.h"
 
-NB_MODULE(_core, module) {
+// Not PyInit__core itself, see there.
+NB_MODULE(_core_of_main, module) {
   using namespace crossrail::bindings;
   module.attr("__doc__") =
       "The native half of crossrail. Use the package; names that start with an underscore are its own.";
@@ -29,4 +30,15 @@ NB_MODULE(_core, module) {
   register_moe_proxy(module);
   register_moe_node_sums(module);
   register_bench(module);
+}
+
+// Of other interpreters than the main one nanobind fails in a way that takes what the main one has from it: refused before
+// it is asked.
+extern "C" NB_EXPORT PyObject* PyInit__core() {
+  if (PyInterpreterState_GetID(PyInterpreterState_Get()) == 0) return PyInit__core_of_main();
+  PyErr_SetString(
+      PyExc_ImportError,
+      "crossrail cannot be imported in a subinterpreter. Next: import it in the main interpreter, or start a "
+      "process (multiprocessing, spawn)");
+  return nullptr;
 }

@@ -109,7 +109,7 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
           "Versioned, checksummed bytes.")
       .def("__bytes__", [](const AddressHandle& self) { return to_bytes(self.value->encode()); })
       .def("__str__", [](const AddressHandle& self) { return text_of(*self.value); })
-      .def("__repr__", [](const AddressHandle& self) { return to_text(represent(*self.value)); })
+      .def("__repr__", [](const AddressHandle& self) { return to_shown(represent(*self.value)); })
       .def("__eq__", &equal<AddressHandle>, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", [](const AddressHandle& self) { return hash_of(*self.value); })
       // A pickle holds the versioned bytes, so it is as portable as they are.
@@ -183,7 +183,7 @@ Keep and reuse the object: it remembers what an engine resolved it to. Pickles a
           "to_bytes", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); },
           "Versioned, checksummed bytes.")
       .def("__bytes__", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); })
-      .def("__repr__", [](const DescriptorHandle& self) { return to_text(represent(*self.value)); })
+      .def("__repr__", [](const DescriptorHandle& self) { return to_shown(represent(*self.value)); })
       .def("__eq__", &equal<DescriptorHandle>, nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__",
            [](const DescriptorHandle& self) {

@@ -202,8 +202,8 @@ Raises PeerLost when the peer is gone or of an older incarnation, WaitTimeout, E
           "What deadlines are measured by, in seconds from any beginning: virtual on a simulated host.")
       .def("peers", &peers, nb::sig("def peers(self) -> list[Address]"), "The peers known to this engine, in no order.")
       .def(
-          "forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(*self.p->peer(peer)); },
-          nb::arg("peer").none(), nb::sig("def forget_peer(self, peer: Address | bytes) -> None"),
+          "forget_peer", [](Self self, nb::handle peer) { self.p->forget_peer(peer); }, nb::arg("peer").none(),
+          nb::sig("def forget_peer(self, peer: Address | bytes) -> None"),
           "Fails every transfer to it with PeerLost and drops what is held of it. The address may connect anew later.")
       .def("add_peer_group", &add_peer_group, nb::arg("peers").none(),
            nb::sig("def add_peer_group(self, peers: collections.abc.Sequence[Address | bytes]) -> PeerGroup"),

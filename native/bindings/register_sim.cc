@@ -235,8 +235,7 @@ void register_sim(nb::module_& module) {
             const sim::Totals totals = self.world->totals();
             return std::tuple(totals.works, totals.bytes, totals.events, totals.turns);
           },
-          "works, bytes, events, turns of engines.")
-      .def_prop_ro("faults_scheduled", [](Self self) { return self.world->deeds_scheduled(); });
+          "works, bytes, events, turns of engines.");
   register_faults(world);
 }
 

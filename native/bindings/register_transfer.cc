@@ -147,7 +147,9 @@ fn may submit, wait and close regions. If it raises, that is logged and the engi
           },
           nb::arg("notifier"), nb::arg("cookie"),
           "Posts cookie once at completion; False, and nothing is posted, when complete already.")
-      .def("__repr__", [](const TransferHandle& self) { return to_text(represent(self)); });
+      .def("__repr__", [](Self self) {
+        return self.p->transfer.inherited() ? nb::str(make_error("inherited", self.h)) : to_shown(represent(*self.p));
+      });
 }
 
 }  // namespace crossrail::bindings

@@ -22,6 +22,7 @@ LiveEngines& live_engines() {
 namespace {
 
 // How often this process is the child of a fork. A plain global: looked at by every submit.
+// relaxed: a child has one thread when it is counted, and all that it starts later see that.
 constinit std::atomic<uint64_t> fork_generation{0};
 
 // The mutex is held over fork, so that the child finds the set whole.
@@ -89,6 +90,23 @@ EngineCore::Live::~Live() {
   live.cores.erase(core);
 }
 
+bool EngineCore::visit_live(bool patient, const std::function<void(EngineCore&)>& visit) {
+  LiveEngines& live = live_engines();
+  constexpr int kAttempts = 10'000;  // some milliseconds
+  if (patient) {
+    live.mutex.lock();
+  } else {
+    int attempts = 0;
+    while (!live.mutex.try_lock()) {
+      if (++attempts == kAttempts) return false;
+      std::this_thread::yield();
+    }
+  }
+  std::lock_guard lock(live.mutex, std::adopt_lock);
+  for (EngineCore* core : live.cores) visit(*core);
+  return true;
+}
+
 bool EngineCore::forked() const { return fork_generation.load(std::memory_order_relaxed) != live_.generation; }
 
 void EngineCore::check_usable() const {
@@ -111,7 +129,8 @@ void EngineCore::abandon_after_fork() {
 }
 
 uint64_t EngineCore::inflight() const {
-  // finished_ first: a transfer that starts and ends between the two loads must not make the difference negative.
+  // finished_ first: a transfer that starts and ends between the two loads must not make the difference negative. acquire:
+  // pairs with the release in bump(), before which the holder took that transfer from the queue, or counted it.
   const uint64_t finished = finished_.load(std::memory_order_acquire);
   return submits_.pushed() + started_here_.load(std::memory_order_acquire) - finished;
 }
@@ -148,8 +167,8 @@ void EngineCore::close(Deadline drain_deadline) {
       wait_until(drained, nap, drain_deadline, {});
     }
     // 2. No new submit, no worker.
-    closed_.store(true, std::memory_order_seq_cst);
-    stopping_.store(true, std::memory_order_release);
+    closed_.store(true, std::memory_order_seq_cst);    // pairs with the fence in submit()
+    stopping_.store(true, std::memory_order_release);  // pairs with the acquire in worker_main()
     if (worker_.joinable()) {
       transports_.sleeping_place().call_behind();
       worker_.join();

@@ -116,11 +116,14 @@ class EngineCore final : public Sink, public Actor {
 
   // The peer of that address, new or known. Throws UsageError when it is out of reach.
   PeerRef add_peer(const Address& address);
+  std::vector<PeerRef> peers();
   void forget_peer(Peer& peer);
   PeerExplanation explain(Peer& peer);
   Status map(Peer& peer, RemoteRegion& region, Mapping* mapping);  // progress holder
   bool knows(const Peer& peer) const;                              // not forgotten
   void start_connect(Peer& peer);                                  // progress holder
+  // Progress holder. A connected peer is seen to be slow or frozen, or to move again: an event, if that is news.
+  void set_liveness(Peer& peer, PeerState state, const std::string& detail);
   void pool_closed(ReceivePool* pool);
   void add_event(EngineEvent event);
 
@@ -176,9 +179,6 @@ class EngineCore final : public Sink, public Actor {
   // The same to whoever asked us, whom we may not know yet.
   void tell(const Address& address, Bytes payload, uint64_t token);
   static Heartbeat& heartbeat_of(Peer& peer) { return peer.work_->heartbeat; }
-  // A connected peer is seen to be slow or frozen, or to move again: an event, if that is news.
-  void set_liveness(Peer& peer, PeerState state, const std::string& detail);
-  std::vector<PeerRef> peers();
 
   void region_made() { counters_.regions.fetch_add(1, std::memory_order_relaxed); }
   void region_gone() { counters_.regions.fetch_sub(1, std::memory_order_relaxed); }
@@ -218,6 +218,8 @@ class EngineCore final : public Sink, public Actor {
   void record_arrivals();
   static void note_retired(Peer& peer, uint32_t count);
   static void note_queued(Peer& peer);
+
+  // --- peers.cc, progress holder ---
   void set_state(Peer& peer, PeerState state, FlightState shown);
 
   // --- counting (traffic.cc), progress holder ---
@@ -286,6 +288,7 @@ class EngineCore final : public Sink, public Actor {
   std::atomic<bool> drained_{false};  // and all old ones are complete
   std::once_flag close_once_;
   std::atomic<bool> cancel_scan_{false};
+  std::atomic<bool> look_wanted_{false};      // wake() was called, and no round has begun since
   std::atomic<uint64_t> moves_{0};            // rounds in which something moved; progress holder writes
   std::atomic<bool> sleeps_for_good_{false};  // the worker sleeps without a deadline
   std::atomic<Deadline> wakes_at_{0};         // the worker sleeps no longer than this; 0 awake

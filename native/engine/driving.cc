@@ -24,8 +24,8 @@ bool EngineCore::try_enter(uint8_t mark) {
 
 // Something that a round would move. May say yes too often, never no too often.
 bool EngineCore::has_work() {
-  return !submits_.empty() || runnable_ || cancel_scan_.load(std::memory_order_acquire) || verifications_.has_work() ||
-         transports_.has_arrivals();
+  return !submits_.empty() || runnable_ || cancel_scan_.load(std::memory_order_acquire) ||
+         look_wanted_.load(std::memory_order_relaxed) || verifications_.has_work() || transports_.has_arrivals();
 }
 
 // Gives the progress lock up such that nothing is left lying: from arm() on, everybody with news rings the bell, and
@@ -71,6 +71,8 @@ uint32_t EngineCore::poll_transports() {
 uint32_t EngineCore::round() {
   constexpr uint32_t kIdleRounds = 32;  // take longer than entries of a burst are apart
   bump(counters_.rounds);
+  // acq_rel: pairs with the release in wake(): what the caller wants looked at is seen by what follows.
+  if (look_wanted_.load(std::memory_order_relaxed)) look_wanted_.exchange(false, std::memory_order_acq_rel);
   if (cancel_scan_.load(std::memory_order_relaxed)) scan_cancels();
   uint32_t moved = take_submits();
   moved += post_backlogs();
@@ -169,11 +171,12 @@ void EngineCore::drive_until_idle() {
 void EngineCore::wake() {
   if (is_staged()) {
     options_.stage->wake(seat_.number);
-  } else if (options_.polling == Polling::kManual) {
-    transports_.sleeping_place().call_front();
-  } else {
-    transports_.sleeping_place().call_behind();
+    return;
   }
+  // By the bells, and not by calling the worker, who might find the lock taken: whoever is about to leave either sees the
+  // flag in has_work(), which comes after arm(), or is armed before the fence in Transport::wake(), and sees that rung.
+  look_wanted_.store(true, std::memory_order_release);
+  transports_.wake();
 }
 
 void EngineCore::sleep_on(Guest& guest, std::atomic<uint32_t>* word, uint32_t expected, Deadline until) {

@@ -113,6 +113,7 @@ SignalDump::SignalDump(int signal_number, std::string directory)
   struct sigaction before{};
   if (sigaction(signal_number, nullptr, &before) != 0)
     throw UsageError("signum = " + std::to_string(signal_number) + " is no signal that can be handled");
+  // acquire: pairs with the release at the end: it is whole.
   SignalDump* other = the_dump.load(std::memory_order_acquire);
   if (other != nullptr && other->owner_pid_ == getpid())
     throw UsageError("signal " + std::to_string(other->signal_number_) + " dumps already: close() that first");
@@ -123,6 +124,7 @@ SignalDump::SignalDump(int signal_number, std::string directory)
   while (sem_trywait(semaphore) == 0) {  // of a signal that came too late for the last one
   }
   thread_ = start_thread([this] { run(); });
+  // release: pairs with the acquire in on_signal(): the semaphore was made.
   handler_semaphore.store(semaphore, std::memory_order_release);
   struct sigaction action{};
   action.sa_handler = &on_signal;
@@ -130,7 +132,7 @@ SignalDump::SignalDump(int signal_number, std::string directory)
   sigemptyset(&action.sa_mask);
   if (sigaction(signal_number, &action, nullptr) != 0) {
     const int code = errno;
-    stopping_.store(true, std::memory_order_release);
+    stopping_.store(true, std::memory_order_release);  // pairs with the acquire in run(), as does close()'s
     sem_post(semaphore);
     thread_.join();
     throw UsageError("signum = " + std::to_string(signal_number) + " cannot be handled: " + std::strerror(code));

@@ -25,10 +25,12 @@ const Clock& ImmCounter::clock() const { return engine_->clock(); }
 uint64_t ImmCounter::poll() const { return poll_units() / kUnitsPerCount; }
 
 bool ImmCounter::try_consume(uint64_t count) {
-  // Whoever queues goes first. A waiter that queues at this moment may see us overtake it: both asked at once.
+  // Whoever queues goes first. A waiter that queues at this moment may see us overtake it: both asked at once. The flag is
+  // looked at for fairness alone, and the units are taken seq_cst.
   return !has_waiters_.load(std::memory_order_acquire) && take(count * kUnitsPerCount);
 }
 
+// seq_cst, as arrive() and the enqueuers: see there.
 bool ImmCounter::take(uint64_t needed) {
   uint64_t units = units_.load(std::memory_order_seq_cst);
   while (units >= needed) {
@@ -75,10 +77,10 @@ bool ImmCounter::try_waiting(uint64_t* needed_units, uint64_t* units) const {
 
 void ImmCounter::close() {
   std::lock_guard lock(lock_);
-  closed_.store(true, std::memory_order_release);
+  closed_.store(true, std::memory_order_release);  // pairs with the acquire in closed(): the engine's end is seen, too
   for (Waiter& waiter : waiters_) {
     if (waiter.futex != nullptr) {
-      waiter.futex->store(kClosed, std::memory_order_release);
+      waiter.futex->store(kClosed, std::memory_order_release);  // as in serve()
       engine_->core().wake_sleepers(waiter.futex);
     } else {
       waiter.notifier->post(waiter.cookie);

@@ -12,7 +12,7 @@
 namespace crossrail {
 
 Notifier::Notifier() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (fd_ < 0) throw_errno("eventfd", "cannot make a notifier", "raise the limit on open files (ulimit -n)");
+  if (fd_ < 0) throw_errno("eventfd", "cannot make a notifier");
 }
 
 Notifier::~Notifier() {

@@ -1,5 +1,6 @@
-// Peers: made, connected, forgotten, explained.
+// Peers: made, connected, in what state, forgotten, explained.
 #include <algorithm>
+#include <tuple>
 
 #include "engine/core.h"
 #include "engine/path_speed.h"
@@ -36,6 +37,23 @@ void add_rails(PeerExplanation& explanation, std::span<const RailReport> rails, 
   explanation.gb_per_s_expected = expected_gb_per_s(rails, kind, own, peer);
 }
 
+bool is_linked(PeerState state) {
+  return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
+}
+
+// One incarnation is one engine. Only where it is reached may be told differently, through forwarded ports, say: the way
+// that was told first is taken. All else that differs was changed, or made up.
+void check_same(const Peer& peer, const Address& address) {
+  const Address& known = peer.address();
+  const auto identity = [](const Address& of) { return std::tie(of.name, of.host, of.net, of.pid, of.transports); };
+  if (identity(known) == identity(address)) return;
+  throw UsageError(
+      "peer '" + address.name + "' (pid " + std::to_string(address.pid) + ") has the incarnation of '" + known.name +
+      "' (pid " + std::to_string(known.pid) +
+      "), which is known here, and is not the same: an address or descriptor was changed on its way. Next: "
+      "forget_peer() it, and get address and descriptors anew from the peer");
+}
+
 }  // namespace
 
 PeerRef EngineCore::add_peer(const Address& address) {
@@ -43,7 +61,10 @@ PeerRef EngineCore::add_peer(const Address& address) {
   {
     std::lock_guard lock(tables_mutex_);
     const auto known = peers_.find(address.incarnation);
-    if (known != peers_.end()) return known->second;
+    if (known != peers_.end()) {
+      check_same(*known->second, address);
+      return known->second;
+    }
     is_crowded = peers_.size() >= peers_sweep_at_;
   }
   if (is_crowded) {  // take_lost_peers() would find them named
@@ -58,7 +79,10 @@ PeerRef EngineCore::add_peer(const Address& address) {
     }
   }
   const auto known = peers_.find(address.incarnation);  // by another thread meanwhile
-  if (known != peers_.end()) return known->second;
+  if (known != peers_.end()) {
+    check_same(*known->second, address);
+    return known->second;
+  }
   lost = take_lost_peers();
   auto track = recorder_.add_peer(address.name, address.pid, transport_name(route.kind), PeerState::kUnknown,
                                   options_.counts_traffic ? route.traits->rail_count : 0);
@@ -153,6 +177,36 @@ std::vector<PeerRef> EngineCore::take_lost_peers() {
   }
   peers_sweep_at_ = peers_.size() + kLostPeersKept;
   return lost;
+}
+
+std::vector<PeerRef> EngineCore::peers() {
+  std::lock_guard lock(tables_mutex_);
+  std::vector<PeerRef> peers;
+  peers.reserve(peers_.size());
+  for (const auto& [incarnation, peer] : peers_) peers.push_back(peer);
+  return peers;
+}
+
+void EngineCore::set_state(Peer& peer, PeerState state, FlightState shown) {
+  peer.state_.store(state, std::memory_order_release);
+  peer.track_->state.store(state, std::memory_order_relaxed);
+  recorder_.record({.peer = peer.track_->id, .count = 1, .state = shown});
+}
+
+void EngineCore::set_liveness(Peer& peer, PeerState state, const std::string& detail) {
+  const PeerState before = peer.state();
+  if (before == state || !is_linked(before)) return;
+  const bool moves = state == PeerState::kConnected;
+  if (moves && is_mutated(Mutation::kNeverThaw)) return;
+  set_state(peer, state,
+            moves                       ? FlightState::kThawed
+            : state == PeerState::kSlow ? FlightState::kSlow
+                                        : FlightState::kFrozen);
+  peer.work_->note = moves ? "" : detail;
+  add_event({moves                       ? EngineEvent::Kind::kPeerThawed
+             : state == PeerState::kSlow ? EngineEvent::Kind::kPeerSlow
+                                         : EngineEvent::Kind::kPeerFrozen,
+             peer.address().name, detail});
 }
 
 Status EngineCore::map(Peer& peer, RemoteRegion& region, Mapping* mapping) {

@@ -1,11 +1,9 @@
 #include "engine/poison.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
 #include <cstring>
 
-#include "util/errors.h"
+#include "util/entropy.h"
 
 namespace crossrail {
 
@@ -34,19 +32,13 @@ void for_each_word(uint64_t seed, uint64_t offset, uint64_t end, Visit&& visit) 
   }
 }
 
-uint64_t draw() {
-  uint64_t seed = 0;
-  if (getrandom(&seed, sizeof seed, 0) != sizeof seed) throw_errno("getrandom", "cannot draw a pattern");
-  return seed;
-}
-
 }  // namespace
 
 Poison::Poison(std::byte* base, uint64_t length_bytes, uint64_t offset, uint64_t stride_bytes, uint64_t page_bytes,
                const PageIndices& pages)
     : base_(base),
       pages_{.offset = offset, .stride_bytes = stride_bytes, .page_bytes = page_bytes, .indices = {}},
-      seed_(draw()) {
+      seed_(kernel_entropy().draw_u64()) {
   pages_.indices.resize(pages.count);
   if (pages.count > 0) {
     copy_page_indices(pages, "pages", offset, stride_bytes, page_bytes, length_bytes, pages_.indices.data());

@@ -1,6 +1,4 @@
 // What an engine tells of itself: counts, and the flight recorder's entries.
-#include <mutex>
-
 #include "engine/core.h"
 
 namespace crossrail {
@@ -28,23 +26,6 @@ EngineStats EngineCore::stats() const {
   stats.peers_lost = get(counters_.lost);
   stats.regions_open = get(counters_.regions);
   return stats;
-}
-
-bool EngineCore::visit_live(bool patient, const std::function<void(EngineCore&)>& visit) {
-  LiveEngines& live = live_engines();
-  constexpr int kAttempts = 10'000;  // some milliseconds
-  if (patient) {
-    live.mutex.lock();
-  } else {
-    int attempts = 0;
-    while (!live.mutex.try_lock()) {
-      if (++attempts == kAttempts) return false;
-      std::this_thread::yield();
-    }
-  }
-  std::lock_guard lock(live.mutex, std::adopt_lock);
-  for (EngineCore* core : live.cores) visit(*core);
-  return true;
 }
 
 // --- progress holder ---
@@ -104,12 +85,6 @@ void EngineCore::note_retired(Peer& peer, uint32_t count) {
 
 void EngineCore::note_queued(Peer& peer) {
   peer.track_->queued.store(peer.work_->backlog.size() + peer.work_->messages.size(), std::memory_order_relaxed);
-}
-
-void EngineCore::set_state(Peer& peer, PeerState state, FlightState shown) {
-  peer.state_.store(state, std::memory_order_release);
-  peer.track_->state.store(state, std::memory_order_relaxed);
-  recorder_.record({.peer = peer.track_->id, .count = 1, .state = shown});
 }
 
 // Arrivals of one number that come one after the other are one entry.

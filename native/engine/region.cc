@@ -13,6 +13,7 @@ namespace crossrail {
 namespace {
 
 constexpr int64_t kAskEveryNs = 200'000;
+constexpr size_t kRevokedKept = 1024;  // for who is late: of one older than that peers only learn that it is gone
 
 }  // namespace
 
@@ -58,17 +59,49 @@ void Region::show(const LocalRegions& region) {
 
 // Why comes first: a RegionUse that finds itself over asks for it.
 void Region::hide(Why why) {
-  const uint64_t id = shown_id_.load(std::memory_order_relaxed);
+  const uint64_t id = shown_id_.load(std::memory_order_relaxed);  // changed under fencing_, or by the last owner
   if (id != 0) engine_->core().unlist_region(id, why == Why::kRevoked);
   shown_id_.store(0, std::memory_order_seq_cst);
 }
 
+// relaxed: our caller holds regions_mutex_, which ~Region takes before anything of the region is gone.
 bool Region::try_add_ref() {
   uint64_t uses = uses_.load(std::memory_order_relaxed);
   do {
     if (static_cast<uint32_t>(uses) == 0) return false;
   } while (!uses_.compare_exchange_weak(uses, uses + 1, std::memory_order_relaxed));
   return true;
+}
+
+// --- regions that peers may ask about ---
+
+void EngineCore::list_region(uint64_t id, Region* region) {
+  std::lock_guard lock(regions_mutex_);
+  regions_[id] = region;
+}
+
+void EngineCore::unlist_region(uint64_t id, bool is_revoked) {
+  std::lock_guard lock(regions_mutex_);
+  regions_.erase(id);
+  if (!is_revoked) return;
+  revoked_.push_back(id);
+  if (revoked_.size() > kRevokedKept) revoked_.pop_front();
+}
+
+Status EngineCore::status_of_gone(uint64_t region_id) {
+  std::lock_guard lock(regions_mutex_);
+  return std::ranges::find(revoked_, region_id) == revoked_.end() ? Status::kRegionClosed : Status::kRegionRevoked;
+}
+
+RegionUse EngineCore::use_region(uint64_t id) {
+  RegionRef region;
+  {
+    std::lock_guard lock(regions_mutex_);
+    const auto found = regions_.find(id);
+    if (found == regions_.end() || !found->second->try_add_ref()) return {};
+    region = RegionRef::adopt(found->second);
+  }
+  return {std::move(region), id};
 }
 
 RegionUse::RegionUse(RegionRef region, uint64_t id) : region_(std::move(region)), id_(id) {
@@ -136,6 +169,7 @@ bool Region::is_quiet() const {
 
 bool Region::quarantined() const {
   if (engine_->core().forked()) return false;
+  // acquire, both: pair with the releases of who saw the last use end, poll_close() and revoke().
   if (closed()) return phase_.load(std::memory_order_acquire) != kClosed && inflight_ops() == 0 && !is_quiet();
   return fence_.load(std::memory_order_acquire) == kRevoking;
 }
@@ -246,6 +280,7 @@ WaitResult Region::close(Deadline deadline, const InterruptCheck& interrupted, b
 
 bool Region::poll_close() {
   begin_close();
+  // acquire: pairs with the release below, of another thread: what ended the last use is over for us, too.
   if (phase_.load(std::memory_order_acquire) == kClosed || engine_->core().forked()) return true;
   if (!is_mutated(Mutation::kSkipCloseWait) && !is_quiet()) return false;
   phase_.store(kClosed, std::memory_order_release);

@@ -1,5 +1,4 @@
 // What engines tell each other beside their users' operations: who sends it, who hears it.
-#include <algorithm>
 #include <string>
 #include <utility>
 #include <variant>
@@ -7,18 +6,12 @@
 #include "engine/core.h"
 #include "engine/service_wire.h"
 #include "util/errors.h"
-#include "util/mutation.h"
 
 namespace crossrail {
 
 namespace {
 
-constexpr size_t kRevokedKept = 1024;      // for who is late: of one older than that peers only learn that it is gone
 constexpr uint32_t kBadServicesTold = 16;  // of one engine's life: whoever sends nonsense may send much of it
-
-bool is_linked(PeerState state) {
-  return state == PeerState::kConnected || state == PeerState::kSlow || state == PeerState::kFrozen;
-}
 
 }  // namespace
 
@@ -93,63 +86,6 @@ uint32_t EngineCore::serve() {
   if (verifications_.has_work()) moved += verifications_.work();
   if (heartbeats_.is_on()) heartbeats_.tend(clock().now_ns());
   return moved;
-}
-
-// --- what is known of peers ---
-
-std::vector<PeerRef> EngineCore::peers() {
-  std::lock_guard lock(tables_mutex_);
-  std::vector<PeerRef> peers;
-  peers.reserve(peers_.size());
-  for (const auto& [incarnation, peer] : peers_) peers.push_back(peer);
-  return peers;
-}
-
-void EngineCore::set_liveness(Peer& peer, PeerState state, const std::string& detail) {
-  const PeerState before = peer.state();
-  if (before == state || !is_linked(before)) return;
-  const bool moves = state == PeerState::kConnected;
-  if (moves && is_mutated(Mutation::kNeverThaw)) return;
-  set_state(peer, state,
-            moves                       ? FlightState::kThawed
-            : state == PeerState::kSlow ? FlightState::kSlow
-                                        : FlightState::kFrozen);
-  peer.work_->note = moves ? "" : detail;
-  add_event({moves                       ? EngineEvent::Kind::kPeerThawed
-             : state == PeerState::kSlow ? EngineEvent::Kind::kPeerSlow
-                                         : EngineEvent::Kind::kPeerFrozen,
-             peer.address().name, detail});
-}
-
-// --- regions that peers may ask about ---
-
-void EngineCore::list_region(uint64_t id, Region* region) {
-  std::lock_guard lock(regions_mutex_);
-  regions_[id] = region;
-}
-
-void EngineCore::unlist_region(uint64_t id, bool is_revoked) {
-  std::lock_guard lock(regions_mutex_);
-  regions_.erase(id);
-  if (!is_revoked) return;
-  revoked_.push_back(id);
-  if (revoked_.size() > kRevokedKept) revoked_.pop_front();
-}
-
-Status EngineCore::status_of_gone(uint64_t region_id) {
-  std::lock_guard lock(regions_mutex_);
-  return std::ranges::find(revoked_, region_id) == revoked_.end() ? Status::kRegionClosed : Status::kRegionRevoked;
-}
-
-RegionUse EngineCore::use_region(uint64_t id) {
-  RegionRef region;
-  {
-    std::lock_guard lock(regions_mutex_);
-    const auto found = regions_.find(id);
-    if (found == regions_.end() || !found->second->try_add_ref()) return {};
-    region = RegionRef::adopt(found->second);
-  }
-  return {std::move(region), id};
 }
 
 }  // namespace crossrail

@@ -27,7 +27,7 @@ constexpr uint64_t kBulkBytes = uint64_t{1} << 20;
 }
 // offset + length within bound, without overflow. `what` names the arguments.
 inline void check_range(const char* what, uint64_t offset, uint64_t length, uint64_t bound) {
-  if (length > bound || offset > bound - length) throw_range(what, offset, length, bound);
+  if (!fits(offset, length, bound)) throw_range(what, offset, length, bound);
 }
 
 [[gnu::cold, noreturn]] void throw_imm(const std::string& name, uint32_t imm) {
@@ -67,6 +67,11 @@ inline void check_local(const Region* region, const char* name, const Engine* en
   if (region == nullptr || engine != owner || region->closed()) throw_local(region, name, engine, owner);
 }
 
+// Of one operation: what it moves is counted in 64 bits, however often pages or targets name the same bytes.
+[[gnu::cold, noreturn]] void throw_total(const char* what, uint64_t count) {
+  throw UsageError(std::string(what) + " has " + text(count) + " entries, and they are more than 2**64 bytes together");
+}
+
 void check_group(const PeerGroup& group, const Engine* engine) {
   if (group.engine() != engine) throw UsageError("group is a peer group of another engine");
 }
@@ -78,11 +83,7 @@ void check_group(const PeerGroup& group, const Engine* engine) {
                    "' is needed: its owner registered it so");
 }
 inline void check_remote(const RemoteRegion* region, const char* name, Access needed) {
-  if (region != nullptr) {
-    const Access access = region->descriptor().access;
-    if (access == Access::kRemoteWrite || access == needed) return;
-  }
-  throw_remote(region, name, needed);
+  if (region == nullptr || !allows(region->descriptor().access, needed)) throw_remote(region, name, needed);
 }
 
 // Memory of a GPU, on either side, goes by transports that leave it to NICs, or have the driver copy it.
@@ -252,7 +253,7 @@ TransferRef Engine::submit_paged_writes(const PagedWriteRequest& request) {
   work.page_bytes = request.page_bytes;
   work.local_stride_bytes = request.src_stride_bytes;
   work.remote_stride_bytes = request.dst_stride_bytes;
-  work.length_bytes = count * request.page_bytes;
+  if (__builtin_mul_overflow(count, request.page_bytes, &work.length_bytes)) throw_total("src_pages", count);
   work.imm = request.imm;
   work.rail = request.rail;
   work.bulk = work.length_bytes >= kBulkBytes;
@@ -300,7 +301,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
     // Checked on our copy: the caller's arrays may change meanwhile.
     check_range("src", target.src_offset, target.length_bytes, request.src->length_bytes());
     check_range("dsts", target.dst_offset, target.length_bytes, dst->length_bytes());
-    work.length_bytes += target.length_bytes;
+    if (__builtin_add_overflow(work.length_bytes, target.length_bytes, &work.length_bytes)) throw_total("dsts", count);
     if (!target.peer->route_.traits->balances_rails) bytes_here += target.length_bytes;
   }
   work.targets_total = count;

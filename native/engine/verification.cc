@@ -27,8 +27,8 @@ std::string mismatch_text(uint64_t sum_sent, uint64_t sum_found, bool reads) {
 }
 
 Status check(const Question& question, const RegionUse& region) {
-  const bool may = question.reads ? region->access() != Access::kLocal : region->access() == Access::kRemoteWrite;
-  if (!may) return Status::kAccessDenied;
+  const Access needed = question.reads ? Access::kRemoteRead : Access::kRemoteWrite;
+  if (!allows(region->access(), needed)) return Status::kAccessDenied;
   if (region->memory() != MemoryKind::kHost) return Status::kAccessDenied;  // the CPU cannot read it
   const uint64_t largest = *std::ranges::max_element(question.pages);
   // 128 bits: every number comes from the peer.

@@ -27,8 +27,8 @@ constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t
 
 }  // namespace
 
-// How a contiguous range is cut on its way to this peer. Decided once, when the link is up: lanes may come and go while it
-// is being posted, and what was begun one way must not be ended another.
+// How a contiguous range is cut on its way to this peer. Decided once, when the link is up: what was begun one way must not
+// be ended another.
 void EngineCore::plan_range(const Peer& peer, TransferWork& work) {
   const Traits& traits = *peer.route_.traits;
   work.pieces = 1;

@@ -41,7 +41,7 @@ namespace {
 std::string read_boot_id() {
   const Fd file(open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
   if (!file && (errno == EMFILE || errno == ENFILE || errno == ENOMEM)) {
-    throw_errno("open", "cannot tell which host this is", "raise the limit on open files (ulimit -n)");
+    throw_errno("open", "cannot tell which host this is");
   }
   char text[64];
   const ssize_t length = file ? read(file.get(), text, sizeof text) : 0;

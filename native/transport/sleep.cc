@@ -41,7 +41,7 @@ SleepingPlace::SleepingPlace(std::span<Transport* const> transports)
       front_call_(WakeEvent::create()),
       behind_call_(WakeEvent::create()) {
   Fd set(epoll_create1(EPOLL_CLOEXEC));
-  if (!set) throw_errno("epoll_create1", "cannot make a descriptor", "raise the limit on open files (ulimit -n)");
+  if (!set) throw_errno("epoll_create1", "cannot make a descriptor");
   for (const Transport* transport : transports_) {
     if (!control(set.get(), EPOLL_CTL_ADD, transport->wake_fd(), EPOLLIN)) return;
   }

@@ -28,8 +28,8 @@ namespace crossrail {
 class Link {
  public:
   virtual ~Link() = default;
-  // Rails that this link can use now; may change at any time. Asked only when Traits::balances_rails: with one, cutting a
-  // write gains nothing.
+  // Pairs of rails that it spreads over, those included that are away just now: the same from on_link_up on. Asked only when
+  // Traits::balances_rails: with one, cutting a write gains nothing.
   virtual uint32_t lanes() const { return 1; }
   void* user = nullptr;  // the engine's Peer
 };
@@ -207,7 +207,8 @@ class Transport {
   virtual uint64_t rail_depth(Link&, uint32_t /*rail*/) { return 0; }
 
   // --- data ---
-  // Takes a prefix of `requests`, as many as there is room for. *completed: how many of the accepted are done already
+  // `requests`: one or more, all of one op and one context. Takes a prefix of them, as many as there is room for.
+  // *completed: how many of the accepted are done already
   // (kDone) and are not retired through the sink. May call sink.on_retired for others. A sleeping peer may be woken only
   // at the next poll(), arm() or let_go(). rail: less than Traits::rail_count; or, with Traits::balances_rails, kAnyRail.
   virtual uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) = 0;

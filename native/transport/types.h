@@ -46,6 +46,15 @@ enum class Access : uint8_t {
   kRemoteWrite = 3  // and peers may read and write it
 };
 
+// Write includes read.
+constexpr bool allows(Access granted, Access needed) {
+  return (static_cast<uint8_t>(granted) & static_cast<uint8_t>(needed)) == static_cast<uint8_t>(needed);
+}
+// Whether [offset, offset + length) is within `bound` bytes. Numbers from outside: nothing overflows.
+constexpr bool fits(uint64_t offset, uint64_t length, uint64_t bound) {
+  return length <= bound && offset <= bound - length;
+}
+
 // Where memory is. kCuda: of a GPU, at an address that only its driver and NICs can use. The numbers travel.
 enum class MemoryKind : uint8_t { kHost = 0, kCuda = 1 };
 

@@ -12,6 +12,7 @@ class Entropy {
   // Throws TransportError when there are none to be had.
   virtual void fill(std::span<uint8_t> bytes) = 0;
   uint64_t draw_u64();
+  uint32_t draw_u32() { return static_cast<uint32_t>(draw_u64()); }
 
  protected:
   ~Entropy() = default;

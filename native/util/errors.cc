@@ -31,6 +31,10 @@ const char* usual_remedy(int code) {
   switch (code) {
     case EMFILE:
       return "raise the limit on open files (ulimit -n)";
+    case ENFILE:
+      return "raise the host's limit on open files (sysctl fs.file-max)";
+    case ENOSYS:
+      return "allow it in the seccomp profile of this container, or use a newer kernel";
     case ENOMEM:
       return "free memory, or raise the limit on address space (ulimit -v)";
     default:

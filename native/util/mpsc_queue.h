@@ -21,6 +21,7 @@ class MpscQueue {
 
   // Any thread. False when full.
   bool try_push(const T& value) {
+    // relaxed, here and in the exchange: what a position gives is one turn of a cell, and the cell's sequence orders that.
     size_t position = tail_.load(std::memory_order_relaxed);
     for (;;) {
       Cell& cell = cells_[position & mask_];
@@ -44,17 +45,20 @@ class MpscQueue {
   // The consumer. False when empty.
   bool try_pop(T* value) {
     Cell& cell = cells_[head_ & mask_];
+    // acquire: pairs with the producer's release: its value is there.
     if (cell.sequence.load(std::memory_order_acquire) != head_ + 1) return false;
     *value = cell.value;
+    // release: our copy is taken before the producer of the next turn, whose load acquires, overwrites it.
     cell.sequence.store(head_ + mask_ + 1, std::memory_order_release);
     ++head_;
     return true;
   }
 
-  // Any thread: how many were pushed so far, or are just being pushed.
-  size_t pushed() const { return tail_.load(std::memory_order_acquire); }
+  // Any thread: how many were pushed so far, or are just being pushed. relaxed: it orders nothing. Whoever has learnt, by
+  // acquire and release, that one was popped, finds it counted.
+  size_t pushed() const { return tail_.load(std::memory_order_relaxed); }
 
-  // The consumer.
+  // The consumer. acquire: as in try_pop.
   bool empty() const { return cells_[head_ & mask_].sequence.load(std::memory_order_acquire) != head_ + 1; }
 
  private:

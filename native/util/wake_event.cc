@@ -15,7 +15,7 @@ namespace crossrail {
 
 WakeEvent WakeEvent::create() {
   Fd fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!fd) throw_errno("eventfd", "cannot make a descriptor to sleep on", "raise the limit on open files (ulimit -n)");
+  if (!fd) throw_errno("eventfd", "cannot make a descriptor to sleep on");
   return WakeEvent(std::move(fd));
 }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import logging
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,9 +19,10 @@ from crossrail._buffers import memory_of
 from crossrail._core import Address, Message
 from crossrail._notify import Callbacks, CallbackThread, log, log_raised, weakly
 from crossrail._ordered import OrderedWeakSet
+from crossrail._text import plain
 from crossrail.counters import ImmCounter
-from crossrail.errors import UsageError
-from crossrail.flight import default_directory, parse_dump, plain
+from crossrail.errors import TransportError, UsageError
+from crossrail.flight import default_directory, parse_dump
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
 from crossrail.rdma import RdmaOptions
@@ -141,8 +144,8 @@ class Engine(_core.Engine):
         place = _stage.place(transport, name, rails)
         rails = _default_rails(transport, rails)
         if isinstance(worker_cpu, str) and worker_cpu == "auto":
-            from crossrail.default_rails import auto_worker_cpu
-
+            with _loading():
+                from crossrail.default_rails import auto_worker_cpu
             worker_cpu = auto_worker_cpu(transport, rails)
         elif isinstance(worker_cpu, str):
             raise UsageError(f"worker_cpu is {worker_cpu!r}, must be the number of a core, 'auto' or None")
@@ -362,14 +365,26 @@ class Engine(_core.Engine):
 def _default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[str]:
     if transport in ("shm", "tcp", "null", "sim"):
         return rails
-    from crossrail.default_rails import default_rails
-
+    with _loading():
+        from crossrail.default_rails import default_rails
     return default_rails(transport, rails)
 
 
-def _parse_policy(text: str) -> tuple[Clause, ...]:
-    from crossrail import policy  # few engines need it
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """Around an import that waits until it is needed, when the process may have no descriptor left to read a file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        what = f"cannot load a module of crossrail: {error.strerror}"
+        raise TransportError("open", errno.EMFILE, what, "raise the limit on open files (ulimit -n)") from None
 
+
+def _parse_policy(text: str) -> tuple[Clause, ...]:
+    with _loading():
+        from crossrail import policy  # few engines need it
     return policy.parse(text)
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from typing import Any, ClassVar
 
+from crossrail._text import plain
+
 ERRORS_PAGE = "docs/errors.md"
 
 
@@ -30,6 +32,9 @@ class CrossrailError(Exception):
         if package == "crossrail":
             system = f"{modules[0]}-" if len(modules) > 1 else ""
             cls.error_code = system + re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
+
+    def __str__(self) -> str:
+        return plain(super().__str__())  # with names that peers chose
 
     @property
     def docs(self) -> str:
@@ -61,7 +66,7 @@ class TransportError(CrossrailError):
     def __str__(self) -> str:
         code = f" (errno {self.code})" if self.code else ""
         remedy = f". Next: {self.remedy}" if self.remedy else ""
-        return f"{self.call}: {self.text}{code}{remedy}"
+        return plain(f"{self.call}: {self.text}{code}{remedy}")
 
 
 class TransferError(CrossrailError):

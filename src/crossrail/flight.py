@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from crossrail import _core, _options
+from crossrail._text import plain
 from crossrail.errors import UsageError
 
 DIRECTORY_VARIABLE = "CROSSRAIL_DUMP_DIR"
@@ -168,11 +169,6 @@ def row_of(dump: FlightDump, entry: FlightEntry) -> tuple[str, ...]:
         f"+{entry.counts:g}" if entry.state == "arrived" else f"x{entry.count}" if entry.count > 1 else "",
     )
     return tuple(plain(cell) for cell in cells)
-
-
-def plain(text: str) -> str:
-    """Names and details come from peers, and a file from anybody: a terminal must not obey them."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 # --- reading ---

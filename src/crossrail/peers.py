@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from crossrail._core import Address, PeerGroup
+from crossrail._text import plain
 
 __all__ = ["Address", "EngineEvent", "Explanation", "Heartbeat", "PathExplanation", "PeerGroup"]
 
@@ -88,4 +89,4 @@ class Explanation:
         for path in self.paths:
             speed = f", {path.gb_per_s:.1f} GB/s measured" if path.gb_per_s else ""
             lines.append(f"  {path.what}: {path.path}, {path.bytes} bytes so far{speed}; {path.reason}")
-        return "\n".join(lines)
+        return "\n".join(plain(line) for line in lines)

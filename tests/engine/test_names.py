@@ -7,6 +7,7 @@ import pytest
 import crossrail as xr
 from tests.conftest import EngineFactory
 from tests.support import sealing
+from tests.support.limits import WAIT_S
 
 
 def test_address_survives_bytes_text_and_pickle(engine: xr.Engine) -> None:
@@ -102,3 +103,46 @@ def test_what_is_no_peer_is_refused(engine: xr.Engine, peer: object) -> None:
 def test_text_that_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(xr.UsageError):
         xr.Address.from_text(text)
+
+
+STEERS = "b\x1b[2J\nengine 'a': all is well"
+
+
+def test_a_name_cannot_steer_who_looks_at_what_it_is_shown_in(open_engine: EngineFactory) -> None:
+    engine, peer = open_engine("a"), open_engine(STEERS)
+    src, dst = engine.alloc(8), peer.alloc(8)
+    descriptor = dst.descriptor
+    engine.submit_write(src, descriptor).wait(WAIT_S)
+    peer.close()
+    failed = engine.submit_write(src, descriptor)
+    with pytest.raises(xr.TransferError) as lost:
+        failed.wait(WAIT_S)
+
+    assert lost.value.peer == peer.address.name == STEERS
+    shown = [str(lost.value), repr(failed), repr(peer.address), repr(descriptor)]
+    shown += str(engine.explain(peer.address)).split("\n")
+    assert [text for text in shown if not text.isprintable()] == []
+    assert all("all is well" in text for text in shown[:5])
+
+
+def renamed(data: bytes) -> bytes:
+    """The address or descriptor of an engine called "other", as of one called "ether": all else is the same."""
+    assert data[sealing.NAME_AT :].startswith(b"\5other")
+    return sealing.with_bytes(data, sealing.NAME_AT + 1, b"ether")
+
+
+@pytest.mark.parametrize("true_first", [True, False], ids=["true-first", "changed-first"])
+def test_one_incarnation_is_one_engine(open_engine: EngineFactory, true_first: bool) -> None:
+    engine, other = open_engine("a"), open_engine("other")
+    src, dst = engine.alloc(8), other.alloc(8)
+    true = dst.descriptor
+    changed = xr.RegionDescriptor.from_bytes(renamed(true.to_bytes()))
+    known, wrong = (true, changed) if true_first else (changed, true)
+    engine.explain(known.owner)
+
+    for attempt in (lambda: engine.submit_write(src, wrong), lambda: engine.connect(wrong.owner, WAIT_S)):
+        with pytest.raises(xr.UsageError, match=f"'{wrong.owner.name}'.* incarnation of '{known.owner.name}'"):
+            attempt()
+
+    engine.forget_peer(wrong.owner)
+    engine.submit_write(src, true).wait(WAIT_S)

@@ -59,3 +59,35 @@ def test_every_public_call_has_a_docstring() -> None:
     ]
 
     assert missing == []
+
+
+def test_import_in_a_subinterpreter_is_refused_and_harms_nobody() -> None:
+    script = run_script(
+        """
+        import importlib
+        import crossrail as xr
+
+        def subinterpreters():
+            for name in ("_interpreters", "_xxsubinterpreters"):  # of 3.13, and before
+                try:
+                    return importlib.import_module(name)
+                except ImportError:
+                    continue
+
+        engine = xr.Engine("main", transport="shm")
+        interpreters = subinterpreters()
+        other = interpreters.create()
+        try:
+            said = interpreters.run_string(other, "import crossrail")
+        except Exception as error:  # older ones raise it, newer ones return it
+            said = error
+        assert "cannot be imported in a subinterpreter" in str(said), said
+        interpreters.destroy(other)
+
+        region = engine.alloc(8)
+        engine.submit_write(region, region.descriptor, imm=1).wait(10)
+        engine.imm_counter(1).wait(1, 10)
+        engine.close()
+        """
+    )
+    assert_clean(script)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
+from tests.conftest import EngineFactory
 from tests.support.limits import NEVER_S, WAIT_S, eventually, never
 
 
@@ -311,3 +312,16 @@ def test_one_engine_serves_loops_of_several_threads(engine: xr.Engine, other: xr
         thread.join(WAIT_S)
 
     assert sorted(finished) == [0, 1, 2, 3]
+
+
+def test_pages_of_more_bytes_than_64_bits_count_are_refused(open_engine: EngineFactory) -> None:
+    engine = open_engine(transport="null")
+    memory = bytearray(1)
+    region = engine.register((np.frombuffer(memory, np.uint8).ctypes.data, 1 << 48))  # null touches none of it
+    pages = np.zeros(1 << 16, np.uint32)
+
+    with pytest.raises(xr.UsageError, match=r"65536 entries, and they are more than 2\*\*64 bytes"):
+        engine.submit_paged_writes(region, pages, region.descriptor, pages, 1 << 48)
+    transfer = engine.submit_paged_writes(region, pages[1:], region.descriptor, pages[1:], 1 << 48)
+    assert transfer.nbytes == 65535 << 48
+    transfer.cancel()

@@ -58,6 +58,11 @@ CASES = {
         "a.alloc(1 << 20)",
         "cannot make shared memory: .*ulimit -n",
     ),
+    "descriptors-for-the-first-engine-of-all-transports": (
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))",
+        "xr.Engine('c')",
+        "Too many open files.*ulimit -n",
+    ),
     "file-size": (
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, -1))",
         "a.alloc(1 << 20)",

@@ -14,6 +14,7 @@
 
 #include "engine/core.h"
 #include "engine/engine.h"
+#include "engine/transfer_pool.h"
 #include "util/clock.h"
 #include "util/errors.h"
 
@@ -274,6 +275,24 @@ TEST_CASE("paged writes with runs and shuffles count every page") {
     std::memcpy(&page, dst->base() + to[i] * kPageBytes, sizeof page);
     REQUIRE(page == from[i]);
   }
+}
+
+TEST_CASE("a burst of long paged writes keeps no more room for page indices than the pool's bound") {
+  EngineRef a = open_engine("a", 1, Polling::kManual);
+  RegionRef memory = a->alloc(4096, false);
+  RemoteRegionRef there = a->remote_region(memory->descriptor());
+  const std::vector<uint32_t> indices(16384);
+  const PageIndices pages{.data = indices.data(), .count = indices.size(), .type = IndexType::kUint32};
+  std::vector<TransferRef> transfers;  // all at once: nobody drives
+  while (transfers.size() * indices.size() < 2 * TransferPool::kPagesKeptMax) {
+    transfers.push_back(a->submit_paged_writes(
+        {.src = memory.get(), .src_pages = pages, .dst = there.get(), .dst_pages = pages, .page_bytes = 8}));
+  }
+  a->close(0);
+  for (const TransferRef& transfer : transfers) REQUIRE(transfer->status() == Status::kEngineClosed);
+  transfers.clear();
+  CHECK(a->core().transfers().pages_kept() > 0);
+  CHECK(a->core().transfers().pages_kept() <= TransferPool::kPagesKeptMax);
 }
 
 TEST_CASE("private memory: staged and attached writes and reads move every byte") {

@@ -530,6 +530,20 @@ TEST_CASE("rdma: forgetting a peer retires everything at once, leaves its own op
   REQUIRE(poll_until({&a, &b}, [&] { return b.ups == 2; }));
 }
 
+TEST_CASE("rdma: late datagrams keep no session that neither side needs") {
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    CAPTURE(seed);
+    Net net({.seed = seed, .datagram_doubling = 1, .datagram_delay_ns_max = 90'000'000});
+    Node a(net, "a"), b(net, "b");
+    a.connect(b);
+    REQUIRE(poll_until({&a, &b}, [&] { return a.ups == 1; }));
+    a.disconnect();  // the doubles of what asked for the path are still under way
+    const auto are_gone = [&] { return a.transport->session_count() == 0 && b.transport->session_count() == 0; };
+    REQUIRE(poll_until({&a, &b}, are_gone));
+    CHECK(net.paths.empty());
+  }
+}
+
 TEST_CASE("rdma: what is queued can be taken back, also of requests longer than a work") {
   Net net({.retry_ns = 60'000'000'000, .work_bytes_max = 1000, .path_works_max = 4});
   Node a(net, "a"), b(net, "b");

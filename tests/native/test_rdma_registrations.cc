@@ -203,7 +203,7 @@ TEST_CASE("registrations: memory of a GPU is shared for the same range only, and
   bool is_revoked = false;
   uint64_t id = 0;
   const auto make = [&](uint64_t offset, uint64_t length_bytes, bool is_gpu) {
-    auto region = std::make_unique<RdmaRegion>(RdmaRegion::Tables{&regions, &shared}, Access::kLocal, is_gpu, false);
+    auto region = std::make_unique<RdmaRegion>(RdmaRegion::Tables{&regions, &shared}, Access::kLocal, is_gpu);
     region->id = ++id;
     region->base = memory.data() + offset;
     region->length_bytes = length_bytes;

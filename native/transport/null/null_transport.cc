@@ -1,11 +1,8 @@
 #include "transport/null/null_transport.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 
-#include "util/errors.h"
+#include "util/anonymous_pages.h"
 
 namespace crossrail {
 
@@ -14,10 +11,7 @@ namespace {
 struct NullKey final : RemoteKey {};
 
 struct NullRegion final : LocalRegion {
-  ~NullRegion() override {
-    if (owned) munmap(base, length_bytes);
-  }
-  bool owned = false;
+  AnonymousPages pages;  // of the engine's own memory
 };
 
 constexpr size_t kQueueEntries = 1024;
@@ -43,11 +37,9 @@ std::unique_ptr<LocalRegion> NullTransport::register_memory(uint64_t id, std::by
 }
 
 std::unique_ptr<LocalRegion> NullTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (populate ? MAP_POPULATE : 0);
-  void* memory = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-  if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate " + std::to_string(length_bytes) + " bytes");
-  auto region = register_memory(id, static_cast<std::byte*>(memory), length_bytes, Access::kRemoteWrite);
-  static_cast<NullRegion&>(*region).owned = true;
+  AnonymousPages pages(length_bytes, populate);
+  auto region = register_memory(id, pages.base(), length_bytes, Access::kRemoteWrite);
+  static_cast<NullRegion&>(*region).pages = std::move(pages);
   return region;
 }
 

@@ -1,7 +1,6 @@
 #include "transport/ofi/domain.h"
 
-#include <sys/random.h>
-
+#include "util/entropy.h"
 #include "util/errors.h"
 
 namespace crossrail::ofi {
@@ -17,12 +16,6 @@ constexpr size_t kQueueEntriesMin = 1024;
 constexpr size_t kPeersExpected = 256;  // a hint: shm's limit, others grow
 
 constexpr const char* kLimitRemedy = "raise the limit on locked memory (ulimit -l unlimited) or register less";
-
-uint64_t random_key() {
-  uint64_t key = 0;
-  if (getrandom(&key, sizeof key, 0) != sizeof key) throw_errno("getrandom", "cannot draw a key");
-  return key;
-}
 
 }  // namespace
 
@@ -103,7 +96,8 @@ int Domain::register_with(fi_mr_attr* attributes, uint64_t flags, fid_mr** memor
     // Where we choose the key, a random one: that of a region closed long ago opens nothing else.
     if (!wants(FI_MR_PROV_KEY)) {
       const size_t bytes = info().domain_attr->mr_key_size;
-      attributes->requested_key = bytes >= 8 ? random_key() : random_key() & ((1ull << (8 * bytes)) - 1);
+      const uint64_t key = kernel_entropy().draw_u64();
+      attributes->requested_key = bytes >= 8 ? key : key & ((1ull << (8 * bytes)) - 1);
     }
     const int code = domain_->mr->regattr(&domain_->fid, attributes, flags, memory);
     if (code != -FI_ENOKEY || attempt == 8) return code;  // else taken

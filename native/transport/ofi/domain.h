@@ -72,6 +72,8 @@ class Domain {
   std::string error_text(int code) const { return library_->error_text(code); }
   [[noreturn]] void fail(const char* call, int code, const std::string& remedy = {}) const;
 
+  uint32_t starved_receives = 0;  // of all its endpoints: those that the provider had no room for. Progress holder
+
  private:
   // code, *memory: of fi_mr_regattr, with a key of our choice where the provider has none.
   int register_with(fi_mr_attr* attributes, uint64_t flags, fid_mr** memory) const;

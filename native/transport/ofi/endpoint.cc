@@ -112,6 +112,8 @@ bool Endpoint::close() {
   if (fid_ == nullptr) return true;
   if (fi_close(&fid_->fid) != 0) return false;
   fid_ = nullptr;
+  domain_.starved_receives -= static_cast<uint32_t>(starved_.size());
+  starved_.clear();
   return true;
 }
 
@@ -147,13 +149,16 @@ void Endpoint::post_receives() {
 void Endpoint::post_receive(Op& op) {
   if (fid_ == nullptr) return;
   const ssize_t code = fi_recv(fid_, op.buffer, kPacketBytesMax, op.descriptor, FI_ADDR_UNSPEC, &op);
-  if (code != 0) starved_.push_back(&op);
+  if (code == 0) return;
+  starved_.push_back(&op);
+  ++domain_.starved_receives;
 }
 
 uint32_t Endpoint::post_starved_receives() {
   if (starved_.empty()) return 0;
   std::vector<Op*> waiting;
   waiting.swap(starved_);
+  domain_.starved_receives -= static_cast<uint32_t>(waiting.size());
   for (Op* op : waiting) post_receive(*op);
   return static_cast<uint32_t>(waiting.size() - std::min(waiting.size(), starved_.size()));
 }

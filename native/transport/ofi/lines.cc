@@ -74,6 +74,13 @@ void Lines::on_heard(const Endpoint& endpoint, int64_t now) {
   if (found != in_.end()) found->used_ns = now;
 }
 
+uint32_t Lines::post_starved_receives() {
+  uint32_t posted = 0;
+  for (auto& [name, line] : out_) posted += line.endpoint->post_starved_receives();
+  for (Line& line : in_) posted += line.endpoint->post_starved_receives();
+  return posted;
+}
+
 void Lines::tend(int64_t now) {
   if (now < tend_next_ns_) return;
   tend_next_ns_ = now + kTendPause;

@@ -31,6 +31,8 @@ class Lines {
   // By what a datagram came.
   void on_heard(const Endpoint& endpoint, int64_t now);
 
+  // Returns how many went.
+  uint32_t post_starved_receives();
   bool is_dialing() const { return dialing_ != 0; }
   // Closes what is idle; looks now and then.
   void tend(int64_t now);

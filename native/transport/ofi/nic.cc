@@ -2,12 +2,12 @@
 
 #include <rdma/fi_rma.h>
 #include <sys/epoll.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <cstring>
 
 #include "transport/ofi/wire.h"
+#include "util/entropy.h"
 #include "util/errors.h"
 
 namespace crossrail::ofi {
@@ -30,12 +30,6 @@ constexpr int64_t kDatagramLife = 1'000'000'000;
 constexpr int64_t kDatagramPause = 200'000;  // each attempt at a peer that is not there costs a socket
 constexpr int64_t kMillisecond = 1'000'000;
 
-uint32_t random_id() {
-  uint32_t id = 0;
-  if (getrandom(&id, sizeof id, 0) != sizeof id) throw_errno("getrandom", "cannot draw a path number");
-  return id | 1;
-}
-
 std::string describe(const Domain& domain) {
   std::string text = domain.rules().name + " " + domain.device().name;
   if (!domain.device().netdev.empty()) text += " on " + domain.device().netdev;
@@ -48,7 +42,8 @@ std::string describe(const Domain& domain) {
 }  // namespace
 
 OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Device device)
-    : domain_(std::make_shared<Domain>(std::move(library), rules, std::move(device))), next_path_id_(random_id()) {
+    : domain_(std::make_shared<Domain>(std::move(library), rules, std::move(device))),
+      next_path_id_(kernel_entropy().draw_u32() | 1) {
   name_ = domain_->device().name;
   description_ = describe(*domain_);
   if (connects()) {
@@ -75,7 +70,7 @@ OfiNic::OfiNic(std::shared_ptr<const Library> library, const Rules& rules, Devic
   send_flags_ = work_flags_;
   if (domain_->wait_fd() < 0) return;
   outer_ = Fd(epoll_create1(EPOLL_CLOEXEC));
-  if (!outer_) throw_errno("epoll_create1", "cannot make an epoll set", "raise the limit on open files (ulimit -n)");
+  if (!outer_) throw_errno("epoll_create1", "cannot make an epoll set");
   waits_.push_back(domain_->wait_fd());
   if (listener_) waits_.push_back(listener_->wait_fd());
   for (const int fd : waits_) {

@@ -100,6 +100,7 @@ class OfiNic final : public rdma::Nic {
   void on_path_packet(Op& op, const PacketHead& head, std::span<const uint8_t> payload, rdma::NicEvents& events);
   void on_imm(uint64_t data, rdma::NicEvents& events);
   uint32_t tend_unready();
+  uint32_t post_starved_receives();
   uint32_t tend_datagrams();
   // Null: no connection yet. Throws TransportError for an address that is none.
   Endpoint* way_to(const Name& name, int64_t now, fi_addr_t* address);

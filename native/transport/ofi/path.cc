@@ -1,13 +1,13 @@
 #include "transport/ofi/path.h"
 
 #include <rdma/fi_rma.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <tuple>
 
 #include "transport/ofi/nic.h"
 #include "transport/ofi/wire.h"
+#include "util/entropy.h"
 #include "util/errors.h"
 
 namespace crossrail::ofi {
@@ -18,15 +18,10 @@ constexpr uint32_t kPathReceives = 16;  // 68 KiB for each path; more wait at th
 constexpr uint32_t kPathSendsMax = 16;
 constexpr int64_t kReadyTimeout = 5'000'000'000;
 
-uint64_t random_token() {
-  uint64_t token = 0;
-  if (getrandom(&token, sizeof token, 0) != sizeof token) throw_errno("getrandom", "cannot draw a token");
-  return token;
-}
-
 }  // namespace
 
-OfiPath::OfiPath(OfiNic& nic) : nic_(nic), id_(nic.add_path(*this)), token_(nic.connects() ? random_token() : 0) {
+OfiPath::OfiPath(OfiNic& nic)
+    : nic_(nic), id_(nic.add_path(*this)), token_(nic.connects() ? kernel_entropy().draw_u64() : 0) {
   if (nic.shares_endpoints() || nic.connects()) {
     offer_ = nic.make_offer(*this);
     return;

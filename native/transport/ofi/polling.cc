@@ -70,7 +70,7 @@ uint32_t OfiNic::poll(rdma::NicEvents& events) {
   const bool wants_fence = fence_number_ == 0 && fences_wanted != fences_->done.load(std::memory_order_relaxed);
   if (listener_ && !is_dead_ && (wants_fence || are_events_due())) moved += read_events(events);
   if (wants_fence && queue_read_to_end_ && !events_due_) fence_number_ = fences_wanted;
-  if (control_ && !is_dead_) moved += control_->post_starved_receives();
+  if (domain_->starved_receives != 0 && !is_dead_) moved += post_starved_receives();
   if (!unready_.empty()) moved += tend_unready();
   if (!datagrams_.empty()) moved += tend_datagrams();
   if (answers_due_ != 0) moved += tend_answers();
@@ -269,6 +269,14 @@ uint32_t OfiNic::tend_unready() {
     }
   }
   return ready;
+}
+
+uint32_t OfiNic::post_starved_receives() {
+  uint32_t posted = control_ ? control_->post_starved_receives() : 0;
+  for (const auto& [id, path] : paths_) {
+    if (path->own_) posted += path->own_->post_starved_receives();
+  }
+  return lines_ ? posted + lines_->post_starved_receives() : posted;
 }
 
 uint32_t OfiNic::tell_breaks(rdma::NicEvents& events) {

@@ -13,7 +13,7 @@ namespace crossrail::rdma {
 namespace {
 
 Fd checked(int fd, const char* call) {
-  if (fd < 0) throw_errno(call, "cannot make a descriptor", "raise the limit on open files (ulimit -n)");
+  if (fd < 0) throw_errno(call, "cannot make a descriptor");
   return Fd(fd);
 }
 

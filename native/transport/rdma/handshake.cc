@@ -171,46 +171,52 @@ void RdmaTransport::on_datagram(Rail& rail, std::span<const uint8_t> bytes) {
   }
   Session* const session = session_of(rail, *datagram, bytes);
   if (session == nullptr) return;
-  const auto malformed = [&] { report_garbage(session->peer_name, "a sealed datagram of it made no sense"); };
-  switch (datagram->head.kind) {
+  hear_link(*session, datagram->head.has_link);
+  on_sealed(*session, *datagram);
+  hear_link(*session, datagram->head.has_link);  // it may have said that the peer's end of our last path broke
+}
+
+void RdmaTransport::on_sealed(Session& session, const Datagram& datagram) {
+  const auto malformed = [&] { report_garbage(session.peer_name, "a sealed datagram of it made no sense"); };
+  switch (datagram.head.kind) {
     case DatagramKind::kKnock:
     case DatagramKind::kHello:
     case DatagramKind::kAccept: {
-      const auto body = decode_path(datagram->body);
-      const uint32_t own_rail = !body ? 0 : session->key.leads ? body->path.leader_rail : body->path.other_rail;
-      const bool from_leader = datagram->head.kind == DatagramKind::kHello;
-      if (!body || own_rail >= rails_.size() || from_leader == session->key.leads ||
-          (session->find(body->path) == nullptr && session->paths.size() >= kPathsMax)) {
+      const auto body = decode_path(datagram.body);
+      const uint32_t own_rail = !body ? 0 : session.key.leads ? body->path.leader_rail : body->path.other_rail;
+      const bool from_leader = datagram.head.kind == DatagramKind::kHello;
+      if (!body || own_rail >= rails_.size() || from_leader == session.key.leads ||
+          (session.find(body->path) == nullptr && session.paths.size() >= kPathsMax)) {
         malformed();
         return;
       }
-      const uint32_t peer_rail = session->key.leads ? body->path.other_rail : body->path.leader_rail;
-      if (peer_rail >= session->peer_rail_count) {
+      const uint32_t peer_rail = session.key.leads ? body->path.other_rail : body->path.leader_rail;
+      if (peer_rail >= session.peer_rail_count) {
         malformed();
         return;
       }
-      session->peer_endpoints[peer_rail] = datagram->head.endpoint;
-      if (datagram->head.kind == DatagramKind::kKnock) on_knock(*session, *body);
-      if (datagram->head.kind == DatagramKind::kHello) on_hello(*session, *body);
-      if (datagram->head.kind == DatagramKind::kAccept) on_accept(*session, *body);
+      session.peer_endpoints[peer_rail] = datagram.head.endpoint;
+      if (datagram.head.kind == DatagramKind::kKnock) on_knock(session, *body);
+      if (datagram.head.kind == DatagramKind::kHello) on_hello(session, *body);
+      if (datagram.head.kind == DatagramKind::kAccept) on_accept(session, *body);
       return;
     }
     case DatagramKind::kResolve:
-      if (const auto body = decode_resolve(datagram->body)) {
-        on_resolve(*session, *body);
+      if (const auto body = decode_resolve(datagram.body)) {
+        on_resolve(session, *body);
       } else {
         malformed();
       }
       return;
     case DatagramKind::kResolved:
-      if (const auto body = decode_resolved(datagram->body)) {
-        on_resolved(*session, *body);
+      if (const auto body = decode_resolved(datagram.body)) {
+        on_resolved(session, *body);
       } else {
         malformed();
       }
       return;
     case DatagramKind::kBye:
-      on_bye(*session, decode_text(datagram->body).value_or("it gave no reason"));
+      on_bye(session, decode_text(datagram.body).value_or("it gave no reason"));
       return;
     case DatagramKind::kRefuse:
       return;
@@ -275,9 +281,15 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
   }
   session->deserted.clear();
   session->peer_nonce = head.nonce;
-  session->peer_has_link = head.has_link;
-  if (head.has_link) session->has_left = session->peer_left = false;
   return session;
+}
+
+// While a path stands, States tell it, which are numbered: a datagram that comes late must not undo what they said. Where
+// none does, a late one costs a path, by which the next State comes.
+void RdmaTransport::hear_link(Session& session, bool has_link) {
+  if (std::ranges::any_of(session.paths, [&](const auto& path) { return is_usable(*path); })) return;
+  session.peer_has_link = has_link;
+  if (has_link) session.has_left = session.peer_left = false;
 }
 
 void RdmaTransport::on_refuse(const Datagram& datagram) {
@@ -384,7 +396,7 @@ void RdmaTransport::tend_path(Path& path) {
     }
     case PathState::kOffered:
       if (!wants_paths(session)) {
-        mark_broken(path, "nobody wants it any more");
+        mark_broken(path, Cause::kHere, "nobody wants it any more");
       } else if (now_ >= path.retry_at_ns) {
         path.retry_pause_ns = std::clamp(2 * path.retry_pause_ns, kRetryFirstNs, kRetryMaxNs);
         path.retry_at_ns = now_ + path.retry_pause_ns;
@@ -392,7 +404,8 @@ void RdmaTransport::tend_path(Path& path) {
       }
       return;
     case PathState::kAccepted:
-      if (now_ - path.state_since_ns >= kAcceptedMaxNs) mark_broken(path, "the peer asked for it, and never used it");
+      if (now_ - path.state_since_ns >= kAcceptedMaxNs)
+        mark_broken(path, Cause::kHere, "the peer asked for it, and never used it");
       return;
     case PathState::kBreaking:
       if (now_ - path.state_since_ns >= kFlushMaxNs) give_up(path);
@@ -412,7 +425,7 @@ void RdmaTransport::on_knock(Session& session, const PathBody& body) {
       tend_path(path);
       return;
     case PathState::kOpen:
-      if (body.epoch >= path.epoch) mark_broken(path, kItsEndBroke);
+      if (body.epoch >= path.epoch) mark_broken(path, Cause::kPeersEnd, kItsEndBroke);
       return;
     case PathState::kAccepted:
     case PathState::kBreaking:
@@ -433,7 +446,7 @@ void RdmaTransport::on_hello(Session& session, const PathBody& body) {
     return;
   }
   if (path.state != PathState::kIdle) {
-    mark_broken(path, kItsEndBroke);
+    mark_broken(path, Cause::kPeersEnd, kItsEndBroke);
     return;  // it will say Hello again
   }
   if (!path.doubt.empty()) return;

@@ -1,10 +1,8 @@
 // Regions of an engine, at each of its NICs.
-#include <sys/mman.h>
-
 #include <algorithm>
 
 #include "transport/rdma/rdma_transport.h"
-#include "util/errors.h"
+#include "util/anonymous_pages.h"
 
 namespace crossrail::rdma {
 
@@ -32,8 +30,8 @@ std::unique_ptr<LocalRegion> RdmaTransport::add_region(std::unique_ptr<RdmaRegio
 }
 
 std::unique_ptr<RdmaRegion> RdmaTransport::make_region(std::byte* base, uint64_t length_bytes, Access access,
-                                                       bool is_gpu, bool owns_memory) {
-  auto region = std::make_unique<RdmaRegion>(RdmaRegion::Tables{&regions_, &shared_}, access, is_gpu, owns_memory);
+                                                       bool is_gpu) {
+  auto region = std::make_unique<RdmaRegion>(RdmaRegion::Tables{&regions_, &shared_}, access, is_gpu);
   region->base = base;
   region->length_bytes = length_bytes;
   return region;
@@ -41,23 +39,22 @@ std::unique_ptr<RdmaRegion> RdmaTransport::make_region(std::byte* base, uint64_t
 
 std::unique_ptr<LocalRegion> RdmaTransport::register_memory(uint64_t id, std::byte* base, uint64_t length_bytes,
                                                             Access access) {
-  return add_region(make_region(base, length_bytes, access, false, false), id,
+  return add_region(make_region(base, length_bytes, access), id,
                     [&](Nic& nic) { return nic.register_memory(base, length_bytes, access); });
 }
 
 std::unique_ptr<LocalRegion> RdmaTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
                                                                 Access access) {
-  return add_region(make_region(memory.base(), memory.length_bytes(), access, true, false), id,
+  return add_region(make_region(memory.base(), memory.length_bytes(), access, true), id,
                     [&](Nic& nic) { return nic.register_gpu_memory(memory, access); });
 }
 
 std::unique_ptr<LocalRegion> RdmaTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (populate ? MAP_POPULATE : 0);
-  void* memory = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-  if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate " + std::to_string(length_bytes) + " bytes");
-  madvise(memory, length_bytes, MADV_HUGEPAGE);  // fewer faults and TLB misses; a kernel without them says no
-  auto* const base = static_cast<std::byte*>(memory);
-  return add_region(make_region(base, length_bytes, Access::kRemoteWrite, false, true), id,
+  AnonymousPages pages(length_bytes, populate);
+  std::byte* const base = pages.base();
+  auto region = make_region(base, length_bytes, Access::kRemoteWrite);
+  region->pages = std::move(pages);
+  return add_region(std::move(region), id,
                     [&](Nic& nic) { return nic.register_memory(base, length_bytes, Access::kRemoteWrite); });
 }
 

@@ -88,7 +88,7 @@ void RdmaTransport::on_fragment(Path& path, FragmentKind kind, std::span<const u
       break;
   }
   if (!makes_sense) {
-    mark_broken(path, "protocol error: a malformed fragment of kind " + std::to_string(static_cast<int>(kind)));
+    mark_broken(path, Cause::kProtocol, "a malformed fragment of kind " + std::to_string(static_cast<int>(kind)));
   }
 }
 

@@ -283,7 +283,7 @@ void RdmaTransport::on_resolve(Session& session, const ResolveBody& body) {
       return;
     }
     path->answer = body.spans;
-    mark_broken(*path, kItsEndBroke);  // answered once it is flushed
+    mark_broken(*path, Cause::kPeersEnd, kItsEndBroke);  // answered once it is flushed
   }  // else delayed: it knew before it let the next epoch be made
 }
 
@@ -309,7 +309,7 @@ void RdmaTransport::on_resolved(Session& session, const ResolvedBody& body) {
   if (path->is_resolving && body.epoch == path->closed_epoch) {
     settle(*path, body);
   } else if (body.epoch == path->epoch && path->state != PathState::kIdle) {
-    mark_broken(*path, kItsEndBroke);
+    mark_broken(*path, Cause::kPeersEnd, kItsEndBroke);
   }  // else delayed
 }
 
@@ -362,8 +362,8 @@ void RdmaTransport::settle(Path& path, const ResolvedBody& body) {
   // On an ordered path one work is to blame at most, the first that was not carried out: those behind it had no chance.
   // And none, when the peer broke the path.
   const uint32_t attempts_max = ordered ? kAttemptsMax : kAttemptsMaxUnordered;
-  const bool all = !ordered && !path.is_broken_by_peer;
-  bool blames = !path.is_broken_by_peer;
+  bool blames = path.cause != Cause::kPeersEnd;
+  const bool all = !ordered && blames;
   std::vector<WorkRequest> again;
   for (size_t i = 0; i < doubt.size(); ++i) {
     WorkRequest work = doubt[i];

@@ -263,7 +263,7 @@ void RdmaTransport::Rail::on_work_failed(NicPath& nic_path, uint64_t cookie, Nic
     transport->mark_dirty(*path->session);  // its window has room
     return;
   }
-  transport->mark_broken(*path, said);
+  transport->mark_broken(*path, Cause::kHere, said);
 }
 
 void RdmaTransport::Rail::on_imm(NicPath* nic_path, uint32_t imm) {
@@ -290,7 +290,7 @@ void RdmaTransport::Rail::on_fragment(NicPath* nic_path, std::span<const uint8_t
   if (path->state == PathState::kAccepted) transport->open_path(*path);
   const uint8_t kind = bytes[8];
   if (kind < static_cast<uint8_t>(FragmentKind::kState) || kind > static_cast<uint8_t>(FragmentKind::kServed)) {
-    transport->mark_broken(*path, "protocol error: a fragment of kind " + std::to_string(kind));
+    transport->mark_broken(*path, Cause::kProtocol, "a fragment of kind " + std::to_string(kind));
     return;
   }
   transport->on_fragment(*path, static_cast<FragmentKind>(kind), bytes.subspan(kFragmentHeadBytes));
@@ -306,7 +306,7 @@ void RdmaTransport::Rail::on_nobody(std::span<const uint8_t> peer_endpoint) {
 }
 
 void RdmaTransport::Rail::on_path_broken(NicPath& nic_path, const std::string& reason) {
-  if (Path* const path = path_of(nic_path)) transport->mark_broken(*path, reason);
+  if (Path* const path = path_of(nic_path)) transport->mark_broken(*path, Cause::kHere, reason);
 }
 
 void RdmaTransport::Rail::on_path_flushed(NicPath& nic_path) {
@@ -412,13 +412,13 @@ void RdmaTransport::mark_dirty(Session& session) {
   dirty_.push_back(&session);
 }
 
-void RdmaTransport::mark_broken(Path& path, const std::string& reason) {
+void RdmaTransport::mark_broken(Path& path, Cause cause, const std::string& reason) {
   if (path.state == PathState::kIdle || path.state == PathState::kBreaking || path.is_broken) return;
   path.is_broken = true;
-  path.is_broken_by_peer = &reason == &kItsEndBroke;
-  path.trouble = reason;
+  path.cause = cause;
+  path.trouble = cause == Cause::kProtocol ? "protocol error: " + reason : reason;
   broken_.push_back(&path);
-  if (reason.starts_with("protocol error")) sink_->on_protocol_error(path.session->peer_name, reason);
+  if (cause == Cause::kProtocol) sink_->on_protocol_error(path.session->peer_name, path.trouble);
 }
 
 void RdmaTransport::report_garbage(const std::string& who, const std::string& what) {

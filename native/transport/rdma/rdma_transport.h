@@ -82,8 +82,7 @@ class RdmaTransport final : public Transport {
  private:
   using RegisterAt = std::function<std::unique_ptr<Registration>(Nic&)>;
   void register_on(uint32_t rail, Registrations& registered, const RegisterAt& register_at);
-  std::unique_ptr<RdmaRegion> make_region(std::byte* base, uint64_t length_bytes, Access access, bool is_gpu,
-                                          bool owns_memory);
+  std::unique_ptr<RdmaRegion> make_region(std::byte* base, uint64_t length_bytes, Access access, bool is_gpu = false);
   std::unique_ptr<LocalRegion> add_region(std::unique_ptr<RdmaRegion> region, uint64_t id,
                                           const RegisterAt& register_at);
 
@@ -118,15 +117,12 @@ class RdmaTransport final : public Transport {
     Bytes body;
   };
 
-  // For mark_broken(), which knows it by its address.
-  static inline const std::string kItsEndBroke = "its other end broke";
-
   // --- running (rdma_transport.cc) ---
   uint32_t poll_nics();
   void act();
   void mark_dirty(Session& session);
   void unblock();
-  void mark_broken(Path& path, const std::string& reason);
+  void mark_broken(Path& path, Cause cause, const std::string& reason);
   void retire(RdmaLink& link, const WorkRequest& request, Status status, const std::string& detail);
   void end_outstanding(RdmaLink& link, uint64_t count);
   void report_garbage(const std::string& who, const std::string& what);
@@ -141,7 +137,9 @@ class RdmaTransport final : public Transport {
   void pair_paths(Session& session, const Address& peer);
   void on_datagram(Rail& rail, std::span<const uint8_t> bytes);
   void on_refuse(const Datagram& datagram);
+  void on_sealed(Session& session, const Datagram& datagram);
   Session* session_of(Rail& rail, const Datagram& datagram, std::span<const uint8_t> bytes);
+  void hear_link(Session& session, bool has_link);
   void on_knock(Session& session, const PathBody& body);
   void on_hello(Session& session, const PathBody& body);
   void on_accept(Session& session, const PathBody& body);

@@ -1,14 +1,10 @@
 #include "transport/rdma/region.h"
 
-#include <sys/mman.h>
-
 namespace crossrail::rdma {
 
 RdmaRegion::~RdmaRegion() {
   tables_.regions->forget(*this);
   if (registered != nullptr && !is_revoked_) revoke();
-  registered.reset();
-  if (owns_memory) munmap(base, length_bytes);
 }
 
 RdmaKeys RdmaRegion::rdma_keys() const {
@@ -60,11 +56,9 @@ Status RegionTable::verdict(const Span& span) const {
   const auto found = open_.find(span.region_id);
   if (found == open_.end()) return Status::kRegionClosed;
   const RdmaRegion& region = *found->second;
-  if (span.offset > region.length_bytes || span.length_bytes > region.length_bytes - span.offset) {
-    return Status::kOutOfBounds;
-  }
-  if (span.writes && region.access != Access::kRemoteWrite) return Status::kAccessDenied;
-  if (span.reads && region.access == Access::kLocal) return Status::kAccessDenied;
+  if (!fits(span.offset, span.length_bytes, region.length_bytes)) return Status::kOutOfBounds;
+  if (span.writes && !allows(region.access, Access::kRemoteWrite)) return Status::kAccessDenied;
+  if (span.reads && !allows(region.access, Access::kRemoteRead)) return Status::kAccessDenied;
   return Status::kDone;
 }
 

@@ -12,6 +12,7 @@
 #include "transport/rdma/registrations.h"
 #include "transport/rdma/wire.h"
 #include "transport/transport.h"
+#include "util/anonymous_pages.h"
 
 namespace crossrail::rdma {
 
@@ -26,8 +27,7 @@ class RdmaRegion final : public LocalRegion {
     RegionTable* regions;
     SharedRegistrations* shared;
   };
-  RdmaRegion(const Tables& tables, Access access, bool is_gpu, bool owns_memory)
-      : access(access), is_gpu(is_gpu), owns_memory(owns_memory), tables_(tables) {}
+  RdmaRegion(const Tables& tables, Access access, bool is_gpu) : access(access), is_gpu(is_gpu), tables_(tables) {}
   ~RdmaRegion() override;
 
   RdmaKeys rdma_keys() const override;
@@ -38,7 +38,7 @@ class RdmaRegion final : public LocalRegion {
 
   const Access access;
   const bool is_gpu;
-  const bool owns_memory;
+  AnonymousPages pages;                       // of the engine's own memory; before `registered`, which is about it
   std::shared_ptr<Registrations> registered;  // the same for the region's life
 
  private:

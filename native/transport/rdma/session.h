@@ -46,6 +46,7 @@ inline bool is_part(const WorkRequest& work) { return (work.reserved & 1u << 15)
 inline constexpr int64_t kFlushMaxNs = 10'000'000'000;  // in which a NIC flushes, while we look
 inline constexpr int64_t kAwayNs = 1'000'000'000;       // between two looks: we were stopped, or nobody polled
 inline constexpr uint32_t kPartBit = 1u << 15;
+inline constexpr const char* kItsEndBroke = "its other end broke";
 
 // A request longer than a NIC's longest work. Its parts go like other works, without immediate; once all are done, the
 // rest of it follows as a request of its own, with the immediate.
@@ -74,6 +75,13 @@ inline void* context_of(const WorkRequest& work) {
 // at most one epoch is in doubt at a time, and it is the latest that was connected: closed_seen is all that may be asked for.
 enum class PathState : uint8_t { kIdle, kOffered, kAccepted, kOpen, kBreaking };
 
+// Why a path breaks.
+enum class Cause : uint8_t {
+  kHere,      // a fault of the NIC's or the network's, or we want its end
+  kPeersEnd,  // the peer's end broke first, as far as we know: no work of ours is to blame
+  kProtocol   // the peer sent what makes no sense
+};
+
 struct Path {
   Path(Session* session, PathKey key, uint32_t rail, uint32_t peer_rail)
       : session(session), key(key), rail(rail), peer_rail(peer_rail) {}
@@ -89,9 +97,9 @@ struct Path {
   bool is_connected = false;  // nic_path->connect() was called
   bool is_broken = false;     // to be broken off at the end of this poll
   bool is_flushed = false;
-  bool is_broken_by_peer = false;  // its end broke first, as far as we know
-  std::string trouble;             // why it is not open; for people
-  uint64_t token = 0;              // ours
+  Cause cause = Cause::kHere;  // of the latest break
+  std::string trouble;         // why it is not open; for people
+  uint64_t token = 0;          // ours
   uint64_t peer_token = 0;
   Bytes offer;              // of nic_path, as we tell it
   uint32_t speed_mbps = 0;  // of the slower end, 0 unknown
@@ -164,7 +172,6 @@ struct Assembly {
 struct RdmaLink final : Link {
   explicit RdmaLink(Session* session, std::shared_ptr<const Address> address, uint32_t rails)
       : session(session), address(std::move(address)), queues(rails + 1) {}
-  // The engine cuts by it, and asks again in the middle of a transfer: it must not change, whatever breaks.
   uint32_t lanes() const override { return pair_count; }
   // Of `rail`, or kAnyRail.
   RingQueue<WorkRequest>& queue(uint32_t rail) { return queues[routing_of(rail)]; }

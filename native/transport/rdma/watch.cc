@@ -207,7 +207,7 @@ void RdmaTransport::tend_liveness(Session& session) {
       mark_dirty(session);
     }
     if (waits && silent >= kPathSilentNs && now_ - moved < kPingAfterNs) {
-      mark_broken(*path, "silent for " + seconds_text(silent) + " while other rails of the peer answer");
+      mark_broken(*path, Cause::kHere, "silent for " + seconds_text(silent) + " while other rails of the peer answer");
     }
   }
   if (!waits || !session.has_open_path()) return;
@@ -257,7 +257,7 @@ void RdmaTransport::on_port(Rail& rail) {
       if (rail.is_up) {
         path->retry_at_ns = path->retry_pause_ns = 0;
       } else if (has_other && path->state != PathState::kBreaking) {
-        mark_broken(*path, "the port went down: " + rail.trouble);
+        mark_broken(*path, Cause::kHere, "the port went down: " + rail.trouble);
       }
     }
     mark_dirty(*session);
@@ -289,7 +289,7 @@ void RdmaTransport::doom(Session& session, const std::string& reason, bool order
   any_over_ = true;
   is_watching_ = true;
   if (session.link) session.link->doom = {reason, orderly};
-  for (auto& path : session.paths) mark_broken(*path, reason);
+  for (auto& path : session.paths) mark_broken(*path, Cause::kHere, reason);
 }
 
 // False: a NIC still has something of it.

@@ -91,7 +91,7 @@ Control::Control(const Address& address, std::shared_ptr<MemoryMap> home, const 
   if (listen(listener_.get(), 512) != 0) throw_errno("listen", "cannot listen on the unix socket");
   epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
   command_event_ = Fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!epoll_ || !command_event_) throw_errno("epoll_create1", "cannot watch sockets", "raise the limit on open files");
+  if (!epoll_ || !command_event_) throw_errno("epoll_create1", "cannot watch sockets");
   epoll_event event{.events = EPOLLIN, .data = {.u64 = kListenerToken}};
   epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, listener_.get(), &event);
   event.data.u64 = kCommandToken;

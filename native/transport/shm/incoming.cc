@@ -134,7 +134,7 @@ Status ShmTransport::execute_write(Incoming& link, const ChannelReader& reader, 
   const RegionTable::Target* target = regions_.find(work.region_id);
   if (target == nullptr) {
     status = sink_->status_of_gone(work.region_id);
-  } else if (target->access != Access::kRemoteWrite) {
+  } else if (!allows(target->access, Access::kRemoteWrite)) {
     status = Status::kAccessDenied;
   } else {
     status = place(link, *target, block, work.stage_bytes, work.pieces, work.reserved != 0);
@@ -153,8 +153,7 @@ Status ShmTransport::place(Incoming& link, const RegionTable::Target& target, co
   for (uint32_t i = 0; i < pieces; ++i) {
     StagedPiece piece;
     std::memcpy(&piece, block + i * sizeof piece, sizeof piece);
-    if (piece.length_bytes > block_bytes - data_at || piece.length_bytes > target.length_bytes ||
-        piece.offset > target.length_bytes - piece.length_bytes) {
+    if (piece.length_bytes > block_bytes - data_at || !fits(piece.offset, piece.length_bytes, target.length_bytes)) {
       status = Status::kOutOfBounds;
       break;
     }
@@ -199,9 +198,9 @@ bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
     const RegionTable::Target* target = regions_.find(work.region_id);
     if (target == nullptr) {
       status = sink_->status_of_gone(work.region_id);
-    } else if (target->access == Access::kLocal) {
+    } else if (!allows(target->access, Access::kRemoteRead)) {
       status = Status::kAccessDenied;
-    } else if (bytes > target->length_bytes || work.offset > target->length_bytes - bytes) {
+    } else if (!fits(work.offset, bytes, target->length_bytes)) {
       status = Status::kOutOfBounds;
     } else if (target->gpu >= 0) {
       pin(link, target->gpu);
@@ -226,6 +225,23 @@ bool ShmTransport::answer_read(Incoming& link, const Entry& entry) {
                    .reserved = 0};
   writer.publish(response);
   return true;
+}
+
+void ShmTransport::add_incoming(ControlEvent event) {
+  auto link = std::make_unique<Incoming>();
+  link->id = event.link_id;
+  link->peer = std::move(event.peer);
+  link->rail_count = event.rail_count;
+  link->segment_map = std::move(event.segment);
+  link->segment = reinterpret_cast<LinkSegment*>(link->segment_map->data());
+  link->home = std::move(event.home);
+  link->messages = ChannelReader(&link->segment->channels[kMessageChannel]);
+  link->responses.writer = ChannelWriter(&link->segment->channels[kResponseChannel]);
+  link->services = ChannelReader(&link->segment->channels[kServiceChannel]);
+  for (uint32_t rail = 0; rail < link->rail_count; ++rail) {
+    link->rails.emplace_back(&link->segment->channels[kFirstRailChannel + rail]);
+  }
+  incoming_.push_back(std::move(link));
 }
 
 // Takes what is still valid in the rings of a peer that left, then forgets it.

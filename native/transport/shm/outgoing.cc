@@ -221,12 +221,11 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     return false;
   }
   const auto needed = request.op == WorkOp::kWrite ? Access::kRemoteWrite : Access::kRemoteRead;
-  if ((static_cast<uint8_t>(import.access) & static_cast<uint8_t>(needed)) != static_cast<uint8_t>(needed)) {
+  if (!allows(import.access, needed)) {
     return refuse(Status::kAccessDenied, request.op == WorkOp::kWrite ? "the region is not open for remote writes"
                                                                       : "the region is not open for remote reads");
   }
-  if (request.length_bytes > import.length_bytes ||
-      request.remote_offset > import.length_bytes - request.length_bytes) {
+  if (!fits(request.remote_offset, request.length_bytes, import.length_bytes)) {
     return refuse(Status::kOutOfBounds, "offset " + std::to_string(request.remote_offset) + " + " +
                                             std::to_string(request.length_bytes) + " bytes exceed the region's " +
                                             std::to_string(import.length_bytes));

@@ -54,6 +54,11 @@ class RegionTable {
   Status revoke(const ShmRegion& region);
   void revoke_all();
   RegionFacts facts(uint64_t region_id);
+  // For tests: of engine-owned memory, that which is gone and not swept yet included.
+  size_t maps_known() {
+    std::lock_guard lock(mutex_);
+    return maps_.size();
+  }
 
   // The open region of this id, or null. The caller holds `executing` = id, so that it stays valid (see ShmTransport::is_region_quiet).
   struct Target {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include "util/clock.h"
 #include "util/errors.h"
@@ -127,53 +128,6 @@ void ShmTransport::disconnect(Link& link) {
   std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == &outgoing; });
 }
 
-std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescriptor& descriptor) {
-  auto& outgoing = static_cast<Outgoing&>(link);
-  if (outgoing.imports.size() >= outgoing.imports_sweep_at) forget_imports(outgoing);
-  auto& import = outgoing.imports[descriptor.region_id];
-  if (!import) {
-    import = std::make_shared<Import>();
-    import->region_id = descriptor.region_id;
-    ask(outgoing, *import);
-  }
-  return std::make_unique<ShmKey>(import);
-}
-
-// What region that is: the answer is kImported.
-void ShmTransport::ask(Outgoing& link, Import& import) {
-  import.state = Import::State::kPending;
-  ++link.imports_pending;
-  if (link.outstanding++ == 0) link.moved_ns = now_ns();
-  if (link.up) control_->import_region(link.id, import.region_id);  // else once it is
-}
-
-// Those that no key names any more, and their mappings: of regions that are closed, or that nothing is written to now.
-void ShmTransport::forget_imports(Outgoing& link) {
-  clear_hazards();
-  // Not one that is being asked for: its answer is counted. A key that is being let go elsewhere meanwhile is met again.
-  std::erase_if(link.imports, [](const auto& entry) {
-    return entry.second->state != Import::State::kPending && entry.second.use_count() == 1;
-  });
-  link.imports_sweep_at = std::max(kImportsKept, 2 * link.imports.size());
-}
-
-Status ShmTransport::map(const RemoteKey& key, Mapping* out) {
-  const Import& import = *static_cast<const ShmKey&>(key).import;
-  switch (import.state) {
-    case Import::State::kPending:
-      return Status::kPending;
-    case Import::State::kPrivate:
-      return Status::kAccessDenied;
-    case Import::State::kRefused:
-      return import.status;
-    case Import::State::kDirect:
-      break;
-  }
-  if (!import.map) return Status::kAccessDenied;  // private memory of our own process: nobody keeps it for us
-  *out = {import.map, import.base};
-  return Status::kDone;
-}
-
 Outgoing* ShmTransport::find_outgoing(uint64_t id) {
   const auto found = std::find_if(outgoing_.begin(), outgoing_.end(), [&](const auto& link) { return link->id == id; });
   return found == outgoing_.end() ? nullptr : found->get();
@@ -184,107 +138,60 @@ uint32_t ShmTransport::handle_control() {
   std::vector<ControlEvent> events = control_->take_events();
   for (ControlEvent& event : events) {
     switch (event.kind) {
-      case ControlEvent::Kind::kOutUp:
-        if (Outgoing* link = find_outgoing(event.link_id)) {
-          link->up = true;
-          link->home = std::move(event.home);
-          link->pid = event.pid;
-          link->same_process = event.same_process;
-          link->moved_ns = now_ns();
-          for (const auto& [region_id, import] : link->imports) control_->import_region(link->id, region_id);
-          sink_->on_link_up(*link);
-        }
+      case ControlEvent::Kind::kInUp:
+        add_incoming(std::move(event));
         break;
-      case ControlEvent::Kind::kOutDown:
-        if (Outgoing* link = find_outgoing(event.link_id)) {
-          sink_->on_link_down(*link, event.text, event.orderly);
-          flush_link(*link, Status::kPeerLost, event.text);
-          ring_all();  // its home is in the list
-          std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == link; });
-        }
-        break;
-      case ControlEvent::Kind::kInUp: {
-        auto link = std::make_unique<Incoming>();
-        link->id = event.link_id;
-        link->peer = std::move(event.peer);
-        link->rail_count = event.rail_count;
-        link->segment_map = std::move(event.segment);
-        link->segment = reinterpret_cast<LinkSegment*>(link->segment_map->data());
-        link->home = std::move(event.home);
-        link->messages = ChannelReader(&link->segment->channels[kMessageChannel]);
-        link->responses.writer = ChannelWriter(&link->segment->channels[kResponseChannel]);
-        link->services = ChannelReader(&link->segment->channels[kServiceChannel]);
-        for (uint32_t rail = 0; rail < link->rail_count; ++rail) {
-          link->rails.emplace_back(&link->segment->channels[kFirstRailChannel + rail]);
-        }
-        incoming_.push_back(std::move(link));
-        break;
-      }
       case ControlEvent::Kind::kInDown:
         drop_incoming(event.link_id);
-        break;
-      case ControlEvent::Kind::kImported:
-        if (Outgoing* link = find_outgoing(event.link_id)) {
-          const auto found = link->imports.find(event.region_id);
-          if (found == link->imports.end() || found->second->state != Import::State::kPending) break;
-          Import& import = *found->second;
-          --link->imports_pending;
-          --link->outstanding;
-          link->moved_ns = now_ns();
-          import.status = event.facts.status;
-          import.text = event.text;
-          import.access = event.facts.access;
-          import.remote_base = event.facts.base;
-          import.length_bytes = event.facts.length_bytes;
-          import.is_gpu = event.facts.is_gpu;
-          if (event.facts.status != Status::kDone) {
-            constexpr int64_t kAskAgainAfterNs = 100'000'000;  // not for each of a crowd of works
-            import.state = Import::State::kRefused;
-            // It was ourselves who had no descriptor or no room for it.
-            if (import.status == Status::kTransportFailed) import.ask_again_ns = now_ns() + kAskAgainAfterNs;
-          } else if (import.is_gpu) {
-            import.state = Import::State::kPrivate;
-          } else if (link->same_process && (event.facts.map || private_path_ == 0)) {
-            // An explicit private_path holds inside a process too: that is how tests reach it.
-            import.state = Import::State::kDirect;
-            import.is_local = true;
-            import.base = reinterpret_cast<std::byte*>(event.facts.base);
-            import.map = std::move(event.facts.map);
-          } else if (event.facts.map) {
-            import.state = Import::State::kDirect;
-            import.map = std::move(event.facts.map);
-            import.base = import.map->data() + event.facts.map_offset;
-          } else {
-            import.state = Import::State::kPrivate;
-          }
-        }
-        break;
-      case ControlEvent::Kind::kRegionClosed:
-        if (Outgoing* link = find_outgoing(event.link_id)) {
-          const auto found = link->imports.find(event.region_id);
-          if (found == link->imports.end() || found->second->state == Import::State::kPending) break;
-          if (link->hazard == event.region_id) clear_hazards();
-          found->second->state = Import::State::kRefused;
-          found->second->status = event.facts.status;
-          found->second->map.reset();
-        }
-        break;
-      case ControlEvent::Kind::kPong:
-        if (Outgoing* link = find_outgoing(event.link_id)) {
-          link->pinged_ns = 0;
-          link->moved_ns = now_ns();
-          if (link->frozen) {
-            link->frozen = false;
-            sink_->on_link_frozen(*link, false, "it answers again");
-          }
-        }
         break;
       case ControlEvent::Kind::kProtocolError:
         sink_->on_protocol_error("", event.text);
         break;
+      case ControlEvent::Kind::kOutUp:
+      case ControlEvent::Kind::kOutDown:
+      case ControlEvent::Kind::kImported:
+      case ControlEvent::Kind::kRegionClosed:
+      case ControlEvent::Kind::kPong:
+        if (Outgoing* link = find_outgoing(event.link_id)) handle_outgoing(*link, std::move(event));
+        break;
     }
   }
   return static_cast<uint32_t>(events.size());
+}
+
+void ShmTransport::handle_outgoing(Outgoing& link, ControlEvent event) {
+  switch (event.kind) {
+    case ControlEvent::Kind::kOutUp:
+      link.up = true;
+      link.home = std::move(event.home);
+      link.pid = event.pid;
+      link.same_process = event.same_process;
+      link.moved_ns = now_ns();
+      for (const auto& [region_id, import] : link.imports) control_->import_region(link.id, region_id);
+      sink_->on_link_up(link);
+      break;
+    case ControlEvent::Kind::kOutDown:
+      sink_->on_link_down(link, event.text, event.orderly);
+      flush_link(link, Status::kPeerLost, event.text);
+      ring_all();  // its home is in the list
+      std::erase_if(outgoing_, [&](const auto& owned) { return owned.get() == &link; });
+      break;
+    case ControlEvent::Kind::kImported:
+      take_import(link, std::move(event));
+      break;
+    case ControlEvent::Kind::kRegionClosed:
+      close_import(link, event.region_id, event.facts.status);
+      break;
+    case ControlEvent::Kind::kPong:
+      link.pinged_ns = 0;
+      link.moved_ns = now_ns();
+      if (std::exchange(link.frozen, false)) sink_->on_link_frozen(link, false, "it answers again");
+      break;
+    case ControlEvent::Kind::kInUp:
+    case ControlEvent::Kind::kInDown:
+    case ControlEvent::Kind::kProtocolError:
+      break;  // of no link of ours
+  }
 }
 
 // --- running ---

@@ -72,8 +72,6 @@ class ShmTransport final : public Transport {
   // outgoing.cc
   bool touch(Outgoing& link, uint64_t region_id);
   void clear_hazards();
-  void forget_imports(Outgoing& link);
-  void ask(Outgoing& link, Import& import);
   bool copy_direct(Outgoing& link, const WorkRequest& request, const WorkRequest* next);
   bool copy_attached(Outgoing& link, const WorkRequest& request);
   uint32_t post_messages(Outgoing& link, RailQueue& queue, EntryKind kind, std::span<const WorkRequest> requests);
@@ -84,6 +82,11 @@ class ShmTransport final : public Transport {
   bool room_for_imm(Outgoing& link, RailQueue& rail, uint32_t wire);
   void add_imm(RailQueue& rail, uint32_t wire);
   void flush_imms(Outgoing& link, RailQueue& rail);
+  // imports.cc
+  void ask(Outgoing& link, Import& import);
+  void forget_imports(Outgoing& link);
+  void take_import(Outgoing& link, ControlEvent event);
+  void close_import(Outgoing& link, uint64_t region_id, Status status);
   // staging.cc
   uint32_t push_pending(Outgoing& link, RailQueue& rail);
   bool push_write_chunk(Outgoing& link, RailQueue& rail);
@@ -112,6 +115,7 @@ class ShmTransport final : public Transport {
   Status place(Incoming& link, const RegionTable::Target& target, const std::byte* block, uint64_t block_bytes,
                uint32_t pieces, bool bulk);
   bool answer_read(Incoming& link, const Entry& entry);
+  void add_incoming(ControlEvent event);
   void drop_incoming(uint64_t link_id);
   // --- both ---
   template <typename AnyLink>
@@ -120,6 +124,7 @@ class ShmTransport final : public Transport {
       link.pinned = std::make_unique<device::PinnedMemory>(gpu, link.segment_map->data(), link.segment_map->size());
   }
   uint32_t handle_control();
+  void handle_outgoing(Outgoing& link, ControlEvent event);
   Outgoing* find_outgoing(uint64_t id);
   static void ring(HomeSegment& home, const WakeEvent& bell);
   void ring_later(PeerHome& home);

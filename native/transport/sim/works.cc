@@ -212,10 +212,10 @@ bool Fabric::admit(uint32_t slot, SimPath& to) {
   if (item.work.length_bytes == 0) return true;
   SimRegistration* const registration = registration_of(item.work.remote_key);
   const uint64_t offset = item.work.remote_address - SimRegistration::kRemoteBase;
-  const bool fits = registration != nullptr && registration->nic == to.nic && offset <= registration->length_bytes &&
-                    item.work.length_bytes <= registration->length_bytes - offset;
-  const bool may = fits && (item.work.op == rdma::NicOp::kRead ? registration->access != Access::kLocal
-                                                               : registration->access == Access::kRemoteWrite);
+  const Access needed = item.work.op == rdma::NicOp::kRead ? Access::kRemoteRead : Access::kRemoteWrite;
+  const bool may = registration != nullptr && registration->nic == to.nic &&
+                   fits(offset, item.work.length_bytes, registration->length_bytes) &&
+                   allows(registration->access, needed);
   if (may && registration->enter()) {
     item.key_index = static_cast<uint32_t>(item.work.remote_key);
     item.moves_bytes = item.moves_bytes && !registration->is_phantom();

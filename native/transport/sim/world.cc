@@ -347,9 +347,4 @@ Totals World::totals() const {
   return const_cast<Fabric&>(fabric_).totals();
 }
 
-size_t World::deeds_scheduled() const {
-  std::lock_guard lock(mutex_);
-  return deeds_.size();
-}
-
 }  // namespace crossrail::sim

@@ -62,7 +62,6 @@ class World final : public Stage {
   std::vector<std::string> log_lines() const;
   std::string log_digest() const;
   Totals totals() const;
-  size_t deeds_scheduled() const;
 
   // For NICs and bindings: with the lock.
   std::recursive_mutex& lock() const { return mutex_; }

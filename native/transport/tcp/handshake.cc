@@ -1,11 +1,10 @@
 #include "transport/tcp/handshake.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
 
 #include "transport/tcp/frames.h"
 #include "util/codec.h"
+#include "util/entropy.h"
 #include "util/errors.h"
 
 namespace crossrail::tcp {
@@ -61,9 +60,7 @@ Digest prove(const Digest& key, std::string_view role, const Proven& what) {
 
 Nonce draw_nonce() {
   Nonce nonce;
-  if (getrandom(nonce.data(), nonce.size(), 0) != static_cast<ssize_t>(nonce.size())) {
-    throw_errno("getrandom", "cannot draw a nonce");
-  }
+  kernel_entropy().fill(nonce);
   return nonce;
 }
 

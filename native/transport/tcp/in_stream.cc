@@ -29,8 +29,8 @@ std::string range_text(uint64_t region_id, uint64_t offset, uint64_t length) {
 
 // What the target says to an operation on this range of an open region.
 Status check(const RegionUse& region, Access needed, uint64_t offset, uint64_t length) {
-  if (region->access != Access::kRemoteWrite && region->access != needed) return Status::kAccessDenied;
-  if (length > region->length_bytes || offset > region->length_bytes - length) return Status::kOutOfBounds;
+  if (!allows(region->access, needed)) return Status::kAccessDenied;
+  if (!fits(offset, length, region->length_bytes)) return Status::kOutOfBounds;
   return Status::kDone;
 }
 

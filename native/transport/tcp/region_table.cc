@@ -1,22 +1,15 @@
 #include "transport/tcp/region_table.h"
 
-#include <sys/mman.h>
-
 #include <mutex>
-#include <string>
-
-#include "util/errors.h"
+#include <utility>
 
 namespace crossrail::tcp {
 
-TcpRegion::~TcpRegion() {
-  table_->remove(*this);
-  if (owns_memory) munmap(base, length_bytes);
-}
+TcpRegion::~TcpRegion() { table_->remove(*this); }
 
 std::unique_ptr<TcpRegion> RegionTable::add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access,
-                                            bool owns_memory, int gpu) {
-  auto region = std::make_unique<TcpRegion>(this, access, owns_memory);
+                                            int gpu) {
+  auto region = std::make_unique<TcpRegion>(this, access);
   region->base = base;
   region->length_bytes = length_bytes;
   region->id = id;
@@ -27,11 +20,10 @@ std::unique_ptr<TcpRegion> RegionTable::add(uint64_t id, std::byte* base, uint64
 }
 
 std::unique_ptr<TcpRegion> RegionTable::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (populate ? MAP_POPULATE : 0);
-  void* memory = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-  if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate " + std::to_string(length_bytes) + " bytes");
-  madvise(memory, length_bytes, MADV_HUGEPAGE);  // fewer faults and TLB misses; a kernel without them says no
-  return add(id, static_cast<std::byte*>(memory), length_bytes, Access::kRemoteWrite, true);
+  AnonymousPages pages(length_bytes, populate);
+  auto region = add(id, pages.base(), length_bytes, Access::kRemoteWrite);
+  region->pages = std::move(pages);
+  return region;
 }
 
 void RegionTable::revoke(TcpRegion& region) {

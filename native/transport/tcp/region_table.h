@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "transport/transport.h"
+#include "util/anonymous_pages.h"
 #include "util/spinlock.h"
 
 namespace crossrail::tcp {
@@ -16,12 +17,11 @@ class RegionTable;
 // Lifecycle: 1. open. 2. revoked: no new use. 3. quiet: users == 0. 4. destroyed.
 class TcpRegion final : public LocalRegion {
  public:
-  TcpRegion(RegionTable* table, Access access, bool owns_memory)
-      : access(access), owns_memory(owns_memory), table_(table) {}
+  TcpRegion(RegionTable* table, Access access) : access(access), table_(table) {}
   ~TcpRegion() override;
 
   const Access access;
-  const bool owns_memory;
+  AnonymousPages pages;  // of the engine's own memory
   // Frames being placed, and reads being answered. Changed by the progress holder only.
   // release on the way down: pairs with the acquire in is_quiet(), so that whoever frees the memory sees it untouched.
   std::atomic<uint32_t> users{0};
@@ -67,8 +67,7 @@ class RegionUse {
 // Threads: any, except use(): progress holder.
 class RegionTable {
  public:
-  std::unique_ptr<TcpRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access,
-                                 bool owns_memory = false, int gpu = -1);
+  std::unique_ptr<TcpRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu = -1);
   std::unique_ptr<TcpRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate);
   void revoke(TcpRegion& region);
   static bool is_quiet(const TcpRegion& region) { return region.users.load(std::memory_order_acquire) == 0; }

@@ -1,7 +1,6 @@
 #include "transport/tcp/tcp_transport.h"
 
 #include <sys/epoll.h>
-#include <sys/random.h>
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "transport/tcp/frames.h"
+#include "util/entropy.h"
 #include "util/errors.h"
 
 namespace crossrail::tcp {
@@ -19,12 +19,6 @@ namespace {
 // A longer range is several work requests, of which the last waits for the others: rare, and short beside 64 MiB.
 constexpr uint64_t kSliceBytes = uint64_t{64} << 20;
 constexpr uint64_t kPieceBytesMin = 256 << 10;
-
-uint64_t random_u64() {
-  uint64_t value = 0;
-  if (getrandom(&value, sizeof value, 0) != sizeof value) throw_errno("getrandom", "cannot draw a link number");
-  return value;
-}
 
 // A thousand peers are a thousand sockets and more: what the administrator allows, we use.
 void raise_descriptor_limit() {
@@ -48,7 +42,7 @@ TcpTransport::TcpTransport(const TransportOptions& options, Sink* sink)
       tls_(options.tls.is_on() ? std::make_shared<TlsContext>(options.tls) : nullptr),
       connections_(&poller_),
       rails_(open_rails(options.rails, options.rail_count, options.port)),
-      next_link_id_(random_u64()) {
+      next_link_id_(kernel_entropy().draw_u64()) {
   address_ = with_endpoints(options.identity, rails_);
   traits_ = {.rail_count = static_cast<uint32_t>(rails_.size()),
              .slice_bytes_max = kSliceBytes,
@@ -113,7 +107,7 @@ std::unique_ptr<LocalRegion> TcpTransport::register_memory(uint64_t id, std::byt
 
 std::unique_ptr<LocalRegion> TcpTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
                                                                Access access) {
-  return regions_.add(id, memory.base(), memory.length_bytes(), access, false, memory.gpu().ordinal);
+  return regions_.add(id, memory.base(), memory.length_bytes(), access, memory.gpu().ordinal);
 }
 
 std::unique_ptr<LocalRegion> TcpTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {

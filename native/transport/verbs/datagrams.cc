@@ -3,8 +3,9 @@
 #include <cerrno>
 #include <cstring>
 
-#include "transport/verbs/random.h"
 #include "transport/verbs/route.h"
+#include "util/entropy.h"
+#include "util/errors.h"
 
 namespace crossrail::verbs {
 
@@ -39,7 +40,7 @@ Datagrams::Datagrams(std::shared_ptr<const Adapter> adapter, ibv_cq* sends, ibv_
       send_slots_(*adapter_, kDatagramSlots, static_cast<uint32_t>(rdma::kDatagramBytesMax)),
       receive_slots_(*adapter_, kDatagramReceives, kReceiveBytes),
       queue_pair_(make_queue_pair(*adapter_, sends, receives)),
-      key_(random_bits() & 0x7fffffff),  // with the highest bit set, the sender's own key would be sent
+      key_(kernel_entropy().draw_u32() & 0x7fffffff),  // with the highest bit set, the sender's own key would be sent
       resolver_(adapter_, std::move(on_answer)) {
   for (uint32_t i = 0; i < kDatagramReceives; ++i) slots_unused_.push_back(receive_slots_.take());
   to_ready();

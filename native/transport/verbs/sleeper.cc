@@ -39,8 +39,7 @@ Sleeper::Sleeper(ibv_context* context)
       set_(::epoll_create1(EPOLL_CLOEXEC)),
       bell_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (channel_ == nullptr) throw_errno("ibv_create_comp_channel", "cannot make a completion channel");
-  if (!set_ || !bell_)
-    throw_errno("epoll_create1", "cannot make a descriptor", "raise the limit on open files (ulimit -n)");
+  if (!set_ || !bell_) throw_errno("epoll_create1", "cannot make a descriptor");
   set_nonblocking(channel_->fd);
   set_nonblocking(context->async_fd);
   watch(set_.get(), channel_->fd, Source::kCompletions);

@@ -5,9 +5,9 @@
 #include <cerrno>
 #include <cstring>
 
-#include "transport/verbs/random.h"
 #include "transport/verbs/route.h"
 #include "transport/verbs/verbs_nic.h"
+#include "util/entropy.h"
 #include "util/errors.h"
 
 namespace crossrail::verbs {
@@ -139,7 +139,10 @@ std::string text_of(const ibv_wc& completion) {
 }  // namespace
 
 VerbsPath::VerbsPath(VerbsNic& nic, uint32_t index)
-    : nic_(nic), index_(index), message_psn_(random_bits() & kPsnMask), work_psn_(random_bits() & kPsnMask) {
+    : nic_(nic),
+      index_(index),
+      message_psn_(kernel_entropy().draw_u32() & kPsnMask),
+      work_psn_(kernel_entropy().draw_u32() & kPsnMask) {
   const Adapter& adapter = *nic.adapter_;
   messages_ =
       make_queue_pair(adapter, this, nic.sends_.get(), nic.receives_done_.get(),

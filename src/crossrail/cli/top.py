@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from crossrail.flight import plain
+from crossrail._text import plain
 from crossrail.observe.samples import Interval, scrape
 
 _DEFAULT_URL = "http://127.0.0.1:9478/metrics"
