@@ -419,8 +419,9 @@ class WeightController:
         return dict(each for each in told if each is not None)
 
     async def _tell_evicted(self, member: Member, evicted: m.Evicted) -> None:
-        """Until it knows, or another has its place: one that was frozen or cut off comes back, also after our engine has
-        given it up."""
+        """Until it knows, or another has its place: who was frozen or cut off comes back, also after our engine has
+        given it up.
+        """
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._options.evict_s
         for pause_s in _pauses(_EVICT_AGAIN_S, _EVICT_AGAIN_MAX_S):

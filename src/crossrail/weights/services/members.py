@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from crossrail.control.wire import Unreachable, Wire
 from crossrail.weights.inventory.holdings import Inventory, Role
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.services import messages as m
+
+
+_JOIN_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
 @dataclass(eq=False)
@@ -64,3 +69,16 @@ def assigns_of(
         )
 
     return {member.rank: assign(member.rank) for member in trainers}
+
+
+async def join_again(join: Callable[[bytes], Awaitable[None]], controller: bytes, wire: Wire) -> None:
+    """Of one that was left out. A first try may only end what our engine still has of a connection that the controller's
+    has given up.
+    """
+    for pause_s in _JOIN_PAUSES_S:
+        try:
+            return await join(controller)
+        except Unreachable:
+            await asyncio.sleep(pause_s)
+            wire.try_anew(controller)
+    await join(controller)

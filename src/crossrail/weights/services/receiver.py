@@ -18,6 +18,7 @@ from crossrail.weights import gpu
 from crossrail.weights.errors import Refused, UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
+from crossrail.weights.services.members import join_again
 from crossrail.weights.services.versions import State, Versions
 
 log = logging.getLogger("crossrail.weights")
@@ -337,7 +338,7 @@ class WeightReceiver:
     async def _join_again(self, controller: bytes) -> None:
         await self._fail_at_last("it joins anew")
         if controller == self._controller:  # else it has joined another one meanwhile
-            await self.join(controller)
+            await join_again(self.join, controller, self._mailbox.wire)
 
     def _current(self, sender: bytes, number: int) -> _Attempt:
         self._check_controller(sender)

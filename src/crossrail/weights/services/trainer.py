@@ -19,6 +19,7 @@ from crossrail.weights import gpu
 from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
+from crossrail.weights.services.members import join_again
 from crossrail.weights.services.assigned import Assigned
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.arena import Arena, aligned
@@ -282,7 +283,7 @@ class WeightTrainer:
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
         log.warning("trainer %d was left out: %s; it joins again", self.rank, evicted.reason)
-        self._mailbox.spawn(self.join(sender), "joining again")
+        self._mailbox.spawn(join_again(self.join, sender, self._mailbox.wire), "joining again")
         return m.Taken()
 
     async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
