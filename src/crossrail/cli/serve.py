@@ -388,6 +388,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
         publish(options.name, engine.address) as published,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
+        inbox.check_writable()
         async with _reachable(engine, options, secret) as remote:
             server = Server(engine, inbox, progress, limits)
             _announce(published, options.directory, engine, remote)
