@@ -138,7 +138,7 @@ class Engine(_core.Engine):
         _options.check_kind(rdma, "rdma", RdmaOptions, "RdmaOptions or None")
         _options.check_kind(counts_traffic, "counts_traffic", bool, "True or False")
         dump_dir = default_directory() if dump_dir is None else _options.directory(dump_dir, "dump_dir")
-        place = _stage.place(transport, name, rails)
+        place = _stage.place(transport, rails)
         rails = _default_rails(transport, rails)
         if isinstance(worker_cpu, str) and worker_cpu == "auto":
             from crossrail.default_rails import auto_worker_cpu

@@ -76,7 +76,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """What is being done, on a terminal, gone afterwards."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        yield lambda line: None
+        yield lambda _: None
         return
     with console.status("") as status:
         yield lambda line: status.update(line.replace("[", r"\["))

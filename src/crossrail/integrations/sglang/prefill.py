@@ -185,7 +185,7 @@ class Prefiller:
             self._fail(room, str(error))
             return
         room.finishing += 1
-        self._mailbox.spawn(self._finish(room, ask, ask.job), f"ending {ask.target.request}")
+        self._mailbox.spawn(self._finish(room, ask.job), f"ending {ask.target.request}")
 
     async def _post(
         self, room: Room, first: int, indices: npt.NDArray[np.uint32], rows: list[bytes] | None, ready: Any
@@ -232,7 +232,7 @@ class Prefiller:
             elif isinstance(end, BaseException):
                 raise end
 
-    async def _finish(self, room: Room, ask: _Ask, job: SendJob) -> None:
+    async def _finish(self, room: Room, job: SendJob) -> None:
         try:
             await job.finish()
         except CrossrailError as error:

@@ -190,8 +190,8 @@ class _Session:
 
 # What a worker is to do for a step, by its `what`: a method of Worker, and its arguments.
 _COMMANDS: dict[str, Any] = {
-    "receive": lambda step, span: ("receive", {"count": step.count, "timeout_s": step.timeout_s}),
-    "ping-pong": lambda step, span: (
+    "receive": lambda step, _: ("receive", {"count": step.count, "timeout_s": step.timeout_s}),
+    "ping-pong": lambda step, _: (
         "ping_pong",
         {
             "nbytes": step.nbytes,
@@ -201,10 +201,10 @@ _COMMANDS: dict[str, Any] = {
             "first": False,
         },
     ),
-    "clear": lambda step, span: ("clear", {"nbytes": step.nbytes}),
-    "digest": lambda step, span: ("digest", {"nbytes": step.nbytes}),
-    "fill": lambda step, span: ("fill", {"nbytes": step.nbytes, "seed": step.count}),
-    "listen": lambda step, span: ("listen", {"timeout_s": step.timeout_s}),
+    "clear": lambda step, _: ("clear", {"nbytes": step.nbytes}),
+    "digest": lambda step, _: ("digest", {"nbytes": step.nbytes}),
+    "fill": lambda step, _: ("fill", {"nbytes": step.nbytes, "seed": step.count}),
+    "listen": lambda step, _: ("listen", {"timeout_s": step.timeout_s}),
     "stream": lambda step, span: (
         "stream",
         {
