@@ -292,7 +292,7 @@ class Server:
                     self._dispatch(message.peer, wire.decode(message.data))
                 except wire.ProtocolError as error:
                     sender = escape(shown(message.peer.name))
-                    self.say(f"[yellow]ignored[/yellow] a message from {sender}: {escape(str(error))}")
+                    self.say(f"[yellow]ignored[/yellow] a message from {sender}: {escape(shown(str(error)))}")
 
     def _dispatch(self, peer: xr.Address, message: wire.Message) -> None:
         key = (peer, message.push)
