@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from crossrail.cli.text import FloatRange
 from crossrail.flight import plain
 from crossrail.observe.samples import Interval, scrape
 
@@ -27,7 +28,7 @@ _BAD_STATES = {"slow": "yellow", "frozen": "red", "connecting": "yellow"}
 @click.option("--once", is_flag=True, help="Show one interval, and end; so it is where output is no terminal.")
 @click.option(
     "--every-s",
-    type=click.FloatRange(min=0.05, max=3600),
+    type=FloatRange(min=0.05, max=3600),
     default=1.0,
     show_default=True,
     help="How long an interval is: rates are those of one.",
