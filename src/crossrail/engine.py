@@ -134,6 +134,9 @@ class Engine(_core.Engine):
             rails=rails, port=port, submit_queue_depth=submit_queue_depth, imm_counters_max=imm_counters_max,
             message_bytes_max=message_bytes_max, recorder_entries=recorder_entries,
         )  # fmt: skip
+        for rail in rails if isinstance(rails, (list, tuple)) else ():
+            if isinstance(rail, str):  # what is of another type is refused in C++
+                _options.encoded(rail, "rails")
         rdma = RdmaOptions() if rdma is None else rdma
         _options.check_kind(rdma, "rdma", RdmaOptions, "RdmaOptions or None")
         _options.check_kind(counts_traffic, "counts_traffic", bool, "True or False")

@@ -102,3 +102,10 @@ def test_what_is_no_peer_is_refused(engine: xr.Engine, peer: object) -> None:
 def test_text_that_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(xr.UsageError):
         xr.Address.from_text(text)
+
+
+def test_words_that_have_no_encoding_are_refused() -> None:
+    with pytest.raises(xr.UsageError, match="rails = .* cannot be encoded"):
+        xr.Engine("e", rails=["lo", "\udcff"])
+    with xr.Engine("e", transport="shm") as engine, pytest.raises(xr.UsageError, match="numpy does not know"):
+        engine.alloc(64).array("\udcff")
