@@ -105,7 +105,7 @@ def test_text_that_is_no_address_is_refused(text: str) -> None:
 
 
 def test_words_that_have_no_encoding_are_refused() -> None:
-    with pytest.raises(xr.UsageError, match="rails = .* cannot be encoded"):
+    with pytest.raises(xr.UsageError, match=r"rails = .* cannot be encoded"):
         xr.Engine("e", rails=["lo", "\udcff"])
     with xr.Engine("e", transport="shm") as engine, pytest.raises(xr.UsageError, match="numpy does not know"):
         engine.alloc(64).array("\udcff")
