@@ -10,12 +10,14 @@ import pytest
 from crossrail.cli.main import main
 from tests.documentation.blocks import pages
 
-_COMMAND = re.compile(r"(?:^(?:[A-Z_]+=\S+ )*|`)crossrail ([^`\n#]+)", re.MULTILINE)
+_FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_LINE = re.compile(r"^(?:[A-Z_]+=\S+ )*crossrail ([^`\n#]+)", re.MULTILINE)
+_INLINE = re.compile(r"`crossrail ([^`\n#]+)")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def commands(text: str) -> list[str]:
-    return [match[1].strip() for match in _COMMAND.finditer(text)]
+    return [line for block in _FENCED.findall(text) for line in _LINE.findall(block)] + _INLINE.findall(text)
 
 
 def unknown(line: str) -> set[str]:
