@@ -28,8 +28,8 @@ class Place(NamedTuple):
 
 
 class Stage(Protocol):
-    def _place(self, name: str, rails: int | Sequence[str]) -> Place:
-        """A host for an engine of this name that asked for no particular one."""
+    def _place(self, rails: int | Sequence[str]) -> Place:
+        """A host for an engine that asked for no particular one."""
         ...
 
 
@@ -56,7 +56,7 @@ def at(place: Place) -> Iterator[None]:
             _asked.remove(place)
 
 
-def place(transport: str, name: str, rails: int | Sequence[str]) -> Place | None:
+def place(transport: str, rails: int | Sequence[str]) -> Place | None:
     """Where an engine with these options opens; None: in the real world."""
     if transport != "sim":
         return None
@@ -67,7 +67,7 @@ def place(transport: str, name: str, rails: int | Sequence[str]) -> Place | None
             "transport is 'sim', and there is no world: open the engine inside `with crossrail.sim.World():`, or by "
             "world.host(...).engine(...)"
         )
-    return _stages[-1]._place(name, rails)
+    return _stages[-1]._place(rails)
 
 
 class CallbackHub:
@@ -130,7 +130,7 @@ class StageCallbacks:
     def start(self) -> threading.Thread | None:
         return None  # whoever waits
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> None:  # noqa: ARG002 - as the real one's
         self._hub.run()
 
 

@@ -137,11 +137,14 @@ class Engine(_core.Engine):
             rails=rails, port=port, submit_queue_depth=submit_queue_depth, imm_counters_max=imm_counters_max,
             message_bytes_max=message_bytes_max, recorder_entries=recorder_entries,
         )  # fmt: skip
+        for rail in rails if isinstance(rails, (list, tuple)) else ():
+            if isinstance(rail, str):  # what is of another type is refused in C++
+                _options.encoded(rail, "rails")
         rdma = RdmaOptions() if rdma is None else rdma
         _options.check_kind(rdma, "rdma", RdmaOptions, "RdmaOptions or None")
         _options.check_kind(counts_traffic, "counts_traffic", bool, "True or False")
         dump_dir = default_directory() if dump_dir is None else _options.directory(dump_dir, "dump_dir")
-        place = _stage.place(transport, name, rails)
+        place = _stage.place(transport, rails)
         rails = _default_rails(transport, rails)
         if isinstance(worker_cpu, str) and worker_cpu == "auto":
             with _loading():

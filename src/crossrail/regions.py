@@ -40,7 +40,7 @@ class Region(_core.Region):
         """The memory as a numpy array that shares it; shape None: one dimension, all of it."""
         try:
             of_type = np.dtype(dtype)
-        except TypeError as error:
+        except (TypeError, UnicodeEncodeError) as error:
             raise UsageError(f"dtype is {dtype!r:.80}, which numpy does not know as one: {error}") from None
         if shape is None:
             if of_type.itemsize == 0 or self.nbytes % of_type.itemsize:

@@ -111,7 +111,7 @@ def _replay(item: pytest.Item) -> str:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> _Reporting:
+def pytest_runtest_makereport(item: pytest.Item) -> _Reporting:
     """Beside a failure: the command that replays it, and what happened last in its world."""
     report = yield
     world = getattr(item, "funcargs", {}).get("sim_world")

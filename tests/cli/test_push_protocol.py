@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import hashlib
+import io
 import json
 import mmap
 import os
@@ -17,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from rich.progress import Progress
 
 import crossrail as xr
@@ -30,7 +32,7 @@ from crossrail.cli.serve import Limits, Server
 from crossrail.cli.source import SourceFile
 from crossrail.errors import UsageError
 from tests.conftest import EngineFactory
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, eventually
 
 MESSAGES = [
     wire.Offer(1, "a/b", 5, 0o644, False),
@@ -46,9 +48,16 @@ MESSAGES = [
 # --- messages ---
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_message_survives_its_bytes(message: wire.Message) -> None:
     assert wire.decode(wire.encode(message)) == message
+
+
+def test_reason_is_cut_and_made_unicode() -> None:
+    message = wire.decode(wire.encode(wire.Refuse(1, "\udcff" + "x" * 9000)))
+
+    assert isinstance(message, wire.Refuse)
+    assert message.reason == "?" + "x" * 1023
 
 
 @pytest.mark.parametrize(
@@ -73,6 +82,8 @@ def test_message_survives_its_bytes(message: wire.Message) -> None:
         b'{"kind": "accept", "push": 1, "region": "", "page_bytes": 3, "slot_bytes": 8, "imms": []}',
         b'{"kind": "accept", "push": 1, "region": "", "page_bytes": 4, "slot_bytes": 8, "imms": [268435456]}',
         b'{"kind": "accept", "push": 1, "region": "", "page_bytes": 4, "slot_bytes": 8, "imms": ["1"]}',
+        b'{"kind": "accept", "push": 1, "region": "0g", "page_bytes": 4, "slot_bytes": 8, "imms": []}',
+        b'{"kind": "accept", "push": 1, "region": "abc", "page_bytes": 4, "slot_bytes": 8, "imms": []}',
         b'{"kind": "offer", "push": 1, "dst": "x", "nbytes": -1, "mode": 0, "force": false}',
         b'{"kind": "offer", "push": 1, "dst": "x", "nbytes": 1, "mode": 0, "force": 1}',
     ],
@@ -255,6 +266,21 @@ async def test_serve_that_ends_waits_for_the_disk(
 
     assert serving.cancelled()
     assert os.listdir(root / "sub") == ["new"]
+
+
+async def test_message_that_is_none_does_not_steer_the_terminal(root: Path, open_engine: EngineFactory) -> None:
+    ours, theirs = open_engine(), open_engine()
+    screen = io.StringIO()
+    with Inbox(root) as inbox:
+        progress = Progress(console=Console(file=screen), disable=True)
+        serving = asyncio.create_task(Server(theirs, inbox, progress, Limits(1, WAIT_S)).run(once=False))
+        await ours.submit_send(theirs.address, b'{"kind": "\\u001b[2J", "push": 1}')
+        await asyncio.to_thread(eventually, screen.getvalue, "it is told")
+        serving.cancel()
+        await asyncio.wait([serving], timeout=WAIT_S)
+
+    assert "ignored a message from" in screen.getvalue()
+    assert "Invalid value '?[2J'" in screen.getvalue()
 
 
 # --- what a pusher is told ---

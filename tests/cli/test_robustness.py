@@ -57,6 +57,25 @@ def test_value_of_the_wrong_type(words: list[str], command: click.Command, param
     assert refused(run(*words, *given))
 
 
+def of_type(kind: type[click.ParamType] | str) -> Iterator[Any]:
+    """Options of a type, or of one whose name is that."""
+    for words, command in EVERY:
+        for parameter in command.params:
+            if parameter.type.name == kind if isinstance(kind, str) else isinstance(parameter.type, kind):
+                yield pytest.param(words, command, parameter, id=" ".join([*words, parameter.opts[0]]))
+
+
+@pytest.mark.parametrize(("words", "command", "parameter"), list(of_type(click.types.FloatParamType)))
+def test_number_that_is_none(words: list[str], command: click.Command, parameter: click.Parameter) -> None:
+    """NaN is within all bounds, and no deadline ever passes."""
+    assert "nan" in refused(run(*words, *with_arguments(command), f"{parameter.opts[0]}=nan"))
+
+
+@pytest.mark.parametrize(("words", "command", "parameter"), list(of_type("size")))
+def test_size_without_end(words: list[str], command: click.Command, parameter: click.Parameter) -> None:
+    assert "is outside" in refused(run(*words, *with_arguments(command), f"{parameter.opts[0]}={'9' * 400}"))
+
+
 @pytest.mark.parametrize(("words", "command"), EVERY, ids=NAMES)
 def test_option_that_does_not_exist(words: list[str], command: click.Command) -> None:
     assert "--nonsense" in refused(run(*words, *with_arguments(command), "--nonsense"))

@@ -8,13 +8,29 @@ from pathlib import Path
 
 from tests.support.process import REPOSITORY
 
+LANGUAGES = {"", "bash", "python", "sh", "yaml"}  # of fences; none: output, and commands
+_FENCE = re.compile(r"^[ >]*(```+|~~~+)(.*)$", re.MULTILINE)
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 @cache
-def blocks() -> dict[str, list[str]]:
+def pages() -> dict[str, str]:
     """By file, as its name stands in the repository."""
     top = Path(REPOSITORY)
-    files = [top / "README.md", *sorted((top / "docs").glob("*.md"))]
-    found = {str(file.relative_to(top)): _BLOCK.findall(file.read_text()) for file in files}
+    files = [top / "README.md", *sorted((top / "docs").rglob("*.md"))]
+    return {str(file.relative_to(top)): file.read_text() for file in files}
+
+
+@cache
+def blocks() -> dict[str, list[str]]:
+    """Of each page that has any."""
+    found = {name: _BLOCK.findall(text) for name, text in pages().items()}
     return {name: texts for name, texts in found.items() if texts}
+
+
+def strange_fences(text: str) -> list[str]:
+    """Fences that blocks() would pass over although a reader sees code: indented, of tildes, of another spelling."""
+    fences = list(_FENCE.finditer(text))
+    opening, closing = fences[::2], fences[1::2]
+    strange = [fence[0] for fence in opening if fence[0] != f"```{fence[2]}" or fence[2] not in LANGUAGES]
+    return strange + [fence[0] for fence in closing if fence[0] != "```"] + ["no end"] * (len(fences) % 2)

@@ -18,7 +18,7 @@ import crossrail as xr
 from crossrail.topology import Topology
 from crossrail.weights.inventory import mapping
 from tests.contract.setups import why_not
-from tests.documentation.blocks import blocks
+from tests.documentation.blocks import blocks, pages, strange_fences
 from tests.support.limits import WAIT_S
 from tests.support.process import REPOSITORY
 from tests.topology import trees
@@ -57,6 +57,17 @@ def test_each_block_has_a_test() -> None:
         pieces = PIECES.get(name, 0)
         assert pieces is True or len(texts) == whole + pieces, f"{name} has {len(texts)} blocks of Python"
     assert set(blocks()) == set(PIECES) | {file for file, _ in PROGRAMS}
+
+
+def test_no_block_is_passed_over() -> None:
+    assert {name: strange for name, text in pages().items() if (strange := strange_fences(text))} == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["```py\nx\n```\n", "  ```python\n  x\n  ```\n", "~~~python\nx\n~~~\n", "```python\nx\n"]
+)
+def test_block_that_would_be_passed_over_is_seen(text: str) -> None:
+    assert strange_fences(text)
 
 
 @contextmanager

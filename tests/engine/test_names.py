@@ -146,3 +146,10 @@ def test_one_incarnation_is_one_engine(open_engine: EngineFactory, true_first: b
 
     engine.forget_peer(wrong.owner)
     engine.submit_write(src, true).wait(WAIT_S)
+
+
+def test_words_that_have_no_encoding_are_refused() -> None:
+    with pytest.raises(xr.UsageError, match=r"rails = .* cannot be encoded"):
+        xr.Engine("e", rails=["lo", "\udcff"])
+    with xr.Engine("e", transport="shm") as engine, pytest.raises(xr.UsageError, match="numpy does not know"):
+        engine.alloc(64).array("\udcff")

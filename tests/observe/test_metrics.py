@@ -386,6 +386,21 @@ def test_rdma_rails_count_what_goes_out_anew(open_engine: EngineFactory) -> None
         there.imm_counter(1).wait(4, 60)
 
 
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+@pytest.mark.parametrize("version", [b"\xff", b"x.y.z", b"1.", b"1.0.0b", b"", b"1.\xb2", b"9" * 5000])
+def test_formats_that_cannot_be_get_the_default(
+    engine: xr.Engine, kind: str, version: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serve_metrics(engine, port=0) as server:
+        with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as scraper:
+            scraper.sendall(b"GET /metrics HTTP/1.0\r\nAccept: %b; version=%b\r\n\r\n" % (kind.encode(), version))
+            answer = scraper.makefile("rb").read()
+
+    assert answer.startswith(b"HTTP/1.0 200 OK\r\n")
+    assert b"# TYPE crossrail_peer_path_bytes gauge\n" in answer
+    assert capfd.readouterr().err == ""
+
+
 def test_a_scraper_that_says_nothing_or_is_gone_is_let_go(engine: xr.Engine, capfd: pytest.CaptureFixture[str]) -> None:
     with serve_metrics(engine, port=0, patience_s=0.2) as server:
         with socket.create_connection(("127.0.0.1", server.port), WAIT_S) as silent:

@@ -90,7 +90,7 @@ class RemoteTransfer:
     def cancel(self) -> None:
         self._engine.process.tell("cancel", self.number)
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:  # noqa: ARG002 - as a Transfer's
         """Raises TransferError when it has failed; does not wait."""
         if self.status not in ("pending", "done"):
             raise TransferError(self.why or self.status)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import click
 from rich.console import Console
 
+from crossrail.cli.text import FloatRange
 from crossrail.doctor.host import Host
 from crossrail.doctor.reach import wire
 from crossrail.doctor.reach.listen import Listener
@@ -76,7 +77,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
     """What is being done, on a terminal, gone afterwards."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
-        yield lambda line: None
+        yield lambda _: None
         return
     with console.status("") as status:
         yield lambda line: status.update(line.replace("[", r"\["))
@@ -152,13 +153,13 @@ def _listen(port: int, minutes: float) -> None:
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.05, wire.MILLISECONDS_MAX / 1000),
+    type=FloatRange(0.05, wire.MILLISECONDS_MAX / 1000),
     default=2.0,
     show_default=True,
     help="With --peer: length of each stream.",
 )
 @click.option(
-    "--minutes", type=click.FloatRange(0.01, 1440), default=10.0, show_default=True, help="With --listen: how long."
+    "--minutes", type=FloatRange(0.01, 1440), default=10.0, show_default=True, help="With --listen: how long."
 )
 def command(
     as_json: bool,

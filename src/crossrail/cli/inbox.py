@@ -13,7 +13,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from crossrail.errors import CrossrailError
+from crossrail.errors import CrossrailError, UsageError
 
 _COMPONENT_BYTES_MAX = 255
 _DEPTH_MAX = 32
@@ -62,6 +62,15 @@ class Inbox:
 
     def __exit__(self, *exc_info: object) -> None:
         os.close(self._fd)
+
+    def check_writable(self) -> None:
+        """UsageError when no file can be made here: better at the start than at each push."""
+        fd = os.dup(self._fd)
+        try:
+            PartFile(fd, "", str(self.root), force=False).discard()
+        except Refused as refusal:
+            os.close(fd)
+            raise UsageError(f"--dir {refusal}; choose another, or give this user the right to write there") from None
 
     def create(self, dst: str, nbytes: int, *, force: bool) -> PartFile:
         """A file that will become `dst`. Refused when it must not or cannot."""

@@ -134,7 +134,7 @@ def lenient_streams() -> Iterator[None]:
 @click.option("--debug", is_flag=True, help="Show where an error comes from, not only what it is.")
 @click.version_option(package_name="crossrail", prog_name="crossrail")
 @click.pass_context
-def main(ctx: click.Context, debug: bool) -> None:
+def main(ctx: click.Context, debug: bool) -> None:  # noqa: ARG001 - invoke() reads it from ctx
     """Move tensors and files between processes, point to point, over whatever connects them."""
     ctx.with_resource(lenient_streams())
     ctx.with_resource(quiet_log())

@@ -23,7 +23,7 @@ from crossrail.cli.inbox import Inbox, PartFile, Refused
 from crossrail.cli.meeting import DEFAULT_PORT, SCHEME, Meeting, shared_secret
 from crossrail.cli.rendezvous import Published, publish
 from crossrail.cli.service import tls_options
-from crossrail.cli.text import format_bytes, gb_per_s, shown
+from crossrail.cli.text import FloatRange, format_bytes, gb_per_s, shown
 from crossrail.cli.text import rails as rails_type
 from crossrail.control.deadlines import in_time
 from crossrail.engine import SECRET_VARIABLE
@@ -292,7 +292,7 @@ class Server:
                     self._dispatch(message.peer, wire.decode(message.data))
                 except wire.ProtocolError as error:
                     sender = escape(shown(message.peer.name))
-                    self.say(f"[yellow]ignored[/yellow] a message from {sender}: {escape(str(error))}")
+                    self.say(f"[yellow]ignored[/yellow] a message from {sender}: {escape(shown(str(error)))}")
 
     def _dispatch(self, peer: xr.Address, message: wire.Message) -> None:
         key = (peer, message.push)
@@ -388,6 +388,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
         publish(options.name, engine.address) as published,
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
     ):
+        inbox.check_writable()
         async with _reachable(engine, options, secret) as remote:
             server = Server(engine, inbox, progress, limits)
             _announce(published, options.directory, engine, remote)
@@ -418,7 +419,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
 @click.option("--pushes", type=click.IntRange(1, 1024), default=16, show_default=True, help="Most pushes at a time.")
 @click.option(
     "--idle-timeout",
-    type=click.FloatRange(0.5, 86400),
+    type=FloatRange(0.5, 86400),
     default=60.0,
     show_default=True,
     help="Seconds without data after which a push is given up.",

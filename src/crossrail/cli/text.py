@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -55,18 +56,28 @@ def size(at_least: int, at_most: int) -> Callable[[str], int]:
         match = _SIZE.fullmatch(text.strip())
         if match is None:
             raise click.BadParameter(f"{text!r} is not a size; write for example 4096, 64K or 1.5G")
-        nbytes = int(float(match["number"]) * 1024 ** _UNITS[match["unit"].lower()])
+        nbytes = float(match["number"]) * 1024 ** _UNITS[match["unit"].lower()]
         if not at_least <= nbytes <= at_most:
             bounds = f"{format_bytes(at_least)} to {format_bytes(at_most)}"
             raise click.BadParameter(f"{text!r} is outside {bounds}")
-        return nbytes
+        return int(nbytes)
 
     return size  # click shows the function's name
 
 
-def seconds() -> click.FloatRange:
+class FloatRange(click.FloatRange):
+    """click's lets NaN through, which is within all bounds."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
+
+def seconds() -> FloatRange:
     """The type of an option that is a time: not 0, with which services would do nothing else, at most a month."""
-    return click.FloatRange(0.001, 30 * 86400)
+    return FloatRange(0.001, 30 * 86400)
 
 
 class OutputFile(click.Path):

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossrail._text import plain
+from crossrail.cli.text import FloatRange
 from crossrail.observe.samples import Interval, scrape
 
 _DEFAULT_URL = "http://127.0.0.1:9478/metrics"
@@ -27,7 +28,7 @@ _BAD_STATES = {"slow": "yellow", "frozen": "red", "connecting": "yellow"}
 @click.option("--once", is_flag=True, help="Show one interval, and end; so it is where output is no terminal.")
 @click.option(
     "--every-s",
-    type=click.FloatRange(min=0.05, max=3600),
+    type=FloatRange(min=0.05, max=3600),
     default=1.0,
     show_default=True,
     help="How long an interval is: rates are those of one.",

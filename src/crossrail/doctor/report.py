@@ -34,7 +34,7 @@ class Report:
         return 1 if bad else 0
 
 
-def run_checks(host: Host, only: Sequence[str] = (), on_topic: Callable[[str], None] = lambda topic: None) -> Report:
+def run_checks(host: Host, only: Sequence[str] = (), on_topic: Callable[[str], None] = lambda _: None) -> Report:
     """Runs all checks, or those of the topics (or "topic.check" names) in `only`. Never raises for what a check does.
 
     on_topic: told each topic before its checks run.

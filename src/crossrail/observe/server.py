@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import re
 import threading
 from types import TracebackType
 from typing import Any
@@ -19,6 +20,8 @@ from crossrail.observe.metrics import PEERS_MAX, EngineCollector
 
 DEFAULT_PORT = 9478
 PATIENCE_S = 10.0
+# prometheus_client compares versions as tuples of numbers, and fails where one is anything else.
+_BAD_VERSION = re.compile(r"version=(?!\d{1,9}(\.\d{1,9})*\s*([;,]|$))", re.ASCII)
 
 
 class MetricsServer:
@@ -89,18 +92,24 @@ def serve_metrics(
         raise TransportError(
             "bind", error.errno or 0, f"cannot serve metrics at {host}:{port}: {reason}", "choose another port, or 0"
         ) from None
-    server.RequestHandlerClass = _with_patience(server.RequestHandlerClass, patience_s)
+    server.RequestHandlerClass = _hardened(server.RequestHandlerClass, patience_s)
     return MetricsServer(registry, server, thread)
 
 
-def _with_patience(handler: Any, patience_s: float) -> Any:
-    """That of prometheus_client waits for ever for a request, and complains of clients that are gone."""
+def _hardened(handler: Any, patience_s: float) -> Any:
+    """That of prometheus_client waits for ever for a request, complains of clients that are gone, and trusts them."""
 
-    class Patient(handler):  # type: ignore[misc]  # a private class of prometheus_client, known at run time only
+    class Hardened(handler):  # type: ignore[misc]  # a private class of prometheus_client, known at run time only
         timeout = patience_s
 
         def handle(self) -> None:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 super().handle()
 
-    return Patient
+        def get_environ(self) -> dict[str, Any]:
+            environ: dict[str, Any] = super().get_environ()
+            if _BAD_VERSION.search(environ.get("HTTP_ACCEPT", "")):
+                del environ["HTTP_ACCEPT"]  # who asks for what cannot be gets the default
+            return environ
+
+    return Hardened

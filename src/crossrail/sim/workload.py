@@ -84,7 +84,7 @@ class Workload(Actions[Engine]):
     def _open(self, host: Host, name: str) -> Engine:
         beat_s = self.random.choice([None, None, 0.02, 0.2, 1.0])
         engine = host.engine(name, peer_timeout_s=2.0, connect_timeout_s=2.0, heartbeat_s=beat_s)
-        engine.on_event(lambda event: None)
+        engine.on_event(lambda _: None)
         self.engines.append(engine)
         self._add_arenas(engine)
         self._open_pool(engine)

@@ -124,7 +124,7 @@ class World:
         """In the order in which they were made."""
         return list(self._hosts.values())
 
-    def _place(self, name: str, rails: int | Sequence[str]) -> _stage.Place:
+    def _place(self, rails: int | Sequence[str]) -> _stage.Place:
         """For an engine that named no host: one of its own."""
         self._own_hosts += 1
         count = rails if isinstance(rails, int) else len(rails)

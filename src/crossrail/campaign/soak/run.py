@@ -59,7 +59,7 @@ class Soak:
         try:
             this.run()
         except Exception as failure:  # whatever else happens is a finding too
-            self._report(transport, seed, this, failure)
+            self._report(transport, seed, failure)
             return
         finally:
             self.faults.update(this.faults)
@@ -70,7 +70,7 @@ class Soak:
         assert spared.usage is not None
         self._sample(f"{transport} seat-{SPARED}", spared.usage, None)
 
-    def _report(self, transport: str, seed: int, this: Round, failure: Exception) -> None:
+    def _report(self, transport: str, seed: int, failure: Exception) -> None:
         self.failed += 1
         seats = self._seats[transport]
         text = str(failure) if isinstance(failure, CheckFailed) else traceback.format_exc(limit=-6)

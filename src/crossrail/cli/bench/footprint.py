@@ -82,7 +82,7 @@ def _memory_samples(pair: Pair, column: int) -> SampleStream:
         pair.child.call("close_engines")
 
 
-def _import_samples(pair: Pair) -> SampleStream:
+def _import_samples(_: Pair) -> SampleStream:
     run_script(_IMPORT_SCRIPT)  # the first one reads from disk
     while True:
         yield Sample(run_script(_IMPORT_SCRIPT), None)

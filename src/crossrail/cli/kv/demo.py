@@ -21,7 +21,7 @@ from rich.table import Table
 
 from crossrail.cli.kv.common import open_model, open_tokenizer, parse_options, tokenizer_of
 from crossrail.cli.kv.local import Client, Processes
-from crossrail.cli.text import OutputFolder
+from crossrail.cli.text import FloatRange, OutputFolder
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.messages import Sampling
 from crossrail.kv.model import Model, Tokens, generate
@@ -164,13 +164,13 @@ def _show_timeline(client: Client, request: str, out: Path, console: Console) ->
     help="With a checkpoint's tokenizer: characters.",
 )
 @click.option("--max-tokens", type=click.IntRange(1, _TOKENS_MAX), default=48, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0, 100), default=0.8, show_default=True, help="0: greedy.")
+@click.option("--temperature", type=FloatRange(0, 100), default=0.8, show_default=True, help="0: greedy.")
 @click.option("--seed", type=click.IntRange(0, _SEED_MAX), default=7, show_default=True)
 @click.option("--prefillers", type=click.IntRange(1, 64), default=2, show_default=True)
 @click.option("--decoders", type=click.IntRange(1, 64), default=1, show_default=True)
 @click.option(
     "--token-us",
-    type=click.FloatRange(0, 1e6),
+    type=FloatRange(0, 1e6),
     default=40.0,
     show_default=True,
     help="How long the toy takes for a token in a layer.",

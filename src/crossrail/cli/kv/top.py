@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from crossrail.cli.text import seconds, shown
+from crossrail.cli.text import FloatRange, seconds, shown
 from crossrail.errors import CrossrailError
 
 _TIMEOUT_S = 3.0
@@ -29,7 +29,7 @@ _PIPE_COLUMNS = 140
 @click.option("--once", is_flag=True, help="Show it once, and end; so it is where output is no terminal.")
 @click.option(
     "--every-s",
-    type=click.FloatRange(min=0.05, max=3600),
+    type=FloatRange(min=0.05, max=3600),
     default=1.0,
     show_default=True,
     help="How often it is shown anew.",

@@ -38,7 +38,7 @@ class Listener:
         port: int,
         rails: Callable[[str], list[Rail]],
         version: str,
-        say: Callable[[str], None] = lambda line: None,
+        say: Callable[[str], None] = lambda _: None,
         *,
         bind: str = "",
     ) -> None:

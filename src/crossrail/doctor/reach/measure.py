@@ -106,7 +106,7 @@ def measure(
     version: str,
     *,
     seconds: float,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Matrix:
     """All steps. rails_here(loopback): addresses of this machine. seconds: of each stream, each way.
 

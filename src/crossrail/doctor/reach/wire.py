@@ -15,13 +15,15 @@ Life of a request: 1. frame within FRAME_DEADLINE_S; 2. checked, answered or ref
 from __future__ import annotations
 
 import enum
-import json
 import socket
 import struct
 import time
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from crossrail.doctor.reach.rails import Rail
 from crossrail.errors import CrossrailError
@@ -39,9 +41,6 @@ RAILS_MAX = 64
 _MAGIC = b"XRDR"
 _FRAME = struct.Struct("!4sBBHQ48s")
 assert _FRAME.size == FRAME_BYTES
-_TEXT_MAX = 64
-_MTU_MAX = 1 << 20
-_MBIT_MAX = 100_000_000
 
 
 class WireError(CrossrailError):
@@ -64,6 +63,18 @@ class Status(enum.IntEnum):
     OTHER_PROTOCOL = 1
     BUSY = 2
     BAD_REQUEST = 3
+
+
+class _Rail(msgspec.Struct):
+    """mbit_per_s: 0 for unknown."""
+
+    interface: Annotated[str, Meta(max_length=64)]
+    address: Annotated[str, Meta(max_length=64)]
+    mtu: Annotated[int, Meta(ge=0, le=1 << 20)]
+    mbit_per_s: Annotated[int, Meta(ge=0, le=100_000_000)]
+
+
+_rails_decoder = msgspec.json.Decoder(Annotated[list[_Rail], Meta(max_length=RAILS_MAX)])
 
 
 @dataclass(frozen=True)
@@ -110,41 +121,27 @@ def check_request(frame: Frame) -> Status:
 
 def encode_rails(rails: list[Rail]) -> bytes:
     """At most RAILS_MAX of them."""
-    return json.dumps(
-        [
-            {"interface": rail.interface, "address": rail.address, "mtu": rail.mtu, "mbit_per_s": rail.mbit_per_s or 0}
-            for rail in rails[:RAILS_MAX]
-        ]
-    ).encode()
+    return msgspec.json.encode(
+        [_Rail(rail.interface, rail.address, rail.mtu, rail.mbit_per_s or 0) for rail in rails[:RAILS_MAX]]
+    )
 
 
 def decode_rails(data: bytes) -> list[Rail]:
     """WireError for anything else than a list of rails within bounds."""
     try:
-        content: Any = json.loads(data)
-    except (ValueError, RecursionError):
-        raise WireError("its list of addresses is not JSON") from None
-    if not isinstance(content, list) or len(content) > RAILS_MAX:
-        raise WireError("its list of addresses is none, or too long")
-    return [_rail(item) for item in content]
+        return [_rail(item) for item in _rails_decoder.decode(data)]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"its list of addresses is none: {error}") from None
 
 
-def _rail(item: Any) -> Rail:
-    expected = {"interface": str, "address": str, "mtu": int, "mbit_per_s": int}
-    # type(), not isinstance: a bool is an int to isinstance.
-    if not isinstance(item, dict) or any(type(item.get(name)) is not kind for name, kind in expected.items()):
-        raise WireError("an address in its list lacks a field, or has one of another type")
-    if not (
-        0 <= item["mtu"] <= _MTU_MAX and 0 <= item["mbit_per_s"] <= _MBIT_MAX and len(item["interface"]) <= _TEXT_MAX
-    ):
-        raise WireError("an address in its list has a field out of bounds")
+def _rail(item: _Rail) -> Rail:
     try:
-        address = str(ip_address(item["address"]))
+        address = str(ip_address(item.address))
     except ValueError:
         raise WireError("its list holds what is no IP address") from None
     if "%" in address:  # a zone of its own, which means nothing here
         raise WireError("its list holds an address with a zone")
-    return Rail(clean(item["interface"]), address, item["mtu"], item["mbit_per_s"] or None)
+    return Rail(clean(item.interface), address, item.mtu, item.mbit_per_s or None)
 
 
 def clean(text: str) -> str:

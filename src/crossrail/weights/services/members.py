@@ -13,7 +13,6 @@ from crossrail.weights.inventory.holdings import Inventory, Role
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.services import messages as m
 
-
 _JOIN_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
@@ -72,12 +71,13 @@ def assigns_of(
 
 
 async def join_again(join: Callable[[bytes], Awaitable[None]], controller: bytes, wire: Wire) -> None:
-    """Of one that was left out. A first try may only end what our engine still has of a connection that the controller's
+    """Of one that was left out. A first try may only end what is left here of a connection that the controller's engine
     has given up.
     """
     for pause_s in _JOIN_PAUSES_S:
         try:
-            return await join(controller)
+            await join(controller)
+            return
         except Unreachable:
             await asyncio.sleep(pause_s)
             wire.try_anew(controller)

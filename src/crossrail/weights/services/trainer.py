@@ -19,8 +19,8 @@ from crossrail.weights import gpu
 from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
-from crossrail.weights.services.members import join_again
 from crossrail.weights.services.assigned import Assigned
+from crossrail.weights.services.members import join_again
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.arena import Arena, aligned
 from crossrail.weights.step.barrier import EngineBarrier, MakeBarrier

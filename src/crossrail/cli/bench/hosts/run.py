@@ -24,7 +24,7 @@ from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Result
 from crossrail.cli.meeting import ask, shared_secret
-from crossrail.cli.text import cpu_list, size
+from crossrail.cli.text import FloatRange, cpu_list, size
 from crossrail.cli.text import rails as rails_type
 from crossrail.engine import SECRET_VARIABLE
 
@@ -61,9 +61,9 @@ def windows(text: str) -> tuple[int, ...]:
 @click.option("--windows", type=windows, default="1,16", show_default=True, help="Writes and reads in flight.")
 @click.option("--latency-sizes", type=sizes(wire.CONTROL_BYTES), default="8,4K", show_default=True)
 @click.option("--processes", type=click.IntRange(1, wire.PROCESSES_MAX), default=1, show_default=True, help="A side.")
-@click.option("--seconds", type=click.FloatRange(0.001, 60), default=0.2, show_default=True, help="Of each run.")
+@click.option("--seconds", type=FloatRange(0.001, 60), default=0.2, show_default=True, help="Of each run.")
 @click.option(
-    "--warmup", type=click.FloatRange(0, 60), default=0.1, show_default=True, help="Seconds before them, not counted."
+    "--warmup", type=FloatRange(0, 60), default=0.1, show_default=True, help="Seconds before them, not counted."
 )
 @click.option("--runs", type=click.IntRange(1, 1000), default=7, show_default=True, help="Of each point.")
 @click.option(
@@ -78,9 +78,7 @@ def windows(text: str) -> tuple[int, ...]:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help=f"File with the secret of the serve; without it {SECRET_VARIABLE}.",
 )
-@click.option(
-    "--timeout", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Seconds, of a single pass."
-)
+@click.option("--timeout", type=FloatRange(1, 3600), default=60.0, show_default=True, help="Seconds, of a single pass.")
 @output_options
 def run_command(target: tuple[str, int], **options: Any) -> None:
     """Measure with the `crossrail bench serve` at HOST:PORT.

@@ -24,7 +24,7 @@ from crossrail.cli.bench.hosts.post import LOOK_S, MESSAGES_HELD, Post
 from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
 from crossrail.cli.bench.machine import machine
 from crossrail.cli.meeting import shared_secret
-from crossrail.cli.text import cpu_list, format_bytes, format_count, size
+from crossrail.cli.text import cpu_list, format_bytes, format_count, shown, size
 from crossrail.cli.text import rails as rails_type
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
@@ -134,8 +134,7 @@ class Server:
 
     def _say(self, what: str, peer: xr.Address, about: str) -> None:
         text = f"{what} {peer.name} (pid {peer.pid}): {about}"
-        text = "".join(letter if letter.isprintable() else "?" for letter in text)
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class _Session:
@@ -190,8 +189,8 @@ class _Session:
 
 # What a worker is to do for a step, by its `what`: a method of Worker, and its arguments.
 _COMMANDS: dict[str, Any] = {
-    "receive": lambda step, span: ("receive", {"count": step.count, "timeout_s": step.timeout_s}),
-    "ping-pong": lambda step, span: (
+    "receive": lambda step, _: ("receive", {"count": step.count, "timeout_s": step.timeout_s}),
+    "ping-pong": lambda step, _: (
         "ping_pong",
         {
             "nbytes": step.nbytes,
@@ -201,10 +200,10 @@ _COMMANDS: dict[str, Any] = {
             "first": False,
         },
     ),
-    "clear": lambda step, span: ("clear", {"nbytes": step.nbytes}),
-    "digest": lambda step, span: ("digest", {"nbytes": step.nbytes}),
-    "fill": lambda step, span: ("fill", {"nbytes": step.nbytes, "seed": step.count}),
-    "listen": lambda step, span: ("listen", {"timeout_s": step.timeout_s}),
+    "clear": lambda step, _: ("clear", {"nbytes": step.nbytes}),
+    "digest": lambda step, _: ("digest", {"nbytes": step.nbytes}),
+    "fill": lambda step, _: ("fill", {"nbytes": step.nbytes, "seed": step.count}),
+    "listen": lambda step, _: ("listen", {"timeout_s": step.timeout_s}),
     "stream": lambda step, span: (
         "stream",
         {
@@ -222,14 +221,14 @@ _COMMANDS: dict[str, Any] = {
 
 def _announce(host: str, port: int, secret: bytes, drawn: bool, engine: xr.Engine) -> None:
     """What to type on the other side."""
-    shown = host
+    name = host
     if not host or host in ("0.0.0.0", "::"):
         endpoints = engine.address.endpoints
-        shown = endpoints[0].rpartition(":")[0].strip("[]") if endpoints else socket.gethostname()
-    shown = f"[{shown}]" if ":" in shown else shown
+        name = endpoints[0].rpartition(":")[0].strip("[]") if endpoints else socket.gethostname()
+    name = f"[{name}]" if ":" in name else name
     setting = f"{SECRET_VARIABLE}={secret.decode()} " if drawn else ""
     click.echo("measuring with whoever asks. On the other host, or in another shell:")
-    click.echo(f"    {setting}crossrail bench run {shown}:{port}")
+    click.echo(f"    {setting}crossrail bench run {name}:{port}")
     click.echo("Ctrl-C ends it.", err=True)
 
 

@@ -15,7 +15,7 @@ from crossrail.cli.bench.peers.base import Offer
 from crossrail.cli.bench.peers.pair import Settings
 from crossrail.cli.bench.peers.turn import Outcome, Turn, take_turns
 from crossrail.cli.bench.peers.work import shapes
-from crossrail.cli.text import OutputFile, cpu_pair, size
+from crossrail.cli.text import FloatRange, OutputFile, cpu_pair, size
 
 _BUSY_MAX = 0.1
 _POOL_BYTES_MIN = 64 << 20
@@ -36,9 +36,7 @@ _POOL_BYTES_MIN = 64 << 20
     show_default=True,
     help="Memory of each side. 16 writes of 32 MiB need 512M to have places of their own.",
 )
-@click.option(
-    "--timeout-s", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Of each measure of each."
-)
+@click.option("--timeout-s", type=FloatRange(1, 3600), default=60.0, show_default=True, help="Of each measure of each.")
 def peers(
     only: str,
     list_only: bool,

@@ -39,7 +39,7 @@ def take_turn(offer: Offer, settings: Settings, shapes: Sequence[Shape]) -> Turn
     return turn
 
 
-def _start(offer: Offer, settings: Settings, shapes: Sequence[Shape], turn: Turn) -> None:
+def _start(offer: Offer, settings: Settings, _: Sequence[Shape], turn: Turn) -> None:
     """From the start of the first process until a message was there and back, with little memory."""
     if offer.is_limit:
         return
