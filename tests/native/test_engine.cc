@@ -1,5 +1,6 @@
 // Two engines in one process, many threads: what ThreadSanitizer and AddressSanitizer look at.
 #include <doctest/doctest.h>
+#include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -30,6 +31,13 @@ EngineRef open_engine(const char* name, uint32_t rails = 1, Polling polling = Po
   options.polling = polling;
   options.private_path = path;
   return Engine::open(options);
+}
+
+// A container may forbid it, and emulators do not know it.
+bool kernel_attaches() {
+  uint8_t from = 1, to = 0;
+  const iovec local{&to, 1}, remote{&from, 1};
+  return process_vm_readv(getpid(), &local, 1, &remote, 1, 0) == 1;
 }
 
 void require_done(const TransferRef& transfer) {
@@ -331,7 +339,8 @@ TEST_CASE("private memory: staged and attached writes and reads move every byte"
     CHECK(std::memcmp(from.data(), to.data() + 1, kPages * 1000) == 0);
     const PeerExplanation explanation = a->explain(*a->peer(b->address()));
     REQUIRE(explanation.paths.size() == 1);
-    CHECK(explanation.paths[0].path == (path == PrivatePath::kStaged ? "staged" : "cross-memory-attach"));
+    const bool attaches = path == PrivatePath::kCrossMemoryAttach && kernel_attaches();
+    CHECK(explanation.paths[0].path == (attaches ? "cross-memory-attach" : "staged"));
     CHECK(dst->close(deadline_in(5), {}) == WaitResult::kReady);
     TransferRef late = a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = kBytes, .imm = 1});
     REQUIRE(late->wait(deadline_in(5), {}) == WaitResult::kReady);

@@ -11,7 +11,7 @@
 
 #include "tls_rig.h"
 
-#if __has_include(<openssl/ssl.h>)
+#if __has_include(<openssl/ssl.h>) && __has_include(<openssl/opensslconf.h>)  // the latter is of the architecture
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>

@@ -6,6 +6,7 @@ from tools.dev import checks, coverage, fuzzing, publishing, running, testing
 from tools.dev.processes import Failure, say
 
 COMMANDS = {
+    "aarch64": testing.aarch64,
     "asan": testing.asan,
     "bench": running.bench,
     "campaign": running.campaign,
