@@ -2,5 +2,7 @@
 
 
 def plain(text: str) -> str:
-    """Names and details come from peers, and a file from anybody: a terminal must not obey them."""
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    """Names and details come from peers, and a file from anybody: "?" for control characters, which a terminal would
+    obey, and for bytes that are no UTF-8, which streams refuse.
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -282,7 +282,7 @@ async def test_answer_that_cannot_be_sent_is_said_to_whoever_asked(desk: Desk, a
 def test_words_of_an_error_can_be_sent_whatever_they_are() -> None:
     words = m.clipped(xr.UsageError("there is no model at model-\udcff"))
     assert m.decode(m.encode(m.Envelope(m.Failed(words)))).body == m.Failed(words)
-    assert "model-\\udcff" in words
+    assert "model-?" in words
     assert len(m.clipped("\udcff" * 2000)) == 2000
 
 

@@ -23,10 +23,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 
 import crossrail as xr
+from crossrail._text import plain
 from crossrail.cli.child import Child
 from crossrail.cli.demo_plan import Segment, split_file
 from crossrail.cli.source import SourceFile, default_file
-from crossrail.cli.text import format_bytes, format_count, gb_per_s, shown, size
+from crossrail.cli.text import format_bytes, format_count, gb_per_s, size
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
 _STALL_TIMEOUT_S = 10.0
@@ -116,7 +117,7 @@ class Demo:
         rounds = self._warm_up(segments[0])
         rounds_each = max(1, -(-rounds // len(segments)))
         total_bytes = sum(segment.total_bytes for segment in segments) * rounds_each
-        task = self.progress.add_task(escape(shown(self.plan.file.name)), total=total_bytes)
+        task = self.progress.add_task(escape(plain(self.plan.file.name)), total=total_bytes)
         for index, segment in enumerate(segments):
             if index > 0:
                 self.outcome.sent_sha256 = self._load(segment)
@@ -213,7 +214,7 @@ def _summary(plan: Plan, segments: list[Segment], outcome: Outcome, explained: d
     table = Table(show_header=False, title="crossrail demo", title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("file", f"{escape(shown(str(plan.file)))} ({format_bytes(sum(s.nbytes for s in segments))})")
+    table.add_row("file", f"{escape(plain(str(plan.file)))} ({format_bytes(sum(s.nbytes for s in segments))})")
     table.add_row("moved", _moved(segments, outcome))
     table.add_row("pages", f"{outcome.moved_pages:,} of {format_bytes(plan.page_bytes)}, shuffled")
     table.add_row("rails", _rails(plan, explained))

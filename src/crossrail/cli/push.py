@@ -18,12 +18,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 import crossrail as xr
+from crossrail._text import plain
 from crossrail.cli import wire
 from crossrail.cli.meeting import shared_secret
 from crossrail.cli.rendezvous import resolve
 from crossrail.cli.service import tls_options
 from crossrail.cli.source import SourceFile
-from crossrail.cli.text import format_bytes, gb_per_s, shown
+from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.text import rails as rails_type
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
@@ -243,7 +244,7 @@ def _push(
         begun = time.monotonic()
         engine.connect(server)
         # Not shown before the serve has agreed: what it refuses is one line, and no bar that stands at 0.
-        task = progress.add_task(escape(shown(source.path.name)), total=source.nbytes, visible=False)
+        task = progress.add_task(escape(plain(source.path.name)), total=source.nbytes, visible=False)
         done = Pusher(engine, pool, server, source).run(
             dst,
             force=force,

@@ -18,12 +18,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 import crossrail as xr
+from crossrail._text import plain
 from crossrail.cli import wire
 from crossrail.cli.inbox import Inbox, PartFile, Refused
 from crossrail.cli.meeting import DEFAULT_PORT, SCHEME, Meeting, shared_secret
 from crossrail.cli.rendezvous import Published, publish
 from crossrail.cli.service import tls_options
-from crossrail.cli.text import FloatRange, format_bytes, gb_per_s, shown
+from crossrail.cli.text import FloatRange, format_bytes, gb_per_s
 from crossrail.cli.text import rails as rails_type
 from crossrail.control.deadlines import in_time
 from crossrail.engine import SECRET_VARIABLE
@@ -193,7 +194,7 @@ class Session:
         rate = gb_per_s(self._offer.nbytes, seconds)
         self._server.say(
             f"[green]stored[/green] {escape(self._offer.dst)}: {format_bytes(self._offer.nbytes)} from "
-            f"{escape(shown(self._peer.name))}, {rate:.2f} GB/s, SHA-256 ok {sha256}"
+            f"{escape(plain(self._peer.name))}, {rate:.2f} GB/s, SHA-256 ok {sha256}"
         )
 
     async def send(self, message: wire.Message) -> None:
@@ -203,7 +204,7 @@ class Session:
             await in_time(_completion(transfer), _SEND_TIMEOUT_S)
         except asyncio.TimeoutError:
             transfer.cancel()
-            raise PusherGone(f"{shown(self._peer.name)} took no message for {_SEND_TIMEOUT_S:g} s") from None
+            raise PusherGone(f"{plain(self._peer.name)} took no message for {_SEND_TIMEOUT_S:g} s") from None
         except PeerLost:
             raise self._ended() from None
         except TransferError as error:
@@ -214,13 +215,13 @@ class Session:
 
     def _raise_if_gone(self) -> None:
         if self._aborted:
-            raise PusherGone(f"{shown(self._peer.name)} gave up")
+            raise PusherGone(f"{plain(self._peer.name)} gave up")
         if self._lost():
             raise self._ended()
 
     def _ended(self) -> PusherGone:
         note = self._server.engine.explain(self._peer).note
-        return PusherGone(f"{shown(self._peer.name)} (pid {self._peer.pid} of its host) is gone: {note}")
+        return PusherGone(f"{plain(self._peer.name)} (pid {self._peer.pid} of its host) is gone: {note}")
 
     def _raise_if_idle(self, since: float) -> None:
         idle_s = self._server.limits.idle_timeout_s
@@ -291,8 +292,8 @@ class Server:
                 try:
                     self._dispatch(message.peer, wire.decode(message.data))
                 except wire.ProtocolError as error:
-                    sender = escape(shown(message.peer.name))
-                    self.say(f"[yellow]ignored[/yellow] a message from {sender}: {escape(shown(str(error)))}")
+                    sender = escape(plain(message.peer.name))
+                    self.say(f"[yellow]ignored[/yellow] a message from {sender}: {escape(plain(str(error)))}")
 
     def _dispatch(self, peer: xr.Address, message: wire.Message) -> None:
         key = (peer, message.push)

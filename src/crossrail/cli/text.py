@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from crossrail._text import plain
+
 _STEPS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgtp]?)(i?b)?", re.IGNORECASE)
 RAILS_MAX = 16
@@ -32,16 +34,9 @@ def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def shown(text: str) -> str:
-    """A name of somebody else's - a file, a peer - for a terminal: "?" for control characters, which it would obey, and
-    for bytes that are no UTF-8, which streams refuse.
-    """
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 def shown_lines(text: str) -> str:
-    """The same of a text with lines of ours."""
-    return "\n".join(shown(line) for line in text.splitlines())
+    """plain() of a text with lines of ours."""
+    return "\n".join(plain(line) for line in text.splitlines())
 
 
 def gb_per_s(nbytes: float, took_s: float) -> float:

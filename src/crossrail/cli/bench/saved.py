@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
+from crossrail._text import plain
 from crossrail.cli.bench.machine import machine, version
 from crossrail.cli.bench.spec import Line, Point, Result, Sample
-from crossrail.cli.text import shown
 from crossrail.errors import UsageError
 
 FORMAT = 2
@@ -29,7 +29,7 @@ def to_json(results: list[Result], settings: Mapping[str, Any], busy: float) -> 
     """Everything that is needed to judge the figures, and to repeat them. settings: what they were taken with."""
     return {
         "format": FORMAT,
-        "command": shown(" ".join(["crossrail", *sys.argv[1:]])),  # JSON has no names that are no UTF-8
+        "command": plain(" ".join(["crossrail", *sys.argv[1:]])),  # JSON has no names that are no UTF-8
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "version": version(),
         "machine": machine(),
@@ -100,9 +100,9 @@ class _Result(msgspec.Struct):
 
     def opened(self) -> Result:
         """Its words as a terminal may be shown them: the file may be anybody's."""
-        name, title, unit = shown(self.name), shown(self.title), shown(self.unit)
-        limit, error, note, path = (shown(word or "") for word in (self.limit_is, self.error, self.note, self.path))
-        point = None if self.point is None else Point(shown(self.point.kind), self.point.nbytes, self.point.window)
+        name, title, unit = plain(self.name), plain(self.title), plain(self.unit)
+        limit, error, note, path = (plain(word or "") for word in (self.limit_is, self.error, self.note, self.path))
+        point = None if self.point is None else Point(plain(self.point.kind), self.point.nbytes, self.point.window)
         line = Line(name=name, title=title, unit=unit, limit=limit, point=point)
         samples = [Sample(sample.value, sample.limit) for sample in self.samples]
         return Result(line, samples, error, note, path, self.ecdf)
@@ -149,5 +149,5 @@ def read_json(path: Path) -> Saved:
             raise
         raise UsageError(f"{path} was not written by crossrail bench --json: {error}") from None
     results = [result.opened() for result in file.results]
-    command, date, version_then = shown(file.command), shown(file.date), shown(file.version)
-    return Saved(shown(str(path)), results, file.machine, file.settings, command, date, version_then)
+    command, date, version_then = plain(file.command), plain(file.date), plain(file.version)
+    return Saved(plain(str(path)), results, file.machine, file.settings, command, date, version_then)

@@ -16,7 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from crossrail.cli.text import FloatRange, seconds, shown
+from crossrail._text import plain
+from crossrail.cli.text import FloatRange, seconds
 from crossrail.errors import CrossrailError
 
 _TIMEOUT_S = 3.0
@@ -91,7 +92,7 @@ def _ask(url: str) -> dict[str, Any]:
 
 
 def _table(state: dict[str, Any]) -> Table:
-    table = Table(title=Text(f"router {shown(state['router'])}: {state['requests']} requests under way"))
+    table = Table(title=Text(f"router {plain(state['router'])}: {state['requests']} requests under way"))
     for column, justify in (
         ("node", "left"), ("role", "left"), ("requests", "right"), ("tokens to do", "right"), ("pages free", "right"),
         ("quarantined", "right"), ("heard of", "right"), ("", "left"),
@@ -99,7 +100,7 @@ def _table(state: dict[str, Any]) -> Table:
         table.add_column(column, justify=justify)  # type: ignore[arg-type]  # rich's own literals
     for node in state["nodes"]:
         table.add_row(
-            Text(shown(node["node"])),
+            Text(plain(node["node"])),
             node["role"],
             str(node["requests"]),
             str(node["queued_tokens"]),

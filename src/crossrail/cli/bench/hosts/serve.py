@@ -18,13 +18,14 @@ import click
 from rich.console import Console
 
 import crossrail as xr
+from crossrail._text import plain
 from crossrail.cli.bench.hosts import wire
 from crossrail.cli.bench.hosts.places import DEFAULT_PORT, MeetingThread, bind_place, is_loopback, loopback_rails
 from crossrail.cli.bench.hosts.post import LOOK_S, MESSAGES_HELD, Post
 from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
 from crossrail.cli.bench.machine import machine
 from crossrail.cli.meeting import shared_secret
-from crossrail.cli.text import cpu_list, format_bytes, format_count, shown, size
+from crossrail.cli.text import cpu_list, format_bytes, format_count, size
 from crossrail.cli.text import rails as rails_type
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
@@ -134,7 +135,7 @@ class Server:
 
     def _say(self, what: str, peer: xr.Address, about: str) -> None:
         text = f"{what} {peer.name} (pid {peer.pid}): {about}"
-        self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(plain(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class _Session:
