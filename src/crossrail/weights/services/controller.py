@@ -259,7 +259,9 @@ class WeightController:
             self._lost.set_exception(CrossrailError(f"{member}: {why}"))
 
     def _drop(self, member: Member, why: str) -> None:
-        """Out, and told so, that it may join again: it may live."""
+        """Out, and told so, that it may join again: it may live. Once: who is told twice joins twice."""
+        if self._members.get((member.role, member.rank)) is not member:
+            return
         self._remove(member, why)
         evicted = m.Evicted(clipped(why))
         self._mailbox.spawn(self._tell_evicted(member, evicted), f"telling {member} that it is left out")

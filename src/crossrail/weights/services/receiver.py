@@ -89,6 +89,7 @@ class WeightReceiver:
         self._attempt: _Attempt | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Open is still on its way
         self._fencing = asyncio.Lock()
+        self._joining: asyncio.Task[None] | None = None  # anew, after it was left out
         self._is_closed = False
         self.failures = 0
         self.commits = 0
@@ -332,7 +333,8 @@ class WeightReceiver:
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
         log.warning("inference rank %d was left out: %s; it joins again", self.rank, evicted.reason)
-        self._mailbox.spawn(self._join_again(sender), "joining again")
+        if self._joining is None or self._joining.done():
+            self._joining = self._mailbox.spawn(self._join_again(sender), "joining again")
         return m.Taken()
 
     async def _join_again(self, controller: bytes) -> None:

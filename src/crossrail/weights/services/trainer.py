@@ -73,6 +73,7 @@ class WeightTrainer:
         self._going: asyncio.Task[StepReport] | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
         self._lingering: list[xr.Transfer] = []
+        self._joining: asyncio.Task[None] | None = None  # anew, after it was left out
         self._barrier_imm: int | None = None  # of the last attempt
         self._is_closed = False
         for kind, handler in (
@@ -283,7 +284,8 @@ class WeightTrainer:
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
         log.warning("trainer %d was left out: %s; it joins again", self.rank, evicted.reason)
-        self._mailbox.spawn(join_again(self.join, sender, self._mailbox.wire), "joining again")
+        if self._joining is None or self._joining.done():
+            self._joining = self._mailbox.spawn(join_again(self.join, sender, self._mailbox.wire), "joining again")
         return m.Taken()
 
     async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
