@@ -210,6 +210,7 @@ def test_what_cannot_be_on_a_gpu(options: dict[str, Any], match: str) -> None:
 def test_a_kernel_that_failed_is_told(seed: Seed) -> None:
     batches = batches_of(seed.rng(), 2)
     with Ranks(2, TCP, device="cuda:0", **CONFIG) as ranks:
+        ranks.parts[0]._memory._launch(lambda: None)  # it may have no token to pack
         ranks.parts[0]._memory.stream.error = "CUDA error: an illegal memory access was encountered\nmore"
         with pytest.raises(CrossrailError, match="kernels on cpu: RuntimeError: CUDA error: an illegal memory access"):
             ranks.parts[0].dispatch_send(*on_gpu(ranks.parts[0], batches[0]))
