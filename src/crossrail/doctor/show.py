@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
+from crossrail._text import plain
 from crossrail.doctor.finding import Finding, Fix, Severity
 from crossrail.doctor.report import Report
 
@@ -17,8 +18,8 @@ _WIDTH_MIN, _WIDTH_MAX = 60, 120
 
 
 def printable(text: str) -> str:
-    """Without control characters: files and peers may hold anything, terminals obey it."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.replace("\t", " "))
+    """Without control characters but ends of lines: files and peers may hold anything, terminals obey it."""
+    return plain(text.replace("\t", " "), keep="\n")
 
 
 def show_report(report: Report, console: Console) -> None:
