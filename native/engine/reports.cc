@@ -20,6 +20,8 @@ void EngineCore::on_link_down(Link& link, const std::string& reason, bool orderl
   const PeerRef peer = PeerRef::share(static_cast<Peer*>(link.user));
   peer->link_ = nullptr;
   peer->work_->note = reason;
+  imms_.flush_arrivals();  // whoever sees that it is lost sees all that it has counted
+  record_arrivals();
   set_state(*peer, PeerState::kLost, orderly ? FlightState::kLeft : FlightState::kLost);
   bump(counters_.lost);
   fail_backlogs(*peer, Status::kPeerLost, reason);

@@ -123,7 +123,7 @@ class Sink {
   virtual void on_service(const std::shared_ptr<const Address>& sender, std::span<const uint8_t> payload) = 0;
   virtual void on_link_up(Link& link) = 0;
   // The peer is gone: post no more. Everything still posted on the link is retired next, then the link is deleted.
-  // orderly: the peer's engine was closed, not killed.
+  // What the peer was told is done has been reported (on_imm) before. orderly: its engine was closed, not killed.
   virtual void on_link_down(Link& link, const std::string& reason, bool orderly) = 0;
   virtual void on_link_frozen(Link& link, bool frozen, const std::string& detail) = 0;
   virtual void on_protocol_error(const std::string& peer, const std::string& detail) = 0;

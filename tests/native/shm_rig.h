@@ -30,13 +30,16 @@ class CountingSink final : public Sink {
   }
   void on_service(const std::shared_ptr<const Address>&, std::span<const uint8_t>) override {}
   void on_link_up(Link&) override { ++ups; }
-  void on_link_down(Link&, const std::string& reason, bool) override { why_down = reason; }
+  void on_link_down(Link&, const std::string& reason, bool) override {
+    why_down = reason;
+    units_when_down = imm_units;
+  }
   void on_link_frozen(Link&, bool, const std::string&) override {}
   void on_protocol_error(const std::string&, const std::string& detail) override { protocol_error = detail; }
 
   bool holds = false;  // messages
   uint32_t done = 0, failed = 0, withdrawn = 0, messages = 0, ups = 0;
-  uint64_t imm_units = 0;
+  uint64_t imm_units = 0, units_when_down = 0;
   std::string why_down, protocol_error;
 };
 

@@ -87,4 +87,20 @@ TEST_CASE("shm: answers to reads that were taken back hold up nothing that comes
   CHECK(turn_until({&pair.here, &pair.there}, [&] { return pair.there.sink.imm_units > 0; }));
 }
 
+TEST_CASE("shm: what a peer counted before it left is counted before it is lost") {
+  Pair pair;
+  Link* const back = pair.there.transport.connect(std::make_shared<const Address>(pair.here.transport.address()));
+  REQUIRE(turn_until({&pair.here, &pair.there}, [&] { return pair.there.sink.ups == 1; }));
+
+  const WorkRequest imm{.has_imm = true, .wire_imm = 7};
+  uint32_t completed = 0;
+  REQUIRE(pair.there.transport.post(*back, 0, {&imm, 1}, &completed) == 1);
+  REQUIRE(completed == 1);
+  pair.there.transport.close();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // for the news of it, here
+
+  REQUIRE(turn_until({&pair.here}, [&] { return !pair.here.sink.why_down.empty(); }));
+  CHECK(pair.here.sink.units_when_down > 0);
+}
+
 }  // namespace crossrail::shm

@@ -244,13 +244,8 @@ void ShmTransport::add_incoming(ControlEvent event) {
   incoming_.push_back(std::move(link));
 }
 
-// Takes what is still valid in the rings of a peer that left, then forgets it.
-void ShmTransport::drop_incoming(uint64_t link_id) {
-  const auto found =
-      std::find_if(incoming_.begin(), incoming_.end(), [&](const auto& link) { return link->id == link_id; });
-  if (found == incoming_.end()) return;
-  Incoming& link = **found;
-  // A ring holds at most kRingEntries entries; more would be a peer that still writes.
+// Takes what is still valid in its rings. A ring holds at most kRingEntries entries; more would be a peer that still writes.
+void ShmTransport::drain(Incoming& link) {
   for (uint32_t round = 0; round <= kRingEntries / kMessagesPerPoll && drain_messages(link) > 0; ++round) {
   }
   for (uint32_t round = 0; round <= kRingEntries / kMessagesPerPoll && drain_services(link) > 0; ++round) {
@@ -259,6 +254,21 @@ void ShmTransport::drop_incoming(uint64_t link_id) {
     for (uint32_t round = 0; round <= kRingEntries / kEntriesPerPoll && drain_rail(link, reader) > 0; ++round) {
     }
   }
+}
+
+// What was done for a peer before it left counts before anybody hears that it did.
+void ShmTransport::take_last_words(const Address& peer) {
+  for (const auto& link : incoming_) {
+    if (link->peer->incarnation == peer.incarnation) drain(*link);
+  }
+}
+
+// Forgets a peer that left.
+void ShmTransport::drop_incoming(uint64_t link_id) {
+  const auto found =
+      std::find_if(incoming_.begin(), incoming_.end(), [&](const auto& link) { return link->id == link_id; });
+  if (found == incoming_.end()) return;
+  drain(**found);
   ring_all();  // its home is in the list
   incoming_.erase(found);
   control_->drop_toucher(link_id);

@@ -171,6 +171,7 @@ void ShmTransport::handle_outgoing(Outgoing& link, ControlEvent event) {
       sink_->on_link_up(link);
       break;
     case ControlEvent::Kind::kOutDown:
+      take_last_words(*link.address);
       sink_->on_link_down(link, event.text, event.orderly);
       flush_link(link, Status::kPeerLost, event.text);
       ring_all();  // its home is in the list

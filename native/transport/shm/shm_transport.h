@@ -116,6 +116,8 @@ class ShmTransport final : public Transport {
                uint32_t pieces, bool bulk);
   bool answer_read(Incoming& link, const Entry& entry);
   void add_incoming(ControlEvent event);
+  void drain(Incoming& link);
+  void take_last_words(const Address& peer);
   void drop_incoming(uint64_t link_id);
   // --- both ---
   template <typename AnyLink>
