@@ -12,6 +12,7 @@ import pytest
 import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
 from crossrail.weights.errors import TornWeights, UpdateFailed
+from crossrail.weights.inventory.holdings import Role
 from crossrail.weights.planning.planner import PlanOptions
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.controller import ControllerOptions, WeightController
@@ -42,6 +43,25 @@ async def test_wrong_secret_gets_no_answer(make_fleet: MakeFleet) -> None:
     assert controller.ranks("target") == [0]
     await receiver.close()
     memory.close()
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_who_left_does_not_join_again_when_told_that_it_was_left_out(make_fleet: MakeFleet, role: Role) -> None:
+    """The controller had begun to tell it before, when it was frozen, say."""
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start()
+    member = controller._members[role, 1]
+    leaving = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+    told = m.Evicted("it did not answer")
+    await leaving.leave()
+    await fleet.mailboxes["controller"].ask(member.address, told, m.Taken, PATIENCE_S)
+    await asyncio.sleep(0.3)
+    assert 1 not in controller.ranks(role)
+    await leaving.join(controller.address)
+    joined = controller._members[role, 1]
+    await fleet.mailboxes["controller"].ask(member.address, told, m.Taken, PATIENCE_S)
+    while controller._members[role, 1] is joined:
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("missing", ["q", "down"])

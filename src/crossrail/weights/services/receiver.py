@@ -90,6 +90,7 @@ class WeightReceiver:
         self._attempt_max = 0  # attempts up to this one are over, also those whose Open is still on its way
         self._fencing = asyncio.Lock()
         self._joining: asyncio.Task[None] | None = None  # anew, after it was left out
+        self._takes_part = False  # as far as we are concerned
         self._is_closed = False
         self.failures = 0
         self.commits = 0
@@ -119,6 +120,7 @@ class WeightReceiver:
 
         Raises Refused, NoAnswer, Unreachable.
         """
+        self._takes_part = True
         if controller != self._controller:
             self._controller, self._attempt_max = controller, 0
         await self._fail("it joins anew")
@@ -194,6 +196,7 @@ class WeightReceiver:
 
     async def leave(self, timeout_s: float = 5.0) -> None:
         """Says that it goes: the next update is without it."""
+        self._take_no_part()
         try:
             await self._mailbox.ask(self._controller, m.Leave(), m.Taken, timeout_s)
         except (NoAnswer, Unreachable) as error:
@@ -205,6 +208,7 @@ class WeightReceiver:
         Raises WaitTimeout when a trainer stands still in the middle of a copy into this memory for so long: nothing is
         closed then, the memory must stay, and close() may be called again.
         """
+        self._take_no_part()
         if self._attempt is not None:
             try:
                 await self._fail("the inference rank is closing", timeout_s)
@@ -219,6 +223,11 @@ class WeightReceiver:
         self._buffers.clear()
         self._is_closed = True
         self._notify()
+
+    def _take_no_part(self) -> None:
+        self._takes_part = False
+        if self._joining is not None:
+            self._joining.cancel()
 
     # ---- what the controller says
 
@@ -332,6 +341,8 @@ class WeightReceiver:
 
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
+        if not self._takes_part:
+            return m.Taken()
         log.warning("inference rank %d was left out: %s; it joins again", self.rank, evicted.reason)
         if self._joining is None or self._joining.done():
             self._joining = self._mailbox.spawn(self._join_again(sender), "joining again")

@@ -74,6 +74,7 @@ class WeightTrainer:
         self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
         self._lingering: list[xr.Transfer] = []
         self._joining: asyncio.Task[None] | None = None  # anew, after it was left out
+        self._takes_part = False  # as far as we are concerned
         self._barrier_imm: int | None = None  # of the last attempt
         self._is_closed = False
         for kind, handler in (
@@ -91,6 +92,7 @@ class WeightTrainer:
 
         Raises Refused, NoAnswer, Unreachable.
         """
+        self._takes_part = True
         await self._stop_step()
         if controller != self._controller:
             self._controller, self._attempt_max = controller, 0
@@ -133,6 +135,7 @@ class WeightTrainer:
 
     async def leave(self, timeout_s: float = 5.0) -> None:
         """Says that it goes: the next update is without it. One that is gone already need not."""
+        self._take_no_part()
         try:
             await self._mailbox.ask(self._controller, m.Leave(), m.Taken, timeout_s)
         except (NoAnswer, Unreachable) as error:
@@ -141,6 +144,7 @@ class WeightTrainer:
     async def close(self) -> None:
         """Ends a step under way, and what it needed; a publish() raises UpdateFailed. Idempotent."""
         self._is_closed = True
+        self._take_no_part()
         self._fail(f"trainer {self.rank} is closing")
         self._drop_assigned()
         await self._stop_step()
@@ -283,6 +287,8 @@ class WeightTrainer:
 
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
+        if not self._takes_part:
+            return m.Taken()
         log.warning("trainer %d was left out: %s; it joins again", self.rank, evicted.reason)
         if self._joining is None or self._joining.done():
             self._joining = self._mailbox.spawn(join_again(self.join, sender, self._mailbox.wire), "joining again")
@@ -293,6 +299,11 @@ class WeightTrainer:
         return m.Progress(0 if self._assigned is None else len(self._assigned.tasks), report.written_bytes)
 
     # ---- ending
+
+    def _take_no_part(self) -> None:
+        self._takes_part = False
+        if self._joining is not None:
+            self._joining.cancel()
 
     def _fail(self, why: str) -> None:
         if self._offer is not None:
