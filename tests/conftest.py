@@ -32,6 +32,7 @@ hypothesis.settings.register_profile(
     "crossrail",
     deadline=None,
     max_examples=60,
+    derandomize=os.environ.get("CI") == "true",  # see .ci/run
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
