@@ -27,7 +27,10 @@ class NullTransport final : public Transport {
   uint32_t post(Link& link, uint32_t rail, std::span<const WorkRequest> requests, uint32_t* completed) override;
   uint32_t poll() override;
   void withdraw(bool (*)(void*)) override {}  // everything is done at once
-  void arm() override { armed_.store(1, std::memory_order_seq_cst); }
+  void arm() override {
+    armed_.store(1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // see wake(): who looks once more sees its news, or is rung
+  }
   void disarm() override { armed_.store(0, std::memory_order_relaxed); }
   bool is_armed() const override { return armed_.load(std::memory_order_seq_cst) != 0; }
   bool has_arrivals() override { return !coming_up_.empty(); }

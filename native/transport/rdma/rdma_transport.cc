@@ -446,8 +446,9 @@ void RdmaTransport::retire(RdmaLink& link, const WorkRequest& request, Status st
 // --- sleeping ---
 
 void RdmaTransport::arm() {
-  // seq_cst: pairs with the fence in wake(): either it sees us armed and rings, or who leaves sees its news.
-  armed_.store(true, std::memory_order_seq_cst);
+  // seq_cst fence: pairs with the one in wake(): either it sees us armed and rings, or who looks once more sees its news.
+  armed_.store(true, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   polls_ = clock_mask_;  // who slept looks at the clock first
   if (closed_) return;
   now_ = options_.clock->now_ns();
