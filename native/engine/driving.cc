@@ -103,7 +103,7 @@ void EngineCore::worker_main() {
   }
   constexpr int64_t kLookAgainNs =
       20'000'000;  // no later than the transports' ticks: else each leave() calls (oversleeps)
-  constexpr uint32_t kQuietSleepsMax = 50;
+  constexpr uint32_t kQuietSleepsMax = 10;
   uint64_t moves_seen = 0;
   uint32_t quiet_sleeps = 0;  // in a row during which nothing moved
   while (!stopping_.load(std::memory_order_acquire)) {
@@ -130,8 +130,8 @@ void EngineCore::worker_main() {
     // close() sets the flag, then rings.
     if (stopping_.load(std::memory_order_acquire)) break;
     bump(counters_.sleeps);
-    // While anybody drives, look again now and then, so that frozen peers are noticed; when nothing has happened for a
-    // second, sleep for good. seq_cst: whoever leaves a transfer behind sees the flag, or we see the transfer.
+    // While anybody drives, look again now and then, so that frozen peers are noticed; when nothing has happened for
+    // 0.2 s, sleep for good. seq_cst: whoever leaves a transfer behind sees the flag, or we see the transfer.
     const uint64_t moves = moves_.load(std::memory_order_relaxed);
     quiet_sleeps = moves == moves_seen ? quiet_sleeps + 1 : 0;
     moves_seen = moves;

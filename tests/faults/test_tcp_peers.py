@@ -1,8 +1,10 @@
 """Peers over tcp that freeze, die, come back, idle or do not receive; and 10,000 transfers at once."""
 
 import queue
+import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from tests.support.operations import KINDS, Operations
 from tests.support.patterns import assert_same_bytes, pattern
 from tests.support.process import PeerProcess
 from tests.support.proxy import proxied
-from tests.support.tcp_wire import endpoints_of, with_ports
+from tests.support.tcp_wire import endpoints_of, reset, with_ports
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -330,3 +332,29 @@ def test_rail_at_whose_address_somebody_else_is_costs_no_peer_that_another_rail_
 
     assert engine.peer_state(there.address) == "connected"
     assert_same_bytes(target.array(), pattern(1, NBYTES))
+
+
+def wakings() -> int:
+    """How often threads of engines went to sleep so far."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "crossrail-work\n"]
+    status = [(task / "status").read_text() for task in tasks]
+    return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in status)
+
+
+def test_rail_that_stays_away_wakes_an_idle_engine_only_to_try_it(open_engine: EngineFactory) -> None:
+    engine, there = (open_engine(name, **TWO) for name in ("here", "there"))
+    source, target = engine.register(pattern(1, NBYTES)), there.register(np.zeros(NBYTES, np.uint8))
+    with socket.create_server(("127.0.0.2", 0)) as away:
+        away.settimeout(WAIT_S)
+        ports = endpoints_of(there.address.to_bytes())[0][1], away.getsockname()[1]
+        engine.connect(xr.Address.from_bytes(with_ports(there.address.to_bytes(), ports)), WAIT_S)
+        engine.submit_write(source, target.descriptor).wait(WAIT_S)  # long enough to want both
+
+        slept = []
+        for _ in range(8):  # less and less often, until once a second
+            attempt, _ = away.accept()
+            slept.append(wakings())
+            reset(attempt)
+
+        assert slept[-1] - slept[-2] < 25, "of 50 looks a second"
+    assert engine.peer_state(there.address) == "connected"

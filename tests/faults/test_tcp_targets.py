@@ -22,6 +22,7 @@ from tests.support.tcp_wire import Frame, Kind, RawAcceptor, RawPeer
 pytestmark = pytest.mark.timeout(120)
 
 REGION_CLOSED = 4  # Status, native/transport/types.h
+STALE = 6  # RefusalCode, native/transport/tcp/handshake.h
 
 
 @pytest.fixture
@@ -316,6 +317,28 @@ def test_moving_over_to_the_connection_that_the_peer_made_is_no_trouble(open_eng
 
             assert asked == link_id
             assert read_traffic(engine).rails[0].counts.broken == 0
+
+
+def test_connection_that_breaks_as_it_is_to_be_moved_is_counted(open_engine: EngineFactory) -> None:
+    """That it ended may be the move's own doing, until the peer refuses the move."""
+    engine = open_engine("here", **TCP)
+    with (
+        closing(RawAcceptor(engine.address, incarnation=SMALLEST)) as there,
+        connection_to(there, engine) as (own, _),
+    ):
+        peer = RawPeer(engine.address)
+        peer.sender = there.address.to_bytes()
+        with peer.connected() as shared:
+            _, channel, epoch, _ = share_asked(shared)
+            own.shutdown(socket.SHUT_WR)
+            assert wire.receive_frame(own)[0] == 0
+
+            shared.sendall(wire.frame(Frame.SHARED, struct.pack("<IIQ", channel, epoch, STALE)))
+            with there.accept() as again:
+                there.handshake(again)
+                eventually(lambda: engine.peer_state(there.address) == "connected", "connected again")
+
+                assert read_traffic(engine).rails[0].counts.broken == 1
 
 
 def test_links_that_both_came_back_share_a_connection_again(open_engine: EngineFactory) -> None:

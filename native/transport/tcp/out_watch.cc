@@ -118,11 +118,15 @@ void OutChannel::on_connect_result(ConnectResult result) {
     transport->mark_dirty(*link);
     return;
   }
-  trouble = result.text;
-  if (broken_at_ns == 0) broken_at_ns = now;
   retry_pause_ns = retry_pause_ns == 0 ? kRetryFirstNs : std::min(2 * retry_pause_ns, kRetryMaxNs);
   retry_at_ns = now + retry_pause_ns;
-  if (is_open()) return;    // was to move over to the peer's, and stays where it is
+  if (is_open()) return;  // was to move over to the peer's, and stays where it is
+  trouble = result.text;
+  if (broken_at_ns == 0) {
+    broken_at_ns = now;
+    // It broke when it was to move over: that was no end of a move, as OutStream::on_broken had to take it for.
+    if (stream != nullptr) transport->sink().on_rail_broken(*link, link->pairs[pair()].rail);
+  }
   bool is_reached = false;  // by another channel
   bool others = false;      // that still may come up, or are
   link->for_each_channel([&](OutChannel& other) {

@@ -21,6 +21,7 @@ constexpr uint32_t kHitsToUnwatch = 32;
 constexpr uint32_t kPollsPerClock = 4;
 constexpr int64_t kStoppedNs = 200'000'000;
 constexpr int64_t kPauseMaxNs = 500'000'000;  // between two looks: the rest we were away
+constexpr int64_t kIdleTickNs = 400'000'000;   // of links with nothing under way; less than that
 
 }  // namespace
 
@@ -115,10 +116,27 @@ bool TcpTransport::has_arrivals() {
 }
 
 Deadline TcpTransport::next_timer() const {
-  if (!watched_.empty() || !acceptors_.empty() || listeners_paused_until_ns_ != 0) return now_ns() + kTickNs;
-  const bool waits =
-      std::any_of(in_.begin(), in_.end(), [](const auto& item) { return item.second->unconnected_since_ns != 0; });
-  return waits ? now_ns() + 1'000'000'000 : kNoDeadline;
+  const int64_t now = now_ns();
+  const Deadline soon = now + kTickNs;
+  if (!acceptors_.empty() || listeners_paused_until_ns_ != 0) return soon;
+  Deadline next = kNoDeadline;
+  for (const auto& [key, link] : in_) {
+    if (link->unconnected_since_ns != 0) next = now + 1'000'000'000;
+  }
+  for (const OutLink* link : watched_) next = std::min(next, std::max(soon, next_look_at(*link, now)));
+  return next;
+}
+
+// A rail that is down may stay so for days: it wakes nobody but to be tried again.
+int64_t TcpTransport::next_look_at(const OutLink& link, int64_t now) const {
+  if (!link.up || link.outstanding > 0 || link.frozen || link.doom) return now;
+  int64_t next = now + kIdleTickNs;
+  for (const auto& channel : link.channels) {
+    if (channel == nullptr || !channel->wanted || channel->is_connecting()) continue;
+    if (channel->in_doubt || should_move(*channel)) return now;
+    if (!channel->is_open()) next = std::min(next, channel->retry_at_ns);
+  }
+  return next;
 }
 
 void TcpTransport::arm() {

@@ -149,6 +149,8 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void drop(InLink& link);
   uint32_t poll_sockets();
   void tick();
+  // When it is to be tended, while everybody sleeps.
+  int64_t next_look_at(const OutLink& link, int64_t now) const;
 
   Sink* const sink_;
   const TransportOptions options_;
