@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 import select
@@ -16,13 +17,15 @@ import pytest
 from aiohttp import web
 
 from crossrail.kv import messages as m
+from crossrail.kv.decoder import Decoder
 from crossrail.kv.http import Front
 from crossrail.kv.listener import Listener
 from crossrail.kv.model import Tokens
+from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.rendezvous import RouterNotFound, find_by_http
-from crossrail.kv.toy import ToyTokenizer
+from crossrail.kv.toy import ToyModel, ToyTokenizer
 from tests.kv.conftest import quiet, start, until
-from tests.support.kv_cluster import ROUTER, SECRET, Cluster, monolithic, prompt_of
+from tests.support.kv_cluster import LAYOUT, ROUTER, SECRET, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 from tests.support.metrics import read
 from tests.support.promql import assert_answered
@@ -268,6 +271,76 @@ async def test_what_makes_no_sense_is_refused_in_words(
     assert response.status == 400
 
 
+@pytest.mark.parametrize(
+    ("sent", "param"),
+    [
+        ('{"prompt": "x", "max_tokens": 0}', "max_tokens"),
+        ('{"prompt": [1, -1]}', "prompt"),
+        ('{"prompt": "x", "tools": []}', "tools"),
+        ("{}", "prompt"),
+        ('{"prompt": "x", "n": 2}', "n"),
+        ('{"prompt": ["x", "y"]}', "prompt"),
+        ('{"prompt": "x", "stream_options": {}}', "stream_options"),
+        ('{"prompt": ""}', None),
+        ('{"prompt": ', None),
+        ("[]", None),
+        ("", None),
+    ],
+)
+async def test_error_names_the_field(url: str, client: aiohttp.ClientSession, sent: str, param: str | None) -> None:
+    async with client.post(url + "/v1/completions", data=sent) as response:
+        error = (await response.json())["error"]
+    assert (error["param"], error["code"], error["type"]) == (param, 400, "invalid_request_error")
+    assert param is not None or error["message"].startswith(("the prompt is empty", "the body is no JSON"))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/", 404, "there is no / here"),
+        ("POST", "/v1/chat/completions", 404, "there is no /v1/chat/completions here"),
+        ("GET", "/v1/models/other", 404, "no decoder has model 'other'; there are none"),
+        ("GET", "/v1/requests/other", 404, "no request 'other' has ended here, or it is long ago"),
+        ("OPTIONS", "/v1/completions", 405, "/v1/completions takes POST, not OPTIONS"),
+        ("POST", "/v1/models", 405, "/v1/models takes GET or HEAD, not POST"),
+        ("POST", "/v1/completions", 413, "Maximum request body size 16777216 exceeded."),
+    ],
+)
+async def test_what_http_itself_refuses_is_an_error_as_any_other(
+    url: str, client: aiohttp.ClientSession, method: str, path: str, status: int, words: str
+) -> None:
+    data = io.BytesIO(b" " * (17 << 20 if status == 413 else 0))
+    async with client.request(method, url + path, data=data) as response:
+        error = {"message": words, "type": "invalid_request_error", "param": None, "code": status}
+        assert (response.status, await response.json()) == (status, {"error": error})
+        if status == 405:
+            assert response.headers["Allow"] == ("POST" if "completions" in path else "GET, HEAD")
+
+
+async def test_models_are_told_as_openai_does(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
+    await start(cluster)
+    async with client.get(url + "/v1/models") as response:
+        listed = await response.json()
+    [model] = listed["data"]
+    assert listed["object"] == "list"
+    assert model | {"created": 0} == {"id": model["id"], "object": "model", "created": 0, "owned_by": "crossrail"}
+    async with client.get(f"{url}/v1/models/{model['id']}") as response:
+        assert await response.json() == model
+
+
+async def test_answer_tells_the_model_that_has_made_it(
+    cluster: Cluster, url: str, client: aiohttp.ClientSession
+) -> None:
+    """And not that of some other decoder: here one whose prefiller is not there."""
+    model = ToyModel(LAYOUT, seed=2)
+    for kind, name in ((Prefiller, "p"), (Decoder, "d")):
+        cluster.host(kind, name, model)
+    cluster.host(Decoder, "another", ToyModel(LAYOUT, seed=1))
+    await asyncio.wait_for(cluster.joined(), WAIT_S)
+    async with client.post(url + "/v1/completions", json=body()) as response:
+        assert (await response.json())["model"] == model.name
+
+
 async def test_statuses_say_what_to_do(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:
     cluster.router.options = replace(ROUTER, requests_max=1, queue_s=0.1)
     async with client.post(url + "/v1/completions", json=body()) as response:
@@ -296,7 +369,9 @@ async def test_decoder_that_dies_ends_a_stream_in_words(
         await response.content.readline()
         await cluster.kill("d0")
         rest = (await response.content.read()).decode()
-    assert "its decoder is gone" in rest and '"type":"error"' in rest
+    error = json.loads(next(line for line in rest.split("data: ") if line.startswith('{"error"')))["error"]
+    assert error["message"].startswith("error: its decoder is gone")
+    assert (error["type"], error["code"]) == ("server_error", 502)
 
 
 async def test_timeline_of_a_request(cluster: Cluster, url: str, client: aiohttp.ClientSession) -> None:

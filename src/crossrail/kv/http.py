@@ -2,7 +2,7 @@
 
     POST /v1/completions        prompt (text or token ids), max_tokens, temperature, top_p, seed, stop, stream,
                                 stream_options, ignore_eos
-    GET  /v1/models, /v1/nodes  what is served, and by whom
+    GET  /v1/models, /v1/nodes  what is served, and by whom; /v1/models/NAME: one of them
     GET  /v1/requests/ID        how it ended, its timeline; also /trace (Chrome trace) and /timeline.svg below it
     GET  /health, /metrics      200 or 503; Prometheus
     GET  /kv/router             the address of the router's engine, for nodes (rendezvous.py)
@@ -34,6 +34,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv import rendezvous
 from crossrail.kv.errors import DuplicateRequest
+from crossrail.kv.http_errors import FieldError, error_object, refusal
 from crossrail.kv.listener import PATIENCE_S, HttpHandler, Listener
 from crossrail.kv.metrics import Metrics
 from crossrail.kv.model import Tokenizer, Tokens
@@ -111,7 +112,8 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
             return cast(list[int], self.prompt)
         if len(self.prompt) > 1:
             count = len(self.prompt)
-            raise UsageError(f"`prompt` has {count} entries, not all of them token ids: a list of prompts may have one")
+            words = f"`prompt` has {count} entries, not all of them token ids: a list of prompts may have one"
+            raise FieldError(words, "prompt")
         return cast("str | list[int]", self.prompt[0])
 
     def sampling(self) -> m.Sampling:
@@ -119,9 +121,9 @@ class CompletionBody(msgspec.Struct, forbid_unknown_fields=True):
         for name, done in _DONE_ANYWAY.items():
             if (value := getattr(self, name)) is not None and value not in done:
                 only = f", only {' or '.join(map(json.dumps, done))}" if done else ""
-                raise UsageError(f"`{name}` = {m.clipped(json.dumps(value))} is not supported{only}")
+                raise FieldError(f"`{name}` = {m.clipped(json.dumps(value))} is not supported{only}", name)
         if self.stream_options is not None and not self.stream:
-            raise UsageError("`stream_options` is given, and `stream` is not true")
+            raise FieldError("`stream_options` is given, and `stream` is not true", "stream_options")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         # Drawn here, not at a decoder: one that goes on where another died has to draw the same.
         given.setdefault("seed", secrets.randbits(63))
@@ -156,14 +158,16 @@ class Front:
         self._tokenizer = tokenizer
         self._token = rendezvous.token(secret)
         self.metrics = Metrics(router)
-        self._listener = Listener(patience_s)
+        self._listener = Listener(patience_s, refusal)
         self._encoding = ThreadPoolExecutor(1, "crossrail-encode")
+        self._begun_at = int(time.time())
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port, which the system chooses for 0. OSError when it cannot."""
         app = web.Application(client_max_size=_BODY_BYTES_MAX)
         handlers: dict[str, HttpHandler] = {
             "/v1/models": self._models,
+            "/v1/models/{model:.+}": self._model,  # names may have slashes
             "/v1/nodes": self._nodes,
             "/v1/requests/{request}": self._request,
             "/v1/requests/{request}/trace": self._trace,
@@ -189,7 +193,7 @@ class Front:
         try:
             body = _decoder.decode(await self._listener.body(http))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise UsageError(str(error)) from None
+            raise FieldError.of_json(error) from None
         prompt = await self._prompt(body)
         sampling = body.sampling()
         name = http.headers.get("X-Request-Id") or None
@@ -209,7 +213,7 @@ class Front:
             response: web.StreamResponse
             async with contextlib.aclosing(self._timed(chunks, begun_s)) as timed:
                 enough = partial(self._router.has_enough, name, "a stop text came")
-                answer = _Answer(name, body.model or self._served_model(), len(prompt), self._text(body), enough)
+                answer = _Answer(name, len(prompt), self._text(body), enough)
                 taking = partial(self._listener.taking, http)
                 if body.stream:
                     tells_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
@@ -231,7 +235,7 @@ class Front:
         if not isinstance(prompt, str):
             return np.array(prompt, np.int32)
         if self._tokenizer is None:
-            raise UsageError("this router has no tokenizer: the prompt must be token ids")
+            raise FieldError("this router has no tokenizer: the prompt must be token ids", "prompt")
         if len(prompt) <= _TEXT_SHORT:
             return self._tokenizer.encode(prompt)
         # Takes seconds, in which other requests and the nodes are to be heard; long ones wait for each other. Nothing
@@ -242,7 +246,7 @@ class Front:
     def _text(self, body: CompletionBody) -> TextStream:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         if stops and self._tokenizer is None:
-            raise UsageError("this router has no tokenizer: `stop` needs one")
+            raise FieldError("this router has no tokenizer: `stop` needs one", "stop")
         return TextStream(self._tokenizer, stops)
 
     async def _timed(self, chunks: AsyncGenerator[Chunk, None], begun_s: float) -> AsyncGenerator[Chunk, None]:
@@ -256,12 +260,20 @@ class Front:
 
     # --- looking ---
 
-    def _served_model(self) -> str:
-        return next((member.record.model for member in self._router.roster.members("decoder")), "")
-
     async def _models(self, _: web.Request) -> web.Response:
-        names = sorted({member.record.model for member in self._router.roster.members("decoder")})
-        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
+        return web.json_response({"object": "list", "data": [self._model_object(name) for name in self._model_names()]})
+
+    async def _model(self, http: web.Request) -> web.Response:
+        name = http.match_info["model"]
+        if name not in (names := self._model_names()):
+            raise web.HTTPNotFound(text=f"no decoder has model {name!r}; there are {', '.join(names) or 'none'}")
+        return web.json_response(self._model_object(name))
+
+    def _model_names(self) -> list[str]:
+        return sorted({member.record.model for member in self._router.roster.members("decoder")})
+
+    def _model_object(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self._begun_at, "owned_by": "crossrail"}
 
     async def _nodes(self, _: web.Request) -> web.Response:
         members = [*self._router.roster.members("prefiller"), *self._router.roster.members("decoder")]
@@ -293,7 +305,7 @@ class Front:
     def _ended(self, name: str) -> m.End:
         end = self._router.ended(name)
         if end is None:
-            raise web.HTTPNotFound(text=f"no request {name!r} has ended here, or it is long ago\n")
+            raise web.HTTPNotFound(text=f"no request {name!r} has ended here, or it is long ago")
         return end
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -306,17 +318,16 @@ class Front:
     async def _address(self, http: web.Request) -> web.Response:
         given = http.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
-            raise web.HTTPForbidden(text="this takes the cluster's secret, and it is another one\n")
+            # For a node's log, not for a client of OpenAI's.
+            return web.Response(status=403, text="this takes the cluster's secret, and it is another one\n")
         return web.Response(body=self._router.mailbox.address)
 
 
 class _Answer:
     """How tokens of one request go back to its client. enough: tells the router that no more are wanted."""
 
-    def __init__(
-        self, name: str, model: str, prompt_tokens: int, text: TextStream, enough: Callable[[], object]
-    ) -> None:
-        self._frame = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}
+    def __init__(self, name: str, prompt_tokens: int, text: TextStream, enough: Callable[[], object]) -> None:
+        self._frame = {"id": name, "object": "text_completion", "created": int(time.time()), "model": ""}
         self._prompt_tokens = prompt_tokens
         self._text = text
         self._enough = enough
@@ -329,7 +340,7 @@ class _Answer:
             tokens += taken
             text += words
             if chunk.end is not None and (status := _END_STATUS.get(reason or "")):
-                return _refusal(status, f"{reason}: {chunk.end.detail}")
+                return refusal(status, f"{reason}: {chunk.end.detail}")
             if reason is not None:
                 return web.json_response(self._object(tokens, text, reason) | self._usage(len(tokens)))
         raise RequestFailed("its tokens ended without an end")
@@ -343,7 +354,7 @@ class _Answer:
         """
         first = await anext(chunks)
         if first.end is not None and (status := _END_STATUS.get(first.end.reason)):
-            return _refusal(status, f"{first.end.reason}: {first.end.detail}")
+            return refusal(status, f"{first.end.reason}: {first.end.detail}")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
         count = 0
@@ -358,7 +369,7 @@ class _Answer:
                 event |= self._usage(count)
             failure = chunk.end if reason in _END_STATUS else None
             if failure is not None:
-                event = {"error": {"message": f"{reason}: {failure.detail}", "type": reason}}
+                event = error_object(_END_STATUS[failure.reason], f"{reason}: {failure.detail}")
             with taking():
                 await response.write(_event(event))
             if reason is not None:
@@ -374,6 +385,7 @@ class _Answer:
     def _take(self, chunk: Chunk) -> tuple[list[int], str, str | None]:
         """Its tokens up to the one that completes a stop, their text as far as it is known, and why it was the last."""
         text = ""
+        self._frame["model"] = chunk.model
         for count, token in enumerate(chunk.tokens, 1):
             text += self._text.add([token])
             if self._text.stopped:
@@ -396,11 +408,6 @@ def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-def _refusal(status: int, words: str) -> web.Response:
-    headers = {"Retry-After": "1"} if status == 429 else None
-    return web.json_response({"error": {"message": words, "code": status}}, status=status, headers=headers)
-
-
 def _in_words(handler: HttpHandler) -> HttpHandler:
     """Our errors as statuses. No middleware: aiohttp keeps those of dead applications, and all that they refer to."""
 
@@ -409,7 +416,7 @@ def _in_words(handler: HttpHandler) -> HttpHandler:
             return await handler(request)
         except CrossrailError as error:
             status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 502)
-            return _refusal(status, str(error))
+            return refusal(status, str(error), getattr(error, "param", None))
 
     return answer
 

@@ -32,10 +32,11 @@ class RequestFailed(CrossrailError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens that came together, and the end, if this is the last."""
+    """Tokens that came together, and the end, if this is the last. model: that of the decoder that sent them."""
 
     tokens: list[int]
     end: m.End | None = None
+    model: str = ""
 
 
 @dataclass
@@ -90,7 +91,8 @@ class Running:
         self.tokens += fresh
         self.ended = end is not None
         if fresh or end is not None:
-            self.chunks.put_nowait(Chunk(fresh, end))
+            model = self.decoder.record.model if self.decoder is not None else ""
+            self.chunks.put_nowait(Chunk(fresh, end, model))
 
     def finish(self, reason: m.EndReason, detail: str) -> None:
         """Ends it from this side."""

@@ -1,0 +1,49 @@
+"""What the front says when it does not do what it was asked: OpenAI's errors, whatever their status.
+
+    {"error": {"message": "in words", "type": "invalid_request_error", "param": "max_tokens", "code": 400}}
+
+param: the field of the body that is to blame, if it is one. code: the HTTP status, also where none can be sent any more
+because a stream has begun.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from aiohttp import web
+
+from crossrail.errors import UsageError
+
+_TYPES = {429: "rate_limit_error"}
+# Of msgspec's words: "... - at `$.prompt[0]`", "... unknown field `tools`", "... missing required field `prompt`".
+_FIELD = re.compile(r"`\$\.(\w+)|field `(\w+)`")
+
+
+class FieldError(UsageError):
+    """A field of the body is wrong, or not served; param: which, if it is one. HTTP 400."""
+
+    def __init__(self, words: str, param: str | None) -> None:
+        super().__init__(words)
+        self.param = param
+
+    @classmethod
+    def of_json(cls, error: Exception) -> FieldError:
+        """Of what decoding the body has raised."""
+        if isinstance(error, UnicodeDecodeError):
+            return cls("the body is no JSON: it is not in UTF-8", None)
+        words = str(error)
+        if (found := _FIELD.search(words)) is not None:
+            return cls(words, found[1] or found[2])
+        return cls(f"the body is no JSON object: {words}", None)
+
+
+def error_object(status: int, words: str, param: str | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": words, "type": kind, "param": param, "code": status}}
+
+
+def refusal(status: int, words: str, param: str | None = None) -> web.Response:
+    """The whole answer."""
+    headers = {"Retry-After": "1"} if status == 429 else None
+    return web.json_response(error_object(status, words, param), status=status, headers=headers)
