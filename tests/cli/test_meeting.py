@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import crossrail as xr
 from crossrail.cli import meeting
 from crossrail.cli.meeting import Meeting, ask, split_url
-from crossrail.errors import UsageError
+from crossrail.errors import CrossrailError, UsageError
 from tests.support.limits import WAIT_S
 
 SECRET = b"0123456789abcdef"
@@ -152,7 +152,7 @@ def test_who_is_no_serve_is_named(answer: Callable[[socket.socket], object], wor
 def test_nobody_there_is_said_with_the_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(UsageError, match=f"serve --listen {port}"):
+    with pytest.raises(CrossrailError, match=f"serve --listen {port}"):
         ask("127.0.0.1", port, SECRET)
 
 
@@ -174,7 +174,7 @@ def test_who_takes_no_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(("127.0.0.1", port))
-        with pytest.raises(UsageError, match="no answer"):
+        with pytest.raises(CrossrailError, match="no answer"):
             ask("127.0.0.1", port, SECRET)
 
 

@@ -30,7 +30,7 @@ from crossrail.cli.main import main
 from crossrail.cli.push import Pusher, destination
 from crossrail.cli.serve import Limits, Server
 from crossrail.cli.source import SourceFile
-from crossrail.errors import UsageError
+from crossrail.errors import CrossrailError, UsageError
 from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S, eventually
 
@@ -351,7 +351,7 @@ def test_published_name_resolves_until_it_is_closed(names: Path, engine: xr.Engi
         assert rendezvous.resolve(f"{published.name}:a/b:c") == (engine.address, "a/b:c")
         assert rendezvous.resolve(f"{published.path}:d") == (engine.address, "d")
 
-    with pytest.raises(UsageError, match="none is running"):
+    with pytest.raises(CrossrailError, match="none is running"):
         rendezvous.resolve(published.name)
 
 

@@ -82,6 +82,74 @@ def test_option_that_does_not_exist(words: list[str], command: click.Command) ->
 
 
 @pytest.mark.parametrize(("words", "command"), EVERY, ids=NAMES)
+def test_word_without_end_is_clipped(words: list[str], command: click.Command) -> None:
+    """The error says what is wrong with it, and does not fill the screen."""
+    text = refused(run(*words, *with_arguments(command), "--" + "x" * 5000))
+    assert "xxx...xxx" in text and len(text) < 400
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["push", __file__, "tcp://LONG:1/"],
+        ["explain", "tcp://LONG:1"],
+        ["bench", "run", "LONG"],
+        ["bench", "serve", "--bind=LONG"],
+    ],
+    ids=["push", "explain", "bench run", "bench serve"],
+)
+def test_host_of_a_name_that_none_can_have(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSRAIL_SECRET", "of this test")
+    text = refused(run(*(word.replace("LONG", "x" * 5000) for word in words)))
+    assert "is not the name of a host" in text and len(text) < 400
+
+
+def test_demo_leaves_nothing_where_it_runs(tmp_path: Path) -> None:
+    words = ["kv", "demo", "--prompt-tokens=64", "--max-tokens=2", "--prefillers=1", "--token-us=0"]
+    with started(*words, stdout=subprocess.PIPE, cwd=tmp_path) as process:
+        output, errors = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0 and "ok: 2 tokens" in output, errors
+    assert not list(tmp_path.iterdir())
+
+
+WITHOUT = """
+import sys
+from crossrail.cli.main import main
+sys.modules["MODULE"] = None
+main(prog_name="crossrail")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "extra"),
+    [
+        ("aiohttp", "kv demo", "kv"),
+        ("aiohttp", "kv router", "kv"),
+        ("torch", "moe demo", "transformers"),
+        ("transformers", "weights rl", "transformers"),
+    ],
+)
+def test_extra_that_is_not_installed(module: str, words: str, extra: str) -> None:
+    done = without(module, *words.split())
+    assert done.returncode == 2 and not done.stdout
+    assert re.fullmatch(rf"error: crossrail .* needs .*: pip install 'crossrail\[{extra}\]' \[.*\]\n", done.stderr)
+
+
+def test_completion_where_an_extra_is_not_installed() -> None:
+    asked = {"_CROSSRAIL_COMPLETE": "bash_complete", "COMP_WORDS": "crossrail kv r", "COMP_CWORD": "2"}
+    done = without("aiohttp", **asked)
+    assert (done.stdout, done.stderr) == ("plain,router\n", "")
+
+
+def without(module: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`crossrail WORDS` where that module cannot be imported."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT.replace("MODULE", module), *words],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, env=os.environ | environment, timeout=LONG_S,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "command"), EVERY, ids=NAMES)
 def test_help_on_a_narrow_terminal_without_colour(words: list[str], command: click.Command) -> None:
     result = run(*words, "--help", COLUMNS="20", NO_COLOR="1", TERM="dumb")
     assert result.exit_code == 0 and not result.stderr

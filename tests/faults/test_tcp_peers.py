@@ -356,5 +356,6 @@ def test_rail_that_stays_away_wakes_an_idle_engine_only_to_try_it(open_engine: E
             slept.append(wakings())
             reset(attempt)
 
-        assert slept[-1] - slept[-2] < 25, "of 50 looks a second"
+        between = [after - before for before, after in zip(slept, slept[1:], strict=False)]
+        assert min(between[-3:]) < 25, "of 50 looks a second"
     assert engine.peer_state(there.address) == "connected"

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 
 import click
 
 from crossrail.errors import UsageError
+
+
+def require(command: str, extra: str, *modules: str) -> None:
+    """UsageError that names the extra of `crossrail COMMAND` if one of the modules is not installed."""
+    for module in modules:
+        if not _is_installed(module):
+            raise UsageError(f"crossrail {command} needs {module}: pip install 'crossrail[{extra}]'")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # sys.modules says that it must not be imported
+        return False
 
 
 class LazyGroup(click.Group):
@@ -34,6 +49,8 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("crossrail"):
                 raise
+            if ctx.resilient_parsing:  # a shell that completes: the name is there, its options are not known
+                return click.Command(cmd_name, help=self._lazy[cmd_name][1])
             raise UsageError(f"crossrail {package} needs {error.name}: pip install 'crossrail[{package}]'") from None
         command = getattr(module, cmd_name)
         assert isinstance(command, click.Command)

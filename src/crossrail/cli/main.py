@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from crossrail.cli.text import shown_lines
+from crossrail.cli.text import clipped, shown_lines
 from crossrail.errors import CrossrailError, UsageError
 
 # Exit codes: 0 done, 1 it failed, 2 wrong usage (click's own), 130 interrupted (128 + SIGINT, as shells have it).
@@ -66,10 +66,16 @@ class CommandGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does; what it complains of is clipped."""
+        with clipped_complaints():
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; what it raises becomes one line on stderr and an exit code."""
         try:
-            result = super().invoke(ctx)
+            with clipped_complaints():
+                result = super().invoke(ctx)
             if sys.stdout is not None:  # whoever started us may have closed it
                 sys.stdout.flush()  # what is still in it must fail here, if it does
         except (click.exceptions.Exit, click.Abort, click.ClickException):
@@ -89,9 +95,19 @@ class CommandGroup(click.Group):
         return result
 
 
+@contextmanager
+def clipped_complaints() -> Iterator[None]:
+    """click's errors repeat what was given, however long it is."""
+    try:
+        yield
+    except click.ClickException as error:
+        error.message = clipped(error.message)
+        raise
+
+
 def said_of(error: Exception) -> str:
     """What a user is told. Peers choose their names, and files theirs: none of it steers the terminal."""
-    return shown_lines(_words_of(error))
+    return clipped(shown_lines(_words_of(error)))
 
 
 def _words_of(error: Exception) -> str:

@@ -132,7 +132,10 @@ class Meeting:
 def _listening_socket(at: str | None, port: int) -> socket.socket:
     """None: on all addresses of this host, of both families where there are two."""
     if at is not None:
-        family, _, _, _, place = socket.getaddrinfo(at, port, type=socket.SOCK_STREAM)[0]
+        try:
+            family, _, _, _, place = socket.getaddrinfo(at, port, type=socket.SOCK_STREAM)[0]
+        except UnicodeError:
+            raise UsageError(f"{at!r} is not the name of a host") from None
         # All of it: an IPv6 address may be of one interface, as in fe80::1%eth0.
         return socket.create_server(place, family=family, backlog=_BACKLOG)
     both = socket.has_dualstack_ipv6()
@@ -151,16 +154,17 @@ def split_url(url: str) -> tuple[str, int, str]:
         parts = urlsplit(url)
         port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError as error:
-        raise UsageError(f"{url} is no tcp://HOST:PORT/DST: {error}") from None
+        raise UsageError(f"{url} is not a URL like tcp://HOST:PORT/DST: {error}") from None
     if not parts.hostname or parts.username is not None or parts.query or parts.fragment or not 1 <= port <= 65535:
-        raise UsageError(f"{url} is no tcp://HOST:PORT/DST")
+        raise UsageError(f"{url} is not a URL like tcp://HOST:PORT/DST")
     return parts.hostname, port, parts.path.removeprefix("/")
 
 
 def ask(host: str, port: int, secret: bytes, kind: Kind = SERVE) -> xr.Address:
     """The address of the engine of the serve of that kind there. Blocks for at most some seconds.
 
-    UsageError when there is none, or it does not know the secret; CrossrailError when something else answers.
+    UsageError without a secret, for what is not the name of a host, and when the serve does not know the secret;
+    CrossrailError when nothing answers there, or something else does.
     """
     if not secret:
         raise UsageError(f"the serve at {host} wants the secret that it printed: set {SECRET_VARIABLE} to it")
@@ -174,13 +178,15 @@ def ask(host: str, port: int, secret: bytes, kind: Kind = SERVE) -> xr.Address:
                     f"{where} takes connections and is silent: not a {kind.name} (wrong port?), or one that is stopped"
                 ) from None
     except TimeoutError:
-        raise UsageError(f"no answer from {where}: the host is down, or a firewall drops the packets") from None
+        raise CrossrailError(f"no answer from {where}: the host is down, or a firewall drops the packets") from None
     except ConnectionRefusedError:
-        raise UsageError(
+        raise CrossrailError(
             f"no {kind.name} listens at {where}; start one there with: {kind.start.format(port=port)}"
         ) from None
     except OSError as error:
-        raise UsageError(f"{where} cannot be reached: {error.strerror or error}") from None
+        raise CrossrailError(f"{where} cannot be reached: {error.strerror or error}") from None
+    except UnicodeError:
+        raise UsageError(f"{host!r} is not the name of a host") from None
 
 
 class _Bounded:

@@ -147,7 +147,7 @@ def living_names() -> list[str]:
 def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
     """`NAME:DST` or `tcp://HOST[:PORT]/DST` -> (address of that serve, DST). DST may be empty.
 
-    NAME is a serve's name, or the path of an address file (it has a slash in it). UsageError when no such serve runs.
+    NAME is a serve's name, or the path of an address file (it has a slash in it). CrossrailError when no such serve runs.
     secret: shared with serves on other hosts.
     """
     if target.startswith(meeting.SCHEME):
@@ -157,14 +157,14 @@ def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
     by_path = "/" in name
     path = Path(name) if by_path else runtime_dir() / (check_name(name) + _SUFFIX)
     if not _is_alive(path, remove=not by_path):
-        raise UsageError(_no_such_serve(name))
+        raise CrossrailError(_no_such_serve(name))
     return _read_address(path), dst
 
 
 def _no_such_serve(name: str) -> str:
     names = living_names()
     running = f"running: {', '.join(names)}" if names else "none is running; start one with: crossrail serve"
-    return f"no crossrail serve of the name {name} runs on this host ({running}). On other hosts: tcp://HOST:PORT/"
+    return f"no crossrail serve named {name!r} runs on this host ({running}). On other hosts: tcp://HOST:PORT/"
 
 
 def _read_address(path: Path) -> xr.Address:

@@ -16,6 +16,7 @@ from crossrail._text import plain
 _STEPS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgtp]?)(i?b)?", re.IGNORECASE)
 RAILS_MAX = 16
+_LONG_WORD = re.compile(r"(\S{120})\S{80,}(\S{40})")
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
@@ -37,6 +38,11 @@ def format_count(count: int, noun: str) -> str:
 def shown_lines(text: str) -> str:
     """plain() of a text with lines of ours."""
     return "\n".join(plain(line) for line in text.splitlines())
+
+
+def clipped(text: str) -> str:
+    """Words of more than 240 characters without their middle: errors repeat what they were given, however long."""
+    return _LONG_WORD.sub(r"\1...\2", text)
 
 
 def gb_per_s(nbytes: float, took_s: float) -> float:

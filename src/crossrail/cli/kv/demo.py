@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from crossrail.cli.group import require
 from crossrail.cli.kv.common import open_model, open_tokenizer, parse_options, tokenizer_of
 from crossrail.cli.kv.local import Client, Processes
 from crossrail.cli.text import FloatRange, OutputFolder
@@ -132,7 +133,7 @@ def _monolithic(model: Model, plan: _Plan) -> _Outcome:
     return asyncio.run(run())
 
 
-def _show_timeline(client: Client, request: str, out: Path, console: Console) -> None:
+def _show_timeline(client: Client, request: str, out: Path | None, console: Console) -> None:
     spans = client.timeline(request)
     table = Table(title="where the time went")
     for column in ("what", "from ms", "for ms"):
@@ -144,6 +145,8 @@ def _show_timeline(client: Client, request: str, out: Path, console: Console) ->
         longest_ms = max(span.length_s for span in layers) * 1e3
         table.add_row(f"{len(layers)} transfers of a layer", f"{layers[0].begin_s * 1e3:.2f}", f"<= {longest_ms:.2f}")
     console.print(table)
+    if out is None:
+        return
     out.mkdir(parents=True, exist_ok=True)
     (out / "timeline.json").write_bytes(client.get(f"/v1/requests/{request}/trace"))
     (out / "timeline.svg").write_bytes(client.get(f"/v1/requests/{request}/timeline.svg"))
@@ -178,7 +181,9 @@ def _show_timeline(client: Client, request: str, out: Path, console: Console) ->
 @click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Ranks of each node.")
 @click.option("--transport", default="auto", show_default=True)
 @click.option("--kill", "kills", is_flag=True, help="Kill the prefiller at work in the middle.")
-@click.option("--out", default="kv-demo", show_default=True, type=OutputFolder())
+@click.option(
+    "--out", type=OutputFolder(), help="Write where the time went to this folder, as a picture and for chrome://tracing."
+)
 def demo(
     model: str,
     model_options: tuple[str, ...],
@@ -193,9 +198,10 @@ def demo(
     tp: int,
     transport: str,
     kills: bool,
-    out: Path,
+    out: Path | None,
 ) -> None:
     """Prompt in, tokens out, from several processes; checked against one node alone."""
+    require("kv demo", "kv", "aiohttp")  # here rather than in each process that it starts
     tokenizer = tokenizer_of(model)
     text: str | list[int] = prompt or (_TEXT * (prompt_tokens // len(_TEXT) + 1))[:prompt_tokens]
     if tokenizer == "none":

@@ -6,7 +6,6 @@ float32 and in bfloat16, and in float32 also the logits of the whole model. All 
 
 from __future__ import annotations
 
-import importlib.util
 import secrets
 import tempfile
 from dataclasses import asdict
@@ -18,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from crossrail.cli.child import Child, Children
+from crossrail.cli.group import require
 from crossrail.cli.text import format_bytes
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import CrossrailError
 
 if TYPE_CHECKING:
     from crossrail.cli.moe.model import ModelSpec
@@ -37,9 +37,7 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 @click.option("--transport", default="shm", show_default=True)
 def demo(ranks: int, experts: int, tokens: int, seed: int, transport: str) -> None:
     """Run a small Qwen3-MoE of transformers, its experts spread over processes, and compare it with one process."""
-    for module in ("torch", "transformers"):
-        if importlib.util.find_spec(module) is None:
-            raise UsageError(f"crossrail moe demo needs {module}: pip install 'crossrail[transformers]'")
+    require("moe demo", "transformers", "torch", "transformers")
     from crossrail.cli.moe.model import ModelSpec
 
     console = Console()

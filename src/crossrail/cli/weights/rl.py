@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from statistics import fmean
 
 import click
@@ -12,9 +11,9 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from crossrail.cli.group import require
 from crossrail.cli.text import format_bytes
 from crossrail.cli.weights.rl_loop import SERVED, RlOptions, RlStep, run_rl
-from crossrail.errors import UsageError
 
 
 @click.command()
@@ -30,9 +29,7 @@ def rl(steps: int, trainers: int, batch: int, seed: int, transport: str) -> None
 
     After each update both inference ranks compare all they have with the converted checkpoint.
     """
-    for module in ("torch", "transformers"):
-        if importlib.util.find_spec(module) is None:
-            raise UsageError(f"crossrail weights rl needs {module}: pip install 'crossrail[transformers]'")
+    require("weights rl", "transformers", "torch", "transformers")
     asyncio.run(_show(RlOptions(steps, trainers, batch, seed, transport)))
 
 
