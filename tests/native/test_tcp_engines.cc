@@ -1,7 +1,10 @@
 // Engines over tcp with many threads at once: what ThreadSanitizer looks at.
+#include <dlfcn.h>
 #include <doctest/doctest.h>
+#include <sys/epoll.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <string>
 #include <thread>
@@ -147,4 +150,63 @@ TEST_CASE("tcp: cancels, forgotten peers and closing engines, all at once") {
   target->close(0);
 }
 
+// --- a kernel that watches no more sockets ---
+
+namespace {
+
+std::atomic<bool> refuses_watches{false};
+std::atomic<int> paused{0};
+std::atomic<int> refused{0};
+
+}  // namespace
+
+TEST_CASE("tcp: a socket that epoll does not take back goes on being read and written") {
+  EngineRef a = open("a");
+  EngineRef b = open("b");
+  constexpr uint64_t kBytes = 8 << 20;
+  RegionRef src = a->alloc(kBytes, false);
+  RegionRef dst = b->alloc(kBytes, false);
+  RemoteRegionRef remote = a->remote_region(dst->descriptor());
+  const auto write = [&](uint64_t length) {
+    finish(a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = length, .imm = 1}));
+  };
+  const Deadline until = now_ns() + 60'000'000'000;
+  uint64_t writes = 0;
+  const auto write_until = [&](const auto& condition) {
+    while (!condition() && now_ns() < until) write(++writes % 64 == 0 ? kBytes : 8);
+    REQUIRE(condition());
+  };
+  write_until([&] { return writes == 64; });  // all is connected
+  paused = refused = 0;
+  write_until([&] { return paused > 0; });
+
+  EngineRef newcomer = open("newcomer");
+  RegionRef theirs = newcomer->alloc(8, false);
+  RemoteRegionRef lost = newcomer->remote_region(dst->descriptor());
+
+  refuses_watches = true;
+  write_until([&] { return refused > 0; });
+  for (int i = 0; i < 10; ++i, ++writes) write(i == 0 ? kBytes : 8);
+  finish(newcomer->submit_write({.src = theirs.get(), .dst = lost.get(), .length_bytes = 8}), Status::kPeerLost);
+  refuses_watches = false;
+  for (int i = 0; i < 10; ++i, ++writes) write(8);
+
+  CHECK(b->imm_counter(1)->wait(static_cast<uint32_t>(writes), deadline_in(60), {}) == WaitResult::kReady);
+  for (const EngineRef& engine : {a, b, newcomer}) engine->close(kPatience);
+}
+
 }  // namespace crossrail
+
+// In front of libc's, for the whole program.
+extern "C" int epoll_ctl(int set, int operation, int fd, epoll_event* event) {
+  using namespace crossrail;
+  if (operation == EPOLL_CTL_ADD && refuses_watches) {
+    ++refused;
+    errno = ENOSPC;
+    return -1;
+  }
+  if (operation == EPOLL_CTL_DEL) ++paused;
+  static const auto next =
+      reinterpret_cast<decltype(&epoll_ctl)>(dlsym(RTLD_NEXT, "epoll_ctl"));  // a sanitizer's, or libc's
+  return next(set, operation, fd, event);
+}

@@ -53,6 +53,10 @@ void ConnectionContext::cool() {
   while (hot[0].connection != nullptr) forget_hot(hot[0].connection);
 }
 
+void ConnectionContext::ask_unwatched() {
+  for (Connection* connection : std::exchange(unwatched, {})) connection->ask();
+}
+
 std::byte* ConnectionContext::arrivals_for(int gpu) {
   if (!arrivals) arrivals = std::make_unique<device::PinnedBuffer>(gpu, kArrivalsBytes);
   return arrivals->base();
@@ -139,6 +143,7 @@ void Connection::detach(Stream* stream) {
 void Connection::close(bool abort) {
   broken_ = true;
   context_->forget_hot(this);
+  std::erase(context_->unwatched, this);
   if (socket_.fd && abort) {
     const linger now{.l_onoff = 1, .l_linger = 0};
     setsockopt(socket_.fd.get(), SOL_SOCKET, SO_LINGER, &now, sizeof now);
@@ -192,18 +197,26 @@ void Connection::on_reset() {
 
 void Connection::watch(bool on) {
   if (broken_ || is_watched_ == on || (!on && is_blocked_)) return;  // only epoll tells when it is not
-  is_watched_ = on;
-  if (on) {
-    context_->poller->add(socket_.fd.get(), this, EPOLLIN | EPOLLRDHUP | (is_blocked_ ? EPOLLOUT : 0u));
-  } else {
+  if (!on) {
+    is_watched_ = false;
     context_->poller->pause(socket_.fd.get());
+    return;
   }
+  const uint32_t events = EPOLLIN | EPOLLRDHUP | (is_blocked_ ? EPOLLOUT : 0u);
+  is_watched_ = context_->poller->resume(socket_.fd.get(), this, events);
+  auto& unwatched = context_->unwatched;
+  if (!is_watched_ && std::ranges::find(unwatched, this) == unwatched.end()) unwatched.push_back(this);
+}
+
+void Connection::ask() {
+  watch(true);
+  on_events(EPOLLIN | (is_blocked_ ? EPOLLOUT : 0u));
 }
 
 void Connection::watch_out(bool on) {
   if (std::exchange(is_blocked_, on) == on) return;
   if (on) watch(true);
-  context_->poller->change(socket_.fd.get(), this, EPOLLIN | EPOLLRDHUP | (on ? EPOLLOUT : 0u));
+  if (is_watched_) context_->poller->change(socket_.fd.get(), this, EPOLLIN | EPOLLRDHUP | (on ? EPOLLOUT : 0u));
 }
 
 namespace {

@@ -36,6 +36,9 @@ struct ConnectionContext {
     uint32_t hits = 0;
   };
   std::array<Hot, 3> hot{};  // the latest first; empty ones last
+  // Left epoll, which did not take them back: asked now and then, as if it had news.
+  void ask_unwatched();
+  std::vector<Connection*> unwatched;
   std::byte* arrivals_for(int gpu);
   std::unique_ptr<TxBatch> take_batch();
   void give_batch(std::unique_ptr<TxBatch> batch);
@@ -131,6 +134,7 @@ class Connection final : public Pollable {
   bool is_blocked() const { return is_blocked_; }
   // Whether epoll tells of news: costs each packet some, and a socket that is asked directly all the time needs it not.
   void watch(bool on);
+  void ask();  // of ConnectionContext::unwatched
   int64_t last_received_ns() const { return last_received_ns_; }
   TxBatch* pending_batch() { return batch_.get(); }
   Placement& placement() { return place_; }

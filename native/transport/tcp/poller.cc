@@ -53,6 +53,13 @@ void Poller::remove(int fd) {
 
 void Poller::pause(int fd) { epoll_ctl(inner_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
+bool Poller::resume(int fd, Pollable* what, uint32_t events) {
+  epoll_event event{};
+  event.events = events;
+  event.data.ptr = what;
+  return epoll_ctl(inner_.get(), EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
 // Only the progress holder writes. relaxed: read in the child of a fork, where there is one thread.
 void Poller::remember(int fd, bool is_ours) {
   if (fd >= kRemembered) return;

@@ -30,8 +30,10 @@ class Poller {
   void add(int fd, Pollable* what, uint32_t events);
   void change(int fd, Pollable* what, uint32_t events);
   void remove(int fd);
-  // No events until add(); a forked child still closes it.
+  // No events until resume(); a forked child still closes it.
   void pause(int fd);
+  // False: the kernel watches no more of this user's (fs.epoll.max_user_watches), or has no memory.
+  bool resume(int fd, Pollable* what, uint32_t events);
   // Calls on_events of what is ready. Never blocks. Returns how many.
   int poll();
 

@@ -21,7 +21,7 @@ constexpr uint32_t kHitsToUnwatch = 32;
 constexpr uint32_t kPollsPerClock = 4;
 constexpr int64_t kStoppedNs = 200'000'000;
 constexpr int64_t kPauseMaxNs = 500'000'000;  // between two looks: the rest we were away
-constexpr int64_t kIdleTickNs = 400'000'000;   // of links with nothing under way; less than that
+constexpr int64_t kIdleTickNs = 400'000'000;  // of links with nothing under way; less than that
 
 }  // namespace
 
@@ -102,6 +102,7 @@ void TcpTransport::tick() {
     if (settled) link->is_watched = false;
     return settled;
   });
+  connections_.ask_unwatched();
   for (auto& acceptor : acceptors_) acceptor->check_deadline(now_);
   std::erase_if(acceptors_, [](const auto& acceptor) { return acceptor->ended(); });
   tend_incoming();
@@ -118,7 +119,7 @@ bool TcpTransport::has_arrivals() {
 Deadline TcpTransport::next_timer() const {
   const int64_t now = now_ns();
   const Deadline soon = now + kTickNs;
-  if (!acceptors_.empty() || listeners_paused_until_ns_ != 0) return soon;
+  if (!acceptors_.empty() || listeners_paused_until_ns_ != 0 || !connections_.unwatched.empty()) return soon;
   Deadline next = kNoDeadline;
   for (const auto& [key, link] : in_) {
     if (link->unconnected_since_ns != 0) next = now + 1'000'000'000;
