@@ -64,6 +64,7 @@ async def test_cold_start(make_fleet: MakeFleet, tmp_path: Path, readers: int) -
         ((2).to_bytes(8, "little") + b"[]", "no safetensors header"),
         ((3).to_bytes(8, "little") + b"{{{", "no safetensors header"),
         ((9).to_bytes(8, "little") + b'{"w": {}}', "'w': "),
+        ((10).to_bytes(8, "little") + b'{"w": "\xff"}', "bad.safetensors: 'w': "),
         ((20006).to_bytes(8, "little") + b'{"w":' + b"[" * 10000 + b"]" * 10000 + b"}", "no safetensors header"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,14 @@ import pytest
 
 import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
+from crossrail.control.wire import Unreachable
 from crossrail.weights.errors import TornWeights, UpdateFailed
 from crossrail.weights.inventory.holdings import Role
 from crossrail.weights.planning.planner import PlanOptions
+from crossrail.weights.services import members
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.controller import ControllerOptions, WeightController
+from crossrail.weights.services.members import next_word
 from crossrail.weights.services.receiver import WeightReceiver
 from crossrail.weights.services.versions import State
 from tests.weights import small_model as small
@@ -62,6 +66,51 @@ async def test_who_left_does_not_join_again_when_told_that_it_was_left_out(make_
     await fleet.mailboxes["controller"].ask(member.address, told, m.Taken, PATIENCE_S)
     while controller._members[role, 1] is joined:
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_last_word_counts_in_whatever_order_they_come(make_fleet: MakeFleet, role: Role) -> None:
+    """Messages overtake each other: a Join of many packets comes behind the Leave of a few bytes that followed it."""
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start()
+    member = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+    box = member._mailbox
+    joined = m.Join(next_word(box), m.packed(member.memory.inventory().to_bytes()))
+    left = m.Leave(next_word(box))
+    await member.leave()
+
+    with pytest.raises(NoAnswer, match="it has left, or joined anew, since it asked"):
+        await box.ask(controller.address, joined, m.Joined, PATIENCE_S)
+    assert 1 not in controller.ranks(role)
+
+    await member.join(controller.address)
+    await box.ask(controller.address, left, m.Taken, PATIENCE_S)
+    assert 1 in controller.ranks(role)
+
+
+async def test_who_was_left_out_looks_for_its_controller_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_AGAIN_S", 0.001)
+    looked_for: list[bytes] = []
+    wire = SimpleNamespace(try_anew=looked_for.append)
+    lefts: list[float] = []
+
+    async def join(controller: bytes, left_s: float) -> None:
+        lefts.append(left_s)
+        if len(lefts) < 3:
+            raise Unreachable("frozen")
+
+    await members.join_again("trainer 0", join, b"controller", wire)  # type: ignore[arg-type]
+    assert looked_for == [b"controller"] * 2
+    assert 500 < lefts[2] <= lefts[0] <= 600
+
+
+async def test_who_cannot_join_again_says_so_without_a_trace(caplog: pytest.LogCaptureFixture) -> None:
+    async def join(_controller: bytes, _left_s: float) -> None:
+        raise NoAnswer("no answer to Join within 600 s")
+
+    await members.join_again("trainer 0", join, b"controller", SimpleNamespace())  # type: ignore[arg-type]
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)]
+    assert "trainer 0 takes no part in updates: it could not join again: no answer" in caplog.text
 
 
 @pytest.mark.parametrize("missing", ["q", "down"])

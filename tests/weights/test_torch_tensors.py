@@ -107,3 +107,14 @@ def test_tensors_of_others_classes_are_tensors_and_sparse_ones_are_refused() -> 
         with pytest.raises(UsageError, match=r"s: the tensor's layout is torch.sparse_coo, must be torch.strided"):
             memory.add("s", torch.ones(8, 4).to_sparse())
         assert memory.inventory().names == ("w",)
+
+
+def test_type_that_is_said_is_that_of_the_elements_and_must_fit() -> None:
+    with xr.Engine("trainer") as engine, WeightMemory(engine, "trainer", 0) as memory:
+        memory.add("w", torch.zeros(8, 4, dtype=torch.uint8), dtype="float8_e4m3fn")
+        memory.add("v", torch.zeros(8, 4, dtype=torch.bfloat16), dtype=torch.bfloat16)
+        with pytest.raises(UsageError, match=r"u: bfloat16 lies in an array of uint16, not of float32"):
+            memory.add("u", torch.zeros(8, 4), dtype="bfloat16")
+        with pytest.raises(UsageError, match=r"'t': innermost dimension has gaps"):
+            memory.add("t", torch.zeros(8, 4).t())
+        assert [holding.dtype for holding in memory.inventory().holdings] == ["float8_e4m3fn", "bfloat16"]

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 import crossrail as xr
 from crossrail.weights import WeightMemory
+from crossrail.weights.inventory.holdings import Role
 
 ROWS = np.ones((8, 6), np.float32)
 
@@ -49,11 +51,59 @@ def test_name_that_is_no_text_is_refused(engine: xr.Engine) -> None:
         memory.add(3, ROWS)  # type: ignore[arg-type]
 
 
-def test_strides_are_told_of_the_dimensions_that_there_are(engine: xr.Engine) -> None:
-    with WeightMemory(engine, "trainer", 0) as memory:
-        memory.add("w", ROWS.T)
-        with pytest.raises(xr.UsageError, match=r"'w': innermost dimension has gaps \(transposed\?\) \[4, 24\]$"):
-            memory.inventory()
+@pytest.mark.parametrize("role", ["trainer", "target"])
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        (ROWS.T, r"'w': innermost dimension has gaps \(transposed\?\), strides \[4, 24\] bytes: .* contiguous copy"),
+        (ROWS[:, ::2], r"innermost dimension has gaps .* strides \[24, 8\]"),
+        (np.ones((2, 3, 4), np.float32).transpose(1, 0, 2), r"not in C order, strides \[16, 48, 4\]"),
+        (as_strided(ROWS, (8, 6), (0, 4)), r"not in C order, strides \[0, 4\] bytes: an array that is .* broadcast"),
+        (as_strided(ROWS, (8, 6), (4, 0)), r"not in C order, strides \[4, 0\]"),
+        (np.ones((1, 1, 1, 1, 1, 2), np.float32), "more than 5 dimensions"),
+    ],
+)
+def test_layout_that_is_not_taken_is_refused_at_once(
+    engine: xr.Engine, role: Role, array: np.ndarray, text: str
+) -> None:
+    with WeightMemory(engine, role, 0) as memory:
+        with pytest.raises(xr.UsageError, match=text):
+            memory.add("w", array)
+        memory.add("w", ROWS)
+        assert len(memory.inventory().rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"dtype": "bf16"}, "'w': dtype 'bf16' must be one of"),
+        ({"dtype": "bfloat16"}, "w: bfloat16 lies in an array of uint16, not of float32"),
+        ({"mesh": "m" * 129}, "'w': mesh is 'm"),
+        ({"mesh": 3}, "'w': mesh is 3, must be a text"),
+        ({"box": ((1, 9), (0, 6)), "shape": (8, 6)}, "'w': box .* not in the shape"),
+        ({"scale_of": "v", "block": 128}, "w: block 128 must be"),
+        ({"scale_of": "v", "block": (1.5, 2)}, r"w: block \(1.5, 2\) must be"),
+        ({"scale_of": "v", "block": (2,)}, "'w': block .* does not have the 2 dimensions"),
+    ],
+)
+def test_malformed_options_are_refused_at_once(engine: xr.Engine, options: dict[str, Any], text: str) -> None:
+    with WeightMemory(engine, "target", 0) as memory, pytest.raises(xr.UsageError, match=text):
+        memory.add("w", ROWS.copy(), **options)
+
+
+@pytest.mark.parametrize("name", ["", "n" * 513, "\ud800"])
+def test_name_that_no_message_carries_is_refused_at_once(engine: xr.Engine, name: str) -> None:
+    with WeightMemory(engine, "trainer", 0) as memory, pytest.raises(xr.UsageError, match=r"name is .* 1\.\.512"):
+        memory.add(name, ROWS)
+
+
+def test_role_and_rank_that_nobody_has_are_refused(engine: xr.Engine) -> None:
+    with pytest.raises(xr.UsageError, match="role='inference' must be"):
+        WeightMemory(engine, "inference", 0)  # type: ignore[arg-type]
+    with pytest.raises(xr.UsageError, match="rank=-1 must be"):
+        WeightMemory(engine, "trainer", -1)
+    with pytest.raises(xr.UsageError, match="rank='0' must be"):
+        WeightMemory(engine, "trainer", "0")  # type: ignore[arg-type]
 
 
 class CountedRegion:

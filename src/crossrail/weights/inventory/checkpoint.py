@@ -167,7 +167,7 @@ class Checkpoint:
 def _entry_of(file: Path, name: str, raw: msgspec.Raw) -> _Entry:
     try:
         return msgspec.json.decode(raw, type=_Entry)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{file}: {name!r}: {error}") from None
 
 

@@ -28,6 +28,9 @@ REGION_BYTES_MAX = 1 << 44
 _EXTENT_MAX = 1 << 48
 _ELEMENTS_MAX = 1 << 56
 _ROWS_MAX = 1 << 24
+_RANK_MAX = (1 << 31) - 1
+_NAME_MAX = 512
+_MESH_MAX = 128
 
 # One holding. Dimensions that it lacks follow those it has, with the extent 1. name, mesh and scale_of are indices into
 # the inventory's names and meshes (scale_of -1: none); dtype into DTYPES; offset and strides are bytes.
@@ -91,10 +94,10 @@ class Holding(Struct, frozen=True):
 class _Wire(Struct, frozen=True, tag="crossrail.weights.inventory", forbid_unknown_fields=True):
     version: int
     role: Role
-    rank: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+    rank: Annotated[int, Meta(ge=0, le=_RANK_MAX)]
     regions: Annotated[tuple[RegionInfo, ...], Meta(max_length=1 << 16)]
-    names: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=512)], ...], Meta(max_length=_ROWS_MAX)]
-    meshes: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=1 << 16)]
+    names: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=_NAME_MAX)], ...], Meta(max_length=_ROWS_MAX)]
+    meshes: Annotated[tuple[Annotated[str, Meta(max_length=_MESH_MAX)], ...], Meta(max_length=1 << 16)]
     rows: bytes
 
 
@@ -133,6 +136,7 @@ class Inventory:
         meshes: dict[str, int] = {}
         rows = np.zeros(len(held), HOLDING)
         for row, holding in zip(rows, held, strict=True):
+            check_holding(holding)
             _fill(row, holding)
             row["name"] = names.setdefault(holding.name, len(names))
             row["mesh"] = meshes.setdefault(holding.mesh, len(meshes))
@@ -186,8 +190,7 @@ class Inventory:
 
     def _check(self) -> None:
         rows = self.rows
-        if self.role not in ("trainer", "target"):
-            raise UsageError(f"role={self.role!r} must be 'trainer' or 'target'")
+        check_member(self.role, self.rank)
         if rows.dtype != HOLDING or rows.ndim != 1:
             raise UsageError(f"rows must be one-dimensional and of the dtype HOLDING, not {rows.dtype}")
         if len(set(self.names)) != len(self.names):
@@ -253,16 +256,68 @@ class Inventory:
         return f"<Inventory of {self.role} {self.rank}, {len(self.rows)} holdings>"
 
 
+def check_member(role: object, rank: object) -> None:
+    """UsageError for what is none of a trainer or an inference rank."""
+    if role not in ("trainer", "target"):
+        raise UsageError(f"role={role!r} must be 'trainer' or 'target'")
+    if not isinstance(rank, int | np.integer) or not 0 <= rank <= _RANK_MAX:
+        raise UsageError(f"rank={rank!r} must be a whole number in 0..{_RANK_MAX}")
+
+
+def check_holding(holding: Holding) -> None:
+    """UsageError for what no inventory takes, wherever it lies in memory: for one, what Inventory does for all rows.
+
+    Of a box that is not empty.
+    """
+    name, dims = repr(holding.name), len(holding.shape)
+    _check_text("name", holding.name, 1, _NAME_MAX)
+    _check_text(f"{name}: mesh", holding.mesh, 0, _MESH_MAX)
+    if dims > DIMS:
+        raise UsageError(f"{name}: shape {holding.shape} has more than {DIMS} dimensions")
+    if len(holding.box) != dims:
+        raise UsageError(f"{name}: box {holding.box} does not have the {dims} dimensions of the shape")
+    if not all(0 <= start < stop <= extent for (start, stop), extent in zip(holding.box, holding.shape, strict=True)):
+        raise UsageError(f"{name}: box {holding.box} is empty or not in the shape {holding.shape}")
+    if holding.scale_of is not None and len(holding.block) != dims:
+        raise UsageError(f"{name}: block {holding.block} does not have the {dims} dimensions of the shape")
+    item_bytes = int(ITEM_BYTES[dtype_code(checked_dtype(holding.name, holding.dtype))])
+    if holding.strides is not None:
+        _check_strides(name, [stop - start for start, stop in holding.box], holding.strides, item_bytes)
+
+
+def checked_dtype(name: str, dtype: object) -> str:
+    """Our name of a type. UsageError, naming the parameter, for one that is not taken."""
+    try:
+        return DTYPES[dtype_code(dtype)]
+    except UsageError as error:
+        raise UsageError(f"{name!r}: {error}") from None
+
+
+def _check_strides(name: str, extent: Sequence[int], strides: Sequence[int], item_bytes: int) -> None:
+    if len(strides) != len(extent):
+        raise UsageError(f"{name}: strides {strides} do not have the {len(extent)} dimensions of the shape")
+    span = item_bytes
+    for dim in reversed(range(len(extent))):
+        count, stride = extent[dim], strides[dim]
+        if count == 1:
+            continue
+        is_innermost = dim == len(extent) - 1
+        if stride < span or (is_innermost and stride != item_bytes):
+            what = "innermost dimension has gaps (transposed?)" if is_innermost and stride else "not in C order"
+            raise UsageError(
+                f"{name}: {what}, strides {list(strides)} bytes: an array that is transposed, broadcast or has gaps "
+                "between its innermost elements is not taken. Next: hold a contiguous copy, and add that"
+            )
+        span += (count - 1) * stride
+
+
+def _check_text(what: str, text: object, least: int, most: int) -> None:
+    if not isinstance(text, str) or not least <= len(text) <= most or text.encode(errors="ignore").decode() != text:
+        raise UsageError(f"{what} is {text!r}, must be a text of {least}..{most} characters that UTF-8 has")
+
+
 def _fill(row: Any, holding: Holding) -> None:
     dims = len(holding.shape)
-    if dims > DIMS:
-        raise UsageError(f"{holding.name!r}: shape {holding.shape} has more than {DIMS} dimensions")
-    if len(holding.box) != dims:
-        raise UsageError(f"{holding.name!r}: box {holding.box} does not have the {dims} dimensions of the shape")
-    if holding.strides is not None and len(holding.strides) != dims:
-        raise UsageError(f"{holding.name!r}: strides {holding.strides} do not have the {dims} dimensions of the shape")
-    if holding.scale_of is not None and len(holding.block) != dims:
-        raise UsageError(f"{holding.name!r}: block {holding.block} does not have the {dims} dimensions of the shape")
     row["scale_of"] = -1
     row["dims"] = dims
     row["region"] = holding.region

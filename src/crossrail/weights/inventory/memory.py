@@ -18,7 +18,16 @@ from crossrail._buffers import gpu_allocation
 from crossrail.errors import UsageError
 from crossrail.weights import gpu
 from crossrail.weights.conversion.casts import storage
-from crossrail.weights.inventory.holdings import Box, Holding, Inventory, RegionInfo, Role
+from crossrail.weights.inventory.holdings import (
+    Box,
+    Holding,
+    Inventory,
+    RegionInfo,
+    Role,
+    check_holding,
+    check_member,
+    checked_dtype,
+)
 
 _PADDING_BYTES = 512  # allocators hand out a GPU's memory in multiples of that: smaller gaps in one are nobody's
 
@@ -48,6 +57,7 @@ class WeightMemory:
     """
 
     def __init__(self, engine: xr.Engine, role: Role, rank: int, regions: Sequence[xr.Region] = ()) -> None:
+        check_member(role, rank)
         self.engine = engine
         self.role: Role = role
         self.rank = rank
@@ -64,7 +74,7 @@ class WeightMemory:
         *,
         shape: Sequence[int] | None = None,
         box: Box | None = None,
-        dtype: str | None = None,
+        dtype: object = None,
         mesh: str = "",
         scale_of: str | None = None,
         block: Sequence[int] = (),
@@ -72,10 +82,12 @@ class WeightMemory:
         """A box of a parameter lies in this array, which stays where it is.
 
         array: numpy, torch on the CPU or on NVIDIA's GPUs, or whatever has `__cuda_array_interface__`; the innermost
-        dimension without gaps, the others in C order, as of a slice.
+        dimension without gaps, the others in C order, as of a slice: neither transposed nor broadcast.
         At an inference rank it must be writable. A DTensor goes by torch_tensors.add_tensor().
         name, shape, box, mesh, scale_of, block: of Holding; shape None: the array's; box None: all of the parameter.
-        dtype: of elements that numpy has no type for, "bfloat16" as uint16, "float8_e4m3fn" as uint8.
+        dtype: of elements that lie in an array of another type, "bfloat16" in uint16, "float8_e4m3fn" in uint8: a name,
+        or torch's type.
+        UsageError names the parameter, and nothing is added.
         """
         if self._inventory is not None:
             raise UsageError(f"{name}: this memory is registered already, nothing more can be added")
@@ -89,7 +101,8 @@ class WeightMemory:
             raise UsageError(f"{name}: the array has the shape {piece.extent}, its box {place} of {whole} has not")
         if 0 in piece.extent:  # an uneven shard may have nothing here
             return
-        holding = Holding(name, piece.dtype, whole, place, 0, 0, piece.strides, mesh, scale_of, tuple(block))
+        holding = Holding(name, piece.dtype, whole, place, 0, 0, piece.strides, mesh, scale_of, _block_of(name, block))
+        check_holding(holding)
         self._added.append((holding, piece))
 
     def inventory(self) -> Inventory:
@@ -200,19 +213,26 @@ def _place_of(name: str, shape: Sequence[int], box: Box | None) -> tuple[tuple[i
         ) from None
 
 
-def _piece_of(name: str, array: Any, dtype: str | None) -> _Piece:
+def _block_of(name: str, block: Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(n) for n in block)
+    except TypeError:
+        raise UsageError(f"{name}: block {block!r} must be a whole number for each dimension") from None
+
+
+def _piece_of(name: str, array: Any, dtype: object) -> _Piece:
     if isinstance(array, np.ndarray):
         return _numpy_piece(name, array, dtype)
     torch = sys.modules.get("torch")  # who has a tensor has imported it
     if torch is not None and isinstance(array, torch.Tensor):
-        return _torch_piece(name, array)
+        return _torch_piece(name, array, dtype)
     if hasattr(array, "__cuda_array_interface__"):
         return _cuda_piece(name, array, dtype)
     raise UsageError(f"{name}: a {type(array).__name__} is neither a numpy array nor a torch tensor")
 
 
-def _numpy_piece(name: str, array: np.ndarray[Any, Any], dtype: str | None) -> _Piece:
-    kind = _kind_of(name, array.dtype, dtype)
+def _numpy_piece(name: str, array: np.ndarray[Any, Any], dtype: object) -> _Piece:
+    kind = _kind_of(name, _named(array.dtype), dtype)
     base = array
     while isinstance(base.base, np.ndarray):
         base = base.base
@@ -224,11 +244,11 @@ def _numpy_piece(name: str, array: np.ndarray[Any, Any], dtype: str | None) -> _
     return _Piece(array.ctypes.data, array.strides, array.shape, kind, block, array, False, is_read_only)
 
 
-def _cuda_piece(name: str, array: Any, dtype: str | None) -> _Piece:
+def _cuda_piece(name: str, array: Any, dtype: object) -> _Piece:
     """Of what speaks Numba's protocol: CuPy, JAX."""
     interface = array.__cuda_array_interface__
     stored, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
-    kind = _kind_of(name, stored, dtype)
+    kind = _kind_of(name, _named(stored), dtype)
     dense = [stored.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     strides = tuple(interface.get("strides") or dense)
     if min(strides, default=0) < 0:
@@ -238,9 +258,16 @@ def _cuda_piece(name: str, array: Any, dtype: str | None) -> _Piece:
     return _Piece(begin, strides, shape, kind, block, array, True, is_read_only)
 
 
-def _kind_of(name: str, stored: np.dtype[Any], dtype: str | None) -> str:
-    kind = stored.name if dtype is None else dtype
-    if storage(kind) != stored:
+def _named(stored: np.dtype[Any]) -> str:
+    return stored.name if stored.isnative else str(stored)
+
+
+def _kind_of(name: str, stored: str, dtype: object) -> str:
+    """stored: the type of the array."""
+    if dtype is None:
+        return stored
+    kind = checked_dtype(name, dtype)
+    if stored not in (kind, storage(kind).name):
         raise UsageError(f"{name}: {kind} lies in an array of {storage(kind)}, not of {stored}")
     return kind
 
@@ -250,7 +277,7 @@ def _span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     return sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + itemsize
 
 
-def _torch_piece(name: str, tensor: Any) -> _Piece:
+def _torch_piece(name: str, tensor: Any, dtype: object) -> _Piece:
     if tensor.device.type not in ("cpu", "cuda"):
         raise UsageError(
             f"{name}: the tensor is on {tensor.device}, only those on the CPU or a GPU of NVIDIA's are taken"
@@ -265,5 +292,6 @@ def _torch_piece(name: str, tensor: Any) -> _Piece:
     stored = tensor.untyped_storage()
     begin = stored.data_ptr()
     strides = tuple(step * tensor.element_size() for step in tensor.stride())
-    kind, block = str(tensor.dtype).removeprefix("torch."), (begin, begin + stored.nbytes())
+    kind = _kind_of(name, str(tensor.dtype).removeprefix("torch."), dtype)
+    block = begin, begin + stored.nbytes()
     return _Piece(tensor.data_ptr(), strides, tuple(tensor.shape), kind, block, tensor, tensor.device.type == "cuda")

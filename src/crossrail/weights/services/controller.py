@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -28,7 +28,7 @@ from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.planner import PlanOptions, make_plan
 from crossrail.weights.planning.speeds import Pace
 from crossrail.weights.services import messages as m
-from crossrail.weights.services.members import Member, assigns_of
+from crossrail.weights.services.members import Member, assigns_of, until_reached
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.step import StepReport
 
@@ -36,7 +36,6 @@ log = logging.getLogger("crossrail.weights")
 
 _DURATION_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _IMM_END = 1 << 27  # from here on engines hand them out
-_EVICT_AGAIN_S, _EVICT_AGAIN_MAX_S = 1.0, 30.0
 _ATTEMPTS = 1 << 19  # until numbers of immediates are used again
 _T = TypeVar("_T")
 
@@ -142,6 +141,7 @@ class WeightController:
         self._planned: list[Member] = []  # those whom the current plan is for
         self._joined = asyncio.Event()
         self._gone: list[bytes] = []
+        self._heard: dict[bytes, int] = {}  # by address: the number of the last Join or Leave
         self._attempt = _attempts.setdefault(mailbox, 0)
         self._under_way: int | None = None  # the version
         self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
@@ -223,7 +223,15 @@ class WeightController:
 
     # ---- members
 
+    def _is_late(self, sender: bytes, number: int) -> bool:
+        """A Join or Leave that was overtaken by a later one."""
+        last = self._heard.get(sender, 0)
+        self._heard[sender] = max(number, last)
+        return number < last
+
     async def _on_join(self, sender: bytes, join: m.Join) -> m.Joined | m.JoinRefused:
+        if self._is_late(sender, join.number):
+            raise UsageError("it has left, or joined anew, since it asked")
         try:
             inventory = Inventory.from_bytes(m.unpacked(join.inventory))
             if join.spare and len(join.spare) != len(inventory.regions):
@@ -243,7 +251,9 @@ class WeightController:
         log.info("%s joined", member)
         return m.Joined(self.version)
 
-    async def _on_leave(self, sender: bytes, _: m.Leave) -> m.Taken:
+    async def _on_leave(self, sender: bytes, leave: m.Leave) -> m.Taken:
+        if self._is_late(sender, leave.number):
+            return m.Taken()
         for member in list(self._members.values()):
             if member.address == sender:
                 self._remove(member, "it left")
@@ -270,6 +280,8 @@ class WeightController:
         for member in list(self._members.values()):
             if self._mailbox.wire.is_lost(member.address):
                 self._drop(member, "it died, closed, or was silent for too long")
+        for address in [address for address in self._heard if self._mailbox.wire.is_lost(address)]:
+            del self._heard[address]
 
     def _of(self, role: Role) -> list[Member]:
         return [self._members[key] for key in sorted(self._members) if key[0] == role]
@@ -424,23 +436,16 @@ class WeightController:
         """Until it knows, or another has its place: who was frozen or cut off comes back, also after our engine has
         given it up.
         """
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._options.evict_s
-        for pause_s in _pauses(_EVICT_AGAIN_S, _EVICT_AGAIN_MAX_S):
-            try:
-                await self._mailbox.ask(member.address, evicted, m.Taken, deadline - clock())
-                return
-            except NoAnswer as error:
-                log.info("%s does not know that it is left out: %s", member, error)
-                return
-            except Unreachable as error:
-                if clock() + pause_s >= deadline:
-                    log.info("%s does not know that it is left out: %s", member, error)
-                    return
-            await asyncio.sleep(pause_s)
-            if (member.role, member.rank) in self._members:
-                return
-            self._mailbox.wire.try_anew(member.address)
+        try:
+            await until_reached(
+                lambda left_s: self._mailbox.ask(member.address, evicted, m.Taken, left_s),
+                self._mailbox.wire,
+                member.address,
+                self._options.evict_s,
+                lambda: (member.role, member.rank) not in self._members,
+            )
+        except (NoAnswer, Unreachable) as error:
+            log.info("%s does not know that it is left out: %s", member, error)
 
     @asynccontextmanager
     async def _watching(self, trainers: list[Member], show: Callable[[list[m.Progress]], None]) -> AsyncIterator[None]:
@@ -471,13 +476,6 @@ class WeightController:
             raised = None if asking.cancelled() else asking.exception()
         if raised is not None:  # at the very moment in which all was done
             raise raised
-
-
-def _pauses(first_s: float, max_s: float) -> Iterator[float]:
-    """Each twice as long as the one before."""
-    while True:
-        yield first_s
-        first_s = min(2 * first_s, max_s)
 
 
 def _unseen(_stage: Stage, _done: int, _whole: int) -> None:

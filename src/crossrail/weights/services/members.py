@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable, Wire
+from crossrail.weights.errors import Refused
 from crossrail.weights.inventory.holdings import Inventory, Role
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.services import messages as m
 
-_JOIN_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+log = logging.getLogger("crossrail.weights")
+
+_AGAIN_S, _AGAIN_MAX_S = 1.0, 30.0
+_JOIN_AGAIN_S = 600.0
+
+# Of all members that a mailbox has had: a controller knows them by its address.
+_words: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -70,15 +80,44 @@ def assigns_of(
     return {member.rank: assign(member.rank) for member in trainers}
 
 
-async def join_again(join: Callable[[bytes], Awaitable[None]], controller: bytes, wire: Wire) -> None:
-    """Of one that was left out. A first try may only end what is left here of a connection that the controller's engine
-    has given up.
+def next_word(mailbox: Mailbox) -> int:
+    """The number of a Join or Leave."""
+    number = _words[mailbox] = _words.get(mailbox, 0) + 1
+    return number
+
+
+async def until_reached(
+    work: Callable[[float], Awaitable[object]],
+    wire: Wire,
+    address: bytes,
+    for_s: float,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> None:
+    """Runs it, with the seconds that are left, again while it raises Unreachable and is wanted, ever more seldom.
+
+    Each time who is at this address is looked for anew: it may have been frozen or cut off, and a try may only end what
+    is left here of a connection that it has given up. Raises Unreachable when the time is over, and what else it does.
     """
-    for pause_s in _JOIN_PAUSES_S:
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + for_s
+    pause_s = _AGAIN_S
+    while True:
         try:
-            await join(controller)
+            await work(deadline - clock())
             return
         except Unreachable:
-            await asyncio.sleep(pause_s)
-            wire.try_anew(controller)
-    await join(controller)
+            if clock() + pause_s >= deadline:
+                raise
+        await asyncio.sleep(pause_s)
+        if not is_wanted():
+            return
+        wire.try_anew(address)
+        pause_s = min(2 * pause_s, _AGAIN_MAX_S)
+
+
+async def join_again(who: str, join: Callable[[bytes, float], Awaitable[None]], controller: bytes, wire: Wire) -> None:
+    """Of one that was left out."""
+    try:
+        await until_reached(lambda left_s: join(controller, left_s), wire, controller, _JOIN_AGAIN_S)
+    except (NoAnswer, Refused, Unreachable) as error:
+        log.warning("%s takes no part in updates: it could not join again: %s. Next: join()", who, error)

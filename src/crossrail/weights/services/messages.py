@@ -51,9 +51,11 @@ def unpacked(data: bytes) -> bytes:
 class Join(Struct, frozen=True, tag=True):
     """A trainer or inference rank offers itself. inventory: packed(Inventory.to_bytes()).
 
+    number: of its Joins and Leaves, ascending: messages overtake each other, and the last that it said counts.
     spare: of an inference rank that is double-buffered, its second memory: a descriptor for each region.
     """
 
+    number: Count
     inventory: bytes
     spare: Descriptors = []
 
@@ -71,7 +73,9 @@ class JoinRefused(Struct, frozen=True, tag=True):
 
 
 class Leave(Struct, frozen=True, tag=True):
-    """Whoever sends this goes, and is in no plan any more."""
+    """Whoever sends this goes, and is in no plan any more. number: as of Join."""
+
+    number: Count
 
 
 class PeerRegion(Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ from crossrail.weights import gpu
 from crossrail.weights.errors import Refused, UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
-from crossrail.weights.services.members import join_again
+from crossrail.weights.services.members import join_again, next_word
 from crossrail.weights.services.versions import State, Versions
 
 log = logging.getLogger("crossrail.weights")
@@ -133,7 +133,7 @@ class WeightReceiver:
         self._is_closed = False
         self._check_memory()
         spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
-        question = m.Join(m.packed(inventory.to_bytes()), spare)
+        question = m.Join(next_word(self._mailbox), m.packed(inventory.to_bytes()), spare)
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
         if isinstance(answer, m.JoinRefused):
@@ -198,7 +198,7 @@ class WeightReceiver:
         """Says that it goes: the next update is without it."""
         self._take_no_part()
         try:
-            await self._mailbox.ask(self._controller, m.Leave(), m.Taken, timeout_s)
+            await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
         except (NoAnswer, Unreachable) as error:
             log.info("inference rank %d left without a word: %s", self.rank, error)
 
@@ -351,7 +351,7 @@ class WeightReceiver:
     async def _join_again(self, controller: bytes) -> None:
         await self._fail_at_last("it joins anew")
         if controller == self._controller:  # else it has joined another one meanwhile
-            await join_again(self.join, controller, self._mailbox.wire)
+            await join_again(f"inference rank {self.rank}", self.join, controller, self._mailbox.wire)
 
     def _current(self, sender: bytes, number: int) -> _Attempt:
         self._check_controller(sender)

@@ -20,7 +20,7 @@ from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.assigned import Assigned
-from crossrail.weights.services.members import join_again
+from crossrail.weights.services.members import join_again, next_word
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.arena import Arena, aligned
 from crossrail.weights.step.barrier import EngineBarrier, MakeBarrier
@@ -98,7 +98,7 @@ class WeightTrainer:
             self._controller, self._attempt_max = controller, 0
             if self._offer is not None:
                 self._offer.attempt = 0
-        question = m.Join(m.packed(self.memory.inventory().to_bytes()))
+        question = m.Join(next_word(self._mailbox), m.packed(self.memory.inventory().to_bytes()))
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
         if isinstance(answer, m.JoinRefused):
@@ -137,7 +137,7 @@ class WeightTrainer:
         """Says that it goes: the next update is without it. One that is gone already need not."""
         self._take_no_part()
         try:
-            await self._mailbox.ask(self._controller, m.Leave(), m.Taken, timeout_s)
+            await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
         except (NoAnswer, Unreachable) as error:
             log.info("trainer %d left without a word: %s", self.rank, error)
 
@@ -291,7 +291,8 @@ class WeightTrainer:
             return m.Taken()
         log.warning("trainer %d was left out: %s; it joins again", self.rank, evicted.reason)
         if self._joining is None or self._joining.done():
-            self._joining = self._mailbox.spawn(join_again(self.join, sender, self._mailbox.wire), "joining again")
+            joining = join_again(f"trainer {self.rank}", self.join, sender, self._mailbox.wire)
+            self._joining = self._mailbox.spawn(joining, "joining again")
         return m.Taken()
 
     async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
