@@ -212,26 +212,26 @@ void register_operations(nb::class_<EngineHandle>& engine) {
            nb::sig("def submit_write(self, src: Region, dst: RegionDescriptor, length: int | None = None, *, "
                    "src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, rail: int | None = None, "
                    "verify: bool = False) -> Transfer"),
-           R"(Writes length bytes (None: all from src_offset on) of src into a peer's region. Counts 1 there with imm.
+           R"(Writes length bytes of src (None: all from src_offset on) into a peer's region. With imm, counts 1 there.
 
-Any thread. Returns at once; blocks, GIL released, only while the submit queue is full. src must stay unchanged until
-the transfer is done. imm is 0..2**28-1; length 0 moves nothing and counts all the same. Long writes are split over
-all rails unless rail says which. Not ordered with anything else. UsageError for what can be checked now: ranges, access.
-verify: a checksum of src is taken now, on this thread, and the target's engine compares it with its memory before it
-counts; the transfer is done when it has. If they differ nothing is counted and the transfer fails with ChecksumMismatch.
-The range must be written by nobody else meanwhile. It costs a pass over the bytes on either side.)")
+Any thread. Returns at once; blocks (GIL released) only while the submit queue is full. src must not change until the
+transfer completes. imm: 0..2**28-1. A write of length 0 moves nothing but is counted. Long writes are split over all
+rails unless rail names one. Not ordered with other operations. UsageError for what can be checked now: ranges, access.
+verify: takes a checksum of src now, on this thread; the target's engine compares it with its memory before it counts,
+and only then is the transfer done. If they differ, nothing is counted and the transfer fails with ChecksumMismatch.
+No one else may write to the target range meanwhile. Costs one pass over the bytes on each side.)")
       .def("submit_read", &submit_read, nb::arg("dst").none(), nb::arg("src").none(), nb::arg("length") = nb::none(),
            nb::kw_only(), nb::arg("dst_offset").none() = 0, nb::arg("src_offset").none() = 0,
            nb::arg("rail") = nb::none(), nb::arg("verify").none() = false,
            nb::sig("def submit_read(self, dst: Region, src: RegionDescriptor, length: int | None = None, *, "
                    "dst_offset: int = 0, src_offset: int = 0, rail: int | None = None, verify: bool = False) "
                    "-> Transfer"),
-           R"(Reads length bytes (None: all that dst has from dst_offset on) of a peer's region into dst.
+           R"(Reads length bytes of a peer's region into dst (None: as many as fit from dst_offset on).
 
-Any thread; blocks only while the submit queue is full. dst belongs to the transfer until it is done, then the bytes are
-there. The peer is not told. Not ordered with anything else.
-verify: when the bytes have come the peer's engine compares their checksum with its memory, which nobody may write to
-meanwhile; the transfer is done when it has, and fails with ChecksumMismatch if they differ.)")
+Any thread; blocks only while the submit queue is full. Do not use dst until the transfer is done; then the bytes are
+there. The peer is not notified. Not ordered with other operations.
+verify: after the bytes have arrived, the peer's engine compares their checksum with its memory, which no one may write
+to meanwhile; the transfer is done after that, and fails with ChecksumMismatch if they differ.)")
       .def(
           "submit_paged_writes", &submit_paged_writes, nb::arg("src").none(), nb::arg("src_pages").none(),
           nb::arg("dst").none(), nb::arg("dst_pages").none(), nb::arg("page_bytes").none(), nb::kw_only(),
@@ -242,14 +242,14 @@ meanwhile; the transfer is done when it has, and fails with ChecksumMismatch if 
                   "dst_pages: typing.Any, page_bytes: int, *, src_stride: int | None = None, "
                   "dst_stride: int | None = None, src_offset: int = 0, dst_offset: int = 0, imm: int | None = None, "
                   "rail: int | None = None, verify: bool = False) -> Transfer"),
-          R"(Writes page src_pages[i] of src to page dst_pages[i] of a peer's region, for all i. Counts 1 a page with imm.
+          R"(Writes page src_pages[i] of src to page dst_pages[i] of a peer's region, for all i. With imm, counts 1 per page.
 
-A page index p names page_bytes bytes at offset + stride * p; strides default to page_bytes. src_pages and dst_pages are
-one-dimensional contiguous arrays (numpy, torch on CPU, any buffer) of int32, uint32, int64 or uint64 and of equal
+Page p is page_bytes bytes at offset + stride * p; strides default to page_bytes. src_pages and dst_pages are
+one-dimensional contiguous arrays (numpy, torch on the CPU, any buffer) of int32, uint32, int64 or uint64 and of equal
 length; they are copied before this returns. Target pages may overlap: which write lands last is then undefined.
 Any thread; blocks only while the submit queue is full. Pages are not ordered.
-verify: as of submit_write, in groups of 960 pages, each of which is counted whole or not at all; pages must then not
-overlap at the target.)")
+verify: as in submit_write, in groups of 960 pages, each of which is counted as a whole or not at all; pages must then
+not overlap at the target.)")
       .def(
           "submit_scatter", &submit_scatter, nb::arg("src").none(), nb::arg("dsts").none(), nb::kw_only(),
           nb::arg("lengths").none(), nb::arg("src_offsets").none(), nb::arg("dst_offsets").none(),
@@ -257,24 +257,25 @@ overlap at the target.)")
           nb::sig("def submit_scatter(self, src: Region, dsts: collections.abc.Sequence[RegionDescriptor], *, "
                   "lengths: typing.Any, src_offsets: typing.Any, dst_offsets: typing.Any, "
                   "group: PeerGroup | None = None, imm: typing.Any = None, verify: bool = False) -> Transfer"),
-          R"(Writes slice i of src, lengths[i] bytes at src_offsets[i], into dsts[i] at dst_offsets[i]. Counts 1 a target with imm.
+          R"(Writes slice i of src, lengths[i] bytes at src_offsets[i], into dsts[i] at dst_offsets[i]. With imm, counts 1 per target.
 
-lengths and offsets are each a one-dimensional array of int64 or uint64 (fastest), a sequence of ints, or one int for
-all targets; bytes. So is imm, or None: a number of its own for each target counts there, and only there. With a group, dsts[i] belongs to its i-th peer. Any thread; blocks only while the submit queue is
-full. Targets are not ordered among each other; the transfer is done when all are, and fails with the first that does.
-verify: as of submit_write, at each target by itself: it counts where its bytes were found right, whatever became of others.)")
+lengths and offsets, in bytes, are each a one-dimensional array of int64 or uint64 (fastest), a sequence of ints, or one
+int for all targets. So is imm, or None; with several numbers each target counts its own. With a group, dsts[i] must
+belong to the group's i-th peer. Any thread; blocks only while the submit queue is full. Targets are not ordered; the
+transfer is done when all are, and fails with the first that fails.
+verify: as in submit_write, separately for each target: it counts if its own bytes are right.)")
       .def(
           "submit_barrier", &submit_barrier, nb::arg("group").none(), nb::arg("imm").none(),
           nb::sig("def submit_barrier(self, group: PeerGroup, imm: int) -> Transfer"),
-          "Sends imm alone to each member of the group: counts 1 at each. Not ordered with other operations: wait for\n"
-          "those that it should follow. Any thread; blocks only while the submit queue is full.")
+          "Sends only imm to each member of the group: counts 1 at each. Not ordered with other operations: first wait\n"
+          "for those that must come before it. Any thread; blocks only while the submit queue is full.")
       .def("submit_send", &submit_send, nb::arg("peer").none(), nb::arg("message").none(),
            nb::sig("def submit_send(self, peer: Address | bytes, message: typing.Any) -> Transfer"),
            R"(Sends a message (bytes or any contiguous buffer, at most message_bytes_max) into the peer's receive pool.
 
-The payload is copied before this returns. Any thread; blocks only while the submit queue is full. While the peer's pool
-is full or not open yet the transfer stays pending; MessageTooLong when its buffers are shorter. Messages of one sender
-are not ordered.)");
+The payload is copied before this returns. Any thread; blocks only while the submit queue is full. The transfer
+stays pending while the peer's pool is full or not yet open; MessageTooLong if the pool's buffers are shorter. Messages
+are not ordered, not even those of one sender.)");
 }
 
 }  // namespace crossrail::bindings

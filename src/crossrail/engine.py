@@ -55,45 +55,54 @@ _CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a callback under way
 
 
 class Engine(_core.Engine):
-    """Moves bytes between the memory of this process and that of its peers. One engine serves many threads.
+    """Moves bytes between the memory of this process and that of its peers. Threads may share one engine.
 
-    The contract is reliable and unordered: no two operations are ordered, all synchronisation is counting immediates at
-    the receiver. Every accepted submit completes exactly once, also when the engine closes or a peer dies.
+    Transfers are reliable and unordered: no operation is ordered after another, and a receiver synchronises by counting
+    immediates. Every accepted submit completes exactly once, even if the engine closes or a peer dies.
 
-    Lifecycle: 1. open: `with Engine("name") as engine`. 2. close(): completes every transfer, wakes every waiter.
-    3. closed. An engine that is dropped is closed with a ResourceWarning; one that is open when the interpreter ends is
-    closed. In a forked child it is unusable and harmless; the parent's goes on.
+    Open an engine with `with Engine("name") as engine`. close() completes every transfer and wakes every waiting thread.
+    An engine that is garbage-collected while open is closed with a ResourceWarning; engines that are still open when the
+    interpreter exits are closed. A forked child cannot use it; the parent can continue to.
 
-    name: 1..64 bytes of UTF-8, for people; None: "<program>-<pid>".
-    transport: "shm" (processes of one host), "tcp", "verbs" (ConnectX and other RC-capable NICs), "ofi" (AWS EFA), or
-    "auto": shm, tcp, and verbs or ofi where there is such a device; then a peer on this host is reached by shm, another
-    by verbs, ofi or tcp, the first that both have. "ofi:tcp" is ofi over that provider of libfabric, "shm+verbs" these
-    two and no others. "null" moves nothing: for measuring. "sim": in a simulated world (crossrail.sim). explain(peer)
-    shows what was chosen, and why.
-    rails: 1..16 of them, or a list of what each is bound to: IP addresses or interface names, of verbs and ofi also
-    devices and ports ("mlx5_0", "mlx5_0:1"). Beside a network shm has one.
-    port: where tcp listens, 0: anywhere; rails that share an address take port, port + 1, ...
-    secret: what peers of other hosts must know too, up to 1024 bytes; None: CROSSRAIL_SECRET's value, or none.
-    tls: certificates for tcp; None: those that CROSSRAIL_TLS_CERT and its like name, or none. An engine with tls
-    reaches other hosts by tcp only: bytes over RDMA are not under TLS (docs/two-hosts.md).
-    peer_timeout_s: peers of other hosts that are silent for so long are lost. rdma: options of verbs and ofi.
-    polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive
-    it: in submits, waits and progress()). worker_cpu: core to pin the worker to; "auto": the first
-    core of the NUMA node that the rails are on which this process may use, none where that is not known (the log says).
-    submit_queue_depth: power of two, 16..65536; a submit that finds the queue full blocks until there is room.
-    imm_counters_max: distinct immediates kept. message_bytes_max: longest message, up to 256 KiB.
-    watcher_poll_us: pause between looks at watched words. connect_timeout_s: silent peers are lost after that.
-    private_path: "auto" (measured), "staged" or "cma" for memory that the peer cannot map.
-    recorder_entries: of each ring of the flight recorder (one for each rail, one for the rest), a power of two
-    64..2**20; 0: off. watchdog_s: what waits and has not moved for so long is an event, "stalled", and the recorder is
-    written to a file, once per stall; None: no watchdog. dump_dir: a directory that is there, where the watchdog,
-    dump_on_signal and a failed assertion write it; None: CROSSRAIL_DUMP_DIR's value, TMPDIR's, or /tmp.
-    counts_traffic: per peer and rail, for crossrail.observe: costs posting next to nothing (docs/metrics.md).
-    heartbeat_s: connected peers, idle ones too, are asked for a sign of life so often; one that does not answer within
-    heartbeat_s is "slow", within three times that "frozen" (peer_state, events, explain); None: never.
-    require: clauses that must hold once it is open, as "shm, rails>=4": shm, tcp, verbs, ofi, rdma (verbs or ofi),
-    gpudirect, rails>=N (also = and >), speed>=X (Gb/s of all interfaces that the rails are on and that say theirs). If
-    one does not, the engine is closed again and TransportError says which and why. require() does so for one peer.
+    name: for people to read, 1..64 bytes of UTF-8. None: "<program>-<pid>".
+    transport: "auto" uses shm, tcp, and verbs or ofi if there is such a device: shm for a peer on this host, and for
+        others the first of verbs, ofi, tcp that both sides have. Or one of "shm" (processes of one host), "tcp", "verbs"
+        (ConnectX and other RC-capable NICs), "ofi" (AWS EFA), "ofi:tcp" (ofi over that libfabric provider), or a
+        combination such as "shm+verbs". "null" moves nothing, for measuring; "sim" is for simulated worlds
+        (crossrail.sim). explain(peer) shows what was chosen, and why.
+    rails: a number, 1..16, or a list of IP addresses or interface names; for verbs and ofi also devices and ports
+        ("mlx5_0", "mlx5_0:1"). Next to a network transport, shm has one rail.
+    port: where tcp listens; 0: any port. Rails that share an address take port, port + 1, ...
+    secret: shared secret that peers on other hosts must know too, up to 1024 bytes. None: the value of CROSSRAIL_SECRET,
+        if it is set.
+    tls: certificates for tcp. None: those named by CROSSRAIL_TLS_CERT, _KEY and _CA, if set. An engine with tls reaches
+        other hosts only by tcp, because RDMA traffic is not encrypted (docs/two-hosts.md).
+    peer_timeout_s: a peer on another host that is silent for so long is lost.
+    polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive the
+        engine in submits, waits and progress()).
+    worker_cpu: core to pin the worker thread to. "auto": the first core this process may use on the NUMA node of the
+        rails; not pinned if that node is unknown, which is logged.
+    submit_queue_depth: a power of two, 16..65536. A submit blocks while the queue is full.
+    imm_counters_max: most distinct immediates in use.
+    message_bytes_max: longest message, up to 256 KiB.
+    watcher_poll_us: interval at which watched words are read.
+    connect_timeout_s: a peer that does not answer the first connection for so long is lost.
+    private_path: for memory that the peer cannot map: "staged", "cma" (cross-memory attach), or "auto" (the faster one,
+        by measurement).
+    heartbeat_s: interval of probes to connected peers, also idle ones. A peer that does not answer within one interval is
+        "slow", within three "frozen" (peer_state, events, explain). None: no probes.
+    rdma: options of verbs and ofi.
+    recorder_entries: size of each ring of the flight recorder (one per rail, one for the rest), a power of two, 64..2**20;
+        0: no recorder.
+    watchdog_s: an operation without progress for so long causes an event, "stalled", and the recorder is written to a
+        file, once per stall. None: no watchdog.
+    dump_dir: existing directory for the files of the watchdog, dump_on_signal and failed assertions. None: the value of
+        CROSSRAIL_DUMP_DIR, of TMPDIR, or /tmp.
+    counts_traffic: count traffic per peer and rail for crossrail.observe; costs next to nothing (docs/metrics.md).
+    require: clauses that must hold once the engine is open, such as "shm, rails>=4". If one does not, the engine is closed
+        and TransportError says which and why. Clauses: shm, tcp, verbs, ofi, rdma (verbs or ofi), gpudirect, rails>=N (or
+        =, >), speed>=X (Gb/s, the sum of the rails' interfaces whose speed is known). The method require() checks the
+        path to one peer.
     """
 
     def __init__(
@@ -172,10 +181,10 @@ class Engine(_core.Engine):
             self._check_opened(transport, clauses)
 
     def close(self, timeout_s: float | None = 0.5) -> None:
-        """Closes the engine: any thread, any number of times.
+        """Closes the engine. Any thread; closing it again has no effect.
 
-        Transfers get timeout_s seconds to end by themselves, then complete with EngineClosed. Regions, pools, counters
-        and watchers end with the engine; callbacks that are due still run. Does nothing in a forked child.
+        Waits up to timeout_s seconds for transfers to complete; the rest complete with EngineClosed. Regions, pools,
+        counters and watchers are closed too; callbacks that are due still run. Does nothing in a forked child.
         """
         if self._inherited:
             return
@@ -220,17 +229,18 @@ class Engine(_core.Engine):
     # ---- memory
 
     def register(self, buffer: Any, *, access: str | None = None) -> Region:
-        """Makes existing memory usable as source, and by peers. Copies nothing; any thread.
+        """Makes existing memory usable as a source of transfers, and by peers. Does not copy it. Any thread.
 
-        buffer: numpy array, torch tensor, anything with the buffer protocol, DLPack or `__cuda_array_interface__`, or
-        (address, nbytes); it must be C-contiguous and not empty. The region keeps it alive until it is closed, except
-        for a bare address.
-        Memory of NVIDIA's GPUs is given to NICs (transport "verbs", or "ofi" on EFA), as a dma-buf or by peermem, which
-        `region.gpudirect` says; over shm and tcp the driver copies it through the host. What kernels are to have
-        written before a transfer is submitted must have ended (torch.cuda.synchronize(), an event).
-        access: what peers may do, "local" (nothing), "read" or "write" (both); None: "write", or "read" when read-only.
-        The same memory may be registered several times; the regions are independent. With RDMA a "local" one within
-        another that is open costs nothing (docs/verbs.md).
+        buffer: a numpy array, a torch tensor, anything with the buffer protocol, DLPack or `__cuda_array_interface__`,
+        or (address, nbytes). It must be C-contiguous and not empty. The region keeps it alive until it is closed, unless
+        it is a bare address.
+        access: what peers may do: "local" (nothing), "read" or "write" (both). None: "write", or "read" if the buffer is
+        read-only.
+        The same memory may be registered several times; the regions are independent. With RDMA a "local" region within
+        another open region costs nothing (docs/verbs.md).
+        Memory of NVIDIA GPUs: RDMA NICs (transport "verbs", or "ofi" on EFA) access it directly, as a dma-buf or by
+        peermem (see `region.gpudirect`); over shm and tcp the driver copies it through the host. Kernels that write a
+        source must have ended before the transfer is submitted (torch.cuda.synchronize(), an event).
         """
         memory = memory_of(buffer)
         if access is None:
@@ -246,15 +256,15 @@ class Engine(_core.Engine):
         return region
 
     def register_phantom(self, nbytes: int) -> Region:
-        """A region without memory, as long as you like, for transport "sim": peers' writes to it and ours from it take
-        their time and are counted, and no byte moves. Any thread.
+        """A region of any length without memory, for transport "sim": transfers from and to it take simulated time and
+        are counted, but no bytes move. Any thread.
         """
         return Region(self, nbytes)
 
     def alloc(self, nbytes: int, *, populate: bool = False) -> Region:
-        """Zeroed memory of the engine's own, page aligned, that peers of this host map: the fast source and target.
+        """Allocates zeroed, page-aligned memory that peers on this host map: the fastest source and target.
 
-        populate: fault it in now. The memory lives as long as the region or a view of it. Any thread.
+        populate: fault the pages in now. The memory lives as long as the region or a view of it. Any thread.
         """
         return Region(self, nbytes, populate)
 
@@ -263,24 +273,24 @@ class Engine(_core.Engine):
     def submit_recvs(
         self, count: int, nbytes: int, on_message: Callable[[Message], object] | None = None
     ) -> ReceivePool:
-        """Opens a pool of count buffers of nbytes for messages to this engine; one at a time.
+        """Opens a pool of count buffers of nbytes for messages to this engine. Only one pool may be open at a time.
 
-        on_message: called with each on the engine's callback thread; if it raises, that is logged.
+        on_message: called with each message on the engine's callback thread; an exception in it is logged.
         """
         return ReceivePool(self, count, nbytes, on_message)
 
     def imm_counter(self, imm: int) -> ImmCounter:
-        """The counter of immediate imm, 0..2**28-1. All objects of one number share its counts. Any thread."""
+        """The counter of immediate imm, 0..2**28-1. All counter objects of one number share its counts. Any thread."""
         if imm is None:
             raise UsageError("imm must be a whole number, not None: alloc_imm() picks one that nobody uses")
         return ImmCounter(self, imm)
 
     def alloc_imm(self) -> ImmCounter:
-        """The counter of a number that nobody uses, from the upper half of the numbers; release() gives it back."""
+        """A counter for an unused immediate, from the upper half of the range; its release() returns the number."""
         return ImmCounter(self, None)
 
     def alloc_watcher(self, on_change: Callable[[int, int], object]) -> Watcher:
-        """A 64-bit word, and a call of on_change(old, new) on the callback thread after it changed."""
+        """A 64-bit word in memory; on_change(old, new) is called on the callback thread after it has changed."""
         return Watcher(self, on_change)
 
     # ---- what happens
@@ -288,9 +298,9 @@ class Engine(_core.Engine):
     def on_event(self, fn: Callable[[EngineEvent], object]) -> None:
         """Calls fn with each EngineEvent on the engine's callback thread, instead of logging it.
 
-        If fn raises, that is logged, and the next event comes all the same.
-        Without it events go to logging.getLogger("crossrail"): at once while the engine has callbacks of any kind, else
-        when a wait fails and at close.
+        An exception in fn is logged, and does not stop later events.
+        Without fn events go to logging.getLogger("crossrail"): at once if the engine has callbacks of any kind,
+        otherwise when a wait fails and at close.
         """
         _raise.check_callable(fn, "fn")
         before, self._on_event = self._on_event, fn  # first: the thread that starts takes the events that are waiting
@@ -303,19 +313,19 @@ class Engine(_core.Engine):
         self._callbacks.start()
 
     def explain(self, peer: Address | bytes) -> Explanation:
-        """Which way bytes go to this peer, and why: print it. Any thread."""
+        """Which path bytes take to this peer, and why. Print the result. Any thread."""
         name, transport, reason, state, note, rails, endpoints, gb_per_s, paths, beat = self._explain(peer)
         shown = [PathExplanation(*path) for path in paths]
         heartbeat = None if beat is None else Heartbeat(*beat)
         return Explanation(name, transport, reason, state, note, rails, endpoints, gb_per_s, shown, heartbeat)
 
     def require(self, peer: Address | bytes, clauses: str) -> None:
-        """Raises TransportError unless all clauses hold for the path to this connected peer, by explain(). Any thread.
+        """Raises TransportError unless all clauses hold for the path to this connected peer, as explain() shows it.
 
-        clauses: as the engine's own option, "tcp, rails>=2"; a transport must be the one that bytes to this peer take,
-        rails are the fewer of both ends', speed>=X needs the speed of all of them. It says how things are now, no more.
-        A lost peer meets no clause.
-        UsageError for a malformed clause, and for a peer that is not connected: connect() first.
+        clauses: as in the engine's option of that name, for example "tcp, rails>=2". The transport must be the one used
+        for this peer; the number of rails is the smaller of both sides'; speed>=X requires that the speed of all rails is
+        known. It checks the present state only. A lost peer meets no clause. Any thread.
+        UsageError for a malformed clause, and for a peer that is not connected: call connect() first.
         """
         from crossrail import policy
 
@@ -326,11 +336,11 @@ class Engine(_core.Engine):
         policy.check(parsed, policy.of_path(self, explanation, parsed))
 
     def dump(self, path: str | os.PathLike[str] | None = None, *, reason: str = "asked for") -> str | None:
-        """What the flight recorder holds, and what waits for whom: as text for people, or into a file.
+        """The contents of the flight recorder, and which operation waits for which peer: as text, or written to a file.
 
-        path: written, or replaced, for `crossrail trace` and crossrail.flight.read_dump; readable for this user only.
-        None: returns the text. reason: why, in words; the file says so. Works on a closed engine too.
-        Any thread, also while another one hangs in this engine. Raises TransportError when the file cannot be written.
+        path: the file to write or replace, for `crossrail trace` and crossrail.flight.read_dump; only this user can read
+        it. None: returns the text. reason: recorded in the file. Works on a closed engine too.
+        Any thread, even while another hangs in this engine. Raises TransportError if the file cannot be written.
         """
         _options.check_texts(reason=reason)
         if path is not None:

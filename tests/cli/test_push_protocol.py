@@ -370,7 +370,7 @@ def test_name_of_a_dead_serve_is_taken_over(names: Path, engine: xr.Engine) -> N
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
     assert os.listdir(names) == ["dead.serve"]
 
-    with pytest.raises(UsageError, match="dead"):
+    with pytest.raises(CrossrailError, match="dead"):
         rendezvous.resolve("dead:")
 
     assert os.listdir(names) == []
@@ -380,7 +380,7 @@ def test_file_that_is_no_address_is_refused_and_kept(names: Path, tmp_path: Path
     file = tmp_path / "precious"
     file.write_text("mine")
 
-    with pytest.raises(UsageError):
+    with pytest.raises(CrossrailError):
         rendezvous.resolve(f"{file}:x")
 
     assert file.read_text() == "mine"

@@ -5,11 +5,14 @@ What is wrong has a `type: ignore`, which is an error where nothing is ignored.
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import assert_type
 
 import crossrail as xr
+from crossrail import kv, moe, observe, sim, weights
 from crossrail.topology import RailChoice, Topology, choose_rails
 
 
@@ -45,6 +48,110 @@ async def coroutine(engine: xr.Engine, target: xr.RegionDescriptor) -> None:
 def arrays(engine: xr.Engine) -> npt.NDArray[np.float32]:
     view: npt.NDArray[np.float32] = engine.alloc(4096).array("float32")
     return view
+
+
+def groups(engine: xr.Engine, targets: list[xr.RegionDescriptor]) -> None:
+    group = engine.add_peer_group([target.owner for target in targets])
+    assert_type(group, xr.PeerGroup)
+    source = engine.alloc(4096)
+    engine.submit_scatter(source, targets, lengths=64, src_offsets=0, dst_offsets=[0, 64], group=group).wait(1)
+    assert_type(engine.submit_barrier(group, imm=3), xr.Transfer)
+    engine.remove_peer_group(group)
+
+
+async def messages(engine: xr.Engine, peer: xr.Address) -> None:
+    engine.submit_send(peer, b"hello").add_done_callback(lambda transfer: print(transfer.status))
+    pool = engine.submit_recvs(16, 256)
+    message = await pool.recv_async(timeout_s=1)
+    assert_type(message, xr.Message)
+    assert_type(message.data, bytes)
+    assert_type(message.peer, xr.Address)
+    async for each in pool:
+        assert_type(each, xr.Message)
+
+
+def callbacks(engine: xr.Engine) -> None:
+    def seen(event: xr.EngineEvent) -> None:
+        logging.info("%s %s %s", event.kind, event.peer, event.detail)
+
+    engine.on_event(seen)
+    with engine.alloc_watcher(lambda old, new: print(old, new)) as watcher:
+        assert_type(watcher, xr.Watcher)
+        assert_type(watcher.array, npt.NDArray[np.uint64])
+    counter = engine.alloc_imm()
+    ticket = counter.on_count(4, lambda: None)
+    assert_type(ticket, xr.CountTicket)
+    assert_type(ticket.cancel(), bool)
+    counter.release()
+
+
+def generations(engine: xr.Engine) -> xr.RegionDescriptor:
+    with engine.alloc(1 << 16) as region:
+        region.revoke(timeout_s=1)
+        descriptor = region.renew()
+        with region.poison(0, 4096) as poisoned:
+            assert_type(poisoned, xr.Poisoned)
+        try:
+            poisoned.check()
+        except xr.LateWrite as error:
+            print(error)
+        return xr.RegionDescriptor.from_bytes(bytes(descriptor))
+
+
+def explained(engine: xr.Engine, peer: xr.Address) -> float:
+    explanation = engine.explain(xr.Address.from_text(str(peer)))
+    assert_type(explanation, xr.Explanation)
+    assert_type(explanation.paths, list[xr.PathExplanation])
+    engine.require(peer, "tcp, rails>=2")
+    assert_type(engine.dump(), str | None)
+    xr.dump_on_signal()
+    return 0.0 if explanation.heartbeat is None else explanation.heartbeat.rtt_s
+
+
+def options() -> xr.Engine:
+    tls = xr.TlsConfig(cert="a.pem", key="a.key", ca="ca.pem", verify="name")
+    return xr.Engine("user", rails=["eth0"], port=7300, tls=tls, rdma=xr.RdmaOptions(gid_index=3), heartbeat_s=0.5)
+
+
+def observed(engine: xr.Engine) -> str:
+    traffic = observe.read_traffic(engine)
+    assert_type(traffic, observe.Traffic)
+    with observe.serve_metrics(engine, port=0) as server:
+        assert_type(server, observe.MetricsServer)
+        return server.url
+
+
+def simulated() -> None:
+    with sim.World(seed=7) as world:
+        assert_type(world, sim.World)
+        assert_type(world.host("a"), sim.Host)
+
+
+def pages(layout: kv.KvLayout, other: kv.KvLayout) -> list[str]:
+    try:
+        kv.compatible(layout, other)
+    except kv.LayoutMismatch as error:
+        print(error)
+    return kv.differences(layout, other)
+
+
+def experts(engine: xr.Engine, group: moe.Group, x: npt.NDArray[np.float32], indices: npt.NDArray[np.int64]) -> None:
+    with moe.AllToAll(
+        engine, group, experts=8, hidden=64, top_k=2, max_tokens=16, dtype="float32", scale_block=None
+    ) as exchange:
+        dispatched = exchange.dispatch(x, None, indices)
+        assert_type(dispatched, moe.Dispatched)
+
+
+async def updated(controller: weights.WeightController, trainer: weights.WeightTrainer, n: int) -> None:
+    assert_type(await controller.update(n, timeout_s=30), weights.UpdateReport)
+    assert_type(await trainer.publish(n), weights.StepReport)
+
+
+async def read(receiver: weights.WeightReceiver) -> int:
+    async with receiver.reading() as reading:
+        assert_type(reading, weights.Reading)
+        return reading.version
 
 
 def failures(engine: xr.Engine, peer: xr.Address, transfer: xr.Transfer) -> str:
