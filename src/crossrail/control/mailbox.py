@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
@@ -26,6 +27,8 @@ _ANSWERS_BYTES_MAX = 32 << 20
 _CANCEL_AGAIN_S = 0.2
 _TELL_AGAIN_S = 60.0  # between two lines about dropped messages of one kind: a stranger may send thousands a second
 _REPLY_TIMEOUT_S = 30.0  # whoever takes no answer for so long asks again, if it still lives
+
+_wires: weakref.WeakSet[Wire] = weakref.WeakSet()  # that had a mailbox
 
 Handler = Callable[[bytes, Any], Awaitable[object]]
 T = TypeVar("T")
@@ -61,13 +64,16 @@ class NoAnswer(CrossrailError):
 
 
 class Mailbox:
-    """One per engine. Threads: the event loop's.
+    """One per wire, as wires are of engines. Threads: the event loop's.
 
     Lifecycle: 1. made. 2. handle() for each type of question. 3. start(). 4. close(): questions end with NoAnswer.
     dropped: messages that were not taken, by kind: those of seal.Rejected, "type", "unasked", "no-handler".
     """
 
     def __init__(self, wire: Wire, secret: bytes, language: Language, resend_s: float = RESEND_S) -> None:
+        if wire in _wires:
+            raise UsageError("this wire has had a mailbox. Next: go on with that one, or open another engine")
+        _wires.add(wire)
         self.wire = wire
         self._language = language
         self._sealer = Sealer(secret, wire.identity(wire.address), wire.packet_bytes_max, language.purpose)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator
 from functools import lru_cache
 from typing import Protocol
 
 import crossrail as xr
-from crossrail.errors import TransferError
+from crossrail.errors import TransferError, UsageError
 
 _BUFFERS = 256
 _ADDRESSES_MAX = 4096
+
+_engines: weakref.WeakSet[xr.Engine] = weakref.WeakSet()  # that had a wire
 
 
 class Unreachable(xr.CrossrailError):
@@ -40,13 +43,23 @@ class Wire(Protocol):
 
 
 class EngineWire:
-    """The messages of an engine, all of them: it opens the engine's receive pool. close() before the engine."""
+    """The messages of an engine, all of them: it opens the engine's receive pool. close() before the engine.
+
+    One per engine, and one mailbox on it: others know packets and questions of an engine by their numbers. UsageError
+    for a second one.
+    """
 
     def __init__(self, engine: xr.Engine, packet_bytes_max: int = 60_000) -> None:
+        if engine in _engines:
+            raise UsageError(
+                f"engine {engine.name!r} has carried a service's messages already, and what a second one sends would be "
+                "taken for repetitions. Next: go on with the first mailbox, or open another engine"
+            )
         self.address = engine.address.to_bytes()
         self.packet_bytes_max = packet_bytes_max
         self._engine = engine
         self._pool = engine.submit_recvs(_BUFFERS, packet_bytes_max)
+        _engines.add(engine)
         # An Address object remembers what the engine resolved it to, so each is made once. Of peers that come and
         # go for weeks those are dropped that nobody has named for long, and with them what the engine keeps of them.
         self._resolved = lru_cache(_ADDRESSES_MAX)(xr.Address.from_bytes)

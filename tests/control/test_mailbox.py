@@ -1,0 +1,21 @@
+"""An engine's messages are numbered, once for its life: a second mailbox would be taken for the first one's repetitions."""
+
+from __future__ import annotations
+
+import pytest
+
+import crossrail as xr
+from crossrail.control.wire import EngineWire
+from crossrail.weights.services.messages import mailbox
+from tests.conftest import EngineFactory
+
+
+async def test_second_mailbox_of_an_engine_is_refused(open_engine: EngineFactory) -> None:
+    engine = open_engine("once")
+    wire = EngineWire(engine)
+    await mailbox(wire, b"secret").close()
+    with pytest.raises(xr.UsageError, match="has had a mailbox"):
+        mailbox(wire, b"secret")
+    wire.close()
+    with pytest.raises(xr.UsageError, match="'once' has carried a service's messages already"):
+        EngineWire(engine)
