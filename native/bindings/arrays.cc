@@ -104,7 +104,10 @@ SizeArray::SizeArray(nb::handle values, const char* argument, size_t count) {
     values_ = copy_;
     return;
   }
-  if (static_cast<size_t>(nb::len(values)) != count) throw UsageError(size_rule(argument, count, values));
+  if (const Py_ssize_t size = PySequence_Size(values.ptr()); static_cast<size_t>(size) != count) {
+    PyErr_Clear();  // of numpy's sequences that have no size
+    throw UsageError(size_rule(argument, count, values));
+  }
   copy_.reserve(count);
   for (nb::handle value : nb::borrow<nb::sequence>(values)) copy_.push_back(to_u64(value, argument));
   values_ = copy_;

@@ -57,7 +57,10 @@ bool to_bool(nb::handle value, const char* argument) {
 }
 
 nb::sequence to_sequence(nb::handle value, const char* argument, const char* items) {
-  if (PySequence_Check(value.ptr()) == 0 || PyUnicode_Check(value.ptr()) || PyBytes_Check(value.ptr())) {
+  const bool is_text = PyUnicode_Check(value.ptr()) || PyBytes_Check(value.ptr());
+  if (is_text || PySequence_Check(value.ptr()) == 0 ||
+      PySequence_Size(value.ptr()) < 0) {  // numpy has some without a size
+    PyErr_Clear();
     throw UsageError(std::string(argument) + " must be a list of " + items + ", not " + type_name_of(value));
   }
   return nb::borrow<nb::sequence>(value);

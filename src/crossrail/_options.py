@@ -6,6 +6,7 @@ there as the signature of a function that nobody has called.
 
 from __future__ import annotations
 
+import operator
 import os
 import shlex
 from numbers import Real
@@ -47,8 +48,13 @@ def check_given(**options: object) -> None:
 def check_whole(**options: object) -> None:
     """UsageError unless each is a whole number; a bool is none."""
     for argument, value in options.items():
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise UsageError(f"{argument} must be a whole number, not {_kind(value)}")
+        try:
+            if not isinstance(value, bool):
+                operator.index(value)  # type: ignore[arg-type]
+                continue
+        except TypeError:
+            pass
+        raise UsageError(f"{argument} must be a whole number, not {_kind(value)}")
 
 
 def check_timeout(timeout_s: object) -> None:

@@ -64,7 +64,7 @@ class Region(_core.Region):
         not in the region, a region that is read-only or closed.
         """
         _options.check_whole(offset=offset)
-        nbytes = self.nbytes - offset if nbytes is None else nbytes
+        nbytes = self.nbytes - int(offset) if nbytes is None else nbytes
         _options.check_whole(nbytes=nbytes)
         return Poisoned(self, None, nbytes, 0, offset)
 
@@ -74,7 +74,9 @@ class Region(_core.Region):
         pages: a one-dimensional contiguous array (numpy, torch on CPU, any buffer) of int32, uint32, int64 or uint64;
         copied. stride None: page_bytes.
         """
-        return Poisoned(self, pages, page_bytes, page_bytes if stride is None else stride, offset)
+        stride = page_bytes if stride is None else stride
+        _options.check_whole(page_bytes=page_bytes, stride=stride, offset=offset)
+        return Poisoned(self, pages, page_bytes, stride, offset)
 
     def close(self, timeout_s: float | None = 5.0, *, drain: bool = True) -> None:
         """Refuses new use and blocks until nothing touches the memory, GIL released. Idempotent.

@@ -403,6 +403,12 @@ WRONG_ARGUMENTS = [
     *((name, call, given) for name, call in NO_OBJECT.items() for given in (None, 5, True, object())),
     ("group", lambda bench, given: scattered(bench, group=given), 5),
     ("peers", lambda bench, given: bench.engine.add_peer_group(given), "text"),
+    ("peers", lambda bench, given: bench.engine.add_peer_group(given), np.array(3)),
+    ("dsts", NO_OBJECT["dsts"], np.array(3)),
+    ("lengths", NO_NUMBER["lengths"], np.array(None)),
+    ("offset", NO_NUMBER["offset"], np.arange(2)),
+    ("stride", lambda bench, given: bench.src.poison_pages(np.arange(1), 1, stride=given), "x"),
+    ("page_bytes", lambda bench, given: bench.src.poison_pages(np.arange(1), given), None),
     ("timeout_s", lambda bench, given: bench.engine.connect(bench.dst.descriptor.owner, given), True),
 ]
 
