@@ -426,7 +426,7 @@ async def test_router_that_says_nothing_is_told_in_time(monkeypatch: pytest.Monk
     monkeypatch.setattr("crossrail.kv.rendezvous._TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(RouterNotFound, match=f"{url}: .*Timeout"):
+        with pytest.raises(RouterNotFound, match=f"{url}: no answer in time$"):
             await find_by_http(url, SECRET)()
 
 
@@ -434,7 +434,7 @@ async def test_nodes_find_the_router_with_the_secret_alone(cluster: Cluster, url
     assert await find_by_http(url, SECRET)() == cluster.router.mailbox.address
     with pytest.raises(RouterNotFound, match="403"):
         await find_by_http(url, b"guessed")()
-    with pytest.raises(RouterNotFound, match=r"127\.0\.0\.1:1: Cannot connect to host"):
+    with pytest.raises(RouterNotFound, match=r"127\.0\.0\.1:1: cannot connect: Connection refused$"):
         await find_by_http("http://127.0.0.1:1", SECRET)()
 
 

@@ -20,6 +20,7 @@ import aiohttp
 
 from crossrail.control.deadlines import in_time
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv.http_trouble import trouble
 
 _EVENT_BYTES_MAX = 16 << 20
 # gRPC's codes, in an answer's "code".
@@ -136,7 +137,7 @@ class Etcd:
                         value = None if deleted else base64.b64decode(event["kv"].get("value", ""))
                         yield Change(_text(event["kv"]["key"]), value)
         except (*_TROUBLES, KeyError, TypeError) as error:
-            raise EtcdError(f"etcd at {endpoint}: {type(error).__name__} {error}") from None
+            raise EtcdError(f"etcd at {endpoint}: {trouble(error)}") from None
 
     @asynccontextmanager
     async def _watching(self, endpoint: str, response: aiohttp.ClientResponse) -> AsyncIterator[None]:
@@ -159,7 +160,7 @@ class Etcd:
                     if not isinstance(answer, dict) or not answer.keys() & {wanted, "error"}:
                         raise ValueError(f"its answer to {what} is not etcd's")
             except _TROUBLES as error:
-                troubles.append(f"{endpoint}: {type(error).__name__} {error}")
+                troubles.append(f"{endpoint}: {trouble(error)}")
             else:
                 code = int(answer.get("code", 0))
                 if "error" not in answer:

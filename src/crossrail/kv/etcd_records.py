@@ -88,19 +88,20 @@ class Superseded(CrossrailError):
 class _Absence:
     """Tells that etcd is away, once for each reason: it may be for days. And that it is back."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, subject: str, state: str) -> None:
+        self._subject = subject
+        self._state = state
         self._told = ""
 
     def tell(self, error: EtcdError) -> None:
         if str(error) != self._told:
             self._told = str(error)
-            log.warning("%s, and is tried again: %s", self._what, error)
+            log.warning("%s is not %s, and is tried again: %s", self._subject, self._state, error)
 
     def is_over(self) -> None:
         if self._told:
             self._told = ""
-            log.warning("%s no more: etcd answers again", self._what)
+            log.warning("%s is %s again: etcd answers", self._subject, self._state)
 
 
 class Registration:
@@ -123,7 +124,7 @@ class Registration:
 
     async def run(self) -> None:
         """Until it is cancelled. Raises Superseded."""
-        absence = _Absence(f"{self._key} is not kept alive")
+        absence = _Absence(self._key, "kept alive")
         while True:
             try:
                 if self.lease is None:
@@ -178,7 +179,7 @@ async def follow(
     on_all comes at the beginning, after each time that etcd was away, and every half minute: it has all there is.
     etcd: a client that a Registration uses too; by that it is noticed when the member that is watched falls silent.
     """
-    absence = _Absence(f"what is below {prefix} is not known")
+    absence = _Absence(f"what is below {prefix}", "known")
     while True:
         try:
             found, revision = await etcd.list(prefix)

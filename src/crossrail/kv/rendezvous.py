@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from crossrail.errors import CrossrailError, UsageError
+from crossrail.kv.http_trouble import trouble
 from crossrail.kv.node import FindRouter
 
 PATH = "/kv/router"
@@ -54,6 +55,6 @@ def find_by_http(url: str, secret: bytes) -> FindRouter:
                     raise RouterNotFound(f"{url} answered {response.status}: {said.partition(_LINE_END)[0]}")
                 return await response.content.read(_ADDRESS_BYTES_MAX)
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            raise RouterNotFound(f"{url}: {str(error) or type(error).__name__}") from None
+            raise RouterNotFound(f"{url}: {trouble(error)}") from None
 
     return find
