@@ -113,6 +113,46 @@ async def test_who_cannot_join_again_says_so_without_a_trace(caplog: pytest.LogC
     assert "trainer 0 takes no part in updates: it could not join again: no answer" in caplog.text
 
 
+async def test_who_is_late_is_named(make_fleet: MakeFleet) -> None:
+    """By the controller, and so at every trainer; those who only wait for it are not."""
+    fleet = make_fleet(trainer_count=3)
+    controller = await fleet.start()
+    published = [asyncio.ensure_future(fleet.publish(1, [rank])) for rank in (0, 2)]
+    with pytest.raises(
+        UpdateFailed,
+        match=r"1 failed: (not complete within 1 s: trainer 1 has not called publish\(\)|"
+        r"trainer 1: .*did not offer it in)[^,]*$",
+    ):
+        await controller.update(1, 1.0)
+    for outcome in await asyncio.gather(*published, return_exceptions=True):
+        assert isinstance(outcome, UpdateFailed)
+        assert "trainer 1" in str(outcome)
+    await fleet.update(2)
+    await fleet.assert_holds(2)
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_who_does_not_answer_is_named(make_fleet: MakeFleet, role: Role) -> None:
+    fleet = make_fleet(trainer_count=3)
+    controller = await fleet.start()
+    await fleet.update(1)
+    member = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+    handlers = dict(member._mailbox._handlers)
+
+    async def silent(_sender: bytes, _question: object) -> object:
+        return await asyncio.get_running_loop().create_future()
+
+    for kind in handlers:
+        member._mailbox.handle(kind, silent)
+    published = [asyncio.ensure_future(fleet.publish(2, [rank])) for rank in (0, 2)]
+    with pytest.raises(UpdateFailed) as raised:
+        await controller.update(2, 1.0)
+    name = "trainer 1 does not answer" if role == "trainer" else "inference rank 1 has not answered Open"
+    assert str(raised.value) == f"weight update 2 failed: not complete within 1 s: {name}"
+    for outcome in await asyncio.gather(*published, return_exceptions=True):
+        assert name in str(outcome)
+
+
 @pytest.mark.parametrize("missing", ["q", "down"])
 async def test_parameter_that_trainers_lack_is_named(make_fleet: MakeFleet, missing: str) -> None:
     fleet = make_fleet(trainer_count=1)
@@ -396,10 +436,10 @@ async def test_trainer_that_does_not_say_how_far_it_is_does_not_end_the_telling(
     calls: list[str] = []
     ask, refusals = controller._all, iter(range(2))
 
-    async def ask_all(members: list[Any], question: Any, answer: type, timeout_s: float) -> list[Any]:
+    async def ask_all(members: list[Any], question: Any, answer: type, *more: Any) -> list[Any]:
         if answer is m.Progress and next(refusals, None) is not None:
             raise NoAnswer("it is busy")
-        return await ask(members, question, answer, timeout_s)
+        return await ask(members, question, answer, *more)
 
     monkeypatch.setattr(controller, "_all", ask_all)
     update = asyncio.ensure_future(controller.update(1, PATIENCE_S, lambda stage, *_: calls.append(stage)))

@@ -328,8 +328,11 @@ def _fill(row: Any, holding: Holding) -> None:
     row["start"][:dims] = [start for start, _ in holding.box]
     row["stop"][:dims] = [stop for _, stop in holding.box]
     row["block"][: len(holding.block)] = holding.block
-    row["strides"] = c_strides(row["stop"] - row["start"], int(ITEM_BYTES[row["dtype"]]))
-    if holding.strides is not None:
+    item_bytes = int(ITEM_BYTES[row["dtype"]])
+    if holding.strides is None:
+        row["strides"] = c_strides(row["stop"] - row["start"], item_bytes)
+    else:
+        row["strides"] = item_bytes
         row["strides"][:dims] = holding.strides
 
 

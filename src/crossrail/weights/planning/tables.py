@@ -189,7 +189,8 @@ def _check_extra(tables: Tables, used: Ints, ignore: Sequence[str]) -> None:
     shared = np.isin(kind, kind[~extra])
     found = np.unique(rows["name"][extra & ~shared])
     ignored = np.array([tables.names[name] in ignore for name in found], bool)
-    _refuse_names(tables.names, found[~ignored], "held by trainers and wanted by no target (ignore=?)")
+    what = "held by trainers and wanted by no target. Next: if that is meant, name it in PlanOptions(ignore=)"
+    _refuse_names(tables.names, found[~ignored], what)
 
 
 def _refuse_names(names: Sequence[str], found: Ints, what: str) -> None:

@@ -36,6 +36,8 @@ log = logging.getLogger("crossrail.weights")
 
 _DURATION_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _IMM_END = 1 << 27  # from here on engines hand them out
+_WHO_S = 0.5  # for trainers to say why an update is late, once it has failed
+_NAMED = 8  # of those who are late
 _ATTEMPTS = 1 << 19  # until numbers of immediates are used again
 _T = TypeVar("_T")
 
@@ -145,6 +147,7 @@ class WeightController:
         self._attempt = _attempts.setdefault(mailbox, 0)
         self._under_way: int | None = None  # the version
         self._lost: asyncio.Future[None] | None = None  # of the update under way: somebody of it went
+        self._late: dict[Member, str] = {}  # who has not answered yet what the update waits for, and what that is
         mailbox.handle(m.Join, self._on_join)
         mailbox.handle(m.Leave, self._on_leave)
 
@@ -207,7 +210,6 @@ class WeightController:
                 self.totals.failed += 1
                 is_ours = isinstance(error, CrossrailError | asyncio.TimeoutError)
                 why = str(error) if is_ours else f"{type(error).__name__}: {error}"
-                why = why or f"not complete within {timeout_s:g} s"
                 await _to_its_end(self._abort(why))
                 if isinstance(error, UsageError) or not is_ours:
                     raise
@@ -308,12 +310,30 @@ class WeightController:
             return task.result()
         if self._lost.done():
             self._lost.result()
-        raise asyncio.TimeoutError
+        raise asyncio.TimeoutError(f"not complete within {timeout_s:g} s{await self._who_is_late()}")
+
+    async def _who_is_late(self) -> str:
+        """Of the update whose time is up, in words. Who only waits for another is named when no other is."""
+
+        async def why(member: Member, asked: str) -> str:
+            if asked != m.Go.__name__:
+                return f"{member} has not answered {asked}"
+            try:
+                far = await self._mailbox.ask(member.address, m.AskProgress(), m.Progress, _WHO_S)
+            except (NoAnswer, Unreachable):
+                return f"{member} does not answer"
+            return "" if far.is_offered else f"{member} has not called publish()"
+
+        told = await asyncio.gather(*(why(*each) for each in self._late.items()))
+        found = [words for words in told if words] or [f"{member} is not done" for member in self._late]
+        more = f", and {len(found) - _NAMED} more like these" if len(found) > _NAMED else ""
+        return f": {', '.join(found[:_NAMED])}{more}" if found else ""
 
     async def _run(self, version: int, report: UpdateReport, deadline: float, on_progress: OnProgress) -> None:
         loop = asyncio.get_running_loop()
         clock = loop.time
         begun = clock()
+        self._late.clear()
         members = [*self._of("trainer"), *self._of("target")]
         speeds = self._pace.of(member.rank for member in members if member.role == "trainer")
         if self.plan is None or members != self._planned or speeds != self._speeds:
@@ -331,7 +351,7 @@ class WeightController:
         left_s = deadline - begun
         on_progress("open", 0, len(targets))
         opening = m.Open(version, attempt, digest, imm, left_s)
-        opened = await self._all(targets, lambda _: opening, m.Opened, left_s)
+        opened = await self._stage(targets, lambda _: opening, m.Opened, left_s)
         report.open_s = clock() - begun
 
         begun = clock()
@@ -340,12 +360,12 @@ class WeightController:
         go = m.Go(version, attempt, digest, imm, imm + 1, buffers, left_s)
         whole = int(plan.writes["nbytes"].sum())
         async with self._watching(trainers, lambda far: on_progress("write", sum(p.written_bytes for p in far), whole)):
-            sent = await self._all(trainers, lambda _: go, m.Sent, left_s)
+            sent = await self._stage(trainers, lambda _: go, m.Sent, left_s)
         report.steps = {
             member.rank: StepReport(**each.report)  # type: ignore[arg-type]  # ints stay ints
             for member, each in zip(trainers, sent, strict=True)
         }
-        await self._all(targets, lambda _: m.Await(version, attempt), m.Whole, deadline - clock())
+        await self._stage(targets, lambda _: m.Await(version, attempt), m.Whole, deadline - clock())
         report.transfer_s = clock() - begun
         self._pace.note(plan, {rank: step.own_s for rank, step in report.steps.items()})
         on_progress("write", whole, whole)
@@ -360,14 +380,33 @@ class WeightController:
         trainers, targets = ([member.inventory for member in side] for side in self._planned_by_role())
         return make_plan(trainers, targets, replace(self._plan_options, speeds=self._speeds))
 
-    async def _all(
+    async def _stage(
         self, members: list[Member], question: Callable[[Member], object], answer: type[_T], timeout_s: float
     ) -> list[_T]:
-        """Everybody's answer; the first that fails ends it, and is named."""
+        """As _all(); and remembers who has not answered yet."""
+
+        def asked(member: Member) -> object:
+            words = question(member)
+            self._late[member] = type(words).__name__
+            return words
+
+        return await self._all(members, asked, answer, timeout_s, self._late.pop)
+
+    async def _all(
+        self,
+        members: list[Member],
+        question: Callable[[Member], object],
+        answer: type[_T],
+        timeout_s: float,
+        answered: Callable[[Member], object] = lambda _: None,
+    ) -> list[_T]:
+        """Everybody's answer; the first that fails ends it, and is named. answered: told who has."""
 
         async def one(member: Member) -> _T:
             try:
-                return await self._mailbox.ask(member.address, question(member), answer, max(timeout_s, 0.0))
+                got = await self._mailbox.ask(member.address, question(member), answer, max(timeout_s, 0.0))
+                answered(member)
+                return got
             except Unreachable as error:
                 self._drop(member, f"it is gone: {error}")
                 raise CrossrailError(f"{member} is gone: {error}") from None
@@ -392,8 +431,8 @@ class WeightController:
         whole = len(plan.tasks)
         async with self._watching(trainers, lambda far: on_progress("ready", sum(p.ready for p in far), whole)):
             told = await asyncio.gather(
-                self._all(trainers, lambda member: assigns[member.rank], m.Taken, left_s),
-                self._all(targets, lambda member: expects[member.rank], m.Taken, left_s),
+                self._stage(trainers, lambda member: assigns[member.rank], m.Taken, left_s),
+                self._stage(targets, lambda member: expects[member.rank], m.Taken, left_s),
                 return_exceptions=True,
             )
         for outcome in told:

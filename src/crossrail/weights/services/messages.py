@@ -206,10 +206,14 @@ class AskProgress(Struct, frozen=True, tag=True):
 
 
 class Progress(Struct, frozen=True, tag=True):
-    """ready: tasks of its part of a plan that are made ready. written_bytes: of the step under way, or of the last."""
+    """ready: tasks of its part of a plan that are made ready. written_bytes: of the step under way, or of the last.
+
+    is_offered: publish() is under way.
+    """
 
     ready: Count
     written_bytes: Count
+    is_offered: bool = False
 
 
 Message = (

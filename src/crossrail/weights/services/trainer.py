@@ -297,7 +297,8 @@ class WeightTrainer:
 
     async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
         report = StepReport() if self._step is None else self._step.report
-        return m.Progress(0 if self._assigned is None else len(self._assigned.tasks), report.written_bytes)
+        ready = 0 if self._assigned is None else len(self._assigned.tasks)
+        return m.Progress(ready, report.written_bytes, self._offer is not None)
 
     # ---- ending
 
