@@ -264,11 +264,11 @@ int for all targets. So is imm, or None; with several numbers each target counts
 belong to the group's i-th peer. Any thread; blocks only while the submit queue is full. Targets are not ordered; the
 transfer is done when all are, and fails with the first that fails.
 verify: as in submit_write, separately for each target: it counts if its own bytes are right.)")
-      .def(
-          "submit_barrier", &submit_barrier, nb::arg("group").none(), nb::arg("imm").none(),
-          nb::sig("def submit_barrier(self, group: PeerGroup, imm: int) -> Transfer"),
-          "Sends only imm to each member of the group: counts 1 at each. Not ordered with other operations: first wait\n"
-          "for those that must come before it. Any thread; blocks only while the submit queue is full.")
+      .def("submit_barrier", &submit_barrier, nb::arg("group").none(), nb::arg("imm").none(),
+           nb::sig("def submit_barrier(self, group: PeerGroup, imm: int) -> Transfer"),
+           "Sends only imm to each member of the group: counts 1 at each. Not ordered with other operations: first "
+           "wait\n"
+           "for those that must come before it. Any thread; blocks only while the submit queue is full.")
       .def("submit_send", &submit_send, nb::arg("peer").none(), nb::arg("message").none(),
            nb::sig("def submit_send(self, peer: Address | bytes, message: typing.Any) -> Transfer"),
            R"(Sends a message (bytes or any contiguous buffer, at most message_bytes_max) into the peer's receive pool.

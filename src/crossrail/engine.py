@@ -60,26 +60,26 @@ class Engine(_core.Engine):
     Transfers are reliable and unordered: no operation is ordered after another, and a receiver synchronises by counting
     immediates. Every accepted submit completes exactly once, even if the engine closes or a peer dies.
 
-    Open an engine with `with Engine("name") as engine`. close() completes every transfer and wakes every waiting thread.
-    An engine that is garbage-collected while open is closed with a ResourceWarning; engines that are still open when the
-    interpreter exits are closed. A forked child cannot use it; the parent can continue to.
+    Open an engine with `with Engine("name") as engine`. close() completes every transfer and wakes every waiting
+    thread. An engine that is garbage-collected while open is closed with a ResourceWarning; engines that are still
+    open when the interpreter exits are closed. A forked child cannot use it; the parent can continue to.
 
     name: for people to read, 1..64 bytes of UTF-8. None: "<program>-<pid>".
     transport: "auto" uses shm, tcp, and verbs or ofi if there is such a device: shm for a peer on this host, and for
-        others the first of verbs, ofi, tcp that both sides have. Or one of "shm" (processes of one host), "tcp", "verbs"
-        (ConnectX and other RC-capable NICs), "ofi" (AWS EFA), "ofi:tcp" (ofi over that libfabric provider), or a
-        combination such as "shm+verbs". "null" moves nothing, for measuring; "sim" is for simulated worlds
+        others the first of verbs, ofi, tcp that both sides have. Or one of "shm" (processes of one host), "tcp",
+        "verbs" (ConnectX and other RC-capable NICs), "ofi" (AWS EFA), "ofi:tcp" (ofi over that libfabric provider),
+        or a combination such as "shm+verbs". "null" moves nothing, for measuring; "sim" is for simulated worlds
         (crossrail.sim). explain(peer) shows what was chosen, and why.
     rails: a number, 1..16, or a list of IP addresses or interface names; for verbs and ofi also devices and ports
         ("mlx5_0", "mlx5_0:1"). Next to a network transport, shm has one rail.
     port: where tcp listens; 0: any port. Rails that share an address take port, port + 1, ...
-    secret: shared secret that peers on other hosts must know too, up to 1024 bytes. None: the value of CROSSRAIL_SECRET,
-        if it is set.
+    secret: shared secret that peers on other hosts must know too, up to 1024 bytes. None: the value of
+        CROSSRAIL_SECRET, if it is set.
     tls: certificates for tcp. None: those named by CROSSRAIL_TLS_CERT, _KEY and _CA, if set. An engine with tls reaches
         other hosts only by tcp, because RDMA traffic is not encrypted (docs/two-hosts.md).
     peer_timeout_s: a peer on another host that is silent for so long is lost.
-    polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive the
-        engine in submits, waits and progress()).
+    polling: "adaptive" (spin for spin_us, then sleep), "spin" (for a dedicated core) or "manual" (your threads drive
+        the engine in submits, waits and progress()).
     worker_cpu: core to pin the worker thread to. "auto": the first core this process may use on the NUMA node of the
         rails; not pinned if that node is unknown, which is logged.
     submit_queue_depth: a power of two, 16..65536. A submit blocks while the queue is full.
@@ -89,20 +89,20 @@ class Engine(_core.Engine):
     connect_timeout_s: a peer that does not answer the first connection for so long is lost.
     private_path: for memory that the peer cannot map: "staged", "cma" (cross-memory attach), or "auto" (the faster one,
         by measurement).
-    heartbeat_s: interval of probes to connected peers, also idle ones. A peer that does not answer within one interval is
-        "slow", within three "frozen" (peer_state, events, explain). None: no probes.
+    heartbeat_s: interval of probes to connected peers, also idle ones. A peer that does not answer within one
+        interval is "slow", within three "frozen" (peer_state, events, explain). None: no probes.
     rdma: options of verbs and ofi.
-    recorder_entries: size of each ring of the flight recorder (one per rail, one for the rest), a power of two, 64..2**20;
-        0: no recorder.
+    recorder_entries: size of each ring of the flight recorder (one per rail, one for the rest), a power of two,
+        64..2**20; 0: no recorder.
     watchdog_s: an operation without progress for so long causes an event, "stalled", and the recorder is written to a
         file, once per stall. None: no watchdog.
     dump_dir: existing directory for the files of the watchdog, dump_on_signal and failed assertions. None: the value of
         CROSSRAIL_DUMP_DIR, of TMPDIR, or /tmp.
     counts_traffic: count traffic per peer and rail for crossrail.observe; costs next to nothing (docs/metrics.md).
-    require: clauses that must hold once the engine is open, such as "shm, rails>=4". If one does not, the engine is closed
-        and TransportError says which and why. Clauses: shm, tcp, verbs, ofi, rdma (verbs or ofi), gpudirect, rails>=N (or
-        =, >), speed>=X (Gb/s, the sum of the rails' interfaces whose speed is known). The method require() checks the
-        path to one peer.
+    require: clauses that must hold once the engine is open, such as "shm, rails>=4". If one does not, the engine is
+        closed and TransportError says which and why. Clauses: shm, tcp, verbs, ofi, rdma (verbs or ofi), gpudirect,
+        rails>=N (or =, >), speed>=X (Gb/s, the sum of the rails' interfaces whose speed is known). The method
+        require() checks the path to one peer.
     """
 
     def __init__(
@@ -232,15 +232,14 @@ class Engine(_core.Engine):
         """Makes existing memory usable as a source of transfers, and by peers. Does not copy it. Any thread.
 
         buffer: a numpy array, a torch tensor, anything with the buffer protocol, DLPack or `__cuda_array_interface__`,
-        or (address, nbytes). It must be C-contiguous and not empty. The region keeps it alive until it is closed, unless
-        it is a bare address.
-        access: what peers may do: "local" (nothing), "read" or "write" (both). None: "write", or "read" if the buffer is
-        read-only.
-        The same memory may be registered several times; the regions are independent. With RDMA a "local" region within
-        another open region costs nothing (docs/verbs.md).
-        Memory of NVIDIA GPUs: RDMA NICs (transport "verbs", or "ofi" on EFA) access it directly, as a dma-buf or by
-        peermem (see `region.gpudirect`); over shm and tcp the driver copies it through the host. Kernels that write a
-        source must have ended before the transfer is submitted (torch.cuda.synchronize(), an event).
+        or (address, nbytes). It must be C-contiguous and not empty. The region keeps it alive until it is closed,
+        unless it is a bare address.
+        access: what peers may do: "local" (nothing), "read" or "write" (both). None: "write", or "read" if the buffer
+        is read-only. The same memory may be registered several times; the regions are independent. With RDMA a
+        "local" region within another open region costs nothing (docs/verbs.md). Memory of NVIDIA GPUs: RDMA NICs
+        (transport "verbs", or "ofi" on EFA) access it directly, as a dma-buf or by peermem (see `region.gpudirect`);
+        over shm and tcp the driver copies it through the host. Kernels that write a source must have ended before the
+        transfer is submitted (torch.cuda.synchronize(), an event).
         """
         memory = memory_of(buffer)
         if access is None:
@@ -323,9 +322,9 @@ class Engine(_core.Engine):
         """Raises TransportError unless all clauses hold for the path to this connected peer, as explain() shows it.
 
         clauses: as in the engine's option of that name, for example "tcp, rails>=2". The transport must be the one used
-        for this peer; the number of rails is the smaller of both sides'; speed>=X requires that the speed of all rails is
-        known. It checks the present state only. A lost peer meets no clause. Any thread.
-        UsageError for a malformed clause, and for a peer that is not connected: call connect() first.
+        for this peer; the number of rails is the smaller of both sides'; speed>=X requires that the speed of all
+        rails is known. It checks the present state only. A lost peer meets no clause. Any thread. UsageError for a
+        malformed clause, and for a peer that is not connected: call connect() first.
         """
         from crossrail import policy
 
@@ -338,9 +337,9 @@ class Engine(_core.Engine):
     def dump(self, path: str | os.PathLike[str] | None = None, *, reason: str = "asked for") -> str | None:
         """The contents of the flight recorder, and which operation waits for which peer: as text, or written to a file.
 
-        path: the file to write or replace, for `crossrail trace` and crossrail.flight.read_dump; only this user can read
-        it. None: returns the text. reason: recorded in the file. Works on a closed engine too.
-        Any thread, even while another hangs in this engine. Raises TransportError if the file cannot be written.
+        path: the file to write or replace, for `crossrail trace` and crossrail.flight.read_dump; only this user can
+        read it. None: returns the text. reason: recorded in the file. Works on a closed engine too. Any thread, even
+        while another hangs in this engine. Raises TransportError if the file cannot be written.
         """
         _options.check_texts(reason=reason)
         if path is not None:

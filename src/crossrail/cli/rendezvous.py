@@ -147,8 +147,8 @@ def living_names() -> list[str]:
 def resolve(target: str, secret: bytes = b"") -> tuple[xr.Address, str]:
     """`NAME:DST` or `tcp://HOST[:PORT]/DST` -> (address of that serve, DST). DST may be empty.
 
-    NAME is a serve's name, or the path of an address file (it has a slash in it). CrossrailError when no such serve runs.
-    secret: shared with serves on other hosts.
+    NAME is the name of a serve, or the path of an address file (it has a slash in it). secret: shared with serves on
+    other hosts. CrossrailError when no such serve runs.
     """
     if target.startswith(meeting.SCHEME):
         host, port, dst = meeting.split_url(target)

@@ -182,7 +182,9 @@ def _show_timeline(client: Client, request: str, out: Path | None, console: Cons
 @click.option("--transport", default="auto", show_default=True)
 @click.option("--kill", "kills", is_flag=True, help="Kill the prefiller at work in the middle.")
 @click.option(
-    "--out", type=OutputFolder(), help="Write where the time went to this folder, as a picture and for chrome://tracing."
+    "--out",
+    type=OutputFolder(),
+    help="Write where the time went to this folder, as a picture and for chrome://tracing.",
 )
 def demo(
     model: str,
