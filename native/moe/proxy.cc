@@ -256,20 +256,21 @@ void Proxy::send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint
 // --- what is waited for ---
 
 // In order: all that it owed to those who wait has come, so that none of them gives up because of it.
-bool Proxy::has_ended(const Watched& lost, FarStep step, uint32_t round) {
-  // acquire: as for any word.
-  if (lost.farewell != nullptr) return lost.farewell->value.load(std::memory_order_acquire) != 0;
-  return has_come(FarStep::kFarewell, 0, lost.rank) && has_come(step, round, lost.rank);
+bool Proxy::has_ended(uint32_t far_rank, FarStep step, uint32_t round) {
+  return has_come(FarStep::kFarewell, 0, far_rank) && has_come(step, round, far_rank);
 }
 
 FarOutcome Proxy::trouble(std::optional<FarStep> step, uint32_t round, Member& awaited) {
   if (engine_->closed()) return {FarResult::kClosed, awaited.rank, {}};
   for (const Watched& watched : watched_) {
     if (watched.is_left_out || watched.peer->state() != PeerState::kLost) continue;
-    if (!step || !has_ended(watched, *step, round)) return {FarResult::kPeerLost, watched.rank, {}};
+    // acquire: as for any word.
+    const bool is_over = watched.farewell != nullptr ? watched.farewell->value.load(std::memory_order_acquire) != 0
+                                                     : step && has_ended(watched.rank, *step, round);
+    if (!step || !is_over) return {FarResult::kPeerLost, watched.rank, {}};
   }
   if (has_left(awaited)) return {FarResult::kLeft, awaited.rank, {}};
-  return failed_write(round);
+  return failed_write(step, round);
 }
 
 // Whether nothing of it comes any more.
@@ -280,12 +281,15 @@ bool Proxy::has_left(Member& member) {
   return now >= *member.farewell_ns + kAfterFarewellNs;
 }
 
-FarOutcome Proxy::failed_write(uint32_t round) const {
+FarOutcome Proxy::failed_write(std::optional<FarStep> step, uint32_t round) {
   for (const Sent& sent : sent_[parity_of(round)]) {
     const FarResult result = result_of(sent.transfer->status(), masks_);
     if (result == FarResult::kReady || (sent.to != nullptr && sent.to->is_left_out)) continue;
     const TransferInfo info = sent.transfer->info();
-    return {result, sent.to != nullptr ? sent.to->rank : rank_of(info), info.detail};
+    const uint32_t rank = sent.to != nullptr ? sent.to->rank : rank_of(info);
+    // Who has ended has had what we wrote, and closed its engine before ours heard so.
+    if (result == FarResult::kPeerLost && step && has_ended(rank, *step, round)) continue;
+    return {result, rank, info.detail};
   }
   return {FarResult::kReady, 0, {}};
 }
@@ -336,7 +340,7 @@ FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCh
       if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, rank, {}};
     }
   }
-  return failed_write(round);
+  return failed_write(std::nullopt, round);
 }
 
 // Writes of a member that end this step.
@@ -369,7 +373,7 @@ FarOutcome Proxy::wait(FarStep step, uint32_t round, Deadline deadline, const In
     if (engine_->clock().now_ns() >= deadline) return {FarResult::kLate, source.rank, {}};
   }
   // Everybody else's came, and yet somebody does not have ours: he is not to be waited for later.
-  return failed_write(round);
+  return failed_write(step, round);
 }
 
 bool Proxy::has_come(FarStep step, uint32_t round, uint32_t rank) {

@@ -64,8 +64,8 @@ struct FarOutcome {
 // Invariant: of each step and parity, the counters of sources before next_ have given what was expected of them.
 class Proxy {
  public:
-  // The layout outlives the proxy. masks: ranks may be left out; then each has writes of its own, since a batch posts no
-  // more once one of its targets is lost.
+  // The layout outlives the proxy. masks: ranks may be left out; then each has writes of its own, since a batch tells of
+  // one target only what became of it.
   Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory, FarRegions<RegionRef> regions,
         bool masks = false);
   ~Proxy();
@@ -167,13 +167,13 @@ class Proxy {
   void post(FarStep step, uint32_t round);
   void post_batch(FarStep step, uint32_t round, const Member* to);
   uint32_t expected_of(FarStep step, uint32_t round, size_t member) const;
-  FarOutcome failed_write(uint32_t round) const;
+  FarOutcome failed_write(std::optional<FarStep> step, uint32_t round);
   uint32_t rank_of(const TransferInfo& failed) const;
   uint32_t slowest() const;
   // step: that is waited for; none: until what was sent has gone.
   FarOutcome trouble(std::optional<FarStep> step, uint32_t round, Member& awaited);
   bool has_left(Member& member);
-  bool has_ended(const Watched& lost, FarStep step, uint32_t round);
+  bool has_ended(uint32_t far_rank, FarStep step, uint32_t round);
 
   const EngineRef engine_;
   const Layout& layout_;

@@ -239,6 +239,32 @@ TEST_CASE("moe proxy: what is counted a little after a farewell is taken, and wh
   for (const EngineRef& engine : engines) engine->close(0);
 }
 
+TEST_CASE("moe proxy: a write that failed at a rank that had all of its last round is none of ours to mend") {
+  const Layout layout({.world = 2, .experts = kExperts, .node_of_rank = own_nodes(2)});
+  const FarMemory memory = parts(2, 8, 32, 16);
+  for (const bool is_last : {true, false}) {
+    const EngineRef engines[2] = {open_engine("a"), open_engine("b")};
+    const FarRegions<RegionRef> regions[2] = {alloc(*engines[0], memory, true), alloc(*engines[1], memory, true)};
+    Proxy here(engines[0], layout, 0, memory, regions[0]);
+    Proxy there(engines[1], layout, 1, memory, regions[1]);
+    here.connect(1, remote(*engines[0], regions[1]), there.imms_for(0));
+    there.connect(0, remote(*engines[1], regions[0]), here.imms_for(1));
+    there.send_routes(1, std::vector<int32_t>(kExperts));
+    while (!here.has_come(FarStep::kRoutes, 1, 1)) std::this_thread::yield();
+    here.send_results(1, nullptr);
+    if (is_last) here.say_farewell(deadline_in(60));
+    while (!there.has_come(FarStep::kResults, 1, 0)) std::this_thread::yield();
+    engines[0]->close(deadline_in(10));
+    const PeerRef gone = engines[1]->peer(regions[0].rows->descriptor().owner);
+    while (gone->state() != PeerState::kLost) std::this_thread::yield();
+    there.send_results(1, nullptr);  // as if its engine had been closed before ours heard that this had come
+    while (there.wait_sent(1, deadline_in(60), {}).detail.empty()) std::this_thread::yield();
+    const FarOutcome told = there.wait(FarStep::kResults, 1, deadline_in(60), {});
+    CHECK(told.result == (is_last ? FarResult::kReady : FarResult::kPeerLost));
+    engines[1]->close(0);
+  }
+}
+
 TEST_CASE("moe proxy: a thread that cannot run where it is to is refused, with where it may") {
   const Layout layout({.world = 2, .experts = kExperts, .node_of_rank = own_nodes(2)});
   const FarMemory memory = parts(2, 8, 32, 16);
