@@ -1,4 +1,4 @@
-"""An engine's messages are numbered, once for its life: a second mailbox would be taken for the first one's repetitions."""
+"""Messages of an engine are numbered once for its life: a second mailbox would seem to repeat the first one's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Peers over tcp that freeze, die, come back, idle or do not receive; and 10,000 transfers at once."""
 
+import itertools
 import queue
 import socket
 import threading
@@ -356,6 +357,6 @@ def test_rail_that_stays_away_wakes_an_idle_engine_only_to_try_it(open_engine: E
             slept.append(wakings())
             reset(attempt)
 
-        between = [after - before for before, after in zip(slept, slept[1:], strict=False)]
+        between = [after - before for before, after in itertools.pairwise(slept)]
         assert min(between[-3:]) < 25, "of 50 looks a second"
     assert engine.peer_state(there.address) == "connected"
