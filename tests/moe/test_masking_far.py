@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.moe import NoMajority
+from crossrail.moe import AllToAll, NoMajority
 from tests.moe.rank import CONFIG, Rank, batch_of
 from tests.moe.ranks import Ranks
-from tests.support.limits import NEVER_S
+from tests.support.limits import NEVER_S, eventually
 from tests.support.node import CommandError
 from tests.support.process import PeerProcess
 
@@ -155,3 +156,39 @@ def test_what_a_dead_rank_would_spoil_is_refused(nothing_leaks: None, option: di
     (name, value), *_ = option.items()
     with pytest.raises(xr.UsageError, match=f"{name} is {value}, must be .* with on_lost='mask'"):
         Ranks(2, on_lost="mask", node_size=1, **(CONFIG | option))
+
+
+def test_ranks_that_have_left_in_order_are_not_missed_by_who_still_waits_for_a_confirmation(
+    nothing_leaks: None,
+) -> None:
+    """Two of four have gone after their last round; what the third confirmed to them is late at the fourth."""
+    with Ranks(4, **CONFIG, node_size=1, on_lost="mask") as ranks:
+
+        def play(part: AllToAll, rank: int) -> None:
+            batch = batch_of(rank, 1)
+            agreement = part._peers.agreement
+            assert agreement is not None
+            got = part.dispatch(batch.x, batch.scales, batch.indices, batch.weights)
+            y = np.zeros((got.rows, part.config.hidden), np.float32)
+            held: list[tuple[int, int]] = []
+            confirm = agreement._box.confirm
+
+            def hold(view: int, mark: int, to: Sequence[int]) -> bool:
+                held.append((view, mark))
+                return confirm(view, mark, [other for other in to if other != 3])
+
+            if rank == 2:
+                agreement._box.confirm = hold  # type: ignore[method-assign]
+            part.combine(y, got)
+            if rank < 2:
+                part.close()
+                ranks.engines[rank].close()
+            elif rank == 2:
+                gone = [ranks.engines[other].address for other in (0, 1)]
+                eventually(lambda: all(ranks.engines[3].peer_state(one) == "lost" for one in gone), "they are gone")
+                time.sleep(NEVER_S)
+                ((view, mark),) = held
+                eventually(lambda: confirm(view, mark, [3]), "confirmed")
+
+        ranks.each(play)
+        assert ranks.parts[3].masked == ()

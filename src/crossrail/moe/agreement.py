@@ -220,7 +220,9 @@ class Agreement:
         for rank in self._council.view.members:
             state = "" if rank == self._rank else self._engine.peer_state(self._addresses[rank])
             if state == "lost":
-                self._suspect(rank, "")
+                # One that has left in order has told all that it had. It has no vote any more if there is to be one.
+                if self._council.is_troubled or not self._has_left(rank):
+                    self._suspect(rank, "")
             elif state != "frozen":
                 self._frozen_s.pop(rank, None)
             elif now_s > self._frozen_s.setdefault(rank, now_s) + self._frozen_max_s:
