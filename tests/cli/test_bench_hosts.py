@@ -328,7 +328,7 @@ def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     status, line = refused(f"127.0.0.1:{port}")
-    assert status == 2 and "bench serve --bind" in line
+    assert status == 1 and "bench serve --bind" in line
 
 
 def test_another_kind_of_serve_is_told_from_ours() -> None:

@@ -18,7 +18,8 @@ from crossrail.cli.text import shown_lines
 @tls_options
 def command(name: str, rails: int | list[str], tls: xr.TlsConfig | None) -> None:
     """Show how bytes would reach the `crossrail serve` of that NAME, or at tcp://HOST:PORT, and why that way."""
-    address, _ = resolve(name, shared_secret())
+    secret = shared_secret()
     with xr.Engine(rails=rails, tls=tls) as engine:
+        address, _ = resolve(name, secret)
         engine.connect(address)
         click.echo(shown_lines(str(engine.explain(address))))
