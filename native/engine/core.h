@@ -194,7 +194,7 @@ class EngineCore final : public Sink, public Actor {
 
   // --- driving (driving.cc; on a stage, staged.cc) ---
   void worker_main();
-  void drive_until_idle();
+  bool drive_until_idle();
   bool try_enter(uint8_t mark = 1);
   [[noreturn]] void throw_closed_meanwhile() const;
   Deadline tend_watchdog();

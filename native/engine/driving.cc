@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "engine/core.h"
 #include "util/futex.h"
@@ -116,8 +117,7 @@ void EngineCore::worker_main() {
     bool knows_timer = false;
     Deadline timer = kNoDeadline;
     uint64_t moves_at_timer = 0;
-    if (!wanted && try_enter()) {
-      drive_until_idle();
+    if (!wanted && try_enter() && drive_until_idle()) {
       transports_.arm();
       const bool work = has_work();
       if (work) transports_.disarm();
@@ -149,12 +149,18 @@ void EngineCore::worker_main() {
   }
 }
 
-// The worker's turn: until nothing has moved for spin_ns, a guest asks, or the engine stops.
-void EngineCore::drive_until_idle() {
+// The worker's turn, which begins as the holder: until nothing has moved for spin_ns, a guest asks, or the engine stops.
+// Whether it is the holder at the end; if not, somebody else is, who arms the bells as it leaves.
+bool EngineCore::drive_until_idle() {
   const bool spins = options_.polling == Polling::kSpin;
+  bool holds = true;
   int64_t idle_since = 0;
+  uint64_t moves_seen = 0;
   while (!stopping_.load(std::memory_order_relaxed) && guests_.load(std::memory_order_relaxed) == 0) {
-    if (round() > 0) {
+    if (!holds) holds = try_enter();
+    if (holds) round();
+    const uint64_t moves = moves_.load(std::memory_order_relaxed);
+    if (std::exchange(moves_seen, moves) != moves) {
       idle_since = 0;
       continue;
     }
@@ -162,10 +168,14 @@ void EngineCore::drive_until_idle() {
     if (spins) continue;
     const int64_t now = now_ns();
     if (idle_since == 0) idle_since = now;
-    if (now - idle_since >= options_.spin_ns) return;
-    // Whom we have just woken may need this very core.
-    if (now - idle_since >= kYieldAfterNs) std::this_thread::yield();
+    if (now - idle_since >= options_.spin_ns) break;
+    if (now - idle_since < kYieldAfterNs) continue;
+    // Whom we have just woken may need this very core. What it submits it posts itself, since it finds the lock free, and
+    // need not wait until we have the core again.
+    if (std::exchange(holds, false)) progress_lock_.unlock();
+    std::this_thread::yield();
   }
+  return holds || try_enter();
 }
 
 void EngineCore::wake() {
