@@ -1,5 +1,6 @@
 """What every test gets: a seed, a leak check, engines and peers that are closed at the end, and counted skips."""
 
+import asyncio
 import gc
 import importlib.util
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import uvloop
 
 import crossrail as xr
 from tests.support.fake_gpu import FakeGpu
@@ -45,6 +47,17 @@ FAILED = pytest.StashKey[bool]()
 
 # The contract's cases run on the product of rails, memory and processes: thousands per transport, minutes each time.
 CONTRACT_SAMPLE = 4
+
+# --- event loops ---
+
+uvloop.new_event_loop().close()  # of a process's first one a pipe stays, and a leak check would find it
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """What an engine's users await, they await on either: vLLM and SGLang serve on uvloop."""
+    on_both = item.nodeid.startswith("tests/engine/")
+    return {"asyncio": asyncio.new_event_loop} | ({"uvloop": uvloop.new_event_loop} if on_both else {})
+
 
 # --- seeds and skips ---
 
