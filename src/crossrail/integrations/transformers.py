@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.moe import AllToAll, Dispatched
+
+with needs(__name__, "'crossrail[transformers]'"):
+    import torch
 
 
 class ExpertParallel(torch.nn.Module):

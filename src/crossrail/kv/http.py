@@ -28,8 +28,8 @@ from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
-from aiohttp import web
 
+from crossrail._extras import needs
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv import rendezvous
@@ -43,6 +43,9 @@ from crossrail.kv.router_requests import Chunk, Overloaded, RequestFailed, Unava
 from crossrail.kv.text import TextStream
 from crossrail.kv.timeline import chrome_trace, picture
 from crossrail.kv.tracing import RequestSpan
+
+with needs(__name__, "'crossrail[kv]'"):
+    from aiohttp import web
 
 _BODY_BYTES_MAX = 16 << 20
 _TEXT_SHORT = 1 << 14  # characters, encoded in some milliseconds at most: not worth a thread
