@@ -285,7 +285,10 @@ def describe_array(given: object) -> str:
     """What somebody gave where an array of whole numbers belongs: the properties that decide, and no contents."""
     facts = []
     for name in ("shape", "strides", "dtype", "format", "device"):
-        value = getattr(given, name, None)
+        try:
+            value = getattr(given, name, None)
+        except Exception:  # a property of somebody else's, of a view that was released
+            continue
         if value is not None and not callable(value):
             facts.append(f"{name} {tuple(value) if name == 'shape' else value}")
     kind = type(given).__name__
