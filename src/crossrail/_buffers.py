@@ -153,7 +153,7 @@ def _of_pair(pair: tuple[Any, ...]) -> Memory:
     except (TypeError, ValueError):
         raise UsageError(f"buffer as a tuple must be (address, nbytes), two ints, not {pair!r:.80}") from None
     if address <= 0 or nbytes < 0 or address + nbytes > 2**64:
-        raise UsageError(f"buffer ({address:#x}, {nbytes}) is no range of memory")
+        raise UsageError(f"buffer ({address:#x}, {nbytes}) is not a range of memory")
     return Memory(address, nbytes, True, None, is_cuda=_core._is_gpu_address(address))
 
 
@@ -174,7 +174,7 @@ def _of_cuda_array(array: object, interface: Any) -> Memory:
         raise UsageError(f"buffer must be C-contiguous, has shape {shape} and strides {strides}")
     nbytes = dtype.itemsize * math.prod(shape)
     if address + nbytes > 2**64:
-        raise UsageError(f"buffer ({address:#x}, {nbytes}) is no range of memory")
+        raise UsageError(f"buffer ({address:#x}, {nbytes}) is not a range of memory")
     return Memory(address, nbytes, not is_read_only, array, is_cuda=True)
 
 

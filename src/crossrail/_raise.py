@@ -58,7 +58,7 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
 
 # A peer that is there and refuses us, by words of the native half's note: what to do. Empty: the note says it.
 _REFUSALS: dict[str, str] = {
-    "give both tls, or neither": "",
+    "give tls to both, or to neither": "",
     "set the same `secret`": "",
     "sees no /proc": "",
     "use the same crossrail release": "",

@@ -41,11 +41,11 @@ class Region(_core.Region):
         try:
             of_type = np.dtype(dtype)
         except (TypeError, UnicodeEncodeError) as error:
-            raise UsageError(f"dtype is {dtype!r:.80}, which numpy does not know as one: {error}") from None
+            raise UsageError(f"dtype is {dtype!r:.80}, which is not a numpy dtype: {error}") from None
         if shape is None:
             if of_type.itemsize == 0 or self.nbytes % of_type.itemsize:
                 raise UsageError(
-                    f"region of {self.nbytes} bytes is no whole number of {of_type} ({of_type.itemsize} bytes)"
+                    f"region of {self.nbytes} bytes is not a whole number of {of_type} ({of_type.itemsize} bytes)"
                 )
             shape = self.nbytes // of_type.itemsize
         try:

@@ -308,7 +308,7 @@ class Front:
     def _ended(self, name: str) -> m.End:
         end = self._router.ended(name)
         if end is None:
-            raise web.HTTPNotFound(text=f"no request {name!r} has ended here, or it is long ago")
+            raise web.HTTPNotFound(text=f"no request {name!r} has ended at this router, or not recently")
         return end
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -346,7 +346,7 @@ class _Answer:
                 return refusal(status, f"{reason}: {chunk.end.detail}")
             if reason is not None:
                 return web.json_response(self._object(tokens, text, reason) | self._usage(len(tokens)))
-        raise RequestFailed("its tokens ended without an end")
+        raise RequestFailed("its tokens stopped before it was finished")
 
     async def stream(
         self, http: web.Request, chunks: AsyncIterator[Chunk], taking: _Taking, tells_usage: bool

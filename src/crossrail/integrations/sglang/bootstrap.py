@@ -164,7 +164,7 @@ async def find_instance(address: str, secret: bytes, timeout_s: float) -> Instan
     try:
         lines = msgspec.json.decode(body, type=Annotated[list[str], Meta(min_length=1, max_length=_RANKS_MAX)])
     except msgspec.MsgspecError as error:
-        raise NoInstance(f"{address} answered no list of lines: {error}") from None
+        raise NoInstance(f"{address} did not answer with a list of lines: {error}") from None
     said = [RankLine.from_line(line, secret) for line in lines]
     if [one.rank for one in said] != list(range(said[0].tp)):
         raise NoInstance(f"{address} knows ranks {[one.rank for one in said]} of TP {said[0].tp}")
