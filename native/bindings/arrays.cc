@@ -28,8 +28,9 @@ std::optional<IndexType> integer_type(const Py_buffer& view) {
   return {};
 }
 
+// Arrays of ctypes leave strides out although they are asked for: C-contiguous then.
 bool one_dimensional_contiguous(const Py_buffer& view) {
-  return view.ndim == 1 && (view.shape[0] <= 1 || view.strides[0] == view.itemsize);
+  return view.ndim == 1 && (view.shape[0] <= 1 || view.strides == nullptr || view.strides[0] == view.itemsize);
 }
 
 // An array within packed records may begin anywhere: its bytes are then copied to where its numbers may be read.

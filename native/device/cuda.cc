@@ -96,7 +96,7 @@ Opened open_driver(const char* file) {
     return opened;
   }
   if (const std::string missing = bind_all(handle, &opened.table); !missing.empty()) {
-    opened.why = std::string(file) + " has no " + missing + ": it is no driver of NVIDIA's, or a very old one";
+    opened.why = std::string(file) + " has no " + missing + ": it is not NVIDIA's driver, or a very old one";
     return opened;
   }
   const int code = opened.table.init(0);
@@ -188,7 +188,7 @@ Allocation allocation_of(const void* address) {
   if (driver == nullptr) throw TransportError("register", 0, "memory of a GPU needs its driver: " + why);
   if (!is_gpu_address(address)) {
     throw UsageError("the address " + std::to_string(reinterpret_cast<uint64_t>(address)) +
-                     " is no memory of a GPU that CUDA knows");
+                     " is not in the memory of a GPU that CUDA knows");
   }
   Allocation found;
   for (const auto& [attribute, value] :
@@ -234,7 +234,8 @@ GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes, bool for_nics) : ba
   int ordinal = -1;
   if (!ask(*driver, kPointerMemoryType, base, &type) || type != kMemoryTypeDevice ||
       !ask(*driver, kPointerDeviceOrdinal, base, &ordinal) || ordinal < 0)
-    throw UsageError("the buffer, " + range_text(base, length_bytes) + ", is no memory of a GPU that CUDA knows");
+    throw UsageError("the buffer, " + range_text(base, length_bytes) +
+                     ", is not in the memory of a GPU that CUDA knows");
   int is_managed = 0;
   if (ask(*driver, kPointerIsManaged, base, &is_managed) && is_managed != 0)
     throw UsageError(

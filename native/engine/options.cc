@@ -35,14 +35,15 @@ void check_transports(const EngineOptions& options) {
   if (transports == 0) throw UsageError("transports is empty: an engine has at least one");
   const bool simulated = (transports & transport_bit(TransportKind::kSim)) != 0;
   if (simulated && transports != transport_bit(TransportKind::kSim))
-    throw UsageError("transport 'sim' goes with no other: its time is not theirs");
+    throw UsageError("transport 'sim' cannot be combined with others: its time is virtual");
   if (simulated != (options.stage != nullptr))
     throw UsageError(simulated ? "transport 'sim' needs a world: open the engine inside `with sim.World():`, or by "
                                  "world.host(...).engine(...)"
                                : "an engine in a simulated world has transport 'sim' and no other");
   const std::string has = ", and the engine has transport " + transport_names(transports) + " only: open it with ";
   if ((transports & (transport_bit(TransportKind::kTcp) | kRdmaTransports)) == 0 && !options.rails.empty())
-    throw UsageError("rails as a list of names needs a network" + has + "transport 'tcp', 'verbs', 'ofi' or 'auto'");
+    throw UsageError("rails as a list of names needs a network transport" + has +
+                     "transport 'tcp', 'verbs', 'ofi' or 'auto'");
   if ((transports & transport_bit(TransportKind::kTcp)) == 0 && options.port != 0)
     throw UsageError("port = " + text(options.port) + " needs tcp" + has + "transport 'tcp' or 'auto'");
   check_rdma(options.rdma);
@@ -59,7 +60,7 @@ void check_tls(const EngineOptions& options) {
   uint32_t mask = 0;
   for (const TransportKind kind : options.transports) mask |= transport_bit(kind);
   if ((mask & transport_bit(TransportKind::kTcp)) != 0 && (mask & kRdmaTransports) == 0) return;
-  throw UsageError("tls covers tcp, and the engine has transport " + transport_names(mask) +
+  throw UsageError("tls protects only tcp, and the engine has transport " + transport_names(mask) +
                    ": open it with transport 'tcp', 'shm+tcp' or 'auto', or without tls");
 }
 

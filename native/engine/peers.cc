@@ -48,10 +48,10 @@ void check_same(const Peer& peer, const Address& address) {
   const auto identity = [](const Address& of) { return std::tie(of.name, of.host, of.net, of.pid, of.transports); };
   if (identity(known) == identity(address)) return;
   throw UsageError(
-      "peer '" + address.name + "' (pid " + std::to_string(address.pid) + ") has the incarnation of '" + known.name +
-      "' (pid " + std::to_string(known.pid) +
-      "), which is known here, and is not the same: an address or descriptor was changed on its way. Next: "
-      "forget_peer() it, and get address and descriptors anew from the peer");
+      "peer '" + address.name + "' (pid " + std::to_string(address.pid) + ") has the same incarnation as '" +
+      known.name + "' (pid " + std::to_string(known.pid) +
+      "), which is already known here, and differs from it: an address or descriptor was altered on its way. Next: "
+      "forget_peer() it, and get a new address and descriptors from the peer");
 }
 
 }  // namespace

@@ -249,7 +249,7 @@ void Region::renew() {
     case kAdmitted:
       throw UsageError("the region is not revoked: peers use it by its present descriptor");
     case kRevoking:
-      throw UsageError("a peer may still be at the region: revoke() it until it returns");
+      throw UsageError("a peer may still be using the region: call revoke() again until it returns");
     default:
       break;
   }

@@ -54,7 +54,7 @@ bool EngineCore::flush_gpus(uint64_t gpus, const std::string& what) {
     for (; gpus != 0; gpus &= gpus - 1) device::flush_writes(std::countr_zero(gpus));
     return true;
   } catch (const TransportError& error) {
-    add_event({EngineEvent::Kind::kProtocolError, "", what + " is not told: " + error.what()});
+    add_event({EngineEvent::Kind::kProtocolError, "", what + " cannot be reported: " + error.what()});
     return false;
   }
 }

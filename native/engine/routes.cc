@@ -30,14 +30,14 @@ std::string obstacle(TransportKind kind, const Address& own, const Address& peer
   const std::string name = transport_name(kind);
   if (!own.has(kind)) {
     const auto found = std::ranges::find(absent, kind, &Absent::kind);
-    return "it has " + name + ", this engine has not" + (found == absent.end() ? "" : ": " + found->reason);
+    return "it has " + name + ", this engine does not" + (found == absent.end() ? "" : ": " + found->reason);
   }
   if (!peer.has(kind)) return "it has no " + name;
   if (!is_rdma(kind)) return {};
   const std::string& here = own.rdma_on(kind).fabric;
   const std::string& there = peer.rdma_on(kind).fabric;
   if (here != there && kind == TransportKind::kSim) return "it is in another simulated world, or of another process";
-  if (here != there) return "its " + name + " is of another network: " + quoted(there) + ", ours " + quoted(here);
+  if (here != there) return "its " + name + " is on another network: " + quoted(there) + ", ours " + quoted(here);
   return why_out_of_reach(kind);
 }
 

@@ -97,7 +97,7 @@ inline void check_remote(const RemoteRegion* region, const char* name, Access ne
                      transport_name(peer.transport_kind()) +
                      ", which moves host memory only: open both engines with transport='verbs' (or 'ofi' on EFA)");
   }
-  if (verify) throw UsageError("verify sums up memory by the CPU, and " + what + ": check it there");
+  if (verify) throw UsageError("verify computes checksums on the CPU, and " + what + ": check it there");
 }
 inline void check_memory(const Region& local, const RemoteRegion& remote, bool verify) {
   if (local.memory() == MemoryKind::kHost && remote.descriptor().memory == MemoryKind::kHost) [[likely]]
@@ -123,7 +123,7 @@ TransferRef EngineCore::make_transfer(OpKind kind) {
 
 void EngineCore::throw_closed_meanwhile() const {
   check_usable();  // its engine's end may have closed it
-  throw UsageError("the region was closed while it was submitted from or to");
+  throw UsageError("the region was closed during the submit");
 }
 
 void EngineCore::plan_verification(TransferWork& work) {
@@ -315,7 +315,7 @@ TransferRef Engine::submit_scatter(const ScatterRequest& request) {
 TransferRef Engine::submit_barrier(PeerGroup& group, uint32_t imm) {
   core_->check_usable();
   check_group(group, this);
-  if (imm == kNoImm) throw UsageError("imm is missing: a barrier is nothing but its immediate");
+  if (imm == kNoImm) throw UsageError("imm is missing: a barrier carries nothing but its immediate");
   check_imm(imm);
   TransferRef transfer = core_->make_transfer(OpKind::kBarrier);
   TransferWork& work = EngineCore::work_of(*transfer);

@@ -86,7 +86,7 @@ void Watchdog::look(int64_t now) {
   if (finder_.look(kEngineItself, core_->submits_waiting(), stats.worker_rounds, now)) {
     tell("", counted(core_->submits_waiting(), "submitted operation") + " of " +
                  std::to_string(stats.transfers_inflight) +
-                 " in flight are not taken over: nobody has driven the engine for " +
+                 " in flight were not picked up: no thread has driven the engine for " +
                  seconds_text(finder_.still_ns(kEngineItself, now)));
   }
   for (size_t i = 0; const auto track = recorder.track(i); ++i) {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from crossrail.errors import TransportError, UsageError
 
 _ON_A_GPU = "copy to the host first (tensor.cpu()), pinned if you like"
 _NOT_MOVED = "engines move memory of hosts and of NVIDIA's GPUs: copy to the host first (tensor.cpu())"
+
+_CUDA_ARRAY = "buffer.__cuda_array_interface__"
+_T = TypeVar("_T")
 
 # Of dlpack.h: kDLCPU, kDLCUDA, kDLCUDAHost.
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_PINNED = 1, 2, 3
@@ -44,11 +47,13 @@ def memory_of(buffer: Any) -> Memory:
         return _of_torch(buffer)
     if isinstance(buffer, tuple):
         return _of_pair(buffer)
-    if hasattr(buffer, "__cuda_array_interface__"):
-        return _of_cuda_array(buffer, buffer.__cuda_array_interface__)
+    if (interface := _asked_for(buffer, "__cuda_array_interface__")) is not None:
+        return _of_cuda_array(buffer, interface)
     _refuse_other_devices(buffer)
     try:
         view = memoryview(buffer)
+    except (BufferError, ValueError) as error:  # it is closed, or released
+        raise UsageError(f"buffer, of type {type(buffer).__name__}, gives no view of its memory: {error}") from None
     except TypeError:
         array = as_numpy(buffer)
         if array is None:
@@ -57,6 +62,8 @@ def memory_of(buffer: Any) -> Memory:
                 f"or DLPack, not {type(buffer).__name__}"
             ) from None
         return _of_numpy(array)._replace(owner=(buffer, array))
+    if "O" in view.format:
+        raise UsageError(f"buffer of format {view.format!r} holds Python objects, not their bytes")
     if not view.c_contiguous:
         raise UsageError(f"buffer must be C-contiguous, has shape {view.shape} and strides {view.strides}")
     # The view is the owner: while it lives, a bytearray does not move and a mmap does not close.
@@ -70,16 +77,19 @@ def as_numpy(array: Any) -> npt.NDArray[Any] | None:
     if _is_torch(array):
         if array.device.type != "cpu":
             raise TransportError("numpy view", 0, f"the tensor is on {array.device}", _ON_A_GPU)
-        view: npt.NDArray[Any] = array.detach().numpy()
+        try:
+            view: npt.NDArray[Any] = array.detach().numpy()
+        except (RuntimeError, TypeError) as error:  # it is sparse, or of a dtype that numpy lacks
+            raise UsageError(f"the tensor gives no numpy view of itself: {error}") from None
         return view
-    if hasattr(array, "__cuda_array_interface__"):
+    if _asked_for(array, "__cuda_array_interface__") is not None:
         raise TransportError("numpy view", 0, f"{type(array).__name__} is in GPU memory", _ON_A_GPU)
     _refuse_other_devices(array)
     if not hasattr(array, "__dlpack__"):
         return None
     try:
         return np.from_dlpack(array)
-    except (BufferError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever its own code raises
         raise UsageError(f"{type(array).__name__} gives no numpy view of itself through DLPack: {error}") from None
 
 
@@ -128,6 +138,11 @@ def _of_torch(tensor: Any) -> Memory:
             f"buffer must be contiguous, has shape {tuple(tensor.shape)} and strides {tensor.stride()}: "
             "register the whole tensor and use offsets, or make buffer.contiguous()"
         )
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError(
+            "buffer is a tensor whose values are not those in its memory, but their conjugate or negative: "
+            "make buffer.resolve_conj().resolve_neg()"
+        )
     nbytes = tensor.numel() * tensor.element_size()
     return Memory(tensor.data_ptr(), nbytes, True, tensor, is_cuda=device == "cuda")
 
@@ -138,30 +153,82 @@ def _of_pair(pair: tuple[Any, ...]) -> Memory:
     except (TypeError, ValueError):
         raise UsageError(f"buffer as a tuple must be (address, nbytes), two ints, not {pair!r:.80}") from None
     if address <= 0 or nbytes < 0 or address + nbytes > 2**64:
-        raise UsageError(f"buffer ({address:#x}, {nbytes}) is no range of memory")
+        raise UsageError(f"buffer ({address:#x}, {nbytes}) is not a range of memory")
     return Memory(address, nbytes, True, None, is_cuda=_core._is_gpu_address(address))
 
 
-def _of_cuda_array(array: object, interface: Mapping[str, Any]) -> Memory:
+def _of_cuda_array(array: object, interface: Any) -> Memory:
     """Numba's protocol, which CuPy, JAX and others speak too: shape, typestr, data (address, read-only), strides."""
-    shape, strides = tuple(interface["shape"]), interface.get("strides")
-    itemsize = np.dtype(interface["typestr"]).itemsize
-    dense = tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    if strides is not None and tuple(strides) != dense:
-        raise UsageError(f"buffer must be C-contiguous, has shape {shape} and strides {tuple(strides)}")
-    address, is_read_only = interface["data"]
-    return Memory(address, itemsize * math.prod(shape), not is_read_only, array, is_cuda=True)
+    if not isinstance(interface, Mapping):
+        raise UsageError(f"{_CUDA_ARRAY} must be a dict, not {type(interface).__name__}")
+    shape = _field(interface, "shape", _lengths, "a tuple of lengths")
+    dtype = _field(interface, "typestr", _dtype, "the typestr of a type such as '<f4'")
+    address, is_read_only = _field(interface, "data", _address, "a tuple (address, read-only)")
+    strides = None
+    if interface.get("strides") is not None:
+        strides = _field(interface, "strides", _numbers, "None or a tuple of whole numbers")
+    if interface.get("mask") is not None:
+        raise UsageError(f"{_CUDA_ARRAY} has a mask: register the arrays of data and mask by themselves")
+    dense = tuple(dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    if strides is not None and strides != dense:
+        raise UsageError(f"buffer must be C-contiguous, has shape {shape} and strides {strides}")
+    nbytes = dtype.itemsize * math.prod(shape)
+    if address + nbytes > 2**64:
+        raise UsageError(f"buffer ({address:#x}, {nbytes}) is not a range of memory")
+    return Memory(address, nbytes, not is_read_only, array, is_cuda=True)
+
+
+def _field(interface: Mapping[str, Any], name: str, read: Callable[[Any], _T], form: str) -> _T:
+    if name not in interface:
+        raise UsageError(f"{_CUDA_ARRAY} has no {name!r}")
+    try:
+        return read(interface[name])
+    except (TypeError, ValueError):
+        raise UsageError(f"{_CUDA_ARRAY}[{name!r}] must be {form}, is {interface[name]!r:.80}") from None
+
+
+def _numbers(given: Any) -> tuple[int, ...]:
+    return tuple(map(operator.index, given))
+
+
+def _lengths(given: Any) -> tuple[int, ...]:
+    if min(lengths := _numbers(given), default=0) < 0:
+        raise ValueError
+    return lengths
+
+
+def _dtype(given: Any) -> np.dtype[Any]:
+    if not isinstance(given, str) or np.dtype(given).hasobject:
+        raise ValueError
+    return np.dtype(given)
+
+
+def _address(given: Any) -> tuple[int, bool]:
+    address, is_read_only = given
+    return _lengths([address])[0], bool(is_read_only)
+
+
+def _asked_for(buffer: object, name: str) -> Any:
+    """An attribute that may be computed, and fail; None where there is none."""
+    try:
+        return getattr(buffer, name, None)
+    except Exception as error:
+        raise UsageError(f"{type(buffer).__name__}.{name} raised {type(error).__name__}: {error}") from error
 
 
 def _refuse_other_devices(buffer: object) -> None:
-    device = getattr(buffer, "__dlpack_device__", None)
-    if device is None:
+    if not hasattr(buffer, "__dlpack_device__"):
         return
-    kind = int(device()[0])
+    try:
+        kind, number = map(operator.index, buffer.__dlpack_device__())
+    except Exception as error:  # whatever its own code raises
+        raise UsageError(
+            f"{type(buffer).__name__}.__dlpack_device__() must return (type, number) of a device: {error}"
+        ) from error
     if kind == _DLPACK_CUDA:  # DLPack alone gives an address only to C
         name = type(buffer).__name__
         raise TransportError(
             "register", 0, f"{name} is on a GPU and has no __cuda_array_interface__", "torch.from_dlpack() makes one"
         )
     if kind not in (_DLPACK_CPU, _DLPACK_PINNED):
-        raise TransportError("register", 0, f"{type(buffer).__name__} is on DLPack device {device()}", _NOT_MOVED)
+        raise TransportError("register", 0, f"{type(buffer).__name__} is on DLPack device {(kind, number)}", _NOT_MOVED)

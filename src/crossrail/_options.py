@@ -85,7 +85,7 @@ def directory(value: object, argument: str) -> str:
     """A path as path() gives it. UsageError unless a directory is there in which this user can make files."""
     text = path(value, argument)
     if not Path(text).is_dir():
-        raise UsageError(f"{argument} = {text!r} is no directory: make it first (mkdir -p {shlex.quote(text)})")
+        raise UsageError(f"{argument} = {text!r} is not a directory: make it first (mkdir -p {shlex.quote(text)})")
     if not os.access(text, os.W_OK | os.X_OK):
         raise UsageError(f"{argument} = {text!r} is a directory in which this user may not make files")
     return text

@@ -58,7 +58,7 @@ _ENDINGS: dict[str, tuple[type[errors.TransferError], str, str, str]] = {
 
 # A peer that is there and refuses us, by words of the native half's note: what to do. Empty: the note says it.
 _REFUSALS: dict[str, str] = {
-    "give both tls, or neither": "",
+    "give tls to both, or to neither": "",
     "set the same `secret`": "",
     "sees no /proc": "",
     "use the same crossrail release": "",
@@ -285,7 +285,10 @@ def describe_array(given: object) -> str:
     """What somebody gave where an array of whole numbers belongs: the properties that decide, and no contents."""
     facts = []
     for name in ("shape", "strides", "dtype", "format", "device"):
-        value = getattr(given, name, None)
+        try:
+            value = getattr(given, name, None)
+        except Exception:  # a property of somebody else's, of a view that was released
+            continue
         if value is not None and not callable(value):
             facts.append(f"{name} {tuple(value) if name == 'shape' else value}")
     kind = type(given).__name__

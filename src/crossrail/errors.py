@@ -5,17 +5,28 @@
 - `TransferError` and its subclasses: one operation failed, others are unaffected; names peer, operation and bytes.
 - `EngineClosed`, `WaitTimeout`: a wait ended without what it waited for. `SimulationIdle`: it would never end.
 
-Each class has a code, and under it a section in docs/errors.md: what it means, and what to do.
+Each class has a code, and under it a section in errors.md, beside this file: what it means, and what to do.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, ClassVar
 
 from crossrail._text import plain
 
-ERRORS_PAGE = "docs/errors.md"
+_PAGE = Path(__file__).with_name("errors.md")
+_SECTION = re.compile(r"^### (\S+)\n(.*?)\n*(?=^#|\Z)", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\[([^]]*)\]\((?:\.\./)*([^)#]*)[^)]*\)")
+
+
+def error_texts() -> dict[str, str]:
+    """Of each code what the page errors.md says, for people who read it in a terminal."""
+    sections = _SECTION.findall(_PAGE.read_text(encoding="utf-8"))
+    return {
+        code: _LINK.sub(lambda link: f"{link[1]} ({link[2]})" if link[2] else link[1], text) for code, text in sections
+    }
 
 
 class CrossrailError(Exception):
@@ -38,8 +49,8 @@ class CrossrailError(Exception):
 
     @property
     def docs(self) -> str:
-        """Where the documentation has this error: "docs/errors.md#peer-lost"."""
-        return f"{ERRORS_PAGE}#{self.error_code}"
+        """What the documentation says of its code: what it means, and what to do. `crossrail error CODE` prints it."""
+        return error_texts().get(self.error_code, "")
 
 
 class UsageError(CrossrailError, ValueError):

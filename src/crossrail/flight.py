@@ -184,7 +184,7 @@ def parse_dump(data: bytes, what: str) -> FlightDump:
     lines = data.decode(errors="replace").split("\n")
     header = _Line(lines[0], 1, what)
     if not header.items or header.items[0] != "flight":
-        raise UsageError(f"{what} is no flight recording: its first line is not that of one")
+        raise UsageError(f"{what} is not a flight recording: its first line is not the one of such a file")
     version = header.number(1)
     if version != FORMAT_VERSION:
         raise UsageError(f"{what} is a flight recording of version {version}, this crossrail reads {FORMAT_VERSION}")
@@ -214,7 +214,7 @@ class _Line:
         except (ValueError, RecursionError):
             items = None
         if not isinstance(items, list) or not all(type(item) in (str, int) for item in items):
-            raise UsageError(f"{self._where}: no flight recording has such a line: {text[:60]!r}")
+            raise UsageError(f"{self._where}: not a line of a flight recording: {text[:60]!r}")
         self.items: list[Any] = items
 
     def text(self, index: int) -> str:
@@ -223,7 +223,7 @@ class _Line:
     def number(self, index: int) -> int:
         number = int(self._item(index, int))
         if not -(2**63) <= number < 2**64:
-            raise self.fail(f"element {index} of a {self.items[0]!r} line is no number of 64 bits")
+            raise self.fail(f"element {index} of a {self.items[0]!r} line is not a number of 64 bits")
         return number
 
     def fail(self, why: str) -> UsageError:

@@ -21,10 +21,12 @@ import shlex
 from collections.abc import Generator, Iterator
 from typing import Any
 
-import pytest
-
+from crossrail._extras import needs
 from crossrail.sim import World
 from crossrail.sim.loop import run_on
+
+with needs(__name__, "pytest"):
+    import pytest
 
 SEED_VARIABLE = "CROSSRAIL_SIM_SEED"
 _EVENTS_TOLD = 20

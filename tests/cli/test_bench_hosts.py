@@ -196,7 +196,7 @@ def test_run_moves_bytes_under_the_tls_of_the_environment(tmp_path: Path, monkey
         assert "TLS_" in out  # of a worker, which is what moves the bytes
 
         status, _, err = run(serve.target, *some, CROSSRAIL_TLS_CERT="", CROSSRAIL_TLS_KEY="", CROSSRAIL_TLS_CA="")
-        assert status == 1 and "give both tls, or neither" in err
+        assert status == 1 and "give tls to both, or to neither" in err
 
 
 @pytest.mark.no_sanitizer

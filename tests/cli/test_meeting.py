@@ -161,7 +161,7 @@ def test_who_takes_the_connection_and_says_nothing_is_given_up(monkeypatch: pyte
     monkeypatch.setattr(meeting, "_DEADLINE_S", 0.3)
     over = threading.Event()
     with answering(lambda c: over.wait(WAIT_S)) as port:
-        with pytest.raises(xr.CrossrailError, match=r"takes connections and is silent: .*wrong port"):
+        with pytest.raises(xr.CrossrailError, match=r"accepts connections but says nothing: .*wrong port"):
             ask("127.0.0.1", port, SECRET)
         over.set()
 

@@ -80,7 +80,7 @@ def test_nobody_there_is_one_line() -> None:
 
     assert shown.returncode == 1
     where = f"http://127.0.0.1:{port}/metrics"
-    assert shown.stderr == f"error: no metrics at {where}: Connection refused [docs/errors.md#crossrail-error]\n"
+    assert shown.stderr == f"error: no metrics at {where}: Connection refused\n"
 
 
 def test_somebody_else_there_is_one_line() -> None:

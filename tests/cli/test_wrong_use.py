@@ -64,7 +64,7 @@ def test_cluster_that_cannot_be(options: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("nope", "none of toy, qwen3, llama, deepseek, no directory"),
+        ("nope", "not one of toy, qwen3, llama, deepseek, nor a directory"),
         ("no.such.module:model", "No module named 'no'"),
         ("builtins:nothing", "has no attribute 'nothing'"),
         ("builtins:dict", "returned an object of type dict"),

@@ -14,8 +14,8 @@ async def test_second_mailbox_of_an_engine_is_refused(open_engine: EngineFactory
     engine = open_engine("once")
     wire = EngineWire(engine)
     await mailbox(wire, b"secret").close()
-    with pytest.raises(xr.UsageError, match="has had a mailbox"):
+    with pytest.raises(xr.UsageError, match="already has a mailbox"):
         mailbox(wire, b"secret")
     wire.close()
-    with pytest.raises(xr.UsageError, match="'once' has carried a service's messages already"):
+    with pytest.raises(xr.UsageError, match="'once' has already carried the messages of a service"):
         EngineWire(engine)

@@ -17,7 +17,7 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 def pages() -> dict[str, str]:
     """By file, as its name stands in the repository."""
     top = Path(REPOSITORY)
-    files = [top / "README.md", *sorted((top / "docs").rglob("*.md"))]
+    files = [top / "README.md", top / "src/crossrail/errors.md", *sorted((top / "docs").rglob("*.md"))]
     return {str(file.relative_to(top)): file.read_text() for file in files}
 
 

@@ -1,4 +1,4 @@
-"""docs/errors.md has a section for each class that crossrail raises, and none for others."""
+"""errors.md has a section for each class that crossrail raises, and none for others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import crossrail as xr
+from crossrail.cli.main import main
+from crossrail.errors import error_texts
 from crossrail.kv import NoPages
 from tests.support.process import REPOSITORY
 
@@ -39,7 +42,7 @@ def code_of(module: str, name: str) -> str:
 
 
 def test_each_error_has_its_section() -> None:
-    sections = dict(SECTION.findall((Path(REPOSITORY) / "docs" / "errors.md").read_text()))
+    sections = dict(SECTION.findall((SOURCES / "crossrail" / "errors.md").read_text()))
     assert sections == {code_of(module, name): name for module, name in raised()}
 
 
@@ -54,4 +57,33 @@ def test_errors_of_users_keep_the_code_of_their_base() -> None:
     class MyOwn(xr.PeerLost):
         pass
 
-    assert MyOwn("gone").docs == "docs/errors.md#peer-lost"
+    assert MyOwn("gone").docs == xr.PeerLost("").docs
+
+
+def test_an_error_has_its_section_with_it() -> None:
+    """Not the name of a file that only the repository has."""
+    assert xr.PeerLost("gone").docs.startswith("`PeerLost`: the peer died, closed its engine")
+    assert "(docs/memory-promise.md)" not in (text := xr.WaitTimeout("late").docs) and "](" not in text
+    assert "Who wrote to my pages? (docs/flight-recorder.md)" in xr.LateWrite("r", 0, 1, b"", 1).docs
+
+
+@pytest.mark.parametrize("code", ["kv-no-pages", "NoPages"])
+def test_section_is_printed(code: str) -> None:
+    done = CliRunner().invoke(main, ["error", code])
+    assert done.exit_code == 0
+    assert done.stdout.startswith("kv-no-pages\n`NoPages`: too few pages are free now")
+
+
+def test_class_of_several_packages_is_printed_with_each_of_its_codes() -> None:
+    printed = CliRunner().invoke(main, ["error", "Refused"]).stdout.splitlines()
+    assert [line for line in printed if line.endswith("-refused")] == ["kv-refused", "weights-refused", "cli-refused"]
+
+
+def test_all_codes_are_listed() -> None:
+    listed = CliRunner().invoke(main, ["error"]).stdout.split()
+    assert listed == list(error_texts()) and "peer-lost" in listed
+
+
+def test_code_that_is_not_there() -> None:
+    done = CliRunner().invoke(main, ["error", "nonsense"])
+    assert done.exit_code == 2 and "code: 'nonsense'; `crossrail error` lists" in done.stderr

@@ -294,9 +294,9 @@ def test_recording_of_another_version_is_refused(recording: bytes) -> None:
         (b'["op",1,0,"done","write",1]', "element 6 of a 'op' line is missing"),
         (b'["op","soon",0,"done","write",1,1,8,-1,1]', "element 1 of a 'op' line"),
         (b'["peer",1,2,3]', "element 6 of a 'peer' line is missing"),
-        (b'["op",%d,0,"done","write",1,1,8,-1,1]' % 10**30, "element 1 of a 'op' line is no number of 64 bits"),
-        (b"[true]", "no flight recording has such a line"),
-        (b"", "no flight recording has such a line"),
+        (b'["op",%d,0,"done","write",1,1,8,-1,1]' % 10**30, "element 1 of a 'op' line is not a number of 64 bits"),
+        (b"[true]", "not a line of a flight recording"),
+        (b"", "not a line of a flight recording"),
     ],
 )
 def test_damaged_line_is_named(recording: bytes, line: bytes, complaint: str) -> None:
@@ -312,7 +312,7 @@ def test_time_of_a_recording_that_no_clock_shows_is_refused(recording: bytes) ->
     cells = json.loads(header)
     cells[7] = 10**30  # nanoseconds since 1970
     with pytest.raises(
-        xr.UsageError, match=r"^some\.file, line 1: element 7 of a 'flight' line is no number of 64 bits"
+        xr.UsageError, match=r"^some\.file, line 1: element 7 of a 'flight' line is not a number of 64 bits"
     ):
         parse_dump(json.dumps(cells).encode() + b"\n" + rest, "some.file")
 

@@ -2,6 +2,7 @@
 
 import array
 import contextlib
+import ctypes
 import gc
 import mmap
 import sys
@@ -152,6 +153,123 @@ def test_strided_device_memory_is_refused(engine: xr.Engine) -> None:
 
     with pytest.raises(xr.UsageError, match="C-contiguous"):
         engine.register(Strided())
+
+
+@pytest.mark.parametrize(
+    "pages", [array.array("i", [2, 0, 1]), memoryview(np.array([2, 0, 1])), (ctypes.c_int32 * 3)(2, 0, 1)]
+)
+def test_page_indices_may_be_any_buffer(engine: xr.Engine, pages: object) -> None:
+    """Those of ctypes say nothing of their strides."""
+    source, target = engine.alloc(300), engine.alloc(300)
+    source.array()[:] = pattern(1, 300)
+
+    engine.submit_paged_writes(source, pages, target.descriptor, pages, 100, imm=1).wait(WAIT_S)
+    engine.imm_counter(1).wait(3, WAIT_S)
+
+    assert_same_bytes(target.array(), pattern(1, 300))
+
+
+def test_page_indices_of_a_released_view_are_refused(engine: xr.Engine) -> None:
+    region = engine.alloc(300)
+    with pytest.raises(xr.UsageError, match=r"src_pages must be .*, not memoryview"):
+        engine.submit_paged_writes(region, released_view(), region.descriptor, np.zeros(1, int), 100)
+
+
+FINE = {"shape": (4,), "typestr": "<f4", "data": (0x7F0000000000, False), "version": 3}
+
+
+@pytest.mark.parametrize(
+    ("interface", "words"),
+    [
+        ([1], "must be a dict, not list"),
+        ({}, "has no 'shape'"),
+        (FINE | {"shape": 4}, r"\['shape'\] must be a tuple of lengths, is 4"),
+        (FINE | {"shape": (-4,)}, r"\['shape'\] must be a tuple of lengths, is \(-4,\)"),
+        (FINE | {"shape": (4.0,)}, r"\['shape'\] must be"),
+        (FINE | {"shape": (2**70,)}, "is not a range of memory"),
+        (FINE | {"typestr": "zz"}, r"\['typestr'\] must be the typestr of a type such as '<f4', is 'zz'"),
+        (FINE | {"typestr": None}, r"\['typestr'\] must be"),
+        (FINE | {"typestr": "|O"}, r"\['typestr'\] must be"),
+        (FINE | {"data": 5}, r"\['data'\] must be a tuple \(address, read-only\), is 5"),
+        (FINE | {"data": ("a", False)}, r"\['data'\] must be"),
+        (FINE | {"data": (-5, False)}, r"\['data'\] must be"),
+        (FINE | {"data": (2**64, False)}, "is not a range of memory"),
+        (FINE | {"strides": 5}, r"\['strides'\] must be None or a tuple of whole numbers, is 5"),
+        (FINE | {"mask": FINE}, "has a mask"),
+    ],
+)
+def test_device_memory_that_is_described_wrongly_is_refused(engine: xr.Engine, interface: object, words: str) -> None:
+    class Strange:
+        __cuda_array_interface__ = interface
+
+    with pytest.raises(xr.UsageError, match=words):
+        engine.register(Strange())
+
+
+class Fails:
+    """Asked for its memory it raises."""
+
+    def __init__(self, *, by_cuda: bool) -> None:
+        self.by_cuda = by_cuda
+
+    @property
+    def __cuda_array_interface__(self) -> object:
+        if self.by_cuda:
+            raise RuntimeError("lost its context")
+        raise AttributeError
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise RuntimeError("lost its device")
+
+
+class Dlpack:
+    """Says that it is in host memory, and is not."""
+
+    def __init__(self, device: object, trouble: str = "") -> None:
+        self.device = device
+        self.trouble = trouble
+
+    def __dlpack_device__(self) -> object:
+        return self.device
+
+    def __dlpack__(self, **_: object) -> object:
+        if self.trouble:
+            raise RuntimeError(self.trouble)
+        return None
+
+
+def closed_mmap() -> mmap.mmap:
+    memory = mmap.mmap(-1, 4096)
+    memory.close()
+    return memory
+
+
+def released_view() -> memoryview:
+    view = memoryview(bytearray(8))
+    view.release()
+    return view
+
+
+@pytest.mark.parametrize(
+    ("thing", "words"),
+    [
+        (Fails(by_cuda=True), "Fails.__cuda_array_interface__ raised RuntimeError: lost its context"),
+        (Fails(by_cuda=False), r"Fails.__dlpack_device__\(\) must return .* of a device: lost its device"),
+        (Dlpack(None), r"Dlpack.__dlpack_device__\(\) must return \(type, number\)"),
+        (Dlpack(("cpu", 0)), r"Dlpack.__dlpack_device__\(\) must return \(type, number\)"),
+        (Dlpack((1, 0)), "Dlpack gives no numpy view of itself through DLPack"),
+        (Dlpack((1, 0), "no export"), "through DLPack: no export"),
+        (np.ndarray, "must return"),
+        (closed_mmap(), "of type mmap, gives no view of its memory: .*closed"),
+        (released_view(), "of type memoryview, gives no view of its memory: .*released"),
+        (memoryview(np.array([None, 1], object)), "holds Python objects, not their bytes"),
+        (np.zeros(2, [("a", object)]), "holds Python objects, not their bytes"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+def test_memory_that_its_owner_does_not_give_is_refused(engine: xr.Engine, thing: object, words: str) -> None:
+    with pytest.raises(xr.UsageError, match=words):
+        engine.register(thing)
 
 
 def test_devices_that_only_dlpack_knows_are_refused_by_name(engine: xr.Engine) -> None:

@@ -33,7 +33,7 @@ def moved(src: xr.Engine, dst: xr.Engine) -> bool:
         ("tcp+ofi:tcp", "tcp+ofi:tcp", "ofi", "the peer has no shm: it asked for ofi:tcp"),
         ("tcp+ofi:tcp", "tcp", "tcp", "the peer has no shm: it asked for tcp; it has no ofi"),
         ("tcp", "tcp+ofi:tcp", "tcp", "asked for by transport='tcp'"),
-        ("auto", "tcp+ofi:tcp", "tcp", "the peer has no shm: it asked for tcp; it has ofi, this engine has not.*"),
+        ("auto", "tcp+ofi:tcp", "tcp", "the peer has no shm: it asked for tcp; it has ofi, this engine does not.*"),
     ],
 )
 def test_fastest_that_both_have_is_taken(

@@ -193,5 +193,5 @@ def test_config_has_words_for_verify(authority: Authority) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "verbs", "shm+verbs"])
 def test_transports_without_tls_are_refused(authority: Authority, transport: str) -> None:
-    with pytest.raises(xr.UsageError, match="tls covers tcp, and the engine has transport"):
+    with pytest.raises(xr.UsageError, match="tls protects only tcp, and the engine has transport"):
         xr.Engine("here", tls=authority.issue(), transport=transport)

@@ -25,6 +25,12 @@ def test_tensor_with_gaps_is_refused(engine: xr.Engine) -> None:
         engine.register(torch.zeros(10, 10).T)
 
 
+@pytest.mark.parametrize("view", [torch.zeros(3, dtype=torch.complex64).conj(), torch._neg_view(torch.zeros(3))])
+def test_tensor_whose_memory_has_other_values_is_refused(engine: xr.Engine, view: torch.Tensor) -> None:
+    with pytest.raises(xr.UsageError, match=r"make buffer.resolve_conj\(\).resolve_neg\(\)"):
+        engine.register(view)
+
+
 def test_tensor_that_requires_grad_can_be_registered(engine: xr.Engine) -> None:
     assert engine.register(torch.zeros(10, requires_grad=True)).nbytes == 40
 
@@ -47,4 +53,12 @@ def test_wrong_index_tensor_is_refused(engine: xr.Engine, pages: torch.Tensor) -
     region = engine.alloc(1000)
 
     with pytest.raises(xr.UsageError, match="src_pages"):
+        engine.submit_paged_writes(region, pages, region.descriptor, pages, 100)
+
+
+@pytest.mark.parametrize("pages", [torch.zeros(3).to_sparse(), torch.zeros(3, dtype=torch.float8_e4m3fn)])
+def test_index_tensor_that_numpy_cannot_view_is_refused(engine: xr.Engine, pages: torch.Tensor) -> None:
+    region = engine.alloc(1000)
+
+    with pytest.raises(xr.UsageError, match="the tensor gives no numpy view of itself"):
         engine.submit_paged_writes(region, pages, region.descriptor, pages, 100)

@@ -218,7 +218,7 @@ def test_signal_that_has_a_handler_or_nowhere_to_write_is_refused() -> None:
     assert len(lines) == 8
     assert "signal 10 has a handler already" in lines[0]
     assert "signum = 9 " in lines[1] and "signum = 4711" in lines[3]
-    assert "directory = '/nonexistent' is no directory: make it first (mkdir -p /nonexistent)" in lines[4]
+    assert "directory = '/nonexistent' is not a directory: make it first (mkdir -p /nonexistent)" in lines[4]
     assert "directory = '/proc/self/stat' is no directory" in lines[5] and "directory must be a path" in lines[6]
     assert "signal 12 dumps already" in lines[7]
 

@@ -141,7 +141,7 @@ def test_many_strangers_do_not_fill_the_log(target: xr.Engine) -> None:
         with RawPeer(target.address).dial() as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             wire.receive_message(stranger)
-        return any("too many to be told one by one" in event.detail for event in list(events))
+        return any("too many to report one by one" in event.detail for event in list(events))
 
     assert 1 <= told() < 150  # one a second beside the first ones
     eventually(one_more_says_so, "how many were not told", pause_s=0.3)
@@ -173,7 +173,10 @@ def test_other_version_is_refused_and_said(target: xr.Engine, version: int) -> N
 
     assert kind == Kind.REFUSAL
     # Read on both sides, so it may not say "this engine".
-    assert f"who connects speaks version {version} of the tcp transport, the other engine" in wire.refusal_text(body)
+    assert (
+        f"the connecting engine speaks version {version} of the tcp transport, the accepting engine"
+        in wire.refusal_text(body)
+    )
     eventually(lambda: [e for e in events if f"version {version}" in e.detail], "the event")
 
 

@@ -82,8 +82,8 @@ def test_what_a_target_says_can_be_shown_whatever_it_is(open_engine: EngineFacto
             connection.sendall(wire.frame(Frame.ACK, struct.pack("<QQII", link_id, 1, 0, 0)))
             with pytest.raises(xr.TransferError, match=" no "):
                 transfer.wait(WAIT_S)
-            connection.sendall(wire.frame(Frame.BYE, said))
-            eventually(lambda: [e for e in events if " no " in e.detail], "the goodbye")
+            connection.sendall(wire.frame(Frame.CLOSING, said))
+            eventually(lambda: [e for e in events if e.kind == "peer-left" and " no " in e.detail], "the goodbye")
 
 
 STEPS = ("connected", "hello", "challenge", "proof", "accept", "frames")

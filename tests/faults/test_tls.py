@@ -94,7 +94,7 @@ def a_folder(tls: xr.TlsConfig, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (no_pem, "in PEM form"),
+        (no_pem, "in PEM format"),
         (empty, "it is empty"),
         (missing, "No such file or directory"),
         (a_folder, "Is a directory"),
@@ -118,7 +118,7 @@ def test_key_of_another_certificate_is_told(authority: Authority, tls: xr.TlsCon
 
 
 def test_key_with_a_password_is_told(authority: Authority) -> None:
-    with pytest.raises(xr.UsageError, match="no private key in PEM form without a password"):
+    with pytest.raises(xr.UsageError, match="not a private key in PEM format without a password"):
         xr.Engine("here", tls=authority.issue(password=b"sesame"), **TCP)
 
 
@@ -205,10 +205,10 @@ def test_tls_on_one_side_only_is_said_on_both(
     there = open_engine("there", tls=None if connects_with_tls else tls, **TCP)
     events = events_of(there)
 
-    with pytest.raises(xr.PeerLost, match=r"give both tls, or neither$"):  # no advice about restarts after it
+    with pytest.raises(xr.PeerLost, match=r"give tls to both, or to neither$"):  # no advice about restarts after it
         here.connect(there.address, WAIT_S)
 
-    expect_event(events, "give both tls, or neither")
+    expect_event(events, "give tls to both, or to neither")
 
 
 def test_other_secret_is_refused_under_tls_too(open_engine: EngineFactory, tls: xr.TlsConfig) -> None:
@@ -354,7 +354,7 @@ def test_relay_with_a_certificate_of_the_same_ca_is_noticed(
         thread = threading.Thread(target=serve)
         thread.start()
 
-        with pytest.raises(xr.PeerLost, match="somebody stands between"):
+        with pytest.raises(xr.PeerLost, match="somebody in between"):
             engine.connect(address, WAIT_S)
 
         thread.join(WAIT_S)
@@ -411,7 +411,7 @@ def test_proof_without_the_binding_is_refused(target: xr.Engine, tls: xr.TlsConf
             under.sendall(wire.message(Kind.PROOF, wire.proof(key, b"initiator", hello, challenge[:32])))
             kind, body = wire.receive_message(under)
 
-    assert kind == Kind.REFUSAL and "somebody stands between" in wire.refusal_text(body)
+    assert kind == Kind.REFUSAL and "somebody in between" in wire.refusal_text(body)
     still_serves(target, tls)
 
 

@@ -300,7 +300,7 @@ async def test_error_names_the_field(url: str, client: aiohttp.ClientSession, se
         ("GET", "/", 404, "there is no / here"),
         ("POST", "/v1/chat/completions", 404, "there is no /v1/chat/completions here"),
         ("GET", "/v1/models/other", 404, "no decoder has model 'other'; there are none"),
-        ("GET", "/v1/requests/other", 404, "no request 'other' has ended here, or it is long ago"),
+        ("GET", "/v1/requests/other", 404, "no request 'other' has ended at this router, or not recently"),
         ("OPTIONS", "/v1/completions", 405, "/v1/completions takes POST, not OPTIONS"),
         ("POST", "/v1/models", 405, "/v1/models takes GET or HEAD, not POST"),
         ("POST", "/v1/completions", 413, "Maximum request body size 16777216 exceeded."),

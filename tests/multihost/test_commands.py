@@ -150,7 +150,7 @@ def test_push_that_is_not_trusted_ends_in_one_line(
     right = authority.issue("there")
     stranger = Authority(tmp_path, "stranger")
     cases = [
-        ([], "give both tls, or neither"),
+        ([], "give tls to both, or to neither"),
         (tls_options(stranger.issue("unknown")), "its certificate is not accepted"),
         (tls_options(stranger.issue("posing", trusts=authority.file)), "the other side says"),
     ]

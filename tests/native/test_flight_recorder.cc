@@ -416,7 +416,7 @@ TEST_CASE("the watchdog tells of submits that nobody takes over") {
   const std::vector<EngineEvent> events = engine->take_events();
   REQUIRE(events.size() == 1);
   CHECK(events[0].kind == EngineEvent::Kind::kStalled);
-  CHECK(events[0].detail.starts_with("1 submitted operation of 1 in flight are not taken over"));
+  CHECK(events[0].detail.starts_with("1 submitted operation of 1 in flight were not picked up"));
   CHECK(directory.only_file().find("[\"count\",\"submits_waiting\",1]") != std::string::npos);
   while (engine->progress()) {
   }

@@ -76,14 +76,14 @@ TEST_CASE("a peer of this host whose memory we are not let into is reached as if
 
 TEST_CASE("what stood in the way of a faster transport is said") {
   const Address peer = engine(kAuto | kVerbs, "there");
-  CHECK(route(engine(kAuto), peer) == "tcp: it is on another host; it has verbs, this engine has not");
+  CHECK(route(engine(kAuto), peer) == "tcp: it is on another host; it has verbs, this engine does not");
   CHECK(route(engine(kAuto), peer, {{TransportKind::kVerbs, "no device"}}) ==
-        "tcp: it is on another host; it has verbs, this engine has not: no device");
+        "tcp: it is on another host; it has verbs, this engine does not: no device");
   CHECK(route(engine(kAuto | kVerbs), engine(kAuto, "there")) == "tcp: it is on another host; it has no verbs");
   CHECK(route(engine(kAuto | kVerbs), engine(kAuto | kOfi, "there")) ==
-        "tcp: it is on another host; it has no verbs; it has ofi, this engine has not");
+        "tcp: it is on another host; it has no verbs; it has ofi, this engine does not");
   CHECK(route(engine(kAuto | kOfi), engine(kAuto | kOfi, "there", "tcp")) ==
-        "tcp: it is on another host; its ofi is of another network: 'tcp', ours 'efa'");
+        "tcp: it is on another host; its ofi is on another network: 'tcp', ours 'efa'");
   const WhyOutOfReach far = [](TransportKind kind) {
     return std::string(transport_name(kind)) + ": InfiniBand there, Ethernet here";
   };
@@ -96,7 +96,7 @@ TEST_CASE("without a way between the two, both sides and the obstacles are named
   CHECK(contains(none, "this engine has transport verbs, the peer shm and tcp; it has no verbs"));
   CHECK(contains(none, "Open both with the same transport"));
   const std::string fabrics = refusal(engine(kOfi), engine(kOfi, "there", "tcp"));
-  CHECK(contains(fabrics, "its ofi is of another network: 'tcp', ours 'efa'"));
+  CHECK(contains(fabrics, "its ofi is on another network: 'tcp', ours 'efa'"));
   CHECK(contains(refusal(engine(kShm), engine(kAuto | kVerbs, "there")), "where shm does not reach"));
 }
 

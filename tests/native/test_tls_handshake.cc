@@ -199,7 +199,7 @@ TEST_CASE("tls handshake: a message and something more in one record is no hands
   impostor.say(hello);
 
   REQUIRE(meeting.strangers.size() == 1);
-  CHECK(meeting.strangers[0].find("no crossrail handshake") != std::string::npos);
+  CHECK(meeting.strangers[0].find("not a crossrail handshake") != std::string::npos);
   CHECK_FALSE(meeting.accepted);
 }
 

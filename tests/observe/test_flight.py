@@ -175,6 +175,6 @@ def test_command_refuses_in_one_line(recording: Path, tmp_path: Path, damage: st
     refused = trace(*arguments)
     assert refused.returncode == 2
     assert refused.stdout == "" and "Traceback" not in refused.stderr
-    assert {"cut": "cut short", "garbage": "no flight recording", "missing": "does not exist", "peer": "'there'"}[
+    assert {"cut": "cut short", "garbage": "not a flight recording", "missing": "does not exist", "peer": "'there'"}[
         damage
     ] in refused.stderr

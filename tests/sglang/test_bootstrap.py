@@ -105,7 +105,7 @@ async def test_a_server_of_another_backend(address: str) -> None:
     host, _, port = address.partition(":")
     await aiohttp.web.TCPSite(runner, host, int(port)).start()
     try:
-        with pytest.raises(bootstrap.NoInstance, match=r"answered 404: .* is no bootstrap server of crossrail's"):
+        with pytest.raises(bootstrap.NoInstance, match=r"answered 404: .* is not crossrail's bootstrap server"):
             await bootstrap.find_instance(address, SECRET, 5.0)
     finally:
         await runner.cleanup()

@@ -129,7 +129,7 @@ def test_a_run_that_crashes_is_told_and_the_others_go_on() -> None:
         (["--scenario", "flood"], "--scenario flood is not known"),
         (["--scenario", "no.such.module:flood"], "No module named"),
         (["--scenario", f"{OWN}:flood"], "has no attribute"),
-        (["--scenario", f"{OWN}:no_coroutine"], "no coroutine function"),
+        (["--scenario", f"{OWN}:no_coroutine"], "is not a coroutine function"),
         (["--scenario", "pair", "--jobs", "0"], "--jobs"),
         (["--scenario", "pair", "--runs", "0"], "--runs"),
         (["--scenario", "pair", "--seed", "-1"], "-1 is not in the range"),

@@ -270,7 +270,7 @@ def test_other_worlds_are_out_of_reach() -> None:
 def test_a_simulated_engine_needs_a_world_and_stands_alone() -> None:
     with pytest.raises(xr.UsageError, match="there is no world"):
         xr.Engine("a", transport="sim")
-    with sim.World(1), pytest.raises(xr.UsageError, match="goes with no other"):
+    with sim.World(1), pytest.raises(xr.UsageError, match="cannot be combined with others"):
         xr.Engine("a", transport="sim+tcp")
 
 

@@ -308,7 +308,7 @@ def test_neighbouring_allocations_are_two_regions(
 def test_allocation_of_an_address(gpu: FakeGpu) -> None:
     memory = gpu.allocate(3 * 4096)
     assert gpu_allocation(memory.address) == gpu_allocation(memory.address + 9000) == (memory.address, 3 * 4096)
-    with pytest.raises(xr.UsageError, match="is no memory of a GPU that CUDA knows"):
+    with pytest.raises(xr.UsageError, match="is not in the memory of a GPU that CUDA knows"):
         gpu_allocation(np.zeros(1).ctypes.data)
 
 

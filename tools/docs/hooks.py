@@ -25,6 +25,7 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "repository/contributing.md",
     "README.md": "repository/readme.md",
     "benchmarks/README.md": "repository/benchmarks.md",
+    "src/crossrail/errors.md": "errors.md",
 }
 MODULES = {
     "crossrail": "What `import crossrail as xr` gives.",

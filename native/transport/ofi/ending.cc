@@ -50,7 +50,7 @@ void OfiNic::tend_endings() {
       if (op->path == nullptr || op->path->is_broken_) continue;
       is_needed = now_ < until_ns;
       if (is_needed) break;
-      op->path->break_by_itself("what it had under way beside a path that broke did not end");
+      op->path->break_by_itself("another path broke, and the operations under way on this one did not end");
     }
     if (!is_needed && endpoint->close()) closed_.push_back(std::move(endpoint));
   }

@@ -207,7 +207,7 @@ Rules rules_for(const std::string& provider) {
   rules.connects = rules.ordered = provider == "tcp";
   rules.has_descriptor = provider.find(';') == std::string::npos;
   if (provider == "tcp") return rules;
-  rules.unproven = "no test of ours runs on this provider";
+  rules.unproven = "crossrail's tests do not run on this provider";
   if (provider == "shm") {
     rules.refused =
         "it reports writes as done that a peer refused or that never happened (measured of libfabric 1.17 to 2.5); "

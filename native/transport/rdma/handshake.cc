@@ -162,7 +162,7 @@ void RdmaTransport::refuse(Rail& rail, const DatagramHead& head, RefuseCode code
 void RdmaTransport::on_datagram(Rail& rail, std::span<const uint8_t> bytes) {
   const auto datagram = decode_datagram(bytes);
   if (!datagram) {
-    report_garbage(rail.nic->name(), "a datagram of " + std::to_string(bytes.size()) + " bytes made no sense");
+    report_garbage(rail.nic->name(), "a datagram of " + std::to_string(bytes.size()) + " bytes was malformed");
     return;
   }
   if (datagram->head.kind == DatagramKind::kRefuse) {
@@ -177,7 +177,7 @@ void RdmaTransport::on_datagram(Rail& rail, std::span<const uint8_t> bytes) {
 }
 
 void RdmaTransport::on_sealed(Session& session, const Datagram& datagram) {
-  const auto malformed = [&] { report_garbage(session.peer_name, "a sealed datagram of it made no sense"); };
+  const auto malformed = [&] { report_garbage(session.peer_name, "a sealed datagram from it was malformed"); };
   switch (datagram.head.kind) {
     case DatagramKind::kKnock:
     case DatagramKind::kHello:
@@ -241,7 +241,7 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
   }
   const bool leads = head.to_leader;
   if (head.sender != own && leads != (own < head.sender)) {
-    report_garbage(rail.nic->name(), "a datagram mistook who leads");
+    report_garbage(rail.nic->name(), "a datagram has the roles of the two engines the wrong way round");
     return nullptr;
   }
   Session* session = find_session(head.sender, leads);
@@ -260,14 +260,14 @@ Session* RdmaTransport::session_of(Rail& rail, const Datagram& datagram, std::sp
   const uint64_t expected = session != nullptr ? session->own_number : 0;
   if (head.target_session != 0 && head.target_session != expected) {
     refuse(rail, head, RefuseCode::kUnknownSession,
-           "it was unreachable for so long, or forgotten, that nothing is known of it here; connect anew");
+           "it was unreachable for too long, or was forgotten here: connect again");
     return nullptr;
   }
   if (session == nullptr) {
     const bool begins = head.kind == (leads ? DatagramKind::kKnock : DatagramKind::kHello);
     if (!begins) return nullptr;
     if (sessions_.size() >= kSessionsMax) {
-      refuse(rail, head, RefuseCode::kFull, "it has as many peers as it can");
+      refuse(rail, head, RefuseCode::kFull, "it has as many peers as it can have");
       return nullptr;
     }
     session = &make_session(head.sender, leads);
@@ -396,7 +396,7 @@ void RdmaTransport::tend_path(Path& path) {
     }
     case PathState::kOffered:
       if (!wants_paths(session)) {
-        mark_broken(path, Cause::kHere, "nobody wants it any more");
+        mark_broken(path, Cause::kHere, "neither side needs it any more");
       } else if (now_ >= path.retry_at_ns) {
         path.retry_pause_ns = std::clamp(2 * path.retry_pause_ns, kRetryFirstNs, kRetryMaxNs);
         path.retry_at_ns = now_ + path.retry_pause_ns;
@@ -405,7 +405,7 @@ void RdmaTransport::tend_path(Path& path) {
       return;
     case PathState::kAccepted:
       if (now_ - path.state_since_ns >= kAcceptedMaxNs)
-        mark_broken(path, Cause::kHere, "the peer asked for it, and never used it");
+        mark_broken(path, Cause::kHere, "the peer asked for it and never used it");
       return;
     case PathState::kBreaking:
       if (now_ - path.state_since_ns >= kFlushMaxNs) give_up(path);

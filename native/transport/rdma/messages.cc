@@ -127,7 +127,7 @@ void RdmaTransport::on_said(const Said& said) {
   } else if (const auto word = decode_resolved(said.body); said.kind == FragmentKind::kResolved && word) {
     on_resolved(*session, *word);
   } else {
-    report_garbage(session->peer_name, "a question or answer of it made no sense");
+    report_garbage(session->peer_name, "a question or answer from it was malformed");
   }
 }
 

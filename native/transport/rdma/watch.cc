@@ -152,7 +152,7 @@ void RdmaTransport::tend_link(Session& session) {
     if (trouble.empty() && !path->trouble.empty()) trouble = pair_text(*path) + ": " + path->trouble;
   }
   if (session.paths.empty()) {
-    doom(session, "none of our NICs reaches one of the peer's: another kind of network", false);
+    doom(session, "none of our NICs reaches any of the peer's: they are on networks of different kinds", false);
   } else if (session.has_open_path()) {
     if (!std::exchange(link.is_up, true)) sink_->on_link_up(link);
     link.down_since_ns = 0;

@@ -381,7 +381,7 @@ void Control::make_room_for_stranger() {
     if (!connection->accepted || connection->up || connection->lost) continue;
     if (strangers++ == 0) oldest = connection.get();
   }
-  if (strangers >= kStrangersMax) lose(*oldest, "too many connections that say nothing");
+  if (strangers >= kStrangersMax) lose(*oldest, "too many connections that send no hello");
 }
 
 void Control::lose(Connection& connection, const std::string& reason) {

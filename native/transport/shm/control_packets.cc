@@ -168,9 +168,9 @@ void Control::on_hello(Connection& connection, std::span<const uint8_t> body, st
   const uint32_t rails = reader.get<uint8_t>();
   if (!reader.ok()) throw UsageError("hello is too short");
   if (protocol != kControlVersion || layout != kLayoutVersion) {
-    throw UsageError("who connects speaks shm protocol " + std::to_string(protocol) + "." + std::to_string(layout) +
-                     ", the other engine " + std::to_string(kControlVersion) + "." + std::to_string(kLayoutVersion) +
-                     "; use the same crossrail release on both sides");
+    throw UsageError("the connecting engine speaks shm protocol " + std::to_string(protocol) + "." +
+                     std::to_string(layout) + ", the accepting engine " + std::to_string(kControlVersion) + "." +
+                     std::to_string(kLayoutVersion) + "; use the same crossrail release on both sides");
   }
   if (rails < 1 || rails > kRailsMax) throw UsageError("hello names " + std::to_string(rails) + " rails");
   auto peer = std::make_shared<const Address>(Address::decode(reader.rest()));

@@ -92,7 +92,7 @@ void Acceptor::go_on() {
     case MessageReader::State::kWhole:
       return on_message();
     case MessageReader::State::kForeign:
-      return refuse(RefusalCode::kMalformed, "what it sends is no crossrail handshake");
+      return refuse(RefusalCode::kMalformed, "what it sent is not a crossrail handshake");
     case MessageReader::State::kFailed:
       if (socket_.tls && reader_.error() == EPROTO) owner_->on_stranger(who_, "TLS: " + socket_.tls->trouble());
       return end();
@@ -105,8 +105,8 @@ void Acceptor::on_message() {
   const Bytes message = reader_.message();
   reader_.clear();
   if (reader_.version() != kProtocolVersion) {
-    return refuse(RefusalCode::kVersion, "who connects speaks version " + std::to_string(reader_.version()) +
-                                             " of the tcp transport, the other engine version " +
+    return refuse(RefusalCode::kVersion, "the connecting engine speaks version " + std::to_string(reader_.version()) +
+                                             " of the tcp transport, the accepting engine version " +
                                              std::to_string(kProtocolVersion) +
                                              ": use the same crossrail release on both sides");
   }
@@ -136,7 +136,7 @@ void Acceptor::on_start_tls(const Bytes& message) {
   if (start->target_tag != self_tag_) return turn_away(RefusalCode::kNotMe, kNotMeText);
   if (!tls_) {
     return refuse(RefusalCode::kAuthentication,
-                  "who connects has tls, and the other engine has not: give both tls, or neither");
+                  "the connecting engine has tls and the accepting engine has not: give tls to both, or to neither");
   }
   try {
     socket_.tls = std::make_unique<TlsSession>(tls_, TlsSession::Side::kAcceptor, socket_.fd.get());
@@ -157,10 +157,10 @@ void Acceptor::on_hello(const Bytes& message) {
   if (hello_->target_tag != self_tag_) return turn_away(RefusalCode::kNotMe, kNotMeText);
   if (tls_ && !socket_.tls) {
     return refuse(RefusalCode::kAuthentication,
-                  "who connects has no tls, and the other engine has: give both tls, or neither");
+                  "the accepting engine has tls and the connecting engine has not: give tls to both, or to neither");
   }
   if (tls_ && tls_->checks_names() && !socket_.tls->is_named(hello_->sender.name)) {
-    return refuse(RefusalCode::kAuthentication, "the certificate of who connects is not for the name '" +
+    return refuse(RefusalCode::kAuthentication, "the certificate of the connecting engine is not for the name '" +
                                                     hello_->sender.name + "' (tls.verify = 'name')");
   }
   if (const auto refusal = owner_->check_hello(*hello_)) return turn_away(refusal->code, refusal->text);

@@ -366,8 +366,8 @@ bool Connection::parse(size_t size) {
     std::memcpy(&header, at, sizeof header);
     if (header.mark != kFrameMark || header.type == 0 || header.type > kFrameTypeMax ||
         header.meta_bytes > kMetaBytesMax) {
-      reject_peer("a frame that is none (type " + std::to_string(header.type) + ", mark " +
-                  std::to_string(header.mark) + ", " + std::to_string(header.meta_bytes) + " bytes of metadata)");
+      reject_peer("an invalid frame (type " + std::to_string(header.type) + ", mark " + std::to_string(header.mark) +
+                  ", " + std::to_string(header.meta_bytes) + " bytes of metadata)");
       return false;
     }
     const size_t head_bytes = sizeof header + header.meta_bytes;

@@ -138,9 +138,10 @@ void Connector::check_deadline(int64_t now) {
     return fail(ConnectResult::Kind::kTimeout,
                 "no answer from " + route_ + ": the host is down or unreachable, or a firewall drops the packets");
   }
-  fail(ConnectResult::Kind::kTimeout, route_ +
-                                          " took the connection but does not finish the handshake: the process there "
-                                          "is frozen, or is no crossrail engine");
+  fail(ConnectResult::Kind::kTimeout,
+       route_ +
+           " accepted the connection but does not finish the handshake: the process there "
+           "is frozen, or is not a crossrail engine");
 }
 
 bool Connector::send(const Bytes& message) {
@@ -241,8 +242,7 @@ void Connector::go_on() {
     case MessageReader::State::kWhole:
       return on_message();
     case MessageReader::State::kForeign:
-      return fail(ConnectResult::Kind::kFailed,
-                  route_ + " answers with something else than a crossrail handshake: wrong port?");
+      return fail(ConnectResult::Kind::kFailed, route_ + " does not answer with a crossrail handshake (wrong port?)");
     case MessageReader::State::kClosed:
       return fail(ConnectResult::Kind::kFailed, route_ + " closed the connection during the handshake");
     case MessageReader::State::kFailed:
@@ -268,7 +268,8 @@ void Connector::on_message() {
                                                    ": use the same crossrail release on both sides");
   }
   if (purpose_.tls && !socket_.tls) {
-    return fail(ConnectResult::Kind::kFailed, route_ + " answers in the clear, and this engine has tls");
+    return fail(ConnectResult::Kind::kFailed,
+                route_ + " answers unencrypted, and this engine has tls: give tls to both, or to neither");
   }
   if (step_ == Step::kChallenge) return on_challenge(message);
   if (handshake_kind(message) != HandshakeKind::kAccept) {

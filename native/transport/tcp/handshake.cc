@@ -202,7 +202,7 @@ Digest initiator_proof(const Digest& key, const Proven& what) { return prove(key
 
 std::string no_proof_text(bool under_tls) {
   return std::string("the two engines do not have the same secret") +
-         (under_tls ? ", or somebody stands between them" : "") +
+         (under_tls ? ", or somebody in between intercepts the connection" : "") +
          ": set the same `secret` (or CROSSRAIL_SECRET) on both sides";
 }
 

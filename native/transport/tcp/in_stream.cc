@@ -348,7 +348,7 @@ bool InStream::on_resolve(const ResolveMeta& resolve) {
   InChannel& asked = found->second;
   // Whatever of the old connection is still on its way must not be placed after we have answered.
   if (asked.is_open() && asked.epoch_min <= resolve.epoch) {
-    if (asked.stream.get() == this) return reject("a question about the connection that it comes by");
+    if (asked.stream.get() == this) return reject("a question about the connection that it arrived on");
     asked.stream->break_off("the peer gave this connection up");
   }
   asked.epoch_min = std::max(asked.epoch_min, resolve.epoch + 1);

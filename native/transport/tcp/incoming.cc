@@ -71,7 +71,7 @@ void TcpTransport::on_stranger(const std::string& who, const std::string& what) 
   }
   const uint64_t untold = std::exchange(strangers_untold_, 0);
   const std::string rest =
-      untold == 0 ? "" : "; " + std::to_string(untold) + " before it were too many to be told one by one";
+      untold == 0 ? "" : "; " + std::to_string(untold) + " earlier refusals were too many to report one by one";
   sink_->on_protocol_error(who, "connection from " + who + " refused: " + what + rest);
 }
 
@@ -99,9 +99,10 @@ std::optional<Refusal> TcpTransport::check_hello(const Hello& hello) {
   const auto found = in_.find({hello.sender.incarnation, hello.link_id});
   if (found == in_.end()) {
     if (!hello.resumes) return std::nullopt;
-    return Refusal{RefusalCode::kUnknownLink,
-                   "it was unreachable for so long that we gave it up, twice our peer_timeout_s of " +
-                       seconds_text(options_.peer_timeout_ns) + "; connect anew"};
+    return Refusal{
+        RefusalCode::kUnknownLink,
+        "it could not be reached for longer than twice our peer_timeout_s, so we gave it up; peer_timeout_s is " +
+            seconds_text(options_.peer_timeout_ns) + ". Connect again"};
   }
   if (found->second->over) return Refusal{RefusalCode::kUnknownLink, "the link has ended"};
   const auto channel = found->second->channels.find(hello.channel);
@@ -164,7 +165,7 @@ InChannel& TcpTransport::begin_epoch(const Hello& hello) {
 
 void TcpTransport::attach_incoming(const Hello& hello, std::shared_ptr<Connection> connection) {
   // Asked for twice, the first time in vain; or by a new link of the peer, whose old one ended without a word.
-  connection->leave(Role::kAcceptor, "the peer uses the connection anew");
+  connection->leave(Role::kAcceptor, "the peer uses the connection again");
   InChannel& channel = begin_epoch(hello);
   channel.link->unconnected_since_ns = 0;
   channel.stream = std::make_unique<InStream>(this, &channel, std::move(connection));

@@ -60,12 +60,12 @@ void TlsContext::load() {
   ssl.SSL_CTX_set_default_passwd_cb(handle_, no_password);
   if (ssl.SSL_CTX_use_certificate_chain_file(handle_, options_.cert_file.c_str()) != 1) {
     throw UsageError("tls.cert = '" + options_.cert_file +
-                     "' is no certificate in PEM form: " + library_->take_error());
+                     "' is not a certificate in PEM format: " + library_->take_error());
   }
   load_key();
   if (ssl.SSL_CTX_load_verify_file(handle_, options_.ca_file.c_str()) != 1) {
     throw UsageError("tls.ca = '" + options_.ca_file +
-                     "' holds no certificates in PEM form: " + library_->take_error());
+                     "' contains no certificates in PEM format: " + library_->take_error());
   }
   ssl.ERR_clear_error();
 }
@@ -85,7 +85,8 @@ void TlsContext::load_key() {
     throw UsageError("tls.key = '" + options_.key_file + "' is not the key of tls.cert = '" + options_.cert_file +
                      "': " + why);
   }
-  throw UsageError("tls.key = '" + options_.key_file + "' is no private key in PEM form without a password: " + why);
+  throw UsageError("tls.key = '" + options_.key_file +
+                   "' is not a private key in PEM format without a password: " + why);
 }
 
 }  // namespace crossrail::tcp

@@ -124,10 +124,10 @@ class Search {
     find_bios(finder, library->calls);
     std::string trouble;
     if (!finder.missing().empty()) {
-      trouble = "is no OpenSSL 3: it lacks " + finder.missing();
+      trouble = "is not OpenSSL 3: it lacks " + finder.missing();
     } else if (const auto version = library->calls.OpenSSL_version_num();
                version < kVersionMin || version >= kVersionBehind) {
-      trouble = std::string("is ") + library->calls.OpenSSL_version(0) + ", and version 3 is wanted";
+      trouble = std::string("is ") + library->calls.OpenSSL_version(0) + ", and version 3 is needed";
       // At exit workers may still be reading; what the library holds then goes with the process.
     } else if (library->calls.OPENSSL_init_ssl(kOpensslInitNoAtexit, nullptr) != 1) {
       trouble = "does not start: " + library->take_error();
@@ -156,7 +156,7 @@ std::shared_ptr<const TlsLibrary> search() {
   }
   if (auto library = search.try_one(kSoname, RTLD_NOLOAD, "already in the process")) return library;
   if (auto library = search.try_one(kSoname, 0, "the system's")) return library;
-  throw TransportError("dlopen", 0, "tls needs OpenSSL 3, and there is none (" + search.notes() + ")", kRemedy);
+  throw TransportError("dlopen", 0, "tls needs OpenSSL 3, and none can be used (" + search.notes() + ")", kRemedy);
 }
 
 }  // namespace

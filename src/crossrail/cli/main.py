@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Run a mixture-of-experts model with its experts spread over processes, or simulate one: demo, sim.",
     ),
     "explain": ("crossrail.cli.explain", "Show how bytes would reach a `crossrail serve`, and why that way."),
+    "error": ("crossrail.cli.error", "Say what an error's code means, and what to do."),
 }
 
 
@@ -112,7 +113,8 @@ def said_of(error: Exception) -> str:
 
 def _words_of(error: Exception) -> str:
     if isinstance(error, CrossrailError):
-        return f"error: {error} [{error.docs}]"
+        more = "" if type(error) is CrossrailError else f" [more: crossrail error {error.error_code}]"
+        return f"error: {error}{more}"
     if isinstance(error, OSError):
         return f"error: {error}"
     what = f"{type(error).__name__}: {error}"

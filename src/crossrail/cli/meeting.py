@@ -167,7 +167,7 @@ def ask(host: str, port: int, secret: bytes, kind: Kind = SERVE) -> xr.Address:
     CrossrailError when nothing answers there, or something else does.
     """
     if not secret:
-        raise UsageError(f"the serve at {host} wants the secret that it printed: set {SECRET_VARIABLE} to it")
+        raise UsageError(f"the server at {host} requires the secret that it printed: set {SECRET_VARIABLE} to it")
     where = f"{host} port {port}"
     try:
         with socket.create_connection((host, port), _DEADLINE_S) as connection:
@@ -175,7 +175,8 @@ def ask(host: str, port: int, secret: bytes, kind: Kind = SERVE) -> xr.Address:
                 return _ask(_Bounded(connection), where, secret, kind)
             except TimeoutError:
                 raise CrossrailError(
-                    f"{where} takes connections and is silent: not a {kind.name} (wrong port?), or one that is stopped"
+                    f"{where} accepts connections but says nothing: not a {kind.name} (wrong port?), "
+                    "or one that is stopped"
                 ) from None
     except TimeoutError:
         raise CrossrailError(f"no answer from {where}: the host is down, or a firewall drops the packets") from None
@@ -230,10 +231,10 @@ def _ask(connection: _Bounded, where: str, secret: bytes, kind: Kind) -> xr.Addr
             raise CrossrailError(f"{where} answers with {length} bytes: not a {kind.name} of this version")
         data = connection.read(length)
     except EOFError:
-        raise CrossrailError(f"{where} hung up: not a {kind.name}, or it has too many askers") from None
+        raise CrossrailError(f"{where} hung up: not a {kind.name}, or it has too many clients") from None
     if not granted:
         text = "".join(c for c in data.decode(errors="replace") if c.isprintable())
-        raise UsageError(f"the serve at {where} refuses: {text}")
+        raise UsageError(f"the server at {where} refuses: {text}")
     if version != _VERSION or not hmac.compare_digest(signed, _proof(secret, b"answers", theirs, ours, data)):
-        raise UsageError(f"the serve at {where} does not have our secret")
+        raise UsageError(f"the server at {where} does not have our secret")
     return xr.Address.from_bytes(data)

@@ -70,9 +70,9 @@ class Pusher:
         region = xr.RegionDescriptor.from_bytes(bytes.fromhex(accept.region)) if accept.region else None
         if layout.segments > 0:
             if region is None or region.owner != self._server:
-                raise wire.ProtocolError("the serve accepted with memory that is not its own")
+                raise wire.ProtocolError("the server's answer names memory that is not its own")
             if not accept.imms or region.nbytes < len(accept.imms) * accept.slot_bytes:
-                raise wire.ProtocolError("the serve accepted with less memory than it says")
+                raise wire.ProtocolError("the server's answer promises more memory than it gives")
         return _Slots(self._engine, layout, accept.imms, region)
 
     def _write_all(self, slots: _Slots, on_stored: Callable[[int], object]) -> None:
@@ -103,7 +103,7 @@ class Pusher:
 
     def _take(self, message: wire.Message) -> None:
         if isinstance(message, (wire.Refuse, wire.Failed)):
-            raise CrossrailError(f"the serve says: {message.reason}")
+            raise CrossrailError(f"the server says: {message.reason}")
         if isinstance(message, wire.Stored):
             self._stored.add(message.segment)
 
@@ -127,21 +127,21 @@ class Pusher:
                 if message.push == self._push:
                     return message
         raise CrossrailError(
-            f"the serve (pid {self._server.pid} of its host) did not answer for {_ANSWER_TIMEOUT_S:g} s, so the file "
+            f"the server (pid {self._server.pid} of its host) did not answer for {_ANSWER_TIMEOUT_S:g} s, so the file "
             "was not stored: it is stopped, or its disk hangs; look at it, then push again"
         )
 
     def _raise_if_gone(self) -> None:
         if self._engine.peer_state(self._server) == "lost":
             raise CrossrailError(
-                f"the serve is gone, so the file was not stored: {self._engine.explain(self._server).note}"
+                f"the server is gone, so the file was not stored: {self._engine.explain(self._server).note}"
             )
         for transfer in self._transfers:
             error = transfer.exception() if transfer.done else None
             if isinstance(error, xr.RemoteRegionClosed):
                 raise CrossrailError(
-                    "the serve has given this push up and the file was not stored; it says why. Did we stand still for "
-                    "long? Push again"
+                    "the server gave up this push, so the file was not stored; its output says why. Perhaps this "
+                    "process was stopped for too long: push again"
                 )
             if error is not None:
                 raise error
@@ -151,7 +151,7 @@ class Pusher:
 
     def _checked(self, done: wire.Done) -> wire.Done:
         if done.sha256 != self._digest.hexdigest():
-            raise CrossrailError(f"the serve stored {done.path} with another SHA-256 sum than was sent")
+            raise CrossrailError(f"the server stored {done.path} with another SHA-256 sum than was sent")
         return done
 
     def _abort(self) -> None:
@@ -243,7 +243,7 @@ def _push(
     ):
         begun = time.monotonic()
         engine.connect(server)
-        # Not shown before the serve has agreed: what it refuses is one line, and no bar that stands at 0.
+        # Not shown before the server has agreed: what it refuses is one line, and no bar that stands at 0.
         task = progress.add_task(escape(plain(source.path.name)), total=source.nbytes, visible=False)
         done = Pusher(engine, pool, server, source).run(
             dst,

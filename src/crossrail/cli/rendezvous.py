@@ -177,5 +177,5 @@ def _read_address(path: Path) -> xr.Address:
     if not same_format:
         raise UsageError(f"{path} was written by another version of crossrail; use the same one in both shells")
     if host != _host_identity():
-        raise UsageError(f"{path} is of another host; a serve there is reached by tcp://HOST:PORT/ (serve --listen)")
+        raise UsageError(f"{path} is of another host; a server there is reached by tcp://HOST:PORT/ (serve --listen)")
     return address

@@ -65,7 +65,7 @@ class Accept(_Message, tag="accept"):
 
     def __post_init__(self) -> None:
         if self.slot_bytes % self.page_bytes != 0:
-            raise ValueError(f"slot_bytes {self.slot_bytes} is no multiple of page_bytes {self.page_bytes}")
+            raise ValueError(f"slot_bytes {self.slot_bytes} is not a multiple of page_bytes {self.page_bytes}")
 
 
 class Refuse(_Message, tag="refuse"):
@@ -123,7 +123,7 @@ def decode(data: bytes) -> Message:
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"no message of a push: {error}") from None
+        raise ProtocolError(f"not a valid message of a push: {error}") from None
 
 
 @dataclass(frozen=True)

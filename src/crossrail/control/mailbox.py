@@ -72,7 +72,7 @@ class Mailbox:
 
     def __init__(self, wire: Wire, secret: bytes, language: Language, resend_s: float = RESEND_S) -> None:
         if wire in _wires:
-            raise UsageError("this wire has had a mailbox. Next: go on with that one, or open another engine")
+            raise UsageError("this wire already has a mailbox. Next: go on with that one, or open another engine")
         _wires.add(wire)
         self.wire = wire
         self._language = language

@@ -52,8 +52,8 @@ class EngineWire:
     def __init__(self, engine: xr.Engine, packet_bytes_max: int = 60_000) -> None:
         if engine in _engines:
             raise UsageError(
-                f"engine {engine.name!r} has carried a service's messages already, and what a second one sends "
-                "would be taken for repetitions. Next: go on with the first mailbox, or open another engine"
+                f"engine {engine.name!r} has already carried the messages of a service, and those of a second one "
+                "would be dropped as repetitions. Next: go on with the first mailbox, or open another engine"
             )
         self.address = engine.address.to_bytes()
         self.packet_bytes_max = packet_bytes_max

@@ -19,15 +19,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 import crossrail as xr
+from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.moe import AllToAll, Dispatched, TorchGroup
 from crossrail.moe.board import PARITIES, BoardLayout
 from crossrail.moe.config import Config
 from crossrail.moe.device_rows import kernels_of_a_gpu
 from crossrail.moe.kernels import CpuKernels, Kernels
+
+with needs(__name__, "'crossrail[torch]'"):
+    import torch
 
 _SCALE_BLOCK = 128
 _HOST = torch.device("cpu")

@@ -128,7 +128,7 @@ def opened_line(line: str, secret: bytes, purpose: bytes) -> bytes:
     try:
         data = base64.b64decode(line.encode("ascii"), altchars=b"-_", validate=True)
     except (UnicodeEncodeError, binascii.Error) as error:
-        raise UsageError(f"no description of an instance: {error}") from None
+        raise UsageError(f"not the description of an instance: {error}") from None
     body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(secret, purpose, body)):
         raise UsageError("the description of the instance is not sealed with our secret")

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.moe import AllToAll, Dispatched
+
+with needs(__name__, "'crossrail[transformers]'"):
+    import torch
 
 
 class ExpertParallel(torch.nn.Module):
@@ -79,7 +81,7 @@ def _check(experts: Any, all_to_all: AllToAll) -> None:
     """Of the form that _run computes with, and what all_to_all carries."""
     name = type(experts).__name__
     if biases := [of for of, _ in experts.named_parameters() if of not in ("gate_up_proj", "down_proj")]:
-        raise UsageError(f"{name} has {', '.join(biases)}, which ExpertParallel does not know")
+        raise UsageError(f"{name} has {', '.join(biases)}, which ExpertParallel does not support")
     number, hidden, intermediate = experts.down_proj.shape
     if tuple(experts.gate_up_proj.shape) != (number, 2 * intermediate, hidden):
         raise UsageError(

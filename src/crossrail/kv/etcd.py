@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import aiohttp
-
+from crossrail._extras import needs
 from crossrail.control.deadlines import in_time
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.http_trouble import trouble
+
+with needs(__name__, "'crossrail[kv]'"):
+    import aiohttp
 
 _EVENT_BYTES_MAX = 16 << 20
 # gRPC's codes, in an answer's "code".

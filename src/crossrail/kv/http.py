@@ -28,8 +28,8 @@ from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
-from aiohttp import web
 
+from crossrail._extras import needs
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv import rendezvous
@@ -43,6 +43,9 @@ from crossrail.kv.router_requests import Chunk, Overloaded, RequestFailed, Unava
 from crossrail.kv.text import TextStream
 from crossrail.kv.timeline import chrome_trace, picture
 from crossrail.kv.tracing import RequestSpan
+
+with needs(__name__, "'crossrail[kv]'"):
+    from aiohttp import web
 
 _BODY_BYTES_MAX = 16 << 20
 _TEXT_SHORT = 1 << 14  # characters, encoded in some milliseconds at most: not worth a thread
@@ -305,7 +308,7 @@ class Front:
     def _ended(self, name: str) -> m.End:
         end = self._router.ended(name)
         if end is None:
-            raise web.HTTPNotFound(text=f"no request {name!r} has ended here, or it is long ago")
+            raise web.HTTPNotFound(text=f"no request {name!r} has ended at this router, or not recently")
         return end
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -343,7 +346,7 @@ class _Answer:
                 return refusal(status, f"{reason}: {chunk.end.detail}")
             if reason is not None:
                 return web.json_response(self._object(tokens, text, reason) | self._usage(len(tokens)))
-        raise RequestFailed("its tokens ended without an end")
+        raise RequestFailed("its tokens stopped before it was finished")
 
     async def stream(
         self, http: web.Request, chunks: AsyncIterator[Chunk], taking: _Taking, tells_usage: bool

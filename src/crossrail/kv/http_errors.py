@@ -11,9 +11,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from aiohttp import web
-
+from crossrail._extras import needs
 from crossrail.errors import UsageError
+
+with needs(__name__, "'crossrail[kv]'"):
+    from aiohttp import web
 
 _TYPES = {429: "rate_limit_error"}
 # Of msgspec's words: "... - at `$.prompt[0]`", "... unknown field `tools`", "... missing required field `prompt`".

@@ -7,7 +7,10 @@ import os
 import socket
 import ssl
 
-import aiohttp
+from crossrail._extras import needs
+
+with needs(__name__, "'crossrail[kv]'"):
+    import aiohttp
 
 
 def trouble(error: BaseException) -> str:

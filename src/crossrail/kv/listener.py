@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from aiohttp import web
-from aiohttp.http import HttpProcessingError, HttpVersion11
-
+from crossrail._extras import needs
 from crossrail.control.deadlines import in_time
+
+with needs(__name__, "'crossrail[kv]'"):
+    from aiohttp import web
+    from aiohttp.http import HttpProcessingError, HttpVersion11
 
 PATIENCE_S = 60.0
 _BACKLOG = 1024  # clients that connect while the loop is busy; those behind them try again after a second

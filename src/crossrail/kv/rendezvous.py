@@ -6,11 +6,13 @@ import asyncio
 import hmac
 from urllib.parse import urlsplit
 
-import aiohttp
-
+from crossrail._extras import needs
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.http_trouble import trouble
 from crossrail.kv.node import FindRouter
+
+with needs(__name__, "'crossrail[kv]'"):
+    import aiohttp
 
 PATH = "/kv/router"
 _TIMEOUT_S = 3.0

@@ -7,14 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 import crossrail as xr
+from crossrail._extras import needs
 from crossrail._torch import is_tensor, told, wait_for_kernels
 from crossrail.errors import UsageError
 from crossrail.moe.arrays import Array, check_shape, check_tensor, to_host
 from crossrail.moe.kernels import Kernels
 from crossrail.moe.row_memory import INDEX_TYPES
+
+with needs(__name__, "'crossrail[torch]'"):
+    import torch
 
 
 class DeviceRows:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import crossrail as xr
+from crossrail._extras import needs
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
 if TYPE_CHECKING:
@@ -223,7 +224,8 @@ class TorchGroup:
     """
 
     def __init__(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
-        import torch.distributed
+        with needs("TorchGroup", "'crossrail[torch]'"):
+            import torch.distributed
 
         self._distributed: Any = torch.distributed
         self._group = process_group

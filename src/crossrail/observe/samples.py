@@ -55,7 +55,9 @@ class Scrape:
 def scrape(url: str, timeout_s: float) -> Scrape:
     """Reads an endpoint in Prometheus's text format. Raises CrossrailError where none answers, or not with that."""
     if not url.startswith(("http://", "https://")):
-        raise UsageError(f"{url!r} is no address of metrics: write for example http://127.0.0.1:9478/metrics")
+        raise UsageError(
+            f"{url!r} is not the address of a metrics endpoint: write for example http://127.0.0.1:9478/metrics"
+        )
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
             data = answer.read(_ANSWER_BYTES_MAX + 1)
@@ -63,7 +65,9 @@ def scrape(url: str, timeout_s: float) -> Scrape:
         reason = getattr(error, "reason", error)  # of a URLError, what was behind it
         raise CrossrailError(f"no metrics at {url}: {getattr(reason, 'strerror', None) or reason}") from None
     if len(data) > _ANSWER_BYTES_MAX:
-        raise CrossrailError(f"what {url} answers is longer than {_ANSWER_BYTES_MAX >> 20} MiB: no metrics of ours")
+        raise CrossrailError(
+            f"what {url} answers is longer than {_ANSWER_BYTES_MAX >> 20} MiB: not crossrail's metrics"
+        )
     return parse(data.decode(errors="replace"), url)
 
 
@@ -75,9 +79,9 @@ def parse(text: str, url: str) -> Scrape:
             for sample in family.samples:
                 found.add(sample.name, sample.labels, sample.value)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):  # what its parser raises for other text
-        raise CrossrailError(f"what {url} answers are no metrics in Prometheus's format") from None
+        raise CrossrailError(f"what {url} answers is not in Prometheus's format") from None
     if not len(found):
-        raise CrossrailError(f"what {url} answers are no metrics in Prometheus's format")
+        raise CrossrailError(f"what {url} answers is not in Prometheus's format")
     return found
 
 

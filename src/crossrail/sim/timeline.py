@@ -137,7 +137,7 @@ def _parse(line: str) -> tuple[float, str, str, dict[str, str]]:
         time_ns, host, what, *values = line.split()
         return int(time_ns) / 1e3, host, what, dict(value.split("=", 1) for value in values)
     except ValueError:
-        raise UsageError(f"{line!r} is no line of a world's event log") from None
+        raise UsageError(f"{line!r} is not a line of a world's event log") from None
 
 
 def _thread_name(process: int, thread: int, name: str) -> dict[str, Any]:

@@ -115,7 +115,7 @@ async def test_window_of_attention_with_requests_of_several_lengths(open_model: 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("nothing", "none of qwen3, llama, deepseek, and no directory"),
+        ("nothing", "not one of qwen3, llama, deepseek, nor a directory"),
         ("empty", "no model can be loaded from"),
         ("mamba", "keeps keys and values of equal layers, not LinearAttentionLayer"),
     ],

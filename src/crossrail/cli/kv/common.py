@@ -125,11 +125,11 @@ def open_model(name: str, options: Mapping[str, str]) -> Model:
     if ":" in name and not Path(name).is_dir():
         model = _function(name)(**options)
         if not isinstance(model, Model):
-            raise UsageError(f"{name!r} returned {_kind_of(model)}, and no crossrail.kv.model.Model")
+            raise UsageError(f"{name!r} returned {_kind_of(model)}, not a crossrail.kv.model.Model")
         return model
     if name not in _EXAMPLES and not Path(name).is_dir():
         raise UsageError(
-            f"model {name!r} is none of toy, {', '.join(_EXAMPLES)}, no directory, and no 'package.module:function'"
+            f"model {name!r} is not one of toy, {', '.join(_EXAMPLES)}, nor a directory, nor 'package.module:function'"
         )
     return _of_transformers("named").open_named(name, options)  # type: ignore[no-any-return]  # imported by name
 
@@ -144,7 +144,7 @@ def open_tokenizer(name: str) -> Tokenizer | None:
         return _of_transformers("tokenizer").TextTokenizer(Path(name))  # type: ignore[no-any-return]  # as above
     tokenizer = _function(name)()
     if not isinstance(tokenizer, Tokenizer):
-        raise UsageError(f"{name!r} returned {_kind_of(tokenizer)}, and no crossrail.kv.model.Tokenizer")
+        raise UsageError(f"{name!r} returned {_kind_of(tokenizer)}, not a crossrail.kv.model.Tokenizer")
     return tokenizer
 
 

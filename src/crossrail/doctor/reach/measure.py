@@ -154,7 +154,9 @@ def resolve(target: str, port: int) -> list[str]:
         text = f"looking up {target!r} took more than {_RESOLVE_DEADLINE_S:g} s: no name server answers"
         raise Unreached("timeout", text)
     if not found:
-        raise Unreached("unreachable", f"{target!r} is no name of a host: {failure[0] if failure else 'no address'}")
+        raise Unreached(
+            "unreachable", f"{target!r} is not the name of a host: {failure[0] if failure else 'no address'}"
+        )
     return found[:_ADDRESSES_MAX]
 
 

@@ -131,14 +131,14 @@ def decode_rails(data: bytes) -> list[Rail]:
     try:
         return [_rail(item) for item in _rails_decoder.decode(data)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"its list of addresses is none: {error}") from None
+        raise WireError(f"its list of addresses is malformed: {error}") from None
 
 
 def _rail(item: _Rail) -> Rail:
     try:
         address = str(ip_address(item.address))
     except ValueError:
-        raise WireError("its list holds what is no IP address") from None
+        raise WireError("its list holds something that is not an IP address") from None
     if "%" in address:  # a zone of its own, which means nothing here
         raise WireError("its list holds an address with a zone")
     return Rail(clean(item.interface), address, item.mtu, item.mbit_per_s or None)

@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from crossrail._extras import needs
+
 if TYPE_CHECKING:
     from crossrail.integrations.sglang.conn import (
         CrossrailKVBootstrapServer,
@@ -29,4 +31,5 @@ __all__ = ["CrossrailKVBootstrapServer", "CrossrailKVManager", "CrossrailKVRecei
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.conn"), name)
+    with needs(f"{__name__}.{name}", "sglang 'crossrail[sglang]'"):
+        return getattr(importlib.import_module(f"{__name__}.conn"), name)

@@ -142,7 +142,9 @@ class BootstrapServer:
     async def _get(self, request: web.Request) -> web.Response:
         said = request.headers.get("Authorization", "")
         if not hmac.compare_digest(said.encode(errors="surrogateescape"), self._authorization.encode()):
-            return web.Response(status=401, text=f"who asks has another secret than ours: {_SAME_SECRET}\n")
+            return web.Response(
+                status=401, text=f"this server and the one that asks have different secrets: {_SAME_SECRET}\n"
+            )
         lines = self._table.lines(time.monotonic())
         if lines is None:
             return web.Response(status=503, text="not all ranks of the prefiller are here: it is starting, or gone\n")
@@ -164,7 +166,7 @@ async def find_instance(address: str, secret: bytes, timeout_s: float) -> Instan
     try:
         lines = msgspec.json.decode(body, type=Annotated[list[str], Meta(min_length=1, max_length=_RANKS_MAX)])
     except msgspec.MsgspecError as error:
-        raise NoInstance(f"{address} answered no list of lines: {error}") from None
+        raise NoInstance(f"{address} did not answer with a list of lines: {error}") from None
     said = [RankLine.from_line(line, secret) for line in lines]
     if [one.rank for one in said] != list(range(said[0].tp)):
         raise NoInstance(f"{address} knows ranks {[one.rank for one in said]} of TP {said[0].tp}")
@@ -191,7 +193,7 @@ async def _ask(
             if response.status != 200:
                 said = bytes(body[:500]).decode(errors="replace").strip()
                 if response.status not in _OUR_STATUSES:
-                    said += "; that is no bootstrap server of crossrail's: its server needs the same transfer backend"
+                    said += "; that is not crossrail's bootstrap server: start it with the same transfer backend"
                 raise NoInstance(f"{url} answered {response.status}: {said}")
             return bytes(body)
     except asyncio.TimeoutError:

@@ -68,7 +68,7 @@ def place_of(mode: str) -> Place:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # where to ask, not where to listen
         bootstrap = f"{host}:{get_disagg().disaggregation_bootstrap_port}"
     if get_disagg().disaggregation_decode_allocation_policy != "early":
-        raise UsageError("--disaggregation-decode-allocation-policy must be early: crossrail knows no other")
+        raise UsageError("--disaggregation-decode-allocation-policy must be early: crossrail supports no other")
     return Place(
         parallel.attn_tp_rank,
         parallel.attn_tp_size,
@@ -93,8 +93,8 @@ class CrossrailKVManager(BaseKVManager):
         overlaps = not getattr(server_args, "disable_overlap_schedule", True)
         if mode == "prefill" and overlaps and not is_gpu_address(next(iter(args.kv_data_ptrs), 0)):
             raise UsageError(
-                "--disable-overlap-schedule is missing: SGLang's overlapped prefill makes events of CUDA, and on a "
-                "CPU it ends at the first request"
+                "--disable-overlap-schedule is missing: SGLang's overlapped prefill uses CUDA events, and on a "
+                "CPU it would end at the first request"
             )
         self.core = Manager(args, mode, place_of(mode), self.is_mla_backend)
         if mode == "prefill":
@@ -112,7 +112,7 @@ class CrossrailKVManager(BaseKVManager):
         return self.core.find(bootstrap_addr)
 
     def submit_prefill_recompute(self, receiver: Any, payload: Any) -> None:
-        raise NotImplementedError("crossrail's backend does not know SGLang's rebootstrap of retracted requests")
+        raise NotImplementedError("crossrail's backend does not support SGLang's rebootstrap of retracted requests")
 
     def close(self) -> None:
         self.core.close()

@@ -51,7 +51,7 @@ class Manager:
         secret = options.secret()
         for name, size in place.sizes.items():
             if size != 1:
-                raise UsageError(f"{name}={size}: crossrail's backend knows tensor parallelism only")
+                raise UsageError(f"{name}={size}: crossrail's backend supports only tensor parallelism")
         if getattr(args, "ib_device", None):
             raise UsageError(f"--disaggregation-ib-device={args.ib_device}: name rails in {OPTIONS_VARIABLE} instead")
         pool = read_pool(args, is_mla=is_mla, tp=place.tp)

@@ -77,7 +77,7 @@ def decode(data: bytes) -> Envelope:
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"no message: {error}") from None
+        raise UsageError(f"not a valid message: {error}") from None
 
 
 def open_mailbox(wire: Wire, secret: bytes) -> Mailbox:

@@ -22,6 +22,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from crossrail._extras import needs
+
 if TYPE_CHECKING:
     from crossrail.integrations.vllm.connector import CrossrailConnector
     from crossrail.integrations.vllm.experts import CrossrailPrepareAndFinalize
@@ -34,4 +36,5 @@ _MODULES = {"CrossrailConnector": "connector", "CrossrailPrepareAndFinalize": "e
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    with needs(f"{__name__}.{name}", "vllm 'crossrail[vllm]'"):
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -127,17 +127,17 @@ def kind_of(backend: str, spec: Any) -> Kind:
     """
     if backend not in PACKINGS:
         raise UsageError(
-            f"the attention backend is {backend}: understood are {', '.join(sorted(PACKINGS))}; choose one by "
+            f"the attention backend is {backend}: supported are {', '.join(sorted(PACKINGS))}; choose one by "
             "--attention-backend"
         )
     kind = PACKINGS[backend]
     if kind == "JOINT" and getattr(spec, "num_head_slots", None) is not None:
         raise UsageError(
             f"{backend} keeps K and V of this KV cache apart, in {spec.num_head_slots} slots of a block, as for cache "
-            "dtype nvfp4: not understood so far"
+            "dtype nvfp4: not supported"
         )
     if getattr(spec, "tokens_per_state", 1) != 1:
-        raise UsageError(f"{backend} keeps {spec.tokens_per_state} tokens in one state: not understood so far")
+        raise UsageError(f"{backend} keeps {spec.tokens_per_state} tokens in one state: not supported")
     return kind
 
 
@@ -153,7 +153,7 @@ def form_of(vllm_config: Any, spec: Any, layers: list[str]) -> dict[str, str]:
     attention = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layers)
     backends = sorted({layer.get_attn_backend().get_name() for layer in attention.values()})
     if len(backends) != 1:
-        raise UsageError(f"the layers have attention backends {' and '.join(backends)}: one for all is understood")
+        raise UsageError(f"the layers have attention backends {' and '.join(backends)}: all must have the same")
     cache, model = vllm_config.cache_config, vllm_config.model_config
     return {
         "attention": backends[0],

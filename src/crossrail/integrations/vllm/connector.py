@@ -104,7 +104,7 @@ class CrossrailConnector(KVConnectorBase_V1):
         _check_parallelism(parallel)
         groups = len(kv_cache_config.kv_cache_groups)
         if groups != 1:
-            raise UsageError(f"the model has {groups} groups of KV caches: CrossrailConnector knows models with one")
+            raise UsageError(f"the model has {groups} groups of KV caches: CrossrailConnector supports models with one")
         self._options = options
         self._engine_id = str(transfer.engine_id)
         self._scheduler: SchedulerSide | None = None
@@ -243,10 +243,10 @@ class CrossrailConnector(KVConnectorBase_V1):
 def _check_parallelism(parallel: Any) -> None:
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
-            raise UsageError(f"{name}={getattr(parallel, name)}: CrossrailConnector knows tensor parallelism only")
+            raise UsageError(f"{name}={getattr(parallel, name)}: CrossrailConnector supports only tensor parallelism")
     if getattr(parallel, "use_ubatching", False):
         # Each of its halves reports each layer, from a stream of its own.
-        raise UsageError("enable_dbo: CrossrailConnector knows steps of one batch only")
+        raise UsageError("enable_dbo: CrossrailConnector supports only steps of one batch")
 
 
 def _write_whole(path: Path, text: str) -> None:

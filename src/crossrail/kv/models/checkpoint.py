@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
+from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.kv.layout import dtype_name
 from crossrail.kv.models.hosted import HostedModel, HostOptions
+
+with needs(__name__, "'crossrail[transformers]'"):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def open_checkpoint(directory: Path, options: HostOptions) -> HostedModel:

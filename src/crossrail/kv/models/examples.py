@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen3Config
-
+from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.kv.models.checkpoint import torch_dtype
 from crossrail.kv.models.hosted import HostedModel, HostOptions
+
+with needs(__name__, "'crossrail[transformers]'"):
+    import torch
+    from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 _VOCABULARY = 257
 _HEAD_DIM = 32

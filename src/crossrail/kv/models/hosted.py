@@ -17,14 +17,17 @@ from threading import Event
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from crossrail._extras import needs
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.layout import KvLayout, Order
 from crossrail.kv.model import Cache, Logits, Pages, Tokens, check_vocabulary
 from crossrail.kv.models.paged import Row, paged_cache
 from crossrail.kv.models.steps import Steps, until_over
+
+with needs(__name__, "'crossrail[transformers]'"):
+    import torch
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 Result = TypeVar("Result")
 

@@ -23,7 +23,7 @@ def open_named(name: str, options: Mapping[str, str]) -> HostedModel:
         return open_example(name, _parsed(name, ExampleOptions, options))
     if Path(name).is_dir():
         return open_checkpoint(Path(name), _parsed(name, HostOptions, options))
-    raise UsageError(f"model {name!r} is none of {', '.join(EXAMPLES)}, and no directory")
+    raise UsageError(f"model {name!r} is not one of {', '.join(EXAMPLES)}, nor a directory")
 
 
 def _parsed(name: str, kind: type[Options], options: Mapping[str, str]) -> Options:

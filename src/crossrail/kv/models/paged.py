@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
-
+from crossrail._extras import needs
 from crossrail.kv import model as kv
 from crossrail.kv.layout import KvLayout
+
+with needs(__name__, "'crossrail[transformers]'"):
+    import torch
+    from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 @dataclass(frozen=True)

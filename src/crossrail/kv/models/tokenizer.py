@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
 
+from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.kv.model import Tokens
+
+with needs(__name__, "'crossrail[transformers]'"):
+    from transformers import AutoTokenizer
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 

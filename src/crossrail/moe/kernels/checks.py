@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from crossrail._extras import needs
 from crossrail.errors import UsageError
+
+with needs(__name__, "'crossrail[torch]'"):
+    import torch
 
 NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from crossrail._extras import needs
 from crossrail.moe.kernels import checks
+
+with needs(__name__, "'crossrail[torch]'"):
+    import torch
 
 _LARGEST = 448.0
 _MAGNITUDE_MIN = 1e-4

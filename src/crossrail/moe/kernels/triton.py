@@ -6,13 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import triton
-from triton.runtime.interpreter import InterpretedFunction
-
+from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.moe.kernels import checks
 from crossrail.moe.kernels import triton_code as code
+
+with needs(__name__, "'crossrail[triton]'"):
+    import torch
+    import triton
+    from triton.runtime.interpreter import InterpretedFunction
 
 _FORMATS = {torch.bfloat16: code.BFLOAT16, torch.float16: code.FLOAT16, torch.float32: code.FLOAT32}
 _COPY_BLOCK = 2048  # elements of a row that one program moves

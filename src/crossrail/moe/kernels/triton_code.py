@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
+from crossrail._extras import needs
+
+with needs(__name__, "'crossrail[triton]'"):
+    import triton
+    import triton.language as tl
 
 # Formats of numbers. bfloat16 is passed as int16.
 BFLOAT16 = tl.constexpr(0)

@@ -57,5 +57,5 @@ def _own(name: str) -> Scenario:
         kind = type(error).__name__
         raise UsageError(f"--scenario {name}: {module_name} cannot be imported: {kind}: {error}") from error
     if not inspect.iscoroutinefunction(function):
-        raise UsageError(f"--scenario {name} is no coroutine function (async def ...(run))")
+        raise UsageError(f"--scenario {name} is not a coroutine function (async def ...(run))")
     return Scenario(name, (inspect.getdoc(function) or "").partition("\n")[0], function)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-import torch
-
+from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.weights.conversion.casts import pieces
 from crossrail.weights.conversion.float8 import AMAX_MIN, LARGEST, blocks, index_in_whole
 from crossrail.weights.errors import NotFinite
+
+with needs(__name__, "'crossrail[torch]'"):
+    import torch
 
 Tensor: TypeAlias = Any  # torch.Tensor
 Index = tuple[int, ...]

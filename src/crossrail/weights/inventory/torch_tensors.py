@@ -5,15 +5,17 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as TorchShard
-
+from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.weights.inventory.holdings import Box, Holding
 from crossrail.weights.inventory.mapping import ALONE, Names, Ranks
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.inventory.placement import Placement, Replicate, Shard, local_box
+
+with needs(__name__, "'crossrail[torch]'"):
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Shard as TorchShard
 
 
 def dtensor_box(name: str, tensor: DTensor) -> Box:

@@ -249,7 +249,7 @@ class _Language:
         try:
             return _decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UsageError(f"no message: {error}") from None
+            raise UsageError(f"not a valid message: {error}") from None
 
 
 def mailbox(wire: Wire, secret: bytes, resend_s: float = 0.5) -> Mailbox:

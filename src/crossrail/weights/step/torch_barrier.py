@@ -6,6 +6,7 @@ import asyncio
 from datetime import timedelta
 from typing import Any
 
+from crossrail._extras import needs
 from crossrail.errors import WaitTimeout
 from crossrail.weights.step.barrier import MakeBarrier
 
@@ -32,7 +33,8 @@ class TorchBarrier:
         await asyncio.get_running_loop().run_in_executor(None, self._wait, timeout_s)
 
     def _wait(self, timeout_s: float) -> None:
-        import torch.distributed as dist
+        with needs("TorchBarrier", "'crossrail[torch]'"):
+            import torch.distributed as dist
 
         if timeout_s < _TIMEOUT_MIN_S:
             raise WaitTimeout(f"barrier over gloo: {timeout_s:.3g} s are left, it was not entered")

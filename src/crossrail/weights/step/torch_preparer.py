@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
-import torch
-
 import crossrail as xr
+from crossrail._extras import needs
 from crossrail.errors import UsageError
 from crossrail.weights import gpu
 from crossrail.weights.conversion.torch_casts import BITS, Checks, cast, quantise
 from crossrail.weights.step.task import Part, ReadyTask, View
+
+with needs(__name__, "'crossrail[torch]'"):
+    import torch
 
 Tensor: TypeAlias = Any  # torch.Tensor
 _ARENA = None  # among regions by index

@@ -115,7 +115,7 @@ class Driver:
         """A bare TCP connection for each pair of workers. CrossrailError when a firewall or the like is between."""
         places = [answer.split(" ") for answer in self._ask("listen", timeout_s=self._timeout_s)]
         if any(len(place) != 3 or not place[1].isdecimal() for place in places):
-            raise wire.ProtocolError("the serve does not say where it listens")
+            raise wire.ProtocolError("the server does not say where it listens")
         self._workers.each(
             "connect_bare",
             [

@@ -26,10 +26,10 @@ def place(text: str, *, port_min: int) -> tuple[str, int]:
         parts = urlsplit(SCHEME + text.removeprefix(SCHEME))
         port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no HOST:PORT: {error}") from None
+        raise click.BadParameter(f"{text!r} is not HOST:PORT: {error}") from None
     rest = parts.query or parts.fragment or parts.path not in ("", "/")
     if rest or parts.username is not None or _HOST.fullmatch(parts.hostname or "") is None:
-        raise click.BadParameter(f"{text!r} is no HOST:PORT")
+        raise click.BadParameter(f"{text!r} is not HOST:PORT")
     if not port_min <= port <= 65535:
         raise click.BadParameter(f"{text!r}: the port must be {port_min} to 65535")
     return parts.hostname or "", port

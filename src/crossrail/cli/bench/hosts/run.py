@@ -40,7 +40,7 @@ def sizes(at_most: int) -> Callable[[str], tuple[int, ...]]:
     def sizes(text: str) -> tuple[int, ...]:
         found = sorted({one(word) for word in text.split(",")})
         if odd := next((nbytes for nbytes in found if nbytes % 8), None):
-            raise click.BadParameter(f"{odd} bytes are no multiple of 8")
+            raise click.BadParameter(f"{odd} bytes are not a multiple of 8")
         return tuple(found)
 
     return sizes
@@ -115,7 +115,7 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
         Workers(options["processes"], options["cpus"]) as workers,
     ):
         engine.connect(serve)
-        post = Post(engine, pool, serve, secrets.randbits(62), f"the serve at {host}", lambda _: None)
+        post = Post(engine, pool, serve, secrets.randbits(62), f"the server at {host}", lambda _: None)
         try:
             results, settings = _measure_all(post, workers, engines, plan, options, console)
         finally:
@@ -171,7 +171,7 @@ def _meet(post: Post, workers: Workers, engines: EngineOptions, span: int, polli
     workers.call("open_own")
     welcome = post.receive(wire.Welcome, _WELCOME_S)
     if len(welcome.parts) != len(workers):
-        raise wire.ProtocolError(f"the serve has {len(welcome.parts)} workers for {len(workers)}")
+        raise wire.ProtocolError(f"the server has {len(welcome.parts)} workers for {len(workers)}")
     post.send(wire.Meet(run=run, parts=parts))
     workers.each(
         "meet", [{"address": part.address, "memory": part.memory, "control": part.control} for part in welcome.parts]

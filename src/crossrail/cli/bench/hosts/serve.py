@@ -44,11 +44,13 @@ class Limits:
     def check(self, hello: wire.Hello) -> None:
         """UsageError, for the other side to read, when it wants more."""
         if hello.processes > self.processes_max:
-            raise UsageError(f"{hello.processes} processes are wanted, and at most {self.processes_max} are given here")
+            raise UsageError(
+                f"{hello.processes} processes were asked for, and at most {self.processes_max} are given here"
+            )
         if (total := hello.processes * hello.span_bytes) > self.memory_bytes_max:
             raise UsageError(
-                f"{format_bytes(total)} of memory are wanted, and at most {format_bytes(self.memory_bytes_max)} are "
-                "given here (--memory-max)"
+                f"{format_bytes(total)} of memory were asked for, and at most {format_bytes(self.memory_bytes_max)} "
+                "are given here (--memory-max)"
             )
 
 

@@ -154,4 +154,4 @@ def decode(data: bytes) -> Message:
             raise OtherVersion(version)
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"no message of the benchmark: {error}") from None
+        raise ProtocolError(f"not a valid message of the benchmark: {error}") from None
