@@ -91,6 +91,9 @@ class Decoder(Node):
         wanted = [serving for serving in self._servings.values() if not serving.is_unwanted]
         return [serving.request for serving in [*wanted, *self._just_told()] if serving.link is link]
 
+    def needs(self, link: RouterLink) -> bool:
+        return any(serving.link is link for serving in self._servings.values())
+
     def on_joined(self, link: RouterLink) -> None:
         for serving in self._servings.values():
             if serving.link is link:
