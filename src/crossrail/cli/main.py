@@ -114,7 +114,7 @@ def _words_of(error: Exception) -> str:
     if isinstance(error, CrossrailError):
         return f"error: {error} [{error.docs}]"
     if isinstance(error, OSError):
-        return f"error: {error}"
+        return f"error: {error.filename}: {error.strerror}" if error.filename and error.strerror else f"error: {error}"
     what = f"{type(error).__name__}: {error}"
     return f"error: a mistake in crossrail, {what}; `crossrail --debug ...` shows where, please report it"
 
