@@ -1,6 +1,7 @@
 """Router, prefillers and decoders together, over real engines: the tokens are those of one node alone."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from msgspec import structs
@@ -8,8 +9,10 @@ from msgspec import structs
 import crossrail as xr
 from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
+from crossrail.kv.model import Cache, Logits, Pages, Tokens
 from crossrail.kv.node import Refused
 from crossrail.kv.prefiller import Prefiller
+from crossrail.kv.toy import ToyModel
 from tests.kv.conftest import quiet, start, until
 from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
@@ -82,6 +85,42 @@ async def test_known_prefix_is_not_sent_again(cluster: Cluster) -> None:
     # 8 pages in 4 layers the first time; then the tail and some words to others.
     assert written[0] > 4 * 2 * 8 * LAYOUT.block_bytes
     assert written[1] < 4 * 2 * LAYOUT.block_bytes
+
+
+class TaillessModel(ToyModel):
+    """The same tokens, from KV alone. A prefill ends when it may, some time after its last layer."""
+
+    tail_bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT)
+        self.prefills, self.may_end = 0, asyncio.Event()
+
+    async def prefill(
+        self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]
+    ) -> bytes:
+        self.prefills += 1
+        await super().prefill(cache, tokens, start, pages, layer_done)
+        await self.may_end.wait()
+        return b""
+
+    async def step(self, cache: Cache, token: int, position: int, pages: Pages, tail: bytes) -> tuple[Logits, bytes]:
+        logits, _ = await super().step(cache, token, position, pages, self._tail_after(cache, position, pages))
+        return logits, tail
+
+
+async def test_without_a_tail_decoders_go_on_when_the_last_layer_is_there(cluster: Cluster) -> None:
+    prefiller = TaillessModel()
+    cluster.host(Prefiller, "p0", prefiller)
+    cluster.host(Decoder, "d0", TaillessModel())
+    await asyncio.wait_for(cluster.joined(), WAIT_S)
+    for length, prefills in ((33, 1), (33, 1), (32, 2), (2, 3), (1, 3)):  # a prompt that is wholly known needs none
+        tokens, end = await asyncio.wait_for(cluster.complete(prompt_of(length), GREEDY), WAIT_S)
+        assert tokens == await monolithic(prompt_of(length), GREEDY), end
+        assert prefiller.prefills == prefills
+        prefiller.may_end.set()
+        await quiet(cluster)
+        prefiller.may_end.clear()
 
 
 async def test_end_token_ends_it(cluster: Cluster) -> None:
