@@ -1,6 +1,7 @@
 """Router, prefillers and decoders together, over real engines: the tokens are those of one node alone."""
 
 import asyncio
+import random
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +15,11 @@ from crossrail.kv.node import Refused
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.toy import ToyModel
 from tests.kv.conftest import quiet, start, until
+from tests.kv.steps import PROMPT, SLOW_S, reach
 from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
+from tests.support.kv_net import BadWire
 from tests.support.limits import WAIT_S
+from tests.support.seeds import Seed
 
 GREEDY = m.Sampling(max_tokens=10, ignore_end=True)
 SEEDED = m.Sampling(max_tokens=10, temperature=0.8, top_p=0.9, seed=7, ignore_end=True)
@@ -134,7 +138,43 @@ async def test_end_token_ends_it(cluster: Cluster) -> None:
     assert tokens == whole[: whole.index(whole[12]) + 1] and end.reason == "stop"
 
 
-# --- what does not fit ---
+async def test_nodes_drain_and_join_while_requests_run(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, "first layer posted")
+    leaving = [cluster.nodes[name] for name in ("p0", "d0")]
+    for node in leaving:
+        node.draining = True
+        node.links[0].report_soon()
+    cluster.add(Prefiller, "p1")
+    cluster.add(Decoder, "d1")
+    await until(lambda: all(x.load.draining for x in cluster.router.roster.members("decoder")[:1]), "d0 drains")
+    other = prompt_of(90, seed=5)
+    assert (await cluster.complete(other, GREEDY))[0] == await monolithic(other, GREEDY)
+    assert all(await asyncio.gather(*(node.drain(WAIT_S) for node in leaving)))
+    assert (await first)[0] == await monolithic(PROMPT, GREEDY)
+    assert [member.name for member in cluster.router.roster.members("decoder")] == ["d1"]
+    await asyncio.sleep(0.5)  # several heartbeats: those that left do not come back
+    assert len(cluster.router.roster.members("prefiller")) == 1
+    await quiet(cluster)
+
+
+@pytest.mark.parametrize(
+    ("loss", "repeat", "late_s"), [(0.3, 0.0, 0.0), (0.0, 0.5, 0.0), (0.0, 0.2, 0.2), (0.2, 0.2, 0.1)]
+)
+async def test_control_messages_lost_repeated_and_late(
+    nothing_leaks: None, seed: Seed, loss: float, repeat: float, late_s: float
+) -> None:
+    draw = random.Random(seed.number())
+    cluster = Cluster(spoil=lambda wire: BadWire(wire, draw, loss, repeat, late_s))
+    cluster.add_router()
+    await start(cluster, prefillers=2, decoders=2)
+    prompts = [prompt_of(30 + 11 * n, seed=n) for n in range(8)]
+    results = await asyncio.wait_for(asyncio.gather(*(cluster.complete(p, GREEDY) for p in prompts)), 2 * WAIT_S)
+    for prompt, (tokens, end) in zip(prompts, results, strict=True):
+        assert tokens == await monolithic(prompt, GREEDY), end
+    await quiet(cluster)
+    await cluster.close()
 
 
 async def test_more_tokens_than_pages_is_refused_in_words(cluster: Cluster) -> None:
