@@ -4,7 +4,7 @@
 >>> engine = xr.Engine("decoder-0")
 """
 
-from crossrail import _libfabric
+from crossrail import _interrupt, _libfabric
 from crossrail._core import Address, Message, PeerGroup, RegionDescriptor, Transfer, __version__
 from crossrail.counters import CountTicket, ImmCounter
 from crossrail.engine import Engine
@@ -35,6 +35,7 @@ from crossrail.tls import TlsConfig
 from crossrail.watchers import Watcher
 
 _libfabric.announce()
+_interrupt.over()
 
 __all__ = [
     "Address",

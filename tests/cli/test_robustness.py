@@ -327,7 +327,7 @@ class Raises(click.Command):
         (PeerLost("gone"), 1, "error: gone [more: crossrail error peer-lost]"),
         (CrossrailError("so"), 1, "error: so"),
         (PeerLost("'a\x1b]0;x\x07' is gone"), 1, "error: 'a?]0;x?' is gone [more: crossrail error peer-lost]"),
-        (PermissionError(13, "Permission denied", "/x"), 1, "error: [Errno 13] Permission denied: '/x'"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "error: /x: Permission denied"),
         (KeyError("x"), 1, "error: a mistake in crossrail, KeyError: 'x'; `crossrail --debug ...` shows where, "),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],

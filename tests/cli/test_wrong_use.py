@@ -44,6 +44,11 @@ def test_place_that_cannot_be_looked_at(command: list[str], tmp_path: Path) -> N
     assert "File name too long" in refused(*command, too_long / "file")
 
 
+@pytest.mark.parametrize("command", [["sim", "--log"], ["kv", "demo", "--out"]], ids=" ".join)
+def test_place_where_not_even_root_can_write(command: list[str]) -> None:
+    assert "cannot write in '/proc': " in refused(*command, "/proc/mine")
+
+
 def test_folder_that_cannot_be_stored_into() -> None:
     """Not for root either; said before anybody pushes."""
     assert "--dir '/proc': cannot write there: " in refused("serve", "--dir", "/proc")

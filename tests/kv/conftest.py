@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 from collections.abc import AsyncIterator, Callable
 
+import aiohttp
 import pytest
 
 from crossrail.kv.decoder import Decoder
@@ -33,6 +34,12 @@ async def url(cluster: Cluster) -> AsyncIterator[str]:
     port = await front.start("127.0.0.1", 0)
     yield f"http://127.0.0.1:{port}"
     await front.close()
+
+
+@pytest.fixture
+async def client(nothing_leaks: None) -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WAIT_S)) as session:
+        yield session
 
 
 async def start(cluster: Cluster, prefillers: int = 1, decoders: int = 1, token_s: float = 0.0) -> None:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 import crossrail as xr
-from crossrail.kv import etcd_records
+from crossrail.kv import etcd_membership, etcd_records
 from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.etcd import Change, Etcd, EtcdError
@@ -37,6 +37,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
 def place(server: EtcdServer, request: pytest.FixtureRequest) -> Place:
     """A cluster of each test's own."""
     return Place((server.endpoint,), request.node.name)
+
+
+@pytest.fixture
+def listed_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To be asked for before a cluster."""
+    monkeypatch.setattr(etcd_records, "_LIST_EVERY_S", 0.1)
 
 
 @pytest.fixture
@@ -71,7 +77,7 @@ async def assert_serves(cluster: Cluster, seed: int = 3) -> None:
 async def test_key_lives_as_long_as_its_lease(place: Place) -> None:
     async with client(place) as etcd:
         lease = await etcd.grant(30)
-        await etcd.put(place.nodes + "a", b"\x00\xff", lease)
+        await etcd.put_if_ours(place.nodes + "a", b"\x00\xff", lease)
         found, revision = await etcd.list(place.nodes)
         assert found == {place.nodes + "a": b"\x00\xff"} and await etcd.keep_alive(lease)
 
@@ -177,7 +183,7 @@ async def test_member_that_falls_silent_costs_no_lease_and_no_news(place: Place,
             gate.is_silent = True
 
         async with Etcd(endpoints[silent:]) as other:
-            await other.put(place.nodes + "b", b"b", await other.grant(30))
+            await other.put_if_ours(place.nodes + "b", b"b", await other.grant(30))
             await until(lambda: "b" in seen, "what comes then is seen", 3 * LEASE_S)
             await asyncio.sleep(2 * LEASE_S)
             assert await other.keep_alive(lease) and registration.lease == lease
@@ -197,7 +203,7 @@ async def test_watch_that_is_not_begun_ends_in_time() -> None:
 async def test_whoever_is_no_etcd_is_passed_over(place: Place, answer: bytes) -> None:
     async with impostor(answer) as endpoint:
         async with Etcd([endpoint]) as etcd:
-            for question in (etcd.grant(5), etcd.keep_alive(1), etcd.list("/a/"), etcd.put("/a/b", b"", 1)):
+            for question in (etcd.grant(5), etcd.keep_alive(1), etcd.list("/a/"), etcd.put_if_ours("/a/b", b"", 1)):
                 with pytest.raises(EtcdError, match=r"no member of etcd answers: .* (ValueError|JSONDecodeError)"):
                     await question
         async with Etcd([endpoint, *place.endpoints]) as etcd:
@@ -235,7 +241,7 @@ async def test_absence_is_told_once_for_each_reason_and_when_it_is_over(
 async def test_question_that_etcd_refuses_is_an_error_in_its_words(place: Place) -> None:
     async with client(place) as etcd:
         with pytest.raises(EtcdError, match="lease not found"):
-            await etcd.put(place.nodes + "a", b"", 123456)
+            await etcd.put_if_ours(place.nodes + "a", b"", 123456)
 
 
 @pytest.mark.parametrize("url", ["http://a:1", "etcd://a", "etcd://a:1,b", "etcd://a:1/b/c", "etcd:///x"])
@@ -270,12 +276,35 @@ async def test_registration_comes_back_but_not_over_another(place: Place) -> Non
         await asyncio.wait_for(registration.there.wait(), WAIT_S)
         assert (await etcd.list(key))[0] == {key: b"old"}
 
-        await etcd.put(key, b"new", await etcd.grant(30))
-        await etcd.revoke(registration.lease)
+        taken = False
+        while not taken:
+            await etcd.revoke(registration.lease)
+            taken = await etcd.put_if_ours(key, b"new", await etcd.grant(30))
 
-        with pytest.raises(Superseded, match="belongs to another process"):
+        with pytest.raises(Superseded, match=r"another process has .*/a in etcd, and keeps it"):
             await asyncio.wait_for(running, WAIT_S)
         assert (await etcd.list(key))[0] == {key: b"new"}
+
+
+async def test_name_of_who_lives_is_not_taken_and_that_of_who_died_is(place: Place) -> None:
+    key = place.nodes + "a"
+    async with client(place) as first_etcd, client(place) as second_etcd:
+        first = Registration(first_etcd, key, b"first", LEASE_S)
+        keeping = asyncio.ensure_future(first.run())
+        await asyncio.wait_for(first.there.wait(), WAIT_S)
+        with pytest.raises(Superseded, match=r"another process has .*/a in etcd, and keeps it"):
+            await asyncio.wait_for(Registration(second_etcd, key, b"second", LEASE_S).run(), WAIT_S)
+        assert (await second_etcd.list(key))[0] == {key: b"first"}
+
+        third = Registration(second_etcd, key, b"third", LEASE_S)
+        waiting = asyncio.ensure_future(third.run())
+        keeping.cancel()  # it dies: nobody revokes its lease
+
+        await asyncio.wait_for(third.there.wait(), WAIT_S)
+        assert (await first_etcd.list(key))[0] == {key: b"third"}
+        waiting.cancel()
+        await asyncio.gather(keeping, waiting, return_exceptions=True)
+        await third.end()
 
 
 # --- clusters ---
@@ -391,12 +420,38 @@ async def test_node_restarted_in_a_dead_ones_stead_takes_its_name(cluster: Clust
     await assert_serves(cluster)
 
 
+async def test_second_router_of_a_name_is_refused_and_the_first_keeps_its_nodes(cluster: Cluster, place: Place) -> None:
+    await start(cluster)
+    second = Cluster(place=place)
+    second.add_router()
+    assert second.router is not None
+    with pytest.raises(Superseded, match=r"another process has .*/router in etcd, and keeps it"):
+        await asyncio.wait_for(asyncio.shield(second.router.refused), WAIT_S)
+    await second.close()
+    await assert_serves(cluster)
+
+
+async def test_router_that_does_not_come_back_is_looked_for_no_longer(
+    listed_often: None, cluster: Cluster, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_membership, "_ROUTER_GONE_S", 0.5)
+    await start(cluster)
+    decoder = cluster.nodes["d0"]
+    for _ in range(2):
+        second = Cluster(place=place)
+        second.add_router("passing")
+        await until(lambda: len(decoder.links) == 2 and decoder.links[1].joined.is_set(), "it has joined both")
+        await second.close()
+        await until(lambda: len(decoder.links) == 1, "only the first is looked for")
+    await assert_serves(cluster)
+
+
 async def test_records_of_another_secret_are_not_taken(cluster: Cluster, place: Place) -> None:
     await start(cluster)
     cluster.add(Decoder, "stranger", secret=b"guessed")
     async with client(place) as etcd:
         lease = await etcd.grant(30)
-        await etcd.put(place.nodes + "junk", b"no record", lease)
+        await etcd.put_if_ours(place.nodes + "junk", b"no record", lease)
         cluster.add(Decoder, "d1")
         await until(lambda: "d1" in names(cluster.router, "decoder"), "who comes later is seen")
         assert names(cluster.router, "decoder") == ["d0", "d1"]
@@ -406,12 +461,6 @@ async def test_records_of_another_secret_are_not_taken(cluster: Cluster, place: 
     assert SECRET != b"guessed"
 
 
-@pytest.fixture
-def listed_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To be asked for before a cluster."""
-    monkeypatch.setattr(etcd_records, "_LIST_EVERY_S", 0.1)
-
-
 async def test_record_that_is_not_taken_is_told_once(
     listed_often: None, cluster: Cluster, place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -419,7 +468,7 @@ async def test_record_that_is_not_taken_is_told_once(
     async with client(place) as etcd:
         lease = await etcd.grant(30)
         for below in (place.nodes, place.routers):
-            await etcd.put(below + "junk", b"no record", lease)
+            await etcd.put_if_ours(below + "junk", b"no record", lease)
         await until(lambda: caplog.text.count("of router 'junk' is not taken") >= 2, "both nodes have seen it")
         await asyncio.sleep(1.0)
         assert [caplog.text.count(f"of {what} 'junk' is not taken") for what in ("node", "router")] == [1, 2]

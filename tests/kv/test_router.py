@@ -14,7 +14,7 @@ from crossrail.kv import messages as m
 from crossrail.kv import router as router_module
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.membership import Member, Roster
+from crossrail.kv.membership import Member, NotYet, Roster
 from crossrail.kv.placement import Refusals
 from crossrail.kv.router import Router, RouterOptions
 from crossrail.kv.router_requests import Adopted, Overloaded
@@ -48,15 +48,33 @@ def test_node_not_heard_of_for_a_lease_is_gone() -> None:
     assert not roster.heartbeat("d0", b"d0", m.Load(), 13.7)
 
 
-def test_node_restarted_under_its_name_supersedes_the_old_for_good() -> None:
+def test_second_node_of_a_name_is_refused_while_the_first_is_heard_of() -> None:
+    roster, second = Roster(lease_s=2.0), record("d0", address=b"second")
+    roster.join(record("d0", address=b"first"), m.Load(), 0.0)
+    for now_s in (0.1, 0.5):  # a heartbeat may have been on its way as the first one died
+        with pytest.raises(NotYet, match="another node has the name 'd0': waiting"):
+            roster.join(second, m.Load(), now_s)
+        assert roster.heartbeat("d0", b"first", m.Load(), now_s)
+    with pytest.raises(xr.UsageError, match="another node has the name 'd0', and lives"):
+        roster.join(second, m.Load(), 1.1)
+    assert [member.address for member in roster.members("decoder")] == [b"first"]
+    with pytest.raises(NotYet):  # nothing is kept of what was refused
+        roster.join(second, m.Load(), 1.2)
+
+
+def test_node_restarted_under_its_name_joins_when_the_old_one_is_gone() -> None:
     roster, gone = Roster(lease_s=2.0), []
     roster.on_gone(lambda member, why: gone.append(member.address))
     roster.join(record("d0", address=b"old"), m.Load(), 0.0)
-    roster.join(record("d0", address=b"new"), m.Load(), 0.1)
+    with pytest.raises(NotYet):
+        roster.join(record("d0", address=b"new"), m.Load(), 0.1)
+    roster.excuse(1.0, 0.2)  # the router stood still: that says nothing of who lives
+    with pytest.raises(NotYet):
+        roster.join(record("d0", address=b"new"), m.Load(), 0.3)
+    roster.sweep(0.4, lambda address: address == b"old")
+    roster.join(record("d0", address=b"new"), m.Load(), 0.5)
     assert gone == [b"old"] and [member.address for member in roster.members("decoder")] == [b"new"]
-    assert not roster.heartbeat("d0", b"old", m.Load(), 0.2)
-    with pytest.raises(xr.UsageError, match="another incarnation of node 'd0' has joined since"):
-        roster.join(record("d0", address=b"old"), m.Load(), 0.3)
+    assert not roster.heartbeat("d0", b"old", m.Load(), 0.6)  # should it thaw
 
 
 def test_node_of_another_layout_is_refused_with_both_sides() -> None:

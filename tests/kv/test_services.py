@@ -1,6 +1,8 @@
 """Router, prefillers and decoders together, over real engines: the tokens are those of one node alone."""
 
 import asyncio
+import random
+from collections.abc import Callable
 
 import pytest
 from msgspec import structs
@@ -8,11 +10,16 @@ from msgspec import structs
 import crossrail as xr
 from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
+from crossrail.kv.model import Cache, Logits, Pages, Tokens
 from crossrail.kv.node import Refused
 from crossrail.kv.prefiller import Prefiller
+from crossrail.kv.toy import ToyModel
 from tests.kv.conftest import quiet, start, until
+from tests.kv.steps import PROMPT, SLOW_S, reach
 from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
+from tests.support.kv_net import BadWire
 from tests.support.limits import WAIT_S
+from tests.support.seeds import Seed
 
 GREEDY = m.Sampling(max_tokens=10, ignore_end=True)
 SEEDED = m.Sampling(max_tokens=10, temperature=0.8, top_p=0.9, seed=7, ignore_end=True)
@@ -84,6 +91,42 @@ async def test_known_prefix_is_not_sent_again(cluster: Cluster) -> None:
     assert written[1] < 4 * 2 * LAYOUT.block_bytes
 
 
+class TaillessModel(ToyModel):
+    """The same tokens, from KV alone. A prefill ends when it may, some time after its last layer."""
+
+    tail_bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT)
+        self.prefills, self.may_end = 0, asyncio.Event()
+
+    async def prefill(
+        self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]
+    ) -> bytes:
+        self.prefills += 1
+        await super().prefill(cache, tokens, start, pages, layer_done)
+        await self.may_end.wait()
+        return b""
+
+    async def step(self, cache: Cache, token: int, position: int, pages: Pages, tail: bytes) -> tuple[Logits, bytes]:
+        logits, _ = await super().step(cache, token, position, pages, self._tail_after(cache, position, pages))
+        return logits, tail
+
+
+async def test_without_a_tail_decoders_go_on_when_the_last_layer_is_there(cluster: Cluster) -> None:
+    prefiller = TaillessModel()
+    cluster.host(Prefiller, "p0", prefiller)
+    cluster.host(Decoder, "d0", TaillessModel())
+    await asyncio.wait_for(cluster.joined(), WAIT_S)
+    for length, prefills in ((33, 1), (33, 1), (32, 2), (2, 3), (1, 3)):  # a prompt that is wholly known needs none
+        tokens, end = await asyncio.wait_for(cluster.complete(prompt_of(length), GREEDY), WAIT_S)
+        assert tokens == await monolithic(prompt_of(length), GREEDY), end
+        assert prefiller.prefills == prefills
+        prefiller.may_end.set()
+        await quiet(cluster)
+        prefiller.may_end.clear()
+
+
 async def test_end_token_ends_it(cluster: Cluster) -> None:
     await start(cluster)
     sampling = m.Sampling(max_tokens=40)
@@ -95,7 +138,43 @@ async def test_end_token_ends_it(cluster: Cluster) -> None:
     assert tokens == whole[: whole.index(whole[12]) + 1] and end.reason == "stop"
 
 
-# --- what does not fit ---
+async def test_nodes_drain_and_join_while_requests_run(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, "first layer posted")
+    leaving = [cluster.nodes[name] for name in ("p0", "d0")]
+    for node in leaving:
+        node.draining = True
+        node.links[0].report_soon()
+    cluster.add(Prefiller, "p1")
+    cluster.add(Decoder, "d1")
+    await until(lambda: all(x.load.draining for x in cluster.router.roster.members("decoder")[:1]), "d0 drains")
+    other = prompt_of(90, seed=5)
+    assert (await cluster.complete(other, GREEDY))[0] == await monolithic(other, GREEDY)
+    assert all(await asyncio.gather(*(node.drain(WAIT_S) for node in leaving)))
+    assert (await first)[0] == await monolithic(PROMPT, GREEDY)
+    assert [member.name for member in cluster.router.roster.members("decoder")] == ["d1"]
+    await asyncio.sleep(0.5)  # several heartbeats: those that left do not come back
+    assert len(cluster.router.roster.members("prefiller")) == 1
+    await quiet(cluster)
+
+
+@pytest.mark.parametrize(
+    ("loss", "repeat", "late_s"), [(0.3, 0.0, 0.0), (0.0, 0.5, 0.0), (0.0, 0.2, 0.2), (0.2, 0.2, 0.1)]
+)
+async def test_control_messages_lost_repeated_and_late(
+    nothing_leaks: None, seed: Seed, loss: float, repeat: float, late_s: float
+) -> None:
+    draw = random.Random(seed.number())
+    cluster = Cluster(spoil=lambda wire: BadWire(wire, draw, loss, repeat, late_s))
+    cluster.add_router()
+    await start(cluster, prefillers=2, decoders=2)
+    prompts = [prompt_of(30 + 11 * n, seed=n) for n in range(8)]
+    results = await asyncio.wait_for(asyncio.gather(*(cluster.complete(p, GREEDY) for p in prompts)), 2 * WAIT_S)
+    for prompt, (tokens, end) in zip(prompts, results, strict=True):
+        assert tokens == await monolithic(prompt, GREEDY), end
+    await quiet(cluster)
+    await cluster.close()
 
 
 async def test_more_tokens_than_pages_is_refused_in_words(cluster: Cluster) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,8 @@ class OutputFile(click.Path):
         try:
             if not folder.is_dir():
                 self.fail(f"{str(path)!r}: there is no folder {str(folder)!r}", param, ctx)
-            if not path.exists() and not os.access(folder, os.W_OK):
-                self.fail(f"{str(path)!r}: no permission to write in {str(folder)!r}", param, ctx)
+            if not path.exists():
+                _try_to_write_in(folder)
         except OSError as error:  # a folder that may not be entered, a name that is too long
             self.fail(f"{str(path)!r}: {error.strerror}", param, ctx)
         return path
@@ -110,13 +111,20 @@ class OutputFolder(click.Path):
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         try:
             there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+            if not there.is_dir():
+                self.fail(f"{str(path)!r}: {str(there)!r} is no folder", param, ctx)
+            _try_to_write_in(there)
         except OSError as error:
             self.fail(f"{str(path)!r}: {error.strerror}", param, ctx)
-        if not there.is_dir():
-            self.fail(f"{str(path)!r}: {str(there)!r} is no folder", param, ctx)
-        if not os.access(there, os.W_OK):
-            self.fail(f"{str(path)!r}: no permission to write in {str(there)!r}", param, ctx)
         return path
+
+
+def _try_to_write_in(folder: Path) -> None:
+    """OSError, with the folder in its words, when nothing can be made there."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # root has every permission, and nothing to write in /proc
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write in {str(folder)!r}: {error.strerror}") from None
 
 
 def cpu_pair(text: str) -> tuple[int, int]:

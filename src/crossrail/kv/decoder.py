@@ -91,6 +91,9 @@ class Decoder(Node):
         wanted = [serving for serving in self._servings.values() if not serving.is_unwanted]
         return [serving.request for serving in [*wanted, *self._just_told()] if serving.link is link]
 
+    def needs(self, link: RouterLink) -> bool:
+        return any(serving.link is link for serving in self._servings.values())
+
     def on_joined(self, link: RouterLink) -> None:
         for serving in self._servings.values():
             if serving.link is link:
@@ -258,10 +261,13 @@ class Decoder(Node):
             return self._end_of(serving)  # the decoder before had only not told the end
         tail = None
         told: asyncio.Task[None] | None = None
-        if start.prefiller is not None:
+        if serving.reception.needs_nothing:  # all of the prompt's KV is known here
+            await serving.reception.arrived()
+            tail = b""
+        elif start.prefiller is not None:
             prefiller, attempt = await self._fetch(serving, start.prefiller, deadline_s)
             reception = serving.reception
-            tail = bytes(reception.tail())
+            tail = bytes(reception.tail()) if self.model.tail_bytes else b""
             reception.lease.publish(self._names(serving.context))
             told = self.mailbox.spawn(self._add_timeline(serving, prefiller, attempt), "a prefiller's timeline")
         else:

@@ -94,12 +94,8 @@ class Etcd:
             if error.code != _NOT_FOUND:
                 raise
 
-    async def put(self, key: str, value: bytes, lease: int) -> None:
-        """Whoever had written this key before has lost it."""
-        await self._ask("kv/put", _put(key, value, lease))
-
     async def put_if_ours(self, key: str, value: bytes, lease: int) -> bool:
-        """The same, but only if the key is absent, or has this value already. False: it is somebody else's."""
+        """Puts a key under a lease if it is absent, or has this value already. False: it is somebody else's."""
         put = {"request_put": _put(key, value, lease)}
         absent = {"key": _b64(key.encode()), "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
         equal = {"key": _b64(key.encode()), "target": "VALUE", "result": "EQUAL", "value": _b64(value)}
@@ -108,6 +104,13 @@ class Etcd:
             if answer.get("succeeded", False):
                 return True
         return False
+
+    async def left_s(self, key: str) -> float:
+        """How long the lease of a key lasts if it is not kept alive, rounded down to seconds; 0 when it has none."""
+        found = (await self._ask("kv/range", {"key": _b64(key.encode())})).get("kvs", [])
+        leases = [pair["lease"] for pair in found if "lease" in pair]
+        answers = [await self._ask("lease/timetolive", {"ID": lease}) for lease in leases]
+        return max([0.0, *(float(answer.get("TTL", 0)) for answer in answers)])
 
     async def list(self, prefix: str) -> tuple[dict[str, bytes], int]:
         """All keys below a prefix, and the revision at which that was so."""

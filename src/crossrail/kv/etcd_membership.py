@@ -18,13 +18,14 @@ import msgspec
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.etcd_records import Place, Registration, Seal, Superseded, follow
 from crossrail.kv.mailbox import Mailbox
-from crossrail.kv.membership import Roster
+from crossrail.kv.membership import Refuse, Roster
 from crossrail.kv.messages import Load, NodeRecord
-from crossrail.kv.node import FindRouter, Node
+from crossrail.kv.node import FindRouter, Node, RouterLink
 from crossrail.kv.rendezvous import RouterNotFound
 
 log = logging.getLogger("crossrail.kv")
 
+_ROUTER_GONE_S = 60.0  # one of its name may come back, and ask for what it had begun; then it is forgotten
 _record_encoder = msgspec.msgpack.Encoder()
 _record_decoder = msgspec.msgpack.Decoder(NodeRecord)
 
@@ -67,10 +68,10 @@ class EtcdRoster(Roster):
         self._untaken = _Untaken("node")
         self.registration: Registration | None = None
 
-    def start(self, router: str, mailbox: Mailbox) -> None:
+    def start(self, router: str, mailbox: Mailbox, refuse: Refuse) -> None:
         etcd, key = self._place.open(self.lease_s), self._place.routers + router
         self.registration = Registration(etcd, key, self._seal.close(key, mailbox.address), self.lease_s)
-        mailbox.spawn(self.registration.run(), "registration in etcd")
+        mailbox.spawn(_keep(self.registration, refuse), "registration in etcd")
         mailbox.spawn(follow(etcd, self._place.nodes, self._on_all, self._on_change), "following nodes in etcd")
 
     async def close(self) -> None:
@@ -124,8 +125,11 @@ class EtcdRoster(Roster):
             record = _record_decoder.decode(self._seal.open(self._place.nodes + name, value))
             self._missing_s.pop(name, None)
             self._untaken.is_over(name)
-            if self._records.get(name) == record:
+            known = self._records.get(name)
+            if known == record:
                 return
+            if known is not None and known.address != record.address:
+                self._forget(name, f"another process has the name of node {name!r} in etcd")
             self._records[name] = record
             # Until it says so itself it has nothing to do, and no room for more either.
             super().join(record, Load(draining=True), asyncio.get_running_loop().time())
@@ -145,7 +149,8 @@ class EtcdPresence:
         self._place = place
         self._seal = Seal(secret)
         self._routers: dict[str, bytes] = {}
-        self._linked: set[str] = set()
+        self._links: dict[str, RouterLink] = {}
+        self._gone_s: dict[str, float] = {}  # by router that we have a link with: since when it is not there
         self._untaken = _Untaken("router")
         self._etcd = place.open(node.options.lease_s)
         key = place.nodes + node.name
@@ -154,24 +159,28 @@ class EtcdPresence:
 
     def start(self) -> None:
         spawn = self._node.mailbox.spawn
-        spawn(self._register(), "registration in etcd")
+        spawn(_keep(self.registration, self._node.refuse), "registration in etcd")
         spawn(follow(self._etcd, self._place.routers, self._on_all, self._on_change), "following routers in etcd")
 
     async def close(self) -> None:
         """Takes the record out of etcd: routers see at once that the node is gone. Idempotent."""
         await self.registration.end()
 
-    async def _register(self) -> None:
-        try:
-            await self.registration.run()
-        except Superseded as superseded:
-            self._node.refuse(superseded)
-
     def _on_all(self, found: Mapping[str, bytes]) -> None:
         for name in self._routers.keys() - found.keys():
             del self._routers[name]
         for name, value in found.items():
             self._on_change(name, value)
+        self._unlink()
+
+    def _unlink(self) -> None:
+        """From routers that do not come back: where each has a new name they would be looked for for ever."""
+        now_s = asyncio.get_running_loop().time()
+        gone = self._links.keys() - self._routers.keys()
+        self._gone_s = {name: self._gone_s.get(name, now_s) for name in gone}
+        for name, since_s in self._gone_s.items():
+            if now_s - since_s > _ROUTER_GONE_S and self._node.drop_link(self._links[name]):
+                del self._links[name]
 
     def _on_change(self, name: str, value: bytes | None) -> None:
         if value is None:
@@ -184,10 +193,8 @@ class EtcdPresence:
             self._untaken.tell(name, value, error)
             return
         self._untaken.is_over(name)
-        if name not in self._linked:
-            # For good: one of this name may come back, and ask for what it had begun.
-            self._linked.add(name)
-            self._node.add_link(self._find(name))
+        if name not in self._links:
+            self._links[name] = self._node.add_link(self._find(name))
 
     def _find(self, name: str) -> FindRouter:
         async def find() -> bytes:
@@ -196,3 +203,10 @@ class EtcdPresence:
             return self._routers[name]
 
         return find
+
+
+async def _keep(registration: Registration, refuse: Refuse) -> None:
+    try:
+        await registration.run()
+    except Superseded as superseded:
+        refuse(superseded)

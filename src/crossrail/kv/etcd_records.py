@@ -28,6 +28,7 @@ _LIST_EVERY_S = 30.0  # whatever a watch may have missed is seen by then
 _ALIVE_PER_LEASE = 3  # so that two may be lost
 _ASKED_PER_LEASE = 4  # members: two of them may be silent, and the third still keeps the lease alive
 _ASK_S_MAX = 3.0
+_LEASE_LATE_S = 2.0  # etcd rounds what is left of a lease down to seconds, and ends it up to half of one late
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Seal:
 
 
 class Superseded(CrossrailError):
-    """Another process has put its record under our name."""
+    """Another process has its record under our name."""
 
 
 class _Absence:
@@ -107,9 +108,9 @@ class _Absence:
 class Registration:
     """Keeps a record in etcd for as long as run() runs. Threads: the event loop's.
 
-    The first time it takes the name from whoever has it, as one does that was started in a dead one's stead; when its
-    lease is lost later - we stood still, or etcd lost it - it comes back under a new one, unless somebody else has the
-    name by then. While etcd does not answer it tries on.
+    Whoever has the name keeps it: the first time it is waited whether that one's lease ends, as a dead one's does. When
+    ours is lost later - we stood still, or etcd lost it - the record comes back under a new one, unless somebody else
+    has the name by then. While etcd does not answer it tries on.
     there: set while the record is in etcd, as far as we know. lease: its lease then.
     """
 
@@ -155,13 +156,29 @@ class Registration:
         await self._etcd.close()
 
     async def _write(self) -> None:
-        lease = await self._etcd.grant(self._lease_s)
-        if not self._was_there:
-            await self._etcd.put(self._key, self._value, lease)
-        elif not await self._etcd.put_if_ours(self._key, self._value, lease):
-            raise Superseded(f"{self._key} belongs to another process now")
-        self.lease, self._was_there = lease, True
+        if not await self._put() and (self._was_there or not await self._outlive()):
+            raise Superseded(f"another process has {self._key} in etcd, and keeps it. Next: give this one another name")
+        self._was_there = True
         self.there.set()
+
+    async def _put(self) -> bool:
+        lease = await self._etcd.grant(self._lease_s)
+        if await self._etcd.put_if_ours(self._key, self._value, lease):
+            self.lease = lease
+            return True
+        await self._etcd.revoke(lease)
+        return False
+
+    async def _outlive(self) -> bool:
+        """Waits for the lease of whoever has the name to end. False: it is kept alive."""
+        clock = asyncio.get_running_loop().time
+        give_up_s = clock() + await self._etcd.left_s(self._key) + _LEASE_LATE_S
+        log.warning("another process has %s in etcd: waiting to see whether it lives", self._key)
+        while clock() < give_up_s:
+            await asyncio.sleep(_RETRY_S)
+            if await self._put():
+                return True
+        return False
 
     def _forget_lease(self) -> None:
         self.lease = None

@@ -8,8 +8,8 @@
     GET  /kv/router             the address of the router's engine, for nodes (rendezvous.py)
 
 Statuses: 400 what was asked makes no sense or is not supported; 404 no node has that model; 408 its body did not come
-in time; 409 that name was used; 429 no room now; 502 a node failed; 503 no node; 504 its time was up. A client that
-hangs up, or does not take what it is sent, cancels its request.
+in time; 409 that name was used; 413 it is too large; 429 no room now; 500 our mistake, or the tokenizer's; 502 a node
+failed; 503 no node; 504 its time was up. A client that hangs up, or does not take what it is sent, cancels its request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from crossrail.kv import messages as m
 from crossrail.kv import rendezvous
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.http_errors import FieldError, error_object, refusal
-from crossrail.kv.listener import PATIENCE_S, HttpHandler, Listener
+from crossrail.kv.listener import PATIENCE_S, HttpHandler, Listener, failure
 from crossrail.kv.metrics import Metrics
 from crossrail.kv.model import Tokenizer, Tokens
 from crossrail.kv.router import Router
@@ -47,7 +47,6 @@ from crossrail.kv.tracing import RequestSpan
 with needs(__name__, "'crossrail[kv]'"):
     from aiohttp import web
 
-_BODY_BYTES_MAX = 16 << 20
 _TEXT_SHORT = 1 << 14  # characters, encoded in some milliseconds at most: not worth a thread
 _STATUS: dict[type[Exception], int] = {
     DuplicateRequest: 409,
@@ -167,7 +166,7 @@ class Front:
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port, which the system chooses for 0. OSError when it cannot."""
-        app = web.Application(client_max_size=_BODY_BYTES_MAX)
+        app = web.Application()
         handlers: dict[str, HttpHandler] = {
             "/v1/models": self._models,
             "/v1/models/{model:.+}": self._model,  # names may have slashes
@@ -193,11 +192,7 @@ class Front:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         begun_s = _now_s()
-        try:
-            body = _decoder.decode(await self._listener.body(http))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise FieldError.of_json(error) from None
-        prompt = await self._prompt(body)
+        body, prompt = await self._read(http)
         sampling = body.sampling()
         name = http.headers.get("X-Request-Id") or None
         if name is not None and len(name) > 128:
@@ -233,8 +228,18 @@ class Front:
             span.end(failure)
             self.metrics.request_s.observe(_now_s() - begun_s)
 
-    async def _prompt(self, body: CompletionBody) -> Tokens:
-        prompt = body.one_prompt()
+    async def _read(self, http: web.Request) -> tuple[CompletionBody, Tokens]:
+        """The body, without its prompt, which may be long, and that as tokens."""
+        async with self._listener.body(http) as data:
+            try:
+                body = _decoder.decode(data)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise FieldError.of_json(error) from None
+            prompt = await self._tokens(body.one_prompt())
+            body.prompt = ""
+            return body, prompt
+
+    async def _tokens(self, prompt: str | list[int]) -> Tokens:
         if not isinstance(prompt, str):
             return np.array(prompt, np.int32)
         if self._tokenizer is None:
@@ -334,6 +339,7 @@ class _Answer:
         self._prompt_tokens = prompt_tokens
         self._text = text
         self._enough = enough
+        self._count = 0  # of tokens that were given to the client
 
     async def whole(self, chunks: AsyncIterator[Chunk]) -> web.Response:
         tokens: list[int] = []
@@ -341,11 +347,12 @@ class _Answer:
         async for chunk in chunks:
             taken, words, reason = self._take(chunk)
             tokens += taken
+            self._count += len(taken)
             text += words
             if chunk.end is not None and (status := _END_STATUS.get(reason or "")):
                 return refusal(status, f"{reason}: {chunk.end.detail}")
             if reason is not None:
-                return web.json_response(self._object(tokens, text, reason) | self._usage(len(tokens)))
+                return web.json_response(self._object(tokens, text, reason) | self._usage())
         raise RequestFailed("its tokens stopped before it was finished")
 
     async def stream(
@@ -358,32 +365,37 @@ class _Answer:
         first = await anext(chunks)
         if first.end is not None and (status := _END_STATUS.get(first.end.reason)):
             return refusal(status, f"{first.end.reason}: {first.end.detail}")
+        event = self._event(first, tells_usage)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
-        count = 0
-        chunk = first
         while True:
-            tokens, text, reason = self._take(chunk)
-            count += len(tokens)
-            event = self._object(tokens, text, reason)
-            if tells_usage:
-                event["usage"] = None
-            elif reason is not None:
-                event |= self._usage(count)
-            failure = chunk.end if reason in _END_STATUS else None
-            if failure is not None:
-                event = error_object(_END_STATUS[failure.reason], f"{reason}: {failure.detail}")
             with taking():
-                await response.write(_event(event))
-            if reason is not None:
+                await response.write(_line(event))
+            if "error" in event or event["choices"][0]["finish_reason"] is not None:
                 break
-            chunk = await anext(chunks)
+            try:
+                event = self._event(await anext(chunks), tells_usage)
+            except Exception as error:  # of the tokenizer, for one
+                _log.exception("request %s failed in the middle of its stream", self._frame["id"])
+                event = error_object(500, failure(error))
         with taking():
-            if tells_usage and failure is None:
-                await response.write(_event(self._frame | {"choices": []} | self._usage(count)))
+            if tells_usage and "error" not in event:
+                await response.write(_line(self._frame | {"choices": []} | self._usage()))
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
         return response
+
+    def _event(self, chunk: Chunk, tells_usage: bool) -> dict[str, Any]:
+        tokens, text, reason = self._take(chunk)
+        self._count += len(tokens)
+        if chunk.end is not None and (status := _END_STATUS.get(reason or "")):
+            return error_object(status, f"{reason}: {chunk.end.detail}")
+        event = self._object(tokens, text, reason)
+        if tells_usage:
+            event["usage"] = None
+        elif reason is not None:
+            event |= self._usage()
+        return event
 
     def _take(self, chunk: Chunk) -> tuple[list[int], str, str | None]:
         """Its tokens up to the one that completes a stop, their text as far as it is known, and why it was the last."""
@@ -402,12 +414,12 @@ class _Answer:
         choice = {"index": 0, "text": text, "token_ids": tokens, "finish_reason": finish_reason, "logprobs": None}
         return self._frame | {"choices": [choice]}
 
-    def _usage(self, count: int) -> dict[str, Any]:
-        total = self._prompt_tokens + count
-        return {"usage": {"prompt_tokens": self._prompt_tokens, "completion_tokens": count, "total_tokens": total}}
+    def _usage(self) -> dict[str, Any]:
+        asked, count = self._prompt_tokens, self._count
+        return {"usage": {"prompt_tokens": asked, "completion_tokens": count, "total_tokens": asked + count}}
 
 
-def _event(content: dict[str, Any]) -> bytes:
+def _line(content: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 

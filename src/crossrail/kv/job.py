@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from crossrail.kv.memory import RankMemory
 from crossrail.kv.pages import PageLease
 from crossrail.kv.plan import PageWrites, TransferPlan
 from crossrail.kv.target import KvTarget
+
+Submit = Callable[[], Transfer]
 
 
 class LayerTime(NamedTuple):
@@ -95,7 +98,7 @@ class SendJob:
             self._tail_owed = False
             for rank in self.target.ranks:
                 if rank is not None and rank.tail is not None:
-                    self._submit(
+                    submit = partial(
                         self._ranks[0].engine.submit_write,
                         region,
                         rank.tail,
@@ -104,6 +107,7 @@ class SendJob:
                         dst_offset=rank.tail_offset,
                         imm=rank.imm,
                     )
+                    self._submit(submit)
         self._changed.set()
 
     async def finish(self, timeout_s: float | None = None) -> None:
@@ -179,12 +183,10 @@ class SendJob:
             self._open_steps += 1
         return writes
 
-    def _post(self, end: int, layer: int, writes: Sequence[PageWrites]) -> None:
-        """Sends one layer of a chunk. The lock is held."""
-        self._layers_owed -= 1
-        if self._error is not None:
-            return
+    def _prepared(self, layer: int, writes: Sequence[PageWrites]) -> list[Submit]:
+        """What sends one layer of a chunk, put together before that is computed. Any thread."""
         layout = self.target.layout
+        prepared: list[Submit] = []
         for write in writes:
             memory = self._ranks[write.source]
             rank = self.target.ranks[write.target]
@@ -192,7 +194,7 @@ class SendJob:
                 continue  # whoever speaks for that rank asks for it
             src, src_base = memory.place(layer)
             dst, dst_base = rank.place(layout, layer)
-            self._submit(
+            submit = partial(
                 memory.engine.submit_paged_writes,
                 src,
                 write.src_pages,
@@ -205,6 +207,16 @@ class SendJob:
                 dst_offset=dst_base + write.dst_offset,
                 imm=rank.imm,
             )
+            prepared.append(submit)
+        return prepared
+
+    def _post(self, end: int, layer: int, prepared: Sequence[Submit]) -> None:
+        """Sends one layer of a chunk. The lock is held."""
+        self._layers_owed -= 1
+        if self._error is not None:
+            return
+        for submit in prepared:
+            self._submit(submit)
         self._layer_ends.append((self._submitted, end, layer))
         self.posted.append(LayerTime(end, layer, self._loop.time()))
 
@@ -231,11 +243,11 @@ class SendJob:
             transfer.cancel()
         self._wake()
 
-    def _submit(self, submit: Callable[..., Transfer], *args: Any, **options: Any) -> None:
+    def _submit(self, submit: Submit) -> None:
         if self._error is not None:
             return
         try:
-            self._transfers.append(submit(*args, **options))
+            self._transfers.append(submit())
             self._submitted += 1
         except CrossrailError as error:  # the peer's numbers do not fit its memory, or our engine is closed
             self._stop(error)

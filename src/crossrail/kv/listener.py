@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from crossrail._extras import needs
 from crossrail.control.deadlines import in_time
+from crossrail.control.messages import clipped
 
 with needs(__name__, "'crossrail[kv]'"):
     from aiohttp import web
@@ -18,6 +19,12 @@ with needs(__name__, "'crossrail[kv]'"):
 PATIENCE_S = 60.0
 _BACKLOG = 1024  # clients that connect while the loop is busy; those behind them try again after a second
 _LINGER_S = 10.0  # for the rest of a body that was refused, so that its sender reads why
+_BODY_BYTES_MAX = 16 << 20
+_BODIES_BYTES_MAX = 256 << 20
+_SMALL_BYTES = 64 << 10  # of each body, which are not counted: whoever holds back large ones keeps nobody else out
+
+_LINE_END = "\n"
+_OF_CLIENTS = (HttpProcessingError, web.RequestPayloadError, ConnectionResetError)  # what they do to us
 
 HttpHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Refuse = Callable[[int, str], web.Response]
@@ -33,14 +40,25 @@ class Listener:
     patience_s: in which a client must have sent its first request, the body of each, and have taken what is written to
     it; slower ones are cut off, and idle ones between requests. aiohttp waits for ever for the first three.
     refuse: makes the answer with this status and words, for what HTTP itself refuses: a path that is not there, a
-    method, a body that is too large.
+    method, a body that is too large, bytes that are no HTTP; and for what a handler raises, which is logged.
+    body_bytes_max, bodies_bytes_max: of a body, and of all that are read or worked on at a time.
     Lifecycle: 1. made. 2. an application of its route()s. 3. start(). 4. close().
     """
 
-    def __init__(self, patience_s: float = PATIENCE_S, refuse: Refuse = _in_plain_text) -> None:
+    def __init__(
+        self,
+        patience_s: float = PATIENCE_S,
+        refuse: Refuse = _in_plain_text,
+        body_bytes_max: int = _BODY_BYTES_MAX,
+        bodies_bytes_max: int = _BODIES_BYTES_MAX,
+    ) -> None:
         self._patience_s = patience_s
-        self._refuse = refuse
+        self.refuse = refuse
+        self._body_bytes_max = body_bytes_max
+        self._bodies_bytes_max = bodies_bytes_max
+        self._bodies_bytes = 0
         self._silent: dict[object, asyncio.TimerHandle] = {}  # connections that have asked nothing so far
+        self._log = logging.getLogger(__name__)
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
 
@@ -48,8 +66,7 @@ class Listener:
         """Of an application. Of its clients it is known that they have asked something; answers are written here."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            if (timer := self._silent.pop(request.protocol, None)) is not None:
-                timer.cancel()
+            self.is_heard(request.protocol)
             response = await self._answer(handler, request)
             with self.taking(request):
                 await response.prepare(request)
@@ -58,21 +75,54 @@ class Listener:
 
         return web.RouteDef(method, path, answer, {"expect_handler": self._expected})
 
-    async def body(self, request: web.Request) -> bytes:
-        """All of it. HTTPRequestTimeout when it does not come, HTTPBadRequest when it is not encoded as its headers
-        say; the connection ends then.
+    def is_heard(self, connection: object) -> None:
+        """It has asked something, or is gone."""
+        if (timer := self._silent.pop(connection, None)) is not None:
+            timer.cancel()
+
+    @asynccontextmanager
+    async def body(self, request: web.Request) -> AsyncIterator[bytearray]:
+        """All of it, for as long as the context lasts: it takes room of bodies_bytes_max until then, and is empty
+        behind it. Raises what is answered when it is too large, there is no room, it does not come in time, or is not
+        encoded as its headers say; after the latter two the connection ends.
         """
+        data = bytearray()
         refusal: web.HTTPException
         try:
-            return await in_time(request.read(), self._patience_s)
-        except asyncio.TimeoutError:
-            refusal = web.HTTPRequestTimeout(text=f"the request did not come in {self._patience_s:g} s")
-        except web.RequestPayloadError as error:
-            cause = error.__cause__
-            why = cause.message if isinstance(cause, HttpProcessingError) else "it was cut off"
-            refusal = web.HTTPBadRequest(text=f"the request's body cannot be read: {why}")
-        refusal.force_close()
-        raise refusal
+            try:
+                await in_time(self._read(request, data), self._patience_s)
+            except asyncio.TimeoutError:
+                refusal = web.HTTPRequestTimeout(text=f"the request did not come in {self._patience_s:g} s")
+            except web.RequestPayloadError as error:
+                cause = error.__cause__
+                why = cause.message if isinstance(cause, HttpProcessingError) else "it was cut off"
+                refusal = web.HTTPBadRequest(text=f"the request's body cannot be read: {why}")
+            else:
+                yield data
+                return
+            refusal.force_close()
+            raise refusal
+        finally:
+            self._release(data)
+
+    async def _read(self, request: web.Request, data: bytearray) -> None:
+        while piece := await request.content.readany():
+            self._bodies_bytes -= _counted(data)
+            data += piece
+            self._bodies_bytes += _counted(data)
+            if len(data) > self._body_bytes_max:
+                raise web.HTTPRequestEntityTooLarge(
+                    self._body_bytes_max, text=f"the body has more than {self._body_bytes_max} bytes"
+                )
+            if self._bodies_bytes > self._bodies_bytes_max and _counted(data):
+                self._release(data)  # before another one is read, which may have room then
+                raise web.HTTPTooManyRequests(
+                    text=f"bodies of requests take {self._bodies_bytes_max} bytes already, the most that is kept of all"
+                )
+
+    def _release(self, data: bytearray) -> None:
+        self._bodies_bytes -= _counted(data)
+        data.clear()
 
     @contextmanager
     def taking(self, request: web.Request) -> Iterator[None]:
@@ -88,14 +138,11 @@ class Listener:
     async def start(self, app: web.Application, host: str, port: int, log: logging.Logger, **options: Any) -> int:
         """Listens; returns the port, which the system chooses for 0. OSError when it cannot.
 
-        log: where aiohttp reports; what clients send is not reported. options: of AppRunner.
+        log: where aiohttp and we report; what clients send is not reported. options: of AppRunner.
         """
         app.add_routes([self.route("*", "/{path:.*}", self._not_there)])
-        linger_s = min(_LINGER_S, self._patience_s)
-        log.addFilter(_is_ours)
-        self._runner = web.AppRunner(
-            app, access_log=None, keepalive_timeout=self._patience_s, lingering_time=linger_s, logger=log, **options
-        )
+        self._log = log
+        self._runner = web.AppRunner(app, access_log=None, logger=log, **options)
         await self._runner.setup()
         try:
             self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=_BACKLOG)
@@ -120,10 +167,15 @@ class Listener:
         try:
             return await handler(request)
         except web.HTTPException as error:
-            refusal = self._refuse(error.status, (error.text or error.reason).rstrip())
+            refusal = self.refuse(error.status, (error.text or error.reason).rstrip())
             if error.keep_alive is False:
                 refusal.force_close()
             return refusal
+        except Exception as error:
+            if isinstance(error, _OF_CLIENTS) or request.writer.output_size > 0:
+                raise
+            self._log.exception("%s %s failed", request.method, request.path)
+            return self.refuse(500, failure(error))
 
     async def _not_there(self, request: web.Request) -> web.StreamResponse:
         """For what no other route takes."""
@@ -133,15 +185,15 @@ class Listener:
             if resource is not own:
                 methods |= (await resource.resolve(request))[1]
         if not methods:
-            return self._refuse(404, f"there is no {request.path} here")
-        refusal = self._refuse(405, f"{request.path} takes {' or '.join(sorted(methods))}, not {request.method}")
+            return self.refuse(404, f"there is no {request.path} here")
+        refusal = self.refuse(405, f"{request.path} takes {' or '.join(sorted(methods))}, not {request.method}")
         refusal.headers["Allow"] = ", ".join(sorted(methods))
         return refusal
 
     async def _expected(self, request: web.Request) -> web.StreamResponse | None:
         """As aiohttp's own, which cannot say of bytes that are no text that it does not know them."""
         if request.headers["Expect"].lower() != "100-continue":
-            return self._refuse(417, "Expect: only 100-continue is known")
+            return self.refuse(417, "Expect: only 100-continue is known")
         if request.version == HttpVersion11 and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return None
@@ -149,7 +201,14 @@ class Listener:
     def _accept(self) -> asyncio.Protocol:
         assert self._runner is not None
         assert self._runner.server is not None  # since its setup()
-        connection = self._runner.server()
+        connection = _Connection(
+            self,
+            self._runner.server,
+            access_log=None,
+            logger=self._log,
+            keepalive_timeout=self._patience_s,
+            lingering_time=min(_LINGER_S, self._patience_s),
+        )
         loop = asyncio.get_running_loop()
         self._silent[connection] = loop.call_later(self._patience_s, self._cut_off, connection)
         return connection
@@ -159,13 +218,50 @@ class Listener:
         connection.force_close()
 
 
+class _Connection(web.RequestHandler):
+    """aiohttp's, whose own answers and reports are the listener's affair."""
+
+    __slots__ = ("_listener",)
+
+    def __init__(self, listener: Listener, server: web.Server, **options: Any) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **options)
+        self._listener = listener
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._listener.is_heard(self)
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """For bytes that are no HTTP, and for what a handler raises in the middle of its answer."""
+        if not isinstance(exc, HttpProcessingError) or request.writer.output_size > 0:
+            return super().handle_error(request, status, exc, message)
+        self._listener.is_heard(self)
+        refusal = self._listener.refuse(status, f"this is no HTTP: {(message or '').partition(_LINE_END)[0]}")
+        refusal.force_close()
+        return refusal
+
+    def log_exception(self, *words: Any, **options: Any) -> None:
+        """Clients that are gone are no events: aiohttp would report a traceback for each."""
+        if not isinstance(options.get("exc_info"), _OF_CLIENTS):
+            super().log_exception(*words, **options)
+
+
+def failure(error: Exception) -> str:
+    """What a client is told of what is no mistake of its own; the whole of it is logged."""
+    return clipped(f"{type(error).__name__}: {error}; the server's log says where")
+
+
+def _counted(body: bytearray) -> int:
+    return max(len(body) - _SMALL_BYTES, 0)
+
+
 def _abort(transport: asyncio.Transport | None) -> None:
     """None: its client is gone already."""
     if transport is not None:
         transport.abort()
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    """What is no HTTP, and a client that is gone, are no events: aiohttp would log a traceback for each."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError | web.RequestPayloadError | ConnectionResetError)

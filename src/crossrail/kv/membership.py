@@ -5,28 +5,33 @@ Membership is what a router asks. Roster is the one that lives in the router its
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from crossrail.errors import UsageError
+from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.errors import LayoutMismatch
 from crossrail.kv.layout import KvLayout, compatible
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.messages import Load, NodeRecord, Role
 
+log = logging.getLogger("crossrail.kv")
+
 
 @dataclass
 class Member:
     """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock; later by what was
-    excused since.
+    excused since. rivals: other incarnations of its name that want to join, by address: how often it was heard of
+    since.
     """
 
     record: NodeRecord
     layout: KvLayout
     load: Load
     heard_s: float
+    rivals: dict[bytes, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -38,6 +43,19 @@ class Member:
 
 
 Gone = Callable[[Member, str], None]
+Refuse = Callable[[CrossrailError], None]
+
+
+def refuse(refused: asyncio.Future[None], why: CrossrailError) -> None:
+    """Of a router's or a node's `refused`: it is not wanted, and will not be. The first such reason is raised there."""
+    log.error("%s", why)
+    if not refused.done():
+        refused.set_exception(why)
+        refused.exception()  # seen: who runs it may never look
+
+
+class NotYet(CrossrailError):
+    """Whether this node may join is not known yet; it asks again."""
 
 
 class Membership(ABC):
@@ -46,8 +64,8 @@ class Membership(ABC):
     Lifecycle: 1. on_gone(). 2. start(). 3. close().
     """
 
-    def start(self, router: str, mailbox: Mailbox) -> None:  # noqa: B027  # one that lives in the router has no need
-        """Begins, for the router of this name; its tasks are the mailbox's."""
+    def start(self, router: str, mailbox: Mailbox, refuse: Refuse) -> None:  # noqa: B027  # not each has to do
+        """Begins, for the router of this name; its tasks are the mailbox's. refuse: is told if it may have no nodes."""
 
     async def close(self) -> None:  # noqa: B027
         """The router is no more, and its mailbox closed. Idempotent."""
@@ -87,16 +105,14 @@ class Roster(Membership):
     """The Membership inside a router: nodes join by message, and are kept by heartbeats.
 
     Lifecycle of a member: 1. join. 2. heartbeat within every lease_s; draining is part of its load. 3. gone: it left,
-    was missed for lease_s, is lost, or was superseded by another incarnation of its name.
-    Invariant: at most one member of a name; an incarnation that was superseded does not come back.
+    was missed for lease_s, or is lost.
+    Invariant: at most one member of a name. Another incarnation of it waits until that one is gone, as a dead one's
+    successor does, or is refused because it was heard of meanwhile.
     """
-
-    _SUPERSEDED_KEPT = 1024
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
         self._members: dict[str, Member] = {}
-        self._superseded: deque[bytes] = deque(maxlen=self._SUPERSEDED_KEPT)
         self._gone: list[Gone] = []
 
     def members(self, role: Role) -> list[Member]:
@@ -110,8 +126,6 @@ class Roster(Membership):
         self._gone.append(fn)
 
     def join(self, record: NodeRecord, load: Load, now_s: float) -> None:
-        if record.address in self._superseded:
-            raise UsageError(f"another incarnation of node {record.node!r} has joined since: one name, one node")
         layout = KvLayout.from_wire(record.layout)
         for other in self.all():
             if other.record.model == record.model and other.name != record.node:
@@ -120,19 +134,26 @@ class Roster(Membership):
                 except LayoutMismatch as mismatch:
                     raise UsageError(f"node {record.node!r} does not fit {other.name!r}: {mismatch}") from None
         before = self._members.get(record.node)
-        if before is not None and before.address == record.address:  # the same again: whoever has it keeps a member
+        if before is None:
+            self._members[record.node] = Member(record, layout, load, now_s)
+        elif before.address == record.address:  # the same again: whoever has it keeps a member
             before.record, before.layout, before.load, before.heard_s = record, layout, load, now_s
-            return
-        if before is not None:
-            self._superseded.append(before.address)
-            self.remove(before, f"another incarnation of node {record.node!r} has joined")
-        self._members[record.node] = Member(record, layout, load, now_s)
+        else:
+            self._refuse_rival(before, record.address)
+
+    def _refuse_rival(self, member: Member, address: bytes) -> None:
+        # The first heartbeat may have been on its way as the member died; the second is sent when that was answered.
+        if member.rivals.setdefault(address, 0) < 2:
+            raise NotYet(f"another node has the name {member.name!r}: waiting to see whether it lives")
+        del member.rivals[address]  # told so, it goes
+        raise UsageError(f"another node has the name {member.name!r}, and lives. Next: give this one another name")
 
     def heartbeat(self, node: str, address: bytes, load: Load, now_s: float) -> bool:
         member = self._members.get(node)
         if member is None or member.address != address:
             return False
         member.load, member.heard_s = load, now_s
+        member.rivals = {rival: heard + 1 for rival, heard in member.rivals.items()}
         return True
 
     def leave(self, node: str, address: bytes) -> None:
@@ -157,3 +178,5 @@ class Roster(Membership):
                 self.remove(member, f"node {member.name!r} died or closed")
             elif now_s - member.heard_s > self.lease_s:
                 self.remove(member, f"node {member.name!r} was not heard of for {self.lease_s:g} s")
+            else:
+                member.rivals = {rival: heard for rival, heard in member.rivals.items() if not is_lost(rival)}

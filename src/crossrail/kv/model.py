@@ -40,7 +40,8 @@ class Model(Protocol):
 
     What takes long must leave the loop free meanwhile: `await asyncio.to_thread(...)`.
 
-    name: nodes of different names never serve one request. tail_bytes: what prefill hands on beside the KV, at least 1.
+    name: nodes of different names never serve one request. tail_bytes: what prefill hands on beside the KV. With 0,
+    nothing, decoders go on as soon as the KV of the last layer is there.
     pages, everywhere: those of the request, in order; token t lies in pages[t // page_tokens]. Once a call has ended,
     also by being cancelled, nothing of it touches them.
     """

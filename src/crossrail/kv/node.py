@@ -13,6 +13,7 @@ from crossrail.control.deadlines import set_in_time
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.mailbox import Mailbox, NoAnswer
+from crossrail.kv.membership import refuse
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.model import Cache, Model
 from crossrail.kv.pages import PagePool
@@ -181,6 +182,7 @@ class Node(ABC):
         self.draining = False
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.links = [RouterLink(self, find) for find in find_routers]
+        self._link_tasks: dict[RouterLink, asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -192,6 +194,10 @@ class Node(ABC):
         """Requests that came from this router and go on."""
         return []
 
+    def needs(self, link: RouterLink) -> bool:
+        """Whether something here is to be told to this router, should it come back."""
+        return False
+
     def on_joined(self, link: RouterLink) -> None:  # noqa: B027  # not every node has something to do then
         """The router knows us, for the first time or again."""
 
@@ -201,17 +207,23 @@ class Node(ABC):
         for link in self.links:
             self._run_link(link)
 
-    def add_link(self, find: FindRouter) -> None:
+    def add_link(self, find: FindRouter) -> RouterLink:
         """Joins one more router. After start()."""
         self.links.append(RouterLink(self, find))
         self._run_link(self.links[-1])
+        return self.links[-1]
+
+    def drop_link(self, link: RouterLink) -> bool:
+        """Looks no longer for a router of add_link(). False: we are its member, or something here waits for it."""
+        if link.joined.is_set() or self.needs(link):
+            return False
+        self.links.remove(link)
+        self._link_tasks.pop(link).cancel()
+        return True
 
     def refuse(self, why: CrossrailError) -> None:
         """It is not wanted here, and will not be: whoever awaits `refused` hears the first such reason."""
-        log.error("%s", why)
-        if not self.refused.done():
-            self.refused.set_exception(why)
-            self.refused.exception()  # seen: who runs the node may never look
+        refuse(self.refused, why)
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new, waits until all that is here has ended, and leaves. False when that took too long."""
@@ -230,7 +242,7 @@ class Node(ABC):
         await asyncio.gather(*(link.leave() for link in self.links))
 
     def _run_link(self, link: RouterLink) -> None:
-        self.mailbox.spawn(link.run(), f"membership of {self.name}")
+        self._link_tasks[link] = self.mailbox.spawn(link.run(), f"membership of {self.name}")
 
     def _count_active(self, active: int) -> None:
         """To be called whenever the number of requests under way changes."""

@@ -87,7 +87,7 @@ class Prefiller(Node):
     ) -> None:
         super().__init__(name, mailbox, model, ranks, find_routers, options)
         self.sender = KvSender(model.layout, ranks)
-        self._tails: xr.Region = ranks[0].engine.alloc(_TAIL_SLOTS * model.tail_bytes)
+        self._tails: xr.Region = ranks[0].engine.alloc(max(_TAIL_SLOTS * model.tail_bytes, 1))
         self._free_tails = list(range(_TAIL_SLOTS))
         self._queue: deque[_Work] = deque()
         self._queued = asyncio.Event()
@@ -284,6 +284,8 @@ class Prefiller(Node):
             start = end
         if len(tail) != self.model.tail_bytes:
             raise UsageError(f"the model's tail has {len(tail)} bytes, it says {self.model.tail_bytes}")
+        if not tail:
+            return
         assert work.tail_slot is not None
         offset = work.tail_slot * self.model.tail_bytes
         self._tails.view()[offset : offset + len(tail)] = tail

@@ -134,15 +134,20 @@ class Reception:
             tail_bytes=self._tails.nbytes if self._tails else 0,
         )
 
+    @property
+    def needs_nothing(self) -> bool:
+        """All tokens are in the prefix, and there is no tail: nobody has anything to send."""
+        return self.prefix_tokens == self.tokens and self._tails is None
+
     async def arrived(self, timeout_s: float | None = None) -> None:
         """Returns when all KV and the tail are there: the pages are in use, and nobody else writes them.
 
         Raises WaitTimeout: the transfer goes on, call it again or withdraw(). SurplusCount: the pages are quarantined.
-        Nobody needs to be dispatched to when nothing is to come: all tokens are in the prefix, and there is no tail.
+        Nobody needs to be dispatched to when it needs_nothing.
         """
         if self.state is PageState.IN_USE:
             return
-        if self.state is PageState.RESERVED and self.prefix_tokens == self.tokens and self._tails is None:
+        if self.state is PageState.RESERVED and self.needs_nothing:
             self.lease.fill()
             self.lease.use()
             return

@@ -19,6 +19,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.mailbox import Mailbox, NoAnswer
-from crossrail.kv.membership import Member, Membership, Roster
+from crossrail.kv.membership import Member, Membership, Roster, refuse
 from crossrail.kv.model import Tokens
 from crossrail.kv.placement import ModelsSeen, Placement, Refusals, prefix_names
 from crossrail.kv.router_requests import (
@@ -73,7 +74,10 @@ class Router:
     """Threads: the event loop's. start(), then complete() any number of times side by side, then close().
 
     membership: who is there; None: whoever joins by message, as long as its heartbeats come.
+    refused: since start(); raises why it may have no nodes, as when another router has its name.
     """
+
+    refused: asyncio.Future[None]
 
     def __init__(
         self,
@@ -115,7 +119,8 @@ class Router:
     def start(self) -> None:
         """Begins to take messages."""
         self._mailbox.start()
-        self.roster.start(self.name, self._mailbox)
+        self.refused = asyncio.get_running_loop().create_future()
+        self.roster.start(self.name, self._mailbox, partial(refuse, self.refused))
         self._looked_s = _now_s()
         self._models.start(self._looked_s)
         self._mailbox.spawn(self._sweep(), "looking after members")
@@ -364,6 +369,7 @@ class Router:
     async def _on_join(self, sender: bytes, join: m.Join) -> m.Message:
         if join.record.address != sender:
             return m.JoinRefused(f"node {join.record.node!r} gives an address that is not its own")
+        self._look_after_members()  # it may come in a dead one's stead
         try:
             self.roster.join(join.record, join.load, _now_s())
         except UsageError as refusal:

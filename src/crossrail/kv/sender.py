@@ -11,7 +11,6 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Mapping
 from threading import RLock
-from typing import NamedTuple
 
 from crossrail.errors import UsageError
 from crossrail.kv.errors import DuplicateRequest, TransferStopped
@@ -19,18 +18,31 @@ from crossrail.kv.job import SendJob
 from crossrail.kv.layout import KvLayout
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.pages import PageLease
-from crossrail.kv.plan import PageWrites, plan_transfer
+from crossrail.kv.plan import plan_transfer
 from crossrail.kv.target import KvTarget
 
 _WORD = 1 << 64
 
 
-class _Load(NamedTuple):
-    """What a step does for one request."""
+class _Load:
+    """What a step does for one request. Threads: any."""
 
-    job: SendJob
-    end: int
-    writes: list[PageWrites]
+    def __init__(self, job: SendJob, end: int) -> None:
+        self.job = job
+        self._end = end
+        self._writes = job._plan(end)
+        self._ready = (0, job._prepared(0, self._writes))  # a layer, and what sends it
+
+    def post(self, layer: int) -> None:
+        """Sends it. The sender's lock is held."""
+        ready_layer, prepared = self._ready
+        if ready_layer != layer:
+            prepared = self.job._prepared(layer, self._writes)
+        self.job._post(self._end, layer, prepared)
+
+    def prepare(self, layer: int) -> None:
+        """While it is computed."""
+        self._ready = (layer, self.job._prepared(layer, self._writes))
 
 
 class Step:
@@ -114,14 +126,15 @@ class KvSender:
 
         Before the step starts; several may be begun ahead. A job's chunks follow each other without a gap from token 0
         (what our own prefix cache had is part of the first), the last ends with target.tokens. All index arrays are
-        made here: a layer costs no more than a submit for each pair of ranks.
+        made here: a layer costs no more than a submit for each pair of ranks, whose arguments are put together while it
+        is computed.
         A stopped job is taken as well, the step then merely keeps its pages until it is over; one that is settled is
         refused with what stopped it. Whatever is raised, no step has begun.
         """
         chunks = list(chunks)
         for job, end in chunks:
             job._check_chunk(end)
-        loads = [_Load(job, end, job._plan(end)) for job, end in chunks]
+        loads = [_Load(job, end) for job, end in chunks]
         with self._lock:
             step = Step(self, loads, self._next_base)
             self._next_base = (self._next_base + self.layout.layers) % _WORD
@@ -161,11 +174,13 @@ class KvSender:
             if step._posted == self.layout.layers:
                 self._steps.popleft()
             for load in step._loads:
-                load.job._post(load.end, layer, load.writes)
+                load.post(layer)
                 if step._posted == self.layout.layers:
                     load.job._close_step()
         for load in step._loads:
             load.job._wake()
+            if layer + 1 < self.layout.layers:
+                load.prepare(layer + 1)
         return True
 
     def _passed(self, step: Step) -> int:

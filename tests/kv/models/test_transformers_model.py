@@ -94,10 +94,16 @@ async def test_word_goes_up_once_a_layer_when_its_pages_are_written(open_model: 
     assert written == [[True, False, False], [True, True, False], [True, True, True]]
 
 
-async def test_tail_of_another_prompt_is_noticed(open_model: OpenModel) -> None:
-    model = open_model("llama")
-    with pytest.raises(xr.CrossrailError, match="the KV of 3 tokens is said to be there, it should be that of 4"):
-        await model.step(cache_of(model), 1, 4, np.arange(2), (3).to_bytes(8, "little"))
+@pytest.mark.parametrize("name", EXAMPLES)
+async def test_nothing_is_computed_in_prefill_behind_the_last_attention(open_model: OpenModel, name: str) -> None:
+    model = open_model(name)
+    run: list[int] = []
+    for number, layer in enumerate(model._model.base_model.layers):
+        layer.mlp.register_forward_hook(lambda *_, number=number: run.append(number))
+    await model.prefill(cache_of(model), prompt_of(20), 0, np.arange(2), lambda: None)
+    assert run == [0, 1]
+    await model.step(cache_of(model), 1, 20, np.arange(2), b"")
+    assert run == [0, 1, 0, 1, 2]
 
 
 async def test_cancelled_prefill_ends_when_the_pages_are_let_go(open_model: OpenModel) -> None:

@@ -115,6 +115,16 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
             wire.close()
 
 
+async def until_ended_or_refused(end: EndWanted, refused: asyncio.Future[None]) -> None:
+    """Raises what somebody has against the service, as soon as that is known."""
+    ended = asyncio.ensure_future(end.wait())
+    both: list[asyncio.Future[Any]] = [ended, refused]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    ended.cancel()
+    if refused.done():
+        refused.result()
+
+
 def open_model(name: str, options: Mapping[str, str]) -> Model:
     """ "toy", an example's name, a checkpoint's directory, or "package.module:function".
 

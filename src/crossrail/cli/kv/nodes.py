@@ -12,13 +12,13 @@ import click
 
 from crossrail.cli.kv.common import (
     MEMBERSHIP_HELP,
-    EndWanted,
     chosen,
     open_model,
     opened,
     options_of,
     parse_options,
     service_options,
+    until_ended_or_refused,
 )
 from crossrail.cli.service import together
 from crossrail.cli.text import seconds
@@ -100,7 +100,7 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
             if (port := options["metrics_port"]) is not None:
                 metrics = serve_metrics(service.engine, port=port, host=options["metrics_host"])
                 click.echo(f"{kind.role} {name}: metrics at {stack.enter_context(metrics).url}")
-            await _until_ended_or_refused(node, service.end)
+            await until_ended_or_refused(service.end, node.refused)
             if service.end.is_deserted:
                 await node.drain(0.0)  # nobody waits for what is under way, nor reads what we say
             else:
@@ -111,13 +111,3 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
             await node.close()
             if presence is not None:
                 await presence.close()
-
-
-async def _until_ended_or_refused(node: Node, end: EndWanted) -> None:
-    """Raises what somebody has against the node, as soon as that is known."""
-    ended = asyncio.ensure_future(end.wait())
-    both: list[asyncio.Future[Any]] = [ended, node.refused]
-    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-    ended.cancel()
-    if node.refused.done():
-        node.refused.result()

@@ -14,6 +14,7 @@ from crossrail.cli.kv.common import (
     opened,
     options_of,
     service_options,
+    until_ended_or_refused,
 )
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.etcd_membership import EtcdRoster
@@ -68,7 +69,7 @@ async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dic
         try:
             port = await _listening(front, host, port)
             click.echo(f"router {name} serves http://{host}:{port}")
-            await service.end.wait()
+            await until_ended_or_refused(service.end, serving.refused)
         finally:
             await front.close()
             await serving.close()

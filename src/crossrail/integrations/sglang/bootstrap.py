@@ -102,7 +102,7 @@ class BootstrapServer:
     def __init__(self, host: str, port: int, secret: bytes, patience_s: float = PATIENCE_S) -> None:
         self._table = RankTable(secret)
         self._authorization = f"Bearer {token(secret)}"
-        self._listener = Listener(patience_s)
+        self._listener = Listener(patience_s, body_bytes_max=LINE_BYTES_MAX)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="crossrail-bootstrap", daemon=True)
         self._thread.start()
@@ -113,7 +113,7 @@ class BootstrapServer:
             raise
 
     async def _open(self, host: str, port: int) -> None:
-        app = web.Application(client_max_size=LINE_BYTES_MAX)
+        app = web.Application()
         route = self._listener.route
         app.add_routes([route("PUT", PATH, self._put), route("GET", PATH, self._get)])
         app.add_routes([route("GET", "/health", self._health)])
@@ -132,8 +132,8 @@ class BootstrapServer:
 
     async def _put(self, request: web.Request) -> web.Response:
         try:
-            body = await self._listener.body(request)
-            line = body.decode("latin-1")  # any bytes are text then, and refused if they are no line
+            async with self._listener.body(request) as body:
+                line = body.decode("latin-1")  # any bytes are text then, and refused if they are no line
             self._table.put(line.strip(), time.monotonic())
         except UsageError as error:
             return web.Response(status=403, text=f"{error}\n")

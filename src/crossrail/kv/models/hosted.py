@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from crossrail._extras import needs
-from crossrail.errors import CrossrailError, UsageError
+from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout, Order
 from crossrail.kv.model import Cache, Logits, Pages, Tokens, check_vocabulary
 from crossrail.kv.models.paged import Row, paged_cache
@@ -94,10 +95,13 @@ class _Abandoned(Exception):
     """Ends a forward pass whose result nobody wants."""
 
 
+class _AllAttended(Exception):
+    """Ends a forward pass that was for the KV: what the last layer does behind its attention is nobody's input."""
+
+
 class HostedModel:
     """A crossrail.kv.model.Model. Equal weights: equal names, and nodes of other names never serve one request.
 
-    The tail is the number of tokens whose KV is there: that of a prompt of another length would be noticed.
     Numbers: equal chunks give equal KV, bit by bit, on processors of one kind. Other chunks, as after a prefix that was
     known, and other companions in a batch of decode steps, give what torch's kernels make of other shapes: equal up to
     rounding, so equal tokens unless two are as good as equally likely.
@@ -106,7 +110,7 @@ class HostedModel:
     Owner of model: this. Raises UsageError for one whose cache is none that pages can hold.
     """
 
-    tail_bytes = 8
+    tail_bytes = 0
 
     def __init__(self, model: Any, label: str, end_tokens: frozenset[int], options: HostOptions) -> None:
         self.end_tokens = end_tokens
@@ -119,6 +123,7 @@ class HostedModel:
         self.name = f"{label}-{_fingerprint(model)}"
         for attention in attentions:
             attention.register_forward_hook(self._attention_done)
+        attentions[-1].register_forward_hook(self._all_attended)
         self._layer_done: Callable[[], None] | None = None
         self._abandoned = Event()  # of the call that runs
         self._steps: Steps[Step, Logits] = Steps(partial(self._in_thread, self._decode), options.batch)
@@ -138,13 +143,10 @@ class HostedModel:
         self, cache: Cache, tokens: Tokens, start: int, pages: Pages, layer_done: Callable[[], None]
     ) -> bytes:
         await self._in_thread(self._prefill, cache, tokens, start, pages, layer_done)
-        return _tail(len(tokens))
+        return b""
 
     async def step(self, cache: Cache, token: int, position: int, pages: Pages, tail: bytes) -> tuple[Logits, bytes]:
-        if tail != _tail(position):
-            there = int.from_bytes(tail, "little")
-            raise CrossrailError(f"the KV of {there} tokens is said to be there, it should be that of {position}")
-        return await self._steps.step(Step(cache, token, position, pages)), _tail(position + 1)
+        return await self._steps.step(Step(cache, token, position, pages)), tail
 
     # --- on the loop ---
 
@@ -177,7 +179,7 @@ class HostedModel:
         row = self._row(pages, start, len(tokens) - start)
         self._layer_done = layer_done
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), suppress(_AllAttended):
                 self._model.base_model(
                     input_ids=torch.from_numpy(tokens[start:].astype(np.int64))[None],
                     position_ids=torch.arange(start, len(tokens))[None],
@@ -225,9 +227,9 @@ class HostedModel:
         if self._layer_done is not None:
             self._layer_done()
 
-
-def _tail(tokens: int) -> bytes:
-    return tokens.to_bytes(HostedModel.tail_bytes, "little")
+    def _all_attended(self, *_: Any) -> None:
+        if self._layer_done is not None:
+            raise _AllAttended
 
 
 def _attentions(model: Any) -> list[Any]:

@@ -1,0 +1,34 @@
+"""Ctrl-C while a command is still being imported ends it, as it ends programs in C: without a traceback.
+
+Elsewhere, in programs that use the package, it stays Python's own affair. KeyboardInterrupt would not do for commands:
+numpy, interrupted while it is imported, reports that it is not installed properly.
+"""
+
+import signal
+import sys
+import threading
+
+
+def _is_command() -> bool:
+    return sys.argv[0].rpartition("/")[2] == "crossrail" or sys.orig_argv[1:3] == ["-m", "crossrail"]
+
+
+def begin() -> None:
+    """From now on, until over(), if this process runs a command."""
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours and threading.current_thread() is threading.main_thread() and _is_command():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        global _has_begun
+        _has_begun = True
+
+
+def over() -> None:
+    """What is to be imported is."""
+    global _has_begun
+    if _has_begun:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _has_begun = False
+
+
+_has_begun = False
+begin()

@@ -1,0 +1,61 @@
+"""Ctrl-C while a command is still being imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+LONG_S = 60.0
+# Of each process: one that is to import the module says so, and waits to be interrupted.
+HALT = """
+import importlib.abc, os, signal, sys
+
+class Halt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == os.environ["HALT_AT"]:
+            print("halted", flush=True)
+            signal.pause()
+
+sys.meta_path.insert(0, Halt())
+"""
+
+
+def interrupted(arguments: Sequence[str], module: str, folder: Path) -> tuple[int, str]:
+    """Exit code and stderr of Python, interrupted as it imports a module."""
+    (folder / "sitecustomize.py").write_text(HALT)
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": str(folder), "HALT_AT": module},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "halted\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=LONG_S)
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("module", ["numpy", "crossrail.cli.main", "click"])
+def test_command_ends_without_a_traceback(module: str, tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("crossrail")
+    for command in (["-m", "crossrail"], [str(script)]):
+        assert interrupted([*command, "--help"], module, tmp_path) == (-signal.SIGINT, "")
+
+
+def test_program_that_uses_the_package_is_interrupted_as_python_has_it(tmp_path: Path) -> None:
+    status, errors = interrupted(["-c", "import crossrail"], "numpy", tmp_path)
+    assert "Traceback" in errors and "KeyboardInterrupt" in errors and status != 0
+
+
+def test_program_of_the_same_name_is_its_own_master_after_the_import(tmp_path: Path) -> None:
+    program = tmp_path / "crossrail"
+    program.write_text("import crossrail\nimport mine")
+    status, errors = interrupted([str(program)], "mine", tmp_path)
+    assert errors.endswith("KeyboardInterrupt\n") and status != 0

@@ -1,0 +1,52 @@
+"""Steps of a request in a cluster: how tests reach each of them, and see that all is well afterwards."""
+
+import asyncio
+
+from crossrail.kv import messages as m
+from crossrail.kv.prefiller import Prefiller
+from tests.kv.conftest import quiet, until
+from tests.support.kv_cluster import Cluster, monolithic, prompt_of
+from tests.support.limits import WAIT_S
+
+GREEDY = m.Sampling(max_tokens=8, ignore_end=True)
+SLOW_S = 0.0004  # a layer, each token: 4 layers of 120 tokens take 0.2 s
+PROMPT = prompt_of(120)
+
+
+def prefiller(cluster: Cluster, name: str = "p0") -> Prefiller:
+    node = cluster.nodes[name]
+    assert isinstance(node, Prefiller)
+    return node
+
+
+def jobs(cluster: Cluster) -> list:
+    return [work.job for node in cluster.nodes.values() if isinstance(node, Prefiller) for work in node._works.values()]
+
+
+def posted(cluster: Cluster) -> int:
+    """Layers that were posted for what is under way."""
+    return sum(len(job.posted) for job in jobs(cluster) if job is not None)
+
+
+# Steps of a request as the cluster shows them: each becomes true in this order.
+STEPS = {
+    "asked": lambda cluster: cluster.router.requests,
+    "dispatched": lambda cluster: jobs(cluster),
+    "running": lambda cluster: any(job is not None for job in jobs(cluster)),
+    "first layer posted": lambda cluster: posted(cluster) >= 1,
+    "second chunk": lambda cluster: posted(cluster) >= 5,
+    "last chunk": lambda cluster: posted(cluster) >= 13,
+    "decoding": lambda cluster: any(s.tokens for s in cluster.nodes["d0"]._servings.values()),
+}
+
+
+async def reach(cluster: Cluster, step: str) -> None:
+    await until(lambda: STEPS[step](cluster), f"step {step!r}")
+
+
+async def assert_still_serves(cluster: Cluster) -> None:
+    await quiet(cluster)
+    prompt = prompt_of(30, seed=9)
+    tokens, _ = await asyncio.wait_for(cluster.complete(prompt, GREEDY), WAIT_S)
+    assert tokens == await monolithic(prompt, GREEDY)
+    await quiet(cluster)

@@ -1,0 +1,216 @@
+"""Clients that are slow, silent, gone, large, or speak no HTTP."""
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import select
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from crossrail.kv.http import Front
+from crossrail.kv.listener import Listener
+from crossrail.kv.toy import ToyTokenizer
+from tests.kv.asking import HEAD, answer_of, body
+from tests.kv.conftest import quiet, start, until
+from tests.support.kv_cluster import ROUTER, SECRET, Cluster
+from tests.support.limits import WAIT_S
+
+PATIENCE_S = 0.5  # of fronts with clients that are slow on purpose
+
+
+async def test_bytes_that_are_no_http_are_refused_and_not_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """aiohttp logs a traceback for each: a port scanner fills a log with them."""
+    for garbage in (b"\x16\x03\x01\r\n\r\n", b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", b"GARBAGE\r\n\r\n"):
+        answer = await answer_of(url, garbage)
+        assert b" 400 " in answer and b'{"error": {"message": "this is no HTTP: ' in answer
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
+async def test_body_that_is_not_encoded_as_it_says_is_the_clients_mistake(
+    url: str, caplog: pytest.LogCaptureFixture, encoding: bytes
+) -> None:
+    head = HEAD + b"Content-Encoding: " + encoding + b"\r\nContent-Length: 17\r\n\r\n"
+    answer = await answer_of(url, head + b'{"prompt": "x"}  ')
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"cannot be read: Can not decode content-encoding" in answer
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("expected", [b"\xff", b"100-continue\xff", b"patience"])
+async def test_expectations_that_nobody_knows_are_refused(
+    url: str, caplog: pytest.LogCaptureFixture, expected: bytes
+) -> None:
+    answer = await answer_of(url, HEAD + b"Expect: " + expected + b"\r\nContent-Length: 2\r\n\r\n{}")
+    assert answer.startswith(b"HTTP/1.1 417 ") and b"only 100-continue" in answer
+    assert not caplog.records
+
+
+async def test_client_that_leaves_while_its_answer_is_written_is_not_logged(
+    nothing_leaks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = Listener()
+    left = asyncio.Event()
+
+    async def answer(http: web.Request) -> web.StreamResponse:
+        assert http.transport is not None
+        http.transport.close()  # as when it has hung up and that was not noticed yet
+        left.set()
+        return web.Response(text="too late")
+
+    app = web.Application()
+    app.add_routes([listener.route("GET", "/", answer)])
+    port = await listener.start(app, "127.0.0.1", 0, logging.getLogger("of this test"))
+    try:
+        assert await answer_of(f"http://127.0.0.1:{port}", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+        await asyncio.wait_for(left.wait(), WAIT_S)
+        await asyncio.sleep(0)
+    finally:
+        await listener.close()
+    assert not caplog.records
+
+
+async def test_client_that_waits_to_be_told_to_send_is_told(cluster: Cluster, url: str) -> None:
+    asked = HEAD + b"Connection: close\r\nExpect: 100-Continue\r\nContent-Length: 2\r\n\r\n"
+    assert (await answer_of(url, asked)).startswith(b"HTTP/1.1 100 ")
+
+
+@pytest.fixture
+async def impatient(cluster: Cluster) -> AsyncIterator[int]:
+    """The port of a front that waits for no client long."""
+    front = Front(cluster.router, ToyTokenizer(), SECRET, patience_s=PATIENCE_S)
+    yield await front.start("127.0.0.1", 0)
+    await front.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [(b"", b""), (HEAD, b""), (HEAD + b'Content-Length: 100\r\n\r\n{"prompt"', b"HTTP/1.1 408")],
+    ids=["nothing", "half a head", "half a body"],
+)
+async def test_client_that_does_not_go_on_is_cut_off(impatient: int, said: bytes, answer: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", impatient)
+    writer.write(said)
+    heard = await asyncio.wait_for(reader.read(), WAIT_S)  # until the connection ends
+    assert heard[: len(answer)] == answer and bool(heard) == bool(answer)
+    writer.close()
+
+
+async def test_client_that_takes_nothing_is_cut_off_and_its_request_given_up(
+    cluster: Cluster, impatient: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await start(cluster)
+    prepare = web.StreamResponse.prepare
+
+    async def prepare_without_buffers(response: web.StreamResponse, request: web.Request) -> object:
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        request.transport.set_write_buffer_limits(0)
+        return await prepare(response, request)
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", prepare_without_buffers)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", impatient))
+        data = json.dumps(body(max_tokens=450, stream=True)).encode()
+        client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        await until(lambda: cluster.router.requests == 1, "the request is under way")
+        await until(lambda: cluster.router.requests == 0, "the request is given up", ROUTER.request_s / 2)
+    await quiet(cluster)
+    assert cluster.router.counts.total() == 1
+
+
+async def test_client_that_is_no_slower_than_its_tokens_is_waited_for(
+    cluster: Cluster, impatient: int, client: aiohttp.ClientSession
+) -> None:
+    await start(cluster, token_s=PATIENCE_S / 40)
+    address = f"http://127.0.0.1:{impatient}/v1/completions"
+    for stream in (False, True):  # on one connection
+        async with client.post(address, json=body(max_tokens=16, stream=stream)) as response:
+            assert response.status == 200 and await response.read()
+    assert cluster.router.counts["length"] == 2
+
+
+@pytest.mark.skipif(
+    int(Path("/proc/sys/net/core/somaxconn").read_text()) < 500, reason="the kernel keeps fewer connections waiting"
+)
+async def test_hundreds_of_clients_connect_while_the_router_is_busy(url: str) -> None:
+    """No await in here: the router's loop does not run. Whom the kernel has no place for tries again after a second."""
+    port = int(url.rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket()) for _ in range(500)]
+        poll = select.poll()
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+            poll.register(client, select.POLLOUT)
+        connected = set()
+        while ready := poll.poll(200):
+            for descriptor, _ in ready:
+                connected.add(descriptor)
+                poll.unregister(descriptor)
+        assert len(connected) == len(clients)
+
+
+@asynccontextmanager
+async def counting(listener: Listener) -> AsyncIterator[str]:
+    """A server that says how many bytes it was sent."""
+
+    async def count(http: web.Request) -> web.StreamResponse:
+        async with listener.body(http) as data:
+            return web.Response(text=str(len(data)))
+
+    app = web.Application()
+    app.add_routes([listener.route("POST", "/", count)])
+    yield f"http://127.0.0.1:{await listener.start(app, '127.0.0.1', 0, logging.getLogger('of this test'))}/"
+    await listener.close()
+
+
+async def test_large_bodies_together_have_a_bound_and_small_ones_none(client: aiohttp.ClientSession) -> None:
+    listener = Listener(bodies_bytes_max=1 << 20)
+    go_on = asyncio.Event()
+
+    async def halting() -> AsyncIterator[bytes]:
+        yield b" " * (800 << 10)
+        await go_on.wait()
+
+    async with counting(listener) as url:
+        first = asyncio.ensure_future(client.post(url, data=halting()))
+        await until(lambda: listener._bodies_bytes > 700 << 10, "most of it is there")
+        async with client.post(url, data=io.BytesIO(b" " * (800 << 10))) as response:
+            assert (response.status, await response.text()) == (
+                429, "bodies of requests take 1048576 bytes already, the most that is kept of all\n"
+            )  # fmt: skip
+        async with client.post(url, data=b" " * (60 << 10)) as response:
+            assert response.status == 200
+        go_on.set()
+        async with await first as response:
+            assert (response.status, await response.text()) == (200, str(800 << 10))
+        async with client.post(url, data=io.BytesIO(b" " * (800 << 10))) as response:
+            assert response.status == 200
+        gone = asyncio.ensure_future(client.post(url, data=halting_for_ever()))
+        await until(lambda: listener._bodies_bytes > 0, "some of it is there")
+        gone.cancel()
+        await until(lambda: listener._bodies_bytes == 0, "nothing is kept of who left")
+        await asyncio.gather(gone, return_exceptions=True)
+
+
+async def halting_for_ever() -> AsyncIterator[bytes]:
+    yield b" " * (800 << 10)
+    await asyncio.Event().wait()
+
+
+async def test_nothing_is_kept_of_clients_that_leave_without_a_word() -> None:
+    listener = Listener()
+    async with counting(listener) as url:
+        for said in (b"", b"POST / HTTP/1.1", b"no HTTP"):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2].rstrip("/")))) as gone:
+                await until(lambda: listener._silent, "it is there")
+                gone.sendall(said)
+            await until(lambda: not listener._silent, "it is forgotten")

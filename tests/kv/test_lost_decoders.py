@@ -1,0 +1,157 @@
+"""Decoders that die, freeze or close at every step: another one goes on, and no token comes twice."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from crossrail.kv import messages as m
+from crossrail.kv.decoder import Decoder
+from crossrail.kv.membership import Roster
+from crossrail.kv.serving import Serving
+from tests.kv.conftest import quiet, start, until
+from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, prefiller, reach
+from tests.support.kv_cluster import ROUTER, Cluster, monolithic, prompt_of
+from tests.support.limits import WAIT_S
+
+SAMPLINGS = [m.Sampling(24, ignore_end=True), m.Sampling(24, temperature=0.8, top_p=0.9, seed=7, ignore_end=True)]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "asked"])
+async def test_another_decoder_goes_on_where_one_died(cluster: Cluster, step: str, sampling: m.Sampling) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, sampling))
+    await reach(cluster, step)
+    await cluster.kill("d0")
+    cluster.add(Decoder, "d1", SLOW_S)
+    tokens, end = await asyncio.wait_for(client, WAIT_S)
+    assert (tokens, end.reason) == (await monolithic(PROMPT, sampling), "length"), end
+    assert cluster.router.counts["restarted"] == 1
+    await assert_still_serves(cluster)
+
+
+@pytest.mark.parametrize("step", ["dispatched", "running", "decoding"])
+async def test_decoder_that_was_given_up_and_comes_back_goes_on_with_what_it_had(cluster: Cluster, step: str) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, SAMPLINGS[1]))
+    await reach(cluster, step)
+    roster = cluster.router.roster
+    assert isinstance(roster, Roster)
+    roster.remove(roster.members("decoder")[0], "node 'd0' was not heard of")  # it stood still, and goes on
+    tokens, end = await asyncio.wait_for(client, WAIT_S)
+    assert (tokens, end.reason) == (await monolithic(PROMPT, SAMPLINGS[1]), "length"), end
+    assert cluster.router.counts["restarted"] == 1
+    await assert_still_serves(cluster)
+
+
+async def test_start_of_an_earlier_placement_that_comes_late_disturbs_nobody(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    layout = cluster.nodes["p0"].record.ref
+    ask, address = cluster.router.mailbox.ask, cluster.nodes["d0"].mailbox.address
+    later, earlier = (m.Start("r1", m.pack_tokens(PROMPT), GREEDY, 10.0, layout, placement=n) for n in (3, 2))
+    await ask(address, later, m.Started, WAIT_S)
+    answer = await ask(address, earlier, m.StartRefused, WAIT_S)
+    assert "'r1' is or was under way" in answer.reason and not answer.busy
+    assert cluster.nodes["d0"]._servings["r1"]._stop is None
+    await ask(address, m.Cancel("r1", "test", 3), m.Taken, WAIT_S)
+    await assert_still_serves(cluster)
+
+
+async def test_stream_goes_on_behind_what_the_client_has(cluster: Cluster) -> None:
+    await start(cluster, token_s=20 * SLOW_S)
+    sampling = SAMPLINGS[1]
+    got: list[int] = []
+    async for chunk in cluster.router.complete(prompt_of(20), sampling):
+        got += chunk.tokens
+        if len(got) >= 5 and "d1" not in cluster.nodes:
+            cluster.add(Decoder, "d1")
+            await cluster.nodes["d1"].links[0].joined.wait()
+            await cluster.kill("d0")
+    assert got == await monolithic(prompt_of(20), sampling)
+    assert cluster.router.counts["restarted"] == 1
+    await assert_still_serves(cluster)
+
+
+@pytest.mark.parametrize("generated", [6, 9])
+async def test_more_generated_tokens_than_there_are_is_refused(cluster: Cluster, generated: int) -> None:
+    await start(cluster)
+    layout = cluster.nodes["p0"].record.ref
+    question = m.Start("r1", m.pack_tokens(prompt_of(6)), GREEDY, 10.0, layout, placement=3, generated=generated)
+    address = cluster.nodes["d0"].mailbox.address
+    answer = await cluster.router.mailbox.ask(address, question, m.StartRefused, WAIT_S)
+    assert f"{generated} of 6 tokens cannot be generated ones, of at most 8" in answer.reason and not answer.busy
+    await quiet(cluster)
+
+
+async def test_end_that_a_dead_decoder_had_not_told_is_told_by_another(cluster: Cluster) -> None:
+    whole = await monolithic(PROMPT, m.Sampling(24, ignore_end=True))
+    await start(cluster)
+
+    async def keep_to_yourself(serving: Serving) -> bool:
+        """All tokens are passed on, the end never."""
+        if serving.taken == len(serving.tokens):
+            await asyncio.Event().wait()
+        end, serving.end = serving.end, None
+        told = await tell(serving)
+        serving.end = serving.end or end
+        return told
+
+    decoder = cluster.nodes["d0"]
+    assert isinstance(decoder, Decoder)
+    tell, decoder._offer = decoder._offer, keep_to_yourself
+    for node in cluster.nodes.values():
+        node.model.end_tokens = frozenset({whole[12]})
+    client = asyncio.ensure_future(cluster.complete(PROMPT, m.Sampling(24)))
+    await until(lambda: any(len(r.tokens) == 13 for r in cluster.router._running.values()), "all tokens are told")
+    await cluster.kill("d0")
+    cluster.add(Decoder, "d1").model.end_tokens = frozenset({whole[12]})
+    tokens, end = await asyncio.wait_for(client, WAIT_S)
+    assert (tokens, end.reason) == (whole[:13], "stop")
+    await assert_still_serves(cluster)
+
+
+async def test_request_whose_decoders_keep_dying_ends_in_words(cluster: Cluster) -> None:
+    await start(cluster, token_s=10 * SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    for index in range(3):
+        await until(lambda: any(work.job is not None for work in prefiller(cluster)._works.values()), "it is prefilled")
+        await until(lambda name=f"d{index}": cluster.nodes[name].load().requests, "a decoder has it")
+        if index < 2:
+            cluster.add(Decoder, f"d{index + 1}")
+            await cluster.nodes[f"d{index + 1}"].links[0].joined.wait()
+        await cluster.kill(f"d{index}")
+    _, end = await asyncio.wait_for(client, WAIT_S)
+    assert end.reason == "error"
+    # d2 may die before it has told the router that it has the request.
+    known, unknown = (
+        "node 'd2' died or closed; so were 2 before",
+        "node 'd1' died or closed; nobody else goes on with it",
+    )
+    assert f"its decoder is gone: {known}" in end.detail or (
+        f"its decoder is gone: {unknown}" in end.detail and "'d2'" in end.detail
+    )
+
+
+async def test_decoder_that_closes_hands_its_requests_on(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, "decoding")
+    cluster.add(Decoder, "d1")
+    await cluster.nodes["d1"].links[0].joined.wait()
+    await cluster.nodes["d0"].close()
+    tokens, end = await asyncio.wait_for(client, WAIT_S)
+    assert (tokens, end.reason) == (await monolithic(PROMPT, GREEDY), "length")
+    assert cluster.router.counts["restarted"] == 1
+    await quiet(cluster)
+
+
+async def test_decoder_that_dies_alone_ends_it_in_words(cluster: Cluster) -> None:
+    cluster.router.options = replace(ROUTER, queue_s=0.3)
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await reach(cluster, "running")
+    await cluster.kill("d0")
+    _, end = await asyncio.wait_for(client, WAIT_S)
+    assert end.reason == "error"
+    assert "its decoder is gone: node 'd0' died or closed; nobody else goes on with it: no decoder" in end.detail

@@ -1,0 +1,104 @@
+"""What a cluster has no room for, or does not know."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.kv import messages as m
+from crossrail.kv.decoder import Decoder
+from crossrail.kv.errors import DuplicateRequest
+from crossrail.kv.pages import PageState
+from crossrail.kv.router_requests import Overloaded, Unavailable, UnknownModel
+from tests.kv.conftest import quiet, start, until
+from tests.kv.steps import GREEDY, PROMPT, SLOW_S, assert_still_serves
+from tests.support.kv_cluster import LAYOUT, ROUTER, Cluster, monolithic, prompt_of
+from tests.support.limits import WAIT_S
+
+
+async def test_requests_over_the_limit_are_refused(cluster: Cluster) -> None:
+    cluster.router.options = replace(ROUTER, requests_max=2)
+    await start(cluster, token_s=SLOW_S)
+    running = [asyncio.ensure_future(cluster.complete(prompt_of(50, seed=n), GREEDY)) for n in range(2)]
+    await until(lambda: cluster.router.requests == 2, "two requests")
+    with pytest.raises(Overloaded, match="at most 2 may be"):
+        await cluster.complete(PROMPT, GREEDY)
+    await asyncio.gather(*running)
+    await assert_still_serves(cluster)
+
+
+async def test_what_a_busy_decoder_refuses_costs_no_known_pages(cluster: Cluster) -> None:
+    await start(cluster)
+    await cluster.complete(prompt_of(65), GREEDY)
+    await quiet(cluster)
+    decoder = cluster.nodes["d0"]
+    known = decoder.pool.report().pages[PageState.CACHED]
+    decoder.draining = True
+
+    all_pages = m.Sampling(LAYOUT.pages * LAYOUT.page_tokens - 100)
+    refused = m.Start("r2", m.pack_tokens(prompt_of(90, seed=5)), all_pages, WAIT_S, cluster.nodes["p0"].record.ref)
+    answer = await cluster.router.mailbox.ask(decoder.mailbox.address, refused, m.StartRefused, WAIT_S)
+
+    assert answer.busy and "is draining" in answer.reason
+    assert decoder.pool.report().pages[PageState.CACHED] == known > 0
+
+
+async def test_request_waits_for_pages_and_gets_them(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S / 4)
+    prompts = [prompt_of(300, seed=n) for n in range(3)]  # 39 of 64 pages each: one at a time
+    results = await asyncio.gather(*(cluster.complete(prompt, GREEDY) for prompt in prompts))
+    for prompt, (tokens, _) in zip(prompts, results, strict=True):
+        assert tokens == await monolithic(prompt, GREEDY)
+    await quiet(cluster)
+
+
+async def test_name_is_used_once(cluster: Cluster) -> None:
+    await start(cluster)
+    await cluster.complete(PROMPT, GREEDY, request="r1")
+    with pytest.raises(DuplicateRequest, match="'r1' is or was under way"):
+        await cluster.complete(PROMPT, GREEDY, request="r1")
+
+
+async def test_no_nodes_is_unavailable(cluster: Cluster) -> None:
+    cluster.router.options = replace(ROUTER, queue_s=0.1)
+    with pytest.raises(Unavailable, match="no decoder has joined router 'router'"):
+        await cluster.complete(PROMPT, GREEDY)
+    cluster.add(Decoder, "d0")
+    await asyncio.wait_for(cluster.joined(), WAIT_S)
+    with pytest.raises(xr.CrossrailError, match="no prefiller for model"):
+        await cluster.complete(PROMPT, GREEDY)
+
+
+async def test_model_that_no_node_has_is_refused_at_once(cluster: Cluster) -> None:
+    await start(cluster)
+    cluster.router.options = replace(ROUTER, queue_s=0.01)
+    await asyncio.sleep(0.02)  # the router is no newborn
+    ours = cluster.models["d0"].name
+    with pytest.raises(UnknownModel, match=rf"no node of router 'router' has model 'toy'; there are {ours}"):
+        await anext(cluster.router.complete(PROMPT, GREEDY, model="toy"))
+    cluster.router.options = ROUTER
+    assert (await cluster.complete(PROMPT, GREEDY, model=ours))[0] == await monolithic(PROMPT, GREEDY)
+
+
+async def test_model_of_a_node_that_just_went_is_waited_for(cluster: Cluster) -> None:
+    await start(cluster)
+    ours = cluster.models["d0"].name
+    await cluster.kill("d0")
+    await until(lambda: not cluster.router.roster.members("decoder"), "the decoder is missed")
+    waiting = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, model=ours))
+    await asyncio.sleep(0.1)
+    cluster.add(Decoder, "d1")
+    assert (await asyncio.wait_for(waiting, WAIT_S))[0] == await monolithic(PROMPT, GREEDY)
+
+
+async def test_newborn_router_waits_for_nodes_of_any_model(cluster: Cluster) -> None:
+    cluster.router.options = replace(ROUTER, queue_s=WAIT_S)  # so long is nothing unknown
+    with pytest.raises(Unavailable, match=r"no decoder for model 'toy' has joined router 'router'$"):
+        await anext(cluster.router.complete(PROMPT, GREEDY, model="toy", deadline_s=0.1))
+
+
+async def test_empty_prompt_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(xr.UsageError, match="the prompt is empty"):
+        await cluster.complete(np.zeros(0, np.int32), GREEDY)

@@ -1,0 +1,204 @@
+"""Routers that are restarted while requests run, and several at a time."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from crossrail.kv import decoder as decoder_module
+from crossrail.kv import messages as m
+from crossrail.kv.decoder import Decoder
+from crossrail.kv.errors import DuplicateRequest
+from tests.kv.conftest import quiet, start, until
+from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, jobs, prefiller, reach
+from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
+from tests.support.limits import WAIT_S
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step != "asked"])
+async def test_router_restarted_at_a_step_running_requests_finish(cluster: Cluster, step: str) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, step)
+    await cluster.close_router()
+    _, end = await client
+    assert end.detail == "the router is closing"
+    router = cluster.add_router("router-again")
+    await until(lambda: (found := router.adopted("r1")) and found.end, "the request ends")
+    assert router.adopted("r1").tokens == await monolithic(PROMPT, GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_end_of_what_was_silent_for_long_waits_for_the_next_router(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted from the end on, however long its router had heard nothing of it before."""
+    monkeypatch.setattr(decoder_module, "_ROUTER_GONE_S", 1.0)
+    await start(cluster)
+    run, goes_on = prefiller(cluster).model.prefill, asyncio.Event()
+
+    async def slow_run(*arguments: Any) -> bytes:
+        await goes_on.wait()
+        return await run(*arguments)
+
+    prefiller(cluster).model.prefill = slow_run
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    await cluster.close_router()
+    await client
+    await asyncio.sleep(1.2)
+    servings = cluster.nodes["d0"]._servings
+    serving = servings["r1"]
+    goes_on.set()
+    await until(lambda: serving.end, "it ends")
+    await asyncio.sleep(0.2)
+    assert "r1" in servings
+    await until(lambda: "r1" not in servings, "it is given up in the end")
+    cluster.add_router("router-again")
+    await assert_still_serves(cluster)
+
+
+async def test_next_router_may_cancel_what_runs(cluster: Cluster) -> None:
+    """From when it has heard of the request on, which is before the decoder hears that it has joined."""
+    await start(cluster, token_s=20 * SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    await cluster.close_router()
+    await client
+    router = cluster.add_router("router-again")
+    decoder, heard = cluster.nodes["d0"], asyncio.get_running_loop().create_future()
+
+    async def cancel_before_answering(sender: bytes, join: m.Join) -> m.Message:
+        answer = await router._on_join(sender, join)
+        if router.adopted("r1") and not heard.done():
+            cancel = m.Cancel("r1", "test")
+            heard.set_result(await router.mailbox.ask(decoder.mailbox.address, cancel, m.Taken, WAIT_S))
+            assert not decoder.links[0].joined.is_set()
+        return answer
+
+    router.mailbox.handle(m.Join, cancel_before_answering)
+    assert (await asyncio.wait_for(heard, WAIT_S)).wanted
+    await until(lambda: router.adopted("r1").end, "the request ends")
+    assert router.adopted("r1").end.reason == "cancelled"
+    await quiet(cluster)
+
+
+async def test_next_router_learns_what_ended_just_before(cluster: Cluster) -> None:
+    """The router has taken the end, and dies before its client has read it."""
+    await start(cluster)
+    tokens, _ = await cluster.complete(PROMPT, GREEDY, request="r1")
+    await quiet(cluster)
+    await cluster.close_router()
+    router = cluster.add_router("router-again")
+    await until(lambda: (found := router.adopted("r1")) and found.end, "it is told again")
+    found = router.adopted("r1")
+    assert found.tokens == tokens and found.end.reason == "length"
+    await assert_still_serves(cluster)
+
+
+async def test_next_router_does_not_learn_what_was_cancelled(cluster: Cluster) -> None:
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    client.cancel()
+    await quiet(cluster)
+    await cluster.close_router()
+    router = cluster.add_router("router-again")
+    await assert_still_serves(cluster)
+    assert router.adopted("r1") is None
+
+
+async def test_next_router_does_not_learn_of_a_cancel_that_the_one_before_did_not_hear_the_end_of(
+    cluster: Cluster,
+) -> None:
+    async def never(_: bytes, __: m.Tokens) -> m.Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "running")
+    cluster.router.mailbox.handle(m.Tokens, never)
+    client.cancel()
+    await quiet(cluster)
+    await cluster.close_router()
+    router = cluster.add_router("router-again")
+    await assert_still_serves(cluster)
+    assert router.adopted("r1") is None
+    await until(lambda: not cluster.nodes["d0"].load().requests, "it takes no place any more")
+
+
+async def test_two_routers_share_nodes(cluster: Cluster) -> None:
+    second = Cluster()
+    second.add_router("router-2")
+    cluster.also = [second.where]
+    await start(cluster, token_s=SLOW_S / 10)
+    await asyncio.wait_for(cluster.nodes["d0"].links[1].joined.wait(), WAIT_S)
+    await asyncio.wait_for(cluster.nodes["p0"].links[1].joined.wait(), WAIT_S)
+    prompts = [prompt_of(50 + n, seed=n) for n in range(8)]
+    sides = [cluster, second] * 4
+    results = await asyncio.gather(*(side.complete(p, GREEDY) for side, p in zip(sides, prompts, strict=True)))
+    for prompt, (tokens, end) in zip(prompts, results, strict=True):
+        assert tokens == await monolithic(prompt, GREEDY), end
+    await quiet(cluster)
+    await second.close()
+
+
+async def test_cancel_of_another_router_ends_nothing(cluster: Cluster) -> None:
+    """As of one whose Start of this name was not answered in time."""
+    second = Cluster()
+    router = second.add_router("router-2")
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await until(lambda: cluster.nodes["d0"].load().requests, "the decoder has it")
+    cancel = m.Cancel("r1", "it was given to another decoder")
+    assert not (await router.mailbox.ask(cluster.nodes["d0"].mailbox.address, cancel, m.Taken, WAIT_S)).wanted
+    tokens, end = await client
+    assert tokens == await monolithic(PROMPT, GREEDY), end
+    await quiet(cluster)
+    await second.close()
+
+
+async def test_name_that_was_used_at_another_router_is_told_as_such(cluster: Cluster) -> None:
+    second = Cluster()
+    second.add_router("router-2")
+    cluster.also = [second.where]
+    await start(cluster, token_s=SLOW_S)
+    for node in cluster.nodes.values():
+        await asyncio.wait_for(node.links[1].joined.wait(), WAIT_S)
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await until(lambda: cluster.nodes["d0"].load().requests, "the decoder has it")
+    with pytest.raises(DuplicateRequest, match="'r1' is or was under way at node 'd0'"):
+        await second.complete(PROMPT, GREEDY, request="r1")
+    assert (await first)[0] == await monolithic(PROMPT, GREEDY)
+    with pytest.raises(DuplicateRequest, match="'r1' is or was under way at node 'd0'"):
+        await second.complete(PROMPT, GREEDY, request="r1")
+    await quiet(cluster)
+    await second.close()
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["both stay", "one leaves"])
+async def test_one_name_at_two_routers_is_two_requests_at_a_prefiller(cluster: Cluster, leaves: bool) -> None:
+    """As of a proxy that repeats a request, with its X-Request-Id, at another router: each has a decoder of its own."""
+    second = Cluster(layout=LAYOUT)
+    router = second.add_router("router-2")
+    await start(cluster, token_s=SLOW_S)
+    cluster.also = [second.where]
+    prefiller(cluster).add_link(second.where)
+    second.add(Decoder, "d1", SLOW_S)
+    await asyncio.wait_for(second.joined(), WAIT_S)
+    await until(lambda: router.roster.members("prefiller"), "the prefiller has joined both")
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
+    await reach(cluster, "first layer posted")
+    other = asyncio.ensure_future(second.complete(PROMPT[:90], GREEDY, request="r1"))
+    await until(lambda: len(jobs(cluster)) == 2, "the prefiller has both")
+    if leaves:
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+    else:
+        assert (await other)[0] == await monolithic(PROMPT[:90], GREEDY)
+    assert (await first)[0] == await monolithic(PROMPT, GREEDY)
+    assert [each.router.counts["redispatched"] for each in (cluster, second)] == [0, 0]
+    await quiet(cluster)
+    await quiet(second)
+    await second.close()
