@@ -14,6 +14,7 @@ from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable, Wire
 from crossrail.weights.errors import Refused
 from crossrail.weights.inventory.holdings import Inventory, Role
+from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.services import messages as m
 
@@ -78,6 +79,11 @@ def assigns_of(
         )
 
     return {member.rank: assign(member.rank) for member in trainers}
+
+
+def packed_inventory(memory: WeightMemory) -> bytes:
+    """Of Join. Registers what is not registered. Blocks: a second and more for tens of thousands of arrays."""
+    return m.packed(memory.inventory().to_bytes())
 
 
 def next_word(mailbox: Mailbox) -> int:

@@ -18,7 +18,7 @@ from crossrail.weights import gpu
 from crossrail.weights.errors import Refused, UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
-from crossrail.weights.services.members import join_again, next_word
+from crossrail.weights.services.members import join_again, next_word, packed_inventory
 from crossrail.weights.services.versions import State, Versions
 
 log = logging.getLogger("crossrail.weights")
@@ -124,7 +124,7 @@ class WeightReceiver:
         if controller != self._controller:
             self._controller, self._attempt_max = controller, 0
         await self._fail("it joins anew")
-        inventory = self.memory.inventory()
+        inventory = await asyncio.to_thread(packed_inventory, self.memory)
         if not self._buffers:
             buffers = [self.memory.regions]
             if self._has_spare:
@@ -133,7 +133,7 @@ class WeightReceiver:
         self._is_closed = False
         self._check_memory()
         spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
-        question = m.Join(next_word(self._mailbox), m.packed(inventory.to_bytes()), spare)
+        question = m.Join(next_word(self._mailbox), inventory, spare)
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
         if isinstance(answer, m.JoinRefused):

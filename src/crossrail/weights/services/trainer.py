@@ -20,7 +20,7 @@ from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.assigned import Assigned
-from crossrail.weights.services.members import join_again, next_word
+from crossrail.weights.services.members import join_again, next_word, packed_inventory
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.arena import Arena, aligned
 from crossrail.weights.step.barrier import EngineBarrier, MakeBarrier
@@ -98,7 +98,8 @@ class WeightTrainer:
             self._controller, self._attempt_max = controller, 0
             if self._offer is not None:
                 self._offer.attempt = 0
-        question = m.Join(next_word(self._mailbox), m.packed(self.memory.inventory().to_bytes()))
+        inventory = await asyncio.to_thread(packed_inventory, self.memory)
+        question = m.Join(next_word(self._mailbox), inventory)
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
         if isinstance(answer, m.JoinRefused):
