@@ -113,8 +113,8 @@ def said_of(error: Exception) -> str:
 def _words_of(error: Exception) -> str:
     if isinstance(error, CrossrailError):
         return f"error: {error} [{error.docs}]"
-    if isinstance(error, OSError):
-        return f"error: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"error: {error.strerror}" if error.filename is None else f"error: {error.filename}: {error.strerror}"
     what = f"{type(error).__name__}: {error}"
     return f"error: a mistake in crossrail, {what}; `crossrail --debug ...` shows where, please report it"
 

@@ -93,8 +93,13 @@ class OutputFile(click.Path):
         try:
             if not folder.is_dir():
                 self.fail(f"{str(path)!r}: there is no folder {str(folder)!r}", param, ctx)
-            if not path.exists() and not os.access(folder, os.W_OK):
-                self.fail(f"{str(path)!r}: no permission to write in {str(folder)!r}", param, ctx)
+            if not path.exists():
+                if not os.access(folder, os.W_OK):
+                    self.fail(f"{str(path)!r}: no permission to write in {str(folder)!r}", param, ctx)
+                path.touch(exist_ok=False)  # root may write in all folders, and not in all file systems
+                path.unlink()
+            elif path.is_file():
+                os.close(os.open(path, os.O_WRONLY))
         except OSError as error:  # a folder that may not be entered, a name that is too long
             self.fail(f"{str(path)!r}: {error.strerror}", param, ctx)
         return path
