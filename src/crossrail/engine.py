@@ -51,6 +51,7 @@ DEFAULT_TRANSPORT = "auto"
 SECRET_VARIABLE = "CROSSRAIL_SECRET"
 
 _EXIT_PATIENCE_S = 0.5  # for daemon threads to return from waits when the interpreter ends
+_LOST_KNOWN_MAX = 1024
 _CALLBACK_PATIENCE_S = 5.0  # how long close() waits for a callback under way
 
 
@@ -170,6 +171,7 @@ class Engine(_core.Engine):
             place and place.world, place and place.host,
         )  # fmt: skip
         self._on_event: Callable[[EngineEvent], object] | None = None
+        self._known_lost: dict[str, None] = {}  # by name, the oldest first
         self._callbacks: Callbacks = CallbackThread(name) if place is None else place.callbacks(name)
         self._event_cookie = self._callbacks.register(weakly(self._handle_events), once=False)
         self._set_event_notifier(self._callbacks.notifier, self._event_cookie)
@@ -371,7 +373,19 @@ class Engine(_core.Engine):
             else:
                 about = f" of peer {peer!r}" if peer else ""
                 why = f": {plain(detail)}" if detail else ""  # there may be names in it that peers chose
-                log.log(_EVENT_LEVELS[kind], "engine %r: %s%s%s", self.name, kind, about, why)
+                log.log(self._level_of(kind, peer), "engine %r: %s%s%s", self.name, kind, about, why)
+
+    def _level_of(self, kind: str, peer: str) -> int:
+        """A peer that is looked for again and again, and not there, is news once."""
+        if kind == "peer-connected":
+            self._known_lost.pop(peer, None)
+        elif kind == "peer-lost":
+            if peer in self._known_lost:
+                return logging.INFO
+            self._known_lost[peer] = None
+            if len(self._known_lost) > _LOST_KNOWN_MAX:
+                del self._known_lost[next(iter(self._known_lost))]
+        return _EVENT_LEVELS[kind]
 
 
 def _default_rails(transport: str, rails: int | Sequence[str]) -> int | Sequence[str]:

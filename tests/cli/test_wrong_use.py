@@ -21,6 +21,8 @@ OUTPUTS = [
     ["weights", "bench", "--json"],
 ]
 
+PLAN = ["weights", "plan", "qwen3-235b", "--layers", "1", "--trainers", "2", "--targets", "1"]
+
 
 def refused(*arguments: object) -> str:
     result = CliRunner().invoke(main, [str(argument) for argument in arguments])
@@ -34,6 +36,7 @@ def refused(*arguments: object) -> str:
 def test_file_that_cannot_be_written(command: list[str], tmp_path: Path) -> None:
     assert "there is no folder" in refused(*command, tmp_path / "missing" / "file")
     assert "is a directory" in refused(*command, tmp_path)
+    assert "/proc/file" in refused(*command, "/proc/file")  # not by root either
 
 
 @pytest.mark.parametrize("command", [["sim", "--log"], ["kv", "demo", "--out"]], ids=" ".join)
@@ -47,6 +50,20 @@ def test_place_that_cannot_be_looked_at(command: list[str], tmp_path: Path) -> N
 @pytest.mark.parametrize("command", [["sim", "--log"], ["kv", "demo", "--out"]], ids=" ".join)
 def test_place_where_not_even_root_can_write(command: list[str]) -> None:
     assert "cannot write in '/proc': " in refused(*command, "/proc/mine")
+
+
+def test_file_that_can_be_written_is_as_it_was_until_it_is(tmp_path: Path) -> None:
+    there, absent = tmp_path / "there", tmp_path / "absent"
+    there.write_text("kept")
+    for file in (there, absent):
+        assert "is not known" in refused("weights", "plan", "no-model", "-o", file)
+    assert there.read_text() == "kept"
+    assert not absent.exists()
+
+
+def test_disk_that_is_full_is_named() -> None:
+    result = CliRunner().invoke(main, [*PLAN, "-o", "/dev/full"])
+    assert (result.exit_code, result.stderr) == (1, "error: /dev/full: No space left on device\n")
 
 
 def test_folder_that_cannot_be_stored_into() -> None:

@@ -133,6 +133,23 @@ def test_events_are_logged_when_nobody_listens(
     assert all(record.name.split(".")[0] == "crossrail" for record in caplog.records if "other" in record.getMessage())
 
 
+def test_peer_that_is_looked_for_again_and_again_is_a_warning_once(
+    engine: xr.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "crossrail")
+    with xr.Engine("other") as gone, xr.Engine("back") as back:
+        for _ in range(3):
+            gone.close()
+            engine.forget_peer(gone.address)
+            with pytest.raises(xr.CrossrailError):
+                engine.connect(gone.address, WAIT_S)
+        engine.connect(back.address, WAIT_S)
+    engine.close()
+
+    levels = [record.levelname for record in caplog.records if "peer-lost of peer 'other'" in record.getMessage()]
+    assert levels == ["WARNING", "INFO", "INFO"]
+
+
 def test_a_name_in_an_event_cannot_steer_who_reads_the_log(
     engine: xr.Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -302,3 +303,36 @@ async def test_trainers_that_read_nothing_of_each_other_do_not_meet_first(make_f
     await fleet.start()
     await fleet.update(1)
     assert fleet.trainers[0]._assigned is not None and not fleet.trainers[0]._assigned.meets_first
+
+
+@pytest.mark.parametrize("side", ["trainer", "target", "controller"])
+async def test_loop_goes_on_while_thousands_of_arrays_join(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    went_on = threading.Event()
+
+    def slow(work: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            asyncio.run_coroutine_threadsafe(beat(), loop)
+            assert went_on.wait(PATIENCE_S), "the event loop stood still"
+            return work(*args)
+
+        return wrapped
+
+    async def beat() -> None:
+        went_on.set()
+
+    loop = asyncio.get_running_loop()
+    member = fleet.receivers[0] if side == "target" else fleet.trainers[0]
+    if side == "controller":
+        monkeypatch.setattr(controller.Inventory, "from_bytes", slow(controller.Inventory.from_bytes))
+    else:
+        monkeypatch.setattr(member.memory, "inventory", slow(member.memory.inventory))
+
+    await member.join(fleet.controller.address, PATIENCE_S)
+
+    assert went_on.is_set()
+    await fleet.update(1)
+    await fleet.assert_holds(1)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -132,10 +136,10 @@ class CountingEngine:
 
 def test_where_thousands_of_arrays_lie_is_not_looked_for_among_all_regions() -> None:
     count = 2000
-    whole = np.zeros((2 * count, 64), np.uint8)
+    whole = np.zeros((3 * count, mmap.PAGESIZE), np.uint8)
     with WeightMemory(CountingEngine(), "trainer", 0) as memory:  # type: ignore[arg-type]
         for number in range(count):  # each an allocation of its own, as far as one can tell
-            part = np.frombuffer(whole[2 * number].data, np.uint8)
+            part = np.frombuffer(whole[3 * number].data, np.uint8)
             memory.add(f"w{number}", part)
         CountedRegion.looks = 0
 
@@ -144,3 +148,39 @@ def test_where_thousands_of_arrays_lie_is_not_looked_for_among_all_regions() -> 
         assert len(memory.regions) == count
         assert all(row["region"] == number and row["offset"] == 0 for number, row in enumerate(inventory.rows))
         assert CountedRegion.looks <= 4 * count
+
+
+def test_arrays_with_no_page_of_others_between_them_are_one_region(engine: xr.Engine) -> None:
+    page = mmap.PAGESIZE
+    raw = np.zeros(12 * page, np.uint8)
+    pages = raw[-raw.ctypes.data % page :]
+    with WeightMemory(engine, "target", 0) as memory:
+        # b begins in the page in which a ends, c in the next but one: behind a page of somebody else's.
+        for name, begin, end in (("a", 16, page + 8), ("b", 2 * page - 8, 3 * page), ("c", 4 * page + 8, 5 * page)):
+            memory.add(name, np.frombuffer(pages[begin:end].data, np.uint8))
+
+        inventory = memory.inventory()
+
+        places = [(row["region"], row["offset"]) for row in inventory.rows]
+        assert places == [(0, 0), (0, 2 * page - 24), (1, 0)]
+        assert [region.nbytes for region in memory.regions] == [3 * page - 16, page - 8]
+
+
+def test_memory_that_is_closed_while_it_is_registered_waits(engine: xr.Engine) -> None:
+    memory = WeightMemory(engine, "trainer", 0)
+    memory.add("w", ROWS)
+    registering, closes, register = threading.Event(), threading.Event(), engine.register
+
+    def slow(*args: Any, **options: Any) -> xr.Region:
+        registering.set()
+        assert closes.wait(60)
+        return register(*args, **options)
+
+    memory.engine = SimpleNamespace(register=slow)  # type: ignore[assignment]
+    with ThreadPoolExecutor(2) as threads:
+        inventory = threads.submit(memory.inventory)
+        assert registering.wait(60)
+        closing = threads.submit(lambda: (closes.set(), memory.close()))
+        assert len(inventory.result(60).regions) == 1
+        closing.result(60)
+    assert memory.regions == []

@@ -115,8 +115,8 @@ def _words_of(error: Exception) -> str:
     if isinstance(error, CrossrailError):
         more = "" if type(error) is CrossrailError else f" [more: crossrail error {error.error_code}]"
         return f"error: {error}{more}"
-    if isinstance(error, OSError):
-        return f"error: {error.filename}: {error.strerror}" if error.filename and error.strerror else f"error: {error}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"error: {error.strerror}" if error.filename is None else f"error: {error.filename}: {error.strerror}"
     what = f"{type(error).__name__}: {error}"
     return f"error: a mistake in crossrail, {what}; `crossrail --debug ...` shows where, please report it"
 

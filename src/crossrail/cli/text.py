@@ -96,6 +96,8 @@ class OutputFile(click.Path):
                 self.fail(f"{str(path)!r}: there is no folder {str(folder)!r}", param, ctx)
             if not path.exists():
                 _try_to_write_in(folder)
+            elif path.is_file():
+                os.close(os.open(path, os.O_WRONLY))
         except OSError as error:  # a folder that may not be entered, a name that is too long
             self.fail(f"{str(path)!r}: {error.strerror}", param, ctx)
         return path

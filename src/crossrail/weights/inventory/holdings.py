@@ -134,14 +134,15 @@ class Inventory:
         held = [holding for holding in holdings if all(start != stop for start, stop in holding.box)]
         names: dict[str, int] = {}
         meshes: dict[str, int] = {}
-        rows = np.zeros(len(held), HOLDING)
-        for row, holding in zip(rows, held, strict=True):
+
+        def row(holding: Holding) -> tuple[Any, ...]:
             check_holding(holding)
-            _fill(row, holding)
-            row["name"] = names.setdefault(holding.name, len(names))
-            row["mesh"] = meshes.setdefault(holding.mesh, len(meshes))
-            if holding.scale_of is not None:
-                row["scale_of"] = names.setdefault(holding.scale_of, len(names))
+            name = names.setdefault(holding.name, len(names))
+            mesh = meshes.setdefault(holding.mesh, len(meshes))
+            scale_of = -1 if holding.scale_of is None else names.setdefault(holding.scale_of, len(names))
+            return name, mesh, scale_of, *_place(holding)
+
+        rows = np.fromiter(map(row, held), HOLDING, len(held))
         return cls(role, rank, regions, list(names), list(meshes), rows)
 
     @property
@@ -316,24 +317,21 @@ def _check_text(what: str, text: object, least: int, most: int) -> None:
         raise UsageError(f"{what} is {text!r}, must be a text of {least}..{most} characters that UTF-8 has")
 
 
-def _fill(row: Any, holding: Holding) -> None:
+def _place(holding: Holding) -> tuple[Any, ...]:
+    """The fields of HOLDING from `region` on."""
     dims = len(holding.shape)
-    row["scale_of"] = -1
-    row["dims"] = dims
-    row["region"] = holding.region
-    row["offset"] = holding.offset
-    row["dtype"] = dtype_code(holding.dtype)
-    row["shape"] = row["stop"] = row["block"] = 1
-    row["shape"][:dims] = holding.shape
-    row["start"][:dims] = [start for start, _ in holding.box]
-    row["stop"][:dims] = [stop for _, stop in holding.box]
-    row["block"][: len(holding.block)] = holding.block
-    item_bytes = int(ITEM_BYTES[row["dtype"]])
+    dtype = dtype_code(holding.dtype)
+    beyond = (1,) * (DIMS - dims)
+    shape, block = (*holding.shape, *beyond), (*holding.block, *(1,) * (DIMS - len(holding.block)))
+    start = (*(start for start, _ in holding.box), *(0 for _ in beyond))
+    stop = (*(stop for _, stop in holding.box), *beyond)
+    item_bytes = int(ITEM_BYTES[dtype])
     if holding.strides is None:
-        row["strides"] = c_strides(row["stop"] - row["start"], item_bytes)
+        extent = np.array(stop) - np.array(start)
+        strides = tuple(c_strides(extent, item_bytes).tolist())
     else:
-        row["strides"] = item_bytes
-        row["strides"][:dims] = holding.strides
+        strides = (*holding.strides, *(item_bytes for _ in beyond))
+    return holding.region, dtype, dims, holding.offset, shape, start, stop, strides, block
 
 
 def c_strides(extent: npt.NDArray[np.int64], item_bytes: npt.ArrayLike) -> npt.NDArray[np.int64]:

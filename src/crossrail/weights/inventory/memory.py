@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap
 import operator
 import sys
+import threading
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,11 +51,13 @@ class _Piece:
 class WeightMemory:
     """What one process holds of a model. Made empty; filled by add(); then registered, all at once, by inventory().
 
-    Allocations are registered whole, and those that touch as one region: a model has few of them and thousands of
-    tensors; on a GPU what torch's allocator cut of one piece of the driver's counts as touching.
+    Allocations are registered whole, and neighbours as one region: a model has thousands of tensors, and each region
+    costs an entry at every NIC. Neighbours have no page between them that is nobody's (NICs take whole pages anyhow);
+    on a GPU they are what torch's allocator cut of one piece of the driver's.
     regions: memory that is registered already (Engine.alloc: peers of this host then write it directly); arrays in them
     need no registration of their own, and they stay the caller's to close.
-    Owner of the arrays: the caller; they are kept alive until close(). Threads: one at a time.
+    Owner of the arrays: the caller; they are kept alive until close(). Threads: one at a time; inventory() and close()
+    from any, they wait for each other.
     """
 
     def __init__(self, engine: xr.Engine, role: Role, rank: int, regions: Sequence[xr.Region] = ()) -> None:
@@ -66,6 +70,7 @@ class WeightMemory:
         self._made: list[tuple[int, int]] = []  # of regions that were made here, disjoint: begin and index, ascending
         self._added: list[tuple[Holding, _Piece]] = []
         self._inventory: Inventory | None = None
+        self._registering = threading.Lock()
 
     def add(
         self,
@@ -106,16 +111,20 @@ class WeightMemory:
         self._added.append((holding, piece))
 
     def inventory(self) -> Inventory:
-        """Registers what is not registered, at the first call, and says what lies where, with today's descriptors."""
-        if self._inventory is None:
-            self._register()
-        infos = [RegionInfo(bytes(region.descriptor), region.nbytes) for region in self.regions]
-        if self._inventory is None:
-            self._inventory = Inventory.of(self.role, self.rank, infos, self._placed())
-        elif self._inventory.regions != tuple(infos):  # some were revoked and renewed
-            old = self._inventory
-            self._inventory = Inventory(old.role, old.rank, infos, old.names, old.meshes, old.rows)
-        return self._inventory
+        """Registers what is not registered, at the first call, and says what lies where, with today's descriptors.
+
+        The first call takes some 50 us for each array: whoever has an event loop to keep alive runs it in a thread.
+        """
+        with self._registering:
+            if self._inventory is None:
+                self._register()
+            infos = [RegionInfo(bytes(region.descriptor), region.nbytes) for region in self.regions]
+            if self._inventory is None:
+                self._inventory = Inventory.of(self.role, self.rank, infos, self._placed())
+            elif self._inventory.regions != tuple(infos):  # some were revoked and renewed
+                old = self._inventory
+                self._inventory = Inventory(old.role, old.rank, infos, old.names, old.meshes, old.rows)
+            return self._inventory
 
     def like(self, array: Any, regions: Sequence[xr.Region]) -> Any:
         """What lies in these regions where the array lies in ours: a numpy array that shares their memory.
@@ -138,11 +147,12 @@ class WeightMemory:
 
     def close(self) -> None:
         """Closes the regions that were made here, and lets go of the arrays. Idempotent."""
-        for region in self.regions[self._given :]:
-            region.close()
-        del self.regions[self._given :]
-        self._made.clear()
-        self._added.clear()
+        with self._registering:
+            for region in self.regions[self._given :]:
+                region.close()
+            del self.regions[self._given :]
+            self._made.clear()
+            self._added.clear()
 
     def _register(self) -> None:
         blocks = {(piece.block, piece.is_cuda) for _, piece in self._added if self._region_of(piece) is None}
@@ -186,18 +196,22 @@ class WeightMemory:
 
 
 def _merged(blocks: Sequence[tuple[tuple[int, int], bool]]) -> list[tuple[int, int]]:
-    """Those that overlap or touch made one; ascending. On a GPU only within an allocation: the driver maps no two."""
+    """Neighbours made one; ascending. On a GPU only within an allocation: the driver maps no two."""
     merged: list[tuple[int, int]] = []
     before: tuple[int, int] | None = None
     for (begin, end), is_cuda in blocks:
         allocation = gpu_allocation(begin) if is_cuda else None
-        gap_end = merged[-1][1] + (_PADDING_BYTES if is_cuda else 1) if merged else 0
-        if begin < gap_end and allocation == before:
+        if merged and allocation == before and begin < _next_to(merged[-1][1], is_cuda):
             merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
             merged.append((begin, end))
         before = allocation
     return merged
+
+
+def _next_to(end: int, is_cuda: bool) -> int:
+    """Blocks that begin before this are neighbours of one that ends here."""
+    return end + _PADDING_BYTES if is_cuda else (-(-end // mmap.PAGESIZE) + 1) * mmap.PAGESIZE
 
 
 def _place_of(name: str, shape: Sequence[int], box: Box | None) -> tuple[tuple[int, ...], Box]:

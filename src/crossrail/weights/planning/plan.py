@@ -213,8 +213,12 @@ class Plan:
         return cls(wire.trainers, wire.targets, wire.params, wire.meshes, **tables)
 
     def save(self, path: str | Path) -> None:
-        """Writes to_bytes() to a file. Blocks."""
-        Path(path).write_bytes(self.to_bytes())
+        """Writes to_bytes() to a file. Blocks. OSError, which names the file."""
+        data = self.to_bytes()
+        try:
+            Path(path).write_bytes(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None  # of a full disk Python names none
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -142,6 +142,7 @@ class WeightController:
         self._members: dict[tuple[Role, int], Member] = {}
         self._planned: list[Member] = []  # those whom the current plan is for
         self._joined = asyncio.Event()
+        self._reading = asyncio.Lock()  # of inventories, which are taken in the order in which they came
         self._gone: list[bytes] = []
         self._heard: dict[bytes, int] = {}  # by address: the number of the last Join or Leave
         self._attempt = _attempts.setdefault(mailbox, 0)
@@ -225,23 +226,23 @@ class WeightController:
 
     # ---- members
 
+    def _hear(self, sender: bytes, number: int) -> None:
+        """Of a Join or Leave."""
+        self._heard[sender] = max(number, self._heard.get(sender, 0))
+
     def _is_late(self, sender: bytes, number: int) -> bool:
         """A Join or Leave that was overtaken by a later one."""
-        last = self._heard.get(sender, 0)
-        self._heard[sender] = max(number, last)
-        return number < last
+        return self._heard.get(sender) != number
 
     async def _on_join(self, sender: bytes, join: m.Join) -> m.Joined | m.JoinRefused:
-        if self._is_late(sender, join.number):
-            raise UsageError("it has left, or joined anew, since it asked")
+        self._hear(sender, join.number)
         try:
-            inventory = Inventory.from_bytes(m.unpacked(join.inventory))
-            if join.spare and len(join.spare) != len(inventory.regions):
-                raise UsageError(
-                    f"{len(join.spare)} regions in the spare memory, {len(inventory.regions)} in the other"
-                )
+            async with self._reading:
+                inventory = await asyncio.to_thread(_inventory_of, join)
         except UsageError as error:
             return m.JoinRefused(clipped(error))
+        if self._is_late(sender, join.number):
+            raise UsageError("it has left, or joined anew, since it asked")
         buffers = [[region.descriptor for region in inventory.regions]] + ([join.spare] if join.spare else [])
         member = Member(inventory.role, inventory.rank, sender, inventory, buffers)
         before = self._members.get((member.role, member.rank))
@@ -254,6 +255,7 @@ class WeightController:
         return m.Joined(self.version)
 
     async def _on_leave(self, sender: bytes, leave: m.Leave) -> m.Taken:
+        self._hear(sender, leave.number)
         if self._is_late(sender, leave.number):
             return m.Taken()
         for member in list(self._members.values()):
@@ -515,6 +517,14 @@ class WeightController:
             raised = None if asking.cancelled() else asking.exception()
         if raised is not None:  # at the very moment in which all was done
             raise raised
+
+
+def _inventory_of(join: m.Join) -> Inventory:
+    """Blocks: a tenth of a second for tens of thousands of arrays. UsageError."""
+    inventory = Inventory.from_bytes(m.unpacked(join.inventory))
+    if join.spare and len(join.spare) != len(inventory.regions):
+        raise UsageError(f"{len(join.spare)} regions in the spare memory, {len(inventory.regions)} in the other")
+    return inventory
 
 
 def _unseen(_stage: Stage, _done: int, _whole: int) -> None:

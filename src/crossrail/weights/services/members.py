@@ -14,6 +14,7 @@ from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.wire import Unreachable, Wire
 from crossrail.weights.errors import Refused
 from crossrail.weights.inventory.holdings import Inventory, Role
+from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.services import messages as m
 
@@ -24,6 +25,10 @@ _JOIN_AGAIN_S = 600.0
 
 # Of all members that a mailbox has had: a controller knows them by its address.
 _words: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
+
+
+async def _nothing() -> None:
+    return
 
 
 @dataclass(eq=False)
@@ -80,6 +85,11 @@ def assigns_of(
     return {member.rank: assign(member.rank) for member in trainers}
 
 
+def packed_inventory(memory: WeightMemory) -> bytes:
+    """Of Join. Registers what is not registered. Blocks: a second and more for tens of thousands of arrays."""
+    return m.packed(memory.inventory().to_bytes())
+
+
 def next_word(mailbox: Mailbox) -> int:
     """The number of a Join or Leave."""
     number = _words[mailbox] = _words.get(mailbox, 0) + 1
@@ -115,9 +125,46 @@ async def until_reached(
         pause_s = min(2 * pause_s, _AGAIN_MAX_S)
 
 
-async def join_again(who: str, join: Callable[[bytes, float], Awaitable[None]], controller: bytes, wire: Wire) -> None:
-    """Of one that was left out."""
-    try:
-        await until_reached(lambda left_s: join(controller, left_s), wire, controller, _JOIN_AGAIN_S)
-    except (NoAnswer, Refused, Unreachable) as error:
-        log.warning("%s takes no part in updates: it could not join again: %s. Next: join()", who, error)
+class Membership:
+    """Of a trainer or inference rank: whether it takes part, as far as it is concerned; left out, it joins again.
+
+    join: its own, to the controller of an address, within so many seconds. Threads: the event loop's.
+    """
+
+    def __init__(self, who: str, mailbox: Mailbox, join: Callable[[bytes, float], Awaitable[None]]) -> None:
+        self._who = who
+        self._mailbox = mailbox
+        self._join = join
+        self._takes_part = False
+        self._joining: asyncio.Task[None] | None = None  # again, by itself
+
+    def begin(self) -> None:
+        """Its join() was called: one that goes on by itself is overtaken."""
+        self._takes_part = True
+        if self._joining is not asyncio.current_task():
+            self._stop()
+
+    def end(self) -> None:
+        """It leaves, or closes."""
+        self._takes_part = False
+        self._stop()
+
+    def left_out(self, why: str, controller: bytes, before: Callable[[], Awaitable[None]] = _nothing) -> None:
+        """The controller says so. before: runs before it joins again."""
+        if not self._takes_part:
+            return
+        log.warning("%s was left out: %s; it joins again", self._who, why)
+        if self._joining is None or self._joining.done():
+            self._joining = self._mailbox.spawn(self._join_again(controller, before), "joining again")
+
+    def _stop(self) -> None:
+        if self._joining is not None:
+            self._joining.cancel()
+
+    async def _join_again(self, controller: bytes, before: Callable[[], Awaitable[None]]) -> None:
+        await before()
+        wire = self._mailbox.wire
+        try:
+            await until_reached(lambda left_s: self._join(controller, left_s), wire, controller, _JOIN_AGAIN_S)
+        except (NoAnswer, Refused, Unreachable) as error:
+            log.warning("%s takes no part in updates: it could not join again: %s. Next: join()", self._who, error)

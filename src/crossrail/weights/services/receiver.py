@@ -18,7 +18,7 @@ from crossrail.weights import gpu
 from crossrail.weights.errors import Refused, UpdateFailed
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
-from crossrail.weights.services.members import join_again, next_word
+from crossrail.weights.services.members import Membership, next_word, packed_inventory
 from crossrail.weights.services.versions import State, Versions
 
 log = logging.getLogger("crossrail.weights")
@@ -89,8 +89,7 @@ class WeightReceiver:
         self._attempt: _Attempt | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Open is still on its way
         self._fencing = asyncio.Lock()
-        self._joining: asyncio.Task[None] | None = None  # anew, after it was left out
-        self._takes_part = False  # as far as we are concerned
+        self._membership = Membership(f"inference rank {self.rank}", mailbox, self.join)
         self._is_closed = False
         self.failures = 0
         self.commits = 0
@@ -120,11 +119,11 @@ class WeightReceiver:
 
         Raises Refused, NoAnswer, Unreachable.
         """
-        self._takes_part = True
+        self._membership.begin()
         if controller != self._controller:
             self._controller, self._attempt_max = controller, 0
         await self._fail("it joins anew")
-        inventory = self.memory.inventory()
+        inventory = await asyncio.to_thread(packed_inventory, self.memory)
         if not self._buffers:
             buffers = [self.memory.regions]
             if self._has_spare:
@@ -133,7 +132,7 @@ class WeightReceiver:
         self._is_closed = False
         self._check_memory()
         spare = [bytes(region.descriptor) for region in self._buffers[-1]] if self._has_spare else []
-        question = m.Join(next_word(self._mailbox), m.packed(inventory.to_bytes()), spare)
+        question = m.Join(next_word(self._mailbox), inventory, spare)
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
         if isinstance(answer, m.JoinRefused):
@@ -196,7 +195,7 @@ class WeightReceiver:
 
     async def leave(self, timeout_s: float = 5.0) -> None:
         """Says that it goes: the next update is without it."""
-        self._take_no_part()
+        self._membership.end()
         try:
             await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
         except (NoAnswer, Unreachable) as error:
@@ -208,7 +207,7 @@ class WeightReceiver:
         Raises WaitTimeout when a trainer stands still in the middle of a copy into this memory for so long: nothing is
         closed then, the memory must stay, and close() may be called again.
         """
-        self._take_no_part()
+        self._membership.end()
         if self._attempt is not None:
             try:
                 await self._fail("the inference rank is closing", timeout_s)
@@ -223,11 +222,6 @@ class WeightReceiver:
         self._buffers.clear()
         self._is_closed = True
         self._notify()
-
-    def _take_no_part(self) -> None:
-        self._takes_part = False
-        if self._joining is not None:
-            self._joining.cancel()
 
     # ---- what the controller says
 
@@ -341,17 +335,8 @@ class WeightReceiver:
 
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
-        if not self._takes_part:
-            return m.Taken()
-        log.warning("inference rank %d was left out: %s; it joins again", self.rank, evicted.reason)
-        if self._joining is None or self._joining.done():
-            self._joining = self._mailbox.spawn(self._join_again(sender), "joining again")
+        self._membership.left_out(evicted.reason, sender, lambda: self._fail_at_last("it joins anew"))
         return m.Taken()
-
-    async def _join_again(self, controller: bytes) -> None:
-        await self._fail_at_last("it joins anew")
-        if controller == self._controller:  # else it has joined another one meanwhile
-            await join_again(f"inference rank {self.rank}", self.join, controller, self._mailbox.wire)
 
     def _current(self, sender: bytes, number: int) -> _Attempt:
         self._check_controller(sender)

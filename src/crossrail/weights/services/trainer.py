@@ -20,7 +20,7 @@ from crossrail.weights.errors import Refused, UpdateFailed, WatermarkTooSmall
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.assigned import Assigned
-from crossrail.weights.services.members import join_again, next_word
+from crossrail.weights.services.members import Membership, next_word, packed_inventory
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.arena import Arena, aligned
 from crossrail.weights.step.barrier import EngineBarrier, MakeBarrier
@@ -73,8 +73,7 @@ class WeightTrainer:
         self._going: asyncio.Task[StepReport] | None = None
         self._attempt_max = 0  # attempts up to this one are over, also those whose Go is still on its way
         self._lingering: list[xr.Transfer] = []
-        self._joining: asyncio.Task[None] | None = None  # anew, after it was left out
-        self._takes_part = False  # as far as we are concerned
+        self._membership = Membership(f"trainer {self.rank}", mailbox, self.join)
         self._barrier_imm: int | None = None  # of the last attempt
         self._is_closed = False
         for kind, handler in (
@@ -92,13 +91,14 @@ class WeightTrainer:
 
         Raises Refused, NoAnswer, Unreachable.
         """
-        self._takes_part = True
+        self._membership.begin()
         await self._stop_step()
         if controller != self._controller:
             self._controller, self._attempt_max = controller, 0
             if self._offer is not None:
                 self._offer.attempt = 0
-        question = m.Join(next_word(self._mailbox), m.packed(self.memory.inventory().to_bytes()))
+        inventory = await asyncio.to_thread(packed_inventory, self.memory)
+        question = m.Join(next_word(self._mailbox), inventory)
         answer: m.Joined | m.JoinRefused
         answer = await self._mailbox.ask(controller, question, (m.Joined, m.JoinRefused), timeout_s)
         if isinstance(answer, m.JoinRefused):
@@ -127,15 +127,26 @@ class WeightTrainer:
         try:
             return await in_time(self._offer.done, timeout_s)
         except asyncio.TimeoutError:
-            raise UpdateFailed(version, f"trainer {self.rank}: not complete within {timeout_s:g} s") from None
+            why = f"trainer {self.rank}: not complete within {timeout_s:g} s: {self._why_late()}"
+            raise UpdateFailed(version, why) from None
         finally:
             self._offer = None
             self._offered.clear()
             await self._stop_step()
 
+    def _why_late(self) -> str:
+        assert self._offer is not None
+        if not self._controller:
+            return "it has joined no controller. Next: join()"
+        if self._mailbox.wire.is_lost(self._controller):
+            return "the controller is gone: it died, closed, or was silent for too long. Next: join() one that is there"
+        if not self._offer.attempt:
+            return "the controller has not asked this trainer for it"
+        return "the controller has asked for it, and has not said that all inference ranks have it"
+
     async def leave(self, timeout_s: float = 5.0) -> None:
         """Says that it goes: the next update is without it. One that is gone already need not."""
-        self._take_no_part()
+        self._membership.end()
         try:
             await self._mailbox.ask(self._controller, m.Leave(next_word(self._mailbox)), m.Taken, timeout_s)
         except (NoAnswer, Unreachable) as error:
@@ -144,7 +155,7 @@ class WeightTrainer:
     async def close(self) -> None:
         """Ends a step under way, and what it needed; a publish() raises UpdateFailed. Idempotent."""
         self._is_closed = True
-        self._take_no_part()
+        self._membership.end()
         self._fail(f"trainer {self.rank} is closing")
         self._drop_assigned()
         await self._stop_step()
@@ -287,12 +298,7 @@ class WeightTrainer:
 
     async def _on_evicted(self, sender: bytes, evicted: m.Evicted) -> m.Taken:
         self._check_controller(sender)
-        if not self._takes_part:
-            return m.Taken()
-        log.warning("trainer %d was left out: %s; it joins again", self.rank, evicted.reason)
-        if self._joining is None or self._joining.done():
-            joining = join_again(f"trainer {self.rank}", self.join, sender, self._mailbox.wire)
-            self._joining = self._mailbox.spawn(joining, "joining again")
+        self._membership.left_out(evicted.reason, sender)
         return m.Taken()
 
     async def _on_progress(self, sender: bytes, _: m.AskProgress) -> m.Progress:
@@ -301,11 +307,6 @@ class WeightTrainer:
         return m.Progress(ready, report.written_bytes, self._offer is not None)
 
     # ---- ending
-
-    def _take_no_part(self) -> None:
-        self._takes_part = False
-        if self._joining is not None:
-            self._joining.cancel()
 
     def _fail(self, why: str) -> None:
         if self._offer is not None:

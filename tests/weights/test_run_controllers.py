@@ -1,0 +1,165 @@
+"""Several controllers, one after the other or at once, and updates that their controller ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import crossrail as xr
+from crossrail.control.mailbox import NoAnswer
+from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.services import messages as m
+from crossrail.weights.services.controller import ControllerOptions, WeightController
+from crossrail.weights.services.versions import State
+from tests.weights.conftest import MakeFleet
+from tests.weights.fleet import PATIENCE_S
+
+
+async def test_progress_that_raises_ends_the_update_everywhere(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    await fleet.start()
+    offered = asyncio.ensure_future(fleet.publish(1))
+
+    def broken(stage: str, *_: int) -> None:
+        if stage == "write":
+            raise LookupError("no such bar")
+
+    with pytest.raises(LookupError, match="no such bar"):
+        await fleet.controller.update(1, PATIENCE_S, broken)
+    with pytest.raises(UpdateFailed, match="LookupError: no such bar"):
+        await offered
+    assert fleet.controller.totals.failed == 1
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+
+
+async def test_progress_that_raises_between_stages_ends_the_update_everywhere(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    await fleet.start()
+    offered = asyncio.ensure_future(fleet.publish(1, [0]))  # the others offer nothing: trainers are asked how far
+
+    def broken(stage: str, *_: int) -> None:
+        calls.append(stage)
+        if calls.count("write") == 2:
+            raise LookupError("no such bar")
+
+    calls: list[str] = []
+    with pytest.raises(LookupError, match="no such bar"):
+        await fleet.controller.update(1, PATIENCE_S, broken)
+    with pytest.raises(UpdateFailed, match="LookupError: no such bar"):
+        await offered
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+
+
+async def test_trainer_that_does_not_say_how_far_it_is_does_not_end_the_telling(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(options=ControllerOptions(abort_s=8.0, progress_s=0.01))
+    controller = await fleet.start()
+    calls: list[str] = []
+    ask, refusals = controller._all, iter(range(2))
+
+    async def ask_all(members: list[Any], question: Any, answer: type, *more: Any) -> list[Any]:
+        if answer is m.Progress and next(refusals, None) is not None:
+            raise NoAnswer("it is busy")
+        return await ask(members, question, answer, *more)
+
+    monkeypatch.setattr(controller, "_all", ask_all)
+    update = asyncio.ensure_future(controller.update(1, PATIENCE_S, lambda stage, *_: calls.append(stage)))
+    while calls.count("write") < 3 and not update.done():
+        await asyncio.sleep(0.005)
+    await fleet.publish(1)
+    await update
+    assert calls.count("write") >= 3 and next(refusals, None) is None
+
+
+async def test_second_update_at_the_same_time_is_refused(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
+    await fleet.start()
+    first = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
+    await asyncio.sleep(0)
+    with pytest.raises(xr.UsageError, match="update to version 1 is under way"):
+        await fleet.controller.update(2, PATIENCE_S)
+    offer = asyncio.ensure_future(fleet.publish(1))
+    while fleet.trainers[0]._offer is None:
+        await asyncio.sleep(0)
+    with pytest.raises(xr.UsageError, match="offers version 1 already"):
+        await fleet.trainers[0].publish(2)
+    await first
+    await offer
+    await fleet.assert_holds(1)
+
+
+async def test_another_controller_is_refused(make_fleet: MakeFleet) -> None:
+    fleet, other = make_fleet(trainer_count=1), make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    await other.start(targets=[0])
+    other.controller._members.update(fleet.controller._members)
+    with pytest.raises(UpdateFailed, match="belongs to another controller"):
+        await other.controller.update(1, PATIENCE_S)
+    await fleet.update(2)
+    await fleet.assert_holds(2)
+
+
+async def test_controller_that_is_made_anew_on_its_mailbox_goes_on(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    for version in (1, 2):
+        await fleet.update(version)
+
+    fleet.controller = WeightController(fleet.mailboxes["controller"])
+    for member in (fleet.trainers[0], fleet.receivers[0]):
+        await member.join(fleet.controller.address, PATIENCE_S)
+
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+async def test_another_controller_takes_over_in_the_middle_of_an_update(make_fleet: MakeFleet, spare: bool) -> None:
+    fleet = make_fleet(spare=spare, trainer_count=2)
+    first = await fleet.start()
+    await fleet.update(1)
+    # Trainer 1 offers nothing, so this one stands still after Open, and its controller dies there.
+    update = asyncio.ensure_future(first.update(2, PATIENCE_S))
+    offer = asyncio.ensure_future(fleet.publish(2, [0]))
+    while any(receiver._attempt is None for receiver in fleet.receivers.values()):
+        await asyncio.sleep(0.01)
+    fleet.engines.pop("controller").close()
+    await fleet.mailboxes.pop("controller").close()
+    await asyncio.gather(update, return_exceptions=True)
+    fleet.controller = WeightController(fleet.mailbox("second"), fleet.plan_options, fleet.options)
+    for member in [*fleet.trainers.values(), *fleet.receivers.values()]:
+        await member.join(fleet.controller.address, PATIENCE_S)
+    offer.cancel()
+    await asyncio.gather(offer, return_exceptions=True)
+    if spare:
+        await fleet.assert_holds(1)
+    else:
+        assert all(receiver.state is State.TORN for receiver in fleet.receivers.values())
+    await fleet.update(3)
+    await fleet.assert_holds(3)
+
+
+@pytest.mark.parametrize("offered", [[], [0], [0, 1]], ids=str)
+async def test_update_that_is_cancelled_ends_everywhere(make_fleet: MakeFleet, offered: list[int]) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[0, 1])
+    await fleet.update(1)
+    offers = [asyncio.ensure_future(fleet.publish(2, [rank])) for rank in offered]
+    update = asyncio.ensure_future(controller.update(2, PATIENCE_S))
+    while not update.done() and any(receiver._attempt is None for receiver in fleet.receivers.values()):
+        await asyncio.sleep(0.001)
+    update.cancel()
+    outcomes = await asyncio.gather(update, return_exceptions=True)
+    assert isinstance(outcomes[0], asyncio.CancelledError)
+    assert all(receiver._attempt is None for receiver in fleet.receivers.values())
+    for outcome in await asyncio.gather(*offers, return_exceptions=True):
+        # The last answers of a whole update may have come before the cancellation: then it was committed.
+        assert outcome is None if controller.version == 2 else "the update was cancelled" in str(outcome)
+    await fleet.assert_holds(controller.version)
+    await fleet.update(3)
+    await fleet.assert_holds(3)

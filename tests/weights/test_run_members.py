@@ -1,0 +1,183 @@
+"""Who joins, leaves, is left out and comes back is in the right plans, whatever order words come in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.control.mailbox import NoAnswer
+from crossrail.control.wire import Unreachable
+from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.inventory.holdings import Role
+from crossrail.weights.services import members
+from crossrail.weights.services import messages as m
+from crossrail.weights.services.members import next_word
+from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.versions import State
+from tests.weights.conftest import MakeFleet
+from tests.weights.fleet import PATIENCE_S, SECRET
+
+
+async def test_rank_that_never_joins_is_named(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[0])
+    await controller.ready([0, 1], [0], PATIENCE_S)
+    with pytest.raises(xr.WaitTimeout, match=r"not there within 0\.1 s: trainer 2, target 1$"):
+        await controller.ready(range(3), range(2), 0.1)
+
+
+async def test_wrong_secret_gets_no_answer(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1, secret_of=lambda name: b"another" if name == "target-1" else SECRET)
+    controller = await fleet.start(targets=[0])
+    box = fleet.mailbox("target-1")
+    memory, allocate = fleet.memory("target-1", "target", 1)
+    memory.add("norm", allocate(96).view(np.uint16), dtype="bfloat16")
+    receiver = WeightReceiver(box, memory)
+    with pytest.raises(NoAnswer):
+        await receiver.join(controller.address, 1.0)
+    assert controller.ranks("target") == [0]
+    await receiver.close()
+    memory.close()
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_who_left_does_not_join_again_when_told_that_it_was_left_out(make_fleet: MakeFleet, role: Role) -> None:
+    """The controller had begun to tell it before, when it was frozen, say."""
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start()
+    member = controller._members[role, 1]
+    leaving = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+    told = m.Evicted("it did not answer")
+    await leaving.leave()
+    await fleet.mailboxes["controller"].ask(member.address, told, m.Taken, PATIENCE_S)
+    await asyncio.sleep(0.3)
+    assert 1 not in controller.ranks(role)
+    await leaving.join(controller.address)
+    joined = controller._members[role, 1]
+    await fleet.mailboxes["controller"].ask(member.address, told, m.Taken, PATIENCE_S)
+    while controller._members[role, 1] is joined:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_last_word_counts_in_whatever_order_they_come(make_fleet: MakeFleet, role: Role) -> None:
+    """Messages overtake each other: a Join of many packets comes behind the Leave of a few bytes that followed it."""
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start()
+    member = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+    box = member._mailbox
+    joined = m.Join(next_word(box), m.packed(member.memory.inventory().to_bytes()))
+    left = m.Leave(next_word(box))
+    await member.leave()
+
+    with pytest.raises(NoAnswer, match="it has left, or joined anew, since it asked"):
+        await box.ask(controller.address, joined, m.Joined, PATIENCE_S)
+    assert 1 not in controller.ranks(role)
+
+    await member.join(controller.address)
+    await box.ask(controller.address, left, m.Taken, PATIENCE_S)
+    assert 1 in controller.ranks(role)
+
+
+async def _left_out(join: Callable[[bytes, float], Awaitable[None]], wire: Any) -> None:
+    """Returns when it has joined again, or gives up."""
+    tasks: list[asyncio.Future[None]] = []
+    mailbox: Any = SimpleNamespace(wire=wire, spawn=lambda work, _: tasks.append(asyncio.ensure_future(work)))
+    membership = members.Membership("trainer 0", mailbox, join)
+    membership.begin()
+    membership.left_out("it did not answer", b"controller")
+    await asyncio.gather(*tasks)
+
+
+async def test_who_was_left_out_looks_for_its_controller_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_AGAIN_S", 0.001)
+    looked_for: list[bytes] = []
+    wire = SimpleNamespace(try_anew=looked_for.append)
+    lefts: list[float] = []
+
+    async def join(controller: bytes, left_s: float) -> None:
+        lefts.append(left_s)
+        if len(lefts) < 3:
+            raise Unreachable("frozen")
+
+    await _left_out(join, wire)
+    assert looked_for == [b"controller"] * 2
+    assert 500 < lefts[2] <= lefts[0] <= 600
+
+
+async def test_who_cannot_join_again_says_so_without_a_trace(caplog: pytest.LogCaptureFixture) -> None:
+    async def join(_controller: bytes, _left_s: float) -> None:
+        raise NoAnswer("no answer to Join within 600 s")
+
+    await _left_out(join, SimpleNamespace())
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)] * 2
+    assert "trainer 0 takes no part in updates: it could not join again: no answer" in caplog.text
+
+
+@pytest.mark.parametrize("role", ["trainer", "target"])
+async def test_join_that_overtakes_the_automatic_one_is_the_only_one(
+    make_fleet: MakeFleet, caplog: pytest.LogCaptureFixture, role: Role
+) -> None:
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start()
+    member = fleet.trainers[1] if role == "trainer" else fleet.receivers[1]
+    box = fleet.mailboxes["controller"]
+    held, overtaken = asyncio.Event(), asyncio.Event()
+
+    async def join(sender: bytes, question: m.Join) -> object:
+        if not held.is_set():
+            held.set()
+            await asyncio.wait_for(overtaken.wait(), PATIENCE_S)
+        return await controller._on_join(sender, question)
+
+    box.handle(m.Join, join)
+    await box.ask(controller._members[role, 1].address, m.Evicted("it did not answer"), m.Taken, PATIENCE_S)
+    await asyncio.wait_for(held.wait(), PATIENCE_S)
+
+    await member.join(controller.address, PATIENCE_S)
+    overtaken.set()
+
+    await fleet.update(1)
+    await fleet.assert_holds(1)
+    assert member._membership._joining.done()
+    assert "takes no part" not in caplog.text
+
+
+@pytest.mark.parametrize("spare", [True, False])
+async def test_rank_that_could_not_be_fenced_joins_again_once_it_can(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch, spare: bool
+) -> None:
+    fleet = make_fleet(spare=spare, trainer_count=2)
+    await fleet.start(targets=[0, 1])
+    await fleet.update(1)
+    receiver, revoke = fleet.receivers[0], xr.Region.revoke
+    monkeypatch.setattr("crossrail.weights.services.receiver._FENCE_AGAIN_S", 0.05)
+    standing_still = {"copies": 4}
+
+    def revoke_behind_a_frozen_writer(region: xr.Region, timeout_s: float) -> None:
+        mine = receiver._attempt is not None and region in receiver._buffers[receiver._versions.back]
+        if mine and standing_still["copies"]:
+            standing_still["copies"] -= 1
+            raise xr.WaitTimeout("trainer 1 is in the middle of a copy")
+        revoke(region, timeout_s)
+
+    monkeypatch.setattr(xr.Region, "revoke", revoke_behind_a_frozen_writer)
+    offer = asyncio.ensure_future(fleet.publish(2, [0]))
+    with pytest.raises(UpdateFailed):
+        await fleet.controller.update(2, 1.0)
+    with pytest.raises(UpdateFailed):
+        await offer
+    await fleet.controller.ready(range(2), [0, 1], PATIENCE_S)
+    assert standing_still["copies"] == 0
+    if spare:
+        await fleet.assert_holds(1)
+    else:
+        assert receiver.state is State.TORN
+    await fleet.update(3)
+    await fleet.assert_holds(3)

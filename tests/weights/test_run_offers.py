@@ -1,0 +1,160 @@
+"""What trainers offer is what is sent: another version, none at all, and one too late."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crossrail as xr
+from crossrail.weights.errors import UpdateFailed
+from crossrail.weights.services import messages as m
+from crossrail.weights.services.trainer import WeightTrainer
+from tests.weights import small_model as small
+from tests.weights.conftest import MakeFleet
+from tests.weights.fleet import PATIENCE_S
+
+
+async def test_trainer_that_offers_another_version(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start(targets=[0])
+    offers = [asyncio.ensure_future(fleet.publish(7 + rank, [rank])) for rank in range(2)]
+    with pytest.raises(UpdateFailed, match="trainer 1 offers version 8, asked for is 7"):
+        await fleet.controller.update(7, PATIENCE_S)
+    refused = await asyncio.gather(*offers, return_exceptions=True)
+    assert all(isinstance(each, UpdateFailed) for each in refused)
+    assert [(each.version, each.asked_for) for each in refused] == [(7, None), (8, 7)]
+    await fleet.update(9)
+    await fleet.assert_holds(9)
+
+
+async def test_trainer_that_lags_behind_learns_what_to_offer(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start(targets=[0])
+    update = asyncio.ensure_future(fleet.controller.update(2, PATIENCE_S))
+    # Trainer 1 has missed that version 1 is done.
+    told = await asyncio.gather(fleet.publish(2, [0]), fleet.publish(1, [1]), return_exceptions=True)
+    with pytest.raises(UpdateFailed, match="trainer 1 offers version 1, asked for is 2"):
+        await update
+    assert [isinstance(each, UpdateFailed) and (each.version, each.asked_for) for each in told] == [(2, None), (1, 2)]
+    await fleet.update(2)
+    await fleet.assert_holds(2)
+
+
+async def test_trainer_that_offers_nothing_fails_the_update_in_time(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start(targets=[0])
+    offer = asyncio.ensure_future(fleet.publish(1, [0]))
+    with pytest.raises(UpdateFailed, match=r"within 1 s|in 1(\.\d+)? s|in 0\.\d+ s"):
+        await fleet.controller.update(1, 1.0)
+    with pytest.raises(UpdateFailed):
+        await offer
+    await fleet.update(2)
+    await fleet.assert_holds(2)
+
+
+async def test_late_commit_is_not_taken_for_what_is_offered_since(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    trainer, come, hold = fleet.trainers[0], asyncio.Event(), asyncio.Event()
+    commit = trainer._on_commit
+
+    async def late(sender: bytes, message: m.Commit) -> object:
+        come.set()
+        await hold.wait()
+        return await commit(sender, message)
+
+    fleet.mailboxes["trainer-0"].handle(m.Commit, late)
+    offer = asyncio.ensure_future(fleet.publish(1))
+    update = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
+    await asyncio.wait_for(come.wait(), PATIENCE_S)
+    offer.cancel()
+    await asyncio.gather(offer, return_exceptions=True)
+    fleet.sources[0].load(small.weights_of(7))
+    again = asyncio.ensure_future(trainer.publish(1, PATIENCE_S))
+    while trainer._offer is None:
+        await asyncio.sleep(0)
+    hold.set()
+    await update
+    await fleet.assert_holds(1)
+    assert not again.done(), "nobody has sent these"
+    await fleet.controller.update(1, PATIENCE_S)
+    await again
+    async with fleet.receivers[0].reading(PATIENCE_S) as reading:
+        for key, wanted in fleet.sinks[0].expected(small.weights_of(7)).items():
+            assert np.array_equal(reading.like(fleet.sinks[0].arrays[key]), wanted)
+
+
+@pytest.mark.parametrize("version", ["1", 1.0, -1, 1 << 63, None])
+async def test_version_that_is_none_is_refused_at_the_call(make_fleet: MakeFleet, version: Any) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start()
+    with pytest.raises(xr.UsageError, match=f"version is {version!r}, must be"):
+        await fleet.controller.update(version)
+    with pytest.raises(xr.UsageError, match=f"version is {version!r}, must be"):
+        await fleet.trainers[0].publish(version)
+    for timeout_s in (None, "1", -1.0, float("nan")):
+        with pytest.raises(xr.UsageError, match=r"timeout_s (is|must be)"):
+            await fleet.controller.update(1, timeout_s)  # type: ignore[arg-type]
+        with pytest.raises(xr.UsageError, match=r"timeout_s (is|must be)"):
+            await fleet.trainers[0].publish(1, timeout_s)  # type: ignore[arg-type]
+    published = asyncio.ensure_future(fleet.publish(np.int64(1), timeout_s=float("inf")))
+    await fleet.controller.update(np.int64(1), float("inf"))
+    await published
+    await fleet.assert_holds(1)
+
+
+async def test_publish_of_a_trainer_that_is_closed_ends(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=1)
+    await fleet.start(targets=[0])
+    trainer = fleet.trainers[0]
+    offered = asyncio.ensure_future(trainer.publish(1, 10 * PATIENCE_S))
+    await asyncio.sleep(0.05)
+
+    await trainer.close()
+
+    with pytest.raises(UpdateFailed, match="trainer 0 is closing"):
+        await asyncio.wait_for(offered, PATIENCE_S)
+    with pytest.raises(xr.UsageError, match="trainer 0 is closed"):
+        await trainer.publish(2, PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("alone", r"it has joined no controller\. Next: join\(\)"),
+        ("unasked", "the controller has not asked this trainer for it"),
+        ("asked", "the controller has asked for it, and has not said that all inference ranks have it"),
+        ("gone", r"the controller is gone: .* Next: join\(\) one that is there"),
+    ],
+)
+async def test_publish_whose_time_is_up_says_what_the_controller_did(
+    make_fleet: MakeFleet, what: str, why: str
+) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start(targets=[0])
+    trainer = fleet.trainers[0]
+    updating: list[asyncio.Future[Any]] = []
+    if what == "alone":
+        box = fleet.mailbox("new")
+        trainer = WeightTrainer(box, fleet.memory("new", "trainer", 2)[0])
+    elif what == "asked":  # and waits for trainer 1
+        updating.append(asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S)))
+        while trainer._going is None:
+            await asyncio.sleep(0.01)
+    elif what == "gone":
+        fleet.engines.pop("controller").close()
+        await fleet.mailboxes.pop("controller").close()
+        while not trainer._mailbox.wire.is_lost(fleet.controller.address):
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(UpdateFailed, match=f"not complete within 0.3 s: {why}"):
+        await trainer.publish(1, 0.3)
+
+    for update in updating:
+        update.cancel()
+    await asyncio.gather(*updating, return_exceptions=True)
+    if what == "alone":
+        await trainer.close()
