@@ -207,7 +207,7 @@ class AllToAll:
         half.counts[:] = counts
         values, factors = values[:tokens], None if factors is None else factors[:tokens]
         if self._far is not None:  # first, since it takes longest
-            self._far.send(number, counts, self.timeout_s)
+            self._peers.send_routes(number, counts, self.timeout_s)
             self._far.send_rows(number, values, factors, given, self._routes_for_far(counts, order))
         if tokens > 0:
             memory.pack(half.rows, values, factors, None)
