@@ -64,6 +64,7 @@ class Peers:
         self._rank = group.rank
         members = meet(engine, group, config, board, timeout_s)
         self._addresses = [member.address for member in members]
+        self._all_sources = masking.sources(config, group.rank, ())
         self._lost: int | None = None  # the rank that we cannot go on without
         near = [member for member in members if member.board is not None]
         masks_far = config.on_lost == "mask" and len(near) < group.size
@@ -155,7 +156,7 @@ class Peers:
         """Until the routes of all are here. Of each group the rank whose rows come to us, as in Round."""
         absent = self._wait(opened, DISPATCH, timeout_s)
         opened.silent = tuple(absent)
-        return masking.sources(self._config, self._rank, absent)
+        return masking.sources(self._config, self._rank, absent) if absent else self._all_sources
 
     def wait_rows(self, number: int, timeout_s: float) -> None:
         """For rows of far ranks; where ranks are masked they came with the routes."""
