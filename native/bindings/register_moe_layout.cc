@@ -1,5 +1,6 @@
 // crossrail._core.moe: where rows go. See moe/layout.h.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -179,6 +180,10 @@ void register_placement(nb::module_& part) {
           nb::arg("rank"))
       .def(
           "most_routes", [=](const Placement& self, nb::handle rank) { return self.most_routes(rank_of(self, rank)); },
+          nb::arg("rank"))
+      .def("first_over", &Placement::first_over, nb::arg("rows"), nb::arg("routes"))
+      .def(
+          "routes_to", [=](const Placement& self, nb::handle rank) { return self.routes_to(rank_of(self, rank)); },
           nb::arg("rank"))
       .def(
           "route_starts",

@@ -1,12 +1,14 @@
 // crossrail._core.moe: rows for ranks that share no memory with us. See moe/proxy.h.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -232,13 +234,16 @@ void register_moe_proxy(nb::module_& module) {
           nb::arg("round"), nb::arg("partner"), nb::arg("first_row"), nb::arg("rows"))
       .def(
           "say_farewell",
-          [](const ProxyHandle& self, double timeout_s) {
-            self.wait(nb::float_(timeout_s), [](moe::Proxy& proxy, Deadline deadline) {
-              proxy.say_farewell(deadline);
+          [](const ProxyHandle& self, std::optional<uint32_t> lost, double timeout_s) {
+            self.wait(nb::float_(timeout_s), [lost](moe::Proxy& proxy, Deadline deadline) {
+              proxy.say_farewell(lost, deadline);
               return moe::FarOutcome{};
             });
           },
-          nb::arg("timeout_s"))
+          nb::arg("lost").none(), nb::arg("timeout_s"), "lost: the rank that we cannot go on without, if that is why.")
+      .def(
+          "lost_by", [](const ProxyHandle& self, uint32_t rank) { return self.get().lost_by(rank); }, nb::arg("rank"),
+          "Whom a far rank that has said farewell cannot go on without; written by that rank.")
       .def(
           "wait",
           [](const ProxyHandle& self, const std::string& step, uint32_t round, nb::handle timeout_s) {

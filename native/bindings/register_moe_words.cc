@@ -124,6 +124,8 @@ class Words {
     return moe::has_come(word(rank, index), round);
   }
 
+  uint32_t value(size_t rank, size_t index) { return word(rank, index).value.load(std::memory_order_acquire); }
+
   nb::object engine;
 
  private:
@@ -169,6 +171,7 @@ void register_moe_words(nb::module_& module) {
            "Whether others gave up on our own word, whose rounds are even or odd as this one.")
       .def("has_come", &Words::has_come, nb::arg("rank"), nb::arg("index"), nb::arg("round"),
            "Whether that word of that board stands at the round, or later.")
+      .def("value", &Words::value, nb::arg("rank"), nb::arg("index"), "Where that word of that board stands.")
       .def("watch", &Words::watch, nb::arg("peer"), nb::arg("imms"),
            nb::sig("def watch(self, peer: crossrail._core.Address, imms: collections.abc.Sequence[int]) -> None"),
            "A rank without a board here, whose loss ends waits too, unless it had ended in order. imms: by word, the "

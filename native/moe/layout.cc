@@ -21,7 +21,7 @@ void require(bool holds, const char* argument, uint64_t value, const std::string
 }
 
 void require_order(std::span<const int32_t> order, int32_t routes) {
-  if (order.size() == static_cast<size_t>(routes)) return;
+  if (order.size() >= static_cast<size_t>(routes)) return;
   throw UsageError("order has " + std::to_string(order.size()) + " entries, the counts tell " + std::to_string(routes) +
                    " routes");
 }
@@ -167,6 +167,11 @@ std::vector<int32_t> Placement::expert_offsets(uint32_t rank) const {
   return offsets;
 }
 
+int64_t Placement::routes_to(uint32_t rank) const {
+  const auto first = totals_.begin() + layout_.first_expert(rank);
+  return std::accumulate(first, first + layout_.expert_count(rank), int64_t{0});
+}
+
 int64_t Placement::rows_needed(uint32_t rank) const {
   const LayoutShape& shape = layout_.shape();
   if (layout_.expert_count(rank) == 0) return 0;
@@ -188,6 +193,14 @@ int32_t Placement::most_routes(uint32_t rank) const {
   int32_t most = 0;
   for (uint32_t group = 0; group < layout_.groups(); ++group) most = std::max(most, routes(group, rank));
   return most;
+}
+
+std::optional<uint32_t> Placement::first_over(int64_t rows, int32_t routes) const {
+  for (uint32_t rank = 0; rank < layout_.shape().world; ++rank) {
+    const int64_t needed = layout_.shape().rows_per_expert > 0 ? fullest_expert(rank) : rows_needed(rank);
+    if (needed > rows || most_routes(rank) > routes) return rank;
+  }
+  return std::nullopt;
 }
 
 int32_t Placement::route_start(uint32_t group, uint32_t rank) const {

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -95,6 +96,8 @@ class Placement {
   int32_t count(uint32_t group, uint32_t expert) const { return counts_[group * layout_.shape().experts + expert]; }
   // Routes of the group to all experts of the rank.
   int32_t routes(uint32_t group, uint32_t rank) const { return routes_[group * layout_.shape().world + rank]; }
+  // Of all groups: rows of the rank's experts, without padding.
+  int64_t routes_to(uint32_t rank) const;
 
   // Output of dispatch at a rank: rows of each of its experts, and where they begin; offsets' last is the number of rows,
   // padding included. Grouped: back to back. Masked: at multiples of rows_per_expert, and a count may be greater.
@@ -107,6 +110,9 @@ class Placement {
   int64_t far_rows_needed(uint32_t rank) const;
   // Routes to a rank of the group that has most of them.
   int32_t most_routes(uint32_t rank) const;
+  // The first rank that needs more rows than this, of its output (masked: of its fullest expert), or gets more routes than
+  // this of some group.
+  std::optional<uint32_t> first_over(int64_t rows, int32_t routes) const;
 
   // starts[e] of a group, of the first expert of the rank.
   int32_t route_start(uint32_t group, uint32_t rank) const;
@@ -116,8 +122,8 @@ class Placement {
   int32_t private_start(uint32_t group, uint32_t rank) const;
   int32_t remainder_start(uint32_t group, uint32_t rank) const;
 
-  // What rank pulls from a near group, by token: `order` is the group's list of routes (sort_routes), which may lie in
-  // memory that others write. Throws UsageError for an entry that is no route of any group; from: token.
+  // What rank pulls from a near group, by token: `order` is the group's list of routes (sort_routes), and perhaps more, and
+  // may lie in memory that others write. Throws UsageError for an entry that is no route of any group; from: token.
   std::vector<Move> pull_near(uint32_t group, uint32_t rank, std::span<const int32_t> order) const;
   // What rank pulls from its own receive buffer, of all far groups.
   std::vector<Move> pull_far(uint32_t rank) const;

@@ -54,6 +54,18 @@ void check_same_length(uint32_t rank, const char* what, const RemoteRegion& thei
                    " bytes for far " + what + ", we have " + std::to_string(ours.length_bytes()));
 }
 
+// In a farewell. 0, as memory of the engine is, is nobody.
+void store_lost(std::byte* to, uint32_t rank) {
+  const uint32_t number = rank + 1;
+  std::memcpy(to, &number, sizeof number);
+}
+
+std::optional<uint32_t> load_lost(const std::byte* from) {
+  uint32_t number;
+  std::memcpy(&number, from, sizeof number);
+  return number == 0 ? std::nullopt : std::optional(number - 1);
+}
+
 }  // namespace
 
 Proxy::Proxy(EngineRef engine, const Layout& layout, uint32_t rank, const FarMemory& memory,
@@ -269,13 +281,13 @@ FarOutcome Proxy::trouble(std::optional<FarStep> step, uint32_t round, Member& a
                                                      : step && has_ended(watched.rank, *step, round);
     if (!step || !is_over) return {FarResult::kPeerLost, watched.rank, {}};
   }
-  if (has_left(awaited)) return {FarResult::kLeft, awaited.rank, {}};
+  if (has_left(awaited, false)) return {FarResult::kLeft, awaited.rank, {}};
   return failed_write(step, round);
 }
 
-// Whether nothing of it comes any more.
-bool Proxy::has_left(Member& member) {
-  if (member.counters[slot_of(FarStep::kFarewell, 0)]->poll() == 0) return false;
+// Whether nothing of it comes any more. was_refused: its regions are closed; its farewell, sent before, may still be to come.
+bool Proxy::has_left(Member& member, bool was_refused) {
+  if (!was_refused && member.counters[slot_of(FarStep::kFarewell, 0)]->poll() == 0) return false;
   const int64_t now = engine_->clock().now_ns();
   if (!member.farewell_ns) member.farewell_ns = now;
   return now >= *member.farewell_ns + kAfterFarewellNs;
@@ -289,6 +301,7 @@ FarOutcome Proxy::failed_write(std::optional<FarStep> step, uint32_t round) {
     const uint32_t rank = sent.to != nullptr ? sent.to->rank : rank_of(info);
     // Who has ended has had what we wrote, and closed its engine before ours heard so.
     if (result == FarResult::kPeerLost && step && has_ended(rank, *step, round)) continue;
+    if (result == FarResult::kLeft && !has_left(member(rank), true)) continue;
     return {result, rank, info.detail};
   }
   return {FarResult::kReady, 0, {}};
@@ -310,19 +323,30 @@ uint32_t Proxy::slowest() const {
   return found == members_.end() ? members_.front().rank : found->rank;
 }
 
-void Proxy::say_farewell(Deadline deadline) {
+void Proxy::say_farewell(std::optional<uint32_t> lost, Deadline deadline) {
   const auto wait_for_all = [&] {  // whatever becomes of it: who is gone needs neither
     for (const std::vector<Sent>& sent : sent_) {
       for (const Sent& one : sent) one.transfer->wait(deadline, {});
     }
   };
   wait_for_all();  // nothing keeps a farewell behind writes that are still under way
+  // Only who was lost takes bytes: those who have closed their regions would refuse them, and close at the same time as we.
+  const uint64_t length = lost ? sizeof(uint32_t) : 0;
+  const uint64_t from = at_farewell(memory_.routes_out);
+  std::byte* const base = regions_.routes->base();
+  if (lost && base != kPhantomBase) store_lost(base + from, *lost);
+  const uint64_t to = at_farewell(memory_.routes_in + rank_ * memory_.route_bytes);
   for (const Member& member : members_) {
-    if (member.regions.rows && member.regions.rows->peer()->state() != PeerState::kLost)
-      add(member, FarStep::kFarewell, 0, 0, 0, 0);
+    if (member.regions.rows && member.regions.rows->peer()->state() != PeerState::kLost &&
+        !has_come(FarStep::kFarewell, 0, member.rank))
+      add(member, FarStep::kFarewell, 0, from, to, length);
   }
   post(FarStep::kFarewell, 0);
   wait_for_all();
+}
+
+std::optional<uint32_t> Proxy::lost_by(uint32_t rank) const {
+  return load_lost(regions_.routes->base() + at_farewell(memory_.routes_in + rank * memory_.route_bytes));
 }
 
 FarOutcome Proxy::wait_sent(uint32_t round, Deadline deadline, const InterruptCheck& interrupted) {

@@ -36,7 +36,7 @@ struct FarMemory {
   uint64_t results_out = 0;  // rows of y_bytes, as Placement::return_far has them
   uint64_t rows_parity_bytes = 0;
 
-  uint64_t route_bytes = 0;  // int32 [experts], rounded up
+  uint64_t route_bytes = 0;  // int32 [experts], rounded up; the last four bytes are for a farewell
   uint64_t stride_bytes = 0;
   uint64_t y_bytes = 0;
 };
@@ -102,8 +102,10 @@ class Proxy {
   void send_sums(uint32_t round, uint32_t partner, uint64_t first_row, uint64_t rows);
 
   // We take part no more: who waits for us is told, once all that we sent before is there. Returns when all have been told,
-  // or are gone, or at the deadline.
-  void say_farewell(Deadline deadline);
+  // or are gone, or at the deadline. lost: the rank that we cannot go on without, if that is why.
+  void say_farewell(std::optional<uint32_t> lost, Deadline deadline);
+  // That of a rank that has said farewell. Written by that rank: to be checked.
+  std::optional<uint32_t> lost_by(uint32_t rank) const;
 
   // Until all of this step has come. May be repeated after kLate.
   FarOutcome wait(FarStep step, uint32_t round, Deadline deadline, const InterruptCheck& interrupted);
@@ -121,7 +123,7 @@ class Proxy {
     std::array<Ref<ImmCounter>, kFarSteps * kParities> counters;
     uint64_t slot_offset = 0;  // there, in rows_in: of the slot that only we write
     bool is_left_out = false;
-    std::optional<int64_t> farewell_ns;  // when a wait first saw its farewell
+    std::optional<int64_t> farewell_ns;  // when a wait first saw that it has left
   };
   struct Watched {
     PeerRef peer;
@@ -160,6 +162,8 @@ class Proxy {
   uint64_t at_routes(uint64_t part, uint32_t round) const {
     return part + parity_of(round) * memory_.routes_parity_bytes;
   }
+  // In the region of routes: the last bytes of that row, of even rounds.
+  uint64_t at_farewell(uint64_t row) const { return row + memory_.route_bytes - sizeof(uint32_t); }
   uint64_t at_rows(uint64_t part, uint32_t round) const { return part + parity_of(round) * memory_.rows_parity_bytes; }
   // Adds a write, at most one for each member; and posts what was added, in their turns.
   void add(const Member& to, FarStep step, uint32_t round, uint64_t from_offset, uint64_t to_offset,
@@ -172,7 +176,7 @@ class Proxy {
   uint32_t slowest() const;
   // step: that is waited for; none: until what was sent has gone.
   FarOutcome trouble(std::optional<FarStep> step, uint32_t round, Member& awaited);
-  bool has_left(Member& member);
+  bool has_left(Member& member, bool was_refused);
   bool has_ended(uint32_t far_rank, FarStep step, uint32_t round);
 
   const EngineRef engine_;

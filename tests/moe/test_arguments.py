@@ -181,6 +181,8 @@ def test_calls_out_of_order_are_refused(alone: AllToAll) -> None:
         alone.combine_recv(got, BATCH.weights)
     with pytest.raises(xr.UsageError, match=r"y has shape \[15, 32\], must have \[16, 32\]"):
         alone.combine_send(y[:15], got)
+    with pytest.raises(xr.UsageError, match="y is NoneType, must be an array"):
+        alone.combine_send(None, got)
     alone.combine_send(y, got)
     with pytest.raises(xr.UsageError, match="weights is None"):
         alone.combine_recv(got)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import crossrail as xr
-from crossrail.moe import AllToAll
+from crossrail.moe import AllToAll, Round
 from tests.moe.batches import draw
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K, Rank
 from tests.moe.ranks import Ranks
@@ -148,6 +148,32 @@ def test_an_engine_that_its_peer_closed_in_a_round_is_lost(meet: Meet) -> None:
     other.call("close_rank_engine")
     with pytest.raises(xr.PeerLost, match=r"rank 1 .*the engine was closed"):
         here.dispatch_recv(number)
+
+
+@pytest.mark.parametrize(("engine", "node_size"), [({}, 4), ({}, 2), ({}, 1), (TCP, 1)], ids=str)
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_leaves_since_another_was_lost_says_whom(
+    nothing_leaks: None, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], node_size: int, ends: bool
+) -> None:
+    batches = [draw(np.random.default_rng(rank), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK) for rank in range(4)]
+    with Ranks(4, engine, **CONFIG, node_size=node_size) as ranks:
+
+        def send(rank: int) -> Round:
+            batch = batches[rank]
+            return ranks.parts[rank].dispatch_send(batch.x, batch.scales, batch.indices, batch.weights)
+
+        last = send(3)
+        lost = ranks.engines[3].address
+        state_of = ranks.engines[0].peer_state
+        monkeypatch.setattr(ranks.engines[0], "peer_state", lambda a: "lost" if a == lost else state_of(a))
+        for rank in range(3):  # the first sees it, the second is told by the first, and so on
+            with pytest.raises(xr.PeerLost, match=r"rank 3 \('rank-3'"):
+                ranks.parts[rank].dispatch_recv(send(rank))
+            ranks.parts[rank].close()
+            if ends:
+                ranks.engines[rank].close()
+        with pytest.raises(xr.PeerLost, match="it lost sight of this rank, and has closed its AllToAll"):
+            ranks.parts[3].dispatch_recv(last)
 
 
 # How many share memory; who goes, who waits, and for whom.

@@ -121,6 +121,7 @@ def test_dispatch_brings_each_route_to_its_place(round_: Round) -> None:
         output |= {to: received[rank][row] for row, to in placement.pull_far(rank).tolist()}
         assert output == wanted_output(round_, rank)
         counts, offsets = placement.expert_rows(rank), placement.expert_offsets(rank)
+        assert placement.routes_to(rank) == sum(counts)
         assert placement.rows_needed(rank) == offsets[-1] and placement.fullest_expert(rank) == max(counts, default=0)
         assert all(row < placement.far_rows_needed(rank) for row in received[rank])
         assert placement.far_rows_needed(rank) >= played.layout.far_groups(rank) * private

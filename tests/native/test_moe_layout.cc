@@ -63,6 +63,10 @@ TEST_CASE("moe layout: rows of a rank") {
   CHECK(placement.expert_rows(1) == Numbers{0, 0});
   CHECK(placement.expert_offsets(1) == Numbers{0, 0, 0});
   CHECK(placement.fullest_expert(2) == 8);
+  CHECK(placement.routes_to(0) == 11);
+  CHECK(placement.first_over(1000, 1000) == std::nullopt);
+  CHECK(placement.first_over(placement.rows_needed(0) - 1, 1000) == 0);
+  CHECK(placement.first_over(placement.rows_needed(0), placement.most_routes(2) - 1) == 2);
   CHECK(placement.route_starts(0) == Numbers{0, 1, 3, 3, 3, 6, 7, 7, 7});
 }
 

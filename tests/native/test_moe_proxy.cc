@@ -230,12 +230,33 @@ TEST_CASE("moe proxy: what is counted a little after a farewell is taken, and wh
   here.connect(1, remote(*engines[0], regions[1]), there.imms_for(0));
   there.connect(0, remote(*engines[1], regions[0]), here.imms_for(1));
   const auto wait = [&](FarStep step, double seconds) { return there.wait(step, 1, deadline_in(seconds), {}).result; };
-  here.say_farewell(deadline_in(60));
+  here.say_farewell({}, deadline_in(60));
   while (!there.has_come(FarStep::kFarewell, 0, 0)) std::this_thread::yield();
   CHECK(wait(FarStep::kRoutes, 0.001) == FarResult::kLate);  // one look at the end
   here.send_routes(1, std::vector<int32_t>(kExperts));
   CHECK(wait(FarStep::kRoutes, 60) == FarResult::kReady);
   CHECK(wait(FarStep::kResults, 60) == FarResult::kLeft);
+  for (const EngineRef& engine : engines) engine->close(0);
+}
+
+TEST_CASE("moe proxy: who refuses writes has left, and his farewell, which says whom he lost, is waited for") {
+  const Layout layout({.world = 2, .experts = kExperts, .node_of_rank = own_nodes(2)});
+  const FarMemory memory = parts(2, 8, 32, 16);
+  const EngineRef engines[2] = {open_engine("a"), open_engine("b")};
+  const FarRegions<RegionRef> regions[2] = {alloc(*engines[0], memory, true), alloc(*engines[1], memory, true)};
+  Proxy here(engines[0], layout, 0, memory, regions[0]);
+  Proxy there(engines[1], layout, 1, memory, regions[1]);
+  here.connect(1, remote(*engines[0], regions[1]), there.imms_for(0));
+  there.connect(0, remote(*engines[1], regions[0]), here.imms_for(1));
+  regions[0].rows->close(deadline_in(10), {});
+  there.send_routes(1, std::vector<int32_t>(kExperts));
+  there.send_rows(1);
+  CHECK(there.wait_sent(1, deadline_in(60), {}).result == FarResult::kReady);  // refused, and yet no reason to give up
+  CHECK(!there.lost_by(0));
+  here.say_farewell(7, deadline_in(60));
+  const FarOutcome told = there.wait(FarStep::kRoutes, 1, deadline_in(60), {});
+  CHECK(told.result == FarResult::kLeft);
+  CHECK(there.lost_by(0) == 7);
   for (const EngineRef& engine : engines) engine->close(0);
 }
 
@@ -252,7 +273,7 @@ TEST_CASE("moe proxy: a write that failed at a rank that had all of its last rou
     there.send_routes(1, std::vector<int32_t>(kExperts));
     while (!here.has_come(FarStep::kRoutes, 1, 1)) std::this_thread::yield();
     here.send_results(1, nullptr);
-    if (is_last) here.say_farewell(deadline_in(60));
+    if (is_last) here.say_farewell({}, deadline_in(60));
     while (!there.has_come(FarStep::kResults, 1, 0)) std::this_thread::yield();
     engines[0]->close(deadline_in(10));
     const PeerRef gone = engines[1]->peer(regions[0].rows->descriptor().owner);

@@ -133,10 +133,11 @@ class Agreement:
     def _gather(self, opened: Round, half: int, slice_s: float) -> int | None:
         """Waits a little for what members have to send us. Who is late, None: nobody."""
         name, word = _HALVES[half]
-        told = [self._near.look(word, opened.number, slice_s)]
+        result, rank, _ = self._near.wait(word, opened.number, slice_s)
+        told = [(result, rank, "")]
         steps = _STEPS[half]
         for step in steps:
-            told.append(self._far.look(step, opened.number, slice_s if told[-1][0] == "ready" else 0.0))
+            told.append(self._far.wait(step, opened.number, slice_s if told[-1][0] == "ready" else 0.0))
         late = None
         for result, rank, detail in told:
             if result in ("peer-lost", "failed"):
@@ -150,7 +151,7 @@ class Agreement:
         if late is None or not all(self._has(rank, opened, half) for rank in self._council.view.members):
             return late
         for step in steps:
-            self._far.look(step, opened.number, 0.0)  # counts that have come are taken, or the next round had them
+            self._far.wait(step, opened.number, 0.0)  # counts that have come are taken, or the next round had them
         return None
 
     def _has(self, rank: int, opened: Round, half: int) -> bool:

@@ -207,13 +207,15 @@ class AllToAll:
         half.counts[:] = counts
         values, factors = values[:tokens], None if factors is None else factors[:tokens]
         if self._far is not None:  # first, since it takes longest
-            self._far.send(number, counts, self.timeout_s)
+            self._peers.send_routes(number, counts, self.timeout_s)
             self._far.send_rows(number, values, factors, given, self._routes_for_far(counts, order))
         if tokens > 0:
             memory.pack(half.rows, values, factors, None)
         self._ordinal = ordinal
         kept = None if given is None else memory.copy_of(given)
-        self._open[parity] = opened = Round(number, ordinal, begun_s, tokens, routes.copy(), slots, kept, is_tensor(x))
+        self._open[parity] = opened = Round(
+            number, ordinal, begun_s, tokens, len(order), routes.copy(), slots, kept, is_tensor(x)
+        )
         self._near.publish(SENT, number)
         self._peers.opened(opened)
         self._stats["rounds"] += 1
@@ -253,7 +255,7 @@ class AllToAll:
             half = None if source is None else self._near.halves.get((source, parity))
             if half is None:
                 continue
-            moves = np.asarray(placement.pull_near(group, rank, half.order[: int(half.counts.sum())]))
+            moves = np.asarray(placement.pull_near(group, rank, half.order))
             if len(moves) > 0:
                 memory.pull(x, scales, half.rows, moves)
         self._peers.wait_rows(opened.number, self.timeout_s)
@@ -263,7 +265,7 @@ class AllToAll:
             memory.settle()
             self._peers.check_not_masked(opened.number, self.timeout_s)
         offsets, of_expert = np.asarray(placement.expert_offsets(rank)), np.asarray(placement.expert_rows(rank))
-        rows, received = int(offsets[-1]), int(of_expert.sum())
+        rows, received = placement.rows_needed(rank), placement.routes_to(rank)
         if self._peers.sums is None:
             opened.where = placement.places(rank, opened.indices, opened.slots)
         else:
@@ -301,7 +303,8 @@ class AllToAll:
         opened = dispatched.round
         opened.require(Stage.RECEIVED, "expert_output")
         y = self._near.own[opened.number % PARITIES].y
-        return self._memory.shown(y[: dispatched.rows], self.config.out_dtype, opened.is_tensor)
+        opened.output = self._memory.shown(y[: dispatched.rows], self.config.out_dtype, opened.is_tensor)
+        return opened.output
 
     def combine_send(self, y: Any, dispatched: Dispatched) -> None:
         """Shows what our experts made of the rows to the ranks that these came from. Waits for nobody.
@@ -312,9 +315,10 @@ class AllToAll:
         self._check_usable()
         opened = dispatched.round
         opened.require(Stage.RECEIVED, "combine_send")
-        values = self._memory.given(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
         kept = self._near.own[opened.number % PARITIES].y[: dispatched.rows]
-        self._memory.copy(kept, values)
+        if y is None or y is not opened.output:
+            values = self._memory.given(y, "y", (self.config.out_dtype,), (dispatched.rows, self.config.hidden))
+            self._memory.copy(kept, values)
         if self._far is not None and self._peers.sums is None:
             self._far.send_results(opened.number, opened.placement, kept)
         opened.stage = Stage.RETURNED
@@ -354,7 +358,7 @@ class AllToAll:
         opened.stage = Stage.ENDED
         del self._open[parity]
         self._durations.add(time.perf_counter() - opened.begun_s)
-        self._stats["bytes_summed"] += int((opened.indices >= 0).sum()) * config.y_bytes
+        self._stats["bytes_summed"] += opened.routes * config.y_bytes
         return memory.shown(sums, config.out_dtype, opened.is_tensor) if out is None else out
 
     def advance(self, opened: Round) -> bool:

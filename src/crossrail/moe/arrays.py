@@ -52,7 +52,10 @@ def from_host(array: Array, dtype: str, as_tensor: bool) -> Any:
 
 def check_shape(given: Sequence[int], name: str, shape: tuple[int | None, ...]) -> None:
     """UsageError that names the argument. shape: None where any length will do."""
-    if len(given) != len(shape) or any(b not in (None, a) for a, b in zip(given, shape, strict=True)):
+    is_right = len(given) == len(shape)
+    for length, wanted in zip(given, shape, strict=False):
+        is_right = is_right and wanted in (None, length)
+    if not is_right:
         texts = ["any" if length is None else str(length) for length in shape]
         raise UsageError(f"{name} has shape {list(given)}, must have [{', '.join(texts)}]")
 

@@ -13,15 +13,14 @@ def find_overflow(config: Config, number: int, placement: _core.moe.Placement) -
     there = config.rows_per_expert if masked else config.rows_max
     # A group can send no more to a rank, unless a token names an expert twice: send buffers are no longer.
     most = config.max_tokens * min(config.top_k, config.experts_per_rank)
-    for rank in range(config.world):
-        needed = placement.fullest_expert(rank) if masked else placement.rows_needed(rank)
-        if needed > there:
-            is_twice = config.capacity_factor is None  # there is room for any routing then
-            return _exceeded(number, rank, needed, there, "an expert of it" if masked else "it", is_twice)
-        sent = placement.most_routes(rank)
-        if sent > most:
-            return _exceeded(number, rank, sent, most, "it of one group", True)
-    return None
+    rank = placement.first_over(there, most)
+    if rank is None:
+        return None
+    needed = placement.fullest_expert(rank) if masked else placement.rows_needed(rank)
+    if needed > there:
+        is_twice = config.capacity_factor is None  # there is room for any routing then
+        return _exceeded(number, rank, needed, there, "an expert of it" if masked else "it", is_twice)
+    return _exceeded(number, rank, placement.most_routes(rank), most, "it of one group", True)
 
 
 def _exceeded(number: int, rank: int, needed: int, there: int, whose: str, is_twice: bool) -> CapacityExceeded:

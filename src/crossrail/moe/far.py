@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,11 +17,9 @@ from crossrail.moe.config import TAG_BYTES, Config
 from crossrail.moe.far_memory import FarMemory, FarPart
 from crossrail.moe.node_sums import tags_of
 from crossrail.moe.row_memory import RowMemory
-from crossrail.moe.troubles import trouble
 
 _SETTLE_S = 5.0  # for the thread that posts, which has little to do
 _FENCE_S = 1e-3
-_WHAT_IS_DUE = {"routes": "dispatch", "rows": "rows of dispatch", "results": "combine"}
 
 
 @dataclass(frozen=True)
@@ -118,11 +115,12 @@ class Far:
 
     # ---- dispatch
 
-    def send(self, number: int, counts: Array, timeout_s: float) -> None:
-        """Our routes; once the memory of the round before the last is free again."""
-        told = self._proxy.wait_sent(number, timeout_s)
-        if not (self._masks and told[0] in ("peer-lost", "failed")):  # else it is for those who wait to see to that
-            self._check(told, f"dispatch of round {number}", timeout_s)
+    def wait_sent(self, number: int, timeout_s: float) -> tuple[str, int, str]:
+        """Until the memory of the round before the last is free again: result, rank, detail."""
+        return self._proxy.wait_sent(number, timeout_s)
+
+    def send_routes(self, number: int, counts: Array) -> None:
+        """Our routes, into that memory."""
         self._proxy.send_routes(number, counts)
 
     def send_rows(self, number: int, x: Any, scales: Any | None, weights: Any | None, routes: Array) -> None:
@@ -175,13 +173,9 @@ class Far:
 
     # ---- waiting
 
-    def wait(self, step: str, number: int, timeout_s: float) -> None:
-        """Until "routes", "rows" or "results" of the round are here from all. Raises as Near.wait does."""
-        self._check(self._proxy.wait(step, number, timeout_s), f"{_WHAT_IS_DUE[step]} of round {number}", timeout_s)
-
-    def look(self, step: str, number: int, patience_s: float) -> tuple[str, int, str]:
-        """As wait(), for who wants to know and not to be told off: result, rank, detail."""
-        return self._proxy.wait(step, number, patience_s)
+    def wait(self, step: str, number: int, timeout_s: float) -> tuple[str, int, str]:
+        """Until "routes", "rows" or "results" of the round are here from all: result, whom it is about, detail."""
+        return self._proxy.wait(step, number, timeout_s)
 
     def has_come(self, step: str, number: int, rank: int) -> bool:
         """Whether all of that is here from that rank; also "farewell"."""
@@ -207,17 +201,10 @@ class Far:
             region.close(timeout_s)
         self._rows.close(timeout_s)
 
-    def check_alive(self) -> None:
-        """PeerLost when one of them is lost."""
-        for rank in self.ranks:
-            if self._engine.peer_state(self._addresses[rank]) == "lost":
-                raise trouble(self._engine, "peer-lost", rank, self._addresses[rank], "", math.inf)
+    def farewell(self, lost: int | None, timeout_s: float) -> None:
+        """Nothing of ours comes any more: who waits for us is told. lost: as of Near.farewell."""
+        self._proxy.say_farewell(lost, timeout_s)
 
-    def farewell(self, timeout_s: float) -> None:
-        """Nothing of ours comes any more: who waits for us is told."""
-        self._proxy.say_farewell(timeout_s)
-
-    def _check(self, told: tuple[str, int, str], half: str, timeout_s: float) -> None:
-        result, rank, detail = told
-        if result != "ready":
-            raise trouble(self._engine, result, rank, self._addresses[rank], half, timeout_s, detail)
+    def lost_by(self, rank: int) -> int | None:
+        """Whom that far rank named in its farewell. Written by that rank: to be checked."""
+        return self._proxy.lost_by(rank)

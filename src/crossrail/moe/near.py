@@ -9,9 +9,6 @@ from crossrail import _core
 from crossrail.moe.board import FAREWELL, PARITIES, RETURNED, SENT, VIEW, WORDS, BoardLayout
 from crossrail.moe.errors import masked_out
 from crossrail.moe.row_memory import Block
-from crossrail.moe.troubles import trouble
-
-_WHAT_IS_DUE = {SENT: "dispatch", RETURNED: "combine"}
 
 
 class Near:
@@ -34,12 +31,9 @@ class Near:
         masks: bool,
     ) -> None:
         self.ranks = list(ranks)
-        self._engine = engine
-        self._addresses = list(addresses)
-        self._watched: list[tuple[int, xr.Address]] = []
+        self._watched: list[int] = []
         own = self.ranks.index(rank)
         owners = [None if other == rank else address for other, address in zip(ranks, addresses, strict=True)]
-        self._masks = masks
         self.masked: set[int] = set()
         self._words = _core.moe.Words(engine, boards, owners, own, WORDS, masks)
         self.boards = [[layout.half(board, parity, rows) for parity in range(PARITIES)] for board in boards]
@@ -51,12 +45,11 @@ class Near:
         had ended in order. imms: by word, the numbers by which it tells us what words tell of others.
         """
         self._words.watch(address, imms)
-        self._watched.append((rank, address))
+        self._watched.append(rank)
 
     def leave_out(self, rank: int) -> None:
         """Waits go on without it from now on, whether it shares memory with us or is watched."""
-        ranks = [*self.ranks, *(one for one, _ in self._watched)]
-        self._words.leave_out(ranks.index(rank))
+        self._words.leave_out([*self.ranks, *self._watched].index(rank))
 
     def announce(self, view: int) -> None:
         """Tells those who read our memory that the ranks that are left are those of this view (moe/views.py)."""
@@ -83,33 +76,20 @@ class Near:
         if any(self._words.is_sealed(what + number % PARITIES, number) for what in (SENT, RETURNED)):
             raise masked_out()
 
-    def farewell(self) -> None:
-        """No word of ours comes any more."""
-        self._words.publish(FAREWELL, PARITIES)
+    def farewell(self, lost: int | None) -> None:
+        """No word of ours comes any more. lost: the rank that we cannot go on without, if that is why."""
+        self._words.publish(FAREWELL, PARITIES * (1 if lost is None else 2 + lost))
 
-    def check_alive(self) -> None:
-        """PeerLost when one of them is lost; for calls that wait for nobody."""
-        if self._masks:
-            return
-        for rank, address in zip(self.ranks, self._addresses, strict=True):
-            if self._engine.peer_state(address) == "lost":
-                raise trouble(self._engine, "peer-lost", rank, address, "", 0.0)
+    def lost_by(self, rank: int) -> int | None:
+        """Whom that rank, which shares memory with us, named in its farewell. Written by that rank: to be checked."""
+        number = self._words.value(self.ranks.index(rank), FAREWELL) // PARITIES
+        return number - 2 if number >= 2 else None
 
-    def wait(self, what: int, number: int, timeout_s: float) -> list[int]:
-        """Until all have published it. The ranks that were lost before they did: none, unless these are masked.
-
-        Raises PeerLost, WaitTimeout, EngineClosed; UsageError when a rank has closed its AllToAll. Each names the rank.
+    def wait(self, what: int, number: int, timeout_s: float) -> tuple[str, int, list[int]]:
+        """Until all have published it: result, whom it is about, and the ranks that were lost before they did: none,
+        unless these are masked.
         """
         result, index, boards = self._words.wait(what + number % PARITIES, number, timeout_s)
-        if result != "ready":
-            rank, address = [*zip(self.ranks, self._addresses, strict=True), *self._watched][index]
-            raise trouble(self._engine, result, rank, address, f"{_WHAT_IS_DUE[what]} of round {number}", timeout_s)
         absent = [self.ranks[board] for board in boards]
         self.masked.update(absent)
-        return absent
-
-    def look(self, what: int, number: int, patience_s: float) -> tuple[str, int, str]:
-        """As wait(), for who wants to know and not to be told off: result, rank, and nothing more to say of it."""
-        result, index, _ = self._words.wait(what + number % PARITIES, number, patience_s)
-        ranks = [*self.ranks, *(one for one, _ in self._watched)]
-        return result, ranks[index] if result != "ready" else -1, ""
+        return result, -1 if result == "ready" else [*self.ranks, *self._watched][index], absent

@@ -23,7 +23,10 @@ from crossrail.moe.near import Near
 from crossrail.moe.node_sums import NodeSums
 from crossrail.moe.rounds import Round
 from crossrail.moe.row_memory import Block, RowMemory
+from crossrail.moe.troubles import trouble
 from crossrail.moe.views import COMBINE, DISPATCH
+
+_HALVES = {DISPATCH: ("dispatch", SENT, "routes"), COMBINE: ("combine", RETURNED, "results")}
 
 
 class Peers:
@@ -60,6 +63,9 @@ class Peers:
         self._config = config
         self._rank = group.rank
         members = meet(engine, group, config, board, timeout_s)
+        self._addresses = [member.address for member in members]
+        self._all_sources = masking.sources(config, group.rank, ())
+        self._lost: int | None = None  # the rank that we cannot go on without
         near = [member for member in members if member.board is not None]
         masks_far = config.on_lost == "mask" and len(near) < group.size
         if masks_far:
@@ -78,7 +84,7 @@ class Peers:
                 far.start_thread(cpu)
             if masks_far:
                 self.agreement = Agreement(engine, group.size, group.rank, self.near, far, timeout_s)
-            meet_far(group, far, self.agreement, [member.address for member in members], timeout_s)
+            meet_far(group, far, self.agreement, self._addresses, timeout_s)
         except BaseException:
             self.close(timeout_s)
             raise
@@ -115,15 +121,24 @@ class Peers:
         near = [self.near.halves[rank, number % PARITIES].y for rank in self.near.ranks]
         return near if self.far is None else [*near, self.far.results(number)]
 
+    def send_routes(self, number: int, counts: Array, timeout_s: float) -> None:
+        """Ours to far ranks, once the memory of the round before the last is free again."""
+        assert self.far is not None
+        told = self.far.wait_sent(number, timeout_s)
+        # Where ranks are masked it is for those who wait to see to one that is lost.
+        if not (self.agreement is not None and told[0] in ("peer-lost", "failed")):
+            self._check(told, f"dispatch of round {number}", timeout_s)
+        self.far.send_routes(number, counts)
+
     # ---- waiting; all raise PeerLost, WaitTimeout, EngineClosed, and UsageError when a rank has closed its AllToAll
 
     def check_alive(self) -> None:
         """PeerLost when one of them is lost; for calls that wait for nobody. Not where ranks are masked."""
-        if self.agreement is not None:
+        if self._config.on_lost == "mask":
             return
-        self.near.check_alive()
-        if self.far is not None:
-            self.far.check_alive()
+        for rank, address in enumerate(self._addresses):
+            if rank != self._rank and self._engine.peer_state(address) == "lost":
+                raise self._trouble("peer-lost", rank, "", 0.0)
 
     @property
     def masked(self) -> tuple[int, ...]:
@@ -141,14 +156,14 @@ class Peers:
         """Until the routes of all are here. Of each group the rank whose rows come to us, as in Round."""
         absent = self._wait(opened, DISPATCH, timeout_s)
         opened.silent = tuple(absent)
-        return masking.sources(self._config, self._rank, absent)
+        return masking.sources(self._config, self._rank, absent) if absent else self._all_sources
 
     def wait_rows(self, number: int, timeout_s: float) -> None:
         """For rows of far ranks; where ranks are masked they came with the routes."""
         begin = time.monotonic()
         try:
             if self.far is not None and self.agreement is None:
-                self.far.wait("rows", number, timeout_s)
+                self._check(self.far.wait("rows", number, timeout_s), f"rows of dispatch of round {number}", timeout_s)
         finally:
             self.waited_s += time.monotonic() - begin
 
@@ -157,7 +172,7 @@ class Peers:
         as soon as our node has it.
         """
         if self.sums is not None and not opened.has_sent_sums and not opened.is_refused:
-            self.near.wait(RETURNED, opened.number, timeout_s)
+            self._wait_near(opened, COMBINE, timeout_s)
             self.sums.send(opened.number, opened.placement)
             opened.has_sent_sums = True
         opened.absent = tuple(self._wait(opened, COMBINE, timeout_s))
@@ -169,12 +184,46 @@ class Peers:
         try:
             if self.agreement is not None:
                 return self.agreement.wait(opened, half, timeout_s)
-            absent = self.near.wait(SENT if half == DISPATCH else RETURNED, opened.number, timeout_s)
+            absent = self._wait_near(opened, half, timeout_s)
             if self.far is not None:
-                self.far.wait("routes" if half == DISPATCH else "results", opened.number, timeout_s)
+                name, _, step = _HALVES[half]
+                told = self.far.wait(step, opened.number, timeout_s)
+                self._check(told, f"{name} of round {opened.number}", timeout_s)
             return absent
         finally:
             self.waited_s += time.monotonic() - begin
+
+    def _wait_near(self, opened: Round, half: int, timeout_s: float) -> list[int]:
+        name, word, _ = _HALVES[half]
+        result, rank, absent = self.near.wait(word, opened.number, timeout_s)
+        self._check((result, rank, ""), f"{name} of round {opened.number}", timeout_s)
+        return absent
+
+    def _check(self, told: tuple[str, int, str], half: str, timeout_s: float) -> None:
+        result, rank, detail = told
+        if result != "ready":
+            raise self._trouble(result, rank, half, timeout_s, detail)
+
+    def _trouble(self, result: str, rank: int, half: str, timeout_s: float, detail: str = "") -> Exception:
+        """What to raise. Of a rank that gave up since another one was lost, that is what is told, and passed on."""
+        lost = self._lost_by(rank) if result in ("left", "peer-lost") else None
+        if lost == self._rank:
+            result, detail = "peer-lost", "it lost sight of this rank, and has closed its AllToAll"
+        elif lost is not None:
+            result, detail = "peer-lost", f"rank {rank} lost sight of it, and has closed its AllToAll"
+            rank, half = lost, ""
+        if result == "peer-lost":
+            self._lost = rank
+        return trouble(self._engine, result, rank, self._addresses[rank], half, timeout_s, detail)
+
+    def _lost_by(self, rank: int) -> int | None:
+        """Whom that rank cannot go on without, if it has said so."""
+        lost = None
+        if rank in self.near.ranks:
+            lost = self.near.lost_by(rank)
+        elif self.far is not None:
+            lost = self.far.lost_by(rank)
+        return lost if lost is not None and lost < len(self._addresses) else None
 
     # ---- the end
 
@@ -182,9 +231,9 @@ class Peers:
         """Nothing of ours comes any more."""
         if self.agreement is not None and not self._engine.closed:
             self.agreement.farewell(timeout_s)
-        self.near.farewell()
+        self.near.farewell(self._lost)
         if self.far is not None and not self._engine.closed:
-            self.far.farewell(timeout_s)
+            self.far.farewell(self._lost, timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Gives back what far ranks write to. Idempotent. WaitTimeout while one is in the middle of that."""

@@ -24,17 +24,19 @@ class Round:
     """Between dispatch_send and the end of combine_recv. number: from 1, the same on all ranks, modulo 2^32; ordinal:
     likewise, of all that ever were.
 
-    begun_s: of time.perf_counter(). indices, slots: as given and as Kernels.count made them. placement: where all rows
-    go, once all routes are known. where: as Kernels.reduce takes it, once received. sources: of each group the rank
-    whose rows come to us, None where all that have them are masked; with placement. is_refused: it needs more room than
-    there is. has_sent_sums: with node_sums, partners have theirs. silent, absent: with on_lost="mask", ranks whose
-    tokens are not in it, known with placement, and ranks whose experts' outputs are in no sum, known once it has ended.
+    begun_s: of time.perf_counter(). routes: how many, without those of index -1. indices, slots: as given and as
+    Kernels.count made them. placement: where all rows go, once all routes are known. where: as Kernels.reduce takes it,
+    once received. sources: of each group the rank whose rows come to us, None where all that have them are masked; with
+    placement. is_refused: it needs more room than there is. has_sent_sums: with node_sums, partners have theirs.
+    output: what expert_output gave last. silent, absent: with on_lost="mask", ranks whose tokens are not in it, known
+    with placement, and ranks whose experts' outputs are in no sum, known once it has ended.
     """
 
     number: int
     ordinal: int
     begun_s: float
     tokens: int
+    routes: int
     indices: Array
     slots: Array
     weights: Array | None
@@ -45,6 +47,7 @@ class Round:
     where: Any = None
     is_refused: bool = False
     has_sent_sums: bool = False
+    output: Any = None
     silent: tuple[int, ...] = ()
     absent: tuple[int, ...] = ()
 

@@ -88,10 +88,10 @@ def moe(
     options = _Options(transport, runs, _QUICK_ROUNDS if quick else _ROUNDS, not without_gloo, not without_mpi)
     console.print(report.describe_machine(), highlight=False, markup=False)
     busy = report.busy_share(choose_cpus())
-    chosen = [SHAPES[name] for name in shapes or SHAPES]
+    chosen = [SHAPES[name] for name in dict.fromkeys(shapes or SHAPES)]
     results: list[Result] = []
     for shape in chosen:
-        for count in counts or (2, 4):
+        for count in dict.fromkeys(counts or (2, 4)):
             measure = _measure_kernels if kernels else _measure
             results += measure(shape, count, options, console)
     console.print(report.make_table(results, console.width))

@@ -133,7 +133,7 @@ class _Rank:
 
     def _check_rows(self, dispatched: Dispatched) -> None:
         """Of each expert by (source rank, token, k), as the source has them."""
-        first = self._rank * len(dispatched.counts)
+        first = self._rank * self._all_to_all.config.experts_per_rank
         at = dispatched.offsets[:-1].copy()
         for source in range(self._ranks):
             theirs = RankWork(self._shape, source)
