@@ -88,8 +88,8 @@ class Region(_core.Region):
         drain: lets this engine's transfers with the region run to their ends; False cancels them. Operations that peers
         have begun end first in either case. timeout_s: seconds; None: no limit.
         Raises WaitTimeout, with the peers' names where they are known, if the region is still in use after timeout_s.
-        It goes on refusing new use: call close() again. Until it has returned, `quarantined` says whether a peer may still
-        touch the memory.
+        It goes on refusing new use: call close() again. Until it has returned, `quarantined` says whether a peer may
+        still touch the memory.
         """
         self._close(timeout_s, drain)
 
