@@ -240,7 +240,8 @@ class _Connection(web.RequestHandler):
         if not isinstance(exc, HttpProcessingError) or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
         self._listener.is_heard(self)
-        refusal = self._listener.refuse(status, f"this is no HTTP: {(message or '').partition(_LINE_END)[0]}")
+        why = (message or "it is no HTTP").partition(_LINE_END)[0].rstrip(":")
+        refusal = self._listener.refuse(status, f"the request cannot be read: {why}")
         refusal.force_close()
         return refusal
 
