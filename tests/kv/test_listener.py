@@ -34,6 +34,12 @@ async def test_bytes_that_are_no_http_are_refused_and_not_logged(url: str, caplo
     assert not caplog.records
 
 
+@pytest.mark.parametrize("asked", [b"OPTIONS *", b"CONNECT somewhere:443"])
+async def test_what_has_no_path_is_an_error_as_any_other(url: str, asked: bytes) -> None:
+    answer = await answer_of(url, asked + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 404 ") and b'{"error": {"message": "404: Not Found", ' in answer
+
+
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
 async def test_body_that_is_not_encoded_as_it_says_is_the_clients_mistake(
     url: str, caplog: pytest.LogCaptureFixture, encoding: bytes
