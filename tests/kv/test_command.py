@@ -254,6 +254,32 @@ def test_what_no_service_could_work_with_is_refused(words: list[str]) -> None:
     assert result.exit_code == 2 and "mistake in crossrail" not in result.output, result.output
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def make(**_): return 3", "returned an object of type int, and no crossrail.kv.model."),
+        (
+            "def make(**_): raise RuntimeError('no luck')",
+            "raised RuntimeError: no luck; `crossrail --debug kv ...` shows",
+        ),
+        ("1 / 0", "raised ZeroDivisionError: division by zero; `crossrail --debug kv ...` shows where"),
+        ("", "has no attribute 'make'"),
+    ],
+    ids=["type", "call", "import", "name"],
+)
+def test_mistake_in_a_function_of_the_users_is_his(
+    source: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"mine_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(source)
+    for command in (["router", "--tokenizer"], ["decoder", "--router=http://h:1", "--model"]):
+        result = CliRunner(env={"CROSSRAIL_SECRET": SECRET}).invoke(main, ["kv", *command, f"{name}:make"])
+        assert result.exit_code == 2 and f"'{name}:make'" in result.stderr and words in result.stderr, result.output
+        debug = CliRunner().invoke(main, ["--debug", "kv", *command, f"{name}:make"])
+        assert words.startswith("returned") or f"{name}.py" in debug.output or "attribute" in debug.output
+
+
 def test_place_that_is_none_of_this_host_is_named() -> None:
     result = CliRunner(env={"CROSSRAIL_SECRET": SECRET}).invoke(main, ["kv", "router", "--listen=192.0.2.77:1"])
     assert result.exit_code == 1 and result.stderr.startswith("error: --listen 192.0.2.77:1: "), result.output

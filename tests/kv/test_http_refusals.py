@@ -191,13 +191,15 @@ async def test_what_is_no_text_is_the_clients_mistake(
 
 
 class FailingTokenizer(ToyTokenizer):
-    """Somebody's own, with mistakes: prompts with a "?", and tokens behind the first three."""
+    """Somebody's own, with mistakes: in the prompts "?" and "words", and in tokens behind the first three."""
 
     def __init__(self) -> None:
         self.decoded = 0
 
     def encode(self, text: str) -> Tokens:
-        return super().encode(text if "?" not in text else {}[text])
+        if text == "words":
+            return text.split()
+        return super().encode(text if text != "?" else {}[text])
 
     def decode(self, tokens: Sequence[int]) -> str:
         self.decoded += bool(tokens)
@@ -210,10 +212,15 @@ class FailingTokenizer(ToyTokenizer):
     ("asked", "status", "message"),
     [
         ({"prompt": "?"}, 500, "KeyError: '?'; the server's log says where"),
+        (
+            {"prompt": "words"},
+            500,
+            "TypeError: the tokenizer's encode() returned list of <U5, no token ids; the server's log says where",
+        ),
         ({}, 500, "ValueError: token is not mine; the server's log says where"),
         ({"stream": True}, 200, "ValueError: token is not mine; the server's log says where"),
     ],
-    ids=["prompt", "answer", "stream"],
+    ids=["prompt", "tokens", "answer", "stream"],
 )
 async def test_tokenizer_that_raises_is_told_and_logged(
     cluster: Cluster,

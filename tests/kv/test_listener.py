@@ -30,8 +30,14 @@ async def test_bytes_that_are_no_http_are_refused_and_not_logged(url: str, caplo
     """aiohttp logs a traceback for each: a port scanner fills a log with them."""
     for garbage in (b"\x16\x03\x01\r\n\r\n", b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", b"GARBAGE\r\n\r\n"):
         answer = await answer_of(url, garbage)
-        assert b" 400 " in answer and b'{"error": {"message": "this is no HTTP: ' in answer
+        assert b" 400 " in answer and b'{"error": {"message": "the request cannot be read: ' in answer
     assert not caplog.records
+
+
+@pytest.mark.parametrize("asked", [b"OPTIONS *", b"CONNECT somewhere:443"])
+async def test_what_has_no_path_is_an_error_as_any_other(url: str, asked: bytes) -> None:
+    answer = await answer_of(url, asked + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 404 ") and b'{"error": {"message": "404: Not Found", ' in answer
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])

@@ -146,6 +146,21 @@ async def test_decoder_that_closes_hands_its_requests_on(cluster: Cluster) -> No
     await quiet(cluster)
 
 
+async def test_request_goes_on_however_many_decoders_leave(cluster: Cluster) -> None:
+    """As when all are restarted one after the other; only those that die may have died of it."""
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    for index in range(4):
+        await until(lambda name=f"d{index}": cluster.nodes[name].load().requests, "a decoder has it")
+        cluster.add(Decoder, f"d{index + 1}")
+        await cluster.nodes[f"d{index + 1}"].links[0].joined.wait()
+        await cluster.nodes[f"d{index}"].close()
+    tokens, end = await asyncio.wait_for(client, WAIT_S)
+    assert (tokens, end.reason) == (await monolithic(PROMPT, GREEDY), "length")
+    assert cluster.router.counts["restarted"] == 4
+    await quiet(cluster)
+
+
 async def test_decoder_that_dies_alone_ends_it_in_words(cluster: Cluster) -> None:
     cluster.router.options = replace(ROUTER, queue_s=0.3)
     await start(cluster, token_s=SLOW_S)

@@ -245,11 +245,11 @@ class Front:
         if self._tokenizer is None:
             raise FieldError("this router has no tokenizer: the prompt must be token ids", "prompt")
         if len(prompt) <= _TEXT_SHORT:
-            return self._tokenizer.encode(prompt)
+            return _checked(self._tokenizer.encode(prompt))
         # Takes seconds, in which other requests and the nodes are to be heard; long ones wait for each other. Nothing
         # but tokens says whether a text fits: one of them may stand for any number of characters.
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoding, self._tokenizer.encode, prompt)
+        return _checked(await loop.run_in_executor(self._encoding, self._tokenizer.encode, prompt))
 
     def _text(self, body: CompletionBody) -> TextStream:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -417,6 +417,14 @@ class _Answer:
     def _usage(self) -> dict[str, Any]:
         asked, count = self._prompt_tokens, self._count
         return {"usage": {"prompt_tokens": asked, "completion_tokens": count, "total_tokens": asked + count}}
+
+
+def _checked(encoded: Any) -> Tokens:
+    """TypeError for what is no row of token ids: tokenizers are users' own."""
+    tokens = np.asarray(encoded)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise TypeError(f"the tokenizer's encode() returned {type(encoded).__name__} of {tokens.dtype}, no token ids")
+    return tokens.astype(np.int32)
 
 
 def _line(content: dict[str, Any]) -> bytes:

@@ -167,15 +167,18 @@ class Listener:
         try:
             return await handler(request)
         except web.HTTPException as error:
-            refusal = self.refuse(error.status, (error.text or error.reason).rstrip())
-            if error.keep_alive is False:
-                refusal.force_close()
-            return refusal
+            return self.refusal_of(error)
         except Exception as error:
             if isinstance(error, _OF_CLIENTS) or request.writer.output_size > 0:
                 raise
             self._log.exception("%s %s failed", request.method, request.path)
             return self.refuse(500, failure(error))
+
+    def refusal_of(self, error: web.HTTPException) -> web.StreamResponse:
+        refusal = self.refuse(error.status, (error.text or error.reason).rstrip())
+        if error.keep_alive is False:
+            refusal.force_close()
+        return refusal
 
     async def _not_there(self, request: web.Request) -> web.StreamResponse:
         """For what no other route takes."""
@@ -242,9 +245,18 @@ class _Connection(web.RequestHandler):
         if not isinstance(exc, HttpProcessingError) or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
         self._listener.is_heard(self)
-        refusal = self._listener.refuse(status, f"this is no HTTP: {(message or '').partition(_LINE_END)[0]}")
+        why = (message or "it is no HTTP").partition(_LINE_END)[0].rstrip(":")
+        refusal = self._listener.refuse(status, f"the request cannot be read: {why}")
         refusal.force_close()
         return refusal
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, *more: Any
+    ) -> tuple[web.StreamResponse, bool]:
+        """What no route was found for has no path: OPTIONS *, CONNECT."""
+        if isinstance(resp, web.HTTPException):
+            resp = self._listener.refusal_of(resp)
+        return await super().finish_response(request, resp, *more)
 
     def log_exception(self, *words: Any, **options: Any) -> None:
         """Clients that are gone are no events: aiohttp would report a traceback for each."""

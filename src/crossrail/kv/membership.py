@@ -23,14 +23,15 @@ log = logging.getLogger("crossrail.kv")
 @dataclass
 class Member:
     """One incarnation of a node. heard_s: when it was last heard of, on the event loop's clock; later by what was
-    excused since. rivals: other incarnations of its name that want to join, by address: how often it was heard of
-    since.
+    excused since. has_left: it has said that it goes. rivals: other incarnations of its name that want to join, by
+    address: how often it was heard of since.
     """
 
     record: NodeRecord
     layout: KvLayout
     load: Load
     heard_s: float
+    has_left: bool = False
     rivals: dict[bytes, int] = field(default_factory=dict)
 
     @property
@@ -159,6 +160,7 @@ class Roster(Membership):
     def leave(self, node: str, address: bytes) -> None:
         member = self._members.get(node)
         if member is not None and member.address == address:
+            member.has_left = True
             self.remove(member, f"node {node!r} left")
 
     def remove(self, member: Member, why: str) -> None:

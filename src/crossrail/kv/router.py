@@ -6,8 +6,8 @@ Life of a request here:
    One that has waited half of `queue_s` has a decoder kept for it, which takes nothing younger until it goes on.
 3. tokens come from the decoder, in order, repeated until taken.
 4. a decoder whose prefiller dies asks for another; the client sees nothing but time.
-5. a decoder that dies: another one goes on behind the tokens that are here, `restarts_max` times. What the dead one had
-   generated and not told is generated again; no client sees a token twice.
+5. a decoder that dies or leaves: another one goes on behind the tokens that are here; of those that die, `restarts_max`
+   times. What the one before had generated and not told is generated again; no client sees a token twice.
 6. ended: by the decoder's word; or because the client is gone, or time is up, or nobody can go on.
 """
 
@@ -300,23 +300,24 @@ class Router:
         if self._running.get(running.request) is running:  # else its client has left, and the decoder was told
             self._placement.give(running, decoder, prefiller)
             if not any(member is decoder for member in self.roster.members("decoder")):
-                self._on_decoder_gone(running, f"node {decoder.name!r} went as it took the request")
+                self._on_decoder_gone(running, decoder, f"node {decoder.name!r} went as it took the request")
         return ""
 
     def _refused(self, running: Running, decoder: Member, why: str) -> str:
         self._refusals.note(decoder.address, self._placement.room_at(decoder, running), why, _now_s())
         return why
 
-    def _on_decoder_gone(self, running: Running, why: str) -> None:
-        """Another one is to go on, if that has not been tried too often."""
+    def _on_decoder_gone(self, running: Running, decoder: Member, why: str) -> None:
+        """Another one is to go on, unless too many have died, maybe of this request."""
         self._placement.take_back(running)
         running.decoder = None
         if running.ended:
             return
-        if running.restarts >= self.options.restarts_max:
-            running.finish("error", f"its decoder is gone: {why}; so were {running.restarts} before")
-            return
-        running.restarts += 1
+        if not decoder.has_left:
+            if running.restarts >= self.options.restarts_max:
+                running.finish("error", f"its decoder is gone: {why}; so were {running.restarts} before")
+                return
+            running.restarts += 1
         running.attempt += 1
         self.counts["restarted"] += 1
         log.info("request %s goes on behind %d tokens elsewhere: %s", running.request, len(running.tokens), why)
@@ -456,7 +457,7 @@ class Router:
                 self._placement.assign(running, None)
             # One that it was only offered to goes to another, once it has not answered.
             if running.decoder is member and running.is_charged:
-                self._on_decoder_gone(running, why)
+                self._on_decoder_gone(running, member, why)
 
     async def _sweep(self) -> None:
         while True:

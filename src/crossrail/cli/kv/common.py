@@ -8,7 +8,7 @@ import importlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,7 +133,7 @@ def open_model(name: str, options: Mapping[str, str]) -> Model:
     if name == "toy":
         return _open_toy(dict(options))
     if ":" in name and not Path(name).is_dir():
-        model = _function(name)(**options)
+        model = _made_by(name, options)
         if not isinstance(model, Model):
             raise UsageError(f"{name!r} returned {_kind_of(model)}, not a crossrail.kv.model.Model")
         return model
@@ -152,7 +152,7 @@ def open_tokenizer(name: str) -> Tokenizer | None:
         return ToyTokenizer()
     if Path(name).is_dir():
         return _of_transformers("tokenizer").TextTokenizer(Path(name))  # type: ignore[no-any-return]  # as above
-    tokenizer = _function(name)()
+    tokenizer = _made_by(name, {})
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(f"{name!r} returned {_kind_of(tokenizer)}, not a crossrail.kv.model.Tokenizer")
     return tokenizer
@@ -169,15 +169,18 @@ def _kind_of(value: object) -> str:
     return f"an object of type {type(value).__qualname__}"
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _made_by(name: str, options: Mapping[str, str]) -> Any:
+    """What the function of this name returns. UsageError for whatever it raises: it is the user's own."""
     module_name, colon, function = name.partition(":")
     if not colon:
         raise UsageError(f"{name!r} is neither 'toy', nor a directory, nor 'package.module:function'")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{name!r}: {error}") from None
-    return found
+        return getattr(importlib.import_module(module_name), function)(**options)
+    except (ImportError, AttributeError, UsageError) as error:
+        raise UsageError(f"{name!r}: {error}") from error
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{name!r} raised {what}; `crossrail --debug kv ...` shows where") from error
 
 
 def _of_transformers(module: str) -> Any:
