@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from crossrail.cli import memory
 from crossrail.cli.main import main
 
 OUTPUTS = [
@@ -42,6 +44,22 @@ def test_place_that_cannot_be_looked_at(command: list[str], tmp_path: Path) -> N
 
     assert "File name too long" in refused(*command, too_long)
     assert "File name too long" in refused(*command, too_long / "file")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (
+            ["bench", "moe", "--ranks", "8", "--ranks", "2"],
+            r"prefill with 8 ranks would use \S+ GiB of memory and 1\.0 GiB",
+        ),
+        (["demo", "--pool-bytes", "4GiB"], r"the demo would use \S+ GiB of memory and 1\.0 GiB"),
+    ],
+    ids=["bench moe", "demo"],
+)
+def test_more_memory_than_is_free(monkeypatch: pytest.MonkeyPatch, command: list[str], words: str) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 30)
+    assert re.search(words, refused(*command))
 
 
 def test_folder_that_cannot_be_stored_into() -> None:
