@@ -16,6 +16,7 @@
 #include "moe/rows.h"
 #include "moe/simd/row_ops.h"
 #include "moe/sums.h"
+#include "util/anonymous_pages.h"
 #include "util/errors.h"
 
 namespace crossrail::bindings {
@@ -28,6 +29,14 @@ std::vector<std::string> levels() {
   std::vector<std::string> names;
   for (const moe::RowOps* ops : moe::row_ops_here()) names.emplace_back(ops->name);
   return names;
+}
+
+nb::object sparse_pages(nb::handle nbytes, bool dense) {
+  const uint64_t length = to_u64(nbytes, "nbytes");
+  auto* pages = new AnonymousPages(AnonymousPages::sparse(length, dense));
+  const nb::capsule owner(pages, [](void* kept) noexcept { delete static_cast<AnonymousPages*>(kept); });
+  auto* data = reinterpret_cast<uint8_t*>(pages->base());
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {length}, owner));
 }
 
 // None, or an array.
@@ -155,6 +164,9 @@ void dequantize(nb::handle out, nb::handle codes, nb::handle scales, nb::handle 
 
 void register_moe_kernels(nb::module_& module) {
   nb::module_ part = module.def_submodule("moe", "Kernels, places and host proxy of crossrail.moe, which is the API.");
+  part.def("sparse_pages", &sparse_pages, nb::arg("nbytes"), nb::arg("is_dense"),
+           "Memory of this process alone, uint8 [nbytes], resident as far as it is used; huge pages where that is in "
+           "one piece.");
   part.def("levels", &levels, "Instruction sets that Kernels takes here, the fastest first.");
   nb::class_<moe::RowOps>(part, "Kernels")
       .def(

@@ -9,12 +9,22 @@
 
 namespace crossrail {
 
-AnonymousPages::AnonymousPages(uint64_t length_bytes, bool populate) : length_bytes_(length_bytes) {
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS | (populate ? MAP_POPULATE : 0);
-  void* memory = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+AnonymousPages::AnonymousPages(uint64_t length_bytes, bool populate) {
+  map(length_bytes, populate ? MAP_POPULATE : 0, true);
+}
+
+AnonymousPages AnonymousPages::sparse(uint64_t length_bytes, bool dense) {
+  AnonymousPages pages;
+  pages.map(length_bytes, MAP_NORESERVE, dense);
+  return pages;
+}
+
+void AnonymousPages::map(uint64_t length_bytes, int flags, bool huge) {
+  void* memory = mmap(nullptr, length_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
   if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate " + std::to_string(length_bytes) + " bytes");
   base_ = static_cast<std::byte*>(memory);
-  madvise(memory, length_bytes, MADV_HUGEPAGE);  // fewer faults and TLB misses; a kernel without them says no
+  length_bytes_ = length_bytes;
+  if (huge) madvise(memory, length_bytes, MADV_HUGEPAGE);  // fewer faults and TLB misses; a kernel without them says no
 }
 
 AnonymousPages::AnonymousPages(AnonymousPages&& other) noexcept

@@ -12,6 +12,9 @@ class AnonymousPages {
   AnonymousPages() = default;  // none
   // populate: faulted in now. Throws TransportError.
   AnonymousPages(uint64_t length_bytes, bool populate);
+  // Of which perhaps little is ever used: no memory is set aside for the rest. dense: what is used is in one piece, so that
+  // huge pages do not make it more. Throws TransportError.
+  static AnonymousPages sparse(uint64_t length_bytes, bool dense);
   AnonymousPages(AnonymousPages&& other) noexcept;
   AnonymousPages& operator=(AnonymousPages&& other) noexcept;
   ~AnonymousPages();
@@ -19,6 +22,8 @@ class AnonymousPages {
   std::byte* base() const { return base_; }
 
  private:
+  void map(uint64_t length_bytes, int flags, bool huge);
+
   std::byte* base_ = nullptr;
   uint64_t length_bytes_ = 0;
 };

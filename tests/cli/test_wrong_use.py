@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from crossrail.cli import memory
 from crossrail.cli.main import main
 
 OUTPUTS = [
@@ -64,6 +66,22 @@ def test_file_that_can_be_written_is_as_it_was_until_it_is(tmp_path: Path) -> No
 def test_disk_that_is_full_is_named() -> None:
     result = CliRunner().invoke(main, [*PLAN, "-o", "/dev/full"])
     assert (result.exit_code, result.stderr) == (1, "error: /dev/full: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (
+            ["bench", "moe", "--ranks", "8", "--ranks", "2"],
+            r"prefill with 8 ranks would use \S+ GiB of memory and 1\.0 GiB",
+        ),
+        (["demo", "--pool-bytes", "4GiB"], r"the demo would use \S+ GiB of memory and 1\.0 GiB"),
+    ],
+    ids=["bench moe", "demo"],
+)
+def test_more_memory_than_is_free(monkeypatch: pytest.MonkeyPatch, command: list[str], words: str) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 30)
+    assert re.search(words, refused(*command))
 
 
 def test_folder_that_cannot_be_stored_into() -> None:

@@ -205,6 +205,19 @@ def test_a_closed_part_is_refused_and_closing_again_does_nothing(alone: AllToAll
         alone.dispatch_send(BATCH.x, BATCH.scales, BATCH.indices)
 
 
+@pytest.mark.parametrize("layout", ["grouped", "masked"])
+def test_room_for_the_worst_case_may_be_more_than_there_is_memory(engine: xr.Engine, layout: str) -> None:
+    tokens = 4 << 20
+    plain: dict[str, Any] = {"dtype": "float32", "scale_block": None, "out_dtype": "float32", "layout": layout}
+    with (
+        EngineGroup(engine, [engine.address]) as group,
+        AllToAll(engine, group, experts=16, hidden=4096, top_k=8, max_tokens=tokens, **plain) as all_to_all,
+    ):
+        assert all_to_all.config.rows_max * 4096 * 4 > 256 << 30
+        got = all_to_all.dispatch(np.ones((1, 4096), np.float32), None, np.arange(8)[None])
+        assert got.rows >= 8 and got.x[got.offsets[7]].all()
+
+
 def test_experts_named_twice_are_told_from_too_little_capacity(engine: xr.Engine) -> None:
     twice = np.zeros((TOKENS, TOP_K), np.int64)
     x = draw(np.random.default_rng(1), TOKENS, HIDDEN, EXPERTS, TOP_K, BLOCK)

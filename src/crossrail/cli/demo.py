@@ -26,6 +26,7 @@ import crossrail as xr
 from crossrail._text import plain
 from crossrail.cli.child import Child
 from crossrail.cli.demo_plan import Segment, split_file
+from crossrail.cli.memory import check_memory
 from crossrail.cli.source import SourceFile, default_file
 from crossrail.cli.text import format_bytes, format_count, gb_per_s, size
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
@@ -193,20 +194,6 @@ def _patience_s(nbytes: int) -> float:
     return 60.0 + nbytes / 10e6
 
 
-def _check_memory(needed_bytes: int) -> None:
-    """UsageError when the machine has not got that much; better than being killed for it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # a container without /proc: nobody can say
-        return
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-    if free is not None and needed_bytes > free:
-        raise UsageError(
-            f"the demo would use {format_bytes(needed_bytes)} of memory and {format_bytes(free)} are free; "
-            f"make the pool smaller with --pool-bytes"
-        )
-
-
 def _summary(plan: Plan, segments: list[Segment], outcome: Outcome, explained: dict[str, Any]) -> Table:
     write_s = sum(outcome.write_ns) / 1e9
     copy_s = sum(outcome.copy_ns) / 1e9
@@ -253,7 +240,7 @@ def _run(plan: Plan, console: Console) -> bool:
     segments = list(split_file(nbytes, plan.pool_bytes, plan.page_bytes, plan.seed))
     pool_bytes = max(segment.total_pages for segment in segments) * plan.page_bytes
     source_bytes = max(segment.nbytes for segment in segments)
-    _check_memory(2 * pool_bytes + source_bytes)
+    check_memory("the demo", 2 * pool_bytes + source_bytes, "make the pool smaller with --pool-bytes")
     receiver = Receiver(plan, pool_bytes)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with (

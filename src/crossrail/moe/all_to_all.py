@@ -518,5 +518,5 @@ class AllToAll:
             block.close(self.timeout_s)
 
     def _block(self, nbytes: int) -> Block:
-        self._blocks.append(self._memory.block(nbytes, is_shared=False))
+        self._blocks.append(self._memory.block(nbytes))
         return self._blocks[-1]

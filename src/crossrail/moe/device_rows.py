@@ -32,15 +32,18 @@ class DeviceRows:
         self.kernels = self._kernels.name
         self._busy: set[Any] = set()  # streams that we launched on since settle()
 
-    def block(self, nbytes: int, is_shared: bool) -> DeviceBlock:
-        """Blocks, where peers are to write to it, until all kernels have ended: torch gives memory out again that some
-        may still be using.
-        """
+    def block(self, nbytes: int) -> DeviceBlock:
+        return DeviceBlock(self, self._bytes(nbytes), False)
+
+    def shared_block(self, nbytes: int) -> DeviceBlock:
+        """Blocks until all kernels have ended: torch gives memory out again that some may still be using."""
+        tensor = self._bytes(nbytes)
+        wait_for_kernels([str(self.device)])
+        return DeviceBlock(self, tensor, True)
+
+    def _bytes(self, nbytes: int) -> Any:
         with told(f"{nbytes} bytes of {self.device}"):
-            tensor = self._empty_bytes(max(nbytes, 1))
-        if is_shared:
-            wait_for_kernels([str(self.device)])
-        return DeviceBlock(self, tensor, is_shared)
+            return self._empty_bytes(max(nbytes, 1))
 
     def registered(self, tensor: Any) -> xr.Region:
         """For a block."""

@@ -47,7 +47,7 @@ class Far:
         self._rank = rank
         memory = FarMemory.of(config, layout)
         self.routes = engine.alloc(memory.routes.nbytes)
-        self._rows = rows.block(memory.rows.nbytes, is_shared=True)
+        self._rows = rows.shared_block(memory.rows.nbytes)
         self.rows = self._rows.region
         self._masks = config.on_lost == "mask"
         self._proxy = _core.moe.Proxy(

@@ -6,12 +6,14 @@ counts, tables - is in host memory with either, as arrays of numpy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 import crossrail as xr
+from crossrail import _core
 from crossrail.errors import UsageError
 from crossrail.moe.arrays import Array, from_host, to_host
 from crossrail.moe.config import NUMPY_TYPES, Config
@@ -25,18 +27,22 @@ class Block(Protocol):
 
     nbytes: int
 
-    @property
-    def region(self) -> xr.Region:
-        """For peers to write to; of a block that is shared."""
-
-    def register(self) -> xr.Region:
-        """Once more: a region of its own, for one peer. The caller closes it."""
-
     def array(self, dtype: str, shape: tuple[int, ...], offset: int) -> Any:
         """A view of it, from this byte on. dtype: of config.ITEM_BYTES, or "uint8"."""
 
     def close(self, timeout_s: float) -> None:
         """Idempotent. WaitTimeout while a peer is in the middle of a write to it."""
+
+
+class SharedBlock(Block, Protocol):
+    """One that peers write to."""
+
+    @property
+    def region(self) -> xr.Region:
+        """All of it."""
+
+    def register(self) -> xr.Region:
+        """Once more: a region of its own, for one peer. The caller closes it."""
 
 
 class RowMemory(Protocol):
@@ -52,7 +58,9 @@ class RowMemory(Protocol):
     name: str
     kernels: str
 
-    def block(self, nbytes: int, is_shared: bool) -> Block: ...
+    def block(self, nbytes: int) -> Block: ...
+
+    def shared_block(self, nbytes: int) -> SharedBlock: ...
 
     def given(self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Any:
         """What a caller gave as an argument of that name, to be read or written here; shape: None for any length.
@@ -92,14 +100,18 @@ class HostRows:
 
     name = "host memory"
 
-    def __init__(self, engine: xr.Engine, kernels: Kernels | None) -> None:
+    def __init__(self, engine: xr.Engine, kernels: Kernels | None, config: Config) -> None:
         self._engine = engine
+        self._is_dense = config.layout == "grouped"
         self._kernels = CpuKernels() if kernels is None else kernels
         self.kernels = self._kernels.name
         self.pack, self.pull, self.reduce = self._kernels.pack, self._kernels.pull, self._kernels.reduce
 
-    def block(self, nbytes: int, is_shared: bool) -> HostBlock:
-        return HostBlock(self._engine, nbytes)
+    def block(self, nbytes: int) -> HostBlock:
+        return HostBlock(nbytes, self._is_dense)
+
+    def shared_block(self, nbytes: int) -> SharedHostBlock:
+        return SharedHostBlock(self._engine, nbytes)
 
     def given(self, array: Any, name: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> Array:
         return to_host(array, name, dtypes, shape)
@@ -127,7 +139,7 @@ class HostRows:
         pass
 
 
-class HostBlock:
+class SharedHostBlock:
     """Resident as far as it is used."""
 
     def __init__(self, engine: xr.Engine, nbytes: int) -> None:
@@ -140,11 +152,26 @@ class HostBlock:
 
     def array(self, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
         kind = np.dtype(NUMPY_TYPES.get(dtype, dtype))
-        return np.frombuffer(self.region.view(), kind, int(np.prod(shape)), offset).reshape(shape)
+        return np.frombuffer(self.region.view(), kind, math.prod(shape), offset).reshape(shape)
 
     def close(self, timeout_s: float) -> None:
         if not self._engine.closed:
             self.region.close(timeout_s)
+
+
+class HostBlock:
+    """Resident as far as it is used; given back with the last array of it."""
+
+    def __init__(self, nbytes: int, is_dense: bool) -> None:
+        self.nbytes = nbytes
+        self._bytes: Array = np.asarray(_core.moe.sparse_pages(max(nbytes, 1), is_dense))
+
+    def array(self, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
+        kind = np.dtype(NUMPY_TYPES.get(dtype, dtype))
+        return np.frombuffer(self._bytes, kind, math.prod(shape), offset).reshape(shape)
+
+    def close(self, timeout_s: float) -> None:
+        pass
 
 
 def is_gpu(device: Any | None) -> bool:
@@ -162,7 +189,7 @@ def row_memory(engine: xr.Engine, device: Any | None, kernels: Kernels | None, c
             f"kernels is {type(kernels).__name__}, must be Kernels or None: it has no {', '.join(missing)}"
         )
     if not is_gpu(device):
-        return HostRows(engine, kernels)
+        return HostRows(engine, kernels, config)
     if config.node_size != 1:
         raise UsageError(
             f"node_size is {config.node_size}, must be 1 with a device: no rank reads another's GPU memory"

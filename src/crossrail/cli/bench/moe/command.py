@@ -16,10 +16,11 @@ from crossrail.cli.bench import report
 from crossrail.cli.bench.moe import mpi
 from crossrail.cli.bench.moe.kernels import measure_kernels
 from crossrail.cli.bench.moe.ranks import Durations, Ranks, durations_us
-from crossrail.cli.bench.moe.work import SHAPES, MoeShape
+from crossrail.cli.bench.moe.work import SHAPES, MoeShape, memory_bytes
 from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Bar, Line, Result, Sample
+from crossrail.cli.memory import check_memory
 from crossrail.errors import CrossrailError
 
 _STEPS = ("dispatch", "combine")
@@ -82,16 +83,20 @@ def moe(
     console = Console()
     without_gloo = "--no-gloo" if no_gloo else "" if importlib.util.find_spec("torch") else "torch is not installed"
     without_mpi = "--no-mpi" if no_mpi else mpi.missing()
+    chosen = [SHAPES[name] for name in dict.fromkeys(shapes or SHAPES)]
+    of_ranks = list(dict.fromkeys(counts or (2, 4)))
+    largest, most = max(chosen, key=lambda shape: shape.tokens), max(of_ranks)
+    needed_bytes = memory_bytes(largest, most, gloo=not (without_gloo or kernels))
+    check_memory(f"{largest.name} with {most} ranks", needed_bytes, "take fewer --ranks, or --shape decode")
     for name, why in (("gloo", without_gloo), ("MPI", without_mpi)):
         if why and not kernels:
             console.print(f"{name}: left out, {why}")
     options = _Options(transport, runs, _QUICK_ROUNDS if quick else _ROUNDS, not without_gloo, not without_mpi)
     console.print(report.describe_machine(), highlight=False, markup=False)
     busy = report.busy_share(choose_cpus())
-    chosen = [SHAPES[name] for name in dict.fromkeys(shapes or SHAPES)]
     results: list[Result] = []
     for shape in chosen:
-        for count in dict.fromkeys(counts or (2, 4)):
+        for count in of_ranks:
             measure = _measure_kernels if kernels else _measure
             results += measure(shape, count, options, console)
     console.print(report.make_table(results, console.width))

@@ -45,6 +45,14 @@ class MoeShape:
 SHAPES = {shape.name: shape for shape in (MoeShape("decode", 128), MoeShape("prefill", 4096))}
 
 
+def memory_bytes(shape: MoeShape, ranks: int, gloo: bool) -> int:
+    """About what a measurement of so many ranks uses: rows that each receives, and copies, and gives back."""
+    received = 2 * shape.row_bytes + 2 * shape.back_bytes  # for rounds of even and odd number
+    copied = max(2 * shape.row_bytes, shape.back_bytes)
+    exchanged = 3 * shape.back_bytes if gloo else 0
+    return ranks * shape.tokens * shape.top_k * (received + copied + exchanged)
+
+
 class RankWork:
     """Of one rank. x: [tokens, hidden], uint8; scales: [tokens, blocks], float32; indices: [tokens, top_k], int32."""
 
