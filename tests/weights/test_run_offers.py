@@ -65,7 +65,7 @@ async def test_trainer_whose_step_is_stopped_says_so_once(make_fleet: MakeFleet)
 
     await trainer._stop_step()  # as close() and join() do
 
-    with pytest.raises(UpdateFailed, match="^weight update 1 failed: trainer 0: Go: its step was stopped$"):
+    with pytest.raises(UpdateFailed, match=r"^weight update 1 failed: trainer 0: Go: its step was stopped$"):
         await updating
 
 
