@@ -14,9 +14,10 @@ from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.weights.inventory.memory import WeightMemory
 from crossrail.weights.planning.planner import PlanOptions
-from crossrail.weights.services.controller import ControllerOptions, UpdateReport, WeightController
+from crossrail.weights.services.controller import WeightController
 from crossrail.weights.services.messages import mailbox
 from crossrail.weights.services.receiver import WeightReceiver
+from crossrail.weights.services.reports import ControllerOptions, UpdateReport
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.step.preparer import Preparer
 from tests.weights import small_model as small

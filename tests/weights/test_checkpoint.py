@@ -119,6 +119,23 @@ def test_index_that_does_not_say_what_is_there_is_refused(tmp_path: Path, weight
         Checkpoint(tmp_path)
 
 
+def test_index_that_names_another_file_than_the_tensor_is_in_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", {"w": np.zeros(4, np.uint16)})
+    write(tmp_path / "b.safetensors", {"v": np.zeros(4, np.uint16)})
+    weight_map = {"w": "a.safetensors", "v": "a.safetensors", "u": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(xr.UsageError, match=r"a\.safetensors: 'v' is not in it"):
+        Checkpoint(tmp_path)
+
+
+def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
+    place = {"dtype": "BF16", "shape": [4]}
+    header = json.dumps({"w": {**place, "data_offsets": [0, 8]}, "v": {**place, "data_offsets": [6, 14]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(14))
+    with pytest.raises(xr.UsageError, match=r"'v' begins at 6, where 'w' has not ended: that is at 8"):
+        Checkpoint(tmp_path)
+
+
 def test_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(xr.UsageError, match=r"no \.safetensors file"):
         Checkpoint(tmp_path)

@@ -11,7 +11,8 @@ import crossrail as xr
 from crossrail.control.mailbox import NoAnswer
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.services import messages as m
-from crossrail.weights.services.controller import ControllerOptions, WeightController
+from crossrail.weights.services.controller import WeightController
+from crossrail.weights.services.reports import ControllerOptions
 from crossrail.weights.services.versions import State
 from tests.weights.conftest import MakeFleet
 from tests.weights.fleet import PATIENCE_S

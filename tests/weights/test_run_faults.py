@@ -27,7 +27,7 @@ async def test_who_is_late_is_named(make_fleet: MakeFleet) -> None:
     with pytest.raises(
         UpdateFailed,
         match=r"1 failed: (not complete within 1 s: trainer 1 has not called publish\(\)|"
-        r"trainer 1: .*did not offer it in)[^,]*$",
+        r"trainer 1: Go: version 1 was not offered in)[^,]*$",
     ):
         await controller.update(1, 1.0)
     for outcome in await asyncio.gather(*published, return_exceptions=True):

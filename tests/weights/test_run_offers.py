@@ -55,6 +55,20 @@ async def test_trainer_that_offers_nothing_fails_the_update_in_time(make_fleet: 
     await fleet.assert_holds(2)
 
 
+async def test_trainer_whose_step_is_stopped_says_so_once(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(trainer_count=2)
+    await fleet.start(targets=[0])
+    trainer = fleet.trainers[0]
+    updating = asyncio.ensure_future(fleet.controller.update(1, PATIENCE_S))
+    while trainer._going is None:
+        await asyncio.sleep(0.01)
+
+    await trainer._stop_step()  # as close() and join() do
+
+    with pytest.raises(UpdateFailed, match=r"^weight update 1 failed: trainer 0: Go: its step was stopped$"):
+        await updating
+
+
 async def test_late_commit_is_not_taken_for_what_is_offered_since(make_fleet: MakeFleet) -> None:
     fleet = make_fleet(trainer_count=1)
     await fleet.start(targets=[0])

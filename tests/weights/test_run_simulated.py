@@ -10,7 +10,7 @@ import pytest
 
 import crossrail as xr
 from crossrail import sim
-from crossrail.weights.services.controller import ControllerOptions
+from crossrail.weights.services.reports import ControllerOptions
 from tests.support.seeds import Seed
 from tests.weights.fleet import PATIENCE_S, Fleet
 

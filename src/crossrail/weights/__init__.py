@@ -11,8 +11,9 @@ from crossrail.weights.planning.check import PlanError, check_plan
 from crossrail.weights.planning.plan import Plan
 from crossrail.weights.planning.planner import PlanOptions, make_plan
 from crossrail.weights.services import messages
-from crossrail.weights.services.controller import ControllerOptions, UpdateReport, WeightController
+from crossrail.weights.services.controller import WeightController
 from crossrail.weights.services.receiver import Reading, WeightReceiver
+from crossrail.weights.services.reports import ControllerOptions, UpdateReport
 from crossrail.weights.services.trainer import WeightTrainer
 from crossrail.weights.step.step import StepReport
 

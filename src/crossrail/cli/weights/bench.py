@@ -27,8 +27,9 @@ from crossrail.cli.text import OutputFile, format_bytes, gb_per_s, size
 from crossrail.cli.weights.gloo import GlooFleet
 from crossrail.cli.weights.players import Player, Players
 from crossrail.control.wire import EngineWire
-from crossrail.weights.services.controller import UpdateReport, WeightController
+from crossrail.weights.services.controller import WeightController
 from crossrail.weights.services.messages import mailbox
+from crossrail.weights.services.reports import UpdateReport
 from crossrail.weights.toy import ToyModel
 
 _UPDATE_S = 300.0

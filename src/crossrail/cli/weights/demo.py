@@ -22,8 +22,9 @@ from crossrail.cli.weights.progress import showing_update
 from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError
 from crossrail.weights.errors import UpdateFailed
-from crossrail.weights.services.controller import OnProgress, UpdateReport, WeightController
+from crossrail.weights.services.controller import OnProgress, WeightController
 from crossrail.weights.services.messages import mailbox
+from crossrail.weights.services.reports import UpdateReport
 from crossrail.weights.toy import TargetKind, ToyModel
 
 _UPDATE_S = 60.0

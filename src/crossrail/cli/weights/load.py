@@ -26,8 +26,9 @@ from crossrail.control.mailbox import Mailbox
 from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.weights.inventory.checkpoint import Checkpoint
-from crossrail.weights.services.controller import UpdateReport, WeightController
+from crossrail.weights.services.controller import WeightController
 from crossrail.weights.services.messages import mailbox
+from crossrail.weights.services.reports import UpdateReport
 from crossrail.weights.services.trainer import WeightTrainer
 
 _LOOK_S = 0.2

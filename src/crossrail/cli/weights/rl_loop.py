@@ -21,8 +21,9 @@ import crossrail as xr
 from crossrail.cli.weights.players import Players
 from crossrail.control.wire import EngineWire
 from crossrail.errors import CrossrailError, UsageError
-from crossrail.weights.services.controller import Stage, UpdateReport, WeightController
+from crossrail.weights.services.controller import Stage, WeightController
 from crossrail.weights.services.messages import mailbox
+from crossrail.weights.services.reports import UpdateReport
 
 _TIMEOUT_S = 240.0
 _SEED_MAX = (1 << 31) - 1

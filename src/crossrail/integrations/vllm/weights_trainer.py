@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from crossrail.weights.services.controller import OnProgress, UpdateReport, WeightController
+from crossrail.weights.services.controller import OnProgress, WeightController
+from crossrail.weights.services.reports import UpdateReport
 
 
 class VllmClient(Protocol):

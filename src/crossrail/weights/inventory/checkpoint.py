@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -60,10 +61,9 @@ class Checkpoint:
         self._tensors: dict[str, _Tensor] = {}
         self._refused: dict[str, str] = {}  # why, by name
         files, indexed = _files(Path(path))
-        for file in files:
-            self._add(file)
+        where = {name: file for file in files for name in self._add(file)}
         for name, file in indexed.items():
-            if name not in self._tensors and name not in self._refused:
+            if where.get(name) != file:
                 raise UsageError(f"{file}: {name!r} is not in it, and {_INDEX} says that it is")
 
     @property
@@ -134,7 +134,8 @@ class Checkpoint:
         kinds = {(dtype, array.shape) for dtype, array in map(self._tensor, experts.values())}
         return max(experts) == len(experts) - 1 and len(kinds) == 1 and len(kinds.pop()[1]) < DIMS
 
-    def _add(self, file: Path) -> None:
+    def _add(self, file: Path) -> list[str]:
+        """The names of its tensors."""
         length = file.stat().st_size
         if length < _LENGTH_BYTES:
             raise UsageError(f"{file}: {length} bytes, a safetensors file has more")
@@ -149,12 +150,12 @@ class Checkpoint:
             header = msgspec.json.decode(mapped[_LENGTH_BYTES:begin], type=dict[str, msgspec.Raw])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{file}: no safetensors header: {error}") from None
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
+        header.pop("__metadata__", None)
+        entries = {name: _entry_of(file, name, raw) for name, raw in header.items()}
+        _check_apart(file, entries)
+        for name, tensor in entries.items():
             if name in self._tensors or name in self._refused:
                 raise UsageError(f"{file}: {name!r} is in another file too")
-            tensor = _entry_of(file, name, entry)
             if tensor.dtype in _DTYPES:
                 self._tensors[name] = _tensor_of(file, name, tensor, mapped, begin)
             else:
@@ -162,6 +163,7 @@ class Checkpoint:
                     f"{file}: {name!r} is of {tensor.dtype}, which is none of {', '.join(_DTYPES)}. Next: leave it out "
                     "(crossrail weights load --ignore), or convert it"
                 )
+        return [*entries]
 
 
 def _entry_of(file: Path, name: str, raw: msgspec.Raw) -> _Entry:
@@ -169,6 +171,13 @@ def _entry_of(file: Path, name: str, raw: msgspec.Raw) -> _Entry:
         return msgspec.json.decode(raw, type=_Entry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{file}: {name!r}: {error}") from None
+
+
+def _check_apart(file: Path, entries: Mapping[str, _Entry]) -> None:
+    placed = sorted((entry.data_offsets, name) for name, entry in entries.items())
+    for ((_, end), before), ((begin, _), name) in pairwise(placed):
+        if begin < end:
+            raise UsageError(f"{file}: {name!r} begins at {begin}, where {before!r} has not ended: that is at {end}")
 
 
 def _tensor_of(file: Path, name: str, entry: _Entry, mapped: mmap.mmap, begin: int) -> _Tensor:

@@ -12,16 +12,15 @@ import logging
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from crossrail._options import check_seconds, check_whole
+from crossrail._options import check_seconds
 from crossrail.control.deadlines import set_in_time
 from crossrail.control.mailbox import Mailbox, NoAnswer
 from crossrail.control.messages import clipped
 from crossrail.control.wire import Unreachable
 from crossrail.errors import CrossrailError, UsageError, WaitTimeout
-from crossrail.observe.durations import Durations
 from crossrail.weights.errors import UpdateFailed
 from crossrail.weights.inventory.holdings import Inventory, Role
 from crossrail.weights.planning.plan import Plan
@@ -29,16 +28,14 @@ from crossrail.weights.planning.planner import PlanOptions, make_plan
 from crossrail.weights.planning.speeds import Pace
 from crossrail.weights.services import messages as m
 from crossrail.weights.services.members import Member, assigns_of, until_reached
+from crossrail.weights.services.reports import ATTEMPTS, ControllerOptions, UpdateReport, UpdateTotals
 from crossrail.weights.services.versions import checked_version
 from crossrail.weights.step.step import StepReport
 
 log = logging.getLogger("crossrail.weights")
 
-_DURATION_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_IMM_END = 1 << 27  # from here on engines hand them out
 _WHO_S = 0.5  # for trainers to say why an update is late, once it has failed
 _NAMED = 8  # of those who are late
-_ATTEMPTS = 1 << 19  # until numbers of immediates are used again
 _T = TypeVar("_T")
 
 # Of all controllers that a mailbox has had: members know a controller by its address, and take no number twice.
@@ -46,75 +43,6 @@ _attempts: weakref.WeakKeyDictionary[Mailbox, int] = weakref.WeakKeyDictionary()
 
 Stage = Literal["plan", "ready", "open", "write"]
 OnProgress = Callable[[Stage, int, int], None]
-
-
-@dataclass(frozen=True)
-class ControllerOptions:
-    """imm_first: the first of 2**20 immediates that updates count with, on the engines of all members; of the lower
-    half, which engines do not hand out. abort_s: how long members may take to end an attempt, and to commit one.
-    evict_s: how long one that was left out is told so. progress_s: how often trainers are asked how far they are.
-    straggler_ratio: a trainer that was busy so many times as long as the median, and whose bytes took that many times
-    as long, has less to send from the next update on, which is planned anew (speeds.measured); None: all are alike.
-    UsageError for one that makes no sense.
-    """
-
-    imm_first: int = 1 << 24
-    abort_s: float = 10.0
-    evict_s: float = 600.0
-    progress_s: float = 0.25
-    straggler_ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        check_whole(imm_first=self.imm_first)
-        if not 0 <= self.imm_first <= _IMM_END - 2 * _ATTEMPTS:
-            raise UsageError(f"imm_first is {self.imm_first}, must be in 0..{_IMM_END - 2 * _ATTEMPTS}")
-        check_seconds(abort_s=self.abort_s, evict_s=self.evict_s, progress_s=self.progress_s)
-        if self.progress_s == 0:
-            raise UsageError("progress_s is 0, must be more: trainers would be asked without a pause")
-
-
-@dataclass
-class UpdateReport:
-    """What an update took, in seconds. plan_s: planning and telling everybody, 0 when nobody came, went or slowed down.
-
-    steps: of each trainer, by rank. speeds: of trainers, as it was planned with; those not named are alike.
-    """
-
-    version: int
-    plan_s: float = 0.0
-    open_s: float = 0.0
-    transfer_s: float = 0.0
-    commit_s: float = 0.0
-    total_s: float = 0.0
-    steps: dict[int, StepReport] = field(default_factory=dict)
-    speeds: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def written_bytes(self) -> int:
-        """By all trainers."""
-        return sum(step.written_bytes for step in self.steps.values())
-
-
-@dataclass
-class UpdateTotals:
-    """Of all updates of a controller. written_bytes, stage_s and durations: of those that are done."""
-
-    done: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    written_bytes: int = 0
-    stage_s: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("plan", "open", "transfer", "commit"), 0.0)
-    )
-    durations: Durations = field(default_factory=lambda: Durations(_DURATION_BOUNDS_S))
-
-    def add(self, report: UpdateReport) -> None:
-        """Counts one that is done."""
-        self.done += 1
-        self.written_bytes += report.written_bytes
-        for stage in self.stage_s:
-            self.stage_s[stage] += getattr(report, f"{stage}_s")
-        self.durations.add(report.total_s)
 
 
 class WeightController:
@@ -375,7 +303,7 @@ class WeightController:
     def _imm_of(self, attempt: int) -> int:
         """What writes of an attempt count on; the next number is the barrier's. Other controllers begin elsewhere."""
         first = int.from_bytes(self._mailbox.wire.identity(self.address)[:8], "little")
-        return self._options.imm_first + 2 * ((first + attempt) % _ATTEMPTS)
+        return self._options.imm_first + 2 * ((first + attempt) % ATTEMPTS)
 
     def _make_plan(self) -> Plan:
         """Blocks, some seconds for the largest models."""

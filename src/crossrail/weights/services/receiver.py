@@ -117,7 +117,7 @@ class WeightReceiver:
     async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
         """Offers itself to the controller of this address, or to another one. Registers the memory.
 
-        Raises Refused, NoAnswer, Unreachable.
+        Raises Refused, NoAnswer, Unreachable; WaitTimeout while a writer of a failed update stands still in our memory.
         """
         self._membership.begin()
         if controller != self._controller:

@@ -231,7 +231,7 @@ class WeightTrainer:
         except asyncio.CancelledError:
             if not going.cancelled():  # we are, not the step
                 raise
-            raise UpdateFailed(go.version, f"trainer {self.rank} stopped") from None
+            raise CrossrailError("its step was stopped") from None
         except CrossrailError as error:
             self._fail_soon(f"trainer {self.rank}: {error}")
             raise
@@ -244,7 +244,7 @@ class WeightTrainer:
         clock = asyncio.get_running_loop().time
         deadline = clock() + go.deadline_s
         if not await set_in_time(self._offered, go.deadline_s):
-            raise UpdateFailed(go.version, f"trainer {self.rank} did not offer it in {go.deadline_s:g} s")
+            raise CrossrailError(f"version {go.version} was not offered in {go.deadline_s:g} s")
         offer = self._offer
         assert offer is not None
         if offer.version != go.version:
@@ -253,7 +253,7 @@ class WeightTrainer:
         offer.attempt = go.attempt
         while not gpu.have_ended(offer.kernels):
             if clock() > deadline:
-                raise UpdateFailed(go.version, f"trainer {self.rank}: its GPU has not made it in {go.deadline_s:g} s")
+                raise CrossrailError(f"its GPU has not made version {go.version} in {go.deadline_s:g} s")
             await asyncio.sleep(_KERNELS_S)
         await self._quiet(deadline - clock())
         buffers = dict(go.buffers)
@@ -273,7 +273,7 @@ class WeightTrainer:
         try:
             return await in_time(step.run(deadline - clock()), deadline - clock())
         except asyncio.TimeoutError:
-            raise UpdateFailed(go.version, f"trainer {self.rank} was not done in {go.deadline_s:g} s") from None
+            raise CrossrailError(f"not done in {go.deadline_s:g} s") from None
         finally:
             barrier.close()
             self._lingering = step.pending

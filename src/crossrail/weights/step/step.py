@@ -26,7 +26,10 @@ _WRITES_MAX = 512  # submits under way: enough to keep every rail busy, few enou
 _AHEAD_MAX = 512  # tasks begun and not yet prepared: what they read is on its way meanwhile
 _PREPARED_MAX = 64  # tasks that are prepared in one go, if they are no larger together than the preparer says
 _HOLD_S = 0.002  # for so long the event loop is kept from others while tasks move
-_HEADS_MAX = 4  # transfers that an idle pipeline watches in each stage: a straggler does not hold up the others
+# Of what is read or written, in the order in which it began, an idle pipeline watches these: to be woken for each that
+# ends would cost more than what is then done. If all of these are stragglers, it looks at the others once in a while.
+_WATCHED = (1 / 8, 1 / 4, 1 / 2)
+_LOOK_S = 0.02
 
 
 @dataclass
@@ -309,21 +312,28 @@ class Step:
     # ---- waiting
 
     async def _something(self, event: asyncio.Future[None] | None) -> None:
-        """Waits for what may let a task move, or for the event."""
-        heads: list[Any] = [transfers[-1] for transfers in list(self._gathering.values())[:_HEADS_MAX]]
-        heads += [transfers[-1] for transfers in list(self._writing.values())[:_HEADS_MAX]]
-        if self._preparing is not None:
+        """Waits for what may let a task move, for the event, or for a while."""
+        heads: list[Any] = [*_watched(self._writing)]
+        if self._preparing is not None:  # what is gathered meanwhile can go no further
             heads.append(self._preparing[1])
+        else:
+            heads += _watched(self._gathering)
         if event is not None:
             heads.append(event)
         assert heads, "tasks are under way, and none of them waits for anything"
         waits = [asyncio.ensure_future(_ended(head)) for head in heads]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            timeout_s = _LOOK_S if self._writing or self._gathering else None
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
+
+
+def _watched(stage: Mapping[int, list[xr.Transfer]]) -> list[xr.Transfer]:
+    under_way = list(stage.values())
+    return [under_way[at][-1] for at in {int(len(under_way) * share) for share in _WATCHED}] if under_way else []
 
 
 async def _ended(head: Any) -> None:

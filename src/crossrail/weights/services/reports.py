@@ -1,0 +1,84 @@
+"""What a controller may be told, and what it tells of its updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from crossrail._options import check_seconds, check_whole
+from crossrail.errors import UsageError
+from crossrail.observe.durations import Durations
+from crossrail.weights.step.step import StepReport
+
+ATTEMPTS = 1 << 19  # until numbers of immediates are used again
+
+_DURATION_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_IMM_END = 1 << 27  # from here on engines hand them out
+
+
+@dataclass(frozen=True)
+class ControllerOptions:
+    """imm_first: the first of 2**20 immediates that updates count with, on the engines of all members; of the lower
+    half, which engines do not hand out. abort_s: how long members may take to end an attempt, and to commit one.
+    evict_s: how long one that was left out is told so. progress_s: how often trainers are asked how far they are.
+    straggler_ratio: a trainer that was busy so many times as long as the median, and whose bytes took that many times
+    as long, has less to send from the next update on, which is planned anew (speeds.measured); None: all are alike.
+    UsageError for one that makes no sense.
+    """
+
+    imm_first: int = 1 << 24
+    abort_s: float = 10.0
+    evict_s: float = 600.0
+    progress_s: float = 0.25
+    straggler_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        check_whole(imm_first=self.imm_first)
+        if not 0 <= self.imm_first <= _IMM_END - 2 * ATTEMPTS:
+            raise UsageError(f"imm_first is {self.imm_first}, must be in 0..{_IMM_END - 2 * ATTEMPTS}")
+        check_seconds(abort_s=self.abort_s, evict_s=self.evict_s, progress_s=self.progress_s)
+        if self.progress_s == 0:
+            raise UsageError("progress_s is 0, must be more: trainers would be asked without a pause")
+
+
+@dataclass
+class UpdateReport:
+    """What an update took, in seconds. plan_s: planning and telling everybody, 0 when nobody came, went or slowed down.
+
+    steps: of each trainer, by rank. speeds: of trainers, as it was planned with; those not named are alike.
+    """
+
+    version: int
+    plan_s: float = 0.0
+    open_s: float = 0.0
+    transfer_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+    steps: dict[int, StepReport] = field(default_factory=dict)
+    speeds: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def written_bytes(self) -> int:
+        """By all trainers."""
+        return sum(step.written_bytes for step in self.steps.values())
+
+
+@dataclass
+class UpdateTotals:
+    """Of all updates of a controller. written_bytes, stage_s and durations: of those that are done."""
+
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    written_bytes: int = 0
+    stage_s: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("plan", "open", "transfer", "commit"), 0.0)
+    )
+    durations: Durations = field(default_factory=lambda: Durations(_DURATION_BOUNDS_S))
+
+    def add(self, report: UpdateReport) -> None:
+        """Counts one that is done."""
+        self.done += 1
+        self.written_bytes += report.written_bytes
+        for stage in self.stage_s:
+            self.stage_s[stage] += getattr(report, f"{stage}_s")
+        self.durations.add(report.total_s)
