@@ -95,18 +95,18 @@ nb::object equal(const Handle& self, nb::handle other) {
 
 void register_address(nb::module_& module) {
   nb::class_<AddressHandle>(module, "Address", nb::is_final(),
-                            R"(Identity of one engine, and how to reach it. Immutable; equal when all fields are.
+                            R"(Which engine it is, and how to reach it. Immutable; equal if all fields are equal.
 
-Give it to peers by any channel: bytes(address) and Address.from_bytes, or str(address) and
-Address.from_text on a command line. Keep and reuse the object: it remembers what an engine resolved it to.)")
+Send it to peers over any channel, as bytes(address) for Address.from_bytes, or as str(address) for Address.from_text,
+as on a command line. Keep the object and reuse it: engines look it up once and remember the result in it.)")
       .def_static("from_bytes", &decode_address, nb::arg("data").none(),
                   nb::sig("def from_bytes(data: bytes | bytearray | memoryview) -> Address"),
                   "The inverse of to_bytes. Raises UsageError for anything malformed.")
       .def_static("from_text", &parse_address, nb::arg("text").none(), nb::sig("def from_text(text: str) -> Address"),
-                  "The inverse of str(). Raises UsageError for anything malformed.")
+                  "The inverse of str(address). Raises UsageError for anything malformed.")
       .def(
           "to_bytes", [](const AddressHandle& self) { return to_bytes(self.value->encode()); },
-          "Versioned, checksummed bytes.")
+          "Bytes with a version and a checksum, for from_bytes().")
       .def("__bytes__", [](const AddressHandle& self) { return to_bytes(self.value->encode()); })
       .def("__str__", [](const AddressHandle& self) { return text_of(*self.value); })
       .def("__repr__", [](const AddressHandle& self) { return to_shown(represent(*self.value)); })
@@ -118,13 +118,13 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
            [](AddressHandle* self, const nb::bytes& data) { new (self) AddressHandle(decode_address(data)); })
       .def_prop_ro(
           "name", [](const AddressHandle& self) { return to_text(self.value->name); },
-          "What the engine's owner called it; need not be unique.")
+          "The name that the engine was opened with; not necessarily unique.")
       .def_prop_ro(
           "incarnation", [](const AddressHandle& self) { return to_hex(self.value->incarnation); },
-          "128 random bits in hexadecimal, drawn when the engine opened.")
+          "128 random bits in hexadecimal, drawn when the engine opened: a restarted engine has others.")
       .def_prop_ro(
           "pid", [](const AddressHandle& self) { return self.value->pid; },
-          "Process of the engine, in its own pid namespace.")
+          "Process id of the engine, in its own pid namespace.")
       .def_prop_ro(
           "rails",
           [](const AddressHandle& self) {
@@ -133,7 +133,7 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
               most = std::max(most, self.value->rail_count_on(kind));
             return most;
           },
-          "How many it has, on the transport where it has most.")
+          "The number of its rails, on the transport where it has most.")
       .def_prop_ro(
           "transports",
           [](const AddressHandle& self) {
@@ -141,7 +141,7 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
             for (const TransportKind kind : kinds_of(*self.value)) names.append(transport_name(kind));
             return nb::tuple(names);
           },
-          nb::sig("def transports(self) -> tuple[str, ...]"), "By what it can be reached.")
+          nb::sig("def transports(self) -> tuple[str, ...]"), "Names of the transports by which it can be reached.")
       .def_prop_ro(
           "endpoints",
           [](const AddressHandle& self) {
@@ -149,7 +149,8 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
             for (const Endpoint& endpoint : self.value->endpoints) texts.append(crossrail::to_text(endpoint));
             return nb::tuple(texts);
           },
-          nb::sig("def endpoints(self) -> tuple[str, ...]"), "Where its tcp rails listen, as 'ip:port'.")
+          nb::sig("def endpoints(self) -> tuple[str, ...]"),
+          "Where its tcp rails listen, as 'ip:port'; empty without tcp.")
       .def(
           "rail_speeds",
           [](const AddressHandle& self, const std::string& transport) {
@@ -162,7 +163,7 @@ Address.from_text on a command line. Keep and reuse the object: it remembers wha
             return nb::tuple(speeds);
           },
           nb::arg("transport"), nb::sig("def rail_speeds(self, transport: str) -> tuple[float, ...]"),
-          "Of each of its rails on that transport, in Gb/s; 0 where that is not known. Empty: it has no such "
+          "The speed of each of its rails on that transport, in Gb/s; 0 if unknown. Empty if it has no such "
           "transport.");
 }
 
@@ -172,16 +173,17 @@ void register_descriptor(nb::module_& module) {
   register_address(module);
   nb::class_<DescriptorHandle>(
       module, "RegionDescriptor", nb::is_final(),
-      R"(A region of some engine as its peers name it: the target or source of their operations.
+      R"(Names a region of some engine to its peers, who use it as the target or source of their operations.
 
-Immutable; equal when all fields are. Send bytes(descriptor) by any channel and rebuild it with from_bytes.
-Keep and reuse the object: it remembers what an engine resolved it to. Pickles as those bytes.)")
+Immutable; equal if all fields are equal. Send bytes(descriptor) over any channel and rebuild it with from_bytes. Keep
+the object and reuse it: engines look it up once and remember the result in it. A pickle holds the same bytes.
+It keeps nothing open: the region is open as long as its engine's program holds the Region.)")
       .def_static("from_bytes", &decode_descriptor, nb::arg("data").none(),
                   nb::sig("def from_bytes(data: bytes | bytearray | memoryview) -> RegionDescriptor"),
                   "The inverse of to_bytes. Raises UsageError for anything malformed.")
       .def(
           "to_bytes", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); },
-          "Versioned, checksummed bytes.")
+          "Bytes with a version and a checksum, for from_bytes().")
       .def("__bytes__", [](const DescriptorHandle& self) { return to_bytes(self.value->encode()); })
       .def("__repr__", [](const DescriptorHandle& self) { return to_shown(represent(*self.value)); })
       .def("__eq__", &equal<DescriptorHandle>, nb::sig("def __eq__(self, other: object, /) -> bool"))
@@ -199,10 +201,12 @@ Keep and reuse the object: it remembers what an engine resolved it to. Pickles a
             return AddressHandle(std::shared_ptr<const Address>(self.value, &self.value->owner));
           },
           "Address of the engine that registered it.")
-      .def_prop_ro("nbytes", [](const DescriptorHandle& self) { return self.value->length_bytes; })
+      .def_prop_ro(
+          "nbytes", [](const DescriptorHandle& self) { return self.value->length_bytes; },
+          "Length of the region in bytes.")
       .def_prop_ro(
           "region", [](const DescriptorHandle& self) { return self.value->region_id; },
-          "Its number, as errors name it. Unique in the engine's life: a region that was revoked and renewed has "
+          "The region's number, as in error messages. An engine never uses one twice: renew() gives the region "
           "another.")
       .def_prop_ro(
           "access", [](const DescriptorHandle& self) { return access_name(self.value->access); },
@@ -210,7 +214,7 @@ Keep and reuse the object: it remembers what an engine resolved it to. Pickles a
       .def_prop_ro(
           "device",
           [](const DescriptorHandle& self) { return self.value->memory == MemoryKind::kHost ? "cpu" : "cuda"; },
-          nb::sig("def device(self) -> str"), "Where the memory is: 'cpu', or 'cuda' for a GPU of its owner's.");
+          nb::sig("def device(self) -> str"), "Where the memory is: 'cpu', or 'cuda' if it is on a GPU of the owner.");
 }
 
 }  // namespace crossrail::bindings

@@ -46,22 +46,25 @@ void register_imm_counter(nb::module_& module) {
           "imm", [](const ImmCounterHandle& self) { return self.counter->imm(); }, "The immediate number.")
       .def(
           "poll", [](const ImmCounterHandle& self) { return self.counter->poll(); },
-          "Whole counts available now; takes none. Any thread, never blocks.")
+          "How many counts there are to take now. Takes none. Any thread, never blocks.")
       .def(
           "try_consume",
           [](const ImmCounterHandle& self, nb::handle count) {
             return self.counter->try_consume(to_u64(count, "count", kCountMax));
           },
           nb::arg("count").none() = 1, nb::sig("def try_consume(self, count: int = 1) -> bool"),
-          "Takes count if they are there and nobody queues before us. Any thread, never blocks.")
+          "Takes `count` counts if there are as many and no earlier wait is queued for them; else takes none and "
+          "returns "
+          "False. Any thread, never blocks.")
       .def("wait", &wait, nb::arg("count").none() = 1, nb::arg("timeout_s") = nb::none(),
            nb::sig("def wait(self, count: int = 1, timeout_s: float | None = None) -> None"),
-           R"(Blocks until count were taken, GIL released; those who wait are served in their order. Any thread.
+           R"(Blocks until `count` counts have arrived, and takes them. Any thread, with the GIL released.
 
-Raises WaitTimeout ("7 of 10 arrived") having taken none, EngineClosed, KeyboardInterrupt on Ctrl-C.)")
+Several waits are served in the order in which they began. timeout_s: seconds; None: no limit. Raises WaitTimeout
+("7 of 10 arrived"), EngineClosed, or KeyboardInterrupt on Ctrl-C; none is taken then.)")
       .def_prop_ro(
           "closed", [](const ImmCounterHandle& self) { return self.counter->closed(); },
-          "True once the engine was closed.")
+          "True once the engine was closed, or the number released.")
       .def_prop_ro(
           "_engine", [](const ImmCounterHandle& self) { return self.engine; }, nb::sig("def _engine(self) -> Engine"))
       .def(

@@ -138,7 +138,8 @@ void register_region(nb::module_& module) {
            nb::sig("def __init__(self, engine: Engine, nbytes: int, populate: bool) -> None"))
       .def("__init__", &init_phantom, nb::arg("engine"), nb::arg("nbytes").none(),
            nb::sig("def __init__(self, engine: Engine, nbytes: int) -> None"))
-      .def_prop_ro("nbytes", [](const RegionHandle& self) { return self.core()->length_bytes(); })
+      .def_prop_ro(
+          "nbytes", [](const RegionHandle& self) { return self.core()->length_bytes(); }, "Length in bytes.")
       .def_prop_ro(
           "base", [](const RegionHandle& self) { return reinterpret_cast<uint64_t>(self.core()->base()); },
           "Address of the first byte in this process.")
@@ -147,10 +148,11 @@ void register_region(nb::module_& module) {
           nb::sig("def access(self) -> str"), "What peers may do: 'local' (nothing), 'read' or 'write'.")
       .def_prop_ro(
           "descriptor", [](RegionHandle& self) { return self.descriptor(); },
-          nb::sig("def descriptor(self) -> RegionDescriptor"), "What peers need to name this region.")
+          nb::sig("def descriptor(self) -> RegionDescriptor"),
+          "What peers need in order to use this region. Raises UsageError while it is revoked.")
       .def_prop_ro(
           "mapped", [](const RegionHandle& self) { return self.core()->is_mapped(); },
-          "Whether peers on this host can map the memory: then bytes are copied once.")
+          "Whether peers on this host can map the memory, so that bytes are copied only once.")
       .def_prop_ro(
           "device",
           [](const RegionHandle& self) {
@@ -161,37 +163,38 @@ void register_region(nb::module_& module) {
       .def_prop_ro(
           "gpudirect", [](const RegionHandle& self) { return self.core()->given_by(); },
           nb::sig("def gpudirect(self) -> str"),
-          "By what means NICs were given a GPU's memory: 'dma-buf', or what else and why not that; 'no: ...' over shm "
-          "and tcp; '' for host memory.")
+          "How NICs access this GPU memory: 'dma-buf', or another way and why; 'no: ...' over shm and tcp, which copy "
+          "through the host; '' for host memory.")
       .def_prop_ro(
           "closed", [](const RegionHandle& self) { return self.core()->closed(); },
-          "Whether it refuses new use. That nothing touches the memory any more, only close() can say.")
+          "Whether it refuses new use. Something may still touch the memory until close() has returned.")
       .def_prop_ro(
           "inflight", [](const RegionHandle& self) { return self.core()->inflight_ops(); },
-          "Transfers of this engine that use it now.")
+          "How many transfers of this engine use it now.")
       .def_prop_ro(
           "writable", [](const RegionHandle& self) { return self.writable(); },
-          "False for memory that Python holds to be read-only: no target of a read.")
+          "False if the registered object is read-only: it cannot be the target of a read.")
       .def_prop_ro(
           "_engine", [](const RegionHandle& self) { return self.owner_engine(); },
           nb::sig("def _engine(self) -> Engine"))
       .def_prop_ro(
           "revoked", [](const RegionHandle& self) { return self.core()->revoked(); },
-          "Whether peers are locked out by revoke(), and not let in again by renew().")
+          "Whether revoke() has locked peers out, and renew() has not let them in again.")
       .def_prop_ro(
           "quarantined", [](const RegionHandle& self) { return self.core()->quarantined(); },
-          "True while peers are refused and yet one may still touch the memory: one that stands still in the middle of "
-          "something. Until then the memory must be neither freed nor reused; the engine does not do it either.")
+          "True while peers are refused, but one that stopped in the middle of an operation may still touch the "
+          "memory. "
+          "As long as it is True the memory must be neither freed nor reused; the engine does neither.")
       .def("_close", &close, nb::arg("timeout_s").none(), nb::arg("drain").none(),
            nb::sig("def _close(self, timeout_s: float | None, drain: bool) -> None"))
       .def("_revoke", &revoke, nb::arg("timeout_s").none(),
            nb::sig("def _revoke(self, timeout_s: float | None) -> None"))
       .def("renew", &renew, nb::sig("def renew(self) -> RegionDescriptor"),
-           R"(Lets peers in again after revoke() returned, and gives the descriptor that they need from now on.
+           R"(Lets peers in again after revoke() has returned, and returns the descriptor that they need from now on.
 
-Its keys were never used before: whoever has an older descriptor stays out. UsageError when peers were not locked out,
-when one may still be at the memory, or when the region is closed; TransportError when a NIC does not register it. Any
-thread.)")
+The descriptor has new keys, so peers with an older descriptor stay locked out. Raises UsageError if peers are not locked
+out, if one may still be using the memory, or if the region is closed; TransportError if a NIC does not register the
+memory. Any thread.)")
       .def(
           "_memoryview",
           [](nb::pointer_and_handle<RegionHandle> self) {

@@ -80,43 +80,48 @@ void register_transfer(nb::module_& module) {
   nb::class_<TransferHandle>(
       module, "Transfer", nb::is_final(), nb::is_weak_referenceable(), nb::type_slots(engine_slots<TransferHandle>),
       nb::pooled(),
-      R"(One accepted submit. Completes exactly once: done, failed or cancelled, also when the engine closes.
+      R"(One operation that was accepted. It completes exactly once: done, failed or cancelled, even if the engine closes.
 
-`await transfer`, `transfer.wait()` and `transfer.add_done_callback()` are equal ways to learn of it; all may be used
-on one transfer, from any thread. Transfers are not ordered among each other.
-Done means: the source may be reused. It says nothing about visibility at the target: only the count there does. After a
-completion of any kind nothing touches source or target of this transfer any more.
-A transfer that nobody holds any more goes on.)")
+To learn of the completion use `await transfer`, `transfer.wait()` or `transfer.add_done_callback()`, in any combination
+and on any thread. Transfers complete in any order.
+Done means that the source may be reused. It does not mean that the target's process can see the bytes: only the count
+there says so. After a completion of any kind nothing touches the source or target of this transfer any more.
+Dropping the object does not stop the transfer.)")
       .def_prop_ro(
           "done", [](const TransferHandle& self) { return self.transfer->done(); },
-          "Whether it has completed, in whatever way. Never blocks.")
+          "True once it has completed in any way. Never blocks.")
       .def_prop_ro(
           "status", [](const TransferHandle& self) { return status_name(self.transfer->status()); },
-          nb::sig("def status(self) -> str"), "'pending', 'done' or how it ended. Never blocks.")
+          nb::sig("def status(self) -> str"),
+          "'pending', 'done', or why it ended otherwise: 'cancelled', 'peer-lost', ... Never blocks.")
       .def_prop_ro(
           "kind", [](const TransferHandle& self) { return op_kind_name(self.transfer->info().kind); },
-          nb::sig("def kind(self) -> str"))
+          nb::sig("def kind(self) -> str"), "'write', 'read', 'paged-writes', 'scatter', 'barrier' or 'send'.")
       .def_prop_ro(
           "peer", [](const TransferHandle& self) { return to_text(self.transfer->info().peer); },
-          "Name of the peer; of the failing one, when one of several failed.")
-      .def_prop_ro("nbytes", [](const TransferHandle& self) { return self.transfer->info().bytes; })
+          "Name of the peer; of several, as in a scatter, the one that failed, or how many they are.")
+      .def_prop_ro(
+          "nbytes", [](const TransferHandle& self) { return self.transfer->info().bytes; },
+          "Bytes that it moves, over all pages or targets.")
       .def_prop_ro(
           "imm", [](const TransferHandle& self) { return imm_of(self.transfer->info()); },
-          nb::sig("def imm(self) -> int | None"))
+          nb::sig("def imm(self) -> int | None"), "Its immediate, or None. None also where each target has its own.")
       .def_prop_ro(
           "_engine", [](const TransferHandle& self) { return self.engine; }, nb::sig("def _engine(self) -> Engine"))
-      .def("wait", &wait, nb::arg("timeout_s") = nb::none(),
-           nb::sig("def wait(self, timeout_s: float | None = None) -> None"),
-           R"(Blocks until complete, GIL released. Any thread but that of a running event loop, which it would stop.
+      .def(
+          "wait", &wait, nb::arg("timeout_s") = nb::none(),
+          nb::sig("def wait(self, timeout_s: float | None = None) -> None"),
+          R"(Blocks until the transfer has completed, with the GIL released. Any thread, but it would block an event loop.
 
-Raises a TransferError (PeerLost, TransferCancelled, RemoteRegionClosed, ...) when it failed, EngineClosed when the
-engine was closed first, WaitTimeout after timeout_s seconds (the transfer goes on), KeyboardInterrupt on Ctrl-C.)")
+timeout_s: seconds; None: no limit. Raises a TransferError (PeerLost, TransferCancelled, RemoteRegionClosed, ...) if the
+transfer failed, EngineClosed if the engine was closed first, WaitTimeout after timeout_s (the transfer goes on), and
+KeyboardInterrupt on Ctrl-C.)")
       .def(
           "__await__", [](Self self) { return package_attribute("crossrail.transfers", "await_transfer")(self.h); },
           nb::sig("def __await__(self) -> collections.abc.Generator[typing.Any, None, None]"),
-          R"(Waits on the running event loop, without polling; raises like wait().
+          R"(Waits on the running event loop, without polling. Raises what wait() raises.
 
-Cancelling the task that awaits does not cancel the transfer: use cancel().)")
+Cancelling the task that awaits does not cancel the transfer; cancel() does.)")
       .def(
           "cancel",
           [](const TransferHandle& self) {
@@ -124,22 +129,23 @@ Cancelling the task that awaits does not cancel the transfer: use cancel().)")
             WithoutGil no_gil;
             return transfer->cancel();
           },
-          R"(Asks for cancellation and returns at once; False when it was complete already.
+          R"(Asks for cancellation and returns at once: True, or False if the transfer had completed already. Any thread.
 
-It then completes as cancelled once no piece of it can touch memory any more, or as done if that came first.
-No fraction is ever counted: a cancelled write counts nothing, each target of a scatter and each page of paged writes
-counts 1 or nothing. A write that the receiver has begun to count runs to its end and is done: the cancel came too late,
-also when that end waits for a frozen peer.)")
+The transfer then completes: as cancelled, once no part of it can touch memory any more, or as done if it was too late
+to stop it. Nothing is counted in part: a cancelled write counts nothing, and each page or each target of a scatter
+counts 1 or nothing. It is too late once the receiver has begun to count the write, which then runs to its end, even if
+a frozen peer delays that.)")
       .def(
           "add_done_callback",
           [](Self self, nb::handle fn) { package_attribute("crossrail.transfers", "add_done_callback")(self.h, fn); },
           nb::arg("fn").none(),
           nb::sig("def add_done_callback(self, fn: collections.abc.Callable[[Transfer], object]) -> None"),
-          R"(Calls fn(transfer) once on the engine's callback thread, also when it is complete already.
+          R"(Calls fn(transfer) once on the engine's callback thread, even if the transfer has completed already.
 
-fn may submit, wait and close regions. If it raises, that is logged and the engine goes on.)")
+fn may submit, wait, and close regions. An exception in fn is logged, and the engine goes on.)")
       .def("exception", &exception, nb::sig("def exception(self) -> Exception | None"),
-           "What wait() would raise, None when done. Raises UsageError while pending. Never blocks.")
+           "The error that wait() would raise, or None if it is done. Raises UsageError while it is pending. Never "
+           "blocks.")
       .def(
           "_notify",
           [](const TransferHandle& self, const NotifierHandle& notifier, uint64_t cookie) {

@@ -10,7 +10,7 @@ from crossrail.errors import EngineClosed
 
 
 class CountTicket:
-    """A callback that waits for counts, from ImmCounter.on_count."""
+    """A callback that waits for counts; ImmCounter.on_count returns it."""
 
     __slots__ = ("_cookie", "_counter", "_ticket")
 
@@ -20,7 +20,7 @@ class CountTicket:
         self._cookie = cookie
 
     def cancel(self) -> bool:
-        """True: withdrawn, nothing was taken and fn is not called. False: too late, it is or was called."""
+        """True: fn will not be called, and no counts were taken. False: too late, it has been or is being called."""
         if not self._counter._cancel_notify(self._ticket):
             return False
         callbacks_of(self._counter._engine).forget(self._cookie)
@@ -31,20 +31,20 @@ class CountTicket:
 
 
 class ImmCounter(_core.ImmCounter):
-    """Arrivals of one immediate number at this engine. Made by Engine.imm_counter and Engine.alloc_imm.
+    """Counts what arrives at this engine with one immediate number. Engine.imm_counter and Engine.alloc_imm make it.
 
-    Credit semantics: a wait of n takes n. Arrivals before anybody asks are kept. One operation counts once, however
-    many rails carried it; paged writes count once a page. A count comes after its bytes are in place.
-    wait, wait_async and on_count are served in the order in which they asked. Any thread.
+    Counts are credits: a wait for n takes n of them. Those that arrive before anybody waits are kept. An operation
+    counts 1, paged writes count 1 per page, however many rails carried them. A count comes only after its bytes are in
+    place. wait, wait_async and on_count are served in the order in which they were called. Any thread.
     """
 
     __slots__ = ()
 
     async def wait_async(self, count: int = 1, timeout_s: float | None = None) -> None:
-        """Like wait(), for a task of the running event loop; no polling.
+        """Like wait(), for a task of the running event loop. Does not poll.
 
-        A task that is cancelled takes nothing: what was served to it at that moment is given back.
-        Raises WaitTimeout having taken none, EngineClosed.
+        A task that is cancelled takes nothing: counts that it was just given are given back.
+        Raises WaitTimeout or EngineClosed; none is taken then.
         """
         _options.check_timeout(timeout_s)
         if self.try_consume(count):
@@ -66,10 +66,10 @@ class ImmCounter(_core.ImmCounter):
             raise _raise.counter_closed(self._engine, self.imm, self.poll(), count)
 
     def on_count(self, count: int, fn: Callable[[], object]) -> CountTicket:
-        """Takes count once they are there, then calls fn() once on the engine's callback thread.
+        """Takes `count` counts as soon as there are as many, then calls fn() once on the engine's callback thread.
 
-        fn may submit, wait and close regions; if it raises, that is logged. When the engine closes first it is not
-        called; EngineClosed when it is closed already, or the number was released.
+        fn may submit, wait, and close regions; an exception in it is logged. If the engine closes first, fn is not
+        called. Raises EngineClosed if the engine is closed already, or the number was released. Never blocks.
         """
         _raise.check_callable(fn, "fn")
         if self.closed:
@@ -93,12 +93,12 @@ class ImmCounter(_core.ImmCounter):
         return CountTicket(self, ticket, cookie)
 
     def release(self, *, force: bool = False) -> None:
-        """Gives the number back. Call it when no peer will send it any more: it may then be handed out again.
+        """Gives the number back, so that alloc_imm() may hand it out again. Call it when no peer will send it any more.
 
-        It rests until all others were handed out, or a million released; what arrives for it meanwhile puts it in use
-        again. Raises UsageError where it can be seen that counts are expected: somebody waits for it, or a part of one
-        has arrived (the rest is under way, or the write was fenced off in the middle). force: drops both; who waits
-        gets EngineClosed.
+        It is not handed out before all other numbers have been, or a million have been released; if something arrives
+        for it meanwhile, it counts as in use again. Raises UsageError if counts are evidently still expected: somebody
+        waits for them, or a part of one has arrived (the rest is under way, or the write was fenced off in the middle).
+        force: release it all the same; the parts are dropped, and whoever waits gets EngineClosed.
         """
         self._engine.release_imm(self.imm, force=force)
 

@@ -17,27 +17,31 @@ __all__ = ["Region", "RegionDescriptor"]
 
 
 class Region(_core.Region):
-    """Local memory that transfers may use as source, and peers as target. Made by Engine.register and Engine.alloc.
+    """Memory of this process that transfers and peers may use. Engine.register and Engine.alloc make it.
 
-    Lifecycle: 1. open. 2. closing: new use is refused, here and to peers. 3. closed: nothing touches the memory.
-    While it is open, revoke() locks peers out and renew() lets them in again, by a new descriptor.
-    Owner of the memory: whoever owned it before. The region keeps that Python object alive until it is closed and no
-    view() of it is left. A region that the garbage collector takes is closed, and the engine keeps the object until
-    the last transfer with it has ended.
+    Lifecycle: 1. open. 2. closing: new use is refused, by this process and by peers. 3. closed: nothing touches the
+    memory any more. While it is open, revoke() locks peers out, and renew() lets them in again with a new descriptor.
+    A Region that is garbage-collected is closed: hold it as long as peers use the memory.
+    Owner of the memory: whoever owned it before. The region keeps the registered Python object alive until it is closed
+    and no view() of it is left; the engine keeps it until the last transfer with it has ended.
     Any thread.
     """
 
     __slots__ = ()
 
     def view(self) -> memoryview:
-        """The bytes as a memoryview of format "B", read-only where the registered object is. Copies nothing.
+        """The memory as a memoryview of format "B", read-only if the registered object is. Nothing is copied.
 
-        The view keeps the memory alive. Peers may write to it at any time: a count says when they have.
+        The view keeps the memory alive. Peers may write to it at any time; a count says when they have. Raises
+        UsageError for memory of a GPU, and if the region is closed.
         """
         return self._memoryview()
 
     def array(self, dtype: npt.DTypeLike = "uint8", shape: int | tuple[int, ...] | None = None) -> npt.NDArray[Any]:
-        """The memory as a numpy array that shares it; shape None: one dimension, all of it."""
+        """The memory as a numpy array of this dtype and shape, without a copy. shape None: all of it in one dimension.
+
+        Raises UsageError if it does not fit, and as of view().
+        """
         try:
             of_type = np.dtype(dtype)
         except (TypeError, UnicodeEncodeError) as error:
@@ -56,12 +60,12 @@ class Region(_core.Region):
             raise UsageError(f"region of {self.nbytes} bytes as {of_type} of shape {shape}: {error}") from None
 
     def poison(self, offset: int = 0, nbytes: int | None = None) -> Poisoned:
-        """Fills nbytes from offset on with a pattern; Poisoned.check() raises LateWrite if anything wrote there since.
+        """Fills nbytes from offset on with a pattern. Poisoned.check() raises LateWrite if anything wrote there since.
 
-        For memory that was released: pages whose transfer was cancelled, a buffer given back, all of a region before
-        its close(). nbytes None: to the end. Everything that may still write there is to have ended, which is what this
-        finds out. Blocks for as long as the writing takes (some GB/s), GIL released. UsageError for a range that is
-        not in the region, a region that is read-only or closed.
+        Use it on memory that nobody should write to any more, to find out whether somebody does: pages whose transfer
+        was cancelled, a buffer given back, a whole region before close(). nbytes None: to the end of the region. Blocks
+        while it fills (some GB/s), with the GIL released. Raises UsageError for a range outside the region, and if the
+        region is read-only or closed.
         """
         _options.check_whole(offset=offset)
         nbytes = self.nbytes - int(offset) if nbytes is None else nbytes
@@ -69,7 +73,7 @@ class Region(_core.Region):
         return Poisoned(self, None, nbytes, 0, offset)
 
     def poison_pages(self, pages: Any, page_bytes: int, *, stride: int | None = None, offset: int = 0) -> Poisoned:
-        """The same for pages: index p names page_bytes bytes at offset + stride * p, as in submit_paged_writes.
+        """Like poison(), for pages: page p is page_bytes bytes at offset + stride * p, as in submit_paged_writes.
 
         pages: a one-dimensional contiguous array (numpy, torch on CPU, any buffer) of int32, uint32, int64 or uint64;
         copied. stride None: page_bytes.
@@ -79,24 +83,26 @@ class Region(_core.Region):
         return Poisoned(self, pages, page_bytes, stride, offset)
 
     def close(self, timeout_s: float | None = 5.0, *, drain: bool = True) -> None:
-        """Refuses new use and blocks until nothing touches the memory, GIL released. Idempotent.
+        """Refuses new use, and blocks until nothing touches the memory any more, with the GIL released. Idempotent.
 
-        drain: transfers of ours that use it run to their ends; False cancels them first, which takes back what peers
-        have not begun. What peers have begun to do with it ends first in either case.
-        Raises WaitTimeout, naming the peers where that is known, when it is still in use after timeout_s: it goes on
-        refusing; call again. Until then see quarantined.
+        drain: lets this engine's transfers with the region run to their ends; False cancels them. Operations that peers
+        have begun end first in either case. timeout_s: seconds; None: no limit.
+        Raises WaitTimeout, with the peers' names where they are known, if the region is still in use after timeout_s.
+        It goes on refusing new use: call close() again. Until it has returned, `quarantined` says whether a peer may
+        still touch the memory.
         """
         self._close(timeout_s, drain)
 
     def revoke(self, timeout_s: float | None = 5.0) -> None:
-        """Locks peers out: returns once none of them can touch the memory any more, GIL released. Any thread.
+        """Locks peers out: blocks until none of them can touch the memory any more, with the GIL released. Any thread.
 
-        All descriptors given out so far are dead for good: what peers do by them fails there with RemoteRegionRevoked,
-        and nothing of it lands or is counted, however late it comes. Our own transfers go on using the memory. So a
-        writer that was slow, frozen or replaced is fenced off; renew() lets its successor in.
-        Raises WaitTimeout, naming the peers where that is known, when one is still in the middle of something after
-        timeout_s: all others are refused already; call again. UsageError when closed, TransportError when a NIC does
-        not register the memory a second time: then nothing has changed.
+        All descriptors given out so far become invalid for good. Operations with them fail at the peer with
+        RemoteRegionRevoked, and nothing of them lands or is counted, however late they come. This engine's own
+        transfers go on. Use it to fence off a writer that was slow, frozen or replaced; renew() lets its successor in.
+        Raises WaitTimeout, with the peers' names where they are known, if one of them is still in the middle of an
+        operation after timeout_s seconds; all others are refused already: call revoke() again. Raises UsageError if the
+        region is closed, and TransportError if a NIC does not register the memory a second time: nothing has changed
+        then.
         """
         self._revoke(timeout_s)
 
