@@ -53,6 +53,7 @@ def check_origin(inside: Path, place: Path, env: dict[str, str]) -> None:
     if not origin.startswith(str(place)):
         raise Failure(f"crossrail was imported from {origin}")
     run([inside, "-m", "crossrail", "--version"], 60, cwd=place, env=env)
+    run([inside, "-m", "crossrail", "error", "peer-lost"], 60, cwd=place, env=env)
 
 
 def measure_help(inside: Path, place: Path, env: dict[str, str]) -> None:
