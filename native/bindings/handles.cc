@@ -40,7 +40,7 @@ void RegionHandle::check_viewable() const {
   if (core()->memory() != MemoryKind::kHost)
     throw UsageError("the region is memory of cuda:" + std::to_string(core()->gpu()) +
                      ", which the CPU cannot look at: use the tensor that was registered");
-  if (core()->closed()) throw UsageError("a view of a closed region: its memory may belong to somebody else by now");
+  if (core()->closed()) throw UsageError("the region is closed: its memory may belong to somebody else by now");
 }
 
 void RegionHandle::export_view(PyObject* self, Py_buffer* view, int flags) {

@@ -149,7 +149,7 @@ void register_region(nb::module_& module) {
       .def_prop_ro(
           "descriptor", [](RegionHandle& self) { return self.descriptor(); },
           nb::sig("def descriptor(self) -> RegionDescriptor"),
-          "What peers need in order to use this region. Raises UsageError if it is closed or revoked.")
+          "What peers need in order to use this region. Raises UsageError while it is revoked.")
       .def_prop_ro(
           "mapped", [](const RegionHandle& self) { return self.core()->is_mapped(); },
           "Whether peers on this host can map the memory, so that bytes are copied only once.")

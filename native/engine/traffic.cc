@@ -15,7 +15,12 @@ void EngineCore::start_timing(Peer& peer, uint32_t rail, uint32_t accepted, cons
   const TransferWork& work = *transfer->work_;
   if (peer.track_->rail_count == 0 || timed.transfer != nullptr || accepted != 1 || work.posted - work.retired != 1)
     return;
-  timed = {transfer, clock().now_ns(), rail == kAnyRail ? 0 : rail};
+  if (timed.passed < timed.to_pass) {
+    ++timed.passed;
+    return;
+  }
+  const auto next = static_cast<uint8_t>((timed.to_pass + 1) % 4);
+  timed = {transfer, clock().now_ns(), rail == kAnyRail ? 0 : rail, 0, next};
 }
 
 // rail: where it was over, or kAnyRail: where it was posted.

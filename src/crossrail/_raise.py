@@ -176,10 +176,8 @@ def counter_closed(engine: _core.Engine, imm: int, arrived: int, expected: int) 
     if engine.closed:
         what, next_step = f"engine '{engine.name}' was closed", ""
     else:
-        what, next_step = f"immediate {imm} was released", f". Next: a new counter, engine.imm_counter({imm})"
-    return errors.EngineClosed(
-        f"{what} while immediate {imm} was waited for: {arrived} of {expected} had arrived{next_step}"
-    )
+        what, next_step = "its number was released", f". Next: get a new counter, engine.imm_counter({imm})"
+    return errors.EngineClosed(f"immediate {imm}: {what}; {arrived} of {expected} had arrived{next_step}")
 
 
 def region_in_use(

@@ -113,8 +113,8 @@ class FlightDump:
         count = self.counts.get
         lines = [
             f"engine '{self.engine}' (pid {self.pid}, crossrail {self.version}) at {stamp}: {self.reason}",
-            f"transfers: {count('transfers_inflight', 0)} in flight, of these {count('submits_waiting', 0)} not taken "
-            f"over; {count('transfers_done', 0)} done, {count('transfers_failed', 0)} failed, "
+            f"transfers: {count('transfers_inflight', 0)} in flight, {count('submits_waiting', 0)} of them not yet "
+            f"picked up; {count('transfers_done', 0)} done, {count('transfers_failed', 0)} failed, "
             f"{count('transfers_cancelled', 0)} cancelled",
         ]
         lines += [f"waiting: {text}" for text in self._waiting()]

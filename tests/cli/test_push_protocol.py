@@ -327,7 +327,7 @@ def test_serve_that_gave_up_is_told_as_such(pusher: Pushing) -> None:
     target = region.descriptor
     region.close()
     push._transfers = [ours.submit_write(ours.alloc(100), target)]
-    with pytest.raises(xr.CrossrailError, match="has given this push up"):
+    with pytest.raises(xr.CrossrailError, match="the server gave up this push"):
         push._next_message()
 
 

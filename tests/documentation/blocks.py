@@ -6,6 +6,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+import crossrail
 from tests.support.process import REPOSITORY
 
 LANGUAGES = {"", "bash", "python", "sh", "yaml"}  # of fences; none: output, and commands
@@ -17,8 +18,9 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 def pages() -> dict[str, str]:
     """By file, as its name stands in the repository."""
     top = Path(REPOSITORY)
-    files = [top / "README.md", top / "src/crossrail/errors.md", *sorted((top / "docs").rglob("*.md"))]
-    return {str(file.relative_to(top)): file.read_text() for file in files}
+    files = [top / "README.md", *sorted((top / "docs").rglob("*.md"))]
+    in_package = Path(crossrail.__file__).with_name("errors.md")
+    return {str(file.relative_to(top)): file.read_text() for file in files} | {"errors.md": in_package.read_text()}
 
 
 @cache

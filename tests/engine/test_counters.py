@@ -207,7 +207,9 @@ def test_who_still_has_a_released_counter_is_told_so(engine: xr.Engine) -> None:
     counter = engine.alloc_imm()
     counter.release()
 
-    with pytest.raises(xr.EngineClosed, match=rf"immediate {counter.imm} was released .*imm_counter\({counter.imm}\)"):
+    with pytest.raises(
+        xr.EngineClosed, match=rf"immediate {counter.imm}: its number was released.*imm_counter\({counter.imm}\)"
+    ):
         counter.wait(1, NEVER_S)
     with pytest.raises(xr.EngineClosed, match="was released"):
         counter.on_count(1, print)

@@ -141,7 +141,7 @@ def test_one_incarnation_is_one_engine(open_engine: EngineFactory, true_first: b
     engine.explain(known.owner)
 
     for attempt in (lambda: engine.submit_write(src, wrong), lambda: engine.connect(wrong.owner, WAIT_S)):
-        with pytest.raises(xr.UsageError, match=f"'{wrong.owner.name}'.* incarnation of '{known.owner.name}'"):
+        with pytest.raises(xr.UsageError, match=f"'{wrong.owner.name}'.* same incarnation as '{known.owner.name}'"):
             attempt()
 
     engine.forget_peer(wrong.owner)

@@ -99,7 +99,7 @@ def test_watchdog_tells_that_nobody_drives_a_manual_engine(
     transfer = here.submit_write(src, dst.descriptor)
     eventually(lambda: any(event.kind == "stalled" for event in events), "the stall is told")
     (event,) = [event for event in events if event.kind == "stalled"]
-    assert "nobody has driven the engine" in event.detail
+    assert "no thread has driven the engine" in event.detail
     assert only_dump(tmp_path).counts["submits_waiting"] == 1
     transfer.wait(WAIT_S)
 
@@ -219,7 +219,7 @@ def test_signal_that_has_a_handler_or_nowhere_to_write_is_refused() -> None:
     assert "signal 10 has a handler already" in lines[0]
     assert "signum = 9 " in lines[1] and "signum = 4711" in lines[3]
     assert "directory = '/nonexistent' is not a directory: make it first (mkdir -p /nonexistent)" in lines[4]
-    assert "directory = '/proc/self/stat' is no directory" in lines[5] and "directory must be a path" in lines[6]
+    assert "directory = '/proc/self/stat' is not a directory" in lines[5] and "directory must be a path" in lines[6]
     assert "signal 12 dumps already" in lines[7]
 
 

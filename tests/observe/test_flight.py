@@ -161,6 +161,16 @@ def test_command_writes_a_chrome_trace(recording: Path, tmp_path: Path) -> None:
     assert {"write #1", "write #2", "write #3", "peer-connected"} <= names
 
 
+def test_chrome_trace_does_not_replace_the_recording(recording: Path, tmp_path: Path) -> None:
+    """It may be all that is left of a hang."""
+    (tmp_path / "link").symlink_to(recording)
+    before = recording.read_bytes()
+    for out in (recording, tmp_path / "link"):
+        refused = trace(recording, "--chrome", out)
+        assert refused.returncode == 2 and "is the recording itself: choose another file" in refused.stderr
+    assert recording.read_bytes() == before
+
+
 @pytest.mark.parametrize("damage", ["cut", "garbage", "missing", "peer"])
 def test_command_refuses_in_one_line(recording: Path, tmp_path: Path, damage: str) -> None:
     arguments: list[object] = [recording]
@@ -175,6 +185,9 @@ def test_command_refuses_in_one_line(recording: Path, tmp_path: Path, damage: st
     refused = trace(*arguments)
     assert refused.returncode == 2
     assert refused.stdout == "" and "Traceback" not in refused.stderr
-    assert {"cut": "cut short", "garbage": "not a flight recording", "missing": "does not exist", "peer": "'there'"}[
-        damage
-    ] in refused.stderr
+    assert {
+        "cut": "cut short",
+        "garbage": "not a line of a flight recording",
+        "missing": "does not exist",
+        "peer": "'there'",
+    }[damage] in refused.stderr

@@ -36,6 +36,24 @@ def test_a_sleep_takes_its_time_on_the_virtual_clock_alone() -> None:
     assert time.monotonic() - began < 30  # a bound against waiting in real time, no measure
 
 
+def test_interrupt_is_raised_although_a_task_will_never_end() -> None:
+    async def stubborn() -> None:
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await asyncio.Event().wait()
+
+    async def main(world: sim.World) -> None:
+        task = asyncio.create_task(stubborn())
+        await asyncio.sleep(1)
+        signal.raise_signal(signal.SIGINT)
+        await task
+
+    with pytest.raises(KeyboardInterrupt):
+        sim.run(main)
+
+
 def test_timers_of_many_tasks_come_in_their_order() -> None:
     async def main(world: sim.World) -> list[float]:
         beats: list[float] = []

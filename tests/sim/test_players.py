@@ -4,9 +4,11 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +66,30 @@ def test_who_is_killed_takes_its_processes_along_and_they_say_nothing() -> None:
         _, errors = process.communicate(timeout=WAIT_S)  # until the last of them has closed its end
 
     assert errors == ""
+
+
+START = """
+import multiprocessing, signal
+from pathlib import Path
+from crossrail.cli.sim_players import _Player
+
+def deaf(pid):
+    sets = dict(line.split(":\\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\\t" in line)
+    return bool((int(sets["SigBlk"], 16) | int(sets["SigIgn"], 16)) >> (signal.SIGINT - 1) & 1)
+
+if __name__ == "__main__":
+    player = _Player()
+    (child,) = multiprocessing.active_children()
+    print(deaf(child.pid))
+    player.stop()
+"""
+
+
+def test_first_process_is_deaf_to_an_interrupt_from_its_start(tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to all: a process that is just starting would print a traceback."""
+    (tmp_path / "start.py").write_text(START)
+    shown = subprocess.run(
+        [sys.executable, "start.py"],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path,
+    )  # fmt: skip
+    assert (shown.stdout, shown.stderr) == ("True\n", "")

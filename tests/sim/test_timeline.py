@@ -76,5 +76,5 @@ def test_an_empty_log_is_an_empty_picture(tmp_path: Path) -> None:
 
 
 def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(xr.UsageError, match="no line"):
+    with pytest.raises(xr.UsageError, match="is not a line"):
         drawn(tmp_path, ["hello"])

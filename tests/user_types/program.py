@@ -1,4 +1,4 @@
-"""A program as a user writes it, never run: it has to pass `mypy --strict`, in ./dev check and against the built wheel.
+"""Code as a user writes it, never run: it has to pass `mypy --strict`, in ./dev check and against the built wheel.
 
 What is wrong has a `type: ignore`, which is an error where nothing is ignored.
 """

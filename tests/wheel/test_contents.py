@@ -43,6 +43,7 @@ def packed(folder: Path, *, name: str = f"crossrail-1-cp312-abi3-{PLATFORM}.whl"
     """A wheel with all that it should have but the native module; other: with these files instead."""
     files: dict[str, bytes | None] = {
         "crossrail/__init__.py": b"",
+        "crossrail/errors.md": b"",
         "crossrail/py.typed": b"",
         "crossrail/_core/__init__.pyi": b"",
         f"{INFO}/sboms/crossrail.cdx.json": b'{"components": []}',
@@ -90,6 +91,7 @@ def test_order_of_versions(contents: ModuleType, version: str, numbers: tuple[in
     ("other", "words"),
     [
         ({"crossrail/__init__.py": None}, "files missing: ['crossrail/__init__.py']"),
+        ({"crossrail/errors.md": None}, "files missing: ['crossrail/errors.md']"),
         ({"tests/__init__.py": b""}, "folders: ['crossrail', 'crossrail-1.dist-info', 'tests']"),
         ({"crossrail/engine.cc": b""}, "files of the build: ['crossrail/engine.cc']"),
         ({f"{INFO}/licenses/nanobind.txt": None}, "no licence .../nanobind.txt"),

@@ -76,7 +76,7 @@ def check_tag(found: Found, name: str, modules: list[str]) -> None:
 def check_files(found: Found, files: dict[str, bytes], source: Path) -> None:
     package = source / "src"
     wanted = {str(path.relative_to(package)) for path in (package / "crossrail").rglob("*.py")}
-    wanted |= {"crossrail/py.typed", "crossrail/_core/__init__.pyi"}
+    wanted |= {"crossrail/errors.md", "crossrail/py.typed", "crossrail/_core/__init__.pyi"}
     found.expect(not (missing := sorted(wanted - set(files))), f"files missing: {missing}")
     tops = {name.split("/")[0] for name in files}
     info = {top for top in tops if top.endswith(".dist-info")}

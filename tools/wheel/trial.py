@@ -53,6 +53,7 @@ def check_origin(inside: Path, place: Path, env: dict[str, str]) -> None:
     if not origin.startswith(str(place)):
         raise Failure(f"crossrail was imported from {origin}")
     run([inside, "-m", "crossrail", "--version"], 60, cwd=place, env=env)
+    run([inside, "-m", "crossrail", "error", "peer-lost"], 60, cwd=place, env=env)
 
 
 def measure_help(inside: Path, place: Path, env: dict[str, str]) -> None:
@@ -75,7 +76,7 @@ def run_documentation(wheel: Path, inside: Path, place: Path, env: dict[str, str
     for name in ("docs", "tests"):
         shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     say("  types of a user's program")
-    run([inside, "-m", "mypy", "--strict", "tests/user_types/program.py"], PROGRAMS_S, cwd=place, env=env)
+    run([inside, "-m", "mypy", "--strict", "tests/user_types"], PROGRAMS_S, cwd=place, env=env)
     command = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/documentation/test_code_blocks.py"]
     said = run(command, PROGRAMS_S, cwd=place, env=env, what="  the examples")
     say(f"  examples of README.md and docs/ from it: {said.strip().splitlines()[-1].strip('= ')}")

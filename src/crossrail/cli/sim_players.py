@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Generator, Iterable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
@@ -42,7 +43,9 @@ class _Player:
         self._took = False  # as far as we know
         self.connection, theirs = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
-        # Ctrl-C goes to all of the terminal: it waits until _serve says that it is ours alone.
+        # Ctrl-C goes to all of the terminal: it waits until _serve says that it is ours alone. The tracker of
+        # multiprocessing, which the first start of a process starts, would unblock SIGINT.
+        resource_tracker.ensure_running()
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, held)

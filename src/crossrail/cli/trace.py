@@ -66,6 +66,8 @@ def command(files: tuple[Path, ...], peer: str | None, rail: str | None, last: i
         raise UsageError(f"{len(files)} recordings make one picture with --chrome; a table has one")
     if len(files) > 1 and (peer is not None or rail is not None):
         raise UsageError("--peer and --rail choose from one recording")
+    if chrome is not None and chrome.exists() and any(chrome.samefile(file) for file in files):
+        raise UsageError(f"--chrome {chrome} is the recording itself: choose another file")
     dumps = [read_dump(file) for file in files]
     if chrome is not None:
         parts = [(dump, select(dump, peer=peer, rail=rail, last=last)) for dump in dumps]

@@ -7,6 +7,7 @@ the clock stands at that moment. A sleep of an hour costs what one of a microsec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Coroutine
@@ -215,13 +216,18 @@ def run_on(world: Drivable, main: Coroutine[Any, Any, _T], *, limit_s: float | N
         main.close()
         raise UsageError("an event loop runs in this thread already: call crossrail.sim.run() from outside of it")
     loop = SimEventLoop(world, limit_s=limit_s)
+    hidden: tuple[type[Exception], ...] = ()
     try:
         return loop.run_until_complete(main)
+    except KeyboardInterrupt:
+        hidden = (SimulationIdle, WaitTimeout)  # what tasks that it cut off still wait for is no news
+        raise
     finally:
         try:
             loop._limit_ns = world.now_ns + _END_PATIENCE_NS
-            _cancel_tasks(loop)
-            loop.run_until_complete(loop.shutdown_asyncgens())
+            with contextlib.suppress(*hidden):
+                _cancel_tasks(loop)
+                loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             loop.close()
 
