@@ -257,7 +257,7 @@ def test_what_no_service_could_work_with_is_refused(words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("def make(**_): return 3", "returned an object of type int, and no crossrail.kv.model."),
+        ("def make(**_): return 3", "returned an object of type int, not a crossrail.kv.model."),
         (
             "def make(**_): raise RuntimeError('no luck')",
             "raised RuntimeError: no luck; `crossrail --debug kv ...` shows",
