@@ -19,14 +19,15 @@ struct PostItem {
 
 // A work request whose time is taken: one at a time of each peer, and when it was posted nothing else of its transfer was
 // under way. The next of that transfer that is over is taken for it; without order, that may be a later slice of the same.
-// From one time to the next 0 to 3 are passed over, in turn: of transfers that are submitted in bursts always the first
-// would be taken, which goes by the same rail each time.
+// In bursts 0 to 3 are passed over, in turn, from one time to the next: always the first would be taken else, which goes by
+// the same rail each time.
 struct TimedWork {
   const Transfer* transfer = nullptr;  // null: none
   int64_t since_ns = 0;
   uint32_t rail = 0;  // where the engine chose it
   uint8_t passed = 0;
   uint8_t to_pass = 0;
+  bool in_burst = false;  // others were posted meanwhile
 };
 
 // What waits for a peer. Progress holder.

@@ -13,14 +13,15 @@ namespace crossrail {
 void EngineCore::start_timing(Peer& peer, uint32_t rail, uint32_t accepted, const Transfer* transfer) {
   TimedWork& timed = peer.work_->timed;
   const TransferWork& work = *transfer->work_;
+  if (timed.transfer != nullptr) timed.in_burst = true;
   if (peer.track_->rail_count == 0 || timed.transfer != nullptr || accepted != 1 || work.posted - work.retired != 1)
     return;
-  if (timed.passed < timed.to_pass) {
+  if (timed.in_burst && timed.passed < timed.to_pass) {
     ++timed.passed;
     return;
   }
   const auto next = static_cast<uint8_t>((timed.to_pass + 1) % 4);
-  timed = {transfer, clock().now_ns(), rail == kAnyRail ? 0 : rail, 0, next};
+  timed = {transfer, clock().now_ns(), rail == kAnyRail ? 0 : rail, 0, next, false};
 }
 
 // rail: where it was over, or kAnyRail: where it was posted.

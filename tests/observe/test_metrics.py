@@ -101,12 +101,12 @@ def test_latency_is_sampled_on_every_way(open_engine: EngineFactory, memory: str
     src = here.alloc(8192)
     dst = there.alloc(8192) if memory == "mapped" else there.register(np.zeros(8192, np.uint8))
 
-    for _ in range(600):  # of what is over at once one in 256 is timed, else two in five
+    for _ in range(600):  # of what is over at once one in 256 is timed
         here.submit_write(src, dst.descriptor, 8192, imm=1).wait(WAIT_S)
 
     samples = scrape(here)
     timed = total(samples, "crossrail_rail_latency_seconds_count")
-    assert timed >= (2 if memory == "mapped" else 200)
+    assert timed >= (2 if memory == "mapped" else 300)
     assert total(samples, "crossrail_rail_latency_seconds_bucket", le="+Inf") == timed
     assert total(samples, "crossrail_peer_latency_seconds_count", peer="there") == timed
     assert 0 < total(samples, "crossrail_peer_latency_seconds_sum") / timed < WAIT_S
