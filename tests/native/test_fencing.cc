@@ -100,4 +100,29 @@ TEST_CASE("fence: likewise while the owner's engine verifies what was written") 
   fence_under_load(TransportKind::kTcp, PrivatePath::kAuto, false, true);
 }
 
+TEST_CASE("fence: what was revoked is said to be revoked, though its place went to a later generation") {
+  EngineRef owner = open("owner", TransportKind::kShm, PrivatePath::kAuto);
+  EngineRef peer = open("peer", TransportKind::kShm, PrivatePath::kAuto);
+  RegionRef region = owner->alloc(4096, false);
+  RegionRef src = peer->alloc(4096, false);
+  const auto write = [&](const RemoteRegionRef& target) {
+    TransferRef transfer = peer->submit_write({.src = src.get(), .dst = target.get(), .length_bytes = 64});
+    REQUIRE(transfer->wait(deadline_in(60), {}) == WaitResult::kReady);
+    return transfer->status();
+  };
+  for (int round = 0; round < 200; ++round) {
+    RemoteRegionRef remote = peer->remote_region(region->descriptor());
+    REQUIRE(write(remote) == Status::kDone);
+    for (int generation = 0; generation < 2; ++generation) {
+      REQUIRE(region->revoke(deadline_in(60), {}) == WaitResult::kReady);
+      region->renew();
+    }
+    // Often before the owner's control thread has told the peer.
+    REQUIRE(write(remote) == Status::kRegionRevoked);
+  }
+  CHECK(region->close(deadline_in(60), {}) == WaitResult::kReady);
+  owner->close();
+  peer->close();
+}
+
 }  // namespace crossrail

@@ -6,6 +6,14 @@
 
 namespace crossrail::shm {
 
+namespace {
+
+std::string text_of_gone(Status status) {
+  return status == Status::kRegionRevoked ? "revoked by its owner" : "closed by its owner";
+}
+
+}  // namespace
+
 std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescriptor& descriptor) {
   auto& outgoing = static_cast<Outgoing&>(link);
   if (outgoing.imports.size() >= outgoing.imports_sweep_at) forget_imports(outgoing);
@@ -18,7 +26,7 @@ std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescrip
   return std::make_unique<ShmKey>(import);
 }
 
-// What region that is: the answer is kImported.
+// What region that is, or what became of it: the answer is kImported.
 void ShmTransport::ask(Outgoing& link, Import& import) {
   import.state = Import::State::kPending;
   ++link.imports_pending;
@@ -71,6 +79,9 @@ void ShmTransport::take_import(Outgoing& link, ControlEvent event) {
   import.is_gpu = facts.is_gpu;
   if (facts.status != Status::kDone) {
     import.state = Import::State::kRefused;
+    import.map.reset();  // from an answer before, see post_one()
+    if (facts.status == Status::kRegionClosed || facts.status == Status::kRegionRevoked)
+      import.text = text_of_gone(facts.status);
     // It was ourselves who had no descriptor or no room for it.
     if (facts.status == Status::kTransportFailed) import.ask_again_ns = now_ns() + kAskAgainAfterNs;
   } else if (import.is_gpu) {
@@ -96,6 +107,7 @@ void ShmTransport::close_import(Outgoing& link, uint64_t region_id, Status statu
   if (link.hazard == region_id) clear_hazards();
   found->second->state = Import::State::kRefused;
   found->second->status = status;
+  found->second->text = text_of_gone(status);
   found->second->map.reset();
 }
 

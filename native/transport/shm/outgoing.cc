@@ -208,11 +208,13 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     sink_->on_retired(link, request.context, request.tag, 1, 0, status, text);
     return true;
   };
+  // It was open when the owner told us of it. A mark says that it was revoked; without one the slot may be another region's
+  // by now, or may have been, and only the owner knows what became of this one: the work waits for the answer.
   const auto refuse_gone = [&] {
-    const bool is_revoked =
-        open_id_of(link, import.region_id).load(std::memory_order_relaxed) == (import.region_id | kRevokedId);
-    return is_revoked ? refuse(Status::kRegionRevoked, "revoked by its owner")
-                      : refuse(Status::kRegionClosed, "closed by its owner");
+    const uint64_t mark = open_id_of(link, import.region_id).load(std::memory_order_relaxed);
+    if (mark == (import.region_id | kRevokedId)) return refuse(Status::kRegionRevoked, "revoked by its owner");
+    ask(link, import);
+    return false;
   };
   if (import.state == Import::State::kRefused) {
     if (import.ask_again_ns == 0 || now_ns() < import.ask_again_ns) return refuse(import.status, import.text);
