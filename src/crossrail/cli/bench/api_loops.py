@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
 from collections.abc import Sequence
 
 import crossrail as xr
+from crossrail.control.deadlines import in_time
 
 _REGION_BYTES = 1 << 20
 WORD_BYTES = 8
@@ -72,6 +75,46 @@ async def answer_awaiting(side: Side, rounds: int) -> None:
     for _ in range(rounds):
         await side.counter.wait_async(1, _TIMEOUT_S)
         side.ping()
+
+
+def listen_bare(family: socket.AddressFamily) -> socket.socket:
+    """For the partner's connect_bare(), which is told its getsockname()."""
+    listener = socket.socket(family)
+    listener.bind(b"" if family == socket.AF_UNIX else ("127.0.0.1", 0))  # any free name of Unix sockets, or port
+    listener.listen(1)
+    listener.settimeout(_TIMEOUT_S)
+    return listener
+
+
+def connect_bare(address: str | tuple[str, int]) -> socket.socket:
+    """To the partner's listener, whose address decides the family."""
+    bare = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    bare.settimeout(_TIMEOUT_S)
+    bare.connect(address)
+    return bare
+
+
+def ping_streams(bare: socket.socket, rounds: int, *, first: bool) -> int:
+    """The same ping-pong by asyncio's own streams, either side. Closes the socket. Nanoseconds."""
+    return asyncio.run(in_time(_ping_streams(bare, rounds, first=first), _TIMEOUT_S))
+
+
+async def _ping_streams(bare: socket.socket, rounds: int, *, first: bool) -> int:
+    open_streams = asyncio.open_unix_connection if bare.family == socket.AF_UNIX else asyncio.open_connection
+    bare.setblocking(False)
+    reader, writer = await open_streams(sock=bare)
+    word = bytes(WORD_BYTES)
+    begun = time.perf_counter_ns()
+    for _ in range(rounds):
+        if first:
+            writer.write(word)
+        await reader.readexactly(WORD_BYTES)
+        if not first:
+            writer.write(word)
+    took_ns = time.perf_counter_ns() - begun
+    writer.close()
+    await writer.wait_closed()
+    return took_ns
 
 
 def send_messages(side: Side, count: int) -> int:

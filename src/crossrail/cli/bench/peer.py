@@ -207,6 +207,11 @@ class Peer:
         else:
             asyncio.run(api_loops.answer_awaiting(self.side(), rounds))
 
+    def stream_ping_pong(self, address: str, port: int | None, rounds: int) -> None:
+        """The second side of asyncio's own streams. port: of TCP; None: address is a name of Unix sockets."""
+        bare = api_loops.connect_bare(address if port is None else (address, port))
+        api_loops.ping_streams(bare, rounds, first=False)
+
     def take_messages(self, count: int) -> None:
         """Receive so many, then say so."""
         api_loops.take_messages(self.side(), count)
