@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile
 from crossrail.errors import UsageError
 from crossrail.flight import COLUMNS, FlightDump, FlightEntry, read_dump, row_of
@@ -84,5 +85,5 @@ def command(files: tuple[Path, ...], peer: str | None, rail: str | None, last: i
     for line in dump.summary():
         console.print(Text(line), soft_wrap=True)
     console.print()
-    console.print(_table(dump, entries))
+    console.print(Fitted(_table(dump, entries)))
     console.print(Text(f"\n{len(entries)} of {len(dump.entries)} entries", "dim"))

@@ -22,6 +22,7 @@ from rich.table import Table
 from crossrail.cli.group import require
 from crossrail.cli.kv.common import open_model, open_tokenizer, parse_options, tokenizer_of
 from crossrail.cli.kv.local import Client, Processes
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, OutputFolder
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.messages import Sampling
@@ -144,7 +145,7 @@ def _show_timeline(client: Client, request: str, out: Path | None, console: Cons
     if layers:
         longest_ms = max(span.length_s for span in layers) * 1e3
         table.add_row(f"{len(layers)} transfers of a layer", f"{layers[0].begin_s * 1e3:.2f}", f"<= {longest_ms:.2f}")
-    console.print(table)
+    console.print(Fitted(table))
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from crossrail._text import plain
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, seconds
 from crossrail.errors import CrossrailError
 
@@ -52,10 +53,10 @@ def top(url: str, once: bool, every_s: float, patience_s: float) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_COLUMNS
     if once or not console.is_terminal:
-        console.print(_table(_ask(url)))
+        console.print(Fitted(_table(_ask(url))))
         return
     table = _table(_ask(url))
-    with Live(table, console=console, screen=True, auto_refresh=False) as live:
+    with Live(Fitted(table), console=console, screen=True, auto_refresh=False) as live:
         _follow(url, table, every_s, patience_s, lambda shown: live.update(shown, refresh=True))
 
 
@@ -72,10 +73,10 @@ def _follow(
             silent_s = time.monotonic() - heard_s
             if silent_s > patience_s:
                 raise
-            show(Group(Text(f"as it was {silent_s:.0f} s ago: {error}", "red"), table))
+            show(Group(Text(f"as it was {silent_s:.0f} s ago: {error}", "red"), Fitted(table)))
         else:
             heard_s = time.monotonic()
-            show(table)
+            show(Fitted(table))
 
 
 def _ask(url: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from crossrail.cli.child import Child, Children
 from crossrail.cli.group import require
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes
 from crossrail.errors import CrossrailError
 
@@ -108,7 +109,7 @@ def _show(spec: ModelSpec, shares: list[dict[str, int]], found: dict[str, list[A
                 raise CrossrailError(
                     f"rank {rank} differs by {max(differences):.2g}, and {spec.dtype} allows {_TOLERANCE[spec.dtype]:g}"
                 )
-    console.print(table)
+    console.print(Fitted(table))
 
 
 def _difference(got: Any, wanted: Any) -> float:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import crossrail as xr
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile, format_bytes, gb_per_s, size
 from crossrail.cli.weights.gloo import GlooFleet
 from crossrail.cli.weights.players import Player, Players
@@ -177,7 +178,7 @@ def _show(measured: list[_Row], model: ToyModel, console: Console) -> None:
         best = max(row.values) if row.unit == "GB/s" else min(row.values)
         share = f"{row.median / limit:.2f}" if row.unit == "GB/s" else ""
         table.add_row(row.title, f"{row.median:.2f}", f"{best:.2f}", row.unit, share)
-    console.print(table)
+    console.print(Fitted(table))
     by_title = {row.title: row for row in measured}
     if (gloo := by_title.get("gather and broadcast by gloo")) is not None:
         ratio = by_title["update, from Go to the last count"].median / gloo.median

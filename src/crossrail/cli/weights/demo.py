@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import crossrail as xr
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.weights.players import Player, Players
 from crossrail.cli.weights.progress import showing_update
@@ -76,7 +77,7 @@ class _Demo:
                 await players.close()
                 await box.close()
                 wire.close()
-        self._console.print(self._table)
+        self._console.print(Fitted(self._table))
         self._console.print(f"[green]ok[/green]: {self._versions} versions, all bits equal at all inference ranks")
 
     def _trainer(self, controller: WeightController, rank: int, first: int) -> Player:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from crossrail.cli.group import require
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes
 from crossrail.cli.weights.rl_loop import SERVED, RlOptions, RlStep, run_rl
 
@@ -60,6 +61,6 @@ async def _show(options: RlOptions) -> None:
 
     with Live(Group(table, progress), console=console, transient=True):
         await run_rl(options, on_phase, on_step)
-    console.print(table)
+    console.print(Fitted(table))
     console.print(f"mean reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} after {options.steps} steps")
     console.print("[green]ok[/green]: after each update all tensors equal the converted checkpoint, bit for bit")

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile, format_bytes, size
 from crossrail.cli.weights import drawing
 from crossrail.cli.weights.cases import SWEPT, WAYS, Case, as_json, sweep_of
@@ -107,7 +108,7 @@ def _swept(console: Console, case: Case, name: str, values: tuple[float, ...], i
             for way, one in outcomes.items():
                 bound = f"{one.bounds[one.bound] * 1e3:,.0f} ms"
                 table.add_row(shown, way, f"{one.total_s * 1e3:,.0f} ms", bound, one.bound, f"{one.over_bound:.2f}")
-    console.print(table)
+    console.print(Fitted(table))
     if image is not None:
         drawing.sweep(points, f"{case.model}: one update", name, image)
         console.print(f"drawn to {image}")
@@ -138,4 +139,4 @@ def _print(console: Console, outcomes: dict[str, Outcome]) -> None:
     table.add_section()
     add("bound", *(one.bound for one in found))
     add("times the bound", *(f"{one.over_bound:.2f}" for one in found))
-    console.print(table)
+    console.print(Fitted(table))

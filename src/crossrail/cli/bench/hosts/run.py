@@ -24,6 +24,7 @@ from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Result
 from crossrail.cli.meeting import ask, shared_secret
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, cpu_list, size
 from crossrail.cli.text import rails as rails_type
 from crossrail.engine import SECRET_VARIABLE
@@ -120,7 +121,7 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
             results, settings = _measure_all(post, workers, engines, plan, options, console)
         finally:
             post.try_send(wire.Bye(run=post.run))
-    console.print(report.make_table(results, console.width))
+    console.print(Fitted(report.make_table(results, console.width)))
     outputs.write(results, settings, busy, console)
 
 
