@@ -13,6 +13,7 @@ from rich.table import Table
 
 from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS, Figure, cluster_of
 from crossrail.cli.moe.simulate import Outcome, Setting, simulate
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile
 
 _FORMAT = 1
@@ -45,18 +46,24 @@ def sim(
     """
     console = Console()
     found: list[dict[str, Any]] = []
-    for one in TOKENS if shape == "both" else (shape,):
+    shapes = tuple(TOKENS) if shape == "both" else (shape,)
+    clusters = tuple(CLUSTERS) if cluster == "both" else (cluster,)
+    total = len(shapes) * len(clusters) * len(ranks or _RANKS)
+    for one in shapes:
         table = _table(f"{one}: {TOKENS[one]} tokens of each rank; medians of all ranks, in us")
-        for name in CLUSTERS if cluster == "both" else (cluster,):
+        for name in clusters:
             for count in ranks or _RANKS:
                 setting = Setting(cluster_of(name), count, TOKENS[one], rounds, private_tokens, node_sums, seed)
-                with console.status(f"{one}, {name}, EP{count}"):
+                step = f"{len(found) + 1} of {total}: {one}, {name}, {count} ranks"
+                if not console.is_terminal:
+                    console.print(step, highlight=False)
+                with console.status(step):
                     outcome = simulate(setting)
                 figure = FIGURES[one][name].get(count)
                 _add(table, name, count, outcome, figure)
                 found.append(_record(setting, one, name, outcome, figure))
             table.add_section()
-        console.print(table)
+        console.print(Fitted(table))
     if file is not None:
         file.write_text(json.dumps({"format": _FORMAT, "results": found}, indent=1))
 
