@@ -36,7 +36,9 @@ _BAD_STATES = {"slow": "yellow", "frozen": "red", "connecting": "yellow"}
 def command(url: str, once: bool, every_s: float) -> None:
     """Show rails, peers and transfers of the engines whose metrics are served at URL.
 
-    The process has to serve them: crossrail.observe.serve_metrics(engine). HOST:PORT will do for a URL. Ctrl-C ends it.
+    The process has to serve them: crossrail.observe.serve_metrics(engine) does, and so does --metrics-port of
+    `crossrail kv prefiller` and `decoder`. URL is http://127.0.0.1:9478/metrics unless given; HOST:PORT is enough.
+    Ctrl-C ends it.
     """
     url = _whole(url)
     console = Console(highlight=False)
