@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from crossrail.errors import UsageError
 from crossrail.moe.arrays import Array, to_count
@@ -10,7 +11,8 @@ from crossrail.moe.config import Config
 from crossrail.moe.row_memory import RowMemory
 
 
-class Tokens(NamedTuple):
+@dataclass(frozen=True)
+class Tokens:
     """Those of a round. x, scales, weights: as RowMemory.given() gives them; routes: int32 [count, top_k] of numpy."""
 
     count: int
