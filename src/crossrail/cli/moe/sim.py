@@ -21,14 +21,34 @@ _RANKS = (8, 16, 32, 64)
 
 
 @click.command()
-@click.option("--cluster", type=click.Choice([*CLUSTERS, "both"]), default="both", show_default=True, help="Its NICs.")
-@click.option("--shape", type=click.Choice([*TOKENS, "both"]), default="both", show_default=True)
-@click.option("--ranks", type=click.IntRange(1, 256), multiple=True, help="GPUs, in nodes of 8; default: 8 to 64.")
-@click.option("--rounds", type=click.IntRange(1, 100), default=1, show_default=True, help="Of each, with other routes.")
-@click.option("--private-tokens", default=256, show_default=True, help="As the paper's benchmark has it.")
+@click.option(
+    "--cluster", type=click.Choice([*CLUSTERS, "both"]), default="both", show_default=True, help="NICs of the cluster."
+)
+@click.option(
+    "--shape",
+    type=click.Choice([*TOKENS, "both"]),
+    default="both",
+    show_default=True,
+    help="How many tokens a rank has: few, or many.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 256),
+    multiple=True,
+    help="GPUs, in nodes of 8; may be repeated [default: 8 to 64].",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 100), default=1, show_default=True, help="Rounds of each, with other routes."
+)
+@click.option(
+    "--private-tokens",
+    default=256,
+    show_default=True,
+    help="Tokens that are sent before routes are known; the paper's benchmark has as many.",
+)
 @click.option("--node-sums", is_flag=True, help="Nodes add up what they return, as AllToAll does.")
-@click.option("--seed", default=1, show_default=True)
-@click.option("--json", "file", type=OutputFile(), help="Also write the figures here.")
+@click.option("--seed", default=1, show_default=True, help="Seed of the routes.")
+@click.option("--json", "file", type=OutputFile(), help="Also write the figures to this file.")
 def sim(
     cluster: str,
     shape: str,

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from crossrail.cli.group import require
+from crossrail.cli.service import transport_option
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes
 from crossrail.cli.weights.rl_loop import SERVED, RlOptions, RlStep, run_rl
@@ -23,8 +24,8 @@ from crossrail.cli.weights.rl_loop import SERVED, RlOptions, RlStep, run_rl
 @click.option(
     "--batch", default=RlOptions.batch, show_default=True, help="Completions of each inference rank for a step."
 )
-@click.option("--seed", default=RlOptions.seed, show_default=True, help="Of weights, prompts and sampling.")
-@click.option("--transport", default=RlOptions.transport, show_default=True)
+@click.option("--seed", default=RlOptions.seed, show_default=True, help="Seed of weights, prompts and sampling.")
+@transport_option(RlOptions.transport)
 def rl(steps: int, trainers: int, batch: int, seed: int, transport: str) -> None:
     """Train a tiny Qwen3-MoE by reinforcement, on the CPU: FSDP2 over gloo, rollouts in bf16 with TP 2 and in fp8.
 

@@ -37,11 +37,17 @@ _FORMAT = 2
 @click.option("--slow-link", default=1.0, show_default=True, help="Trainer 0's rails take so many times longer.")
 @click.option("--rails", default=1, show_default=True, help="Rails of each GPU, which share 400 Gb/s.")
 @click.option("--rail-down", is_flag=True, help="Trainer 0 loses a rail at the beginning.")
-@click.option("--down-ms", type=float, help="It comes back after so long; default: never.")
-@click.option("--watermark", type=size(1 << 20, 1 << 40), default="8G", show_default=True)
+@click.option("--down-ms", type=float, help="With --rail-down: it comes back after so long [default: never].")
+@click.option(
+    "--watermark",
+    type=size(1 << 20, 1 << 40),
+    default="8G",
+    show_default=True,
+    help="Memory in which each trainer prepares.",
+)
 @click.option("--sweep", metavar="NAME[=V,V...]", help=f"One update for each value; NAME: {', '.join(SWEPT)}.")
-@click.option("--seed", default=1, show_default=True)
-@click.option("--json", "file", type=OutputFile(), help="Also write the figures here.")
+@click.option("--seed", default=1, show_default=True, help="Seed of what is random.")
+@click.option("--json", "file", type=OutputFile(), help="Also write the figures to this file.")
 @click.option("--plot", "image", type=OutputFile(), help="Draw what was when, or the sweep, as a PNG.")
 def sim(
     model: str,

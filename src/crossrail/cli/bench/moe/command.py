@@ -47,12 +47,24 @@ class _Options:
 
 
 @click.command("moe", short_help="Measure dispatch and combine of MoE layers beside the machine's limits.")
-@click.option("--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), help="[default: both]")
-@click.option("--ranks", "counts", multiple=True, type=click.IntRange(1, 64), help="[default: 2 and 4]")
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    type=click.Choice(list(SHAPES)),
+    help="How many tokens a step has: few, or many [default: both].",
+)
+@click.option(
+    "--ranks",
+    "counts",
+    multiple=True,
+    type=click.IntRange(1, 64),
+    help="Number of ranks; may be repeated [default: 2 and 4].",
+)
 @click.option(
     "--transport",
     type=click.Choice(["auto", "shm", "tcp", "verbs", "ofi", "ofi:tcp"]),
-    help="What the ranks' engines use.  [default: shm]",
+    help="What the ranks' engines use [default: shm].",
 )
 @click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Samples of each measure.")
 @click.option("--quick", is_flag=True, help="Fewer rounds: a look, not a figure to quote.")
