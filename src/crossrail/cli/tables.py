@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -13,6 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 _ENDLESS = 1 << 16  # columns: nothing is wrapped there
+_PIPE_COLUMNS = 140
+
+
+def wide_console(pipe_columns: int = _PIPE_COLUMNS) -> Console:
+    """Of standard output. A pipe or a file, which have no width, have so many columns unless COLUMNS says otherwise."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = pipe_columns
+    return console
 
 
 @dataclass(frozen=True)
