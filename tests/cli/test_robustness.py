@@ -157,6 +157,13 @@ def test_help_on_a_narrow_terminal_without_colour(words: list[str], command: cli
 
 
 @pytest.mark.parametrize(("words", "command"), EVERY, ids=NAMES)
+def test_each_option_says_what_it_is(words: list[str], command: click.Command) -> None:
+    """And not its default alone."""
+    options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    assert [one.opts for one in options if not one.help or one.help.startswith("[")] == [], words
+
+
+@pytest.mark.parametrize(("words", "command"), EVERY, ids=NAMES)
 def test_help_cuts_no_sentence_and_names_no_function_of_ours(words: list[str], command: click.Command) -> None:
     text = run(*words, "--help", COLUMNS="80").output
     _, _, listed = text.partition("Commands:")

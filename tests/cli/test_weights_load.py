@@ -83,7 +83,7 @@ async def test_ranks_have_the_checkpoint(tmp_path: Path, readers: int) -> None:
 
 async def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     save(tmp_path)
-    code, out, err = await ended(await start_load(tmp_path, "--targets", 2, "--wait", 0.5, "--transport", "shm"))
+    code, out, err = await ended(await start_load(tmp_path, "--targets", 2, "--wait-s", 0.5, "--transport", "shm"))
     assert code == 1
     assert "controller: " in out
     assert "not there within 0.5 s: target 0, target 1" in err
@@ -109,5 +109,5 @@ async def test_tensor_of_an_unknown_type_is_named_and_may_be_ignored(tmp_path: P
     write(tmp_path / "c.safetensors", {"mtp.packed": np.zeros(4, np.uint16)}, dtype="F4", shape=[16])
     code, _, err = await ended(await start_load(tmp_path))
     assert (code, "'mtp.packed' is of F4" in " ".join(err.split())) == (2, True), err
-    code, _, err = await ended(await start_load(tmp_path, "--ignore", "mtp.*", "--wait", 0.5, "--transport", "shm"))
+    code, _, err = await ended(await start_load(tmp_path, "--ignore", "mtp.*", "--wait-s", 0.5, "--transport", "shm"))
     assert (code, "not there within 0.5 s: target 0" in err) == (1, True), err

@@ -112,3 +112,7 @@ def test_cluster_that_cannot_be(options: list[str], words: str) -> None:
 )
 def test_model_that_cannot_be(model: str, words: str) -> None:
     assert words in refused("kv", "demo", "--model", model)
+
+
+def test_transport_of_what_has_no_engine() -> None:
+    assert "leave --transport out" in refused("bench", "moe", "--kernels", "--transport", "tcp")

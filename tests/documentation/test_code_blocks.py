@@ -23,6 +23,8 @@ from tests.support.process import REPOSITORY
 from tests.topology import trees
 from tests.topology.trees import Machine, scratch
 
+MYPY_S = 300  # without a cache it reads the whole package
+
 # Whole programs, by file and number of the block, and what they print.
 PROGRAMS = {
     ("README.md", 0): "pages 0..3 begin with [0 1 2 3]",
@@ -97,6 +99,18 @@ def printed(process: subprocess.Popen[str]) -> str:
 def test_program_runs(name: str, number: int, tmp_path: Path) -> None:
     with running(blocks()[name][number], tmp_path / "program.py", at_once=False) as process:
         assert PROGRAMS[name, number] in printed(process)
+
+
+def test_programs_pass_strict_mypy(tmp_path: Path) -> None:
+    """They are what users begin with. Like ./dev check, whose cache it shares: less than a second after that."""
+    files = [tmp_path / f"{name.replace('/', '_').replace('-', '_')[:-3]}_{number}.py" for name, number in PROGRAMS]
+    for file, (name, number) in zip(files, PROGRAMS, strict=True):
+        file.write_text(blocks()[name][number])
+
+    command = [sys.executable, "-m", "mypy", "--strict", *map(str, files)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=MYPY_S)
+
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_two_machines_of_the_readme(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 from crossrail.kv import messages as m
 from crossrail.kv.prefiller import Prefiller
-from tests.kv.conftest import quiet, until
+from tests.kv.conftest import quiet, start, until
 from tests.support.kv_cluster import Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
@@ -42,6 +42,16 @@ STEPS = {
 
 async def reach(cluster: Cluster, step: str) -> None:
     await until(lambda: STEPS[step](cluster), f"step {step!r}")
+
+
+async def under_way(
+    cluster: Cluster, step: str, sampling: m.Sampling = GREEDY, **options: object
+) -> asyncio.Future[tuple[list[int], m.End]]:
+    """A request for PROMPT, at slow nodes p0 and d0, which has come to this step."""
+    await start(cluster, token_s=SLOW_S)
+    client = asyncio.ensure_future(cluster.complete(PROMPT, sampling, **options))
+    await reach(cluster, step)
+    return client
 
 
 async def assert_still_serves(cluster: Cluster) -> None:

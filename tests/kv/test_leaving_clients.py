@@ -8,7 +8,7 @@ import pytest
 import crossrail as xr
 from crossrail.kv import messages as m
 from tests.kv.conftest import quiet, start
-from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, reach
+from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, under_way
 from tests.support.kv_cluster import Cluster, prompt_of
 from tests.support.limits import WAIT_S
 from tests.support.seeds import Seed
@@ -16,9 +16,7 @@ from tests.support.seeds import Seed
 
 @pytest.mark.parametrize("step", STEPS)
 async def test_client_that_leaves_at_a_step_frees_everything(cluster: Cluster, step: str) -> None:
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
-    await reach(cluster, step)
+    client = await under_way(cluster, step)
     client.cancel()
     with pytest.raises(asyncio.CancelledError):
         await client
@@ -41,9 +39,7 @@ async def test_many_clients_that_leave_at_any_moment(cluster: Cluster, seed: See
 
 
 async def test_cancel_twice_and_of_what_is_unknown(cluster: Cluster) -> None:
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
-    await reach(cluster, "first layer posted")
+    client = await under_way(cluster, "first layer posted", request="r1")
     ask = cluster.router.mailbox.ask
     address = cluster.nodes["d0"].mailbox.address
     # At once: one that is asked after the other was answered may find that the request has ended.

@@ -10,7 +10,7 @@ from crossrail.kv.decoder import Decoder
 from crossrail.kv.membership import Roster
 from crossrail.kv.serving import Serving
 from tests.kv.conftest import quiet, start, until
-from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, prefiller, reach
+from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, prefiller, under_way
 from tests.support.kv_cluster import ROUTER, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
@@ -20,9 +20,7 @@ SAMPLINGS = [m.Sampling(24, ignore_end=True), m.Sampling(24, temperature=0.8, to
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
 @pytest.mark.parametrize("step", [step for step in STEPS if step != "asked"])
 async def test_another_decoder_goes_on_where_one_died(cluster: Cluster, step: str, sampling: m.Sampling) -> None:
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, sampling))
-    await reach(cluster, step)
+    client = await under_way(cluster, step, sampling)
     await cluster.kill("d0")
     cluster.add(Decoder, "d1", SLOW_S)
     tokens, end = await asyncio.wait_for(client, WAIT_S)
@@ -33,9 +31,7 @@ async def test_another_decoder_goes_on_where_one_died(cluster: Cluster, step: st
 
 @pytest.mark.parametrize("step", ["dispatched", "running", "decoding"])
 async def test_decoder_that_was_given_up_and_comes_back_goes_on_with_what_it_had(cluster: Cluster, step: str) -> None:
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, SAMPLINGS[1]))
-    await reach(cluster, step)
+    client = await under_way(cluster, step, SAMPLINGS[1])
     roster = cluster.router.roster
     assert isinstance(roster, Roster)
     roster.remove(roster.members("decoder")[0], "node 'd0' was not heard of")  # it stood still, and goes on
@@ -134,9 +130,7 @@ async def test_request_whose_decoders_keep_dying_ends_in_words(cluster: Cluster)
 
 
 async def test_decoder_that_closes_hands_its_requests_on(cluster: Cluster) -> None:
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
-    await reach(cluster, "decoding")
+    client = await under_way(cluster, "decoding")
     cluster.add(Decoder, "d1")
     await cluster.nodes["d1"].links[0].joined.wait()
     await cluster.nodes["d0"].close()
@@ -163,9 +157,7 @@ async def test_request_goes_on_however_many_decoders_leave(cluster: Cluster) -> 
 
 async def test_decoder_that_dies_alone_ends_it_in_words(cluster: Cluster) -> None:
     cluster.router.options = replace(ROUTER, queue_s=0.3)
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
-    await reach(cluster, "running")
+    client = await under_way(cluster, "running")
     await cluster.kill("d0")
     _, end = await asyncio.wait_for(client, WAIT_S)
     assert end.reason == "error"

@@ -10,16 +10,14 @@ from crossrail.kv import messages as m
 from crossrail.kv.job import SendJob
 from crossrail.kv.prefiller import Prefiller
 from tests.kv.conftest import quiet, start, until
-from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, prefiller, reach
+from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, prefiller, reach, under_way
 from tests.support.kv_cluster import NODE, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step != "asked"])
 async def test_prefiller_that_dies_at_a_step_is_replaced(cluster: Cluster, step: str) -> None:
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
-    await reach(cluster, step)
+    client = await under_way(cluster, step)
     await cluster.kill("p0")
     cluster.add(Prefiller, "p1", SLOW_S)
     tokens, end = await asyncio.wait_for(client, WAIT_S)
@@ -102,9 +100,7 @@ async def test_question_that_cannot_be_asked_costs_no_pages(cluster: Cluster, mo
 
 
 async def test_prefiller_that_is_silent_is_fenced_off_and_harmless_when_it_speaks_again(cluster: Cluster) -> None:
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
-    await reach(cluster, "first layer posted")
+    client = await under_way(cluster, "first layer posted")
     # It stands still after the current chunk, and neither hears nor says anything.
     frozen = prefiller(cluster)
     heard, run, thawed = frozen.mailbox._sort, frozen.model.prefill, asyncio.Event()

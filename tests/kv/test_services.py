@@ -15,7 +15,7 @@ from crossrail.kv.node import Refused
 from crossrail.kv.prefiller import Prefiller
 from crossrail.kv.toy import ToyModel
 from tests.kv.conftest import quiet, start, until
-from tests.kv.steps import PROMPT, SLOW_S, reach
+from tests.kv.steps import PROMPT, under_way
 from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
 from tests.support.kv_net import BadWire
 from tests.support.limits import WAIT_S
@@ -139,9 +139,7 @@ async def test_end_token_ends_it(cluster: Cluster) -> None:
 
 
 async def test_nodes_drain_and_join_while_requests_run(cluster: Cluster) -> None:
-    await start(cluster, token_s=SLOW_S)
-    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
-    await reach(cluster, "first layer posted")
+    first = await under_way(cluster, "first layer posted", GREEDY)
     leaving = [cluster.nodes[name] for name in ("p0", "d0")]
     for node in leaving:
         node.draining = True

@@ -9,17 +9,22 @@ from crossrail.kv import decoder as decoder_module
 from crossrail.kv import messages as m
 from crossrail.kv.decoder import Decoder
 from crossrail.kv.errors import DuplicateRequest
+from crossrail.kv.router import Router
 from tests.kv.conftest import quiet, start, until
-from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, jobs, prefiller, reach
+from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, jobs, prefiller, reach, under_way
 from tests.support.kv_cluster import LAYOUT, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
 
+async def next_router(cluster: Cluster) -> Router:
+    """In the place of the one that there is."""
+    await cluster.close_router()
+    return cluster.add_router("router-again")
+
+
 @pytest.mark.parametrize("step", [step for step in STEPS if step != "asked"])
 async def test_router_restarted_at_a_step_running_requests_finish(cluster: Cluster, step: str) -> None:
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
-    await reach(cluster, step)
+    client = await under_way(cluster, step, request="r1")
     await cluster.close_router()
     _, end = await client
     assert end.detail == "the router is closing"
@@ -88,8 +93,7 @@ async def test_next_router_learns_what_ended_just_before(cluster: Cluster) -> No
     await start(cluster)
     tokens, _ = await cluster.complete(PROMPT, GREEDY, request="r1")
     await quiet(cluster)
-    await cluster.close_router()
-    router = cluster.add_router("router-again")
+    router = await next_router(cluster)
     await until(lambda: (found := router.adopted("r1")) and found.end, "it is told again")
     found = router.adopted("r1")
     assert found.tokens == tokens and found.end.reason == "length"
@@ -97,13 +101,10 @@ async def test_next_router_learns_what_ended_just_before(cluster: Cluster) -> No
 
 
 async def test_next_router_does_not_learn_what_was_cancelled(cluster: Cluster) -> None:
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
-    await reach(cluster, "running")
+    client = await under_way(cluster, "running", request="r1")
     client.cancel()
     await quiet(cluster)
-    await cluster.close_router()
-    router = cluster.add_router("router-again")
+    router = await next_router(cluster)
     await assert_still_serves(cluster)
     assert router.adopted("r1") is None
 
@@ -115,14 +116,11 @@ async def test_next_router_does_not_learn_of_a_cancel_that_the_one_before_did_no
         await asyncio.Event().wait()
         raise AssertionError
 
-    await start(cluster, token_s=SLOW_S)
-    client = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY, request="r1"))
-    await reach(cluster, "running")
+    client = await under_way(cluster, "running", request="r1")
     cluster.router.mailbox.handle(m.Tokens, never)
     client.cancel()
     await quiet(cluster)
-    await cluster.close_router()
-    router = cluster.add_router("router-again")
+    router = await next_router(cluster)
     await assert_still_serves(cluster)
     assert router.adopted("r1") is None
     await until(lambda: not cluster.nodes["d0"].load().requests, "it takes no place any more")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,13 @@ import pytest
 import crossrail as xr
 from crossrail.moe import AllToAll, Round
 from tests.moe.batches import draw
+from tests.moe.processes import Meet, meeting
 from tests.moe.rank import BLOCK, CONFIG, EXPERTS, HIDDEN, TOKENS, TOP_K, Rank
 from tests.moe.ranks import Ranks
 from tests.moe.test_rounds import whole_round
 from tests.support.limits import NEVER_S, WAIT_S, eventually
 from tests.support.node import CommandError
 from tests.support.process import PeerProcess
-
-Others = list[PeerProcess]
-Meet = Callable[..., tuple[Rank, Others]]
-
 
 TCP = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 2.0}
 WIRES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -32,26 +30,10 @@ WIRES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(params=WIRES)
 def meet(request: pytest.FixtureRequest, nothing_leaks: None) -> Iterator[Meet]:
-    """A rank of this process, rank 0, and others in processes of their own; all over one wire."""
+    """All over one wire."""
     engine, wire = WIRES[request.param]
-    here = Rank()
-    others: Others = []
-
-    def start(size: int, **config: object) -> tuple[Rank, Others]:
-        others.extend(PeerProcess(module="tests.moe.rank") for _ in range(size - 1))
-        addresses = [here.open_rank("rank-0", engine)]
-        addresses += [other.call("open_rank", name=f"rank-{i}", engine=engine) for i, other in enumerate(others, 1)]
-        for other in others:
-            other.start("meet", addresses=addresses, **wire, **config)
-        here.meet(addresses, **wire, **config)
-        for other in others:
-            other.answer()
-        return here, others
-
-    yield start
-    for other in others:
-        other.close()
-    here.close_all()
+    with meeting() as start:
+        yield partial(start, engine=engine, **wire)
 
 
 STEPS = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,36 +14,17 @@ from crossrail import _core
 from crossrail.moe import AllToAll
 from crossrail.moe.board import PARITIES, SENT
 from tests.moe.batches import Batch, expected_sums
+from tests.moe.processes import Meet, Others, kill, meeting
 from tests.moe.rank import CONFIG, Rank, batch_of
 from tests.moe.ranks import Ranks, run_ranks
 from tests.moe.test_rounds import answer, check_dispatched, first_expert
-from tests.support.process import PeerProcess
-
-Others = list[PeerProcess]
-Meet = Callable[..., tuple[Rank, Others]]
 
 
 @pytest.fixture
 def meet(nothing_leaks: None) -> Iterator[Meet]:
-    """A rank of this process, rank 0, and others in processes of their own, who go on without each other."""
-    here = Rank()
-    others: Others = []
-
-    def start(size: int) -> tuple[Rank, Others]:
-        others.extend(PeerProcess(module="tests.moe.rank") for _ in range(size - 1))
-        addresses = [here.open_rank("rank-0", {})]
-        addresses += [other.call("open_rank", name=f"rank-{i}", engine={}) for i, other in enumerate(others, 1)]
-        for other in others:
-            other.start("meet", addresses=addresses, on_lost="mask")
-        here.meet(addresses, on_lost="mask")
-        for other in others:
-            other.answer()
-        return here, others
-
-    yield start
-    for other in others:
-        other.close()
-    here.close_all()
+    """Of ranks that go on without each other."""
+    with meeting() as start:
+        yield partial(start, on_lost="mask")
 
 
 def finish(here: Rank, others: Others, number: int, silent: list[int], masked: list[int]) -> None:
@@ -52,11 +34,6 @@ def finish(here: Rank, others: Others, number: int, silent: list[int], masked: l
     here.finish_without(number, silent, masked)
     for other in others:
         other.answer()
-
-
-def kill(process: PeerProcess) -> None:
-    process.kill()
-    process.wait_dead()
 
 
 HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")

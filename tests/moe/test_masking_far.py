@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,12 @@ import pytest
 
 import crossrail as xr
 from crossrail.moe import AllToAll, NoMajority
+from tests.moe.processes import Meet, Others, kill, meeting
 from tests.moe.rank import CONFIG, Rank, batch_of
 from tests.moe.ranks import Ranks
 from tests.support.limits import NEVER_S, eventually
 from tests.support.node import CommandError
 from tests.support.process import PeerProcess
-
-Others = list[PeerProcess]
-Meet = Callable[..., tuple[Rank, Others]]
 
 TCP = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 2.0, "heartbeat_s": 0.5}
 # Of an engine, of an AllToAll. "mixed": pairs share memory.
@@ -27,27 +25,14 @@ WIRES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {"tcp": (TCP, {}), "mi
 
 @pytest.fixture
 def meet(nothing_leaks: None) -> Iterator[Meet]:
-    """A rank of this process, rank 0, and others in processes of their own."""
-    here = Rank()
-    others: Others = []
+    """Of the name of a wire, how many ranks, and more for AllToAll."""
+    with meeting() as start:
 
-    def start(name: str, size: int, **more: object) -> tuple[Rank, Others]:
-        engine, wire = WIRES[name]
-        wire = wire | more
-        others.extend(PeerProcess(module="tests.moe.rank") for _ in range(size - 1))
-        addresses = [here.open_rank("rank-0", engine)]
-        addresses += [other.call("open_rank", name=f"rank-{i}", engine=engine) for i, other in enumerate(others, 1)]
-        for other in others:
-            other.start("meet", addresses=addresses, on_lost="mask", **wire)
-        here.meet(addresses, on_lost="mask", **wire)
-        for other in others:
-            other.answer()
-        return here, others
+        def over(name: str, size: int, **more: object) -> tuple[Rank, Others]:
+            engine, wire = WIRES[name]
+            return start(size, engine=engine, on_lost="mask", **(wire | more))
 
-    yield start
-    for other in others:
-        other.close()
-    here.close_all()
+        yield over
 
 
 def finish(here: Rank, others: Others, number: int) -> list[list[int]]:
@@ -58,11 +43,6 @@ def finish(here: Rank, others: Others, number: int) -> list[list[int]]:
     for other in others:
         assert other.answer() == told
     return told
-
-
-def kill(process: PeerProcess) -> None:
-    process.kill()
-    process.wait_dead()
 
 
 HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")

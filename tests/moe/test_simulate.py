@@ -87,3 +87,4 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path) -> None:
     (found,) = json.loads(file.read_text())["results"]
     assert found["cluster"] == "cx7" and found["ranks"] == 16
     assert f"{found['dispatch_us']:,.0f}" in result.output and "110" in result.output
+    assert "1 of 1: decode, cx7, 16 ranks" in result.output, "what it is at, before the table"

@@ -53,4 +53,22 @@ inline std::vector<uint32_t> own_nodes(uint32_t world) {
   return nodes;
 }
 
+// Ranks 0 and 1 of a layout, each with an engine and a proxy; they have met.
+// Owner: the test closes the engines, in the order that it is about.
+struct TwoRanks {
+  TwoRanks(const Layout& layout, const FarMemory& memory)
+      : engines{open_engine("a"), open_engine("b")},
+        regions{alloc(*engines[0], memory, true), alloc(*engines[1], memory, true)},
+        here(engines[0], layout, 0, memory, regions[0]),
+        there(engines[1], layout, 1, memory, regions[1]) {
+    here.connect(1, remote(*engines[0], regions[1]), there.imms_for(0));
+    there.connect(0, remote(*engines[1], regions[0]), here.imms_for(1));
+  }
+
+  const EngineRef engines[2];
+  const FarRegions<RegionRef> regions[2];
+  Proxy here;
+  Proxy there;
+};
+
 }  // namespace crossrail::moe

@@ -191,98 +191,81 @@ TEST_CASE("moe proxy: a thread carries out what was ordered before it ends, and 
   const Layout layout(
       {.world = 2, .experts = kExperts, .top_k = 1, .max_tokens = 8, .private_rows = 2, .node_of_rank = own_nodes(2)});
   const FarMemory memory = parts(2, 8, 32, 16);
-  const EngineRef engines[2] = {open_engine("a"), open_engine("b")};
-  const FarRegions<RegionRef> regions[2] = {alloc(*engines[0], memory, true), alloc(*engines[1], memory, true)};
-  Proxy here(engines[0], layout, 0, memory, regions[0]);
-  Proxy there(engines[1], layout, 1, memory, regions[1]);
-  here.connect(1, remote(*engines[0], regions[1]), there.imms_for(0));
-  there.connect(0, remote(*engines[1], regions[0]), here.imms_for(1));
+  TwoRanks ranks(layout, memory);
   const std::vector<int32_t> counts(kExperts);
   {
-    ProxyThread thread(here, -1, 0);
+    ProxyThread thread(ranks.here, -1, 0);
     thread.send_routes(1, counts);
     thread.send_rows(1);
   }
-  REQUIRE(there.wait(FarStep::kRoutes, 1, deadline_in(60), {}).result == FarResult::kReady);
-  there.send_remainder(1, nullptr);
-  REQUIRE(there.wait(FarStep::kRows, 1, deadline_in(60), {}).result == FarResult::kReady);
+  REQUIRE(ranks.there.wait(FarStep::kRoutes, 1, deadline_in(60), {}).result == FarResult::kReady);
+  ranks.there.send_remainder(1, nullptr);
+  REQUIRE(ranks.there.wait(FarStep::kRows, 1, deadline_in(60), {}).result == FarResult::kReady);
 
-  ProxyThread thread(here, -1, 0);
+  ProxyThread thread(ranks.here, -1, 0);
   for (uint32_t i = 0; i < 1000; ++i) {  // it sleeps in between, or not
     thread.send_rows(1);
     if (i % 8 == 7) REQUIRE(thread.settle(deadline_in(60)));
   }
-  engines[0]->close(deadline_in(10));
+  ranks.engines[0]->close(deadline_in(10));
   thread.send_rows(1);
   thread.send_rows(1);
   CHECK_THROWS_AS(thread.settle(deadline_in(60)), EngineClosedError);
   CHECK(thread.settle(deadline_in(60)));
-  engines[1]->close(0);
+  ranks.engines[1]->close(0);
 }
 
 TEST_CASE("moe proxy: what is counted a little after a farewell is taken, and what is not is missed") {
   const Layout layout({.world = 2, .experts = kExperts, .node_of_rank = own_nodes(2)});
   const FarMemory memory = parts(2, 8, 32, 16);
-  const EngineRef engines[2] = {open_engine("a"), open_engine("b")};
-  const FarRegions<RegionRef> regions[2] = {alloc(*engines[0], memory, true), alloc(*engines[1], memory, true)};
-  Proxy here(engines[0], layout, 0, memory, regions[0]);
-  Proxy there(engines[1], layout, 1, memory, regions[1]);
-  here.connect(1, remote(*engines[0], regions[1]), there.imms_for(0));
-  there.connect(0, remote(*engines[1], regions[0]), here.imms_for(1));
-  const auto wait = [&](FarStep step, double seconds) { return there.wait(step, 1, deadline_in(seconds), {}).result; };
-  here.say_farewell({}, deadline_in(60));
-  while (!there.has_come(FarStep::kFarewell, 0, 0)) std::this_thread::yield();
+  TwoRanks ranks(layout, memory);
+  const auto wait = [&](FarStep step, double seconds) {
+    return ranks.there.wait(step, 1, deadline_in(seconds), {}).result;
+  };
+  ranks.here.say_farewell({}, deadline_in(60));
+  while (!ranks.there.has_come(FarStep::kFarewell, 0, 0)) std::this_thread::yield();
   CHECK(wait(FarStep::kRoutes, 0.001) == FarResult::kLate);  // one look at the end
-  here.send_routes(1, std::vector<int32_t>(kExperts));
+  ranks.here.send_routes(1, std::vector<int32_t>(kExperts));
   CHECK(wait(FarStep::kRoutes, 60) == FarResult::kReady);
   CHECK(wait(FarStep::kResults, 60) == FarResult::kLeft);
-  for (const EngineRef& engine : engines) engine->close(0);
+  for (const EngineRef& engine : ranks.engines) engine->close(0);
 }
 
 TEST_CASE("moe proxy: who refuses writes has left, and his farewell, which says whom he lost, is waited for") {
   const Layout layout({.world = 2, .experts = kExperts, .node_of_rank = own_nodes(2)});
   const FarMemory memory = parts(2, 8, 32, 16);
-  const EngineRef engines[2] = {open_engine("a"), open_engine("b")};
-  const FarRegions<RegionRef> regions[2] = {alloc(*engines[0], memory, true), alloc(*engines[1], memory, true)};
-  Proxy here(engines[0], layout, 0, memory, regions[0]);
-  Proxy there(engines[1], layout, 1, memory, regions[1]);
-  here.connect(1, remote(*engines[0], regions[1]), there.imms_for(0));
-  there.connect(0, remote(*engines[1], regions[0]), here.imms_for(1));
-  regions[0].rows->close(deadline_in(10), {});
-  there.send_routes(1, std::vector<int32_t>(kExperts));
-  there.send_rows(1);
-  CHECK(there.wait_sent(1, deadline_in(60), {}).result == FarResult::kReady);  // refused, and yet no reason to give up
-  CHECK(!there.lost_by(0));
-  here.say_farewell(7, deadline_in(60));
-  const FarOutcome told = there.wait(FarStep::kRoutes, 1, deadline_in(60), {});
+  TwoRanks ranks(layout, memory);
+  ranks.regions[0].rows->close(deadline_in(10), {});
+  ranks.there.send_routes(1, std::vector<int32_t>(kExperts));
+  ranks.there.send_rows(1);
+  CHECK(ranks.there.wait_sent(1, deadline_in(60), {}).result ==
+        FarResult::kReady);  // refused, and yet no reason to give up
+  CHECK(!ranks.there.lost_by(0));
+  ranks.here.say_farewell(7, deadline_in(60));
+  const FarOutcome told = ranks.there.wait(FarStep::kRoutes, 1, deadline_in(60), {});
   CHECK(told.result == FarResult::kLeft);
-  CHECK(there.lost_by(0) == 7);
-  for (const EngineRef& engine : engines) engine->close(0);
+  CHECK(ranks.there.lost_by(0) == 7);
+  for (const EngineRef& engine : ranks.engines) engine->close(0);
 }
 
 TEST_CASE("moe proxy: a write that failed at a rank that had all of its last round is none of ours to mend") {
   const Layout layout({.world = 2, .experts = kExperts, .node_of_rank = own_nodes(2)});
   const FarMemory memory = parts(2, 8, 32, 16);
   for (const bool is_last : {true, false}) {
-    const EngineRef engines[2] = {open_engine("a"), open_engine("b")};
-    const FarRegions<RegionRef> regions[2] = {alloc(*engines[0], memory, true), alloc(*engines[1], memory, true)};
-    Proxy here(engines[0], layout, 0, memory, regions[0]);
-    Proxy there(engines[1], layout, 1, memory, regions[1]);
-    here.connect(1, remote(*engines[0], regions[1]), there.imms_for(0));
-    there.connect(0, remote(*engines[1], regions[0]), here.imms_for(1));
-    there.send_routes(1, std::vector<int32_t>(kExperts));
-    while (!here.has_come(FarStep::kRoutes, 1, 1)) std::this_thread::yield();
-    here.send_results(1, nullptr);
-    if (is_last) here.say_farewell({}, deadline_in(60));
-    while (!there.has_come(FarStep::kResults, 1, 0)) std::this_thread::yield();
-    engines[0]->close(deadline_in(10));
-    const PeerRef gone = engines[1]->peer(regions[0].rows->descriptor().owner);
+    TwoRanks ranks(layout, memory);
+    ranks.there.send_routes(1, std::vector<int32_t>(kExperts));
+    while (!ranks.here.has_come(FarStep::kRoutes, 1, 1)) std::this_thread::yield();
+    ranks.here.send_results(1, nullptr);
+    if (is_last) ranks.here.say_farewell({}, deadline_in(60));
+    while (!ranks.there.has_come(FarStep::kResults, 1, 0)) std::this_thread::yield();
+    ranks.engines[0]->close(deadline_in(10));
+    const PeerRef gone = ranks.engines[1]->peer(ranks.regions[0].rows->descriptor().owner);
     while (gone->state() != PeerState::kLost) std::this_thread::yield();
-    there.send_results(1, nullptr);  // as if its engine had been closed before ours heard that this had come
-    while (there.wait_sent(1, deadline_in(60), {}).detail.empty()) std::this_thread::yield();
-    const FarOutcome told = there.wait(FarStep::kResults, 1, deadline_in(60), {});
+    ranks.there.send_results(1, nullptr);  // as if its engine had been closed before ours heard that this had come
+    while (ranks.there.wait_sent(1, deadline_in(60), {}).detail.empty()) std::this_thread::yield();
+    const FarOutcome told = ranks.there.wait(FarStep::kResults, 1, deadline_in(60), {});
     CHECK(told.result == (is_last ? FarResult::kReady : FarResult::kPeerLost));
-    engines[1]->close(0);
+    ranks.engines[1]->close(0);
   }
 }
 

@@ -15,6 +15,7 @@ from crossrail.weights.planning.planner import PlanOptions, make_plan
 from crossrail.weights.step.preparer import NumpyPreparer, Preparer
 from crossrail.weights.step.ready import ready_tasks
 from crossrail.weights.step.task import ReadyTask
+from tests.weights.small_model import TARGETS, Target, Trainer, plain, weights_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -109,3 +110,28 @@ def refused(
         for memory in (*sources, target):
             memory.close()
     raise AssertionError("it was quantised")
+
+
+def update_all(engine: xr.Engine, gather: Any, count: int, dtype: str, preparer: Preparer) -> None:
+    """An update by a plan. Asserts what each target has then, and that it was told of as many writes as come."""
+    weights = weights_of(1)
+    trainers = [Trainer(WeightMemory(engine, "trainer", rank), count, plain, dtype) for rank in range(count)]
+    targets = [Target(WeightMemory(engine, "target", rank), plain) for rank in range(TARGETS)]
+    for trainer in trainers:
+        trainer.load(weights)
+    options = PlanOptions(gather=gather, write_bytes_min=1000)
+    plan = make_plan([t.memory.inventory() for t in trainers], [t.memory.inventory() for t in targets], options)
+    memories = {t.memory.rank: [region.array() for region in t.memory.regions] for t in trainers}
+    received = {t.memory.rank: [region.array() for region in t.memory.regions] for t in targets}
+    writes = dict.fromkeys(range(TARGETS), 0)
+    for rank in range(count):
+        for task in ready_tasks(plan.of_trainer(rank), rank):
+            run_task(task, memories[rank], memories, received, preparer)
+            for batch in task.batches:
+                writes[batch.target] += len(batch.source_index)
+    for target in targets:
+        for key, wanted in target.expected(weights).items():
+            assert np.array_equal(target.arrays[key], wanted), f"{key} of {target.memory.rank}"
+        assert writes[target.memory.rank] == plan.expected(target.memory.rank)
+    for each in [*trainers, *targets]:
+        each.memory.close()

@@ -10,40 +10,18 @@ import pytest
 import crossrail as xr
 from crossrail.weights.conversion.float8 import decoded
 from crossrail.weights.inventory.memory import WeightMemory
-from crossrail.weights.planning.planner import PlanOptions, make_plan
+from crossrail.weights.planning.planner import make_plan
 from crossrail.weights.step.preparer import NumpyPreparer
 from crossrail.weights.step.ready import ready_tasks
 from tests.conftest import EngineFactory
-from tests.weights.replay import IN_A_SHARD, refused, run_task
-from tests.weights.small_model import TARGETS, Target, Trainer, plain, weights_of
+from tests.weights.replay import IN_A_SHARD, refused, run_task, update_all
 
 
 @pytest.mark.parametrize("gather", ["needed", "full"])
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_all_targets_get_what_conversion_gives(gather: Any, count: int, dtype: str, open_engine: EngineFactory) -> None:
-    engine = open_engine(transport="null")
-    weights = weights_of(1)
-    trainers = [Trainer(WeightMemory(engine, "trainer", rank), count, plain, dtype) for rank in range(count)]
-    targets = [Target(WeightMemory(engine, "target", rank), plain) for rank in range(TARGETS)]
-    for trainer in trainers:
-        trainer.load(weights)
-    options = PlanOptions(gather=gather, write_bytes_min=1000)
-    plan = make_plan([t.memory.inventory() for t in trainers], [t.memory.inventory() for t in targets], options)
-    memories = {t.memory.rank: [region.array() for region in t.memory.regions] for t in trainers}
-    received = {t.memory.rank: [region.array() for region in t.memory.regions] for t in targets}
-    writes = dict.fromkeys(range(TARGETS), 0)
-    for rank in range(count):
-        for task in ready_tasks(plan.of_trainer(rank), rank):
-            run_task(task, memories[rank], memories, received)
-            for batch in task.batches:
-                writes[batch.target] += len(batch.source_index)
-    for target in targets:
-        for key, wanted in target.expected(weights).items():
-            assert np.array_equal(target.arrays[key], wanted), f"{key} of {target.memory.rank}"
-        assert writes[target.memory.rank] == plan.expected(target.memory.rank)
-    for each in [*trainers, *targets]:
-        each.memory.close()
+    update_all(open_engine(transport="null"), gather, count, dtype, NumpyPreparer())
 
 
 def test_rows_of_one_length_are_one_submit(open_engine: EngineFactory) -> None:

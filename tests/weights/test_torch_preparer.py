@@ -20,8 +20,8 @@ from crossrail.weights.step.torch_preparer import TorchPreparer
 from tests.conftest import EngineFactory
 from tests.weights.conftest import MakeFleet
 from tests.weights.memory import fill_trainers
-from tests.weights.replay import IN_A_SHARD, Plain, refused, run_task
-from tests.weights.small_model import MODEL, TARGETS, Target, Trainer, plain, weights_of
+from tests.weights.replay import IN_A_SHARD, Plain, refused, run_task, update_all
+from tests.weights.small_model import MODEL, Target, Trainer, plain, weights_of
 from tests.weights.worlds import World, worlds
 
 
@@ -29,24 +29,7 @@ from tests.weights.worlds import World, worlds
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_all_targets_get_what_conversion_gives(gather: Any, count: int, dtype: str, open_engine: EngineFactory) -> None:
-    engine = open_engine(transport="null")
-    weights = weights_of(1)
-    trainers = [Trainer(WeightMemory(engine, "trainer", rank), count, plain, dtype) for rank in range(count)]
-    targets = [Target(WeightMemory(engine, "target", rank), plain) for rank in range(TARGETS)]
-    for trainer in trainers:
-        trainer.load(weights)
-    options = PlanOptions(gather=gather, write_bytes_min=1000)
-    plan = make_plan([t.memory.inventory() for t in trainers], [t.memory.inventory() for t in targets], options)
-    memories = {t.memory.rank: [region.array() for region in t.memory.regions] for t in trainers}
-    received = {t.memory.rank: [region.array() for region in t.memory.regions] for t in targets}
-    for rank in range(count):
-        for task in ready_tasks(plan.of_trainer(rank), rank):
-            run_task(task, memories[rank], memories, received, TorchPreparer("cpu"))
-    for target in targets:
-        for key, wanted in target.expected(weights).items():
-            assert np.array_equal(target.arrays[key], wanted), f"{key} of {target.memory.rank}"
-    for each in [*trainers, *targets]:
-        each.memory.close()
+    update_all(open_engine(transport="null"), gather, count, dtype, TorchPreparer("cpu"))
 
 
 @given(worlds(matrix_blocks=True))

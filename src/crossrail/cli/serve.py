@@ -419,7 +419,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
 @click.option("--rails", type=rails_type, default="1", show_default=True, help="Rails to open, or their interfaces.")
 @click.option("--pushes", type=click.IntRange(1, 1024), default=16, show_default=True, help="Most pushes at a time.")
 @click.option(
-    "--idle-timeout",
+    "--idle-timeout-s",
     type=FloatRange(0.5, 86400),
     default=60.0,
     show_default=True,
@@ -433,7 +433,7 @@ def command(
     listen: int | None,
     rails: int | list[str],
     pushes: int,
-    idle_timeout: float,
+    idle_timeout_s: float,
     tls: xr.TlsConfig | None,
 ) -> None:
     """Receive files that other shells of yours push with `crossrail push`, on this host or, with --listen, on others.
@@ -446,7 +446,7 @@ def command(
         raise UsageError(f"--dir {directory} is not a directory")
     options = Options(directory.resolve(), name, listen, rails, once, tls)
     try:
-        stored = asyncio.run(_serve(options, Limits(pushes, idle_timeout)))
+        stored = asyncio.run(_serve(options, Limits(pushes, idle_timeout_s)))
     except asyncio.CancelledError:
         stored = not once  # SIGTERM: an orderly end, unless somebody waits for a file
     if not stored:

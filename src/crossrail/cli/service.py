@@ -58,13 +58,20 @@ def _tls(cert: Path | None, key: Path | None, ca: Path | None) -> TlsConfig | No
     return TlsConfig.from_environment()
 
 
+def transport_option(default: str = "auto") -> Decorator:
+    """--transport of a command that opens engines."""
+    return click.option(
+        "--transport", default=default, show_default=True, help="What engines use: auto, shm, tcp, verbs, ofi."
+    )
+
+
 engine_options = together(
-    click.option("--transport", default="auto", show_default=True, help="Of the engine: auto, shm, tcp, verbs, ofi."),
-    click.option("--rails", multiple=True, help="What the engine's rails are bound to; several times for several."),
+    transport_option(),
+    click.option("--rails", multiple=True, help="Interface or address of a rail of the engine; may be repeated."),
     click.option(
         "--secret-file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help=f"File with the secret that all share; without it the environment's {SECRET_VARIABLE}.",
+        help=f"File with the secret that all share [default: {SECRET_VARIABLE}].",
     ),
 )
 

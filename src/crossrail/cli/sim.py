@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from crossrail.cli.sim_players import Task, play_each
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile, format_bytes, format_count
 from crossrail.errors import UsageError
 from crossrail.sim import timeline
@@ -210,7 +211,7 @@ def command(
         click.echo(json.dumps(_to_json(outcomes), indent=2))
     else:
         console = Console()
-        console.print(_table(outcomes))
+        console.print(Fitted(_table(outcomes)))
         for name, of_one in _by_scenario(outcomes):
             if figures := _figures(of_one):
                 click.echo(f"{name}: {'; '.join(figures)}{'' if runs == 1 else ' (medians)'}")

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import NamedTuple
 
 import click
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from crossrail._text import plain
+from crossrail.cli.tables import wide_console
 from crossrail.cli.text import FloatRange
 from crossrail.observe.samples import Interval, scrape
 
 _DEFAULT_URL = "http://127.0.0.1:9478/metrics"
 _TIMEOUT_S = 5.0
-_PIPE_COLUMNS = 140
 _BAD_STATES = {"slow": "yellow", "frozen": "red", "connecting": "yellow"}
 
 
@@ -36,12 +35,12 @@ _BAD_STATES = {"slow": "yellow", "frozen": "red", "connecting": "yellow"}
 def command(url: str, once: bool, every_s: float) -> None:
     """Show rails, peers and transfers of the engines whose metrics are served at URL.
 
-    The process has to serve them: crossrail.observe.serve_metrics(engine). HOST:PORT will do for a URL. Ctrl-C ends it.
+    The process has to serve them: crossrail.observe.serve_metrics(engine) does, and so does --metrics-port of
+    `crossrail kv prefiller` and `decoder`. URL is http://127.0.0.1:9478/metrics unless given; HOST:PORT is enough.
+    Ctrl-C ends it.
     """
     url = _whole(url)
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _PIPE_COLUMNS
+    console = wide_console()
     before = scrape(url, _TIMEOUT_S)
     time.sleep(every_s)
     now = scrape(url, _TIMEOUT_S)

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from crossrail.cli.tables import wide_console
 from crossrail.cli.text import format_count
 from crossrail.default_rails import default_rails
 from crossrail.errors import UsageError
@@ -324,9 +325,7 @@ def _show(
 ) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode gets "?" for our arrows
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _PIPE_COLUMNS
+    console = wide_console(_PIPE_COLUMNS)
     choices = [choose_rails(topology, device, need=need) for device in devices]
     if chosen:
         _print_choice(console, topology, choices[0], affinity)

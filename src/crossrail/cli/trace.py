@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from crossrail.cli.tables import Fitted, wide_console
 from crossrail.cli.text import OutputFile
 from crossrail.errors import UsageError
 from crossrail.flight import COLUMNS, FlightDump, FlightEntry, read_dump, row_of
 from crossrail.observe.chrome import ChromeTrace
 from crossrail.observe.flight import select, write_chrome
 
-_PIPE_COLUMNS = 140
 _LAST_SHOWN = 200
 _RIGHT = ("s", "bytes", "count")
 _STYLES = {
@@ -78,11 +76,9 @@ def command(files: tuple[Path, ...], peer: str | None, rail: str | None, last: i
         return
     (dump,) = dumps
     entries = select(dump, peer=peer, rail=rail, last=last or _LAST_SHOWN)
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _PIPE_COLUMNS
+    console = wide_console()
     for line in dump.summary():
         console.print(Text(line), soft_wrap=True)
     console.print()
-    console.print(_table(dump, entries))
+    console.print(Fitted(_table(dump, entries)))
     console.print(Text(f"\n{len(entries)} of {len(dump.entries)} entries", "dim"))

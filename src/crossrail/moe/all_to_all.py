@@ -14,7 +14,7 @@ from crossrail._options import check_seconds
 from crossrail._torch import is_tensor
 from crossrail.errors import EngineClosed, UsageError, WaitTimeout
 from crossrail.moe import masking
-from crossrail.moe.arrays import Array, to_count
+from crossrail.moe.arrays import Array
 from crossrail.moe.board import PARITIES, RETURNED, SENT, BoardLayout, output_arrays, output_bytes
 from crossrail.moe.capacity import find_overflow
 from crossrail.moe.config import OUT_DTYPES, Config
@@ -23,6 +23,7 @@ from crossrail.moe.kernels import Kernels
 from crossrail.moe.peers import Peers
 from crossrail.moe.rounds import Dispatched, Round, Stage
 from crossrail.moe.row_memory import Block, is_gpu, row_memory
+from crossrail.moe.tokens import tokens_given, weights_given
 from crossrail.observe.durations import Durations
 
 _DURATION_BOUNDS_S = (25e-6, 50e-6, 1e-4, 25e-5, 5e-4, 1e-3, 25e-4, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 10.0)
@@ -185,34 +186,26 @@ class AllToAll:
                 f"round {number} takes the place of {self._open[parity]}, which is open: combine that one first"
             )
         memory = self._memory
-        values = memory.given(x, "x", (config.dtype,), (None, config.hidden))
-        tokens = len(values) if num_tokens is None else to_count(num_tokens, len(values))
-        if tokens > config.max_tokens:
-            raise UsageError(f"x has {tokens} tokens, max_tokens is {config.max_tokens}")
-        factors = self._scales(scales, len(values))
-        routes = memory.routes(indices, (len(values), config.top_k))[:tokens]
-        given = None if weights is None else self._weights(weights, tokens)
-        if given is None and config.node_sums:
-            raise UsageError("weights is None: with node_sums dispatch takes them")
+        given = tokens_given(config, memory, x, scales, indices, weights, num_tokens)
+        tokens = given.count
         self._settle(parity)
         self._peers.check_alive()
         memory.settle()  # of this parity's last round: far ranks write there once they have our routes
         half = self._near.own[parity]
-        routes = masking.drop_routes(config, routes, self._peers.masked)
+        routes = masking.drop_routes(config, given.routes, self._peers.masked)
         slots = np.empty((tokens, config.top_k), np.int32)
         counts = np.empty(config.experts, np.int32)
         _core.moe.count(routes, config.experts, counts, slots)
         order = np.asarray(_core.moe.sort_routes(routes, slots, counts))
         half.order[: len(order)] = order
         half.counts[:] = counts
-        values, factors = values[:tokens], None if factors is None else factors[:tokens]
         if self._far is not None:  # first, since it takes longest
             self._peers.send_routes(number, counts, self.timeout_s)
-            self._far.send_rows(number, values, factors, given, self._routes_for_far(counts, order))
+            self._far.send_rows(number, given.x, given.scales, given.weights, self._routes_for_far(counts, order))
         if tokens > 0:
-            memory.pack(half.rows, values, factors, None)
+            memory.pack(half.rows, given.x, given.scales, None)
         self._ordinal = ordinal
-        kept = None if given is None else memory.copy_of(given)
+        kept = None if given.weights is None else memory.copy_of(given.weights)
         self._open[parity] = opened = Round(
             number, ordinal, begun_s, tokens, len(order), routes.copy(), slots, kept, is_tensor(x)
         )
@@ -343,7 +336,7 @@ class AllToAll:
             raise UsageError("accumulate is set and out is None: there is nothing to add to")
         if weights is not None and config.node_sums:
             raise UsageError("weights are given to combine: with node_sums dispatch takes them")
-        factors = opened.weights if weights is None else self._weights(weights, opened.tokens)
+        factors = opened.weights if weights is None else weights_given(config, memory, weights, opened.tokens)
         if factors is None:
             raise UsageError("weights is None, and dispatch was given none")
         shape = (opened.tokens, config.hidden)
@@ -448,19 +441,6 @@ class AllToAll:
         self.close()
 
     # ---- parts
-
-    def _scales(self, scales: Any | None, tokens: int) -> Any | None:
-        if self.config.blocks == 0:
-            if scales is not None:
-                raise UsageError("scales are given, and scale_block is None")
-            return None
-        return self._memory.given(scales, "scales", ("float32",), (tokens, self.config.blocks))
-
-    def _weights(self, weights: Any, tokens: int) -> Any:
-        array = self._memory.given(weights, "weights", ("float32",), (None, self.config.top_k))
-        if len(array) < tokens:
-            raise UsageError(f"weights has {len(array)} rows, the round has {tokens} tokens")
-        return array[:tokens]
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -13,6 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from crossrail.errors import CrossrailError, UsageError
 
 _ANSWER_BYTES_MAX = 64 << 20
+_HOW_TO_SERVE = (
+    "a process serves them after crossrail.observe.serve_metrics(engine), "
+    "`crossrail kv prefiller` and `decoder` with --metrics-port PORT"
+)
 
 Labels = Mapping[str, str]
 
@@ -63,7 +67,8 @@ def scrape(url: str, timeout_s: float) -> Scrape:
             data = answer.read(_ANSWER_BYTES_MAX + 1)
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)  # of a URLError, what was behind it
-        raise CrossrailError(f"no metrics at {url}: {getattr(reason, 'strerror', None) or reason}") from None
+        remedy = f"; {_HOW_TO_SERVE}" if isinstance(reason, ConnectionRefusedError) else ""
+        raise CrossrailError(f"no metrics at {url}: {getattr(reason, 'strerror', None) or reason}{remedy}") from None
     if len(data) > _ANSWER_BYTES_MAX:
         raise CrossrailError(
             f"what {url} answers is longer than {_ANSWER_BYTES_MAX >> 20} MiB: not crossrail's metrics"

@@ -32,6 +32,7 @@ from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import Pair, Settings, check_cpus, choose_cpus
 from crossrail.cli.bench.peers.command import peers
 from crossrail.cli.bench.spec import Measure, Result
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import cpu_pair, size
 from crossrail.errors import CrossrailError, UsageError
 
@@ -162,7 +163,7 @@ def command(
     busy = report.busy_share(settings.cpus)
     report.warn_if_busy(busy, console)
     results = run(measures, settings, runs or (_QUICK_RUNS if quick else 5), console)
-    console.print(report.make_table(results, console.width))
+    console.print(Fitted(report.make_table(results, console.width)))
     written.write(results, settings.to_json(), busy, console)
     verdicts = {result.verdict for result in results}
     if "error" in verdicts or (strict and "miss" in verdicts):

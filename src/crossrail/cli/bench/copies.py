@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from crossrail.cli.bench.paged import paged_measure
 from crossrail.cli.bench.pair import Link, Pair, Pool, alternate, permutation
 from crossrail.cli.bench.passes import (
-    PAGED_WINDOW,
     SCATTER_BYTES,
     SCATTER_PEERS,
     ScatterLinks,
     passes_per_sample,
-    verified_paged_writes,
     verified_writes,
 )
 from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
+from crossrail.cli.native import Indices
 
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -73,40 +73,23 @@ def _copy_pool(pair: Pair, link: Link, pool: Pool) -> int:
 
 
 def _paged_measures() -> Iterator[Measure]:
-    yield _paged_measure(_KIB, "Mpages/s", Bar("value", ">=", 3.0))
-    yield _paged_measure(8 * _KIB, "GB/s", Bar("ratio", ">=", 1.0))
-    yield _paged_measure(16 * _KIB, "GB/s", None)
-    yield _paged_measure(64 * _KIB, "GB/s", Bar("ratio", ">=", 1.0))
+    for page_bytes, unit, bar in (
+        (_KIB, "Mpages/s", Bar("value", ">=", 3.0)),
+        (8 * _KIB, "GB/s", Bar("ratio", ">=", 1.0)),
+        (16 * _KIB, "GB/s", None),
+        (64 * _KIB, "GB/s", Bar("ratio", ">=", 1.0)),
+    ):
+        yield paged_measure(page_bytes, unit, bar, "memcpy of the same pages", _page_copies)
 
 
-def _paged_measure(page_bytes: int, unit: str, bar: Bar | None) -> Measure:
-    return Measure(
-        name=f"paged-{page_bytes // _KIB}k",
-        title=f"paged 4096 x {page_bytes // _KIB} KiB, shuffled",
-        unit=unit,
-        limit="memcpy of the same pages",
-        samples=lambda pair: _paged_samples(pair, page_bytes, per_page=unit != "GB/s"),
-        bar=bar,
-        point=Point("paged", page_bytes, PAGED_WINDOW),
-    )
-
-
-def _paged_samples(pair: Pair, page_bytes: int, *, per_page: bool) -> SampleStream:
-    link = pair.link("adaptive")
-    pool = pair.pool(link, private=False)
-    page_count = pool.nbytes // page_bytes
-    src_pages, dst_pages = permutation(page_count, page_bytes), permutation(page_count, page_bytes + 1)
-
+def _page_copies(
+    pair: Pair, link: Link, pool: Pool, src_pages: Indices, dst_pages: Indices, page_bytes: int
+) -> Callable[[], int]:
     def copy() -> int:
         own, src = link.rig.view(pool.own), link.rig.view(pool.src)
         return pair.native.copy_pages(own, src, dst_pages, src_pages, page_bytes)
 
-    write = verified_paged_writes(pair, link, pool, page_bytes, src_pages, dst_pages)
-    # GB/s, or millions of pages per second.
-    amount = page_count * 1e3 if per_page else page_count * page_bytes
-    while True:
-        copy_ns, write_ns = alternate(passes_per_sample(pair), copy, write)
-        yield Sample(amount / write_ns, amount / copy_ns)
+    return copy
 
 
 # --- scatter ---

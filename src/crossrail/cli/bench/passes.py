@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, Pool
+from crossrail.cli.bench.pair import IMM_ACK, IMM_DATA, Link, Pair, Pool, alternate
+from crossrail.cli.bench.spec import Sample, SampleStream
 from crossrail.cli.native import Indices, Memory
 from crossrail.errors import CrossrailError
 
@@ -24,6 +25,17 @@ Pass = Callable[[], int]
 def passes_per_sample(pair: Pair) -> int:
     """A sample walks through the pool this often, in turn with the limit: enough to even out interrupts."""
     return 1 if pair.settings.quick else 4
+
+
+def samples_beside(pair: Pair, amount: float, measured: Pass, limit: Pass | None) -> SampleStream:
+    """Of amounts per nanosecond, each beside one of the limit, where there is one."""
+    while True:
+        if limit is None:
+            times = passes_per_sample(pair)
+            yield Sample(amount / (sum(measured() for _ in range(times)) / times), None)
+        else:
+            limit_ns, took_ns = alternate(passes_per_sample(pair), limit, measured)
+            yield Sample(amount / took_ns, amount / limit_ns)
 
 
 def verified_writes(pair: Pair, link: Link, pool: Pool, nbytes: int, window: int) -> Pass:

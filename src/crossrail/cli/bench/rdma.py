@@ -6,13 +6,14 @@ the figure stands alone, and has no bar: another network's limit says nothing ab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
 from crossrail.cli.bench.fabric import BareFabric
-from crossrail.cli.bench.pair import LOOPBACK, Link, Pair, Pool, alternate, permutation
-from crossrail.cli.bench.passes import PAGED_WINDOW, passes_per_sample, verified_paged_writes, verified_writes
+from crossrail.cli.bench.paged import paged_measure
+from crossrail.cli.bench.pair import LOOPBACK, Link, Pair, Pool
+from crossrail.cli.bench.passes import samples_beside, verified_writes
 from crossrail.cli.bench.small import verified_ping_pong
 from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
 from crossrail.cli.native import Indices
@@ -77,41 +78,14 @@ def _write_samples(pair: Pair, bare: BareLoop | None, nbytes: int, window: int) 
     write = verified_writes(pair, link, pool, nbytes, window)
     moved = pool.nbytes // nbytes * nbytes
     limit = None if bare is None else lambda: bare.writes(pair, link, pool, nbytes, window)
-    yield from _beside(pair, moved, write, limit)
+    yield from samples_beside(pair, moved, write, limit)
 
 
 def _paged_measures(bare: BareLoop | None) -> Iterator[Measure]:
     for page_bytes, unit in ((_KIB, "Mpages/s"), (8 * _KIB, "GB/s"), (64 * _KIB, "GB/s")):
-        yield Measure(
-            name=f"paged-{page_bytes // _KIB}k",
-            title=f"paged 4096 x {page_bytes // _KIB} KiB, shuffled",
-            unit=unit,
-            limit=_limit_of(bare),
-            samples=partial(_paged_samples, bare=bare, page_bytes=page_bytes, unit=unit),
-            bar=(_PAGES_BAR if page_bytes == _KIB else _SPEED_BAR) if bare else None,
-            point=Point("paged", page_bytes, PAGED_WINDOW),
-        )
-
-
-def _paged_samples(pair: Pair, bare: BareLoop | None, page_bytes: int, unit: str) -> SampleStream:
-    link = pair.link("adaptive")
-    pool = pair.pool(link, private=False)
-    count = pool.nbytes // page_bytes
-    src, dst = permutation(count, page_bytes), permutation(count, page_bytes + 1)
-    write = verified_paged_writes(pair, link, pool, page_bytes, src, dst)
-    amount = count * 1e3 if unit == "Mpages/s" else count * page_bytes
-    limit = None if bare is None else lambda: bare.pages(pair, link, pool, src, dst, page_bytes)
-    yield from _beside(pair, amount, write, limit)
-
-
-def _beside(pair: Pair, amount: float, measured: Callable[[], int], limit: Callable[[], int] | None) -> SampleStream:
-    while True:
-        if limit is None:
-            times = passes_per_sample(pair)
-            yield Sample(amount / (sum(measured() for _ in range(times)) / times), None)
-        else:
-            limit_ns, took_ns = alternate(passes_per_sample(pair), limit, measured)
-            yield Sample(amount / took_ns, amount / limit_ns)
+        bar = (_PAGES_BAR if page_bytes == _KIB else _SPEED_BAR) if bare else None
+        make_limit = None if bare is None else lambda *given: partial(bare.pages, *given)
+        yield paged_measure(page_bytes, unit, bar, _limit_of(bare), make_limit)
 
 
 def _ping_pong_measures() -> Iterator[Measure]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from crossrail.cli.bench.pair import Link, Pair, Pool, alternate, permutation
+from crossrail.cli.bench.paged import paged_measure
+from crossrail.cli.bench.pair import Link, Pair, Pool, alternate
 from crossrail.cli.bench.passes import (
-    PAGED_WINDOW,
     SCATTER_BYTES,
     SCATTER_PEERS,
     SCATTER_WINDOW,
     ScatterLinks,
     passes_per_sample,
-    verified_paged_writes,
     verified_writes,
 )
 from crossrail.cli.bench.spec import Bar, Measure, Point, Sample, SampleStream
+from crossrail.cli.native import Indices
 
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -87,28 +87,19 @@ def _bare_stream(pair: Pair, link: Link, pool: Pool, nbytes: int, window: int, *
 
 
 def _paged_measures() -> Iterator[Measure]:
-    yield _paged_measure(_KIB, "Mpages/s", Bar("value", ">=", 4.0))
-    yield _paged_measure(8 * _KIB, "GB/s", Bar("ratio", ">=", 0.9))
-    yield _paged_measure(64 * _KIB, "GB/s", Bar("ratio", ">=", 0.95))
+    for page_bytes, unit, bar in (
+        (_KIB, "Mpages/s", Bar("value", ">=", 4.0)),
+        (8 * _KIB, "GB/s", Bar("ratio", ">=", 0.9)),
+        (64 * _KIB, "GB/s", Bar("ratio", ">=", 0.95)),
+    ):
+        limit = "bare socket, pages gathered and scattered in batches"
+        yield paged_measure(page_bytes, unit, bar, limit, _bare_pages)
 
 
-def _paged_measure(page_bytes: int, unit: str, bar: Bar) -> Measure:
-    return Measure(
-        name=f"paged-{page_bytes // _KIB}k",
-        title=f"paged 4096 x {page_bytes // _KIB} KiB, shuffled",
-        unit=unit,
-        limit="bare socket, pages gathered and scattered in batches",
-        samples=lambda pair: _paged_samples(pair, page_bytes, per_page=unit != "GB/s"),
-        bar=bar,
-        point=Point("paged", page_bytes, PAGED_WINDOW),
-    )
-
-
-def _paged_samples(pair: Pair, page_bytes: int, *, per_page: bool) -> SampleStream:
-    link = pair.link("adaptive")
-    pool = pair.pool(link, private=False)
-    page_count = pool.nbytes // page_bytes
-    src_pages, dst_pages = permutation(page_count, page_bytes), permutation(page_count, page_bytes + 1)
+def _bare_pages(
+    pair: Pair, link: Link, pool: Pool, src_pages: Indices, dst_pages: Indices, page_bytes: int
+) -> Callable[[], int]:
+    """Run once already."""
 
     def bare() -> int:
         return pair.sockets.pages(
@@ -121,13 +112,8 @@ def _paged_samples(pair: Pair, page_bytes: int, *, per_page: bool) -> SampleStre
             batch_pages=_BARE_BATCH_PAGES[page_bytes],
         )
 
-    write = verified_paged_writes(pair, link, pool, page_bytes, src_pages, dst_pages)
     bare()
-    # GB/s, or millions of pages per second.
-    amount = page_count * 1e3 if per_page else page_count * page_bytes
-    while True:
-        bare_ns, write_ns = alternate(passes_per_sample(pair), bare, write)
-        yield Sample(amount / write_ns, amount / bare_ns)
+    return bare
 
 
 # --- what it costs ---

@@ -22,6 +22,8 @@ from rich.table import Table
 from crossrail.cli.group import require
 from crossrail.cli.kv.common import open_model, open_tokenizer, parse_options, tokenizer_of
 from crossrail.cli.kv.local import Client, Processes
+from crossrail.cli.service import transport_option
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, OutputFolder
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv.messages import Sampling
@@ -144,7 +146,7 @@ def _show_timeline(client: Client, request: str, out: Path | None, console: Cons
     if layers:
         longest_ms = max(span.length_s for span in layers) * 1e3
         table.add_row(f"{len(layers)} transfers of a layer", f"{layers[0].begin_s * 1e3:.2f}", f"<= {longest_ms:.2f}")
-    console.print(table)
+    console.print(Fitted(table))
     if out is None:
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -157,20 +159,24 @@ def _show_timeline(client: Client, request: str, out: Path | None, console: Cons
 
 @click.command()
 @click.option("--model", default="toy", show_default=True, help="As `crossrail kv prefiller` takes it.")
-@click.option("--model-option", "model_options", multiple=True, metavar="KEY=VALUE", help="For the model.")
+@click.option(
+    "--model-option", "model_options", multiple=True, metavar="KEY=VALUE", help="Option of the model; may be repeated."
+)
 @click.option("--prompt", help="By default a sentence repeated to --prompt-tokens.")
 @click.option(
     "--prompt-tokens",
     type=click.IntRange(1, _TOKENS_MAX),
     default=2000,
     show_default=True,
-    help="With a checkpoint's tokenizer: characters.",
+    help="Length of that prompt; with a checkpoint's tokenizer in characters.",
 )
-@click.option("--max-tokens", type=click.IntRange(1, _TOKENS_MAX), default=48, show_default=True)
-@click.option("--temperature", type=FloatRange(0, 100), default=0.8, show_default=True, help="0: greedy.")
-@click.option("--seed", type=click.IntRange(0, _SEED_MAX), default=7, show_default=True)
-@click.option("--prefillers", type=click.IntRange(1, 64), default=2, show_default=True)
-@click.option("--decoders", type=click.IntRange(1, 64), default=1, show_default=True)
+@click.option(
+    "--max-tokens", type=click.IntRange(1, _TOKENS_MAX), default=48, show_default=True, help="Tokens to generate."
+)
+@click.option("--temperature", type=FloatRange(0, 100), default=0.8, show_default=True, help="Of sampling; 0: greedy.")
+@click.option("--seed", type=click.IntRange(0, _SEED_MAX), default=7, show_default=True, help="Seed of sampling.")
+@click.option("--prefillers", type=click.IntRange(1, 64), default=2, show_default=True, help="Prefiller processes.")
+@click.option("--decoders", type=click.IntRange(1, 64), default=1, show_default=True, help="Decoder processes.")
 @click.option(
     "--token-us",
     type=FloatRange(0, 1e6),
@@ -179,7 +185,7 @@ def _show_timeline(client: Client, request: str, out: Path | None, console: Cons
     help="How long the toy takes for a token in a layer.",
 )
 @click.option("--tp", type=click.IntRange(1, 64), default=1, show_default=True, help="Ranks of each node.")
-@click.option("--transport", default="auto", show_default=True)
+@transport_option()
 @click.option("--kill", "kills", is_flag=True, help="Kill the prefiller at work in the middle.")
 @click.option(
     "--out",

@@ -35,7 +35,9 @@ from crossrail.observe import serve_metrics
 _DEFAULTS = NodeOptions()
 
 _node_options = together(
-    click.option("--router", "routers", multiple=True, metavar="URL", help="Several times for several."),
+    click.option(
+        "--router", "routers", multiple=True, metavar="URL", help="URL of a router to serve; may be repeated."
+    ),
     click.option("--membership", metavar="URL", help=f"Instead of --router: {MEMBERSHIP_HELP}."),
     click.option("--name", help="Unique among all nodes; by default made of role, host and process."),
     click.option(
@@ -44,26 +46,40 @@ _node_options = together(
         show_default=True,
         help="'toy', 'qwen3', 'llama', 'deepseek', a checkpoint's directory, or package.module:function.",
     ),
-    click.option("--model-option", "model_options", multiple=True, metavar="KEY=VALUE", help="For the model."),
+    click.option(
+        "--model-option",
+        "model_options",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Option of the model; may be repeated.",
+    ),
     click.option(
         "--metrics-port", type=click.IntRange(0, 65535), help="Serve the engine's metrics there; 0: any port."
     ),
-    click.option("--metrics-host", default="127.0.0.1", show_default=True, help="Address of this host, for that."),
     click.option(
-        "--drain-s", type=seconds(), default=30.0, show_default=True, help="For what is under way, when told to end."
+        "--metrics-host", default="127.0.0.1", show_default=True, help="Address of this host where metrics are served."
+    ),
+    click.option(
+        "--drain-s",
+        type=seconds(),
+        default=30.0,
+        show_default=True,
+        help="Seconds for what is under way, when told to end.",
     ),
     options_of(
         _DEFAULTS,
-        probe_s="How often peers are asked.",
-        silent_s="Then they are given up.",
-        lease_s="A node that etcd has not heard of for so long is gone.",
+        probe_s="Seconds between questions to peers: are they alive?",
+        silent_s="Seconds without an answer after which a peer is given up.",
+        lease_s="With etcd: seconds without a report after which a node is gone.",
     ),
     service_options,
 )
 
 
 @click.command()
-@options_of(_DEFAULTS, chunk_tokens="Of one step of the model.", queue_max="Requests that wait here at most.")
+@options_of(
+    _DEFAULTS, chunk_tokens="Most tokens of a chunk, one step of the model.", queue_max="Most requests that wait here."
+)
 @_node_options
 def prefiller(**options: Any) -> None:
     """Run prompts through the model and write their KV to decoders. Ends on SIGTERM, after what is under way."""
@@ -71,7 +87,7 @@ def prefiller(**options: Any) -> None:
 
 
 @click.command()
-@options_of(_DEFAULTS, requests_max="Served side by side.")
+@options_of(_DEFAULTS, requests_max="Most requests at a time.")
 @_node_options
 def decoder(**options: Any) -> None:
     """Have prompts' KV sent here and generate tokens. Ends on SIGTERM, after what is under way."""

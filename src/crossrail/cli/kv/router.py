@@ -31,7 +31,7 @@ _PORT_MAX = 65535
 @click.option(
     "--listen", default="127.0.0.1:8000", show_default=True, metavar="HOST:PORT", help="Where HTTP is served."
 )
-@click.option("--name", default="router", show_default=True)
+@click.option("--name", default="router", show_default=True, help="Of this router, in logs and metrics.")
 @click.option(
     "--tokenizer",
     default="toy",
@@ -43,11 +43,11 @@ _PORT_MAX = 65535
 )
 @options_of(
     _DEFAULTS,
-    requests_max="More are answered with 429.",
-    heartbeat_s="How often nodes report.",
-    lease_s="A node not heard of for so long is gone.",
-    queue_s="How long a request waits for room.",
-    request_s="How long one may take in all.",
+    requests_max="Most requests at a time; more are answered with 429.",
+    heartbeat_s="Seconds between reports of a node.",
+    lease_s="Seconds without a report after which a node is gone.",
+    queue_s="Seconds that a request waits for room.",
+    request_s="Seconds that a request may take in all.",
 )
 @service_options
 def router(listen: str, tokenizer: str, **options: Any) -> None:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import time
 import urllib.request
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from crossrail._text import plain
+from crossrail.cli.tables import Fitted, wide_console
 from crossrail.cli.text import FloatRange, seconds
 from crossrail.errors import CrossrailError
 
 _TIMEOUT_S = 3.0
 _ANSWER_BYTES_MAX = 64 << 20
-_PIPE_COLUMNS = 140
 
 
 @click.command()
@@ -48,14 +47,12 @@ def top(url: str, once: bool, every_s: float, patience_s: float) -> None:
     HOST:PORT will do for a URL. Ctrl-C ends it.
     """
     url = url if "://" in url else f"http://{url}"
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _PIPE_COLUMNS
+    console = wide_console()
     if once or not console.is_terminal:
-        console.print(_table(_ask(url)))
+        console.print(Fitted(_table(_ask(url))))
         return
     table = _table(_ask(url))
-    with Live(table, console=console, screen=True, auto_refresh=False) as live:
+    with Live(Fitted(table), console=console, screen=True, auto_refresh=False) as live:
         _follow(url, table, every_s, patience_s, lambda shown: live.update(shown, refresh=True))
 
 
@@ -72,10 +69,10 @@ def _follow(
             silent_s = time.monotonic() - heard_s
             if silent_s > patience_s:
                 raise
-            show(Group(Text(f"as it was {silent_s:.0f} s ago: {error}", "red"), table))
+            show(Group(Text(f"as it was {silent_s:.0f} s ago: {error}", "red"), Fitted(table)))
         else:
             heard_s = time.monotonic()
-            show(table)
+            show(Fitted(table))
 
 
 def _ask(url: str) -> dict[str, Any]:

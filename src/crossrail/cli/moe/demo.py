@@ -18,6 +18,8 @@ from rich.table import Table
 
 from crossrail.cli.child import Child, Children
 from crossrail.cli.group import require
+from crossrail.cli.service import transport_option
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes
 from crossrail.errors import CrossrailError
 
@@ -31,10 +33,10 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 
 @click.command()
 @click.option("--ranks", default=4, show_default=True, type=click.IntRange(1, 64), help="Processes, each with a share.")
-@click.option("--experts", default=14, show_default=True, type=click.IntRange(4, 1024), help="Of each layer.")
-@click.option("--tokens", default=48, show_default=True, type=click.IntRange(1, 4096), help="Of each sequence.")
-@click.option("--seed", default=1, show_default=True, help="Of weights and tokens.")
-@click.option("--transport", default="shm", show_default=True)
+@click.option("--experts", default=14, show_default=True, type=click.IntRange(4, 1024), help="Experts of each layer.")
+@click.option("--tokens", default=48, show_default=True, type=click.IntRange(1, 4096), help="Tokens of each sequence.")
+@click.option("--seed", default=1, show_default=True, help="Seed of weights and tokens.")
+@transport_option("shm")
 def demo(ranks: int, experts: int, tokens: int, seed: int, transport: str) -> None:
     """Run a small Qwen3-MoE of transformers, its experts spread over processes, and compare it with one process."""
     require("moe demo", "transformers", "torch", "transformers")
@@ -108,7 +110,7 @@ def _show(spec: ModelSpec, shares: list[dict[str, int]], found: dict[str, list[A
                 raise CrossrailError(
                     f"rank {rank} differs by {max(differences):.2g}, and {spec.dtype} allows {_TOLERANCE[spec.dtype]:g}"
                 )
-    console.print(table)
+    console.print(Fitted(table))
 
 
 def _difference(got: Any, wanted: Any) -> float:

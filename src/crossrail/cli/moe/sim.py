@@ -13,6 +13,7 @@ from rich.table import Table
 
 from crossrail.cli.moe.published import CLUSTERS, FIGURES, TOKENS, Figure, cluster_of
 from crossrail.cli.moe.simulate import Outcome, Setting, simulate
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile
 
 _FORMAT = 1
@@ -20,14 +21,34 @@ _RANKS = (8, 16, 32, 64)
 
 
 @click.command()
-@click.option("--cluster", type=click.Choice([*CLUSTERS, "both"]), default="both", show_default=True, help="Its NICs.")
-@click.option("--shape", type=click.Choice([*TOKENS, "both"]), default="both", show_default=True)
-@click.option("--ranks", type=click.IntRange(1, 256), multiple=True, help="GPUs, in nodes of 8; default: 8 to 64.")
-@click.option("--rounds", type=click.IntRange(1, 100), default=1, show_default=True, help="Of each, with other routes.")
-@click.option("--private-tokens", default=256, show_default=True, help="As the paper's benchmark has it.")
+@click.option(
+    "--cluster", type=click.Choice([*CLUSTERS, "both"]), default="both", show_default=True, help="NICs of the cluster."
+)
+@click.option(
+    "--shape",
+    type=click.Choice([*TOKENS, "both"]),
+    default="both",
+    show_default=True,
+    help="How many tokens a rank has: few, or many.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1, 256),
+    multiple=True,
+    help="GPUs, in nodes of 8; may be repeated [default: 8 to 64].",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 100), default=1, show_default=True, help="Rounds of each, with other routes."
+)
+@click.option(
+    "--private-tokens",
+    default=256,
+    show_default=True,
+    help="Tokens that are sent before routes are known; the paper's benchmark has as many.",
+)
 @click.option("--node-sums", is_flag=True, help="Nodes add up what they return, as AllToAll does.")
-@click.option("--seed", default=1, show_default=True)
-@click.option("--json", "file", type=OutputFile(), help="Also write the figures here.")
+@click.option("--seed", default=1, show_default=True, help="Seed of the routes.")
+@click.option("--json", "file", type=OutputFile(), help="Also write the figures to this file.")
 def sim(
     cluster: str,
     shape: str,
@@ -45,18 +66,24 @@ def sim(
     """
     console = Console()
     found: list[dict[str, Any]] = []
-    for one in TOKENS if shape == "both" else (shape,):
+    shapes = tuple(TOKENS) if shape == "both" else (shape,)
+    clusters = tuple(CLUSTERS) if cluster == "both" else (cluster,)
+    total = len(shapes) * len(clusters) * len(ranks or _RANKS)
+    for one in shapes:
         table = _table(f"{one}: {TOKENS[one]} tokens of each rank; medians of all ranks, in us")
-        for name in CLUSTERS if cluster == "both" else (cluster,):
+        for name in clusters:
             for count in ranks or _RANKS:
                 setting = Setting(cluster_of(name), count, TOKENS[one], rounds, private_tokens, node_sums, seed)
-                with console.status(f"{one}, {name}, EP{count}"):
+                step = f"{len(found) + 1} of {total}: {one}, {name}, {count} ranks"
+                if not console.is_terminal:
+                    console.print(step, highlight=False)
+                with console.status(step):
                     outcome = simulate(setting)
                 figure = FIGURES[one][name].get(count)
                 _add(table, name, count, outcome, figure)
                 found.append(_record(setting, one, name, outcome, figure))
             table.add_section()
-        console.print(table)
+        console.print(Fitted(table))
     if file is not None:
         file.write_text(json.dumps({"format": _FORMAT, "results": found}, indent=1))
 

@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 import crossrail as xr
+from crossrail.cli.service import transport_option
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile, format_bytes, gb_per_s, size
 from crossrail.cli.weights.gloo import GlooFleet
 from crossrail.cli.weights.players import Player, Players
@@ -54,9 +56,15 @@ class _Row:
 
 @click.command()
 @click.option(
-    "--size", "nbytes", default="512MiB", show_default=True, type=size(1 << 20, 1 << 40), help="Of the model."
+    "--size", "nbytes", default="512MiB", show_default=True, type=size(1 << 20, 1 << 40), help="Size of the model."
 )
-@click.option("--trainers", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option(
+    "--trainers",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Trainers, each with a share of the model.",
+)
 @click.option(
     "--targets",
     type=click.IntRange(1, 64),
@@ -64,12 +72,22 @@ class _Row:
     show_default=True,
     help="Inference ranks, each with the whole model.",
 )
-@click.option("--rounds", type=click.IntRange(1, 100_000), default=5, show_default=True)
+@click.option(
+    "--rounds", type=click.IntRange(1, 100_000), default=5, show_default=True, help="Updates that are measured."
+)
 @click.option("--fp8", is_flag=True, help="Inference ranks want fp8: everything is prepared before it is written.")
-@click.option("--watermark", default="64MiB", show_default=True, type=size(1 << 16, 1 << 40), help="Of each trainer.")
-@click.option("--transport", default="shm", show_default=True)
-@click.option("--no-gloo", is_flag=True, help="Leave the ordinary way out; it also is where torch is not installed.")
-@click.option("--json", "json_path", type=OutputFile(), help="Also write the figures there.")
+@click.option(
+    "--watermark",
+    default="64MiB",
+    show_default=True,
+    type=size(1 << 16, 1 << 40),
+    help="Memory in which each trainer prepares.",
+)
+@transport_option("shm")
+@click.option(
+    "--no-gloo", is_flag=True, help="Leave out gathering and broadcasting by gloo, as where torch is not installed."
+)
+@click.option("--json", "json_path", type=OutputFile(), help="Also write the figures to this file.")
 def bench(
     nbytes: int,
     trainers: int,
@@ -177,7 +195,7 @@ def _show(measured: list[_Row], model: ToyModel, console: Console) -> None:
         best = max(row.values) if row.unit == "GB/s" else min(row.values)
         share = f"{row.median / limit:.2f}" if row.unit == "GB/s" else ""
         table.add_row(row.title, f"{row.median:.2f}", f"{best:.2f}", row.unit, share)
-    console.print(table)
+    console.print(Fitted(table))
     by_title = {row.title: row for row in measured}
     if (gloo := by_title.get("gather and broadcast by gloo")) is not None:
         ratio = by_title["update, from Go to the last count"].median / gloo.median

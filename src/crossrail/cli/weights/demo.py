@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 import crossrail as xr
+from crossrail.cli.service import transport_option
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes, gb_per_s
 from crossrail.cli.weights.players import Player, Players
 from crossrail.cli.weights.progress import showing_update
@@ -35,7 +37,13 @@ _TARGETS: tuple[tuple[TargetKind, bool], ...] = (("fused", False), ("fp8", True)
 
 @click.command()
 @click.option("--versions", type=click.IntRange(1, 1_000_000), default=4, show_default=True, help="How many updates.")
-@click.option("--trainers", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option(
+    "--trainers",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Trainers, each with a share of the model.",
+)
 @click.option(
     "--mib",
     type=click.IntRange(1, 1 << 20),
@@ -43,7 +51,7 @@ _TARGETS: tuple[tuple[TargetKind, bool], ...] = (("fused", False), ("fp8", True)
     show_default=True,
     help="About how large the model is, in bfloat16.",
 )
-@click.option("--transport", default="auto", show_default=True)
+@transport_option()
 @click.option("--kill", "kills", is_flag=True, help="Kill a trainer in the middle of the last update.")
 def demo(versions: int, trainers: int, mib: int, transport: str, kills: bool) -> None:
     """Trainers update two inference ranks: one fused and tensor-parallel, one in fp8. Checked bit for bit."""
@@ -76,7 +84,7 @@ class _Demo:
                 await players.close()
                 await box.close()
                 wire.close()
-        self._console.print(self._table)
+        self._console.print(Fitted(self._table))
         self._console.print(f"[green]ok[/green]: {self._versions} versions, all bits equal at all inference ranks")
 
     def _trainer(self, controller: WeightController, rank: int, first: int) -> Player:

@@ -85,22 +85,26 @@ def _reader(text: str) -> tuple[int, int]:
     help="The number that these weights have at the ranks.",
 )
 @click.option(
-    "--wait",
-    "wait_s",
+    "--wait-s",
     type=seconds(),
     default=600.0,
     show_default=True,
     help="Seconds until everybody has joined.",
 )
 @click.option(
-    "--timeout",
-    "timeout_s",
+    "--timeout-s",
     type=seconds(),
     default=600.0,
     show_default=True,
     help="Seconds for bringing the weights.",
 )
-@click.option("--watermark", default="1GiB", show_default=True, type=size(1 << 16, 1 << 40), help="Of each reader.")
+@click.option(
+    "--watermark",
+    default="1GiB",
+    show_default=True,
+    type=size(1 << 16, 1 << 40),
+    help="Memory in which each reader prepares.",
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),

@@ -27,7 +27,13 @@ from crossrail.weights.planning.planner import Gather
     help="Of one process, as Inventory.to_bytes() wrote it; once for each, instead of MODEL.",
 )
 @cluster_options
-@click.option("--gather", type=click.Choice(["needed", "full"]), default="needed", show_default=True)
+@click.option(
+    "--gather",
+    type=click.Choice(["needed", "full"]),
+    default="needed",
+    show_default=True,
+    help="needed: parameters are prepared where they lie; full: every trainer gathers all of its part.",
+)
 @click.option("--ignore", multiple=True, help="A parameter that trainers hold and no target wants.")
 @click.option("-o", "--output", type=OutputFile(), help="Where to save the plan.")
 def plan(

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from crossrail.cli.group import require
+from crossrail.cli.service import transport_option
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import format_bytes
 from crossrail.cli.weights.rl_loop import SERVED, RlOptions, RlStep, run_rl
 
@@ -22,8 +24,8 @@ from crossrail.cli.weights.rl_loop import SERVED, RlOptions, RlStep, run_rl
 @click.option(
     "--batch", default=RlOptions.batch, show_default=True, help="Completions of each inference rank for a step."
 )
-@click.option("--seed", default=RlOptions.seed, show_default=True, help="Of weights, prompts and sampling.")
-@click.option("--transport", default=RlOptions.transport, show_default=True)
+@click.option("--seed", default=RlOptions.seed, show_default=True, help="Seed of weights, prompts and sampling.")
+@transport_option(RlOptions.transport)
 def rl(steps: int, trainers: int, batch: int, seed: int, transport: str) -> None:
     """Train a tiny Qwen3-MoE by reinforcement, on the CPU: FSDP2 over gloo, rollouts in bf16 with TP 2 and in fp8.
 
@@ -60,6 +62,6 @@ async def _show(options: RlOptions) -> None:
 
     with Live(Group(table, progress), console=console, transient=True):
         await run_rl(options, on_phase, on_step)
-    console.print(table)
+    console.print(Fitted(table))
     console.print(f"mean reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} after {options.steps} steps")
     console.print("[green]ok[/green]: after each update all tensors equal the converted checkpoint, bit for bit")

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile, format_bytes, format_count
 from crossrail.weights import Plan
 from crossrail.weights.planning.show import Spread, differences, draw, heat_map, summary
@@ -37,7 +38,7 @@ def print_summary(console: Console, plan: Plan) -> None:
     add("a target receives", figures.received, is_bytes=True)
     add("tasks of a trainer", figures.tasks, is_bytes=False)
     add("writes of a trainer", figures.writes, is_bytes=False)
-    console.print(table)
+    console.print(Fitted(table))
     console.print(
         f"a write has typically {format_bytes(figures.typical_bytes)}; trainers fetch "
         f"{format_bytes(figures.gathered_bytes)} of each other; {format_bytes(figures.direct_bytes)} are sent as they "

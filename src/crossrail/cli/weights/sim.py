@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import OutputFile, format_bytes, size
 from crossrail.cli.weights import drawing
 from crossrail.cli.weights.cases import SWEPT, WAYS, Case, as_json, sweep_of
@@ -36,11 +37,17 @@ _FORMAT = 2
 @click.option("--slow-link", default=1.0, show_default=True, help="Trainer 0's rails take so many times longer.")
 @click.option("--rails", default=1, show_default=True, help="Rails of each GPU, which share 400 Gb/s.")
 @click.option("--rail-down", is_flag=True, help="Trainer 0 loses a rail at the beginning.")
-@click.option("--down-ms", type=float, help="It comes back after so long; default: never.")
-@click.option("--watermark", type=size(1 << 20, 1 << 40), default="8G", show_default=True)
+@click.option("--down-ms", type=float, help="With --rail-down: it comes back after so long [default: never].")
+@click.option(
+    "--watermark",
+    type=size(1 << 20, 1 << 40),
+    default="8G",
+    show_default=True,
+    help="Memory in which each trainer prepares.",
+)
 @click.option("--sweep", metavar="NAME[=V,V...]", help=f"One update for each value; NAME: {', '.join(SWEPT)}.")
-@click.option("--seed", default=1, show_default=True)
-@click.option("--json", "file", type=OutputFile(), help="Also write the figures here.")
+@click.option("--seed", default=1, show_default=True, help="Seed of what is random.")
+@click.option("--json", "file", type=OutputFile(), help="Also write the figures to this file.")
 @click.option("--plot", "image", type=OutputFile(), help="Draw what was when, or the sweep, as a PNG.")
 def sim(
     model: str,
@@ -107,7 +114,7 @@ def _swept(console: Console, case: Case, name: str, values: tuple[float, ...], i
             for way, one in outcomes.items():
                 bound = f"{one.bounds[one.bound] * 1e3:,.0f} ms"
                 table.add_row(shown, way, f"{one.total_s * 1e3:,.0f} ms", bound, one.bound, f"{one.over_bound:.2f}")
-    console.print(table)
+    console.print(Fitted(table))
     if image is not None:
         drawing.sweep(points, f"{case.model}: one update", name, image)
         console.print(f"drawn to {image}")
@@ -138,4 +145,4 @@ def _print(console: Console, outcomes: dict[str, Outcome]) -> None:
     table.add_section()
     add("bound", *(one.bound for one in found))
     add("times the bound", *(f"{one.over_bound:.2f}" for one in found))
-    console.print(table)
+    console.print(Fitted(table))

@@ -24,6 +24,8 @@ from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Result
 from crossrail.cli.meeting import ask, shared_secret
+from crossrail.cli.service import transport_option
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, cpu_list, size
 from crossrail.cli.text import rails as rails_type
 from crossrail.engine import SECRET_VARIABLE
@@ -57,28 +59,56 @@ def windows(text: str) -> tuple[int, ...]:
 @click.command("run", short_help="Measure what is between this machine and a `crossrail bench serve`.")
 @click.argument("target", metavar="HOST:PORT", type=target_place)
 @click.option("--only", multiple=True, type=click.Choice(KINDS), help="Measure only this; may be repeated.")
-@click.option("--sizes", type=sizes(_SIZE_MAX), default=_SIZES, show_default=True, help="Of writes, reads and pages.")
-@click.option("--windows", type=windows, default="1,16", show_default=True, help="Writes and reads in flight.")
-@click.option("--latency-sizes", type=sizes(wire.CONTROL_BYTES), default="8,4K", show_default=True)
-@click.option("--processes", type=click.IntRange(1, wire.PROCESSES_MAX), default=1, show_default=True, help="A side.")
-@click.option("--seconds", type=FloatRange(0.001, 60), default=0.2, show_default=True, help="Of each run.")
 @click.option(
-    "--warmup", type=FloatRange(0, 60), default=0.1, show_default=True, help="Seconds before them, not counted."
+    "--sizes", type=sizes(_SIZE_MAX), default=_SIZES, show_default=True, help="Sizes of writes, reads and pages."
 )
-@click.option("--runs", type=click.IntRange(1, 1000), default=7, show_default=True, help="Of each point.")
 @click.option(
-    "--memory", type=size(1 << 20, 1 << 40), default="256M", show_default=True, help="Walked through, on each side."
+    "--windows", type=windows, default="1,16", show_default=True, help="How many writes and reads are in flight."
 )
-@click.option("--transport", default="auto", show_default=True, help="Of the engines: auto, shm, tcp, verbs, ofi.")
+@click.option(
+    "--latency-sizes",
+    type=sizes(wire.CONTROL_BYTES),
+    default="8,4K",
+    show_default=True,
+    help="Sizes of the writes whose round trips are timed.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(1, wire.PROCESSES_MAX),
+    default=1,
+    show_default=True,
+    help="Workers on each side.",
+)
+@click.option("--seconds", type=FloatRange(0.001, 60), default=0.2, show_default=True, help="How long each run takes.")
+@click.option(
+    "--warmup", type=FloatRange(0, 60), default=0.1, show_default=True, help="Seconds before the runs, not counted."
+)
+@click.option("--runs", type=click.IntRange(1, 1000), default=7, show_default=True, help="Runs of each point.")
+@click.option(
+    "--memory",
+    type=size(1 << 20, 1 << 40),
+    default="256M",
+    show_default=True,
+    help="Memory that is walked through, on each side.",
+)
+@transport_option()
 @click.option("--rails", type=rails_type, help="Rails of each engine, or their interfaces [default: 1].")
-@click.option("--polling", type=click.Choice(["adaptive", "spin"]), default="adaptive", show_default=True)
+@click.option(
+    "--polling",
+    type=click.Choice(["adaptive", "spin"]),
+    default="adaptive",
+    show_default=True,
+    help="How workers wait: spin never sleeps.",
+)
 @click.option("--cpus", type=cpu_list, default="", metavar="A,B,...", help="Cores of our workers, in turn.")
 @click.option(
     "--secret-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help=f"File with the secret of the serve; without it {SECRET_VARIABLE}.",
+    help=f"File with the secret of the serve [default: {SECRET_VARIABLE}].",
 )
-@click.option("--timeout", type=FloatRange(1, 3600), default=60.0, show_default=True, help="Seconds, of a single pass.")
+@click.option(
+    "--timeout-s", type=FloatRange(1, 3600), default=60.0, show_default=True, help="Seconds for a single pass."
+)
 @output_options
 def run_command(target: tuple[str, int], **options: Any) -> None:
     """Measure with the `crossrail bench serve` at HOST:PORT.
@@ -120,7 +150,7 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
             results, settings = _measure_all(post, workers, engines, plan, options, console)
         finally:
             post.try_send(wire.Bye(run=post.run))
-    console.print(report.make_table(results, console.width))
+    console.print(Fitted(report.make_table(results, console.width)))
     outputs.write(results, settings, busy, console)
 
 
@@ -130,7 +160,7 @@ def _measure_all(
     """Meets, then point after point. Returns the results and what they were taken with."""
     span = span_bytes(options["memory"], len(workers), plan.sizes)
     welcome = _meet(post, workers, engines, span, options["polling"])
-    driver = Driver(post, workers, span, options["timeout"])
+    driver = Driver(post, workers, span, options["timeout_s"])
     explanation = driver.explain()
     console.print(f"here:  {report.describe_machine()}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"there: {report.describe_machine(welcome.machine)}", highlight=False, markup=False, soft_wrap=True)

@@ -25,6 +25,7 @@ from crossrail.cli.bench.hosts.post import LOOK_S, MESSAGES_HELD, Post
 from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
 from crossrail.cli.bench.machine import machine
 from crossrail.cli.meeting import shared_secret
+from crossrail.cli.service import transport_option
 from crossrail.cli.text import cpu_list, format_bytes, format_count, size
 from crossrail.cli.text import rails as rails_type
 from crossrail.engine import SECRET_VARIABLE
@@ -254,17 +255,27 @@ def _orderly_end() -> Iterator[None]:
     metavar="[HOST]:PORT",
     help="Where to answer; port 0: any. Rails of tcp listen at the ports behind it.",
 )
-@click.option("--transport", default="auto", show_default=True, help="Of the engines: auto, shm, tcp, verbs, ofi.")
+@transport_option()
 @click.option("--rails", type=rails_type, help="Rails of each engine, or their interfaces [default: 1].")
 @click.option(
     "--secret-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help=f"File with the secret; without it {SECRET_VARIABLE}, or one that is drawn and printed.",
+    help=f"File with the secret [default: {SECRET_VARIABLE}, or one that is drawn and printed].",
 )
 @click.option("--cpus", type=cpu_list, default="", metavar="A,B,...", help="Cores of the workers, in turn.")
-@click.option("--processes-max", type=click.IntRange(1, wire.PROCESSES_MAX), default=16, show_default=True)
 @click.option(
-    "--memory-max", type=size(1 << 20, 1 << 44), default="4G", show_default=True, help="Of all workers of a run."
+    "--processes-max",
+    type=click.IntRange(1, wire.PROCESSES_MAX),
+    default=16,
+    show_default=True,
+    help="Most workers of a run.",
+)
+@click.option(
+    "--memory-max",
+    type=size(1 << 20, 1 << 44),
+    default="4G",
+    show_default=True,
+    help="Most memory of all workers of a run.",
 )
 @click.option("--once", is_flag=True, help="End after one run; exit code 1 if it did not end well.")
 def serve_command(

@@ -21,7 +21,8 @@ from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Bar, Line, Result, Sample
 from crossrail.cli.memory import check_memory
-from crossrail.errors import CrossrailError
+from crossrail.cli.tables import Fitted
+from crossrail.errors import CrossrailError, UsageError
 
 _STEPS = ("dispatch", "combine")
 _COPIES_MAX = {"decode": 1.5, "prefill": 1.25}
@@ -46,14 +47,24 @@ class _Options:
 
 
 @click.command("moe", short_help="Measure dispatch and combine of MoE layers beside the machine's limits.")
-@click.option("--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)), help="[default: both]")
-@click.option("--ranks", "counts", multiple=True, type=click.IntRange(1, 64), help="[default: 2 and 4]")
+@click.option(
+    "--shape",
+    "shapes",
+    multiple=True,
+    type=click.Choice(list(SHAPES)),
+    help="How many tokens a step has: few, or many [default: both].",
+)
+@click.option(
+    "--ranks",
+    "counts",
+    multiple=True,
+    type=click.IntRange(1, 64),
+    help="Number of ranks; may be repeated [default: 2 and 4].",
+)
 @click.option(
     "--transport",
     type=click.Choice(["auto", "shm", "tcp", "verbs", "ofi", "ofi:tcp"]),
-    default="shm",
-    show_default=True,
-    help="Of the ranks' engines.",
+    help="What the ranks' engines use [default: shm].",
 )
 @click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Samples of each measure.")
 @click.option("--quick", is_flag=True, help="Fewer rounds: a look, not a figure to quote.")
@@ -65,7 +76,7 @@ class _Options:
 def moe(
     shapes: tuple[str, ...],
     counts: tuple[int, ...],
-    transport: str,
+    transport: str | None,
     runs: int,
     quick: bool,
     no_gloo: bool,
@@ -79,6 +90,9 @@ def moe(
     Each rank is a process; a step begins when all have come, and ends when the last is done. Just before it, all copy
     as many bytes as come to them by memcpy: that is the limit. Every byte is compared in a round that is not timed.
     """
+    if kernels and transport is not None:
+        raise UsageError("--kernels measures without engines: leave --transport out")
+    transport = transport or "shm"
     written = Outputs.chosen(outputs)
     console = Console()
     without_gloo = "--no-gloo" if no_gloo else "" if importlib.util.find_spec("torch") else "torch is not installed"
@@ -99,7 +113,7 @@ def moe(
         for count in of_ranks:
             measure = _measure_kernels if kernels else _measure
             results += measure(shape, count, options, console)
-    console.print(report.make_table(results, console.width))
+    console.print(Fitted(report.make_table(results, console.width)))
     settings = {"transport": transport, "runs": runs, "quick": quick, "kernels": kernels}
     written.write(results, settings, busy, console)
     verdicts = {result.verdict for result in results}

@@ -15,6 +15,7 @@ from crossrail.cli.bench.peers.base import Offer
 from crossrail.cli.bench.peers.pair import Settings
 from crossrail.cli.bench.peers.turn import Outcome, Turn, take_turns
 from crossrail.cli.bench.peers.work import shapes
+from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, OutputFile, cpu_pair, size
 
 _BUSY_MAX = 0.1
@@ -56,7 +57,7 @@ def peers(
     """
     console = Console()
     if list_only:
-        console.print(report.listing(offers.OFFERS))
+        console.print(Fitted(report.listing(offers.OFFERS)))
         return
     chosen = offers.choose([name.strip() for name in only.split(",") if name.strip()])
     settings = Settings(cpus or choose_cpus(), pool_bytes, timeout_s)
@@ -78,8 +79,8 @@ def peers(
         take_turns(outcomes, settings, work, runs, partial(_tell, console))
     finally:  # also what was measured before Ctrl-C: a run is long
         for figures in report.all_figures(work):
-            console.print(figures.table(outcomes))
-        console.print(report.about(outcomes))
+            console.print(Fitted(figures.table(outcomes)))
+        console.print(Fitted(report.about(outcomes)))
         if markdown_path is not None:
             report.write_markdown(markdown_path, outcomes, work)
         if json_path is not None:

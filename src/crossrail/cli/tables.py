@@ -1,0 +1,83 @@
+"""Tables that can be read on screens of any width."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+_ENDLESS = 1 << 16  # columns: nothing is wrapped there
+_PIPE_COLUMNS = 140
+
+
+def wide_console(pipe_columns: int = _PIPE_COLUMNS) -> Console:
+    """Of standard output. A pipe or a file, which have no width, have so many columns unless COLUMNS says otherwise."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = pipe_columns
+    return console
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The table, on a narrow screen with its widest column wrapped between words, the others never.
+
+    Where even that does not fit, each row as lines instead: nothing is cut off.
+    """
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        endless = options.update(width=_ENDLESS)
+        sizes = [
+            [Measurement.get(console, endless, cell) for cell in (column.header, *column.cells)]
+            for column in self.table.columns
+        ]
+        widths = [max(cell.maximum for cell in cells) for cells in sizes]
+        spare = options.max_width - Measurement.get(console, endless, self.table).maximum
+        if spare >= 0:
+            yield self.table
+            return
+        widest = widths.index(max(widths))
+        longest_word = max(cell.minimum for cell in sizes[widest])
+        if self.table.columns[widest].no_wrap or widths[widest] + spare < longest_word:
+            yield from _lines(console, self.table)
+        else:
+            yield _wrapping_only(self.table, widest)
+
+
+def _wrapping_only(table: Table, index: int) -> Table:
+    shown = copy(table)
+    shown.columns = [copy(column) for column in table.columns]
+    for number, column in enumerate(shown.columns):
+        column.no_wrap = number != index
+    return shown
+
+
+def _lines(console: Console, table: Table) -> Iterator[RenderableType]:
+    """A row's first cell, and below it the others with what stands above them; cells without text are left out."""
+    if table.title:
+        yield _text(console, table.title)
+    titles = [" ".join(_text(console, column.header).plain.split()) for column in table.columns]
+    for row, cells in zip(table.rows, zip(*(column.cells for column in table.columns), strict=True), strict=True):
+        first, *others = (
+            Text.assemble((title, "dim"), " " if title else "", text)
+            for title, cell in zip(titles, cells, strict=True)
+            if (text := _text(console, cell)).plain
+        )
+        yield first
+        yield Padding(Text("  ", style=row.style or "").join(others), (0, 0, 0, 2), expand=False)
+    if table.caption:
+        yield _text(console, table.caption)
+
+
+def _text(console: Console, cell: RenderableType) -> Text:
+    assert isinstance(cell, (str, Text)), cell
+    return console.render_str(cell) if isinstance(cell, str) else cell.copy()
