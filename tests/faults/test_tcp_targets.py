@@ -39,7 +39,7 @@ LIES = {
     "refuses what was never sent": wire.frame(Frame.REFUSED, struct.pack("<QII", 1 << 40, 0, 4)),
     "refuses with no status": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 999)),
     "says that we are closed": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 9)),
-    "an answer nobody asked for": wire.frame(Frame.RESOLVED, struct.pack("<QII", 5, 700, 1)),
+    "an answer nobody asked for": wire.frame(Frame.RESOLVED, struct.pack("<QQII", 5, 0, 700, 1)),
     "takes too many messages": wire.frame(Frame.TAKEN, struct.pack("<QQ", 1, 1 << 60)),
     "a frame of initiators": wire.frame(Frame.WRITE, bytes(24), count=1),
 }

@@ -17,7 +17,7 @@ from tests.support.limits import WAIT_S
 from tests.support.sealing import resealed
 
 MAGIC = 0x54525258
-VERSION = 3
+VERSION = 4
 FRAME_MARK = 0xC7
 INCARNATION_AT = 10
 HAS_IMM = 1 << 31

@@ -150,6 +150,7 @@ void Connection::close(bool abort) {
   }
   if (socket_.fd) context_->poller->remove(socket_.fd.get());
   socket_.fd.reset();
+  if (current_ != nullptr && place_.bytes_left > 0) std::exchange(current_, nullptr)->on_cut(place_.bytes_left);
   place_.clear();
   head_.clear();
   if (batch_) context_->give_batch(std::move(batch_));

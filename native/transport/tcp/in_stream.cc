@@ -46,7 +46,10 @@ std::string why_refused(Status status, const RegionUse& region, uint64_t region_
 }  // namespace
 
 InStream::InStream(TcpTransport* transport, InChannel* channel, std::shared_ptr<Connection> connection)
-    : Stream(Role::kAcceptor, std::move(connection)), transport_(transport), channel_(channel) {}
+    : Stream(Role::kAcceptor, std::move(connection)),
+      transport_(transport),
+      channel_(channel),
+      epoch_(channel->epoch_min) {}
 
 Status InStream::check_range(const RegionUse& region, uint64_t region_id, Access needed, uint64_t offset,
                              uint64_t length) {
@@ -200,6 +203,9 @@ bool InStream::finish_write() {
     if (i == 0) good = good && !operation_refused_;
     if (operations_ == 0) {
       operation_refused_ = !good;
+      begun_bytes_ = good ? begun_bytes_ + length : 0;
+      channel_->begun_bytes = begun_bytes_;
+      channel_->begun_epoch = epoch_;
       break;
     }
     if (i == 0) operation_refused_ = false;
@@ -215,6 +221,7 @@ bool InStream::finish_write() {
   region_.reset();
   channel_->placed += operations_;
   if (operations_ > 0) {
+    if (std::exchange(begun_bytes_, 0) > 0) channel_->begun_bytes = 0;
     const bool at_once = (entries_[0].length & ~kHasImm) >= kAckAtOnceBytes ||
                          channel_->placed - channel_->ack_sent >= kAckAtOnceOperations;
     transport_->ack_later(*channel_->link, at_once);
@@ -359,7 +366,8 @@ bool InStream::on_resolve(const ResolveMeta& resolve) {
     append_frame(channel_->control, FrameType::kRefused,
                  RefusedMeta{refusal.operation, asked.index, static_cast<uint32_t>(refusal.status)}, refusal.text);
   }
-  append_frame(channel_->control, FrameType::kResolved, ResolvedMeta{asked.placed, asked.index, resolve.epoch});
+  append_frame(channel_->control, FrameType::kResolved,
+               ResolvedMeta{asked.placed, asked.begun_bytes, asked.index, asked.begun_epoch});
   transport_->tell_outcomes_again(link);
   transport_->ack_later(link, true);
   return true;

@@ -17,6 +17,8 @@ constexpr uint64_t kReadBytesAhead = uint64_t{2} << 20;
 constexpr uint64_t kCopyBytesMax = 512;
 // Bytes handed to the kernel at once.
 constexpr uint64_t kBatchBytes = uint64_t{1} << 20;
+// Where frames are short, their tables are so too.
+constexpr uint64_t kBytesPerEntryMin = 64;
 
 uint64_t region_of(const WorkRequest& request) {
   return request.remote == nullptr ? 0 : static_cast<const TcpKey*>(request.remote)->region_id;
@@ -128,6 +130,8 @@ bool put_message(OutChannel& channel, TxBatch& batch) {
 
 }  // namespace
 
+bool OutChannel::has_unplaced() const { return !sent.empty() || current || reads_open > 0; }
+
 bool OutChannel::has_doubts() const {
   // What became of any message may have been on its way over this connection.
   return !sent.empty() || current || !link->messages.empty() ||
@@ -179,11 +183,11 @@ size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, siz
   bool copying = true;  // what is copied in a row needs one view
   size_t copied = sizeof(FrameHeader) + sizeof(WriteMeta);
   uint64_t bytes = 0;
-  const size_t limit = std::min<size_t>({queue.size(), kEntriesMax, room});
+  const size_t limit = std::min<size_t>({queue.size(), kEntriesMax, room, frame_bytes / kBytesPerEntryMin});
   while (count < limit) {
     const WorkRequest& request = queue[count];
     if (request.op != WorkOp::kWrite || request.remote != first.remote || gpu_of(request) != gpu) break;
-    if (count > 0 && bytes + request.length_bytes > kFrameBytesMax) break;
+    if (count > 0 && (bytes + request.length_bytes > frame_bytes || resumed_at(request) > 0)) break;
     const bool copies = gpu < 0 && request.length_bytes <= kCopyBytesMax;
     const size_t more = sizeof(WriteEntry) + (copies ? request.length_bytes : 0);
     if (!batch.has_room(copied + more, views + 1)) break;
@@ -228,7 +232,7 @@ size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, siz
 }
 
 void OutChannel::put_part(TxBatch& batch) {
-  const uint64_t length = std::min(current->length_bytes - current_offset, kFrameBytesMax);
+  const uint64_t length = std::min(current->length_bytes - current_offset, frame_bytes);
   const bool ends = current_offset + length == current->length_bytes;
   const std::byte* data = current->local + current_offset;
   if (const int gpu = gpu_of(*current); gpu >= 0) {
@@ -282,10 +286,10 @@ bool OutChannel::put_next(TxBatch& batch) {
     return true;
   }
   if (request.op == WorkOp::kWrite) {
-    if (request.length_bytes > kFrameBytesMax) {
+    if (request.length_bytes > frame_bytes || resumed_at(request) > 0) {
       pace.take(request.length_bytes, transport->now());
       current = queue->pop_front();
-      current_offset = 0;
+      current_offset = resumed_at(*current);
       --link->queued;
       return true;
     }
@@ -302,7 +306,8 @@ bool OutChannel::put_next(TxBatch& batch) {
   if (far_ahead && link->pairs.size() > 1) return false;
   const uint64_t id = link->next_read_id++;
   batch.put(header_of(FrameType::kRead, 0, 1, sizeof(ReadMeta), 0));
-  batch.put(ReadMeta{region_of(request), request.remote_offset, request.length_bytes, id});
+  const uint64_t resumed = resumed_at(request);
+  batch.put(ReadMeta{region_of(request), request.remote_offset + resumed, request.length_bytes - resumed, id});
   link->reads[id] = {.request = request, .channel = index};
   ++reads_open;
   reads_bytes += request.length_bytes;

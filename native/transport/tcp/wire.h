@@ -101,8 +101,9 @@ struct RefusedMeta {
 inline constexpr uint32_t kMessageRefused = ~0u;
 struct ResolvedMeta {
   uint64_t placed;
+  uint64_t begun_bytes;  // that are in place of the operation after those, by whole frames
   uint32_t channel;
-  uint32_t epoch;
+  uint32_t epoch;  // of the connection that brought them
 };
 
 // As in Hello: who it is was settled when the connection was made.
