@@ -74,7 +74,7 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
   operations_ = header.operations;
   if (channel_->control.size() > kControlBytesMax) return reject("it does not read what we answer");
   const auto malformed = [&] { return reject("a malformed frame of type " + std::to_string(header.type)); };
-  const bool has_payload = type_ == FrameType::kWrite || type_ == FrameType::kMessage || type_ == FrameType::kService;
+  const bool has_payload = type_ == FrameType::kWrite || type_ == FrameType::kMessage;
   if (!has_payload && header.payload_bytes != 0) return malformed();
   switch (type_) {
     case FrameType::kWrite:
@@ -84,9 +84,9 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
     case FrameType::kMessage:
       return on_message(header, meta, place);
     case FrameType::kService:
-      if (!meta.empty() || operations_ != 1 || header.payload_bytes > kServiceBytesMax) return malformed();
-      message_.resize(header.payload_bytes);
-      if (!message_.empty()) place.add(reinterpret_cast<std::byte*>(message_.data()), message_.size());
+      if (operations_ != 1 || meta.size() > kServiceBytesMax) return malformed();
+      message_.resize(meta.size());
+      std::ranges::transform(meta, message_.begin(), [](std::byte byte) { return static_cast<uint8_t>(byte); });
       return true;
     case FrameType::kResolve:
       if (meta.size() != sizeof(ResolveMeta)) return malformed();
@@ -285,8 +285,7 @@ void InStream::fill_reads(TxBatch& batch) {
     if (!closed && length > 0) data = readable(*job.region.operator->(), job.offset + job.done, length, batch);
     const bool failed = !closed && length > 0 && data == nullptr;
     if (data != nullptr) {
-      batch.put(header_of(FrameType::kReadData, 0, 0, sizeof(ReadDataMeta), length));
-      batch.put(ReadDataMeta{job.read_id, job.done});
+      put_head(batch, FrameType::kReadData, 0, 0, ReadDataMeta{job.read_id, job.done}, length);
       batch.view(data, length);
       if (job.done == 0 || views_.empty()) views_.push_back(job.region.share());
       job.done += length;
@@ -410,8 +409,7 @@ void InStream::fill(TxBatch& batch) {
   if (!control.empty()) return;
   fill_outcomes(batch);
   if (channel_->placed > channel_->ack_sent && batch.has_room(sizeof(FrameHeader) + sizeof(AckMeta))) {
-    batch.put(header_of(FrameType::kAck, 0, 0, sizeof(AckMeta), 0));
-    batch.put(AckMeta{link.id, channel_->placed, channel_->index, 0});
+    put_head(batch, FrameType::kAck, 0, 0, AckMeta{link.id, channel_->placed, channel_->index, 0}, 0);
     channel_->ack_sent = channel_->placed;
   }
   fill_reads(batch);
