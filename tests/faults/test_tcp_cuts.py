@@ -111,6 +111,49 @@ def test_large_transfers_of_every_kind_survive_cuts(wire: Wire, seed: Seed) -> N
     assert_same_bytes(back.array(), pattern(1, NBYTES))
 
 
+def cut_after(wire: Wire, nbytes: int) -> None:
+    """Every connection lives for so many bytes, the handshake and both directions included."""
+    for proxy in wire.proxies:
+        proxy.next_budget = lambda: nbytes
+
+
+@pytest.mark.parametrize("budget_bytes", [30_000, 400_000])
+def test_operations_longer_than_every_connection_get_through(wire: Wire, budget_bytes: int) -> None:
+    nbytes = 20 * budget_bytes
+    wire.connect()
+    cut_after(wire, budget_bytes)
+    for proxy in wire.proxies:
+        proxy.cut()
+    src, dst = wire.here.register(pattern(1, nbytes)), wire.there.register(np.zeros(nbytes, np.uint8))
+    back = wire.here.register(np.zeros(nbytes, np.uint8))
+    pages = np.arange(nbytes // 1000)[::-1].copy()
+
+    wire.here.submit_write(src, dst.descriptor, imm=1).wait(WAIT_S)
+    assert_same_bytes(dst.array(), pattern(1, nbytes))
+    wire.here.submit_read(back, dst.descriptor).wait(WAIT_S)
+    assert_same_bytes(back.array(), pattern(1, nbytes))
+    dst.array()[:] = 0
+    wire.here.submit_paged_writes(src, pages, dst.descriptor, pages, 1000, imm=2).wait(WAIT_S)
+
+    expect_count(wire.there, 1, 1)
+    expect_count(wire.there, 2, len(pages))
+    assert_same_bytes(dst.array(), pattern(1, nbytes))
+
+
+def test_peer_to_which_nothing_gets_through_is_lost_by_deadline(open_engine: EngineFactory) -> None:
+    common = {"transport": "tcp", "rails": ["127.0.0.1"], "peer_timeout_s": 2.0}
+    here, there = open_engine("here", **common), open_engine("there", **common)
+    with proxied(there.address) as way:
+        here.connect(way.address, WAIT_S)
+        src, dst = here.alloc(1 << 20), there.alloc(1 << 20)
+        here.submit_write(src, dst.descriptor).wait(WAIT_S)
+        way.proxies[0].next_budget = lambda: 2000  # more than a handshake, less than any frame with data
+        way.proxies[0].cut()
+
+        with pytest.raises(xr.PeerLost, match="connections to it broke before anything got through"):
+            here.submit_write(src, dst.descriptor).wait(WAIT_S)
+
+
 @pytest.mark.parametrize("buffers", [4, 300])
 def test_messages_arrive_exactly_once_whatever_is_cut(wire: Wire, seed: Seed, buffers: int) -> None:
     rng = seed.rng()
@@ -293,21 +336,22 @@ def test_corrupt_heads_break_the_connection_and_nothing_else(open_engine: Engine
     here, there = open_engine("here", **common), open_engine("there", **common)
     events: list[xr.EngineEvent] = []
     there.on_event(events.append)
-    count = 300
+    # Each byte of the frame that comes next: of a write header, region and entry; of an acknowledgement all.
+    head_bytes, every = 40, 5
+    count = head_bytes * every
     with proxied(there.address) as way:
         here.connect(way.address, WAIT_S)
         src, dst = here.alloc(64), there.alloc(64)
         for i in range(count):
-            if i % 30 == 0:
+            if i % every == 0:
                 (ahead, back), *_ = way.proxies[0].passed_bytes()
-                # The mark of the frame that comes next.
-                way.proxies[0]._corruptions.append((forward, (ahead if forward else back) + 1))
+                way.proxies[0].corrupt(forward=forward, after_bytes=(ahead if forward else back) + i // every)
             here.submit_write(src, dst.descriptor, 0, imm=1).wait(WAIT_S)
-            if i % 30 == 0:
+            if i % every == 0:
                 eventually(lambda: way.proxies[0].passed_bytes(), "connected again")
 
     expect_count(there, 1, count)
-    assert way.proxies[0].connections_made > 3
+    assert way.proxies[0].connections_made >= head_bytes
     if forward:
         assert any(event.kind == "protocol-error" for event in events)
 

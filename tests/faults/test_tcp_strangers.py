@@ -300,6 +300,10 @@ def test_read_out_of_bounds_or_of_no_region_is_refused(target: xr.Engine, raw: s
     still_serves(target)
 
 
+def flipped(frame: bytes, at: int) -> bytes:
+    return frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :]
+
+
 MALFORMED = {
     "unknown type": wire.frame(77),
     "no type": wire.frame(0),
@@ -309,19 +313,22 @@ MALFORMED = {
     "frame of acceptors": wire.frame(Frame.TAKEN, bytes(16)),
     "write without table": wire.frame(Frame.WRITE, bytes(8), operations=1),
     "write of no entries": wire.frame(Frame.WRITE, b"", count=0),
-    "write of too many entries": wire.FRAME_HEAD.pack(Frame.WRITE, wire.FRAME_MARK, 1009, 1009, 8 + 16 * 1009, 0)
-    + bytes(8 + 16 * 1009),
-    "write whose payload is longer": wire.FRAME_HEAD.pack(Frame.WRITE, wire.FRAME_MARK, 1, 1, 24, 100)
-    + struct.pack("<QQII", 1, 0, 8, 0)
+    "write of too many entries": wire.head(Frame.WRITE, bytes(8 + 16 * 1009), 0, count=1009, operations=1009),
+    "write whose payload is longer": wire.head(
+        Frame.WRITE, struct.pack("<QQII", 1, 0, 8, 0), 100, count=1, operations=1
+    )
     + bytes(100),
     "write that ends what did not begin": wire.write_frame(1, [(0, b"x", None)], operations=2),
-    "message too long": wire.FRAME_HEAD.pack(Frame.MESSAGE, wire.FRAME_MARK, 0, 1, 8, (256 << 10) + 1) + bytes(8),
+    "message too long": wire.head(Frame.MESSAGE, bytes(8), (256 << 10) + 1, operations=1),
     "message without end": wire.frame(Frame.MESSAGE, bytes(8), b"x"),
     "read without end": wire.frame(Frame.READ, bytes(32)),
     "question about no channel": wire.resolve_frame(0, 9, 1),
     "question about itself": wire.resolve_frame(0, 0, 5),
     "question that knows the future": wire.resolve_frame(5, 0, 0),
-    "metadata beyond the maximum": wire.FRAME_HEAD.pack(Frame.PING, wire.FRAME_MARK, 0, 0, 65535, 0) + bytes(65535),
+    "metadata beyond the maximum": wire.head(Frame.PING, bytes(65535), 0),
+    "a bit that flipped in the header": flipped(wire.ping_frame(), 4),
+    "a bit that flipped in the metadata": flipped(wire.ping_frame(), 20),
+    "a bit that flipped in a table": flipped(wire.write_frame(1, [(0, b"x", 5)] * 1000), 9000),
 }
 
 

@@ -39,7 +39,7 @@ LIES = {
     "refuses what was never sent": wire.frame(Frame.REFUSED, struct.pack("<QII", 1 << 40, 0, 4)),
     "refuses with no status": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 999)),
     "says that we are closed": wire.frame(Frame.REFUSED, struct.pack("<QII", 1, 0, 9)),
-    "an answer nobody asked for": wire.frame(Frame.RESOLVED, struct.pack("<QII", 5, 700, 1)),
+    "an answer nobody asked for": wire.frame(Frame.RESOLVED, struct.pack("<QQII", 5, 0, 700, 1)),
     "takes too many messages": wire.frame(Frame.TAKEN, struct.pack("<QQ", 1, 1 << 60)),
     "a frame of initiators": wire.frame(Frame.WRITE, bytes(24), count=1),
 }
@@ -58,6 +58,7 @@ def test_target_that_lies_harms_only_itself(open_engine: EngineFactory, target: 
             told = bytearray(LIES[lie])
             if lie.startswith("acknowledges"):
                 struct.pack_into("<Q", told, wire.FRAME_HEAD.size, link_id)
+                told[:] = wire.with_sum(bytes(told))
             connection.sendall(told)
             while wire.receive_frame(connection)[0] != 0:  # until it hangs up
                 pass
@@ -417,6 +418,6 @@ def took_in(connection: socket.socket, count: int) -> None:
     """So many writes, and what else comes."""
     while count > 0:
         head = wire.receive_exactly(connection, wire.FRAME_HEAD.size)
-        kind, _, _, operations, meta_bytes, payload_bytes = wire.FRAME_HEAD.unpack(head)
+        kind, _, _, operations, meta_bytes, payload_bytes, _ = wire.FRAME_HEAD.unpack(head)
         wire.receive_exactly(connection, meta_bytes + payload_bytes)
         count -= operations if kind == Frame.WRITE else 0

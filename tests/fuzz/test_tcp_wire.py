@@ -198,7 +198,7 @@ def answers(link_id: int, rng: np.random.Generator) -> bytes:
         wire.frame(wire.Frame.ACK, struct.pack("<QQII", link_id, number(), channel, 0)),
         wire.frame(wire.Frame.TAKEN, struct.pack("<QQ", number(), number())),
         wire.frame(wire.Frame.REFUSED, struct.pack("<QII", number(), channel, status) + b"no"),
-        wire.frame(wire.Frame.RESOLVED, struct.pack("<QII", number(), channel, 1)),
+        wire.frame(wire.Frame.RESOLVED, struct.pack("<QQII", number(), number(), channel, 1)),
         wire.frame(wire.Frame.READ_DATA, struct.pack("<QQ", read_id, number()), rng.bytes(int(rng.integers(0, 300)))),
         wire.frame(wire.Frame.READ_END, struct.pack("<QQ", read_id, status)),
         wire.frame(wire.Frame.PONG, bytes(8)),

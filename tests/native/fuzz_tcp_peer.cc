@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "fuzz_tcp_victim.h"
+#include "transport/tcp/frames.h"
 #include "transport/tcp/handshake.h"
 
 namespace crossrail::fuzz {
@@ -80,7 +81,6 @@ class Stranger {
 Bytes frame(Choices& choices) {
   FrameHeader header{};
   header.type = choices.byte();
-  header.mark = kFrameMark;
   const uint8_t how = choices.byte();
   const Input given = choices.chunk();
   Bytes meta(given.begin(), given.end());
@@ -106,7 +106,10 @@ Bytes frame(Choices& choices) {
     payload = (how & 8) == 0 ? 0 : choices.byte() * uint64_t{17};
   }
   header.meta_bytes = static_cast<uint16_t>(meta.size());
-  header.payload_bytes = payload;
+  header.payload_bytes = static_cast<uint32_t>(payload);
+  // Damaged ones go no further than this sum, so most have it right.
+  header.mark = mark_of(header);
+  if ((how & 0xf0) != 0xf0) header.sum = head_sum(header, std::as_bytes(std::span(meta)));
   Bytes bytes(sizeof header);
   std::memcpy(bytes.data(), &header, sizeof header);
   bytes.insert(bytes.end(), meta.begin(), meta.end());

@@ -203,10 +203,10 @@ bool shake_hands(Relay& relay, uint64_t link_id, Choices& choices, bool meddles)
 // The write of one byte to its own place.
 Bytes write_of(size_t index) {
   const WriteEntry entry{.offset = index, .length = 1, .wire_imm = 0};
-  const FrameHeader header = header_of(FrameType::kWrite, 1, 1, sizeof(WriteMeta) + sizeof entry, 1);
+  const WriteMeta meta{kRegionId};
+  const FrameHeader header = header_of(FrameType::kWrite, 1, 1, object_bytes(meta), object_bytes(entry), 1);
   std::vector<std::byte> bytes;
   append_bytes(bytes, &header, sizeof header);
-  const WriteMeta meta{kRegionId};
   append_bytes(bytes, &meta, sizeof meta);
   append_bytes(bytes, &entry, sizeof entry);
   bytes.push_back(kWritten);

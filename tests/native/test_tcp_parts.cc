@@ -405,7 +405,10 @@ TEST_CASE("tcp: frames go into a batch whole, or wait for the next one") {
       const auto* const data = static_cast<const std::byte*>(view.iov_base);
       sent.insert(sent.end(), data + (view.iov_len - taken), data + view.iov_len);
     }
-    if (!frames.empty()) CHECK(read_meta<FrameHeader>(frames).mark == kFrameMark);
+    if (!frames.empty()) {
+      const auto header = read_meta<FrameHeader>(frames);
+      CHECK(header.mark == mark_of(header));
+    }
   }
   CHECK(sent == expected);
 }

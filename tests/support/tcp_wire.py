@@ -4,8 +4,10 @@ Formats: native/transport/tcp/handshake.h and wire.h, native/transport/descripto
 """
 
 import contextlib
+import functools
 import hashlib
 import hmac
+import operator
 import os
 import socket
 import struct
@@ -17,11 +19,11 @@ from tests.support.limits import WAIT_S
 from tests.support.sealing import resealed
 
 MAGIC = 0x54525258
-VERSION = 3
+VERSION = 4
 FRAME_MARK = 0xC7
 INCARNATION_AT = 10
 HAS_IMM = 1 << 31
-FRAME_HEAD = struct.Struct("<BBHHHQ")
+FRAME_HEAD = struct.Struct("<BBHHHII")
 
 
 class Kind(IntEnum):
@@ -172,7 +174,26 @@ def refusal_text(body: bytes) -> str:
 def frame(
     kind: int, meta: bytes = b"", payload: bytes = b"", *, count: int = 0, operations: int = 0, mark: int = FRAME_MARK
 ) -> bytes:
-    return FRAME_HEAD.pack(kind, mark, count, operations, len(meta), len(payload)) + meta + payload
+    return head(kind, meta, len(payload), count=count, operations=operations, mark=mark) + payload
+
+
+def head(
+    kind: int, meta: bytes, payload_bytes: int, *, count: int = 0, operations: int = 0, mark: int = FRAME_MARK
+) -> bytes:
+    """The beginning of a frame, its metadata included."""
+    header = FRAME_HEAD.pack(kind, mark, count, operations, len(meta), payload_bytes, 0)
+    mark = functools.reduce(operator.xor, header)
+    return with_sum(FRAME_HEAD.pack(kind, mark, count, operations, len(meta), payload_bytes, 0) + meta)
+
+
+def with_sum(head: bytes) -> bytes:
+    """The same with the checksum it needs to pass: HeadSum in native/transport/tcp/frames.h."""
+    zeroed = head[: FRAME_HEAD.size - 4] + bytes(4) + head[FRAME_HEAD.size :]
+    state, mask = 0xD6E8FEB86659FD93, (1 << 64) - 1
+    for (word,) in struct.iter_unpack("<Q", zeroed + bytes(-len(zeroed) % 8)):
+        state = (state ^ word) * 0x9E3779B97F4A7C15 & mask
+        state ^= state >> 32
+    return zeroed[: FRAME_HEAD.size - 4] + struct.pack("<I", state & 0xFFFFFFFF) + zeroed[FRAME_HEAD.size :]
 
 
 def write_frame(
@@ -202,7 +223,7 @@ def message_frame(message_id: int, payload: bytes) -> bytes:
 
 def service_frame(payload: bytes) -> bytes:
     """What one engine tells the other: native/engine/service_wire.h."""
-    return frame(Frame.SERVICE, b"", payload, operations=1)
+    return frame(Frame.SERVICE, payload, operations=1)
 
 
 SERVICE_PING = bytes([2, 1])  # version, kind
@@ -221,9 +242,11 @@ def receive_frame(connection: socket.socket) -> tuple[int, bytes, bytes]:
     head = receive_exactly(connection, FRAME_HEAD.size)
     if len(head) < FRAME_HEAD.size:
         return 0, b"", b""
-    kind, mark, _, _, meta_bytes, payload_bytes = FRAME_HEAD.unpack(head)
-    assert mark == FRAME_MARK
-    return kind, receive_exactly(connection, meta_bytes), receive_exactly(connection, payload_bytes)
+    kind, _, _, _, meta_bytes, payload_bytes, _ = FRAME_HEAD.unpack(head)
+    assert functools.reduce(operator.xor, head[: FRAME_HEAD.size - 4]) == FRAME_MARK
+    meta = receive_exactly(connection, meta_bytes)
+    assert len(meta) < meta_bytes or with_sum(head + meta) == head + meta
+    return kind, meta, receive_exactly(connection, payload_bytes)
 
 
 # --- peers ---

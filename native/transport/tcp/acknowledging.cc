@@ -77,8 +77,7 @@ void TcpTransport::put_rider_acks(OutLink& link, const Connection& by, TxBatch& 
       continue;
     }
     if (!batch.has_room(sizeof(FrameHeader) + sizeof(AckMeta))) return;
-    batch.put(header_of(FrameType::kAck, 0, 0, sizeof(AckMeta), 0));
-    batch.put(AckMeta{twin->id, channel.placed, channel.index, 0});
+    put_head(batch, FrameType::kAck, 0, 0, AckMeta{twin->id, channel.placed, channel.index, 0}, 0);
     channel.ack_sent = channel.placed;
   }
   put_taken(*twin, batch);

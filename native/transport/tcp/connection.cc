@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "transport/tcp/frames.h"
 #include "util/clock.h"
 #include "util/errors.h"
 
@@ -150,6 +151,7 @@ void Connection::close(bool abort) {
   }
   if (socket_.fd) context_->poller->remove(socket_.fd.get());
   socket_.fd.reset();
+  if (current_ != nullptr && place_.bytes_left > 0) std::exchange(current_, nullptr)->on_cut(place_.bytes_left);
   place_.clear();
   head_.clear();
   if (batch_) context_->give_batch(std::move(batch_));
@@ -364,7 +366,7 @@ bool Connection::parse(size_t size) {
   while (size >= sizeof(FrameHeader)) {
     FrameHeader header;
     std::memcpy(&header, at, sizeof header);
-    if (header.mark != kFrameMark || header.type == 0 || header.type > kFrameTypeMax ||
+    if (header.mark != mark_of(header) || header.type == 0 || header.type > kFrameTypeMax ||
         header.meta_bytes > kMetaBytesMax) {
       reject_peer("an invalid frame (type " + std::to_string(header.type) + ", mark " + std::to_string(header.mark) +
                   ", " + std::to_string(header.meta_bytes) + " bytes of metadata)");
@@ -375,7 +377,12 @@ bool Connection::parse(size_t size) {
       head_wanted_ = head_bytes;
       break;
     }
-    if (!on_head(header, {at + sizeof header, header.meta_bytes})) {
+    const std::span meta(at + sizeof header, header.meta_bytes);
+    if (head_sum(header, meta) != header.sum) {
+      reject_peer("a damaged frame (type " + std::to_string(header.type) + "): its checksum does not fit");
+      return false;
+    }
+    if (!on_head(header, meta)) {
       reject_peer(reject_reason_);
       return false;
     }

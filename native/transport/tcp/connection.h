@@ -96,6 +96,8 @@ class Stream {
   // The connection has sent its share and there may be more: sees to it that pump() is called again soon.
   virtual void on_turn_over() = 0;
   virtual void on_broken() = 0;
+  // The connection ends within a frame of this stream: of its payload all but so many bytes are in place.
+  virtual void on_cut(uint64_t /*missing_bytes*/) {}
   // The kernel cannot read memory that fill() gave. The connection breaks next.
   virtual void on_fault() {}
   // Set-up of an orderly end: the last words of the peer.

@@ -46,7 +46,10 @@ std::string why_refused(Status status, const RegionUse& region, uint64_t region_
 }  // namespace
 
 InStream::InStream(TcpTransport* transport, InChannel* channel, std::shared_ptr<Connection> connection)
-    : Stream(Role::kAcceptor, std::move(connection)), transport_(transport), channel_(channel) {}
+    : Stream(Role::kAcceptor, std::move(connection)),
+      transport_(transport),
+      channel_(channel),
+      epoch_(channel->epoch_min) {}
 
 Status InStream::check_range(const RegionUse& region, uint64_t region_id, Access needed, uint64_t offset,
                              uint64_t length) {
@@ -71,7 +74,7 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
   operations_ = header.operations;
   if (channel_->control.size() > kControlBytesMax) return reject("it does not read what we answer");
   const auto malformed = [&] { return reject("a malformed frame of type " + std::to_string(header.type)); };
-  const bool has_payload = type_ == FrameType::kWrite || type_ == FrameType::kMessage || type_ == FrameType::kService;
+  const bool has_payload = type_ == FrameType::kWrite || type_ == FrameType::kMessage;
   if (!has_payload && header.payload_bytes != 0) return malformed();
   switch (type_) {
     case FrameType::kWrite:
@@ -81,9 +84,9 @@ bool InStream::on_head(const FrameHeader& header, std::span<const std::byte> met
     case FrameType::kMessage:
       return on_message(header, meta, place);
     case FrameType::kService:
-      if (!meta.empty() || operations_ != 1 || header.payload_bytes > kServiceBytesMax) return malformed();
-      message_.resize(header.payload_bytes);
-      if (!message_.empty()) place.add(reinterpret_cast<std::byte*>(message_.data()), message_.size());
+      if (operations_ != 1 || meta.size() > kServiceBytesMax) return malformed();
+      message_.resize(meta.size());
+      std::ranges::transform(meta, message_.begin(), [](std::byte byte) { return static_cast<uint8_t>(byte); });
       return true;
     case FrameType::kResolve:
       if (meta.size() != sizeof(ResolveMeta)) return malformed();
@@ -200,6 +203,9 @@ bool InStream::finish_write() {
     if (i == 0) good = good && !operation_refused_;
     if (operations_ == 0) {
       operation_refused_ = !good;
+      begun_bytes_ = good ? begun_bytes_ + length : 0;
+      channel_->begun_bytes = begun_bytes_;
+      channel_->begun_epoch = epoch_;
       break;
     }
     if (i == 0) operation_refused_ = false;
@@ -215,6 +221,7 @@ bool InStream::finish_write() {
   region_.reset();
   channel_->placed += operations_;
   if (operations_ > 0) {
+    if (std::exchange(begun_bytes_, 0) > 0) channel_->begun_bytes = 0;
     const bool at_once = (entries_[0].length & ~kHasImm) >= kAckAtOnceBytes ||
                          channel_->placed - channel_->ack_sent >= kAckAtOnceOperations;
     transport_->ack_later(*channel_->link, at_once);
@@ -278,8 +285,7 @@ void InStream::fill_reads(TxBatch& batch) {
     if (!closed && length > 0) data = readable(*job.region.operator->(), job.offset + job.done, length, batch);
     const bool failed = !closed && length > 0 && data == nullptr;
     if (data != nullptr) {
-      batch.put(header_of(FrameType::kReadData, 0, 0, sizeof(ReadDataMeta), length));
-      batch.put(ReadDataMeta{job.read_id, job.done});
+      put_head(batch, FrameType::kReadData, 0, 0, ReadDataMeta{job.read_id, job.done}, length);
       batch.view(data, length);
       if (job.done == 0 || views_.empty()) views_.push_back(job.region.share());
       job.done += length;
@@ -359,7 +365,8 @@ bool InStream::on_resolve(const ResolveMeta& resolve) {
     append_frame(channel_->control, FrameType::kRefused,
                  RefusedMeta{refusal.operation, asked.index, static_cast<uint32_t>(refusal.status)}, refusal.text);
   }
-  append_frame(channel_->control, FrameType::kResolved, ResolvedMeta{asked.placed, asked.index, resolve.epoch});
+  append_frame(channel_->control, FrameType::kResolved,
+               ResolvedMeta{asked.placed, asked.begun_bytes, asked.index, asked.begun_epoch});
   transport_->tell_outcomes_again(link);
   transport_->ack_later(link, true);
   return true;
@@ -402,8 +409,7 @@ void InStream::fill(TxBatch& batch) {
   if (!control.empty()) return;
   fill_outcomes(batch);
   if (channel_->placed > channel_->ack_sent && batch.has_room(sizeof(FrameHeader) + sizeof(AckMeta))) {
-    batch.put(header_of(FrameType::kAck, 0, 0, sizeof(AckMeta), 0));
-    batch.put(AckMeta{link.id, channel_->placed, channel_->index, 0});
+    put_head(batch, FrameType::kAck, 0, 0, AckMeta{link.id, channel_->placed, channel_->index, 0}, 0);
     channel_->ack_sent = channel_->placed;
   }
   fill_reads(batch);

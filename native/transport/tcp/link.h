@@ -47,6 +47,7 @@ class OutStream final : public Stream {
   bool on_frame() override;
   void fill(TxBatch& batch) override;
   void on_turn_over() override;
+  void on_cut(uint64_t missing_bytes) override;
   void on_broken() override;
   void on_fault() override;
 
@@ -55,6 +56,7 @@ class OutStream final : public Stream {
 
   TcpTransport* const transport_;
   OutChannel* const channel_;
+  const uint32_t epoch_;
   uint64_t read_id_ = 0;  // of the data that is arriving
   uint64_t read_bytes_ = 0;
 };
@@ -104,6 +106,8 @@ struct OutChannel final : Connector::Owner {
   bool was_good(int64_t now) const;
   // Whether what was sent over a connection that broke may be lost, or the answer to it.
   bool has_doubts() const;
+  // Whether anything waits for its bytes to get through: not only for a peer that has them to take them.
+  bool has_unplaced() const;
   // Whether to take the first of this many requests now. Not a long one that others would have done sooner.
   bool should_take(const WorkRequest& next, size_t queued) const;
   // Frames what is next, if it may go now and there is room. False: nothing.
@@ -125,6 +129,8 @@ struct OutChannel final : Connector::Owner {
   std::unique_ptr<Sharer> sharer;
   std::unique_ptr<OutStream> stream;
   bool in_doubt = false;
+  uint32_t doubt_epoch = 0;             // of the connection that brought what is in doubt,
+  bool doubts_all = false;              // and by which nothing at all was placed, as far as we know
   bool has_faulted = false;             // the connection broke by memory of ours: of what is in doubt
   OutChannel* asked_through = nullptr;  // who carries our question; null: not asked yet
   bool wanted = false;                  // is to be connected, and connected again
@@ -148,11 +154,13 @@ struct OutChannel final : Connector::Owner {
   std::map<uint64_t, Refusal> refusals;  // by operation, of those after `acked`
   std::optional<WorkRequest> current;    // a long range, of which current_offset bytes are framed
   uint64_t current_offset = 0;
-  std::vector<std::byte> control;  // frames to send first
+  uint64_t frame_bytes = kFrameBytesMax;  // of one frame of writes; shorter where connections live for less than that
+  std::vector<std::byte> control;         // frames to send first
   int64_t pinged_ns = 0;
   int64_t moved_ns = 0;  // sign of life, or of the kernel getting rid of bytes
   int outq_bytes = 0;    // at the last look
   uint64_t bytes_acked = 0;
+  uint64_t bytes_acked_at_opening = 0;
 };
 
 struct SentMessage {
@@ -209,8 +217,11 @@ struct OutLink final : Link {
   bool is_watched = false;  // in the transport's list of links with something to wait for
   uint32_t newest_epoch;    // of its channels
   int64_t connect_by_ns = 0;
-  int64_t waits_since_ns = 0;   // something is outstanding since; before that, silence was nothing to worry about
-  int64_t down_since_ns = 0;    // no channel open since; 0: one is
+  int64_t waits_since_ns = 0;  // something is outstanding since; before that, silence was nothing to worry about
+  int64_t down_since_ns = 0;   // no channel open since; 0: one is
+  // Connections, one after the other, that broke before anything of what waits had got through.
+  uint32_t vain_connections = 0;
+  int64_t vain_since_ns = 0;
   std::vector<bool> nobody_at;  // by pair: the latest attempt found nobody at that port of the peer
   std::string refusal;          // since a channel was last open: what the peer, or whoever is there, said
   std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: goes down at the end of this poll
@@ -231,11 +242,24 @@ struct OutLink final : Link {
   int64_t busy_since_ns = 0;
 };
 
-// What the transport notes in its copies of work requests: the rail asked for and the lane, in case it goes out again.
+// What the transport notes in its copies of work requests: the rail asked for and the lane, in case it goes out again, and
+// how much of it is over there, or here, already.
+inline constexpr uint32_t kRoutingBits = 6;
+static_assert((kRailsMax + 1) << 1 <= 1u << kRoutingBits);
 inline uint32_t routing_of(uint32_t rail, Lane lane) {
   return (rail + 1) << 1 | static_cast<uint32_t>(lane);  // kAnyRail + 1 is 0
 }
-inline uint32_t rail_of(const WorkRequest& request) { return (request.reserved >> 1) - 1; }
+inline uint32_t rail_of(const WorkRequest& request) {
+  return ((request.reserved & ((1u << kRoutingBits) - 1)) >> 1) - 1;
+}
+// A multiple of kResumeBytes, which fits for ranges of up to 256 GiB; of what is longer not all is kept.
+inline constexpr uint64_t kResumeBytes = 4096;
+inline uint64_t resumed_at(const WorkRequest& request) { return (request.reserved >> kRoutingBits) * kResumeBytes; }
+inline void resume_at(WorkRequest& request, uint64_t offset) {
+  constexpr uint64_t kUnitsMax = (uint64_t{1} << (32 - kRoutingBits)) - 1;
+  const auto units = static_cast<uint32_t>(std::min(offset / kResumeBytes, kUnitsMax));
+  request.reserved = units << kRoutingBits | (request.reserved & ((1u << kRoutingBits) - 1));
+}
 inline Lane lane_of(const WorkRequest& request) { return static_cast<Lane>(request.reserved & 1); }
 
 // The peer has placed the operations of one channel up to this one. False: it cannot have.
@@ -294,6 +318,7 @@ class InStream final : public Stream {
 
   TcpTransport* const transport_;
   InChannel* const channel_;
+  const uint32_t epoch_;
   // The frame that is arriving.
   FrameType type_ = FrameType::kBye;
   uint32_t operations_ = 0;
@@ -305,6 +330,7 @@ class InStream final : public Stream {
   std::vector<uint8_t> message_;
   uint64_t message_id_ = 0;
   bool operation_refused_ = false;  // of an operation in several frames, one was refused
+  uint64_t begun_bytes_ = 0;        // of such a one, that are in place
   std::deque<ReadJob> reads_;
   std::vector<RegionUse> views_;  // regions that the batch on its way has views of
 };
@@ -333,6 +359,9 @@ struct InChannel {
   uint32_t epoch_min = 1;  // connections of earlier epochs are over
   uint64_t placed = 0;
   uint64_t ack_sent = 0;
+  // Of the operation after those, the bytes in place, and which connection brought them. Kept while the initiator may ask.
+  uint64_t begun_bytes = 0;
+  uint32_t begun_epoch = 0;
   std::vector<std::byte> control;  // frames to send first
   struct Refusal {
     uint64_t operation;

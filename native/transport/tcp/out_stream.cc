@@ -8,7 +8,10 @@
 namespace crossrail::tcp {
 
 OutStream::OutStream(TcpTransport* transport, OutChannel* channel, std::shared_ptr<Connection> connection)
-    : Stream(Role::kInitiator, std::move(connection)), transport_(transport), channel_(channel) {}
+    : Stream(Role::kInitiator, std::move(connection)),
+      transport_(transport),
+      channel_(channel),
+      epoch_(channel->epoch) {}
 
 void OutStream::fill(TxBatch& batch) {
   channel_->fill(batch);
@@ -26,6 +29,7 @@ namespace {
 void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
   OutLink& link = *channel.link;
   channel.moved_ns = transport.now();
+  if (channel.acked < placed) link.vain_connections = 0;
   while (channel.acked < placed) {
     const WorkRequest request = channel.sent.pop_front();
     const uint64_t operation = ++channel.acked;
@@ -57,6 +61,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
     transport.sink().on_retired(link, request.context, request.tag, count, bytes, Status::kDone, {});
   }
   channel.refusals.erase(channel.refusals.begin(), channel.refusals.upper_bound(channel.acked));
+  if (channel.bytes_acked - channel.bytes_acked_at_opening >= kFrameBytesMax) channel.frame_bytes = kFrameBytesMax;
   if (channel.sent.empty() && channel.sent.capacity() > 64) channel.sent.release();
 }
 
@@ -88,20 +93,62 @@ bool is_sent(const OutLink& link, const SentMessage& message) {
   return message.over || channel.in_doubt || message.operation <= channel.acked || channel.is_sent(message.operation);
 }
 
-// The peer says how much of a broken channel's it has placed. The rest goes out anew, over whatever is usable.
-void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
-  OutLink& link = *channel.link;
-  on_acked(transport, channel, placed);
-  std::vector<WorkRequest> again;
-  // Reads whose data was to come over the broken connection.
-  for (auto read = link.reads.begin(); read != link.reads.end();) {
-    if (read->second.channel == channel.index) {
-      again.push_back(read->second.request);
-      read = link.reads.erase(read);
-    } else {
+// Of the first write that was not placed as a whole, so many bytes of what went out are in place. False: it cannot be.
+bool resume_write(OutChannel& channel, uint64_t begun_bytes) {
+  WorkRequest* const begun = !channel.sent.empty() ? &channel.sent.front()
+                             : channel.current     ? &*channel.current
+                                                   : nullptr;
+  if (begun == nullptr || begun->op != WorkOp::kWrite) return false;
+  const uint64_t resumed = resumed_at(*begun);
+  if (begun_bytes >= begun->length_bytes - resumed) return false;
+  resume_at(*begun, resumed + begun_bytes);
+  return true;
+}
+
+// Reads whose data was to come over the broken connection: what has arrived is not asked for again.
+bool take_back_reads(OutChannel& channel, std::vector<WorkRequest>* again) {
+  auto& reads = channel.link->reads;
+  bool any_arrived = false;
+  for (auto read = reads.begin(); read != reads.end();) {
+    PendingRead& pending = read->second;
+    if (pending.channel != channel.index) {
       ++read;
+      continue;
     }
+    const uint64_t resumed = resumed_at(pending.request);
+    const uint64_t arrived =
+        pending.failed ? 0 : std::min(pending.received_bytes, pending.request.length_bytes - resumed);
+    resume_at(pending.request, resumed + arrived);
+    any_arrived = any_arrived || resumed_at(pending.request) > resumed;
+    again->push_back(pending.request);
+    read = reads.erase(read);
   }
+  return any_arrived;
+}
+
+// A connection that brought nothing of this through may have lived for less than a frame: the next ones are shorter.
+void note_progress(OutChannel& channel, bool any) {
+  constexpr uint64_t kFrameBytesMin = kResumeBytes;
+  if (any) {
+    channel.link->vain_connections = 0;
+  } else if (channel.has_unplaced()) {
+    channel.frame_bytes = std::max(channel.frame_bytes / 4, kFrameBytesMin);
+  }
+}
+
+// The peer says how much of a broken channel's it has placed. The rest goes out anew, over whatever is usable. False: it
+// cannot be so.
+bool on_resolved(TcpTransport& transport, OutChannel& channel, const ResolvedMeta& resolved) {
+  OutLink& link = *channel.link;
+  const uint64_t placed = resolved.placed;
+  const bool any_placed = placed > channel.acked;
+  on_acked(transport, channel, placed);
+  // Of an earlier connection, it is over and done with.
+  const bool any_begun = resolved.begun_bytes >= kResumeBytes && resolved.epoch == channel.doubt_epoch;
+  if (any_begun && !resume_write(channel, resolved.begun_bytes)) return false;
+  std::vector<WorkRequest> again;
+  const bool any_read = take_back_reads(channel, &again);
+  note_progress(channel, any_placed || any_begun || any_read || !channel.doubts_all);
   channel.reads_open = 0;
   channel.reads_bytes = 0;
   channel.pace.drop();
@@ -138,6 +185,7 @@ void on_resolved(TcpTransport& transport, OutChannel& channel, uint64_t placed) 
   channel.in_doubt = false;
   channel.asked_through = nullptr;
   transport.mark_dirty(link);
+  return true;
 }
 
 }  // namespace
@@ -236,10 +284,10 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       OutChannel* channel = resolved.channel < link.channels.size() ? link.channels[resolved.channel].get() : nullptr;
       if (channel == nullptr) return malformed();
       if (!channel->in_doubt || channel->asked_through != channel_) return true;  // an answer that came twice
-      if (resolved.placed < channel->acked || resolved.placed > channel->acked + channel->sent.size()) {
+      if (resolved.placed < channel->acked || resolved.placed > channel->acked + channel->sent.size() ||
+          !on_resolved(*transport_, *channel, resolved)) {
         return reject("it claims to have placed operations that were never sent");
       }
-      on_resolved(*transport_, *channel, resolved.placed);
       return true;
     }
     case FrameType::kReadData: {
@@ -247,11 +295,12 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       const auto data = read_meta<ReadDataMeta>(meta);
       const auto read = find_read(data.read_id);
       if (read == link.reads.end()) return reject("data of a read that was never asked for");
-      const uint64_t length = read->second.request.length_bytes;
+      const uint64_t resumed = resumed_at(read->second.request);
+      const uint64_t length = read->second.request.length_bytes - resumed;
       if (data.offset > length || header.payload_bytes > length - data.offset)
         return reject("more data than was asked for");
       place.aim_at(gpu_of(read->second.request));
-      place.add(read->second.request.local + data.offset, header.payload_bytes);
+      place.add(read->second.request.local + resumed + data.offset, header.payload_bytes);
       read_id_ = data.read_id;
       read_bytes_ = header.payload_bytes;
       return true;
@@ -265,7 +314,9 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
       const PendingRead pending = read->second;
       const bool is_lost = is_done && pending.failed;
       const auto status = is_lost ? Status::kTransportFailed : static_cast<Status>(end.status);
-      if (is_done && pending.received_bytes != pending.request.length_bytes) return malformed();
+      const uint64_t asked_bytes = pending.request.length_bytes - resumed_at(pending.request);
+      if (is_done && pending.received_bytes != asked_bytes) return malformed();
+      link.vain_connections = 0;
       link.reads.erase(read);
       OutChannel& asked = *link.channels[pending.channel];
       --asked.reads_open;
@@ -305,12 +356,16 @@ bool OutStream::on_head(const FrameHeader& header, std::span<const std::byte> me
 }
 
 bool OutStream::on_frame() {
-  if (read_id_ == 0) return true;
-  const auto read = channel_->link->reads.find(std::exchange(read_id_, 0));
-  if (read == channel_->link->reads.end()) return true;
-  read->second.received_bytes += read_bytes_;
-  read->second.failed = read->second.failed || connection()->placement().failed;
+  on_cut(0);
   return true;
+}
+
+void OutStream::on_cut(uint64_t missing_bytes) {
+  if (read_id_ == 0) return;
+  const auto read = channel_->link->reads.find(std::exchange(read_id_, 0));
+  if (read == channel_->link->reads.end()) return;
+  read->second.received_bytes += read_bytes_ - missing_bytes;
+  read->second.failed = read->second.failed || connection()->placement().failed;
 }
 
 }  // namespace crossrail::tcp

@@ -31,6 +31,8 @@ constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 constexpr int64_t kRailSilentNs = 2'000'000'000;
 // All that is open is silent: rails that have no connection yet are tried.
 constexpr int64_t kTryOthersNs = 1'000'000'000;
+// So many connections in a row that broke before anything got through are no accident.
+constexpr uint32_t kVainConnectionsMin = 3;
 constexpr int64_t kTickSlackNs = 100'000'000;  // attempts end by the same deadline, and say better why
 
 // Those that are connected: "rail 0 (10.1.0.1 to 10.1.0.2), rail 1 (...)".
@@ -103,6 +105,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
   if (result.kind == ConnectResult::Kind::kUp) {
     opened_at_ns = now;
     acked_at_opening = acked;
+    bytes_acked_at_opening = bytes_acked;
     pinged_ns = 0;
     moved_ns = now;
     outq_bytes = 0;
@@ -176,7 +179,15 @@ void OutStream::on_broken() {
     // Questions that this connection carried were lost with it.
     if (other.asked_through == &channel) other.asked_through = nullptr;
   });
-  channel.in_doubt = channel.in_doubt || channel.has_doubts();
+  const bool is_vain = channel.acked == channel.acked_at_opening;
+  if (is_vain && (channel.has_unplaced() || link.queued > 0) && ++link.vain_connections == 1) {
+    link.vain_since_ns = channel.opened_at_ns;
+  }
+  if (!channel.in_doubt && channel.has_doubts()) {
+    channel.in_doubt = true;
+    channel.doubt_epoch = epoch_;
+    channel.doubts_all = is_vain;
+  }
   if (!open && link.down_since_ns == 0) link.down_since_ns = now;
   // Acknowledgements of the peer's operations may have been riding on it.
   if (link.twin != nullptr) {
@@ -191,11 +202,27 @@ void OutStream::on_broken() {
 
 void TcpTransport::tend(OutLink& link) {
   if (!link.doom && !tend_channels(link)) tend_liveness(link);
+  if (!link.doom) tend_vain(link);
   if (link.queued > 0) fail_pinned(link);
   if (link.doom) {
     const auto [reason, orderly] = *link.doom;
     take_down(link, reason, orderly);
   }
+}
+
+// A peer that can be reached, again and again, and to which nothing gets through.
+void TcpTransport::tend_vain(OutLink& link) {
+  if (link.vain_connections < kVainConnectionsMin || link.outstanding == 0) return;
+  const int64_t vain_ns = now_ - link.vain_since_ns;
+  if (vain_ns < options_.peer_timeout_ns) return;
+  std::string trouble;
+  link.for_each_channel([&](const OutChannel& channel) {
+    if (!channel.trouble.empty()) trouble = channel.trouble;
+  });
+  link.doom.emplace("for " + seconds_text(vain_ns) + " (peer_timeout_s) each of " +
+                        std::to_string(link.vain_connections) +
+                        " connections to it broke before anything got through: " + trouble,
+                    false);
 }
 
 // Connects what is wanted and not connected, asks about what is in doubt. True: no channel is open.
@@ -270,6 +297,7 @@ void TcpTransport::excuse(OutLink& link, int64_t away_ns) {
   };
   if (!link.up) link.connect_by_ns += away_ns;
   later(link.down_since_ns);
+  later(link.vain_since_ns);
   link.for_each_channel([&](OutChannel& channel) {
     later(channel.broken_at_ns);
     if (!channel.is_open()) return;

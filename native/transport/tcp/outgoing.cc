@@ -17,6 +17,8 @@ constexpr uint64_t kReadBytesAhead = uint64_t{2} << 20;
 constexpr uint64_t kCopyBytesMax = 512;
 // Bytes handed to the kernel at once.
 constexpr uint64_t kBatchBytes = uint64_t{1} << 20;
+// Where frames are short, their tables are so too.
+constexpr uint64_t kBytesPerEntryMin = 64;
 
 uint64_t region_of(const WorkRequest& request) {
   return request.remote == nullptr ? 0 : static_cast<const TcpKey*>(request.remote)->region_id;
@@ -112,8 +114,7 @@ bool put_message(OutChannel& channel, TxBatch& batch) {
   const WorkRequest request = link.sends.pop_front();
   --link.queued;
   const uint64_t id = link.first_message_id + link.messages.size();
-  batch.put(header_of(FrameType::kMessage, 0, 1, sizeof(MessageMeta), length));
-  batch.put(MessageMeta{id});
+  put_head(batch, FrameType::kMessage, 0, 1, MessageMeta{id}, length);
   if (length > kCopyBytesMax) {
     batch.view(request.local, length);
   } else if (length > 0) {
@@ -127,6 +128,8 @@ bool put_message(OutChannel& channel, TxBatch& batch) {
 }
 
 }  // namespace
+
+bool OutChannel::has_unplaced() const { return !sent.empty() || current || reads_open > 0; }
 
 bool OutChannel::has_doubts() const {
   // What became of any message may have been on its way over this connection.
@@ -179,11 +182,11 @@ size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, siz
   bool copying = true;  // what is copied in a row needs one view
   size_t copied = sizeof(FrameHeader) + sizeof(WriteMeta);
   uint64_t bytes = 0;
-  const size_t limit = std::min<size_t>({queue.size(), kEntriesMax, room});
+  const size_t limit = std::min<size_t>({queue.size(), kEntriesMax, room, frame_bytes / kBytesPerEntryMin});
   while (count < limit) {
     const WorkRequest& request = queue[count];
     if (request.op != WorkOp::kWrite || request.remote != first.remote || gpu_of(request) != gpu) break;
-    if (count > 0 && bytes + request.length_bytes > kFrameBytesMax) break;
+    if (count > 0 && (bytes + request.length_bytes > frame_bytes || resumed_at(request) > 0)) break;
     const bool copies = gpu < 0 && request.length_bytes <= kCopyBytesMax;
     const size_t more = sizeof(WriteEntry) + (copies ? request.length_bytes : 0);
     if (!batch.has_room(copied + more, views + 1)) break;
@@ -206,11 +209,10 @@ size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, siz
       return 1;
     }
   }
-  batch.put(header_of(FrameType::kWrite, count, count, sizeof(WriteMeta) + count * sizeof(WriteEntry), bytes));
-  batch.put(WriteMeta{region_of(first)});
   std::array<WriteEntry, kEntriesMax> entries;  // written as far as used
   for (size_t i = 0; i < count; ++i) entries[i] = entry_of(queue[i], 0, queue[i].length_bytes, true);
-  batch.copy(entries.data(), count * sizeof(WriteEntry));
+  const auto table = std::as_bytes(std::span(entries).first(count));
+  put_head(batch, FrameType::kWrite, count, count, WriteMeta{region_of(first)}, bytes, table);
   if (gpu >= 0) {
     batch.view(staged, bytes);
     return count;
@@ -228,7 +230,7 @@ size_t OutChannel::put_writes(TxBatch& batch, RingQueue<WorkRequest>& queue, siz
 }
 
 void OutChannel::put_part(TxBatch& batch) {
-  const uint64_t length = std::min(current->length_bytes - current_offset, kFrameBytesMax);
+  const uint64_t length = std::min(current->length_bytes - current_offset, frame_bytes);
   const bool ends = current_offset + length == current->length_bytes;
   const std::byte* data = current->local + current_offset;
   if (const int gpu = gpu_of(*current); gpu >= 0) {
@@ -241,9 +243,8 @@ void OutChannel::put_part(TxBatch& batch) {
     }
     data = staged;
   }
-  batch.put(header_of(FrameType::kWrite, 1, ends ? 1 : 0, sizeof(WriteMeta) + sizeof(WriteEntry), length));
-  batch.put(WriteMeta{region_of(*current)});
-  batch.put(entry_of(*current, current_offset, length, ends));
+  const WriteEntry entry = entry_of(*current, current_offset, length, ends);
+  put_head(batch, FrameType::kWrite, 1, ends ? 1 : 0, WriteMeta{region_of(*current)}, length, object_bytes(entry));
   batch.view(data, length);
   current_offset += length;
   if (ends) {
@@ -253,9 +254,7 @@ void OutChannel::put_part(TxBatch& batch) {
 }
 
 void OutChannel::put_failed(TxBatch& batch) {
-  batch.put(header_of(FrameType::kWrite, 1, 1, sizeof(WriteMeta) + sizeof(WriteEntry), 0));
-  batch.put(WriteMeta{0});
-  batch.put(WriteEntry{0, 0, 0});
+  put_head(batch, FrameType::kWrite, 1, 1, WriteMeta{0}, 0, object_bytes(WriteEntry{0, 0, 0}));
   // Unless the target has refused an earlier part of it.
   refusals.try_emplace(acked + sent.size() + 1,
                        Refusal{Status::kTransportFailed,
@@ -275,17 +274,17 @@ bool OutChannel::put_next(TxBatch& batch) {
   if (!should_take(request, queue->size())) return false;
   if (request.op == WorkOp::kService) {
     if (!batch.has_room(sizeof(FrameHeader) + request.length_bytes)) return false;
-    batch.put(header_of(FrameType::kService, 0, 1, 0, request.length_bytes));
+    batch.put(header_of(FrameType::kService, 0, 1, {request.local, request.length_bytes}, {}, 0));
     batch.copy(request.local, request.length_bytes);
     sent.push_back(queue->pop_front());
     --link->queued;
     return true;
   }
   if (request.op == WorkOp::kWrite) {
-    if (request.length_bytes > kFrameBytesMax) {
+    if (request.length_bytes > frame_bytes || resumed_at(request) > 0) {
       pace.take(request.length_bytes, transport->now());
       current = queue->pop_front();
-      current_offset = 0;
+      current_offset = resumed_at(*current);
       --link->queued;
       return true;
     }
@@ -301,8 +300,9 @@ bool OutChannel::put_next(TxBatch& batch) {
   const bool far_ahead = reads_open >= kReadsAhead && reads_bytes + request.length_bytes > kReadBytesAhead;
   if (far_ahead && link->pairs.size() > 1) return false;
   const uint64_t id = link->next_read_id++;
-  batch.put(header_of(FrameType::kRead, 0, 1, sizeof(ReadMeta), 0));
-  batch.put(ReadMeta{region_of(request), request.remote_offset, request.length_bytes, id});
+  const uint64_t resumed = resumed_at(request);
+  const ReadMeta meta{region_of(request), request.remote_offset + resumed, request.length_bytes - resumed, id};
+  put_head(batch, FrameType::kRead, 0, 1, meta, 0);
   link->reads[id] = {.request = request, .channel = index};
   ++reads_open;
   reads_bytes += request.length_bytes;

@@ -48,7 +48,10 @@ uint32_t TcpTransport::post(Link& link, uint32_t rail, std::span<const WorkReque
   }
   if (taken == 0) return 0;
   out.queued += taken;
-  if (out.outstanding == 0) out.busy_since_ns = out.waits_since_ns = now_ns();
+  if (out.outstanding == 0) {
+    out.busy_since_ns = out.waits_since_ns = now_ns();
+    out.vain_connections = 0;
+  }
   out.outstanding += taken;
   mark_dirty(out);
   watch(out);

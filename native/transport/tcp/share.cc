@@ -25,8 +25,7 @@ Sharer::Sharer(OutChannel* channel, std::shared_ptr<Connection> connection, cons
 void Sharer::fill(TxBatch& batch) {
   if (asked_ || !batch.has_room(sizeof(FrameHeader) + sizeof share_)) return;
   asked_ = true;
-  batch.put(header_of(FrameType::kShare, 0, 0, sizeof share_, 0));
-  batch.put(share_);
+  put_head(batch, FrameType::kShare, 0, 0, share_, 0);
 }
 
 bool Sharer::on_head(const FrameHeader& header, std::span<const std::byte> meta, Placement& place) {

@@ -134,6 +134,7 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void tend(OutLink& link);
   bool tend_channels(OutLink& link);
   void tend_liveness(OutLink& link);
+  void tend_vain(OutLink& link);
   void excuse(OutLink& link, int64_t away_ns);
   void fail_pinned(OutLink& link);
   void start_attempt(OutChannel& channel);

@@ -32,17 +32,18 @@ enum class FrameType : uint8_t {
   // Whoever accepted a connection may ask to use it for operations of its own: to whoever made it.
   kShare,   // ShareMeta
   kShared,  // back: SharedMeta, text: yes, or why not
-  kService  // initiator to acceptor, payload: what one engine tells the other; an operation of its channel
+  kService  // initiator to acceptor: what one engine tells the other, as metadata; an operation of its channel
 };
 inline constexpr uint8_t kFrameTypeMax = static_cast<uint8_t>(FrameType::kService);
 
 struct FrameHeader {
   uint8_t type;
-  uint8_t mark;         // kFrameMark: a stream that lost its step is noticed
+  uint8_t mark;         // kFrameMark and all other bytes but the sum: known to be good before it is waited for more
   uint16_t count;       // entries in the metadata
   uint16_t operations;  // that end with this frame
   uint16_t meta_bytes;
-  uint64_t payload_bytes;
+  uint32_t payload_bytes;
+  uint32_t sum;  // of all this, with 0 here, and the metadata (frames.h)
 };
 static_assert(sizeof(FrameHeader) == 16);
 inline constexpr uint8_t kFrameMark = 0xc7;
@@ -101,8 +102,9 @@ struct RefusedMeta {
 inline constexpr uint32_t kMessageRefused = ~0u;
 struct ResolvedMeta {
   uint64_t placed;
+  uint64_t begun_bytes;  // that are in place of the operation after those, by whole frames
   uint32_t channel;
-  uint32_t epoch;
+  uint32_t epoch;  // of the connection that brought them
 };
 
 // As in Hello: who it is was settled when the connection was made.
