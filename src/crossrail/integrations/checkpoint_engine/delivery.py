@@ -107,9 +107,10 @@ class Delivery:
         """WaitTimeout: something still is read into the buffer, which is kept."""
         reads, self._reads = self._reads, []
         give_up(reads)
-        if self._region is not None:
-            self._region.close()
-            self._region = None
+        if self._region is None:
+            return
+        self._region.close()
+        self._region = None
         self._buffer = self._handle = None
         module = self._device.device_module
         module.synchronize()
