@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -243,20 +244,27 @@ def test_rank_that_does_not_call(world: World) -> None:
         world.ranks[1].call("gather", name="one")
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_rank_that_died(environment: None, tmp_path: Path, dead: int) -> None:
+@pytest.mark.parametrize(
+    ("dead", "complaint"),
+    [(0, "rank 0"), (1, r"rank 1 is gone|of rank 1 cannot be read"), (1, "rank 1 is gone")],
+    ids=["with the store", "with weights", "without weights"],
+)
+def test_rank_that_died(environment: None, tmp_path: Path, dead: int, complaint: str) -> None:
     world = World(RANKS, tmp_path)
     try:
-        world.register("m", seed=12)
+        if complaint == "rank 1 is gone":
+            world.ranks[0].call("register", name="m", seed=12, parts=[0, 1])
+        else:
+            world.register("m", seed=12)
         world.ranks.all("gather", name="m")
         other = world.ranks[1 - dead]
         meeting = world.begin("m")
         for rank in range(RANKS):
             world.workers[rank].start("receive", rank=rank, meeting=meeting, fails="slow")
-        while not os.path.exists(f"{meeting}/rank{dead}"):
-            pass
+        while not all(os.path.exists(f"{meeting}/rank{rank}") for rank in range(RANKS)):
+            time.sleep(0.01)
         os.kill(world.ranks[dead].pid, signal.SIGKILL)
-        with pytest.raises(ChildFailed, match=r"rank 1 is gone|of rank 1 cannot be read" if dead else r"rank 0"):
+        with pytest.raises(ChildFailed, match=complaint):
             other.finish(DEADLINE_S)
         with pytest.raises(ChildFailed, match="the update failed"):
             world.workers[1 - dead].finish(DEADLINE_S)

@@ -24,6 +24,7 @@ with needs(__name__, "'crossrail[checkpoint-engine]'"):
 log = logging.getLogger("crossrail.checkpoint_engine")
 
 _SLICE_MS = 100
+_COMING_MS = 2000  # for a worker that is on its way when an update fails: later ones find nobody, and wait
 _GRACE_S = 10.0  # for a worker to learn that an update has failed, and for the request to return then
 
 
@@ -88,7 +89,7 @@ class Worker:
         if self._is_its_turn and self._socket.poll(int(_GRACE_S * 1000), zmq.POLLIN):
             self._socket.recv()
             self._is_its_turn = False
-        if not self._is_its_turn and self._socket.poll(0, zmq.POLLOUT):
+        if not self._is_its_turn and self._socket.poll(_COMING_MS, zmq.POLLOUT):
             self._socket.send_pyobj(RuntimeError(why))
 
     def _ask(self) -> None:
