@@ -67,7 +67,8 @@ class Meeting:
         self._watched: tuple[int, xr.Engine, xr.Address] | None = None
         self._said: list[str] = []
         self._look_at = 0.0
-        self._is_known = False  # that it has failed
+        self._is_known = False  # to all ranks, that it has failed
+        self._is_told = False  # by this one
 
     def __enter__(self) -> Meeting:
         return self
@@ -77,13 +78,21 @@ class Meeting:
     ) -> None:
         if error is None or isinstance(error, GeneratorExit):
             return
-        why = str(error) if isinstance(error, CrossrailError) else f"{type(error).__name__}: {error}"
-        if not self._is_known:
-            with suppress(UpdateFailed):  # of the store: whoever waits there has lost it too
-                self._set(_FAILED, f"rank {self._rank}: {why}")
-            why = f"rank {self._rank}: {why}"
+        self.tell(error)
+        why = str(error) if self._is_known else self._why(error)
         if isinstance(error, Exception):
             raise UpdateFailed(f"{self.call} failed: {why}") from error
+
+    def tell(self, error: BaseException) -> None:
+        """Tells the others that this rank has failed, unless they know. Before anything that takes time."""
+        if not self._is_known and not self._is_told:
+            self._is_told = True
+            with suppress(UpdateFailed):  # of the store: whoever waits there has lost it too
+                self._set(_FAILED, self._why(error))
+
+    def _why(self, error: BaseException) -> str:
+        why = str(error) if isinstance(error, CrossrailError) else f"{type(error).__name__}: {error}"
+        return f"rank {self._rank}: {why}"
 
     def exchange(self, stage: str, said: T) -> list[T]:
         """What all ranks have said at this stage, by rank, once all have. Raises UpdateFailed."""

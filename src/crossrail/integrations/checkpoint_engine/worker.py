@@ -52,6 +52,7 @@ class Worker:
     ) -> None:
         try:
             if error is not None:
+                self._meeting.tell(error)
                 self._end(f"the update failed: {error}")
         finally:
             self._socket.close(linger=int(_GRACE_S * 1000))
