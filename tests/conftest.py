@@ -21,9 +21,11 @@ from tests.support.leaks import Snapshot
 from tests.support.process import PeerProcess
 from tests.support.seeds import Seed
 
-# Tests of torch tensors are there only where torch is, and so with transformers and Triton: a skip would be counted.
+# Tests of torch tensors are there only where torch is, and so with the others: a skip would be counted.
 collect_ignore_glob = [
-    f"*test_{module}*.py" for module in ("torch", "transformers", "triton") if importlib.util.find_spec(module) is None
+    f"*test_{module}*.py"
+    for module in ("checkpoint_engine", "torch", "transformers", "triton")
+    if importlib.util.find_spec(module) is None
 ]
 if not importlib.util.find_spec("vllm"):  # ./dev vllm has it, in an environment of its own
     collect_ignore_glob.append("vllm/*")

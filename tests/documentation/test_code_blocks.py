@@ -1,4 +1,7 @@
-"""Python shown in README.md and docs/ runs as it stands there; docs/simulator.md's is run by tests/sim."""
+"""Python shown in README.md and docs/ runs as it stands there.
+
+docs/simulator.md's is run by tests/sim, docs/weights-checkpoint-engine.md's by tests/integrations.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,7 @@ PIECES: dict[str, bool | int] = {
     "docs/slow-path.md": 1,
     "docs/topology.md": 1,
     "docs/two-hosts.md": 2,
+    "docs/weights-checkpoint-engine.md": True,
     "docs/weights-vllm.md": 1,
 }
 

@@ -45,6 +45,7 @@ def setup(arguments: list[str]) -> int:
     if transformers:
         with locked():
             ensure_extra("transformers")
+            ensure_extra("checkpoint-engine")
     if triton:
         with locked():
             ensure_extra("triton")

@@ -1,0 +1,212 @@
+"""What ranks say to each other about one call that all of them make, by the store that theirs opens at rank 0.
+
+No process group of torch.distributed is needed, and no wait is without an end: a rank that fails says so to the others,
+one that died is missed by the rank before it, and one that is silent for too long is named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+import crossrail as xr
+from crossrail.errors import CrossrailError
+from crossrail.integrations.checkpoint_engine.errors import UpdateFailed
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_LOOK_S = 0.05  # between looks at whether another has failed
+_PAUSE_S = (0.001, 0.05)  # between looks at what others have said: the first, and the longest
+_LEAVING_S = 5.0
+_FAILED = "failed"
+
+
+class Hello(Struct):
+    """What each rank begins with. call: as people write it; the same at all. metas: as JSON, of gather_metas.
+
+    engine: its address. sockets: how many it has named so far. refusal: why it cannot take part; empty: it can.
+    """
+
+    call: str
+    device_uuid: str
+    engine: bytes
+    sockets: int
+    metas: str = ""
+    refusal: str = ""
+
+
+class Done(Struct):
+    """What a rank says at the end of a stage."""
+
+
+T = TypeVar("T", Hello, Done)
+
+
+class Meeting:
+    """One rank's part in one call. A context manager: what is raised within is told to the others, and raised as
+    UpdateFailed.
+
+    Threads: one. number: of this call among all such of this rank, the same at all ranks. timeout_s: how long a wait
+    may be without a sign of whom it is for.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, number: int, call: str, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._store = store
+        self._rank = rank
+        self._ranks = ranks
+        self._number = number
+        self.call = call
+        self._watched: tuple[int, xr.Engine, xr.Address] | None = None
+        self._said: list[str] = []
+        self._look_at = 0.0
+        self._is_known = False  # to all ranks, that it has failed
+        self._is_told = False  # by this one
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, GeneratorExit):
+            return
+        self.tell(error)
+        why = str(error) if self._is_known else self._why(error)
+        if isinstance(error, Exception):
+            raise UpdateFailed(f"{self.call} failed: {why}") from error
+
+    def tell(self, error: BaseException) -> None:
+        """Tells the others that this rank has failed, unless they know. Before anything that takes time."""
+        if not self._is_known and not self._is_told:
+            self._is_told = True
+            with suppress(UpdateFailed):  # of the store: whoever waits there has lost it too
+                self._set(_FAILED, self._why(error))
+
+    def _why(self, error: BaseException) -> str:
+        why = str(error) if isinstance(error, CrossrailError) else f"{type(error).__name__}: {error}"
+        return f"rank {self._rank}: {why}"
+
+    def exchange(self, stage: str, said: T) -> list[T]:
+        """What all ranks have said at this stage, by rank, once all have. Raises UpdateFailed."""
+        key = self._key(stage, self._rank)
+        self._set(key, msgspec.json.encode(said).decode())
+        self._said.append(key)
+        keys = [self._key(stage, rank) for rank in range(self._ranks)]
+        deadline = time.monotonic() + self.timeout_s
+        signs: list[bytes] = []
+        pause_s, longest_s = _PAUSE_S
+        while not self._has(keys):
+            try:
+                self.look()
+            except UpdateFailed:
+                if self._has(keys):  # and whoever is gone had nothing more to do
+                    break
+                raise
+            if time.monotonic() > deadline:
+                late = [rank for rank in range(self._ranks) if not self._has(keys[rank : rank + 1])]
+                if signs == (signs := self._signs(late)) or not late:
+                    raise UpdateFailed(f"nothing came of {_named(late)} for {self.timeout_s:g} s (waiting for {stage})")
+                deadline = time.monotonic() + self.timeout_s
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+        self._raise_of_others()  # who has failed since then had said this before
+        with self._told():
+            return [msgspec.json.decode(each, type=type(said)) for each in self._store.multi_get(keys)]
+
+    def agree(self, hello: Hello) -> list[Hello]:
+        """The beginning: all ranks make the same call, and none refuses. Raises UpdateFailed that says who does not."""
+        all_said = self.exchange("begin", hello)
+        for rank, said in enumerate(all_said):
+            if said.call != hello.call:
+                raise UpdateFailed(f"rank {rank} called {said.call} meanwhile: all ranks must make the same calls")
+        if refusals := [f"rank {rank}: {said.refusal}" for rank, said in enumerate(all_said) if said.refusal]:
+            self._is_known = True
+            raise UpdateFailed("; ".join(refusals[:4]))
+        return all_said
+
+    def watch(self, engine: xr.Engine, addresses: list[xr.Address]) -> None:
+        """From now on look() notices when the next rank dies. All ranks together see each."""
+        watched = (self._rank + 1) % self._ranks
+        if watched != self._rank:
+            engine.connect(addresses[watched], self.timeout_s)
+            self._watched = watched, engine, addresses[watched]
+
+    def sign(self, number: int) -> None:
+        """Something was done: whoever waits for this rank goes on waiting."""
+        self._set(self._key("sign", self._rank), str(number))
+
+    def look(self) -> None:
+        """Raises UpdateFailed when another rank has failed, or the watched one is gone. To be called while waiting."""
+        if (now := time.monotonic()) < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        self._raise_of_others()
+        if self._watched is not None:
+            rank, engine, address = self._watched
+            if engine.peer_state(address) == "lost":
+                raise UpdateFailed(f"rank {rank} is gone: {engine.explain(address).note or 'its connection is lost'}")
+
+    def leave(self) -> None:
+        """The last of it. The store is rank 0's and ends with it: it stays a moment, until all others have left."""
+        if self._rank != 0:
+            self._set(self._key("left", self._rank), "")
+            return
+        keys = [self._key("left", rank) for rank in range(1, self._ranks)]
+        deadline = time.monotonic() + _LEAVING_S
+        while keys and not self._has(keys) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S[0])
+
+    def forget(self) -> None:
+        """Takes back what this rank has said. To be called once all ranks have begun the next call."""
+        for key in self._said:
+            with suppress(UpdateFailed), self._told():
+                self._store.delete_key(key)
+        self._said.clear()
+
+    def _raise_of_others(self) -> None:
+        if self._has([_FAILED]):
+            self._is_known = True
+            with self._told():
+                raise UpdateFailed(self._store.get(self._key(_FAILED)).decode())
+
+    def _signs(self, ranks: list[int]) -> list[bytes]:
+        with self._told():
+            keys = [self._key("sign", rank) for rank in ranks]
+            return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+
+    def _key(self, stage: str, rank: int | None = None) -> str:
+        return f"crossrail/{self._number}/{stage}" + ("" if rank is None else f"/{rank}")
+
+    def _set(self, stage: str, value: str) -> None:
+        with self._told():
+            self._store.set(stage if stage.startswith("crossrail/") else self._key(stage), value)
+
+    def _has(self, keys: list[str]) -> bool:
+        with self._told():
+            return bool(self._store.check([key if key.startswith("crossrail/") else self._key(key) for key in keys]))
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What the store raises, as UpdateFailed."""
+        try:
+            yield
+        except UpdateFailed:
+            raise
+        except RuntimeError as error:
+            text = str(error).partition("\n")[0]
+            raise UpdateFailed(
+                f"the store at rank 0 does not answer, has it died? {type(error).__name__}: {text}"
+            ) from error
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}"

@@ -1,0 +1,161 @@
+"""checkpoint-engine's P2PStore over an engine: what ranks registered is read by others, one-sided, without Mooncake.
+
+The real ParameterServer takes it too, for its updates of some ranks (`update(ranks=[...])`):
+
+    import checkpoint_engine.ps
+    from crossrail.integrations.checkpoint_engine import P2PStore
+    checkpoint_engine.ps.P2PStore = P2PStore       # before a ParameterServer is made
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import crossrail as xr
+from crossrail._extras import needs
+from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.integrations.checkpoint_engine import place
+from crossrail.integrations.checkpoint_engine.versions import check_version
+from crossrail.integrations.secret import shared_secret
+from crossrail.regions import Region
+from crossrail.transfers import Transfer
+
+with needs(__name__, "'crossrail[checkpoint-engine]'"):
+    import torch
+    from checkpoint_engine.device_utils import get_ip
+
+_PLACES_MAX = 4096  # of owners, as text, that are kept decoded
+
+
+class P2PStore:
+    """Registered tensors of this rank, and reads of those of others. Reads may come from several threads.
+
+    Invariant: each named tensor has one open region, which keeps it alive. Peers may read it and not write to it.
+    The signatures are those of checkpoint_engine.p2p_store.P2PStore; errors are ours instead of assertions.
+    """
+
+    def __init__(
+        self,
+        device_manager: Any,
+        *,
+        rank: int | None = None,
+        transport: str = "auto",
+        rails: int | Sequence[str] = 1,
+        port: int = 0,
+        secret_file: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """device_manager: of checkpoint-engine, for the number of GPUs. rank: None: the value of RANK.
+
+        transport, rails, port: as of crossrail.Engine. secret_file: None: the value of CROSSRAIL_SECRET.
+        timeout_s: how long batch_transfer_sync_read waits.
+        """
+        check_version()
+        self.rank = int(os.environ["RANK"]) if rank is None else rank
+        self._secret = shared_secret(secret_file, "the parameter server", "the arguments of ParameterServer")
+        self._timeout_s = timeout_s
+        self.ip: str = get_ip()
+        # What theirs groups ranks by: those with the same take turns at reading. An engine has rails of its own.
+        self.device = f"crossrail{self.rank % device_manager.device_module.device_count()}"
+        self.engine = xr.Engine(
+            f"checkpoint-engine-{self.rank}", transport=transport, rails=rails, port=port, secret=self._secret
+        )
+        self.named_tensors: dict[str, torch.Tensor] = {}
+        self._regions: dict[str, Region] = {}
+        self._places: dict[str, list[place.Range]] = {}
+
+    @property
+    def addr(self) -> str:
+        """All that others need in order to read what is registered now."""
+        ranges = [place.Range(region.base, region.descriptor) for region in self._regions.values()]
+        return place.to_text(self.ip, ranges, self._secret)
+
+    def register_named_tensors(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        """All of them or none. UsageError for a name that is taken."""
+        if taken := sorted(named_tensors.keys() & self._regions.keys()):
+            raise UsageError(f"{taken[0]!r} is registered already")
+        made: dict[str, Region] = {}
+        try:
+            for name, tensor in named_tensors.items():
+                made[name] = self.engine.register(tensor, access="read")
+        except BaseException:
+            for region in made.values():
+                region.close()
+            raise
+        self._regions |= made
+        self.named_tensors |= named_tensors
+
+    def unregister_named_tensors(self, names: list[str]) -> int:
+        """How many. Returns when nobody reads them any more; who tries is refused.
+
+        WaitTimeout: somebody still reads one, which stays named, and is closed to others: call it again.
+        """
+        if unknown := [name for name in names if name not in self._regions]:
+            raise UsageError(f"{unknown[0]!r} is not registered")
+        for name in names:
+            self._regions[name].close()
+            del self._regions[name], self.named_tensors[name]
+        return len(names)
+
+    def batch_transfer_sync_read(
+        self, target_hostname: str, buf_ptrs: list[int], remote_ptrs: list[int], lens: list[int]
+    ) -> None:
+        """Reads lens[i] bytes at remote_ptrs[i] of the rank whose addr this is to buf_ptrs[i] here, and returns when
+        all have come. Both are addresses within what each has registered. Raises what reads of an engine raise, and
+        WaitTimeout; nothing is written here any more then.
+        """
+        transfers: list[Transfer] = []
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            for local, remote, nbytes in zip(buf_ptrs, remote_ptrs, lens, strict=True):
+                region, offset = self._local(local, nbytes)
+                transfers += self.submit_read(region, offset, target_hostname, remote, nbytes)
+            for transfer in transfers:
+                transfer.wait(max(deadline - time.monotonic(), 0.0))
+        except BaseException:
+            give_up(transfers)
+            raise
+
+    def submit_read(self, dst: Region, dst_offset: int, owner: str, address: int, nbytes: int) -> list[Transfer]:
+        """Begins to read that many bytes at that address of the rank whose addr `owner` is; none: nothing to read."""
+        if nbytes == 0:
+            return []
+        descriptor, offset = place.find(self.ranges_of(owner), address, nbytes)
+        return [self.engine.submit_read(dst, descriptor, nbytes, dst_offset=dst_offset, src_offset=offset)]
+
+    def ranges_of(self, owner: str) -> list[place.Range]:
+        """What that rank had registered when it gave this addr."""
+        if owner not in self._places:
+            if len(self._places) >= _PLACES_MAX:
+                self._places.clear()
+            self._places[owner] = place.from_text(owner, self._secret)
+        return self._places[owner]
+
+    def close(self) -> None:
+        """Nobody reads or writes anything here any more when it returns. Idempotent."""
+        self.engine.close()
+        self._regions.clear()
+        self.named_tensors.clear()
+
+    def _local(self, address: int, nbytes: int) -> tuple[Region, int]:
+        for region in self._regions.values():
+            if region.base <= address and address + nbytes <= region.base + region.nbytes:
+                return region, address - region.base
+        raise UsageError(f"{nbytes} bytes at {address:#x} are in no registered tensor of this rank")
+
+
+def give_up(transfers: Sequence[Transfer], timeout_s: float = 60.0) -> None:
+    """Cancels what is not done, and returns when nothing of it touches memory any more. Raises WaitTimeout."""
+    for transfer in transfers:
+        transfer.cancel()
+    deadline = time.monotonic() + timeout_s
+    for transfer in transfers:
+        try:
+            transfer.wait(max(deadline - time.monotonic(), 0.0))
+        except WaitTimeout:
+            raise
+        except CrossrailError:
+            pass  # cancelled, or failed before: it is over
