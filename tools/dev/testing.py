@@ -16,6 +16,8 @@ from tools.dev.packages import install_packages
 from tools.dev.processes import PYTHON, ROOT, VENV, Failure, environment, run_bounded, run_here, say
 
 NATIVE_TESTS_TIMEOUT_S = 600
+# numpy's threads, which start in each of thousands of processes, spin before they sleep, and have nothing to do.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 # Where Python's tests hardly enter the core: processes that start under a sanitizer take seconds, and find nothing.
 OUTSIDE = ("architecture", "campaign", "cli", "doctor", "documentation", "integrations", "sglang", "topology", "wheel")
 
@@ -28,7 +30,7 @@ def test(arguments: list[str]) -> int:
     if native_only:
         return code
     # A skip is shown with its reason, always.
-    pytest_code = run_here([PYTHON, "-m", "pytest", "-rfEs", *side_by_side(arguments), *arguments])
+    pytest_code = run_here([PYTHON, "-m", "pytest", "-rfEs", *side_by_side(arguments), *arguments], **ONE_THREAD)
     if code != 0:
         say("FAILED: native tests (above)")
     return code or pytest_code
@@ -71,6 +73,7 @@ def asan(arguments: list[str]) -> int:
         "PYTHONMALLOC": "malloc",
         "PYTHONPATH": str(overlay),
         "UBSAN_OPTIONS": ubsan,
+        **ONE_THREAD,
     }
     python = [*fixed_addresses(), "env", *(f"{k}={v}" for k, v in variables.items()), PYTHON]
     loaded = "import crossrail._core as c; print(c.__file__)"
