@@ -156,6 +156,7 @@ class _Process:
             while fails == "stand still" and self._calls == 2:
                 time.sleep(60.0)
             if fails == "slow":
+                path.with_name(f"loading{rank}").touch()
                 time.sleep(0.3)
             loaded.update({name: tensor.clone() for name, tensor in given})
 

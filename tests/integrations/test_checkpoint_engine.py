@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ import crossrail as xr
 from crossrail.cli.child import Child, ChildFailed, Children
 from crossrail.integrations.checkpoint_engine.versions import check_parts, check_version
 from tests.integrations.checkpoint_engine_rank import digests, weights
+from tests.support.limits import eventually
 from tests.support.ports import free_port
 
 RANKS = 2
@@ -33,6 +33,7 @@ class World:
         self.workers = Children([Child(module, f"worker {rank}") for rank in range(ranks)])
         self._folder = folder
         self._updates = 0
+        self._has_one = False
         port = free_port()
         common = {"ranks": ranks, "port": port} | options
         self.ranks.each("open", [common | {"rank": rank} for rank in range(ranks)], DEADLINE_S)
@@ -41,6 +42,13 @@ class World:
         """Part r at rank r."""
         parts = [{"name": name, "seed": seed, "parts": [rank]} | options for rank in range(len(self.ranks))]
         self.ranks.each("register", parts, DEADLINE_S)
+
+    def gather_one(self) -> None:
+        """A checkpoint "one", whichever test of this world asks for it first."""
+        if not self._has_one:
+            self.register("one", seed=10)
+            self._has_one = True
+        self.ranks.all("gather", name="one")
 
     def update(self, name: str, ranks: list[int] | None = None, **options: Any) -> list[dict[str, str]]:
         """What the workers of these ranks have been given."""
@@ -172,20 +180,19 @@ def test_unknown_checkpoint_refused_on_all_ranks(world: World) -> None:
 
 
 def test_metas_of_another_checkpoint_refused(world: World) -> None:
-    world.register("one", seed=10)
-    world.ranks.all("gather", name="one")
+    world.gather_one()
     world.begin("two")
     assert all("its metas are those of 'one'" in said for said in world.failures(world.ranks))
 
 
 def test_ranks_that_are_not_there_refused(world: World) -> None:
-    world.ranks.all("gather", name="one")
+    world.gather_one()
     world.begin("one", ranks=[0, 2])
     assert all("ranks=[0, 2] must be in 0..1" in said for said in world.failures(world.ranks))
 
 
 def test_different_calls_refused(world: World) -> None:
-    world.ranks.all("gather", name="one")
+    world.gather_one()
     world.ranks[0].start("gather", name="one")
     world.ranks[1].start("gather", name="other")
     assert all("all ranks must make the same calls" in said for said in world.failures(world.ranks))
@@ -204,7 +211,7 @@ def test_checkpoint_unregistered_meanwhile(world: World) -> None:
 
 @pytest.mark.parametrize("ranks", [None, [0]])
 def test_worker_that_cannot_load(world: World, ranks: list[int] | None) -> None:
-    world.ranks.all("gather", name="one")
+    world.gather_one()
     meeting = world.begin("one", ranks)
     for rank in ranks or range(RANKS):
         world.workers[rank].start("receive", rank=rank, meeting=meeting, fails="" if rank else "load")
@@ -221,17 +228,17 @@ def test_worker_that_cannot_load(world: World, ranks: list[int] | None) -> None:
 
 
 def test_request_that_fails_ends_the_update_of_all(world: World) -> None:
-    world.ranks.all("gather", name="one")
+    world.gather_one()
     world.begin("one", request_fails=True)
     said = world.failures(world.ranks)
     assert all("its request to the inference engine failed: ConnectionError: 503" in each for each in said)
 
 
 def test_worker_that_never_comes(world: World) -> None:
-    world.ranks.all("gather", name="one")
-    meeting = world.begin("one", timeout_s=2.0)
+    world.gather_one()
+    meeting = world.begin("one", timeout_s=6.0)
     world.workers[0].start("receive", rank=0, meeting=meeting)
-    assert all("rank 1: its worker has not connected within 2 s" in said for said in world.failures(world.ranks))
+    assert all("rank 1: its worker has not connected within 6 s" in said for said in world.failures(world.ranks))
     with pytest.raises(ChildFailed, match="the update failed"):
         world.workers[0].finish(DEADLINE_S)
 
@@ -261,8 +268,9 @@ def test_rank_that_died(environment: None, tmp_path: Path, dead: int, complaint:
         meeting = world.begin("m")
         for rank in range(RANKS):
             world.workers[rank].start("receive", rank=rank, meeting=meeting, fails="slow")
-        while not all(os.path.exists(f"{meeting}/rank{rank}") for rank in range(RANKS)):
-            time.sleep(0.01)
+        # A worker that has not come yet when its rank fails may come too late to be told.
+        loading = [f"{meeting}/loading{rank}" for rank in range(RANKS)]
+        eventually(lambda: all(map(os.path.exists, loading)), "the workers load", DEADLINE_S)
         os.kill(world.ranks[dead].pid, signal.SIGKILL)
         with pytest.raises(ChildFailed, match=complaint):
             other.finish(DEADLINE_S)
