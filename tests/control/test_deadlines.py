@@ -36,6 +36,27 @@ async def test_cancelled_at_the_moment_when_the_work_is_done(later: int) -> None
     assert later < 5 or went_on, "the last case cancels behind the wait"
 
 
+@pytest.mark.parametrize("later", range(6))
+async def test_result_of_work_is_undone_when_nobody_gets_it(later: int) -> None:
+    made, got, undone = asyncio.Event(), list[str](), list[str]()
+
+    async def make() -> str:
+        await made.wait()
+        return "connection"
+
+    async def use() -> None:
+        got.append(await in_time(make(), WAIT_S, undo=undone.append))
+
+    task = asyncio.ensure_future(use())
+    await turns(3)
+    made.set()
+    await turns(later)
+    task.cancel()
+    await asyncio.wait([task])
+    await turns(2)
+    assert got + undone == ["connection"]
+
+
 async def test_the_result_or_the_error_of_the_work() -> None:
     async def fail() -> None:
         await turns(1)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 
@@ -197,6 +197,34 @@ async def test_watch_that_is_not_begun_ends_in_time() -> None:
     async with impostor(b"") as endpoint, Etcd([endpoint], timeout_s=0.3) as etcd:
         with pytest.raises(EtcdError, match="no answer in time"):
             await asyncio.wait_for(anext(etcd.watch("/a/", 1, for_s=1e6)), WAIT_S)
+
+
+async def test_watch_that_is_cancelled_whenever_leaves_no_connection() -> None:
+    there = set[asyncio.StreamWriter]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there.add(writer)
+        with suppress(ConnectionResetError):
+            while await reader.read(1000):
+                writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        there.discard(writer)
+        writer.close()
+
+    async def follow_it() -> None:
+        async for _ in etcd.watch("/a/", 1, for_s=WAIT_S):
+            raise AssertionError("nothing changes")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with Etcd([f"127.0.0.1:{server.sockets[0].getsockname()[1]}"]) as etcd:
+        for turns in range(30):
+            task = asyncio.ensure_future(follow_it())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            await until(lambda: not there, f"cancelled after {turns} turns of the loop, its connection is closed")
+    server.close()
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b'"yes"', b"no JSON"])

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 _T = TypeVar("_T")
 
 
-async def in_time(work: Awaitable[_T], timeout_s: float) -> _T:
+async def in_time(work: Awaitable[_T], timeout_s: float, undo: Callable[[_T], object] | None = None) -> _T:
     """The result of this work, which is cancelled, and has ended, when it takes longer: asyncio.TimeoutError.
 
     Unlike asyncio.wait_for before Python 3.12, whoever is cancelled in it ends, also when the work is done at that
     very moment: wait_for returns the result then, and the caller goes on as if nobody had cancelled it.
+    undo: gets the result that nobody got then, such as a connection that is to be closed.
     """
     task = asyncio.ensure_future(work)
     overdue = False
     try:
         overdue = not (await asyncio.wait([task], timeout=max(timeout_s, 0.0)))[0]
+    except asyncio.CancelledError:
+        if undo is not None:
+            task.add_done_callback(lambda ended: _undo(ended, undo))
+        raise
     finally:
         if not task.done():
             task.cancel()
@@ -28,6 +33,11 @@ async def in_time(work: Awaitable[_T], timeout_s: float) -> _T:
     if overdue and task.cancelled():
         raise asyncio.TimeoutError
     return task.result()
+
+
+def _undo(ended: asyncio.Future[_T], undo: Callable[[_T], object]) -> None:
+    if not ended.cancelled() and ended.exception() is None:
+        undo(ended.result())
 
 
 async def set_in_time(event: asyncio.Event, timeout_s: float) -> bool:

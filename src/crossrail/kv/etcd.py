@@ -131,7 +131,8 @@ class Etcd:
         try:
             # Its first words come at once; only what follows may take long.
             begun = self._session.post(_url(endpoint, "watch"), json=create, timeout=timeout)
-            async with await in_time(begun, self._timeout_s) as response, self._watching(endpoint, response):
+            opened = await in_time(begun, self._timeout_s, undo=aiohttp.ClientResponse.close)
+            async with opened as response, self._watching(endpoint, response):
                 async for result in _lines(response, deadline_s):
                     if result.get("canceled"):
                         raise EtcdError(
