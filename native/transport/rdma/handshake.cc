@@ -73,7 +73,7 @@ Path& RdmaTransport::path_for(Session& session, PathKey key) {
   const uint32_t peer_rail = session.key.leads ? key.other_rail : key.leader_rail;
   auto& path = session.paths.emplace_back(std::make_unique<Path>(&session, key, rail, peer_rail));
   path->down_since_ns = now_;
-  path->speed_mbps = rails_[rail]->nic->speed_mbps();
+  set_speed(*path, rails_[rail]->nic->speed_mbps());
   return *path;
 }
 
@@ -89,7 +89,7 @@ void RdmaTransport::pair_paths(Session& session, const Address& peer) {
       const auto other = static_cast<uint8_t>(b[k % b.size()]);
       Path& path = path_for(session, session.key.leads ? PathKey{ours, other} : PathKey{other, ours});
       const uint32_t speed = theirs[other].speed_mbps;
-      if (speed != 0 && (path.speed_mbps == 0 || speed < path.speed_mbps)) path.speed_mbps = speed;
+      if (speed != 0 && (path.speed_mbps == 0 || speed < path.speed_mbps)) set_speed(path, speed);
     }
   };
   for (uint32_t k = 0; k < theirs.size(); ++k) session.peer_endpoints[k] = theirs[k].bytes;

@@ -25,23 +25,29 @@ bool RdmaTransport::is_usable(const Path& path) const {
   return path.state == PathState::kOpen && !path.is_broken && rails_[path.rail]->is_up;
 }
 
-uint64_t RdmaTransport::window_bytes(const Path& path) const {
-  if (path.speed_mbps == 0 || fastest_mbps_ == 0) return kWindowBytes;
-  return std::clamp(kWindowBytes * path.speed_mbps / fastest_mbps_, kWindowBytesMin, kWindowBytes);
+void RdmaTransport::set_speed(Path& path, uint32_t mbps) {
+  path.speed_mbps = mbps;
+  path.window_bytes = mbps == 0 || fastest_mbps_ == 0
+                          ? kWindowBytes
+                          : std::clamp(kWindowBytes * mbps / fastest_mbps_, kWindowBytesMin, kWindowBytes);
 }
 
 bool RdmaTransport::has_room(const Path& path, uint64_t length_bytes) const {
   if (path.works.size() >= rails_[path.rail]->nic->limits().path_works_max) return false;
-  return path.outstanding_bytes == 0 || path.outstanding_bytes + length_bytes <= window_bytes(path);
+  return path.outstanding_bytes == 0 || path.outstanding_bytes + length_bytes <= path.window_bytes;
 }
 
 // The one that would be done with it first; of equally good ones, that of the rail that has waited longest: each peer has
 // paths of its own, and a scatter to many peers would else go all by their first rail.
 Path* RdmaTransport::best_path(Session& session, uint32_t rail, uint64_t length_bytes) {
+  const auto is_open = [&](const Path& path) {
+    return (rail == kAnyRail || path.rail == rail) && is_usable(path) && has_room(path, length_bytes);
+  };
+  if (session.paths.size() == 1) return is_open(*session.paths.front()) ? session.paths.front().get() : nullptr;
   Path* best = nullptr;
   uint64_t best_load = 0;
   for (auto& path : session.paths) {
-    if ((rail != kAnyRail && path->rail != rail) || !is_usable(*path) || !has_room(*path, length_bytes)) continue;
+    if (!is_open(*path)) continue;
     const uint64_t load = (path->outstanding_bytes + length_bytes) / std::max<uint32_t>(1, path->speed_mbps / 1000);
     const auto rank = [&](const Path& one) { return std::pair(one.works.size(), rails_[one.rail]->last_turn); };
     if (best != nullptr && (load > best_load || (load == best_load && rank(*path) >= rank(*best)))) continue;
@@ -76,7 +82,6 @@ NicWork RdmaTransport::nic_work(const WorkRequest& request, const Path& path, ui
 // Posts a prefix on this path: what its window has room for and the NIC takes.
 uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> requests, uint32_t rail) {
   const uint64_t bytes_max = path.session->paths.size() == 1 ? ~uint64_t{0} : kBatchBytes;
-  const uint64_t room = window_bytes(path);
   const size_t works_room = rails_[path.rail]->nic->limits().path_works_max - path.works.size();
   const size_t count_max = std::min({kBatch, requests.size(), works_room});
   uint64_t bytes = 0;
@@ -86,7 +91,7 @@ uint32_t RdmaTransport::post_some(Path& path, std::span<const WorkRequest> reque
   for (; count < count_max; ++count) {
     const WorkRequest& request = requests[count];
     if (request.length_bytes > work_bytes_max_) break;
-    if (count > 0 && (outstanding + request.length_bytes > room || bytes >= bytes_max)) break;
+    if (count > 0 && (outstanding + request.length_bytes > path.window_bytes || bytes >= bytes_max)) break;
     nic_works_[count] = nic_work(request, path, cookie++);
     bytes += request.length_bytes;
     outstanding += request.length_bytes;
@@ -132,7 +137,7 @@ uint32_t RdmaTransport::post(Link& link, uint32_t rail, std::span<const WorkRequ
     return static_cast<uint32_t>(requests.size());
   }
   if (out.outstanding == 0) {
-    now_ = options_.clock->now_ns();
+    if (!std::exchange(is_now_read_, true)) now_ = options_.clock->now_ns();
     out.busy_since_ns = out.waits_since_ns = now_;
     is_watching_ = true;
   }

@@ -338,6 +338,7 @@ uint32_t RdmaTransport::poll_nics() {
 
 uint32_t RdmaTransport::poll() {
   if (closed_) return 0;
+  is_now_read_ = false;
   if ((++polls_ & clock_mask_) == 0) now_ = options_.clock->now_ns();
   uint32_t moved = poll_nics();
   if (moved > 0) unblock();
@@ -457,6 +458,7 @@ void RdmaTransport::arm() {
 }
 
 void RdmaTransport::disarm() {
+  is_now_read_ = false;
   if (!armed_.load(std::memory_order_relaxed)) return;
   armed_.store(false, std::memory_order_relaxed);
   bell_->unwatch();

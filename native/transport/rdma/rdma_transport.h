@@ -190,7 +190,7 @@ class RdmaTransport final : public Transport {
   void excuse(Session& session, int64_t away_ns);
   void excuse_nics(Session& session, int64_t away_ns);
   NicWork nic_work(const WorkRequest& request, const Path& path, uint64_t cookie) const;
-  uint64_t window_bytes(const Path& path) const;
+  void set_speed(Path& path, uint32_t mbps);
 
   // --- messages.cc ---
   Path* path_of_fragment(Rail& rail, NicPath* nic_path, uint64_t token);
@@ -271,6 +271,7 @@ class RdmaTransport final : public Transport {
   bool is_watching_ = false;  // some session waits for something that only time brings
   bool closed_ = false;
   int64_t now_ = 0;
+  bool is_now_read_ = false;  // since the holder entered, or polled: what it posts to many peers begins at one moment
   uint32_t polls_ = 0;
   uint32_t clock_mask_ = 0;  // the clock is looked at when polls_ has none of these bits
   int64_t next_tick_ns_ = 0;

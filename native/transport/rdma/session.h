@@ -101,8 +101,9 @@ struct Path {
   std::string trouble;         // why it is not open; for people
   uint64_t token = 0;          // ours
   uint64_t peer_token = 0;
-  Bytes offer;              // of nic_path, as we tell it
-  uint32_t speed_mbps = 0;  // of the slower end, 0 unknown
+  Bytes offer;                // of nic_path, as we tell it
+  uint32_t speed_mbps = 0;    // of the slower end, 0 unknown
+  uint64_t window_bytes = 0;  // that may be outstanding, by its speed
 
   // --- making ---
   int64_t retry_at_ns = 0;
