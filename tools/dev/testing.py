@@ -19,7 +19,18 @@ NATIVE_TESTS_TIMEOUT_S = 600
 # numpy's threads, which start in each of thousands of processes, spin before they sleep, and have nothing to do.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 # Where Python's tests hardly enter the core: processes that start under a sanitizer take seconds, and find nothing.
-OUTSIDE = ("architecture", "campaign", "cli", "doctor", "documentation", "integrations", "sglang", "topology", "wheel")
+OUTSIDE = (
+    "architecture",
+    "campaign",
+    "cli",
+    "doctor",
+    "documentation",
+    "integrations",
+    "sglang",
+    "topology",
+    "verl",
+    "wheel",
+)
 
 
 def test(arguments: list[str]) -> int:

@@ -1,0 +1,36 @@
+"""What a rank has for one update: two halves for buckets, and two for their tables."""
+
+from __future__ import annotations
+
+import torch
+
+from crossrail import Engine
+from crossrail.integrations.verl.buckets import ALIGN, DIGEST_BYTES, TABLE_BYTES
+
+SHARES_MAX = 4096
+HALF_TABLES_BYTES = 8 + TABLE_BYTES + (SHARES_MAX - 1) * DIGEST_BYTES  # length, table, digests of the other shares
+
+
+class Memory:
+    """Registered. bucket_bytes: of a half. device: of the buckets; tables are the host's. Threads: one.
+
+    Close it before the engine, and when nobody uses views of it any more.
+    """
+
+    def __init__(self, engine: Engine, bucket_bytes: int, device: str) -> None:
+        self.bucket_bytes = bucket_bytes // ALIGN * ALIGN
+        self._buffer: torch.Tensor | None = torch.empty(2 * self.bucket_bytes, dtype=torch.uint8, device=device)
+        self.weights = engine.register(self._buffer)
+        self.tables = engine.alloc(2 * HALF_TABLES_BYTES)
+        self.devices = [str(self._buffer.device)] if self._buffer.is_cuda else []
+
+    def half(self, index: int) -> torch.Tensor:
+        """Its bytes, a view."""
+        assert self._buffer is not None
+        return self._buffer[index * self.bucket_bytes : (index + 1) * self.bucket_bytes]
+
+    def close(self) -> None:
+        """Nobody writes here any more, and the memory is the device's again. Idempotent."""
+        self.weights.close()
+        self.tables.close()
+        self._buffer = None

@@ -1,0 +1,87 @@
+"""Waits for a peer's step that notice when a peer gave up, or died, and end in any case."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from crossrail import Engine, ImmCounter
+from crossrail.control.deadlines import in_time
+from crossrail.errors import CrossrailError, WaitTimeout
+from crossrail.integrations.verl.pairing import Rank
+from crossrail.regions import Region
+from crossrail.transfers import Transfer
+
+_LOOK_EVERY_S = 0.5
+
+
+class UpdateFailed(CrossrailError, RuntimeError):
+    """An update of verl's weights came to nothing. The rollout's weights may be part old, part new."""
+
+
+class Peers:
+    """The ranks at the other end. Threads: that of the event loop.
+
+    gave_up: counts those of them that have. timeout_s: how long they may take for one step.
+    """
+
+    def __init__(self, engine: Engine, ranks: Sequence[Rank], gave_up: ImmCounter, timeout_s: float) -> None:
+        self._engine = engine
+        self.ranks = ranks
+        self._gave_up = gave_up
+        self.timeout_s = timeout_s
+
+    async def until(self, counter: ImmCounter, count: int, what: str) -> None:
+        """Takes so many counts. Raises UpdateFailed."""
+        clock = asyncio.get_running_loop().time
+        deadline_s = clock() + self.timeout_s
+        while True:
+            try:
+                await counter.wait_async(count, min(_LOOK_EVERY_S, max(0.0, deadline_s - clock())))
+                return
+            except WaitTimeout:
+                self._look()
+                if clock() >= deadline_s:
+                    raise UpdateFailed(
+                        f"{what}: not within {self.timeout_s:g} s (timeout_s), from {self._names()}"
+                    ) from None
+
+    async def done(self, transfers: Sequence[Transfer], what: str) -> None:
+        """All have ended well. Raises UpdateFailed; they have ended then, too, but for those to a frozen peer."""
+        error = ""
+        for transfer in transfers:
+            if error:
+                transfer.cancel()
+            try:
+                await in_time(transfer, self.timeout_s)
+            except asyncio.TimeoutError:
+                transfer.cancel()
+                error = error or f"{what}: {transfer.peer} has not taken it within {self.timeout_s:g} s (timeout_s)"
+            except CrossrailError as failure:
+                error = error or f"{what}: {failure}"
+        if error:
+            self._look()
+            raise UpdateFailed(error)
+
+    def tell(self, region: Region, *, immediates: Sequence[int]) -> Transfer:
+        """Counts one of each rank's immediate, and moves nothing. region: any of ours."""
+        there = [rank.tables_there for rank in self.ranks]
+        return self._engine.submit_scatter(region, there, lengths=0, src_offsets=0, dst_offsets=0, imm=list(immediates))
+
+    def give_up(self, region: Region) -> None:
+        """Tells them, if they can still be told."""
+        for rank in self.ranks:
+            try:
+                self._engine.submit_write(region, rank.tables_there, 0, imm=rank.gave_up)
+            except CrossrailError:
+                continue  # it is gone, or we are: then it is noticed by that
+
+    def _look(self) -> None:
+        if self._gave_up.poll():
+            raise UpdateFailed(f"a rank at the other end gave up, of {self._names()}: its log says why")
+        for rank in self.ranks:
+            if self._engine.peer_state(rank.address) == "lost":
+                raise UpdateFailed(f"{rank.name} died, or cannot be reached any more")
+
+    def _names(self) -> str:
+        return ", ".join(rank.name for rank in self.ranks)

@@ -1,0 +1,1 @@
+"""The names of verl that crossrail's checkpoint engine uses, for where verl is not installed."""

@@ -1,0 +1,5 @@
+"""Where verl computes."""
+
+
+def get_device_name() -> str:
+    return "cpu"
