@@ -4,22 +4,19 @@ One JSON object per line: {"command": ..., "arguments": {...}} in, {"result": ..
 Standard output is kept for that: what anyone prints goes to standard error. Ends when standard input does.
 """
 
-import ctypes
 import faulthandler
 import json
 import os
-import signal
 import sys
 import traceback
 
+from tests.support.fork_server import die_with_parent
 from tests.support.node import Node
-
-PR_SET_PDEATHSIG = 1
 
 
 def serve(node: Node) -> None:
     faulthandler.enable()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # never outlive the tests
+    die_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -37,5 +34,9 @@ def answer(node: Node, request: dict[str, object]) -> dict[str, object]:
         return {"error": [type(error).__name__, str(error)]}
 
 
-if __name__ == "__main__":
+def main() -> None:
     serve(Node())
+
+
+if __name__ == "__main__":
+    main()

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import fork_server
+from tests.support.fork_server import REPOSITORY, ForkedProcess
 from tests.support.limits import WAIT_S
 from tests.support.node import CommandError, RemoteEngine
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class PeerProcess:
@@ -24,17 +24,23 @@ class PeerProcess:
 
     Invariant: at most one command is unanswered. Owner: whoever made it calls close().
     prefix: a command that runs this one elsewhere, in the same process (tests.support.hosts). module: what runs there.
+    Forked where a fork server runs and a fresh interpreter would find the same surroundings.
     """
 
     def __init__(self, prefix: Sequence[str] = (), module: str = "tests.support.peer") -> None:
         self._errors = tempfile.TemporaryFile(mode="w+")
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            cwd=REPOSITORY,
-        )
+        self._process: ForkedProcess | subprocess.Popen[bytes]
+        server = None if prefix else fork_server.suitable()
+        if server is not None:
+            self._process = server.fork(module, self._errors.fileno())
+        else:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                cwd=REPOSITORY,
+            )
         self._partial = b""
 
     @property
