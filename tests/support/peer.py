@@ -1,27 +1,29 @@
 """A Node in a process of its own: `python -m tests.support.peer`.
 
-One JSON object per line: {"command": ..., "arguments": {...}} in, {"result": ...} or {"error": [class, text]} out.
+Messages of tests.support.messages: {"command": ..., "arguments": {...}} in, {"result": ...} or {"error": [class, text]}
+out.
 Standard output is kept for that: what anyone prints goes to standard error. Ends when standard input does.
 """
 
 import faulthandler
-import json
 import os
 import sys
 import traceback
 
 from tests.support.fork_server import die_with_parent
+from tests.support.messages import HEADER_BYTES, decoded, encoded, length_of
 from tests.support.node import Node
 
 
 def serve(node: Node) -> None:
     faulthandler.enable()
     die_with_parent()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answers.write(json.dumps(answer(node, request)) + "\n")
+    while header := sys.stdin.buffer.read(HEADER_BYTES):
+        request = decoded(sys.stdin.buffer.read(length_of(header)))
+        answers.write(encoded(answer(node, request)))
+        answers.flush()
     node.close_all()
     answers.close()
 
