@@ -16,6 +16,7 @@ import pytest
 import uvloop
 
 import crossrail as xr
+from tests.support import fork_server
 from tests.support.fake_gpu import FakeGpu
 from tests.support.leaks import Snapshot
 from tests.support.process import PeerProcess
@@ -187,6 +188,14 @@ def nothing_leaks(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixtu
 
 
 # --- engines and peers ---
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_peers() -> Iterator[None]:
+    """Peers are forked, and its fds are there before the first test."""
+    server = fork_server.start()
+    yield
+    server.close()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kJobsMax = 16384;  // questions of all peers that wait: 64 MiB at most
 constexpr uint64_t kToldMax = 3;    // times that an answer is tried: an asker that is dead is so then, too
-constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // summed up before others get a turn
+constexpr uint64_t kSummedBytesPerTurn = uint64_t{1} << 20;  // summed up before others get a turn
 
 std::string hex_text(uint64_t value) {
   std::string text(16, '0');
@@ -215,7 +215,7 @@ uint32_t Verifications::ask_open(uint64_t* budget) {
 }
 
 uint32_t Verifications::work() {
-  uint64_t budget = kBytesPerTurn;
+  uint64_t budget = kSummedBytesPerTurn;
   uint32_t moved = ask_open(&budget);
   for (Untold& again : std::exchange(untold_, {})) {
     ++moved;

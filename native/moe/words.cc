@@ -13,8 +13,8 @@ namespace crossrail::moe {
 namespace {
 
 // How long a sleeper goes without a look at the owner: a rank that dies wakes nobody.
-constexpr int64_t kLookEveryNs = 5'000'000;
-constexpr int64_t kYieldAfterNs = 2'000;  // of spinning: the rank that we wait for may need this very core
+constexpr int64_t kPeerLookEveryNs = 5'000'000;
+constexpr int64_t kWaitYieldAfterNs = 2'000;  // of spinning: the rank that we wait for may need this very core
 
 bool is_lost(const Awaited& awaited) { return awaited.owner != nullptr && awaited.owner->state() == PeerState::kLost; }
 
@@ -92,11 +92,11 @@ WordsOutcome wait_words(Engine& engine, std::span<const Awaited> words, std::spa
     const int64_t now = now_ns();
     if (spin_until == 0) {
       spin_until = now + engine.options().spin_ns;
-      yield_from = now + kYieldAfterNs;
-      next_look = now + kLookEveryNs;
+      yield_from = now + kWaitYieldAfterNs;
+      next_look = now + kPeerLookEveryNs;
     }
     if (now >= std::min(next_look, deadline)) {
-      next_look = now + kLookEveryNs;
+      next_look = now + kPeerLookEveryNs;
       if (absent != nullptr && is_lost(awaited) && seal(*awaited.word, round)) continue;
       const WordsOutcome trouble = trouble_with(engine, words, watched, i, absent != nullptr);
       // Its last word may have come just before its end.

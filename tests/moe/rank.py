@@ -128,5 +128,9 @@ class Rank(Node):
                 getattr(self, name).close()
 
 
-if __name__ == "__main__":
+def main() -> None:
     serve(Rank())
+
+
+if __name__ == "__main__":
+    main()

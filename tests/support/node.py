@@ -1,12 +1,10 @@
-"""The other side of a test: engines and memory driven by named commands with JSON arguments.
+"""The other side of a test: engines and memory driven by named commands with arguments that travel as messages.
 
 `Node` executes; it lives in this process or in a child (tests.support.peer). `RemoteEngine` and `RemoteMemory` are what
-a test holds, and look the same over both. Bytes travel as base64, descriptors and addresses as hex.
+a test holds, and look the same over both. Descriptors and addresses travel as hex.
 """
 
-import base64
 import hashlib
-import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ import numpy as np
 import crossrail as xr
 from tests.support import leaks
 from tests.support.limits import WAIT_S, eventually
+from tests.support.messages import HEADER_BYTES, decoded, encoded
 from tests.support.operations import Operations
 from tests.support.patterns import CANARY, ByteArray, pattern
 from tests.support.scribble import scribble
@@ -123,8 +122,8 @@ class Node:
         region = self._regions[number]
         region.array()[:] = CANARY if seed is None else pattern(seed, region.nbytes)
 
-    def content(self, number: int, offset: int, length: int) -> str:
-        return base64.b64encode(self._regions[number].array()[offset : offset + length]).decode()
+    def content(self, number: int, offset: int, length: int) -> bytes:
+        return self._regions[number].array()[offset : offset + length].tobytes()
 
     def digest(self, number: int) -> str:
         return hashlib.sha256(self._regions[number].array()).hexdigest()
@@ -149,15 +148,15 @@ class Node:
     def receive(self, engine: str, count: int, nbytes: int) -> None:
         self._pools[engine] = self._engines[engine].submit_recvs(count, nbytes)
 
-    def take(self, engine: str, timeout_s: float) -> dict[str, str]:
+    def take(self, engine: str, timeout_s: float) -> dict[str, Any]:
         message = self._pools[engine].recv(timeout_s)
-        return {"peer": message.peer.to_bytes().hex(), "data": base64.b64encode(message.data).decode()}
+        return {"peer": message.peer.to_bytes().hex(), "data": bytes(message.data)}
 
     def close_pool(self, engine: str) -> None:
         self._pools.pop(engine).close()
 
-    def send(self, engine: str, peer: str, message: str) -> None:
-        self._engines[engine].submit_send(bytes.fromhex(peer), base64.b64decode(message)).wait(WAIT_S)
+    def send(self, engine: str, peer: str, message: bytes) -> None:
+        self._engines[engine].submit_send(bytes.fromhex(peer), message).wait(WAIT_S)
 
     def discard_messages(self, engine: str) -> None:
         """Receives and throws away until the engine closes."""
@@ -240,19 +239,23 @@ class Node:
 
 
 class LocalNode:
-    """A Node in this process, called through the same JSON that a child sees."""
+    """A Node in this process, called through the same messages that a child sees."""
 
     def __init__(self) -> None:
         self._node = Node()
 
     def call(self, command: str, **arguments: Any) -> Any:
         try:
-            return json.loads(json.dumps(self._node.execute(command, json.loads(json.dumps(arguments)))))
+            return _copied(self._node.execute(command, _copied(arguments)))
         except xr.CrossrailError as error:
             raise CommandError(type(error).__name__, str(error)) from error
 
     def shutdown(self) -> None:
         self._node.close_all()
+
+
+def _copied(message: Any) -> Any:
+    return decoded(encoded(message)[HEADER_BYTES:])
 
 
 class RemoteMemory:
@@ -266,8 +269,8 @@ class RemoteMemory:
 
     def content(self, offset: int = 0, length: int | None = None) -> ByteArray:
         length = self.nbytes - offset if length is None else length
-        text = self._caller.call("content", number=self.number, offset=offset, length=length)
-        return np.frombuffer(base64.b64decode(text), np.uint8)
+        content = self._caller.call("content", number=self.number, offset=offset, length=length)
+        return np.frombuffer(content, np.uint8)
 
     def digest(self) -> str:
         """SHA-256 of all of it: for memory too large to send."""
@@ -326,10 +329,10 @@ class RemoteEngine:
 
     def take(self, timeout_s: float = WAIT_S) -> tuple[xr.Address, bytes]:
         message = self.call("take", timeout_s=timeout_s)
-        return xr.Address.from_bytes(bytes.fromhex(message["peer"])), base64.b64decode(message["data"])
+        return xr.Address.from_bytes(bytes.fromhex(message["peer"])), message["data"]
 
     def send(self, peer: xr.Address, message: bytes) -> None:
-        self.call("send", peer=peer.to_bytes().hex(), message=base64.b64encode(message).decode())
+        self.call("send", peer=peer.to_bytes().hex(), message=message)
 
     def operate(self, kind: str, memory: RemoteMemory, targets: Sequence[xr.RegionDescriptor], **how: Any) -> None:
         """One operation of `kind` that the other side starts, waited for."""

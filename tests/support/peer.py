@@ -1,30 +1,29 @@
 """A Node in a process of its own: `python -m tests.support.peer`.
 
-One JSON object per line: {"command": ..., "arguments": {...}} in, {"result": ...} or {"error": [class, text]} out.
+Messages of tests.support.messages: {"command": ..., "arguments": {...}} in, {"result": ...} or {"error": [class, text]}
+out.
 Standard output is kept for that: what anyone prints goes to standard error. Ends when standard input does.
 """
 
-import ctypes
 import faulthandler
-import json
 import os
-import signal
 import sys
 import traceback
 
+from tests.support.fork_server import die_with_parent
+from tests.support.messages import HEADER_BYTES, decoded, encoded, length_of
 from tests.support.node import Node
-
-PR_SET_PDEATHSIG = 1
 
 
 def serve(node: Node) -> None:
     faulthandler.enable()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # never outlive the tests
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    die_with_parent()
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answers.write(json.dumps(answer(node, request)) + "\n")
+    while header := sys.stdin.buffer.read(HEADER_BYTES):
+        request = decoded(sys.stdin.buffer.read(length_of(header)))
+        answers.write(encoded(answer(node, request)))
+        answers.flush()
     node.close_all()
     answers.close()
 
@@ -37,5 +36,9 @@ def answer(node: Node, request: dict[str, object]) -> dict[str, object]:
         return {"error": [type(error).__name__, str(error)]}
 
 
-if __name__ == "__main__":
+def main() -> None:
     serve(Node())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,5 @@
 """Children: a peer that takes commands, and one-off scripts. Everything has a deadline and is killed at the end."""
 
-import json
 import os
 import select
 import signal
@@ -13,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import fork_server
+from tests.support.fork_server import REPOSITORY, ForkedProcess
 from tests.support.limits import WAIT_S
+from tests.support.messages import HEADER_BYTES, decoded, encoded, length_of
 from tests.support.node import CommandError, RemoteEngine
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class PeerProcess:
@@ -24,18 +24,23 @@ class PeerProcess:
 
     Invariant: at most one command is unanswered. Owner: whoever made it calls close().
     prefix: a command that runs this one elsewhere, in the same process (tests.support.hosts). module: what runs there.
+    Forked where a fork server runs and a fresh interpreter would find the same surroundings.
     """
 
     def __init__(self, prefix: Sequence[str] = (), module: str = "tests.support.peer") -> None:
         self._errors = tempfile.TemporaryFile(mode="w+")
-        self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            cwd=REPOSITORY,
-        )
-        self._partial = b""
+        self._process: ForkedProcess | subprocess.Popen[bytes]
+        server = None if prefix else fork_server.suitable()
+        if server is not None:
+            self._process = server.fork(module, self._errors.fileno())
+        else:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                cwd=REPOSITORY,
+            )
 
     @property
     def pid(self) -> int:
@@ -55,12 +60,13 @@ class PeerProcess:
     def start(self, command: str, **arguments: Any) -> None:
         """Sends a command without waiting for its answer."""
         assert self._process.stdin is not None
-        line = json.dumps({"command": command, "arguments": arguments}) + "\n"
-        self._process.stdin.write(line.encode())
+        self._process.stdin.write(encoded({"command": command, "arguments": arguments}))
         self._process.stdin.flush()
 
     def answer(self, timeout_s: float = 2 * WAIT_S) -> Any:
-        answer = json.loads(self._read_line(timeout_s))
+        deadline = time.monotonic() + timeout_s
+        length = length_of(self._read(HEADER_BYTES, deadline))
+        answer = decoded(self._read(length, deadline))
         if "error" in answer:
             raise CommandError(*answer["error"])
         return answer["result"]
@@ -108,20 +114,19 @@ class PeerProcess:
                     pass
         self._errors.close()
 
-    def _read_line(self, timeout_s: float) -> bytes:
+    def _read(self, length: int, deadline: float) -> bytes:
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._partial:
+        got = bytearray()
+        while len(got) < length:
             ready, _, _ = select.select([fd], [], [], max(deadline - time.monotonic(), 0))
             if not ready:
-                raise AssertionError(f"the peer did not answer within {timeout_s} s:\n{self.errors()}")
-            got = os.read(fd, 1 << 20)
-            if not got:
+                raise AssertionError(f"the peer did not answer in time:\n{self.errors()}")
+            more = os.read(fd, length - len(got))
+            if not more:
                 raise AssertionError(f"the peer ended (status {self._process.wait(WAIT_S)}):\n{self.errors()}")
-            self._partial += got
-        line, _, self._partial = self._partial.partition(b"\n")
-        return line
+            got += more
+        return bytes(got)
 
 
 def run_script(source: str, *arguments: str, timeout_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:

@@ -57,7 +57,8 @@ def model(arguments: list[str]) -> int:
     if not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
         missing.append("gcc")  # Spin makes a C program of a model
     if missing:
-        install_packages(missing)
+        with locked():  # apt-get update does not wait for another one
+            install_packages(missing)
     return replace_process([sys.executable, str(ROOT / "model" / "check.py"), *arguments])
 
 

@@ -141,7 +141,7 @@ def tsan(arguments: list[str]) -> int:
             "CMAKE_BUILD_TYPE": "RelWithDebInfo",
             "CROSSRAIL_BINDINGS": "OFF",
             "CROSSRAIL_NATIVE_TESTS": "ON",
-            "CROSSRAIL_PCH": "OFF",  # where a source lacks an include, this build has to find it
+            "CROSSRAIL_PCH": "OFF",  # where a native test lacks an include, this build has to find it
             "CROSSRAIL_SANITIZE": "thread",
             **verbs_option(),
         }

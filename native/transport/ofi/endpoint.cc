@@ -14,7 +14,6 @@ namespace {
 
 constexpr size_t kSlotStride = 4224;  // whole cache lines
 static_assert(kSlotStride >= kPacketBytesMax && kSlotStride % 64 == 0);
-constexpr size_t kNameBytesMax = 64;
 
 }  // namespace
 

@@ -15,7 +15,6 @@ namespace {
 
 constexpr size_t kEvents = 1024;  // a hint: tcp's queue grows
 constexpr size_t kSaidBytesMax = 256;
-constexpr size_t kNameBytesMax = 64;
 constexpr int kLastEventsMax = 1024;
 constexpr uint8_t kRejection = 'n';
 

@@ -11,6 +11,8 @@
 
 namespace crossrail::ofi {
 
+inline constexpr size_t kNameBytesMax = 64;  // room for what fi_getname tells
+
 struct ConnectionEvent {
   enum class Kind : uint8_t { kRequest, kConnected, kEnded };
   Kind kind = Kind::kEnded;

@@ -10,9 +10,9 @@ namespace crossrail::ofi {
 namespace {
 
 constexpr uint8_t kVersion = 2;
-constexpr size_t kNameBytesMax = 56;
-static_assert(1 + 1 + 2 + 1 + kNameBytesMax <= rdma::kEndpointBytesMax);
-static_assert(1 + 4 + 8 + 8 + 8 + 1 + kNameBytesMax <= rdma::kOfferBytesMax);
+constexpr size_t kWireNameBytesMax = 56;
+static_assert(1 + 1 + 2 + 1 + kWireNameBytesMax <= rdma::kEndpointBytesMax);
+static_assert(1 + 4 + 8 + 8 + 8 + 1 + kWireNameBytesMax <= rdma::kOfferBytesMax);
 
 void put_name(Writer& writer, const Name& name) {
   writer.put(static_cast<uint8_t>(name.size()));
@@ -22,7 +22,7 @@ void put_name(Writer& writer, const Name& name) {
 // What is left of the reader, to the last byte.
 bool get_name(Reader& reader, Name* name) {
   const size_t bytes = reader.get<uint8_t>();
-  if (!reader.ok() || bytes == 0 || bytes > kNameBytesMax || reader.rest().size() != bytes) return false;
+  if (!reader.ok() || bytes == 0 || bytes > kWireNameBytesMax || reader.rest().size() != bytes) return false;
   name->assign(reader.rest().begin(), reader.rest().end());
   return true;
 }

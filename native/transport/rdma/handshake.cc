@@ -18,7 +18,6 @@ namespace crossrail::rdma {
 
 namespace {
 
-constexpr int64_t kRetryFirstNs = 20'000'000;
 constexpr int64_t kRetryMaxNs = 500'000'000;
 constexpr int64_t kAcceptedMaxNs = 5'000'000'000;
 constexpr size_t kSessionsMax = 4096;

@@ -19,7 +19,6 @@ namespace crossrail::rdma {
 
 namespace {
 
-constexpr int64_t kRetryFirstNs = 20'000'000;
 constexpr int64_t kAskMaxNs = 500'000'000;
 constexpr int64_t kGoodForNs =
     1'000'000'000;  // a path that broke sooner, and was good for nothing, is remade after a pause

@@ -19,6 +19,8 @@
 
 namespace crossrail::rdma {
 
+inline constexpr int64_t kRetryFirstNs = 20'000'000;  // the shortest pause before a path asks or tries again
+
 struct Session;
 struct RdmaLink;
 

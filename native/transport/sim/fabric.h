@@ -30,6 +30,10 @@
 
 namespace crossrail::sim {
 
+// Where the peer does not answer.
+inline constexpr int64_t kRetryEveryNs = 2'000'000;
+inline constexpr int64_t kRetryMaxNs = 500'000'000;
+
 class SimNic;
 class SimPath;
 class SimRegistration;

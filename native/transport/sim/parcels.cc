@@ -9,8 +9,6 @@ namespace crossrail::sim {
 
 namespace {
 
-constexpr int64_t kRetryEveryNs = 2'000'000;
-constexpr int64_t kRetryMaxNs = 500'000'000;
 constexpr int64_t kReorderNs = 2'000;  // between fragments of a path without order, and between datagrams
 
 }  // namespace

@@ -13,9 +13,6 @@ namespace {
 
 constexpr uint64_t kWholeBytesMax = 4096;  // longer ones arrive in parts
 constexpr uint32_t kPartsMax = 4;
-// Where the peer does not answer.
-constexpr int64_t kRetryEveryNs = 2'000'000;
-constexpr int64_t kRetryMaxNs = 500'000'000;
 // Immediates that its engine has not looked at, from which on a NIC takes no more: it has no receives left.
 constexpr size_t kReceivesMax = 8192;
 constexpr int64_t kNotReadyNs = 20'000;

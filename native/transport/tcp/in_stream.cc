@@ -12,15 +12,15 @@ namespace crossrail::tcp {
 
 namespace {
 
-constexpr size_t kReadsMax = 1024;  // queued by one connection; an honest initiator stays below
-constexpr size_t kHeldMax = 2048;   // messages that nobody takes; likewise
+constexpr size_t kQueuedReadsMax = 1024;  // queued by one connection; an honest initiator stays below
+constexpr size_t kHeldMax = 2048;         // messages that nobody takes; likewise
 // Frames that the initiator does not read. An honest one has a refusal and its text for everything under way.
 constexpr size_t kControlBytesMax = 8 << 20;
 static_assert(kControlBytesMax > kOperationsUnderWayMax * (sizeof(FrameHeader) + sizeof(RefusedMeta) + kTextBytesMax));
 // Acknowledged at once: what the initiator may be waiting for with a full window.
 constexpr uint64_t kAckAtOnceBytes = 16 << 10;
 constexpr uint64_t kAckAtOnceOperations = 64;
-constexpr uint64_t kBatchBytes = uint64_t{1} << 20;
+constexpr uint64_t kAnsweredBatchBytes = uint64_t{1} << 20;
 
 std::string range_text(uint64_t region_id, uint64_t offset, uint64_t length) {
   return "region " + std::to_string(region_id) + ", offset " + std::to_string(offset) + ", " + std::to_string(length) +
@@ -250,7 +250,7 @@ void InStream::check_region() {
 bool InStream::on_read(const FrameHeader& header, std::span<const std::byte> meta) {
   if (meta.size() != sizeof(ReadMeta) || header.operations != 1) return reject("a malformed read");
   const auto read = read_meta<ReadMeta>(meta);
-  if (reads_.size() >= kReadsMax) return reject("more reads at once than an engine asks for");
+  if (reads_.size() >= kQueuedReadsMax) return reject("more reads at once than an engine asks for");
   RegionUse region = transport_->regions().use(read.region_id);
   const Status status = check_range(region, read.region_id, Access::kRemoteRead, read.offset, read.length);
   ++channel_->placed;
@@ -276,7 +276,7 @@ const std::byte* InStream::readable(const TcpRegion& region, uint64_t offset, ui
 
 void InStream::fill_reads(TxBatch& batch) {
   const uint64_t others_bytes = batch.pending_bytes();
-  while (!reads_.empty() && batch.pending_bytes() - others_bytes < kBatchBytes) {
+  while (!reads_.empty() && batch.pending_bytes() - others_bytes < kAnsweredBatchBytes) {
     ReadJob& job = reads_.front();
     if (!batch.has_room(2 * (sizeof(FrameHeader) + sizeof(ReadDataMeta)) + kTextBytesMax, 3)) return;
     const bool closed = !job.region || job.region.is_revoked();

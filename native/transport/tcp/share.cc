@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kShareNs = 300'000'000;
 // Of frames that the peer does not read: 600 answers at least, and a question of ours for each channel. An engine asks for a
 // connection once, and asks no more before it has the answer or has given up, after kShareNs.
-constexpr size_t kControlBytesMax = 64 << 10;
+constexpr size_t kShareControlBytesMax = 64 << 10;
 }  // namespace
 
 // --- who asks ---
@@ -137,7 +137,7 @@ void TcpTransport::reconsider_attempts(OutLink& link) {
 // --- who is asked ---
 
 bool OutStream::on_share(const ShareMeta& share) {
-  if (channel_->control.size() > kControlBytesMax) return reject("it does not read what we answer");
+  if (channel_->control.size() > kShareControlBytesMax) return reject("it does not read what we answer");
   OutLink& link = *channel_->link;
   Hello hello;
   hello.link_id = share.link_id;

@@ -1,0 +1,20 @@
+"""What a Node is told and answers: MessagePack after its length. Bytes, of memory above all, travel as they are."""
+
+from typing import Any
+
+import msgspec
+
+HEADER_BYTES = 4
+
+
+def encoded(message: Any) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEADER_BYTES, "little") + body
+
+
+def length_of(header: bytes) -> int:
+    return int.from_bytes(header, "little")
+
+
+def decoded(body: bytes) -> Any:
+    return msgspec.msgpack.decode(body)
