@@ -66,13 +66,14 @@ def network(nothing_leaks: None) -> Iterator[NetworkFactory]:
             one_subnet: bool = False,
             delay_ms: float = 0,
             loss: float = 0,
+            mtu: int = 1500,
             source_routes: bool = True,
             **options: Any,
         ) -> Network:
             """by: how engines name their rails. options: of both engines."""
             counts = dict(zip("ab", rails if isinstance(rails, tuple) else (rails, rails), strict=True))
             hosts = stack.enter_context(
-                Hosts(counts, one_subnet=one_subnet, delay_ms=delay_ms, loss=loss, source_routes=source_routes)
+                Hosts(counts, one_subnet=one_subnet, delay_ms=delay_ms, loss=loss, mtu=mtu, source_routes=source_routes)
             )
             options = {"transport": "tcp"} | options
             stack.enter_context(hosts["a"].entered())

@@ -3,6 +3,7 @@
 import hashlib
 
 import numpy as np
+import pytest
 
 from tests.multihost.conftest import NetworkFactory
 from tests.support.limits import WAIT_S
@@ -35,3 +36,18 @@ def test_delay_and_loss_change_nothing_but_the_time(network: NetworkFactory) -> 
     net.here.submit_read(back, remote.descriptor).wait(WAIT_S)
     assert_same_bytes(back.array(), pattern(1, NBYTES))
     assert net.here.peer_state(net.there.address) == "connected"
+
+
+@pytest.mark.parametrize("kind", ["write", "read", "paged_writes"])
+def test_way_that_drops_long_packets_is_gone_by_short_ones_and_says_so(network: NetworkFactory, kind: str) -> None:
+    net = network(rails=2, mtu=600)  # handshakes pass, and answers to pings
+    mine, remote = net.source(NBYTES, fill=1), net.target(NBYTES, fill=2)
+    operations = Operations(net.here, mine, [remote.descriptor], imm=1, page_bytes=16 * PAGE_BYTES)
+
+    operations.submit(kind).wait(2 * WAIT_S)
+
+    net.there.expect_count(1, operations.counts(kind))
+    assert_same_bytes(mine.array(), pattern(2 if kind == "read" else 1, NBYTES))
+    if kind == "write":
+        assert remote.digest() == hashlib.sha256(mine.array()).hexdigest()
+    assert "by short packets" in str(net.here.explain(net.there.address))

@@ -1,7 +1,7 @@
-"""A long and lossy cable between two netdevs: `python -m tests.support.cable DELAY_MS LOSS SEED NETDEV NETDEV`.
+"""A long and lossy cable between two netdevs: `python -m tests.support.cable DELAY_MS LOSS MTU SEED NETDEV NETDEV`.
 
-Forwards whole packets between them until it is killed, each after DELAY_MS, and drops a share LOSS of them. The
-kernel's netem would do so, too; many kernels are built without it.
+Forwards whole packets between them until it is killed, each after DELAY_MS. It drops a share LOSS of them, and those of
+more than MTU bytes, without a word. The kernel's netem would lose and delay, too; many kernels are built without it.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ PACKET_VNET_HDR = 15  # packets travel with what checksums and cuts they still l
 PACKET_OUTGOING = 4
 PR_SET_PDEATHSIG = 1
 PACKET_BYTES_MAX = 1 << 17
+HEAD_BYTES = 10 + 14  # of what the kernel says of a packet, and of Ethernet
 
 
 class End:
@@ -50,7 +51,7 @@ class End:
                 pass
 
 
-def relay(delay_s: float, loss: float, seed: int, ends: tuple[End, End]) -> None:
+def relay(delay_s: float, loss: float, mtu: int, seed: int, ends: tuple[End, End]) -> None:
     chance = random.Random(seed)
     while True:
         now = time.monotonic()
@@ -58,16 +59,17 @@ def relay(delay_s: float, loss: float, seed: int, ends: tuple[End, End]) -> None
         select.select([end.socket for end in ends], [], [], max(wait_s, 0))
         now = time.monotonic()
         for end, other in (ends, ends[::-1]):
-            other.due.extend((now + delay_s, packet) for packet in end.receive() if chance.random() >= loss)
+            packets = [packet for packet in end.receive() if len(packet) - HEAD_BYTES <= mtu]
+            other.due.extend((now + delay_s, packet) for packet in packets if chance.random() >= loss)
             end.send_due(now)
 
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # never outlive the tests
-    delay_ms, loss, seed, one, two = sys.argv[1:]
+    delay_ms, loss, mtu, seed, one, two = sys.argv[1:]
     ends = (End(one), End(two))
     print("ready", flush=True)
-    relay(float(delay_ms) / 1000, float(loss), int(seed), ends)
+    relay(float(delay_ms) / 1000, float(loss), int(mtu), int(seed), ends)
 
 
 if __name__ == "__main__":

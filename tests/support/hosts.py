@@ -124,8 +124,9 @@ class Hosts:
 
     rails: netdevs of each host, or a number for each. one_subnet: all netdevs of all hosts on one switch; else a
     network for each rail number, a cable where there are two hosts. delay_ms, loss: cables are so long, each way, and
-    lose this share of packets (of two hosts, each rail a cable). source_routes: what has a rail's address leaves by its
-    netdev, as it does where hosts with several netdevs in one subnet are set up with care.
+    lose this share of packets (of two hosts, each rail a cable). mtu: cables lose longer packets, and nobody is told.
+    source_routes: what has a rail's address leaves by its netdev, as it does where hosts with several netdevs in one
+    subnet are set up with care.
     Owner: namespaces, and children of spawn(), end with the context. What a killed test run left behind goes with the
     next one's start.
     """
@@ -138,6 +139,7 @@ class Hosts:
         one_subnet: bool = False,
         delay_ms: float = 0,
         loss: float = 0,
+        mtu: int = 1500,
         source_routes: bool = True,
     ) -> None:
         self._source_routes = source_routes
@@ -149,7 +151,7 @@ class Hosts:
             name: Host(name, f"{self._prefix}{name}", counts[name], index, subnets) for index, name in enumerate(names)
         }
         self._switches = [] if not one_subnet and len(names) == 2 else list(subnets)
-        self._cable = (delay_ms, loss) if delay_ms or loss else None
+        self._cable = (delay_ms, loss, mtu) if delay_ms or loss or mtu < 1500 else None
         self._children: list[PeerProcess] = []
         self._relays: list[subprocess.Popen[bytes]] = []
 
@@ -230,8 +232,7 @@ class Hosts:
         for host in hosts:
             batch(host.namespace, [f"link set {netdev} gso_max_segs 1" for netdev in host.netdevs])
         for number, pair in enumerate(ends):
-            delay_ms, loss = self._cable
-            words = [str(delay_ms), str(loss), str(number), *pair]
+            words = [*map(str, self._cable), str(number), *pair]
             command = [*on_host(middle), sys.executable, "-m", "tests.support.cable", *words]
             relay = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
             self._relays.append(relay)

@@ -98,6 +98,7 @@ class Connector final : public Pollable {
     std::shared_ptr<TlsContext> tls;  // null: in the clear
     Deadline deadline;
     bool same_machine;
+    bool short_segments = false;
   };
   Connector(Poller* poller, Owner* owner, const Rail& from, const Endpoint& to, Purpose purpose,
             int64_t unacknowledged_ms);

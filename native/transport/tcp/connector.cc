@@ -71,6 +71,7 @@ Connector::Connector(Poller* poller, Owner* owner, const Rail& from, const Endpo
   }
   tune_socket(fd.get(), unacknowledged_ms);
   if (purpose_.same_machine) tune_for_loopback(fd.get());
+  if (purpose_.short_segments) limit_segments(fd.get());
   sockaddr_storage storage;
   Endpoint source = from.endpoint;
   source.port = 0;

@@ -104,6 +104,8 @@ struct OutChannel final : Connector::Owner {
   bool is_usable() const { return is_open() && !in_doubt; }
   // Whether the latest connection was good for anything.
   bool was_good(int64_t now) const;
+  // Whether it carries little words, but none of what waits and is long: packets as long as ours are dropped on the way.
+  bool passes_only_short() const;
   // Whether what was sent over a connection that broke may be lost, or the answer to it.
   bool has_doubts() const;
   // Whether anything waits for its bytes to get through: not only for a peer that has them to take them.
@@ -161,6 +163,9 @@ struct OutChannel final : Connector::Owner {
   int outq_bytes = 0;    // at the last look
   uint64_t bytes_acked = 0;
   uint64_t bytes_acked_at_opening = 0;
+  uint64_t carried_bytes = 0;  // by this connection, either way, of what has arrived
+  // Of its connections from now on: one was made, and then nothing long got through it.
+  bool has_short_segments = false;
 };
 
 struct SentMessage {

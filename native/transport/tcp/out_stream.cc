@@ -37,6 +37,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
       transport.retire(link, request, Status::kDone, {});
       continue;
     }
+    if (request.op != WorkOp::kRead) channel.carried_bytes += request.length_bytes;
     if (request.op != WorkOp::kWrite) continue;  // messages end when taken, reads when their data is here
     channel.pace.done(request.length_bytes, transport.now());
     const auto refused = channel.refusals.find(operation);
@@ -52,6 +53,7 @@ void on_acked(TcpTransport& transport, OutChannel& channel, uint64_t placed) {
       const uint64_t length = channel.sent.pop_front().length_bytes;
       channel.pace.done(length, transport.now());
       bytes += length;
+      channel.carried_bytes += length;
       ++channel.acked;
       ++count;
     }
@@ -365,6 +367,7 @@ void OutStream::on_cut(uint64_t missing_bytes) {
   const auto read = channel_->link->reads.find(std::exchange(read_id_, 0));
   if (read == channel_->link->reads.end()) return;
   read->second.received_bytes += read_bytes_ - missing_bytes;
+  channel_->carried_bytes += read_bytes_ - missing_bytes;
   read->second.failed = read->second.failed || connection()->placement().failed;
 }
 

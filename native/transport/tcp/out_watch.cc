@@ -29,6 +29,8 @@ constexpr int64_t kPingAfterNs = 500'000'000;
 constexpr int64_t kFrozenAfterNs = 2'000'000'000;
 // One rail is silent while others are not.
 constexpr int64_t kRailSilentNs = 2'000'000'000;
+// A connection that got through less than this and fell silent may have carried no packet of full length.
+constexpr uint64_t kLongBytesMin = 64 << 10;
 // All that is open is silent: rails that have no connection yet are tried.
 constexpr int64_t kTryOthersNs = 1'000'000'000;
 // So many connections in a row that broke before anything got through are no accident.
@@ -74,7 +76,8 @@ void TcpTransport::start_attempt(OutChannel& channel) {
                              .hello = encode(hello),
                              .tls = tls_,
                              .deadline = deadline,
-                             .same_machine = on_this_machine(address_, *link.address)};
+                             .same_machine = on_this_machine(address_, *link.address),
+                             .short_segments = channel.has_short_segments};
   channel.connector =
       std::make_unique<Connector>(&poller_, &channel, rails_[rails.rail], link.address->endpoints[rails.peer_rail],
                                   std::move(purpose), options_.peer_timeout_ns / 1'000'000);
@@ -106,6 +109,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
     opened_at_ns = now;
     acked_at_opening = acked;
     bytes_acked_at_opening = bytes_acked;
+    carried_bytes = 0;
     pinged_ns = 0;
     moved_ns = now;
     outq_bytes = 0;
@@ -158,6 +162,8 @@ void OutChannel::on_connect_result(ConnectResult result) {
 
 bool OutChannel::was_good(int64_t now) const { return now - opened_at_ns >= kRetryMaxNs || acked > acked_at_opening; }
 
+bool OutChannel::passes_only_short() const { return has_unplaced() && carried_bytes < kLongBytesMin; }
+
 void OutStream::on_broken() {
   OutChannel& channel = *channel_;
   OutLink& link = *channel.link;
@@ -172,6 +178,7 @@ void OutStream::on_broken() {
     channel.retry_at_ns = channel.retry_pause_ns > kRetryFirstNs ? now + channel.retry_pause_ns : now;
     transport_->sink().on_rail_broken(link, link.pairs[channel.pair()].rail);
   }
+  if (!channel.passes_only_short()) channel.has_short_segments = false;
   channel.control.clear();
   bool open = false;
   link.for_each_channel([&](OutChannel& other) {
@@ -360,6 +367,7 @@ void TcpTransport::tend_liveness(OutLink& link) {
       mark_dirty(link);
     }
     if (silent >= kRailSilentNs && now_ - moved < kPingAfterNs) {
+      if (channel.passes_only_short()) channel.has_short_segments = true;
       channel.stream->break_off("silent for " + seconds_text(silent) + " while other rails of the peer answer");
     }
   });

@@ -103,6 +103,7 @@ std::shared_ptr<Connection> TcpTransport::find_shareable(const OutChannel& chann
 // Not again where an attempt failed: that connection may be good for nothing. Unless the one that was made instead has
 // proved that the peer can be reached.
 bool TcpTransport::may_share(const OutChannel& channel) const {
+  if (channel.has_short_segments) return false;  // the peer's has long ones
   return channel.retry_pause_ns == 0 || (channel.is_open() && now_ >= channel.retry_at_ns && channel.was_good(now_));
 }
 

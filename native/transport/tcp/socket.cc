@@ -17,6 +17,7 @@ namespace {
 constexpr int kKeepIdleS = 15;
 constexpr int kKeepIntervalS = 5;
 constexpr int kKeepProbes = 3;
+constexpr int kShortSegmentBytes = 536;
 
 void set(int fd, int level, int name, int value) { setsockopt(fd, level, name, &value, sizeof value); }
 
@@ -77,6 +78,8 @@ void tune_for_loopback(int fd) {
   static constexpr char kReno[] = "reno";  // always allowed; bbr and its like pace
   setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, kReno, sizeof kReno - 1);
 }
+
+void limit_segments(int fd) { set(fd, IPPROTO_TCP, TCP_MAXSEG, kShortSegmentBytes); }
 
 socklen_t to_sockaddr(const Endpoint& endpoint, sockaddr_storage* out) {
   std::memset(out, 0, sizeof *out);

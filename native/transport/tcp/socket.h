@@ -42,6 +42,8 @@ void tune_socket(int fd, int64_t unacknowledged_ms);
 void bind_to_netdev(int fd, const std::string& netdev);
 // No pacing: on the way from this machine to itself it only costs.
 void tune_for_loopback(int fd);
+// Before it connects: neither end sends packets of more than 576 bytes, which every way carries (RFC 9293, 3.7.1).
+void limit_segments(int fd);
 
 // The address a socket's other end has, for messages.
 std::string peer_text(int fd);

@@ -177,6 +177,7 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
     if (!rail.netdev.empty()) report.reason += " by " + rail.netdev;
     std::string state = "connected when first needed";
     bool is_open = false;
+    bool is_short = false;
     for (const Lane lane : {Lane::kSmall, Lane::kBulk}) {
       const OutChannel* channel = out.find(pair, lane);
       if (channel == nullptr) continue;
@@ -185,11 +186,13 @@ std::vector<PathReport> TcpTransport::explain(Link& link) {
         is_open = true;
         const char* const cipher = channel->stream->connection()->cipher();
         state = cipher == nullptr ? "connected" : std::string("connected, ") + cipher;
+        is_short = is_short || channel->has_short_segments;
       } else if (channel->is_connecting() || channel->wanted) {
         if (!is_open) state = channel->trouble.empty() ? "connecting" : "down: " + channel->trouble;
       }
     }
     report.reason += ", " + state;
+    if (is_short) report.reason += ", by short packets: long ones do not arrive, look at the MTU of the way";
     if (out.busy_ns > 0 && report.bytes > 0) {
       report.gb_per_s = static_cast<double>(report.bytes) / static_cast<double>(out.busy_ns);
     }
