@@ -22,7 +22,7 @@ void EngineCore::on_retired(Link& link, void* context, uint32_t tag, uint32_t co
   if (!peer.route_.traits->balances_rails) record_works(FlightState::kRetired, peer, kAnyRail, *transfer, count, bytes);
   work.retired += count;
   if (work.kind == OpKind::kScatter) work.slices_retired(tag, count, status);
-  if (status == Status::kDone) work.bytes_retired += bytes;
+  if (status == Status::kDone) bump(work.bytes_retired, bytes);
   if (status != Status::kDone) fail(transfer, status, peer, detail);
   if (status == Status::kDone && work.kind == OpKind::kRead && work.local->needs_flush_) [[unlikely]] {
     if (!flush_gpus(uint64_t{1} << work.local->gpu(), "a read"))
@@ -148,7 +148,7 @@ void EngineCore::finish(Transfer* transfer, Status status) {
     } else {
       bump(counters_.bytes_written, work.length_bytes);
     }
-    work.bytes_retired = work.length_bytes;
+    work.bytes_retired.store(work.length_bytes, std::memory_order_relaxed);  // published with the status
   } else {
     bump(status == Status::kCancelled ? counters_.cancelled : counters_.failed);
   }

@@ -118,7 +118,7 @@ TransferInfo Transfer::info() const {
                     .status = now,
                     .peer = {},
                     .bytes = work_->length_bytes,
-                    .bytes_retired = 0,
+                    .bytes_retired = work_->bytes_retired.load(std::memory_order_relaxed),
                     .imm = work_->verify ? work_->verify->imm : work_->imm,
                     .region_id = 0,
                     .offset = 0,
@@ -136,7 +136,6 @@ TransferInfo Transfer::info() const {
     }
   }
   if (now == Status::kPending) return info;  // the rest is still the progress holder's
-  info.bytes_retired = work_->bytes_retired;
   if (work_->failed_peer) info.peer = work_->failed_peer->name;
   info.failed_peer = work_->failed_peer;
   info.detail = work_->detail;

@@ -36,7 +36,8 @@ void TransferWork::recycle() {
   imm = kNoImm;
   rail = kAnyRail;
   open_items = posted = retired = 0;
-  length_bytes = bytes_retired = 0;
+  length_bytes = 0;
+  bytes_retired.store(0, std::memory_order_relaxed);  // nobody else has it now
   pieces = 0;
   piece = 0;
   slice_offset = 0;

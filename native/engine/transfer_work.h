@@ -1,6 +1,7 @@
 // What the progress holder knows of a transfer.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -60,7 +61,7 @@ struct alignas(64) TransferWork {
   uint64_t local_offset = 0;
   uint64_t remote_offset = 0;
   uint64_t length_bytes = 0;  // in all
-  uint64_t bytes_retired = 0;
+  std::atomic<uint64_t> bytes_retired{0};  // [any] reads it, also while the transfer is pending
   uint32_t pieces = 0;  // of a contiguous range; 0: not cut yet
   uint32_t first_rail = 0;
   uint32_t piece = 0;         // next piece to post a slice of

@@ -183,7 +183,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       const uint32_t rail = rail_for(peer, work, work.piece);
       const uint32_t retired_before = work.retired;
       if (post(peer, rail, {&request, 1}, length, transfer) == 0) return refused(rail);
-      if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
+      if (work.retired != retired_before && work.failure == Status::kDone) bump(work.bytes_retired, length);
       if (work.failure != Status::kDone) return Progress::kAllPosted;
       turn_bytes += length;
       round_bytes_ += length;
@@ -253,11 +253,13 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
     const uint32_t rail = rail_for(peer, work, 0);
     const uint32_t accepted = post(peer, rail, {batch.requests, filled}, turn_bytes - turn_bytes_before, transfer);
     const bool at_once = work.retired == retired_before + accepted && work.failure == Status::kDone;
+    uint64_t accepted_bytes = 0;
     for (uint32_t i = 0; i < accepted; ++i) {
       work.page += batch.requests[i].reserved;
-      round_bytes_ += batch.requests[i].length_bytes;
-      if (at_once) work.bytes_retired += batch.requests[i].length_bytes;
+      accepted_bytes += batch.requests[i].length_bytes;
     }
+    round_bytes_ += accepted_bytes;
+    if (at_once) bump(work.bytes_retired, accepted_bytes);
     if (work.failure != Status::kDone) return Progress::kAllPosted;
     if (work.rail == kAnyRail && ++work.first_rail >= peer.route_.traits->rail_count) work.first_rail = 0;
     if (accepted < filled) return refused(rail);
@@ -290,7 +292,7 @@ EngineCore::Progress EngineCore::post_long_pages(Peer& peer, Transfer* transfer,
     const uint32_t rail = rail_for(peer, work, 0);
     if (post(peer, rail, {&request, 1}, length, transfer) == 0) return refused(rail);
     if (work.failure != Status::kDone) return Progress::kAllPosted;
-    if (work.retired != retired_before) work.bytes_retired += length;
+    if (work.retired != retired_before) bump(work.bytes_retired, length);
     work.slice_offset += length;
     turn_bytes += length;
     round_bytes_ += length;
@@ -336,7 +338,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
       if (counts_slices) --target.slices_open;
       return refused(rail);
     }
-    if (work.retired != retired_before && work.failure == Status::kDone) work.bytes_retired += length;
+    if (work.retired != retired_before && work.failure == Status::kDone) bump(work.bytes_retired, length);
     target.posted_bytes += length;
     turn_bytes += length;
     round_bytes_ += length;

@@ -40,6 +40,29 @@ def test_frozen_peer_is_shown_as_frozen_and_thaws(engine: xr.Engine, child: Peer
     assert {"peer-frozen", "peer-thawed"} <= {event.kind for event in events}
 
 
+def test_wait_says_how_much_has_moved_so_far(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
+    options = {"transport": "tcp", "rails": ["127.0.0.1"]}
+    engine = open_engine(**options)
+    children = [spawn_peer() for _ in range(2)]
+    theres = [child.open(**options) for child in children]
+    targets = [there.memory(NBYTES).descriptor for there in theres]
+    src = engine.alloc(NBYTES)
+    for there in theres:
+        engine.connect(there.address, WAIT_S)
+
+    def words() -> str:
+        with pytest.raises(xr.WaitTimeout) as error:
+            transfer.wait(0.05)
+        return str(error.value)
+
+    children[1].stop()
+    transfer = engine.submit_scatter(src, targets, lengths=[NBYTES, 10], src_offsets=0, dst_offsets=0)
+    eventually(lambda: f": {NBYTES} bytes have moved" in words(), "what the living peer has", WAIT_S)
+
+    children[1].resume()
+    transfer.wait(WAIT_S)
+
+
 def start_connecting(ours: PeerProcess, theirs: PeerProcess, transport: str) -> None:
     """Ours waits no longer than 2 s for an answer of theirs, which is stopped."""
     options = {"transport": transport, "rails": ["127.0.0.1"] if transport == "tcp" else 1}
