@@ -60,9 +60,9 @@ struct alignas(64) TransferWork {
                             // transfer, which most likely goes to the same and then needs no reference of its own
   uint64_t local_offset = 0;
   uint64_t remote_offset = 0;
-  uint64_t length_bytes = 0;  // in all
+  uint64_t length_bytes = 0;               // in all
   std::atomic<uint64_t> bytes_retired{0};  // [any] reads it, also while the transfer is pending
-  uint32_t pieces = 0;  // of a contiguous range; 0: not cut yet
+  uint32_t pieces = 0;                     // of a contiguous range; 0: not cut yet
   uint32_t first_rail = 0;
   uint32_t piece = 0;         // next piece to post a slice of
   bool at_once = false;       // being posted by its submitter: nobody else knows of it, `local` has no begin_op yet

@@ -227,6 +227,7 @@ struct OutLink final : Link {
   // Connections, one after the other, that broke before anything of what waits had got through.
   uint32_t vain_connections = 0;
   int64_t vain_since_ns = 0;
+  std::string vain_trouble;     // what the latest of them broke of
   std::vector<bool> nobody_at;  // by pair: the latest attempt found nobody at that port of the peer
   std::string refusal;          // since a channel was last open: what the peer, or whoever is there, said
   std::optional<std::pair<std::string, bool>> doom;  // reason, orderly: goes down at the end of this poll

@@ -187,8 +187,9 @@ void OutStream::on_broken() {
     if (other.asked_through == &channel) other.asked_through = nullptr;
   });
   const bool is_vain = channel.acked == channel.acked_at_opening;
-  if (is_vain && (channel.has_unplaced() || link.queued > 0) && ++link.vain_connections == 1) {
-    link.vain_since_ns = channel.opened_at_ns;
+  if (is_vain && (channel.has_unplaced() || link.queued > 0)) {
+    if (++link.vain_connections == 1) link.vain_since_ns = channel.opened_at_ns;
+    link.vain_trouble = reason();
   }
   if (!channel.in_doubt && channel.has_doubts()) {
     channel.in_doubt = true;
@@ -222,13 +223,9 @@ void TcpTransport::tend_vain(OutLink& link) {
   if (link.vain_connections < kVainConnectionsMin || link.outstanding == 0) return;
   const int64_t vain_ns = now_ - link.vain_since_ns;
   if (vain_ns < options_.peer_timeout_ns) return;
-  std::string trouble;
-  link.for_each_channel([&](const OutChannel& channel) {
-    if (!channel.trouble.empty()) trouble = channel.trouble;
-  });
   link.doom.emplace("for " + seconds_text(vain_ns) + " (peer_timeout_s) each of " +
                         std::to_string(link.vain_connections) +
-                        " connections to it broke before anything got through: " + trouble,
+                        " connections to it broke before anything got through: " + link.vain_trouble,
                     false);
 }
 
