@@ -138,10 +138,10 @@ async def test_weights_of_another_step(make: Make) -> None:
 async def test_what_is_late_of_a_failed_update_is_not_taken_for_the_next(make: Make) -> None:
     cluster = Cluster(make, 1, 1, bucket_bytes=64 << 10)
     cluster.begin()
-    old = cluster.trainers[0]._ranks[0]
+    old = cluster.trainers[0]._update.ranks[0]
     cluster.begin()  # the first came to nothing
     late = cluster.trainers[0]._engine
-    region = cluster.trainers[0]._memory.tables
+    region = cluster.trainers[0]._update.memory.tables
     with pytest.raises(xr.CrossrailError):
         late.submit_write(region, old.tables_there, 64, imm=old.halves[0]).wait(WAIT_S)
     await assert_works(cluster)

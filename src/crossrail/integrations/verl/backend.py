@@ -64,29 +64,22 @@ class CrossrailCheckpointEngine(CheckpointEngine):
         secret = shared_secret(secret_file, "verl's checkpoint engine", "engine_kwargs.crossrail")
         self._name = f"verl-{socket.gethostname()[:32]}-{os.getpid()}"
         self._engine = Engine(self._name, transport=transport, rails=rails, secret=secret, heartbeat_s=_HEARTBEAT_S)
-        self._memory: Memory | None = None
-        self._halves = (self._engine.alloc_imm(), self._engine.alloc_imm())
-        self._gave_up = self._engine.alloc_imm()
-        self._share = Share(0, 1)
-        self._ranks: list[Rank] = []
+        self._update: _Update | None = None
 
     # --- what verl calls ---
 
     def prepare(self) -> dict[str, Any]:
         """Allocates and registers the buckets. What it returns goes to build_topology."""
         self.finalize()
-        self._memory = Memory(self._engine, self._bucket_bytes, self._device)
-        # New for each update, like the regions: what is late of one that failed is not taken for the next one's.
-        self._halves = (self._engine.alloc_imm(), self._engine.alloc_imm())
-        self._gave_up = self._engine.alloc_imm()
+        self._update = update = _Update(self._engine, Memory(self._engine, self._bucket_bytes, self._device))
         return Rank(
             self._name,
             bytes(self._engine.address),
-            bytes(self._memory.weights.descriptor),
-            bytes(self._memory.tables.descriptor),
-            (self._halves[0].imm, self._halves[1].imm),
-            self._gave_up.imm,
-            self._memory.bucket_bytes,
+            bytes(update.memory.weights.descriptor),
+            bytes(update.memory.tables.descriptor),
+            (update.halves[0].imm, update.halves[1].imm),
+            update.gave_up.imm,
+            update.memory.bucket_bytes,
         )._asdict()
 
     @classmethod
@@ -110,29 +103,28 @@ class CrossrailCheckpointEngine(CheckpointEngine):
 
     def init_process_group(self, ranks: Sequence[Mapping[str, Any]], share: Sequence[int]) -> None:
         """ranks: those at the other end."""
-        self._ranks = [Rank(**rank) for rank in ranks]
-        self._share = Share(*share)
+        if self._update is None:
+            raise UsageError("init_process_group comes after prepare")
+        self._update.ranks = [Rank(**rank) for rank in ranks]
+        self._update.share = Share(*share)
 
     def finalize(self) -> None:
         """Nobody writes into our buckets any more, and their memory is free. Idempotent."""
-        if self._memory is None:
-            return
-        memory, self._memory = self._memory, None
-        memory.close()
-        for counter in (*self._halves, self._gave_up):
-            counter.release(force=True)
+        if self._update is not None:
+            update, self._update = self._update, None
+            update.close()
 
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, float]:
         """weights: (name, tensor) pairs, the same on all trainer ranks. Raises UpdateFailed, and what weights raise.
 
         Returns verl's metrics: seconds, bytes that this rank sent to all its targets.
         """
-        memory, peers = self._ready("send_weights")
+        update, peers = self._ready("send_weights")
         begun = time.monotonic()
-        sender = Sender(self._engine, memory, peers, self._share, self._halves, self._dtype, global_steps)
+        sender = Sender(self._engine, update.memory, peers, update.share, update.halves, self._dtype, global_steps)
         await sender.run(weights)
         took_s = time.monotonic() - begun
-        log.info("step %s: %d bytes sent in %.2f s to %s", global_steps, sender.sent_bytes, took_s, self._names())
+        log.info("step %s: %d bytes sent in %.2f s to %s", global_steps, sender.sent_bytes, took_s, peers.names)
         return {"crossrail/send_s": took_s, "crossrail/sent_bytes": float(sender.sent_bytes)}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
@@ -140,25 +132,40 @@ class CrossrailCheckpointEngine(CheckpointEngine):
 
         Raises UpdateFailed.
         """
-        memory, peers = self._ready("receive_weights")
+        update, peers = self._ready("receive_weights")
         is_over = False
         try:
-            async for name, tensor in Receiver(memory, peers, self._halves, global_steps).run():
+            async for name, tensor in Receiver(update.memory, peers, update.halves, global_steps).run():
                 yield name, tensor
             is_over = True
         finally:
             if not is_over:
-                peers.give_up(memory.tables)
+                peers.give_up(update.memory.tables)
 
-    # ---
-
-    def _ready(self, what: str) -> tuple[Memory, Peers]:
-        if self._memory is None or not self._ranks:
+    def _ready(self, what: str) -> tuple[_Update, Peers]:
+        update = self._update
+        if update is None or not update.ranks:
             raise UsageError(f"{what} comes after prepare and init_process_group")
-        return self._memory, Peers(self._engine, self._ranks, self._gave_up, self._timeout_s)
+        return update, Peers(self._engine, update.ranks, update.gave_up, self._timeout_s)
 
-    def _names(self) -> str:
-        return ", ".join(rank.name for rank in self._ranks)
+
+class _Update:
+    """What is one update's own, so that what is late of one that failed is not taken for the next one's.
+
+    halves, gave_up: see Rank. ranks: at the other end; share: ours in what is sent to them.
+    """
+
+    def __init__(self, engine: Engine, memory: Memory) -> None:
+        self.memory = memory
+        self.halves = (engine.alloc_imm(), engine.alloc_imm())
+        self.gave_up = engine.alloc_imm()
+        self.ranks: list[Rank] = []
+        self.share = Share(0, 1)
+
+    def close(self) -> None:
+        self.memory.close()
+        for counter in (*self.halves, self.gave_up):
+            counter.release(force=True)
 
 
 def _dtype_of(given: torch.dtype | str | None) -> torch.dtype | None:

@@ -34,3 +34,5 @@ class Memory:
         self.weights.close()
         self.tables.close()
         self._buffer = None
+        if self.devices:
+            torch.cuda.empty_cache()  # what torch keeps of a device, others that need it now cannot have

@@ -31,6 +31,10 @@ class Peers:
         self._gave_up = gave_up
         self.timeout_s = timeout_s
 
+    @property
+    def names(self) -> str:
+        return ", ".join(rank.name for rank in self.ranks)
+
     async def until(self, counter: ImmCounter, count: int, what: str) -> None:
         """Takes so many counts. Raises UpdateFailed."""
         clock = asyncio.get_running_loop().time
@@ -43,7 +47,7 @@ class Peers:
                 self._look()
                 if clock() >= deadline_s:
                     raise UpdateFailed(
-                        f"{what}: not within {self.timeout_s:g} s (timeout_s), from {self._names()}"
+                        f"{what}: not within {self.timeout_s:g} s (timeout_s), from {self.names}"
                     ) from None
 
     async def done(self, transfers: Sequence[Transfer], what: str) -> None:
@@ -78,10 +82,7 @@ class Peers:
 
     def _look(self) -> None:
         if self._gave_up.poll():
-            raise UpdateFailed(f"a rank at the other end gave up, of {self._names()}: its log says why")
+            raise UpdateFailed(f"a rank at the other end gave up, of {self.names}: its log says why")
         for rank in self.ranks:
             if self._engine.peer_state(rank.address) == "lost":
                 raise UpdateFailed(f"{rank.name} died, or cannot be reached any more")
-
-    def _names(self) -> str:
-        return ", ".join(rank.name for rank in self.ranks)
