@@ -5,19 +5,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
+import torch
+from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, CheckpointEngineWorker
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.import_utils import import_external_libs
+from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
 from tests.support.limits import WAIT_S
-
-ray = pytest.importorskip("ray")
-import torch  # noqa: E402
-from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry, CheckpointEngineWorker  # noqa: E402
-from verl.single_controller.base import Worker  # noqa: E402
-from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402
-from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
-from verl.utils.import_utils import import_external_libs  # noqa: E402
-from verl.workers.config import CheckpointEngineConfig, RolloutConfig  # noqa: E402
-
-from tests.verl.conftest import SECRET  # noqa: E402
+from tests.verl.conftest import SECRET
 
 CONFIG = CheckpointEngineConfig(
     backend="crossrail",
@@ -32,7 +30,7 @@ def weights_of(step: int) -> dict[str, torch.Tensor]:
     return {f"layers.{i}": torch.randn(64 + i, 1024, generator=generator) for i in range(20)}
 
 
-class Trainer(Worker):  # type: ignore[misc]
+class Trainer(Worker):
     """What verl's actor worker does about checkpoint engines."""
 
     def __init__(self, config: CheckpointEngineConfig) -> None:
@@ -61,7 +59,7 @@ class Adapter:
         self.came = {name: weight.clone() async for name, weight in weights}
 
 
-class Rollout(CheckpointEngineWorker):  # type: ignore[misc]
+class Rollout(CheckpointEngineWorker):
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config, None, Adapter())
 
