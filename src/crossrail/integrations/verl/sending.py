@@ -9,7 +9,7 @@ A share's bytes are in place before its table, or the digest of it, is written, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
@@ -145,9 +145,9 @@ class Sender:
 
 
 async def _each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
-    if isinstance(weights, Iterator) or not hasattr(weights, "__aiter__"):
-        for item in weights:
+    if hasattr(weights, "__aiter__"):
+        async for item in weights:
             yield item
     else:
-        async for item in weights:
+        for item in weights:
             yield item
