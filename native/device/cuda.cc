@@ -83,6 +83,9 @@ std::string bind_all(void* handle, Driver* t) {
   bind(handle, "cuMemGetHandleForAddressRange", &t->export_range);
   bind(handle, "cuFlushGPUDirectRDMAWrites", &t->flush_writes);
   bind(handle, "cuThreadExchangeStreamCaptureMode", &t->exchange_capture_mode);
+  bind(handle, "cuIpcGetMemHandle", &t->get_ipc_handle);
+  bind(handle, "cuIpcOpenMemHandle_v2", &t->open_ipc_handle);
+  bind(handle, "cuIpcCloseMemHandle", &t->close_ipc_handle);
   return missing;
 }
 

@@ -11,6 +11,11 @@
 
 namespace crossrail::device {
 
+// cuda.h: CUipcMemHandle.
+struct IpcHandle {
+  char bytes[64];
+};
+
 // What is called of libcuda.so.1. The results are CUresult: 0 is success.
 struct Driver {
   int (*init)(unsigned flags);
@@ -33,6 +38,10 @@ struct Driver {
   int (*export_range)(void* handle, uint64_t address, size_t bytes, int kind, unsigned long long flags);
   int (*flush_writes)(int target, int scope);
   int (*exchange_capture_mode)(int* mode);
+  // Every driver for a GPU of a data centre has them; null otherwise.
+  int (*get_ipc_handle)(IpcHandle* handle, uint64_t address);
+  int (*open_ipc_handle)(uint64_t* address, IpcHandle handle, unsigned flags);
+  int (*close_ipc_handle)(uint64_t address);
 };
 
 // [any] Opened with the first call and never closed. Null: not here, or no GPU; *why says what and what helps.

@@ -235,6 +235,7 @@ class EngineCore final : public Sink, public Actor {
   uint32_t post_backlog(Peer& peer, RingQueue<PostItem>& backlog);
   Progress advance(Peer& peer, const PostItem& item);
   Progress post_range(Peer& peer, Transfer* transfer);
+  void count_in_round(const TransferWork& work, uint64_t bytes);
   static Progress refused(uint32_t rail);
   Progress post_short_range(Peer& peer, Transfer* transfer, RemoteKey* key);
   static WorkRequest range_request(const Peer& peer, const TransferWork& work, RemoteKey* key, uint64_t offset,
@@ -312,7 +313,7 @@ class EngineCore final : public Sink, public Actor {
   std::vector<PeerRef> busy_;
   bool runnable_ = false;  // the last pass posted something, or something new arrived
   uint32_t next_rail_ = 0;
-  uint64_t round_bytes_ = 0;  // posted in this round
+  uint64_t round_bytes_ = 0;  // posted in this round, those of a GPU for less
   uint32_t idle_rounds_ = 0;  // in a row
   Ref<ReceivePool> pool_in_use_;
   uint64_t pool_version_seen_ = 0;

@@ -105,6 +105,12 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
   return accepted;
 }
 
+// What a GPU copies is only begun here, and waited for by the transport: the more at once the better.
+void EngineCore::count_in_round(const TransferWork& work, uint64_t bytes) {
+  constexpr uint64_t kGpuBytesForOne = 64;
+  round_bytes_ += work.local != nullptr && work.local->gpu() >= 0 ? bytes / kGpuBytesForOne : bytes;
+}
+
 // After post() took too little. Of a transport that chooses rails that says it all: it has one queue for each peer, and
 // that is full. Of others it says something about a rail, or a region whose owner has not answered yet.
 EngineCore::Progress EngineCore::refused(uint32_t rail) {
@@ -139,7 +145,7 @@ EngineCore::Progress EngineCore::post_short_range(Peer& peer, Transfer* transfer
   request.context = transfer;
   const uint32_t rail = rail_for(peer, work, 0);
   if (post(peer, rail, {&request, 1}, work.length_bytes, transfer) == 0) return refused(rail);
-  round_bytes_ += work.length_bytes;
+  count_in_round(work, work.length_bytes);
   return Progress::kAllPosted;
 }
 
@@ -186,7 +192,7 @@ EngineCore::Progress EngineCore::post_range(Peer& peer, Transfer* transfer) {
       if (work.retired != retired_before && work.failure == Status::kDone) bump(work.bytes_retired, length);
       if (work.failure != Status::kDone) return Progress::kAllPosted;
       turn_bytes += length;
-      round_bytes_ += length;
+      count_in_round(work, length);
     }
     work.piece = 0;
     work.slice_offset += slice_bytes;
@@ -258,7 +264,7 @@ EngineCore::Progress EngineCore::post_pages(Peer& peer, Transfer* transfer) {
       work.page += batch.requests[i].reserved;
       accepted_bytes += batch.requests[i].length_bytes;
     }
-    round_bytes_ += accepted_bytes;
+    count_in_round(work, accepted_bytes);
     if (at_once) bump(work.bytes_retired, accepted_bytes);
     if (work.failure != Status::kDone) return Progress::kAllPosted;
     if (work.rail == kAnyRail && ++work.first_rail >= peer.route_.traits->rail_count) work.first_rail = 0;
@@ -295,7 +301,7 @@ EngineCore::Progress EngineCore::post_long_pages(Peer& peer, Transfer* transfer,
     if (work.retired != retired_before) bump(work.bytes_retired, length);
     work.slice_offset += length;
     turn_bytes += length;
-    round_bytes_ += length;
+    count_in_round(work, length);
     if (!is_last) continue;
     work.slice_offset = 0;
     ++work.page;
@@ -341,7 +347,7 @@ EngineCore::Progress EngineCore::post_target(Peer& peer, Transfer* transfer, Sca
     if (work.retired != retired_before && work.failure == Status::kDone) bump(work.bytes_retired, length);
     target.posted_bytes += length;
     turn_bytes += length;
-    round_bytes_ += length;
+    count_in_round(work, length);
   } while (target.posted_bytes < target.length_bytes);
   return Progress::kAllPosted;
 }

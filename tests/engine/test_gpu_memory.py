@@ -36,6 +36,9 @@ def test_written_bytes_equal(
 
     np.testing.assert_array_equal(target.bytes if to_gpu else landed, noise)
     assert gpu.copies > 0
+    if transport == "shm":
+        paths = {path.path for path in here.explain(there.address).paths}
+        assert paths == ({"staged"} if from_gpu != to_gpu and to_gpu else {"local"})
 
 
 def test_an_address_is_a_gpus_if_the_driver_knows_it(gpu: FakeGpu, open_engine: EngineFactory) -> None:

@@ -31,12 +31,16 @@ class FakeCuda : public FakeGpu {
         .export_range = FakeCalls::export_range,
         .flush_writes = FakeCalls::flush_writes,
         .exchange_capture_mode = nullptr,
+        .get_ipc_handle = FakeCalls::get_ipc_handle<device::IpcHandle>,
+        .open_ipc_handle = FakeCalls::open_ipc_handle<device::IpcHandle>,
+        .close_ipc_handle = FakeCalls::close_ipc_handle,
     };
     device::replace_driver(&table);
   }
   ~FakeCuda() {
     CHECK(pinned() == 0);
     CHECK(streams() == 0);
+    CHECK(imports() == 0);
     device::replace_driver(nullptr);
   }
   FakeCuda(const FakeCuda&) = delete;

@@ -5,6 +5,7 @@
 // Who uses it: native tests by fake_cuda.h, Python's by libcuda.so.1 of fake_driver.cc.
 #pragma once
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -18,6 +19,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -35,6 +37,7 @@ class FakeGpu {
   int flush_options = 1;      // 0: by nobody but streams
   int export_error = 0;
   int flush_error = 0;
+  std::atomic<int> ipc_error{0};           // of both ends
   std::atomic<int> copy_error{0};          // of the wait for a stream
   std::atomic<uint32_t> copies_good{~0u};  // so many go well before copy_error
 
@@ -57,12 +60,7 @@ class FakeGpu {
   std::byte* allocate(uint64_t bytes, int ordinal = 0) {
     const int file = ::memfd_create("gpu", MFD_CLOEXEC);
     if (file < 0 || ::ftruncate(file, static_cast<off_t>(bytes)) != 0) std::abort();
-    void* const address = ::mmap(nullptr, bytes, PROT_NONE, MAP_SHARED, file, 0);
-    void* const bar = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (address == MAP_FAILED || bar == MAP_FAILED) std::abort();
-    const std::lock_guard lock(mutex_);
-    allocations_[reinterpret_cast<uint64_t>(address)] = {bytes, static_cast<std::byte*>(bar), file, ordinal};
-    return static_cast<std::byte*>(address);
+    return map(bytes, file, ordinal);
   }
   // That allocation, whole. Who touches it afterwards ends the test.
   void free(const std::byte* address) {
@@ -88,6 +86,10 @@ class FakeGpu {
     return pinned_.size();
   }
   int streams() const { return streams_; }
+  uint64_t imports() {
+    const std::lock_guard lock(mutex_);
+    return imported_.size();
+  }
 
  private:
   friend struct FakeCalls;
@@ -96,9 +98,29 @@ class FakeGpu {
     std::byte* bar;
     int file;
     int ordinal;
+    uint64_t id;
+  };
+  // What is in a CUipcMemHandle of ours: where another process finds the allocation's bytes.
+  struct Shared {
+    int pid;
+    int file;
+    uint64_t bytes;
+  };
+  struct Import {
+    Shared shared;
+    uint32_t opened;
   };
   using Allocations = std::map<uint64_t, Allocation>;
 
+  std::byte* map(uint64_t bytes, int file, int ordinal) {
+    void* const address = ::mmap(nullptr, bytes, PROT_NONE, MAP_SHARED, file, 0);
+    void* const bar = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (address == MAP_FAILED || bar == MAP_FAILED) std::abort();
+    const std::lock_guard lock(mutex_);
+    allocations_[reinterpret_cast<uint64_t>(address)] = {bytes, static_cast<std::byte*>(bar), file, ordinal,
+                                                         ++last_id_};
+    return static_cast<std::byte*>(address);
+  }
   static void unmap(uint64_t address, const Allocation& allocation) {
     ::munmap(reinterpret_cast<void*>(address), allocation.bytes);  // NOLINT(performance-no-int-to-ptr)
     ::munmap(allocation.bar, allocation.bytes);
@@ -142,6 +164,49 @@ class FakeGpu {
     }
     return fails ? copy_error.load() : 0;
   }
+  int get_ipc_handle(void* handle, uint64_t address) {
+    const std::lock_guard lock(mutex_);
+    const auto it = allocations_.find(address);
+    if (contexts_current != 1 || it == allocations_.end()) return 1;
+    if (ipc_error != 0) return ipc_error;
+    const Shared shared{::getpid(), it->second.file, it->second.bytes};
+    std::memcpy(handle, &shared, sizeof shared);
+    return 0;
+  }
+  int open_ipc_handle(uint64_t* address, const void* handle) {
+    Shared shared{};
+    std::memcpy(&shared, handle, sizeof shared);
+    if (contexts_current != 1) return 1;
+    if (shared.pid == ::getpid()) return 201;  // the driver maps no process's memory to itself
+    if (ipc_error != 0) return ipc_error;
+    {
+      const std::lock_guard lock(mutex_);
+      for (auto& [base, import] : imported_) {
+        if (std::memcmp(&import.shared, &shared, sizeof shared) != 0) continue;
+        ++import.opened;
+        *address = base;
+        return 0;
+      }
+    }
+    const std::string path = "/proc/" + std::to_string(shared.pid) + "/fd/" + std::to_string(shared.file);
+    const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (file < 0) return 1;
+    *address = reinterpret_cast<uint64_t>(map(shared.bytes, file, 0));
+    const std::lock_guard lock(mutex_);
+    imported_[*address] = {shared, 1};
+    return 0;
+  }
+  int close_ipc_handle(uint64_t address) {
+    const std::lock_guard lock(mutex_);
+    const auto it = imported_.find(address);
+    if (contexts_current != 1 || it == imported_.end()) return 1;
+    if (--it->second.opened > 0) return 0;
+    const auto allocation = allocations_.find(address);
+    unmap(address, allocation->second);
+    allocations_.erase(allocation);
+    imported_.erase(it);
+    return 0;
+  }
   int pin(uint64_t base, bool on) {
     const std::lock_guard lock(mutex_);
     if (contexts_current != 1 || pinned_.contains(base) == on) return 1;
@@ -159,6 +224,9 @@ class FakeGpu {
     switch (attribute) {
       case 2:
         *static_cast<unsigned*>(value) = 2;
+        return 0;
+      case 7:
+        *static_cast<uint64_t*>(value) = it->second.id;
         return 0;
       case 8:
         *static_cast<int*>(value) = is_managed;
@@ -198,6 +266,8 @@ class FakeGpu {
 
   std::mutex mutex_;
   Allocations allocations_;
+  uint64_t last_id_ = 0;
+  std::map<uint64_t, Import> imported_;  // by address
   std::set<uint64_t> pinned_;
   std::atomic<int> streams_{0};
   std::map<int, std::byte*> shared_;  // by descriptor, also of those closed since: whoever registered it goes on
@@ -263,6 +333,17 @@ struct FakeCalls {
     ++g_gpu->flushes;
     return g_gpu->flush_error;
   }
+  // Handle: CUipcMemHandle, 64 bytes.
+  template <typename Handle>
+  static int get_ipc_handle(Handle* handle, uint64_t address) {
+    static_assert(sizeof(Handle) == 64);
+    return g_gpu->get_ipc_handle(handle, address);
+  }
+  template <typename Handle>
+  static int open_ipc_handle(uint64_t* address, Handle handle, unsigned flags) {
+    return flags == 1 ? g_gpu->open_ipc_handle(address, &handle) : 1;
+  }
+  static int close_ipc_handle(uint64_t address) { return g_gpu->close_ipc_handle(address); }
 };
 
 }  // namespace crossrail::test

@@ -23,7 +23,8 @@ constexpr uint64_t kPageBytes = 4096;
 
 // Two engines in this process. Their workers are threads of their own.
 struct Pair {
-  explicit Pair(TransportKind kind) : kind(kind), a(open("a")), b(open("b")) {}
+  explicit Pair(TransportKind kind, PrivatePath private_path = PrivatePath::kAuto)
+      : kind(kind), private_path(private_path), a(open("a")), b(open("b")) {}
   ~Pair() {
     for (const EngineRef& engine : {a, b}) engine->close(deadline_in(5));
   }
@@ -32,6 +33,7 @@ struct Pair {
     options.name = name;
     options.transports = {kind};
     options.rail_count = 2;
+    options.private_path = private_path;
     if (kind == TransportKind::kTcp) options.rails = {"127.0.0.1", "127.0.0.1"};
     return Engine::open(options);
   }
@@ -47,6 +49,7 @@ struct Pair {
   }
 
   const TransportKind kind;
+  const PrivatePath private_path;
   const EngineRef a, b;
 };
 
@@ -79,11 +82,16 @@ struct Case {
   TransportKind kind;
   bool from_gpu;
   bool to_gpu;
+  PrivatePath private_path = PrivatePath::kAuto;
 };
 
-const std::vector<Case> kCases = {{TransportKind::kShm, true, true},  {TransportKind::kShm, true, false},
-                                  {TransportKind::kShm, false, true}, {TransportKind::kTcp, true, true},
-                                  {TransportKind::kTcp, true, false}, {TransportKind::kTcp, false, true}};
+const std::vector<Case> kCases = {{TransportKind::kShm, true, true, PrivatePath::kStaged},
+                                  {TransportKind::kShm, true, true},
+                                  {TransportKind::kShm, true, false},
+                                  {TransportKind::kShm, false, true},
+                                  {TransportKind::kTcp, true, true},
+                                  {TransportKind::kTcp, true, false},
+                                  {TransportKind::kTcp, false, true}};
 
 }  // namespace
 
@@ -93,7 +101,7 @@ TEST_CASE("gpu copies: writes of all lengths land whole and are counted after th
     CAPTURE(each.from_gpu);
     CAPTURE(each.to_gpu);
     FakeCuda cuda;
-    const Pair pair(each.kind);
+    const Pair pair(each.kind, each.private_path);
     Memory source(cuda, pair.a, each.from_gpu, kBytes);
     Memory target(cuda, pair.b, each.to_gpu, kBytes);
     fill(source, kBytes, 1);
@@ -121,7 +129,7 @@ TEST_CASE("gpu copies: writes of all lengths land whole and are counted after th
 TEST_CASE("gpu copies: pages go where they are to, many to a wait for the GPU") {
   for (const Case& each : kCases) {
     FakeCuda cuda;
-    const Pair pair(each.kind);
+    const Pair pair(each.kind, each.private_path);
     Memory source(cuda, pair.a, each.from_gpu, kPages * kPageBytes);
     Memory target(cuda, pair.b, each.to_gpu, kPages * kPageBytes);
     fill(source, kPages * kPageBytes, 2);
@@ -154,7 +162,7 @@ TEST_CASE("gpu copies: pages go where they are to, many to a wait for the GPU") 
 TEST_CASE("gpu copies: reads, from and to a GPU") {
   for (const Case& each : kCases) {
     FakeCuda cuda;
-    const Pair pair(each.kind);
+    const Pair pair(each.kind, each.private_path);
     Memory local(cuda, pair.a, each.to_gpu, kBytes);
     Memory far(cuda, pair.b, each.from_gpu, kBytes);
     fill(far, kBytes, 4);
@@ -177,7 +185,7 @@ TEST_CASE("gpu copies: one that fails fails its transfer, is not counted, and ha
       CAPTURE(each.to_gpu);
       CAPTURE(good);
       FakeCuda cuda;
-      const Pair pair(each.kind);
+      const Pair pair(each.kind, each.private_path);
       Memory source(cuda, pair.a, each.from_gpu, kBytes);
       Memory target(cuda, pair.b, each.to_gpu, kBytes);
       RemoteRegionRef remote = pair.a->remote_region(target.region->descriptor());
@@ -207,7 +215,7 @@ TEST_CASE("gpu copies: one that fails fails its transfer, is not counted, and ha
 TEST_CASE("gpu copies: nothing lands in a region that was revoked, nor after a cancel") {
   for (const Case& each : kCases) {
     FakeCuda cuda;
-    const Pair pair(each.kind);
+    const Pair pair(each.kind, each.private_path);
     Memory source(cuda, pair.a, each.from_gpu, kBytes);
     Memory target(cuda, pair.b, each.to_gpu, kBytes);
     fill(source, kBytes, 6);

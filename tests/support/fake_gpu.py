@@ -67,7 +67,7 @@ class FakeGpu:
         self.driver.fake_free.argtypes = [ctypes.c_uint64]
         self.driver.fake_bytes_at.argtypes = [ctypes.c_uint64]
         self.driver.fake_fail_copies.argtypes = [ctypes.c_int, ctypes.c_uint32]
-        for name in ("fake_allocate", "fake_bytes_at", "fake_copies", "fake_waits", "fake_pinned"):
+        for name in ("fake_allocate", "fake_bytes_at", "fake_copies", "fake_waits", "fake_pinned", "fake_imports"):
             getattr(self.driver, name).restype = ctypes.c_uint64
         self._allocated: list[int] = []
         _core._replace_gpu_driver(file)
@@ -94,9 +94,19 @@ class FakeGpu:
         """After so many waits for a stream that go well, each fails with that CUDA error; code 0: none any more."""
         self.driver.fake_fail_copies(code, good)
 
+    @property
+    def imports(self) -> int:
+        """Allocations of other processes that are mapped here, by CUDA's IPC."""
+        return int(self.driver.fake_imports())
+
+    def fail_ipc(self, code: int) -> None:
+        """Memory is neither given to other processes nor mapped from them, with that CUDA error; 0: it is again."""
+        self.driver.fake_fail_ipc(code)
+
     def close(self, *, is_checked: bool = True) -> None:
         """The memory is gone, and the true driver is the driver again. is_checked: engines must have left nothing."""
         self.fail_copies(0)
+        self.fail_ipc(0)
         _core._replace_gpu_driver("")
         while self._allocated:
             self.driver.fake_free(self._allocated.pop())
@@ -106,8 +116,8 @@ class FakeGpu:
         """What engines have of the driver, after garbage collection and some patience; empty: nothing."""
         deadline = time.monotonic() + timeout_s
         while True:
-            kept = (int(self.driver.fake_streams()), int(self.driver.fake_pinned()))
-            if kept == (0, 0) or time.monotonic() > deadline:
-                return f"{kept[0]} streams, {kept[1]} pinned ranges" if kept != (0, 0) else ""
+            kept = (int(self.driver.fake_streams()), int(self.driver.fake_pinned()), self.imports)
+            if not any(kept) or time.monotonic() > deadline:
+                return "{} streams, {} pinned ranges, {} imports".format(*kept) if any(kept) else ""
             gc.collect()
             time.sleep(0.01)

@@ -239,6 +239,12 @@ void Control::on_import(Connection& connection, std::span<const uint8_t> body) {
   reply.put(facts.length_bytes);
   reply.put(facts.map_offset);
   reply.put(static_cast<uint8_t>(facts.is_gpu));
+  if (facts.is_gpu) {
+    reply.put_bytes(facts.shared.handle);
+    reply.put(facts.shared.allocation_id);
+    reply.put(facts.shared.offset);
+    reply.put_text(std::string_view(facts.shared.why_not).substr(0, 255));
+  }
   if (facts.map) {
     const int fds[] = {facts.map->fd()};
     send(connection, kImported, reply.bytes(), fds);
@@ -257,6 +263,12 @@ void Control::on_imported(Connection& connection, std::span<const uint8_t> body,
   event.facts.length_bytes = reader.get<uint64_t>();
   event.facts.map_offset = reader.get<uint64_t>();
   event.facts.is_gpu = reader.get<uint8_t>() != 0;
+  if (event.facts.is_gpu) {
+    reader.get_bytes(event.facts.shared.handle);
+    event.facts.shared.allocation_id = reader.get<uint64_t>();
+    event.facts.shared.offset = reader.get<uint64_t>();
+    event.facts.shared.why_not = reader.get_text();
+  }
   if (!reader.finished()) throw UsageError("malformed import reply");
   event.facts.status = status == static_cast<uint8_t>(Status::kDone) ? Status::kDone : gone_from_peer(status);
   if (event.facts.status == Status::kDone && lacks_fds) {

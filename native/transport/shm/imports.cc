@@ -6,14 +6,6 @@
 
 namespace crossrail::shm {
 
-namespace {
-
-std::string text_of_gone(Status status) {
-  return status == Status::kRegionRevoked ? "revoked by its owner" : "closed by its owner";
-}
-
-}  // namespace
-
 std::unique_ptr<RemoteKey> ShmTransport::resolve(Link& link, const RegionDescriptor& descriptor) {
   auto& outgoing = static_cast<Outgoing&>(link);
   if (outgoing.imports.size() >= outgoing.imports_sweep_at) forget_imports(outgoing);
@@ -77,6 +69,8 @@ void ShmTransport::take_import(Outgoing& link, ControlEvent event) {
   import.remote_base = facts.base;
   import.length_bytes = facts.length_bytes;
   import.is_gpu = facts.is_gpu;
+  import.shared = std::move(facts.shared);
+  import.reached.clear();
   if (facts.status != Status::kDone) {
     import.state = Import::State::kRefused;
     import.map.reset();  // from an answer before, see post_one()
@@ -86,6 +80,7 @@ void ShmTransport::take_import(Outgoing& link, ControlEvent event) {
     if (facts.status == Status::kTransportFailed) import.ask_again_ns = now_ns() + kAskAgainAfterNs;
   } else if (import.is_gpu) {
     import.state = Import::State::kPrivate;
+    import.is_local = link.same_process;
   } else if (link.same_process && (facts.map || private_path_ == 0)) {
     // An explicit private_path holds inside a process too: that is how tests reach it.
     import.state = Import::State::kDirect;
@@ -109,6 +104,7 @@ void ShmTransport::close_import(Outgoing& link, uint64_t region_id, Status statu
   found->second->status = status;
   found->second->text = text_of_gone(status);
   found->second->map.reset();
+  found->second->reached.clear();
 }
 
 }  // namespace crossrail::shm

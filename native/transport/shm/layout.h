@@ -13,7 +13,7 @@
 namespace crossrail::shm {
 
 inline constexpr uint32_t kLayoutMagic = 0x53525258;  // "XRRS"
-inline constexpr uint32_t kLayoutVersion = 4;
+inline constexpr uint32_t kLayoutVersion = 5;
 inline constexpr size_t kLine = 64;
 inline constexpr uint64_t kRevokedId = uint64_t{1} << 63;  // no id reaches it
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "device/copier.h"
+#include "device/ipc.h"
 #include "transport/shm/channel.h"
 #include "transport/shm/layout.h"
 #include "transport/shm/region_table.h"
@@ -35,12 +36,20 @@ struct Import {
   uint64_t length_bytes = 0;
   bool is_local = false;  // in our own process
   bool is_gpu = false;
+  device::SharedRange shared;                                      // of a GPU's: how those of ours reach it,
+  std::map<int, std::unique_ptr<device::ImportedMemory>> reached;  // and by which they do; null: not, see why_staged
+  std::string why_staged;
+  bool was_copied_by_gpu = false;
   std::shared_ptr<MemoryMap> map;
   // For explain(). Rate over pieces long enough to be worth timing.
   uint64_t bytes_moved = 0;
   uint64_t timed_bytes = 0;
   int64_t timed_ns = 0;
 };
+
+inline std::string text_of_gone(Status status) {
+  return status == Status::kRegionRevoked ? "revoked by its owner" : "closed by its owner";
+}
 
 class ShmKey final : public RemoteKey {
  public:

@@ -25,6 +25,12 @@ static const std::atomic<uint64_t>& open_id_of(const Outgoing& link, uint64_t re
   return link.home->segment->region_ids[region_slot(region_id)];
 }
 
+// That it was open we know: the owner told us of it. A mark says that it was revoked; without one the slot may be another
+// region's by now, or may have been, and only the owner knows what became of this one: it has to be asked.
+bool ShmTransport::is_revoked(const Outgoing& link, uint64_t region_id) {
+  return open_id_of(link, region_id).load(std::memory_order_relaxed) == (region_id | kRevokedId);
+}
+
 // Announces that we are about to touch the region, then checks that it is still open. From true until clear_hazards()
 // the owner's close() waits for us. The store and the load are seq_cst, and so are the owner's withdrawal of the id and
 // its look at the hazard (RegionTable::withdraw, is_region_quiet): one of the two sides sees the other.
@@ -177,7 +183,8 @@ uint32_t ShmTransport::post(Link& base, uint32_t rail_index, std::span<const Wor
       ++accepted;
     }
     flush_imms(link, rail);
-    if (pending_before == 0 && !rail.pending.empty() && push_pending(link, rail) > 0) ring_later(*link.home);
+    if (pending_before == 0 && !rail.pending.empty() && !gpu_copies_wait_ && push_pending(link, rail) > 0)
+      ring_later(*link.home);
   }
   return accepted;
 }
@@ -208,12 +215,9 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
     sink_->on_retired(link, request.context, request.tag, 1, 0, status, text);
     return true;
   };
-  // It was open when the owner told us of it. A mark says that it was revoked; without one the slot may be another region's
-  // by now, or may have been, and only the owner knows what became of this one: the work waits for the answer.
   const auto refuse_gone = [&] {
-    const uint64_t mark = open_id_of(link, import.region_id).load(std::memory_order_relaxed);
-    if (mark == (import.region_id | kRevokedId)) return refuse(Status::kRegionRevoked, "revoked by its owner");
-    ask(link, import);
+    if (is_revoked(link, import.region_id)) return refuse(Status::kRegionRevoked, text_of_gone(Status::kRegionRevoked));
+    ask(link, import);  // the work waits for the answer
     return false;
   };
   if (import.state == Import::State::kRefused) {
@@ -235,7 +239,7 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   // As in touch(): the hazard is about to name another region. Before room is looked for, which this takes.
   if (rail.open_imm_count > 0 && link.hazard != import.region_id) flush_imms(link, rail);
   if (request.has_imm && !room_for_imm(link, rail, request.wire_imm)) return false;
-  const bool is_gpu = import.is_gpu || gpu_of(request) >= 0;  // staged, whatever the other side is
+  const bool is_gpu = import.is_gpu || gpu_of(request) >= 0;  // nothing that a CPU copies straight into place
   bool done = false;
   if (import.state == Import::State::kDirect && !is_gpu) {
     if (!copy_direct(link, request, next)) return refuse_gone();
@@ -257,6 +261,8 @@ bool ShmTransport::post_one(Outgoing& link, RailQueue& rail, const WorkRequest& 
   }
   if (rail.pending.size() >= kPendingMax) return false;
   rail.pending.push_back({request});
+  // Not at once: the more there are, the fewer times they are waited for.
+  gpu_copies_wait_ = gpu_copies_wait_ || goes_by_gpu(rail.pending.back());
   if (link.outstanding++ == 0) link.moved_ns = now_ns();
   return true;
 }

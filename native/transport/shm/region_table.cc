@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 #include "util/errors.h"
 
@@ -22,13 +23,14 @@ RegionTable::RegionTable(HomeSegment* home, Sink* sink)
   if (targets_ == nullptr) throw std::bad_alloc();
 }
 
-std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access,
-                                            int gpu) {
+std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu,
+                                            device::SharedRange shared) {
   auto region = std::make_unique<ShmRegion>(this, access);
   region->base = base;
   region->length_bytes = length_bytes;
   region->id = id;
   region->gpu = gpu;
+  region->shared = std::move(shared);
   const uint32_t slot = region_slot(id);
   std::lock_guard lock(mutex_);
   // Engine-owned memory, or a part of it: peers can map it.
@@ -170,6 +172,7 @@ RegionFacts RegionTable::facts(uint64_t region_id) {
   facts.map = region.map;
   facts.map_offset = region.map_offset;
   facts.is_gpu = region.gpu >= 0;
+  facts.shared = region.shared;
   return facts;
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "device/ipc.h"
 #include "transport/shm/layout.h"
 #include "transport/transport.h"
 #include "util/memory_map.h"
@@ -26,6 +27,7 @@ class ShmRegion final : public LocalRegion {
   const Access access;
   std::shared_ptr<MemoryMap> map;  // null: private memory of the process
   uint64_t map_offset = 0;
+  device::SharedRange shared;  // of a GPU's memory
 
  private:
   RegionTable* const table_;
@@ -39,7 +41,8 @@ struct RegionFacts {
   uint64_t length_bytes = 0;
   std::shared_ptr<MemoryMap> map;
   uint64_t map_offset = 0;
-  bool is_gpu = false;  // memory that nobody's CPU can touch
+  bool is_gpu = false;         // memory that nobody's CPU can touch
+  device::SharedRange shared;  // of that: how GPUs of other processes reach it
 };
 
 // Threads: any, except find(): progress holder.
@@ -48,7 +51,8 @@ class RegionTable {
   // sink: asked why a region is not open. Outlives the table.
   RegionTable(HomeSegment* home, Sink* sink);
 
-  std::unique_ptr<ShmRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu = -1);
+  std::unique_ptr<ShmRegion> add(uint64_t id, std::byte* base, uint64_t length_bytes, Access access, int gpu = -1,
+                                 device::SharedRange shared = {});
   std::unique_ptr<ShmRegion> allocate(uint64_t id, uint64_t length_bytes, bool populate);
   // What peers are told from now on that name it.
   Status revoke(const ShmRegion& region);

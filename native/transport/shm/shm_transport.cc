@@ -72,7 +72,7 @@ std::unique_ptr<LocalRegion> ShmTransport::register_memory(uint64_t id, std::byt
 
 std::unique_ptr<LocalRegion> ShmTransport::register_gpu_memory(uint64_t id, const device::GpuMemory& memory,
                                                                Access access) {
-  return regions_.add(id, memory.base(), memory.length_bytes(), access, memory.gpu().ordinal);
+  return regions_.add(id, memory.base(), memory.length_bytes(), access, memory.gpu().ordinal, device::share(memory));
 }
 
 std::unique_ptr<LocalRegion> ShmTransport::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
@@ -206,6 +206,7 @@ uint32_t ShmTransport::poll() {
   if (++first_incoming_ >= incoming_.size()) first_incoming_ = 0;
   for (size_t i = first_incoming_; i < incoming_.size(); ++i) moved += poll_incoming(*incoming_[i]);
   for (size_t i = 0; i < first_incoming_ && i < incoming_.size(); ++i) moved += poll_incoming(*incoming_[i]);
+  gpu_copies_wait_ = false;
   int64_t now = 0;
   for (size_t i = 0; i < outgoing_.size(); ++i) {
     Outgoing& link = *outgoing_[i];
@@ -217,7 +218,7 @@ uint32_t ShmTransport::poll() {
 }
 
 bool ShmTransport::has_arrivals() {
-  if (control_->has_events()) return true;
+  if (control_->has_events() || gpu_copies_wait_) return true;
   for (const auto& link : incoming_) {
     if (!link->message_held && link->messages.has_entry()) return true;
     if (link->services.has_entry()) return true;

@@ -4,7 +4,8 @@
 //   mapped  the target's region is engine-owned memory: the initiator maps it and copies straight into it.
 //   local   both engines live in one process: the same, for any memory.
 //   staged  private memory: through a ring of cache-sized chunks; the initiator copies in, the target copies out.
-//           Memory of GPUs too, on either side: the driver copies between it and the chunks.
+//           Memory of GPUs too, if the other side is a host's: the driver copies between it and the chunks.
+//   cuda-ipc  memory of GPUs on both sides: the initiator's GPU copies, where it reaches the target's (else staged).
 //   cross-memory attach  private memory: process_vm_writev/readv by the initiator, where the kernel allows it.
 #pragma once
 
@@ -71,6 +72,7 @@ class ShmTransport final : public Transport {
   // --- initiator ---
   // outgoing.cc
   bool touch(Outgoing& link, uint64_t region_id);
+  static bool is_revoked(const Outgoing& link, uint64_t region_id);
   void clear_hazards();
   bool copy_direct(Outgoing& link, const WorkRequest& request, const WorkRequest* next);
   bool copy_attached(Outgoing& link, const WorkRequest& request);
@@ -94,6 +96,13 @@ class ShmTransport final : public Transport {
   InFlight& inflight_slot(RailQueue& rail);
   uint32_t retire_staged(Outgoing& link, RailQueue& rail);
   uint32_t take_responses(Outgoing& link);
+  // gpu_copies.cc
+  static std::byte* reach_by_gpu(Import& import, int gpu);
+  bool goes_by_gpu(const RailQueue::Pending& pending);
+  bool push_gpu_copies(Outgoing& link, RailQueue& rail);
+  bool copy_by_gpu(Import& import, int gpu, const std::vector<WorkRequest>& requests);
+  static void take_rest_of(RailQueue& rail, std::vector<WorkRequest>* failed);
+  bool refuse_head(Outgoing& link, RailQueue& rail, Status status, const std::string& text);
   // watching.cc
   uint32_t poll_outgoing(Outgoing& link, int64_t now);
   void weigh_private_paths(Outgoing& link);
@@ -147,7 +156,8 @@ class ShmTransport final : public Transport {
   uint32_t hazard_polls_ = 0;      // and for how many polls already
   std::vector<PeerHome*> unrung_;  // of peers that have news since the last ring_all()
   device::Copier copier_;
-  bool streamed_ = false;  // streaming stores since the last copy_fence()
+  bool gpu_copies_wait_ = false;  // for the next poll(), which is to come soon
+  bool streamed_ = false;         // streaming stores since the last copy_fence()
   uint64_t next_link_id_ = 1;
   bool closed_ = false;
   std::unique_ptr<Control> control_;  // last: its thread uses the above

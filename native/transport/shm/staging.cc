@@ -33,8 +33,13 @@ InFlight& ShmTransport::inflight_slot(RailQueue& rail) {
 uint32_t ShmTransport::push_pending(Outgoing& link, RailQueue& rail) {
   uint32_t pushed = 0;
   while (pushed < kChunksPerPoll && !rail.pending.empty()) {
-    const bool is_write = rail.pending.front().request.op == WorkOp::kWrite;
-    if (!(is_write ? push_write_chunk(link, rail) : push_read_chunks(link, rail))) break;
+    const RailQueue::Pending& head = rail.pending.front();
+    const bool is_write = head.request.op == WorkOp::kWrite;
+    if (!(goes_by_gpu(head) ? push_gpu_copies(link, rail)
+          : is_write        ? push_write_chunk(link, rail)
+                            : push_read_chunks(link, rail))) {
+      break;
+    }
     ++pushed;
   }
   return pushed;

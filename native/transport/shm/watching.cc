@@ -1,4 +1,5 @@
 // The initiator's links as a whole: polling, which path private memory takes, whether the peer still moves, explain().
+#include <algorithm>
 #include <fstream>
 
 #include "transport/shm/shm_transport.h"
@@ -48,7 +49,15 @@ uint32_t ShmTransport::poll_outgoing(Outgoing& link, int64_t now) {
   for (RailQueue& rail : link.rails) {
     moved += retire_staged(link, rail);
     if (!rail.pending.empty()) pushed += push_pending(link, rail);
-    backlog = backlog || !rail.pending.empty();
+    if (rail.pending.empty()) continue;
+    const WorkRequest& head = rail.pending.front().request;
+    const Import& import = *static_cast<ShmKey*>(head.remote)->import;
+    if (import.is_gpu || gpu_of(head) >= 0) {  // says nothing of the way between hosts' memory
+      const bool waits_for_us = import.state != Import::State::kPending && rail.writer.has_room();
+      gpu_copies_wait_ = gpu_copies_wait_ || (waits_for_us && goes_by_gpu(rail.pending.front()));
+    } else {
+      backlog = true;
+    }
   }
   // The staged path is timed only while it has as much work as it can take.
   if (link.backlog_ns != 0) link.choice.staged.add(link.staged_bytes - staged_before, now - link.backlog_ns);
@@ -130,8 +139,14 @@ std::vector<PathReport> ShmTransport::explain(Link& base) {
         break;
       case Import::State::kPrivate:
         if (import->is_gpu) {
+          if (import->was_copied_by_gpu) {
+            report.path = import->is_local ? "local" : "cuda-ipc";
+            report.reason = "the region is memory of a GPU, and our GPU copies to and from it; host memory is staged";
+            break;
+          }
           report.path = "staged";
           report.reason = "the region is memory of a GPU: the driver copies between it and host memory that both map";
+          if (!import->why_staged.empty()) report.reason += "; our GPU does not reach it: " + import->why_staged;
           if (link.pinned && !link.pinned->is_pinned())
             report.reason += ", which it would not pin, so slowly: raise the limit of locked memory (ulimit -l)";
           break;

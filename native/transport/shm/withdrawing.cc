@@ -179,6 +179,7 @@ void ShmTransport::flush_link(Outgoing& link, Status status, const std::string& 
     import->status = status;
     import->text = detail;
     import->map.reset();
+    import->reached.clear();
   }
   link.reads_open = 0;
   link.responses_due = 0;

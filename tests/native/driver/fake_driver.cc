@@ -64,6 +64,16 @@ CROSSRAIL_CALL int cuMemGetHandleForAddressRange(void* handle, uint64_t address,
   return FakeCalls::export_range(handle, address, bytes, kind, flags);
 }
 CROSSRAIL_CALL int cuFlushGPUDirectRDMAWrites(int target, int scope) { return FakeCalls::flush_writes(target, scope); }
+struct CUipcMemHandle {
+  char bytes[64];
+};
+CROSSRAIL_CALL int cuIpcGetMemHandle(CUipcMemHandle* handle, uint64_t address) {
+  return FakeCalls::get_ipc_handle(handle, address);
+}
+CROSSRAIL_CALL int cuIpcOpenMemHandle_v2(uint64_t* address, CUipcMemHandle handle, unsigned flags) {
+  return FakeCalls::open_ipc_handle(address, handle, flags);
+}
+CROSSRAIL_CALL int cuIpcCloseMemHandle(uint64_t address) { return FakeCalls::close_ipc_handle(address); }
 
 // --- what a test asks ---
 
@@ -77,6 +87,8 @@ CROSSRAIL_CALL uint64_t fake_bytes_at(uint64_t address) {
 CROSSRAIL_CALL uint64_t fake_copies() { return gpu().copies; }
 CROSSRAIL_CALL uint64_t fake_waits() { return gpu().waits; }
 CROSSRAIL_CALL uint64_t fake_pinned() { return gpu().pinned(); }
+CROSSRAIL_CALL uint64_t fake_imports() { return gpu().imports(); }
+CROSSRAIL_CALL void fake_fail_ipc(int code) { gpu().ipc_error = code; }
 CROSSRAIL_CALL int fake_streams() { return gpu().streams(); }
 // The next waits for a stream go well, so many of them; those after them fail with `code`, until it is 0.
 CROSSRAIL_CALL void fake_fail_copies(int code, uint32_t good) {

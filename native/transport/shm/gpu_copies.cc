@@ -1,0 +1,150 @@
+// The initiator's side of memory of GPUs that its own GPU reaches: copied by that, and not through the host.
+//
+// A GPU's copy is begun in microseconds and waited for in ten, so as many as there are go together: of a rail's queue all
+// that lead to the same region. While they are under way the region's owner waits for us (touch), and so do we.
+#include <algorithm>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "transport/shm/shm_transport.h"
+#include "transport/wire_imm.h"
+#include "util/clock.h"
+#include "util/errors.h"
+
+namespace crossrail::shm {
+
+namespace {
+
+Import& import_of(const WorkRequest& request) { return *static_cast<ShmKey*>(request.remote)->import; }
+
+// Copies of neighbours, on both sides, are one.
+struct Run {
+  std::byte* to = nullptr;
+  const std::byte* from = nullptr;
+  uint64_t bytes = 0;
+
+  bool takes(const Run& next) {
+    if (to + bytes != next.to || from + bytes != next.from) return false;
+    bytes += next.bytes;
+    return true;
+  }
+};
+
+}  // namespace
+
+// Where that GPU of ours reaches the region: null, if it does not, and import.why_staged says why.
+std::byte* ShmTransport::reach_by_gpu(Import& import, int gpu) {
+  if (import.is_local) return reinterpret_cast<std::byte*>(import.remote_base);  // NOLINT(performance-no-int-to-ptr)
+  const auto [entry, is_new] = import.reached.try_emplace(gpu);
+  if (is_new) {
+    try {
+      if (!import.shared.is_shared()) throw TransportError("import", 0, import.shared.why_not);
+      entry->second = std::make_unique<device::ImportedMemory>(import.shared, gpu);
+    } catch (const TransportError& error) {
+      import.why_staged = error.text();
+    }
+  }
+  return entry->second == nullptr ? nullptr : entry->second->base() + import.shared.offset;
+}
+
+// Whether a piece that waits goes this way. One whose first bytes went another is ended as it was begun.
+bool ShmTransport::goes_by_gpu(const RailQueue::Pending& pending) {
+  Import& import = import_of(pending.request);
+  const int gpu = gpu_of(pending.request);
+  if (!import.is_gpu || gpu < 0 || private_path_ != 0 || pending.done_bytes > 0 || pending.read != nullptr)
+    return false;
+  return import.state != Import::State::kPrivate || reach_by_gpu(import, gpu) != nullptr;
+}
+
+// All at the head of the queue that goes to or comes from one region. False: nothing could be done.
+bool ShmTransport::push_gpu_copies(Outgoing& link, RailQueue& rail) {
+  const WorkRequest first = rail.pending.front().request;
+  Import& import = import_of(first);
+  const int gpu = gpu_of(first);
+  if (import.state == Import::State::kPending) return false;
+  if (import.state == Import::State::kRefused) return refuse_head(link, rail, import.status, import.text);
+  if (!has_room(link, rail)) return false;  // for the immediates
+  if (!touch(link, import.region_id)) {
+    if (is_revoked(link, import.region_id))
+      return refuse_head(link, rail, Status::kRegionRevoked, text_of_gone(Status::kRegionRevoked));
+    ask(link, import);
+    return false;
+  }
+  std::vector<WorkRequest> taken;
+  taken.reserve(kPendingMax);
+  const WorkRequest* counted = nullptr;  // immediates of a batch are one, so that there is room for them
+  while (!rail.pending.empty()) {
+    const WorkRequest& next = rail.pending.front().request;
+    if (&import_of(next) != &import || gpu_of(next) != gpu) break;
+    if (next.has_imm && counted != nullptr && imm_of_wire(next.wire_imm) != imm_of_wire(counted->wire_imm)) break;
+    taken.push_back(next);  // within what is reserved
+    rail.pending.pop_front();
+    if (taken.back().has_imm) counted = &taken.back();
+  }
+  const bool is_done = copy_by_gpu(import, gpu, taken);
+  if (is_done) {
+    for (const WorkRequest& each : taken) {
+      if (each.has_imm) add_imm(rail, each.wire_imm);
+    }
+    flush_imms(link, rail);
+  } else {
+    take_rest_of(rail, &taken);
+  }
+  const std::string text = is_done ? "" : "not copied by the GPU: " + copier_.trouble();
+  link.outstanding -= static_cast<uint32_t>(taken.size());
+  for (const WorkRequest& each : taken) {
+    sink_->on_retired(link, each.context, each.tag, 1, is_done ? each.length_bytes : 0,
+                      is_done ? Status::kDone : Status::kTransportFailed, text);
+  }
+  return true;
+}
+
+// What failed is not to be counted by pieces of it that are still to come.
+void ShmTransport::take_rest_of(RailQueue& rail, std::vector<WorkRequest>* failed) {
+  std::deque<RailQueue::Pending> kept;
+  const size_t known = failed->size();
+  for (const RailQueue::Pending& pending : rail.pending) {
+    const bool is_its = std::any_of(failed->begin(), failed->begin() + static_cast<ptrdiff_t>(known),
+                                    [&](const auto& each) { return each.context == pending.request.context; });
+    if (is_its) {
+      failed->push_back(pending.request);
+    } else {
+      kept.push_back(pending);
+    }
+  }
+  rail.pending.swap(kept);
+}
+
+bool ShmTransport::refuse_head(Outgoing& link, RailQueue& rail, Status status, const std::string& text) {
+  const WorkRequest refused = rail.pending.front().request;
+  rail.pending.pop_front();
+  --link.outstanding;
+  sink_->on_retired(link, refused.context, refused.tag, 1, 0, status, text);
+  return true;
+}
+
+bool ShmTransport::copy_by_gpu(Import& import, int gpu, const std::vector<WorkRequest>& requests) {
+  std::byte* const base = reach_by_gpu(import, gpu);
+  const int64_t begin = now_ns();
+  Run run;
+  uint64_t bytes = 0;
+  for (const WorkRequest& each : requests) {
+    std::byte* const remote = base + each.remote_offset;
+    const bool is_write = each.op == WorkOp::kWrite;
+    const Run next{is_write ? remote : each.local, is_write ? each.local : remote, each.length_bytes};
+    bytes += each.length_bytes;
+    if (run.takes(next)) continue;
+    copier_.begin(gpu, run.to, run.from, run.bytes);
+    run = next;
+  }
+  copier_.begin(gpu, run.to, run.from, run.bytes);
+  if (!copier_.finish()) return false;
+  import.was_copied_by_gpu = true;
+  import.bytes_moved += bytes;
+  import.timed_bytes += bytes;
+  import.timed_ns += now_ns() - begin;
+  return true;
+}
+
+}  // namespace crossrail::shm
