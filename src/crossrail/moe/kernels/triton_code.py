@@ -8,8 +8,6 @@ by moving the end of the row, since the interpreter makes no mask of a mask and 
 
 from __future__ import annotations
 
-from typing import Any
-
 from crossrail._extras import needs
 
 with needs(__name__, "'crossrail[triton]'"):
@@ -23,27 +21,27 @@ FLOAT32 = tl.constexpr(2)
 
 
 @triton.jit
-def widened(value: Any, FORMAT: tl.constexpr) -> Any:
+def widened(value, FORMAT: tl.constexpr):
     """float32 of what was loaded."""
-    if FORMAT == BFLOAT16:
-        return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return value.to(tl.float32)
+    return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True) if FORMAT == BFLOAT16 else value.to(tl.float32)
 
 
 @triton.jit
-def narrowed(value: Any, FORMAT: tl.constexpr) -> Any:
+def narrowed(value, FORMAT: tl.constexpr):
     """What to store of float32: to nearest, ties to even."""
     if FORMAT == BFLOAT16:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return tl.where(value != value, 0x7FC0, rounded).to(tl.int16)
-    if FORMAT == FLOAT16:
-        return value.to(tl.float16)
-    return value
+        stored = tl.where(value != value, 0x7FC0, rounded).to(tl.int16)
+    elif FORMAT == FLOAT16:
+        stored = value.to(tl.float16)
+    else:
+        stored = value
+    return stored
 
 
 @triton.jit
-def e4m3_code(value: Any) -> Any:
+def e4m3_code(value):
     """Bits of float8 e4m3fn: to nearest, ties to even, at most 448; NaN is 0x7F with its sign.
 
     Numbers from 2**-6 on lose 20 bits of fraction; below, adding 2**14 leaves float32 with e4m3's steps of 2**-9.
@@ -59,7 +57,7 @@ def e4m3_code(value: Any) -> Any:
 
 
 @triton.jit
-def e4m3_value(code: Any) -> Any:
+def e4m3_value(code):
     """float32 of such bits."""
     wide = code.to(tl.int32)
     rest = wide & 0x7F
@@ -70,7 +68,7 @@ def e4m3_value(code: Any) -> Any:
 
 
 @triton.jit
-def count_routes(indices: Any, counts: Any, slots: Any, routes: Any, BLOCK: tl.constexpr) -> None:
+def count_routes(indices, counts, slots, routes, BLOCK: tl.constexpr):
     """One program for each expert, which reads all routes: their order decides the slots, whatever runs first."""
     expert = tl.program_id(0)
     seen = tl.full((), 0, tl.int32)
@@ -84,17 +82,17 @@ def count_routes(indices: Any, counts: Any, slots: Any, routes: Any, BLOCK: tl.c
 
 @triton.jit
 def pack_rows(
-    target: Any,
-    x: Any,
-    scales: Any,
-    table: Any,
-    rows: Any,
-    width: Any,
-    extra: Any,
-    stride: Any,
+    target,
+    x,
+    scales,
+    table,
+    rows,
+    width,
+    extra,
+    stride,
     HAS_TABLE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """A program for each row and block of it. Sizes are in the elements that the arrays are seen as."""
     to = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -109,17 +107,17 @@ def pack_rows(
 
 @triton.jit
 def pull_rows(
-    x: Any,
-    scales: Any,
-    source: Any,
-    table: Any,
-    rows: Any,
-    outputs: Any,
-    width: Any,
-    extra: Any,
-    stride: Any,
+    x,
+    scales,
+    source,
+    table,
+    rows,
+    outputs,
+    width,
+    extra,
+    stride,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """A program for each move and block of its row."""
     move = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -133,20 +131,20 @@ def pull_rows(
 
 @triton.jit
 def reduce_rows(
-    out: Any,
-    addresses: Any,
-    lengths: Any,
-    where: Any,
-    weights: Any,
-    sources: Any,
-    hidden: Any,
+    out,
+    addresses,
+    lengths,
+    where,
+    weights,
+    sources,
+    hidden,
     TOP_K: tl.constexpr,
     FORMAT: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """A program for each token and block of its row. Launched without fused multiply-add."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -177,15 +175,15 @@ def reduce_rows(
 
 @triton.jit
 def quantize_rows(
-    codes: Any,
-    scales: Any,
-    x: Any,
-    hidden: Any,
-    block: Any,
-    blocks: Any,
+    codes,
+    scales,
+    x,
+    hidden,
+    block,
+    blocks,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """A program for each row and block of it."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1)
@@ -203,15 +201,15 @@ def quantize_rows(
 
 @triton.jit
 def dequantize_rows(
-    out: Any,
-    codes: Any,
-    scales: Any,
-    hidden: Any,
-    block: Any,
-    blocks: Any,
+    out,
+    codes,
+    scales,
+    hidden,
+    block,
+    blocks,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """A program for each row and block of it."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1)
