@@ -3,32 +3,16 @@
 #include <new>
 #include <utility>
 
+#include "device/capture.h"
 #include "util/errors.h"
 
 namespace crossrail::device {
 
 namespace {
 
-// cuda.h: CU_STREAM_NON_BLOCKING, CU_MEMHOSTREGISTER_PORTABLE, CU_STREAM_CAPTURE_MODE_RELAXED.
+// cuda.h: CU_STREAM_NON_BLOCKING, CU_MEMHOSTREGISTER_PORTABLE.
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kPortable = 1;
-constexpr int kRelaxed = 2;
-
-// Calls on this thread are none of a graph's that some other thread captures meanwhile.
-class OutsideCapture {
- public:
-  explicit OutsideCapture(const Driver& driver) : driver_(driver) { exchange(); }
-  ~OutsideCapture() { exchange(); }
-  OutsideCapture(const OutsideCapture&) = delete;
-  OutsideCapture& operator=(const OutsideCapture&) = delete;
-
- private:
-  void exchange() {
-    if (driver_.exchange_capture_mode != nullptr) driver_.exchange_capture_mode(&mode_);
-  }
-  const Driver& driver_;
-  int mode_ = kRelaxed;
-};
 
 }  // namespace
 

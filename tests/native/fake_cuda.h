@@ -30,7 +30,13 @@ class FakeCuda : public FakeGpu {
         .unpin_host = FakeCalls::unpin_host,
         .export_range = FakeCalls::export_range,
         .flush_writes = FakeCalls::flush_writes,
-        .exchange_capture_mode = nullptr,
+        .exchange_capture_mode = FakeCalls::exchange_capture_mode,
+        .load_module = FakeCalls::load_module,
+        .module_function = FakeCalls::module_function,
+        .launch_kernel = FakeCalls::launch_kernel,
+        .pinned_address = FakeCalls::pinned_address,
+        .context_device = FakeCalls::context_device,
+        .stream_context = FakeCalls::stream_context,
     };
     device::replace_driver(&table);
   }
