@@ -6,6 +6,7 @@
 #include "bindings/bindings.h"
 #include "bindings/convert.h"
 #include "bindings/engine_handle.h"
+#include "bindings/gil.h"
 #include "bindings/handles.h"
 
 namespace crossrail::bindings {
@@ -69,6 +70,17 @@ announce=False: on_change is not called for it alone; the caller acts on it inst
           "store", [](const WatcherHandle& self, nb::handle value) { self.watcher->store(to_u64(value, "value")); },
           nb::arg("value").none(), nb::sig("def store(self, value: int) -> None"),
           "Sets the word, atomically. Any thread.")
+      .def(
+          "_add_on",
+          [](const WatcherHandle& self, uint64_t stream, int gpu, nb::handle delta) {
+            const Ref<Watcher> watcher = self.watcher.ref();
+            const uint64_t count = to_u64(delta, "delta");
+            WithoutGil no_gil;  // the driver may be opened, and a kernel compiled
+            watcher->add_on(stream, gpu, count);
+          },
+          nb::arg("stream"), nb::arg("gpu"), nb::arg("delta").none(),
+          nb::sig("def _add_on(self, stream: int, gpu: int, delta: int) -> None"),
+          "See Watcher.add_on. gpu: whose stream it is; -1: the driver is asked.")
       .def_prop_ro(
           "address", [](const WatcherHandle& self) { return reinterpret_cast<uint64_t>(self.watcher->word()); },
           "Where the word is, 8-byte aligned, valid while this object lives: for kernels and other writers.")

@@ -1,34 +1,28 @@
 #include "device/copier.h"
 
+#include <algorithm>
 #include <new>
+#include <span>
 #include <utility>
 
+#include "device/capture.h"
 #include "util/errors.h"
 
 namespace crossrail::device {
 
 namespace {
 
-// cuda.h: CU_STREAM_NON_BLOCKING, CU_MEMHOSTREGISTER_PORTABLE, CU_STREAM_CAPTURE_MODE_RELAXED.
+// cuda.h: CU_STREAM_NON_BLOCKING, CU_MEMHOSTREGISTER_PORTABLE.
 constexpr unsigned kNonBlocking = 1;
 constexpr unsigned kPortable = 1;
-constexpr int kRelaxed = 2;
 
-// Calls on this thread are none of a graph's that some other thread captures meanwhile.
-class OutsideCapture {
- public:
-  explicit OutsideCapture(const Driver& driver) : driver_(driver) { exchange(); }
-  ~OutsideCapture() { exchange(); }
-  OutsideCapture(const OutsideCapture&) = delete;
-  OutsideCapture& operator=(const OutsideCapture&) = delete;
-
- private:
-  void exchange() {
-    if (driver_.exchange_capture_mode != nullptr) driver_.exchange_capture_mode(&mode_);
-  }
-  const Driver& driver_;
-  int mode_ = kRelaxed;
-};
+constexpr uint64_t kWide = 16;  // bytes that a thread of the kernel moves at once,
+// or one by one where an end is odd: then longer pieces are better left to the driver.
+constexpr uint64_t kOddBytesMax = 2048;
+constexpr uint64_t kGatheredBytesMax = uint64_t{256} << 10;
+constexpr size_t kGatheredMin = 3;
+constexpr uint64_t kPartBytes = 16 << 10;  // of a piece, for each block of the kernel
+constexpr unsigned kThreads = 256;
 
 }  // namespace
 
@@ -48,6 +42,21 @@ void Copier::note(const char* call, int gpu, int code) {
   trouble_ = std::string(call) + " on GPU " + std::to_string(gpu) + ": " + text_of(*driver_, code);
 }
 
+// Its context is current. Null: noted.
+Copier::Stream* Copier::stream_of(int gpu) {
+  const auto index = static_cast<size_t>(gpu);
+  if (streams_.size() <= index) streams_.resize(index + 1);
+  Stream& stream = streams_[index];
+  if (stream.handle == nullptr) {
+    if (const int code = driver_->create_stream(&stream.handle, kNonBlocking); code != 0) {
+      stream.handle = nullptr;
+      note("cuStreamCreate", gpu, code);
+      return nullptr;
+    }
+  }
+  return &stream;
+}
+
 void Copier::begin(int gpu, std::byte* to, const std::byte* from, uint64_t bytes) {
   if (bytes == 0) return;
   if (driver_ == nullptr) driver_ = find_driver();
@@ -55,32 +64,70 @@ void Copier::begin(int gpu, std::byte* to, const std::byte* from, uint64_t bytes
   try {
     const CurrentContext current(*driver_, gpu);
     const OutsideCapture outside(*driver_);
-    const auto index = static_cast<size_t>(gpu);
-    if (streams_.size() <= index) streams_.resize(index + 1);
-    Stream& stream = streams_[index];
-    if (stream.handle == nullptr) {
-      if (const int code = driver_->create_stream(&stream.handle, kNonBlocking); code != 0) {
-        stream.handle = nullptr;
-        return note("cuStreamCreate", gpu, code);
-      }
-    }
+    Stream* const stream = stream_of(gpu);
+    if (stream == nullptr) return;
     const int code =
-        driver_->copy_async(reinterpret_cast<uint64_t>(to), reinterpret_cast<uint64_t>(from), bytes, stream.handle);
+        driver_->copy_async(reinterpret_cast<uint64_t>(to), reinterpret_cast<uint64_t>(from), bytes, stream->handle);
     if (code != 0) return note("cuMemcpyAsync", gpu, code);
-    stream.is_busy = true;
+    stream->is_busy = true;
   } catch (const TransportError& error) {
     failed_ = true;
     trouble_ = error.what();
   }
 }
 
+void Copier::begin_between(int gpu, std::byte* to, const std::byte* from, uint64_t bytes) {
+  const Piece piece{reinterpret_cast<uint64_t>(to), reinterpret_cast<uint64_t>(from), bytes};
+  const bool is_even = ((piece.to | piece.from) % kWide) == 0;
+  if (bytes == 0 || bytes > (is_even ? kGatheredBytesMax : kOddBytesMax)) return begin(gpu, to, from, bytes);
+  if (streams_.size() <= static_cast<size_t>(gpu)) streams_.resize(static_cast<size_t>(gpu) + 1);
+  streams_[static_cast<size_t>(gpu)].gathered.push_back(piece);
+}
+
+// One after the other where there are too few for a kernel.
+void Copier::copy_gathered(int gpu, Stream& gathering) {
+  std::vector<Piece> pieces = std::exchange(gathering.gathered, {});
+  if (pieces.size() < kGatheredMin) {
+    for (const Piece& each : pieces) {
+      begin(gpu, reinterpret_cast<std::byte*>(each.to),                  // NOLINT(performance-no-int-to-ptr)
+            reinterpret_cast<const std::byte*>(each.from), each.bytes);  // NOLINT(performance-no-int-to-ptr)
+    }
+    return;
+  }
+  if (driver_ == nullptr) driver_ = find_driver();
+  CROSSRAIL_ASSERT(driver_ != nullptr);
+  const CurrentContext current(*driver_, gpu);
+  const OutsideCapture outside(*driver_);
+  const Kernels& kernels = kernels_of(*driver_, gpu, "a kernel that copies pages");
+  Stream* const stream = stream_of(gpu);
+  if (stream == nullptr) return;
+  pieces.resize((pieces.size() + kPiecesPerLaunch - 1) / kPiecesPerLaunch * kPiecesPerLaunch, Piece{});  // to its end
+  for (size_t first = 0; first < pieces.size(); first += kPiecesPerLaunch) {
+    const std::span<Piece> batch(pieces.data() + first, kPiecesPerLaunch);
+    uint64_t longest = 0;
+    unsigned count = 0;
+    for (const Piece& each : batch) {
+      if (each.bytes == 0) break;
+      longest = std::max(longest, each.bytes);
+      ++count;
+    }
+    const auto parts = static_cast<unsigned>((longest + kPartBytes - 1) / kPartBytes);
+    void* arguments[] = {batch.data()};
+    stream->is_busy = true;
+    const int code = driver_->launch_kernel(kernels.copy_pieces, count, parts, 1, kThreads, 1, 1, 0, stream->handle,
+                                            arguments, nullptr);
+    if (code != 0) return note("cuLaunchKernel", gpu, code);
+  }
+}
+
 bool Copier::finish() {
   for (size_t index = 0; index < streams_.size(); ++index) {
-    Stream& stream = streams_[index];
-    if (!stream.is_busy) continue;
     const int gpu = static_cast<int>(index);
-    stream.is_busy = false;
     try {
+      if (!streams_[index].gathered.empty()) copy_gathered(gpu, streams_[index]);
+      Stream& stream = streams_[index];
+      if (!stream.is_busy) continue;
+      stream.is_busy = false;
       const CurrentContext current(*driver_, gpu);
       const OutsideCapture outside(*driver_);
       // No deadline: it ends with the copies, or with an error once the GPU has failed.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "device/cuda.h"
+#include "device/kernels.h"
 
 namespace crossrail::device {
 
@@ -24,6 +25,9 @@ class Copier {
 
   // Begins one: `to` or `from` is memory of that GPU, the other is the host's. Both have to stay until finish().
   void begin(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
+  // Likewise, both are memory of GPUs, which that one reaches. Short ones are gathered, and copied together by a kernel: to
+  // ask the driver for each of them takes microseconds.
+  void begin_between(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
   // Waits for all that was begun. False: not all of it was copied, see trouble(), and what was is there in part.
   bool finish();
   // Of the latest that failed, one line.
@@ -37,7 +41,10 @@ class Copier {
   struct Stream {
     void* handle = nullptr;
     bool is_busy = false;
+    std::vector<Piece> gathered;
   };
+  Stream* stream_of(int gpu);
+  void copy_gathered(int gpu, Stream& stream);
   void note(const char* call, int gpu, int code);
 
   const Driver* driver_ = nullptr;

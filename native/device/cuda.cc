@@ -80,12 +80,18 @@ std::string bind_all(void* handle, Driver* t) {
   take("cuMemcpyAsync", &t->copy_async);
   take("cuMemHostRegister_v2", &t->pin_host);
   take("cuMemHostUnregister", &t->unpin_host);
+  take("cuModuleLoadData", &t->load_module);
+  take("cuModuleGetFunction", &t->module_function);
+  take("cuLaunchKernel", &t->launch_kernel);
+  take("cuMemHostGetDevicePointer_v2", &t->pinned_address);
+  take("cuCtxGetDevice", &t->context_device);
   bind(handle, "cuMemGetHandleForAddressRange", &t->export_range);
   bind(handle, "cuFlushGPUDirectRDMAWrites", &t->flush_writes);
   bind(handle, "cuThreadExchangeStreamCaptureMode", &t->exchange_capture_mode);
   bind(handle, "cuIpcGetMemHandle", &t->get_ipc_handle);
   bind(handle, "cuIpcOpenMemHandle_v2", &t->open_ipc_handle);
   bind(handle, "cuIpcCloseMemHandle", &t->close_ipc_handle);
+  bind(handle, "cuStreamGetCtx", &t->stream_context);
   return missing;
 }
 
@@ -204,7 +210,6 @@ Allocation allocation_of(const void* address) {
 
 // Retained once and kept, as the GPU's other users do.
 CurrentContext::CurrentContext(const Driver& driver, int ordinal) : driver_(driver) {
-  void* context = nullptr;
   {
     static std::mutex mutex;
     static std::vector<void*> retained;
@@ -218,9 +223,9 @@ CurrentContext::CurrentContext(const Driver& driver, int ordinal) : driver_(driv
       if (const int code = driver.retain_context(&retained[index], ordinal); code != 0)
         fail(driver, "cuDevicePrimaryCtxRetain", code, "cannot use GPU " + std::to_string(ordinal));
     }
-    context = retained[index];
+    handle_ = retained[index];
   }
-  if (const int code = driver.push_context(context); code != 0)
+  if (const int code = driver.push_context(handle_); code != 0)
     fail(driver, "cuCtxPushCurrent", code, "cannot use GPU " + std::to_string(ordinal));
 }
 
@@ -252,11 +257,12 @@ GpuMemory::GpuMemory(std::byte* base, uint64_t length_bytes, bool for_nics) : ba
                              "before its bytes",
                          "update NVIDIA's driver (CUDA 11.3 or newer); else copy to the host first");
   }
+  if (!for_nics) return;
   const CurrentContext current(*driver, ordinal);
   // Copies of the driver's that are called synchronous are so for this memory, which NICs read behind its back.
   const int yes = 1;
   driver->set_pointer_attribute(&yes, kPointerSyncMemops, reinterpret_cast<uint64_t>(base));
-  if (for_nics) export_dma_buf(*driver);
+  export_dma_buf(*driver);
 }
 
 GpuMemory::~GpuMemory() {

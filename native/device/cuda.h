@@ -1,4 +1,5 @@
-// NVIDIA's driver, opened at run time: what memory of a GPU a NIC has to be told about, copies, and nothing that computes.
+// NVIDIA's driver, opened at run time: what memory of a GPU a NIC has to be told about, copies, and one kernel that adds
+// to a word (word_adder.h).
 //
 // Numbers and names are those of CUDA's public driver interface (cuda.h). The headers are not needed to build.
 #pragma once
@@ -42,6 +43,15 @@ struct Driver {
   int (*get_ipc_handle)(IpcHandle* handle, uint64_t address);
   int (*open_ipc_handle)(uint64_t* address, IpcHandle handle, unsigned flags);
   int (*close_ipc_handle)(uint64_t address);
+  // A kernel that adds to a word of the host. Older than CUDA 9.2: the last is null.
+  int (*load_module)(void** module, const void* image);
+  int (*module_function)(void** function, void* module, const char* name);
+  int (*launch_kernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                       unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** arguments,
+                       void** extra);
+  int (*pinned_address)(uint64_t* address, void* pinned, unsigned flags);
+  int (*context_device)(int* device);
+  int (*stream_context)(void* stream, void** context);
 };
 
 // [any] Opened with the first call and never closed. Null: not here, or no GPU; *why says what and what helps.
@@ -70,9 +80,11 @@ class CurrentContext {
   ~CurrentContext();
   CurrentContext(const CurrentContext&) = delete;
   CurrentContext& operator=(const CurrentContext&) = delete;
+  const void* handle() const { return handle_; }
 
  private:
   const Driver& driver_;
+  void* handle_ = nullptr;
 };
 
 // What the driver says of an error, with its number.

@@ -54,7 +54,7 @@ void EngineCore::note_kept(TransferWork& work) {
   work.kept_bytes.resize(work.pieces);
   for (uint32_t piece = 0; piece < work.pieces; ++piece) {
     const uint64_t length = piece_of(work.length_bytes, work.pieces, piece, kCutAlign).length_bytes;
-    const uint64_t posted = work.slice_offset + (piece < work.piece ? work.peer().route_.traits->slice_bytes_max : 0);
+    const uint64_t posted = work.slice_offset + (piece < work.piece ? work.slice_bytes : 0);
     work.kept_bytes[piece] = std::min(length, posted);
   }
 }

@@ -40,6 +40,8 @@ void Watcher::add(uint64_t delta, bool announce) {
   if (announce) thread_->announce(this);
 }
 
+void Watcher::add_on(uint64_t stream, int gpu, uint64_t delta) { thread_->add_on(this, stream, gpu, delta); }
+
 Watcher::Change Watcher::take() {
   // Pairs with the exchange in look_at(): a change whose announcement found one posted already is older than this
   // exchange, and read below; a later one posts again.
@@ -50,17 +52,21 @@ Watcher::Change Watcher::take() {
 
 void Watcher::close() { thread_->remove(this); }
 
-WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread) : poll_ns_(poll_ns), has_thread_(has_thread) {
-  void* memory = mmap(nullptr, kWords * sizeof(uint64_t), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+// Shared: after a fork, a copy on write would part the page that this process sees from the one that GPUs add to.
+static std::atomic<uint64_t>* map_words(size_t bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw_errno("mmap", "cannot allocate watched words");
-  words_ = static_cast<std::atomic<uint64_t>*>(memory);
+  return static_cast<std::atomic<uint64_t>*>(memory);
+}
+
+void WatcherThread::Unmap::operator()(std::atomic<uint64_t>* words) const { munmap(words, kBytes); }
+
+WatcherThread::WatcherThread(int64_t poll_ns, bool has_thread)
+    : poll_ns_(poll_ns), has_thread_(has_thread), words_(map_words(kBytes)), adder_(words_.get(), kBytes) {
   for (uint32_t slot = kWords; slot > 0; --slot) free_slots_.push_back(slot - 1);
 }
 
-WatcherThread::~WatcherThread() {
-  stop();
-  munmap(words_, kWords * sizeof(uint64_t));
-}
+WatcherThread::~WatcherThread() { stop(); }
 
 Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Notifier* notifier, uint64_t cookie) {
   std::lock_guard lock(mutex_);
@@ -69,8 +75,9 @@ Ref<Watcher> WatcherThread::add(const std::shared_ptr<WatcherThread>& self, Noti
     throw UsageError("an engine has at most " + std::to_string(kWords) + " watchers: close some");
   const uint32_t slot = free_slots_.back();
   free_slots_.pop_back();
-  words_[slot].store(0, std::memory_order_release);
-  auto watcher = Ref<Watcher>::adopt(new Watcher(self, &words_[slot], slot, Ref<Notifier>::share(notifier), cookie));
+  std::atomic<uint64_t>* const word = words_.get() + slot;
+  word->store(0, std::memory_order_release);
+  auto watcher = Ref<Watcher>::adopt(new Watcher(self, word, slot, Ref<Notifier>::share(notifier), cookie));
   watchers_.push_back(watcher.get());
   return watcher;
 }
@@ -88,6 +95,12 @@ void WatcherThread::announce(Watcher* watcher) {
   if (!has_thread_) return;
   std::lock_guard lock(mutex_);
   if (watcher->is_registered_) look_at(watcher);
+}
+
+void WatcherThread::add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t delta) {
+  if (!has_thread_) throw UsageError("a kernel runs in real time, and a simulated engine does not: use add()");
+  expose(watcher);
+  adder_.add(watcher->word_, delta, stream, gpu);
 }
 
 void WatcherThread::remove(Watcher* watcher) {

@@ -4,12 +4,14 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "device/word_adder.h"
 #include "engine/watcher.h"
 
 namespace crossrail {
@@ -30,6 +32,8 @@ class WatcherThread {
   void expose(Watcher* watcher);
   // It has changed, or may have.
   void announce(Watcher* watcher);
+  // Likewise, by a kernel: see Watcher::add_on.
+  void add_on(Watcher* watcher, uint64_t stream, int gpu, uint64_t delta);
   void look();
   bool has_any();
   void stop();
@@ -37,14 +41,20 @@ class WatcherThread {
 
  private:
   static constexpr uint32_t kWords = 512;  // a page, as the paper's watcher has
+  static constexpr size_t kBytes = kWords * sizeof(uint64_t);
 
   void run();
   void look_at(Watcher* watcher);
   void look_at_all();
 
+  struct Unmap {
+    void operator()(std::atomic<uint64_t>* words) const;
+  };
+
   const int64_t poll_ns_;
   const bool has_thread_;
-  std::atomic<uint64_t>* words_;
+  const std::unique_ptr<std::atomic<uint64_t>, Unmap> words_;
+  device::WordAdder adder_;
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
   std::vector<Watcher*> watchers_;

@@ -15,12 +15,16 @@ constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // of one transfer before
 constexpr uint32_t kBatchesPerTurn = 4;                // of one paged transfer
 // Of a long range over rails that the transport balances: rails that end at different times idle for half of one each.
 constexpr uint64_t kSlicesPerRail = 32;
+constexpr uint64_t kGpuSlices =
+    16;  // what a GPU copies keeps nobody's core: so much longer slices, of which each costs one
 
 // Work requests that are made one by one: to make all of them for a few would take longer than to post those.
 union Batch {
   Batch() {}
   WorkRequest requests[kBatch];
 };
+
+bool is_of_gpu(const TransferWork& work) { return work.local != nullptr && work.local->gpu() >= 0; }
 
 // Largest power of two <= value, value in 1..256: its log2.
 constexpr uint32_t floor_log2(uint64_t value) { return 63 - static_cast<uint32_t>(__builtin_clzll(value)); }
@@ -34,6 +38,7 @@ void EngineCore::plan_range(const Peer& peer, TransferWork& work) {
   work.pieces = 1;
   work.is_evened = false;
   work.slice_bytes = traits.slice_bytes_max;
+  if (traits.fifo_rails && is_of_gpu(work)) work.slice_bytes *= kGpuSlices;
   if (work.rail != kAnyRail || work.length_bytes < 2 * traits.piece_bytes_min) return;
   if (!traits.balances_rails) {
     work.pieces = pieces_for(work.length_bytes, traits.rail_count, traits.piece_bytes_min);
@@ -108,7 +113,7 @@ uint32_t EngineCore::post(Peer& peer, uint32_t rail, std::span<const WorkRequest
 // What a GPU copies is only begun here, and waited for by the transport: the more at once the better.
 void EngineCore::count_in_round(const TransferWork& work, uint64_t bytes) {
   constexpr uint64_t kGpuBytesForOne = 64;
-  round_bytes_ += work.local != nullptr && work.local->gpu() >= 0 ? bytes / kGpuBytesForOne : bytes;
+  round_bytes_ += is_of_gpu(work) ? bytes / kGpuBytesForOne : bytes;
 }
 
 // After post() took too little. Of a transport that chooses rails that says it all: it has one queue for each peer, and

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from crossrail.errors import CrossrailError, UsageError
 
@@ -21,6 +21,38 @@ def torch_for(what: str) -> Any:
 def is_tensor(given: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(given, torch.Tensor)
+
+
+def stream_of(stream: object) -> tuple[int, int]:
+    """The cudaStream_t of what names a CUDA stream, and its GPU, -1 where it does not say. See Watcher.add_on.
+
+    UsageError for anything else, and for None where nobody has imported torch.
+    """
+    if stream is None:
+        torch = torch_for("the current stream, which stream=None means,")
+        with told("asking for the current stream"):
+            stream = torch.cuda.current_stream()
+    handle: object = stream
+    if not isinstance(stream, int):
+        handle = getattr(stream, "cuda_stream", None)
+        if handle is None and (protocol := getattr(stream, "__cuda_stream__", None)) is not None:
+            handle = _handle_of_protocol(protocol)
+    if isinstance(handle, bool) or not isinstance(handle, int) or not 0 <= handle < 1 << 64:
+        raise UsageError(
+            f"stream must be a torch.cuda.Stream, a cudaStream_t as an int, an object with __cuda_stream__, or None "
+            f"for torch's current one, not {stream!r}"
+        )
+    gpu = getattr(stream, "device_index", -1)
+    return handle, gpu if isinstance(gpu, int) else -1
+
+
+def _handle_of_protocol(protocol: object) -> object:
+    """Of __cuda_stream__: a method, in old versions of cuda.core a property, that gives (version, cudaStream_t)."""
+    given = protocol() if callable(protocol) else protocol
+    version, handle = given if isinstance(given, tuple) and len(given) == 2 else (None, None)
+    if version != 0:
+        raise UsageError(f"__cuda_stream__ of the stream gives {given!r}: known is (0, cudaStream_t)")
+    return cast(object, handle)
 
 
 def wait_for_kernels(devices: Iterable[str]) -> None:

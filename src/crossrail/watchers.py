@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from crossrail import _core, _raise
 from crossrail._notify import callbacks_of
+from crossrail._torch import stream_of
 from crossrail.errors import EngineClosed
 
 
@@ -18,7 +19,7 @@ class Watcher(_core.Watcher):
 
     Values in between may be skipped, none is reported twice, the last is always reported. What add() and store() change
     is announced at once; for what others write, a thread looks at the word every watcher_poll_us from the first use of
-    `address` or `array` on, which takes a part of a core.
+    `address`, `array` or add_on() on, which takes a part of a core.
     on_change runs on the engine's callback thread; if it raises, that is logged and watching goes on. Watching ends
     with close() or with the engine. Any thread.
     """
@@ -42,8 +43,27 @@ class Watcher(_core.Watcher):
         """The word as a numpy array of shape (1,) that shares it and keeps it alive. Writing to it is not atomic."""
         return np.frombuffer(self._memoryview(), dtype=np.uint64)
 
+    def add_on(self, stream: object = None, delta: int = 1) -> None:
+        """Adds once everything that this CUDA stream was given before has ended; returns at once.
+
+        A kernel of one thread does it: while the stream is captured it goes into the graph, and adds at each replay.
+        on_change then sees, and what it starts reads, all that the kernels before it wrote.
+        stream: a torch.cuda.Stream, a cudaStream_t as an int, an object with `cuda_stream` or `__cuda_stream__`; None:
+        torch's current one. Of the context that torch and CUDA's runtime use. Keep this object until its kernels have
+        run, and as long as a graph that has one may be replayed: close() only ends the callbacks, the word stays.
+        One adds at a time, a GPU or the CPU: the GPU's addition need not be atomic to others where it is on PCIe.
+        Needs NVIDIA's driver and compute capability 7.0; the first call of an engine pins the page of its words.
+        Raises UsageError for what is no stream of a GPU here, and on a simulated engine; TransportError with CUDA's
+        error. Nothing was launched then. Any thread.
+        """
+        handle, gpu = stream_of(stream)
+        self._add_on(handle, gpu, delta)
+
     def close(self) -> None:
-        """Stops watching: on_change is called no more, once a call under way has returned. Idempotent."""
+        """Stops watching: on_change is called no more, once a call under way has returned. Idempotent.
+
+        The word stays what it is, and others may add to it, for as long as this object lives.
+        """
         self._close()
         self._callbacks.forget(self._cookie)
 

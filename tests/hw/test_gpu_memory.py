@@ -53,6 +53,19 @@ def test_writes_pages_and_reads(open_engine: EngineFactory, options: dict[str, A
     here.submit_read(again, theirs.descriptor).wait(WAIT_S)
     assert torch.equal(back.cpu(), dst.cpu())
 
+    for page, apart, offset in ((1, 64, 0), (1000, 1008, 16), (333, 1024, 5), (40_000, 65_536, 0), (3000, 3001, 1)):
+        count = (BYTES - offset) // apart
+        wanted, numbers = dst.clone(), torch.randperm(count)
+        torch.cuda.synchronize()
+        dst_rows = torch.as_strided(wanted, (count, page), (apart, 1), offset)
+        dst_rows[numbers.to(target)] = torch.as_strided(src, (count, page), (apart, 1), offset).to(target)
+        here.submit_paged_writes(
+            ours, torch.arange(count).numpy(), theirs.descriptor, numbers.numpy(), page, src_stride=apart,
+            dst_stride=apart, src_offset=offset, dst_offset=offset, imm=3,
+        )  # fmt: skip
+        there.imm_counter(3).wait(count, WAIT_S)
+        assert torch.equal(dst.cpu(), wanted.cpu())
+
 
 def test_what_was_counted_is_seen_by_the_next_kernel(open_engine: EngineFactory, options: dict[str, Any]) -> None:
     here, there = open_engine("here", **options), open_engine("there", **options)
@@ -128,12 +141,14 @@ def test_between_processes(open_engine: EngineFactory, options: dict[str, Any], 
 def test_memory_that_cannot_be_shared_is_staged(open_engine: EngineFactory) -> None:
     """By its name: torch's expandable segments are not cudaMalloc's."""
     program = """
-import sys, torch
+import faulthandler, sys, torch
 import crossrail as xr
+faulthandler.dump_traceback_later(60, exit=True)
 memory = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
 torch.cuda.synchronize()
 with xr.Engine("child", transport="shm") as engine:
-    print(engine.register(memory).descriptor.to_bytes().hex(), flush=True)
+    region = engine.register(memory)
+    print(region.descriptor.to_bytes().hex(), flush=True)
     engine.imm_counter(1).wait(1, 60)
     print(int(memory.sum(dtype=torch.int64)), flush=True)
     sys.stdin.read()
@@ -146,10 +161,13 @@ with xr.Engine("child", transport="shm") as engine:
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     with child:
         assert child.stdout is not None and child.stdin is not None
-        theirs = xr.RegionDescriptor.from_bytes(bytes.fromhex(child.stdout.readline()))
-        here.submit_write(region, theirs, imm=1).wait(WAIT_S)
-        assert int(child.stdout.readline()) == int(src.sum(dtype=torch.int64))
-        (path,) = here.explain(theirs.owner).paths
-        assert path.path == "staged" and "CUDA error" in path.reason
-        child.stdin.close()
-        assert child.wait(WAIT_S) == 0
+        try:
+            theirs = xr.RegionDescriptor.from_bytes(bytes.fromhex(child.stdout.readline()))
+            here.submit_write(region, theirs, imm=1).wait(WAIT_S)
+            assert int(child.stdout.readline()) == int(src.sum(dtype=torch.int64))
+            (path,) = here.explain(theirs.owner).paths
+            assert path.path == "staged" and "CUDA error" in path.reason
+            child.stdin.close()
+            assert child.wait(WAIT_S) == 0
+        finally:
+            child.kill()

@@ -30,10 +30,16 @@ class FakeCuda : public FakeGpu {
         .unpin_host = FakeCalls::unpin_host,
         .export_range = FakeCalls::export_range,
         .flush_writes = FakeCalls::flush_writes,
-        .exchange_capture_mode = nullptr,
+        .exchange_capture_mode = FakeCalls::exchange_capture_mode,
         .get_ipc_handle = FakeCalls::get_ipc_handle<device::IpcHandle>,
         .open_ipc_handle = FakeCalls::open_ipc_handle<device::IpcHandle>,
         .close_ipc_handle = FakeCalls::close_ipc_handle,
+        .load_module = FakeCalls::load_module,
+        .module_function = FakeCalls::module_function,
+        .launch_kernel = FakeCalls::launch_kernel,
+        .pinned_address = FakeCalls::pinned_address,
+        .context_device = FakeCalls::context_device,
+        .stream_context = FakeCalls::stream_context,
     };
     device::replace_driver(&table);
   }

@@ -23,6 +23,8 @@
 #include <utility>
 #include <vector>
 
+#include "fake_kernels.h"
+
 namespace crossrail::test {
 
 class FakeGpu;
@@ -47,6 +49,9 @@ class FakeGpu {
   std::atomic<uint64_t> copies{0};
   std::atomic<uint64_t> waits{0};
   static inline thread_local int contexts_current = 0;
+  static inline thread_local void* context_current = nullptr;  // the user's, below those of the core
+
+  FakeKernels kernels;
 
   FakeGpu() { g_gpu = this; }
   ~FakeGpu() {
@@ -154,6 +159,13 @@ class FakeGpu {
     stream->begun.push_back({to, from, bytes});
     return 0;
   }
+  // By a kernel: address, address, length of each.
+  int copy_pieces(const uint64_t* pieces, size_t count, Stream* stream) {
+    if (contexts_current != 1) return 1;
+    ++copies;
+    for (; count > 0; --count, pieces += 3) stream->begun.push_back({pieces[0], pieces[1], pieces[2]});
+    return 0;
+  }
   int synchronize(Stream* stream) {
     if (contexts_current != 1) return 1;
     ++waits;
@@ -207,7 +219,11 @@ class FakeGpu {
     imported_.erase(it);
     return 0;
   }
-  int pin(uint64_t base, bool on) {
+  int pin(uint64_t base, size_t bytes, unsigned flags) {
+    const int error = kernels.pinned(base, bytes, flags);
+    return error != 0 ? error : set_pinned(base, true);
+  }
+  int set_pinned(uint64_t base, bool on) {
     const std::lock_guard lock(mutex_);
     if (contexts_current != 1 || pinned_.contains(base) == on) return 1;
     if (on) {
@@ -246,6 +262,7 @@ class FakeGpu {
   }
   int device_attribute(int* value, int attribute) const {
     *value = attribute == 124   ? exports_dma_buf
+             : attribute == 75  ? kernels.capability.load()
              : attribute == 118 ? writes_ordering
              : attribute == 117 ? flush_options
                                 : 0;
@@ -292,16 +309,19 @@ struct FakeCalls {
     return 0;
   }
   static int device_attribute(int* value, int attribute, int) { return g_gpu->device_attribute(value, attribute); }
-  static int retain_context(void** context, int) {
-    *context = g_gpu;
+  static int retain_context(void** context, int ordinal) {
+    *context = g_gpu->kernels.context(ordinal);
     return 0;
   }
-  static int push_context(void*) {
+  static int push_context(void* context) {
     ++FakeGpu::contexts_current;
+    contexts_.push_back(std::exchange(FakeGpu::context_current, context));
     return 0;
   }
-  static int pop_context(void**) {
+  static int pop_context(void** context) {
     --FakeGpu::contexts_current;
+    *context = std::exchange(FakeGpu::context_current, contexts_.back());
+    contexts_.pop_back();
     return 0;
   }
   static int pointer_attribute(void* value, int attribute, uint64_t address) {
@@ -323,8 +343,13 @@ struct FakeCalls {
   static int copy_async(uint64_t to, uint64_t from, size_t bytes, void* stream) {
     return g_gpu->copy_async(to, from, bytes, static_cast<Stream*>(stream));
   }
-  static int pin_host(void* base, size_t, unsigned) { return g_gpu->pin(reinterpret_cast<uint64_t>(base), true); }
-  static int unpin_host(void* base) { return g_gpu->pin(reinterpret_cast<uint64_t>(base), false); }
+  static int pin_host(void* base, size_t bytes, unsigned flags) {
+    return g_gpu->pin(reinterpret_cast<uint64_t>(base), bytes, flags);
+  }
+  static int unpin_host(void* base) {
+    g_gpu->kernels.unpinned(reinterpret_cast<uint64_t>(base));
+    return g_gpu->set_pinned(reinterpret_cast<uint64_t>(base), false);
+  }
   static int export_range(void* handle, uint64_t address, size_t bytes, int, unsigned long long) {
     return g_gpu->export_range(static_cast<int*>(handle), address, bytes);
   }
@@ -344,6 +369,42 @@ struct FakeCalls {
     return flags == 1 ? g_gpu->open_ipc_handle(address, &handle) : 1;
   }
   static int close_ipc_handle(uint64_t address) { return g_gpu->close_ipc_handle(address); }
+
+  static int exchange_capture_mode(int* mode) { return FakeKernels::exchange_capture_mode(mode); }
+  static int load_module(void** module, const void* image) {
+    return g_gpu->kernels.load(module, static_cast<const char*>(image), current_gpu());
+  }
+  static int module_function(void** function, void* module, const char* name) {
+    return FakeKernels::function(function, module, name);
+  }
+  static int launch_kernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                           unsigned block_y, unsigned block_z, unsigned, void* stream, void** arguments, void**) {
+    FakeKernels& kernels = g_gpu->kernels;
+    if (FakeKernels::copies(function)) {
+      if (grid_x == 0 || grid_y == 0 || grid_z != 1 || kernels.launch_error != 0) return 1;
+      return g_gpu->copy_pieces(static_cast<const uint64_t*>(arguments[0]), grid_x, static_cast<Stream*>(stream));
+    }
+    if ((grid_x | grid_y | grid_z | block_x | block_y | block_z) != 1) return 1;
+    auto* const given = stream == nullptr ? kernels.default_stream(current_gpu()) : static_cast<UserStream*>(stream);
+    return kernels.launch(function, given, arguments, current_gpu());
+  }
+  static int pinned_address(uint64_t* address, void* host, unsigned) {
+    return current_gpu() < 0 ? 201 : g_gpu->kernels.address_of(reinterpret_cast<uint64_t>(host), address);
+  }
+  static int context_device(int* ordinal) {
+    *ordinal = current_gpu();
+    return *ordinal < 0 ? 201 : 0;
+  }
+  static int stream_context(void* stream, void** context) {
+    *context =
+        stream == nullptr ? FakeGpu::context_current : g_gpu->kernels.context_of(static_cast<UserStream*>(stream));
+    return *context == nullptr ? 201 : 0;
+  }
+
+ private:
+  using UserStream = FakeKernels::Stream;
+  static int current_gpu() { return g_gpu->kernels.gpu_of(FakeGpu::context_current); }
+  static inline thread_local std::vector<void*> contexts_;
 };
 
 }  // namespace crossrail::test

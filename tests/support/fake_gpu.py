@@ -67,6 +67,13 @@ class FakeGpu:
         self.driver.fake_free.argtypes = [ctypes.c_uint64]
         self.driver.fake_bytes_at.argtypes = [ctypes.c_uint64]
         self.driver.fake_fail_copies.argtypes = [ctypes.c_int, ctypes.c_uint32]
+        self.driver.fake_make_stream.argtypes = [ctypes.c_int]
+        self.driver.fake_make_stream.restype = ctypes.c_uint64
+        self.driver.fake_end_stream.argtypes = [ctypes.c_uint64]
+        self.driver.fake_take_launch.argtypes = [ctypes.c_uint64, ctypes.c_void_p]
+        self.driver.fake_run_launch.argtypes = [ctypes.c_void_p]
+        self.driver.fake_refuse_kernels.argtypes = [ctypes.c_int] * 2
+        self.refuse_kernels()
         for name in ("fake_allocate", "fake_bytes_at", "fake_copies", "fake_waits", "fake_pinned", "fake_imports"):
             getattr(self.driver, name).restype = ctypes.c_uint64
         self._allocated: list[int] = []
@@ -102,6 +109,10 @@ class FakeGpu:
     def fail_ipc(self, code: int) -> None:
         """Memory is neither given to other processes nor mapped from them, with that CUDA error; 0: it is again."""
         self.driver.fake_fail_ipc(code)
+
+    def refuse_kernels(self, *, pin: int = 0, launch: int = 0) -> None:
+        """CUDA errors of the calls that pin memory and that launch; 0: none."""
+        self.driver.fake_refuse_kernels(pin, launch)
 
     def close(self, *, is_checked: bool = True) -> None:
         """The memory is gone, and the true driver is the driver again. is_checked: engines must have left nothing."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 from tests.support.fake_gpu import FakeGpu
@@ -29,26 +32,76 @@ class Event:
         self._passed.set()
 
 
-class Stream:
-    """Any thread."""
+class Graph:
+    """What was captured."""
 
-    def __init__(self, gpu: FakeGpu) -> None:
+    def __init__(self, kernels: list[Callable[[], None]]) -> None:
+        self._kernels = kernels
+
+    def replay(self, stream: Stream) -> None:
+        for kernel in self._kernels:
+            stream.launch(kernel)
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_uint64), ("delta", ctypes.c_uint64))
+
+
+class Stream:
+    """Any thread. What the engine launches by way of `cuda_stream` takes its place among the test's kernels."""
+
+    def __init__(self, gpu: FakeGpu, device_index: int = 0) -> None:
         self.gpu = gpu
+        self.device_index = device_index
         self.error = ""  # from now on each event fails with it, also one that is recorded
         self._launched: deque[Callable[[], None] | Event] = deque()
+        self._captured: list[Callable[[], None]] | None = None
+
+    @cached_property
+    def cuda_stream(self) -> int:
+        """The driver's name of it."""
+        handle = int(self.gpu.driver.fake_make_stream(self.device_index))
+        weakref.finalize(self, self.gpu.driver.fake_end_stream, handle)
+        return handle
 
     def launch(self, kernel: Callable[..., None], *arguments: Any) -> None:
-        self._launched.append(lambda: kernel(*arguments))
+        self._take_launches()
+        self._append(partial(kernel, *arguments))
+
+    def begin_capture(self) -> None:
+        """What is launched from now on does not run, but is the graph's."""
+        self._take_launches()
+        self._captured = []
+        self.gpu.driver.fake_begin_capture()
+
+    def end_capture(self) -> Graph:
+        self._take_launches()
+        assert self.gpu.driver.fake_end_capture(), "a call that CUDA forbids meanwhile broke the capture"
+        captured, self._captured = self._captured, None
+        assert captured is not None
+        return Graph(captured)
+
+    def _append(self, kernel: Callable[[], None]) -> None:
+        (self._launched if self._captured is None else self._captured).append(kernel)
+
+    def _take_launches(self) -> None:
+        """The engine's, since we looked last."""
+        launch = _Launch()
+        while self.gpu.driver.fake_take_launch(self.cuda_stream, ctypes.byref(launch)):
+            self._append(partial(self.gpu.driver.fake_run_launch, ctypes.byref(launch)))
+            launch = _Launch()
 
     def record(self) -> Event:
         if self.error:
             raise RuntimeError(self.error)
+        self._take_launches()
         event = Event()
         self._launched.append(event)
         return event
 
     def run(self, kernels: int | None = None) -> None:
         """So many kernels of those launched so far, and the events behind them. None: all."""
+        self._take_launches()
         while self._launched:
             if isinstance(self._launched[0], Event):
                 self._launched[0].done(self.error)

@@ -17,13 +17,15 @@ def crossrail_threads() -> list[str]:
 
 
 def open_fds() -> dict[int, str]:
-    """Every open file descriptor and what it is."""
+    """Every open file descriptor and what it is; without those of NVIDIA's driver, which keeps what it has opened."""
     fds = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            fds[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:  # the one of listdir itself
             continue
+        if not target.startswith("/dev/nvidia"):
+            fds[int(name)] = target
     return fds
 
 

@@ -135,10 +135,10 @@ bool ShmTransport::copy_by_gpu(Import& import, int gpu, const std::vector<WorkRe
     const Run next{is_write ? remote : each.local, is_write ? each.local : remote, each.length_bytes};
     bytes += each.length_bytes;
     if (run.takes(next)) continue;
-    copier_.begin(gpu, run.to, run.from, run.bytes);
+    copier_.begin_between(gpu, run.to, run.from, run.bytes);
     run = next;
   }
-  copier_.begin(gpu, run.to, run.from, run.bytes);
+  copier_.begin_between(gpu, run.to, run.from, run.bytes);
   if (!copier_.finish()) return false;
   import.was_copied_by_gpu = true;
   import.bytes_moved += bytes;

@@ -1,6 +1,7 @@
 // What two processes share in memory. Everything a peer can write is untrusted: it is copied out once, then checked.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -46,8 +47,10 @@ inline constexpr uint32_t kRingEntries = 1024;  // per channel; a power of two
 // Staging ring per channel; twice the chunk at least. Longer than the nearest caches: it is what either side may be ahead.
 inline constexpr uint64_t kStageBytes = uint64_t{2} << 20;
 inline constexpr uint64_t kStageChunkBytes = uint64_t{64} << 10;  // beside source and target in the second-level cache
-inline constexpr uint32_t kStagedPiecesMax = 256;                 // pieces in one staged chunk
-static_assert(kStageBytes >= 2 * (kStageChunkBytes + kStagedPiecesMax * 16));
+inline constexpr uint64_t kGpuChunkBytes = uint64_t{512}
+                                           << 10;  // of memory of GPUs: to wait for a copy takes as long as 0.5 MiB
+inline constexpr uint32_t kStagedPiecesMax = 256;  // pieces in one staged chunk
+static_assert(kStageBytes >= 2 * (std::max(kStageChunkBytes, kGpuChunkBytes) + kStagedPiecesMax * 16));
 
 enum class EntryKind : uint8_t {
   kImms = 1,      // immediates whose bytes are in place

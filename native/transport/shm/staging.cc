@@ -52,7 +52,10 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   const WorkRequest& first = head.request;
   uint32_t pieces = 1;
   uint32_t finished = 0;
-  uint64_t data_bytes = std::min(first.length_bytes - head.done_bytes, kStageChunkBytes);
+  Import& import = *static_cast<ShmKey*>(first.remote)->import;
+  const int gpu = gpu_of(first);  // of all pieces: they are of one transfer
+  const uint64_t chunk_bytes = gpu >= 0 || import.is_gpu ? kGpuChunkBytes : kStageChunkBytes;
+  uint64_t data_bytes = std::min(first.length_bytes - head.done_bytes, chunk_bytes);
   uint32_t units = 0;
   if (head.done_bytes + data_bytes == first.length_bytes) {
     finished = 1;
@@ -62,7 +65,7 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
       if (next.op != WorkOp::kWrite || next.context != first.context || next.tag != first.tag ||
           next.remote != first.remote || next.has_imm != first.has_imm ||
           (next.has_imm && imm_of_wire(next.wire_imm) != imm_of_wire(first.wire_imm)) ||  // targets of a scatter
-          data_bytes + next.length_bytes > kStageChunkBytes) {
+          data_bytes + next.length_bytes > chunk_bytes) {
         break;
       }
       data_bytes += next.length_bytes;
@@ -79,7 +82,6 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   if (block == nullptr) return false;
   auto* table = reinterpret_cast<StagedPiece*>(block);
   std::byte* data = block + table_bytes;
-  const int gpu = gpu_of(first);  // of all pieces: they are of one transfer
   if (gpu >= 0) pin(link, gpu);
   uint64_t moved = 0;
   uint64_t retired_bytes = 0;
@@ -100,7 +102,6 @@ bool ShmTransport::push_write_chunk(Outgoing& link, RailQueue& rail) {
   }
   const bool failed = gpu >= 0 && !copier_.finish();
   if (failed) finished = std::max(finished, 1u);  // of a long piece nothing more is tried
-  Import& import = *static_cast<ShmKey*>(first.remote)->import;
   import.bytes_moved += moved;
   inflight_slot(rail) = {.context = first.context,
                          .bytes = retired_bytes,

@@ -70,8 +70,8 @@ class KvSender:
 
     ranks: by rank of the layout's tp. The watched word belongs to the engine of the lowest.
     Threads: that of the event loop it was made in, but layer_done() and the word are anybody's. Layers are posted by
-    whoever calls layer_done(); those that only the word tells of on the callback thread of that engine. Close it before
-    its engines.
+    whoever calls layer_done(); those that only the word tells of, as with layer_done_on(), on the callback thread of
+    that engine. Close it before its engines.
     """
 
     def __init__(self, layout: KvLayout, ranks: Mapping[int, RankMemory]) -> None:
@@ -91,7 +91,7 @@ class KvSender:
 
     @property
     def word_address(self) -> int:
-        """Where the 64-bit word is that goes up by one with each layer of each step: for kernels."""
+        """Where the 64-bit word is that goes up by one with each layer of each step: for kernels of your own."""
         return self._watcher.address
 
     def layer_done(self, layers: int = 1) -> None:
@@ -101,6 +101,16 @@ class KvSender:
         """
         self._watcher.add(layers, announce=False)
         self._pump()
+
+    def layer_done_on(self, stream: object = None, layers: int = 1) -> None:
+        """The same for kernels: the word goes up once everything that this CUDA stream was given before has ended.
+
+        Returns at once. While the stream is captured the addition goes into the graph, and happens at each replay, for
+        which steps are begun as for any other. The callback thread posts the layer. stream, errors: Watcher.add_on; so
+        is what one has to keep: this object, as long as such a graph may be replayed. Not while layer_done() or another
+        GPU adds too. Any thread.
+        """
+        self._watcher.add_on(stream, layers)
 
     def open(self, target: KvTarget, lease: PageLease) -> SendJob:
         """Begins a request. lease: reserved pages of ours for all of target.tokens, those of its own prefix first.

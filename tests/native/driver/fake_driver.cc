@@ -19,6 +19,7 @@ std::byte* pointer(uint64_t address) {
 }  // namespace crossrail::test
 
 using crossrail::test::FakeCalls;
+using crossrail::test::FakeKernels;
 using crossrail::test::gpu;
 using crossrail::test::pointer;
 
@@ -74,6 +75,22 @@ CROSSRAIL_CALL int cuIpcOpenMemHandle_v2(uint64_t* address, CUipcMemHandle handl
   return FakeCalls::open_ipc_handle(address, handle, flags);
 }
 CROSSRAIL_CALL int cuIpcCloseMemHandle(uint64_t address) { return FakeCalls::close_ipc_handle(address); }
+CROSSRAIL_CALL int cuThreadExchangeStreamCaptureMode(int* mode) { return FakeCalls::exchange_capture_mode(mode); }
+CROSSRAIL_CALL int cuModuleLoadData(void** module, const void* image) { return FakeCalls::load_module(module, image); }
+CROSSRAIL_CALL int cuModuleGetFunction(void** function, void* module, const char* name) {
+  return FakeCalls::module_function(function, module, name);
+}
+CROSSRAIL_CALL int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                                  unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
+                                  void** arguments, void** extra) {
+  return FakeCalls::launch_kernel(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream,
+                                  arguments, extra);
+}
+CROSSRAIL_CALL int cuMemHostGetDevicePointer_v2(uint64_t* address, void* pinned, unsigned flags) {
+  return FakeCalls::pinned_address(address, pinned, flags);
+}
+CROSSRAIL_CALL int cuCtxGetDevice(int* device) { return FakeCalls::context_device(device); }
+CROSSRAIL_CALL int cuStreamGetCtx(void* stream, void** context) { return FakeCalls::stream_context(stream, context); }
 
 // --- what a test asks ---
 
@@ -96,3 +113,18 @@ CROSSRAIL_CALL void fake_fail_copies(int code, uint32_t good) {
   gpu().copy_error = code;
 }
 CROSSRAIL_CALL void fake_set_managed(int is_managed) { gpu().is_managed = is_managed != 0; }
+
+// Streams of the user's: tests/support/gpu_stream.py.
+CROSSRAIL_CALL FakeKernels::Stream* fake_make_stream(int gpu) { return new FakeKernels::Stream{.gpu = gpu}; }
+CROSSRAIL_CALL void fake_end_stream(FakeKernels::Stream* stream) { delete stream; }
+CROSSRAIL_CALL int fake_take_launch(FakeKernels::Stream* stream, FakeKernels::Launch* launch) {
+  return gpu().kernels.take(stream, launch);
+}
+CROSSRAIL_CALL void fake_run_launch(const FakeKernels::Launch* launch) { gpu().kernels.run(*launch); }
+CROSSRAIL_CALL void fake_begin_capture() { gpu().kernels.begin_capture(); }
+CROSSRAIL_CALL int fake_end_capture() { return gpu().kernels.end_capture(); }
+// CUDA errors of the calls that pin and that launch; 0: none.
+CROSSRAIL_CALL void fake_refuse_kernels(int pin_error, int launch_error) {
+  gpu().kernels.pin_error = pin_error;
+  gpu().kernels.launch_error = launch_error;
+}

@@ -20,6 +20,7 @@ _FORMATS = {torch.bfloat16: code.BFLOAT16, torch.float16: code.FLOAT16, torch.fl
 _COPY_BLOCK = 2048  # elements of a row that one program moves
 _SUM_BLOCK = 1024
 _COUNT_BLOCK = 1024
+_SCALED_BLOCKS = 8  # with scales of their own, of one program
 
 
 class TritonKernels:
@@ -103,9 +104,10 @@ class TritonKernels:
         scales = torch.empty((rows, blocks), dtype=torch.float32, device=x.device)
         if codes.numel():
             width = triton.next_power_of_2(min(block, hidden))
-            code.quantize_rows[(rows, blocks)](
-                codes, scales, _stored(x), hidden, block, blocks, FORMAT=_FORMATS[x.dtype], BLOCK=width
-            )
+            code.quantize_rows[(rows, triton.cdiv(blocks, _SCALED_BLOCKS))](
+                codes, scales, _stored(x), hidden, block, blocks, FORMAT=_FORMATS[x.dtype], BLOCK=width,
+                GROUP=_SCALED_BLOCKS,
+            )  # fmt: skip
         return codes, scales
 
     def dequantize(self, codes: Any, scales: Any, block: int = 128, dtype: str = "bfloat16") -> Any:
@@ -114,9 +116,11 @@ class TritonKernels:
         out = torch.empty((rows, hidden), dtype=getattr(torch, dtype), device=codes.device)
         if codes.numel():
             width = triton.next_power_of_2(min(block, hidden))
-            code.dequantize_rows[(rows, scales.shape[1])](
-                _stored(out), codes, scales, hidden, block, scales.shape[1], FORMAT=_FORMATS[out.dtype], BLOCK=width
-            )
+            blocks = scales.shape[1]
+            code.dequantize_rows[(rows, triton.cdiv(blocks, _SCALED_BLOCKS))](
+                _stored(out), codes, scales, hidden, block, blocks, FORMAT=_FORMATS[out.dtype], BLOCK=width,
+                GROUP=_SCALED_BLOCKS,
+            )  # fmt: skip
         return out
 
     def _addresses(self, sources: Sequence[Any], device: Any) -> tuple[Any, Any]:

@@ -64,7 +64,8 @@ def e4m3_value(code):
     normal = ((rest << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(rest < 8, rest.to(tl.float32) * 0.001953125, normal)
     value = tl.where(rest == 0x7F, float("nan"), value)
-    return tl.where(wide >= 0x80, -value, value)
+    # By its bit: Triton's minus is zero less the number, and so has no negative zero.
+    return (value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -183,20 +184,22 @@ def quantize_rows(
     blocks,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """A program for each row and block of it."""
+    """A program for each row and GROUP blocks of it."""
     row = tl.program_id(0).to(tl.int64)
-    number = tl.program_id(1)
-    lane = tl.arange(0, BLOCK)
-    at = number * block + lane
+    number = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    lane = tl.arange(0, BLOCK)[None, :]
+    at = number[:, None] * block + lane
     inside = (lane < block) & (at < hidden)
     values = widened(tl.load(x + row * hidden + at, mask=inside, other=0), FORMAT)
     # By their bits infinity is above all numbers and NaN above that, so NaN reaches the scale.
-    most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
+    most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
     magnitude = tl.where(most < 1e-4, 1e-4, most).to(tl.float32)
-    largest = tl.full((), 448.0, tl.float32)
-    tl.store(scales + row * blocks + number, tl.div_rn(magnitude, largest))
-    tl.store(codes + row * hidden + at, e4m3_code(values * tl.div_rn(largest, magnitude)), mask=inside)
+    largest = tl.full((GROUP,), 448.0, tl.float32)
+    tl.store(scales + row * blocks + number, tl.div_rn(magnitude, largest), mask=number < blocks)
+    factor = tl.div_rn(largest, magnitude)
+    tl.store(codes + row * hidden + at, e4m3_code(values * factor[:, None]), mask=inside)
 
 
 @triton.jit
@@ -209,13 +212,14 @@ def dequantize_rows(
     blocks,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """A program for each row and block of it."""
+    """A program for each row and GROUP blocks of it."""
     row = tl.program_id(0).to(tl.int64)
-    number = tl.program_id(1)
-    lane = tl.arange(0, BLOCK)
-    at = number * block + lane
+    number = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    lane = tl.arange(0, BLOCK)[None, :]
+    at = number[:, None] * block + lane
     inside = (lane < block) & (at < hidden)
     values = e4m3_value(tl.load(codes + row * hidden + at, mask=inside, other=0))
-    scale = tl.load(scales + row * blocks + number)
-    tl.store(out + row * hidden + at, narrowed(values * scale, FORMAT), mask=inside)
+    scale = tl.load(scales + row * blocks + number, mask=number < blocks, other=0)
+    tl.store(out + row * hidden + at, narrowed(values * scale[:, None], FORMAT), mask=inside)

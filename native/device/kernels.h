@@ -1,0 +1,32 @@
+// The kernels that we launch, in PTX: the driver compiles them for the GPU at hand, and nothing of CUDA is needed to build.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "device/cuda.h"
+
+namespace crossrail::device {
+
+// One copy of many, as copy_pieces takes it.
+struct Piece {
+  uint64_t to;
+  uint64_t from;
+  uint64_t bytes;
+};
+inline constexpr size_t kPiecesPerLaunch = 170;  // as many as a kernel's arguments have room for
+
+// cuLaunchKernel's functions, of one GPU.
+struct Kernels {
+  // (uint64_t word, uint64_t delta), one thread: adds behind a fence for the whole system.
+  void* add_to_word = nullptr;
+  // (Piece pieces[kPiecesPerLaunch]), grid: pieces x parts of each, any number of threads: copies them, all at once. Pieces
+  // whose ends are both on 16 bytes go 16 bytes at a time, others byte by byte.
+  void* copy_pieces = nullptr;
+};
+
+// The GPU's context is current. Loaded once and kept, since graphs have them. what_for: for the error. Throws TransportError:
+// the GPU is older than Volta, or the driver refuses. Any thread, also while a graph is captured.
+const Kernels& kernels_of(const Driver& driver, int gpu, const char* what_for);
+
+}  // namespace crossrail::device

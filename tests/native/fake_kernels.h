@@ -1,0 +1,151 @@
+// Of the double of NVIDIA's driver: streams of the user's, and the kernel that adds to a word of the host. What is launched
+// happens when the test says so. An address that is none of a page that was pinned and mapped for GPUs ends the test.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+namespace crossrail::test {
+
+class FakeKernels {
+  struct Module {
+    int gpu;
+    std::string text;
+  };
+
+ public:
+  static constexpr int kGpus = 2;
+  // A GPU's address of pinned memory is not the host's.
+  static constexpr uint64_t kAlias = uint64_t{1} << 46;
+
+  struct Launch {
+    uint64_t address;
+    uint64_t delta;
+  };
+  struct Stream {
+    int gpu = 0;
+    bool is_of_another_context = false;
+    std::deque<Launch> launched;
+  };
+
+  // What drivers refuse: a CUDA error, or 0.
+  std::atomic<int> pin_error{0};
+  std::atomic<int> load_error{0};
+  std::atomic<int> launch_error{0};
+  std::atomic<int> capability{9};
+  std::atomic<uint32_t> loads{0};
+
+  // Between these, calls that CUDA forbids during a capture break it, unless their thread is in relaxed mode.
+  void begin_capture() { is_capturing_ = true; }
+  bool end_capture() { return is_capturing_.exchange(false); }
+
+  // The oldest that was launched there and not taken. False: none.
+  bool take(Stream* stream, Launch* launch) {
+    const std::lock_guard lock(mutex_);
+    if (stream->launched.empty()) return false;
+    *launch = stream->launched.front();
+    stream->launched.pop_front();
+    return true;
+  }
+  // As the GPU does it.
+  void run(const Launch& launch) {
+    const std::lock_guard lock(mutex_);
+    const uint64_t address = launch.address - kAlias;
+    if (address % sizeof(uint64_t) != 0 || !is_mapped(address)) std::abort();
+    reinterpret_cast<std::atomic<uint64_t>*>(address)->fetch_add(launch.delta);  // NOLINT(performance-no-int-to-ptr)
+  }
+
+  // --- the driver's part
+
+  void* context(int gpu) { return &contexts_.at(static_cast<size_t>(gpu)); }
+  int gpu_of(const void* context) const {
+    for (int gpu = 0; gpu < kGpus; ++gpu) {
+      if (context == &contexts_.at(static_cast<size_t>(gpu))) return gpu;
+    }
+    return context == &another_ ? 0 : -1;
+  }
+  void* context_of(const Stream* stream) { return stream->is_of_another_context ? &another_ : context(stream->gpu); }
+
+  int pinned(uint64_t base, size_t bytes, unsigned flags) {
+    forbidden_while_capturing();
+    if (pin_error != 0) return pin_error;
+    const std::lock_guard lock(mutex_);
+    if ((flags & 3) == 3) mapped_[base] = bytes;
+    return 0;
+  }
+  void unpinned(uint64_t base) {
+    const std::lock_guard lock(mutex_);
+    mapped_.erase(base);
+  }
+  int address_of(uint64_t host, uint64_t* address) {
+    const std::lock_guard lock(mutex_);
+    if (!is_mapped(host)) return 1;
+    *address = host + kAlias;
+    return 0;
+  }
+  int load(void** module, const char* text, int gpu) {
+    forbidden_while_capturing();
+    if (load_error != 0) return load_error;
+    if (gpu < 0 || std::strstr(text, ".target sm_70") == nullptr) return 218;
+    ++loads;
+    Module& made = modules_.at(static_cast<size_t>(gpu));
+    made = {gpu, text};
+    *module = &made;
+    return 0;
+  }
+  static int function(void** function, void* module, const char* name) {
+    if (std::strcmp(name, "crossrail_copy_pieces") == 0) {
+      *function = &copying_;
+      return 0;
+    }
+    const std::string entry = std::string(".visible .entry ") + name + "(.param .u64 word, .param .u64 delta)";
+    if (static_cast<Module*>(module)->text.find(entry) == std::string::npos) return 500;
+    *function = module;
+    return 0;
+  }
+  int launch(const void* function, Stream* stream, void** arguments, int gpu) {
+    if (launch_error != 0) return launch_error;
+    if (stream->is_of_another_context || stream->gpu != gpu || static_cast<const Module*>(function)->gpu != gpu)
+      return 400;
+    const std::lock_guard lock(mutex_);
+    stream->launched.push_back({*static_cast<uint64_t*>(arguments[0]), *static_cast<uint64_t*>(arguments[1])});
+    return 0;
+  }
+  static int exchange_capture_mode(int* mode) {
+    std::swap(*mode, mode_);
+    return 0;
+  }
+  static bool copies(const void* function) { return function == &copying_; }
+  Stream* default_stream(int gpu) { return &default_streams_.at(static_cast<size_t>(gpu)); }
+
+ private:
+  void forbidden_while_capturing() {
+    if (mode_ != 2) is_capturing_ = false;
+  }
+  bool is_mapped(uint64_t address) const {
+    auto it = mapped_.upper_bound(address);
+    if (it == mapped_.begin()) return false;
+    --it;
+    return address < it->first + it->second;
+  }
+
+  static inline thread_local int mode_ = 0;
+  static inline std::array<char, kGpus> contexts_{};
+  static inline char another_ = 0;
+  static inline char copying_ = 0;
+  static inline std::array<Module, kGpus> modules_{};  // kept by who loaded them, as contexts are, after this one's end
+  std::array<Stream, kGpus> default_streams_{Stream{.gpu = 0}, Stream{.gpu = 1}};
+  std::atomic<bool> is_capturing_{false};
+  std::mutex mutex_;  // guards what follows, and what is launched
+  std::map<uint64_t, size_t> mapped_;
+};
+
+}  // namespace crossrail::test
