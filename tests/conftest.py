@@ -30,8 +30,12 @@ collect_ignore_glob = [
 ]
 if not importlib.util.find_spec("vllm"):  # ./dev vllm has it, in an environment of its own
     collect_ignore_glob.append("vllm/*")
-if not os.path.exists("/dev/nvidiactl") or not importlib.util.find_spec("torch"):
+HAS_GPU = os.path.exists("/dev/nvidiactl")
+if not HAS_GPU or not importlib.util.find_spec("torch"):
     collect_ignore_glob.append("hw/*")
+if not HAS_GPU:
+    # Without a GPU Triton's kernels run in its interpreter. Read when Triton is imported, by whoever comes first.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 hypothesis.settings.register_profile(
     "crossrail",

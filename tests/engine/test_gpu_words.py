@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import crossrail as xr
+from crossrail import sim
 from tests.conftest import EngineFactory
 from tests.engine.test_watchers import Changes, assert_a_chain_to
 from tests.support.fake_gpu import FakeGpu
@@ -151,9 +152,9 @@ def test_a_closed_watcher_and_engine_leave_the_word(gpu: FakeGpu, engine: xr.Eng
 
 
 def test_a_simulated_engine_refuses() -> None:
-    from crossrail.sim import World
-
-    with World(seed=1) as world:
-        engine = world.engine("here")
-        with pytest.raises(xr.UsageError, match="real time"):
-            engine.alloc_watcher(Changes()).add_on(7)
+    with (
+        sim.World(seed=1) as world,
+        world.host("h").engine("here") as engine,
+        pytest.raises(xr.UsageError, match="real time"),
+    ):
+        engine.alloc_watcher(Changes()).add_on(7)

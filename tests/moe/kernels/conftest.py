@@ -1,12 +1,8 @@
-"""Where there is no GPU, Triton's kernels run in its interpreter."""
+"""On a GPU or, as tests/conftest.py has it, in Triton's interpreter."""
 
-import os
-from pathlib import Path
+from tests.conftest import HAS_GPU
 
-GPU = Path("/dev/nvidiactl").exists()
 # It plays a GPU whose tensors are a host's.
-collect_ignore = ["test_triton_rounds.py"] if GPU else []
-if GPU:
+collect_ignore = ["test_triton_rounds.py"] if HAS_GPU else []
+if HAS_GPU:
     from tests.support.gpu_in_use import gpu_is_in_use as gpu_is_in_use
-else:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton's functions are made

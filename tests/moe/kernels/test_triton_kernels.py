@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from crossrail.moe.kernels.triton import TritonKernels
-from tests.moe.kernels.conftest import GPU
+from tests.conftest import HAS_GPU
 from tests.moe.kernels.contract import KernelsContract, Subject, summed
 from tests.moe.kernels.numbers import Array
 from tests.moe.kernels.torch_arrays import to_numpy, to_torch
 from tests.support.seeds import Seed
 
-DEVICE = "cuda" if GPU else "cpu"
+DEVICE = "cuda" if HAS_GPU else "cpu"
 
 # The interpreter computes with numpy, which says so when a float16 overflows or an infinity meets a zero.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -23,7 +23,7 @@ def to_device(array: Array) -> torch.Tensor:
 
 def make_subject(checked: bool = True) -> Subject:
     kernels = TritonKernels(checked)
-    return Subject(kernels, array=to_device, numpy=lambda tensor: to_numpy(tensor.cpu()), exhaustive=GPU)
+    return Subject(kernels, array=to_device, numpy=lambda tensor: to_numpy(tensor.cpu()), exhaustive=HAS_GPU)
 
 
 @pytest.fixture
