@@ -84,21 +84,31 @@ void Copier::begin_between(int gpu, std::byte* to, const std::byte* from, uint64
   streams_[static_cast<size_t>(gpu)].gathered.push_back(piece);
 }
 
-// One after the other where there are too few for a kernel.
+// Null: the GPU is too old, or the driver takes no kernel of ours.
+static const Kernels* find_kernels(const Driver& driver, int gpu) {
+  try {
+    const CurrentContext current(driver, gpu);
+    return &kernels_of(driver, gpu, "a kernel that copies pages");
+  } catch (const TransportError&) {
+    return nullptr;
+  }
+}
+
+// One after the other, by the driver, where they are too few for a kernel or there is none.
 void Copier::copy_gathered(int gpu, Stream& gathering) {
   std::vector<Piece> pieces = std::exchange(gathering.gathered, {});
-  if (pieces.size() < kGatheredMin) {
+  if (driver_ == nullptr) driver_ = find_driver();
+  CROSSRAIL_ASSERT(driver_ != nullptr);  // the memory was registered
+  const Kernels* const kernels = pieces.size() < kGatheredMin ? nullptr : find_kernels(*driver_, gpu);
+  if (kernels == nullptr) {
     for (const Piece& each : pieces) {
       begin(gpu, reinterpret_cast<std::byte*>(each.to),                  // NOLINT(performance-no-int-to-ptr)
             reinterpret_cast<const std::byte*>(each.from), each.bytes);  // NOLINT(performance-no-int-to-ptr)
     }
     return;
   }
-  if (driver_ == nullptr) driver_ = find_driver();
-  CROSSRAIL_ASSERT(driver_ != nullptr);
   const CurrentContext current(*driver_, gpu);
   const OutsideCapture outside(*driver_);
-  const Kernels& kernels = kernels_of(*driver_, gpu, "a kernel that copies pages");
   Stream* const stream = stream_of(gpu);
   if (stream == nullptr) return;
   pieces.resize((pieces.size() + kPiecesPerLaunch - 1) / kPiecesPerLaunch * kPiecesPerLaunch, Piece{});  // to its end
@@ -114,7 +124,7 @@ void Copier::copy_gathered(int gpu, Stream& gathering) {
     const auto parts = static_cast<unsigned>((longest + kPartBytes - 1) / kPartBytes);
     void* arguments[] = {batch.data()};
     stream->is_busy = true;
-    const int code = driver_->launch_kernel(kernels.copy_pieces, count, parts, 1, kThreads, 1, 1, 0, stream->handle,
+    const int code = driver_->launch_kernel(kernels->copy_pieces, count, parts, 1, kThreads, 1, 1, 0, stream->handle,
                                             arguments, nullptr);
     if (code != 0) return note("cuLaunchKernel", gpu, code);
   }

@@ -21,6 +21,7 @@ struct Mapping {
   uint64_t allocation_id = 0;
   uint64_t base = 0;
   uint32_t uses = 0;
+  const Driver* driver = nullptr;
 };
 using Mappings = std::map<std::pair<int, std::array<uint8_t, 64>>, Mapping>;
 
@@ -89,7 +90,7 @@ ImportedMemory::ImportedMemory(const SharedRange& range, int gpu) : handle_(rang
   uint64_t base = 0;
   if (const int code = driver->open_ipc_handle(&base, handle, kLazyPeerAccess); code != 0)
     throw TransportError("cuIpcOpenMemHandle", code, text_of(*driver, code));
-  mappings()[{gpu, range.handle}] = {range.allocation_id, base, 1};
+  mappings()[{gpu, range.handle}] = {range.allocation_id, base, 1, driver};
   base_ = reinterpret_cast<std::byte*>(base);  // NOLINT(performance-no-int-to-ptr)
 }
 
@@ -97,9 +98,9 @@ ImportedMemory::~ImportedMemory() {
   const std::lock_guard lock(g_mutex);
   const auto found = mappings().find({gpu_, handle_});
   if (--found->second.uses > 0) return;
+  const Driver* const driver = found->second.driver;
   mappings().erase(found);
   try {
-    const Driver* driver = find_driver();
     const CurrentContext current(*driver, gpu_);
     driver->close_ipc_handle(reinterpret_cast<uint64_t>(base_));
   } catch (const TransportError&) {  // the GPU has failed, and its mappings with it

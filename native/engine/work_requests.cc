@@ -15,8 +15,7 @@ constexpr uint64_t kBytesPerTurn = uint64_t{1} << 20;  // of one transfer before
 constexpr uint32_t kBatchesPerTurn = 4;                // of one paged transfer
 // Of a long range over rails that the transport balances: rails that end at different times idle for half of one each.
 constexpr uint64_t kSlicesPerRail = 32;
-constexpr uint64_t kGpuSlices =
-    16;  // what a GPU copies keeps nobody's core: so much longer slices, of which each costs one
+constexpr uint64_t kGpuSlices = 16;  // so many slices in one, of what a GPU copies: that keeps nobody's core
 
 // Work requests that are made one by one: to make all of them for a few would take longer than to post those.
 union Batch {

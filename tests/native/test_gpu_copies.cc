@@ -191,6 +191,23 @@ TEST_CASE("gpu copies: between GPUs short ones are gathered, and all lengths arr
   CHECK(copier.finish());  // that was that one
 }
 
+TEST_CASE("gpu copies: where no kernel can be loaded the driver copies one by one") {
+  FakeCuda cuda;
+  static device::Driver other = *device::find_driver();  // of which no kernel is loaded yet
+  device::replace_driver(&other);
+  cuda.kernels.capability = 6;
+  std::byte* const from = cuda.allocate(kPageBytes);
+  std::byte* const to = cuda.allocate(kPageBytes);
+  std::memset(cuda.bytes_at(from), 5, kPageBytes);
+  {
+    device::Copier copier;
+    for (int i = 0; i < 4; ++i) copier.begin_between(0, to + 64 * i, from, 64);
+    CHECK(copier.finish());
+  }
+  CHECK(cuda.copies == 4);
+  CHECK(std::all_of(cuda.bytes_at(to), cuda.bytes_at(to) + 256, [](std::byte b) { return b == std::byte{5}; }));
+}
+
 TEST_CASE("gpu copies: reads, from and to a GPU") {
   for (const Case& each : kCases) {
     FakeCuda cuda;
