@@ -1,5 +1,5 @@
-// NVIDIA's driver, opened at run time: what memory of a GPU a NIC has to be told about, copies, and one kernel that adds
-// to a word (word_adder.h).
+// NVIDIA's driver, opened at run time: what memory of a GPU a NIC has to be told about, copies, sharing between processes, and
+// two kernels (kernels.h).
 //
 // Numbers and names are those of CUDA's public driver interface (cuda.h). The headers are not needed to build.
 #pragma once
@@ -43,7 +43,7 @@ struct Driver {
   int (*get_ipc_handle)(IpcHandle* handle, uint64_t address);
   int (*open_ipc_handle)(uint64_t* address, IpcHandle handle, unsigned flags);
   int (*close_ipc_handle)(uint64_t address);
-  // A kernel that adds to a word of the host. Older than CUDA 9.2: the last is null.
+  // Kernels of ours, see kernels.h. Older than CUDA 9.2: the last is null.
   int (*load_module)(void** module, const void* image);
   int (*module_function)(void** function, void* module, const char* name);
   int (*launch_kernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
