@@ -1,10 +1,11 @@
 # crossrail_join(target): the sources of one folder are compiled as one, so that what they include is parsed once, not once for each.
 #
-# For the builds that are made anew in CI and seldom changed: those with a sanitizer. Names in the anonymous namespaces of one folder
-# must differ then, which the compiler tells. Folders are not mixed, so that a new source meets those beside it and no others.
-# That a source lacks an include is hidden here; the wheel's build finds it.
+# For the builds that are made anew and seldom changed: those of wheels and with a sanitizer. What calls each other within a folder is
+# also inlined then. Names in the anonymous namespaces of one folder must differ, which the compiler tells. Folders are not mixed, so
+# that a new source meets those beside it and no others. That a source lacks an include is hidden here; ./dev fuzz finds it in what
+# the fuzzers link, half of the core.
 
-if(CROSSRAIL_DEV AND CROSSRAIL_SANITIZE)
+if(CROSSRAIL_SANITIZE OR NOT (CROSSRAIL_DEV OR CROSSRAIL_FUZZ))
   set(CROSSRAIL_JOIN_DEFAULT ON)
 else()
   set(CROSSRAIL_JOIN_DEFAULT OFF)

@@ -2,8 +2,9 @@
 # parsed once for the target, not once for each source.
 #
 # Only in a developer's build; and not with a compiler launcher: ccache takes what is parsed from its store anyway. A source that
-# lacks an include is found by the builds without: the wheel, ./dev asan for the bindings, ./dev tsan for the native tests. Nothing of ours is here, so
-# that a changed header compiles only what includes it; nor nanobind's casters, which change what a source that forgot them means.
+# lacks an include is found by the builds without: the wheel and ./dev asan for the bindings, ./dev tsan for the native tests. Nothing of
+# ours is here, so that a changed header compiles only what includes it; nor nanobind's casters, which change what a source that
+# forgot them means.
 
 set(CROSSRAIL_PCH_DEFAULT OFF)
 if(CROSSRAIL_DEV AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
