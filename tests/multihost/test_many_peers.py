@@ -1,5 +1,6 @@
-"""A thousand peers of one engine."""
+"""Hundreds and a thousand peers of one engine."""
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory, PeerFactory
-from tests.support.limits import WAIT_S
+from tests.support.limits import WAIT_S, eventually
 from tests.support.node import RemoteEngine, RemoteMemory
 from tests.support.process import PeerProcess
 
@@ -19,6 +20,8 @@ CONNECTED_S = 10.0
 KIB_PER_PEER = 64
 WRITES = 3000
 SLOWDOWN_MAX = 3.0  # shared machines are noisy
+SILENT = 600
+ATTEMPTS_MAX = 256  # at a time, of those without an answer the ones of the last half second
 
 
 def resident_kib() -> int:
@@ -83,3 +86,44 @@ def test_thousand_peers_connect_idle_and_do_not_disturb(open_engine: EngineFacto
     assert connected_s <= CONNECTED_S
     assert kib <= KIB_PER_PEER
     assert among > alone / SLOWDOWN_MAX
+
+
+def open_silent(child: PeerProcess) -> list[xr.Address]:
+    """Connections to them are taken by their kernel, and get no answer."""
+    addresses = [child.open(f"engine-{i}", transport="tcp", rails=["127.0.0.1"]).address for i in range(SILENT)]
+    child.stop()
+    return addresses
+
+
+@pytest.mark.no_sanitizer
+def test_connecting_to_hundreds_goes_by_turns(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
+    child = spawn_peer()
+    addresses = open_silent(child)
+    hub = open_engine(transport="tcp", rails=["127.0.0.1"])
+    before = len(os.listdir("/proc/self/fd"))
+
+    barrier = hub.submit_barrier(hub.add_peer_group(addresses), 1)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) >= before + ATTEMPTS_MAX, "the first connections")
+    most = max(len(os.listdir("/proc/self/fd")) for _ in range(20))
+    child.resume()
+    barrier.wait(WAIT_S)
+
+    assert most <= before + ATTEMPTS_MAX + 2
+    assert all(hub.peer_state(address) == "connected" for address in addresses)
+
+
+@pytest.mark.no_sanitizer
+def test_time_to_connect_is_not_spent_waiting_for_others(open_engine: EngineFactory, spawn_peer: PeerFactory) -> None:
+    child = spawn_peer()
+    addresses = open_silent(child)
+    alive = spawn_peer().open(transport="tcp", rails=["127.0.0.1"])
+    # Its turn comes after a second, that of two half-full lots before it.
+    hub = open_engine(transport="tcp", rails=["127.0.0.1"], connect_timeout_s=0.4)
+
+    barrier = hub.submit_barrier(hub.add_peer_group([*addresses, alive.address]), 1)
+    alive.expect_count(1, 1)
+    with pytest.raises(xr.PeerLost):
+        barrier.wait(WAIT_S)
+
+    assert hub.peer_state(alive.address) == "connected"
+    assert {hub.peer_state(address) for address in addresses} == {"lost"}

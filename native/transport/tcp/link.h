@@ -128,6 +128,7 @@ struct OutChannel final : Connector::Owner {
   const uint32_t index;  // 2 * pair + lane
   uint32_t epoch = 0;    // of the latest attempt; increases from one to the next
   std::unique_ptr<Connector> connector;
+  int64_t attempted_ns = 0;  // when it began
   std::unique_ptr<Sharer> sharer;
   std::unique_ptr<OutStream> stream;
   bool in_doubt = false;
@@ -222,6 +223,7 @@ struct OutLink final : Link {
   bool is_watched = false;  // in the transport's list of links with something to wait for
   uint32_t newest_epoch;    // of its channels
   int64_t connect_by_ns = 0;
+  int64_t held_since_ns = 0;   // without a connection, waits for others' attempts; 0: it does not
   int64_t waits_since_ns = 0;  // something is outstanding since; before that, silence was nothing to worry about
   int64_t down_since_ns = 0;   // no channel open since; 0: one is
   // Connections, one after the other, that broke before anything of what waits had got through.

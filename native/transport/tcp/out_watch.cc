@@ -24,6 +24,10 @@ constexpr int64_t kRemakeMaxNs = 160'000'000;
 // A first connection that takes longer is attempted over the next rail as well.
 constexpr int64_t kNextRailNs = 300'000'000;
 constexpr int64_t kAttemptNs = 2'000'000'000;
+// Thousands of peers are not connected all at once: each step of a handshake would wait for that of all others, on machines that are
+// short of time until nobody's is finished by its deadline. An attempt without an end after this long is no work, and in nobody's way.
+constexpr size_t kYoungAttemptsMax = 256;
+constexpr int64_t kYoungNs = 500'000'000;
 // Silence after which a peer, or one rail of it, is asked for a sign of life.
 constexpr int64_t kPingAfterNs = 500'000'000;
 constexpr int64_t kFrozenAfterNs = 2'000'000'000;
@@ -57,6 +61,28 @@ bool on_this_machine(const Address& a, const Address& b) { return a.host == b.ho
 
 // --- attempts ---
 
+void TcpTransport::count_attempts() {
+  young_attempts_ = 0;
+  for (OutLink* link : watched_) {
+    link->for_each_channel([&](const OutChannel& channel) {
+      if (channel.connector && now_ - channel.attempted_ns < kYoungNs) ++young_attempts_;
+    });
+  }
+}
+
+// False: not yet. Its next tick asks again.
+bool TcpTransport::may_attempt(OutLink& link) {
+  if (young_attempts_ >= kYoungAttemptsMax) {
+    bool tries = false;  // over another rail
+    link.for_each_channel(
+        [&](const OutChannel& channel) { tries = tries || channel.is_open() || channel.is_connecting(); });
+    if (!tries && link.held_since_ns == 0) link.held_since_ns = now_;
+    return false;
+  }
+  if (link.held_since_ns != 0) excuse(link, now_ - std::exchange(link.held_since_ns, 0));
+  return true;
+}
+
 void TcpTransport::start_attempt(OutChannel& channel) {
   if (start_sharing(channel)) return;
   OutLink& link = *channel.link;
@@ -78,6 +104,8 @@ void TcpTransport::start_attempt(OutChannel& channel) {
                              .deadline = deadline,
                              .same_machine = on_this_machine(address_, *link.address),
                              .short_segments = channel.has_short_segments};
+  ++young_attempts_;
+  channel.attempted_ns = now_;
   channel.connector =
       std::make_unique<Connector>(&poller_, &channel, rails_[rails.rail], link.address->endpoints[rails.peer_rail],
                                   std::move(purpose), options_.peer_timeout_ns / 1'000'000);
@@ -116,6 +144,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
     broken_at_ns = 0;
     trouble.clear();
     link->down_since_ns = 0;
+    link->held_since_ns = 0;
     link->refusal.clear();
     if (!link->up) {
       link->up = true;
@@ -250,7 +279,7 @@ bool TcpTransport::tend_channels(OutLink& link) {
       trying = trying || (channel != nullptr && channel->is_connecting());
       continue;
     }
-    if (now_ < channel->retry_at_ns) continue;
+    if (now_ < channel->retry_at_ns || !may_attempt(link)) continue;
     start_attempt(*channel);
     if (channel->connector) channel->connector->check_deadline(now_);  // one that failed at once
     if (link.doom) return true;
@@ -270,7 +299,7 @@ bool TcpTransport::tend_channels(OutLink& link) {
     link.for_each_channel(
         [&](OutChannel& channel) { small = small || (channel.lane() == Lane::kSmall && channel.is_open()); });
     for (uint32_t pair = 0; !small && pair < link.pairs.size(); ++pair) link.channel(pair, Lane::kSmall).wanted = true;
-  } else {
+  } else if (link.held_since_ns == 0) {
     const int64_t since = link.down_since_ns;
     if (!was_up && now_ - since > kNextRailNs) {
       for (uint32_t pair = 0; pair < link.pairs.size(); ++pair) link.channel(pair, Lane::kSmall).wanted = true;
@@ -289,9 +318,8 @@ bool TcpTransport::tend_channels(OutLink& link) {
           was_up ? "no rail of it could be reached for " + seconds_text(now_ - since) + ": " + trouble : trouble,
           false);
     }
-    return true;
   }
-  return false;
+  return carrier == nullptr;
 }
 
 // Of the time in which the peer was silent, or could not be reached, this much was ours.

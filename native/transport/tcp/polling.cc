@@ -21,7 +21,7 @@ constexpr uint32_t kHitsToUnwatch = 32;
 constexpr uint32_t kPollsPerClock = 4;
 constexpr int64_t kStoppedNs = 200'000'000;
 constexpr int64_t kPauseMaxNs = 500'000'000;  // between two looks: the rest we were away
-constexpr int64_t kIdleTickNs = 400'000'000;  // of links with nothing under way; less than that
+constexpr int64_t kIdleTickNs = 250'000'000;  // of links with nothing under way; less than that
 
 }  // namespace
 
@@ -88,6 +88,7 @@ void TcpTransport::tick() {
   if (away_ns > 0) {
     for (OutLink* link : watched_) excuse(*link, away_ns);
   }
+  count_attempts();
   for (size_t i = 0; i < watched_.size();) {
     OutLink* const link = watched_[i];
     tend(*link);  // may take it down
@@ -128,10 +129,12 @@ Deadline TcpTransport::next_timer() const {
   return next;
 }
 
-// A rail that is down may stay so for days: it wakes nobody but to be tried again.
+// A rail that is down may stay so for days: it wakes nobody but to be tried again. Nor does a peer that has not answered yet: thousands
+// of engines that wait for one on the same machine would keep it from its work.
 int64_t TcpTransport::next_look_at(const OutLink& link, int64_t now) const {
-  if (!link.up || link.outstanding > 0 || link.frozen || link.doom) return now;
+  if (link.frozen || link.doom || link.held_since_ns != 0 || (link.up && link.outstanding > 0)) return now;
   int64_t next = now + kIdleTickNs;
+  if (!link.up) next = std::min(next, link.connect_by_ns);
   for (const auto& channel : link.channels) {
     if (channel == nullptr || !channel->wanted || channel->is_connecting()) continue;
     if (channel->in_doubt || should_move(*channel)) return now;

@@ -137,7 +137,9 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   void tend_vain(OutLink& link);
   void excuse(OutLink& link, int64_t away_ns);
   void fail_pinned(OutLink& link);
+  bool may_attempt(OutLink& link);
   void start_attempt(OutChannel& channel);
+  void count_attempts();
   void take_down(OutLink& link, const std::string& reason, bool orderly);
   void flush(OutLink& link, Status status, const std::string& detail);
   void say_goodbye(OutLink& link, const std::string& text);
@@ -184,7 +186,8 @@ class TcpTransport final : public Transport, public Acceptor::Owner {
   uint32_t newest_epoch_ = 0;  // of links that ended: so an answer to one of them is not another link's
   int64_t now_ = 0;
   int64_t next_tick_ns_ = 0;
-  int64_t ticked_ns_ = 0;  // or began to watch a first link
+  int64_t ticked_ns_ = 0;      // or began to watch a first link
+  size_t young_attempts_ = 0;  // at the latest tick, and those begun since
   int64_t looked_ns_ = 0;
   uint32_t idle_polls_ = 0;
   uint32_t polls_ = 0;
