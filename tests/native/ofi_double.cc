@@ -1,136 +1,23 @@
 #include "ofi_double.h"
 
-#include <rdma/fi_cm.h>
-#include <rdma/fi_domain.h>
-#include <rdma/fi_endpoint.h>
-#include <rdma/fi_eq.h>
-#include <rdma/fi_rma.h>
-
 #include <algorithm>
 #include <cstring>
-#include <deque>
-#include <list>
-#include <map>
-#include <set>
 
 #include "fake_cuda.h"
 #include "ofi_double_infos.h"
+#include "ofi_double_world.h"
 
 namespace crossrail::test {
 
 namespace {
+
+using namespace libfabric_double;
 
 constexpr uint64_t kContextMark = 0xc0ffee0ddba11;
 constexpr size_t kNameBytes = 32;
 constexpr int kBadRemoteAddress = 7, kUnknownPeer = 14;  // of the provider
 
 LibfabricDouble::World* g_world = nullptr;
-
-struct Addresses;
-struct Domain;
-
-// The address of an endpoint: which device, and which queue pair of it.
-struct PeerName {
-  uint32_t device = 0;
-  uint32_t number = 0;
-  auto operator<=>(const PeerName&) const = default;
-};
-
-struct Memory {
-  fid_mr fid{};  // first: libfabric's handle
-  Domain* domain = nullptr;
-  std::byte* base = nullptr;
-  std::byte* reached = nullptr;  // where the device finds the bytes: of a GPU's memory elsewhere than at base
-  uint64_t bytes = 0;
-  uint64_t access = 0;
-};
-
-struct Domain {
-  fid_domain fid{};
-  uint32_t device = 0;
-  bool has_hmem = false;
-  bool direct = false;
-  std::map<uint64_t, Memory*> memories;
-  Addresses* addresses = nullptr;
-};
-
-struct Addresses {
-  fid_av fid{};
-  std::map<fi_addr_t, PeerName> names;
-  fi_addr_t next = 100;
-};
-
-struct Completion {
-  fi_cq_data_entry entry{};
-  int error = 0;
-  int status = 0;
-};
-
-struct Queue {
-  fid_cq fid{};
-  uint32_t device = 0;
-  std::deque<Completion> entries;
-  size_t size = 0;
-};
-
-struct Receive {
-  void* buffer;
-  size_t bytes;
-  void* context;
-};
-
-struct Endpoint {
-  fid_ep fid{};
-  Domain* domain = nullptr;
-  Queue* queue = nullptr;
-  PeerName name;
-  bool is_enabled = false;
-  bool shm_refused = false;
-  std::deque<Receive> receives;
-  size_t outstanding = 0;
-};
-
-struct Operation {
-  enum class Kind : uint8_t { kWrite, kRead, kSend } kind;
-  Endpoint* from;
-  PeerName to;
-  std::byte* local = nullptr;  // as the device reaches it
-  uint64_t bytes = 0;
-  uint64_t remote = 0;
-  uint64_t key = 0;
-  bool has_imm = false;
-  uint64_t imm = 0;
-  void* context = nullptr;
-  uint32_t wait = 0;
-  std::vector<std::byte> payload;  // of sends
-};
-
-}  // namespace
-
-struct LibfabricDouble::World {
-  DoubleSettings settings;
-  std::mt19937 random;
-  std::vector<std::string> violations;
-  std::list<Operation> pending;
-  std::set<Endpoint*> endpoints;
-  std::set<uint32_t> frozen;
-  std::map<uint32_t, int> failing;
-  std::set<uint32_t> broken_queues;
-  uint32_t next_number = 1;
-  uint64_t next_key = 0x1000;
-  std::vector<void*> sunk;
-
-  void violate(const std::string& text) { violations.push_back(text); }
-  bool chance(uint32_t percent) { return random() % 100 < percent; }
-  Endpoint* find(const PeerName& name) {
-    for (Endpoint* endpoint : endpoints) {
-      if (endpoint->name == name) return endpoint;
-    }
-    return nullptr;
-  }
-};
-
-namespace {
 
 int get_info(uint32_t version, const char*, const char*, uint64_t, const fi_info* hints, fi_info** list) {
   if (version > g_world->settings.version) return -FI_ENOSYS;

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -214,6 +215,11 @@ class Node final : public Sink {
 };
 
 // Polls the nodes until `done`, for so long at most. Whether it was.
+inline void fill(std::vector<std::byte>& bytes, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  for (auto& byte : bytes) byte = static_cast<std::byte>(random());
+}
+
 inline bool poll_until(const std::vector<Node*>& nodes, const std::function<bool()>& done, double seconds = 10) {
   const int64_t end = deadline_in(seconds);
   while (!done()) {

@@ -1,7 +1,6 @@
 // Two engines in one process, many threads: what ThreadSanitizer and AddressSanitizer look at.
 #include <doctest/doctest.h>
 #include <sys/uio.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,22 +15,12 @@
 #include "engine/core.h"
 #include "engine/engine.h"
 #include "engine/transfer_pool.h"
+#include "engine_pair.h"
 #include "util/clock.h"
-#include "util/errors.h"
 
-namespace crossrail {
+namespace crossrail::test {
 
 namespace {
-
-EngineRef open_engine(const char* name, uint32_t rails = 1, Polling polling = Polling::kAdaptive,
-                      PrivatePath path = PrivatePath::kAuto) {
-  EngineOptions options;
-  options.name = name;
-  options.rail_count = rails;
-  options.polling = polling;
-  options.private_path = path;
-  return Engine::open(options);
-}
 
 // A container may forbid it, and emulators do not know it.
 bool kernel_attaches() {
@@ -40,106 +29,7 @@ bool kernel_attaches() {
   return process_vm_readv(getpid(), &local, 1, &remote, 1, 0) == 1;
 }
 
-void require_done(const TransferRef& transfer) {
-  REQUIRE(transfer->wait(deadline_in(20), {}) == WaitResult::kReady);
-  const TransferInfo info = transfer->info();
-  INFO("status ", status_name(info.status), " ", info.detail);
-  REQUIRE(info.status == Status::kDone);
-}
-
-void require_counted(Engine& engine, uint32_t imm, uint64_t count) {
-  REQUIRE(engine.imm_counter(imm)->wait(count, deadline_in(20), {}) == WaitResult::kReady);
-}
-
-struct Pair {
-  explicit Pair(uint32_t rails_a = 2, uint32_t rails_b = 3, Polling polling = Polling::kAdaptive)
-      : a(open_engine("a", rails_a, polling)), b(open_engine("b", rails_b, polling)) {}
-  ~Pair() {
-    a->close(0);
-    b->close(0);
-  }
-  EngineRef a, b;
-};
-
 }  // namespace
-
-TEST_CASE("recycled transfers hold on to no peer that was forgotten") {
-  Pair pair;
-  RegionRef src = pair.a->alloc(4096, false);
-  RegionRef dst = pair.b->alloc(4096, false);
-  PeerRef peer = pair.a->peer(pair.b->address());
-  {
-    const RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
-    const std::array<RemoteRegion*, 2> targets{remote.get(), remote.get()};
-    const std::array<uint64_t, 2> offsets{0, 8}, lengths{8, 8};
-    std::vector<TransferRef> transfers;
-    for (int i = 0; i < 100; ++i) {
-      transfers.push_back(pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 8}));
-      transfers.push_back(pair.a->submit_scatter(
-          {.src = src.get(), .dsts = targets, .src_offsets = offsets, .dst_offsets = offsets, .lengths = lengths}));
-    }
-    for (const TransferRef& transfer : transfers) require_done(transfer);
-  }
-  pair.a->forget_peer(*peer);
-  const Deadline deadline = deadline_in(20);
-  while (!peer->is_only_ref() && now_ns() < deadline) std::this_thread::yield();
-  CHECK(peer->is_only_ref());
-}
-
-TEST_CASE("peers' regions that nobody uses any more are forgotten, those in use are not") {
-  Pair pair;
-  RegionRef src = pair.a->alloc(4096, false);
-  RegionRef kept = pair.b->alloc(4096, false);
-  RemoteRegionRef in_use = pair.a->remote_region(kept->descriptor());
-  PeerRef peer = pair.a->peer(pair.b->address());
-  const auto known = [&] { return pair.a->core().remote_regions_known(); };
-  size_t most = 0;
-  for (int i = 0; i < 5000; ++i) {
-    RegionRef dst = pair.b->alloc(4096, false);
-    RemoteRegionRef there = pair.a->remote_region(dst->descriptor());
-    require_done(pair.a->submit_write({.src = src.get(), .dst = there.get(), .length_bytes = 8}));
-    there = nullptr;
-    REQUIRE(dst->close(deadline_in(20), {}) == WaitResult::kReady);
-    most = std::max(most, known());
-  }
-  // Recycled transfers hold on to a few.
-  CHECK(most <= 1024);
-  CHECK(pair.a->explain(*peer).paths.size() <= 1024 + 1);
-  CHECK(pair.a->remote_region(kept->descriptor()).get() == in_use.get());
-  require_done(pair.a->submit_write({.src = src.get(), .dst = in_use.get(), .length_bytes = 8}));
-}
-
-TEST_CASE("peers are forgotten once they were lost, while other threads look at peers and make new ones") {
-  EngineRef engine = open_engine("stays");
-  RegionRef src = engine->alloc(64, false);
-  std::atomic<bool> stop{false};
-  std::thread looker([&] {
-    while (!stop.load()) {
-      for (const PeerRef& peer : engine->peers()) engine->explain(*peer);
-      engine->traffic();
-    }
-  });
-  const auto meet = [&](int count) {
-    for (int i = 0; i < count; ++i) {
-      EngineRef passing = open_engine("passes by");
-      RegionRef dst = passing->alloc(64, false);
-      RemoteRegionRef there = engine->remote_region(dst->descriptor());
-      TransferRef transfer = engine->submit_write({.src = src.get(), .dst = there.get(), .length_bytes = 64});
-      transfer->wait(deadline_in(20), {});
-      CHECK(transfer->status() == Status::kDone);
-      passing->close(0);
-    }
-  };
-  std::vector<std::thread> threads;
-  for (int t = 0; t < 2; ++t) threads.emplace_back(meet, 150);
-  for (std::thread& thread : threads) thread.join();
-  stop.store(true);
-  looker.join();
-  // Whom the looker had named at the wrong moments goes with the next look at the table, 64 peers from the last.
-  meet(70);
-  CHECK(engine->peers().size() <= 192);
-  engine->close(0);
-}
 
 TEST_CASE("a write lands, is counted once, and its region can close") {
   Pair pair;
@@ -155,37 +45,6 @@ TEST_CASE("a write lands, is counted once, and its region can close") {
   REQUIRE(late->wait(deadline_in(5), {}) == WaitResult::kReady);
   CHECK(late->status() == Status::kRegionClosed);
   CHECK(pair.b->imm_counter(3)->poll_units() == 0);
-}
-
-TEST_CASE("a region closes behind the last copy of a peer that its engine has not noticed yet") {
-  EngineRef a = open_engine("a");
-  EngineRef b = open_engine("b", 1, Polling::kManual);  // nobody drives it before the close
-  constexpr uint64_t kBytes = 4 << 20;
-  for (int round = 0; round < 20; ++round) {
-    RegionRef src = a->alloc(kBytes, true);
-    RegionRef dst = b->alloc(kBytes, true);
-    RemoteRegionRef remote = a->remote_region(dst->descriptor());
-    std::atomic<int> done{0};
-    std::thread writer([&] {
-      for (;;) {
-        TransferRef sent = a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = kBytes});
-        REQUIRE(sent->wait(deadline_in(20), {}) == WaitResult::kReady);
-        if (sent->status() != Status::kDone) return;
-        ++done;
-      }
-    });
-    while (done < 2) std::this_thread::yield();
-    REQUIRE(dst->close(deadline_in(20), {}) == WaitResult::kReady);
-    std::memset(dst->base(), 0x5a, kBytes);
-    writer.join();
-    const auto* bytes = reinterpret_cast<const unsigned char*>(dst->base());
-    REQUIRE(std::all_of(bytes, bytes + kBytes, [](unsigned char byte) { return byte == 0x5a; }));
-    a->forget_peer(*remote->peer());  // so that each round begins with a link that b does not know
-    b->close(0);
-    b = open_engine("b", 1, Polling::kManual);
-  }
-  a->close(0);
-  b->close(0);
 }
 
 TEST_CASE("many threads submit to one engine, every byte and count arrives") {
@@ -389,43 +248,6 @@ TEST_CASE("threads wait, notify and withdraw on one counter while counts arrive"
   CHECK(cookies.size() <= kWrites);
 }
 
-TEST_CASE("closing under load completes every transfer and wakes every waiter") {
-  for (int round = 0; round < 20; ++round) {
-    auto pair = std::make_unique<Pair>(2, 2);
-    RegionRef src = pair->a->alloc(1 << 20, false);
-    RegionRef dst = pair->b->alloc(1 << 20, false);
-    RemoteRegionRef remote = pair->a->remote_region(dst->descriptor());
-    std::vector<std::thread> threads;
-    std::atomic<uint64_t> ended{0};
-    for (int t = 0; t < 3; ++t) {
-      threads.emplace_back([&] {
-        std::vector<TransferRef> sent;
-        try {
-          for (int i = 0; i < 3000; ++i) {
-            sent.push_back(
-                pair->a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = 4096, .imm = 2}));
-          }
-        } catch (const EngineClosedError&) {
-        }
-        for (const TransferRef& transfer : sent) {
-          const WaitResult result = transfer->wait(deadline_in(20), {});
-          INFO("round ", round, ", result ", static_cast<int>(result), ", status ", status_name(transfer->status()));
-          CHECK(result == WaitResult::kReady);
-          ++ended;
-        }
-      });
-    }
-    const Ref<ImmCounter> counter = pair->b->imm_counter(4);
-    std::thread waiter([&] { CHECK(counter->wait(1, deadline_in(20), {}) == WaitResult::kClosed); });
-    std::this_thread::sleep_for(std::chrono::microseconds(200 * round));
-    (round % 2 == 0 ? pair->a : pair->b)->close(0);
-    for (std::thread& thread : threads) thread.join();
-    pair->b->close(0);
-    waiter.join();
-    CHECK(pair->a->stats().transfers_inflight == 0);
-  }
-}
-
 TEST_CASE("messages cross both ways, an exhausted pool holds senders back") {
   Pair pair;
   Ref<ReceivePool> pool = pair.b->submit_recvs(4, 256);
@@ -517,54 +339,6 @@ TEST_CASE("a message that no buffer awaits can always be cancelled") {
   }
 }
 
-TEST_CASE("a region that closed while others submitted from it is not touched any more") {
-  Pair pair;
-  constexpr uint64_t kBytes = 4096;
-  RegionRef dst = pair.b->alloc(kBytes, false);
-  RemoteRegionRef remote = pair.a->remote_region(dst->descriptor());
-  std::mt19937 random(5);
-  for (int round = 0; round < 100; ++round) {
-    std::vector<std::byte> memory(kBytes);
-    RegionRef src = pair.a->register_memory(memory.data(), kBytes, Access::kLocal);
-    std::atomic<uint32_t> submitted{0};
-    std::vector<std::thread> threads;
-    for (int t = 0; t < 2; ++t) {
-      threads.emplace_back([&, t] {
-        const uint64_t length = t == 0 ? 64 : kBytes;
-        try {
-          for (;;) {
-            TransferRef sent = pair.a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = length});
-            submitted.fetch_add(1, std::memory_order_relaxed);
-          }
-        } catch (const UsageError&) {
-        }
-      });
-    }
-    while (submitted.load(std::memory_order_relaxed) < random() % 200) std::this_thread::yield();
-    REQUIRE(src->close(deadline_in(20), {}) == WaitResult::kReady);
-    std::memset(memory.data(), 1, kBytes);  // ours again: ThreadSanitizer sees who still reads
-    for (std::thread& thread : threads) thread.join();
-  }
-}
-
-TEST_CASE("an engine that is dropped with a write under way finishes it, then ends") {
-  constexpr uint64_t kBytes = 8 << 20;
-  EngineRef b = open_engine("b");
-  RegionRef dst = b->alloc(kBytes, true);
-  for (int round = 0; round < 5; ++round) {
-    EngineRef a = open_engine("a");
-    RegionRef src = a->alloc(kBytes, true);
-    RemoteRegionRef remote = a->remote_region(dst->descriptor());
-    a->submit_write({.src = src.get(), .dst = remote.get(), .length_bytes = kBytes, .imm = 5});
-    src = nullptr;
-    remote = nullptr;
-    a = nullptr;
-    require_counted(*b, 5, 1);
-  }
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // they end on threads of their own
-  b->close(0);
-}
-
 TEST_CASE("every cookie posted by many threads is drained once") {
   auto notifier = Ref<Notifier>::adopt(new Notifier);
   constexpr uint64_t kPerThread = 20'000;
@@ -609,4 +383,4 @@ TEST_CASE("watchers report the last value") {
   engine->close(0);
 }
 
-}  // namespace crossrail
+}  // namespace crossrail::test

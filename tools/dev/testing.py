@@ -20,6 +20,7 @@ from tools.dev.venv import ensure_extra
 NATIVE_TESTS_TIMEOUT_S = 600
 # numpy's threads, which start in each of thousands of processes, spin before they sleep, and have nothing to do.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+UBSAN_OPTIONS = "print_stacktrace=1:halt_on_error=1"
 # Where Python's tests hardly enter the core: processes that start under a sanitizer take seconds, and find nothing.
 OUTSIDE = (
     "architecture",
@@ -60,30 +61,14 @@ def test(arguments: list[str]) -> int:
 
 def asan(arguments: list[str]) -> int:
     counted = take_flag(arguments, "--coverage")
-    with locked():
-        version = set_up(native_tests=True)
-        if counted:
-            ensure_extra("coverage")
-        options = {
-            "CMAKE_BUILD_TYPE": "RelWithDebInfo",
-            "CMAKE_CXX_FLAGS": COMPILER_FLAGS if counted else "",
-            "CROSSRAIL_SANITIZE": "address",
-            "CROSSRAIL_NATIVE_TESTS": "ON",
-            **verbs_option(),
-        }
-        folder = build("asan-coverage" if counted else "asan", version, options, ["all", NATIVE_TESTS])
-        overlay = python_overlay(folder)
-
-    if counted:
-        forget_native_counts(folder)
-    ubsan = "print_stacktrace=1:halt_on_error=1"
+    folder = build_with_asan(counted=counted)
     say("native tests under AddressSanitizer and UndefinedBehaviorSanitizer")
     code = run_native_tests(
         folder,
         [],
         ASAN_OPTIONS="detect_leaks=1:detect_stack_use_after_return=1",
         LSAN_OPTIONS=f"suppressions={ROOT / 'tests' / 'native' / 'lsan.supp'}:print_suppressions=0",
-        UBSAN_OPTIONS=ubsan,
+        UBSAN_OPTIONS=UBSAN_OPTIONS,
     )
     say("Python tests under AddressSanitizer and UndefinedBehaviorSanitizer")
     # AddressSanitizer reports to files, since tests may swallow what their children say. The other one of gcc does
@@ -91,26 +76,11 @@ def asan(arguments: list[str]) -> int:
     reports = folder / "reports"
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir()
-    log = f"log_path={reports / 'report'}"
-    # libstdc++ comes along so that the sanitizer finds the real __cxa_throw in a Python that is not C++. The
-    # interpreter's own leaks are not ours to report; its small-object allocator would hide overruns.
-    variables = {
-        "ASAN_OPTIONS": f"detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1:{log}",
-        "CROSSRAIL_SANITIZER": "address",
-        "LD_PRELOAD": f"{compiler_library('libasan.so')} {compiler_library('libstdc++.so.6')}",
-        "PYTHONMALLOC": "malloc",
-        "PYTHONPATH": str(overlay),
-        "UBSAN_OPTIONS": ubsan,
-        **ONE_THREAD,
-    }
-    python = [*fixed_addresses(), "env", *(f"{k}={v}" for k, v in variables.items()), PYTHON]
-    loaded = "import crossrail._core as c; print(c.__file__)"
-    probe = subprocess.run([*python, "-c", loaded], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    if probe.returncode != 0 or not probe.stdout.startswith(str(overlay)):
-        raise Failure(f"the sanitized module did not load:\n{probe.stdout}{probe.stderr}")
+    with locked():
+        overlay = python_overlay(folder)
     # torch takes minutes to import here and is not ours to check; transformers and Triton's tests import it.
     command = [
-        *python,
+        *python_under_asan(overlay, reports),
         "-m",
         "pytest",
         "-rfEs",
@@ -124,7 +94,7 @@ def asan(arguments: list[str]) -> int:
     ]
     command += ["-m", "not no_sanitizer and not slow", "--timeout=300", "-o", "faulthandler_timeout=330"]
     if selects_nothing(arguments):
-        command += [f"--ignore={ROOT / 'tests' / folder}" for folder in OUTSIDE]
+        command += [f"--ignore={ROOT / 'tests' / outside}" for outside in OUTSIDE]
     pytest_code = run_here([*command, *side_by_side(arguments), *arguments])
     found = sorted(reports.iterdir())
     for report in found:
@@ -134,6 +104,46 @@ def asan(arguments: list[str]) -> int:
     if found:
         say(f"FAILED: {len(found)} processes of the Python tests ended with a sanitizer's report (above)")
     return code or pytest_code or int(bool(found)) or (native_coverage(folder) if counted else 0)
+
+
+def build_with_asan(*, counted: bool) -> Path:
+    with locked():
+        version = set_up(native_tests=True)
+        if counted:
+            ensure_extra("coverage")
+        options = {
+            "CMAKE_BUILD_TYPE": "RelWithDebInfo",
+            "CMAKE_CXX_FLAGS": COMPILER_FLAGS if counted else "",
+            "CROSSRAIL_SANITIZE": "address",
+            "CROSSRAIL_NATIVE_TESTS": "ON",
+            **verbs_option(),
+        }
+        folder = build("asan-coverage" if counted else "asan", version, options, ["all", NATIVE_TESTS])
+    if counted:
+        forget_native_counts(folder)
+    return folder
+
+
+def python_under_asan(overlay: Path, reports: Path) -> list[str]:
+    """The interpreter with the runtime before it, whose reports go into that folder; it loads the overlay's module."""
+    log = f"log_path={reports / 'report'}"
+    # libstdc++ comes along so that the sanitizer finds the real __cxa_throw in a Python that is not C++. The
+    # interpreter's own leaks are not ours to report; its small-object allocator would hide overruns.
+    variables = {
+        "ASAN_OPTIONS": f"detect_leaks=0:detect_stack_use_after_return=1:allocator_may_return_null=1:{log}",
+        "CROSSRAIL_SANITIZER": "address",
+        "LD_PRELOAD": f"{compiler_library('libasan.so')} {compiler_library('libstdc++.so.6')}",
+        "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(overlay),
+        "UBSAN_OPTIONS": UBSAN_OPTIONS,
+        **ONE_THREAD,
+    }
+    python = [*fixed_addresses(), "env", *(f"{k}={v}" for k, v in variables.items()), PYTHON]
+    loaded = "import crossrail._core as c; print(c.__file__)"
+    probe = subprocess.run([*python, "-c", loaded], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    if probe.returncode != 0 or not probe.stdout.startswith(str(overlay)):
+        raise Failure(f"the sanitized module did not load:\n{probe.stdout}{probe.stderr}")
+    return python
 
 
 def side_by_side(arguments: Sequence[str]) -> list[str]:
