@@ -8,7 +8,7 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory, PeerFactory
-from tests.support.limits import WAIT_S
+from tests.support.limits import SLOWNESS, WAIT_S
 from tests.support.node import RemoteEngine, RemoteMemory
 from tests.support.patterns import pattern
 from tests.support.process import PeerProcess
@@ -52,7 +52,7 @@ class Sender:
             measured = self.write(MEASURED_BYTES)
             self.turns()
             self.child.resume()
-            time.sleep(0.005)  # it takes what the rings hold; we learn of that below
+            time.sleep(0.005 * SLOWNESS)  # it takes what the rings hold; we learn of that below
             self.child.stop()
             caught = self.write(CAUGHT_BYTES, imm=CAUGHT)
             self.turns()

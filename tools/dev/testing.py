@@ -12,10 +12,8 @@ from pathlib import Path
 
 from tools.dev.arguments import take_flag
 from tools.dev.build import NATIVE_TESTS, build, locked, prepare, python_overlay, set_up, verbs_option
-from tools.dev.counting import COMPILER_FLAGS, counting_python, forget_native_counts, native_coverage
 from tools.dev.packages import install_packages
 from tools.dev.processes import PYTHON, ROOT, VENV, Failure, environment, run_bounded, run_here, say
-from tools.dev.venv import ensure_extra
 
 NATIVE_TESTS_TIMEOUT_S = 600
 # numpy's threads, which start in each of thousands of processes, spin before they sleep, and have nothing to do.
@@ -39,29 +37,19 @@ OUTSIDE = (
 def test(arguments: list[str]) -> int:
     native_only = take_flag(arguments, "--native")
     no_native = take_flag(arguments, "--no-native")
-    counted = take_flag(arguments, "--coverage")
     folder = prepare(native_tests=not no_native)
     code = 0 if no_native else run_native_tests(folder, arguments if native_only else [])
     if native_only:
         return code
-    arguments = [*side_by_side(arguments), *arguments]
-    variables = dict(ONE_THREAD)
-    if counted:
-        with locked():
-            ensure_extra("coverage")
-        options, counts = counting_python()
-        arguments += options
-        variables |= counts
     # A skip is shown with its reason, always.
-    pytest_code = run_here([PYTHON, "-m", "pytest", "-rfEs", *arguments], **variables)
+    pytest_code = run_here([PYTHON, "-m", "pytest", "-rfEs", *side_by_side(arguments), *arguments], **ONE_THREAD)
     if code != 0:
         say("FAILED: native tests (above)")
     return code or pytest_code
 
 
 def asan(arguments: list[str]) -> int:
-    counted = take_flag(arguments, "--coverage")
-    folder = build_with_asan(counted=counted)
+    folder = build_with_asan()
     say("native tests under AddressSanitizer and UndefinedBehaviorSanitizer")
     code = run_native_tests(
         folder,
@@ -103,25 +91,19 @@ def asan(arguments: list[str]) -> int:
         say("FAILED: native tests under AddressSanitizer (above)")
     if found:
         say(f"FAILED: {len(found)} processes of the Python tests ended with a sanitizer's report (above)")
-    return code or pytest_code or int(bool(found)) or (native_coverage(folder) if counted else 0)
+    return code or pytest_code or int(bool(found))
 
 
-def build_with_asan(*, counted: bool) -> Path:
+def build_with_asan() -> Path:
     with locked():
         version = set_up(native_tests=True)
-        if counted:
-            ensure_extra("coverage")
         options = {
             "CMAKE_BUILD_TYPE": "RelWithDebInfo",
-            "CMAKE_CXX_FLAGS": COMPILER_FLAGS if counted else "",
             "CROSSRAIL_SANITIZE": "address",
             "CROSSRAIL_NATIVE_TESTS": "ON",
             **verbs_option(),
         }
-        folder = build("asan-coverage" if counted else "asan", version, options, ["all", NATIVE_TESTS])
-    if counted:
-        forget_native_counts(folder)
-    return folder
+        return build("asan", version, options, ["all", NATIVE_TESTS])
 
 
 def python_under_asan(overlay: Path, reports: Path) -> list[str]:
