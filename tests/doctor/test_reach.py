@@ -341,6 +341,7 @@ def test_lines_of_a_listener_are_bounded(monkeypatch: pytest.MonkeyPatch, lines:
     with Listener(0, lambda address: [], "1.0", lines.append, bind="127.0.0.1") as listener:
         for _ in range(6):
             answer_to(listener, bytes(64))
+        eventually(lambda: len(lines) >= 3, "lines, which the listener's threads write")
 
     assert len(lines) == 3 and "no more lines" in lines[-1]
 
