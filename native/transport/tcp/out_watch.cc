@@ -8,6 +8,7 @@
 #include <sys/ioctl.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "transport/tcp/frames.h"
 #include "transport/tcp/tcp_transport.h"
