@@ -22,6 +22,7 @@ WRITES = 3000
 SLOWDOWN_MAX = 3.0  # shared machines are noisy
 SILENT = 600
 ATTEMPTS_MAX = 256  # at a time, of those without an answer the ones of the last half second
+FIRST_LOT_S = 0.45
 
 
 def resident_kib() -> int:
@@ -102,13 +103,18 @@ def test_connecting_to_hundreds_goes_by_turns(open_engine: EngineFactory, spawn_
     hub = open_engine(transport="tcp", rails=["127.0.0.1"])
     before = len(os.listdir("/proc/self/fd"))
 
+    started, most = time.monotonic(), 0
     barrier = hub.submit_barrier(hub.add_peer_group(addresses), 1)
+    while True:
+        count = len(os.listdir("/proc/self/fd"))
+        if time.monotonic() - started > FIRST_LOT_S:
+            break
+        most = max(most, count)
     eventually(lambda: len(os.listdir("/proc/self/fd")) >= before + ATTEMPTS_MAX, "the first connections")
-    most = max(len(os.listdir("/proc/self/fd")) for _ in range(20))
     child.resume()
     barrier.wait(WAIT_S)
 
-    assert most <= before + ATTEMPTS_MAX + 2
+    assert most <= before + ATTEMPTS_MAX
     assert all(hub.peer_state(address) == "connected" for address in addresses)
 
 
@@ -126,4 +132,4 @@ def test_time_to_connect_is_not_spent_waiting_for_others(open_engine: EngineFact
         barrier.wait(WAIT_S)
 
     assert hub.peer_state(alive.address) == "connected"
-    assert {hub.peer_state(address) for address in addresses} == {"lost"}
+    eventually(lambda: {hub.peer_state(address) for address in addresses} == {"lost"}, "all others are given up")
