@@ -184,6 +184,9 @@ struct PendingRead {
   bool failed = false;  // to reach the memory of our GPU
 };
 
+// A first connection that takes longer is attempted over the next rail as well.
+inline constexpr int64_t kNextRailNs = 300'000'000;
+
 // Operations of ours towards one peer.
 struct OutLink final : Link {
   OutLink(TcpTransport* transport, uint64_t id, std::shared_ptr<const Address> address, std::vector<RailPair> pairs,

@@ -22,8 +22,6 @@ constexpr int64_t kRetryFirstNs = 20'000'000;
 constexpr int64_t kRetryMaxNs = 1'000'000'000;
 // After a connection that was made, but good for nothing.
 constexpr int64_t kRemakeMaxNs = 160'000'000;
-// A first connection that takes longer is attempted over the next rail as well.
-constexpr int64_t kNextRailNs = 300'000'000;
 constexpr int64_t kAttemptNs = 2'000'000'000;
 // Thousands of peers are not connected all at once: each step of a handshake would wait for that of all others, on machines that are
 // short of time until nobody's is finished by its deadline. An attempt without an end after this long is no work, and in nobody's way.

@@ -21,7 +21,7 @@ constexpr uint32_t kHitsToUnwatch = 32;
 constexpr uint32_t kPollsPerClock = 4;
 constexpr int64_t kStoppedNs = 200'000'000;
 constexpr int64_t kPauseMaxNs = 500'000'000;  // between two looks: the rest we were away
-constexpr int64_t kIdleTickNs = 250'000'000;  // of links with nothing under way; less than that
+constexpr int64_t kIdleTickNs = 400'000'000;  // of links with nothing under way; less than that
 
 }  // namespace
 
@@ -134,7 +134,11 @@ Deadline TcpTransport::next_timer() const {
 int64_t TcpTransport::next_look_at(const OutLink& link, int64_t now) const {
   if (link.frozen || link.doom || link.held_since_ns != 0 || (link.up && link.outstanding > 0)) return now;
   int64_t next = now + kIdleTickNs;
-  if (!link.up) next = std::min(next, link.connect_by_ns);
+  if (!link.up) {
+    next = std::min(next, link.connect_by_ns);
+    if (const int64_t next_rail = link.down_since_ns + kNextRailNs; next_rail >= now)
+      next = std::min(next, next_rail + 1);
+  }
   for (const auto& channel : link.channels) {
     if (channel == nullptr || !channel->wanted || channel->is_connecting()) continue;
     if (channel->in_doubt || should_move(*channel)) return now;
