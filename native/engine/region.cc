@@ -263,10 +263,14 @@ void Region::renew() {
 // --- closing ---
 
 void Region::begin_close() {
+  if (closed()) return;
+  const bool forked = engine_->core().forked();
+  // Before the phase changes: a second closer, who finds it closing, has to find the lock taken (is_quiet) until peers are
+  // refused, too. A child's copy of the lock may be held for ever.
+  std::unique_lock lock(fencing_, std::defer_lock);
+  if (!forked) lock.lock();
   uint8_t expected = kOpen;
-  if (!phase_.compare_exchange_strong(expected, kClosing, std::memory_order_seq_cst)) return;
-  if (engine_->core().forked()) return;
-  std::lock_guard lock(fencing_);
+  if (!phase_.compare_exchange_strong(expected, kClosing, std::memory_order_seq_cst) || forked) return;
   hide(Why::kClosed);
   engine_->core().transports().revoke_region(local_);
   if (shown_ && !revoked()) engine_->core().transports().revoke_region(*shown_);

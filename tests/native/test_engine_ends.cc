@@ -211,4 +211,36 @@ TEST_CASE("an engine that is dropped with a write under way finishes it, then en
   b->close(0);
 }
 
+// Whose close() returns may free the memory: it must not return while the other one is about to refuse peers.
+TEST_CASE("when two threads close a region at once, peers are refused when the first of them returns") {
+  constexpr uint32_t kRounds = 30'000;
+  EngineRef engine = open_engine("closes");
+  std::array<std::byte, 64> memory{};
+  RegionRef region;
+  uint64_t id = 0;
+  std::atomic<uint32_t> begun{0};
+  std::atomic<uint32_t> ended{0};
+  std::atomic<uint32_t> early{0};
+  const auto close = [&] {
+    if (region->close(deadline_in(20), {}) != WaitResult::kReady || region->is_open_as(id)) early.fetch_add(1);
+  };
+  std::thread other([&] {
+    for (uint32_t round = 1; round <= kRounds; ++round) {
+      while (begun.load() < round) cpu_relax();
+      close();
+      ended.store(round);
+    }
+  });
+  for (uint32_t round = 1; round <= kRounds; ++round) {
+    region = engine->register_memory(memory.data(), memory.size(), Access::kRemoteWrite);
+    id = region->descriptor().region_id;
+    begun.store(round);
+    close();
+    while (ended.load() < round) std::this_thread::yield();
+  }
+  other.join();
+  CHECK(early.load() == 0);
+  engine->close(0);
+}
+
 }  // namespace crossrail::test
