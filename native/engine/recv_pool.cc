@@ -78,12 +78,9 @@ void ReceivePool::notify(Notifier* notifier, uint64_t cookie) {
 const Clock& ReceivePool::clock() const { return engine_->clock(); }
 
 void ReceivePool::close() {
-  {
-    std::lock_guard lock(lock_);
-    if (std::exchange(closed_, true)) return;
-    wake_locked();
-  }
-  engine_->core().pool_closed(this);
+  engine_->core().pool_closed(this);  // first: whoever sees us closed, or is woken, may open another pool
+  std::lock_guard lock(lock_);
+  if (!std::exchange(closed_, true)) wake_locked();
 }
 
 bool ReceivePool::closed() const {

@@ -243,4 +243,17 @@ TEST_CASE("when two threads close a region at once, peers are refused when the f
   engine->close(0);
 }
 
+TEST_CASE("when the close() of a pool wakes somebody, another pool can be opened") {
+  constexpr uint32_t kRounds = 3000;
+  EngineRef engine = open_engine("receives");
+  Ref<ReceivePool> pool = engine->submit_recvs(1, 64);
+  for (uint32_t round = 0; round < kRounds; ++round) {
+    std::thread closer([old = pool] { old->close(); });
+    REQUIRE(pool->wait(deadline_in(20), {}) == WaitResult::kClosed);
+    CHECK_NOTHROW(pool = engine->submit_recvs(1, 64));
+    closer.join();
+  }
+  engine->close(0);
+}
+
 }  // namespace crossrail::test
