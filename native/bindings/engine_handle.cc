@@ -55,10 +55,21 @@ void EngineHandle::close(nb::handle timeout_s) {
   }
   const EngineRef engine = engine_.ref();
   const Deadline deadline = to_deadline(timeout_s, engine->clock());
+  bool ran_out = false;
   {
     WithoutGil no_gil;
-    engine->close(deadline);
+    ran_out = engine->close(deadline, interrupted);
   }
+  if (ran_out) {
+    let_go();
+    return;
+  }
+  const nb::python_error error;  // taken before other Python code runs
+  let_go();
+  throw error;
+}
+
+void EngineHandle::let_go() {
   drop_caches();
   reap(retired_.size());
   std::vector<nb::object> buffers;  // the end of one may run any Python code: when the ring is not looked at

@@ -60,6 +60,8 @@ class EngineHandle {
   };
   static constexpr size_t kLooksPerCall = 16;
   void drop_caches();
+  // Of a closed engine: what nothing uses any more.
+  void let_go();
 
   PyObject* const self_;  // borrowed: we live inside of it
   Held<Engine> engine_;

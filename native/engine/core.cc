@@ -158,14 +158,15 @@ void EngineCore::finish_submits() {
   }
 }
 
-void EngineCore::close(Deadline drain_deadline) {
-  if (forked()) return;
+bool EngineCore::close(Deadline drain_deadline, const InterruptCheck& interrupted) {
+  if (forked()) return true;
+  WaitResult drain = WaitResult::kReady;
+  // 1. What is under way may finish until the deadline: of several closers, that of the least patient one.
+  if (!closed() && users_inflight() > 0 && drain_deadline > clock().now_ns()) {
+    const auto drained = [this] { return users_inflight() == 0; };
+    drain = wait_until(drained, nap, drain_deadline, interrupted);
+  }
   std::call_once(close_once_, [&] {
-    // 1. What is under way may finish until the deadline.
-    if (users_inflight() > 0 && drain_deadline > clock().now_ns()) {
-      const auto drained = [this] { return users_inflight() == 0; };
-      wait_until(drained, nap, drain_deadline, {});
-    }
     // 2. No new submit, no worker.
     closed_.store(true, std::memory_order_seq_cst);    // pairs with the fence in submit()
     stopping_.store(true, std::memory_order_release);  // pairs with the acquire in worker_main()
@@ -208,6 +209,7 @@ void EngineCore::close(Deadline drain_deadline) {
     drained_.store(true, std::memory_order_release);
     add_event({EngineEvent::Kind::kPeerLost, "", ""});  // wakes who waits for events
   });
+  return drain != WaitResult::kInterrupted;
 }
 
 void EngineCore::add_event(EngineEvent event) {

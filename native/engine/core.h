@@ -69,7 +69,7 @@ class EngineCore final : public Sink, public Actor {
   bool is_staged() const { return options_.stage != nullptr; }
   const Clock& clock() const { return is_staged() ? static_cast<const Clock&>(*options_.stage) : real_clock(); }
   bool is_worker() const { return worker_.get_id() == std::this_thread::get_id(); }
-  void close(Deadline drain_deadline);
+  bool close(Deadline drain_deadline, const InterruptCheck& interrupted = {});
   bool closed() const { return closed_.load(std::memory_order_seq_cst); }
   void abandon_after_fork();
 

@@ -93,7 +93,9 @@ Ref<Engine> Engine::open(const EngineOptions& options) {
   return Ref<Engine>::adopt(new Engine(options));
 }
 
-void Engine::close(Deadline drain_deadline) { core_->close(drain_deadline); }
+bool Engine::close(Deadline drain_deadline, const InterruptCheck& interrupted) {
+  return core_->close(drain_deadline, interrupted);
+}
 bool Engine::closed() const { return core_->closed() || core_->forked(); }
 const EngineOptions& Engine::options() const { return core_->options_; }
 const Clock& Engine::clock() const { return core_->clock(); }

@@ -264,8 +264,9 @@ class Engine : public RefCounted<Engine> {
  public:
   static Ref<Engine> open(const EngineOptions& options);
   // Completes every transfer, wakes every waiter, tells peers, joins threads. Transfers still running after
-  // `drain_deadline` complete as kEngineClosed. Idempotent; concurrent calls wait for the first.
-  void close(Deadline drain_deadline = 0);
+  // `drain_deadline`, or when the interrupt check says stop, complete as kEngineClosed; false in the latter case.
+  // Idempotent; of concurrent calls each waits for transfers by its own deadline, and the first that is over ends them.
+  bool close(Deadline drain_deadline = 0, const InterruptCheck& interrupted = {});
   bool closed() const;
 
   const EngineOptions& options() const;

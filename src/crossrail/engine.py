@@ -186,11 +186,18 @@ class Engine(_core.Engine):
         """Closes the engine. Any thread; closing it again has no effect.
 
         Waits up to timeout_s seconds for transfers to complete; the rest complete with EngineClosed. Regions, pools,
-        counters and watchers are closed too; callbacks that are due still run. Does nothing in a forked child.
+        counters and watchers are closed too; callbacks that are due still run. Ctrl-C ends the wait: KeyboardInterrupt
+        comes once the engine is closed. Does nothing in a forked child.
         """
         if self._inherited:
             return
-        self._close(timeout_s)
+        try:
+            self._close(timeout_s)
+        finally:
+            if self.closed:  # else the timeout was refused
+                self._end()
+
+    def _end(self) -> None:
         if self._is_open:
             self._is_open = False
             _open_engines.discard(self)

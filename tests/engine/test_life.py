@@ -320,6 +320,22 @@ def test_closing_from_many_threads_at_once(open_engine: EngineFactory) -> None:
     assert engine.closed
 
 
+def test_impatient_close_does_not_wait_for_a_patient_one(engine: xr.Engine) -> None:
+    pending = engine.submit_send(engine.address, b"nobody receives this")
+    patient = threading.Thread(target=engine.close, args=(3 * WAIT_S,))
+    patient.start()
+    patient.join(NEVER_S)  # until it really waits; sooner would only test less
+    impatient = threading.Thread(target=engine.close, args=(0,))
+
+    impatient.start()
+
+    impatient.join(WAIT_S)
+    assert not impatient.is_alive()
+    patient.join(WAIT_S)
+    assert not patient.is_alive()
+    assert pending.status == "engine-closed"
+
+
 def test_closing_while_others_submit(open_engine: EngineFactory) -> None:
     engine, other = open_engine(), open_engine("other")
     src, dst = engine.alloc(100), other.alloc(100)

@@ -16,6 +16,7 @@ WAITS = {
     "pool": "engine.submit_recvs(1, 16).recv()",
     "connect": "engine.connect(frozen, 100)",
     "region-close": "[engine.submit_write(src, target, imm=1) for _ in range(4)]; src.close(100)",
+    "engine-close": "idle = xr.Engine('idle', connect_timeout_s=100); idle.submit_send(frozen, b'x'); idle.close(None)",
     "full-queue": "[engine.submit_send(frozen, bytes(1000)) for _ in range(10**7)]",
     "asyncio": "asyncio.run(engine.imm_counter(1).wait_async(1))",
     "manual-counter": "manual.imm_counter(1).wait(1)",
@@ -72,6 +73,28 @@ def test_ctrl_c_ends_a_blocking_wait(wait: str) -> None:
 
     assert out.split() == ["interrupted", "works"], err
     assert script.returncode == 0, err
+
+
+def test_engine_whose_close_is_interrupted_is_closed() -> None:
+    source = """
+        import gc, threading
+        import crossrail as xr
+        engine = xr.Engine("waiting")
+        engine.on_event(lambda event: None)
+        pending = engine.submit_send(engine.address, b"x")
+        print("waiting", flush=True)
+        try:
+            engine.close(None)
+        except KeyboardInterrupt:
+            print("interrupted", engine.closed, pending.status, threading.active_count())
+        del engine, pending
+        gc.collect()
+    """
+    with start_script(source) as script:
+        out, err = interrupted(script)
+
+    assert out == "interrupted True engine-closed 1\n"
+    assert not err
 
 
 def test_other_signals_run_their_handlers_and_the_wait_goes_on() -> None:
