@@ -161,9 +161,6 @@ void SignalDump::close() {
 
 void SignalDump::run() {
   pthread_setname_np(pthread_self(), "crossrail-dump");
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals are for threads that somebody waits on
   for (;;) {
     if (sem_wait(wanted_dumps()) != 0) continue;  // interrupted
     if (stopping_.load(std::memory_order_acquire)) return;

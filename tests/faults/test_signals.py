@@ -1,0 +1,70 @@
+"""Signals belong to the program: threads of ours take none of those that are meant for the process."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+import crossrail as xr
+from tests.conftest import EngineFactory
+from tests.support.limits import eventually
+from tests.support.process import assert_clean, run_script
+
+OWN = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+
+
+def blocked_in_our_threads() -> dict[str, set[int]]:
+    """By the thread's name: numbers of the signals that it does not let in."""
+    found = {}
+    for status in Path("/proc/self/task").glob("*/status"):
+        fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+        if fields["Name"].startswith("crossrail-"):
+            mask = int(fields["SigBlk"], 16)
+            found[fields["Name"]] = {number for number in range(1, 65) if mask >> (number - 1) & 1}
+    return found
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_threads_take_only_signals_that_they_cause(open_engine: EngineFactory, transport: str) -> None:
+    engine = open_engine("signalled", transport=transport, watchdog_s=1.0)
+    watcher = engine.alloc_watcher(lambda old, new: None)
+    assert watcher.address
+
+    names = {"crossrail-work", "crossrail-watch", "crossrail-dog", *(["crossrail-ctl"] if transport == "shm" else [])}
+    eventually(lambda: names <= set(blocked_in_our_threads()), "all threads have their names")
+
+    for name, numbers in blocked_in_our_threads().items():
+        if name.startswith("crossrail-cal"):  # of Python
+            continue
+        assert {signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD} <= numbers, name
+        assert not OWN & numbers, name
+
+
+def test_signal_that_the_program_keeps_back_waits_for_it() -> None:
+    assert_clean(
+        script := run_script(
+            """
+            import os, signal, time
+            os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads take any signal
+            import crossrail as xr
+
+            with xr.Engine("working"):
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.3)  # until whoever else lets it in has taken it
+                print(signal.sigwait({signal.SIGTERM}).name)
+            """
+        )
+    )
+    assert script.stdout == "SIGTERM\n"
+
+
+def test_callers_own_signals_are_as_before(open_engine: EngineFactory) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
+
+    open_engine("opened")
+
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == before
+    with pytest.raises(xr.UsageError):
+        open_engine("n" * 65)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == before
