@@ -1,8 +1,27 @@
 // What shm knows of its own engine's memory.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <vector>
 
 #include "shm_rig.h"
 #include "transport/shm/region_table.h"
+
+namespace {
+uint32_t signals_to_come = 0;  // before each call but the last of so many
+bool fails_long_calls = false;
+}  // namespace
+
+// Instead of libc's, and as kernels do it: a signal ends the call, and nothing of it stays.
+extern "C" int posix_fallocate(int fd, off_t offset, off_t length) {
+  if (signals_to_come > 0 && --signals_to_come > 0) return EINTR;
+  constexpr off_t kBeforeTheNext = 8 << 20;
+  if (fails_long_calls && length > kBeforeTheNext) return EINTR;
+  return syscall(SYS_fallocate, fd, 0, offset, length) == 0 ? 0 : errno;
+}
 
 namespace crossrail::shm {
 
@@ -25,6 +44,25 @@ TEST_CASE("shm: memory that is gone is swept up now and then, and not by every a
     CHECK(table.maps_known() <= 2 * (kMany + 1));
     regions.clear();
   }
+}
+
+TEST_CASE("shm: signals do not keep memory from being populated, however long that takes") {
+  const auto home = MemoryMap::create("home", sizeof(HomeSegment));
+  CountingSink sink;
+  RegionTable table(reinterpret_cast<HomeSegment*>(home->data()), &sink);
+  constexpr uint64_t kBytes = (16 << 20) + 4096;
+
+  signals_to_come = 3;
+  fails_long_calls = true;
+  std::unique_ptr<ShmRegion> region;
+  CHECK_NOTHROW(region = table.allocate(uint64_t{1} << kRegionSlotBits, kBytes, true));
+  signals_to_come = 0;
+  fails_long_calls = false;
+
+  REQUIRE(region != nullptr);
+  std::vector<unsigned char> resident(kBytes / 4096);
+  REQUIRE(mincore(region->base, kBytes, resident.data()) == 0);
+  for (const unsigned char page : resident) REQUIRE((page & 1) != 0);
 }
 
 }  // namespace crossrail::shm

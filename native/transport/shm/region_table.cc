@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
 #include <new>
 #include <utility>
@@ -12,6 +13,24 @@
 #include "util/errors.h"
 
 namespace crossrail::shm {
+
+namespace {
+
+// Gives the file all its pages; 0 or an errno. In pieces: where a signal comes, kernels give back what the call has taken
+// so far (EINTR), and a timer would keep a long one from ever getting to its end.
+int fill_in(const MemoryMap& map) {
+  constexpr off_t kPieceBytes = 2 << 20;
+  const auto bytes = static_cast<off_t>(map.size());
+  for (off_t at = 0; at < bytes;) {
+    const off_t length = std::min(kPieceBytes, bytes - at);
+    const int failure = posix_fallocate(map.fd(), at, length);
+    if (failure == 0) at += length;
+    if (failure != 0 && failure != EINTR) return failure;
+  }
+  return 0;
+}
+
+}  // namespace
 
 ShmRegion::~ShmRegion() { table_->revoke(*this); }
 
@@ -56,8 +75,7 @@ std::unique_ptr<ShmRegion> RegionTable::add(uint64_t id, std::byte* base, uint64
 std::unique_ptr<ShmRegion> RegionTable::allocate(uint64_t id, uint64_t length_bytes, bool populate) {
   auto map = MemoryMap::create("crossrail-region", length_bytes);
   if (populate) {
-    const int failure = posix_fallocate(map->fd(), 0, static_cast<off_t>(map->size()));
-    if (failure != 0) {
+    if (const int failure = fill_in(*map); failure != 0) {
       errno = failure;
       throw_errno("fallocate", "cannot populate " + std::to_string(length_bytes) + " bytes",
                   "ask for less, or populate=False");
