@@ -356,6 +356,7 @@ Ref<ReceivePool> Engine::submit_recvs(uint32_t buffer_count, uint32_t buffer_byt
   auto pool = Ref<ReceivePool>::adopt(new ReceivePool(Ref<Engine>::share(this), buffer_count, buffer_bytes));
   {
     std::lock_guard lock(core_->tables_mutex_);
+    core_->check_usable();  // again: close() takes the pool under this lock, once nothing is usable any more
     if (core_->pool_) throw UsageError("the engine has an open receive pool already: close it first");
     core_->pool_ = pool;
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -254,6 +255,35 @@ TEST_CASE("when the close() of a pool wakes somebody, another pool can be opened
     closer.join();
   }
   engine->close(0);
+}
+
+// Else nobody ever would close it, and who waits there waits for ever.
+TEST_CASE("a pool that is opened while the engine closes is closed, too") {
+  constexpr uint32_t kRounds = 200;
+  constexpr size_t kThreads = 6;
+  for (uint32_t round = 0; round < kRounds; ++round) {
+    EngineRef engine = open_engine("receives");
+    std::array<Ref<ReceivePool>, kThreads> last;
+    std::vector<std::thread> threads;
+    for (Ref<ReceivePool>& pool : last) {
+      threads.emplace_back([&engine, &pool] {
+        try {
+          for (;;) {
+            try {
+              pool = engine->submit_recvs(1, 64);
+              if (!engine->closed()) pool->close();
+            } catch (const UsageError&) {  // another thread's is open
+            }
+          }
+        } catch (const EngineClosedError&) {
+        }
+      });
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    engine->close(0);
+    for (std::thread& thread : threads) thread.join();
+    for (const Ref<ReceivePool>& pool : last) REQUIRE((!pool || pool->closed()));
+  }
 }
 
 }  // namespace crossrail::test
