@@ -156,8 +156,10 @@ class CallbackThread:
         self._name = engine_name
         self._handlers: dict[int, _Handler] = {}
         self._cookies = itertools.count(1)  # 0 only wakes the thread
-        self._lock = threading.Lock()  # guards _thread and _closing
+        # Guards _thread, _closing and _is_starting. Reentrant: a signal's handler may close the engine in between.
+        self._lock = threading.RLock()
         self._closing = False
+        self._is_starting = False  # the thread, in start()
         self._pid = os.getpid()
         self.notifier = _core.Notifier()  # last: it may fail, and __del__ looks at the rest
 
@@ -186,11 +188,14 @@ class CallbackThread:
                 self._thread = threading.Thread(
                     target=_run, args=(weakref.ref(self), self.notifier), name=name, daemon=True
                 )
+                self._is_starting = True
                 try:
                     self._thread.start()
                 except RuntimeError as error:
                     self._thread = None
                     raise _raise.no_thread(error) from None
+                finally:
+                    self._is_starting = False
             return self._thread
 
     def close(self, timeout_s: float) -> None:
@@ -198,10 +203,12 @@ class CallbackThread:
         with self._lock:
             self._closing = True
             thread = self._thread
+            is_starting = self._is_starting
         if thread is None:
             return
         self.notifier.post(0)
-        if thread is threading.current_thread():
+        # In the middle of start() we are in a signal's handler: the thread runs what is due, and ends, behind it.
+        if is_starting or thread is threading.current_thread():
             return
         thread.join(timeout_s)
         if thread is self._thread and not thread.is_alive():

@@ -7,8 +7,8 @@ import pytest
 
 import crossrail as xr
 from tests.conftest import EngineFactory
-from tests.support.limits import eventually
-from tests.support.process import assert_clean, run_script
+from tests.support.limits import WAIT_S, eventually
+from tests.support.process import assert_clean, run_script, start_script
 
 OWN = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 
@@ -68,3 +68,36 @@ def test_callers_own_signals_are_as_before(open_engine: EngineFactory) -> None:
     with pytest.raises(xr.UsageError):
         open_engine("n" * 65)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, set()) == before
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_handler_may_close_an_engine_whose_callback_thread_is_just_starting(moment: str) -> None:
+    source = """
+        import os, signal, sys, threading
+        import crossrail as xr
+
+        def start(thread):
+            if moment == "before":
+                os.kill(os.getpid(), signal.SIGTERM)
+            start_it(thread)
+            if moment == "after":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        moment = sys.argv[1]
+        engine = xr.Engine("closing")
+        signal.signal(signal.SIGTERM, lambda *_: engine.close())
+        start_it, threading.Thread.start = threading.Thread.start, start
+        transfer = engine.submit_send(engine.address, b"nobody receives this")
+        called = threading.Event()
+        print("starting", flush=True)
+        transfer.add_done_callback(lambda transfer: called.set())
+        print(called.wait(15), engine.closed, transfer.status)
+    """
+    with start_script(source, moment) as script:
+        try:
+            out, err = script.communicate(timeout=WAIT_S)
+        finally:
+            script.kill()
+
+    assert out == "starting\nTrue True engine-closed\n", err
+    assert not err
