@@ -6,6 +6,7 @@ there as the signature of a function that nobody has called.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import shlex
@@ -61,9 +62,12 @@ def check_timeout(timeout_s: object) -> None:
     """UsageError unless it is a number of seconds, or None: as of waits that block."""
     if timeout_s is None:
         return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real):
+    seconds = None
+    if not isinstance(timeout_s, bool) and isinstance(timeout_s, Real):
+        with contextlib.suppress(OverflowError):  # of a whole number past all floats
+            seconds = float(timeout_s)
+    if seconds is None:
         raise UsageError(f"timeout_s must be a number of seconds or None, not {_kind(timeout_s)}")
-    seconds = float(timeout_s)
     if not seconds >= 0:
         raise UsageError(f"timeout_s is {seconds:g}, must be 0 or more, or None to wait for ever")
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -291,6 +292,14 @@ async def test_wait_async_times_out_with_the_same_words(engine: xr.Engine) -> No
 
     assert (failure.value.arrived, failure.value.expected) == (7, 10)
     assert engine.imm_counter(3).poll() == 7
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), "1", True, 10**400], ids=lambda given: f"{given}"[:4])
+async def test_senseless_timeout_is_refused_by_every_wait(engine: xr.Engine, timeout_s: Any) -> None:
+    with pytest.raises(xr.UsageError, match="timeout_s"):
+        await engine.imm_counter(3).wait_async(1, timeout_s)
+    with pytest.raises(xr.UsageError, match="timeout_s"):
+        engine.imm_counter(3).wait(1, timeout_s)
 
 
 async def test_cancelled_wait_async_takes_nothing(engine: xr.Engine) -> None:
