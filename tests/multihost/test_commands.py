@@ -164,6 +164,27 @@ def test_push_that_is_not_trusted_ends_in_one_line(
     assert [file.name for file in served.inbox.iterdir()] == [payload.name]
 
 
+def test_slow_network_is_not_taken_for_silence(hosts: Hosts, tmp_path: Path, seed: Seed) -> None:
+    """Of a segment that takes longer than either side waits for a sign of life, the pages are signs."""
+    file = tmp_path / "slow.bin"
+    file.write_bytes(seed.rng().bytes(8 << 20))
+    hosts["a"].limit(0, 10)  # seven seconds for the file, which is one segment
+    patience_s = 3
+    patient = (
+        f"import crossrail.cli.push as push; push._ANSWER_TIMEOUT_S = {patience_s}; "
+        "from crossrail.cli.main import main; main()"
+    )
+    with serving(hosts["b"], tmp_path / "inbox", "--listen", "--idle-timeout-s", patience_s) as served:
+        pushing = subprocess.run(
+            [*on_host(hosts["a"].namespace), sys.executable, "-c", patient, "push", str(file), served.url],
+            capture_output=True, text=True, timeout=40, cwd=REPOSITORY,
+            env=PLAIN | {"CROSSRAIL_SECRET": served.secret},
+        )  # fmt: skip
+
+    assert pushing.returncode == 0, f"{pushing.stdout}\n{pushing.stderr}"
+    assert (served.inbox / file.name).read_bytes() == file.read_bytes()
+
+
 def test_serve_that_is_killed_is_noticed_and_leaves_nothing(hosts: Hosts, tmp_path: Path, payload: Path) -> None:
     hosts["a"].limit(0, 40)  # four seconds for the file
     with serving(hosts["b"], tmp_path / "inbox", "--listen") as served:

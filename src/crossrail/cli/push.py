@@ -30,6 +30,9 @@ from crossrail.errors import CrossrailError, UsageError, WaitTimeout
 
 _LOOK_PERIOD_S = 0.25
 _ANSWER_TIMEOUT_S = 60.0
+# Both sides give up when nothing moves for a while, and see what has moved by whole writes: what a slow network carries
+# within some seconds.
+_WRITE_BYTES = 256 << 10
 _ABORT_TIMEOUT_S = 0.5
 _MESSAGES_HELD = 2 * wire.SLOTS_MAX
 
@@ -89,11 +92,15 @@ class Pusher:
             data = slots.segment(index)
             self._source.read_into(data, index * layout.slot_bytes)
             self._digest.update(data)
-            self._transfers = [t for t in self._transfers if not t.done] + slots.write(index)
-        for transfer in self._transfers:
-            transfer.wait(_ANSWER_TIMEOUT_S)
+            self._transfers = self._unsettled() + slots.write(index)
         for index in range(layout.segments):
             self._await_stored(index, report)
+        for transfer in self._transfers:
+            transfer.wait(_ANSWER_TIMEOUT_S)
+
+    def _unsettled(self) -> list[xr.Transfer]:
+        """Transfers under way, and those that failed: of these the next message tells why, or else _raise_if_gone."""
+        return [t for t in self._transfers if not t.done or t.exception() is not None]
 
     def _await_stored(self, index: int, report: Callable[[], None]) -> None:
         """Until segment `index` is on disk, so that its slot is free. Negative: the slot was never used."""
@@ -121,6 +128,9 @@ class Pusher:
                 received = self._pool.recv(_LOOK_PERIOD_S)
             except WaitTimeout:
                 self._raise_if_gone()
+                if len(unsettled := self._unsettled()) < len(self._transfers):  # the network is slow, not the server
+                    deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+                self._transfers = unsettled
                 continue
             if received.peer == self._server:
                 message = wire.decode(received.data)
@@ -159,9 +169,10 @@ class Pusher:
         with contextlib.suppress(Exception):
             for transfer in self._transfers:
                 transfer.cancel()
+            deadline = time.monotonic() + _ABORT_TIMEOUT_S
             for transfer in self._transfers:
                 with contextlib.suppress(CrossrailError):
-                    transfer.wait(_ABORT_TIMEOUT_S)
+                    transfer.wait(max(deadline - time.monotonic(), 0))
             abort = wire.encode(wire.Abort(self._push))
             self._engine.submit_send(self._server, abort).wait(_ABORT_TIMEOUT_S)
 
@@ -187,7 +198,7 @@ class _Slots:
         return self._memory.view()[start : start + self.layout.segment_bytes(index)]
 
     def write(self, index: int) -> list[xr.Transfer]:
-        """Write a segment: its full pages in one call, a short last page in another. Each page counts one."""
+        """Write a segment: full pages, some in each call, and a short last page in another. Each page counts one."""
         assert self._memory is not None
         assert self._target is not None
         slot = index % self.count
@@ -196,8 +207,9 @@ class _Slots:
         first = slot * self._pages_per_slot
         imm = self._imms[slot]
         transfers = []
-        if full > 0:
-            pages = np.arange(first, first + full, dtype=np.int64)
+        pages_per_write = max(_WRITE_BYTES // page_bytes, 1)
+        for begin in range(first, first + full, pages_per_write):
+            pages = np.arange(begin, min(begin + pages_per_write, first + full), dtype=np.int64)
             submit = self._engine.submit_paged_writes
             transfers.append(submit(self._memory, pages, self._target, pages, page_bytes, imm=imm))
         if tail_bytes > 0:
