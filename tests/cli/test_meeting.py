@@ -185,13 +185,19 @@ def test_who_takes_no_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
         ("tcp://10.0.0.1/", ("10.0.0.1", 7312, "")),
         ("tcp://decoder-3.rack:80/a/b.bin", ("decoder-3.rack", 80, "a/b.bin")),
         ("tcp://[fe80::1]:7000/dir/", ("fe80::1", 7000, "dir/")),
+        ("tcp://host/a?", ("host", 7312, "a?")),  # a name of a file is none of the rest's parts
+        ("tcp://host/a#b?c", ("host", 7312, "a#b?c")),
+        ("tcp://host/a\nb\t", ("host", 7312, "a\nb\t")),  # for the serve to refuse
     ],
 )
 def test_urls_are_taken_apart(url: str, parts: tuple[str, int, str]) -> None:
     assert split_url(url) == parts
 
 
-@pytest.mark.parametrize("url", ["tcp://", "tcp://:7312/", "tcp://h:0/", "tcp://h:99999/", "tcp://h:x/", "tcp://[::1/"])
+@pytest.mark.parametrize(
+    "url",
+    ["tcp://", "tcp://:7312/", "tcp://h:0/", "tcp://h:99999/", "tcp://h:x/", "tcp://[::1/", "tcp://h?/", "tcp://h\n/"],
+)
 def test_urls_that_are_none_are_refused(url: str) -> None:
     with pytest.raises(UsageError, match="tcp://"):
         split_url(url)

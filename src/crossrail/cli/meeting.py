@@ -149,15 +149,17 @@ def _refuse(writer: asyncio.StreamWriter, text: str) -> None:
 
 
 def split_url(url: str) -> tuple[str, int, str]:
-    """`tcp://HOST[:PORT]/DST` -> (host, port, dst). UsageError when it is none."""
+    """`tcp://HOST[:PORT]/DST` -> (host, port, dst). DST is taken as it stands. UsageError when it is none."""
+    authority, _, dst = url.removeprefix(SCHEME).partition("/")
     try:
-        parts = urlsplit(url)
+        parts = urlsplit(SCHEME + authority)
         port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError as error:
         raise UsageError(f"{url} is not a URL like tcp://HOST:PORT/DST: {error}") from None
-    if not parts.hostname or parts.username is not None or parts.query or parts.fragment or not 1 <= port <= 65535:
+    # urlsplit leaves out line ends and tabs, and what stands behind "?" and "#".
+    if not parts.hostname or parts.username is not None or parts.netloc != authority or not 1 <= port <= 65535:
         raise UsageError(f"{url} is not a URL like tcp://HOST:PORT/DST")
-    return parts.hostname, port, parts.path.removeprefix("/")
+    return parts.hostname, port, dst
 
 
 def ask(host: str, port: int, secret: bytes, kind: Kind = SERVE) -> xr.Address:
