@@ -164,6 +164,18 @@ def test_push_that_is_not_trusted_ends_in_one_line(
     assert [file.name for file in served.inbox.iterdir()] == [payload.name]
 
 
+def test_engine_that_cannot_be_reached_is_named_with_its_port(hosts: Hosts, tmp_path: Path, payload: Path) -> None:
+    """A firewall may let the question for the address pass and not what follows."""
+    there = hosts["b"]
+    with serving(there, tmp_path / "inbox", "--listen", "--rails", "rail1") as served:
+        there.down(1)
+        url = f"tcp://{there.addresses[0]}:7312/"
+        commands: list[tuple[object, ...]] = [("push", payload, url), ("explain", url)]
+        for command in commands:
+            text = run(hosts["a"], *command, secret=served.secret, status=1)
+            assert f"{there.addresses[1]}:7313" in text, text
+
+
 def test_slow_network_is_not_taken_for_silence(hosts: Hosts, tmp_path: Path, seed: Seed) -> None:
     """Of a segment that takes longer than either side waits for a sign of life, the pages are signs."""
     file = tmp_path / "slow.bin"
