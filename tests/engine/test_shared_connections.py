@@ -1,5 +1,7 @@
 """Over tcp, small operations of both directions share a connection, whoever made it, however they meet."""
 
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -10,6 +12,7 @@ import crossrail as xr
 from tests.conftest import EngineFactory
 from tests.support.limits import WAIT_S, eventually
 from tests.support.proxy import ProxiedAddress
+from tests.support.tcp_wire import Frame, RawPeer, frame, receive_frame, reset, with_ports
 
 NBYTES = 64
 
@@ -108,3 +111,46 @@ def test_cut_connection_comes_back_for_both(meeting: Meeting) -> None:
         meeting.write(meeting.there, value)
 
     eventually(lambda: meeting.open_connections() == 1, "one connection for both directions")
+
+
+def share_with(peer: socket.socket) -> int:
+    """Lets an engine use the connection that this peer made, as it asks to. Returns the id of its link."""
+    peer.settimeout(WAIT_S)
+    kind, meta, _ = receive_frame(peer)
+    while kind == Frame.ACK:
+        kind, meta, _ = receive_frame(peer)
+    assert kind == Frame.SHARE
+    link_id, channel, epoch, _ = struct.unpack("<QIIQ", meta)
+    peer.sendall(frame(Frame.SHARED, struct.pack("<IIQ", channel, epoch, 0)))
+    return int(link_id)
+
+
+def take_message(peer: socket.socket, link_id: int, number: int) -> bytes:
+    """The message of that number on its link, which is also the number of the operation."""
+    kind, meta, payload = receive_frame(peer)
+    assert (kind, meta) == (Frame.MESSAGE, struct.pack("<Q", number))
+    peer.sendall(frame(Frame.ACK, struct.pack("<QQII", link_id, number, 0, 0)))
+    peer.sendall(frame(Frame.TAKEN, struct.pack("<QQQ", link_id, number, 1)))
+    return payload
+
+
+def test_peer_behind_a_firewall_is_answered_over_each_connection_that_it_makes(open_engine: EngineFactory) -> None:
+    """Nobody can connect to it: that an attempt to do so failed is no reason not to use the next one that it makes."""
+    engine = open_engine("open", transport="tcp", rails=["127.0.0.1"])
+    peer = RawPeer(engine.address)
+    with socket.create_server(("127.0.0.1", 0)) as firewall:
+        firewall.settimeout(WAIT_S)
+        peer.sender = with_ports(peer.sender, [firewall.getsockname()[1]])
+        address = xr.Address.from_bytes(peer.sender)
+        with peer.connected() as first:
+            one = engine.submit_send(address, b"one")
+            assert take_message(first, share_with(first), 1) == b"one"
+            one.wait(WAIT_S)
+        for _ in range(2):  # the second attempt tells that the first has failed
+            attempt, _ = firewall.accept()
+            reset(attempt)
+
+        with peer.connected(resumes=True) as second:
+            two = engine.submit_send(address, b"two")
+            assert take_message(second, share_with(second), 2) == b"two"
+            two.wait(WAIT_S)

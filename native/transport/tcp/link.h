@@ -139,6 +139,7 @@ struct OutChannel final : Connector::Owner {
   bool wanted = false;                  // is to be connected, and connected again
   int64_t retry_at_ns = 0;
   int64_t retry_pause_ns = 0;
+  bool shuns_sharing = false;  // the peer's connection was good for nothing; until one of our own cannot be made
   int64_t opened_at_ns = 0;
   uint64_t acked_at_opening = 0;
   int64_t broken_at_ns = 0;

@@ -115,6 +115,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
   if (result.kind == ConnectResult::Kind::kUp && is_open()) {
     stream->leave("moved over to the connection that the peer made");
   }
+  const bool was_sharing = sharer != nullptr;
   transport->bury(std::move(connector));
   transport->bury(std::move(sharer));
   transport->watch(*link);
@@ -155,6 +156,7 @@ void OutChannel::on_connect_result(ConnectResult result) {
   }
   retry_pause_ns = retry_pause_ns == 0 ? kRetryFirstNs : std::min(2 * retry_pause_ns, kRetryMaxNs);
   retry_at_ns = now + retry_pause_ns;
+  shuns_sharing = was_sharing;
   if (is_open()) return;  // was to move over to the peer's, and stays where it is
   trouble = result.text;
   if (broken_at_ns == 0) {
@@ -204,6 +206,7 @@ void OutStream::on_broken() {
     channel.retry_pause_ns =
         channel.was_good(now) ? 0 : std::clamp(2 * channel.retry_pause_ns, kRetryFirstNs, kRemakeMaxNs);
     channel.retry_at_ns = channel.retry_pause_ns > kRetryFirstNs ? now + channel.retry_pause_ns : now;
+    channel.shuns_sharing = !channel.was_good(now);
     transport_->sink().on_rail_broken(link, link.pairs[channel.pair()].rail);
   }
   if (!channel.passes_only_short()) channel.has_short_segments = false;

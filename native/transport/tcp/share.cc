@@ -100,11 +100,12 @@ std::shared_ptr<Connection> TcpTransport::find_shareable(const OutChannel& chann
   return nullptr;
 }
 
-// Not again where an attempt failed: that connection may be good for nothing. Unless the one that was made instead has
-// proved that the peer can be reached.
+// Not again where sharing failed: that connection may be good for nothing. Unless the one that was made instead has
+// proved that the peer can be reached, or none can be made: who is behind a firewall can only come to us.
 bool TcpTransport::may_share(const OutChannel& channel) const {
   if (channel.has_short_segments) return false;  // the peer's has long ones
-  return channel.retry_pause_ns == 0 || (channel.is_open() && now_ >= channel.retry_at_ns && channel.was_good(now_));
+  if (!channel.is_open()) return !channel.shuns_sharing;
+  return channel.retry_pause_ns == 0 || (now_ >= channel.retry_at_ns && channel.was_good(now_));
 }
 
 bool TcpTransport::start_sharing(OutChannel& channel) {
