@@ -138,7 +138,8 @@ class Pusher:
                     return message
         raise CrossrailError(
             f"the server (pid {self._server.pid} of its host) did not answer for {_ANSWER_TIMEOUT_S:g} s, so the file "
-            "was not stored: it is stopped, or its disk hangs; look at it, then push again"
+            "was not stored: it is stopped, its disk hangs, or its answers do not get through; look at what "
+            "it prints, then push again"
         )
 
     def _raise_if_gone(self) -> None:
