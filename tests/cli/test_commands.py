@@ -233,6 +233,38 @@ def test_refused_push_is_one_line(tmp_path: Path) -> None:
     assert (tmp_path / "plain").read_bytes() == b"mine"
 
 
+GROWS_MEANWHILE = """
+import sys
+from crossrail.cli import main, push
+run = push.Pusher.run
+def grow_and_run(*arguments, **options):
+    with open(sys.argv[2], "ab") as file:
+        file.write(b"more")
+    return run(*arguments, **options)
+push.Pusher.run = grow_and_run
+main.main()
+"""
+
+
+def test_file_that_grows_is_stored_as_it_was_and_the_pusher_is_told(payload: Path, tmp_path: Path) -> None:
+    inbox = tmp_path / "inbox"
+    inbox.mkdir()
+    content = payload.read_bytes()
+    with serving(cwd=inbox) as (target, _):
+        pushed = subprocess.run(
+            [sys.executable, "-c", GROWS_MEANWHILE, "push", str(payload), target],
+            capture_output=True, text=True, timeout=LONG_S, cwd=REPOSITORY,
+        )  # fmt: skip
+
+    succeeded(pushed)
+    assert "has grown; the 3000017 bytes before are stored" in pushed.stderr
+    assert (inbox / payload.name).read_bytes() == content
+
+
+def test_file_that_only_says_to_be_empty_is_refused(tmp_path: Path) -> None:
+    assert "says that it has none" in failed(crossrail("push", "/proc/self/status", "anywhere"))
+
+
 def test_serve_ends_with_ctrl_c(tmp_path: Path) -> None:
     with serving(cwd=tmp_path) as (_, server):
         server.send_signal(signal.SIGINT)

@@ -265,6 +265,10 @@ def _push(
             on_stored=lambda nbytes: progress.advance(task, nbytes),
         )
         seconds = time.monotonic() - begun
+    if source.has_more() and not quiet:
+        click.echo(
+            f"warning: {plain(str(source.path))} has grown; the {source.nbytes} bytes before are stored", err=True
+        )
     console.print(
         f"[green]stored[/green] as {escape(done.path)}: {format_bytes(source.nbytes)}, "
         f"{gb_per_s(source.nbytes, seconds):.2f} GB/s, SHA-256 ok {done.sha256}",

@@ -54,12 +54,24 @@ class SourceFile:
             raise UsageError(f"{path} is {kind}; give a regular file")
         self.nbytes = status.st_size
         self.mode = stat.S_IMODE(status.st_mode)
+        if self.nbytes == 0 and self.has_more():
+            os.close(self._fd)
+            raise UsageError(
+                f"{path} has bytes and says that it has none, as files of /proc do; copy it, and push that"
+            )
 
     def __enter__(self) -> SourceFile:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         os.close(self._fd)
+
+    def has_more(self) -> bool:
+        """Whether there are bytes behind `nbytes`: it has grown."""
+        try:
+            return bool(os.pread(self._fd, 1, self.nbytes))
+        except OSError:
+            return False  # what cannot be read is none of its bytes
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` with the bytes from `offset` on. CrossrailError when the file has become shorter."""
