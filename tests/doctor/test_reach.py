@@ -453,6 +453,27 @@ def test_peer_that_stops_taking_data_is_stalled(hurried: None) -> None:
     assert finding.check == "reach.stalled" and "ping -M do" in finding.fixes[0].command
 
 
+def test_long_way_is_measured_by_fewer_round_trips(hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty would take longer than either side waits: that is no reason to say that nothing connects."""
+    monkeypatch.setattr(measuring, "_PINGS_S", 0.4)
+    asked = []
+
+    def script(connection: socket.socket) -> None:
+        frame = wire.decode(connection.recv(wire.FRAME_BYTES))
+        asked.append(frame.value)
+        connection.sendall(wire.encode(frame))
+        for _ in range(frame.value):
+            ping = connection.recv(wire.FRAME_BYTES)
+            time.sleep(0.1)
+            connection.sendall(ping)
+
+    with stranger(script) as port:
+        pair = measuring._Prober(port, "1.0", 0.05).probe(Pair(LOOPBACK, LOOPBACK))
+
+    assert pair.state == "ok" and pair.rtt_us is not None and pair.rtt_us >= 100_000
+    assert asked[0] == 1 and max(asked) < measuring.PINGS
+
+
 def test_peer_that_sends_for_ever_is_left(hurried: None) -> None:
     def script(connection: socket.socket) -> None:
         frame = wire.decode(connection.recv(wire.FRAME_BYTES))

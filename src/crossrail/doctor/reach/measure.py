@@ -22,6 +22,7 @@ from crossrail.doctor.reach.rails import Rail
 from crossrail.doctor.reach.wire import Frame, Kind, Status, WireError
 
 PINGS = 20
+_PINGS_S = 1.5  # for all of them: the listener allows GRACE_S
 STREAM_PAIRS_MAX = 16
 _CONNECT_DEADLINE_S = 3.0
 _RESOLVE_DEADLINE_S = 5.0
@@ -65,8 +66,8 @@ class Pair:
     """One address here, one there.
 
     state: "ok", "stalled" (small messages pass, data does not), "ended" (nobody listened any more) or one of Unreached.
-    rtt_us: median of PINGS. mtu: of the path, as the kernel knows it; mss: payload of a segment. Rates: of one stream,
-    None when not measured. retransmits: segments sent again while sending.
+    rtt_us: median of PINGS, of fewer where each takes long. mtu: of the path, as the kernel knows it; mss: payload of a
+    segment. Rates: of one stream, None when not measured. retransmits: segments sent again while sending.
     """
 
     here: Rail
@@ -233,14 +234,23 @@ class _Prober:
     def probe(self, pair: Pair) -> Pair:
         """Round trips, MTU and segment size."""
         try:
-            connection, _ = self._request(pair.here, pair.there.address, Kind.PING, PINGS)
-            with connection:
-                rtt_us = statistics.median(_round_trips_s(connection)) * 1e6
-                return replace(pair, rtt_us=rtt_us, mtu=_path_mtu(connection), mss=_tcp_info(connection)[0])
+            pair, first_s = self._ping(pair, 1)
+            count = min(int(_PINGS_S / first_s), PINGS)
+            with contextlib.suppress(Unreached, WireError):  # it was reached: a stream tells what is wrong
+                return self._ping(pair, count)[0] if count > 1 else pair
+            return pair
         except Unreached as unreached:
             return replace(pair, state=unreached.state, detail=str(unreached))
         except WireError as error:
             return replace(pair, state="broken", detail=str(error))
+
+    def _ping(self, pair: Pair, count: int) -> tuple[Pair, float]:
+        """(what is known then, median of so many round trips in seconds)."""
+        connection, _ = self._request(pair.here, pair.there.address, Kind.PING, count)
+        with connection:
+            rtt_s = statistics.median(_round_trips_s(connection, count))
+            mss = _tcp_info(connection)[0]
+            return replace(pair, rtt_us=rtt_s * 1e6, mtu=_path_mtu(connection), mss=mss), rtt_s
 
     def stream(self, pair: Pair) -> Pair:
         """One stream there, then one back."""
@@ -344,10 +354,10 @@ def _broken_is_wire_error() -> Iterator[None]:
         raise WireError(f"the connection broke: {error.strerror}") from None
 
 
-def _round_trips_s(connection: socket.socket) -> list[float]:
+def _round_trips_s(connection: socket.socket, count: int) -> list[float]:
     deadline = time.monotonic() + wire.GRACE_S
     payload, times_s = bytes(wire.FRAME_BYTES), []
-    for _ in range(PINGS):
+    for _ in range(count):
         begun = time.perf_counter()
         wire.send_all(connection, payload, deadline)
         wire.receive_exactly(connection, len(payload), deadline)

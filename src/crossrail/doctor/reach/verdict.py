@@ -294,7 +294,7 @@ def _round_trips(pairs: list[Pair]) -> Iterator[Finding]:
         yield note(
             "reach.round-trip",
             f"a round trip takes up to {worst / 1000:.1f} ms",
-            "median of 20 on each pair, from Python",
+            "median of 20 on each pair, or of fewer that take long, from Python",
             "these hosts are not in one rack or zone, or are busy; each wait for an answer costs that much",
         )
     else:
