@@ -7,6 +7,7 @@ import io
 import json
 import mmap
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -207,6 +208,28 @@ def test_name_taken_in_the_meantime_is_kept(root: Path) -> None:
             part.commit(0o644)
 
     assert (root / "late").read_text() == "first"
+
+
+def test_file_whose_bytes_are_refused_at_its_close_gets_no_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS may take all writes, and say only then that there was no room for them."""
+    close = os.close
+
+    def fail(fd: int) -> None:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        close(fd)
+        if is_file:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with Inbox(root) as inbox:
+        before = len(os.listdir("/proc/self/fd"))
+        part = inbox.create("sub/new", 3, force=False)
+        part.append(memoryview(b"abc"))
+        with monkeypatch.context() as full:
+            full.setattr(os, "close", fail)
+            with pytest.raises(Refused, match="Disk quota exceeded"):
+                part.commit(0o644)
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert list((root / "sub").iterdir()) == []
 
 
 def test_file_larger_than_the_disk_refused(root: Path) -> None:

@@ -165,6 +165,7 @@ class PartFile:
     def commit(self, mode: int) -> None:
         """Give the file its name, at once and whole. Refused when another took it meanwhile and force is off."""
         try:
+            os.close(os.dup(self._fd))  # NFS and its like tell at a close, of any descriptor, what they could not write
             os.fchmod(self._fd, mode & 0o777 & ~_umask())
             self._rename()
         except OSError as error:
@@ -208,7 +209,8 @@ class PartFile:
         if self._is_named:
             with contextlib.suppress(OSError):
                 os.unlink(self._part, dir_fd=self._directory_fd)
-        os.close(self._fd)
+        with contextlib.suppress(OSError):  # of writes: commit() has asked, or nobody wants them
+            os.close(self._fd)
         os.close(self._directory_fd)
 
 
