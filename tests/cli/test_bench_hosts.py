@@ -324,6 +324,17 @@ def test_messages_out_of_turn_end_the_run_and_not_the_serve(serve: Serve) -> Non
     assert isinstance(failed, wire.Failed) and "out of turn" in failed.reason
 
 
+def test_run_that_ends_early_is_said_to_have_given_up(serve: Serve) -> None:
+    seen = len(serve.lines)
+    with talking(serve) as (engine, pool, peer):
+        hello = wire.Hello(run=7, processes=1, span_bytes=1 << 20, polling="adaptive")
+        engine.submit_send(peer, wire.encode(hello)).wait(WAIT_S)
+        assert isinstance(wire.decode(pool.recv(LONG_S).data), wire.Welcome)
+        engine.submit_send(peer, wire.encode(wire.Bye(run=7))).wait(WAIT_S)
+
+        assert "gave up" in serve.wait_for("dropped", seen)
+
+
 def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

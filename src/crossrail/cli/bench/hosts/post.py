@@ -75,6 +75,8 @@ class Post:
         """CrossrailError for a message that is no answer."""
         if isinstance(message, (wire.Refused, wire.Failed)):
             raise CrossrailError(f"{self._who} says: {_printable(message.reason)}")
+        if isinstance(message, wire.Bye):
+            raise PeerGone(f"{self._who} gave up")
         raise wire.ProtocolError(f"{self._who} sent a message out of turn: {type(message).__name__}")
 
     def raise_if_gone(self) -> None:
