@@ -118,6 +118,20 @@ async def test_router_killed_at_a_step(services: Services, step: str, seed: Seed
     assert Asking(services).result() == expected[: SAMPLING.max_tokens]
 
 
+async def test_terminated_router_tells_its_clients_and_the_next_one_has_the_answer(services: Services) -> None:
+    """It waits for no request, which may take hours: its decoder goes on, as when it is killed."""
+    long = msgspec.structs.replace(SAMPLING, max_tokens=600)  # some seconds of decoding
+    asking = Asking(services, long, "terminated")
+    reach("decoding", services, asking, random.Random(0))
+    services.signal("router", signal.SIGTERM)
+    asking.join(WAIT_S)
+    assert "the router is closing" in asking.error
+    assert services.wait("router") == 0
+    services.restore(NODES)
+    eventually(lambda: services.get("/v1/requests/terminated").get("end"), "its decoder has finished it", WAIT_S, 0.05)
+    assert services.get("/v1/requests/terminated")["tokens"] == await monolithic(long)
+
+
 @at_a_step
 async def test_router_stopped_at_a_step(services: Services, step: str, seed: Seed) -> None:
     asking = Asking(services, LONG)

@@ -83,6 +83,27 @@ async def test_client_that_leaves_while_its_answer_is_written_is_not_logged(
     assert not caplog.records
 
 
+async def test_request_that_does_not_end_is_cut_off_when_the_listener_closes(caplog: pytest.LogCaptureFixture) -> None:
+    listener = Listener()
+    asked, cut = asyncio.Event(), asyncio.Event()
+
+    async def answer(http: web.Request) -> web.StreamResponse:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cut.set()
+        raise AssertionError
+
+    app = web.Application()
+    app.add_routes([listener.route("GET", "/", answer)])
+    port = await listener.start(app, "127.0.0.1", 0, logging.getLogger("of this test"), handler_cancellation=True)
+    client = asyncio.ensure_future(answer_of(f"http://127.0.0.1:{port}", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"))
+    await asyncio.wait_for(asked.wait(), WAIT_S)
+    await asyncio.wait_for(listener.close(), WAIT_S)
+    assert cut.is_set() and await client == b"" and not caplog.records
+
+
 async def test_client_that_waits_to_be_told_to_send_is_told(cluster: Cluster, url: str) -> None:
     asked = HEAD + b"Connection: close\r\nExpect: 100-Continue\r\nContent-Length: 2\r\n\r\n"
     assert (await answer_of(url, asked)).startswith(b"HTTP/1.1 100 ")

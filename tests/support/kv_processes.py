@@ -90,6 +90,10 @@ class Services:
     def signal(self, name: str, number: int) -> None:
         self._processes[name].send_signal(number)
 
+    def wait(self, name: str) -> int:
+        """Its exit status, once it has ended."""
+        return self._processes[name].wait(WAIT_S)
+
     def desert(self, name: str) -> subprocess.Popen[bytes]:
         """As if whoever has started it was gone: its standard input ends."""
         process = self._processes[name]

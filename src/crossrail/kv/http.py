@@ -184,7 +184,10 @@ class Front:
         return await self._listener.start(app, host, port, _log, handler_cancellation=True)
 
     async def close(self) -> None:
-        """Stops listening; requests under way are cut off. Idempotent."""
+        """Stops listening; requests under way are cut off, and cancelled, unless they end within a second. Idempotent.
+
+        After Router.close() they have ended, and all that is left to do is to tell their clients.
+        """
         await self._listener.close()
         self._encoding.shutdown(wait=False, cancel_futures=True)
 

@@ -18,6 +18,7 @@ with needs(__name__, "'crossrail[kv]'"):
 
 PATIENCE_S = 60.0
 _BACKLOG = 1024  # clients that connect while the loop is busy; those behind them try again after a second
+_CLOSE_S = 1.0  # for answers that are on their way; aiohttp would wait a minute, and the same again
 _LINGER_S = 10.0  # for the rest of a body that was refused, so that its sender reads why
 _BODY_BYTES_MAX = 16 << 20
 _BODIES_BYTES_MAX = 256 << 20
@@ -142,7 +143,7 @@ class Listener:
         """
         app.add_routes([self.route("*", "/{path:.*}", self._not_there)])
         self._log = log
-        self._runner = web.AppRunner(app, access_log=None, logger=log, **options)
+        self._runner = web.AppRunner(app, access_log=None, logger=log, shutdown_timeout=_CLOSE_S, **options)
         await self._runner.setup()
         try:
             self._server = await asyncio.get_running_loop().create_server(self._accept, host, port, backlog=_BACKLOG)
@@ -152,7 +153,7 @@ class Listener:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stops listening; requests under way are cut off. Idempotent."""
+        """Stops listening; requests under way are cut off, unless they end within a second. Idempotent."""
         server, self._server = self._server, None
         runner, self._runner = self._runner, None
         if server is not None:

@@ -95,6 +95,7 @@ class Router:
         self._ended = Ends()
         self._adopted = Adoptions()
         self._looked_s = 0.0  # after members, on the event loop's clock
+        self._is_closing = False
         self._numbers = itertools.count(1)
         self._placement = Placement(self.roster)
         self._refusals = Refusals()
@@ -126,7 +127,11 @@ class Router:
         self._mailbox.spawn(self._sweep(), "looking after members")
 
     async def close(self) -> None:
-        """Ends requests under way here; decoders go on with theirs until another router is there. Idempotent."""
+        """Takes no more requests and ends those under way here, whose clients are told why. Idempotent.
+
+        Decoders go on with theirs until another router is there. Call it while clients can still hear of their end.
+        """
+        self._is_closing = True
         for running in self._running.values():
             running.finish("error", "the router is closing")
         await self._mailbox.close()
@@ -195,6 +200,8 @@ class Router:
             raise UsageError("the prompt is empty: at least one token is needed")
         if len(prompt) + sampling.max_tokens > m.TOKENS_MAX:
             raise UsageError(f"{len(prompt)} + {sampling.max_tokens} tokens, at most {m.TOKENS_MAX} are served")
+        if self._is_closing:
+            raise Unavailable(f"router {self.name!r} is closing")
         request = request or self.new_name()
         if self._knows(request):
             raise DuplicateRequest(f"request {request!r} is or was under way: names are used once")

@@ -71,8 +71,9 @@ async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dic
             click.echo(f"router {name} serves http://{host}:{port}")
             await until_ended_or_refused(service.end, serving.refused)
         finally:
-            await front.close()
+            # In this order: requests are not cancelled because their connections end, and clients hear why they do.
             await serving.close()
+            await front.close()
 
 
 async def _listening(front: Front, host: str, port: int) -> int:
