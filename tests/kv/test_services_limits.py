@@ -1,7 +1,10 @@
 """What a cluster has no room for, or does not know."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +16,8 @@ from crossrail.kv.errors import DuplicateRequest
 from crossrail.kv.pages import PageState
 from crossrail.kv.router_requests import Overloaded, Unavailable, UnknownModel
 from tests.kv.conftest import quiet, start, until
-from tests.kv.steps import GREEDY, PROMPT, SLOW_S, assert_still_serves
-from tests.support.kv_cluster import LAYOUT, ROUTER, Cluster, monolithic, prompt_of
+from tests.kv.steps import GREEDY, PROMPT, SLOW_S, assert_still_serves, prefiller
+from tests.support.kv_cluster import LAYOUT, NODE, ROUTER, Cluster, monolithic, prompt_of
 from tests.support.limits import WAIT_S
 
 
@@ -52,6 +55,56 @@ async def test_request_waits_for_pages_and_gets_them(cluster: Cluster) -> None:
     for prompt, (tokens, _) in zip(prompts, results, strict=True):
         assert tokens == await monolithic(prompt, GREEDY)
     await quiet(cluster)
+
+
+@asynccontextmanager
+async def full_queue(cluster: Cluster) -> AsyncIterator[list[asyncio.Future[tuple[list[int], m.End]]]]:
+    """Of p0: two requests wait, the last of these, while the first one is computed, until this context ends."""
+    cluster.node_options = replace(NODE, queue_max=2)
+    await start(cluster)
+    p0, goes_on = prefiller(cluster), asyncio.Event()
+    run = p0.model.prefill
+
+    async def held_run(*arguments: Any) -> bytes:
+        await goes_on.wait()
+        return await run(*arguments)
+
+    p0.model.prefill = held_run
+    first = asyncio.ensure_future(cluster.complete(PROMPT, GREEDY))
+    await until(lambda: p0._works and not p0._queue, "the first one is computed")
+    waiting = [asyncio.ensure_future(cluster.complete(prompt_of(40, seed=n), GREEDY)) for n in (2, 3)]
+    await until(lambda: len(p0._queue) == 2, "the queue is full")
+    yield [first, *waiting]
+    goes_on.set()
+
+
+async def test_prompts_that_nobody_wants_keep_no_place_in_the_queue(cluster: Cluster) -> None:
+    """While a long prompt is computed: a wave of clients that left would turn away those that come after it."""
+    async with full_queue(cluster) as (first, *leaving):
+        for client in leaving:
+            client.cancel()
+        await asyncio.wait(leaving)
+        p0 = prefiller(cluster)
+        await until(lambda: p0.load().requests == 1, "only the first one is left")
+        assert p0.load().queued_tokens == len(PROMPT) - 1
+        last = asyncio.ensure_future(cluster.complete(prompt_of(50, seed=4), GREEDY))
+        await until(lambda: len(p0._queue) == 1, "another one has a place")
+    assert (await first)[0] == await monolithic(PROMPT, GREEDY)
+    assert (await last)[0] == await monolithic(prompt_of(50, seed=4), GREEDY)
+    await assert_still_serves(cluster)
+
+
+async def test_prompts_of_a_dead_decoder_keep_no_place_in_the_queue(cluster: Cluster) -> None:
+    async with full_queue(cluster) as requests:
+        await cluster.kill("d0")
+        cluster.add(Decoder, "d1")
+        p0 = prefiller(cluster)
+        await until(lambda: len(cluster.nodes["d1"]._servings) == 3, "another one has them")
+        await until(lambda: {work.decoder for work in p0._queue} == {cluster.nodes["d1"].mailbox.address}, "they wait")
+        await until(lambda: len(p0._queue) == 2, "again")
+    for prompt, request in zip((PROMPT, prompt_of(40, seed=2), prompt_of(40, seed=3)), requests, strict=True):
+        assert (await request)[0] == await monolithic(prompt, GREEDY)
+    await assert_still_serves(cluster)
 
 
 async def test_name_is_used_once(cluster: Cluster) -> None:

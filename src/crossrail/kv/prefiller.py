@@ -50,7 +50,7 @@ _NAME_CHARS = 40
 Key = tuple[bytes, str, int]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Work:
     """One attempt of a request. job: from when it runs on. withdrawn: nothing more is to be begun for it.
 
@@ -162,6 +162,8 @@ class Prefiller(Node):
         if self.draining:
             return f"node {self.name!r} is draining"
         if len(self._queue) >= self.options.queue_max:
+            self._drop_unwanted()
+        if len(self._queue) >= self.options.queue_max:
             return f"node {self.name!r} has {len(self._queue)} requests in its queue already"
         return ""
 
@@ -193,8 +195,18 @@ class Prefiller(Node):
         if work.job is None:
             # It never ran, and will not: nothing to wait for. Whoever has it in hand looks at `withdrawn` first.
             work.quiet.set()
+            self._drop_unwanted()
         else:
             self.mailbox.spawn(self._stop(work, work.job, why), "stopping a transfer")
+
+    def _drop_unwanted(self) -> None:
+        """Ends what waits in the queue for nobody: the one that is computed may take minutes."""
+        for work in list(self._queue):
+            try:
+                self._raise_if_withdrawn(work)
+            except TransferStopped as stopped:
+                self._queue.remove(work)
+                self._end(work, "failed", str(stopped))
 
     async def _stop(self, work: _Work, job: SendJob, why: str) -> None:
         await job.cancel(why)
