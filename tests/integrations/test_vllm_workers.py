@@ -6,6 +6,7 @@ import pytest
 
 from crossrail.integrations.vllm.orders import Chunk, Load, Orders
 from tests.integrations.vllm_workers import IMPATIENT, SHORT_LEASE, Open, Side, offer
+from tests.support.kv_doubts import give_up, lose_writes, note_fences
 
 TOKENS = 30
 MINE, THEIRS = [3, 7, 1, 12], [0, 9, 4, 2]
@@ -41,6 +42,30 @@ def test_what_was_computed_waits_for_who_asks(p: Side, d: Side, prefix_tokens: i
     assert not d.results[0].invalid
     assert [d.untouched(block) for block in THEIRS[:2]] == [prefix_tokens > 0] * 2
     assert d.workers[0].take_stats()["loaded"] == 1 and p.workers[0].take_stats()["sent"] == 1
+
+
+def test_producer_that_was_given_up_and_came_back_is_asked(p: Side, d: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was frozen, or cut off, for longer than engines wait."""
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(idle=True, finished=["a"]))
+    given_up = give_up(monkeypatch, d.workers[0]._wire, p.workers[0].description.address)
+    d.load("b", p, TOKENS, THEIRS)
+    d.until_received("b")
+    d.assert_holds("b", THEIRS, as_of="a")
+    assert not d.results[0].invalid and not given_up
+
+
+def test_producer_that_had_given_its_decoder_up_is_fenced_off(
+    p: Side, d: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the decoder's kernel had taken before may still land."""
+    lose_writes(monkeypatch, "t@0/1")
+    fenced = note_fences(monkeypatch)
+    p.prefill("a", TOKENS, MINE)
+    p.step(Orders(idle=True, finished=["a"]))
+    d.load("b", p, TOKENS, THEIRS)
+    d.until_received("b")
+    assert d.results[0].invalid == set(THEIRS) and len(fenced) == 1
 
 
 def test_layer_by_layer_for_who_asked_before(p: Side, d: Side) -> None:

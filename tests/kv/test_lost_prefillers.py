@@ -12,6 +12,7 @@ from crossrail.kv.prefiller import Prefiller
 from tests.kv.conftest import quiet, start, until
 from tests.kv.steps import GREEDY, PROMPT, SLOW_S, STEPS, assert_still_serves, prefiller, reach, under_way
 from tests.support.kv_cluster import NODE, Cluster, monolithic, prompt_of
+from tests.support.kv_doubts import lose_writes, note_fences
 from tests.support.limits import WAIT_S
 
 
@@ -64,6 +65,20 @@ async def test_writes_of_a_failed_request_that_do_not_end_keep_nobody_waiting(
         prompt, GREEDY
     )
     thaws.set()
+    await assert_still_serves(cluster)
+
+
+async def test_prefiller_that_had_given_its_decoder_up_is_fenced_off(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder that was frozen finds bytes in its kernel that were sent before: nobody can confirm that none land."""
+    await start(cluster)
+    lose_writes(monkeypatch, "r1#1")
+    fenced = note_fences(monkeypatch)
+    tokens, _ = await cluster.complete(PROMPT, GREEDY, request="r1")
+    assert tokens == await monolithic(PROMPT, GREEDY) and cluster.router.counts["redispatched"] == 1
+    mailbox = cluster.nodes["d0"].mailbox
+    assert fenced == [mailbox.wire.identity(cluster.nodes["p0"].mailbox.address).hex()]
     await assert_still_serves(cluster)
 
 

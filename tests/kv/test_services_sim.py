@@ -1,5 +1,6 @@
 """Router, prefillers and decoders on the simulator, with nodes killed, frozen and added while requests run."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from crossrail.kv.access import Access
 from crossrail.sim.scenarios import Scenario
 from crossrail.sim.scenarios import play as play_scenario
 from tests.kv.town import (
+    GREEDY,
     THOUSAND,
     Plan,
     Town,
@@ -20,11 +22,13 @@ from tests.kv.town import (
     kill_or_freeze,
     play,
 )
+from tests.support.kv_cluster import monolithic, prompt_of
 from tests.support.seeds import Seed
 
 Trouble = Callable[[Town], Awaitable[None]]
 SMALL = Plan()
 # Pages serve one request after another, and a prefiller stands still in the middle of every sixth or so.
+AWAY_S = 25.0  # engines give peers up after 10 s
 CROWDED = Plan(prefillers=3, decoders=2, requests=60, begin_s=12.0, every_s=(0.5, 1.5), troubles_max=8, pages=48)
 
 
@@ -69,3 +73,34 @@ def test_hundred_requests_in_flight_while_nodes_die_and_join(seed: Seed) -> None
 
 def test_same_seed_same_story(seed: Seed) -> None:
     assert run(seed.number(), kill_or_freeze) == run(seed.number(), kill_or_freeze)
+
+
+@pytest.mark.parametrize("who", ["router", "prefiller-1", "decoder-2"])
+@pytest.mark.parametrize("fault", ["frozen", "cut off"])
+def test_who_was_away_until_engines_gave_it_up_is_found_again(who: str, fault: str, seed: Seed) -> None:
+    """Longer than peer_timeout_s: nobody starts it anew, and so nobody but the services can try it again."""
+    with sim.World(seed=seed.number()) as world:
+        town = Town(world, replace(SMALL, prefillers=1, decoders=1, requests=1, troubles_max=0))
+
+        async def main(_: sim.World) -> None:
+            cluster = town.cluster
+            await town.run(freeze)
+            engine = cluster.engines[who]
+            under_way = asyncio.ensure_future(cluster.complete(prompt_of(200), GREEDY))
+            await asyncio.sleep(0.2)  # half of its prompt is computed
+            if fault == "frozen":
+                world.freeze(engine, for_s=AWAY_S)
+            else:
+                own = [host for host in world.hosts if engine in host.engines]
+                world.partition(own, [host for host in world.hosts if host not in own], for_s=AWAY_S)
+            await asyncio.sleep(2 * AWAY_S)
+            assert under_way.done()
+            for seed in range(3):
+                prompt = prompt_of(100, seed)
+                assert (await cluster.complete(prompt, GREEDY))[0] == await monolithic(prompt, GREEDY)
+            await asyncio.sleep(AWAY_S)
+            found = [sentence for guard in town.guards.values() for sentence in guard.check()]
+            assert not found and not cluster.busy_pages()
+            await cluster.close()
+
+        sim.run(main, world=world, limit_s=600)

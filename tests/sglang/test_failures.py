@@ -13,6 +13,7 @@ import crossrail as xr
 from crossrail.integrations.sglang.node import PagesNotQuiet
 from tests.sglang.conftest import Open
 from tests.sglang.side import FAILED, PAGE, SUCCESS, WAITING, Side, failure, send, until
+from tests.support.kv_doubts import give_up, lose_writes, note_fences
 from tests.support.limits import eventually, never
 from tests.support.ports import free_port
 
@@ -90,6 +91,36 @@ def test_who_gave_up_before_the_prefiller_heard_of_it_fails_there(p: Side, d: Si
     send(p, sender, "again", MINE, 0)
     until(SUCCESS, sender, receiver)
     d.assert_holds("again", THEIRS, 0)
+
+
+@pytest.mark.parametrize("when", ["before it was found", "afterwards"])
+def test_prefiller_that_was_given_up_and_came_back_is_asked(
+    p: Side, d: Side, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    sender = p.sender(1)
+    receiver = d.receiver(1) if when == "afterwards" else None
+    given_up = give_up(monkeypatch, d.manager.core.node.wire, p.manager.core.node.wire.address)
+    receiver = receiver or d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    send(p, sender, "again", MINE, 0)
+    until(SUCCESS, sender, receiver)
+    d.assert_holds("again", THEIRS, 0)
+    assert not given_up
+
+
+def test_prefiller_that_had_given_its_decoder_up_is_fenced_off(
+    p: Side, d: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the decoder's kernel had taken before may still land."""
+    lose_writes(monkeypatch, "1@0/1")
+    fenced = note_fences(monkeypatch)
+    sender, receiver = p.sender(1), d.receiver(1)
+    ask(receiver)
+    until(WAITING, sender)
+    send(p, sender, "in vain", MINE, 0)
+    until(FAILED, sender, receiver)
+    assert len(fenced) == 1
 
 
 def test_clear_of_a_sender_in_the_middle_stops_it(p: Side, d: Side) -> None:

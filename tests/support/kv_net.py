@@ -93,6 +93,7 @@ class BadWire:
         self.identity = inner.identity
         self.packets = inner.packets
         self.is_lost = inner.is_lost
+        self.try_anew = inner.try_anew
         self._inner = inner
         self._draw = draw
         self._loss, self._repeat, self._late_s = loss, repeat, late_s

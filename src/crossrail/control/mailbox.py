@@ -264,6 +264,9 @@ class Mailbox:
         return data
 
     async def _reply(self, to: bytes, answer: bytes) -> None:
+        # It has asked, so it lives, or did a moment ago; while our engine holds it for lost no answer would get there.
+        # If it is dead it is lost again by this attempt.
+        self.wire.try_anew(to)
         try:
             await in_time(self._send(to, answer), _REPLY_TIMEOUT_S)
         except (Unreachable, asyncio.TimeoutError) as error:

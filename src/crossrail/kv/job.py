@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any, NamedTuple
 
 from crossrail import Region, Transfer
-from crossrail.errors import CrossrailError, UsageError, WaitTimeout
+from crossrail.errors import CrossrailError, PeerLost, UsageError, WaitTimeout
 from crossrail.kv.errors import TransferStopped
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.pages import PageLease
@@ -18,6 +18,8 @@ from crossrail.kv.plan import PageWrites, TransferPlan
 from crossrail.kv.target import KvTarget
 
 Submit = Callable[[], Transfer]
+
+_DOUBTS_KEPT = 4096
 
 
 class LayerTime(NamedTuple):
@@ -38,6 +40,8 @@ class SendJob:
 
     Invariant: once it is stopped nothing more is posted, and what is posted is in _transfers until it has ended.
     posted, written: when the writes of each layer were given to the engine; when they were seen to have ended.
+    is_in_doubt: a write ended because our engine had given the decoder up, as one that is frozen for long. Should that
+    come back, bytes that the kernel had taken for it may still arrive there: it has to fence us off (Doubts).
     Threads: that of the event loop; the sender posts on the engine's callback thread too, under its lock.
     """
 
@@ -54,6 +58,7 @@ class SendJob:
         self.lease = lease
         self.posted: list[LayerTime] = []
         self.written: list[LayerTime] = []
+        self.is_in_doubt = False
         self._ranks = ranks
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
@@ -278,6 +283,7 @@ class SendJob:
             try:
                 await oldest
             except CrossrailError as error:
+                self.is_in_doubt = self.is_in_doubt or isinstance(error, PeerLost)
                 self._stop(error)
             with self._lock:
                 self._transfers.popleft()
@@ -304,3 +310,22 @@ class SendJob:
             "settled" if self.settled else "quiet" if self._quiet.is_set() else "stopped" if self.stopped else "open"
         )
         return f"<SendJob {self.request!r}, {state}>"
+
+
+class Doubts:
+    """Attempts of which nobody at the prefiller can say that nothing can arrive any more; the latest few thousand."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[Hashable, None] = OrderedDict()
+
+    def note(self, key: Hashable, job: SendJob | None) -> None:
+        """The attempt of this key has ended, or is quiet, and this was its transfer."""
+        if job is not None and job.is_in_doubt:
+            self._keys[key] = None
+        while len(self._keys) > _DOUBTS_KEPT:
+            self._keys.popitem(last=False)
+
+    def check(self, key: Hashable) -> None:
+        """Before a decoder is told that the attempt is quiet. TransferStopped: it must not be."""
+        if key in self._keys:
+            raise TransferStopped("the decoder was lost for a time: what was sent before may still arrive")

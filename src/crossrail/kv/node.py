@@ -80,6 +80,7 @@ class RouterLink:
         while not self._left:
             try:
                 address = self.found = await self._find()
+                self._node.mailbox.wire.try_anew(address)  # who was cut off from it for long has given it up
                 await self._stay(address, await self._join(address))
             except Refused as refusal:
                 self._node.refuse(refusal)

@@ -25,7 +25,7 @@ from crossrail.control.deadlines import set_in_time
 from crossrail.errors import CrossrailError, UsageError
 from crossrail.kv import messages as m
 from crossrail.kv.errors import NoPages, TransferStopped
-from crossrail.kv.job import SendJob
+from crossrail.kv.job import Doubts, SendJob
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.memory import RankMemory
 from crossrail.kv.model import Model, Tokens
@@ -95,6 +95,7 @@ class Prefiller(Node):
         self._numbers = itertools.count(1)
         self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
         self._with_timeline: deque[Key] = deque()
+        self._doubts = Doubts()
         self._released = asyncio.Event()  # pages or a tail slot came back
         mailbox.handle(m.Dispatch, self._on_dispatch)
         mailbox.handle(m.Probe, self._on_probe)
@@ -185,6 +186,8 @@ class Prefiller(Node):
         else:
             self._give_up(work, "its decoder withdrew it")
             await work.quiet.wait()
+            self._doubts.note(key, work.job)
+        self._doubts.check(key)
         return m.Quiesced(*answer)
 
     # --- work ---
@@ -360,6 +363,7 @@ class Prefiller(Node):
             return
         assert state in ("written", "failed")
         work.span.end(detail)
+        self._doubts.note(work.key, work.job)
         _, request, attempt = work.key
         progress = m.Progress(
             request, attempt, "written" if state == "written" else "failed", m.clipped(detail), work.timeline.spans

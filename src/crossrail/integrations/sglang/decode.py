@@ -152,6 +152,7 @@ class Decoder:
             load_s = self._node.options.load_s
             question = Destination(name, pull.attempt, target.to_wire(), load_s, prefix_tokens)
             answers = (m.Dispatched, m.DispatchRefused)
+            self._asker.try_anew(pull.instance)
             for answer in await self._asker.ask_all(pull.instance, question, answers, self._node.options.silent_s):
                 if isinstance(answer, m.DispatchRefused):
                     raise PullFailed(f"the prefiller refuses: {answer.reason}")
@@ -164,6 +165,16 @@ class Decoder:
         finally:
             if reception.state in _RELEASABLE:
                 reception.release()
+
+    async def answers(self, instance: Instance, timeout_s: float) -> bool:
+        """Whether a prefiller that our engine has given up lives: it may only have been frozen, or cut off."""
+        self._asker.try_anew(instance)
+        probe = m.Probe(rank_name("0", self._node.rank, self._node.pool.tp), 1)
+        try:
+            await self._asker.ask_all(instance, probe, (m.Progress,), timeout_s)
+        except (NoAnswer, Unreachable):
+            return False
+        return True
 
     def _receiver_for(self, instance: Instance) -> KvReceiver:
         """Raises LayoutMismatch, PullFailed for a prefiller whose KV is of no use here."""

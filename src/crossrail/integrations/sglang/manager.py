@@ -18,6 +18,7 @@ from crossrail.integrations.sglang.prefill import Prefiller
 log = logging.getLogger("crossrail.sglang")
 
 _ASK_S = 5.0  # for a bootstrap server
+_ANSWER_S = 1.0
 _MISSING_MAX = 256
 
 
@@ -125,12 +126,14 @@ class Manager:
         return any(self.node.wire.is_lost(worker.address) for worker in instance.workers)
 
     def find(self, address: str) -> bool:
-        """True: the prefiller behind this address is known, perhaps since now. Waits for its server, 5 s at most."""
+        """True: the prefiller behind this address is known, perhaps since now. Waits for its server, 5 s at most, and a
+        second for one that our engine has given up.
+        """
         if address in self.info:
             return True
         try:
             instance = self.node.call(bootstrap.find_instance(address, self.node.secret, _ASK_S), _ASK_S + 1.0)
-            if self._is_gone(instance):
+            if self._is_gone(instance) and not self.node.call(self.decoder.answers(instance, _ANSWER_S), _ASK_S):
                 raise bootstrap.NoInstance("the prefill server that was there has ended, and no other has come yet")
         except CrossrailError as error:
             if self._missing.get(address) != str(error):  # SGLang asks again every second

@@ -28,6 +28,7 @@ from crossrail.integrations.sglang.node import Node
 from crossrail.integrations.sglang.state import Poll, Progress
 from crossrail.kv import NOT_YET, KvSender, KvTarget, SendJob, foreign_lease
 from crossrail.kv import messages as m
+from crossrail.kv.job import Doubts
 from crossrail.kv.plan import plan_transfer
 from crossrail.kv.wire import Unreachable
 
@@ -98,6 +99,7 @@ class Prefiller:
         self._rooms: dict[int, Room] = {}
         self._early: dict[Key, _Ask] = {}
         self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
+        self._doubts = Doubts()
         self._over: OrderedDict[int, _Over] = OrderedDict()
 
     async def start(self) -> None:
@@ -256,7 +258,8 @@ class Prefiller:
             return
         if progress.error:
             log.warning("room %d: %s", room.number, progress.error)
-        for key in room.asks:
+        for key, ask in room.asks.items():
+            self._doubts.note(key, ask.job)
             state, detail = ("failed", progress.error) if progress.error else ("written", "")
             self._remember(
                 m.Progress(key[1], key[2], "failed" if state == "failed" else "written", m.clipped(detail)), key
@@ -323,6 +326,7 @@ class Prefiller:
         number = int(parse_rank_name(withdraw.request)[0])
         answer = m.Quiesced(withdraw.request, withdraw.attempt)
         if key in self._ended:
+            self._doubts.check(key)
             return answer
         why = "the decoder gave it up"
         room = self._rooms.get(number)
@@ -335,8 +339,10 @@ class Prefiller:
             self._fail(room, why)
         if ask is not None and ask.job is not None:
             await ask.job.cancel(why)
+            self._doubts.note(key, ask.job)
         if key not in self._ended:
             self._remember(m.Progress(withdraw.request, withdraw.attempt, "failed", why), key)
+        self._doubts.check(key)
         return answer
 
     # ---- time

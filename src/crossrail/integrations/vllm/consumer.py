@@ -179,6 +179,7 @@ class Consumer:
     async def _dispatch(self, load: o.Load, pending: _Pending, target: KvTarget) -> None:
         question = m.Dispatch(target.request, pending.attempt, load.prompt, target.to_wire(), self._options.load_s)
         answers = (m.Dispatched, m.DispatchRefused)
+        self._asker.try_anew(pending.wanted.instance)
         for answer in await self._asker.ask_all(pending.wanted.instance, question, answers, self._options.silent_s):
             if isinstance(answer, m.DispatchRefused):
                 raise LoadFailed(f"the producer refuses: {answer.reason}")

@@ -24,6 +24,7 @@ from crossrail.integrations.vllm import orders as o
 from crossrail.integrations.vllm.options import VllmOptions
 from crossrail.kv import NOT_YET, KvLayout, KvSender, KvTarget, RankMemory, SendJob, foreign_lease
 from crossrail.kv import messages as m
+from crossrail.kv.job import Doubts
 from crossrail.kv.mailbox import Mailbox
 from crossrail.kv.plan import plan_transfer
 from crossrail.kv.sender import Step
@@ -135,6 +136,7 @@ class Producer:
         self._offers: dict[str, _Offer] = {}  # by request
         self._by_transfer: dict[str, _Offer] = {}
         self._ended: OrderedDict[Key, m.Progress] = OrderedDict()
+        self._doubts = Doubts()
         self._over: OrderedDict[str, str] = OrderedDict()  # transfers, and why nobody can have them any more
         mailbox.handle(m.Dispatch, self._on_dispatch)
         mailbox.handle(m.Probe, self._on_probe)
@@ -283,6 +285,7 @@ class Producer:
         offer.ended_ranks.add(parse_rank_name(name)[1])
         progress = m.Progress(name, attempt, "written" if state == "written" else "failed", m.clipped(detail))
         self._remember(ask.key, progress)
+        self._doubts.note(ask.key, ask.job)
         self.counts[state] += 1
         if state == "failed":
             log.warning("transfer %s: %s", name, detail)
@@ -354,6 +357,7 @@ class Producer:
         why = "its decoder withdrew it"
         if ask is not None and ask.job is not None:
             await ask.job.cancel(why)
+            self._doubts.note(key, ask.job)
         elif offer is not None and ask is not None:
             self._end(offer, ask, "failed", why)
         else:
@@ -361,6 +365,7 @@ class Producer:
             if offer is not None:
                 self._heard(transfer_id, tp).ended_ranks.add(rank)
                 self._end_if_over(offer)
+        self._doubts.check(key)
         return m.Quiesced(withdraw.request, withdraw.attempt)
 
     def _heard(self, transfer_id: str, tp: int) -> _Offer:

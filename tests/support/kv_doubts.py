@@ -1,0 +1,62 @@
+"""Peers that an engine has given up although they live: as they were frozen, or cut off, for longer than it waits."""
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+import crossrail as xr
+from crossrail.kv import KvReceiver, SendJob
+from crossrail.kv.wire import EngineWire, Unreachable
+
+
+def give_up(monkeypatch: pytest.MonkeyPatch, wire: EngineWire, *addresses: bytes) -> set[bytes]:
+    """Nothing is sent to these until they are tried anew. Returns those of whom this is still so."""
+    given_up, send = set(addresses), wire.send
+
+    async def send_to_those_that_are_there(to: bytes, packet: bytes) -> None:
+        if to in given_up:
+            raise Unreachable("it is lost")
+        await send(to, packet)
+
+    monkeypatch.setattr(wire, "send", send_to_those_that_are_there)
+    monkeypatch.setattr(wire, "is_lost", lambda address: address in given_up)
+    monkeypatch.setattr(wire, "try_anew", given_up.discard)
+    return given_up
+
+
+class LostTransfer:
+    """Ended because the engine has given its peer up."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        raise xr.PeerLost("the decoder is lost: silent for 10.0 s")
+        yield
+
+    def cancel(self) -> None:
+        """It has ended."""
+
+
+def lose_writes(monkeypatch: pytest.MonkeyPatch, request: str) -> None:
+    """Those of the SendJob of this name."""
+    submit = SendJob._submit
+
+    def submit_in_vain(job: SendJob, what: Any) -> None:
+        if job.request != request:
+            submit(job, what)
+            return
+        job._transfers.append(LostTransfer())
+        job._submitted += 1
+
+    monkeypatch.setattr(SendJob, "_submit", submit_in_vain)
+
+
+def note_fences(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The writers that are fenced off from now on."""
+    fence, fenced = KvReceiver.fence, []
+
+    async def noted_fence(receiver: KvReceiver, writer: str, timeout_s: float) -> None:
+        fenced.append(writer)
+        await fence(receiver, writer, timeout_s)
+
+    monkeypatch.setattr(KvReceiver, "fence", noted_fence)
+    return fenced
