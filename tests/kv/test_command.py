@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +89,16 @@ def test_node_serves_its_metrics_where_it_is_told(services: Services) -> None:
 
     assert refused.wait(WAIT_S) == 1
     assert f"cannot serve metrics at 127.0.0.1:{said[2]}" in services.complaints()
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_router_at_an_ipv6_address_says_its_url(services: Services) -> None:
+    services.place = "[::1]:0"
+    services.kill("router")
+    services.add_router()
+    assert re.fullmatch(r"\[::1\]:\d+", services.place)
+    with pytest.raises(urllib.error.HTTPError, match="503"):  # it has no nodes
+        urllib.request.urlopen(f"http://{services.place}/health", timeout=WAIT_S)
 
 
 async def test_terminated_node_finishes_what_it_has_and_leaves(services: Services) -> None:

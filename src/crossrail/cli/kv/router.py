@@ -68,7 +68,7 @@ async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dic
         serving.start()
         try:
             port = await _listening(front, host, port)
-            click.echo(f"router {name} serves http://{host}:{port}")
+            click.echo(f"router {name} serves http://{f'[{host}]' if ':' in host else host}:{port}")
             await until_ended_or_refused(service.end, serving.refused)
         finally:
             # In this order: requests are not cancelled because their connections end, and clients hear why they do.
