@@ -405,6 +405,35 @@ async def test_prefiller_that_was_missed_and_is_back_has_only_what_it_was_given_
     assert sent[back.address] == 0
 
 
+@pytest.mark.parametrize("role", ["prefiller", "decoder"])
+async def test_nothing_is_kept_of_a_node_that_went_as_it_was_given_a_request(town: Town, role: m.Role) -> None:
+    """Between the question to the decoder and its answer: whoever counts it as a member then never forgets it."""
+    town.router.options = replace(OPTIONS, queue_s=WAIT_S, ask_s=WAIT_S)
+    town.patient()
+    script = await town.add("a")
+    now_s = asyncio.get_running_loop().time()
+    town.router.roster.join(record("p", "prefiller", town.net.wire("p").address), m.Load(), now_s)
+    asked, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def start_late(router: bytes, start: m.Start) -> m.Message:
+        asked.set()
+        await goes_on.wait()
+        return await script.on_start(router, start)
+
+    script.mailbox.handle(m.Start, start_late)
+    client = asyncio.ensure_future(town.complete(count=1000))
+    await asked.wait()
+    (gone,) = town.router.roster.members(role)
+    town.router.roster.remove(gone, "it was not heard of for a lease")
+    goes_on.set()
+    if role == "decoder":  # it goes on at another one
+        await town.add("b")
+    assert await client == [1, 2, 3]
+    placement = town.router._placement
+    assert gone.address not in placement._sent and gone.address not in placement._prefixes._nodes
+    assert not any(placement._sent.values())
+
+
 async def test_decoder_hears_the_end_of_a_request_whose_prefillers_all_gave_long_reasons(town: Town) -> None:
     town.router.options = replace(OPTIONS, attempts_max=1)
     town.patient()

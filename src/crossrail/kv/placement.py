@@ -114,16 +114,19 @@ class Placement:
         return any(address == decoder.address for request, address in self._kept.items() if request != running.request)
 
     def give(self, running: Running, decoder: Member, prefiller: Member | None) -> None:
-        """The decoder has taken it, and asks this prefiller."""
-        running.decoder, running.model, running.is_charged = decoder, decoder.record.model, True
-        self._sent[decoder.address] += _weight(running)
-        self._prefixes.note(decoder.address, running.names)
+        """The decoder has taken it, and asks this prefiller. Of who is gone by now nothing is counted."""
+        running.decoder, running.model, running.is_charged = decoder, decoder.record.model, self._is_member(decoder)
+        if running.is_charged:
+            self._sent[decoder.address] += _weight(running)
+            self._prefixes.note(decoder.address, running.names)
         self.assign(running, prefiller)
 
     def assign(self, running: Running, prefiller: Member | None) -> None:
         """Counts the prompt as work of its prefiller, from now on until it has another or ends."""
         if running.prefiller is not None:
             self._discharge(running.prefiller, len(running.prompt))
+        if prefiller is not None and not self._is_member(prefiller):
+            prefiller = None
         running.prefiller = prefiller
         if prefiller is not None:
             self._sent[prefiller.address] += len(running.prompt)
@@ -144,6 +147,9 @@ class Placement:
     def _candidate(self, member: Member, running: Running) -> Candidate:
         waiting = max(member.load.queued_tokens, self._sent[member.address])
         return Candidate(member, waiting, self._prefixes.match(member.address, running.names) * _PREFIX_TOKENS)
+
+    def _is_member(self, node: Member) -> bool:
+        return any(member is node for member in self._membership.members(node.record.role))
 
     def _discharge(self, member: Member, tokens: int) -> None:
         if member.address in self._sent:  # else it is gone, and forgotten
