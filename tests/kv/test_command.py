@@ -114,6 +114,19 @@ async def test_terminated_node_finishes_what_it_has_and_leaves(services: Service
     assert services.nodes() == {}
 
 
+async def test_terminated_node_whose_output_nobody_reads_finishes_what_it_has(services: Services) -> None:
+    services.add("prefiller", "p0")
+    decoder = services.add("decoder", "d0")
+    services.joined("p0", "d0")
+    assert decoder.stdout is not None
+    decoder.stdout.close()
+    asking = Asking(services)
+    busy_prefiller(services)
+    services.signal("d0", signal.SIGTERM)
+    assert asking.result() == await monolithic()
+    assert decoder.wait(WAIT_S) == 0
+
+
 def test_nodes_end_with_whoever_started_them_whatever_is_under_way(tmp_path: Path) -> None:
     services = Services(tmp_path / "stderr", silent_s=2 * WAIT_S)  # nothing that takes so long is to be waited for
     try:

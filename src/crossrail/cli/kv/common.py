@@ -115,6 +115,14 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
             wire.close()
 
 
+def tell(words: str) -> None:
+    """A line on stdout. A service goes on when whoever read there is gone, as `head -1` behind a pipe."""
+    try:
+        click.echo(words)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what else is said, and what is left of this line
+
+
 async def until_ended_or_refused(end: EndWanted, refused: asyncio.Future[None]) -> None:
     """Raises what somebody has against the service, as soon as that is known."""
     ended = asyncio.ensure_future(end.wait())

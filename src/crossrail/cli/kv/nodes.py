@@ -18,6 +18,7 @@ from crossrail.cli.kv.common import (
     options_of,
     parse_options,
     service_options,
+    tell,
     until_ended_or_refused,
 )
 from crossrail.cli.service import together
@@ -112,15 +113,15 @@ async def _serve(kind: type[Node], options: dict[str, Any]) -> None:
         if presence is not None:
             presence.start()
         try:
-            click.echo(f"{kind.role} {name}: {model.name}, {model.layout.describe()}")
+            tell(f"{kind.role} {name}: {model.name}, {model.layout.describe()}")
             if (port := options["metrics_port"]) is not None:
                 metrics = serve_metrics(service.engine, port=port, host=options["metrics_host"])
-                click.echo(f"{kind.role} {name}: metrics at {stack.enter_context(metrics).url}")
+                tell(f"{kind.role} {name}: metrics at {stack.enter_context(metrics).url}")
             await until_ended_or_refused(service.end, node.refused)
             if service.end.is_deserted:
                 await node.drain(0.0)  # nobody waits for what is under way, nor reads what we say
             else:
-                click.echo(f"{kind.role} {name}: ending, after what is under way")
+                tell(f"{kind.role} {name}: ending, after what is under way")
                 if not await node.drain(options["drain_s"]):
                     click.echo(f"{kind.role} {name}: not all was finished within {options['drain_s']:g} s", err=True)
         finally:

@@ -14,6 +14,7 @@ from crossrail.cli.kv.common import (
     opened,
     options_of,
     service_options,
+    tell,
     until_ended_or_refused,
 )
 from crossrail.errors import CrossrailError, UsageError
@@ -68,7 +69,7 @@ async def _serve(host: str, port: int, tokenizer: Tokenizer | None, options: dic
         serving.start()
         try:
             port = await _listening(front, host, port)
-            click.echo(f"router {name} serves http://{f'[{host}]' if ':' in host else host}:{port}")
+            tell(f"router {name} serves http://{f'[{host}]' if ':' in host else host}:{port}")
             await until_ended_or_refused(service.end, serving.refused)
         finally:
             # In this order: requests are not cancelled because their connections end, and clients hear why they do.
