@@ -120,7 +120,7 @@ async def test_router_killed_at_a_step(services: Services, step: str, seed: Seed
 
 async def test_terminated_router_tells_its_clients_and_the_next_one_has_the_answer(services: Services) -> None:
     """It waits for no request, which may take hours: its decoder goes on, as when it is killed."""
-    long = msgspec.structs.replace(SAMPLING, max_tokens=600)  # some seconds of decoding
+    long = msgspec.structs.replace(SAMPLING, max_tokens=200)  # most of a second of decoding
     asking = Asking(services, long, "terminated")
     reach("decoding", services, asking, random.Random(0))
     services.signal("router", signal.SIGTERM)
