@@ -111,6 +111,14 @@ def test_write_left_out_and_write_doubled_refused(inventories: INVENTORIES) -> N
             check_plan(replace(plan, writes=doubled), *inventories)
 
 
+def test_part_that_nothing_is_gathered_for_refused(inventories: INVENTORIES) -> None:
+    plan = make_plan(*inventories, PlanOptions(write_bytes_min=1))
+    for part in range(len(plan.parts)):
+        left = plan.gathers[plan.gathers["part"] != part]
+        with pytest.raises(PlanError, match="gathered by none"):
+            check_plan(replace(plan, gathers=left), *inventories)
+
+
 def test_two_writes_exchanged_refused(inventories: INVENTORIES) -> None:
     # Every byte is written exactly once, only not by what belongs there.
     plan = make_plan(*inventories, PlanOptions(write_bytes_min=1))

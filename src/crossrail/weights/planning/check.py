@@ -183,7 +183,9 @@ def _check_outputs(plan: Plan) -> None:
     fits = task["direct"] | (outputs["offset"] + outputs["nbytes"] <= task["buffer_bytes"])
     _demand(fits, plan, "has an output that ends behind its buffer")
 
-    gathers = plan.gathers[plan.part_gathers[:-1][outputs["part"]]] if len(outputs) else plan.gathers[:0]
+    first = plan.part_gathers[:-1][outputs["part"]]
+    _demand(first < plan.part_gathers[1:][outputs["part"]], plan, "has a part that is gathered by none")
+    gathers = plan.gathers[first]
     extent = outputs["stop"] - outputs["start"]
     dtypes = np.array([dtype_code(param.dtype) for param in plan.params], np.int64)[part["param"]]
     ready = (
