@@ -136,6 +136,15 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
+def test_checkpoint_is_closed_while_an_exception_holds_its_arrays(engine: xr.Engine, tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", {"w": np.zeros((1, 1, 1, 1, 1, 1, 4), np.uint16)})
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(xr.UsageError, match=r"'w': shape .* has more than 5 dimensions") as refused:
+        checkpoint.memory(engine, 0, 1)
+    assert refused.traceback  # whose frames have the array
+    checkpoint.close()
+
+
 def test_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(xr.UsageError, match=r"no \.safetensors file"):
         Checkpoint(tmp_path)

@@ -57,7 +57,6 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._maps: list[mmap.mmap] = []
         self._tensors: dict[str, _Tensor] = {}
         self._refused: dict[str, str] = {}  # why, by name
         files, indexed = _files(Path(path))
@@ -99,10 +98,8 @@ class Checkpoint:
         return memory
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. A file is unmapped once nobody has an array of it: an exception on its way here may have some."""
         self._tensors.clear()
-        while self._maps:
-            self._maps.pop().close()
 
     def _tensor(self, name: str) -> _Tensor:
         if name in self._refused:
@@ -141,7 +138,6 @@ class Checkpoint:
             raise UsageError(f"{file}: {length} bytes, a safetensors file has more")
         with file.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        self._maps.append(mapped)
         header_bytes = int.from_bytes(mapped[:_LENGTH_BYTES], "little")
         begin = _LENGTH_BYTES + header_bytes
         if header_bytes > _HEADER_BYTES_MAX or begin > length:
