@@ -136,6 +136,40 @@ def test_tensors_that_overlap_are_refused(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("offsets", [(0, 8), (8, 16)], ids=["of the same bytes", "of others"])
+def test_name_that_is_twice_in_a_header_is_refused(tmp_path: Path, offsets: tuple[int, int]) -> None:
+    first, second = (f'"dtype": "BF16", "shape": [{shape}], ' for shape in ("4", "2, 2"))
+    header = f'{{"w": {{{first}"data_offsets": [0, 8]}}, "w": {{{second}"data_offsets": {list(offsets)}}}}}'.encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(offsets[1])
+    (tmp_path / "a.safetensors").write_bytes(data)
+    with pytest.raises(xr.UsageError, match=r"a\.safetensors: .*'w' is there 2 times"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "nbytes", "why"),
+    [
+        ([[8, 16], [16, 24]], 24, "between the header and 'w' lie 8 bytes"),
+        ([[0, 8], [10, 18]], 18, "between 'w' and 'v' lie 2 bytes"),
+        ([[0, 8], [8, 16]], 17, "'v' ends at 16, and what follows the header at 17"),
+    ],
+)
+def test_bytes_of_no_tensor_are_refused(tmp_path: Path, offsets: list[list[int]], nbytes: int, why: str) -> None:
+    entries = [{"dtype": "BF16", "shape": [4], "data_offsets": place} for place in offsets]
+    header = json.dumps(dict(zip("wv", entries, strict=True))).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(nbytes))
+    with pytest.raises(xr.UsageError, match=why):
+        Checkpoint(tmp_path)
+
+
+def test_file_cut_off_in_a_tensor_of_an_unknown_type_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    write(file, {"packed": np.zeros(4, np.uint16)}, dtype="F4", shape=[16])
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(xr.UsageError, match="'packed' ends at 8, and what follows the header at 7"):
+        Checkpoint(tmp_path)
+
+
 def test_checkpoint_is_closed_while_an_exception_holds_its_arrays(engine: xr.Engine, tmp_path: Path) -> None:
     write(tmp_path / "a.safetensors", {"w": np.zeros((1, 1, 1, 1, 1, 1, 4), np.uint16)})
     checkpoint = Checkpoint(tmp_path)

@@ -6,8 +6,10 @@ tensors. Files are mapped, not read: pages come in as they are written to infere
 
 from __future__ import annotations
 
+import json
 import mmap
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -148,6 +150,7 @@ class Checkpoint:
             raise UsageError(f"{file}: no safetensors header: {error}") from None
         header.pop("__metadata__", None)
         entries = {name: _entry_of(file, name, raw) for name, raw in header.items()}
+        _check_once(file, mapped[_LENGTH_BYTES:begin])
         _check_apart(file, entries)
         for name, tensor in entries.items():
             if name in self._tensors or name in self._refused:
@@ -159,6 +162,7 @@ class Checkpoint:
                     f"{file}: {name!r} is of {tensor.dtype}, which is none of {', '.join(_DTYPES)}. Next: leave it out "
                     "(crossrail weights load --ignore), or convert it"
                 )
+        _check_filled(file, entries, length - begin)
         return [*entries]
 
 
@@ -167,6 +171,34 @@ def _entry_of(file: Path, name: str, raw: msgspec.Raw) -> _Entry:
         return msgspec.json.decode(raw, type=_Entry)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{file}: {name!r}: {error}") from None
+
+
+def _check_once(file: Path, header: bytes) -> None:
+    """No name twice, which the format forbids: of two tensors a decoder keeps one, and does not say so."""
+
+    def checked(pairs: list[tuple[str, object]]) -> None:
+        name, count = Counter(name for name, _ in pairs).most_common(1)[0] if pairs else ("", 1)
+        if count > 1:
+            raise UsageError(f"{name!r} is there {count} times")
+
+    try:
+        json.loads(header, object_pairs_hook=checked)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file}: no safetensors header: {error}") from None
+
+
+def _check_filled(file: Path, entries: Mapping[str, _Entry], length: int) -> None:
+    """All bytes behind the header are of tensors, as the format demands: else they are not those that it tells of.
+
+    entries: apart from each other.
+    """
+    end, before = 0, "the header"
+    for (begin, stop), name in sorted((entry.data_offsets, name) for name, entry in entries.items()):
+        if begin > end:
+            raise UsageError(f"{file}: between {before} and {name!r} lie {begin - end} bytes that are of no tensor")
+        end, before = stop, repr(name)
+    if end != length:
+        raise UsageError(f"{file}: {before} ends at {end}, and what follows the header at {length}")
 
 
 def _check_apart(file: Path, entries: Mapping[str, _Entry]) -> None:
