@@ -56,6 +56,12 @@ def test_plan_from_inventories(tmp_path: Path) -> None:
     assert "1 trainer to 1 target" in run("weights", "plan", *files)
 
 
+def test_plan_of_more_pipeline_stages_than_layers() -> None:
+    shown = run("weights", "plan", "qwen3-235b", "--layers", 1, "--trainers", 4, "--pipeline", 4, "--targets", 2)
+
+    assert "4 trainers to 2 targets" in shown
+
+
 def test_sim_says_how_long_and_what_bounds_it(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
 

@@ -182,7 +182,7 @@ def trainer_inventory(model: ModelShape, cluster: Cluster, rank: int) -> Invento
     first, last = (-1 if stage == 0 else first), (layers + 1 if stage == cluster.pipeline - 1 else last)
     here = [tensor for tensor in tensors if first <= tensor.layer < last]
     rows = _rows(here)
-    expert = np.array([tensor.expert for tensor in here])
+    expert = np.array([tensor.expert for tensor in here], bool)  # of a stage without layers there are none
     group, shard = divmod(within, cluster.fsdp)
     _split(rows, expert, group, cluster.expert_parallel)
     _split(rows, expert, shard, cluster.fsdp)
@@ -252,4 +252,4 @@ def _inventory(role: str, rank: int, names: list[str], meshes: list[str], rows: 
     ends = np.cumsum(padded)
     rows["offset"] = ends - padded
     assert role in ("trainer", "target")
-    return Inventory(role, rank, [RegionInfo(b"", int(ends[-1]))], names, meshes, rows)  # type: ignore[arg-type]
+    return Inventory(role, rank, [RegionInfo(b"", int(padded.sum()))], names, meshes, rows)  # type: ignore[arg-type]
