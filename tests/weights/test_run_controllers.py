@@ -77,6 +77,27 @@ async def test_trainer_that_does_not_say_how_far_it_is_does_not_end_the_telling(
     assert calls.count("write") >= 3 and next(refusals, None) is None
 
 
+async def test_asking_that_is_cancelled_as_one_of_those_asked_fails_ends(
+    make_fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An update that ends cancels who asks how far trainers are, and waits for that.
+    fleet = make_fleet(trainer_count=2)
+    controller = await fleet.start(targets=[0])
+    silent = asyncio.Event()
+
+    async def ask(to: bytes, *_: Any) -> Any:
+        if to == fleet.trainers[0].memory.engine.address.to_bytes():
+            await silent.wait()
+        asking.cancel()
+        raise NoAnswer("it is busy")
+
+    monkeypatch.setattr(controller._mailbox, "ask", ask)
+    trainers = controller._of("trainer")
+    asking = asyncio.ensure_future(controller._all(trainers, lambda _: m.AskProgress(), m.Progress, PATIENCE_S))
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
 async def test_second_update_at_the_same_time_is_refused(make_fleet: MakeFleet) -> None:
     fleet = make_fleet()
     await fleet.start()

@@ -345,7 +345,13 @@ class WeightController:
 
         tasks = [asyncio.ensure_future(one(member)) for member in members]
         try:
-            return list(await asyncio.gather(*tasks))
+            # Not gather(): who is cancelled in it as one of these fails gets that failure, and may go on with it.
+            if tasks:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
