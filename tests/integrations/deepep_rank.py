@@ -65,6 +65,15 @@ class _Rank:
         handle: Handle = received[2]
         out = torch.empty(sent.x.shape, dtype=torch.bfloat16)
         y = experts(work, self.rank, handle.shape)
+        refused = [(sent.weights.double(), None, "topk_weights is torch.float64")]
+        refused += [(sent.weights, torch.empty((1, 1), dtype=torch.bfloat16), "out has shape (1, 1)")]
+        for weights, target, complaint in refused:  # and nothing was sent: the round goes on
+            try:
+                self.buffer.low_latency_combine(y, sent.topk_idx, weights, handle, out=target, return_recv_hook=True)
+            except CrossrailError as error:
+                assert complaint in str(error), error
+            else:
+                raise AssertionError(f"accepted, though {complaint}")
         combined, event, hook = self.buffer.low_latency_combine(
             y, sent.topk_idx, sent.weights, handle, out=out, async_finish=True
         )

@@ -195,6 +195,18 @@ def test_calls_out_of_order_are_refused(alone: AllToAll) -> None:
         alone.combine_recv(got, BATCH.weights)
 
 
+def test_a_combine_that_is_refused_has_sent_nothing(alone: AllToAll) -> None:
+    got = alone.dispatch(BATCH.x, BATCH.scales, BATCH.indices)
+    y = np.zeros((got.rows, HIDDEN), np.float32)
+    with pytest.raises(xr.UsageError, match="weights is"):
+        alone.combine(y, got, BATCH.weights.astype(np.float64))
+    with pytest.raises(xr.UsageError, match="out has shape"):
+        alone.combine(y, got, BATCH.weights, out=np.zeros((1, HIDDEN), np.float32))
+    assert not alone.combine(y, got, BATCH.weights).any()
+    with pytest.raises(xr.UsageError, match=r"combine_send of round 1, which has had combine_recv"):
+        alone.combine(y, got, BATCH.weights)
+
+
 def test_a_closed_part_is_refused_and_closing_again_does_nothing(alone: AllToAll) -> None:
     got = alone.dispatch(BATCH.x, BATCH.scales, BATCH.indices)
     before = got.x.copy()

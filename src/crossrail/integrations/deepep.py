@@ -242,10 +242,14 @@ class Buffer:
             raise UsageError(f"x has shape {tuple(x.shape)}, must have {tuple(handle.shape)} of the dispatch")
         if topk_idx is not handle.topk_idx and not torch.equal(topk_idx, handle.topk_idx):
             raise UsageError("topk_idx is not that of the dispatch")
+        shape = (len(topk_idx), x.shape[2])
+        # Before anything is sent: what is refused now may be called again.
+        _check("topk_weights", topk_weights, torch.float32, 2, topk_idx.shape)
+        if out is not None:
+            _check("out", out, out.dtype, 2, shape)
         buffer = self.get_next_low_latency_combine_buffer(handle)
         if zero_copy and x.data_ptr() != buffer.data_ptr():
             raise UsageError("zero_copy: x must be what get_next_low_latency_combine_buffer gave for this handle")
-        shape = (len(topk_idx), x.shape[2])
         combined = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if out is None else out
         exchange, dispatched = handle.exchange, handle.received()
         exchange.combine_send(x.view(-1, x.shape[2]), dispatched)
@@ -319,11 +323,15 @@ def _check_finish(async_finish: bool, return_recv_hook: bool) -> None:
         raise UsageError("async_finish and return_recv_hook exclude each other")
 
 
-def _check(argument: str, tensor: torch.Tensor, dtype: torch.dtype, dimensions: int) -> None:
+def _check(
+    argument: str, tensor: torch.Tensor, dtype: torch.dtype, dimensions: int, shape: tuple[int, ...] | None = None
+) -> None:
     if tensor.dtype != dtype or tensor.dim() != dimensions or not tensor.is_contiguous():
         raise UsageError(
             f"{argument} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}, must be "
             f"{dtype}, contiguous, of {dimensions} dimensions"
         )
+    if shape is not None and tuple(tensor.shape) != tuple(shape):
+        raise UsageError(f"{argument} has shape {tuple(tensor.shape)}, must have {tuple(shape)}")
     if tensor.device.type not in ("cpu", "cuda"):
         raise UsageError(f"{argument} is on {tensor.device}, must be in host memory or on one of NVIDIA's GPUs")

@@ -282,10 +282,16 @@ class AllToAll:
         self, y: Any, dispatched: Dispatched, weights: Any | None = None, *, out: Any | None = None,
         accumulate: bool = False,
     ) -> Any:  # fmt: skip
-        """combine_send and combine_recv. After a WaitTimeout combine_recv(dispatched, ...) goes on."""
+        """combine_send and combine_recv. After a WaitTimeout combine_recv(dispatched, ...) goes on. After a UsageError
+        nothing was sent.
+        """
+        self._check_usable()
+        opened = dispatched.round
+        opened.require(Stage.RECEIVED, "combine_send")
+        sums, factors = self._sums_given(opened, weights, out, accumulate)
         self.combine_send(y, dispatched)
         try:
-            return self.combine_recv(dispatched, weights, out=out, accumulate=accumulate)
+            return self._sum(opened, sums, factors, out, accumulate)
         except WaitTimeout as error:
             raise WaitTimeout(f"{error}. Our part is sent: go on by combine_recv(), not by combine()") from None
 
@@ -331,7 +337,12 @@ class AllToAll:
         self._check_usable()
         opened = answered.round if isinstance(answered, Dispatched) else answered
         opened.require(Stage.RETURNED, "combine_recv")
-        config, memory, parity = self.config, self._memory, opened.number % PARITIES
+        sums, factors = self._sums_given(opened, weights, out, accumulate)
+        return self._sum(opened, sums, factors, out, accumulate)
+
+    def _sums_given(self, opened: Round, weights: Any | None, out: Any | None, accumulate: bool) -> tuple[Any, Any]:
+        """Where sums go, and their weights. UsageError."""
+        config, memory = self.config, self._memory
         if accumulate and out is None:
             raise UsageError("accumulate is set and out is None: there is nothing to add to")
         if weights is not None and config.node_sums:
@@ -341,6 +352,11 @@ class AllToAll:
             raise UsageError("weights is None, and dispatch was given none")
         shape = (opened.tokens, config.hidden)
         sums = memory.empty(shape, config.out_dtype) if out is None else memory.given(out, "out", OUT_DTYPES, shape)
+        return sums, factors
+
+    def _sum(self, opened: Round, sums: Any, factors: Any, out: Any | None, accumulate: bool) -> Any:
+        """Waits for all results. Ends the round."""
+        config, memory, parity = self.config, self._memory, opened.number % PARITIES
         absent = self._peers.wait_results(opened, self.timeout_s)
         where = masking.drop_results(config, opened.where, opened.indices, absent)
         if opened.tokens > 0:
