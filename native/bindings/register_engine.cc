@@ -231,7 +231,12 @@ void register_engine(nb::module_& module) {
             for (const PeerRef& peer : self.group->peers()) list.append(AddressHandle(peer->shared_address()));
             return list;
           },
-          nb::sig("def peers(self) -> list[Address]"));
+          nb::sig("def peers(self) -> list[Address]"))
+      .def("__repr__", [](const PeerGroupHandle& self) {
+        const size_t count = self.group->size();
+        return "<PeerGroup of " + std::to_string(count) + (count == 1 ? " peer" : " peers") +
+               (self.removed ? ", removed>" : ">");
+      });
 
   nb::class_<EngineHandle> engine(module, "Engine", nb::type_slots(slots));
   engine

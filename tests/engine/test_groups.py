@@ -16,6 +16,14 @@ def test_group_keeps_its_order(engine: xr.Engine, other: xr.Engine) -> None:
     assert list(group.peers) == peers
 
 
+def test_group_says_what_it_is(engine: xr.Engine, other: xr.Engine) -> None:
+    group = engine.add_peer_group([other.address, engine.address])
+    assert repr(group) == "<PeerGroup of 2 peers>"
+
+    engine.remove_peer_group(group)
+    assert repr(group) == "<PeerGroup of 2 peers, removed>"
+
+
 def test_group_takes_addresses_as_bytes(engine: xr.Engine, other: xr.Engine) -> None:
     group = engine.add_peer_group([other.address.to_bytes()])
 
