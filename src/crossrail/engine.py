@@ -21,7 +21,7 @@ from crossrail._notify import Callbacks, CallbackThread, log, log_raised, weakly
 from crossrail._ordered import OrderedWeakSet
 from crossrail._text import plain
 from crossrail.counters import ImmCounter
-from crossrail.errors import TransportError, UsageError
+from crossrail.errors import EngineClosed, TransportError, UsageError
 from crossrail.flight import default_directory, parse_dump
 from crossrail.messages import ReceivePool
 from crossrail.peers import EngineEvent, Explanation, Heartbeat, PathExplanation
@@ -205,6 +205,8 @@ class Engine(_core.Engine):
         self._callbacks.close(_CALLBACK_PATIENCE_S)
 
     def __enter__(self) -> Engine:
+        if self.closed:
+            raise EngineClosed(f"engine {self.name!r} is closed")
         return self
 
     def __exit__(
@@ -213,7 +215,7 @@ class Engine(_core.Engine):
         self.close()
 
     async def __aenter__(self) -> Engine:
-        return self
+        return self.__enter__()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -175,6 +175,16 @@ def test_engine_is_a_context_manager() -> None:
     assert engine.closed
 
 
+async def test_closed_engine_is_not_entered_again(engine: xr.Engine) -> None:
+    engine.close()
+
+    with pytest.raises(xr.EngineClosed, match="is closed"), engine:
+        pass
+    with pytest.raises(xr.EngineClosed, match="is closed"):
+        async with engine:
+            pass
+
+
 async def test_engine_is_an_asynchronous_context_manager() -> None:
     """Its close waits off the loop, which goes on and ends what the engine waits for."""
     async with xr.Engine("here") as engine, xr.Engine("other") as other:
