@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,13 @@ def test_tables_fit_any_terminal(columns: str, tmp_path: Path) -> None:
     assert max(len(line.rstrip()) for line in console.export_text().splitlines()) <= int(columns)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(1.428, "1.43x"), (0.0035, "0.0035x"), (0.034, "0.034x"), (0.0, "0.00x"), (4711.0, "5e+03x")]
+)
+def test_ratio_far_from_1_says_something(ratio: float, text: str) -> None:
+    assert text in report.one_line(figure("one", [ratio] * 4, limit=1.0)).split()
+
+
 # --- pictures and pages ---
 
 CURVES = [
@@ -291,9 +300,45 @@ def test_picture_of_no_known_kind_is_refused_before_the_work(tmp_path: Path) -> 
 def test_picture_draws_curves_limits_and_distribution(tmp_path: Path) -> None:
     file = tmp_path / "out.svg"
     plot.write_plot(file, all_kinds())
-    words = " ".join(text.text or "" for text in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text"))
+    words = " ".join(words_of(file))
     for expected in ("write, 16 in flight", "limit: memcpy", "1 KiB", "1 MiB", "share of round trips", "barred <b>"):
         assert expected in words
+
+
+def wide() -> list[Figure]:
+    """Ratios from 0.0002 to 200, and the longest names that limits and measures have."""
+    ratios = [figure(f"r{value}", [value] * 4, unit="M/s", limit=1.0) for value in (0.0002, 1.0, 200.0)]
+    ratios[0].measure = replace(ratios[0].measure, title="posting alone, 8-byte writes, beside it unrecorded")
+    curves = [
+        figure(f"{kind}-{nbytes}", STEADY, point=Point(kind, nbytes, window))
+        for kind, window in (("private write", 16), ("paged", 2), ("write", 16), ("write", 1))
+        for nbytes in (65536, 1 << 20)
+    ]
+    for curve in curves[2:4]:
+        curve.measure = replace(curve.measure, limit="memcpy of the same pages")
+    return [*curves, *ratios]
+
+
+def words_of(picture: Path) -> list[str]:
+    return [text.text or "" for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_picture_is_not_cut_off_at_its_sides(tmp_path: Path) -> None:
+    """As the names of limits below the curves were."""
+    plot.write_plot(tmp_path / "out.png", wide())
+
+    pixels = importlib.import_module("matplotlib.image").imread(tmp_path / "out.png")[..., :3]
+
+    assert (pixels[:, [0, -1]] == 1.0).all()
+
+
+def test_numbers_below_ratios_leave_each_other_room(tmp_path: Path) -> None:
+    """Over many powers of ten there is none between them."""
+    plot.write_plot(tmp_path / "wide.svg", wide())
+    plot.write_plot(tmp_path / "narrow.svg", [figure("one", [2.0] * 4, limit=1.0), figure("two", [0.5] * 4, limit=1.0)])
+
+    assert {"0.001", "100"} <= set(words_of(tmp_path / "wide.svg")) and "0.002" not in words_of(tmp_path / "wide.svg")
+    assert {"0.5", "2"} <= set(words_of(tmp_path / "narrow.svg"))
 
 
 class Reader(HTMLParser):

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from crossrail.cli.bench.interval import Interval, of_quotient
-from crossrail.cli.bench.report import ratio_end
+from crossrail.cli.bench.report import ratio_text
 from crossrail.cli.bench.saved import Saved, read_json
 from crossrail.cli.bench.spec import Result
 from crossrail.errors import UsageError
@@ -169,7 +169,7 @@ def _table(comparison: Comparison, width: int) -> Table:
             "better by": f"{change.quotient:.2f}x",
             "95 %": ""
             if change.interval is None
-            else f"{ratio_end(change.interval.low)}-{ratio_end(change.interval.high)}x",
+            else f"{ratio_text(change.interval.low)}-{ratio_text(change.interval.high)}x",
         }
         verdict = f"[{style}]{change.verdict}[/{style}]" if style else change.verdict
         label = escape(change.title if wide else change.name)

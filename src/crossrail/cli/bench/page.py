@@ -14,7 +14,7 @@ from typing import Any
 
 from crossrail.cli.bench.compare import Comparison
 from crossrail.cli.bench.plot import can_plot, svgs
-from crossrail.cli.bench.report import figure, interval_text, ratio_end
+from crossrail.cli.bench.report import figure, interval_text, ratio_text
 from crossrail.cli.bench.saved import Saved
 from crossrail.cli.bench.spec import Result
 
@@ -93,7 +93,7 @@ def _figures(results: list[Result]) -> Iterator[str]:
         about = " &middot; ".join(
             _text(word) for word in (measure.name, result.path, result.note, result.error) if word
         )
-        ratio = "" if result.ratio is None else f"{result.ratio:.2f}x"
+        ratio = "" if result.ratio is None else f"{ratio_text(result.ratio)}x"
         limit = figure(result.limit) + (f"<small>{_text(measure.limit)}</small>" if measure.limit else "")
         rows.append((
             f"{_text(measure.title)}<small>{about}</small>", figure(result.value), _text(measure.unit), limit, ratio,
@@ -116,7 +116,7 @@ def _ratio_picture(result: Result) -> str:
     if bar is not None and bar.of == "ratio":
         at = f"{_across(bar.bound):.1f}"
         parts.append(f'<line class="goal" x1="{at}" x2="{at}" y1="1" y2="15"/>')
-    label = f"{result.ratio:.2f} of the limit"
+    label = f"{ratio_text(result.ratio)} of the limit"
     return f'<svg width="120" height="16" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
@@ -167,7 +167,9 @@ def _changes(comparison: Comparison) -> Iterator[str]:
     head = ("measure", "old", "new", "of", "better by", "95 %", "verdict")
     rows = []
     for change in comparison.changes:
-        ends = "" if change.interval is None else f"{ratio_end(change.interval.low)}-{ratio_end(change.interval.high)}x"
+        ends = (
+            "" if change.interval is None else f"{ratio_text(change.interval.low)}-{ratio_text(change.interval.high)}x"
+        )
         of = "limit" if change.by == "ratio" else _text(change.unit)
         rows.append((
             f"{_text(change.title)}<small>{_text(change.name)}</small>", f"{change.old:.3g}", f"{change.new:.3g}", of,

@@ -47,6 +47,7 @@ _CURVE_IN = 4.6
 _TITLE_IN = 1.3
 _ROW_IN = 0.34
 _PERCENTILES = (50, 99)
+_MINOR_SPAN_MAX = 1e4  # over more powers of ten, numbers between them run into each other
 
 # Draws one panel into axes.
 _Draw = Callable[[Any, list[Result]], None]
@@ -171,7 +172,7 @@ def _draw_throughput(axes: Any, results: list[Result]) -> None:
     axes.set_ylabel("GB/s (10⁹ bytes)")
     axes.set_xlabel("bytes of one operation; of paged writes, of one page")
     axes.set_title("Throughput against size; shaded: 95 % of the median")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.0, -0.13), ncols=3)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.0, -0.13), ncols=2)
 
 
 def _points(results: Iterable[Result]) -> Iterable[tuple[Point, Result]]:
@@ -244,8 +245,10 @@ def _draw_latency(axes: Any, results: list[Result]) -> None:
 
 def _few_minor_labels(axes: Any, formatter: Any) -> None:
     """Numbers between powers of ten, as far as there is room: at 2 and 5."""
-    axes.xaxis.set_minor_locator(importlib.import_module("matplotlib.ticker").LogLocator(subs=(2, 5)))
-    axes.xaxis.set_minor_formatter(formatter)
+    ticker = importlib.import_module("matplotlib.ticker")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5)))
+    axes.xaxis.set_minor_formatter(formatter if high / low <= _MINOR_SPAN_MAX else ticker.NullFormatter())
     axes.tick_params(axis="x", which="minor", labelsize=7)
 
 
@@ -277,4 +280,4 @@ def _draw_ratios(axes: Any, results: list[Result]) -> None:
     _few_minor_labels(axes, formatter)
     axes.set_ylim(-0.6, len(shown) - 0.4)
     axes.set_xlabel("value / limit of this machine in the same run; line: 95 % of the median, red: bar to reach")
-    axes.set_title("Beside the machine's limits")
+    axes.set_title("Beside the machine's limits; better is more of rates, less of times")

@@ -22,7 +22,7 @@ __all__ = [
     "interval_text",
     "make_table",
     "one_line",
-    "ratio_end",
+    "ratio_text",
     "warn_if_busy",
 ]
 
@@ -73,7 +73,7 @@ def _cells(result: Result) -> dict[str, str]:
         "value": figure(result.value),
         "unit": escape(measure.unit),
         "limit": figure(result.limit),
-        "ratio": "" if result.ratio is None else f"{result.ratio:.2f}x",
+        "ratio": "" if result.ratio is None else f"{ratio_text(result.ratio)}x",
         "95 %": interval_text(result),
         "bar": str(measure.bar) if measure.bar else "",
         "": _VERDICT_STYLE[result.verdict],
@@ -83,13 +83,15 @@ def _cells(result: Result) -> dict[str, str]:
 def interval_text(result: Result) -> str:
     """ "1.38-1.47x" of the ratio; where there is no limit "4.05-4.31", of the figure. Empty with too few runs."""
     if result.ratio is not None:
-        return _ends(result.ratio_interval, ratio_end, "x")
+        return _ends(result.ratio_interval, ratio_text, "x")
     return _ends(result.value_interval, figure, "")
 
 
-def ratio_end(value: float) -> str:
-    """Of an interval of ratios: of three wild runs it may be far away, and is not to break the table."""
-    return f"{value:.2f}" if value < 1000 else f"{value:.0e}"
+def ratio_text(value: float) -> str:
+    """1.43; small ones, of which 0.00 would say nothing, as 0.0035; an end of a wild interval as 5e+03."""
+    if 0.001 <= value < 0.1:
+        return f"{value:.2g}"
+    return f"{value:.2f}" if 0.1 <= value < 1000 or value == 0 else f"{value:.0e}"
 
 
 def _ends(interval: Interval | None, text: Callable[[float], str], unit: str) -> str:
@@ -104,7 +106,7 @@ def warn_if_busy(busy: float, console: Console) -> None:
 
 def one_line(result: Result) -> str:
     """For a log: there is no bar there to look at meanwhile."""
-    ratio = "" if result.ratio is None else f"{result.ratio:.2f}x"
+    ratio = "" if result.ratio is None else f"{ratio_text(result.ratio)}x"
     words = (
         figure(result.value),
         result.measure.unit,
