@@ -208,7 +208,9 @@ async def test_timeline_of_a_request(cluster: Cluster, url: str, client: aiohttp
         events = (await response.json())["traceEvents"]
     assert {event["name"] for event in events if event["ph"] == "X"} == set(names)
     async with client.get(url + "/v1/requests/r1/timeline.svg") as response:
-        assert response.content_type == "image/svg+xml" and (await response.text()).count("<rect") == len(names) + 1
+        picture = await response.text()
+        assert response.content_type == "image/svg+xml" and picture.count("<rect") == len(names) + 1
+        assert ">0.0 ms</text>" in picture  # what is below it says its unit
     async with client.get(url + "/v1/requests/r2") as response:
         assert response.status == 404
 

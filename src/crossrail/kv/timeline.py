@@ -90,7 +90,8 @@ def picture(title: str, spans: Sequence[Span]) -> str:
             )
     for tick in range(6):
         x = _LEFT + tick / 5 * _WIDTH
-        parts.append(f'<text x="{x:.0f}" y="{height - 10}" text-anchor="middle">{tick / 5 * total_s * 1e3:.1f}</text>')
+        at_ms = f"{tick / 5 * total_s * 1e3:.1f} ms"
+        parts.append(f'<text x="{x:.0f}" y="{height - 10}" text-anchor="middle">{at_ms}</text>')
     return "\n".join([*parts, "</svg>"])
 
 
