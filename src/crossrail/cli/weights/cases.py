@@ -63,11 +63,11 @@ class Case:
 
 def sweep_of(text: str) -> tuple[str, tuple[float, ...]]:
     """ "trainers" or "trainers=1,8,64" to its name and values. UsageError."""
-    name, _, given = text.partition("=")
+    name, equals, given = text.partition("=")
     if name not in SWEPT:
         raise UsageError(f"--sweep {name}: must be one of {', '.join(SWEPT)}")
     try:
-        values = tuple(float(value) for value in given.split(",")) if given else SWEPT[name]
+        values = tuple(float(value) for value in given.split(",")) if equals else SWEPT[name]
     except ValueError:
         raise UsageError(f"--sweep {text}: {given!r} are no numbers; write for example {name}=1,2,4") from None
     for value in values:
