@@ -116,3 +116,32 @@ def test_model_that_cannot_be(model: str, words: str) -> None:
 
 def test_transport_of_what_has_no_engine() -> None:
     assert "leave --transport out" in refused("bench", "moe", "--kernels", "--transport", "tcp")
+
+
+SERVICES = [
+    ["kv", "router", "--listen=127.0.0.1:0"],
+    ["kv", "prefiller", "--router=http://127.0.0.1:1"],
+    ["weights", "load", "/", "--targets=1"],
+]
+
+
+@pytest.mark.parametrize("command", SERVICES, ids=" ".join)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["17"], "'17' is neither 1 to 16 nor a list of interfaces or addresses"),
+        (["2", "lo"], "a number of rails stands alone"),
+    ],
+    ids=["too many", "a number and a name"],
+)
+def test_rails_that_cannot_be(command: list[str], given: list[str], words: str) -> None:
+    assert words in refused(*command, *(f"--rails={one}" for one in given))
+
+
+@pytest.mark.parametrize("given", [["127.0.0.1,no-such"], ["127.0.0.1", "no-such"]], ids=["list", "repeated"])
+def test_rails_of_a_service_are_a_list_as_those_of_other_commands(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is taken: what is refused is the second, and not both as one name."""
+    monkeypatch.setenv("CROSSRAIL_SECRET", "of this test")
+    assert "rails: 'no-such' is neither" in refused(*SERVICES[0], *(f"--rails={one}" for one in given))

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from crossrail.cli.text import rails
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import UsageError
 from crossrail.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsConfig, exposure_of_key
@@ -65,9 +66,25 @@ def transport_option(default: str = "auto") -> Decorator:
     )
 
 
+def _merged(_context: click.Context, _of: click.Parameter, given: tuple[int | list[str], ...]) -> int | list[str]:
+    """`--rails eth0,eth1` and `--rails eth0 --rails eth1` are the same."""
+    if len(given) <= 1:
+        return given[0] if given else 1
+    lists = [names for names in given if not isinstance(names, int)]
+    if len(lists) < len(given):
+        raise click.BadParameter("a number of rails stands alone, without names or another number")
+    return [name for names in lists for name in names]
+
+
 engine_options = together(
     transport_option(),
-    click.option("--rails", multiple=True, help="Interface or address of a rail of the engine; may be repeated."),
+    click.option(
+        "--rails",
+        type=rails,
+        multiple=True,
+        callback=_merged,
+        help="Rails to open, or their interfaces [default: 1]; may be repeated.",
+    ),
     click.option(
         "--secret-file",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),

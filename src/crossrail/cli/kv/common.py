@@ -102,8 +102,9 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
     """By service_options. Whoever uses the mailbox closes it first."""
     end = end_wanted(options["until_stdin_closes"])
     secret = read_secret(options["secret_file"])
-    rails = list(options["rails"]) or 1
-    with xr.Engine(name, transport=options["transport"], rails=rails, port=options["port"], secret=secret) as engine:
+    with xr.Engine(
+        name, transport=options["transport"], rails=options["rails"], port=options["port"], secret=secret
+    ) as engine:
         wire = EngineWire(engine)
         level = log.level
         # Why it has no router, and whom it refuses, is for whoever runs a service: commands let only errors through.

@@ -46,7 +46,7 @@ class _Options:
     timeout_s: float
     watermark: int
     transport: str
-    rails: tuple[str, ...]
+    rails: int | list[str]
     port: int
     secret: bytes
 
@@ -200,8 +200,7 @@ async def _reading(source: Checkpoint, names: list[str], options: _Options) -> A
 
 @asynccontextmanager
 async def _opened(name: str, options: _Options, port: int) -> AsyncIterator[tuple[xr.Engine, Mailbox]]:
-    rails = list(options.rails) or 1
-    with xr.Engine(name, transport=options.transport, rails=rails, port=port, secret=options.secret) as engine:
+    with xr.Engine(name, transport=options.transport, rails=options.rails, port=port, secret=options.secret) as engine:
         wire = EngineWire(engine)
         box = mailbox(wire, options.secret)
         box.start()
