@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from click.testing import CliRunner, Result
 from crossrail.cli.main import COMMANDS, main
 from crossrail.errors import CrossrailError, PeerLost, UsageError
 from tests.cli.leaves import groups_and_leaves, with_arguments
+from tests.support.limits import eventually
 
 EVERY = list(groups_and_leaves())
 NAMES = [" ".join(words) or "crossrail" for words, _ in EVERY]
@@ -185,9 +187,8 @@ QUICK = [
 def started(*words: str, **options: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "crossrail", *words]
     environment = os.environ | {"COLUMNS": "30", "NO_COLOR": "1"}
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, **options
-    )
+    given = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": environment} | options
+    return subprocess.Popen(command, **given)  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.mark.parametrize("words", QUICK, ids=" ".join)
@@ -228,6 +229,11 @@ def test_output_that_is_closed() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def write_checkpoint(folder: Path) -> None:
+    header = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
 COUNTS = [
     "kv demo --prefillers", "kv demo --prompt-tokens", "weights demo --versions", "weights demo --trainers",
     "weights demo --mib", "weights bench --rounds", "weights bench --targets",
@@ -261,8 +267,7 @@ def taken() -> Iterator[int]:
     ids=" ".join,
 )
 def test_port_is_taken(words: list[str], taken: int, tmp_path: Path) -> None:
-    header = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    write_checkpoint(tmp_path)
     environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "CROSSRAIL_SECRET": "of this test"}
     done = subprocess.run(
         [sys.executable, "-m", "crossrail", *(word.replace("PORT", str(taken)) for word in words)],
@@ -277,6 +282,37 @@ def test_port_is_taken(words: list[str], taken: int, tmp_path: Path) -> None:
     assert done.returncode == 1 and len(errors) == 1, done.stderr
     assert str(taken) in errors[0] and re.search(r"in use|taken|errno 98", errors[0])
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "--dir=."],
+        ["kv", "router", "--listen=127.0.0.1:0"],
+        ["kv", "prefiller", "--router=http://127.0.0.1:1"],
+        ["bench", "serve", "--bind=127.0.0.1:0", "--transport=shm"],
+        ["weights", "load", "model.safetensors", "--targets=1"],
+    ],
+    ids=" ".join,
+)
+def test_service_writes_a_flight_recording_when_asked_by_a_signal(words: list[str], tmp_path: Path) -> None:
+    """And goes on. Whoever follows docs/flight-recorder.md would else kill it."""
+    write_checkpoint(tmp_path)
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path), "CROSSRAIL_SECRET": "of this test", "CROSSRAIL_DUMP_DIR": "."}
+
+    def recordings() -> list[Path]:
+        process.send_signal(signal.SIGUSR2)
+        return list(tmp_path.glob("crossrail-*.flight"))
+
+    with started(*words, stdout=subprocess.PIPE, cwd=tmp_path, env=os.environ | environment) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            eventually(recordings, "the signal has one written")  # not before there is an engine
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=LONG_S)
+        finally:
+            process.kill()
+    assert process.returncode in (0, 130) and "flight recorder of engine" in errors
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from crossrail.cli import wire
 from crossrail.cli.inbox import Inbox, PartFile, Refused
 from crossrail.cli.meeting import DEFAULT_PORT, SCHEME, Meeting, shared_secret
 from crossrail.cli.rendezvous import Published, publish
-from crossrail.cli.service import tls_options
+from crossrail.cli.service import records_on_signal, tls_options
 from crossrail.cli.text import FloatRange, format_bytes, gb_per_s
 from crossrail.cli.text import rails as rails_type
 from crossrail.control.deadlines import in_time
@@ -426,6 +426,7 @@ async def _serve(options: Options, limits: Limits) -> bool:
     help="Seconds without data after which a push is given up.",
 )
 @tls_options
+@records_on_signal()
 def command(
     directory: Path,
     name: str | None,

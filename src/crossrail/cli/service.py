@@ -1,10 +1,12 @@
-"""What commands share that open an engine for others to reach: options, and the secret."""
+"""What commands share that open an engine for others to reach: options, the secret, recordings on a signal."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ import click
 from crossrail.cli.text import rails
 from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import UsageError
+from crossrail.flight import dump_on_signal
 from crossrail.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsConfig, exposure_of_key
+
+log = logging.getLogger("crossrail.cli.service")
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -101,3 +106,17 @@ def read_secret(file: Path | None) -> bytes:
     if not secret:
         raise UsageError(f"a secret that all nodes share is needed: --secret-file, or {SECRET_VARIABLE}")
     return secret
+
+
+@contextlib.contextmanager
+def records_on_signal() -> Iterator[None]:
+    """While this is open, or around a function that it decorates, SIGUSR2 has flight recordings written.
+
+    A model of the user's may have taken the signal before: it keeps it, and the log says that there are no recordings.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(dump_on_signal())
+        except UsageError as error:
+            log.warning("SIGUSR2 writes no flight recording: %s", error)
+        yield

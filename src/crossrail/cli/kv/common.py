@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 import crossrail as xr
-from crossrail.cli.service import Decorator, engine_options, read_secret, together
+from crossrail.cli.service import Decorator, engine_options, read_secret, records_on_signal, together
 from crossrail.cli.text import seconds
 from crossrail.errors import UsageError
 from crossrail.kv.layout import KvLayout
@@ -102,9 +102,12 @@ async def opened(name: str, options: Mapping[str, Any]) -> AsyncIterator[Service
     """By service_options. Whoever uses the mailbox closes it first."""
     end = end_wanted(options["until_stdin_closes"])
     secret = read_secret(options["secret_file"])
-    with xr.Engine(
-        name, transport=options["transport"], rails=options["rails"], port=options["port"], secret=secret
-    ) as engine:
+    with (
+        records_on_signal(),
+        xr.Engine(
+            name, transport=options["transport"], rails=options["rails"], port=options["port"], secret=secret
+        ) as engine,
+    ):
         wire = EngineWire(engine)
         level = log.level
         # Why it has no router, and whom it refuses, is for whoever runs a service: commands let only errors through.

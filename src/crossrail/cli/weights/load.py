@@ -19,7 +19,7 @@ import click
 from rich.console import Console
 
 import crossrail as xr
-from crossrail.cli.service import engine_options, read_secret
+from crossrail.cli.service import engine_options, read_secret, records_on_signal
 from crossrail.cli.text import RAILS_MAX, OutputFile, format_bytes, format_count, gb_per_s, seconds, size
 from crossrail.cli.weights.progress import showing_update
 from crossrail.control.mailbox import Mailbox
@@ -113,6 +113,7 @@ def _reader(text: str) -> tuple[int, int]:
     help="First of the 16 (of reader 0: 32) where tcp may listen; 0: any.",
 )
 @engine_options
+@records_on_signal()
 def load(checkpoint: Path, secret_file: Path | None, **options: Any) -> None:
     """Bring the weights of CHECKPOINT, a safetensors file or a folder of them, to inference ranks that wait for them.
 

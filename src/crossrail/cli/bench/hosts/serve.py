@@ -25,7 +25,7 @@ from crossrail.cli.bench.hosts.post import LOOK_S, MESSAGES_HELD, Post
 from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
 from crossrail.cli.bench.machine import machine
 from crossrail.cli.meeting import shared_secret
-from crossrail.cli.service import transport_option
+from crossrail.cli.service import records_on_signal, transport_option
 from crossrail.cli.text import cpu_list, format_bytes, format_count, size
 from crossrail.cli.text import rails as rails_type
 from crossrail.engine import SECRET_VARIABLE
@@ -278,6 +278,7 @@ def _orderly_end() -> Iterator[None]:
     help="Most memory of all workers of a run.",
 )
 @click.option("--once", is_flag=True, help="End after one run; exit code 1 if it did not end well.")
+@records_on_signal()
 def serve_command(
     bind: tuple[str, int],
     transport: str,
