@@ -163,8 +163,8 @@ void register_region(nb::module_& module) {
       .def_prop_ro(
           "gpudirect", [](const RegionHandle& self) { return self.core()->given_by(); },
           nb::sig("def gpudirect(self) -> str"),
-          "How NICs access this GPU memory: 'dma-buf', or another way and why; 'no: ...' over shm and tcp, which copy "
-          "through the host; '' for host memory.")
+          "How NICs access this GPU memory: 'dma-buf', or another way and why; 'no: ...' over shm and tcp; '' for host "
+          "memory.")
       .def_prop_ro(
           "closed", [](const RegionHandle& self) { return self.core()->closed(); },
           "Whether it refuses new use. Something may still touch the memory until close() has returned.")

@@ -49,7 +49,7 @@ std::string LocalRegions::given_by() const {
     if (half == nullptr) continue;
     if (std::string by_nics = half->given_by(); !by_nics.empty()) return by_nics;
   }
-  return "no: copied through the host";
+  return "no: no NIC reads or writes it";
 }
 
 // --- TransportSet ---

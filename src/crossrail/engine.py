@@ -249,8 +249,8 @@ class Engine(_core.Engine):
         is read-only. The same memory may be registered several times; the regions are independent. With RDMA a
         "local" region within another open region costs nothing (docs/verbs.md). Memory of NVIDIA GPUs: RDMA NICs
         (transport "verbs", or "ofi" on EFA) access it directly, as a dma-buf or by peermem (see `region.gpudirect`);
-        over shm and tcp the driver copies it through the host. Kernels that write a source must have ended before the
-        transfer is submitted (torch.cuda.synchronize(), an event).
+        within a host GPUs copy to each other, over tcp the driver copies it through the host. Kernels that write a
+        source must have ended before the transfer is submitted (torch.cuda.synchronize(), an event).
         """
         memory = memory_of(buffer)
         if access is None:

@@ -245,7 +245,7 @@ def _no_gpudirect(engine: Engine, transports: Iterable[str], clauses: Iterable[C
         return ""
     if not set(transports) & set(engine._gpu_transports):
         verb = "gives" if len(tuple(transports)) == 1 else "give"
-        return f"{' and '.join(transports)} {verb} no NIC a GPU's memory: it is copied through the host"
+        return f"{' and '.join(transports)} {verb} no NIC a GPU's memory"
     if why := _core._no_gpu_driver():
         return why
     return "" if any(gpu["has_gpudirect"] for gpu in _core._gpus()) else "none of the GPUs lets NICs at its memory"

@@ -293,7 +293,7 @@ TEST_CASE("gpu copies: the region says that no NIC is given its memory") {
   cuda.writes_ordering = cuda.flush_options = 0;  // which would be refused for NICs
   const Pair pair(TransportKind::kTcp);
   Memory memory(cuda, pair.a, true, 8192);
-  CHECK(memory.region->given_by() == "no: copied through the host");
+  CHECK(memory.region->given_by() == "no: no NIC reads or writes it");
   CHECK(cuda.exports == 0);
 }
 
