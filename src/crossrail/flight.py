@@ -119,7 +119,8 @@ class FlightDump:
         ]
         lines += [f"waiting: {text}" for text in self._waiting()]
         lines += [
-            f"note: {-self.seconds_before(note.time_ns):.3f} s  {note.kind} {note.peer}: {note.detail}"
+            f"note: {-self.seconds_before(note.time_ns):.3f} s  {note.kind} {note.peer}"
+            + (f": {note.detail}" if note.detail else "")
             for note in self.notes
         ]
         return [plain(line) for line in lines]

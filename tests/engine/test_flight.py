@@ -137,6 +137,8 @@ def test_messages_reads_and_endings_are_recorded(open_engine: EngineFactory, tmp
     dump = dump_of(here, tmp_path)
     assert {"connecting", "connected", "left"} <= states_of(dump)
     assert [note.kind for note in dump.notes] == ["peer-connected", "peer-left"]
+    notes = [line for line in dump.summary() if line.startswith("note: ")]
+    assert notes[0].endswith("peer-connected there") and "peer-left there: " in notes[1]  # a colon before a reason
 
 
 def test_only_the_latest_entries_are_kept_and_all_are_counted(
