@@ -157,6 +157,34 @@ async def test_steps_begun_ahead_post_when_their_layers_come(engines: tuple[xr.E
         decoder.assert_holds(reception, prefiller.kv_of(reception.request, 30))
 
 
+async def test_layer_of_a_step_that_is_not_begun_is_refused(engines: tuple[xr.Engine, xr.Engine]) -> None:
+    """It would count for the next step, whose first layer would leave before it is computed."""
+    prefiller, decoder = Prefiller(LAYOUT, [engines[0]]), Decoder(LAYOUT, [engines[1]])
+    reception = decoder.reserve("request", 30)
+    async with closing(prefiller):
+        with pytest.raises(xr.UsageError, match="layers=1 must be 0 to 0"):
+            prefiller.sender.layer_done()
+        job = prefiller.open(reception.dispatch(LAYOUT))
+        prefiller.sender.begin_step([(job, 30)])
+        assert not job.posted
+        for layer in range(3):
+            prefiller.compute(job, layer)
+        with pytest.raises(xr.UsageError, match="layers=4 must be 0 to 3"):
+            prefiller.sender.layer_done(4)
+        prefiller.sender.layer_done(3)
+        with pytest.raises(xr.UsageError, match="layers=1 must be 0 to 0"):
+            prefiller.sender.layer_done()
+        await reception.arrived(WAIT_S)
+
+    decoder.assert_holds(reception, prefiller.kv_of("request", 30))
+
+
+@pytest.mark.parametrize("layer", [-1, 3])
+def test_layer_that_there_is_not_is_refused(engines: tuple[xr.Engine, xr.Engine], layer: int) -> None:
+    with pytest.raises(xr.UsageError, match=f"layer={layer} must be 0 to 2"):
+        RankMemory.alloc(engines[0], LAYOUT).layer(layer)
+
+
 async def test_nothing_goes_before_its_layer(engines: tuple[xr.Engine, xr.Engine]) -> None:
     prefiller, decoder = Prefiller(LAYOUT, [engines[0]]), Decoder(LAYOUT, [engines[1]])
     reception = decoder.reserve("request", 30)

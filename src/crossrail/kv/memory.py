@@ -36,6 +36,11 @@ class RankMemory:
                     f"region {i} has {region.nbytes} bytes, the layout has {nbytes} a region: {layout.describe()}"
                 )
 
+    def __repr__(self) -> str:
+        return (
+            f"<RankMemory of {self.layout.rank_bytes} bytes in {len(self.regions)} of the regions of {self.engine!r}>"
+        )
+
     @classmethod
     def alloc(cls, engine: Engine, layout: KvLayout) -> RankMemory:
         """Zeroed memory of the engine's own: the fast source and target between processes of one host."""
@@ -56,7 +61,9 @@ class RankMemory:
         return RankMemory(self.engine, self.layout, [self.engine.register(buffer) for buffer in buffers])
 
     def place(self, layer: int) -> tuple[Region, int]:
-        """The region that a layer is in, and the offset of its first byte."""
+        """The region that a layer is in, and the offset of its first byte. UsageError: there is no such layer."""
+        if not 0 <= layer < self.layout.layers:
+            raise UsageError(f"layer={layer} must be 0 to {self.layout.layers - 1}")
         if len(self.regions) == 1:
             return self.regions[0], layer * self.layout.layer_bytes
         return self.regions[layer], 0

@@ -98,8 +98,15 @@ class KvSender:
         """Adds to the word: so many more layers of the current step are in memory. Any thread.
 
         Posts them before it returns, a submit for each pair of ranks and job: waking a thread for it takes longer.
+        UsageError if that is more than the steps begun so far have: of a step begun later they would count as computed.
         """
-        self._watcher.add(layers, announce=False)
+        with self._lock:
+            open_layers = (self._next_base - self._watcher.value) % _WORD
+            if open_layers >= _WORD // 2:  # the word is past them: somebody's kernel counted too much
+                open_layers = 0
+            if not 0 <= layers <= open_layers:
+                raise UsageError(f"layers={layers} must be 0 to {open_layers}, what the steps begun so far still lack")
+            self._watcher.add(layers, announce=False)
         self._pump()
 
     def layer_done_on(self, stream: object = None, layers: int = 1) -> None:
