@@ -81,7 +81,11 @@ void register_recv_pool(nb::module_& module) {
       .def_prop_ro(
           "peer", [](const MessageHandle& self) { return self.peer; }, nb::sig("def peer(self) -> Address"),
           "Address of the sender.")
-      .def_prop_ro("data", [](const MessageHandle& self) { return self.data; }, nb::sig("def data(self) -> bytes"));
+      .def_prop_ro(
+          "data", [](const MessageHandle& self) { return self.data; }, nb::sig("def data(self) -> bytes"))
+      .def("__repr__", [](const MessageHandle& self) {
+        return nb::str("<Message of {} bytes from {!r}>").format(nb::len(self.data), self.peer);
+      });
 
   nb::class_<ReceivePoolHandle>(module, "ReceivePool", nb::type_slots(engine_slots<ReceivePoolHandle>))
       .def("__init__", &init, nb::arg("engine"), nb::arg("count").none(), nb::arg("nbytes").none(),

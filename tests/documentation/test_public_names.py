@@ -32,6 +32,18 @@ def test_each_public_name_is_documented(name: str) -> None:
     assert not (silent := [path for path, thing in offered(module) if not described(thing)]), silent
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_each_public_object_says_what_it_is(name: str) -> None:
+    """Not <... object at 0x7f...>, of which a log or a debugger tells nothing."""
+    classes = [thing for _, thing in offered(importlib.import_module(name)) if inspect.isclass(thing)]
+    made = [
+        one
+        for one in classes
+        if not issubclass(one, (BaseException, enum.Enum)) and not getattr(one, "_is_protocol", False)
+    ]
+    assert [one.__name__ for one in made if one.__repr__ is object.__repr__] == []
+
+
 def test_one_without_a_word_is_seen() -> None:
     class Silent:
         """A class."""

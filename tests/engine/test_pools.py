@@ -21,6 +21,12 @@ def test_pool_says_its_size(engine: xr.Engine) -> None:
         assert (pool.count, pool.nbytes) == (7, 300)
 
 
+def test_message_says_its_length_and_whom_it_is_from(engine: xr.Engine) -> None:
+    with engine.submit_recvs(1, 16) as pool:
+        send(engine, b"12345").wait(WAIT_S)
+        assert repr(pool.recv(WAIT_S)) == f"<Message of 5 bytes from {engine.address!r}>"
+
+
 def test_poll_takes_at_most_its_limit_and_never_blocks(engine: xr.Engine) -> None:
     with engine.submit_recvs(10, 16) as pool:
         assert pool.poll() == []

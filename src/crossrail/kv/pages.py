@@ -97,6 +97,9 @@ class PagePool:
         self._cache = PrefixCache()
         self._leases: dict[str, PageLease] = {}
 
+    def __repr__(self) -> str:
+        return f"<PagePool of {self.pages} pages, {self.available} available>"
+
     @property
     def pages(self) -> int:
         """How many there are."""

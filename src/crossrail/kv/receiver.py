@@ -67,6 +67,9 @@ class KvReceiver:
         self._retired: dict[Access, asyncio.Task[None]] = {}  # what is being shut for good
         self._tails = Tails(self.ranks[0].engine, tail_bytes, tail_slots) if tail_bytes else None
 
+    def __repr__(self) -> str:
+        return f"<KvReceiver of ranks {sorted(self.ranks)}>"
+
     def reserve(self, request: str, tokens: int, *, room_tokens: int = 0, names: Sequence[bytes] = ()) -> Reception:
         """Takes pages for `tokens` tokens that shall arrive and room_tokens that the decoder itself will add.
 

@@ -57,6 +57,9 @@ class Step:
         self._base = base  # the word before its first layer
         self._posted = 0
 
+    def __repr__(self) -> str:
+        return f"<Step of {len(self._loads)} requests, {self._posted} of {self._sender.layout.layers} layers posted>"
+
     def abandon(self, reason: str) -> None:
         """The model gave up: it does not write these pages, nor count for this step, any more. Stops its requests.
 
@@ -88,6 +91,9 @@ class KvSender:
         self._steps: deque[Step] = deque()  # guarded by the lock, as what follows
         self._next_base = 0
         self._watcher = ranks[min(ranks)].engine.alloc_watcher(lambda _old, _new: self._pump())
+
+    def __repr__(self) -> str:
+        return f"<KvSender of ranks {sorted(self._ranks)}, {len(self._jobs)} requests under way>"
 
     @property
     def word_address(self) -> int:

@@ -145,6 +145,11 @@ class AllToAll:
         self._stats = {"rounds": 0, "tokens_sent": 0, "rows_received": 0, "bytes_received": 0, "bytes_summed": 0}
         self._durations = Durations(_DURATION_BOUNDS_S)
 
+    def __repr__(self) -> str:
+        config = self.config
+        state = ", closed" if self._closed else ""
+        return f"<AllToAll, rank {self.rank} of {config.world}, {config.experts} experts{state}>"
+
     # ---- dispatch
 
     def dispatch(

@@ -85,6 +85,9 @@ class EngineGroup:
             self._pool.close()
             raise
 
+    def __repr__(self) -> str:
+        return f"<EngineGroup, rank {self.rank} of {self.size}>"
+
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """As of Group: a message to each of the others."""
         deadline = time.monotonic() + timeout_s
@@ -231,6 +234,9 @@ class TorchGroup:
         self._group = process_group
         self.rank: int = self._distributed.get_rank(process_group)
         self.size: int = self._distributed.get_world_size(process_group)
+
+    def __repr__(self) -> str:
+        return f"<TorchGroup, rank {self.rank} of {self.size}>"
 
     def all_gather(self, data: bytes, timeout_s: float) -> list[bytes]:
         """As of Group, by torch.distributed, whose own timeout holds."""

@@ -85,6 +85,9 @@ class EngineCollector(Collector):
         self._shown: dict[str, dict[str, _Steady]] = {}
         self._lock = threading.Lock()  # guards _shown: scrapes may overlap, and what was read first has to come first
 
+    def __repr__(self) -> str:
+        return f"<EngineCollector of {', '.join(map(repr, self._engines))}>"
+
     def collect(self) -> Iterator[Metric]:
         """What they have counted, as Prometheus wants it."""
         open_ones: dict[Key, int] = {}

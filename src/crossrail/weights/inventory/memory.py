@@ -72,6 +72,9 @@ class WeightMemory:
         self._inventory: Inventory | None = None
         self._registering = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"<WeightMemory of {self.role} {self.rank}, {len(self._added)} tensors>"
+
     def add(
         self,
         name: str,

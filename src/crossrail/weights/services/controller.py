@@ -80,6 +80,10 @@ class WeightController:
         mailbox.handle(m.Join, self._on_join)
         mailbox.handle(m.Leave, self._on_leave)
 
+    def __repr__(self) -> str:
+        joined = f"{len(self.ranks('trainer'))} trainers, {len(self.ranks('target'))} inference ranks"
+        return f"<WeightController of {joined}, version {self.version}>"
+
     @property
     def address(self) -> bytes:
         """What members join."""

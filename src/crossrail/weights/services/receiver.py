@@ -104,6 +104,9 @@ class WeightReceiver:
         ):
             mailbox.handle(kind, handler)
 
+    def __repr__(self) -> str:
+        return f"<WeightReceiver {self.rank}, version {self.version}{', closed' if self._is_closed else ''}>"
+
     @property
     def version(self) -> int:
         """The last that was completed here; -1: none. It says nothing of torn weights: see state."""

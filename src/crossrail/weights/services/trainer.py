@@ -86,6 +86,9 @@ class WeightTrainer:
         ):
             mailbox.handle(kind, handler)
 
+    def __repr__(self) -> str:
+        return f"<WeightTrainer {self.rank}{', closed' if self._is_closed else ''}>"
+
     async def join(self, controller: bytes, timeout_s: float = 30.0) -> None:
         """Offers itself to the controller of this address, or to another one. Registers the memory.
 
