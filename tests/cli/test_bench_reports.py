@@ -332,6 +332,21 @@ def test_picture_is_not_cut_off_at_its_sides(tmp_path: Path) -> None:
     assert (pixels[:, [0, -1]] == 1.0).all()
 
 
+def test_interval_of_wild_runs_does_not_flatten_the_curves(tmp_path: Path) -> None:
+    """Two runs that far apart have an interval up to some thousand GB/s."""
+    curves = [figure(f"w{nbytes}", [0.5, 1.5], point=Point("write", nbytes, 1)) for nbytes in (65536, 1 << 20)]
+    plot.write_plot(tmp_path / "out.svg", curves)
+    words = set(words_of(tmp_path / "out.svg"))
+    assert {"2", "4"} <= words and not {"10", "1000"} & words
+
+
+def test_latencies_of_milliseconds_are_no_powers_of_ten(tmp_path: Path) -> None:
+    slow = figure("slow", STEADY, unit="us", limit=None, point=Point("latency", 8, 0))
+    slow.ecdf = [(share / 100, 3820.0 + share) for share in range(101)]
+    plot.write_plot(tmp_path / "out.svg", [slow])
+    assert "title of slow: p50 3,870 us, p99 3,919 us" in words_of(tmp_path / "out.svg")
+
+
 def test_numbers_below_ratios_leave_each_other_room(tmp_path: Path) -> None:
     """Over many powers of ten there is none between them."""
     plot.write_plot(tmp_path / "wide.svg", wide())

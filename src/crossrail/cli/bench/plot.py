@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from crossrail.cli.bench.report import figure
 from crossrail.cli.bench.spec import Point, Result
 from crossrail.errors import UsageError
 
@@ -47,6 +48,7 @@ _CURVE_IN = 4.6
 _TITLE_IN = 1.3
 _ROW_IN = 0.34
 _PERCENTILES = (50, 99)
+_INTERVAL_SPAN_MAX = 2.0  # times what was measured
 _MINOR_SPAN_MAX = 1e4  # over more powers of ten, numbers between them run into each other
 
 # Draws one panel into axes.
@@ -168,7 +170,9 @@ def _draw_throughput(axes: Any, results: list[Result]) -> None:
             label=f"limit: {name}",
         )
     _size_axis(axes, sorted({point.nbytes for point, _ in _points(results)}))
-    axes.set_ylim(bottom=0)
+    # The interval of a few wild runs may reach far beyond all that was measured; it is cut off then.
+    highest = max(value for line in axes.get_lines() for value in line.get_ydata())
+    axes.set_ylim(0, min(axes.get_ylim()[1], _INTERVAL_SPAN_MAX * highest))
     axes.set_ylabel("GB/s (10⁹ bytes)")
     axes.set_xlabel("bytes of one operation; of paged writes, of one page")
     axes.set_title("Throughput against size; shaded: 95 % of the median")
@@ -229,7 +233,7 @@ def _draw_latency(axes: Any, results: list[Result]) -> None:
         shares = [share for share, _ in result.ecdf]
         values = [value for _, value in result.ecdf]
         at = {percent: _value_at(result.ecdf, percent / 100) for percent in _PERCENTILES}
-        told = ", ".join(f"p{percent} {value:.3g} {result.measure.unit}" for percent, value in at.items())
+        told = ", ".join(f"p{percent} {figure(value)} {result.measure.unit}" for percent, value in at.items())
         axes.plot(values, shares, color=color, label=f"{result.measure.title}: {told}", drawstyle="steps-post")
         axes.plot(list(at.values()), [percent / 100 for percent in at], "o", color=color, markersize=4)
     axes.set_xscale("log")
