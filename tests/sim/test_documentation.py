@@ -1,6 +1,5 @@
 """What docs/simulator.md shows runs as it stands there."""
 
-import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ def test_the_scenario_of_ones_own_holds() -> None:
 
 @pytest.mark.no_sanitizer  # a million works: minutes under one
 def test_the_script_moves_its_terabyte(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(SCRIPT, {"asyncio": asyncio})
+    exec(SCRIPT, {})
 
     seconds, words = capsys.readouterr().out.split(" ", 1)
     assert words == "virtual seconds\n"
