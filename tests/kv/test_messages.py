@@ -228,6 +228,25 @@ async def test_bad_net_question_runs_once_and_is_answered(desk: Desk) -> None:
     assert sorted(desk.asked) == sorted(f"r{n}" for n in range(50))
 
 
+async def test_question_whose_answer_is_kept_no_longer_is_not_run_again(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of somebody who was cut off while others asked a lot: better no answer than to be carried out twice."""
+
+    async def lose(to: bytes, packet: bytes) -> None:
+        pass
+
+    monkeypatch.setattr(mailbox_module, "_ANSWERS_KEPT", 2)
+    monkeypatch.setattr(desk.there.wire, "send", lose)
+    asking = [asyncio.create_task(desk.probe(f"r{n}")) for n in range(4)]  # again and again
+    while desk.there.dropped["old"] < 8:
+        await asyncio.sleep(0.01)
+    assert desk.asked == [f"r{n}" for n in range(4)]
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+
+
 async def test_many_long_questions_at_once_are_all_heard(desk: Desk) -> None:
     async def started(_: bytes, start: m.Start) -> m.Message:
         return m.Started(start.request)

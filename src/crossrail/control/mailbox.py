@@ -24,6 +24,7 @@ log = logging.getLogger("crossrail.control")
 RESEND_S = 0.5
 _ANSWERS_KEPT = 4096
 _ANSWERS_BYTES_MAX = 32 << 20
+_ASKERS_KEPT = 1 << 16  # of whose answers some were let go
 _CANCEL_AGAIN_S = 0.2
 _TELL_AGAIN_S = 60.0  # between two lines about dropped messages of one kind: a stranger may send thousands a second
 _REPLY_TIMEOUT_S = 30.0  # whoever takes no answer for so long asks again, if it still lives
@@ -67,7 +68,8 @@ class Mailbox:
     """One per wire, as wires are of engines. Threads: the event loop's.
 
     Lifecycle: 1. made. 2. handle() for each type of question. 3. start(). 4. close(): questions end with NoAnswer.
-    dropped: messages that were not taken, by kind: those of seal.Rejected, "type", "unasked", "no-handler".
+    dropped: messages that were not taken, by kind: those of seal.Rejected, "type", "unasked", "no-handler", and "old":
+    a question as old as some whose answers are kept no longer, so that it may have been run.
     """
 
     def __init__(self, wire: Wire, secret: bytes, language: Language, resend_s: float = RESEND_S) -> None:
@@ -83,6 +85,7 @@ class Mailbox:
         self._waiting: dict[int, tuple[bytes, asyncio.Future[object]]] = {}  # by ask: of whom, and the answer
         self._answered: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # by who asked and ask
         self._answered_bytes = 0
+        self._let_go: OrderedDict[bytes, int] = OrderedDict()  # by who asked, the newest ask whose answer is not kept
         self._being_answered: set[tuple[bytes, int]] = set()
         self._tasks: dict[asyncio.Task[None], None] = {}  # a set in the order in which they were made
         self._unsorted: Counter[str] = Counter()
@@ -234,7 +237,11 @@ class Mailbox:
         key = (identity, envelope.ask)
         if (again := self._answered.get(key)) is not None:
             self.spawn(self._reply(sender, again), "a repeated answer")
-        elif key not in self._being_answered:
+        elif key in self._being_answered:
+            return
+        elif envelope.ask <= self._let_go.get(identity, 0):
+            self._unsorted["old"] += 1
+        else:
             self._being_answered.add(key)
             self.spawn(self._answer(sender, key, handler, envelope.body), type(envelope.body).__name__)
 
@@ -243,8 +250,12 @@ class Mailbox:
         self._answered[key] = answer
         self._answered_bytes += len(answer)
         while len(self._answered) > _ANSWERS_KEPT or self._answered_bytes > _ANSWERS_BYTES_MAX:
-            _, oldest = self._answered.popitem(last=False)
+            (identity, ask), oldest = self._answered.popitem(last=False)
             self._answered_bytes -= len(oldest)
+            self._let_go[identity] = max(ask, self._let_go.get(identity, 0))
+            self._let_go.move_to_end(identity)
+        while len(self._let_go) > _ASKERS_KEPT:
+            self._let_go.popitem(last=False)
 
     async def _answer(self, sender: bytes, key: tuple[bytes, int], handler: Handler, question: object) -> None:
         try:
