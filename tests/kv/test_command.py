@@ -127,6 +127,21 @@ async def test_terminated_node_whose_output_nobody_reads_finishes_what_it_has(se
     assert decoder.wait(WAIT_S) == 0
 
 
+def test_second_signal_ends_a_node_at_once(services: Services) -> None:
+    services.add("prefiller", "p0")
+    decoder = services.add("decoder", "d0", token_us="1000000")
+    services.joined("p0", "d0")
+    asking = Asking(services)
+    busy_prefiller(services)
+    services.signal("d0", signal.SIGINT)
+    eventually(lambda: services.nodes()["d0"]["draining"], "it drains")
+    services.signal("d0", signal.SIGINT)
+    assert decoder.wait(WAIT_S) == 0
+    assert "d0: ended when told to, before all was finished" in services.complaints()
+    asking.join(2 * WAIT_S)
+    assert asking.trouble or asking.error
+
+
 def test_nodes_end_with_whoever_started_them_whatever_is_under_way(tmp_path: Path) -> None:
     services = Services(tmp_path / "stderr", silent_s=2 * WAIT_S)  # nothing that takes so long is to be waited for
     try:

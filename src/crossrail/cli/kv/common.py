@@ -78,12 +78,24 @@ def chosen(defaults: Options, options: Mapping[str, Any]) -> Options:
 
 
 class EndWanted(asyncio.Event):
-    """Set by SIGTERM, SIGINT, or the end of standard input: is_deserted then, whoever started us is gone, or done."""
+    """Set by SIGTERM, SIGINT, or the end of standard input: is_deserted then, whoever started us is gone, or done.
+
+    at_once: set by a second signal, as of who presses Ctrl-C again: nothing is waited for any more.
+    """
 
     is_deserted = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_once = asyncio.Event()
+
     def desert(self) -> None:
         self.is_deserted = True
+        self.set()
+
+    def on_signal(self) -> None:
+        if self.is_set():
+            self.at_once.set()
         self.set()
 
 
@@ -229,7 +241,7 @@ def end_wanted(until_stdin_closes: bool) -> EndWanted:
     loop = asyncio.get_running_loop()
     end = EndWanted()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end.set)
+        loop.add_signal_handler(number, end.on_signal)
     if until_stdin_closes:
 
         def read() -> None:
