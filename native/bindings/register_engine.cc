@@ -186,11 +186,12 @@ PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {0, 
 
 void register_peers(nb::class_<EngineHandle>& engine) {
   engine
-      .def("connect", &connect, nb::arg("peer").none(), nb::arg("timeout_s").none() = 5.0,
-           nb::sig("def connect(self, peer: Address | bytes, timeout_s: float | None = 5.0) -> None"),
+      .def("connect", &connect, nb::arg("peer").none(), nb::arg("timeout_s").none() = 15.0,
+           nb::sig("def connect(self, peer: Address | bytes, timeout_s: float | None = 15.0) -> None"),
            R"(Connects now instead of at the first operation. Optional. Blocks, GIL released; any thread.
 
-Raises PeerLost when the peer is gone or of an older incarnation, WaitTimeout, EngineClosed.)")
+timeout_s: best more than the engine's connect_timeout_s (5 s), at whose end PeerLost says what is wrong on the way.
+Raises PeerLost when the peer cannot be reached, is gone or of an older incarnation, WaitTimeout, EngineClosed.)")
       .def(
           "peer_state", [](Self self, nb::handle peer) { return peer_state_name(self.p->peer(peer)->state()); },
           nb::arg("peer").none(), nb::sig("def peer_state(self, peer: Address | bytes) -> str"),

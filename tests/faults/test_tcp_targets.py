@@ -128,6 +128,14 @@ def advance(there: RawAcceptor, connection: socket.socket, steps: int) -> None:
     wire.receive_frame(connection)
 
 
+def test_who_waits_for_a_connection_hears_why_there_is_none(open_engine: EngineFactory, target: xr.Engine) -> None:
+    """The engine gives up first, and knows the port: the wait for it has only a clock."""
+    engine = open_engine("here", **TCP)
+    silent = RawAcceptor(target.address)
+    with closing(silent), pytest.raises(xr.PeerLost, match=f":{silent.listener.getsockname()[1]}"):
+        engine.connect(silent.address)
+
+
 def test_disconnect_at_each_step(open_engine: EngineFactory) -> None:
     engine = open_engine("here", **TCP)
     for steps in range(len(STEPS)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import crossrail as xr
-from crossrail.cli.meeting import CONNECT_WAIT_S, shared_secret
+from crossrail.cli.meeting import shared_secret
 from crossrail.cli.rendezvous import resolve
 from crossrail.cli.service import tls_options
 from crossrail.cli.text import rails as rails_type
@@ -21,5 +21,5 @@ def command(name: str, rails: int | list[str], tls: xr.TlsConfig | None) -> None
     secret = shared_secret()
     with xr.Engine(rails=rails, tls=tls) as engine:
         address, _ = resolve(name, secret)
-        engine.connect(address, CONNECT_WAIT_S)
+        engine.connect(address)
         click.echo(shown_lines(str(engine.explain(address))))

@@ -26,8 +26,6 @@ from crossrail.engine import SECRET_VARIABLE
 from crossrail.errors import CrossrailError, UsageError
 
 DEFAULT_PORT = 7312
-# For engine.connect(): longer than an engine's own connect_timeout_s, which ends in words of what is wrong on the way.
-CONNECT_WAIT_S = 15.0
 SCHEME = "tcp://"
 _VERSION = 1
 _NONCE_BYTES = 16

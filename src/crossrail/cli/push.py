@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 import crossrail as xr
 from crossrail._text import plain
 from crossrail.cli import wire
-from crossrail.cli.meeting import CONNECT_WAIT_S, shared_secret
+from crossrail.cli.meeting import shared_secret
 from crossrail.cli.rendezvous import resolve
 from crossrail.cli.service import tls_options
 from crossrail.cli.source import SourceFile
@@ -255,7 +255,7 @@ def _push(
         Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress,
     ):
         begun = time.monotonic()
-        engine.connect(server, CONNECT_WAIT_S)
+        engine.connect(server)
         # Not shown before the server has agreed: what it refuses is one line, and no bar that stands at 0.
         task = progress.add_task(escape(plain(source.path.name)), total=source.nbytes, visible=False)
         done = Pusher(engine, pool, server, source).run(

@@ -23,7 +23,7 @@ from crossrail.cli.bench.hosts.workers import EngineOptions, Workers
 from crossrail.cli.bench.outputs import Outputs, output_options
 from crossrail.cli.bench.pair import choose_cpus
 from crossrail.cli.bench.spec import Result
-from crossrail.cli.meeting import CONNECT_WAIT_S, ask, shared_secret
+from crossrail.cli.meeting import ask, shared_secret
 from crossrail.cli.service import transport_option
 from crossrail.cli.tables import Fitted
 from crossrail.cli.text import FloatRange, cpu_list, size
@@ -144,7 +144,7 @@ def run_command(target: tuple[str, int], **options: Any) -> None:
         engine.submit_recvs(MESSAGES_HELD, wire.MESSAGE_BYTES_MAX) as pool,
         Workers(options["processes"], options["cpus"]) as workers,
     ):
-        engine.connect(serve, CONNECT_WAIT_S)
+        engine.connect(serve)
         post = Post(engine, pool, serve, secrets.randbits(62), f"the server at {host}", lambda _: None)
         try:
             results, settings = _measure_all(post, workers, engines, plan, options, console)
